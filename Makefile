@@ -1,0 +1,38 @@
+# Everything runs in .venv, which is made afresh whenever pyproject.toml changes.
+
+PYTHON := $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || echo python3)
+BIN := .venv/bin
+READY := .venv/ready-$(shell (pwd; cat pyproject.toml) | cksum | cut -d' ' -f1)
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+
+.PHONY: help test check lint demo bench clean
+
+help: ## Show this list.
+	@sed -n 's/^\([a-z]*\):.*## /  make \1 - /p' Makefile
+
+$(READY):
+	@echo "making .venv (torch is large: the first time takes minutes)"
+	@rm -rf .venv
+	@$(PYTHON) -m venv .venv
+	@$(PIP) install -e '.[dev]'
+	@touch $(READY)
+
+lint: $(READY) ## Style, format and types.
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+test: lint ## Style, format, types and every test.
+	@$(BIN)/python -m pytest -n 2
+
+check: test ## What CI runs.
+
+demo: $(READY) ## Make a real sharded checkpoint, inspect it, convert it, check the result.
+	@PATH="$(CURDIR)/$(BIN):$$PATH" python fixtures/demo.py
+
+bench: $(READY) ## Measure convert and inspect against cp and torch's own tools.
+	@$(BIN)/ckptool bench --transfer
+
+clean: ## Remove all that make makes.
+	@rm -rf .venv demo bench-out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

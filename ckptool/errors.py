@@ -1,0 +1,82 @@
+"""Every way ckptool can fail, and the exit code of each.
+
+    CkptoolError
+    ├── UsageError        2    the command line asks for something that makes no sense
+    ├── SourceError       3    the source is missing, unrecognised or malformed
+    │   ├── NotFound           nothing is there
+    │   ├── Unrecognised       something is there, but no checkpoint ckptool knows
+    │   ├── Damaged            a checkpoint that is not whole or contradicts itself
+    │   └── Hostile            a pickle that names a global able to run code
+    ├── CannotDo          4    the source is fine, but what is asked cannot be done with it
+    └── TransferError     5    reading or writing failed midway
+        └── NotVerified        what was written is not what should have been
+
+An error says the thing, the problem and the numbers; ``hint`` is the next command or step.
+"""
+
+from __future__ import annotations
+
+
+class CkptoolError(Exception):
+    """Base of all errors meant for the user. ``exit_code`` is what the process ends with."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(CkptoolError):
+    """The command line asks for something that makes no sense."""
+
+    exit_code = 2
+
+
+class SourceError(CkptoolError):
+    """The source is missing, unrecognised or malformed."""
+
+    exit_code = 3
+
+
+class NotFound(SourceError):
+    """The path does not exist or cannot be read."""
+
+
+class Unrecognised(SourceError):
+    """No known checkpoint format is there."""
+
+
+class Damaged(SourceError):
+    """The checkpoint is not whole, or its parts contradict one another."""
+
+
+class Hostile(SourceError):
+    """A pickle names a global that can run code. Nothing was called."""
+
+
+class CannotDo(CkptoolError):
+    """The source is fine, but what is asked cannot be done with it."""
+
+    exit_code = 4
+
+
+class TransferError(CkptoolError):
+    """Reading or writing failed midway; what stood at the target before still stands."""
+
+    exit_code = 5
+
+
+class NotVerified(TransferError):
+    """What was written is not what should have been; it was thrown away."""
+
+
+def damaged(problems: list[str], *, subject: str, hint: str | None = None) -> Damaged:
+    """One error for several problems of one kind, all of them shown (at most twelve in full)."""
+    if len(problems) == 1:
+        return Damaged(problems[0], hint=hint)
+    shown = [f"  - {problem}" for problem in problems[:12]]
+    if len(problems) > len(shown):
+        shown.append(f"  - and {len(problems) - len(shown)} more")
+    return Damaged(f"{len(problems)} problems in {subject}:\n" + "\n".join(shown), hint=hint)
