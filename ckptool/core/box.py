@@ -1,0 +1,178 @@
+"""Half-open n-dimensional boxes of integers: the only geometry a checkpoint needs."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The elements ``lo[d] <= index[d] < hi[d]`` of a tensor. A 0-d box holds one element."""
+
+    lo: tuple[int, ...]
+    hi: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """The box of a whole tensor of ``shape``."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @classmethod
+    def at(cls, offset: Sequence[int], shape: Sequence[int]) -> Box:
+        """The box of ``shape`` that begins at ``offset``."""
+        return cls(tuple(offset), tuple(o + s for o, s in zip(offset, shape, strict=True)))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(h - l for l, h in zip(self.lo, self.hi, strict=True))
+
+    @property
+    def volume(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common box, or None where the two share no element."""
+        lo = tuple(map(max, self.lo, other.lo))
+        hi = tuple(map(min, self.hi, other.hi))
+        if any(l >= h for l, h in zip(lo, hi, strict=True)):
+            return None
+        return Box(lo, hi)
+
+    def contains(self, other: Box) -> bool:
+        """Whether every corner of ``other`` lies in this box (an empty box may sit on its edge)."""
+        return all(a <= b for a, b in zip(self.lo, other.lo, strict=True)) and all(
+            a >= b for a, b in zip(self.hi, other.hi, strict=True)
+        )
+
+    def relative_to(self, origin: Sequence[int]) -> Box:
+        """The same box in coordinates whose zero is ``origin``."""
+        return Box(
+            tuple(l - o for l, o in zip(self.lo, origin, strict=True)),
+            tuple(h - o for h, o in zip(self.hi, origin, strict=True)),
+        )
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{l}:{h}" for l, h in zip(self.lo, self.hi, strict=True)) + "]"
+
+
+def row_major_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Byte strides of a C-ordered array of ``shape``."""
+    strides = [itemsize] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return tuple(strides)
+
+
+_CHEAP = 16
+_MOST_DIMS = 8
+_FEW_PAIRS = 256
+
+
+def overlapping_pair(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that share an element, or None.
+
+    Sweeps along the dimension that separates the boxes best. Where that one alone would leave many
+    pairs to compare, a segment tree over up to four dimensions keeps the cost of n boxes near
+    n log n (Zomorodian and Edelsbrunner, "Fast software for box intersections").
+    """
+    solid = [box for box in boxes if box.volume]
+    unique = set(solid)
+    if len(unique) < len(solid):
+        return _repeated(solid)
+    if len(solid) < 2:
+        return None
+    costs = {dim: _projected_pairs(solid, dim) for dim in range(len(solid[0].lo))}
+    dims = sorted(costs, key=lambda dim: costs[dim])
+    if costs[dims[0]] <= _CHEAP * len(solid):
+        return _one_way(solid, solid, dims[0])
+    return _clash(solid, solid, tuple(dims[:_MOST_DIMS]), -math.inf, math.inf)
+
+
+def _repeated(boxes: list[Box]) -> tuple[Box, Box] | None:
+    """The first box that is there twice."""
+    seen: set[Box] = set()
+    for box in boxes:
+        if box in seen:
+            return box, box
+        seen.add(box)
+    return None
+
+
+def _projected_pairs(boxes: list[Box], dim: int) -> int:
+    """How many pairs share an index of ``dim``."""
+    ends = sorted(box.hi[dim] for box in boxes)
+    apart = sum(bisect_right(ends, box.lo[dim]) for box in boxes)
+    return len(boxes) * (len(boxes) - 1) // 2 - apart
+
+
+def _one_way(spans: list[Box], starts: list[Box], dim: int) -> tuple[Box, Box] | None:
+    """A box of ``spans`` and one of ``starts`` that begins within it along ``dim``, overlapping."""
+    ordered = sorted(starts, key=lambda box: box.lo[dim])
+    lows = [box.lo[dim] for box in ordered]
+    for box in spans:
+        for at in range(bisect_left(lows, box.lo[dim]), len(lows)):
+            if lows[at] >= box.hi[dim]:
+                break
+            if ordered[at] is not box and box.intersect(ordered[at]):
+                return box, ordered[at]
+    return None
+
+
+def _any_pair(some: list[Box], others: list[Box]) -> tuple[Box, Box] | None:
+    for box in some:
+        for other in others:
+            if other is not box and box.intersect(other):
+                return box, other
+    return None
+
+
+def _clash(
+    spans: list[Box], starts: list[Box], dims: tuple[int, ...], low: float, high: float
+) -> tuple[Box, Box] | None:
+    """An overlapping pair, one of each list: the node from ``low`` to ``high`` of a segment tree.
+
+    Along the last of ``dims`` the box of ``starts`` begins in the node and within the other one.
+    """
+    if len(spans) * len(starts) <= _FEW_PAIRS:
+        return _any_pair(spans, starts)
+    *fewer, dim = dims
+    if not fewer:
+        return _one_way(spans, starts, dim)
+    lows = sorted(box.lo[dim] for box in starts)
+    if lows[0] == lows[-1]:
+        through = [box for box in spans if box.lo[dim] <= lows[0] < box.hi[dim]]
+        return _either_way(through, starts, tuple(fewer))
+    through = [box for box in spans if box.lo[dim] <= low and high <= box.hi[dim]]
+    found = _either_way(through, starts, tuple(fewer))
+    middle = lows[max(len(lows) // 2, bisect_right(lows, lows[0]))]
+    rest = [box for box in spans if not (box.lo[dim] <= low and high <= box.hi[dim])]
+    return (
+        found
+        or _clash(
+            [box for box in rest if box.lo[dim] < middle and box.hi[dim] > low],
+            [box for box in starts if box.lo[dim] < middle],
+            dims,
+            low,
+            middle,
+        )
+        or _clash(
+            [box for box in rest if box.lo[dim] < high and box.hi[dim] > middle],
+            [box for box in starts if box.lo[dim] >= middle],
+            dims,
+            middle,
+            high,
+        )
+    )
+
+
+def _either_way(
+    some: list[Box], others: list[Box], dims: tuple[int, ...]
+) -> tuple[Box, Box] | None:
+    """An overlapping pair of the two lists, whichever of the two begins first."""
+    return _clash(some, others, dims, -math.inf, math.inf) or _clash(
+        others, some, dims, -math.inf, math.inf
+    )

@@ -1,0 +1,247 @@
+"""What every checkpoint says: these bytes, at this place, are that box of that tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ckptool.core.box import Box, overlapping_pair, row_major_strides
+from ckptool.core.dtype import DType
+
+if TYPE_CHECKING:
+    from ckptool.core.mesh import Mesh, Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A span of a file whose CRC-32 the writer recorded."""
+
+    file: str
+    offset: int
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Addressable bytes: element ``i`` lies at ``offset + sum(i * strides)`` (all in bytes).
+
+    ``ops`` are elementwise repairs that turn the stored bytes into the values: ``byteswap``,
+    ``conj`` and ``neg``. ``record`` is the checksummed span that the bytes are part of.
+    """
+
+    file: str
+    offset: int
+    strides: tuple[int, ...]
+    record: Record | None = None
+    ops: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A blob that a codec must decode whole before any element can be addressed.
+
+    ``nbytes`` is its size in the file, ``size`` the size once decoded; ``start`` and ``strides``
+    address the decoded bytes as ``Extent`` addresses a file's.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+    codec: str
+    size: int
+    start: int
+    strides: tuple[int, ...]
+    ops: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A container in a file that holds one chunk and is not opened yet.
+
+    ``inspect`` never opens it; the format's ``locate`` turns it into one of the other places.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+    transforms: tuple[str, ...] = ()
+
+
+Place = Extent | Packed | Item
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The same box, stored once more by another rank."""
+
+    at: Place
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of the global tensor, where its bytes lie, and the rank that wrote it if known."""
+
+    box: Box
+    at: Place
+    rank: int | None = None
+    copies: tuple[Copy, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """A position in a list or tuple, as one step of a path into a nested state dict."""
+
+    position: int
+    container: str = "list"
+
+    def __str__(self) -> str:
+        return str(self.position)
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """The last step of a path whose value differs between ranks, as one rank has it."""
+
+    step: Any
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.step}@rank{self.rank}"
+
+
+Path = tuple[Any, ...]
+"""Steps into a nested state dict: dict keys as they are, ``Index`` for lists and tuples."""
+
+
+def flat_name(path: Path) -> str:
+    """The name DCP gives to a path: its steps joined by dots."""
+    return ".".join(map(str, path))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor: global shape, element type, and the chunks that tile it.
+
+    ``stored`` is the element type in the files where a rewrite asks for another ``dtype``.
+    """
+
+    name: str
+    path: Path
+    dtype: DType
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    placements: tuple[Placement, ...] | None = None
+    mesh: Mesh | None = None
+    stored: DType | None = None
+
+    @property
+    def source_dtype(self) -> DType:
+        """The element type of the bytes in the source's files."""
+        return self.stored or self.dtype
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor, once."""
+        return self.elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectEntry:
+    """A non-tensor value. ``value`` is plain data or holds inert pickle records."""
+
+    name: str
+    path: Path
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """Everything a checkpoint says, and nothing of what it weighs.
+
+    ``files`` maps each file, relative to the root, to its size in bytes. ``mesh_source`` is
+    ``declared`` or ``inferred``. ``notes`` are things a person should know that stop nothing;
+    ``conflicts`` are the names that cannot be read because ranks contradict one another, and why.
+    ``companions`` are files that belong to the model but hold no tensor (config.json, tokenizer),
+    with their sizes in bytes.
+    """
+
+    format: str
+    tensors: dict[str, TensorEntry]
+    objects: dict[str, ObjectEntry]
+    files: dict[str, int]
+    world_size: int | None = None
+    mesh: Mesh | None = None
+    mesh_source: str | None = None
+    info: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    conflicts: dict[str, str] = field(default_factory=dict)
+    companions: dict[str, int] = field(default_factory=dict)
+
+    def with_tensors(self, tensors: dict[str, TensorEntry]) -> Catalog:
+        return replace(self, tensors=tensors)
+
+
+def places(entry: TensorEntry) -> Iterator[Place]:
+    """Every place that holds bytes of the tensor, replicas included."""
+    for chunk in entry.chunks:
+        yield chunk.at
+        for copy in chunk.copies:
+            yield copy.at
+
+
+def merge_copies(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
+    """One chunk a box: the first that holds it, with the others as its copies."""
+    merged: dict[Box, list[Chunk]] = {}
+    for chunk in chunks:
+        merged.setdefault(chunk.box, []).append(chunk)
+    result = []
+    for first, *others in merged.values():
+        copies = tuple(Copy(c.at, c.rank) for c in others if c.rank is not None)
+        result.append(replace(first, copies=copies))
+    return tuple(result)
+
+
+def coverage_problem(entry: TensorEntry) -> str | None:
+    """Why the chunks do not tile the tensor exactly, with numbers, or None where they do."""
+    whole = Box.whole(entry.shape)
+    for chunk in entry.chunks:
+        if len(chunk.box.lo) != len(entry.shape) or not whole.contains(chunk.box):
+            return f"{entry.name}: chunk {chunk.box} lies outside the shape {list(entry.shape)}"
+    boxes = [chunk.box for chunk in entry.chunks]
+    pair = overlapping_pair(boxes)
+    if pair:
+        return f"{entry.name}: chunks {pair[0]} and {pair[1]} overlap"
+    held = sum(box.volume for box in boxes)
+    if held != entry.elements:
+        return (
+            f"{entry.name}: chunks hold {held:,} of {entry.elements:,} elements"
+            f" of shape {list(entry.shape)}; {entry.elements - held:,} are missing"
+        )
+    return None
+
+
+def tied(catalog: Catalog) -> list[tuple[str, ...]]:
+    """Groups of names that are one and the same tensor: same bytes, shape and type."""
+    groups: dict[object, list[str]] = {}
+    for entry in catalog.tensors.values():
+        if entry.elements and all(isinstance(chunk.at, Extent) for chunk in entry.chunks):
+            spots = tuple((chunk.box, chunk.at) for chunk in entry.chunks)
+            groups.setdefault((entry.dtype, entry.shape, spots), []).append(entry.name)
+    return [tuple(names) for names in groups.values() if len(names) > 1]
+
+
+def contiguous(extent_strides: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> bool:
+    """Whether a box of ``shape`` with these byte strides is one C-ordered run of bytes."""
+    wanted = row_major_strides(shape, itemsize)
+    return all(
+        size == 1 or stride == want
+        for size, stride, want in zip(shape, extent_strides, wanted, strict=True)
+    )

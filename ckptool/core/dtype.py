@@ -1,0 +1,83 @@
+"""One table of element types: torch's names, sizes, and what the formats call them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """An element type.
+
+    ``name`` is torch's name without the ``torch.`` prefix, ``itemsize`` its size in bytes,
+    ``kind`` one of ``float int bool complex bits``, ``safetensors`` its name in a safetensors
+    header (None where that format has no name for it), ``storage`` torch's typed storage class
+    (None where torch saves the tensor through ``UntypedStorage``), and ``swap`` the size in bytes
+    of the unit that is reversed in a big-endian file.
+    """
+
+    name: str
+    itemsize: int
+    kind: str
+    safetensors: str | None = None
+    storage: str | None = None
+
+    @property
+    def swap(self) -> int:
+        return self.itemsize // 2 if self.kind == "complex" else self.itemsize
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_TABLE = (
+    DType("float64", 8, "float", "F64", "DoubleStorage"),
+    DType("float32", 4, "float", "F32", "FloatStorage"),
+    DType("float16", 2, "float", "F16", "HalfStorage"),
+    DType("bfloat16", 2, "float", "BF16", "BFloat16Storage"),
+    DType("float8_e4m3fn", 1, "float", "F8_E4M3"),
+    DType("float8_e5m2", 1, "float", "F8_E5M2"),
+    DType("float8_e4m3fnuz", 1, "float", "F8_E4M3FNUZ"),
+    DType("float8_e5m2fnuz", 1, "float", "F8_E5M2FNUZ"),
+    DType("float8_e8m0fnu", 1, "float", "F8_E8M0"),
+    DType("float4_e2m1fn_x2", 1, "bits", "F4"),
+    DType("int64", 8, "int", "I64", "LongStorage"),
+    DType("int32", 4, "int", "I32", "IntStorage"),
+    DType("int16", 2, "int", "I16", "ShortStorage"),
+    DType("int8", 1, "int", "I8", "CharStorage"),
+    DType("uint8", 1, "int", "U8", "ByteStorage"),
+    DType("uint16", 2, "int", "U16"),
+    DType("uint32", 4, "int", "U32"),
+    DType("uint64", 8, "int", "U64"),
+    DType("bool", 1, "bool", "BOOL", "BoolStorage"),
+    DType("complex32", 4, "complex"),
+    DType("complex64", 8, "complex", "C64", "ComplexFloatStorage"),
+    DType("complex128", 16, "complex", None, "ComplexDoubleStorage"),
+    DType("bits8", 1, "bits"),
+    DType("bits16", 2, "bits"),
+    DType("bits1x8", 1, "bits"),
+    DType("bits2x4", 1, "bits"),
+    DType("bits4x2", 1, "bits"),
+)
+
+BY_NAME = {dtype.name: dtype for dtype in _TABLE}
+BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in _TABLE if dtype.safetensors}
+BY_STORAGE = {dtype.storage: dtype for dtype in _TABLE if dtype.storage}
+
+SHORT_NAMES = {
+    "fp64": "float64",
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "half": "float16",
+    "float": "float32",
+    "double": "float64",
+    "fp8": "float8_e4m3fn",
+}
+
+
+def short_name(name: str) -> str:
+    """The name people say: ``bf16`` for ``bfloat16``, ``fp32`` for ``float32``."""
+    return {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}.get(
+        name, name
+    )

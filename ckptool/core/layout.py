@@ -1,0 +1,184 @@
+"""What a writer will write, known to the byte before one byte moves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from ckptool.core.box import Box
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """The C-ordered image of ``box`` of the tensor ``name``; ``itemsize`` in bytes."""
+
+    name: str
+    box: Box
+    itemsize: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.box.shape
+
+    @property
+    def pieces(self) -> tuple[tuple[Box, Box], ...]:
+        """The box in the global tensor's coordinates, and in its own."""
+        return ((self.box, Box.whole(self.box.shape)),)
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.volume * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """The C-ordered image of a local tensor of ``shape`` that is made of several boxes of ``name``.
+
+    Each piece is a box of the global tensor and where it lies in the local one.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[tuple[Box, Box], ...]
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """Four bytes at ``at`` of a literal: the little-endian CRC-32 of the file's part ``part``."""
+
+    at: int
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """Bytes the writer knows: headers, pickles, zip records, padding."""
+
+    data: bytes
+    patches: tuple[Patch, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class Verbatim:
+    """A whole file of the source, as it is."""
+
+    file: str
+    nbytes: int
+
+
+Part = Data | Scattered | Literal | Verbatim
+
+
+class FileLayout:
+    """One output file: its path relative to the target folder, and its parts in order.
+
+    ``rank`` is the rank whose data it holds, None where it belongs to all. The parts of a lazy
+    file are made each time they are asked for: a plan of millions of chunks stays small.
+    """
+
+    __slots__ = ("_make", "nbytes", "path", "rank")
+
+    def __init__(self, path: str, parts: tuple[Part, ...], rank: int | None = None) -> None:
+        self.path = path
+        self.rank = rank
+        self.nbytes = sum(part.nbytes for part in parts)
+        self._make: Callable[[], tuple[Part, ...]] = lambda: parts
+
+    @classmethod
+    def lazy(
+        cls, path: str, nbytes: int, make: Callable[[], tuple[Part, ...]], rank: int | None
+    ) -> FileLayout:
+        """A file of ``nbytes`` bytes whose parts ``make`` returns."""
+        made = cls(path, (), rank)
+        made.nbytes = nbytes
+        made._make = make
+        return made
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return self._make()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All output files. The last one commits: an index or ``.metadata``.
+
+    ``folder`` says whether the target is a folder or the single file ``files[-1]`` (and what
+    lies beside it). ``notes`` name what the target format cannot hold as it is.
+    """
+
+    files: tuple[FileLayout, ...]
+    folder: bool
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+
+def tiles(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
+    """Cut a box into boxes that are contiguous ranges of its C-ordered image, in order.
+
+    Each holds at most ``limit`` bytes, as long as one element does.
+    """
+    shape = box.shape
+    if not box.volume:
+        return
+    dim, inner = _split_dim(shape, itemsize, limit)
+    step = max(1, limit // inner) if dim < len(shape) else 1
+    for outer in _positions(box, dim):
+        if dim == len(shape):
+            yield Box(outer, tuple(o + 1 for o in outer))
+            continue
+        for start in range(box.lo[dim], box.hi[dim], step):
+            stop = min(start + step, box.hi[dim])
+            lo = (*outer, start, *box.lo[dim + 1 :])
+            hi = (*(o + 1 for o in outer), stop, *box.hi[dim + 1 :])
+            yield Box(lo, hi)
+
+
+def row_tiles(shape: tuple[int, ...], rows: int) -> list[Box]:
+    """Cut an array of ``shape`` into tiles of ``rows`` rows, in order; the last may have fewer."""
+    return [
+        Box((start, *(0,) * (len(shape) - 1)), (min(start + rows, shape[0]), *shape[1:]))
+        for start in range(0, shape[0], rows)
+    ]
+
+
+def tile_count(shape: tuple[int, ...], itemsize: int, limit: int) -> int:
+    """How many tiles ``tiles`` cuts a box of ``shape`` into."""
+    if not math.prod(shape):
+        return 0
+    dim, inner = _split_dim(shape, itemsize, limit)
+    if dim == len(shape):
+        return math.prod(shape)
+    return math.prod(shape[:dim]) * -(-shape[dim] // max(1, limit // inner))
+
+
+def _split_dim(shape: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, int]:
+    """The outermost dim one step of which fits the limit, and the bytes of such a step."""
+    for dim in range(len(shape)):
+        inner = math.prod(shape[dim + 1 :]) * itemsize
+        if inner <= limit:
+            return dim, inner
+    return len(shape), itemsize
+
+
+def _positions(box: Box, dims: int) -> Iterator[tuple[int, ...]]:
+    """All index tuples of the first ``dims`` dims of a box, in order."""
+    if not dims:
+        yield ()
+        return
+    for head in _positions(box, dims - 1):
+        for index in range(box.lo[dims - 1], box.hi[dims - 1]):
+            yield (*head, index)

@@ -1,0 +1,478 @@
+"""Device meshes and DTensor placements: which box of a tensor lies where on which rank.
+
+The forward rule of torch's DTensor. Each tensor dim is cut on its own: first into index runs per
+mesh coordinate, then the runs of all dims are combined into pieces.
+
+``_StridedShard`` has two readings, and a record does not say which one its writer used. FSDP2 over
+tensor parallelism (torch 2.4 to 2.13) writes ``[_StridedShard(0, 2), Shard(0)]`` but cuts the plain
+``Shard`` first; ``distribute_tensor`` (torch 2.13) really cuts from left to right. Both give the
+same rows when the sizes divide, and differ for example for 9 rows on a 4x2 mesh.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ckptool.core.box import Box
+from ckptool.errors import CannotDo, Damaged
+
+_MOST_STRIPES = 1 << 16
+_MOST_STRIPES_A_POSITION = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Tensor dim ``dim`` is cut by ``torch.chunk``: rows ``r*c .. (r+1)*c`` with c = ceil(n/k)."""
+
+    dim: int
+
+    def __str__(self) -> str:
+        return f"Shard({self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class StridedShard:
+    """torch's ``_StridedShard``: one chunk out of each of ``split_factor`` chunks of ``dim``."""
+
+    dim: int
+    split_factor: int
+
+    def __str__(self) -> str:
+        return f"StridedShard({self.dim}, {self.split_factor})"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every coordinate of the mesh dim holds the same values."""
+
+    def __str__(self) -> str:
+        return "Replicate()"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Every coordinate of the mesh dim holds one addend; ``reduce_op`` would give the tensor."""
+
+    reduce_op: str
+
+    def __str__(self) -> str:
+        return f"Partial({self.reduce_op})"
+
+
+Placement = Shard | StridedShard | Replicate | Partial
+ShardOrder = Sequence[tuple[int, Sequence[int]]]
+"""torch 2.13's ``DTensorSpec.shard_order``: (tensor dim, mesh dims in the order they cut)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A grid of ranks, as torch's ``DeviceMesh``.
+
+    ``ranks`` gives the global rank at each row-major position. It need not ascend, nor start at 0:
+    a mesh may be permuted, or part of a larger one. Raises Damaged where the fields disagree.
+    """
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...] | None
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if any(size < 1 for size in self.shape):
+            raise Damaged(f"mesh shape {self.shape} has a size below 1")
+        if len(self.ranks) != self.size:
+            raise Damaged(
+                f"a mesh of shape {self.shape} has {self.size} positions, {len(self.ranks)} ranks"
+            )
+        if len(set(self.ranks)) != self.size:
+            raise Damaged(f"a mesh of shape {self.shape} names a rank twice")
+        if self.names is not None and len(self.names) != len(self.shape):
+            raise Damaged(f"mesh shape {self.shape} has {len(self.names)} dim names {self.names}")
+
+    @classmethod
+    def of(cls, shape: Sequence[int], names: Sequence[str] | None = None) -> Mesh:
+        """The mesh of ``shape`` whose ranks count from 0 in row-major order."""
+        return cls(
+            tuple(shape), None if names is None else tuple(names), tuple(range(math.prod(shape)))
+        )
+
+    @property
+    def size(self) -> int:
+        """Number of positions."""
+        return math.prod(self.shape)
+
+    def coordinate(self, rank: int) -> tuple[int, ...] | None:
+        """Where global ``rank`` sits, one index per mesh dim; None where it has no place."""
+        if rank not in self.ranks:
+            return None
+        return _coordinate(self.ranks.index(rank), self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """``box`` of the global tensor lies at ``local`` of the rank's local tensor (same shapes)."""
+
+    box: Box
+    local: Box
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """What one mesh position holds: the local tensor's shape and where its parts come from.
+
+    An empty shard has a 0 in ``shape`` and no pieces. There are several pieces where the rows of a
+    position are not contiguous in the tensor.
+    """
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+def local_shards(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    placements: Sequence[Placement],
+    *,
+    local_shapes: Mapping[int, Sequence[int]] | None = None,
+    shard_order: ShardOrder | None = None,
+) -> tuple[LocalShard, ...]:
+    """What each row-major mesh position holds of a tensor of global ``shape``.
+
+    ``local_shapes`` are the recorded local shapes by position (some or all). They decide how
+    strided shards are read: in the order their split factors encode if all known shapes fit, else
+    from left to right. Unknown shapes count as fitting, for FSDP2 is the usual writer. Strided
+    shards whose split factors encode no order are read from left to right.
+
+    ``shard_order`` is torch 2.13's; where its mesh dims do not ascend it is followed instead.
+
+    Raises Damaged where the arguments contradict one another (a recorded shape that no reading
+    gives, a dim out of range) and CannotDo for a partial placement.
+    """
+    return _every_shard(_decide(shape, mesh_shape, placements, local_shapes, shard_order))
+
+
+def local_shard(
+    position: int,
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    placements: Sequence[Placement],
+    *,
+    local_shapes: Mapping[int, Sequence[int]] | None = None,
+    shard_order: ShardOrder | None = None,
+) -> LocalShard:
+    """What row-major ``position`` alone holds; arguments and errors as for :func:`local_shards`."""
+    _check_positions([position], mesh_shape)
+    reading = _decide(shape, mesh_shape, placements, local_shapes, shard_order)
+    return reading.shard(reading.runs_at(position))
+
+
+def chunk_bounds(length: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Half-open row ranges when plain shards of ``sizes`` cut ``length`` rows one after another.
+
+    Row-major over the chunk numbers, in the order of the cuts. An empty chunk is
+    ``(length, length)``, where torch puts it.
+    """
+    bounds = [(0, length)]
+    for size in sizes:
+        bounds = [chunk for low, high in bounds for chunk in _chunk_ranges(low, high, size)]
+    return tuple((low, high) if low < high else (length, length) for low, high in bounds)
+
+
+def _chunk_ranges(low: int, high: int, count: int) -> list[tuple[int, int]]:
+    step = -(-(high - low) // count)
+    return [(min(low + step * i, high), min(low + step * (i + 1), high)) for i in range(count)]
+
+
+_Runs = tuple[tuple[int, int], ...]
+"""(start, length) of consecutive indices; the local indices are their concatenation."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """One mesh dim cutting a tensor dim: each of ``factor`` chunks is cut in ``size``."""
+
+    mesh_dim: int
+    size: int
+    factor: int
+
+
+_Cuts = tuple[_Cut, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """One way to cut a tensor: for each tensor dim the cuts, in the order they are made."""
+
+    shape: tuple[int, ...]
+    mesh_shape: tuple[int, ...]
+    cuts: tuple[_Cuts, ...]
+
+    def runs_at(self, position: int) -> tuple[_Runs, ...]:
+        """The index runs of each tensor dim that the mesh position holds."""
+        at = _coordinate(position, self.mesh_shape)
+        return tuple(
+            _runs_table(length, cuts)[_table_index(cuts, at)] if cuts else _whole(length)
+            for length, cuts in zip(self.shape, self.cuts, strict=True)
+        )
+
+    def local_shape(self, position: int) -> tuple[int, ...]:
+        return tuple(map(_length, self.runs_at(position)))
+
+    def shard(self, runs: tuple[_Runs, ...]) -> LocalShard:
+        """The shard made of the given index runs."""
+        spans = [tuple(_spans(dim_runs)) for dim_runs in runs]
+        pieces = tuple(_piece(choice) for choice in itertools.product(*spans))
+        return LocalShard(tuple(map(_length, runs)), pieces)
+
+    def first_misfit(self, found: Mapping[int, Sequence[int]]) -> _Misfit | None:
+        """The first position whose recorded local shape is not the one this reading gives."""
+        for position, shape in sorted(found.items()):
+            expected = self.local_shape(position)
+            if expected != tuple(shape):
+                return _Misfit(position, expected, tuple(shape))
+        return None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Misfit:
+    position: int
+    expected: tuple[int, ...]
+    found: tuple[int, ...]
+
+
+@lru_cache(maxsize=32)
+def _every_shard(reading: _Reading) -> tuple[LocalShard, ...]:
+    """The shards of all positions. Positions that hold the same runs share one object."""
+    known: dict[tuple[_Runs, ...], LocalShard] = {}
+    shards = []
+    for position in range(math.prod(reading.mesh_shape)):
+        runs = reading.runs_at(position)
+        if runs not in known:
+            known[runs] = reading.shard(runs)
+        shards.append(known[runs])
+    return tuple(shards)
+
+
+def _decide(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    placements: Sequence[Placement],
+    local_shapes: Mapping[int, Sequence[int]] | None,
+    shard_order: ShardOrder | None,
+) -> _Reading:
+    """The reading that the recorded local shapes allow, the encoded order first."""
+    sizes = tuple(mesh_shape)
+    cuts = _cuts_by_dim(len(shape), sizes, placements)
+    _check_stripes(shape, sizes, cuts)
+    found = local_shapes or {}
+    _check_positions(found, sizes)
+    misfits = []
+    for ordered in _orders(cuts, dict(shard_order or ())):
+        reading = _Reading(tuple(shape), sizes, ordered)
+        misfit = reading.first_misfit(found)
+        if misfit is None:
+            return reading
+        misfits.append(misfit)
+    raise _no_reading(max(misfits), shape, sizes, placements)
+
+
+def _no_reading(
+    misfit: _Misfit, shape: Sequence[int], sizes: Sequence[int], placements: Sequence[Placement]
+) -> Damaged:
+    names = ", ".join(map(str, placements))
+    return Damaged(
+        f"mesh position {misfit.position} of {'x'.join(map(str, sizes))} holds a local tensor of "
+        f"shape {misfit.found}, but [{names}] of a {tuple(shape)} tensor gives {misfit.expected}"
+    )
+
+
+def _cuts_by_dim(
+    rank: int, sizes: tuple[int, ...], placements: Sequence[Placement]
+) -> tuple[_Cuts, ...]:
+    """For each of ``rank`` tensor dims the mesh dims that cut it, from left to right."""
+    if len(placements) != len(sizes):
+        raise Damaged(f"{len(placements)} placements on a mesh of {len(sizes)} dims")
+    by_dim: list[list[_Cut]] = [[] for _ in range(rank)]
+    for mesh_dim, (size, placement) in enumerate(zip(sizes, placements, strict=True)):
+        if isinstance(placement, Partial):
+            raise CannotDo(
+                f"{placement} on mesh dim {mesh_dim}: each rank holds an addend, not the values"
+            )
+        if not isinstance(placement, Replicate):
+            dim = _tensor_dim(placement, rank)
+            by_dim[dim].append(_Cut(mesh_dim, size, _factor(placement)))
+    return tuple(map(tuple, by_dim))
+
+
+def _tensor_dim(placement: Shard | StridedShard, rank: int) -> int:
+    """The dim a placement cuts, negative ones counted from the end."""
+    if not -rank <= placement.dim < rank:
+        raise Damaged(f"{placement} of a tensor with {rank} dims")
+    return placement.dim % rank
+
+
+def _factor(placement: Shard | StridedShard) -> int:
+    if isinstance(placement, Shard):
+        return 1
+    if placement.split_factor < 1:
+        raise Damaged(f"{placement} has a split factor below 1")
+    return placement.split_factor
+
+
+def _check_stripes(shape: Sequence[int], sizes: Sequence[int], cuts: tuple[_Cuts, ...]) -> None:
+    """Refuse split factors that would cut a tensor into more stripes than any real mesh does."""
+    most = max(_MOST_STRIPES, _MOST_STRIPES_A_POSITION * math.prod(sizes))
+    stripes = 1
+    for length, dim_cuts in zip(shape, cuts, strict=True):
+        factor = min(length, math.prod(cut.factor for cut in dim_cuts))
+        if factor > 1:
+            stripes *= factor * math.prod(cut.size for cut in dim_cuts)
+        if stripes > most:
+            raise Damaged(f"strided shards cut a tensor into more than {most:,} stripes")
+
+
+def _check_positions(positions: Iterable[int], sizes: Sequence[int]) -> None:
+    count = math.prod(sizes)
+    outside = [position for position in positions if not 0 <= position < count]
+    if outside:
+        raise Damaged(f"mesh position {outside[0]} is outside a mesh of {count} positions")
+
+
+def _orders(
+    cuts: tuple[_Cuts, ...], recorded: dict[int, Sequence[int]]
+) -> Iterator[tuple[_Cuts, ...]]:
+    """The orders to try, best first. A recorded order that does not ascend leaves no choice."""
+    fixed = tuple(
+        _in_recorded_order(dim_cuts, recorded.get(dim)) for dim, dim_cuts in enumerate(cuts)
+    )
+    encoded = [_in_encoded_order(dim_cuts) for dim_cuts in fixed]
+    if any(cut.factor > 1 for dim_cuts in fixed for cut in dim_cuts) and None not in encoded:
+        yield tuple(dim_cuts or () for dim_cuts in encoded)
+    yield fixed
+
+
+def _in_recorded_order(cuts: _Cuts, mesh_dims: Sequence[int] | None) -> _Cuts:
+    if mesh_dims is None or list(mesh_dims) == sorted(mesh_dims):
+        return cuts
+    by_mesh_dim = {cut.mesh_dim: cut for cut in cuts}
+    strided = any(cut.factor > 1 for cut in cuts)
+    if strided or sorted(mesh_dims) != sorted(by_mesh_dim):
+        raise Damaged(
+            f"shard order {tuple(mesh_dims)} contradicts the placements on mesh dims "
+            f"{tuple(by_mesh_dim)}"
+        )
+    return tuple(by_mesh_dim[mesh_dim] for mesh_dim in mesh_dims)
+
+
+def _in_encoded_order(cuts: _Cuts) -> _Cuts | None:
+    """The plain cuts in the order that the split factors encode, or None where they encode none.
+
+    A factor is the product of the sizes of the later mesh dims that cut earlier (torch 2.13,
+    ``DTensorSpec._maybe_convert_StridedShard_to_shard_order``).
+    """
+    if all(cut.factor == 1 for cut in cuts):
+        return cuts
+    order: list[_Cut] = []
+    for cut in reversed(cuts):
+        products = list(itertools.accumulate((c.size for c in order), operator.mul, initial=1))
+        if cut.factor not in products:
+            return None
+        order.insert(products.index(cut.factor), _Cut(cut.mesh_dim, cut.size, 1))
+    return tuple(order)
+
+
+@lru_cache(maxsize=128)
+def _runs_table(length: int, cuts: _Cuts) -> tuple[_Runs, ...]:
+    """The index runs for every combination of chunk numbers, row-major in the order of the cuts."""
+    table: list[_Runs] = [_whole(length)]
+    for step in cuts:
+        table = [part for runs in table for part in _split(runs, step)]
+    return tuple(table)
+
+
+def _whole(length: int) -> _Runs:
+    return ((0, length),) if length else ()
+
+
+def _table_index(cuts: _Cuts, at: tuple[int, ...]) -> int:
+    index = 0
+    for step in cuts:
+        index = index * step.size + at[step.mesh_dim]
+    return index
+
+
+def _split(runs: _Runs, step: _Cut) -> Iterator[_Runs]:
+    """The runs of each of the ``step.size`` chunks."""
+    total = _length(runs)
+    groups = _chunks(total, min(step.factor, total))
+    parts = list(_take(runs, (n for group in groups for n in _chunks(group, step.size))))
+    for index in range(step.size):
+        yield _joined(itertools.chain.from_iterable(parts[index :: step.size]))
+
+
+def _chunks(length: int, count: int) -> list[int]:
+    """Lengths of ``torch.chunk``, padded with zeros up to ``count``."""
+    size = -(-length // count) if count else 0
+    return [min(size, max(0, length - size * index)) for index in range(count)]
+
+
+def _take(runs: _Runs, lengths: Iterable[int]) -> Iterator[_Runs]:
+    """Consecutive parts of the index sequence, of the given lengths."""
+    pending = list(reversed(runs))
+    for length in lengths:
+        part = []
+        while length:
+            start, size = pending.pop()
+            taken = min(size, length)
+            part.append((start, taken))
+            if taken < size:
+                pending.append((start + taken, size - taken))
+            length -= taken
+        yield tuple(part)
+
+
+def _joined(runs: Iterable[tuple[int, int]]) -> _Runs:
+    """The same sequence with adjacent runs merged."""
+    merged: list[tuple[int, int]] = []
+    for start, length in runs:
+        if merged and sum(merged[-1]) == start:
+            merged[-1] = (merged[-1][0], merged[-1][1] + length)
+        else:
+            merged.append((start, length))
+    return tuple(merged)
+
+
+def _length(runs: _Runs) -> int:
+    return sum(length for _, length in runs)
+
+
+_Span = tuple[int, int, int]
+"""Global start, local start, length."""
+
+
+def _spans(runs: _Runs) -> Iterator[_Span]:
+    local = 0
+    for start, length in runs:
+        yield start, local, length
+        local += length
+
+
+def _piece(spans: tuple[_Span, ...]) -> Piece:
+    shape = [length for _, _, length in spans]
+    return Piece(
+        Box.at([start for start, _, _ in spans], shape),
+        Box.at([local for _, local, _ in spans], shape),
+    )
+
+
+def _coordinate(position: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major coordinates of ``position``."""
+    at = []
+    for size in reversed(shape):
+        position, index = divmod(position, size)
+        at.append(index)
+    return tuple(reversed(at))

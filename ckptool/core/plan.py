@@ -1,0 +1,206 @@
+"""Catalog x layout -> tiles: which bytes of the source fill which range of which output file."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import Catalog, Chunk, Packed, TensorEntry, coverage_problem
+from ckptool.core.layout import Data, Layout, Part, Scattered, row_tiles, tile_count, tiles
+from ckptool.errors import CannotDo, Damaged, damaged
+
+
+class ChunkIndex:
+    """Finds the chunks of one tensor that share elements with a box."""
+
+    def __init__(self, entry: TensorEntry) -> None:
+        solid = [chunk for chunk in entry.chunks if chunk.box.volume]
+        dims = range(len(entry.shape))
+        self._dim = max(dims, key=lambda d: len({c.box.lo[d] for c in solid}), default=None)
+        dim = self._dim
+        if dim is not None:
+            solid.sort(key=lambda chunk: chunk.box.lo[dim])
+        self._chunks = solid
+        self._starts = [] if dim is None else [chunk.box.lo[dim] for chunk in solid]
+        ends = [] if dim is None else [chunk.box.hi[dim] for chunk in solid]
+        self._ends_so_far = list(accumulate(ends, max))
+
+    def find(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
+        """Each chunk that overlaps ``box``, with the common box."""
+        first, last = 0, len(self._chunks)
+        if self._dim is not None:
+            first = bisect_right(self._ends_so_far, box.lo[self._dim])
+            last = bisect_left(self._starts, box.hi[self._dim])
+        for chunk in self._chunks[first:last]:
+            common = chunk.box.intersect(box)
+            if common is not None:
+                yield chunk, common
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """``box`` of the global tensor, out of ``chunk``, goes to ``where`` in a tile."""
+
+    chunk: Chunk
+    box: Box
+    where: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A range of an output file: a C-ordered array of ``shape`` at byte ``offset``."""
+
+    file: int
+    part: int
+    offset: int
+    shape: tuple[int, ...]
+    entry: TensorEntry
+    sources: tuple[Source, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A tensor part of a file: file ``file`` of the layout, part ``position``, byte ``offset``."""
+
+    file: int
+    position: int
+    offset: int
+    part: Data | Scattered
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Parts that are cut in step, ``rows`` rows a tile; or one part by itself where it is 0."""
+
+    spots: tuple[Spot, ...]
+    rows: int
+
+    def tile_counts(self, limit: int) -> Iterator[tuple[int, int]]:
+        """Each spot's file, and the number of its tiles."""
+        for spot in self.spots:
+            shape = spot.part.shape
+            if self.rows:
+                yield spot.file, -(-shape[0] // self.rows)
+            else:
+                yield spot.file, tile_count(shape, spot.part.itemsize, limit)
+
+
+class Plan:
+    """A checked pairing of a source's catalog with the layout of all of its tensors.
+
+    Raises Damaged where the chunks of a tensor do not tile it exactly, CannotDo where two files
+    have one path.
+    """
+
+    def __init__(self, catalog: Catalog, layout: Layout) -> None:
+        self.catalog = catalog
+        self.layout = layout
+        self.entries = list(catalog.tensors.values())
+        self._indexes: dict[str, ChunkIndex] = {}
+        paths = Counter(file.path for file in layout.files)
+        twice = [path for path, count in paths.items() if count > 1]
+        if twice:
+            raise CannotDo(f"two files would be called {twice[0]}")
+        problems = [p for p in map(coverage_problem, self.entries) if p is not None]
+        if problems:
+            raise damaged(
+                problems,
+                subject="the chunks",
+                hint="a shard is missing or its metadata is wrong; look at it with `ckptool inspect"
+                " --map NAME`, or leave the tensor out with --drop NAME",
+            )
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of all tensors, once, in the source's types."""
+        return sum(entry.elements * entry.source_dtype.itemsize for entry in self.entries)
+
+    @property
+    def largest_blob(self) -> int:
+        """Bytes of the largest blob that must be decoded whole, stored and decoded together."""
+        return max(
+            (
+                chunk.at.nbytes + chunk.at.size
+                for entry in self.entries
+                for chunk in entry.chunks
+                if isinstance(chunk.at, Packed)
+            ),
+            default=0,
+        )
+
+    def groups(self, files: Iterable[tuple[int, Sequence[Part]]], limit: int) -> list[Group]:
+        """The tensor parts of some files, those that share the rows of a tensor together.
+
+        ``files`` are places in the layout with their parts, ``limit`` the bytes of a tile.
+        """
+        found: dict[object, list[Spot]] = {}
+        for number, parts in files:
+            offset = 0
+            for position, part in enumerate(parts):
+                if isinstance(part, Data | Scattered):
+                    spot = Spot(number, position, offset, part)
+                    found.setdefault(_rows_of(spot), []).append(spot)
+                offset += part.nbytes
+        return [group for spots in found.values() for group in _grouped(spots, limit)]
+
+    def jobs(self, group: Group, limit: int) -> Iterator[list[Tile]]:
+        """The tiles of a group, in order; those of one job read the same rows of the source."""
+        entry = self.catalog.tensors[group.spots[0].part.name]
+        index = self._index(entry)
+        runs = [_tiles_of(spot, entry, index, group.rows, limit) for spot in group.spots]
+        yield from map(list, zip(*runs, strict=True))
+
+    def _index(self, entry: TensorEntry) -> ChunkIndex:
+        found = self._indexes.get(entry.name)
+        if found is None:
+            found = self._indexes[entry.name] = ChunkIndex(entry)
+        return found
+
+
+def _rows_of(spot: Spot) -> object:
+    """What the parts of one group have in common: the tensor and the rows they hold."""
+    part = spot.part
+    if isinstance(part, Data) and len(part.box.lo) > 1 and part.box.volume:
+        return part.name, part.box.lo[0], part.box.hi[0]
+    return spot.file, spot.position
+
+
+def _grouped(spots: list[Spot], limit: int) -> list[Group]:
+    """One group, or where a row of all is more than a tile, one for each spot."""
+    rows = spots[0].part.shape[0] if len(spots) > 1 else 0
+    row = sum(spot.part.nbytes for spot in spots) // max(1, rows)
+    if rows and row <= 2 * limit:
+        return [Group(tuple(spots), 2 * limit // row)]
+    return [Group((spot,), 0) for spot in spots]
+
+
+def _tiles_of(
+    spot: Spot, entry: TensorEntry, index: ChunkIndex, rows: int, limit: int
+) -> Iterator[Tile]:
+    part, offset = spot.part, spot.offset
+    shape, pieces = part.shape, part.pieces
+    cut = row_tiles(shape, rows) if rows else tiles(Box.whole(shape), part.itemsize, limit)
+    for local in cut:
+        sources = tuple(_sources(local, pieces, index))
+        if sum(source.box.volume for source in sources) != local.volume:
+            raise Damaged(f"{entry.name}: {local} of a local tensor {list(shape)} is not covered")
+        yield Tile(spot.file, spot.position, offset, local.shape, entry, sources)
+        offset += local.volume * part.itemsize
+
+
+def _sources(
+    local: Box, pieces: tuple[tuple[Box, Box], ...], index: ChunkIndex
+) -> Iterator[Source]:
+    for whole, there in pieces:
+        mine = local.intersect(there) if local.lo else there
+        if mine is None:
+            continue
+        shift = tuple(l - g for l, g in zip(there.lo, whole.lo, strict=True))
+        wanted = mine.relative_to(shift)
+        for chunk, common in index.find(wanted):
+            origin = tuple(o - s for o, s in zip(local.lo, shift, strict=True))
+            yield Source(chunk, common, common.relative_to(origin))

@@ -1,0 +1,157 @@
+"""Catalog -> catalog: select, drop, rename, cast. No byte is moved."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from ckptool.core.catalog import Catalog, Path, RankStep, TensorEntry, flat_name
+from ckptool.core.dtype import DType
+from ckptool.errors import UsageError
+
+
+def matches(name: str, globs: Sequence[str]) -> bool:
+    """Whether a name matches any of the globs (``*`` also matches dots)."""
+    return any(fnmatchcase(name, glob) for glob in globs)
+
+
+def select(catalog: Catalog, globs: Sequence[str]) -> Catalog:
+    """Only the tensors and values that match. UsageError where a glob matches nothing."""
+    _require_used(catalog, globs, "--select")
+    return _filtered(catalog, lambda name: matches(name, globs))
+
+
+def drop(catalog: Catalog, globs: Sequence[str]) -> Catalog:
+    """Without the tensors and values that match. UsageError where a glob matches nothing."""
+    _require_used(catalog, globs, "--drop")
+    return _filtered(catalog, lambda name: not matches(name, globs))
+
+
+def drop_names(catalog: Catalog, names: Iterable[str]) -> Catalog:
+    """Without these tensors and values."""
+    gone = set(names)
+    return _filtered(catalog, lambda name: name not in gone)
+
+
+def _require_used(catalog: Catalog, globs: Sequence[str], option: str) -> None:
+    names = [*catalog.tensors, *catalog.objects, *catalog.conflicts]
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise UsageError(
+                f"{option} {glob!r} matches none of the {len(names):,} names",
+                hint="globs match whole names, as `ckptool inspect --tensors '*'` lists them",
+            )
+
+
+def _filtered(catalog: Catalog, keep: Callable[[str], bool]) -> Catalog:
+    return replace(
+        catalog,
+        tensors={name: entry for name, entry in catalog.tensors.items() if keep(name)},
+        objects={name: entry for name, entry in catalog.objects.items() if keep(name)},
+        conflicts={name: why for name, why in catalog.conflicts.items() if keep(name)},
+    )
+
+
+def rename(catalog: Catalog, change: Callable[[str], str]) -> Catalog:
+    """With every name changed; UsageError where two names become one or a name becomes empty."""
+    tensors = {}
+    objects = {}
+    taken: dict[str, str] = {}
+    for name in (*catalog.tensors, *catalog.objects):
+        new = change(name)
+        if not new:
+            raise UsageError(f"renaming leaves {name!r} without a name")
+        if new in taken:
+            raise UsageError(f"renaming turns both {taken[new]!r} and {name!r} into {new!r}")
+        taken[new] = name
+        if name in catalog.tensors:
+            tensor = catalog.tensors[name]
+            tensors[new] = replace(tensor, name=new, path=renamed_path(tensor.path, new))
+        else:
+            value = catalog.objects[name]
+            objects[new] = replace(value, name=new, path=renamed_path(value.path, new))
+    return replace(catalog, tensors=tensors, objects=objects)
+
+
+def without_rank(catalog: Catalog, names: set[str]) -> Catalog:
+    """With ``NAME@rankR`` as ``NAME`` again for these names, at its old place."""
+    tensors = {}
+    for name, tensor in catalog.tensors.items():
+        path = _without_rank(tensor.path) if name in names else tensor.path
+        new = flat_name(path) if name in names else name
+        tensors[new] = replace(tensor, name=new, path=path)
+    objects = {}
+    for name, value in catalog.objects.items():
+        path = _without_rank(value.path) if name in names else value.path
+        new = flat_name(path) if name in names else name
+        objects[new] = replace(value, name=new, path=path)
+    return replace(catalog, tensors=tensors, objects=objects)
+
+
+def _without_rank(path: Path) -> Path:
+    last = path[-1]
+    return (*path[:-1], last.step) if isinstance(last, RankStep) else path
+
+
+def renamed_path(path: Path, new: str) -> Path:
+    """The path of a renamed entry: steps at both ends that the new name keeps, stay steps.
+
+    What lies between becomes one step; a name that shares nothing becomes a path of one step.
+    """
+    head = 0
+    while head < len(path) and new.startswith(flat_name(path[: head + 1]) + "."):
+        head += 1
+    rest = new[len(flat_name(path[:head])) + 1 :] if head else new
+    tail = len(path)
+    while tail > head and (
+        rest == flat_name(path[tail - 1 :]) or rest.endswith("." + flat_name(path[tail - 1 :]))
+    ):
+        tail -= 1
+    kept = flat_name(path[tail:])
+    middle = rest[: len(rest) - len(kept)].rstrip(".") if kept else rest
+    return (*path[:head], *((middle,) if middle else ()), *path[tail:])
+
+
+def strip_prefix(catalog: Catalog, prefix: str) -> Catalog:
+    """Without ``prefix`` (and the dot after it) where a name begins with it."""
+    head = prefix.rstrip(".") + "."
+    if not any(name.startswith(head) for name in (*catalog.tensors, *catalog.objects)):
+        raise UsageError(f"--strip-prefix {prefix!r}: no name begins with {head!r}")
+    return rename(catalog, lambda name: name.removeprefix(head))
+
+
+def with_prefix(catalog: Catalog, prefix: str) -> Catalog:
+    """With ``prefix`` as the first step of every path."""
+    tensors = {
+        f"{prefix}.{name}": replace(entry, name=f"{prefix}.{name}", path=(prefix, *entry.path))
+        for name, entry in catalog.tensors.items()
+    }
+    objects = {
+        f"{prefix}.{name}": replace(entry, name=f"{prefix}.{name}", path=(prefix, *entry.path))
+        for name, entry in catalog.objects.items()
+    }
+    return replace(catalog, tensors=tensors, objects=objects)
+
+
+def substitution(rule: str) -> Callable[[str], str]:
+    """The renaming of a ``REGEX=REPLACEMENT`` rule; UsageError where it is none."""
+    pattern, equals, replacement = rule.rpartition("=")
+    if not equals:
+        raise UsageError(f"--rename {rule!r} is not REGEX=REPLACEMENT")
+    try:
+        compiled = re.compile(pattern)
+        compiled.sub(replacement, "")
+        return lambda name: compiled.sub(replacement, name)
+    except (re.error, IndexError) as error:
+        raise UsageError(f"--rename {rule!r}: {error}") from None
+
+
+def cast(catalog: Catalog, dtype: DType) -> tuple[Catalog, list[TensorEntry]]:
+    """With floating tensors as ``dtype``, and the entries (as they were) that this changes."""
+    changed = [e for e in catalog.tensors.values() if e.dtype.kind == "float" and e.dtype != dtype]
+    tensors = dict(catalog.tensors)
+    for entry in changed:
+        tensors[entry.name] = replace(entry, dtype=dtype, stored=entry.source_dtype)
+    return catalog.with_tensors(tensors), changed

@@ -1,0 +1,182 @@
+"""Plans: exact coverage or an error, and tiles that find their chunks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptool.core.box import Box, row_major_strides
+from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry, coverage_problem
+from ckptool.core.dtype import BY_NAME
+from ckptool.core.layout import Data, FileLayout, Layout, Literal
+from ckptool.core.plan import ChunkIndex, Group, Plan, Tile
+from ckptool.errors import Damaged
+
+F32 = BY_NAME["float32"]
+
+
+def chunk(box: Box, rank: int | None = None) -> Chunk:
+    return Chunk(box, Extent("f", 0, row_major_strides(box.shape, 4)), rank)
+
+
+def entry(shape: tuple[int, ...], boxes: list[Box], name: str = "w") -> TensorEntry:
+    return TensorEntry(name, (name,), F32, shape, tuple(map(chunk, boxes)))
+
+
+@st.composite
+def boxes_within(draw: st.DrawFn, shape: tuple[int, ...], margin: int = 0) -> Box:
+    spans = [sorted(draw(st.tuples(*[st.integers(0, n + margin)] * 2))) for n in shape]
+    return Box(tuple(lo for lo, _ in spans), tuple(hi for _, hi in spans))
+
+
+@st.composite
+def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+    """Boxes that tile the shape exactly: cut again and again where it happens to be cut."""
+    found = [Box.whole(shape)]
+    for _ in range(draw(st.integers(0, 5))):
+        box = found.pop(draw(st.integers(0, len(found) - 1)))
+        dims = [d for d, n in enumerate(box.shape) if n > 1]
+        if not dims:
+            found.append(box)
+            continue
+        dim = draw(st.sampled_from(dims))
+        at = draw(st.integers(box.lo[dim] + 1, box.hi[dim] - 1))
+        hi = (*box.hi[:dim], at, *box.hi[dim + 1 :])
+        lo = (*box.lo[:dim], at, *box.lo[dim + 1 :])
+        found += [Box(box.lo, hi), Box(lo, box.hi)]
+    return draw(st.permutations(found))
+
+
+SHAPES = st.lists(st.integers(0, 6), max_size=3).map(tuple)
+SOME_BOXES = SHAPES.flatmap(
+    lambda s: st.tuples(st.just(s), st.lists(boxes_within(s, margin=1), max_size=5))
+)
+TILED = SHAPES.flatmap(lambda s: st.tuples(st.just(s), tilings(s)))
+
+
+@given(SOME_BOXES)
+def test_coverage_is_what_counting_every_element_says(
+    found: tuple[tuple[int, ...], list[Box]],
+) -> None:
+    shape, boxes = found
+    inside = all(Box.whole(shape).contains(box) for box in boxes)
+    count = np.zeros(shape, int)
+    if inside:
+        for box in boxes:
+            count[tuple(map(slice, box.lo, box.hi))] += 1
+    sound = inside and bool((count == 1).all())
+    assert (coverage_problem(entry(shape, boxes)) is None) == sound
+
+
+@given(TILED)
+def test_tilings_are_no_problem(found: tuple[tuple[int, ...], list[Box]]) -> None:
+    assert coverage_problem(entry(*found)) is None
+
+
+@given(TILED, st.data())
+def test_the_index_finds_what_a_search_of_all_chunks_finds(
+    found: tuple[tuple[int, ...], list[Box]], data: st.DataObject
+) -> None:
+    tensor = entry(*found)
+    wanted = data.draw(boxes_within(tensor.shape))
+    hits = {(c.box, common) for c, common in ChunkIndex(tensor).find(wanted)}
+    assert hits == {(b, common) for b in found[1] if (common := b.intersect(wanted)) is not None}
+
+
+BOTH_TILED = SHAPES.flatmap(lambda s: st.tuples(st.just(s), tilings(s), tilings(s)))
+
+
+@given(BOTH_TILED, st.integers(1, 64), st.integers(1, 3))
+def test_any_cut_becomes_any_other(
+    found: tuple[tuple[int, ...], list[Box], list[Box]], limit: int, files: int
+) -> None:
+    """Every byte of every output file is written once, with the element that belongs there."""
+    shape, held, wanted = found
+    tensor = entry(shape, held)
+    values = np.arange(tensor.elements).reshape(shape)
+    plan = plan_of(tensor, cut=wanted, files=files)
+    images = [np.full((file.nbytes - 4) // 4, -1) for file in plan.layout.files]
+    for tile in tiles_of(plan, limit):
+        array = np.full(tile.shape, -1)
+        for source in tile.sources:
+            assert source.chunk.box.contains(source.box)
+            assert (array[at(source.where)] == -1).all()
+            array[at(source.where)] = values[at(source.box)]
+        start = (tile.offset - 4) // 4
+        place = images[tile.file][start : start + array.size]
+        assert (place == -1).all()
+        place[:] = array.reshape(-1)
+    for number, image in enumerate(images):
+        pieces = [values[at(box)].reshape(-1) for box in wanted[number::files]]
+        assert image.tolist() == (np.concatenate(pieces).tolist() if pieces else [])
+
+
+@given(BOTH_TILED, st.integers(1, 64))
+def test_tiles_are_counted_without_being_made(
+    found: tuple[tuple[int, ...], list[Box], list[Box]], limit: int
+) -> None:
+    shape, held, wanted = found
+    plan = plan_of(entry(shape, held), cut=wanted, files=2)
+    counted: Counter[int] = Counter()
+    for group in groups_of(plan, limit):
+        for number, count in group.tile_counts(limit):
+            counted[number] += count
+    assert +counted == Counter(tile.file for tile in tiles_of(plan, limit))
+
+
+def groups_of(plan: Plan, limit: int) -> list[Group]:
+    files = [(number, file.parts) for number, file in enumerate(plan.layout.files)]
+    return plan.groups(files, limit)
+
+
+def tiles_of(plan: Plan, limit: int) -> Iterator[Tile]:
+    for group in groups_of(plan, limit):
+        for job in plan.jobs(group, limit):
+            yield from job
+
+
+def at(box: Box) -> tuple[slice, ...]:
+    return tuple(map(slice, box.lo, box.hi))
+
+
+def plan_of(*tensors: TensorEntry, cut: list[Box] | None = None, files: int = 1) -> Plan:
+    """A plan that writes each tensor whole, or in the boxes of ``cut``, in turn to the files."""
+    parts = [Data(t.name, box, 4) for t in tensors for box in cut or [Box.whole(t.shape)]]
+    layouts = [FileLayout(f"out{n}", (Literal(b"head"), *parts[n::files])) for n in range(files)]
+    catalog = Catalog("test", {t.name: t for t in tensors}, {}, {})
+    return Plan(catalog, Layout(tuple(layouts), folder=True))
+
+
+@pytest.mark.parametrize(
+    ("boxes", "words"),
+    [
+        ([Box((0,), (4,))], "4 of 8 elements"),
+        ([Box((0,), (5,)), Box((4,), (8,))], "overlap"),
+        ([Box((0,), (9,))], "outside"),
+        ([], "0 of 8"),
+        ([Box((0, 0), (8, 1))], "outside"),
+    ],
+)
+def test_a_plan_names_what_is_wrong(boxes: list[Box], words: str) -> None:
+    with pytest.raises(Damaged, match=words) as caught:
+        plan_of(entry((8,), boxes))
+    assert "w" in caught.value.message
+
+
+def test_all_problems_are_shown_together() -> None:
+    with pytest.raises(Damaged, match="2 problems") as caught:
+        plan_of(entry((8,), [], "first"), entry((8,), [], "second"))
+    assert "first" in caught.value.message
+    assert "second" in caught.value.message
+
+
+def test_a_large_grid_is_planned_in_one_sweep() -> None:
+    """A search of all chunks for each tile would be 64 million comparisons."""
+    boxes = [Box((8 * i,), (8 * i + 8,)) for i in range(8000)]
+    plan = plan_of(entry((64000,), boxes))
+    assert sum(len(tile.sources) for tile in tiles_of(plan, 32)) == 8000
