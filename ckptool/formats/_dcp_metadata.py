@@ -1,0 +1,146 @@
+"""The ``.metadata`` pickle of torch.distributed.checkpoint, torch 2.1 to 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import Index, Path
+from ckptool.core.dtype import DType
+from ckptool.errors import Damaged
+from ckptool.formats import _pickle
+from ckptool.formats._pickle import Call
+from ckptool.formats._storage import dtype_of, natural, sizes
+
+_MODULE = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_MOST_STEPS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class StoredItem:
+    """Where an item lies: ``length`` bytes of ``file`` from ``offset``, after ``transforms``."""
+
+    file: str
+    offset: int
+    length: int
+    transforms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMetadata:
+    """A tensor's element type, shape, and its chunks."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    chunks: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DcpMetadata:
+    """What one metadata file says.
+
+    ``items`` is keyed by name and chunk offset; the offset is None for a bytes item. ``planned``
+    is the number of ranks whose plans were recorded (Megatron), None where none were.
+    """
+
+    tensors: dict[str, TensorMetadata]
+    bytes_names: tuple[str, ...]
+    items: dict[tuple[str, tuple[int, ...] | None], StoredItem]
+    paths: dict[str, Path]
+    version: str | None
+    planned: int | None
+
+
+def parse(data: bytes, what: str) -> DcpMetadata:
+    """Read a metadata pickle; Damaged where it is not one."""
+    value = _pickle.load(data, what=what).value
+    if not isinstance(value, Call) or not value.name.endswith(".Metadata"):
+        raise Damaged(f"{what}: the pickle holds no torch.distributed.checkpoint Metadata")
+    fields = value.fields
+    try:
+        entries = fields["state_dict_metadata"]
+        tensors = {
+            _text(name): _tensor(entry, f"{what}: {name}")
+            for name, entry in entries.items()
+            if entry.name.endswith(".TensorStorageMetadata")
+        }
+        bytes_names = tuple(_text(name) for name in entries if name not in tensors)
+        items = dict(_items(fields["storage_data"]))
+        paths = _paths(fields.get("planner_data"))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise Damaged(f"{what}: not as DCP writes it: {error}") from None
+    plans = fields.get("all_local_plans")
+    return DcpMetadata(
+        tensors,
+        bytes_names,
+        items,
+        paths,
+        fields.get("version") if isinstance(fields.get("version"), str) else None,
+        len(plans) if isinstance(plans, list) else None,
+    )
+
+
+def _tensor(entry: Call, what: str) -> TensorMetadata:
+    fields = entry.fields
+    try:
+        properties = fields["properties"].state
+        dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
+        chunks = tuple(
+            Box.at(sizes(chunk.fields["offsets"]), sizes(chunk.fields["sizes"]))
+            for chunk in fields["chunks"]
+        )
+        return TensorMetadata(dtype_of(dtype), sizes(fields["size"]), chunks)
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        raise Damaged(f"{what}: not as DCP writes it: {error}") from None
+    except Damaged as error:
+        raise Damaged(f"{what}: {error.message}") from None
+
+
+def _items(storage_data: Any) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], StoredItem]]:
+    for index, info in storage_data.items():
+        key, where = index.fields, info.fields
+        offset = key.get("offset")
+        spot = (_text(key["fqn"]), None if offset is None else sizes(offset))
+        transforms = where.get("transform_descriptors") or ()
+        file, start, length = where["relative_path"], where["offset"], where["length"]
+        if not isinstance(file, str):
+            raise Damaged("a relative_path that is no text")
+        yield spot, StoredItem(file, natural(start), natural(length), tuple(map(_text, transforms)))
+
+
+def _text(value: Any) -> str:
+    if not _is_text(value):
+        raise Damaged("not as DCP writes it: a name that is no text")
+    return str(value)
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a value is text that can be written, and so no half of a surrogate pair."""
+    try:
+        return isinstance(value, str) and bool(value.encode() or True)
+    except UnicodeEncodeError:
+        return False
+
+
+def _paths(planner_data: Any) -> dict[str, Path]:
+    """The path of each flat name; empty where the state dict was saved unflattened."""
+    if not isinstance(planner_data, dict):
+        return {}
+    return {
+        name: _path(path)
+        for name, path in planner_data.items()
+        if _is_text(name) and isinstance(path, tuple | list)
+    }
+
+
+def _path(steps: Sequence[Any]) -> Path:
+    if len(steps) > _MOST_STEPS or not all(map(_is_step, steps)):
+        raise Damaged(f"a path of more than {_MOST_STEPS} steps, or of other than names and places")
+    return tuple(Index(step) if isinstance(step, int) else step for step in steps)
+
+
+def _is_step(step: Any) -> bool:
+    return _is_text(step) or (isinstance(step, int) and abs(step) < 1 << 63)

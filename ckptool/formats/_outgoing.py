@@ -1,0 +1,131 @@
+"""What a writer must decide about every checkpoint, whatever its own format."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import Catalog, Chunk, ObjectEntry, Path, TensorEntry, tied
+from ckptool.core.layout import FileLayout, Verbatim
+from ckptool.core.placing import Placed
+from ckptool.formats._torch_write import TensorRef, torch_archive
+from ckptool.formats._tree import nest
+from ckptool.formats._values import Foreign, type_name
+from ckptool.formats.base import Request
+
+
+def plain_objects(catalog: Catalog) -> tuple[list[ObjectEntry], list[str]]:
+    """The values that are plain data, and one note for each that is not and stays behind.
+
+    Tensors of a kind that is not read need no note: the catalog has one for each.
+    """
+    plain, notes = [], []
+    known = Foreign()
+    for entry in catalog.objects.values():
+        foreign = known.of(entry.value)
+        if "torch storage" in foreign:
+            continue
+        if foreign:
+            what = type_name(entry.value)
+            notes.append(
+                f"not carried: {entry.name} ({what}) is made of {', '.join(sorted(foreign))}"
+            )
+        else:
+            plain.append(entry)
+    return plain, notes
+
+
+def nested_state(tensors: list[TensorEntry], objects: list[ObjectEntry]) -> Any:
+    """The nested state dict of the source, with a ``TensorRef`` for each whole tensor.
+
+    Tied tensors become one reference, so that they share a storage again.
+    """
+    refs = _references(tensors)
+    found: list[tuple[Path, Any]] = [(entry.path, refs[entry.name]) for entry in tensors]
+    found += [(entry.path, entry.value) for entry in objects]
+    return nest(found)
+
+
+def _references(tensors: list[TensorEntry]) -> dict[str, TensorRef]:
+    refs = {entry.name: TensorRef(entry, Box.whole(entry.shape)) for entry in tensors}
+    for first, *others in tied(Catalog("", {entry.name: entry for entry in tensors}, {}, {})):
+        for name in others:
+            refs[name] = refs[first]
+    return refs
+
+
+def extra_file(path: str, tensors: list[TensorEntry], objects: list[ObjectEntry]) -> FileLayout:
+    """A torch.save file beside the main one, for what the main format cannot hold."""
+    return FileLayout(path, tuple(torch_archive(nested_state(tensors, objects))))
+
+
+def companion_files(catalog: Catalog) -> list[FileLayout]:
+    """config.json, tokenizer files and their like, as they are."""
+    return [
+        FileLayout(name.rpartition("/")[2], (Verbatim(name, size),))
+        for name, size in catalog.companions.items()
+    ]
+
+
+def tied_notes(catalog: Catalog) -> list[str]:
+    """One note for each group of tied tensors, which a flat format writes once a name."""
+    return [
+        f"tied: {' = '.join(names)} share their bytes in the source; each is written in full"
+        for names in tied(catalog)
+    ]
+
+
+class Cutter:
+    """Decides which box of each tensor which rank writes, replicas once."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._load: dict[int, int] = defaultdict(int)
+        self._holders: dict[object, list[tuple[Box, list[int]]]] = {}
+
+    def boxes(self, entry: TensorEntry) -> dict[Box, int]:
+        """Boxes that tile the tensor, each with the rank that writes it.
+
+        Cut for the request's mesh where it has one; else the source's own chunks; else, where
+        ranks are unknown or one is asked for, the whole tensor on rank 0.
+        """
+        placed = self._request.placed
+        if placed is not None and entry.elements:
+            return self._placed_boxes(entry, placed)
+        unranked = any(chunk.rank is None for chunk in entry.chunks)
+        if placed is not None or self._request.one_rank or unranked:
+            return {Box.whole(entry.shape): 0}
+        return _source_boxes(entry)
+
+    def _placed_boxes(self, entry: TensorEntry, placed: Placed) -> dict[Box, int]:
+        """A box that several ranks hold is written by the one with the fewest bytes so far."""
+        kind = (entry.shape, placed.placements[entry.name])
+        if kind not in self._holders:
+            self._holders[kind] = _holders(entry, placed)
+        chosen = {}
+        for box, ranks in self._holders[kind]:
+            rank = ranks[0]
+            if len(ranks) > 1:
+                rank = min(ranks, key=lambda rank: (self._load[rank], rank))
+            self._load[rank] += box.volume * entry.dtype.itemsize
+            chosen[box] = rank
+        return chosen
+
+
+def _holders(entry: TensorEntry, placed: Placed) -> list[tuple[Box, list[int]]]:
+    """Each box that the mesh cuts a tensor into, with the ranks that hold it."""
+    holders: dict[Box, list[int]] = {}
+    for rank, shard in zip(placed.mesh.ranks, placed.shards(entry), strict=True):
+        for piece in shard.pieces:
+            holders.setdefault(piece.box, []).append(rank)
+    return list(holders.items())
+
+
+def _source_boxes(entry: TensorEntry) -> dict[Box, int]:
+    """The source's chunks; where several begin at one place (empty ones), the largest stands."""
+    first: dict[tuple[int, ...], Chunk] = {}
+    for chunk in sorted(entry.chunks, key=lambda chunk: -chunk.box.volume):
+        first.setdefault(chunk.box.lo, chunk)
+    kept = [chunk for chunk in entry.chunks if first[chunk.box.lo] is chunk]
+    return {chunk.box: chunk.rank or 0 for chunk in kept}

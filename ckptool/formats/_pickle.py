@@ -1,0 +1,634 @@
+"""Read a pickle without running it.
+
+A pickle is a program for a stack machine. This machine knows every opcode of protocols 0 to 5 and
+builds plain containers; wherever the program names a class or function, it leaves an inert
+``Global``, and wherever it would call one, an inert ``Call``. Nothing is imported, nothing is
+called. Memory is bounded by the pickle's own size; a dict key can only be a small plain value.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ckptool.errors import Damaged, Hostile
+
+LARGEST = 1 << 29
+"""Bytes of the largest pickle that is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A class or function that a pickle names. It is never imported."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+class Call:
+    """What a pickle would have made by calling ``function`` with ``args``, left undone.
+
+    ``state`` is what BUILD would have set, ``items`` and ``entries`` what would have been appended
+    to or stored into the result.
+    """
+
+    __slots__ = ("_fields", "args", "entries", "function", "is_new", "items", "state")
+
+    def __init__(self, function: Any, args: tuple[Any, ...], *, is_new: bool = False) -> None:
+        self.function = function
+        self.args = args
+        self.is_new = is_new
+        self.state: Any = None
+        self.items: list[Any] = []
+        self.entries: list[tuple[Any, Any]] = []
+        self._fields: dict[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+    @property
+    def name(self) -> str:
+        """The dotted name of what would have been called."""
+        return str(self.function) if isinstance(self.function, Global) else "(computed)"
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The attributes BUILD would have set, of plain and of slotted classes."""
+        if self._fields is None:
+            states = self.state if isinstance(self.state, tuple) else (self.state,)
+            dicts = [state for state in states if isinstance(state, dict)]
+            self._fields = (
+                dicts[0] if len(dicts) == 1 else {k: v for d in dicts for k, v in d.items()}
+            )
+        return self._fields
+
+
+class Persistent:
+    """A persistent id: how torch.save refers to a storage."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+_RECORDS = Global | Call | Persistent
+
+
+class OrderedMapping(dict[Any, Any]):
+    """A ``collections.OrderedDict``, with the attributes a pickle hung on it."""
+
+    __slots__ = ("state",)
+    state: Any
+
+
+_LONGEST_INTEGER = 1024
+_LARGEST_KEY = 10_000
+
+
+class _Mark:
+    __slots__ = ()
+
+
+_MARK = _Mark()
+
+
+class Truncated(Damaged):
+    """The pickle ends before its STOP opcode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a pickle holds.
+
+    ``value`` is the object, ``end`` the offset after its STOP, ``globals`` the first byte at which
+    each global is named, ``persistent`` all persistent ids.
+    """
+
+    value: Any
+    end: int
+    globals: dict[Global, int]
+    persistent: list[Persistent]
+
+
+def load(data: bytes, *, what: str, start: int = 0) -> Loaded:
+    """Read the pickle that begins at ``start``; ``what`` names it in errors.
+
+    Raises Hostile where it names a global that can run code, Damaged where it is malformed.
+    """
+    machine = _Machine(data, start, what)
+    try:
+        value = machine.run()
+    except (IndexError, struct.error):
+        if machine.pos >= len(data):
+            raise Truncated(f"{what}: the pickle ends before its last opcode") from None
+        raise machine.malformed("an opcode finds too little on the stack") from None
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError):
+        raise machine.malformed("an opcode does not fit what it finds") from None
+    return Loaded(value, machine.pos, machine.globals, machine.persistent)
+
+
+_SHARDED_MODULE = "torch.distributed._shard.sharded_tensor.api"
+_SAFE_BUILTINS = frozenset(
+    "set frozenset complex bytearray range slice int float str bytes list dict tuple bool"
+    " object".split()
+)
+_CODE_MODULES = frozenset(
+    "IPython _ctypes _functools _operator _osx_support _pickle _posixsubprocess _socket"
+    " _thread aiohttp asyncio atexit bdb cProfile cffi cgitb cloudpickle code codeop commands"
+    " compileall concurrent ctypes curses dill distutils doctest ensurepip fabric fileinput"
+    " ftplib functools gc getpass glob http idlelib imp importlib inspect lib2to3 linecache"
+    " logging mailcap marshal mmap multiprocessing nt nturl2path numba operator os pandas"
+    " paramiko pdb pexpect pickle pip pkgutil platform plumbum popen2 posix profile pty"
+    " py_compile pydoc readline requests resource rlcompleter runpy sched setuptools sh shutil"
+    " signal site smtplib socket sqlite3 ssl subprocess sys tarfile telnetlib tempfile"
+    " threading timeit trace turtledemo types unittest urllib uuid venv webbrowser xmlrpc"
+    " zipfile zipimport".split()
+)
+_CODE_GLOBALS = frozenset(
+    [
+        ("torch.hub", ""),
+        ("torch.utils.collect_env", ""),
+        ("torch.utils.benchmark", ""),
+        ("torch.utils.bottleneck", ""),
+        ("torch.testing", ""),
+        ("torch.distributed.elastic", ""),
+        ("torch.distributed.launcher", ""),
+        ("torch.distributed.run", ""),
+        ("torch.jit", ""),
+        ("torch.utils.cpp_extension", ""),
+        ("torch.package", ""),
+        ("torch.serialization", "load"),
+        ("torch", "load"),
+        ("torch.storage", "_load_from_bytes"),
+        ("torch.fx.graph_module", "reduce_graph_module"),
+        ("numpy.testing", ""),
+        ("numpy.f2py", ""),
+        ("numpy", "load"),
+        ("joblib", "load"),
+        ("torch._dynamo.guards", ""),
+        ("torch.distributed.rpc", ""),
+        ("torch._inductor", ""),
+        ("_io", ""),
+        ("io", "open"),
+        ("io", "FileIO"),
+        ("io", "open_code"),
+    ]
+)
+
+
+_DOTTED = frozenset([Global(_SHARDED_MODULE, "ShardedTensor.ProcessGroupState")])
+"""Names with a dot that checkpoints really hold; any other walks from a class to what it hides."""
+
+
+def can_run_code(item: Global) -> bool:
+    """Whether calling this global could run code or touch the system."""
+    if item.module in ("builtins", "__builtin__", "__builtins__"):
+        return item.name not in _SAFE_BUILTINS and item.name != "getattr"
+    if ("." in item.name and item not in _DOTTED) or item.name.startswith("__"):
+        return True
+    steps = item.module.split(".")
+    modules = [".".join(steps[:count]) for count in range(1, len(steps) + 1)]
+    return (
+        steps[0] in _CODE_MODULES
+        or any((module, "") in _CODE_GLOBALS for module in modules)
+        or (item.module, item.name) in _CODE_GLOBALS
+    )
+
+
+def is_name(text: str) -> bool:
+    """Whether a text can be the dotted name of a module, class or function."""
+    return len(text) < 1000 and all(step.isidentifier() for step in text.split("."))
+
+
+class _Machine:
+    def __init__(self, data: bytes, start: int, what: str) -> None:
+        self._data = data
+        self.pos = start
+        self._start = start
+        self._what = what
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+        self._budget = 4 * len(data) + (1 << 20)
+        self._containers = len(data) // 3 + 10_000
+        self.globals: dict[Global, int] = {}
+        self.persistent: list[Persistent] = []
+
+    def malformed(self, reason: str) -> Damaged:
+        return Damaged(
+            f"{self._what}: malformed pickle at byte {self.pos - self._start:,}: {reason}"
+        )
+
+    def run(self) -> Any:
+        data, table = self._data, _TABLE
+        while True:
+            opcode = data[self.pos]
+            self.pos += 1
+            if opcode == _STOP:
+                return self._pop()
+            handler = table.get(opcode)
+            if handler is None:
+                raise self.malformed(f"unknown opcode 0x{opcode:02x}")
+            handler(self)
+
+    # Reading arguments
+
+    def _take(self, count: int) -> bytes:
+        end = self.pos + count
+        if count < 0 or end > len(self._data):
+            self.pos = len(self._data)
+            raise IndexError
+        piece = self._data[self.pos : end]
+        self.pos = end
+        return piece
+
+    def _line(self) -> bytes:
+        end = self._data.find(b"\n", self.pos)
+        if end < 0:
+            self.pos = len(self._data)
+            raise IndexError
+        line = self._data[self.pos : end]
+        self.pos = end + 1
+        return line
+
+    def _uint(self, size: int) -> int:
+        return int.from_bytes(self._take(size), "little")
+
+    # Stack
+
+    def _pop_mark(self) -> list[Any]:
+        stack = self._stack
+        for position in range(len(stack) - 1, -1, -1):
+            if stack[position] is _MARK:
+                items = stack[position + 1 :]
+                del stack[position:]
+                return items
+        raise self.malformed("no mark on the stack")
+
+    def _pop(self) -> Any:
+        value = self._stack.pop()
+        if value is _MARK:
+            raise self.malformed("a mark where a value is expected")
+        return value
+
+    def _drop(self) -> None:
+        self._stack.pop()
+
+    def _drop_to_mark(self) -> None:
+        self._pop_mark()
+
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    # Plain values
+
+    def _proto(self) -> None:
+        version = self._uint(1)
+        if version > 5:
+            raise self.malformed(f"protocol {version} is newer than 5")
+
+    def _frame(self) -> None:
+        self._uint(8)
+
+    def _text_int(self) -> None:
+        line = self._line()
+        if line in (b"00", b"01"):
+            self._push(line == b"01")
+        else:
+            self._push(int(line[:_LONGEST_INTEGER].rstrip(b"L"), 10))
+
+    def _long(self, size: int) -> None:
+        count = self._uint(size)
+        if count > _LONGEST_INTEGER:
+            raise self.malformed(f"an integer of {count:,} bytes")
+        self._push(int.from_bytes(self._take(count), "little", signed=True))
+
+    def _unicode(self, size: int) -> None:
+        self._push(self._take(self._uint(size)).decode("utf-8", "surrogatepass"))
+
+    def _old_string(self, raw: bytes) -> None:
+        self._push(raw.decode("latin-1"))
+
+    def _quoted(self) -> None:
+        line = self._line().strip()
+        if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
+            raise self.malformed("a STRING without quotes")
+        self._old_string(line[1:-1].decode("unicode_escape").encode("latin-1"))
+
+    # Containers
+
+    def _container(self, empty: Any) -> None:
+        self._containers -= 1
+        if self._containers < 0:
+            raise self.malformed("it builds more containers than a real pickle of its size")
+        self._push(empty)
+
+    def _tuple(self, count: int) -> None:
+        items = tuple(self._pop() for _ in range(count))
+        self._push(items[::-1])
+
+    def _append(self, values: list[Any]) -> None:
+        target = self._stack[-1]
+        if isinstance(target, list):
+            target.extend(values)
+        elif isinstance(target, Call):
+            target.items.extend(values)
+        else:
+            raise self.malformed(f"APPEND to {type(target).__name__}")
+
+    def _set_items(self, values: list[Any]) -> None:
+        if len(values) % 2:
+            raise self.malformed("a key without a value")
+        target = self._stack[-1]
+        pairs = zip(values[::2], values[1::2], strict=True)
+        if isinstance(target, dict):
+            for key, value in pairs:
+                target[self._key(key)] = value
+        elif isinstance(target, Call):
+            target.entries.extend(pairs)
+        else:
+            raise self.malformed(f"SETITEM on {type(target).__name__}")
+
+    def _add_items(self) -> None:
+        values = self._pop_mark()
+        target = self._stack[-1]
+        if isinstance(target, set):
+            target.update(map(self._key, values))
+        elif isinstance(target, Call):
+            target.items.extend(values)
+        else:
+            raise self.malformed(f"ADDITEMS to {type(target).__name__}")
+
+    def _key(self, key: Any) -> Any:
+        """A value that may key a dict: plain, small, and of no type whose hash can be chosen."""
+        left = [_LARGEST_KEY]
+        self._require_key(key, left, 0)
+        return key
+
+    def _require_key(self, key: Any, left: list[int], depth: int) -> None:
+        left[0] -= 1
+        if isinstance(key, tuple) and depth < 4 and left[0] >= len(key):
+            for item in key:
+                self._require_key(item, left, depth + 1)
+        elif isinstance(key, int) and abs(key) > 1 << 64:
+            raise self.malformed("a huge integer as a key")
+        elif key is not None and not isinstance(key, str | int | float | bytes | _RECORDS):
+            raise self.malformed(f"a {type(key).__name__} as a key")
+
+    # Globals and calls
+
+    def _name_global(self, module: Any, name: Any) -> None:
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise self.malformed("a global whose name is not text")
+        if not is_name(module) or not is_name(name):
+            raise self.malformed("a global whose name is no dotted name")
+        item = Global(module, name)
+        self.globals.setdefault(item, self.pos - self._start)
+        if can_run_code(item):
+            raise Hostile(
+                f"{self._what}: the pickle names {item} at byte {self.pos - self._start:,}, which"
+                " can run code; nothing was called",
+                hint="do not load this file with torch.load(weights_only=False) or pickle",
+            )
+        self._push(item)
+
+    def _stack_global(self) -> None:
+        name, module = self._pop(), self._pop()
+        self._name_global(module, name)
+
+    def _refer(self, value: Any) -> None:
+        self.persistent.append(Persistent(value))
+        self._push(self.persistent[-1])
+
+    def _reduce(self) -> None:
+        args, function = self._pop(), self._pop()
+        if not isinstance(args, tuple):
+            raise self.malformed("REDUCE without a tuple of arguments")
+        self._push(self._called(function, args))
+
+    def _called(self, function: Any, args: tuple[Any, ...], *, is_new: bool = False) -> Any:
+        if isinstance(function, Global):
+            if function.name == "getattr" and function.module in ("builtins", "__builtin__"):
+                return self._get_attribute(args)
+            if is_new:
+                return self._made(Call(function, args, is_new=True))
+            plain = _PLAIN.get((function.module, function.name))
+            if plain is not None:
+                return plain(self, args)
+        return self._made(Call(function, args, is_new=is_new))
+
+    def _made(self, call: Call) -> Call:
+        self.charge(1)
+        return call
+
+    def charge(self, count: int) -> None:
+        """Count what is built; malformed where that is out of all proportion to the pickle."""
+        self._budget -= count
+        if self._budget < 0:
+            raise self.malformed("it builds far more than its size allows")
+
+    def _get_attribute(self, args: tuple[Any, ...]) -> Any:
+        """ShardedTensor pickles reach one nested class through getattr: that pair, no other."""
+        sharded = Global(_SHARDED_MODULE, "ShardedTensor")
+        if args != (sharded, "ProcessGroupState"):
+            raise Hostile(
+                f"{self._what}: the pickle would call getattr at byte {self.pos - self._start:,};"
+                " nothing was called"
+            )
+        return Global(sharded.module, "ShardedTensor.ProcessGroupState")
+
+    def _new_object(self) -> None:
+        args, cls = self._pop(), self._pop()
+        if not isinstance(args, tuple):
+            raise self.malformed("NEWOBJ without a tuple of arguments")
+        self._push(self._called(cls, args, is_new=True))
+
+    def _new_object_ex(self) -> None:
+        keywords, args, cls = self._pop(), self._pop(), self._pop()
+        if not isinstance(args, tuple):
+            raise self.malformed("NEWOBJ_EX without a tuple of arguments")
+        self._push(self._called(cls, (*args, keywords), is_new=True))
+
+    def _inst(self) -> None:
+        module, name = self._line().decode(), self._line().decode()
+        args = tuple(self._pop_mark())
+        self._name_global(module, name)
+        self._push(self._called(self._pop(), args, is_new=True))
+
+    def _obj(self) -> None:
+        cls, *args = self._pop_mark()
+        self._push(self._called(cls, tuple(args), is_new=True))
+
+    def _build(self) -> None:
+        state = self._pop()
+        target = self._stack[-1]
+        if not isinstance(target, Call | OrderedMapping):
+            raise self.malformed(f"BUILD on {type(target).__name__}")
+        target.state = state
+
+    # Memo
+
+    def _get(self, index: int) -> None:
+        if index not in self._memo:
+            raise self.malformed(f"memo {index} was never set")
+        self._push(self._memo[index])
+
+    def _put(self, index: int) -> None:
+        self._memo[index] = self._top()
+
+    def _top(self) -> Any:
+        value = self._stack[-1]
+        if value is _MARK:
+            raise self.malformed("a mark where a value is expected")
+        return value
+
+    def _global_line(self) -> None:
+        module, name = self._line().decode(), self._line().decode()
+        self._name_global(module, name)
+
+    def _dict_from_mark(self) -> None:
+        values = self._pop_mark()
+        self._push({})
+        self._set_items(values)
+
+
+def _ordered(machine: _Machine, args: tuple[Any, ...]) -> OrderedMapping:
+    if not args:
+        return OrderedMapping()
+    pairs = list(args[0].items() if isinstance(args[0], dict) else args[0])
+    machine.charge(len(pairs))
+    return OrderedMapping((machine._key(key), value) for key, value in pairs)
+
+
+def _encoded(machine: _Machine, args: tuple[Any, ...]) -> bytes:
+    """Python 3 writes bytes in protocol 2 as ``_codecs.encode(text, 'latin1')``."""
+    text, *rest = args
+    if not isinstance(text, str) or rest not in (["latin1"], ["latin-1"]):
+        raise machine.malformed("_codecs.encode with another codec than latin1")
+    machine.charge(len(text))
+    return text.encode("latin-1")
+
+
+def _set(machine: _Machine, args: tuple[Any, ...]) -> set[Any]:
+    items = list(args[0]) if args else []
+    machine.charge(len(items))
+    return {machine._key(item) for item in items}
+
+
+def _frozenset(machine: _Machine, args: tuple[Any, ...]) -> frozenset[Any]:
+    return frozenset(_set(machine, args))
+
+
+def _complex(machine: _Machine, args: tuple[Any, ...]) -> complex:
+    return complex(*map(float, args))
+
+
+def _bytes(machine: _Machine, args: tuple[Any, ...]) -> bytes:
+    if not args:
+        return b""
+    if not isinstance(args[0], bytes | list):
+        raise machine.malformed("bytes of something else than bytes")
+    machine.charge(len(args[0]))
+    return bytes(args[0])
+
+
+def _bytearray(machine: _Machine, args: tuple[Any, ...]) -> bytearray:
+    if len(args) == 2 and isinstance(args[0], str):
+        machine.charge(len(args[0]))
+        return bytearray(args[0].encode("latin-1"))
+    return bytearray(_bytes(machine, args))
+
+
+_PLAIN: dict[tuple[str, str], Callable[[_Machine, tuple[Any, ...]], Any]] = {
+    ("collections", "OrderedDict"): _ordered,
+    ("_codecs", "encode"): _encoded,
+}
+for _module in ("builtins", "__builtin__"):
+    _PLAIN |= {
+        (_module, "set"): _set,
+        (_module, "frozenset"): _frozenset,
+        (_module, "complex"): _complex,
+        (_module, "bytes"): _bytes,
+        (_module, "bytearray"): _bytearray,
+    }
+
+_STOP = ord(".")
+_Handler = Callable[[_Machine], None]
+
+
+def _table() -> dict[int, _Handler]:
+    m = _Machine
+    push = m._push
+    by_text: dict[bytes, _Handler] = {
+        b"(": lambda s: push(s, _MARK),
+        b"0": m._drop,
+        b"1": m._drop_to_mark,
+        b"2": lambda s: push(s, s._top()),
+        b"F": lambda s: push(s, float(s._line())),
+        b"I": m._text_int,
+        b"J": lambda s: push(s, struct.unpack("<i", s._take(4))[0]),
+        b"K": lambda s: push(s, s._uint(1)),
+        b"L": m._text_int,
+        b"M": lambda s: push(s, s._uint(2)),
+        b"N": lambda s: push(s, None),
+        b"P": lambda s: s._refer(s._line().decode()),
+        b"Q": lambda s: s._refer(s._pop()),
+        b"R": m._reduce,
+        b"S": m._quoted,
+        b"T": lambda s: s._old_string(s._take(s._uint(4))),
+        b"U": lambda s: s._old_string(s._take(s._uint(1))),
+        b"V": lambda s: push(s, s._line().decode("raw-unicode-escape")),
+        b"X": lambda s: s._unicode(4),
+        b"a": lambda s: s._append([s._pop()]),
+        b"b": m._build,
+        b"c": m._global_line,
+        b"d": m._dict_from_mark,
+        b"}": lambda s: s._container({}),
+        b"e": lambda s: s._append(s._pop_mark()),
+        b"g": lambda s: s._get(int(s._line())),
+        b"h": lambda s: s._get(s._uint(1)),
+        b"i": m._inst,
+        b"j": lambda s: s._get(s._uint(4)),
+        b"l": lambda s: push(s, s._pop_mark()),
+        b"]": lambda s: s._container([]),
+        b"o": m._obj,
+        b"p": lambda s: s._put(int(s._line())),
+        b"q": lambda s: s._put(s._uint(1)),
+        b"r": lambda s: s._put(s._uint(4)),
+        b"s": lambda s: s._set_items([s._pop(), s._pop()][::-1]),
+        b"t": lambda s: push(s, tuple(s._pop_mark())),
+        b")": lambda s: push(s, ()),
+        b"u": lambda s: s._set_items(s._pop_mark()),
+        b"G": lambda s: push(s, struct.unpack(">d", s._take(8))[0]),
+        b"\x80": m._proto,
+        b"\x81": m._new_object,
+        b"\x85": lambda s: s._tuple(1),
+        b"\x86": lambda s: s._tuple(2),
+        b"\x87": lambda s: s._tuple(3),
+        b"\x88": lambda s: push(s, True),
+        b"\x89": lambda s: push(s, False),
+        b"\x8a": lambda s: s._long(1),
+        b"\x8b": lambda s: s._long(4),
+        b"B": lambda s: push(s, s._take(s._uint(4))),
+        b"C": lambda s: push(s, s._take(s._uint(1))),
+        b"\x8c": lambda s: s._unicode(1),
+        b"\x8d": lambda s: s._unicode(8),
+        b"\x8e": lambda s: push(s, s._take(s._uint(8))),
+        b"\x8f": lambda s: s._container(set()),
+        b"\x90": m._add_items,
+        b"\x91": lambda s: push(s, frozenset(map(s._key, s._pop_mark()))),
+        b"\x92": m._new_object_ex,
+        b"\x93": m._stack_global,
+        b"\x94": lambda s: s._put(len(s._memo)),
+        b"\x95": m._frame,
+        b"\x96": lambda s: push(s, bytearray(s._take(s._uint(8)))),
+    }
+    return {key[0]: handler for key, handler in by_text.items()}
+
+
+_TABLE = _table()

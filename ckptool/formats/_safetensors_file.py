@@ -1,0 +1,203 @@
+"""The header of one safetensors file, and how to lay one out.
+
+Format: 8 bytes little-endian header length, a JSON header, then the tensors' bytes without holes
+(safetensors 0.8). A header may be padded with spaces; torch's consolidation writes none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from ckptool.core.box import Box, row_major_strides
+from ckptool.core.catalog import Extent
+from ckptool.core.dtype import BY_SAFETENSORS, DType
+from ckptool.core.layout import Data, FileLayout, Literal, Part
+from ckptool.errors import CannotDo, Damaged
+from ckptool.formats.base import Source
+
+LONGEST_HEADER = 100_000_000
+"""Bytes; the safetensors library refuses longer ones."""
+_MOST_DIMS = 64
+_MOST_DIGITS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSlice:
+    """One tensor of a file: its element type, shape and place."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    at: Extent
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsFile:
+    """The tensors of one file in the order of their bytes, and its ``__metadata__``."""
+
+    tensors: dict[str, StoredSlice]
+    metadata: dict[str, str]
+
+
+def looks_like_safetensors(head: bytes, size: int) -> bool:
+    """Whether the first nine bytes can begin a safetensors file of ``size`` bytes."""
+    return len(head) >= 9 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 40
+
+
+def read_safetensors(source: Source, file: str) -> SafetensorsFile:
+    """Read and check a header. Raises Damaged where it breaks one of the format's rules."""
+    size = source.files[file]
+    length = int.from_bytes(source.read(file, 0, 8), "little") if size >= 8 else 0
+    if size < 8 or length > size - 8:
+        raise Damaged(
+            f"{file}: the header should have {length:,} bytes, but the file has {size:,};"
+            " it is truncated or no safetensors file"
+        )
+    if length > LONGEST_HEADER:
+        raise Damaged(f"{file}: a header of {length:,} bytes; the format allows {LONGEST_HEADER:,}")
+    header = _parsed(source.read(file, 8, length), file)
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise Damaged(f"{file}: __metadata__ does not map text to text")
+    tensors = {name: _slice(file, name, entry, 8 + length) for name, entry in header.items()}
+    ordered = dict(sorted(tensors.items(), key=lambda pair: (pair[1].at.offset, _nbytes(pair[1]))))
+    _require_no_holes(file, ordered, 8 + length, size)
+    return SafetensorsFile(ordered, metadata)
+
+
+def _parsed(text: bytes, file: str) -> dict[str, Any]:
+    if text[:1] != b"{":
+        raise Damaged(f"{file}: the header is no JSON object")
+    try:
+        header = json.loads(text.decode(), object_pairs_hook=_unique, parse_int=_number)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{file}: the header is no JSON: {error}") from None
+    return cast(dict[str, Any], header)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name appears twice")
+    for text in itertools.chain(found, (v for v in found.values() if isinstance(v, str))):
+        text.encode()
+    return found
+
+
+def _number(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits):,} digits")
+    return int(digits)
+
+
+def _slice(file: str, name: str, entry: Any, start: int) -> StoredSlice:
+    try:
+        dtype_name, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except (TypeError, KeyError, ValueError):
+        raise Damaged(f"{file}: {name} has no dtype, shape or data_offsets") from None
+    if isinstance(shape, list) and len(shape) > _MOST_DIMS:
+        raise Damaged(f"{file}: {name} has {len(shape):,} dims; ckptool reads up to {_MOST_DIMS}")
+    numbers = [*shape, begin, end] if isinstance(shape, list) else [None]
+    if not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
+        raise Damaged(f"{file}: {name} has a shape or offsets that are no natural numbers")
+    dtype = BY_SAFETENSORS.get(dtype_name) if isinstance(dtype_name, str) else None
+    if dtype is None:
+        shown = repr(dtype_name[:40]) if isinstance(dtype_name, str) else "that is no text"
+        raise Damaged(f"{file}: {name} has the unknown element type {shown}")
+    sizes = _torch_shape(file, name, dtype, tuple(shape))
+    if end - begin != math.prod(sizes) * dtype.itemsize:
+        raise Damaged(
+            f"{file}: {name} ({dtype_name} {list(shape)}) needs"
+            f" {math.prod(sizes) * dtype.itemsize:,} bytes, its offsets give {end - begin:,}"
+        )
+    at = Extent(file, start + begin, row_major_strides(sizes, dtype.itemsize))
+    return StoredSlice(dtype, sizes, at)
+
+
+def _torch_shape(file: str, name: str, dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """torch counts pairs where safetensors counts four-bit elements."""
+    if dtype.safetensors != "F4":
+        return shape
+    if not shape or shape[-1] % 2:
+        raise Damaged(f"{file}: {name} has an odd number of four-bit elements")
+    return (*shape[:-1], shape[-1] // 2)
+
+
+def _nbytes(item: StoredSlice) -> int:
+    return math.prod(item.shape) * item.dtype.itemsize
+
+
+def _require_no_holes(file: str, tensors: Mapping[str, StoredSlice], start: int, size: int) -> None:
+    position = start
+    for name, item in tensors.items():
+        if item.at.offset != position:
+            kind = (
+                "a hole before" if item.at.offset > position else "bytes shared with the one before"
+            )
+            raise Damaged(
+                f"{file}: {name} begins at byte {item.at.offset:,}, the tensor before it ends at"
+                f" {position:,}: {kind} it"
+            )
+        position += _nbytes(item)
+    if position != size:
+        raise Damaged(
+            f"{file}: the header describes {position:,} bytes, the file has {size:,};"
+            " it is truncated or has bytes that belong to no tensor"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OutgoingSlice:
+    """A box of a tensor that is to be written under ``name``."""
+
+    name: str
+    tensor: str
+    dtype: DType
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.volume * self.dtype.itemsize
+
+
+def lay_out_safetensors(
+    path: str,
+    slices: Iterable[OutgoingSlice],
+    metadata: Mapping[str, str],
+    rank: int | None = None,
+) -> FileLayout:
+    """One safetensors file: tensors by falling item size, then name, so that all are aligned."""
+    ordered = sorted(slices, key=lambda item: (-item.dtype.itemsize, item.name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    parts: list[Part] = []
+    position = 0
+    for item in ordered:
+        header[item.name] = {
+            "dtype": item.dtype.safetensors,
+            "shape": _header_shape(item),
+            "data_offsets": [position, position + item.nbytes],
+        }
+        parts.append(Data(item.tensor, item.box, item.dtype.itemsize))
+        position += item.nbytes
+    text = _encoded(header)
+    text += b" " * (-len(text) % 8)
+    return FileLayout(path, (Literal(len(text).to_bytes(8, "little") + text), *parts), rank)
+
+
+def _encoded(header: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        name = ascii(error.object[max(0, error.start - 40) : error.end])
+        raise CannotDo(f"safetensors cannot hold a name that is no Unicode: {name}") from None
+
+
+def _header_shape(item: OutgoingSlice) -> list[int]:
+    shape = list(item.box.shape)
+    if item.dtype.safetensors == "F4":
+        shape[-1] *= 2
+    return shape

@@ -1,0 +1,214 @@
+"""The storages and plain tensors of a torch.save pickle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ckptool.core.box import row_major_strides
+from ckptool.core.catalog import Extent, Packed, Place, Record
+from ckptool.core.dtype import BY_NAME, BY_STORAGE, DType
+from ckptool.errors import Damaged
+from ckptool.formats._pickle import Call, Global, Persistent
+
+_LONGEST_KEY = 200
+_MOST_DIMS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A storage that a pickle refers to. ``numel`` counts elements of ``itemsize`` bytes."""
+
+    key: str
+    dtype: DType | None
+    numel: int
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize if self.dtype else 1
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a pickle: ``offset`` and ``strides`` in elements of its storage."""
+
+    storage: Storage
+    dtype: DType
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    ops: tuple[str, ...] = ()
+
+    @property
+    def fills_storage(self) -> bool:
+        """Whether the tensor is its whole storage, in order."""
+        whole = row_major_strides(self.shape, 1)
+        size = 1
+        for n in self.shape:
+            size *= n
+        return (
+            not self.offset
+            and size * self.dtype.itemsize == self.storage.nbytes
+            and all(
+                n == 1 or s == w for n, s, w in zip(self.shape, self.strides, whole, strict=True)
+            )
+        )
+
+
+def storage_of(item: Persistent) -> Storage:
+    """The storage of a persistent id ``('storage', class, key, location, numel[, view])``."""
+    value = item.value
+    if not isinstance(value, tuple) or len(value) not in (5, 6) or value[0] != "storage":
+        raise Damaged("a persistent id that is not a torch storage")
+    cls, key, numel = value[1], value[2], value[4]
+    if not isinstance(key, str | int) or len(str(key)[:_LONGEST_KEY]) == _LONGEST_KEY:
+        raise Damaged("a storage whose key is no short text")
+    if not isinstance(cls, Global) or type(numel) is not int or not 0 <= numel < 1 << 63:
+        raise Damaged(f"storage {key!r} has no class or no size")
+    if len(value) == 6 and value[5] is not None:
+        raise Damaged(f"storage {key!r} is a view of another; save the tensors again with torch")
+    if cls.name == "UntypedStorage":
+        return Storage(str(key), None, numel)
+    dtype = BY_STORAGE.get(cls.name)
+    if dtype is None:
+        raise Damaged(f"storage {key!r} has the unknown type {cls}")
+    return Storage(str(key), dtype, numel)
+
+
+_REBUILD_TENSOR = {
+    "_rebuild_tensor": 4,
+    "_rebuild_tensor_v2": 6,
+    "_rebuild_tensor_v3": 7,
+}
+
+
+def unwrapped(value: Any) -> Any:
+    """A parameter's tensor: what ``_rebuild_parameter`` wraps."""
+    for _ in range(8):
+        if not isinstance(value, Call) or value.name not in _PARAMETER or not value.args:
+            break
+        value = value.args[0]
+    return value
+
+
+_PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+
+
+def plain_tensor(value: Any) -> StoredTensor | None:
+    """The tensor that a call would rebuild, or None where it is no plain strided tensor."""
+    value = unwrapped(value)
+    if not isinstance(value, Call) or not isinstance(value.function, Global):
+        return None
+    module, name = value.function.module, value.function.name
+    if module == "torch._utils" and name in _REBUILD_TENSOR:
+        return _strided_tensor(value.args, name)
+    if module == "torch._tensor" and name == "_rebuild_from_type_v2" and len(value.args) == 4:
+        function, cls, args, _ = value.args
+        if isinstance(cls, Global) and str(cls) in _TENSOR_CLASSES:
+            return plain_tensor(Call(function, args))
+    return None
+
+
+_TENSOR_CLASSES = frozenset(
+    ["torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"]
+)
+
+
+def _strided_tensor(args: tuple[Any, ...], function: str) -> StoredTensor | None:
+    count = _REBUILD_TENSOR[function]
+    if len(args) < count:
+        raise Damaged(f"{function} with {len(args)} of its {count} arguments")
+    item, offset, shape, strides = args[:4]
+    if len(sizes(shape)) != len(sizes(strides)):
+        raise Damaged(f"a tensor of {len(sizes(shape))} dims with {len(sizes(strides))} strides")
+    if not isinstance(item, Persistent):
+        return None
+    storage = storage_of(item)
+    dtype = storage.dtype
+    if function == "_rebuild_tensor_v3":
+        dtype = dtype_of(args[6])
+    if dtype is None:
+        raise Damaged(f"a tensor in storage {storage.key!r} has no element type")
+    metadata = args[count] if len(args) > count else None
+    flags = metadata if isinstance(metadata, dict) else {}
+    ops = tuple(op for op in ("conj", "neg") if flags.get(op))
+    return StoredTensor(storage, dtype, sizes(shape), sizes(strides), natural(offset), ops)
+
+
+def natural(value: Any) -> int:
+    """A non-negative int of a pickle."""
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise Damaged(f"{shown(value)} where a size or offset is expected")
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value of a pickle for a message: small plain ones as they are, others by their type."""
+    small = isinstance(value, str) or (isinstance(value, int) and abs(value) < 1 << 63)
+    return repr(value)[:80] if small or value is None else f"a {type(value).__name__}"
+
+
+def sizes(value: Any) -> tuple[int, ...]:
+    """A shape or strides: a tuple, a list or a ``torch.Size`` of non-negative ints."""
+    if isinstance(value, Call) and value.name == "torch.Size" and len(value.args) == 1:
+        value = value.args[0]
+    if not isinstance(value, tuple | list):
+        raise Damaged(f"{type(value).__name__} where sizes are expected")
+    if len(value) > _MOST_DIMS:
+        raise Damaged(f"{len(value):,} dims where torch has {_MOST_DIMS} at most")
+    return tuple(map(natural, value))
+
+
+def dtype_of(value: Any) -> DType:
+    """The element type that a ``torch.<dtype>`` global names."""
+    if isinstance(value, Global) and value.module == "torch" and value.name in BY_NAME:
+        return BY_NAME[value.name]
+    raise Damaged(f"unknown element type {value if isinstance(value, Global) else shown(value)}")
+
+
+def place_of(tensor: StoredTensor, file: Any) -> Place:
+    """Where a tensor of a ``TorchFile`` lies.
+
+    Raises Damaged where its storage is missing, has another size than the pickle says, or ends
+    before the tensor does.
+    """
+    storage = tensor.storage
+    stored = file.storages.get(storage.key)
+    if stored is None:
+        raise Damaged(f"{file.what}: storage {storage.key!r} is missing")
+    if stored.size != storage.nbytes:
+        raise Damaged(
+            f"{file.what}: storage {storage.key!r} has {stored.size:,} bytes,"
+            f" the pickle says {storage.nbytes:,}"
+        )
+    itemsize = tensor.dtype.itemsize
+    last = tensor.offset + sum(
+        (n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True)
+    )
+    if 0 not in tensor.shape and (last + 1) * itemsize > storage.nbytes:
+        raise Damaged(
+            f"{file.what}: a tensor of shape {list(tensor.shape)} needs {(last + 1) * itemsize:,}"
+            f" bytes of storage {storage.key!r}, which has {storage.nbytes:,}"
+        )
+    strides = tuple(s * itemsize for s in tensor.strides)
+    swap = ("byteswap",) if file.byteorder == "big" and tensor.dtype.swap > 1 else ()
+    start, ops = tensor.offset * itemsize, swap + tensor.ops
+    if stored.codec:
+        return Packed(
+            stored.file,
+            stored.offset,
+            stored.nbytes,
+            stored.codec,
+            stored.size,
+            start,
+            strides,
+            ops,
+        )
+    record = None
+    if stored.crc32 is not None and stored.nbytes:
+        record = Record(stored.file, stored.offset, stored.nbytes, stored.crc32)
+    return Extent(stored.file, stored.offset + start, strides, record, ops)

@@ -1,0 +1,185 @@
+"""What torch.save wrote: the pickle's value, and where each storage lies.
+
+Zip archives (torch 1.6 to 2.13) hold ``<root>/data.pkl`` and one record a storage in
+``<root>/data/<key>``; the legacy stream (before 1.6) is five pickles, then each storage's element
+count and bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckptool.core.codec import decode
+from ckptool.errors import Damaged, Unrecognised
+from ckptool.formats import _pickle
+from ckptool.formats._pickle import Global, Loaded
+from ckptool.formats._storage import storage_of
+from ckptool.formats._zip import DEFLATED, Region, ZipRecord, read_directory
+from ckptool.formats.base import Source
+
+LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+_LEGACY_HEAD = b"\x80\x02\x8a\n\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
+
+
+_MOST_INFLATED = 100
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """Where a storage's bytes lie: in the file, or in a deflated blob (``codec``).
+
+    ``nbytes`` is the size of the bytes in the file, ``size`` once decoded.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+    size: int
+    crc32: int | None = None
+    codec: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFile:
+    """A torch.save file: what it holds, its storages by key, and its byte order.
+
+    ``pickled`` is the size in bytes of its pickle.
+    """
+
+    what: str
+    value: object
+    storages: Mapping[str, StoredBytes]
+    byteorder: str
+    globals: Mapping[Global, int]
+    pickled: int
+
+
+def is_zip(head: bytes) -> bool:
+    return head[:4] == b"PK\x03\x04"
+
+
+def is_legacy(head: bytes) -> bool:
+    return head[: len(_LEGACY_HEAD)] == _LEGACY_HEAD
+
+
+def read_torch_file(source: Source, file: str) -> TorchFile:
+    """Open a whole file that torch.save wrote, zip or legacy. No tensor byte is read."""
+    size = source.files[file]
+    head = source.read(file, 0, min(size, 64))
+    if is_legacy(head):
+        return _read_legacy(source, file)
+    if is_zip(head):
+        return read_torch_zip(Region(source, file, 0, size))
+    if not size:
+        raise Damaged(f"{file}: the file is empty (0 bytes)")
+    raise Damaged(f"{file}: not a torch.save file (it begins with {head[:8].hex(' ')})")
+
+
+def read_torch_zip(region: Region) -> TorchFile:
+    """Open the torch.save archive that fills a region."""
+    records = read_directory(region)
+    root = _root(region, records)
+    data_pkl = records[f"{root}/data.pkl"]
+    loaded = _pickle.load(_record_bytes(region, data_pkl), what=f"{region.what} (data.pkl)")
+    has_crc = any(record.crc32 for record in records.values())
+    prefix = f"{root}/data/"
+    storages = {
+        name[len(prefix) :]: _stored(region, record, has_crc)
+        for name, record in records.items()
+        if name.startswith(prefix)
+    }
+    order = records.get(f"{root}/byteorder")
+    byteorder = _record_bytes(region, order).decode("ascii", "replace") if order else "little"
+    if byteorder not in ("little", "big"):
+        raise Damaged(f"{region.what}: unknown byte order {byteorder!r}")
+    return TorchFile(region.what, loaded.value, storages, byteorder, loaded.globals, loaded.end)
+
+
+def _root(region: Region, records: Mapping[str, ZipRecord]) -> str:
+    roots = [n[: -len("/data.pkl")] for n in records if n.endswith("/data.pkl")]
+    if any(name.split("/", 1)[-1] == "constants.pkl" for name in records):
+        raise Unrecognised(
+            f"{region.what}: a TorchScript archive: it holds a program, not a state dict",
+            hint="in torch: torch.save(torch.jit.load(FILE).state_dict(), 'state.pt')",
+        )
+    if len(roots) != 1:
+        raise Unrecognised(f"{region.what}: a zip archive, but not one that torch.save wrote")
+    return roots[0]
+
+
+def _record_bytes(region: Region, record: ZipRecord) -> bytes:
+    if record.size > _pickle.LARGEST:
+        raise Damaged(
+            f"{region.what}: record {record.name!r} claims {record.size:,} bytes; ckptool reads"
+            f" pickles up to {_pickle.LARGEST:,}"
+        )
+    if record.size > _MOST_INFLATED * record.stored + (1 << 20):
+        raise Damaged(
+            f"{region.what}: record {record.name!r} claims to inflate {record.stored:,} bytes to"
+            f" {record.size:,}"
+        )
+    data = region.read(record.offset, record.stored)
+    if record.method == DEFLATED:
+        data = decode(data, "deflate", record.size, what=f"{region.what}: {record.name}")
+    if len(data) != record.size or (record.crc32 and zlib.crc32(data) != record.crc32):
+        raise Damaged(f"{region.what}: record {record.name!r} differs from its recorded CRC-32")
+    return data
+
+
+def _stored(region: Region, record: ZipRecord, has_crc: bool) -> StoredBytes:
+    return StoredBytes(
+        region.file,
+        region.offset + record.offset,
+        record.stored,
+        record.size,
+        record.crc32 if has_crc and record.method != DEFLATED else None,
+        "deflate" if record.method == DEFLATED else None,
+    )
+
+
+def _read_legacy(source: Source, file: str) -> TorchFile:
+    size = source.files[file]
+    loaded = _legacy_pickles(source, file)
+    magic, version, system, value, keys = (item.value for item in loaded)
+    if magic != LEGACY_MAGIC or version != 1001 or not isinstance(system, dict):
+        raise Damaged(f"{file}: not a legacy torch.save file of version 1001")
+    sizes = {s.key: s.itemsize for s in map(storage_of, loaded[3].persistent)}
+    storages: dict[str, StoredBytes] = {}
+    position = loaded[4].end
+    if not isinstance(keys, list):
+        raise Damaged(f"{file}: no list of storage keys after the object")
+    for key in map(str, keys):
+        count = struct.unpack("<q", source.read(file, position, 8))[0]
+        nbytes = count * sizes.get(key, 1)
+        position += 8
+        if count < 0 or position + nbytes > size:
+            raise Damaged(
+                f"{file}: storage {key} claims {nbytes:,} bytes at {position:,},"
+                f" but the file has {size:,} bytes"
+            )
+        storages[key] = StoredBytes(file, position, nbytes, nbytes)
+        position += nbytes
+    byteorder = "little" if system.get("little_endian", True) else "big"
+    return TorchFile(file, value, storages, byteorder, loaded[3].globals, loaded[3].end)
+
+
+def _legacy_pickles(source: Source, file: str) -> list[Loaded]:
+    """The five pickles at the file's start; the file is read in growing pieces until they end."""
+    size = source.files[file]
+    length = min(size, 1 << 16)
+    while True:
+        data = source.read(file, 0, length)
+        try:
+            found: list[Loaded] = []
+            start = 0
+            for _ in range(5):
+                found.append(_pickle.load(data, what=file, start=start))
+                start = found[-1].end
+            return found
+        except _pickle.Truncated:
+            if length >= min(size, _pickle.LARGEST):
+                raise
+            length = min(size, length * 4, _pickle.LARGEST)

@@ -1,0 +1,80 @@
+"""Non-tensor values of a checkpoint: which are plain, what to call them, how to show them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptool.core.dtype import BY_NAME
+from ckptool.formats._pickle import Call, Global, Persistent
+
+_PLAIN_CALLS = frozenset(["torch.Size", "torch.device", "torch.serialization._get_layout"])
+
+
+def _class_name(value: Any) -> str:
+    return str(value) if isinstance(value, Global) else "unknown"
+
+
+class Foreign:
+    """Remembers ``foreign_globals`` of the values of one checkpoint, which may share them."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, set[str]] = {}
+
+    def of(self, value: Any) -> set[str]:
+        """The value's foreign globals; the value must outlive this object."""
+        if id(value) not in self._known:
+            self._known[id(value)] = foreign_globals(value)
+        return self._known[id(value)]
+
+
+def foreign_globals(value: Any) -> set[str]:
+    """Names of the classes and functions in a value that are no plain data.
+
+    Plain is what ``torch.load(weights_only=True)`` rebuilds without further permission.
+    """
+    found: set[str] = set()
+    stack, seen = [value], set()
+    while stack:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, Call):
+            if item.name not in _PLAIN_CALLS:
+                found.add(item.name)
+            stack += [item.args, item.state, item.items, item.entries, item.function]
+        elif isinstance(item, Global):
+            if not _plain_global(item):
+                found.add(str(item))
+        elif isinstance(item, Persistent):
+            found.add("torch storage")
+        elif isinstance(item, dict):
+            stack += [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple | set | frozenset):
+            if isinstance(item, frozenset):
+                found.add("frozenset")
+            stack += list(item)
+    return found
+
+
+def _plain_global(item: Global) -> bool:
+    return str(item) in _PLAIN_CALLS or (item.module == "torch" and item.name in BY_NAME)
+
+
+def type_name(value: Any) -> str:
+    """What a person calls the type: ``int``, ``torch.Size``, ``argparse.Namespace``."""
+    if isinstance(value, Call):
+        if value.name == "torch._utils._rebuild_qtensor":
+            return "quantized tensor"
+        if value.name == "torch._utils._rebuild_sparse_tensor":
+            return "sparse tensor"
+        if value.name.endswith("_rebuild_nested_tensor"):
+            return "nested tensor"
+        if value.name == "torch._tensor._rebuild_from_type_v2" and len(value.args) > 1:
+            return _class_name(value.args[1])
+        if value.name.endswith("_reconstruct") and value.args:
+            return _class_name(value.args[0])
+        return value.name
+    if isinstance(value, Global):
+        return "torch.dtype" if _plain_global(value) else "class or function"
+    return "NoneType" if value is None else type(value).__name__.replace("Mapping", "Dict")

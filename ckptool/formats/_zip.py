@@ -1,0 +1,171 @@
+"""The directory of a zip archive that may lie anywhere inside a file.
+
+torch.save writes zips of stored records, always with a zip64 end record, sizes and CRC-32 only in
+the central directory and in descriptors (torch 1.6 to 2.13). Other zips (re-compressed) are legal.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from ckptool.errors import Damaged
+from ckptool.formats.base import Source
+
+STORED, DEFLATED = 0, 8
+
+_LOCAL = struct.Struct("<4s5H3L2H")
+_CENTRAL = struct.Struct("<4s6H3L5H2L")
+_END = struct.Struct("<4s4H2LH")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR64 = struct.Struct("<4sLQL")
+_EDGE = 2048
+
+
+class Region:
+    """``nbytes`` of a file from ``offset``; small reads near both edges cost no further access."""
+
+    def __init__(self, source: Source, file: str, offset: int, nbytes: int) -> None:
+        self.source, self.file, self.offset, self.nbytes = source, file, offset, nbytes
+        if nbytes <= 4 * _EDGE:
+            self._head, self._tail = source.read(file, offset, nbytes), b""
+        else:
+            self._head = source.read(file, offset, _EDGE)
+            self._tail = source.read(file, offset + nbytes - _EDGE, _EDGE)
+
+    @property
+    def what(self) -> str:
+        """How errors call this region."""
+        return self.file if self.offset == 0 else f"{self.file} at offset {self.offset:,}"
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """``nbytes`` from ``start`` bytes into the region; Damaged beyond its end."""
+        if start < 0 or nbytes < 0 or start + nbytes > self.nbytes:
+            raise Damaged(
+                f"{self.what}: {nbytes:,} bytes are expected at {start:,} of {self.nbytes:,}"
+            )
+        if start + nbytes <= len(self._head):
+            return self._head[start : start + nbytes]
+        behind = start - (self.nbytes - len(self._tail))
+        if self._tail and behind >= 0:
+            return self._tail[behind : behind + nbytes]
+        return self.source.read(self.file, self.offset + start, nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class ZipRecord:
+    """One record; ``offset`` is where its bytes begin, from the start of the region."""
+
+    name: str
+    method: int
+    crc32: int
+    stored: int
+    size: int
+    offset: int
+
+
+def read_directory(region: Region) -> dict[str, ZipRecord]:
+    """All records of the archive that fills the region, in the directory's order.
+
+    Raises Damaged where the archive is truncated or its headers contradict one another.
+    """
+    start, size, count = _find_directory(region)
+    data = region.read(start, size)
+    records: dict[str, ZipRecord] = {}
+    position = 0
+    for _ in range(count):
+        record, position = _central_entry(region, data, position)
+        if record.name in records:
+            raise Damaged(f"{region.what}: two zip records are called {record.name!r}")
+        records[record.name] = record
+    if position != len(data):
+        raise Damaged(f"{region.what}: the zip directory does not hold {count:,} records")
+    return records
+
+
+def _find_directory(region: Region) -> tuple[int, int, int]:
+    """Offset, size in bytes and number of entries of the central directory."""
+    end = _end_offset(region)
+    fields = _END.unpack(region.read(end, _END.size))
+    count, size, start = fields[4], fields[5], fields[6]
+    if end >= _LOCATOR64.size:
+        locator = region.read(end - _LOCATOR64.size, _LOCATOR64.size)
+        if locator[:4] == b"PK\x06\x07":
+            where = _LOCATOR64.unpack(locator)[2]
+            end64 = _END64.unpack(region.read(where, _END64.size))
+            if end64[0] != b"PK\x06\x06":
+                raise Damaged(f"{region.what}: the zip64 end record is damaged")
+            count, size, start = end64[7], end64[8], end64[9]
+    if start + size > end or count * _CENTRAL.size > size:
+        raise Damaged(
+            f"{region.what}: the zip directory ({count:,} records, {size:,} bytes at {start:,})"
+            f" does not fit before the end record at {end:,}"
+        )
+    return start, size, count
+
+
+def _end_offset(region: Region) -> int:
+    if region.nbytes >= _END.size:
+        for length in (_END.size, min(region.nbytes, 65_557)):
+            tail = region.read(region.nbytes - length, length)
+            at = tail.rfind(b"PK\x05\x06")
+            if at >= 0 and at + _END.size <= length:
+                return region.nbytes - length + at
+    raise Damaged(
+        f"{region.what}: no zip directory at the end of its {region.nbytes:,} bytes;"
+        " it is truncated or overwritten"
+    )
+
+
+def _central_entry(region: Region, data: bytes, position: int) -> tuple[ZipRecord, int]:
+    if position + _CENTRAL.size > len(data) or data[position : position + 4] != b"PK\x01\x02":
+        raise Damaged(f"{region.what}: the zip directory is damaged at byte {position:,}")
+    fields = _CENTRAL.unpack_from(data, position)
+    method, crc, stored, size = fields[4], fields[7], fields[8], fields[9]
+    name_length, extra_length, comment_length, header = (
+        fields[10],
+        fields[11],
+        fields[12],
+        fields[16],
+    )
+    at = position + _CENTRAL.size
+    name = data[at : at + name_length].decode("utf-8", "replace")
+    extra = data[at + name_length : at + name_length + extra_length]
+    size, stored, header = _zip64(extra, size, stored, header)
+    if method not in (STORED, DEFLATED):
+        raise Damaged(f"{region.what}: record {name!r} is compressed with method {method}")
+    offset = _data_offset(region, name, header)
+    if offset + stored > region.nbytes or (method == STORED and stored != size):
+        raise Damaged(
+            f"{region.what}: record {name!r} claims {stored:,} bytes at {offset:,}"
+            f" of {region.nbytes:,}"
+        )
+    end = at + name_length + extra_length + comment_length
+    return ZipRecord(name, method, crc, stored, size, offset), end
+
+
+def _zip64(extra: bytes, size: int, stored: int, header: int) -> tuple[int, int, int]:
+    """Replace the 32-bit fields that are all ones by their 64-bit values."""
+    position = 0
+    while position + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, position)
+        if kind == 1:
+            body = extra[position + 4 : position + 4 + length]
+            values = iter(struct.unpack(f"<{len(body) // 8}Q", body[: len(body) // 8 * 8]))
+            size = next(values, size) if size == 0xFFFFFFFF else size
+            stored = next(values, stored) if stored == 0xFFFFFFFF else stored
+            header = next(values, header) if header == 0xFFFFFFFF else header
+        position += 4 + length
+    return size, stored, header
+
+
+def _data_offset(region: Region, name: str, header: int) -> int:
+    fields = _LOCAL.unpack(region.read(header, _LOCAL.size))
+    if fields[0] != b"PK\x03\x04":
+        raise Damaged(f"{region.what}: record {name!r} has no header at byte {header:,}")
+    local_name = region.read(header + _LOCAL.size, fields[9]).decode("utf-8", "replace")
+    if local_name != name:
+        raise Damaged(
+            f"{region.what}: the directory calls a record {name!r}, its header {local_name!r}"
+        )
+    return header + _LOCAL.size + int(fields[9]) + int(fields[10])

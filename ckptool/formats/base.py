@@ -1,0 +1,110 @@
+"""What a format is, and what it may ask of the place where a checkpoint lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+from ckptool.core.catalog import Catalog
+from ckptool.core.layout import Layout
+from ckptool.core.placing import Placed
+from ckptool.errors import Damaged
+from ckptool.formats._pickle import LARGEST
+
+
+class Source(Protocol):
+    """A folder of files, or one file, that can be read at any offset."""
+
+    @property
+    def root(self) -> str:
+        """The folder, as the user would name it."""
+
+    @property
+    def files(self) -> Mapping[str, int]:
+        """Every file below the root, by its relative path with ``/``, and its size in bytes."""
+
+    def read(self, file: str, offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes`` bytes at ``offset``; Damaged where the file ends before."""
+
+    def narrowed(self, folder: str) -> Source:
+        """The part below a subfolder, as a source of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScanOptions:
+    """``per_rank`` keeps plain tensors that differ between ranks as one tensor a rank."""
+
+    per_rank: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asks of a writer.
+
+    ``target`` is the last part of the target's path, ``max_shard_size`` the bytes of tensor data
+    a file may hold, ``one_rank`` drops the source's own chunks, ``placed`` cuts the tensors for a
+    new mesh instead.
+    """
+
+    target: str
+    max_shard_size: int = 5_000_000_000
+    one_rank: bool = False
+    placed: Placed | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One checkpoint format: a row of the FORMATS table.
+
+    - ``probe`` says from names and first bytes whether a source is of this format.
+    - ``scan`` reads metadata only and returns the catalog.
+    - ``locate`` opens the containers that ``scan`` left closed (``Item``), for the tensors of the
+      catalog it is given; None where ``scan`` leaves none.
+    - ``lay_out`` returns what a writer would write; None where ckptool does not write the format.
+    - ``reads`` is False where the format is only recognised, to say why it cannot be read.
+    """
+
+    name: str
+    summary: str
+    probe: Callable[[Source], bool]
+    scan: Callable[[Source, ScanOptions], Catalog]
+    locate: Callable[[Source, Catalog], Catalog] | None = None
+    lay_out: Callable[[Catalog, Request], Layout] | None = None
+    reads: bool = True
+
+
+def require(source: Source, file: str, *, wanted_by: str) -> int:
+    """The size in bytes of a file that metadata names; Damaged where it is not in the folder."""
+    size = source.files.get(file)
+    if size is None:
+        reason = "leads out of the folder" if _leaves(file) else "is missing"
+        raise Damaged(f"{file!r}, named by {wanted_by}, {reason}")
+    return size
+
+
+MOST_RANKS = 1 << 20
+
+
+def read_metadata(source: Source, file: str) -> bytes:
+    """A whole file of metadata, JSON or pickle; Damaged where it is too large to be one."""
+    size = source.files[file]
+    if size > LARGEST:
+        raise Damaged(f"{file}: {size:,} bytes; metadata is read up to {LARGEST:,} bytes")
+    return source.read(file, 0, size)
+
+
+def first_missing(present: Collection[int], expected: int) -> list[int]:
+    """The ranks below ``expected`` that are not present, the first twelve of them."""
+    return list(islice((rank for rank in range(expected) if rank not in present), 12))
+
+
+def require_rank(rank: int, what: str) -> None:
+    """Damaged where a rank, or a world size, is larger than any."""
+    if rank > MOST_RANKS:
+        raise Damaged(f"{what}: rank {rank:,}; ckptool reads up to {MOST_RANKS:,} ranks")
+
+
+def _leaves(file: str) -> bool:
+    return file.startswith(("/", "\\")) or ".." in file.replace("\\", "/").split("/")

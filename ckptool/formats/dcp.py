@@ -1,0 +1,376 @@
+"""torch.distributed.checkpoint folders: ``.metadata`` and ``__{rank}_{n}.distcp`` files.
+
+Read: torch 2.1 to 2.13, by any writer that keeps to it (FSDP1 and 2, torchtitan, Lightning with its
+``meta.pt``, nvidia-resiliency-ext), several files a rank, one file an item, zstd stream
+extension, and saves without collectives (one ``__{rank}.metadata`` a rank). Each item is a
+torch.save archive of one chunk or one value. Written: as torch 2.13 does, one file a rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import (
+    Catalog,
+    Chunk,
+    Extent,
+    Item,
+    ObjectEntry,
+    Packed,
+    Path,
+    Place,
+    TensorEntry,
+    merge_copies,
+)
+from ckptool.core.codec import zstd_edges
+from ckptool.errors import CkptoolError, Damaged, damaged
+from ckptool.formats import _dcp_metadata
+from ckptool.formats._assemble import (
+    Assembled,
+    Leaf,
+    PlainLeaf,
+    assemble,
+    read_leaves,
+)
+from ckptool.formats._dcp_metadata import DcpMetadata, StoredItem, TensorMetadata
+from ckptool.formats._dcp_write import lay_out
+from ckptool.formats._infer import with_inferred_mesh
+from ckptool.formats._memory import EdgeSource
+from ckptool.formats._storage import place_of, plain_tensor
+from ckptool.formats._torch_file import TorchFile, is_zip, read_torch_file, read_torch_zip
+from ckptool.formats._values import type_name
+from ckptool.formats._zip import Region
+from ckptool.formats.base import (
+    Format,
+    ScanOptions,
+    Source,
+    first_missing,
+    read_metadata,
+    require,
+    require_rank,
+)
+from ckptool.formats.torch_save import unread_notes
+
+_METADATA = ".metadata"
+_RANK_METADATA = re.compile(r"__([0-9]{1,9})\.metadata")
+_DATA = re.compile(r"[^/]*?__([0-9]{1,9})_([0-9]+)\.distcp")
+_LIGHTNING = "meta.pt"
+_ZSTD = "stream.zstd/1"
+
+
+def _probe(source: Source) -> bool:
+    names = [name for name in source.files if "/" not in name]
+    return any(
+        name in (_METADATA, f"{_METADATA}.tmp")
+        or name.endswith(".distcp")
+        or _RANK_METADATA.fullmatch(name)
+        for name in names
+    )
+
+
+@dataclass(slots=True)
+class _Found:
+    """What the metadata files say together, before it is a catalog."""
+
+    types: dict[str, TensorMetadata] = field(default_factory=dict)
+    chunks: dict[str, list[Chunk]] = field(default_factory=lambda: defaultdict(list))
+    values: dict[str, list[tuple[int, Item]]] = field(default_factory=lambda: defaultdict(list))
+    paths: dict[str, Path] = field(default_factory=dict)
+    extents: list[tuple[str, int, int, str]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    lost: set[str] = field(default_factory=set)
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    objects: dict[str, ObjectEntry] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, more: Assembled) -> None:
+        self.problems += [*more.problems, *more.conflicts.values()]
+        self.notes += more.notes
+        self.tensors |= more.tensors
+        self.objects |= more.objects
+
+
+def _scan(source: Source, options: ScanOptions) -> Catalog:
+    found = _Found()
+    parsed = _metadata_files(source)
+    for file, metadata in parsed.items():
+        _collect(source, file, metadata, found)
+    found.problems += _shared_bytes(found.extents)
+    found.problems += [
+        f"{name}: a tensor in one rank's metadata, a value in another's"
+        for name in found.values
+        if name in found.types
+    ]
+    if found.problems:
+        raise damaged(found.problems, subject=source.root, hint=_HINT)
+    for name, entry in found.types.items():
+        path = found.paths.get(name, (name,))
+        chunks = merge_copies(found.chunks[name])
+        found.tensors[name] = TensorEntry(name, path, entry.dtype, entry.shape, chunks)
+    for name, items in found.values.items():
+        found.add(_read_values(source, name, items, found.paths.get(name, (name,))))
+    if _LIGHTNING in source.files:
+        found.add(_read_lightning(source))
+    if found.problems:
+        raise damaged(found.problems, subject=source.root, hint=_HINT)
+    return with_inferred_mesh(_catalog(source, parsed, found))
+
+
+_HINT = "the save was interrupted, or files were lost or mixed with those of another save"
+
+
+def _metadata_files(source: Source) -> dict[str, DcpMetadata]:
+    names = [name for name in source.files if _RANK_METADATA.fullmatch(name)]
+    if _METADATA in source.files:
+        names = [_METADATA]
+    if not names:
+        left = f"{_METADATA}.tmp"
+        state = f"only {left} is there" if left in source.files else f"there is no {_METADATA}"
+        raise Damaged(
+            f"{source.root}: a DCP folder whose save never finished: {state}",
+            hint="take the checkpoint before it; .metadata is written last, once all data is safe",
+        )
+    names.sort(key=lambda name: [int(n) for n in re.findall("[0-9]+", name)])
+    _require_ranks(source)
+    parsed = {name: _dcp_metadata.parse(read_metadata(source, name), name) for name in names}
+    if names != [_METADATA]:
+        _require_all_ranks([int(name[2:].partition(".")[0]) for name in names], source)
+    return parsed
+
+
+def _require_ranks(source: Source) -> None:
+    for name in source.files:
+        match = _DATA.fullmatch(name) or _RANK_METADATA.fullmatch(name)
+        if match:
+            require_rank(int(match[1]), name)
+
+
+def _require_all_ranks(ranks: list[int], source: Source) -> None:
+    seen = {int(m[1]) for name in source.files if (m := _DATA.fullmatch(name))}
+    missing = first_missing(set(ranks), max([*ranks, *seen]) + 1)
+    if missing:
+        raise Damaged(f"{source.root}: __{missing[0]}.metadata is missing (ranks {missing})")
+
+
+def _collect(source: Source, file: str, metadata: DcpMetadata, found: _Found) -> None:
+    found.paths |= metadata.paths
+    used: set[tuple[str, tuple[int, ...] | None]] = set()
+    for name, entry in metadata.tensors.items():
+        known = found.types.setdefault(name, entry)
+        if (known.dtype, known.shape) != (entry.dtype, entry.shape):
+            found.problems.append(f"{name}: {file} says {entry.dtype} {list(entry.shape)}, another"
+                                  f" {known.dtype} {list(known.shape)}")  # fmt: skip
+        for box in entry.chunks:
+            item = metadata.items.get((name, box.lo))
+            if item is None:
+                found.problems.append(
+                    f"{name}: chunk {box} has no data ({file} says where of none)"
+                )
+                continue
+            used.add((name, box.lo))
+            _check_item(source, file, name, item, found)
+            found.chunks[name].append(Chunk(box, _as_item(item), _rank_of(item.file)))
+    for name in metadata.bytes_names:
+        item = metadata.items.get((name, None))
+        if item is None:
+            found.problems.append(f"{name}: has no data ({file} does not say where it lies)")
+            continue
+        used.add((name, None))
+        _check_item(source, file, name, item, found)
+        found.values[name].append((_rank_of(item.file) or 0, _as_item(item)))
+    for name, offset in metadata.items.keys() - used:
+        found.problems.append(f"{name}: {file} stores an item at {offset} that no chunk claims")
+
+
+def _as_item(item: StoredItem) -> Item:
+    return Item(item.file, item.offset, item.length, item.transforms)
+
+
+def _check_item(source: Source, file: str, name: str, item: StoredItem, found: _Found) -> None:
+    try:
+        size = require(source, item.file, wanted_by=file)
+    except Damaged as error:
+        if item.file not in found.lost:
+            found.lost.add(item.file)
+            found.problems.append(error.message)
+        return
+    if item.offset + item.length > size:
+        found.problems.append(
+            f"{name}: {file} puts it at bytes {item.offset:,} to {item.offset + item.length:,} of"
+            f" {item.file}, which has {size:,} bytes"
+        )
+    unknown = [step for step in item.transforms if step != _ZSTD]
+    if unknown:
+        found.problems.append(f"{name}: stored through {unknown[0]!r}, which ckptool cannot undo")
+    found.extents.append((item.file, item.offset, item.length, name))
+
+
+def _shared_bytes(extents: list[tuple[str, int, int, str]]) -> list[str]:
+    problems = []
+    ordered = sorted(extents)
+    for (file, offset, length, name), (next_file, next_offset, _, other) in pairwise(ordered):
+        if file == next_file and next_offset < offset + length:
+            problems.append(
+                f"{other}: begins at byte {next_offset:,} of {file}, inside the item of {name}"
+                f" ({offset:,} to {offset + length:,})"
+            )
+    return problems
+
+
+def _rank_of(file: str) -> int | None:
+    match = _DATA.fullmatch(file)
+    return int(match[1]) if match else None
+
+
+# Values
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """The torch.save archive of one item; ``size`` is that of the decoded item in bytes."""
+
+    file: TorchFile
+    item: Item
+    size: int
+
+    def place(self, inner: Place) -> Place:
+        """Where a tensor of the archive lies, seen from the folder."""
+        if not self.item.transforms:
+            return inner
+        if not isinstance(inner, Extent):
+            raise Damaged(f"{self.item.file}: a compressed record inside a compressed item")
+        item = self.item
+        return Packed(
+            item.file, item.offset, item.nbytes, "zstd", self.size, inner.offset, inner.strides,
+            inner.ops,
+        )  # fmt: skip
+
+
+_LARGEST_VALUE = 1 << 26
+_EDGE = 1 << 16
+_OVERHEAD = 1 << 20
+
+
+def _open(source: Source, item: Item, what: str, limit: int, edge: int) -> _Opened:
+    """Open the archive of one item.
+
+    One that is packed is decoded, to ``limit`` bytes at most; the first and last ``edge`` of them
+    are kept.
+    """
+    if item.transforms:
+        packed = source.read(item.file, item.offset, item.nbytes)
+        head, tail, size = zstd_edges(packed, limit, edge, what=f"{what} in {item.file}")
+        region = Region(EdgeSource(item.file, head, tail, size), item.file, 0, size)
+        return _Opened(read_torch_zip(region), item, size)
+    head = source.read(item.file, item.offset, min(item.nbytes, 9))
+    if not is_zip(head):
+        kind = (
+            " (safetensors data, which torch itself cannot read back)" if head[8:] == b"{" else ""
+        )
+        raise Damaged(f"{what}: no torch.save archive at byte {item.offset:,} of {item.file}{kind}")
+    region = Region(source, item.file, item.offset, item.nbytes)
+    return _Opened(read_torch_zip(region), item, item.nbytes)
+
+
+def _read_values(source: Source, name: str, items: list[tuple[int, Item]], path: Path) -> Assembled:
+    """Read a bytes item, of one rank or of each. Tensors inside become tensors of their own."""
+    ranks: dict[int, dict[str, Leaf]] = {}
+    for rank, item in items:
+        opened = _open(source, item, name, _LARGEST_VALUE, _LARGEST_VALUE)
+        leaves = read_leaves(opened.file, source, prefix=path)
+        if any(isinstance(leaf.value, PlainLeaf) for leaf in leaves.values()):
+            ranks[rank] = {n: _placed(leaf, opened) for n, leaf in leaves.items()}
+        else:
+            ranks[rank] = {name: Leaf(path, opened.file.value)}
+    return assemble(ranks)
+
+
+def _placed(leaf: Leaf, opened: _Opened) -> Leaf:
+    if not isinstance(leaf.value, PlainLeaf):
+        return leaf
+    return replace(leaf, value=replace(leaf.value, place=opened.place(leaf.value.place)))
+
+
+def _read_lightning(source: Source) -> Assembled:
+    """Lightning's ``meta.pt``, a family of its own beside the DCP files."""
+    file = read_torch_file(source, _LIGHTNING)
+    return assemble({0: read_leaves(file, source, prefix=("meta",))})
+
+
+def _catalog(source: Source, parsed: dict[str, DcpMetadata], found: _Found) -> Catalog:
+    used = {file for file, _, _, _ in found.extents} | set(parsed)
+    data = [name for name in source.files if _DATA.fullmatch(name)]
+    stale = [name for name in data if name not in used and source.files[name]]
+    ranks = {int(m[1]) for name in data if name not in stale and (m := _DATA.fullmatch(name))}
+    planned = max((m.planned or 0 for m in parsed.values()), default=0)
+    notes = [f"{name} is named by no metadata (left by another save)" for name in stale]
+    version = next((m.version for m in parsed.values() if m.version), None)
+    lightning = _LIGHTNING in source.files
+    writer = "Lightning" if lightning else "torch.distributed.checkpoint"
+    return Catalog(
+        "dcp",
+        found.tensors,
+        found.objects,
+        {name: source.files[name] for name in source.files if name in used or name in data},
+        world_size=max([planned, *(rank + 1 for rank in ranks)], default=1),
+        info={"writer": writer} | ({"metadata version": version} if version else {}),
+        notes=(*notes, *found.notes, *unread_notes(found.objects)),
+    )
+
+
+def _locate(source: Source, catalog: Catalog) -> Catalog:
+    """Open the items of the catalog's tensors and check them against the metadata."""
+    problems: list[str] = []
+    tensors = {}
+    for name, entry in catalog.tensors.items():
+        chunks = []
+        for chunk in entry.chunks:
+            try:
+                chunks.append(_located(source, entry, chunk))
+            except CkptoolError as error:
+                problems.append(error.message)
+        tensors[name] = replace(entry, chunks=tuple(chunks))
+    if problems:
+        raise damaged(problems, subject="the items", hint=_HINT)
+    return catalog.with_tensors(tensors)
+
+
+def _located(source: Source, entry: TensorEntry, chunk: Chunk) -> Chunk:
+    copies = tuple(
+        replace(copy, at=_located_place(source, entry, chunk.box, copy.at)) for copy in chunk.copies
+    )
+    return replace(chunk, at=_located_place(source, entry, chunk.box, chunk.at), copies=copies)
+
+
+def _located_place(source: Source, entry: TensorEntry, box: Box, at: Place) -> Place:
+    if not isinstance(at, Item):
+        return at
+    what = f"{entry.name} {box}"
+    dtype = entry.source_dtype
+    limit = box.volume * dtype.itemsize * 2 + _OVERHEAD
+    opened = _open(source, at, what, limit, _EDGE)
+    tensor = plain_tensor(opened.file.value)
+    if tensor is None:
+        raise Damaged(
+            f"{what}: its item in {at.file} holds {type_name(opened.file.value)}, no plain tensor"
+        )
+    if (tensor.dtype, tensor.shape) != (dtype, box.shape):
+        raise Damaged(
+            f"{what}: its item at byte {at.offset:,} of {at.file} is {tensor.dtype}"
+            f" {list(tensor.shape)}, the metadata says {dtype} {list(box.shape)}"
+        )
+    return opened.place(place_of(tensor, opened.file))
+
+
+FORMAT = Format(
+    "dcp",
+    "torch.distributed.checkpoint folder (.metadata and .distcp files)",
+    _probe,
+    _scan,
+    locate=_locate,
+    lay_out=lay_out,
+)

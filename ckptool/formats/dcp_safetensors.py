@@ -1,0 +1,204 @@
+"""Safetensors shards with DCP's sharding info, by torch's HuggingFaceStorageWriter.
+
+``shard-{rank+1:05}-model-{i:05}-of-{n:05}.safetensors`` (torch 2.8 to 2.13), each header with
+``DCP_SHARDING_INFO``: the offset of every chunk. Neither the world size nor the full shapes are
+recorded; a full shape is the largest end of any chunk.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import Catalog, Chunk, TensorEntry, coverage_problem, merge_copies
+from ckptool.core.dtype import DType
+from ckptool.core.layout import FileLayout, Layout
+from ckptool.errors import CkptoolError, damaged
+from ckptool.formats._companions import companions
+from ckptool.formats._infer import with_inferred_mesh
+from ckptool.formats._outgoing import Cutter, companion_files, extra_file, tied_notes
+from ckptool.formats._safetensors_file import OutgoingSlice, lay_out_safetensors, read_safetensors
+from ckptool.formats.base import Format, Request, ScanOptions, Source, require_rank
+from ckptool.formats.hf import FORMAT as HF
+from ckptool.formats.safetensors import EXTRA, extras, split_by_support, with_extra
+
+_SHARD = re.compile(
+    r"(?P<folder>sharded/)?shard-(?P<rank>[0-9]{1,9})-model-(?P<part>[0-9]{1,9})"
+    r"-of-(?P<parts>[0-9]{1,9})\.safetensors"
+)
+_EXTRA = f"model{EXTRA}"
+_UNREAD_BY_TORCH = ("F8_E8M0", "F4")
+"""Element types that torch 2.13's HuggingFaceStorageReader has no name for."""
+
+
+def _shards(source: Source) -> list[re.Match[str]]:
+    return [match for name in source.files if (match := _SHARD.fullmatch(name))]
+
+
+def _probe(source: Source) -> bool:
+    return bool(_shards(source))
+
+
+@dataclass(slots=True)
+class _Found:
+    chunks: dict[str, list[Chunk]]
+    types: dict[str, set[tuple[DType, int]]]
+    problems: list[str]
+
+
+def _scan(source: Source, options: ScanOptions) -> Catalog:
+    shards = _shards(source)
+    found = _Found(defaultdict(list), defaultdict(set), _lost_shards(shards))
+    for match in shards:
+        require_rank(int(match["rank"]), match.string)
+        _read_shard(source, match.string, int(match["rank"]) - 1, found)
+    tensors = {}
+    for name, chunks in found.chunks.items():
+        if len(found.types[name]) > 1:
+            found.problems.append(f"{name}: shards disagree: {_named(found.types[name])}")
+            continue
+        ((dtype, _),) = found.types[name]
+        tensors[name] = _entry(name, dtype, chunks)
+    found.problems += [p for p in map(coverage_problem, tensors.values()) if p is not None]
+    notes = _consolidated_notes(source, shards, tensors, found.problems)
+    if found.problems:
+        raise damaged(
+            found.problems, subject=source.root, hint="a shard file is missing or from another save"
+        )
+    world = max(int(match["rank"]) for match in shards)
+    catalog = with_inferred_mesh(
+        Catalog(
+            "dcp-safetensors",
+            tensors,
+            {},
+            {match.string: source.files[match.string] for match in shards},
+            world_size=world,
+            info={"writer": "torch HuggingFaceStorageWriter"},
+            notes=tuple(notes),
+            companions=companions(source),
+        )
+    )
+    return with_extra(catalog, source, _EXTRA)
+
+
+def _lost_shards(shards: list[re.Match[str]]) -> list[str]:
+    """What the names contradict. A rank without data has no file, so coverage decides then."""
+    problems = [
+        f"{match.string}: no shard 0 exists, they are counted from 1"
+        for match in shards
+        if not int(match["rank"])
+    ]
+    counts = {int(match["parts"]) for match in shards}
+    if len(counts) > 1:
+        problems.append(
+            f"file names state {sorted(counts)[:12]} files a rank: shards of several saves are"
+            " mixed"
+        )
+    return problems
+
+
+def _read_shard(source: Source, file: str, rank: int, found: _Found) -> None:
+    header = read_safetensors(source, file)
+    try:
+        info = json.loads(header.metadata["DCP_SHARDING_INFO"])
+        offsets = {name: _offsets(info[name]["saved_offsets"]) for name in header.tensors}
+    except (KeyError, TypeError, ValueError, RecursionError):
+        found.problems.append(
+            f"{file}: no DCP_SHARDING_INFO for its tensors, so their place in the whole is unknown"
+        )
+        return
+    for name, item in header.tensors.items():
+        if len(offsets[name]) != len(item.shape) or min(offsets[name], default=0) < 0:
+            found.problems.append(
+                f"{file}: {name}: saved_offsets do not fit shape {list(item.shape)}"
+            )
+            continue
+        found.types[name].add((item.dtype, len(item.shape)))
+        found.chunks[name].append(Chunk(Box.at(offsets[name], item.shape), item.at, rank))
+
+
+def _offsets(saved: object) -> tuple[int, ...]:
+    if not isinstance(saved, list) or not all(type(n) is int and n < 1 << 63 for n in saved):
+        raise TypeError("saved_offsets that are no list of numbers")
+    return tuple(saved)
+
+
+def _named(types: set[tuple[DType, int]]) -> list[str]:
+    return sorted(f"{dtype} of {dims} dims" for dtype, dims in types)
+
+
+def _entry(name: str, dtype: DType, chunks: list[Chunk]) -> TensorEntry:
+    shape = tuple(map(max, zip(*(chunk.box.hi for chunk in chunks), strict=True)))
+    return TensorEntry(name, (name,), dtype, shape, merge_copies(chunks))
+
+
+def _consolidated_notes(
+    source: Source,
+    shards: list[re.Match[str]],
+    tensors: dict[str, TensorEntry],
+    problems: list[str],
+) -> list[str]:
+    """Compare with a consolidated copy in the same folder; say what nothing here can show."""
+    if not HF.probe(source):
+        world = max(int(match["rank"]) for match in shards)
+        return [
+            f"nothing here records the number of ranks: if there were more than {world}, their"
+            " shards are lost and the shapes too small"
+        ]
+    try:
+        whole = HF.scan(source, ScanOptions()).tensors
+    except CkptoolError as error:
+        return [f"the consolidated copy beside the shards is damaged: {error.message}"]
+    for name, entry in whole.items():
+        mine = tensors.get(name)
+        if mine is None:
+            problems.append(f"{name}: in the consolidated copy, but in no shard")
+        elif mine.shape != entry.shape:
+            problems.append(
+                f"{name}: {list(entry.shape)} in the consolidated copy, {list(mine.shape)} in the"
+                " shards"
+            )
+    return ["read from the shards; the consolidated copy beside them is not used"]
+
+
+def lay_out(catalog: Catalog, request: Request) -> Layout:
+    """The files of this format: cut for the request's mesh, or in the source's own chunks."""
+    fitting, others = split_by_support(catalog)
+    others += [entry for entry in fitting if entry.dtype.safetensors in _UNREAD_BY_TORCH]
+    fitting = [entry for entry in fitting if entry.dtype.safetensors not in _UNREAD_BY_TORCH]
+    objects, notes = extras(catalog, others, _EXTRA)
+    cutter = Cutter(request)
+    by_file: dict[tuple[int, int], list[OutgoingSlice]] = defaultdict(list)
+    for entry in fitting:
+        written: dict[int, int] = defaultdict(int)
+        for box, rank in cutter.boxes(entry).items():
+            if entry.elements and not box.volume:
+                continue
+            item = OutgoingSlice(entry.name, entry.name, entry.dtype, box)
+            by_file[rank, written[rank]].append(item)
+            written[rank] += 1
+    parts = max((part for _, part in by_file), default=0) + 1
+    files = companion_files(catalog)
+    if others or objects:
+        files.append(extra_file(_EXTRA, others, objects))
+    files += [_shard_file(rank, part, parts, by_file[rank, part]) for rank, part in sorted(by_file)]
+    return Layout(tuple(files), folder=True, notes=(*notes, *tied_notes(catalog)))
+
+
+def _shard_file(rank: int, part: int, parts: int, slices: list[OutgoingSlice]) -> FileLayout:
+    info = {item.name: {"saved_offsets": list(item.box.lo)} for item in slices}
+    metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)}
+    name = f"shard-{rank + 1:05d}-model-{part + 1:05d}-of-{parts:05d}.safetensors"
+    return lay_out_safetensors(name, slices, metadata, rank)
+
+
+FORMAT = Format(
+    "dcp-safetensors",
+    "safetensors shards with DCP sharding info (HuggingFaceStorageWriter)",
+    _probe,
+    _scan,
+    lay_out=lay_out,
+)

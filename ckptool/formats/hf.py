@@ -1,0 +1,204 @@
+"""A Hugging Face model folder: safetensors shards and ``model.safetensors.index.json``.
+
+Read: as transformers, huggingface_hub and torch's HuggingFaceStorageWriter (full save) write it.
+Written: as transformers 5 does, with ``{"format": "pt"}`` in each header.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.layout import FileLayout, Layout, Literal
+from ckptool.errors import Damaged, damaged
+from ckptool.formats._companions import companions
+from ckptool.formats._outgoing import companion_files, extra_file, tied_notes
+from ckptool.formats._safetensors_file import OutgoingSlice, lay_out_safetensors
+from ckptool.formats.base import Format, Request, ScanOptions, Source, read_metadata, require
+from ckptool.formats.safetensors import (
+    EXTRA,
+    extras,
+    split_by_support,
+    whole_tensors,
+    with_extra,
+)
+from ckptool.formats.torch_save import read_weight_map
+
+_INDEX_SUFFIX = ".safetensors.index.json"
+_INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]+)-of-(?P<count>[0-9]+)\.safetensors")
+_DCP_SHARD = re.compile(r"shard-\d+-model-")
+_EXTRA = f"model{EXTRA}"
+
+
+def _weights(source: Source) -> list[str]:
+    """The safetensors files directly in the folder, apart from DCP's shards."""
+    return [
+        name
+        for name in source.files
+        if "/" not in name and name.endswith(".safetensors") and not _DCP_SHARD.match(name)
+    ]
+
+
+def _indexes(source: Source) -> list[str]:
+    return [name for name in source.files if "/" not in name and name.endswith(_INDEX_SUFFIX)]
+
+
+def _probe(source: Source) -> bool:
+    weights = _weights(source)
+    sets = {m["stem"] for name in weights if (m := _SHARD.fullmatch(name))}
+    return (
+        bool(_indexes(source))
+        or len(sets) == 1
+        or "model.safetensors" in weights
+        or (len(weights) == 1 and "config.json" in source.files)
+    )
+
+
+def _scan(source: Source, options: ScanOptions) -> Catalog:
+    indexes = _indexes(source)
+    if len(indexes) > 1:
+        raise Damaged(f"{source.root}: several indexes: {', '.join(indexes)}")
+    weight_map = read_weight_map(source, indexes[0]) if indexes else None
+    files = sorted(set(weight_map.values())) if weight_map is not None else _unindexed(source)
+    for file in files:
+        require(source, file, wanted_by=indexes[0] if indexes else "the other shards' names")
+    tensors, where, infos, problems = _read_all(source, files)
+    notes: list[str] = []
+    if weight_map is not None:
+        problems += _against_index(weight_map, where, indexes[0])
+        notes += _index_notes(source, indexes[0], tensors, weight_map)
+    if problems:
+        raise damaged(problems, subject=source.root)
+    spare = sorted(set(_weights(source)) - set(files))
+    if spare:
+        notes.append(f"not part of the checkpoint: {', '.join(spare)}")
+    catalog = Catalog(
+        "hf",
+        tensors,
+        {},
+        {file: source.files[file] for file in (*files, *indexes)},
+        world_size=1,
+        info={"writer": _writer(infos)},
+        notes=tuple(notes),
+        companions=companions(source),
+    )
+    return with_extra(catalog, source, _EXTRA)
+
+
+def _unindexed(source: Source) -> list[str]:
+    """The shards of a folder without an index; all that their names promise."""
+    weights = _weights(source)
+    matches = [m for name in weights if (m := _SHARD.fullmatch(name))]
+    if not matches:
+        return ["model.safetensors"] if "model.safetensors" in weights else weights
+    first = matches[0]
+    count, width, number = int(first["count"]), len(first["count"]), len(first["number"])
+    if count > 100_000:
+        raise Damaged(f"{first.string}: the name promises {count:,} shards")
+    return [
+        f"{first['stem']}-{i:0{number}d}-of-{count:0{width}d}.safetensors"
+        for i in range(1, count + 1)
+    ]
+
+
+def _read_all(
+    source: Source, files: list[str]
+) -> tuple[dict[str, TensorEntry], dict[str, str], list[Mapping[str, str]], list[str]]:
+    tensors: dict[str, TensorEntry] = {}
+    where: dict[str, str] = {}
+    infos: list[Mapping[str, str]] = []
+    problems: list[str] = []
+    for file in files:
+        found, metadata = whole_tensors(source, file)
+        infos.append(metadata)
+        for name, entry in found.items():
+            if name in where:
+                problems.append(f"{name} is both in {where[name]} and in {file}")
+            tensors[name], where[name] = entry, file
+    return tensors, where, infos, problems
+
+
+def _against_index(weight_map: dict[str, str], where: dict[str, str], index: str) -> list[str]:
+    return [
+        f"{name}: {index} puts it into {file}, but it is "
+        + (f"in {where[name]}" if name in where else "not there")
+        for name, file in weight_map.items()
+        if where.get(name) != file
+    ]
+
+
+def _index_notes(
+    source: Source, index: str, tensors: dict[str, TensorEntry], weight_map: dict[str, str]
+) -> list[str]:
+    notes = []
+    content = json.loads(read_metadata(source, index))
+    metadata = content.get("metadata")
+    stated = metadata.get("total_size") if isinstance(metadata, dict) else None
+    actual = sum(entry.nbytes for entry in tensors.values())
+    if isinstance(stated, int | float) and stated != actual:
+        notes.append(
+            f"{index} states a total_size of {stated:,} bytes, the tensors have {actual:,}"
+        )
+    unlisted = [name for name in tensors if name not in weight_map]
+    if unlisted:
+        notes.append(f"{index} does not list {len(unlisted)} of the tensors: {unlisted[0]}, ...")
+    return notes
+
+
+def _writer(infos: list[Mapping[str, str]]) -> str:
+    if any("DCP_SHARDING_INFO" in info for info in infos):
+        return "torch HuggingFaceStorageWriter"
+    return "Hugging Face"
+
+
+def _lay_out(catalog: Catalog, request: Request) -> Layout:
+    fitting, others = split_by_support(catalog)
+    objects, notes = extras(catalog, others, _EXTRA)
+    groups = _grouped(fitting, request.max_shard_size)
+    names = _shard_names(len(groups))
+    files = companion_files(catalog)
+    if others or objects:
+        files.append(extra_file(_EXTRA, others, objects))
+    for name, group in zip(names, groups, strict=True):
+        slices = [OutgoingSlice(e.name, e.name, e.dtype, Box.whole(e.shape)) for e in group]
+        files.append(lay_out_safetensors(name, slices, {"format": "pt"}))
+    if len(groups) > 1:
+        files.append(_index_file(names, groups))
+    return Layout(tuple(files), folder=True, notes=(*notes, *tied_notes(catalog)))
+
+
+def _grouped(entries: list[TensorEntry], limit: int) -> list[list[TensorEntry]]:
+    """Tensors in order, as many a file as fit ``limit`` bytes; a larger one has its own file."""
+    groups: list[list[TensorEntry]] = [[]]
+    held = 0
+    for entry in entries:
+        if groups[-1] and held + entry.nbytes > limit:
+            groups.append([])
+            held = 0
+        groups[-1].append(entry)
+        held += entry.nbytes
+    return groups
+
+
+def _shard_names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def _index_file(names: list[str], groups: list[list[TensorEntry]]) -> FileLayout:
+    total = sum(entry.nbytes for group in groups for entry in group)
+    weight_map = {e.name: n for n, group in zip(names, groups, strict=True) for e in group}
+    content: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    return FileLayout(_INDEX, (Literal(text.encode()),))
+
+
+FORMAT = Format(
+    "hf", "Hugging Face folder: safetensors shards and their index", _probe, _scan, lay_out=_lay_out
+)

@@ -1,0 +1,289 @@
+"""One file a rank, written by torch.save (or, by torch_checkpointing, as safetensors).
+
+Read: torch ``_experimental`` ``checkpoint_{r}.pt``; plain FSDP rank files such as
+``model_rank{r}.pt``; verl ``model_world_size_{W}_rank_{r}.pt``; accelerate 1.15
+``pytorch_model_fsdp_0_rank{r}.bin``; torch_checkpointing 0.1 ``<item>_{r}.pt`` with
+``metadata.pkl``. Where files come in several families, the family begins each name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ckptool.core.catalog import Catalog, Path
+from ckptool.errors import Damaged, damaged
+from ckptool.formats import _torch_checkpointing
+from ckptool.formats._assemble import Assembled, Leaf, ShareLeaf, assemble, read_leaves
+from ckptool.formats._companions import companions
+from ckptool.formats._infer import with_inferred_mesh
+from ckptool.formats._torch_file import read_torch_file
+from ckptool.formats.base import (
+    Format,
+    ScanOptions,
+    Source,
+    first_missing,
+    read_metadata,
+    require_rank,
+)
+from ckptool.formats.torch_save import unread_notes
+
+_RANK_FILE = re.compile(
+    r"(?P<family>.*?)[._-]?(?:world_size_(?P<world>[0-9]{1,9})_)?(?P<word>rank)?[._-]?"
+    r"(?<![0-9])(?P<rank>[0-9]{1,9})\.(?:pt|pth|bin|ckpt|pkl|json|safetensors)"
+)
+_ITEM_FILE = re.compile(
+    r"(?P<family>.+)_(?P<rank>[0-9]{1,9})\.(?:pt|json|safetensors)(?P<world>)?(?P<word>)?"
+)
+_ACCELERATE = {"pytorch_model_fsdp": "model", "optimizer": "optimizer"}
+_VERL_CONFIG = "fsdp_config.json"
+_STATE_OF_A_RANK = ("extra_state", "random_states")
+_SINGLE = re.compile(
+    r"(scheduler|sampler|dl_state_dict)(_\d+)?\.bin|scaler\.pt|custom_checkpoint_\d+\.pkl"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """A file of one rank: its family, rank, and the world size its name states."""
+
+    file: str
+    family: str
+    rank: int
+    world: int | None
+    says_rank: bool
+
+
+def rank_files(source: Source) -> list[RankFile]:
+    """The rank files directly in the source's folder; empty where they are none."""
+    pattern = _ITEM_FILE if _torch_checkpointing.METADATA in source.files else _RANK_FILE
+    found = [parsed for file in source.files if (parsed := _parse(file, pattern)) is not None]
+    by_family: dict[str, list[RankFile]] = {}
+    for item in found:
+        by_family.setdefault(item.family, []).append(item)
+    ranked = [item for items in by_family.values() if _is_family(items, source) for item in items]
+    single = [
+        RankFile(f, f.partition(".")[0], 0, None, True) for f in source.files if _is_single(f)
+    ]
+    return [*ranked, *single] if ranked or _has_fsdp_folder(source) else []
+
+
+def _has_fsdp_folder(source: Source) -> bool:
+    """Whether accelerate put the model beside these files into a folder of its own."""
+    return any(name.startswith("pytorch_model_fsdp_") for name in source.files)
+
+
+def _is_single(file: str) -> bool:
+    """Small files that accelerate writes once, on rank 0, beside the rank files."""
+    return _SINGLE.fullmatch(file) is not None
+
+
+def _parse(file: str, pattern: re.Pattern[str]) -> RankFile | None:
+    match = pattern.fullmatch(file)
+    if "/" in file or match is None or "-of-" in file or _is_single(file):
+        return None
+    family = match["family"]
+    accelerate = re.fullmatch(r"(pytorch_model_fsdp|optimizer)_([0-9]+)", family)
+    if accelerate and match["word"]:
+        number = "" if accelerate[2] == "0" else f"_{accelerate[2]}"
+        family = _ACCELERATE[accelerate[1]] + number
+    world = int(match["world"]) if match["world"] else None
+    says_rank = bool(match["word"]) or family == "random_states"
+    return RankFile(file, family, int(match["rank"]), world, says_rank)
+
+
+def _is_family(items: list[RankFile], source: Source) -> bool:
+    """Whether files that differ in a number differ in a rank, and not in a step or epoch."""
+    suffixes = {item.file.rpartition(".")[2] for item in items}
+    if suffixes & {"json", "safetensors"}:
+        return _torch_checkpointing.METADATA in source.files
+    ranks = [item.rank for item in items]
+    if len(set(ranks)) != len(ranks):
+        return False
+    if _torch_checkpointing.METADATA in source.files:
+        return True
+    return all(item.says_rank for item in items) or (len(items) > 1 and min(ranks) <= 1)
+
+
+def _probe(source: Source) -> bool:
+    return bool(rank_files(source))
+
+
+def _scan(source: Source, options: ScanOptions) -> Catalog:
+    files = rank_files(source)
+    if not files:
+        raise Damaged(f"{source.root}: no files that are one a rank")
+    declared = _torch_checkpointing.read(source)
+    problems = _missing_ranks(files, declared.world_size if declared else None)
+    ranks: dict[int, dict[str, Leaf]] = {}
+    families = list(dict.fromkeys(item.family for item in files))
+    for item in files:
+        leaves = _read(source, item, declared)
+        ranks.setdefault(item.rank, {}).update(
+            _renamed(leaves, item, len(families) > 1 or declared is not None)
+        )
+    ranks = _strip_repeated(ranks, families) if len(families) > 1 else ranks
+    problems += [p for rank, leaves in ranks.items() for p in _wrong_rank(rank, leaves)]
+    found = assemble(ranks, per_rank=options.per_rank)
+    problems += found.problems + _flat_parameters(found) + _absent_members(found, ranks)
+    if problems:
+        raise damaged(problems, subject=source.root)
+    return _catalog(source, files, found, declared is not None)
+
+
+def _catalog(
+    source: Source, files: list[RankFile], found: Assembled, checkpointing: bool
+) -> Catalog:
+    world = max(item.rank for item in files) + 1
+    full = [mesh for mesh in found.meshes if mesh.size == world]
+    mesh = max(full, key=lambda mesh: (len(mesh.shape), mesh.names is not None), default=None)
+    names = {item.file for item in files} | {_torch_checkpointing.METADATA}
+    catalog = Catalog(
+        "rank-local",
+        found.tensors,
+        found.objects,
+        {name: size for name, size in source.files.items() if name in names},
+        world_size=world,
+        mesh=mesh,
+        mesh_source="declared" if mesh else None,
+        info={"writer": "torch_checkpointing" if checkpointing else _writer(files)},
+        notes=(*found.notes, *unread_notes(found.objects)),
+        conflicts=found.conflicts,
+        companions=companions(source) or companions(source, "huggingface/"),
+    )
+    return with_inferred_mesh(catalog) if mesh is None else catalog
+
+
+def _writer(files: list[RankFile]) -> str:
+    names = [item.file for item in files]
+    if all(re.fullmatch(r"checkpoint_\d+\.pt", name) for name in names):
+        return "torch.distributed.checkpoint._experimental (by its file names)"
+    if any(item.world for item in files):
+        return "verl (by its file names)"
+    if any(name.startswith("pytorch_model_fsdp_") for name in names):
+        return "accelerate (by its file names)"
+    return "torch.save, one file a rank"
+
+
+def _missing_ranks(files: list[RankFile], world: int | None) -> list[str]:
+    """Ranks that the names or the metadata promise and no file holds, family by family."""
+    problems = []
+    for family in dict.fromkeys(item.family for item in files):
+        mine = [item for item in files if item.family == family]
+        if _is_single(mine[0].file):
+            continue
+        worlds = {item.world for item in mine if item.world} or ({world} if world else set())
+        if len(worlds) > 1:
+            problems.append(f"{family}: file names state the world sizes {sorted(worlds)}")
+        highest = max(item.rank for item in mine)
+        expected = max(worlds or {highest + 1})
+        require_rank(max(expected, highest), mine[0].family)
+        missing = first_missing({item.rank for item in mine}, expected)
+        if missing:
+            what = ", ".join(map(str, missing))
+            problems.append(
+                f"{mine[0].file} and its like: the file of rank {what} of {expected} is missing"
+            )
+    return problems
+
+
+def _read(
+    source: Source, item: RankFile, declared: _torch_checkpointing.Declared | None
+) -> dict[str, Leaf]:
+    if item.file.endswith(".json"):
+        return _json_leaves(source, item.file)
+    if item.file.endswith(".safetensors") and declared is not None:
+        return _torch_checkpointing.safetensors_leaves(
+            source, item.file, item.family, item.rank, declared
+        )
+    state = item.family.startswith(_STATE_OF_A_RANK) or _is_flat_optimizer(source, item)
+    return read_leaves(read_torch_file(source, item.file), source, rank_state=state)
+
+
+def _json_leaves(source: Source, file: str) -> dict[str, Leaf]:
+    try:
+        value = json.loads(read_metadata(source, file))
+        return {name: Leaf((name,), leaf) for name, leaf in value.items()}
+    except (ValueError, AttributeError, RecursionError):
+        raise Damaged(f"{file}: not a JSON object") from None
+
+
+def _is_flat_optimizer(source: Source, item: RankFile) -> bool:
+    """verl with FSDP1 saves each rank's own part of flat optimizer state, and no map to names."""
+    if item.family != "optim" or _VERL_CONFIG not in source.files:
+        return False
+    text = read_metadata(source, _VERL_CONFIG)
+    return re.search(rb'"FSDP_version"\s*:\s*1\b', text) is not None
+
+
+def _renamed(
+    leaves: Mapping[str, Leaf], item: RankFile, several: bool
+) -> Iterator[tuple[str, Leaf]]:
+    """The leaves with their family in front, where there are several families."""
+    for name, leaf in leaves.items():
+        if not several:
+            yield name, leaf
+        elif leaf.path == ():
+            yield item.family, Leaf((item.family,), leaf.value, leaf.rank_state)
+        else:
+            path: Path = (item.family, *leaf.path)
+            yield f"{item.family}.{name}", Leaf(path, leaf.value, leaf.rank_state)
+
+
+def _strip_repeated(
+    ranks: dict[int, dict[str, Leaf]], families: list[str]
+) -> dict[int, dict[str, Leaf]]:
+    """Without the family where all names of the family begin with it already."""
+    for family in families:
+        double = f"{family}.{family}."
+        mine = [n for leaves in ranks.values() for n in leaves if n.startswith(f"{family}.")]
+        if mine and all(name.startswith(double) for name in mine):
+            ranks = {rank: dict(_unprefixed(leaves, family)) for rank, leaves in ranks.items()}
+    return ranks
+
+
+def _unprefixed(leaves: Mapping[str, Leaf], family: str) -> Iterator[tuple[str, Leaf]]:
+    head = f"{family}."
+    for name, leaf in leaves.items():
+        if name.startswith(head):
+            yield name[len(head) :], Leaf(leaf.path[1:], leaf.value, leaf.rank_state)
+        else:
+            yield name, leaf
+
+
+def _wrong_rank(rank: int, leaves: Mapping[str, Leaf]) -> Iterator[str]:
+    """A file whose DTensors say that another rank wrote them is a copy in the wrong place."""
+    for name, leaf in leaves.items():
+        if isinstance(leaf.value, ShareLeaf) and leaf.value.share.rank not in (None, rank):
+            yield (
+                f"the file of rank {rank} was written by rank {leaf.value.share.rank}"
+                f" (as the record of {name} says): a copied or renamed file"
+            )
+            return
+
+
+def _absent_members(found: Assembled, ranks: Mapping[int, object]) -> list[str]:
+    absent = sorted({r for mesh in found.meshes for r in mesh.ranks} - set(ranks))
+    if not absent:
+        return []
+    size = max(mesh.size for mesh in found.meshes)
+    return [f"the device mesh has {size} ranks; the file of rank {absent[:12]} is missing"]
+
+
+def _flat_parameters(found: Assembled) -> list[str]:
+    """FSDP1's local state dicts hold flat parameters and no map back to the originals."""
+    return [
+        f"{name}: an FSDP1 flat parameter; nothing in the files says which parameters it is made of"
+        for name in found.tensors
+        if name.split(".")[-1] == "_flat_param"
+    ]
+
+
+FORMAT = Format(
+    "rank-local",
+    "one file a rank (torch _experimental, torch_checkpointing, verl, accelerate, FSDP)",
+    _probe,
+    _scan,
+)

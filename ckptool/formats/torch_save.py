@@ -1,0 +1,147 @@
+"""One torch.save file (.pt .pth .bin .ckpt), zip or legacy, or its Hugging Face sharded form.
+
+Read: zip archives by torch 1.6 to 2.13, the legacy stream before, deflated and big-endian ones,
+``pytorch_model.bin.index.json`` with its shards (transformers 4). Written: as torch 2.13 does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
+from ckptool.core.layout import FileLayout, Layout
+from ckptool.errors import Damaged, Unrecognised, damaged
+from ckptool.formats._assemble import Leaf, ShareLeaf, assemble, read_leaves
+from ckptool.formats._companions import companions
+from ckptool.formats._outgoing import nested_state, plain_objects
+from ckptool.formats._torch_file import is_legacy, is_zip, read_torch_file
+from ckptool.formats._torch_write import torch_archive
+from ckptool.formats._values import Foreign, type_name
+from ckptool.formats.base import Format, Request, ScanOptions, Source, read_metadata, require
+
+_INDEX = "pytorch_model.bin.index.json"
+
+
+def _probe(source: Source) -> bool:
+    if _INDEX in source.files:
+        return True
+    if len(source.files) != 1:
+        return False
+    file, size = next(iter(source.files.items()))
+    head = source.read(file, 0, min(size, 64))
+    named = file.endswith((".pt", ".pth", ".bin", ".ckpt"))
+    return is_zip(head) or is_legacy(head) or named
+
+
+def _scan(source: Source, options: ScanOptions) -> Catalog:
+    if _INDEX in source.files:
+        return _scan_shards(source, options)
+    if len(source.files) != 1:
+        raise Unrecognised(f"{source.root}: not one torch.save file")
+    file = next(iter(source.files))
+    opened = read_torch_file(source, file)
+    leaves = read_leaves(opened, source)
+    found = assemble({_rank_of(leaves): leaves}, per_rank=options.per_rank)
+    if found.problems:
+        raise damaged(found.problems, subject=file)
+    if not found.tensors and not found.objects:
+        raise Unrecognised(f"{file}: an empty state dict: no tensor and no value in it")
+    world = {mesh.size for mesh in found.meshes}
+    notes = list(found.notes)
+    if world - {1}:
+        notes.append(f"{file} holds one rank's part of a checkpoint of {max(world)} ranks")
+    return Catalog(
+        "torch-save",
+        found.tensors,
+        found.objects,
+        dict(source.files),
+        world_size=1,
+        info={"writer": "torch.save"},
+        notes=(*notes, *unread_notes(found.objects)),
+        conflicts=found.conflicts,
+    )
+
+
+def _rank_of(leaves: Mapping[str, Leaf]) -> int:
+    """The rank that wrote a file, where the DTensors in it agree on one; else 0."""
+    shares = [leaf.value.share for leaf in leaves.values() if isinstance(leaf.value, ShareLeaf)]
+    said = {share.rank for share in shares if share.rank is not None}
+    return said.pop() if len(said) == 1 else 0
+
+
+def unread_notes(objects: Mapping[str, ObjectEntry]) -> list[str]:
+    """One note for each tensor of a kind that is not read, such as quantized or sparse ones."""
+    known = Foreign()
+    return [
+        f"not read: {entry.name} ({type_name(entry.value)}) is no plain tensor"
+        for entry in objects.values()
+        if "torch storage" in known.of(entry.value)
+    ]
+
+
+def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
+    weight_map = read_weight_map(source, _INDEX)
+    files = sorted(set(weight_map.values()))
+    tensors: dict[str, TensorEntry] = {}
+    objects: dict[str, ObjectEntry] = {}
+    problems: list[str] = []
+    notes: list[str] = []
+    for file in files:
+        require(source, file, wanted_by=_INDEX)
+        leaves: dict[str, Leaf] = read_leaves(read_torch_file(source, file), source)
+        found = assemble({0: leaves}, per_rank=options.per_rank)
+        problems += [*found.problems, *found.conflicts.values()]
+        problems += [f"{name} is in two files" for name in found.tensors.keys() & tensors.keys()]
+        notes += found.notes
+        tensors |= found.tensors
+        objects |= found.objects
+    problems += [
+        f"{name}, which {_INDEX} puts into {file}, is not there"
+        for name, file in weight_map.items()
+        if name not in tensors
+    ]
+    if problems:
+        raise damaged(problems, subject=source.root)
+    ordered = {name: tensors.pop(name) for name in weight_map} | tensors
+    return Catalog(
+        "torch-save",
+        ordered,
+        objects,
+        {file: source.files[file] for file in (*files, _INDEX)},
+        world_size=1,
+        info={"writer": "transformers (pytorch_model.bin shards)"},
+        notes=(*notes, *unread_notes(objects)),
+        companions=companions(source),
+    )
+
+
+def read_weight_map(source: Source, index: str) -> dict[str, str]:
+    """Tensor name to file, from a Hugging Face index; Damaged where the JSON is not one."""
+    try:
+        content = json.loads(read_metadata(source, index))
+        weight_map = content["weight_map"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise Damaged(f"{index}: not the JSON of an index with a weight_map") from None
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise Damaged(f"{index}: weight_map does not map names to files")
+    return weight_map
+
+
+def _lay_out(catalog: Catalog, request: Request) -> Layout:
+    objects, notes = plain_objects(catalog)
+    state = nested_state(list(catalog.tensors.values()), objects)
+    root = request.target.rpartition(".")[0] or "archive"
+    main = FileLayout(request.target, tuple(torch_archive(state, root=root)))
+    if catalog.companions:
+        notes.append(f"not carried into one file: {', '.join(catalog.companions)}")
+    return Layout((main,), folder=False, notes=tuple(notes))
+
+
+FORMAT = Format(
+    "torch-save",
+    "one torch.save file (.pt .pth .bin .ckpt)",
+    _probe,
+    _scan,
+    lay_out=_lay_out,
+)

@@ -1,0 +1,188 @@
+"""The inert pickle machine against python's own pickle."""
+
+from __future__ import annotations
+
+import collections
+import io
+import os
+import pickle
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptool.errors import Damaged, Hostile, SourceError
+from ckptool.formats._pickle import Call, Global, OrderedMapping, Persistent, load
+from ckptool.formats._torch_write import dumps
+from ckptool.formats._values import foreign_globals
+
+PROTOCOLS = range(6)
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.complex_numbers(allow_nan=False),
+    st.text(),
+    st.binary(),
+)
+SMALL = st.integers(-(2**63), 2**64 - 1)
+KEYS = st.one_of(SMALL, st.text(), st.booleans(), st.tuples(SMALL, st.text()))
+PLAIN = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.dictionaries(KEYS, inner, max_size=4),
+        st.tuples(inner, inner),
+        st.sets(SMALL | st.text(), max_size=3),
+        st.frozensets(SMALL, max_size=3),
+        st.binary().map(bytearray),
+    ),
+    max_leaves=12,
+)
+
+
+def read(data: bytes) -> Any:
+    return load(data, what="test").value
+
+
+def typed(value: Any) -> Any:
+    """The value with its types, which ``==`` alone would not compare."""
+    if isinstance(value, dict):
+        return dict, [(typed(k), typed(v)) for k, v in value.items()]
+    if isinstance(value, list | tuple):
+        return type(value), [typed(item) for item in value]
+    return type(value), value
+
+
+@given(PLAIN, st.sampled_from(PROTOCOLS))
+def test_plain_data_of_every_protocol(value: Any, protocol: int) -> None:
+    assert typed(read(pickle.dumps(value, protocol))) == typed(value)
+
+
+@given(PLAIN, st.sampled_from(PROTOCOLS))
+def test_the_slow_pickler_of_python_writes_other_opcodes(value: Any, protocol: int) -> None:
+    stream = io.BytesIO()
+    pickle._Pickler(stream, protocol).dump(value)
+    assert typed(read(stream.getvalue())) == typed(value)
+
+
+@given(PLAIN, st.sampled_from([2, 4]))
+def test_what_is_written_is_read_again(value: Any, protocol: int) -> None:
+    data = dumps(value, protocol)
+    assert typed(read(data)) == typed(value)
+    assert typed(pickle.loads(data)) == typed(value)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_shared_and_ordered(protocol: int) -> None:
+    shared = [1]
+    value = collections.OrderedDict([("b", shared), ("a", shared)])
+    found = read(pickle.dumps(value, protocol))
+    assert isinstance(found, OrderedMapping)
+    assert list(found) == ["b", "a"]
+    assert found["a"] is found["b"]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_list_that_holds_itself(protocol: int) -> None:
+    value: list[Any] = [1]
+    value.append(value)
+    found = read(pickle.dumps(value, protocol))
+    assert found[1] is found
+
+
+class Point:
+    def __init__(self, x: int) -> None:
+        self.x = x
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_classes_become_inert_records(protocol: int) -> None:
+    found = read(pickle.dumps(Point(3), protocol))
+    assert isinstance(found, Call)
+    assert found.fields == {"x": 3}
+    assert any("Point" in name for name in foreign_globals(found))
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_inert_records_are_written_as_what_they_were(protocol: int) -> None:
+    again = pickle.loads(dumps(read(pickle.dumps(Point(3), protocol)), protocol))
+    assert isinstance(again, Point)
+    assert again.x == 3
+
+
+def test_persistent_ids() -> None:
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, item: Any) -> Any:
+            return ("storage", 1) if item == "s" else None
+
+    stream = io.BytesIO()
+    Pickler(stream, 2).dump(["s", "t"])
+    loaded = load(stream.getvalue(), what="test")
+    assert isinstance(loaded.value[0], Persistent)
+    assert loaded.value[0].value == ("storage", 1)
+    assert [item.value for item in loaded.persistent] == [("storage", 1)]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("function", [os.system, eval, exec, __import__, open, getattr, setattr])
+def test_globals_that_run_code_are_refused(function: Any, protocol: int) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return function, ("x", "y")
+
+    with pytest.raises(Hostile, match="nothing was called") as caught:
+        read(pickle.dumps(Evil(), protocol))
+    assert function.__name__ in caught.value.message
+
+
+@pytest.mark.parametrize("module", ["subprocess", "torch.hub", "shutil", "builtins", "ctypes.util"])
+def test_modules_that_run_code_are_refused(module: str) -> None:
+    with pytest.raises(Hostile):
+        read(f"c{module}\nrun\n.".encode())
+
+
+@given(PLAIN, st.data())
+def test_a_cut_pickle_is_damaged(value: Any, data: st.DataObject) -> None:
+    whole = pickle.dumps(value, data.draw(st.sampled_from(PROTOCOLS)))
+    length = data.draw(st.integers(0, len(whole) - 1))
+    with pytest.raises(Damaged):
+        read(whole[:length])
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_value_or_an_error_of_ours(data: bytes) -> None:
+    with suppress(SourceError):
+        read(data + b".")
+
+
+@given(PLAIN, st.data())
+def test_any_change_is_a_value_or_an_error_of_ours(value: Any, data: st.DataObject) -> None:
+    changed = bytearray(pickle.dumps(value, data.draw(st.sampled_from(PROTOCOLS))))
+    changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    with suppress(SourceError):
+        read(bytes(changed))
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (b"", "ends before"),
+        (b"\x80\x06N.", "protocol 6"),
+        (b"\xff.", "unknown opcode 0xff"),
+        (b"a.", "stack"),
+        (b"}]Ns.", "as a key"),
+        (b"h\x07.", "memo 7"),
+        (b"t.", "no mark"),
+    ],
+)
+def test_malformed_programs_say_why(program: bytes, words: str) -> None:
+    with pytest.raises(Damaged, match=words):
+        read(program)
+
+
+def test_a_global_is_only_a_name() -> None:
+    assert read(b"\x80\x02cno.such.module\nThing\n.") == Global("no.such.module", "Thing")
