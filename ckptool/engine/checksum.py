@@ -1,0 +1,72 @@
+"""CRC-32 of bytes that are seen in pieces, in any order, by several threads."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+
+from isal.isal_zlib import crc32, crc32_combine
+
+from ckptool.core.catalog import Record
+
+__all__ = ["RecordCheck", "crc32", "crc32_combine", "joined"]
+
+
+def joined(pieces: list[tuple[int, int, int]]) -> int:
+    """The CRC-32 of adjoining pieces ``(offset, nbytes, crc32)``, in order of offset."""
+    total = 0
+    for _, nbytes, crc in sorted(pieces):
+        total = crc32_combine(total, crc, nbytes)
+    return total
+
+
+class RecordCheck:
+    """Compares the records a transfer touches with the CRC-32 their writer stored.
+
+    Pieces that are read in passing are noted; ``unseen`` names the records that must still be read.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pieces: dict[Record, dict[int, tuple[int, int]]] = defaultdict(dict)
+        self._tensor: dict[Record, str] = {}
+
+    def touch(self, record: Record, tensor: str) -> None:
+        """The transfer needs bytes of this record for this tensor."""
+        with self._lock:
+            self._tensor.setdefault(record, tensor)
+
+    def piece(self, record: Record, offset: int, nbytes: int, crc: int) -> None:
+        """These bytes of the file, part of the record, had this CRC-32."""
+        with self._lock:
+            self._pieces[record].setdefault(offset, (nbytes, crc))
+
+    def unseen(self) -> list[Record]:
+        """Records whose noted pieces do not cover them exactly."""
+        return [record for record in self._tensor if not self._covered(record)]
+
+    def problems(self) -> list[str]:
+        """One line for each record whose bytes are not those that were written."""
+        found = []
+        for record, tensor in self._tensor.items():
+            pieces = [(o, n, c) for o, (n, c) in self._pieces[record].items()]
+            actual = joined(pieces)
+            if actual != record.crc32:
+                found.append(
+                    f"{record.file}: bytes {record.offset:,} to {record.offset + record.nbytes:,}"
+                    f" ({tensor}) have CRC-32 {actual:08x}, the writer recorded {record.crc32:08x}"
+                )
+        return found
+
+    def whole(self, record: Record, crc: int) -> None:
+        """The whole record was read and had this CRC-32."""
+        with self._lock:
+            self._pieces[record] = {record.offset: (record.nbytes, crc)}
+
+    def _covered(self, record: Record) -> bool:
+        position = record.offset
+        for offset, (nbytes, _) in sorted(self._pieces[record].items()):
+            if offset != position:
+                return False
+            position += nbytes
+        return position == record.offset + record.nbytes

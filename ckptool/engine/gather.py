@@ -1,0 +1,208 @@
+"""Fill an array with a box of a chunk, wherever and in whatever order its bytes lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import Chunk, Extent, Packed, Place, Record, contiguous
+from ckptool.core.codec import decode
+from ckptool.core.dtype import DType
+from ckptool.engine.sources import Reader
+from ckptool.errors import CannotDo, Damaged
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+Noted = Callable[[Record, int, memoryview], None]
+
+_SPAN = 4 << 20
+GATHER_BYTES = _SPAN
+"""Bytes of scratch that one Gatherer holds."""
+_LONG_RUN = 16 << 10
+_OVER_READ = 4
+
+
+def unit(itemsize: int) -> np.dtype[Any]:
+    """A numpy type of the same size that copies bits and never looks at them."""
+    return np.dtype(f"u{itemsize}" if itemsize <= 8 else f"V{itemsize}")
+
+
+def raw(values: Array) -> memoryview:
+    """The bytes of a C-ordered array, without a copy."""
+    return values.reshape(-1).view("u1").data
+
+
+class Gatherer:
+    """Reads boxes of chunks for one thread, with at most one decoded blob kept.
+
+    ``noted`` is told of pieces of records that are read in passing: record, file offset, bytes.
+    """
+
+    def __init__(self, root: str, noted: Noted = lambda record, offset, data: None) -> None:
+        self._noted = noted
+        self._reader = Reader(root)
+        self._scratch = bytearray(_SPAN)
+        self._blob: tuple[Packed, bytes] | None = None
+        self._block: tuple[str, int, int] | None = None
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        self._reader.read_into(file, offset, buffer)
+
+    def fill(
+        self, out: Array, chunk: Chunk, box: Box, dtype: DType, *, shared: bool = False
+    ) -> None:
+        """Copy ``box`` (in the global tensor's coordinates) of the chunk into ``out``.
+
+        ``shared`` says that boxes beside it will be asked for next: whole rows are then read and
+        kept, so that the file is read once for all of them.
+        """
+        local = box.relative_to(chunk.box.lo)
+        if shared and isinstance(chunk.at, Extent) and not chunk.at.ops:
+            rows = _whole_rows(chunk, local, dtype.itemsize)
+            if rows is not None:
+                out[...] = self._row_block(chunk.at, *rows, out, local)
+                return
+        self.fill_from(chunk.at, out, local, dtype)
+
+    def fill_from(self, at: Place, out: Array, local: Box, dtype: DType) -> None:
+        """Copy the elements ``local`` of a chunk (in its own coordinates) into ``out``."""
+        if isinstance(at, Packed):
+            blob = self._decoded(at)
+            out[...] = _strided(blob, at.start, at.strides, local, dtype.itemsize)
+            _repair(out, at.ops, dtype)
+        elif isinstance(at, Extent):
+            start = at.offset + sum(i * s for i, s in zip(local.lo, at.strides, strict=True))
+            self._fill(out, at.file, start, at.strides)
+            _repair(out, at.ops, dtype)
+        else:
+            raise TypeError(f"{at} was never located")
+
+    def _row_block(self, at: Extent, start: int, nbytes: int, out: Array, local: Box) -> Array:
+        """A box of the rows that lie at ``start``, read unless they were read just before."""
+        view = memoryview(self._scratch)[:nbytes]
+        if self._block != (at.file, start, nbytes):
+            self._block = None
+            self._reader.read_into(at.file, start, view)
+            self._block = (at.file, start, nbytes)
+            if at.record is not None:
+                self._noted(at.record, start, view)
+        inside = sum(i * s for i, s in zip(local.lo[1:], at.strides[1:], strict=True))
+        return np.ndarray(out.shape, out.dtype, view, inside, at.strides)
+
+    def _fill(self, out: Array, file: str, offset: int, strides: tuple[int, ...]) -> None:
+        if not out.size:
+            return
+        itemsize = out.itemsize
+        if out.flags.c_contiguous and contiguous(strides, out.shape, itemsize):
+            self._reader.read_into(file, offset, raw(out))
+            return
+        span = itemsize + sum((n - 1) * s for n, s in zip(out.shape, strides, strict=True))
+        if span <= _SPAN and _worth_a_span(out, strides, span):
+            view = memoryview(self._scratch)[:span]
+            self._block = None
+            self._reader.read_into(file, offset, view)
+            out[...] = np.ndarray(out.shape, out.dtype, view, 0, strides)
+            return
+        dim = max((d for d, n in enumerate(out.shape) if n > 1), key=lambda d: strides[d])
+        half = out.shape[dim] // 2
+        head = tuple(slice(None) for _ in range(dim))
+        self._fill(out[(*head, slice(0, half))], file, offset, strides)
+        self._fill(out[(*head, slice(half, None))], file, offset + half * strides[dim], strides)
+
+    def _decoded(self, at: Packed) -> bytes:
+        if self._blob is None or self._blob[0] != at:
+            stored = bytearray(at.nbytes)
+            self._reader.read_into(at.file, at.offset, memoryview(stored))
+            what = f"{at.file} at byte {at.offset:,}"
+            blob = decode(bytes(stored), at.codec, at.size, what=what)
+            if len(blob) != at.size:
+                raise Damaged(f"{what}: decodes to {len(blob):,} bytes, not {at.size:,}")
+            self._blob = (at, blob)
+        return self._blob[1]
+
+
+def _worth_a_span(out: Array, strides: tuple[int, ...], span: int) -> bool:
+    """Whether one read over the gaps, or into scratch, beats a read a run."""
+    if out.size == 1 or span <= out.nbytes:
+        return True
+    run = out.itemsize
+    for size, stride in sorted(zip(out.shape, strides, strict=True), key=lambda pair: pair[1]):
+        if stride == run:
+            run *= size
+    return run < _LONG_RUN and span <= _OVER_READ * out.nbytes
+
+
+def _whole_rows(chunk: Chunk, local: Box, itemsize: int) -> tuple[int, int] | None:
+    """Where the rows of a row-major chunk that a box touches lie: byte offset and length.
+
+    None where that is no gain (the box is whole rows) or too much to keep.
+    """
+    at, shape = chunk.at, chunk.box.shape
+    if not isinstance(at, Extent) or len(shape) < 2 or not contiguous(at.strides, shape, itemsize):
+        return None
+    row = math.prod(shape[1:]) * itemsize
+    nbytes = (local.hi[0] - local.lo[0]) * row
+    if local.shape[1:] == shape[1:] or nbytes > _SPAN:
+        return None
+    return at.offset + local.lo[0] * row, nbytes
+
+
+def _strided(data: bytes, start: int, strides: tuple[int, ...], local: Box, itemsize: int) -> Array:
+    start += sum(i * s for i, s in zip(local.lo, strides, strict=True))
+    if not local.volume:
+        return np.empty(local.shape, unit(itemsize))
+    return np.ndarray(local.shape, unit(itemsize), data, start, strides)
+
+
+def _repair(out: Array, ops: tuple[str, ...], dtype: DType) -> None:
+    """Turn stored elements into values: swap bytes, resolve conjugate and negative bits."""
+    if not ops or not out.size:
+        return
+    values = np.ascontiguousarray(out)
+    for op in ops:
+        _REPAIRS[op](values, dtype)
+    out[...] = values
+
+
+def _byteswap(values: Array, dtype: DType) -> None:
+    values.reshape(-1).view(f"u{dtype.swap}").byteswap(inplace=True)
+
+
+def _conjugate(values: Array, dtype: DType) -> None:
+    halves = values.reshape(-1).view(f"u{dtype.itemsize // 2}")
+    halves[1::2] ^= halves.dtype.type(1 << (dtype.itemsize * 4 - 1))
+
+
+def _negate(values: Array, dtype: DType) -> None:
+    if dtype.kind == "int":
+        signed = values.reshape(-1).view(f"i{dtype.itemsize}")
+        np.negative(signed, out=signed)
+        return
+    parts = values.reshape(-1).view(f"u{dtype.swap}")
+    parts ^= parts.dtype.type(1 << (dtype.swap * 8 - 1))
+
+
+_REPAIRS: dict[str, Callable[[Array, DType], None]] = {
+    "byteswap": _byteswap,
+    "conj": _conjugate,
+    "neg": _negate,
+}
+
+
+def cast(values: Array, stored: DType, wanted: DType) -> Array:
+    """The same numbers in another element type, rounded as torch rounds them."""
+    try:
+        import torch
+    except ImportError:
+        raise CannotDo("--dtype needs torch", hint="pip install 'ckptool[torch]'") from None
+    flat = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view("u1"))
+    typed = flat.view(getattr(torch, stored.name)).to(getattr(torch, wanted.name))
+    result = typed.view(torch.uint8).numpy().view(unit(wanted.itemsize))
+    return result.reshape(values.shape)

@@ -1,0 +1,202 @@
+"""Local folders and files to read from."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from ckptool.errors import Damaged, NotFound
+
+_DEPTH = 5
+_MOST_ENTRIES = 200_000
+_MOST_VISITS = 200
+
+
+class LocalSource:
+    """A local folder, or some of its files, readable at any offset.
+
+    ``files`` maps relative paths to sizes in bytes. Links are followed; a loop of them ends the
+    walk where it closes.
+    """
+
+    def __init__(self, root: Path, files: dict[str, int]) -> None:
+        self.root = str(root)
+        self.files = files
+
+    @classmethod
+    def folder(cls, root: Path) -> LocalSource:
+        """Everything below ``root`` that can be read, five folders deep."""
+        walk = _Walk(root)
+        try:
+            walk.enter("", (), _DEPTH)
+        except OSError as error:
+            raise NotFound(f"{root}: cannot be listed: {error.strerror}") from None
+        return cls(root, dict(sorted(walk.files.items())))
+
+    @classmethod
+    def file(cls, path: Path) -> LocalSource:
+        """One file by itself; with a safetensors file goes the ``.extra.pt`` file beside it."""
+        try:
+            files = {path.name: path.stat().st_size}
+        except OSError as error:
+            raise unreadable(str(path), error) from None
+        extra = path.with_name(path.name.removesuffix(".safetensors") + ".extra.pt")
+        if path.suffix == ".safetensors" and os.path.isfile(extra):
+            files[extra.name] = extra.stat().st_size
+        return cls(path.parent, files)
+
+    def narrowed(self, folder: str) -> LocalSource:
+        """The part below a subfolder, as a source of its own."""
+        head = folder + "/"
+        files = {name[len(head) :]: n for name, n in self.files.items() if name.startswith(head)}
+        return LocalSource(Path(self.root, folder), files)
+
+    def subfolders(self) -> dict[str, LocalSource]:
+        """Every folder below, at any depth, as a source of its own."""
+        grouped: dict[str, dict[str, int]] = {}
+        for name, size in self.files.items():
+            at = name.find("/")
+            while at >= 0:
+                grouped.setdefault(name[:at], {})[name[at + 1 :]] = size
+                at = name.find("/", at + 1)
+        return {
+            folder: LocalSource(Path(self.root, folder), files) for folder, files in grouped.items()
+        }
+
+    def only(self, file: str) -> LocalSource:
+        """One of the files, as a source of its own."""
+        return LocalSource(Path(self.root), {file: self.files[file]})
+
+    def fingerprint(self, files: Iterable[str]) -> str:
+        """A SHA-256 over names, sizes and modification times of some of the files."""
+        found = hashlib.sha256()
+        for name in sorted(files):
+            try:
+                status = os.stat(Path(self.root, name))
+            except OSError as error:
+                raise unreadable(name, error) from None
+            found.update(repr((name, status.st_size, status.st_mtime_ns)).encode())
+        return found.hexdigest()
+
+    def read(self, file: str, offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.files[file]:
+            raise _too_short(file, offset, nbytes, self.files[file])
+        try:
+            with os.fdopen(_opened(os.path.join(self.root, file)), "rb", buffering=0) as stream:
+                stream.seek(offset)
+                data = stream.read(nbytes)
+        except OSError as error:
+            raise unreadable(file, error) from None
+        if len(data) != nbytes:
+            raise _too_short(file, offset, nbytes, offset + len(data))
+        return data
+
+
+def unreadable(file: str, error: OSError) -> NotFound:
+    return NotFound(f"{file}: cannot be read: {error.strerror}")
+
+
+def _too_short(file: str, offset: int, nbytes: int, size: int) -> Damaged:
+    return Damaged(
+        f"{file}: {nbytes:,} bytes are expected at offset {offset:,}, but the file has"
+        f" {size:,} bytes; it is truncated or its metadata is wrong"
+    )
+
+
+def _opened(path: str) -> int:
+    """A descriptor to read from. A pipe that took the place of a file must not block."""
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
+class _Walk:
+    """The files below ``root``, with a bound on all that is looked at."""
+
+    def __init__(self, root: Path) -> None:
+        self.files: dict[str, int] = {}
+        self._root = root
+        self._seen = 0
+        self._visits: Counter[tuple[int, int]] = Counter()
+
+    def enter(self, head: str, parents: tuple[tuple[int, int], ...], depth: int) -> None:
+        """Note the files of one folder and of those below. OSError where it cannot be listed."""
+        folder = self._root / head
+        status = os.stat(folder)
+        identity = (status.st_dev, status.st_ino)
+        if identity in parents:
+            return
+        self._visits[identity] += 1
+        if self._visits[identity] > _MOST_VISITS:
+            raise NotFound(
+                f"{self._root}: more than {_MOST_VISITS} links lead to {folder};"
+                " name the checkpoint itself"
+            )
+        with os.scandir(folder) as entries:
+            names = [entry for entry in entries if self._count()]
+        for entry in names:
+            # What vanishes, or is another user's, is not this checkpoint's.
+            with suppress(OSError):
+                self._note(entry, head, (*parents, identity), depth)
+
+    def _note(
+        self, entry: os.DirEntry[str], head: str, parents: tuple[tuple[int, int], ...], depth: int
+    ) -> None:
+        name = head + entry.name
+        if entry.is_dir():
+            if depth > 0:
+                self.enter(name + "/", parents, depth - 1)
+        elif entry.is_file():
+            self.files[name] = entry.stat().st_size
+
+    def _count(self) -> bool:
+        self._seen += 1
+        if self._seen > _MOST_ENTRIES:
+            raise NotFound(
+                f"{self._root}: more than {_MOST_ENTRIES:,} files and folders;"
+                " name the checkpoint itself"
+            )
+        return True
+
+
+class Reader:
+    """Positioned reads for one thread, with a bounded number of open files."""
+
+    def __init__(self, root: str, limit: int = 64) -> None:
+        self._root = root
+        self._limit = limit
+        self._open: OrderedDict[str, int] = OrderedDict()
+
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from ``offset``; Damaged where the file ends before."""
+        descriptor = self._descriptor(file)
+        done = 0
+        while done < len(buffer):
+            try:
+                count = os.preadv(descriptor, [buffer[done:]], offset + done)
+            except OSError as error:
+                raise unreadable(file, error) from None
+            if count == 0:
+                raise _too_short(file, offset, len(buffer), offset + done)
+            done += count
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def _descriptor(self, file: str) -> int:
+        descriptor = self._open.get(file)
+        if descriptor is not None:
+            self._open.move_to_end(file)
+            return descriptor
+        if len(self._open) >= self._limit:
+            os.close(self._open.popitem(last=False)[1])
+        try:
+            descriptor = _opened(os.path.join(self._root, file))
+        except OSError as error:
+            raise unreadable(file, error) from None
+        self._open[file] = descriptor
+        return descriptor
