@@ -1,0 +1,362 @@
+"""Load what a reshard wrote through torch itself, and compare it with the source.
+
+Every rank loads its own shards, as a training job on the new mesh would: into DTensors, by torch's
+own loader. torch 2.13 gives a DTensor of unevenly strided shards one box with a wrong place, or a
+shard of several row ranges one box at all (``compute_local_shape_and_global_offset``). Such a
+tensor is loaded whole instead, and the rank's own part of it is compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ckptool.commands.reshard import PreparedReshard
+from ckptool.core.box import Box
+from ckptool.core.catalog import Index, TensorEntry
+from ckptool.core.layout import Data, Scattered, tiles
+from ckptool.core.mesh import LocalShard, Mesh, Piece, Placement, Replicate, Shard, StridedShard
+from ckptool.core.placing import Placed
+from ckptool.core.plan import ChunkIndex
+from ckptool.engine.gather import Array, Gatherer, unit
+from ckptool.engine.ranks import Ranks
+from ckptool.errors import CannotDo, TransferError
+
+_GROUP = 256 << 20
+_TILE = 1 << 20
+
+Value = TypeVar("Value")
+
+
+def require_loadable(prepared: PreparedReshard, ranks: Ranks) -> None:
+    """CannotDo where the result cannot be loaded by these ranks: ask before it is written."""
+    target, size = prepared.report.target_format, prepared.report.mesh.size
+    if target not in _LOADERS:
+        raise CannotDo(
+            f"--check: torch has no loader of its own for {target}",
+            hint="it checks " + ", ".join(_LOADERS),
+        )
+    if ranks.size != size:
+        raise CannotDo(
+            f"--check: the mesh has {size} ranks, this is a run of {ranks.size}",
+            hint=f"torchrun --nproc-per-node {size} -m ckptool reshard ...",
+        )
+
+
+def check_loads(prepared: PreparedReshard, ranks: Ranks) -> None:
+    """Load the written checkpoint through torch, each rank its shards, and compare every bit.
+
+    Raises CannotDo where the result cannot be loaded by these ranks, and TransferError where torch
+    fails or finds other values than the source has; on every rank the same. Values are gathered
+    from the source anew; tensors are loaded a few at a time.
+    """
+    require_loadable(prepared, ranks)
+    with _process_group():
+        check = ranks.together(lambda: _Check(prepared, ranks))
+        try:
+            check.run()
+        finally:
+            check.close()
+
+
+@contextmanager
+def _process_group() -> Iterator[None]:
+    """The process group that there is; for one process by itself a group of one."""
+    try:
+        import torch.distributed as distributed
+        from torch._C._distributed_c10d import HashStore
+    except ImportError:
+        raise CannotDo("--check needs torch", hint="pip install 'ckptool[torch]'") from None
+    if distributed.is_initialized():
+        yield
+        return
+    distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a rank has of a tensor: ``local`` is its memory, ``pieces`` say what lies where in it.
+
+    ``tensor`` is what torch's loader is given: the DTensor around it, or itself.
+    """
+
+    tensor: Any
+    local: Any
+    pieces: tuple[Piece, ...]
+
+
+class _Check:
+    """One rank's part in the check of one reshard."""
+
+    def __init__(self, prepared: PreparedReshard, ranks: Ranks) -> None:
+        report, transfer = prepared.report, prepared.transfer
+        placements = {name: choice.placements for name, choice in report.choices.items()}
+        self._placed = Placed(report.mesh, placements)
+        self._ranks = ranks
+        self._files = transfer.plan.layout.files
+        self.target = transfer.target
+        self.rank = ranks.rank
+        self.mesh = _device_mesh(report.mesh)
+        self._entries = transfer.plan.entries
+        self._gatherer = Gatherer(transfer.opened.source.root)
+        self._load = _LOADERS[report.target_format]
+
+    def close(self) -> None:
+        self._gatherer.close()
+
+    def run(self) -> None:
+        """Load and compare, tensor by tensor."""
+        self._load(self)
+
+    def together(self, work: Callable[[], Value]) -> Value:
+        return self._ranks.together(work)
+
+    def groups(self, suffix: str) -> Iterator[list[TensorEntry]]:
+        """The tensors that lie in files with ``suffix``, a bounded number of bytes at a time."""
+        files = [file for file in self._files if file.path.endswith(suffix)]
+        parts = [part for file in files for part in file.parts]
+        names = {part.name for part in parts if isinstance(part, Data | Scattered)}
+        group: list[TensorEntry] = []
+        total = 0
+        for entry in self._entries:
+            if entry.name not in names:
+                continue
+            nbytes = max(math.prod(shard.shape) for shard in self._placed.shards(entry))
+            if group and total + nbytes * entry.dtype.itemsize > _GROUP:
+                yield group
+                group, total = [], 0
+            group.append(entry)
+            total += nbytes * entry.dtype.itemsize
+        if group:
+            yield group
+
+    def require_all_files(self) -> None:
+        """CannotDo where this rank does not see all of the output."""
+        missing = [file.path for file in self._files if not (self.target / file.path).exists()]
+        if missing:
+            raise CannotDo(
+                f"--check: {self.target} has no {missing[0]} here: no rank sees all of the output",
+                hint="bring the nodes' files together, or check a --to rank-local",
+            )
+
+    def shard(self, entry: TensorEntry) -> LocalShard:
+        """What this rank holds of a tensor on the new mesh."""
+        return self._placed.shards(entry)[self.rank]
+
+    def placements(self, entry: TensorEntry) -> list[Any]:
+        """The tensor's placements as torch's."""
+        rank = len(entry.shape)
+        return [_torch_placement(item, rank) for item in self._placed.placements[entry.name]]
+
+    def compare(self, entry: TensorEntry, held: _Held) -> None:
+        """TransferError where what was loaded is not what the source has."""
+        index = ChunkIndex(entry)
+        loaded = _bits(held.local, entry.dtype.itemsize)
+        for piece in held.pieces:
+            shift = tuple(g - l for g, l in zip(piece.box.lo, piece.local.lo, strict=True))
+            for box in tiles(piece.box, entry.dtype.itemsize, _TILE):
+                wanted = self._gathered(entry, index, box)
+                where = box.relative_to(shift)
+                found = loaded[tuple(map(slice, where.lo, where.hi))] if where.lo else loaded
+                at = _first_difference(wanted, found)
+                if at is not None:
+                    place = [low + step for low, step in zip(box.lo, at, strict=True)]
+                    raise self.differs(entry, f"other values than the source, first at {place}")
+
+    def differs(self, entry: TensorEntry, how: str) -> TransferError:
+        return TransferError(
+            f"{self.target}: {entry.name}: rank {self.rank} loads {how}",
+            hint="do not train from it; write it again",
+        )
+
+    def _gathered(self, entry: TensorEntry, index: ChunkIndex, box: Box) -> Array:
+        dtype = entry.source_dtype
+        values: Array = np.empty(box.shape, unit(dtype.itemsize))
+        for chunk, common in index.find(box):
+            where = common.relative_to(box.lo)
+            view = values[tuple(map(slice, where.lo, where.hi))] if where.lo else values
+            self._gatherer.fill(view, chunk, common, dtype)
+        return values
+
+
+def _device_mesh(mesh: Mesh) -> Any:
+    """torch's mesh, without a process group a dim: loading needs none, and each costs a meeting."""
+    from torch import tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+    ranks = tensor(mesh.ranks).reshape(mesh.shape)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=mesh.names, _init_backend=False)
+
+
+def _bits(tensor: Any, itemsize: int) -> Array:
+    """The elements of a torch tensor as bits."""
+    import torch
+
+    shape = tuple(tensor.shape)
+    if not tensor.numel():
+        return np.empty(shape, unit(itemsize))
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return np.asarray(flat.view(unit(itemsize)).reshape(shape))
+
+
+def _first_difference(one: Array, other: Array) -> tuple[int, ...] | None:
+    """The first index at which two arrays of bits differ."""
+    rows = [
+        np.ascontiguousarray(values).reshape(-1).view("u1").reshape(-1, values.itemsize)
+        for values in (one, other)
+    ]
+    different = (rows[0] != rows[1]).any(axis=1)
+    if not different.any():
+        return None
+    return tuple(int(step) for step in np.unravel_index(int(different.argmax()), one.shape))
+
+
+def _torch_placement(placement: Placement, rank: int) -> Any:
+    from torch.distributed.tensor import placement_types as theirs
+
+    if isinstance(placement, Shard):
+        return theirs.Shard(placement.dim % rank)
+    if isinstance(placement, StridedShard):
+        return theirs._StridedShard(placement.dim % rank, split_factor=placement.split_factor)
+    if isinstance(placement, Replicate):
+        return theirs.Replicate()
+    raise CannotDo(f"{placement}: partial values cannot be loaded")
+
+
+# Formats that torch.distributed.checkpoint loads
+
+
+def _check_dcp(check: _Check) -> None:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    _check_through_dcp(check, ".distcp", lambda: FileSystemReader(check.target))
+
+
+def _check_dcp_safetensors(check: _Check) -> None:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    reader = HuggingFaceStorageReader
+    _check_through_dcp(check, ".safetensors", lambda: reader(str(check.target)))
+
+
+def _check_through_dcp(check: _Check, suffix: str, reader: Callable[[], Any]) -> None:
+    check.together(check.require_all_files)
+    for group in check.groups(suffix):
+        _check_group(check, group, reader)
+
+
+def _check_group(check: _Check, group: Sequence[TensorEntry], reader: Callable[[], Any]) -> None:
+    held = check.together(lambda: {entry.name: _empty(check, entry) for entry in group})
+    check.together(lambda: _load(check.target, {n: h.tensor for n, h in held.items()}, reader()))
+
+    def compare() -> None:
+        for entry in group:
+            check.compare(entry, held[entry.name])
+
+    check.together(compare)
+
+
+def _load(target: Path, state: dict[str, Any], reader: Any) -> None:
+    """``dcp.load``; its ranks talk to one another, so that they fail together too."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    try:
+        load(state, storage_reader=reader)
+    except (Exception, CheckpointException) as error:
+        raise TransferError(f"{target}: torch cannot load it: {_last_line(error)}") from error
+
+
+def _last_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
+
+
+def _empty(check: _Check, entry: TensorEntry) -> _Held:
+    """Memory for this rank's shard and a DTensor around it; for the whole where torch errs."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    dtype, shard = getattr(torch, entry.dtype.name), check.shard(entry)
+    placements = check.placements(entry)
+    if not _torch_agrees(entry.shape, shard, check.mesh, placements):
+        whole = torch.empty(entry.shape, dtype=dtype)
+        return _Held(whole, whole, tuple(Piece(piece.box, piece.box) for piece in shard.pieces))
+    local = torch.empty(shard.shape, dtype=dtype)
+    meta = torch.empty(entry.shape, dtype=dtype, device="meta")
+    tensor = DTensor.from_local(
+        local, check.mesh, placements, run_check=False, shape=meta.shape, stride=meta.stride()
+    )
+    return _Held(tensor, local, shard.pieces)
+
+
+def _torch_agrees(shape: tuple[int, ...], shard: LocalShard, mesh: Any, placed: list[Any]) -> bool:
+    """Whether torch's loader will look for the shard where it is: one box, in the right place."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    size, offset = compute_local_shape_and_global_offset(shape, mesh, placed)
+    if tuple(size) != shard.shape or len(shard.pieces) > 1:
+        return False
+    return not shard.pieces or shard.pieces[0].box.lo == tuple(offset)
+
+
+# One file a rank
+
+
+def _check_rank_file(check: _Check) -> None:
+    """This rank's own file by ``torch.load``; it is mapped, so that values are read one by one."""
+    state = check.together(lambda: _own_file(check.target / f"checkpoint_{check.rank}.pt"))
+
+    def compare() -> None:
+        for group in check.groups(f"checkpoint_{check.rank}.pt"):
+            for entry in group:
+                check.compare(entry, _found(check, entry, state))
+
+    check.together(compare)
+
+
+def _own_file(path: Path) -> Any:
+    import torch
+
+    try:
+        return torch.load(path, weights_only=True, mmap=True)
+    except Exception as error:
+        raise TransferError(f"{path}: torch cannot load it: {_last_line(error)}") from error
+
+
+def _found(check: _Check, entry: TensorEntry, state: Any) -> _Held:
+    """A tensor of the file, once it is known to be placed and shaped as it should be."""
+    from torch.distributed.tensor import DTensor
+
+    for step in entry.path:
+        state = state[step.position if isinstance(step, Index) else step]
+    name = str(state.dtype).removeprefix("torch.")
+    if (tuple(state.shape), name) != (entry.shape, entry.dtype.name):
+        raise check.differs(entry, f"{name} {list(state.shape)}")
+    if not isinstance(state, DTensor):
+        pieces = (Piece(Box.whole(entry.shape), Box.whole(entry.shape)),)
+        return _Held(state, state, pieces if entry.elements else ())
+    shard, local, mesh = check.shard(entry), state.to_local(), state.device_mesh
+    if tuple(local.shape) != shard.shape or list(state.placements) != check.placements(entry):
+        raise check.differs(entry, f"{list(local.shape)} placed {state.placements}")
+    if (mesh.shape, mesh.mesh_dim_names) != (check.mesh.shape, check.mesh.mesh_dim_names):
+        raise check.differs(entry, f"it on a mesh {mesh}")
+    return _Held(state, local, shard.pieces)
+
+
+_LOADERS: dict[str, Callable[[_Check], None]] = {
+    "dcp": _check_dcp,
+    "dcp-safetensors": _check_dcp_safetensors,
+    "rank-local": _check_rank_file,
+}
+"""What loads and compares each target format."""

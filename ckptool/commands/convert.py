@@ -1,0 +1,184 @@
+"""Write a checkpoint in another format, renamed, selected and cast as asked."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ckptool.commands.open import open_checkpoint
+from ckptool.commands.transfer import (
+    Progress,
+    Transfer,
+    TransferOptions,
+    free_bytes,
+    require_agreement,
+    require_apart,
+)
+from ckptool.core import rewrite
+from ckptool.core.catalog import Catalog
+from ckptool.core.dtype import DType
+from ckptool.core.layout import FileLayout, Layout
+from ckptool.core.parts import model_prefix, part_of
+from ckptool.core.plan import Plan
+from ckptool.errors import CannotDo, UsageError
+from ckptool.formats import BY_NAME
+from ckptool.formats.base import Format, Request
+
+TARGETS = ("safetensors", "torch-save", "dcp", "dcp-safetensors")
+"""What ``--to`` accepts. ``safetensors`` is a Hugging Face folder unless the target is a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """What to keep, how to name it, and how to write it. ``max_shard_size`` in bytes."""
+
+    to: str
+    format_name: str | None = None
+    per_rank: bool = False
+    select: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+    model_only: bool = False
+    strip_prefix: str | None = None
+    rename: tuple[str, ...] = ()
+    dtype: DType | None = None
+    max_shard_size: int = 5_000_000_000
+    one_rank: bool = False
+    transfer: TransferOptions = field(default_factory=TransferOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertReport:
+    """What is to be written, or was. Sizes in bytes."""
+
+    source: Path
+    source_format: str
+    target: Path
+    target_format: str
+    tensors: int
+    objects: int
+    files: tuple[FileLayout, ...]
+    read_bytes: int
+    write_bytes: int
+    free_bytes: int
+    left_out: tuple[str, ...]
+    cast: dict[str, int]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A conversion that is planned and checked, but not begun."""
+
+    transfer: Transfer
+    report: ConvertReport
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the transfer moves."""
+        return self.transfer.nbytes
+
+    def run(self, progress: Progress = lambda nbytes: None) -> ConvertReport:
+        """Write the target. Raises as a transfer does; the target is whole or not there."""
+        self.transfer.run(progress)
+        return self.report
+
+
+def prepare(source: Path, target: Path, options: ConvertOptions) -> Prepared:
+    """Plan a conversion: nothing is written yet, and no tensor byte is read.
+
+    Raises UsageError, CannotDo or a SourceError where it cannot be done as asked.
+    """
+    writer = _writer(options.to, target)
+    opened = open_checkpoint(source, format_name=options.format_name, per_rank=options.per_rank)
+    require_apart(opened, target)
+    catalog, cast = _rewritten(opened.catalog, options)
+    require_agreement(catalog)
+    if not catalog.tensors and not catalog.objects:
+        raise UsageError("nothing is left to convert")
+    catalog = opened.located(catalog)
+    layout = _layout(writer, catalog, target, options)
+    plan = Plan(catalog, layout)
+    report = ConvertReport(
+        source=opened.path,
+        source_format=opened.format.name,
+        target=target,
+        target_format=writer.name,
+        tensors=len(catalog.tensors),
+        objects=len(catalog.objects),
+        files=layout.files,
+        read_bytes=plan.read_bytes,
+        write_bytes=layout.nbytes,
+        free_bytes=free_bytes(target.parent),
+        left_out=_left_out(opened.catalog, catalog, options),
+        cast=cast,
+        notes=(*catalog.notes, *layout.notes),
+    )
+    decided = (writer.name, options.max_shard_size, options.one_rank)
+    return Prepared(Transfer(opened, plan, target, options.transfer, decided), report)
+
+
+def _writer(to: str, target: Path) -> Format:
+    if to not in TARGETS:
+        raise UsageError(f"--to {to!r}: no such target", hint="one of " + ", ".join(TARGETS))
+    is_file = target.suffix == ".safetensors"
+    if is_file and to != "safetensors":
+        raise UsageError(f"{target}: a .safetensors file, but --to says {to}")
+    if to == "safetensors" and not is_file:
+        return BY_NAME["hf"]
+    return BY_NAME[to]
+
+
+def _layout(writer: Format, catalog: Catalog, target: Path, options: ConvertOptions) -> Layout:
+    if writer.lay_out is None:
+        raise CannotDo(f"ckptool does not write {writer.name}")
+    request = Request(target.name, options.max_shard_size, options.one_rank)
+    return writer.lay_out(catalog, request)
+
+
+def _rewritten(catalog: Catalog, options: ConvertOptions) -> tuple[Catalog, dict[str, int]]:
+    """The catalog as the target shall hold it, and how many tensors were cast from each type."""
+    if options.select:
+        catalog = rewrite.select(catalog, options.select)
+    if options.drop:
+        catalog = rewrite.drop(catalog, options.drop)
+    if options.model_only:
+        catalog = only_model(catalog)
+    if options.strip_prefix:
+        catalog = rewrite.strip_prefix(catalog, options.strip_prefix)
+    for rule in options.rename:
+        catalog = rewrite.rename(catalog, rewrite.substitution(rule))
+    counts: dict[str, int] = {}
+    if options.dtype is not None:
+        if importlib.util.find_spec("torch") is None:
+            raise CannotDo("--dtype needs torch", hint="pip install 'ckptool[torch]'")
+        catalog, changed = rewrite.cast(catalog, options.dtype)
+        for entry in changed:
+            counts[entry.dtype.name] = counts.get(entry.dtype.name, 0) + 1
+    return catalog, counts
+
+
+def only_model(catalog: Catalog) -> Catalog:
+    """The model's tensors, under the names the model itself gives them."""
+    prefix = model_prefix(catalog)
+    names = [n for n, e in catalog.tensors.items() if part_of(n, e.path) == "model"]
+    if not names:
+        raise CannotDo("--model-only: no tensor here looks like a part of a model")
+    model = replace(
+        catalog,
+        tensors={name: catalog.tensors[name] for name in names},
+        objects={},
+        conflicts={n: why for n, why in catalog.conflicts.items() if part_of(n, ()) == "model"},
+    )
+    return rewrite.strip_prefix(model, prefix) if prefix else model
+
+
+def _left_out(before: Catalog, after: Catalog, options: ConvertOptions) -> tuple[str, ...]:
+    """What the options left out, as one line a kind."""
+    if not (options.select or options.drop or options.model_only):
+        return ()
+    tensors = len(before.tensors) - len(after.tensors)
+    values = len(before.objects) - len(after.objects)
+    return tuple(
+        f"{count} {what}" for count, what in ((tensors, "tensors"), (values, "values")) if count
+    )

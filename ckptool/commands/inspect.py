@@ -1,0 +1,136 @@
+"""What a checkpoint holds, from its metadata alone."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptool.commands.open import Opened, open_checkpoint
+from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
+from ckptool.core.dtype import DType
+from ckptool.core.parts import part_of
+
+PARTS = ("model", "optimizer", "other")
+
+_STEP_NAMES = (
+    "train_state.step",
+    "trainer.global_step",
+    "trainer_state.global_step",
+    "train.global_step",
+    "train.step",
+    "state.global_step",
+    "meta.global_step",
+    "meta.step",
+    "global_step",
+    "step",
+    "iteration",
+)
+_STEP_FOLDER = re.compile(
+    r"(?:.*[-_.])?(?:global_?)?step[-_=]?(\d{1,18})|checkpoint-(\d{1,18})|iter(?:ation)?_(\d{1,18})"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """The whole in four numbers. ``parameters`` are the elements of the model's tensors."""
+
+    tensors: int
+    parameters: int
+    nbytes: int
+    files: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one part of the checkpoint holds in one element type."""
+
+    part: str
+    dtype: DType
+    tensors: int
+    elements: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class InspectReport:
+    """What ``inspect`` shows.
+
+    ``problems`` make the checkpoint unreadable in part: ranks that contradict one another, and
+    tensors that their chunks do not tile.
+    """
+
+    opened: Opened
+    step: int | None
+    totals: Totals
+    shares: tuple[Share, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def path(self) -> Path:
+        return self.opened.path
+
+    @property
+    def catalog(self) -> Catalog:
+        return self.opened.catalog
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self.catalog.notes
+
+
+def inspect(path: Path, *, format_name: str | None = None, per_rank: bool = False) -> InspectReport:
+    """Recognise the checkpoint at ``path`` and describe it. No tensor byte is read."""
+    return report(open_checkpoint(path, format_name=format_name, per_rank=per_rank))
+
+
+def report(opened: Opened) -> InspectReport:
+    """The description of a checkpoint that is open already."""
+    catalog = opened.catalog
+    shares = shares_of(catalog.tensors.values())
+    totals = Totals(
+        tensors=len(catalog.tensors),
+        parameters=sum(share.elements for share in shares if share.part == "model"),
+        nbytes=sum(share.nbytes for share in shares),
+        files=len(catalog.files),
+    )
+    return InspectReport(opened, step_of(opened.path, catalog), totals, shares, _problems(catalog))
+
+
+def shares_of(entries: Iterable[TensorEntry]) -> tuple[Share, ...]:
+    """Tensors summed up by part and element type, the largest type of a part first."""
+    groups: dict[tuple[str, DType], list[TensorEntry]] = {}
+    for entry in entries:
+        groups.setdefault((part_of(entry.name, entry.path), entry.dtype), []).append(entry)
+    shares = [
+        Share(
+            part,
+            dtype,
+            len(members),
+            sum(entry.elements for entry in members),
+            sum(entry.nbytes for entry in members),
+        )
+        for (part, dtype), members in groups.items()
+    ]
+    return tuple(sorted(shares, key=lambda s: (PARTS.index(s.part), -s.nbytes, s.dtype.name)))
+
+
+def step_of(path: Path, catalog: Catalog) -> int | None:
+    """The training step: a value that says so, else a folder name that does, else None."""
+    for name in _STEP_NAMES:
+        entry = catalog.objects.get(name)
+        if entry is not None and type(entry.value) is int and entry.value >= 0:
+            return entry.value
+    place = Path(os.path.realpath(path))
+    for name in (place.stem if place.is_file() else place.name, place.parent.name):
+        found = _STEP_FOLDER.fullmatch(name)
+        if found:
+            return int(next(filter(None, found.groups())))
+    return None
+
+
+def _problems(catalog: Catalog) -> tuple[str, ...]:
+    gaps = (coverage_problem(entry) for entry in catalog.tensors.values())
+    return (*catalog.conflicts.values(), *(gap for gap in gaps if gap is not None))

@@ -1,0 +1,243 @@
+"""From what the user points at to a source, its format and its catalog."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from ckptool.core.catalog import Catalog
+from ckptool.engine.sources import LocalSource
+from ckptool.errors import CkptoolError, Damaged, NotFound, Unrecognised, UsageError
+from ckptool.formats import BY_NAME, detect
+from ckptool.formats.base import Format, ScanOptions
+from ckptool.formats.safetensors import EXTRA
+
+_LEVELS = 4
+_T = TypeVar("_T")
+_MOST_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A checkpoint that was recognised. ``path`` is where it lies, ``catalog`` what it says."""
+
+    path: Path
+    source: LocalSource
+    format: Format
+    catalog: Catalog
+
+    def located(self, catalog: Catalog) -> Catalog:
+        """A (rewritten) catalog of this checkpoint with every container opened."""
+        locate = self.format.locate
+        if locate is None:
+            return catalog
+        return _bounded(self.path, lambda: locate(self.source, catalog))
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    path: Path
+    source: LocalSource
+    format: Format
+
+
+def open_checkpoint(
+    path: Path, *, format_name: str | None = None, per_rank: bool = False
+) -> Opened:
+    """Recognise the checkpoint at ``path`` and scan its metadata.
+
+    ``path`` may be the checkpoint, a file inside it, its parent folder, or a run's folder that
+    holds just one. Raises NotFound, Unrecognised (with what is there), Damaged or Hostile.
+    """
+    _require_there(path)
+    found = _bounded(path, lambda: _recognise(path, format_name))
+    options = ScanOptions(per_rank=per_rank)
+    catalog = _bounded(found.path, lambda: found.format.scan(found.source, options))
+    if not catalog.tensors and not catalog.objects:
+        raise Unrecognised(f"{found.path}: no tensor and no value in it")
+    return Opened(found.path, found.source, found.format, catalog)
+
+
+def holds_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint of a known format by its names, whole or not."""
+    try:
+        return path.is_dir() and detect(LocalSource.folder(path)) is not None
+    except (CkptoolError, OSError):
+        return False
+
+
+def _require_there(path: Path) -> None:
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        raise NotFound(f"{path}: {_reason(error)}", hint=_similar(path)) from None
+    except ValueError:
+        raise NotFound(f"{str(path)!r}: no path, for it holds a null character") from None
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise Unrecognised(f"{path}: a pipe, socket or device, neither a file nor a folder")
+
+
+def _bounded(path: Path, work: Callable[[], _T]) -> _T:
+    """The last line of defence against metadata that no check foresaw."""
+    try:
+        return work()
+    except RecursionError:
+        raise Damaged(f"{path}: its metadata is nested too deep to be read") from None
+    except MemoryError:
+        raise Damaged(f"{path}: its metadata needs more memory than there is") from None
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "no such file or folder"
+    return (error.strerror or "cannot be read").lower()
+
+
+def _similar(path: Path) -> str | None:
+    try:
+        names = os.listdir(path.parent)
+    except OSError:
+        return None
+    import difflib
+
+    close = difflib.get_close_matches(path.name, names, n=1)
+    return f"did you mean {path.parent / close[0]} ?" if close else None
+
+
+def _recognise(path: Path, format_name: str | None) -> _Candidate:
+    if format_name is not None:
+        return _as_told(path, format_name)
+    if path.is_dir():
+        return _in_folder(path)
+    return _around_file(path)
+
+
+def _as_told(path: Path, format_name: str) -> _Candidate:
+    if format_name not in BY_NAME:
+        raise UsageError(
+            f"--from {format_name!r}: no such format", hint="one of " + ", ".join(BY_NAME)
+        )
+    source = LocalSource.folder(path) if path.is_dir() else LocalSource.file(path)
+    return _Candidate(path, source, BY_NAME[format_name])
+
+
+def _around_file(path: Path) -> _Candidate:
+    """The checkpoint that a file is part of, or the file by itself."""
+    whole = _whole_around(path)
+    if whole is not None:
+        return whole
+    source = LocalSource.file(path)
+    alone = detect(source)
+    if alone is not None:
+        return _Candidate(path, source, alone)
+    if not source.files[path.name]:
+        raise Unrecognised(f"{path}: the file is empty (0 bytes)")
+    head = source.read(path.name, 0, min(8, source.files[path.name]))
+    raise Unrecognised(
+        f"{path}: no checkpoint format that ckptool knows (it begins with {head.hex(' ')})",
+        hint="ckptool formats lists them; --from NAME tries one all the same",
+    )
+
+
+def _whole_around(path: Path) -> _Candidate | None:
+    """The checkpoint in the file's folder that the file is part of."""
+    try:
+        folder = LocalSource.folder(path.parent)
+    except NotFound:
+        return None
+    found = _detect_folder(folder)
+    if found is None or not (path.name in _files_of(found, folder) or _marks(path.name)):
+        return None
+    return _Candidate(path.parent, folder, found)
+
+
+def _marks(name: str) -> bool:
+    """Whether a file name says that the file is only a part of a checkpoint."""
+    return name in (".metadata", "metadata.pkl") or name.endswith((".distcp", ".index.json"))
+
+
+def _files_of(item: Format, source: LocalSource) -> frozenset[str]:
+    try:
+        return frozenset(item.scan(source, ScanOptions(per_rank=True)).files)
+    except CkptoolError:
+        return frozenset()
+
+
+def _in_folder(path: Path) -> _Candidate:
+    source = LocalSource.folder(path)
+    found = _detect_folder(source)
+    if found is not None:
+        return _Candidate(path, source, found)
+    candidates = list(_candidates(path, source))
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        raise _several(path, candidates)
+    if not source.files:
+        raise Unrecognised(f"{path}: the folder is empty")
+    raise Unrecognised(
+        f"{path}: no checkpoint in its {len(source.files):,} files: {_listing(source)}",
+        hint="ckptool formats lists what is recognised; --from NAME tries one all the same",
+    )
+
+
+def _detect_folder(source: LocalSource) -> Format | None:
+    """The format of a folder as a whole; None where it only holds a single-file checkpoint."""
+    found = detect(source) if len(source.files) != 1 else None
+    return None if found is BY_NAME["safetensors"] else found
+
+
+def _candidates(path: Path, source: LocalSource) -> Iterator[_Candidate]:
+    """Checkpoints below a folder: subfolders that are one, and single files that are one."""
+    folders = source.subfolders()
+    covered: set[str] = set()
+    for folder in sorted(folders, key=lambda name: (name.count("/"), _natural(name))):
+        if folder.count("/") >= _LEVELS or any(str(p) in covered for p in Path(folder).parents):
+            continue
+        inner = folders[folder]
+        found = _detect_folder(inner)
+        if found is not None:
+            covered.add(folder)
+            yield _Candidate(path / folder, inner, found)
+    for name in source.files:
+        if not any(str(parent) in covered for parent in Path(name).parents):
+            yield from _single_file(path, name)
+
+
+def _single_file(path: Path, name: str) -> Iterator[_Candidate]:
+    if not name.endswith((".pt", ".pth", ".bin", ".ckpt", ".safetensors")):
+        return
+    if name.endswith(EXTRA) and os.path.exists(path / (name.removesuffix(EXTRA) + ".safetensors")):
+        return
+    source = LocalSource.file(path / name)
+    found = detect(source)
+    if found is not None:
+        yield _Candidate(path / name, source, found)
+
+
+def _several(path: Path, candidates: list[_Candidate]) -> Unrecognised:
+    candidates = sorted(candidates, key=lambda item: _natural(str(item.path)))
+    shown = [f"  {item.path}  ({item.format.name})" for item in candidates[-_MOST_SHOWN:]]
+    more = len(candidates) - len(shown)
+    listed = ([f"  ... and {more} more before these"] if more else []) + shown
+    return Unrecognised(
+        f"{path}: {len(candidates)} checkpoints are below this folder:\n" + "\n".join(listed),
+        hint=f"name one of them, such as {candidates[-1].path}",
+    )
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    """A sort key under which step-9 comes before step-10."""
+    parts = enumerate(re.split(r"([0-9]+)", name))
+    return [(0, int(part)) if at % 2 else (1, part) for at, part in parts]
+
+
+def _listing(source: LocalSource) -> str:
+    names = list(source.files)
+    more = f", and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more

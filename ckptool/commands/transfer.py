@@ -1,0 +1,211 @@
+"""Move a checkpoint into another layout: the one way that all writing commands take."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptool import __version__
+from ckptool.commands.open import Opened, holds_checkpoint
+from ckptool.core.catalog import Catalog, TensorEntry, tied
+from ckptool.core.plan import Plan
+from ckptool.engine.digest import digests, written_entries
+from ckptool.engine.ranks import Ranks, share
+from ckptool.engine.replicas import differing_replicas
+from ckptool.engine.run import RunOptions, run
+from ckptool.engine.stage import RESUME_HINT, Stage, StageOptions
+from ckptool.errors import CannotDo, CkptoolError, NotVerified, TransferError, UsageError, damaged
+
+Progress = Callable[[int], None]
+
+
+def no_progress(nbytes: int) -> None:
+    """Tell nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """How to write.
+
+    ``overwrite`` replaces an existing target once everything is written, ``resume`` continues a
+    partial output, ``verify`` reads the output back before it is committed.
+    """
+
+    overwrite: bool = False
+    resume: bool = False
+    verify: bool = False
+    run: RunOptions = field(default_factory=RunOptions)
+
+
+def require_agreement(catalog: Catalog) -> None:
+    """Damaged where ranks contradict one another on something that is to be written."""
+    if catalog.conflicts:
+        raise damaged(
+            list(catalog.conflicts.values()),
+            subject="the ranks' files",
+            hint="--per-rank keeps each rank's as NAME@rankR; --drop 'GLOB' leaves them out; if the"
+            " files are separate checkpoints, name one with --from torch-save",
+        )
+
+
+def require_apart(opened: Opened, target: Path) -> None:
+    """UsageError where the target lies in the source, or holds it."""
+    try:
+        source, there = opened.path.resolve(), target.resolve()
+    except (OSError, RuntimeError) as error:
+        raise CannotDo(f"{target}: cannot be followed: {error}") from None
+    if there == source or source in there.parents or there in source.parents:
+        raise UsageError(f"{target}: lies in the source {opened.path}, or holds it")
+
+
+def free_bytes(folder: Path) -> int:
+    """Free bytes of the disk that a folder lies on; 0 where that cannot be told."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A transfer that is planned and checked, but not begun.
+
+    ``decided`` is what the command was asked for and chose, beyond what the layout shows; a run
+    can only be resumed where it is the same. ``mesh_size`` is the number of ranks that the output
+    is cut for, None where it is cut for none.
+    """
+
+    opened: Opened
+    plan: Plan
+    target: Path
+    options: TransferOptions
+    decided: object = None
+    mesh_size: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that will be written (and, with ``verify``, read back twice)."""
+        written = self.plan.layout.nbytes
+        return written + 2 * self.plan.read_bytes if self.options.verify else written
+
+    def run(self, progress: Progress = no_progress, ranks: Ranks | None = None) -> None:
+        """Write the layout at the target, whole or not at all, sharing the work with ``ranks``.
+
+        Raises Damaged where the source contradicts itself, TransferError where writing fails or
+        what was written is not what should have been.
+        """
+        ranks = ranks or Ranks()
+        stage = self._staged(ranks)
+        try:
+            self._write(stage, progress, ranks)
+        except NotVerified:
+            stage.discard(resumed=True)
+            raise
+        except (OSError, TransferError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error.message
+            raise TransferError(f"{self.target}: {reason}", hint=RESUME_HINT) from error
+        except CkptoolError:
+            stage.discard()
+            raise
+        finally:
+            stage.journal.close()
+
+    def _staged(self, ranks: Ranks) -> Stage:
+        """The stage of this rank; Damaged where replicas differ, CannotDo where plans differ."""
+        options = ranks.together(self._stage_options)
+        if len(set(ranks.gather((options.plan, options.source)))) > 1:
+            raise CannotDo("the ranks see different sources or plan differently")
+        stage = Stage(self.target, self.plan.layout, options)
+        ranks.together(lambda: stage.require_possible() if ranks.rank == 0 else None)
+        ranks.together(lambda: self._require_equal_replicas(ranks))
+        return stage
+
+    def _require_equal_replicas(self, ranks: Ranks) -> None:
+        mine = self.plan.entries[ranks.rank :: ranks.size]
+        problems = differing_replicas(mine, self.opened.source.root)
+        if problems:
+            raise damaged(problems, subject="the replicas", hint="--drop NAME leaves a tensor out")
+
+    def _write(self, stage: Stage, progress: Progress, ranks: Ranks) -> None:
+        ranks.together(lambda: stage.begin() if ranks.rank == 0 else None)
+        token = ranks.gather(os.urandom(8).hex())[0]
+        ranks.together(lambda: stage.mark(token) if ranks.rank == 0 else None)
+        shared = all(ranks.gather(stage.is_marked(token)))
+        leads = ranks.rank == 0 or (not shared and ranks.local_rank == 0)
+        if not shared:
+            ranks.together(lambda: stage.begin() if leads and ranks.rank else None)
+        ranks.together(lambda: stage.join(ranks.rank))
+        ranks.together(lambda: self._move(stage, progress, ranks))
+        if self.options.verify:
+            ranks.together(lambda: self._verify(stage, progress, ranks, shared=shared))
+        ranks.together(lambda: stage.commit() if leads else None)
+
+    def _move(self, stage: Stage, progress: Progress, ranks: Ranks) -> None:
+        mine = share(self.plan.layout, ranks.rank, ranks.size, self.mesh_size)
+        root, options = self.opened.source.root, self.options.run
+        run(self.plan, root, stage.folder, options, progress, numbers=mine, journal=stage.journal)
+
+    def _stage_options(self) -> StageOptions:
+        catalog = self.plan.catalog
+        return StageOptions(
+            self._digest(),
+            self.opened.source.fingerprint([*catalog.files, *catalog.companions]),
+            self.options.overwrite,
+            self.options.resume,
+            self.options.run.fsync,
+            self.options.overwrite and holds_checkpoint(self.target),
+        )
+
+    def _without_aliases(
+        self, mine: dict[str, TensorEntry], written: dict[str, TensorEntry]
+    ) -> dict[str, TensorEntry]:
+        """Without names that the layout stores under a tied one, or that hold no element."""
+        aliases = {name for names in tied(self.plan.catalog) for name in names}
+        return {
+            name: entry
+            for name, entry in mine.items()
+            if name in written or (entry.elements and name not in aliases)
+        }
+
+    def _digest(self) -> str:
+        """A SHA-256 of all that decides the output, but for the source's own bytes."""
+        found = hashlib.sha256(repr((__version__, self.decided)).encode())
+        for file in self.plan.layout.files:
+            found.update(repr((file.path, file.nbytes, file.rank)).encode())
+        for entry in self.plan.entries:
+            kind = (entry.name, entry.path, entry.shape, entry.dtype.name, entry.source_dtype.name)
+            spots = [(chunk.box.lo, chunk.at.file, chunk.at.offset) for chunk in entry.chunks]
+            found.update(repr((kind, spots)).encode())
+        for value in self.plan.catalog.objects.values():
+            found.update(repr((value.name, value.path)).encode())
+        return found.hexdigest()
+
+    def _verify(self, stage: Stage, progress: Progress, ranks: Ranks, *, shared: bool) -> None:
+        """Compare the content of this rank's share of tensors, as it lies on disk, with the source.
+
+        The content is hashed in row-major order of the whole tensor, so that it does not depend on
+        how either side is sharded.
+        """
+        if not shared:
+            raise CannotDo(
+                "no rank sees all of the output, so its content cannot be compared",
+                hint="--no-verify writes a node-local target unverified",
+            )
+        mine: dict[str, TensorEntry] = {
+            entry.name: entry for entry in self.plan.entries[ranks.rank :: ranks.size]
+        }
+        written = written_entries(self.plan.layout, mine)
+        mine = self._without_aliases(mine, written)
+        workers = self.options.run.workers
+        wanted = digests(mine.values(), self.opened.source.root, workers, progress)
+        found = digests(written.values(), str(stage.folder), workers, progress)
+        wrong = [name for name in wanted if found.get(name) != wanted[name]]
+        if wrong:
+            raise NotVerified(f"{len(wrong)} tensors differ once written, first {wrong[0]}")
+        copies = differing_replicas(written.values(), str(stage.folder))
+        if copies:
+            raise NotVerified(f"{len(copies)} copies differ once written: {copies[0]}")

@@ -1,0 +1,50 @@
+"""Option values as people write them: sizes and element types."""
+
+from __future__ import annotations
+
+import re
+
+from ckptool.core.dtype import BY_NAME, SHORT_NAMES, DType
+from ckptool.engine.run import RunOptions
+from ckptool.errors import UsageError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+
+
+def parse_size(text: str, option: str) -> int:
+    """Bytes of ``5GB``, ``512MiB`` or ``1000``; UsageError where it is no positive size."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    size = int(float(match[1]) * unit) if match and unit else 0
+    if size < 1:
+        raise UsageError(f"{option} {text!r} is no size", hint="such as 512MiB, 5GB or 1000000")
+    return size
+
+
+def parse_dtype(text: str) -> DType:
+    """The floating type called ``bf16``, ``torch.float16``, ``float8_e4m3fn``; or UsageError."""
+    name = text.lower().removeprefix("torch.")
+    dtype = BY_NAME.get(SHORT_NAMES.get(name, name))
+    if dtype is None or dtype.kind != "float":
+        floating = [item.name for item in BY_NAME.values() if item.kind == "float"]
+        raise UsageError(
+            f"--dtype {text!r} is no floating type", hint="one of " + ", ".join(floating)
+        )
+    return dtype
+
+
+def run_options(workers: int | None, budget: str, fsync: bool) -> RunOptions:
+    """How to move bytes, with the defaults where nothing is asked."""
+    default = RunOptions()
+    return RunOptions(workers or default.workers, parse_size(budget, "--budget"), fsync)

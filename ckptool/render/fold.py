@@ -1,0 +1,132 @@
+"""Fold repeated layers: one line for all tensors that differ only in numbers of their names."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from ckptool.commands.inspect import PARTS
+from ckptool.core.catalog import TensorEntry
+from ckptool.core.parts import part_of
+from ckptool.render.text import ranges
+
+_NUMBER = re.compile(r"((?:(?<![^.])|(?<=@rank))(?:0|[1-9][0-9]{0,8})(?![^.@]))")
+
+Numbers = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """``count`` tensors that look like ``entry``; ``name`` has braces for what differs."""
+
+    part: str
+    name: str
+    entry: TensorEntry
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What tensors have in common that share a line; ``words`` stand around the numbers."""
+
+    part: str
+    words: tuple[str, ...]
+    looks: tuple[object, ...]
+
+
+def fold(entries: Collection[TensorEntry]) -> list[Folded]:
+    """Few lines that name every tensor once, in natural order within each part."""
+    kinds: dict[_Kind, dict[Numbers, TensorEntry]] = {}
+    for entry in entries:
+        words, numbers = split_numbers(entry.name)
+        kind = _Kind(part_of(entry.name, entry.path), words, _looks(entry))
+        kinds.setdefault(kind, {})[numbers] = entry
+    lines = [line for kind, members in kinds.items() for line in _lines(kind, members)]
+    lines.sort(key=lambda line: (PARTS.index(line.part), natural(line.entry.name)))
+    return _fold_states(_fold_scalars(lines, [entry.name for entry in entries]))
+
+
+def _looks(entry: TensorEntry) -> tuple[object, ...]:
+    scattered = entry.placements is None and len(entry.chunks)
+    return entry.dtype, entry.shape, entry.placements, scattered
+
+
+def _lines(kind: _Kind, members: dict[Numbers, TensorEntry]) -> Iterable[Folded]:
+    for axes in products(members):
+        first = members[tuple(axis[0] for axis in axes)]
+        yield Folded(kind.part, with_numbers(kind.words, axes), first, math.prod(map(len, axes)))
+
+
+def split_numbers(name: str) -> tuple[tuple[str, ...], Numbers]:
+    """The words around the integer components of a dotted name, and the integers."""
+    pieces = _NUMBER.split(name)
+    return tuple(pieces[::2]), tuple(map(int, pieces[1::2]))
+
+
+def with_numbers(words: Sequence[str], axes: Sequence[Numbers]) -> str:
+    """The name again, with several numbers at one place in braces."""
+    name = words[0]
+    for axis, word in zip(axes, words[1:], strict=True):
+        name += (f"{{{ranges(axis)}}}" if len(axis) > 1 else str(axis[0])) + word
+    return name
+
+
+def products(found: Collection[Numbers]) -> list[tuple[Numbers, ...]]:
+    """Disjoint products of number sets that together make up the set of tuples."""
+    if () in found:
+        return [()]
+    tails: dict[int, set[Numbers]] = {}
+    for head, *tail in found:
+        tails.setdefault(head, set()).add(tuple(tail))
+    heads: dict[frozenset[Numbers], list[int]] = {}
+    for head in sorted(tails):
+        heads.setdefault(frozenset(tails[head]), []).append(head)
+    return [(tuple(axis), *rest) for tail, axis in heads.items() for rest in products(tail)]
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """A sort key under which layer 2 comes before layer 10."""
+    pieces = _NUMBER.split(name)
+    return [(0, int(p), "") if i % 2 else (1, 0, p) for i, p in enumerate(pieces)]
+
+
+def _fold_scalars(lines: list[Folded], names: list[str]) -> list[Folded]:
+    """One line such as ``optim.state.*.step`` for an optimizer's 0-d states, where it is exact."""
+    groups: dict[tuple[object, ...], list[Folded]] = {}
+    for line in lines:
+        steps = line.entry.name.split(".")
+        if line.part == "optimizer" and not line.entry.shape and len(steps) > 3:
+            key = (".".join(steps[:2]) + ".", "." + steps[-1], _looks(line.entry))
+            groups.setdefault(key, []).append(line)
+    merged: dict[str, Folded | None] = {}
+    for (head, tail, _), group in groups.items():
+        count = sum(line.count for line in group)
+        if len(group) > 1 and count == _matching(names, str(head), str(tail)):
+            merged |= dict.fromkeys(line.name for line in group)
+            merged[group[-1].name] = replace(group[-1], name=f"{head}*{tail}", count=count)
+    folded = [merged.get(line.name, line) for line in lines]
+    return [line for line in folded if line is not None]
+
+
+def _matching(names: Iterable[str], head: str, tail: str) -> int:
+    return sum(name.startswith(head) and name.endswith(tail) for name in names)
+
+
+def _fold_states(lines: list[Folded]) -> list[Folded]:
+    """One line for an optimizer's states of one parameter, such as ``{exp_avg,exp_avg_sq}``."""
+    groups: dict[tuple[object, ...], list[Folded]] = {}
+    for line in lines:
+        head, _, state = line.name.rpartition(".")
+        alike = line.part == "optimizer" and head and not re.search(r"[{}*]", state)
+        groups.setdefault((head, _looks(line.entry)) if alike else (line,), []).append(line)
+    return [_joined_states(group) for group in groups.values()]
+
+
+def _joined_states(group: list[Folded]) -> Folded:
+    if len(group) == 1:
+        return group[0]
+    head = group[0].name.rpartition(".")[0]
+    states = ",".join(line.name.rpartition(".")[2] for line in group)
+    return replace(group[0], name=f"{head}.{{{states}}}", count=sum(line.count for line in group))

@@ -1,0 +1,52 @@
+"""Errors and notes on stderr, JSON on stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ckptool.errors import CkptoolError
+from ckptool.render.text import console, escaped
+
+
+def show_error(error: CkptoolError) -> None:
+    """The problem in red, then the hint."""
+    screen = console(stderr=True)
+    screen.print(f"[bold red]error:[/] {_lines(error.message)}", highlight=False, soft_wrap=True)
+    if error.hint:
+        screen.print(f"[bold cyan]hint:[/] {_lines(error.hint)}", highlight=False, soft_wrap=True)
+
+
+def show_notes(notes: Iterable[str]) -> None:
+    """Each note on a line of its own."""
+    screen = console(stderr=True)
+    for note in notes:
+        screen.print(f"[yellow]note:[/] {_lines(note)}", highlight=False, soft_wrap=True)
+
+
+def show_interrupted() -> None:
+    """What an interruption leaves."""
+    console(stderr=True).print(
+        "[yellow]interrupted[/]: the target is untouched; what was being written continues with"
+        " --resume",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def show_step(text: str) -> None:
+    """What a long command does now."""
+    console(stderr=True).print(f"[dim]{escaped(text)}[/]", highlight=False, soft_wrap=True)
+
+
+def print_json(content: Mapping[str, Any]) -> None:
+    """One JSON object on stdout."""
+    json.dump(content, sys.stdout, indent=2, ensure_ascii=True, allow_nan=False)
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
+def _lines(text: str) -> str:
+    return "\n".join(escaped(line) for line in text.split("\n"))

@@ -1,0 +1,142 @@
+"""Words and numbers for the screen: the console, escaping, sizes, aligned columns."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterable, Sequence
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+_UNBOUNDED = 1 << 16
+_NARROWEST = 12
+_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def console(stderr: bool = False, record: bool = False) -> Console:
+    """The screen. Where nobody watches it is so wide that no line is ever cut or wrapped."""
+    stream = sys.stderr if stderr else sys.stdout
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+    width = None if stream.isatty() else _UNBOUNDED
+    return Console(stderr=stderr, record=record, width=width, emoji=False, highlight=False)
+
+
+def visible(text: str) -> str:
+    """Untrusted text with control, direction and other unprintable characters spelled out."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else _spelled(c) for c in text)
+
+
+def _spelled(char: str) -> str:
+    return char.encode("unicode_escape").decode("ascii")
+
+
+def escaped(text: str) -> str:
+    """Untrusted text, safe inside rich markup."""
+    return escape(visible(text))
+
+
+def size(nbytes: int) -> str:
+    """``1.56 GiB``: three significant digits in units of 1024."""
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    value, units = nbytes / 1024, list(_UNITS)
+    while value >= 999.5 and len(units) > 1:
+        value /= 1024
+        del units[0]
+    return f"{_three_digits(value)} {units[0]}"
+
+
+def magnitude(count: int) -> str:
+    """``6.74 B``: a count as people say it; small ones in full."""
+    for limit, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**4, "K")):
+        if count >= limit:
+            return f"{_three_digits(count / (1000 if unit == 'K' else limit))} {unit}"
+    return f"{count:,}"
+
+
+def _three_digits(value: float) -> str:
+    if value >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 file``, ``4 files``, ``3 boxes``."""
+    ending = "" if count == 1 else "es" if noun.endswith("x") else "s"
+    return f"{count:,} {noun}{ending}"
+
+
+def ranges(numbers: Iterable[int], separator: str = ",") -> str:
+    """``0..3,7``: ascending numbers, runs of three or more as first and last."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return separator.join(
+        f"{run[0]}..{run[-1]}" if len(run) > 2 else separator.join(map(str, run)) for run in runs
+    )
+
+
+def bar(share: float, width: int, *, ascii_only: bool = False) -> str:
+    """A bar of ``share`` (0 to 1) of ``width`` cells; anything above zero shows."""
+    if ascii_only:
+        return "#" * max(round(share * width), share > 0)
+    eighths = max(round(share * width * 8), share > 0)
+    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+
+
+def columns(
+    screen: Console, rows: Sequence[Sequence[Text]], aligns: str, *, cuts: int | None = None
+) -> list[Text]:
+    """Rows as aligned lines, indented by two cells. ``aligns`` has an ``l`` or ``r`` a column.
+
+    On a terminal that is too narrow, the cells of column ``cuts`` lose their middle.
+    """
+    widths = [max((row[i].cell_len for row in rows), default=0) for i in range(len(aligns))]
+    if cuts is not None and screen.is_terminal:
+        excess = sum(width + 2 for width in widths if width) - screen.width
+        widths[cuts] = max(min(widths[cuts], _NARROWEST), widths[cuts] - max(0, excess))
+    return [_line(row, widths, aligns) for row in rows]
+
+
+def _line(row: Sequence[Text], widths: Sequence[int], aligns: str) -> Text:
+    line = Text()
+    for cell, width, align in zip(row, widths, aligns, strict=True):
+        if not width:
+            continue
+        fitted = without_middle(cell, width)
+        padding = " " * (width - fitted.cell_len)
+        line.append("  ")
+        line.append_text(Text(padding) + fitted if align == "r" else fitted + Text(padding))
+    line.rstrip()
+    return line
+
+
+def without_middle(text: Text, width: int) -> Text:
+    """The text cut to ``width`` cells, with an ellipsis for its middle."""
+    if text.cell_len <= width:
+        return text
+    kept = width - 1
+    while True:
+        head, tail = text[: (kept + 1) // 2], text[len(text) - kept // 2 :]
+        if head.cell_len + tail.cell_len < width or not kept:
+            return Text.assemble(head, ("…", "dim"), tail)
+        kept -= 1
+
+
+def emit(screen: Console, lines: Iterable[Text]) -> None:
+    """Print lines as they are; a recording that nobody watches becomes as wide as they need."""
+    lines = list(lines)
+    if screen.record and not screen.is_terminal:
+        screen.width = max((cell_len(line.plain) for line in lines), default=0) + 2
+    for line in lines:
+        screen.print(line, soft_wrap=True)

@@ -1,0 +1,389 @@
+"""Killed, interrupted, resumed: the target is whole or not there, and ends bit-equal."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import Bits, read_back
+
+from ckptool.commands.convert import ConvertOptions, Prepared, prepare
+from ckptool.commands.open import open_checkpoint
+from ckptool.commands.reshard import PreparedReshard, ReshardOptions, prepare_reshard
+from ckptool.commands.transfer import TransferOptions
+from ckptool.core.placing import parse_mesh
+from ckptool.engine.run import RunOptions
+from ckptool.engine.stage import Stage, StageOptions
+from ckptool.errors import CannotDo, CkptoolError
+
+KILLS = 12
+SLOW = ("--workers", "1")
+
+
+def save(path: Path, count: int, rows: int) -> Path:
+    generator = torch.Generator().manual_seed(count)
+    state = {f"layer.{n}": torch.randn(rows, 512, generator=generator) for n in range(count)}
+    dcp.save(state | {"step": 3}, checkpoint_id=path, no_dist=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Large enough (about 100 MB) that a signal finds the command at work."""
+    return save(tmp_path_factory.mktemp("large") / "ckpt", 25, 2048)
+
+
+@pytest.fixture(scope="module")
+def truth(large: Path) -> dict[str, Bits]:
+    return read_back("dcp", large)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return save(tmp_path / "ckpt", 6, 96)
+
+
+# Processes that are killed
+
+COMMANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "reshard": ("r", "dcp", ("--mesh", "2x2")),
+    "convert to a folder": ("r", "dcp", ("--to", "dcp")),
+    "convert to a file": ("r.pt", "torch-save", ("--to", "torch-save")),
+}
+"""Target's name, its format, and the options of a command."""
+
+
+def start(kind: str, source: Path, folder: Path, *more: str) -> subprocess.Popen[str]:
+    name, _, words = COMMANDS[kind]
+    line = [sys.executable, "-m", "ckptool", kind.split()[0], str(source), str(folder / name)]
+    return subprocess.Popen(
+        [*line, *words, *SLOW, "-q", *more], stderr=subprocess.PIPE, text=True, cwd=folder
+    )
+
+
+def finish(kind: str, source: Path, folder: Path, *more: str) -> tuple[int, str]:
+    process = start(kind, source, folder, *more)
+    _, words = process.communicate(timeout=60)
+    return process.returncode, words
+
+
+def has_partial(folder: Path) -> bool:
+    return any(path.name.endswith(".partial") for path in folder.iterdir())
+
+
+def wait_for_partial(process: subprocess.Popen[str], folder: Path) -> None:
+    while process.poll() is None and not has_partial(folder):
+        time.sleep(0.002)
+
+
+def killed(process: subprocess.Popen[str], after: float) -> bool:
+    """Whether the process was killed, and not done before."""
+    try:
+        process.communicate(timeout=after)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+    return process.returncode == -signal.SIGKILL
+
+
+def seconds_at_work(kind: str, source: Path, folder: Path) -> float:
+    """How long a whole run takes from the moment it begins to write."""
+    process = start(kind, source, folder)
+    wait_for_partial(process, folder)
+    begin = time.perf_counter()
+    _, words = process.communicate(timeout=60)
+    assert process.returncode == 0, words
+    return time.perf_counter() - begin
+
+
+def remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def assert_whole_or_not_there(kind: str, folder: Path, truth: dict[str, Bits]) -> bool:
+    """Whether the target is there. What opens as a checkpoint must be all of it."""
+    name, target, _ = COMMANDS[kind]
+    if not (folder / name).exists():
+        return False
+    open_checkpoint(folder / name)
+    assert read_back(target, folder / name) == truth
+    return True
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_killed_at_any_moment(
+    kind: str, large: Path, truth: dict[str, Bits], tmp_path: Path
+) -> None:
+    """Over and over, a resumed run too; now and then one is left to end."""
+    moments, name = random.Random(kind), COMMANDS[kind][0]
+    longest = seconds_at_work(kind, large, tmp_path)
+    remove(tmp_path / name)
+    found_at_work = 0
+    for _ in range(KILLS):
+        again = ("--resume",) if has_partial(tmp_path) else ("--overwrite",)
+        process = start(kind, large, tmp_path, *again)
+        wait_for_partial(process, tmp_path)
+        if killed(process, moments.uniform(0, longest)):
+            found_at_work += has_partial(tmp_path)
+        if assert_whole_or_not_there(kind, tmp_path, truth):
+            remove(tmp_path / name)
+    assert found_at_work
+    again = ("--resume",) if has_partial(tmp_path) else ()
+    code, words = finish(kind, large, tmp_path, *again)
+    assert code == 0, words
+    assert assert_whole_or_not_there(kind, tmp_path, truth)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("kind", ["reshard", "convert to a file"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted(
+    kind: str, number: int, code: int, large: Path, truth: dict[str, Bits], tmp_path: Path
+) -> None:
+    process = start(kind, large, tmp_path)
+    wait_for_partial(process, tmp_path)
+    process.send_signal(number)
+    _, words = process.communicate(timeout=60)
+    assert process.returncode == code, words
+    assert "Traceback" not in words
+    assert not (tmp_path / COMMANDS[kind][0]).exists()
+    again = ("--resume",) if has_partial(tmp_path) else ()
+    done, words = finish(kind, large, tmp_path, *again)
+    assert done == 0, words
+    assert assert_whole_or_not_there(kind, tmp_path, truth)
+    assert [path.name for path in tmp_path.iterdir()] == [COMMANDS[kind][0]]
+
+
+# Runs that stop on the way, in this process
+
+
+class Stop(Exception):
+    """The end of a run that is cut short."""
+
+
+def stop_after(nbytes: int) -> Callable[[int], None]:
+    left = [nbytes]
+
+    def advance(count: int) -> None:
+        left[0] -= count
+        if left[0] < 0:
+            raise Stop
+
+    return advance
+
+
+def ready(source: Path, target: Path, mesh: str = "4", **more: Any) -> PreparedReshard:
+    transfer = TransferOptions(verify=True, run=RunOptions(workers=1, fsync=False), **more)
+    return prepare_reshard(
+        source, target, ReshardOptions(parse_mesh(mesh), policy="fsdp", transfer=transfer)
+    )
+
+
+def ready_to_convert(source: Path, target: Path, to: str, **more: Any) -> Prepared:
+    transfer = TransferOptions(run=RunOptions(workers=1, fsync=False), **more)
+    return prepare(source, target, ConvertOptions(to=to, transfer=transfer))
+
+
+@pytest.fixture
+def stopped(source: Path, out: Path) -> Path:
+    """The staged files of a reshard that ended half-way."""
+    one = ready(source, out / "r")
+    with pytest.raises(Stop):
+        one.run(stop_after(one.transfer.plan.layout.nbytes // 2))
+    assert not (out / "r").exists()
+    return out / ".r.partial"
+
+
+def test_finished_files_are_not_written_again(source: Path, out: Path, stopped: Path) -> None:
+    journal = out / ".r.partial.journal.0"
+    done = [name for name in os.listdir(stopped) if f'"{name}"' in journal.read_text()]
+    assert 0 < len(done) < len(os.listdir(stopped))
+    before = {name: (stopped / name).stat().st_mtime_ns for name in done}
+    ready(source, out / "r", resume=True).run()
+    assert {name: (out / "r" / name).stat().st_mtime_ns for name in done} == before
+    assert read_back("dcp", out / "r") == read_back("dcp", source)
+    assert os.listdir(out) == ["r"]
+
+
+def test_a_finished_file_of_another_size_is(source: Path, out: Path, stopped: Path) -> None:
+    with open(stopped / "__0_0.distcp", "r+b") as stream:
+        stream.truncate(100)
+    ready(source, out / "r", resume=True).run()
+    assert read_back("dcp", out / "r") == read_back("dcp", source)
+
+
+@pytest.mark.parametrize("left", [0, 1, 30, 200, 400])
+def test_a_journal_that_ends_anywhere(left: int, source: Path, out: Path, stopped: Path) -> None:
+    """Cut short it either serves or is refused; starting afresh always works."""
+    journal = out / ".r.partial.journal.0"
+    journal.write_bytes(journal.read_bytes()[:left])
+    try:
+        ready(source, out / "r", resume=True).run()
+    except CannotDo:
+        assert not (out / "r").exists()
+        ready(source, out / "r").run()
+    assert read_back("dcp", out / "r") == read_back("dcp", source)
+
+
+@pytest.mark.parametrize("stopped_at", [0.0, 0.3, 0.6, 0.9, 1.5, 2.5])
+def test_stopped_anywhere_even_while_verifying(stopped_at: float, source: Path, out: Path) -> None:
+    one = ready(source, out / "r")
+    with pytest.raises(Stop):
+        one.run(stop_after(int(stopped_at * one.transfer.plan.read_bytes)))
+    assert not (out / "r").exists()
+    ready(source, out / "r", resume=True).run()
+    assert read_back("dcp", out / "r") == read_back("dcp", source)
+
+
+def test_a_rank_that_had_not_begun_stops_no_resume(source: Path, out: Path, stopped: Path) -> None:
+    """A journal without a first line names no file; so does that of a rank that is new."""
+    (out / ".r.partial.journal.1").touch()
+    ready(source, out / "r", resume=True).run()
+    assert read_back("dcp", out / "r") == read_back("dcp", source)
+    assert os.listdir(out) == ["r"]
+
+
+def test_stopped_before_the_first_byte(
+    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(self: Stage, rank: int = 0) -> None:
+        raise Stop
+
+    monkeypatch.setattr(Stage, "join", stop)
+    with pytest.raises(Stop):
+        ready(source, out / "r").run()
+    monkeypatch.undo()
+    ready(source, out / "r", resume=True).run()
+    assert read_back("dcp", out / "r") == read_back("dcp", source)
+
+
+def test_a_run_without_resume_starts_afresh(source: Path, out: Path, stopped: Path) -> None:
+    (stopped / "stale").write_text("left by another run")
+    ready(source, out / "r", "2").run()
+    assert sorted(os.listdir(out / "r")) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    assert os.listdir(out) == ["r"]
+
+
+@pytest.mark.parametrize("mesh", ["2", "3x2", "1"])
+def test_another_mesh_is_refused(mesh: str, source: Path, out: Path, stopped: Path) -> None:
+    before = sorted(os.listdir(stopped))
+    with pytest.raises(CannotDo, match="cannot resume: the plan"):
+        ready(source, out / "r", mesh, resume=True).run()
+    assert sorted(os.listdir(stopped)) == before
+    ready(source, out / "r", resume=True).run()
+
+
+def touch(source: Path) -> None:
+    later = time.time_ns() + 10**9
+    os.utime(source / "__0_0.distcp", ns=(later, later))
+
+
+def rewrite(source: Path) -> None:
+    shutil.rmtree(source)
+    save(source, 6, 96)
+
+
+@pytest.mark.parametrize("change", [touch, rewrite], ids=lambda change: change.__name__)
+def test_a_changed_source_is_refused(
+    change: Callable[[Path], None], source: Path, out: Path, stopped: Path
+) -> None:
+    change(source)
+    with pytest.raises(CannotDo, match="cannot resume: the source"):
+        ready(source, out / "r", resume=True).run()
+    assert not (out / "r").exists()
+    assert stopped.is_dir()
+
+
+@pytest.mark.parametrize("make", [ready, lambda s, t, **m: ready_to_convert(s, t, "dcp", **m)])
+def test_nothing_to_resume(make: Callable[..., Any], source: Path, out: Path) -> None:
+    with pytest.raises(CannotDo, match="no partial output to resume"):
+        make(source, out / "r", resume=True).run()
+    assert os.listdir(out) == []
+
+
+def test_a_target_that_is_there_is_not_resumed(source: Path, out: Path) -> None:
+    ready(source, out / "r").run()
+    with pytest.raises(CannotDo, match="exists already"):
+        ready(source, out / "r", resume=True).run()
+
+
+@pytest.mark.parametrize("to", ["torch-save", "safetensors", "dcp", "dcp-safetensors"])
+def test_a_convert_resumes(to: str, source: Path, out: Path) -> None:
+    name = "m.pt" if to == "torch-save" else "m"
+    one = ready_to_convert(source, out / name, to)
+    with pytest.raises(Stop):
+        one.run(stop_after(one.nbytes // 2))
+    assert not (out / name).exists()
+    ready_to_convert(source, out / name, to, resume=True).run()
+    assert read_back(to, out / name) == read_back("dcp", source)
+
+
+# Two at once
+
+
+class Held:
+    """A run in another thread that stops at its first bytes until it is released."""
+
+    def __init__(self, prepared: Any) -> None:
+        self._prepared = prepared
+        self._begun, self._free = threading.Event(), threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        assert self._begun.wait(10)
+
+    def _run(self) -> None:
+        try:
+            self._prepared.run(self._advance)
+        except BaseException as error:
+            self._error = error
+
+    def _advance(self, count: int) -> None:
+        self._begun.set()
+        self._free.wait(10)
+
+    def release(self) -> None:
+        self._free.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+@pytest.mark.parametrize("more", [{}, {"resume": True}, {"overwrite": True}], ids=str)
+@pytest.mark.parametrize("mesh", ["4", "2"])
+def test_the_second_is_refused_and_the_first_unharmed(
+    mesh: str, more: dict[str, Any], source: Path, out: Path
+) -> None:
+    first = Held(ready(source, out / "r"))
+    with pytest.raises(CannotDo, match="another ckptool is writing this target"):
+        ready(source, out / "r", mesh, **more).run()
+    first.release()
+    assert read_back("dcp", out / "r") == read_back("dcp", source)
+    assert os.listdir(out) == ["r"]
+
+
+def test_they_do_not_meet_between_the_first_steps_either(source: Path, out: Path) -> None:
+    """From the moment one has begun, another is refused and takes nothing away."""
+    layout = ready(source, out / "r").transfer.plan.layout
+    first, second = (Stage(out / "r", layout, StageOptions("plan", "source")) for _ in range(2))
+    first.begin()
+    try:
+        second.begin()
+        second.join()
+        second.discard()
+    except CkptoolError:
+        second.discard()
+    first.join()
+    assert first.folder.is_dir()
