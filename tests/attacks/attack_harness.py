@@ -1,0 +1,236 @@
+"""Run an attack in a forked child with bounded time and memory, and judge how it ended.
+
+Whatever a source holds, opening and converting it must end in a ``CkptoolError`` or in a right
+result. Each attack runs open -> prepare -> run; the child reports one ``Outcome``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import select
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptool.commands.convert import ConvertOptions, prepare
+from ckptool.commands.inspect import inspect
+from ckptool.commands.transfer import TransferOptions
+from ckptool.engine.run import RunOptions
+from ckptool.errors import CkptoolError, TransferError
+from ckptool.render.inspect import inspect_json
+
+MEMORY = 1 << 30
+"""Bytes by which the address space may grow."""
+SECONDS = float(os.environ.get("CKPTOOL_ATTACK_SECONDS", "10"))
+
+TARGETS = ("safetensors", "torch-save", "dcp")
+
+CANARY = "ckptool_attack_canary"
+"""A module that leaves a file behind when anything imports it or calls ``touch``."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``kind``: ``ok``, ``error`` (a CkptoolError), ``crash``, ``hang``, ``killed``, ``left``."""
+
+    kind: str
+    error: str = ""
+    exit_code: int = 0
+    message: str = ""
+    tensors: dict[str, tuple[str, tuple[int, ...], bytes]] = field(default_factory=dict)
+
+    @property
+    def answered(self) -> bool:
+        """Whether it ended as documented: a result, or an error with an exit code."""
+        return self.kind == "ok" or (self.kind == "error" and self.exit_code in (2, 3, 4, 5))
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.error} {self.exit_code}: {self.message[-1500:]}"
+
+
+def attack(
+    source: Path, *, to: Sequence[str] = TARGETS, seconds: float = SECONDS, from_: str | None = None
+) -> Outcome:
+    """Inspect ``source`` and convert it to each target; the worst of the outcomes."""
+    outcomes = attack_all([source], to=to, seconds=seconds, from_=from_)
+    return outcomes[0]
+
+
+def attack_all(
+    sources: Iterable[Path],
+    *,
+    to: Sequence[str] = TARGETS,
+    seconds: float = SECONDS,
+    from_: str | None = None,
+    setup: Callable[[Path], None] = lambda path: None,
+) -> list[Outcome]:
+    """One outcome a source. A child that dies or hangs is replaced for the sources after."""
+    pending = list(sources)
+    outcomes: list[Outcome] = []
+    while len(outcomes) < len(pending):
+        outcomes += _in_child(pending[len(outcomes) :], to, seconds, from_, setup)
+    return outcomes
+
+
+def _in_child(
+    sources: list[Path],
+    to: Sequence[str],
+    seconds: float,
+    from_: str | None,
+    setup: Callable[[Path], None],
+) -> list[Outcome]:
+    """Outcomes of the sources from the first on, up to the one that kills the child."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reading)
+        _limit()
+        with os.fdopen(writing, "wb") as out:
+            for source in sources:
+                setup(source)
+                pickle.dump(_outcome(source, to, seconds, from_), out)
+                out.flush()
+        os._exit(0)
+    os.close(writing)
+    outcomes: list[Outcome] = []
+    with os.fdopen(reading, "rb") as stream:
+        while len(outcomes) < len(sources):
+            ready, _, _ = select.select([stream], [], [], seconds + 3)
+            if not ready and not stream.peek(0):
+                os.kill(child, signal.SIGKILL)
+                outcomes.append(Outcome("hang", message=f"no end after {seconds} s"))
+                break
+            try:
+                outcomes.append(pickle.load(stream))
+            except EOFError:
+                outcomes.append(Outcome("killed", message="the process died"))
+                break
+    os.waitpid(child, 0)
+    return outcomes
+
+
+def _limit() -> None:
+    with open("/proc/self/statm") as stream:
+        used = int(stream.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+class _Timeout(BaseException):
+    pass
+
+
+def _outcome(source: Path, to: Sequence[str], seconds: float, from_: str | None) -> Outcome:
+    def too_late(*_: object) -> None:
+        raise _Timeout
+
+    signal.signal(signal.SIGALRM, too_late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        result = Outcome("ok")
+        for target in to:
+            result = _convert(source, target, from_)
+            if result.kind not in ("ok", "error"):
+                break
+        return result
+    except _Timeout:
+        return Outcome("hang", message="".join(traceback.format_exc(limit=-6)))
+    except BaseException:
+        return Outcome("crash", message="".join(traceback.format_exc(limit=-6)))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _convert(source: Path, to: str, from_: str | None) -> Outcome:
+    name = "out.safetensors" if to == "safetensors" else "out.pt" if to == "torch-save" else "out"
+    target = _outside(source) / name
+    before = sorted(os.listdir(target.parent))
+    options = ConvertOptions(
+        to=to,
+        format_name=from_,
+        transfer=TransferOptions(run=RunOptions(workers=1, budget=1 << 28, fsync=False)),
+    )
+    try:
+        if to == TARGETS[0]:
+            report = inspect(source, format_name=from_)
+            json.dumps(inspect_json(report), allow_nan=False)
+        prepared = prepare(source, target, options)
+        prepared.run()
+    except CkptoolError as error:
+        after = sorted(os.listdir(target.parent))
+        if after != before and not isinstance(error, TransferError):
+            return Outcome("left", message=f"{sorted(set(after) - set(before))} after {error}")
+        str(error).encode("utf-8", "surrogateescape")
+        return Outcome("error", type(error).__name__, error.exit_code, str(error))
+    found = _written(target) if to == "safetensors" else {}
+    outcome = Outcome("ok", tensors=found, message="; ".join(prepared.report.notes))
+    _remove(target.parent)
+    return outcome
+
+
+def _outside(source: Path) -> Path:
+    folder = source.parent.with_name(source.parent.name + ".target")
+    folder.mkdir(exist_ok=True)
+    _remove(folder)
+    return folder
+
+
+def _remove(folder: Path) -> None:
+    for entry in folder.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+def _written(target: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Name -> (dtype, shape, bytes) of the safetensors file that was written."""
+    data = target.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header.pop("__metadata__", None)
+    found = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        shape = tuple(entry["shape"])
+        found[name] = (entry["dtype"], shape, data[8 + length + begin : 8 + length + end])
+    return found
+
+
+def place_canary(folder: Path) -> Path:
+    """Put the canary module on ``sys.path``; returns the file that it would leave behind."""
+    flag = folder / "EXECUTED"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{CANARY}.py").write_text(
+        f"FLAG = {str(flag)!r}\n"
+        "def touch(*args, **kw):\n    open(FLAG, 'w').close()\n    return {}\n"
+        "class Touch(dict):\n"
+        "    def __new__(cls, *a, **k):\n        touch()\n        return dict.__new__(cls)\n"
+        "    def __setstate__(self, state):\n        touch()\n"
+        "touch()\n"
+    )
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    return flag
+
+
+def elapsed(work: Callable[[], object]) -> float:
+    """Seconds that ``work`` took."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+__all__ = [
+    "CANARY",
+    "Outcome",
+    "attack",
+    "attack_all",
+    "elapsed",
+    "place_canary",
+]
