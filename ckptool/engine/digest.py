@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
@@ -14,6 +13,7 @@ from ckptool.core.catalog import Chunk, Extent, TensorEntry, merge_copies
 from ckptool.core.layout import Data, FileLayout, Layout, Scattered, tiles
 from ckptool.core.plan import ChunkIndex
 from ckptool.engine.gather import Array, Gatherer, raw, unit
+from ckptool.engine.threads import share_jobs
 
 _TILE = 1 << 20
 
@@ -28,32 +28,12 @@ def digests(
 
     Bounded memory: tiles of a MiB a worker. The chunks must tile each tensor exactly.
     """
-    queue = iter(list(entries))
     found: dict[str, str] = {}
-    errors: list[BaseException] = []
-    lock = threading.Lock()
 
-    def loop() -> None:
-        gatherer = Gatherer(root)
-        try:
-            while not errors:
-                with lock:
-                    entry = next(queue, None)
-                if entry is None:
-                    return
-                found[entry.name] = _digest(entry, gatherer, progress)
-        except BaseException as error:
-            errors.append(error)
-        finally:
-            gatherer.close()
+    def work(gatherer: Gatherer, entry: TensorEntry) -> None:
+        found[entry.name] = _digest(entry, gatherer, progress)
 
-    threads = [threading.Thread(target=loop, daemon=True) for _ in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    share_jobs(iter(list(entries)), workers, lambda: Gatherer(root), work)
     return found
 
 

@@ -9,16 +9,16 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
 from ckptool.core.catalog import Extent, Record, contiguous
 from ckptool.core.layout import FileLayout, Literal, Verbatim
-from ckptool.core.plan import Plan, Tile
+from ckptool.core.plan import Plan, Source, Tile
 from ckptool.engine.checksum import RecordCheck, crc32, joined
 from ckptool.engine.gather import GATHER_BYTES, Array, Gatherer, Noted, cast, raw, unit
 from ckptool.engine.journal import NO_JOURNAL, Journal
+from ckptool.engine.threads import Job, share_jobs
 from ckptool.errors import CannotDo, Damaged, TransferError, damaged
 
 _TILE = 1 << 20
@@ -27,8 +27,6 @@ _PIECE = 1 << 17
 _BATCH = 16
 _MOST_OPEN = 2 * _BATCH
 _MINIMUM_PER_WORKER = 16 << 20
-
-Job = TypeVar("Job")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,21 +100,23 @@ def straight_runs(tile: Tile) -> list[Run] | None:
     """
     if tile.entry.stored not in (None, tile.entry.dtype):
         return None
-    itemsize = tile.entry.dtype.itemsize
-    row = math.prod(tile.shape[1:]) * itemsize
-    runs = []
-    for source in tile.sources:
-        at, where = source.chunk.at, source.where
-        slab = where.shape[1:] == tile.shape[1:]
-        if not isinstance(at, Extent) or at.ops or not slab:
-            return None
-        if not contiguous(at.strides, source.box.shape, itemsize):
-            return None
-        local = source.box.relative_to(source.chunk.box.lo).lo
-        start = at.offset + sum(i * s for i, s in zip(local, at.strides, strict=True))
-        skip = where.lo[0] * row if where.lo else 0
-        runs.append((at, start, tile.offset + skip, source.box.volume * itemsize))
-    return runs
+    runs = [run_of(tile, source) for source in tile.sources]
+    whole = [run for run in runs if run is not None]
+    return whole if len(whole) == len(runs) else None
+
+
+def run_of(tile: Tile, source: Source) -> Run | None:
+    """The run of bytes that one source of a tile is, or None where it is not one as it lies."""
+    at, where = source.chunk.at, source.where
+    itemsize = tile.entry.source_dtype.itemsize
+    if not isinstance(at, Extent) or at.ops or where.shape[1:] != tile.shape[1:]:
+        return None
+    if not contiguous(at.strides, source.box.shape, itemsize):
+        return None
+    local = source.box.relative_to(source.chunk.box.lo).lo
+    start = at.offset + sum(i * s for i, s in zip(local, at.strides, strict=True))
+    skip = where.lo[0] * math.prod(tile.shape[1:]) * itemsize if where.lo else 0
+    return at, start, tile.offset + skip, source.box.volume * itemsize
 
 
 class _Transfer:
@@ -197,35 +197,12 @@ class _Transfer:
 
     def _on_threads(self, jobs: Iterator[Job], work: Callable[[_Worker, Job], None]) -> None:
         """Share jobs among the workers; the first error stops all and is raised."""
-        lock = threading.Lock()
-        errors: list[BaseException] = []
-
-        def loop() -> None:
-            worker = _Worker(self._root, self._folder, self._note_piece)
-            try:
-                while not errors:
-                    with lock:
-                        job = next(jobs, None)
-                    if job is None:
-                        return
-                    work(worker, job)
-            except BaseException as error:
-                errors.append(error)
-            finally:
-                worker.close()
-
-        threads = [threading.Thread(target=loop, daemon=True) for _ in range(self._options.workers)]
-        for thread in threads:
-            thread.start()
-        try:
-            for thread in threads:
-                thread.join()
-        except BaseException as error:
-            errors.append(error)
-            for thread in threads:
-                thread.join()
-        if errors:
-            raise errors[0]
+        share_jobs(
+            jobs,
+            self._options.workers,
+            lambda: _Worker(self._root, self._folder, self._note_piece),
+            work,
+        )
 
     def _create(self, file: FileLayout) -> None:
         path = self._folder / file.path
@@ -278,20 +255,17 @@ class _Transfer:
     def _note_source(self, tile: Tile, values: Array) -> int | None:
         """Note each run of a record that the tile read; its CRC where it is the whole tile."""
         crc = None
-        itemsize = tile.entry.source_dtype.itemsize
         self._touch(tile)
         for source in tile.sources:
-            at, where = source.chunk.at, source.where
-            if not isinstance(at, Extent) or at.record is None or at.ops:
+            run = run_of(tile, source)
+            if run is None:
                 continue
-            is_slab = where.shape[1:] == tile.shape[1:]
-            if not is_slab or not contiguous(at.strides, source.box.shape, itemsize):
+            at, start, _, nbytes = run
+            if at.record is None:
                 continue
-            data = raw(values[where.lo[0] : where.hi[0]] if where.lo else values)
-            crc = crc32(data)
-            local = source.box.relative_to(source.chunk.box.lo).lo
-            offset = at.offset + sum(i * s for i, s in zip(local, at.strides, strict=True))
-            self._records.piece(at.record, offset, len(data), crc)
+            where = source.where
+            crc = crc32(raw(values[where.lo[0] : where.hi[0]] if where.lo else values))
+            self._records.piece(at.record, start, nbytes, crc)
         return crc if len(tile.sources) == 1 else None
 
     def _note_piece(self, record: Record, offset: int, data: memoryview) -> None:

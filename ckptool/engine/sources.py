@@ -67,10 +67,6 @@ class LocalSource:
             folder: LocalSource(Path(self.root, folder), files) for folder, files in grouped.items()
         }
 
-    def only(self, file: str) -> LocalSource:
-        """One of the files, as a source of its own."""
-        return LocalSource(Path(self.root), {file: self.files[file]})
-
     def fingerprint(self, files: Iterable[str]) -> str:
         """A SHA-256 over names, sizes and modification times of some of the files."""
         found = hashlib.sha256()

@@ -14,8 +14,6 @@ from ckptool.formats import _pickle
 from ckptool.formats._pickle import Call
 from ckptool.formats._storage import dtype_of, natural, sizes
 
-_MODULE = "torch.distributed.checkpoint.metadata"
-_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _MOST_STEPS = 100
 
 
