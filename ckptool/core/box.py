@@ -67,6 +67,37 @@ def row_major_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return tuple(strides)
 
 
+def flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The boxes that hold elements ``start`` to ``stop`` of a row-major tensor, in that order.
+
+    At most ``2 n - 1`` boxes for ``n`` dimensions: ragged ends around whole rows. ValueError where
+    the range does not lie within the tensor.
+    """
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise ValueError(f"elements {start} to {stop} of shape {list(shape)}")
+    if start == stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:
+        return _within_row(shape, start // row, start % row, stop % row)
+    boxes = []
+    if start % row:
+        boxes += _within_row(shape, first - 1, start % row, row)
+    if first < last:
+        boxes.append(Box((first, *(0,) * (len(shape) - 1)), (last, *shape[1:])))
+    if stop % row:
+        boxes += _within_row(shape, last, 0, stop % row)
+    return boxes
+
+
+def _within_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[Box]:
+    inner = flat_range(shape[1:], start, stop)
+    return [Box((row, *box.lo), (row + 1, *box.hi)) for box in inner]
+
+
 _CHEAP = 16
 _MOST_DIMS = 8
 _FEW_PAIRS = 256

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.core.box import Box, overlapping_pair, row_major_strides
+from ckptool.core.box import Box, flat_range, overlapping_pair, row_major_strides
 
 
 @st.composite
@@ -126,3 +126,28 @@ def test_many_boxes_are_quick(made: list[Box]) -> None:
     dims = len(made[0].lo)
     extra = Box((2_000 - 1,) * dims, (2_000 + 1,) * dims)
     assert overlapping_pair([*made, extra]) is not None
+
+
+@st.composite
+def ranges(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
+    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
+    start, stop = sorted(draw(st.tuples(*[st.integers(0, int(np.prod(shape)))] * 2)))
+    return shape, start, stop
+
+
+@given(ranges())
+def test_a_flat_range_is_a_few_boxes_in_row_major_order(
+    found: tuple[tuple[int, ...], int, int],
+) -> None:
+    shape, start, stop = found
+    grid = np.arange(int(np.prod(shape))).reshape(shape)
+    boxes = flat_range(shape, start, stop)
+    parts = [grid[tuple(map(slice, box.lo, box.hi))].ravel() for box in boxes]
+    assert [int(i) for part in parts for i in part] == list(range(start, stop))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (0, 7), (4, 3)])
+def test_a_flat_range_outside_the_tensor_is_refused(start: int, stop: int) -> None:
+    with pytest.raises(ValueError, match="of shape"):
+        flat_range((2, 3), start, stop)
