@@ -276,12 +276,12 @@ def killed_before_commit(words: list[Any], nodes: list[Path]) -> None:
     """A run on all nodes that ends at once where it would make its files the target."""
     ending = (
         "import os, sys\n"
-        "from ckptool import cli\n"
+        "from ckptool.cli import main\n"
         "from ckptool.engine.stage import Stage\n"
         "def die(self, *rest):\n"
         "    os._exit(9)\n"
         "Stage.commit = die\n"
-        "cli.main()\n"
+        "main()\n"
     )
     ended = on_ranks(2, ("-c", ending, "reshard", *words), nodes)
     assert all(one.code for one in ended)

@@ -1,0 +1,52 @@
+"""The command line: parse, call a command, show its report. Errors become exit codes here alone."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+from typing import NoReturn
+
+from ckptool.cli.app import app
+from ckptool.errors import CannotDo, CkptoolError, Damaged
+
+
+def main() -> NoReturn:
+    """Run the command line and exit with the documented code.
+
+    Catalogs hold millions of objects and no cycles: collecting garbage would only cost time.
+    """
+    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    gc.disable()
+    try:
+        app()
+    except SystemExit as done:
+        if done.code in _INTERRUPTED:
+            from ckptool.render.messages import show_interrupted
+
+            show_interrupted()
+        raise
+    except (CkptoolError, RecursionError, MemoryError) as error:
+        if "--debug" in sys.argv:
+            raise
+        from ckptool.render.messages import show_error
+
+        known = error if isinstance(error, CkptoolError) else _out_of_bounds(error)
+        show_error(known)
+        sys.exit(known.exit_code)
+    sys.exit(0)
+
+
+_INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    """Unwind as on Ctrl-C, so that what is written can be resumed."""
+    sys.exit(128 + number)
+
+
+def _out_of_bounds(error: BaseException) -> CkptoolError:
+    if isinstance(error, RecursionError):
+        return Damaged("the source is nested too deep to be read")
+    return CannotDo("there is not enough memory for this", hint="a smaller --budget needs less")

@@ -1,0 +1,41 @@
+"""The application: what every command hangs from."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckptool import __version__
+from ckptool.cli.bench import bench
+from ckptool.cli.convert import convert
+from ckptool.cli.formats import formats
+from ckptool.cli.inspect import inspect
+from ckptool.cli.reshard import reshard
+
+app = typer.Typer(
+    name="ckptool",
+    help="See, prove, convert and reshard distributed PyTorch checkpoints.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ckptool {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """See, prove, convert and reshard distributed PyTorch checkpoints."""
+
+
+for command in (inspect, convert, reshard, bench, formats):
+    app.command()(command)

@@ -1,0 +1,36 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+SourcePath = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SRC", help="A checkpoint: its folder, a file inside it, or its parent folder."
+    ),
+]
+From = Annotated[
+    str | None,
+    typer.Option("--from", metavar="FORMAT", help="Read as this format instead of detecting it."),
+]
+PerRank = Annotated[
+    bool,
+    typer.Option("--per-rank", help="Keep plain tensors that differ between ranks, as NAME@rankR."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the target once all is written.")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue what an interrupted run left.")]
+Workers = Annotated[
+    int | None, typer.Option("--workers", min=1, max=256, help="Threads that move bytes.")
+]
+Budget = Annotated[str, typer.Option("--budget", metavar="SIZE", help="Memory for moving bytes.")]
+Fsync = Annotated[bool, typer.Option("--fsync/--no-fsync", help="Wait until the disk has it all.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

@@ -1,0 +1,75 @@
+"""``ckptool inspect``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckptool.cli.arguments import AsJson, Debug, From, PerRank, SourcePath
+from ckptool.errors import damaged
+
+
+def inspect(
+    source: SourcePath = Path(),
+    tensors: Annotated[
+        list[str] | None,
+        typer.Option("--tensors", metavar="GLOB", help="List every matching tensor in full."),
+    ] = None,
+    map_name: Annotated[
+        str | None,
+        typer.Option("--map", metavar="NAME", help="Draw which rank and file holds which box."),
+    ] = None,
+    ranks: Annotated[
+        bool, typer.Option("--ranks", help="Bytes a rank, and the imbalance.")
+    ] = False,
+    values: Annotated[bool, typer.Option("--values", help="Show the non-tensor values.")] = False,
+    stats: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--stats", metavar="GLOB", help="Read tensors: min, max, mean, std, NaN, Inf."
+        ),
+    ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option("--export", metavar="FILE", help="Keep the screen as .svg or .html."),
+    ] = None,
+    from_format: From = None,
+    per_rank: PerRank = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Show what a checkpoint holds, from its metadata alone.
+
+    Format, writer, step, device mesh and placements, tensors with repeated layers folded, and
+    non-tensor values. No tensor byte is read, nothing is unpickled, torch is not needed.
+    """
+    from ckptool.commands.inspect import inspect as run_inspect
+    from ckptool.render.inspect import inspect_json, show, show_stats, stats_json
+    from ckptool.render.messages import print_json, show_notes
+    from ckptool.render.text import console
+
+    report = run_inspect(source, format_name=from_format, per_rank=per_rank)
+    found = None
+    if stats:
+        from ckptool.commands.stats import stats as run_stats
+
+        found = run_stats(report.opened, stats)
+    if as_json:
+        print_json(inspect_json(report) | (stats_json(found) if found is not None else {}))
+    else:
+        screen = console(record=export is not None)
+        if found is not None:
+            show_stats(found, screen)
+        else:
+            show(
+                report, screen, tensors=tensors or (), ranks=ranks, values=values, map_name=map_name
+            )
+        if export is not None:
+            from ckptool.render.export import write_export
+
+            write_export(screen, export)
+        show_notes(report.notes)
+    if report.problems:
+        raise damaged(list(report.problems), subject=str(report.path))

@@ -1,0 +1,140 @@
+"""``ckptool reshard``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckptool.cli.arguments import (
+    AsJson,
+    Budget,
+    Debug,
+    DryRun,
+    From,
+    Fsync,
+    Overwrite,
+    Quiet,
+    Resume,
+    SourcePath,
+    Workers,
+)
+
+
+def reshard(
+    source: SourcePath = Path(),
+    target: Annotated[
+        Path | None,
+        typer.Argument(metavar="DST", help="Default: beside SRC, named after the mesh."),
+    ] = None,
+    mesh: Annotated[
+        str | None, typer.Option("--mesh", metavar="MESH", help="2x4, 8, or dp=2,tp=4.")
+    ] = None,
+    shard: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--shard",
+            metavar="GLOB=PLACEMENTS",
+            help="Place what matches: Shard(0),Replicate() or colwise (repeatable, first wins).",
+        ),
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option("--plan", metavar="FILE", help="TOML: a mesh and an ordered list of rules."),
+    ] = None,
+    tp_plan: Annotated[
+        Path | None,
+        typer.Option(
+            "--tp-plan", metavar="FILE", help="A config.json with a transformers tp_plan."
+        ),
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option("--policy", metavar="NAME", help="fsdp, hsdp or replicate.")
+    ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="FORMAT",
+            help="dcp, rank-local, torch-checkpointing, dcp-safetensors or sharded-state;"
+            " default: the source's own kind.",
+        ),
+    ] = None,
+    from_format: From = None,
+    rank_state: Annotated[
+        str,
+        typer.Option(
+            "--rank-state",
+            metavar="WHAT",
+            help="State that differs between ranks: stop, keep, drop, or the rank to take it from.",
+        ),
+    ] = "stop",
+    dry_run: DryRun = False,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Read back and compare before it counts.")
+    ] = True,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Load the result through torch, on as many ranks as the mesh has, and compare.",
+        ),
+    ] = False,
+    workers: Workers = None,
+    budget: Budget = "1GiB",
+    fsync: Fsync = True,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Write a checkpoint for a new device mesh, in one process or under torchrun.
+
+    The first that applies places a tensor: --shard and --plan, --policy, the source's own
+    placements, conventional mesh dim names, fsdp. Needs no GPU and no model.
+    """
+    from ckptool.cli.options import run_options
+    from ckptool.commands.reshard import ReshardOptions, prepare_reshard
+    from ckptool.commands.transfer import TransferOptions
+    from ckptool.core.placing import parse_mesh, parse_rule
+    from ckptool.engine.ranks import ranks
+    from ckptool.render.messages import print_json, show_notes
+    from ckptool.render.progress import progress
+    from ckptool.render.reshard import reshard_json, show_reshard
+
+    options = ReshardOptions(
+        mesh=parse_mesh(mesh) if mesh else None,
+        rules=tuple(map(parse_rule, shard or ())),
+        policy=policy,
+        plan_file=plan,
+        tp_plan=tp_plan,
+        to=to,
+        format_name=from_format,
+        rank_state=rank_state,
+        transfer=TransferOptions(overwrite, resume, verify, run_options(workers, budget, fsync)),
+    )
+    with ranks() as group:
+        prepared = group.together(lambda: prepare_reshard(source, target, options))
+        quiet = quiet or group.rank > 0
+        if not quiet:
+            show_notes(prepared.report.notes)
+        if check:
+            from ckptool.commands.check import require_loadable
+
+            group.together(lambda: require_loadable(prepared, group))
+        if not dry_run:
+            with progress(prepared.nbytes, quiet=quiet) as advance:
+                prepared.run(advance, group)
+            if check:
+                from ckptool.commands.check import check_loads
+
+                check_loads(prepared, group)
+        if group.rank:
+            return
+        costs = prepared.load_costs() if dry_run else None
+        if as_json:
+            print_json(reshard_json(prepared.report, costs))
+        elif not quiet or dry_run:
+            show_reshard(prepared.report, costs)
