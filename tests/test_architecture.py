@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptool.formats import FORMATS, WRITERS
+
 PACKAGE = Path(__file__).parent.parent / "ckptool"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
@@ -121,3 +123,8 @@ def test_a_pickle_is_never_loaded() -> None:
                 called, options = ast.unparse(node.func), map(ast.unparse, node.keywords)
                 assert called not in ("pickle.load", "pickle.loads", "pickle.Unpickler"), module
                 assert called != "torch.load" or "weights_only=True" in options, module
+
+
+def test_a_format_goes_by_the_name_it_is_listed_under() -> None:
+    assert {name: item.name for name, item in FORMATS.items()} == {name: name for name in FORMATS}
+    assert all(callable(writer) for writer in WRITERS.values())

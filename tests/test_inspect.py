@@ -18,7 +18,7 @@ from ckptool.core.dtype import BY_NAME
 from ckptool.core.mesh import Mesh, Replicate, Shard, StridedShard
 from ckptool.engine.sources import LocalSource
 from ckptool.errors import Damaged, UsageError
-from ckptool.formats import BY_NAME as FORMATS
+from ckptool.formats import FORMATS
 from ckptool.formats._pickle import Call, Global
 from ckptool.render.inspect import inspect_json, stats_json
 

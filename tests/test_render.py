@@ -27,7 +27,7 @@ from ckptool.core.dtype import BY_NAME
 from ckptool.core.mesh import Mesh, Replicate, Shard, StridedShard
 from ckptool.engine.sources import LocalSource
 from ckptool.errors import UsageError
-from ckptool.formats import BY_NAME as FORMATS
+from ckptool.formats import FORMATS
 from ckptool.formats._pickle import Call, Global
 from ckptool.render.fold import fold, products
 from ckptool.render.inspect import show

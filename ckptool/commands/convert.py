@@ -22,7 +22,7 @@ from ckptool.core.layout import FileLayout, Layout
 from ckptool.core.parts import model_prefix, part_of
 from ckptool.core.plan import Plan
 from ckptool.errors import CannotDo, UsageError
-from ckptool.formats import BY_NAME
+from ckptool.formats import FORMATS
 from ckptool.formats.base import Format, Request
 
 TARGETS = ("safetensors", "torch-save", "dcp", "dcp-safetensors")
@@ -125,8 +125,8 @@ def _writer(to: str, target: Path) -> Format:
     if is_file and to != "safetensors":
         raise UsageError(f"{target}: a .safetensors file, but --to says {to}")
     if to == "safetensors" and not is_file:
-        return BY_NAME["hf"]
-    return BY_NAME[to]
+        return FORMATS["hf"]
+    return FORMATS[to]
 
 
 def _layout(writer: Format, catalog: Catalog, target: Path, options: ConvertOptions) -> Layout:

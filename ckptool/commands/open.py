@@ -13,7 +13,7 @@ from typing import TypeVar
 from ckptool.core.catalog import Catalog
 from ckptool.engine.sources import LocalSource
 from ckptool.errors import CkptoolError, Damaged, NotFound, Unrecognised, UsageError
-from ckptool.formats import BY_NAME, detect
+from ckptool.formats import FORMATS, detect
 from ckptool.formats.base import Format, ScanOptions
 from ckptool.formats.safetensors import EXTRA
 
@@ -118,12 +118,12 @@ def _recognise(path: Path, format_name: str | None) -> _Candidate:
 
 
 def _as_told(path: Path, format_name: str) -> _Candidate:
-    if format_name not in BY_NAME:
+    if format_name not in FORMATS:
         raise UsageError(
-            f"--from {format_name!r}: no such format", hint="one of " + ", ".join(BY_NAME)
+            f"--from {format_name!r}: no such format", hint="one of " + ", ".join(FORMATS)
         )
     source = LocalSource.folder(path) if path.is_dir() else LocalSource.file(path)
-    return _Candidate(path, source, BY_NAME[format_name])
+    return _Candidate(path, source, FORMATS[format_name])
 
 
 def _around_file(path: Path) -> _Candidate:
@@ -189,7 +189,7 @@ def _in_folder(path: Path) -> _Candidate:
 def _detect_folder(source: LocalSource) -> Format | None:
     """The format of a folder as a whole; None where it only holds a single-file checkpoint."""
     found = detect(source) if len(source.files) != 1 else None
-    return None if found is BY_NAME["safetensors"] else found
+    return None if found is FORMATS["safetensors"] else found
 
 
 def _candidates(path: Path, source: LocalSource) -> Iterator[_Candidate]:

@@ -15,6 +15,7 @@ import numpy as np
 from ckptool.core.catalog import Extent, Record, contiguous
 from ckptool.core.layout import FileLayout, Literal, Verbatim
 from ckptool.core.plan import Plan, Source, Tile
+from ckptool.engine.allocate import allocate
 from ckptool.engine.checksum import RecordCheck, crc32, joined
 from ckptool.engine.gather import GATHER_BYTES, Array, Gatherer, Noted, cast, raw, unit
 from ckptool.engine.journal import NO_JOURNAL, Journal
@@ -22,8 +23,8 @@ from ckptool.engine.threads import Job, share_jobs
 from ckptool.errors import CannotDo, Damaged, TransferError, damaged
 
 _TILE = 1 << 20
-_PIECE = 1 << 17
-"""Bytes of one write: larger ones make the page cache look for large free blocks, which is slow."""
+_PIECE = 1 << 19
+"""Bytes that are read, checked and written at a time, while the processor's cache holds them."""
 _BATCH = 16
 _MOST_OPEN = 2 * _BATCH
 _MINIMUM_PER_WORKER = 16 << 20
@@ -208,7 +209,7 @@ class _Transfer:
         path = self._folder / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "wb") as stream:
-            stream.truncate(file.nbytes)
+            allocate(stream.fileno(), file.nbytes)
 
     def _write_tiles(self, worker: _Worker, tiles: list[Tile]) -> None:
         for tile in tiles:

@@ -2,49 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from typing import TypeVar
 
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import Layout
-from ckptool.formats import (
-    _dcp_write,
-    _rank_write,
-    _torch_checkpointing_write,
-    accelerate,
-    dcp,
-    dcp_safetensors,
-    hf,
-    rank_local,
-    safetensors,
-    sharded_state,
-    torch_save,
-)
 from ckptool.formats.base import Format, Request, Source
 
-FORMATS: tuple[Format, ...] = (
-    dcp.FORMAT,
-    accelerate.FORMAT,
-    dcp_safetensors.FORMAT,
-    sharded_state.FORMAT,
-    hf.FORMAT,
-    rank_local.FORMAT,
-    safetensors.FORMAT,
-    torch_save.FORMAT,
+_T = TypeVar("_T")
+
+
+class _Lazy(Mapping[str, _T]):
+    """Named objects of this package's modules, each imported when it is first asked for.
+
+    ``spots`` maps names to ``module.attribute``. A command pays only for the formats it meets.
+    """
+
+    def __init__(self, spots: dict[str, str]) -> None:
+        self._spots = spots
+
+    def __getitem__(self, name: str) -> _T:
+        module, _, attribute = self._spots[name].rpartition(".")
+        found: _T = getattr(import_module(f"{__name__}.{module}"), attribute)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._spots)
+
+    def __len__(self) -> int:
+        return len(self._spots)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._spots
+
+
+FORMATS: Mapping[str, Format] = _Lazy(
+    {
+        "dcp": "dcp.FORMAT",
+        "accelerate": "accelerate.FORMAT",
+        "dcp-safetensors": "dcp_safetensors.FORMAT",
+        "sharded-state": "sharded_state.FORMAT",
+        "hf": "hf.FORMAT",
+        "rank-local": "rank_local.FORMAT",
+        "safetensors": "safetensors.FORMAT",
+        "torch-save": "torch_save.FORMAT",
+    }
 )
 """Most specific first: the first whose probe says yes is taken."""
 
-BY_NAME = {item.name: item for item in FORMATS}
-
-WRITERS: dict[str, Callable[[Catalog, Request], Layout]] = {
-    "dcp": _dcp_write.lay_out,
-    "rank-local": _rank_write.lay_out_rank_files,
-    "torch-checkpointing": _torch_checkpointing_write.lay_out_torch_checkpointing,
-    "dcp-safetensors": dcp_safetensors.lay_out,
-    "sharded-state": sharded_state.lay_out,
-}
+WRITERS: Mapping[str, Callable[[Catalog, Request], Layout]] = _Lazy(
+    {
+        "dcp": "_dcp_write.lay_out",
+        "rank-local": "_rank_write.lay_out_rank_files",
+        "torch-checkpointing": "_torch_checkpointing_write.lay_out_torch_checkpointing",
+        "dcp-safetensors": "dcp_safetensors.lay_out",
+        "sharded-state": "sharded_state.lay_out",
+    }
+)
 """What writes a checkpoint cut for a mesh."""
 
 
 def detect(source: Source) -> Format | None:
     """The format of a source, or None where no format recognises it."""
-    return next((item for item in FORMATS if item.probe(source)), None)
+    return next((item for item in FORMATS.values() if item.probe(source)), None)

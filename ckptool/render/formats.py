@@ -13,7 +13,7 @@ from ckptool.render.text import console
 
 def _rows() -> list[tuple[str, bool, bool, bool, str]]:
     """Name, read, written by convert, written by reshard, and what it is."""
-    known = [(f.name, f.reads, f.name in (*TARGETS, "hf"), f.summary) for f in FORMATS]
+    known = [(f.name, f.reads, f.name in (*TARGETS, "hf"), f.summary) for f in FORMATS.values()]
     checkpointing = ("torch-checkpointing", True, False, "torch_checkpointing's rank files")
     return [
         (name, reads, converts, name in WRITERS, summary)
