@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptool.formats import FORMATS, WRITERS
+from ckptool.formats import CONVERTERS, FORMATS, WRITERS
 
 PACKAGE = Path(__file__).parent.parent / "ckptool"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -127,4 +127,4 @@ def test_a_pickle_is_never_loaded() -> None:
 
 def test_a_format_goes_by_the_name_it_is_listed_under() -> None:
     assert {name: item.name for name, item in FORMATS.items()} == {name: name for name in FORMATS}
-    assert all(callable(writer) for writer in WRITERS.values())
+    assert all(map(callable, (*CONVERTERS.values(), *WRITERS.values())))

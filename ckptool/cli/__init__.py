@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
 from typing import NoReturn
@@ -14,11 +15,13 @@ from ckptool.errors import CannotDo, CkptoolError, Damaged
 def main() -> NoReturn:
     """Run the command line and exit with the documented code.
 
-    Catalogs hold millions of objects and no cycles: collecting garbage would only cost time.
+    Catalogs hold millions of objects and no cycles: collecting garbage would only cost time. numpy
+    only copies here: threads for its linear algebra would wait in loops beside those that work.
     """
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     gc.disable()
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         app()
     except SystemExit as done:

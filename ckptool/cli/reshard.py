@@ -100,9 +100,7 @@ def reshard(
     from ckptool.commands.transfer import TransferOptions
     from ckptool.core.placing import parse_mesh, parse_rule
     from ckptool.engine.ranks import ranks
-    from ckptool.render.messages import print_json, show_notes
     from ckptool.render.progress import progress
-    from ckptool.render.reshard import reshard_json, show_reshard
 
     options = ReshardOptions(
         mesh=parse_mesh(mesh) if mesh else None,
@@ -119,6 +117,8 @@ def reshard(
         prepared = group.together(lambda: prepare_reshard(source, target, options))
         quiet = quiet or group.rank > 0
         if not quiet:
+            from ckptool.render.messages import show_notes
+
             show_notes(prepared.report.notes)
         if check:
             from ckptool.commands.check import require_loadable
@@ -131,10 +131,12 @@ def reshard(
                 from ckptool.commands.check import check_loads
 
                 check_loads(prepared, group)
-        if group.rank:
-            return
-        costs = prepared.load_costs() if dry_run else None
-        if as_json:
-            print_json(reshard_json(prepared.report, costs))
-        elif not quiet or dry_run:
-            show_reshard(prepared.report, costs)
+        if group.rank == 0 and (as_json or dry_run or not quiet):
+            from ckptool.render.messages import print_json
+            from ckptool.render.reshard import reshard_json, show_reshard
+
+            costs = prepared.load_costs() if dry_run else None
+            if as_json:
+                print_json(reshard_json(prepared.report, costs))
+            else:
+                show_reshard(prepared.report, costs)

@@ -18,12 +18,12 @@ from ckptool.commands.transfer import (
 from ckptool.core import rewrite
 from ckptool.core.catalog import Catalog
 from ckptool.core.dtype import DType
-from ckptool.core.layout import FileLayout, Layout
+from ckptool.core.layout import FileLayout
 from ckptool.core.parts import model_prefix, part_of
 from ckptool.core.plan import Plan
 from ckptool.errors import CannotDo, UsageError
-from ckptool.formats import FORMATS
-from ckptool.formats.base import Format, Request
+from ckptool.formats import CONVERTERS
+from ckptool.formats.base import Request
 
 TARGETS = ("safetensors", "torch-save", "dcp", "dcp-safetensors")
 """What ``--to`` accepts. ``safetensors`` is a Hugging Face folder unless the target is a file."""
@@ -97,13 +97,14 @@ def prepare(source: Path, target: Path, options: ConvertOptions) -> Prepared:
     if not catalog.tensors and not catalog.objects:
         raise UsageError("nothing is left to convert")
     catalog = opened.located(catalog)
-    layout = _layout(writer, catalog, target, options)
+    request = Request(target.name, options.max_shard_size, options.one_rank)
+    layout = CONVERTERS[writer](catalog, request)
     plan = Plan(catalog, layout)
     report = ConvertReport(
         source=opened.path,
         source_format=opened.format.name,
         target=target,
-        target_format=writer.name,
+        target_format=writer,
         tensors=len(catalog.tensors),
         objects=len(catalog.objects),
         files=layout.files,
@@ -114,26 +115,20 @@ def prepare(source: Path, target: Path, options: ConvertOptions) -> Prepared:
         cast=cast,
         notes=(*catalog.notes, *layout.notes),
     )
-    decided = (writer.name, options.max_shard_size, options.one_rank)
+    decided = (writer, options.max_shard_size, options.one_rank)
     return Prepared(Transfer(opened, plan, target, options.transfer, decided), report)
 
 
-def _writer(to: str, target: Path) -> Format:
+def _writer(to: str, target: Path) -> str:
+    """The name of the converter: ``safetensors`` is a folder unless the target is a file."""
     if to not in TARGETS:
         raise UsageError(f"--to {to!r}: no such target", hint="one of " + ", ".join(TARGETS))
     is_file = target.suffix == ".safetensors"
     if is_file and to != "safetensors":
         raise UsageError(f"{target}: a .safetensors file, but --to says {to}")
     if to == "safetensors" and not is_file:
-        return FORMATS["hf"]
-    return FORMATS[to]
-
-
-def _layout(writer: Format, catalog: Catalog, target: Path, options: ConvertOptions) -> Layout:
-    if writer.lay_out is None:
-        raise CannotDo(f"ckptool does not write {writer.name}")
-    request = Request(target.name, options.max_shard_size, options.one_rank)
-    return writer.lay_out(catalog, request)
+        return "hf"
+    return to
 
 
 def _rewritten(catalog: Catalog, options: ConvertOptions) -> tuple[Catalog, dict[str, int]]:

@@ -14,8 +14,7 @@ from ckptool.core.catalog import Catalog
 from ckptool.engine.sources import LocalSource
 from ckptool.errors import CkptoolError, Damaged, NotFound, Unrecognised, UsageError
 from ckptool.formats import FORMATS, detect
-from ckptool.formats.base import Format, ScanOptions
-from ckptool.formats.safetensors import EXTRA
+from ckptool.formats.base import EXTRA, Format, ScanOptions
 
 _LEVELS = 4
 _T = TypeVar("_T")
@@ -189,7 +188,7 @@ def _in_folder(path: Path) -> _Candidate:
 def _detect_folder(source: LocalSource) -> Format | None:
     """The format of a folder as a whole; None where it only holds a single-file checkpoint."""
     found = detect(source) if len(source.files) != 1 else None
-    return None if found is FORMATS["safetensors"] else found
+    return None if found is not None and found.name == "safetensors" else found
 
 
 def _candidates(path: Path, source: LocalSource) -> Iterator[_Candidate]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,7 +37,7 @@ from ckptool.core.placing import (
     split_placements,
 )
 from ckptool.core.plan import Plan
-from ckptool.engine.digest import written_entries
+from ckptool.core.written import written_entries
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.run import peak_memory
 from ckptool.errors import CannotDo, UsageError
@@ -190,6 +189,8 @@ def read_plan(path: Path, mesh: Mesh | None = None) -> tuple[Mesh | None, list[R
     A ``mesh`` that is given goes before the plan's; the plan's names go to a mesh without.
     """
     try:
+        import tomllib
+
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"--plan {path}: {error}") from None

@@ -13,7 +13,7 @@ from ckptool import __version__
 from ckptool.commands.open import Opened, holds_checkpoint
 from ckptool.core.catalog import Catalog, TensorEntry, tied
 from ckptool.core.plan import Plan
-from ckptool.engine.digest import digests, written_entries
+from ckptool.core.written import written_entries
 from ckptool.engine.ranks import Ranks, share
 from ckptool.engine.replicas import differing_replicas
 from ckptool.engine.run import RunOptions, run
@@ -190,6 +190,8 @@ class Transfer:
         The content is hashed in row-major order of the whole tensor, so that it does not depend on
         how either side is sharded.
         """
+        from ckptool.engine.digest import digests
+
         if not shared:
             raise CannotDo(
                 "no rank sees all of the output, so its content cannot be compared",

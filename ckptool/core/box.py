@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from operator import ge, le, lt, sub
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """The elements ``lo[d] <= index[d] < hi[d]`` of a tensor. A 0-d box holds one element."""
 
     lo: tuple[int, ...]
@@ -27,33 +27,26 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(h - l for l, h in zip(self.lo, self.hi, strict=True))
+        return tuple(map(sub, self.hi, self.lo))
 
     @property
     def volume(self) -> int:
         """Number of elements."""
-        return math.prod(self.shape)
+        return math.prod(map(sub, self.hi, self.lo))
 
     def intersect(self, other: Box) -> Box | None:
         """The common box, or None where the two share no element."""
         lo = tuple(map(max, self.lo, other.lo))
         hi = tuple(map(min, self.hi, other.hi))
-        if any(l >= h for l, h in zip(lo, hi, strict=True)):
-            return None
-        return Box(lo, hi)
+        return Box(lo, hi) if all(map(lt, lo, hi)) else None
 
     def contains(self, other: Box) -> bool:
         """Whether every corner of ``other`` lies in this box (an empty box may sit on its edge)."""
-        return all(a <= b for a, b in zip(self.lo, other.lo, strict=True)) and all(
-            a >= b for a, b in zip(self.hi, other.hi, strict=True)
-        )
+        return all(map(le, self.lo, other.lo)) and all(map(ge, self.hi, other.hi))
 
     def relative_to(self, origin: Sequence[int]) -> Box:
         """The same box in coordinates whose zero is ``origin``."""
-        return Box(
-            tuple(l - o for l, o in zip(self.lo, origin, strict=True)),
-            tuple(h - o for h, o in zip(self.hi, origin, strict=True)),
-        )
+        return Box(tuple(map(sub, self.lo, origin)), tuple(map(sub, self.hi, origin)))
 
     def __str__(self) -> str:
         return "[" + ", ".join(f"{l}:{h}" for l, h in zip(self.lo, self.hi, strict=True)) + "]"

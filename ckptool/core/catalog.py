@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptool.core.box import Box, overlapping_pair, row_major_strides
+from ckptool.core.box import Box, overlapping_pair
 from ckptool.core.dtype import DType
 
 if TYPE_CHECKING:
     from ckptool.core.mesh import Mesh, Placement
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """A span of a file whose CRC-32 the writer recorded."""
 
     file: str
@@ -238,10 +237,11 @@ def tied(catalog: Catalog) -> list[tuple[str, ...]]:
     return [tuple(names) for names in groups.values() if len(names) > 1]
 
 
-def contiguous(extent_strides: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> bool:
+def contiguous(strides: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> bool:
     """Whether a box of ``shape`` with these byte strides is one C-ordered run of bytes."""
-    wanted = row_major_strides(shape, itemsize)
-    return all(
-        size == 1 or stride == want
-        for size, stride, want in zip(shape, extent_strides, wanted, strict=True)
-    )
+    wanted = itemsize
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != wanted:
+            return False
+        wanted *= size
+    return True

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ckptool.core.box import Box
 
 
-@dataclass(frozen=True, slots=True)
-class Data:
+class Data(NamedTuple):
     """The C-ordered image of ``box`` of the tensor ``name``; ``itemsize`` in bytes."""
 
     name: str
@@ -31,8 +31,7 @@ class Data:
         return self.box.volume * self.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Scattered:
+class Scattered(NamedTuple):
     """The C-ordered image of a local tensor of ``shape`` that is made of several boxes of ``name``.
 
     Each piece is a box of the global tensor and where it lies in the local one.
@@ -48,16 +47,14 @@ class Scattered:
         return math.prod(self.shape) * self.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Patch:
+class Patch(NamedTuple):
     """Four bytes at ``at`` of a literal: the little-endian CRC-32 of the file's part ``part``."""
 
     at: int
     part: int
 
 
-@dataclass(frozen=True, slots=True)
-class Literal:
+class Literal(NamedTuple):
     """Bytes the writer knows: headers, pickles, zip records, padding."""
 
     data: bytes
@@ -68,8 +65,7 @@ class Literal:
         return len(self.data)
 
 
-@dataclass(frozen=True, slots=True)
-class Verbatim:
+class Verbatim(NamedTuple):
     """A whole file of the source, as it is."""
 
     file: str

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import add, sub
+from typing import NamedTuple
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Packed, TensorEntry, coverage_problem
@@ -41,8 +43,7 @@ class ChunkIndex:
                 yield chunk, common
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """``box`` of the global tensor, out of ``chunk``, goes to ``where`` in a tile."""
 
     chunk: Chunk
@@ -50,8 +51,7 @@ class Source:
     where: Box
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """A range of an output file: a C-ordered array of ``shape`` at byte ``offset``."""
 
     file: int
@@ -62,8 +62,7 @@ class Tile:
     sources: tuple[Source, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Spot:
+class Spot(NamedTuple):
     """A tensor part of a file: file ``file`` of the layout, part ``position``, byte ``offset``."""
 
     file: int
@@ -182,25 +181,30 @@ def _tiles_of(
     spot: Spot, entry: TensorEntry, index: ChunkIndex, rows: int, limit: int
 ) -> Iterator[Tile]:
     part, offset = spot.part, spot.offset
-    shape, pieces = part.shape, part.pieces
+    shape = part.shape
+    pieces = [(there, tuple(map(sub, whole.lo, there.lo))) for whole, there in part.pieces]
     cut = row_tiles(shape, rows) if rows else tiles(Box.whole(shape), part.itemsize, limit)
     for local in cut:
         sources = tuple(_sources(local, pieces, index))
-        if sum(source.box.volume for source in sources) != local.volume:
+        volume = local.volume
+        if sum(source.box.volume for source in sources) != volume:
             raise Damaged(f"{entry.name}: {local} of a local tensor {list(shape)} is not covered")
         yield Tile(spot.file, spot.position, offset, local.shape, entry, sources)
-        offset += local.volume * part.itemsize
+        offset += volume * part.itemsize
 
 
 def _sources(
-    local: Box, pieces: tuple[tuple[Box, Box], ...], index: ChunkIndex
+    local: Box, pieces: list[tuple[Box, tuple[int, ...]]], index: ChunkIndex
 ) -> Iterator[Source]:
-    for whole, there in pieces:
+    """What fills a box of a local tensor.
+
+    ``pieces`` are boxes of the local tensor, each with the way from there to the global tensor.
+    """
+    for there, shift in pieces:
         mine = local.intersect(there) if local.lo else there
         if mine is None:
             continue
-        shift = tuple(l - g for l, g in zip(there.lo, whole.lo, strict=True))
-        wanted = mine.relative_to(shift)
+        wanted = Box(tuple(map(add, mine.lo, shift)), tuple(map(add, mine.hi, shift)))
+        origin = tuple(map(add, local.lo, shift))
         for chunk, common in index.find(wanted):
-            origin = tuple(o - s for o, s in zip(local.lo, shift, strict=True))
             yield Source(chunk, common, common.relative_to(origin))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from ckptool.core.box import Box, row_major_strides
-from ckptool.core.catalog import Chunk, Extent, TensorEntry, merge_copies
-from ckptool.core.layout import Data, FileLayout, Layout, Scattered, tiles
+from ckptool.core.box import Box
+from ckptool.core.catalog import TensorEntry
+from ckptool.core.layout import tiles
 from ckptool.core.plan import ChunkIndex
 from ckptool.engine.gather import Array, Gatherer, raw, unit
 from ckptool.engine.threads import share_jobs
@@ -50,29 +49,3 @@ def _digest(entry: TensorEntry, gatherer: Gatherer, progress: Callable[[int], No
         total.update(raw(values))
         progress(values.nbytes)
     return total.hexdigest()
-
-
-def written_entries(layout: Layout, sources: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """What a layout puts where, as the catalog of its own output, replicas as copies.
-
-    ``sources`` are the entries that are wanted, of those the layout was made from.
-    """
-    chunks: dict[str, list[Chunk]] = defaultdict(list)
-    for file in layout.files:
-        offset = 0
-        for part in file.parts:
-            if isinstance(part, Data | Scattered) and part.name in sources:
-                chunks[part.name] += _written_chunks(file, offset, part)
-            offset += part.nbytes
-    return {name: _written(sources[name], merge_copies(found)) for name, found in chunks.items()}
-
-
-def _written_chunks(file: FileLayout, offset: int, part: Data | Scattered) -> Iterator[Chunk]:
-    strides = row_major_strides(part.shape, part.itemsize)
-    for box, local in part.pieces:
-        start = offset + sum(i * s for i, s in zip(local.lo, strides, strict=True))
-        yield Chunk(box, Extent(file.path, start, strides), file.rank or 0)
-
-
-def _written(source: TensorEntry, chunks: tuple[Chunk, ...]) -> TensorEntry:
-    return TensorEntry(source.name, source.path, source.dtype, source.shape, chunks)

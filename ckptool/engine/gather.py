@@ -12,16 +12,13 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, Extent, Packed, Place, Record, contiguous
 from ckptool.core.codec import decode
 from ckptool.core.dtype import DType
-from ckptool.engine.sources import Reader
+from ckptool.engine.sources import SPAN, Reader
 from ckptool.errors import CannotDo, Damaged
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 Noted = Callable[[Record, int, memoryview], None]
 
-_SPAN = 4 << 20
-GATHER_BYTES = _SPAN
-"""Bytes of scratch that one Gatherer holds."""
 _LONG_RUN = 16 << 10
 _OVER_READ = 4
 
@@ -29,6 +26,13 @@ _OVER_READ = 4
 def unit(itemsize: int) -> np.dtype[Any]:
     """A numpy type of the same size that copies bits and never looks at them."""
     return np.dtype(f"u{itemsize}" if itemsize <= 8 else f"V{itemsize}")
+
+
+def array(shape: tuple[int, ...], dtype: DType, buffer: memoryview) -> Array:
+    """A C-ordered array without values yet, in ``buffer`` where it fits."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    room = buffer if nbytes <= len(buffer) else memoryview(bytearray(nbytes))
+    return np.frombuffer(room, "u1", nbytes).view(unit(dtype.itemsize)).reshape(shape)
 
 
 def raw(values: Array) -> memoryview:
@@ -45,7 +49,7 @@ class Gatherer:
     def __init__(self, root: str, noted: Noted = lambda record, offset, data: None) -> None:
         self._noted = noted
         self._reader = Reader(root)
-        self._scratch = bytearray(_SPAN)
+        self._scratch = bytearray(SPAN)
         self._blob: tuple[Packed, bytes] | None = None
         self._block: tuple[str, int, int] | None = None
 
@@ -104,7 +108,7 @@ class Gatherer:
             self._reader.read_into(file, offset, raw(out))
             return
         span = itemsize + sum((n - 1) * s for n, s in zip(out.shape, strides, strict=True))
-        if span <= _SPAN and _worth_a_span(out, strides, span):
+        if span <= SPAN and _worth_a_span(out, strides, span):
             view = memoryview(self._scratch)[:span]
             self._block = None
             self._reader.read_into(file, offset, view)
@@ -149,7 +153,7 @@ def _whole_rows(chunk: Chunk, local: Box, itemsize: int) -> tuple[int, int] | No
         return None
     row = math.prod(shape[1:]) * itemsize
     nbytes = (local.hi[0] - local.lo[0]) * row
-    if local.shape[1:] == shape[1:] or nbytes > _SPAN:
+    if local.shape[1:] == shape[1:] or nbytes > SPAN:
         return None
     return at.offset + local.lo[0] * row, nbytes
 

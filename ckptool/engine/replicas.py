@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, Copy, Extent, Place, TensorEntry
 from ckptool.core.layout import tiles
-from ckptool.engine.gather import Array, Gatherer, unit
+
+if TYPE_CHECKING:
+    from ckptool.engine.gather import Gatherer
 
 _TILE = 1 << 20
 
@@ -19,16 +20,31 @@ def differing_replicas(entries: Iterable[TensorEntry], root: str) -> list[str]:
 
     Copies whose recorded checksums prove them equal are not read.
     """
+    unproved = [
+        (entry, chunk, copy)
+        for entry in entries
+        for chunk in entry.chunks
+        for copy in chunk.copies
+        if not _proved_equal(chunk.at, copy.at)
+    ]
+    return [
+        f"{entry.name} {chunk.box}: rank {chunk.rank} and rank {copy.rank} hold different"
+        f" values of what should be one replicated tensor"
+        for entry, chunk, copy in _differing(unproved, root)
+    ]
+
+
+Replica = tuple[TensorEntry, Chunk, Copy]
+
+
+def _differing(replicas: list[Replica], root: str) -> list[Replica]:
+    if not replicas:
+        return []
+    from ckptool.engine.gather import Gatherer
+
     gatherer = Gatherer(root)
     try:
-        return [
-            f"{entry.name} {chunk.box}: rank {chunk.rank} and rank {copy.rank} hold different"
-            f" values of what should be one replicated tensor"
-            for entry in entries
-            for chunk in entry.chunks
-            for copy in chunk.copies
-            if not _proved_equal(chunk.at, copy.at) and not _equal(gatherer, entry, chunk, copy)
-        ]
+        return [replica for replica in replicas if not _equal(gatherer, *replica)]
     finally:
         gatherer.close()
 
@@ -51,13 +67,15 @@ def _equal(gatherer: Gatherer, entry: TensorEntry, chunk: Chunk, copy: Copy) -> 
     whole = Box.whole(chunk.box.shape)
     for box in tiles(whole, entry.source_dtype.itemsize, _TILE):
         one, other = (_read(gatherer, entry, at, box) for at in (chunk.at, copy.at))
-        if not np.array_equal(one, other):
+        if one != other:
             return False
     return True
 
 
-def _read(gatherer: Gatherer, entry: TensorEntry, at: Place, box: Box) -> Array:
+def _read(gatherer: Gatherer, entry: TensorEntry, at: Place, box: Box) -> memoryview:
+    from ckptool.engine.gather import array, raw
+
     dtype = entry.source_dtype
-    values: Array = np.empty(box.shape, unit(dtype.itemsize))
+    values = array(box.shape, dtype, memoryview(b""))
     gatherer.fill_from(at, values, box, dtype)
-    return values.reshape(-1).view("u1") if values.size else values
+    return raw(values)

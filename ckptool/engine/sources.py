@@ -11,6 +11,8 @@ from pathlib import Path
 
 from ckptool.errors import Damaged, NotFound
 
+SPAN = 4 << 20
+"""Bytes that are read at once to gather elements that lie apart."""
 _DEPTH = 5
 _MOST_ENTRIES = 200_000
 _MOST_VISITS = 200
@@ -82,15 +84,13 @@ class LocalSource:
         """Exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.files[file]:
             raise _too_short(file, offset, nbytes, self.files[file])
+        reader = Reader(self.root)
+        data = bytearray(nbytes)
         try:
-            with os.fdopen(_opened(os.path.join(self.root, file)), "rb", buffering=0) as stream:
-                stream.seek(offset)
-                data = stream.read(nbytes)
-        except OSError as error:
-            raise unreadable(file, error) from None
-        if len(data) != nbytes:
-            raise _too_short(file, offset, nbytes, offset + len(data))
-        return data
+            reader.read_into(file, offset, memoryview(data))
+        finally:
+            reader.close()
+        return bytes(data)
 
 
 def unreadable(file: str, error: OSError) -> NotFound:

@@ -51,7 +51,20 @@ FORMATS: Mapping[str, Format] = _Lazy(
 )
 """Most specific first: the first whose probe says yes is taken."""
 
-WRITERS: Mapping[str, Callable[[Catalog, Request], Layout]] = _Lazy(
+LayOut = Callable[[Catalog, Request], Layout]
+
+CONVERTERS: Mapping[str, LayOut] = _Lazy(
+    {
+        "safetensors": "safetensors.lay_out",
+        "hf": "hf.lay_out",
+        "torch-save": "torch_save.lay_out",
+        "dcp": "_dcp_write.lay_out",
+        "dcp-safetensors": "dcp_safetensors.lay_out",
+    }
+)
+"""What lays a checkpoint out in another format."""
+
+WRITERS: Mapping[str, LayOut] = _Lazy(
     {
         "dcp": "_dcp_write.lay_out",
         "rank-local": "_rank_write.lay_out_rank_files",

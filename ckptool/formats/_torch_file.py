@@ -11,9 +11,10 @@ import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ckptool.core.codec import decode
-from ckptool.errors import Damaged, Unrecognised
+from ckptool.errors import CkptoolError, Damaged, Unrecognised
 from ckptool.formats import _pickle
 from ckptool.formats._pickle import Global, Loaded
 from ckptool.formats._storage import storage_of
@@ -23,7 +24,7 @@ from ckptool.formats.base import Source
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_HEAD = b"\x80\x02\x8a\n\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 
-
+_SMALL = 4096
 _MOST_INFLATED = 100
 
 
@@ -83,7 +84,7 @@ def read_torch_zip(region: Region) -> TorchFile:
     records = read_directory(region)
     root = _root(region, records)
     data_pkl = records[f"{root}/data.pkl"]
-    loaded = _pickle.load(_record_bytes(region, data_pkl), what=f"{region.what} (data.pkl)")
+    loaded = _unpickled(_record_bytes(region, data_pkl), f"{region.what} (data.pkl)")
     has_crc = any(record.crc32 for record in records.values())
     prefix = f"{root}/data/"
     storages = {
@@ -96,6 +97,19 @@ def read_torch_zip(region: Region) -> TorchFile:
     if byteorder not in ("little", "big"):
         raise Damaged(f"{region.what}: unknown byte order {byteorder!r}")
     return TorchFile(region.what, loaded.value, storages, byteorder, loaded.globals, loaded.end)
+
+
+def _unpickled(data: bytes, what: str) -> Loaded:
+    """A pickle's content. A DCP folder has a pickle an item, most of them the same few."""
+    try:
+        return _read_before(data) if len(data) <= _SMALL else _pickle.load(data, what=what)
+    except CkptoolError:
+        return _pickle.load(data, what=what)
+
+
+@lru_cache(maxsize=1024)
+def _read_before(data: bytes) -> Loaded:
+    return _pickle.load(data, what="")
 
 
 def _root(region: Region, records: Mapping[str, ZipRecord]) -> str:

@@ -88,7 +88,7 @@ def _moved_place(at: Place, folder: str) -> Place:
     record = getattr(moved, "record", None)
     if record is None:
         return moved
-    return replace(moved, record=replace(record, file=f"{folder}/{record.file}"))
+    return replace(moved, record=record._replace(file=f"{folder}/{record.file}"))
 
 
 FORMAT = Format(

@@ -8,7 +8,6 @@ from itertools import islice
 from typing import Protocol
 
 from ckptool.core.catalog import Catalog
-from ckptool.core.layout import Layout
 from ckptool.core.placing import Placed
 from ckptool.errors import Damaged
 from ckptool.formats._pickle import LARGEST
@@ -62,7 +61,6 @@ class Format:
     - ``scan`` reads metadata only and returns the catalog.
     - ``locate`` opens the containers that ``scan`` left closed (``Item``), for the tensors of the
       catalog it is given; None where ``scan`` leaves none.
-    - ``lay_out`` returns what a writer would write; None where ckptool does not write the format.
     - ``reads`` is False where the format is only recognised, to say why it cannot be read.
     """
 
@@ -71,7 +69,6 @@ class Format:
     probe: Callable[[Source], bool]
     scan: Callable[[Source, ScanOptions], Catalog]
     locate: Callable[[Source, Catalog], Catalog] | None = None
-    lay_out: Callable[[Catalog, Request], Layout] | None = None
     reads: bool = True
 
 
@@ -83,6 +80,9 @@ def require(source: Source, file: str, *, wanted_by: str) -> int:
         raise Damaged(f"{file!r}, named by {wanted_by}, {reason}")
     return size
 
+
+EXTRA = ".extra.pt"
+"""How the file ends that holds what a safetensors file beside it cannot."""
 
 MOST_RANKS = 1 << 20
 

@@ -37,7 +37,6 @@ from ckptool.formats._assemble import (
     read_leaves,
 )
 from ckptool.formats._dcp_metadata import DcpMetadata, StoredItem, TensorMetadata
-from ckptool.formats._dcp_write import lay_out
 from ckptool.formats._infer import with_inferred_mesh
 from ckptool.formats._memory import EdgeSource
 from ckptool.formats._storage import place_of, plain_tensor
@@ -372,5 +371,4 @@ FORMAT = Format(
     _probe,
     _scan,
     locate=_locate,
-    lay_out=lay_out,
 )

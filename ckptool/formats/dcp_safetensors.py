@@ -21,9 +21,9 @@ from ckptool.formats._companions import companions
 from ckptool.formats._infer import with_inferred_mesh
 from ckptool.formats._outgoing import Cutter, companion_files, extra_file, tied_notes
 from ckptool.formats._safetensors_file import OutgoingSlice, lay_out_safetensors, read_safetensors
-from ckptool.formats.base import Format, Request, ScanOptions, Source, require_rank
+from ckptool.formats.base import EXTRA, Format, Request, ScanOptions, Source, require_rank
 from ckptool.formats.hf import FORMAT as HF
-from ckptool.formats.safetensors import EXTRA, extras, split_by_support, with_extra
+from ckptool.formats.safetensors import extras, split_by_support, with_extra
 
 _SHARD = re.compile(
     r"(?P<folder>sharded/)?shard-(?P<rank>[0-9]{1,9})-model-(?P<part>[0-9]{1,9})"
@@ -200,5 +200,4 @@ FORMAT = Format(
     "safetensors shards with DCP sharding info (HuggingFaceStorageWriter)",
     _probe,
     _scan,
-    lay_out=lay_out,
 )

@@ -18,9 +18,8 @@ from ckptool.errors import Damaged, damaged
 from ckptool.formats._companions import companions
 from ckptool.formats._outgoing import companion_files, extra_file, tied_notes
 from ckptool.formats._safetensors_file import OutgoingSlice, lay_out_safetensors
-from ckptool.formats.base import Format, Request, ScanOptions, Source, read_metadata, require
+from ckptool.formats.base import EXTRA, Format, Request, ScanOptions, Source, read_metadata, require
 from ckptool.formats.safetensors import (
-    EXTRA,
     extras,
     split_by_support,
     whole_tensors,
@@ -156,7 +155,7 @@ def _writer(infos: list[Mapping[str, str]]) -> str:
     return "Hugging Face"
 
 
-def _lay_out(catalog: Catalog, request: Request) -> Layout:
+def lay_out(catalog: Catalog, request: Request) -> Layout:
     fitting, others = split_by_support(catalog)
     objects, notes = extras(catalog, others, _EXTRA)
     groups = _grouped(fitting, request.max_shard_size)
@@ -199,6 +198,4 @@ def _index_file(names: list[str], groups: list[list[TensorEntry]]) -> FileLayout
     return FileLayout(_INDEX, (Literal(text.encode()),))
 
 
-FORMAT = Format(
-    "hf", "Hugging Face folder: safetensors shards and their index", _probe, _scan, lay_out=_lay_out
-)
+FORMAT = Format("hf", "Hugging Face folder: safetensors shards and their index", _probe, _scan)

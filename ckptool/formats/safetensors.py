@@ -17,7 +17,7 @@ from ckptool.formats._safetensors_file import (
     read_safetensors,
 )
 from ckptool.formats._torch_file import read_torch_file
-from ckptool.formats.base import Format, Request, ScanOptions, Source
+from ckptool.formats.base import EXTRA, Format, Request, ScanOptions, Source
 
 
 def _main_file(source: Source) -> str | None:
@@ -43,10 +43,6 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     info = {"writer": "safetensors"} | {f"metadata.{k}": v for k, v in metadata.items()}
     catalog = Catalog("safetensors", tensors, {}, {file: source.files[file]}, 1, info=info)
     return with_extra(catalog, source, file.removesuffix(".safetensors") + EXTRA)
-
-
-EXTRA = ".extra.pt"
-"""How the file ends that holds what safetensors cannot."""
 
 
 def with_extra(catalog: Catalog, source: Source, extra: str) -> Catalog:
@@ -108,7 +104,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:8]) + more
 
 
-def _lay_out(catalog: Catalog, request: Request) -> Layout:
+def lay_out(catalog: Catalog, request: Request) -> Layout:
     fitting, others = split_by_support(catalog)
     extra = request.target.removesuffix(".safetensors") + EXTRA
     objects, notes = extras(catalog, others, extra)
@@ -120,4 +116,4 @@ def _lay_out(catalog: Catalog, request: Request) -> Layout:
     return Layout((*files, main), folder=False, notes=(*notes, *tied_notes(catalog)))
 
 
-FORMAT = Format("safetensors", "one safetensors file", _probe, _scan, lay_out=_lay_out)
+FORMAT = Format("safetensors", "one safetensors file", _probe, _scan)

@@ -130,6 +130,5 @@ FORMAT = Format(
     "vLLM sharded state: model-rank-R-part-P.safetensors",
     _probe,
     _scan,
-    lay_out=lay_out,
     reads=False,
 )

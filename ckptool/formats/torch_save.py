@@ -128,7 +128,7 @@ def read_weight_map(source: Source, index: str) -> dict[str, str]:
     return weight_map
 
 
-def _lay_out(catalog: Catalog, request: Request) -> Layout:
+def lay_out(catalog: Catalog, request: Request) -> Layout:
     objects, notes = plain_objects(catalog)
     state = nested_state(list(catalog.tensors.values()), objects)
     root = request.target.rpartition(".")[0] or "archive"
@@ -143,5 +143,4 @@ FORMAT = Format(
     "one torch.save file (.pt .pth .bin .ckpt)",
     _probe,
     _scan,
-    lay_out=_lay_out,
 )

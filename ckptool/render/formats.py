@@ -6,14 +6,13 @@ from typing import Any
 
 from rich.table import Table
 
-from ckptool.commands.convert import TARGETS
-from ckptool.formats import FORMATS, WRITERS
+from ckptool.formats import CONVERTERS, FORMATS, WRITERS
 from ckptool.render.text import console
 
 
 def _rows() -> list[tuple[str, bool, bool, bool, str]]:
     """Name, read, written by convert, written by reshard, and what it is."""
-    known = [(f.name, f.reads, f.name in (*TARGETS, "hf"), f.summary) for f in FORMATS.values()]
+    known = [(f.name, f.reads, f.name in CONVERTERS, f.summary) for f in FORMATS.values()]
     checkpointing = ("torch-checkpointing", True, False, "torch_checkpointing's rank files")
     return [
         (name, reads, converts, name in WRITERS, summary)

@@ -91,7 +91,7 @@ def on_ranks(
         )
         processes.append(process)
     try:
-        found = [process.communicate(timeout=45) for process in processes]
+        found = [process.communicate(timeout=300) for process in processes]
     finally:
         for process in processes:
             process.kill()

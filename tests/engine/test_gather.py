@@ -97,12 +97,12 @@ def test_pieces_smaller_than_a_span(
 ) -> None:
     """Every way of splitting a strided read, forced by a tiny span."""
     itemsize, offset, shape, strides, box = found
-    kept = gather._SPAN, gather._LONG_RUN
-    gather._SPAN, gather._LONG_RUN = 2 * itemsize, 8
+    kept = gather.SPAN, gather._LONG_RUN
+    gather.SPAN, gather._LONG_RUN = 2 * itemsize, 8
     try:
         result = gathered(Extent("f", offset, strides), box, itemsize, (0,) * len(shape))
     finally:
-        gather._SPAN, gather._LONG_RUN = kept
+        gather.SPAN, gather._LONG_RUN = kept
     assert result.tobytes() == expected(offset, strides, box, itemsize).tobytes()
 
 

@@ -24,7 +24,7 @@ NAMES = ["dcp_fsdp2_tp", "rank_experimental", "zip_zoo", "dcp_zstd"]
 def test_tiles_of_any_size(
     name: str, tile: int, target: str, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "_TILE", tile)
+    monkeypatch.setattr(engine, "TILE", tile)
     convert_to(target, case(name).path, out / f"m{SUFFIX[target]}")
     assert read_back(target, out / f"m{SUFFIX[target]}") == case(name).truth
 

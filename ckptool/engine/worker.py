@@ -1,0 +1,164 @@
+"""What one thread of a transfer does: read, check, gather, cast and write tiles."""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import cached_property
+from operator import mul, sub
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptool.core.catalog import Extent, Record, contiguous
+from ckptool.core.plan import Source, Tile
+from ckptool.engine.checksum import RecordCheck, crc32, joined
+from ckptool.engine.sources import SPAN, Reader
+from ckptool.errors import TransferError
+
+if TYPE_CHECKING:
+    from ckptool.engine.gather import Array, Gatherer
+
+TILE = 1 << 20
+"""Bytes of a tile, as long as one element is not larger."""
+MEMORY = TILE + SPAN
+"""Bytes that one worker holds, but for blobs that must be decoded whole."""
+_PIECE = 1 << 19
+"""Bytes that are read, checked and written at a time, while the processor's cache holds them."""
+_MOST_OPEN = 32
+
+Run = tuple[Extent, int, int, int]
+"""A run of bytes: its place, file offset, offset in a tile and length."""
+
+
+def run_of(tile: Tile, source: Source) -> Run | None:
+    """The run of bytes that one source of a tile is, or None where it is not one as it lies."""
+    at, where = source.chunk.at, source.where
+    itemsize = tile.entry.source_dtype.itemsize
+    if not isinstance(at, Extent) or at.ops or where.shape[1:] != tile.shape[1:]:
+        return None
+    if not contiguous(at.strides, source.box.shape, itemsize):
+        return None
+    inside = map(sub, source.box.lo, source.chunk.box.lo)
+    start = at.offset + sum(map(mul, inside, at.strides))
+    skip = where.lo[0] * math.prod(tile.shape[1:]) * itemsize if where.lo else 0
+    return at, start, skip, source.box.volume * itemsize
+
+
+def touch(records: RecordCheck, tile: Tile) -> None:
+    """Note which records a tile is made from."""
+    for source in tile.sources:
+        at = source.chunk.at
+        if isinstance(at, Extent) and at.record is not None:
+            records.touch(at.record, tile.entry.name)
+
+
+class Worker:
+    """The descriptors and buffers of one thread.
+
+    Tiles of straight runs of bytes are copied piece by piece; others are gathered by numpy, which
+    is only then imported. ``records`` is told of all pieces of checksummed records that are read.
+    """
+
+    def __init__(self, root: str, folder: Path, records: RecordCheck) -> None:
+        self._root = root
+        self._folder = folder
+        self._records = records
+        self._reader = Reader(root)
+        self._buffer = memoryview(bytearray(TILE))
+        self._open: dict[str, int] = {}
+
+    @cached_property
+    def _gatherer(self) -> Gatherer:
+        from ckptool.engine.gather import Gatherer
+
+        return Gatherer(self._root, self._note)
+
+    def write_tile(self, tile: Tile, path: str, *, shared: bool, checked: bool) -> int | None:
+        """Write a tile into the output file ``path``; its CRC-32 where it is to be ``checked``.
+
+        ``shared`` says that further tiles will need the same rows of the source.
+        """
+        touch(self._records, tile)
+        runs = [run_of(tile, source) for source in tile.sources]
+        straight = [run for run in runs if run is not None]
+        if len(straight) == len(runs) and tile.entry.source_dtype == tile.entry.dtype:
+            pieces = [(run[2], run[3], self._copy(run, path, tile.offset)) for run in straight]
+            return joined(pieces) if checked else None
+        crc = self._write_gathered(tile, path, straight, shared=shared)
+        return crc if checked else None
+
+    def check_record(self, record: Record) -> None:
+        """Read a record whole for its CRC-32."""
+        total = 0
+        for start in range(0, record.nbytes, TILE):
+            piece = self._buffer[: min(TILE, record.nbytes - start)]
+            self._reader.read_into(record.file, record.offset + start, piece)
+            total = crc32(piece, total)
+        self._records.whole(record, total)
+
+    def close(self) -> None:
+        """Close all files."""
+        self._reader.close()
+        if "_gatherer" in self.__dict__:
+            self._gatherer.close()
+        self._close_outputs()
+
+    def _copy(self, run: Run, path: str, offset: int) -> int:
+        """Copy a run of bytes into the tile at ``offset`` of an output file; its CRC-32."""
+        at, start, skip, nbytes = run
+        crc = 0
+        for done in range(0, nbytes, _PIECE):
+            piece = self._buffer[: min(_PIECE, nbytes - done)]
+            self._reader.read_into(at.file, start + done, piece)
+            crc = crc32(piece, crc)
+            self._write(path, offset + skip + done, piece)
+        if at.record is not None:
+            self._records.piece(at.record, start, nbytes, crc)
+        return crc
+
+    def _write_gathered(self, tile: Tile, path: str, straight: list[Run], *, shared: bool) -> int:
+        from ckptool.engine.gather import cast, raw
+
+        values = self._gathered(tile, shared=shared)
+        data = raw(values)
+        for at, start, skip, nbytes in straight:
+            if at.record is not None:
+                piece = data[skip : skip + nbytes]
+                self._records.piece(at.record, start, nbytes, crc32(piece))
+        if tile.entry.source_dtype != tile.entry.dtype:
+            data = raw(cast(values, tile.entry.source_dtype, tile.entry.dtype))
+        self._write(path, tile.offset, data)
+        return crc32(data)
+
+    def _gathered(self, tile: Tile, *, shared: bool) -> Array:
+        """The tile's elements, in the source's element type, in an array of the tile's shape."""
+        from ckptool.engine.gather import array
+
+        dtype = tile.entry.source_dtype
+        values = array(tile.shape, dtype, self._buffer)
+        for source in tile.sources:
+            where = source.where
+            view = values[tuple(map(slice, where.lo, where.hi))] if where.lo else values
+            self._gatherer.fill(view, source.chunk, source.box, dtype, shared=shared)
+        return values
+
+    def _note(self, record: Record, offset: int, data: memoryview) -> None:
+        self._records.piece(record, offset, len(data), crc32(data))
+
+    def _write(self, path: str, offset: int, data: memoryview) -> None:
+        descriptor = self._open.get(path)
+        if descriptor is None:
+            if len(self._open) >= _MOST_OPEN:
+                self._close_outputs()
+            descriptor = os.open(f"{self._folder}/{path}", os.O_WRONLY | os.O_CLOEXEC)
+            self._open[path] = descriptor
+        done = 0
+        while done < len(data):
+            try:
+                done += os.pwrite(descriptor, data[done : done + _PIECE], offset + done)
+            except OSError as error:
+                raise TransferError(f"{path}: {error.strerror} at byte {offset + done:,}") from None
+
+    def _close_outputs(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
