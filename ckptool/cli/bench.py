@@ -22,7 +22,7 @@ def bench(
     ] = False,
     size: Annotated[
         str, typer.Option("--size", metavar="SIZE", help="Of the generated checkpoint.")
-    ] = "1.7GB",
+    ] = "2GB",
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Rounds, interleaved.")] = 5,
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Where to work; all is removed at the end.")

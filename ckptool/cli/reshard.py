@@ -135,7 +135,7 @@ def reshard(
             from ckptool.render.messages import print_json
             from ckptool.render.reshard import reshard_json, show_reshard
 
-            costs = prepared.load_costs() if dry_run else None
+            costs = prepared.costs() if dry_run else None
             if as_json:
                 print_json(reshard_json(prepared.report, costs))
             else:

@@ -73,7 +73,7 @@ class ReshardReport:
     """What is to be written, or was. Sizes in bytes.
 
     ``rank_bytes`` is what each rank of the mesh holds, ``peak_memory`` the most that moving the
-    bytes needs beside the catalog.
+    bytes needs beside the catalog, ``budget`` what it may.
     """
 
     source: Path
@@ -88,8 +88,21 @@ class ReshardReport:
     free_bytes: int
     rank_bytes: tuple[int, ...]
     peak_memory: int
+    budget: int
     objects: int
     notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """``read_bytes`` is what the reshard reads from the source's files, gaps and all.
+
+    ``from_source`` and ``from_target`` are what each rank of the new mesh opens and reads at load.
+    """
+
+    read_bytes: int
+    from_source: tuple[LoadCost, ...]
+    from_target: tuple[LoadCost, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +113,18 @@ class PreparedReshard:
     report: ReshardReport
     placed: Placed
 
-    def load_costs(self) -> tuple[tuple[LoadCost, ...], tuple[LoadCost, ...]]:
-        """What each rank of the new mesh will open and read: of the source, and of the result."""
+    def costs(self) -> Costs:
+        """What the reshard will read, and what each rank of the new mesh will at load."""
+        from ckptool.engine.cost import bytes_to_read
+
         plan = self.transfer.plan
         sources = {entry.name: entry for entry in plan.entries}
         written = written_entries(plan.layout, sources)
-        return load_costs(plan.entries, self.placed), load_costs(written.values(), self.placed)
+        return Costs(
+            bytes_to_read(plan),
+            load_costs(plan.entries, self.placed),
+            load_costs(written.values(), self.placed),
+        )
 
     @property
     def nbytes(self) -> int:
@@ -156,6 +175,7 @@ def prepare_reshard(source: Path, target: Path | None, options: ReshardOptions) 
         free_bytes=free_bytes(target.parent),
         rank_bytes=_rank_bytes(catalog, placed),
         peak_memory=peak_memory(plan, options.transfer.run),
+        budget=options.transfer.run.budget,
         objects=len(catalog.objects),
         notes=(*catalog.notes, *left_out, *layout.notes),
     )

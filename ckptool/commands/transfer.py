@@ -185,6 +185,13 @@ class Transfer:
         return found.hexdigest()
 
     def _verify(self, stage: Stage, progress: Progress, ranks: Ranks, *, shared: bool) -> None:
+        """Read the output back. Raises NotVerified where it is not what it should be."""
+        if shared:
+            self._compare_content(stage, progress, ranks)
+        else:
+            self._compare_files(stage, progress, ranks)
+
+    def _compare_content(self, stage: Stage, progress: Progress, ranks: Ranks) -> None:
         """Compare the content of this rank's share of tensors, as it lies on disk, with the source.
 
         The content is hashed in row-major order of the whole tensor, so that it does not depend on
@@ -192,11 +199,6 @@ class Transfer:
         """
         from ckptool.engine.digest import digests
 
-        if not shared:
-            raise CannotDo(
-                "no rank sees all of the output, so its content cannot be compared",
-                hint="--no-verify writes a node-local target unverified",
-            )
         mine: dict[str, TensorEntry] = {
             entry.name: entry for entry in self.plan.entries[ranks.rank :: ranks.size]
         }
@@ -211,3 +213,13 @@ class Transfer:
         copies = differing_replicas(written.values(), str(stage.folder))
         if copies:
             raise NotVerified(f"{len(copies)} copies differ once written: {copies[0]}")
+
+    def _compare_files(self, stage: Stage, progress: Progress, ranks: Ranks) -> None:
+        """Compare this rank's files with the source: no rank sees a whole tensor of the output."""
+        from ckptool.engine.reread import differing_files
+
+        mine = share(self.plan.layout, ranks.rank, ranks.size, self.mesh_size)
+        root, options = self.opened.source.root, self.options.run
+        wrong = differing_files(self.plan, root, stage.folder, options, progress, numbers=mine)
+        if wrong:
+            raise NotVerified(f"{len(wrong)} files differ once written, first {wrong[0]}")

@@ -27,22 +27,27 @@ from ckptool.commands.bench_torch import RANKS, parameter_shapes
 from ckptool.errors import CannotDo, TransferError, UsageError
 
 _LIGHT_BYTES = 4_000_000
+_OTHERS = {"{quarter}": 0.25, "{triple}": 3}
+"""Checkpoints of other sizes that are written, as multiples of the source's."""
 
 _CKPTOOL = (sys.executable, "-m", "ckptool")
 _CONVERT = (*_CKPTOOL, "convert", "--quiet", "{source}")
 _TORCH_SIDE = (sys.executable, "-m", "ckptool.commands.bench_torch")
 _FORMAT_UTILS = (sys.executable, "-m", "torch.distributed.checkpoint.format_utils")
-_RESHARD = (
-    *(*_CKPTOOL, "reshard", "--quiet", "{source}", "{target}", "--to", "dcp", "--mesh", "2x4"),
+_RESHARD = (*_CKPTOOL, "reshard", "--quiet")
+_TO_2X4 = (
+    *("{target}", "--to", "dcp", "--mesh", "2x4", "--no-fsync"),
     *("--shard", "*norm.weight*=Shard(0),Replicate()", "--shard", "*=Shard(0),Shard(1)"),
 )
+_PLAN = (sys.executable, "-m", "ckptool.commands.bench_plan")
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "8", "-m")
 _COPY_AND_SYNC = 'cp -r "$0" "$1" && find "$1" -exec sync {} +'
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One command. ``{source}``, ``{light}`` and ``{target}`` stand for paths.
+    """One command. ``{source}``, ``{light}`` and ``{target}`` stand for paths, as do ``{quarter}``
+    and ``{triple}``: checkpoints like the source of a quarter and of three times its size.
 
     ``measure`` is what is compared with the ``peers``: wall-clock or CPU seconds. A ``torch`` row
     needs torch and a checkpoint that torch reads; it is left out, with the reason, where it cannot
@@ -85,18 +90,30 @@ ROWS = (
     ),
     Row(
         "reshard --mesh 2x4",
-        (*_RESHARD, "--no-fsync", "--no-verify"),
+        (*_RESHARD, "{source}", *_TO_2X4, "--no-verify"),
         peers=("cp -r", "torch to 2x4, 8 ranks"),
     ),
     Row(
         "reshard --mesh 2x4, verified",
-        (*_RESHARD, "--no-fsync", "--verify"),
+        (*_RESHARD, "{source}", *_TO_2X4, "--verify"),
         peers=("cp -r",),
     ),
     Row(
         "torch to 2x4, 8 ranks",
         (*_TORCHRUN, "ckptool.commands.bench_torch", "reshard", "{source}", "{target}"),
         torch=True,
+    ),
+    Row(
+        "reshard --mesh 2x4, a quarter of the size",
+        (*_RESHARD, "{quarter}", *_TO_2X4, "--no-verify"),
+    ),
+    Row(
+        "reshard --mesh 2x4, three times the size",
+        (*_RESHARD, "{triple}", *_TO_2X4, "--no-verify"),
+    ),
+    *(
+        Row(f"plan 1,000 tensors of {chunks:,} chunks", (*_PLAN, "1000", str(chunks), "32x64"))
+        for chunks in (256, 512, 1024)
     ),
     Row("cp -r, synced", ("sh", "-c", _COPY_AND_SYNC, "{source}", "{target}")),
     Row(
@@ -139,11 +156,15 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """A row's samples, one a round. ``imports_torch`` is None where it was not looked at."""
+    """A row's samples, one a round. ``imports_torch`` is None where it was not looked at.
+
+    ``nbytes`` is the size of the checkpoint that the row's command moves, 0 where it moves none.
+    """
 
     row: Row
     samples: tuple[Sample, ...]
     imports_torch: bool | None = None
+    nbytes: int = 0
 
     @property
     def values(self) -> tuple[float, ...]:
@@ -212,7 +233,7 @@ def transfer_bench(
     _require_space(workdir, nbytes, generated=source is None)
     with tempfile.TemporaryDirectory(prefix="ckptool-bench-", dir=workdir) as scratch:
         paths = _paths(opened, size, Path(scratch), has_torch, progress)
-        todo, left_out = _possible(rows, has_torch=has_torch, dcp=dcp)
+        todo, left_out = _possible(rows, paths, has_torch=has_torch, dcp=dcp)
         results = _measure(todo, paths, repeat, left_out, progress)
         there = Path(paths["{source}"])
         return TransferBenchReport(
@@ -242,10 +263,11 @@ def _files(path: Path) -> Iterable[Path]:
 
 
 def _require_space(workdir: Path, nbytes: int, *, generated: bool) -> None:
-    """The disk must hold the largest output, and the source too where it is made here."""
+    """The disk must hold the largest output, and the sources too where they are made here."""
     if not workdir.is_dir():
         raise CannotDo(f"{workdir}: no such folder to work in", hint=f"mkdir -p {workdir}")
-    needed = nbytes * (2 if generated else 1) * 21 // 20 + 4 * _LIGHT_BYTES
+    checkpoints = sum(_OTHERS.values()) + max(_OTHERS.values()) + 1 if generated else 1
+    needed = int(nbytes * checkpoints * 1.05) + 4 * _LIGHT_BYTES
     free = shutil.disk_usage(workdir).free
     if needed > free:
         raise CannotDo(
@@ -258,27 +280,29 @@ def _paths(
     opened: Path | None, size: int, scratch: Path, has_torch: bool, progress: Progress
 ) -> dict[str, str]:
     """What the placeholders of the rows stand for; checkpoints that are not there are written."""
-    source, light = opened or scratch / "source", scratch / "light"
-    wanted = [(source, size)] if opened is None else []
-    wanted += [(light, _LIGHT_BYTES)] if has_torch else []
-    for folder, nbytes in wanted:
+    outputs = scratch / "outputs"
+    outputs.mkdir()
+    paths = {"{target}": str(outputs / "target")}
+    wanted = {"{source}": size} | {mark: int(size * times) for mark, times in _OTHERS.items()}
+    if opened is not None:
+        paths["{source}"] = str(opened)
+        wanted = {}
+    if has_torch:
+        wanted["{light}"] = _LIGHT_BYTES
+    for mark, nbytes in wanted.items():
         progress(f"writing a checkpoint of {nbytes:,} bytes with torch on {RANKS} gloo ranks")
-        run_sample((*_TORCH_SIDE, "write", str(folder), str(nbytes)))
-    for file in _files(source):
+        paths[mark] = str(scratch / mark.strip("{}"))
+        run_sample((*_TORCH_SIDE, "write", paths[mark], str(nbytes)))
+    for file in _files(Path(paths["{source}"])):
         with open(file, "rb") as stream:
             while stream.read(1 << 20):
                 pass
-    outputs = scratch / "outputs"
-    outputs.mkdir()
-    return {
-        "{source}": str(source),
-        "{light}": str(light if has_torch else source),
-        "{target}": str(outputs / "target"),
-    }
+    paths.setdefault("{light}", paths["{source}"])
+    return paths
 
 
 def _possible(
-    rows: tuple[Row, ...], *, has_torch: bool, dcp: bool
+    rows: tuple[Row, ...], paths: Mapping[str, str], *, has_torch: bool, dcp: bool
 ) -> tuple[list[Row], dict[str, str]]:
     """The rows that can be measured here, and why the others cannot."""
     left_out: dict[str, str] = {}
@@ -287,6 +311,8 @@ def _possible(
             left_out[row.name] = "torch is not installed"
         elif row.torch and "{source}" in row.command and not dcp:
             left_out[row.name] = "torch's own tools read only its DCP format"
+        elif any(mark in row.command and mark not in paths for mark in _OTHERS):
+            left_out[row.name] = "no checkpoint of another size is made beside a given one"
     return [row for row in rows if row.name not in left_out], left_out
 
 
@@ -312,10 +338,18 @@ def _measure(
                     raise
                 left_out[row.name] = error.message
     return tuple(
-        RowResult(row, tuple(samples[row.name]), _imports_torch(row, paths))
+        RowResult(row, tuple(samples[row.name]), _imports_torch(row, paths), _moved(row, paths))
         for row in rows
         if row.name not in left_out
     )
+
+
+def _moved(row: Row, paths: Mapping[str, str]) -> int:
+    """Bytes of the checkpoint that a row's command reads to write a target."""
+    if "{target}" not in " ".join(row.command):
+        return 0
+    mark = next(mark for mark in ("{source}", *_OTHERS) if mark in row.command)
+    return sum(file.stat().st_size for file in _files(Path(paths[mark])))
 
 
 def _one(row: Row, paths: Mapping[str, str]) -> Sample:

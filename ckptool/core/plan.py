@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,6 +15,8 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Packed, TensorEntry, coverage_problem
 from ckptool.core.layout import Data, Layout, Part, Scattered, row_tiles, tile_count, tiles
 from ckptool.errors import CannotDo, Damaged, damaged
+
+_BATCH = 16
 
 
 class ChunkIndex:
@@ -60,6 +63,11 @@ class Tile(NamedTuple):
     shape: tuple[int, ...]
     entry: TensorEntry
     sources: tuple[Source, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the output file."""
+        return math.prod(self.shape) * self.entry.dtype.itemsize
 
 
 class Spot(NamedTuple):
@@ -131,6 +139,15 @@ class Plan:
             default=0,
         )
 
+    def batches(self, numbers: Sequence[int]) -> Iterator[list[tuple[int, tuple[Part, ...]]]]:
+        """Files of the layout with their parts, a few files at a time.
+
+        The parts of one batch exist together; columns of the same rows share them in a batch.
+        """
+        for start in range(0, len(numbers), _BATCH):
+            batch = numbers[start : start + _BATCH]
+            yield [(number, self.layout.files[number].parts) for number in batch]
+
     def groups(self, files: Iterable[tuple[int, Sequence[Part]]], limit: int) -> list[Group]:
         """The tensor parts of some files, those that share the rows of a tensor together.
 
@@ -149,11 +166,12 @@ class Plan:
     def jobs(self, group: Group, limit: int) -> Iterator[list[Tile]]:
         """The tiles of a group, in order; those of one job read the same rows of the source."""
         entry = self.catalog.tensors[group.spots[0].part.name]
-        index = self._index(entry)
+        index = self.index(entry)
         runs = [_tiles_of(spot, entry, index, group.rows, limit) for spot in group.spots]
         yield from map(list, zip(*runs, strict=True))
 
-    def _index(self, entry: TensorEntry) -> ChunkIndex:
+    def index(self, entry: TensorEntry) -> ChunkIndex:
+        """What finds the chunks of a tensor."""
         found = self._indexes.get(entry.name)
         if found is None:
             found = self._indexes[entry.name] = ChunkIndex(entry)

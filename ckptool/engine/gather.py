@@ -51,13 +51,19 @@ class Gatherer:
         self._reader = Reader(root)
         self._scratch = bytearray(SPAN)
         self._blob: tuple[Packed, bytes] | None = None
-        self._block: tuple[str, int, int] | None = None
+        self._blocks: dict[tuple[str, int, int], int] = {}
+        self._kept = 0
 
     def close(self) -> None:
         self._reader.close()
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         self._reader.read_into(file, offset, buffer)
+
+    def forget(self) -> None:
+        """Keep no rows any longer: the next boxes lie elsewhere."""
+        self._blocks.clear()
+        self._kept = 0
 
     def fill(
         self, out: Array, chunk: Chunk, box: Box, dtype: DType, *, shared: bool = False
@@ -68,10 +74,11 @@ class Gatherer:
         kept, so that the file is read once for all of them.
         """
         local = box.relative_to(chunk.box.lo)
-        if shared and isinstance(chunk.at, Extent) and not chunk.at.ops:
-            rows = _whole_rows(chunk, local, dtype.itemsize)
-            if rows is not None:
-                out[...] = self._row_block(chunk.at, *rows, out, local)
+        if shared and isinstance(chunk.at, Extent) and has_rows(chunk, local, dtype.itemsize):
+            row = math.prod(chunk.box.shape[1:]) * dtype.itemsize
+            start, nbytes = chunk.at.offset + local.lo[0] * row, local.shape[0] * row
+            if nbytes <= SPAN:
+                out[...] = self._row_block(chunk.at, start, nbytes, out, local)
                 return
         self.fill_from(chunk.at, out, local, dtype)
 
@@ -89,16 +96,20 @@ class Gatherer:
             raise TypeError(f"{at} was never located")
 
     def _row_block(self, at: Extent, start: int, nbytes: int, out: Array, local: Box) -> Array:
-        """A box of the rows that lie at ``start``, read unless they were read just before."""
-        view = memoryview(self._scratch)[:nbytes]
-        if self._block != (at.file, start, nbytes):
-            self._block = None
+        """A box of the rows that lie at ``start``, read unless they are kept."""
+        begin = self._blocks.get((at.file, start, nbytes))
+        if begin is None:
+            if self._kept + nbytes > SPAN:
+                self.forget()
+            begin = self._kept
+            view = memoryview(self._scratch)[begin : begin + nbytes]
             self._reader.read_into(at.file, start, view)
-            self._block = (at.file, start, nbytes)
+            self._blocks[at.file, start, nbytes] = begin
+            self._kept += nbytes
             if at.record is not None:
                 self._noted(at.record, start, view)
-        inside = sum(i * s for i, s in zip(local.lo[1:], at.strides[1:], strict=True))
-        return np.ndarray(out.shape, out.dtype, view, inside, at.strides)
+        inside = begin + sum(i * s for i, s in zip(local.lo[1:], at.strides[1:], strict=True))
+        return np.ndarray(out.shape, out.dtype, self._scratch, inside, at.strides)
 
     def _fill(self, out: Array, file: str, offset: int, strides: tuple[int, ...]) -> None:
         if not out.size:
@@ -107,10 +118,10 @@ class Gatherer:
         if out.flags.c_contiguous and contiguous(strides, out.shape, itemsize):
             self._reader.read_into(file, offset, raw(out))
             return
-        span = itemsize + sum((n - 1) * s for n, s in zip(out.shape, strides, strict=True))
-        if span <= SPAN and _worth_a_span(out, strides, span):
+        span = span_of(out.shape, strides, itemsize)
+        if span <= SPAN and worth_a_span(out.shape, strides, itemsize):
+            self.forget()
             view = memoryview(self._scratch)[:span]
-            self._block = None
             self._reader.read_into(file, offset, view)
             out[...] = np.ndarray(out.shape, out.dtype, view, 0, strides)
             return
@@ -132,30 +143,30 @@ class Gatherer:
         return self._blob[1]
 
 
-def _worth_a_span(out: Array, strides: tuple[int, ...], span: int) -> bool:
+def span_of(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:
+    """Bytes from the first to the last element of a box that has elements."""
+    return itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+
+
+def worth_a_span(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
     """Whether one read over the gaps, or into scratch, beats a read a run."""
-    if out.size == 1 or span <= out.nbytes:
+    span, nbytes = span_of(shape, strides, itemsize), math.prod(shape) * itemsize
+    if span <= nbytes or nbytes == itemsize:
         return True
-    run = out.itemsize
-    for size, stride in sorted(zip(out.shape, strides, strict=True), key=lambda pair: pair[1]):
+    run = itemsize
+    for size, stride in sorted(zip(shape, strides, strict=True), key=lambda pair: pair[1]):
         if stride == run:
             run *= size
-    return run < _LONG_RUN and span <= _OVER_READ * out.nbytes
+    return run < _LONG_RUN and span <= _OVER_READ * nbytes
 
 
-def _whole_rows(chunk: Chunk, local: Box, itemsize: int) -> tuple[int, int] | None:
-    """Where the rows of a row-major chunk that a box touches lie: byte offset and length.
-
-    None where that is no gain (the box is whole rows) or too much to keep.
-    """
+def has_rows(chunk: Chunk, local: Box, itemsize: int) -> bool:
+    """Whether a box is a part of the rows of a row-major chunk, so that reading them whole serves
+    the boxes beside it too."""
     at, shape = chunk.at, chunk.box.shape
-    if not isinstance(at, Extent) or len(shape) < 2 or not contiguous(at.strides, shape, itemsize):
-        return None
-    row = math.prod(shape[1:]) * itemsize
-    nbytes = (local.hi[0] - local.lo[0]) * row
-    if local.shape[1:] == shape[1:] or nbytes > SPAN:
-        return None
-    return at.offset + local.lo[0] * row, nbytes
+    if not isinstance(at, Extent) or at.ops or len(shape) < 2:
+        return False
+    return local.shape[1:] != shape[1:] and contiguous(at.strides, shape, itemsize)
 
 
 def _strided(data: bytes, start: int, strides: tuple[int, ...], local: Box, itemsize: int) -> Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections import defaultdict
@@ -10,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptool.core.layout import FileLayout, Literal, Verbatim
+from ckptool.core.layout import FileLayout, Literal, Part, Verbatim
 from ckptool.core.plan import Plan, Tile
 from ckptool.engine.allocate import allocate
 from ckptool.engine.checksum import RecordCheck, joined
@@ -19,7 +18,6 @@ from ckptool.engine.threads import Job, share_jobs
 from ckptool.engine.worker import MEMORY, TILE, Worker, touch
 from ckptool.errors import CannotDo, Damaged, damaged
 
-_BATCH = 16
 _MINIMUM_PER_WORKER = 16 << 20
 
 
@@ -55,18 +53,18 @@ def run(
     mine = range(len(plan.layout.files)) if numbers is None else numbers
     finished = [n for n in mine if _is_finished(plan.layout.files[n], folder, journal)]
     todo = [n for n in mine if n not in set(finished)]
-    _Transfer(plan, root, folder, _within_budget(plan, options), progress).run(
+    _Transfer(plan, root, folder, within_budget(plan, options), progress).run(
         todo, finished, journal
     )
 
 
 def peak_memory(plan: Plan, options: RunOptions) -> int:
     """The most bytes of memory that a run takes for tiles, source spans and decoded blobs."""
-    workers = _within_budget(plan, options).workers
+    workers = within_budget(plan, options).workers
     return workers * (MEMORY + plan.largest_blob)
 
 
-def _within_budget(plan: Plan, options: RunOptions) -> RunOptions:
+def within_budget(plan: Plan, options: RunOptions) -> RunOptions:
     """Fewer workers where the budget is small; CannotDo where not even one fits."""
     per_worker = _MINIMUM_PER_WORKER + plan.largest_blob
     if per_worker > options.budget:
@@ -109,11 +107,11 @@ class _Transfer:
     def run(self, todo: Sequence[int], finished: Sequence[int], journal: Journal) -> None:
         """Write the files ``todo``; what the ``finished`` ones were made from is checked again."""
         self._journal = journal
-        for number in finished:
-            for tiles in self._jobs([number]):
+        for batch in self._plan.batches(finished):
+            for tiles in self._jobs(batch):
                 for tile in tiles:
                     touch(self._records, tile)
-            self._progress(self._files[number].nbytes)
+        self._progress(sum(self._files[number].nbytes for number in finished))
         self._on_threads(self._write_jobs(todo), self._write_tiles)
         self._on_threads(iter(self._records.unseen()), Worker.check_record)
         problems = self._records.problems()
@@ -129,17 +127,15 @@ class _Transfer:
 
     def _write_jobs(self, todo: Sequence[int]) -> Iterator[list[Tile]]:
         """The jobs of all files, a batch of files after the other."""
-        for start in range(0, len(todo), _BATCH):
-            batch = todo[start : start + _BATCH]
-            for number in batch:
+        for batch in self._plan.batches(todo):
+            for number, _ in batch:
                 self._create(self._files[number])
             yield from self._jobs(batch)
 
-    def _jobs(self, numbers: Sequence[int]) -> Iterator[list[Tile]]:
-        """The jobs of some files, whose parts are made here and forgotten with the last job."""
-        made = [(number, self._files[number].parts) for number in numbers]
-        groups = self._plan.groups(made, TILE)
-        for number, parts in made:
+    def _jobs(self, batch: list[tuple[int, tuple[Part, ...]]]) -> Iterator[list[Tile]]:
+        """The jobs of some files with their parts."""
+        groups = self._plan.groups(batch, TILE)
+        for number, parts in batch:
             self._left[number] = 0
             self._wanted |= {
                 (number, patch.part)
@@ -169,6 +165,7 @@ class _Transfer:
             allocate(stream.fileno(), file.nbytes)
 
     def _write_tiles(self, worker: Worker, tiles: list[Tile]) -> None:
+        worker.forget_rows()
         for tile in tiles:
             crc = worker.write_tile(
                 tile,
@@ -180,11 +177,10 @@ class _Transfer:
 
     def _count(self, tile: Tile, crc: int | None) -> None:
         """One tile more is written, with this CRC-32; the last of a file finishes it."""
-        nbytes = math.prod(tile.shape) * tile.entry.dtype.itemsize
-        self._progress(nbytes)
+        self._progress(tile.nbytes)
         with self._lock:
             if crc is not None:
-                self._crcs[tile.file, tile.part].append((tile.offset, nbytes, crc))
+                self._crcs[tile.file, tile.part].append((tile.offset, tile.nbytes, crc))
             self._left[tile.file] -= 1
             last = not self._left[tile.file]
         if last:

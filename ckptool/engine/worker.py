@@ -87,6 +87,20 @@ class Worker:
         crc = self._write_gathered(tile, path, straight, shared=shared)
         return crc if checked else None
 
+    def holds_tile(self, tile: Tile, path: str, *, shared: bool) -> bool:
+        """Whether the output file ``path`` holds a tile as the source has it."""
+        from ckptool.engine.gather import raw
+
+        wanted = raw(self._target_values(tile, self._gathered(tile, shared=shared)))
+        with open(f"{self._folder}/{path}", "rb", buffering=0) as stream:
+            stream.seek(tile.offset)
+            return stream.read(len(wanted)) == wanted
+
+    def forget_rows(self) -> None:
+        """The tiles to come share no rows of the source with those before."""
+        if "_gatherer" in self.__dict__:
+            self._gatherer.forget()
+
     def check_record(self, record: Record) -> None:
         """Read a record whole for its CRC-32."""
         total = 0
@@ -117,7 +131,7 @@ class Worker:
         return crc
 
     def _write_gathered(self, tile: Tile, path: str, straight: list[Run], *, shared: bool) -> int:
-        from ckptool.engine.gather import cast, raw
+        from ckptool.engine.gather import raw
 
         values = self._gathered(tile, shared=shared)
         data = raw(values)
@@ -125,10 +139,17 @@ class Worker:
             if at.record is not None:
                 piece = data[skip : skip + nbytes]
                 self._records.piece(at.record, start, nbytes, crc32(piece))
-        if tile.entry.source_dtype != tile.entry.dtype:
-            data = raw(cast(values, tile.entry.source_dtype, tile.entry.dtype))
+        data = raw(self._target_values(tile, values))
         self._write(path, tile.offset, data)
         return crc32(data)
+
+    def _target_values(self, tile: Tile, values: Array) -> Array:
+        """The gathered values in the element type that is written."""
+        from ckptool.engine.gather import cast
+
+        if tile.entry.source_dtype == tile.entry.dtype:
+            return values
+        return cast(values, tile.entry.source_dtype, tile.entry.dtype)
 
     def _gathered(self, tile: Tile, *, shared: bool) -> Array:
         """The tile's elements, in the source's element type, in an array of the tile's shape."""

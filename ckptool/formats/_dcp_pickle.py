@@ -60,6 +60,7 @@ class _Writer:
         self._head: list[bytes] = [pickle.PROTO + b"\x04"]
         self._memo: dict[object, bytes] = {}
         self._sizes: dict[tuple[int, ...], bytes] = {}
+        self._files: dict[str, bytes] = {}
 
     def metadata(self, tensors: list[WrittenTensor], values: list[WrittenValue]) -> bytes:
         state = {
@@ -139,18 +140,17 @@ class _Writer:
                 yield key, self._stored(file, offset, length)
 
     def _stored(self, file: str, offset: int, length: int) -> bytes:
-        return b"".join(
-            (
-                self._begin("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-                self._text("relative_path"),
-                self._text(file),
-                self._text("offset"),
-                _integer(offset),
-                self._text("length"),
-                _integer(length),
-                _END,
-            )
-        )
+        ends = _integer(offset) + self._text("length") + _integer(length) + _END
+        return self._stored_in(file) + ends
+
+    def _stored_in(self, file: str) -> bytes:
+        """A ``_StorageInfo`` of a file, up to its offset."""
+        found = self._files.get(file)
+        if found is None:
+            begin = self._begin("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+            path = self._text("relative_path") + self._text(file)
+            found = self._files[file] = begin + path + self._text("offset")
+        return found
 
     # Building blocks
 
@@ -208,5 +208,7 @@ class _Writer:
 def _integer(value: int) -> bytes:
     if 0 <= value < 1 << 16:
         return pickle.BININT2 + value.to_bytes(2, "little")
+    if 0 <= value < 1 << 31:
+        return pickle.BININT + value.to_bytes(4, "little")
     encoded = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
     return pickle.LONG1 + bytes([len(encoded)]) + encoded

@@ -87,7 +87,9 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     files: dict[int, _File] = {}
 
     def file_of(rank: int) -> _File:
-        return files.setdefault(rank, _File(f"__{rank}_0.distcp"))
+        if rank not in files:
+            files[rank] = _File(f"__{rank}_0.distcp")
+        return files[rank]
 
     known = Foreign()
     values = [

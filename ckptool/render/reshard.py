@@ -6,12 +6,10 @@ from collections import Counter
 from typing import Any
 
 from ckptool.commands.load_cost import LoadCost
-from ckptool.commands.reshard import ReshardReport
+from ckptool.commands.reshard import Costs, ReshardReport
 from ckptool.core.mesh import Mesh
 from ckptool.render.convert import show_files
 from ckptool.render.text import console, escaped, size
-
-Costs = tuple[tuple[LoadCost, ...], tuple[LoadCost, ...]]
 
 
 def show_reshard(report: ReshardReport, costs: Costs | None) -> None:
@@ -28,10 +26,12 @@ def show_reshard(report: ReshardReport, costs: Costs | None) -> None:
     ]
     if costs is not None:
         lines += [
-            f"  reads {size(report.read_bytes)}, writes {size(report.write_bytes)},"
-            f" {size(report.free_bytes)} free; {size(report.peak_memory)} of memory",
-            f"  to load it, a rank opens and reads {_loading(costs[1])}",
-            f"  from the source it would be {_loading(costs[0])}",
+            f"  reads {size(costs.read_bytes)} ({over_read(report, costs):.2f} x what the tensors"
+            f" hold), writes {size(report.write_bytes)},"
+            f" {size(report.free_bytes)} free; {size(report.peak_memory)} of"
+            f" memory where {size(report.budget)} is allowed",
+            f"  to load it, a rank opens and reads {_loading(costs.from_target)}",
+            f"  from the source it would be {_loading(costs.from_source)}",
         ]
     for line in lines:
         screen.print(line, highlight=False, soft_wrap=True)
@@ -66,6 +66,11 @@ def _loading(costs: tuple[LoadCost, ...]) -> str:
     return f"{min(files)} to {max(files)} files, {size(min(nbytes))} to {size(max(nbytes))}"
 
 
+def over_read(report: ReshardReport, costs: Costs) -> float:
+    """Bytes that are read from the source's files for each byte of its tensors."""
+    return costs.read_bytes / max(1, report.read_bytes)
+
+
 def _ranks(report: ReshardReport) -> str:
     mean = sum(report.rank_bytes) / len(report.rank_bytes)
     most = max(report.rank_bytes)
@@ -85,10 +90,12 @@ def reshard_json(report: ReshardReport, costs: Costs | None) -> dict[str, Any]:
         "totals": {
             "tensors": len(report.choices),
             "objects": report.objects,
-            "read_bytes": report.read_bytes,
+            "read_bytes": report.read_bytes if costs is None else costs.read_bytes,
+            "over_read": None if costs is None else over_read(report, costs),
             "write_bytes": report.write_bytes,
             "free_bytes": report.free_bytes,
             "peak_memory": report.peak_memory,
+            "budget": report.budget,
         },
         "tensors": [
             {"name": name, "placements": list(map(str, c.placements)), "reason": c.reason}
@@ -97,7 +104,10 @@ def reshard_json(report: ReshardReport, costs: Costs | None) -> dict[str, Any]:
         "rank_bytes": list(report.rank_bytes),
         "load": None
         if costs is None
-        else {"source": _load_json(costs[0]), "target": _load_json(costs[1])},
+        else {
+            "source": _load_json(costs.from_source),
+            "target": _load_json(costs.from_target),
+        },
         "files": [
             {"path": file.path, "nbytes": file.nbytes, "rank": file.rank} for file in report.files
         ],

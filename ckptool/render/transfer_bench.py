@@ -49,14 +49,13 @@ def _heading(report: TransferBenchReport) -> list[Text]:
 def _rows(report: TransferBenchReport, result: RowResult) -> list[list[Text]]:
     """The row's line, and one more for each further remark."""
     style = "" if result.row.peers or result.row.measure == "cpu" else "dim"
-    moved = "{target}" in " ".join(result.row.command)
     unit = "s" if result.row.measure == "wall" else "s CPU"
     first, *others = [*_remarks(report, result), Text()]
     cells = (
         result.row.name,
         f"{result.median:.2f} {unit}",
         f"{min(result.values):.2f} to {max(result.values):.2f}",
-        f"{size(int(report.nbytes / result.median))}/s" if moved else "",
+        f"{size(int(result.nbytes / result.median))}/s" if result.nbytes else "",
         size(result.peak_bytes),
     )
     line = [Text(cell, style) for cell in cells] + [first]
@@ -104,6 +103,7 @@ def _row_json(report: TransferBenchReport, result: RowResult) -> dict[str, Any]:
         "name": result.row.name,
         "command": list(result.row.command),
         "measure": result.row.measure,
+        "nbytes": result.nbytes,
         "median": result.median,
         "peak_bytes": result.peak_bytes,
         "ratios": [asdict(ratio) for ratio in report.ratios(result)],

@@ -289,8 +289,28 @@ def killed_before_commit(words: list[Any], nodes: list[Path]) -> None:
     assert all((node / ".r.partial").is_dir() for node in nodes)
 
 
-def test_nodes_that_cannot_prove_it_say_so(source: Path, nodes: list[Path]) -> None:
+def test_each_node_proves_its_own_files(source: Path, nodes: list[Path]) -> None:
     ended = on_ranks(2, (*RESHARD, source, "r", "--mesh", "2", "-q"), nodes)
-    assert [one.code for one in ended] == [4] * 2, ended[0].stderr
-    assert all("--no-verify" in one.stderr for one in ended)
-    assert not any(list(node.iterdir()) for node in nodes)
+    assert [one.code for one in ended] == [0] * 2, ended[0].stderr
+    assert all((node / "r").is_dir() for node in nodes)
+
+
+def test_a_byte_that_turns_on_one_node_is_found(source: Path, nodes: list[Path]) -> None:
+    turning = (
+        "from ckptool.cli import main\n"
+        "from ckptool.commands.transfer import Transfer\n"
+        "move = Transfer._move\n"
+        "def move_and_turn(self, stage, progress, ranks):\n"
+        "    move(self, stage, progress, ranks)\n"
+        "    for file in stage.folder.glob('__1_0.distcp'):\n"
+        "        data = bytearray(file.read_bytes())\n"
+        "        data[data.index(b'data/0') + 100] ^= 1\n"
+        "        file.write_bytes(data)\n"
+        "Transfer._move = move_and_turn\n"
+        "main()\n"
+    )
+    words = ("reshard", source, "r", "--mesh", "2", "--policy", "fsdp", "-q")
+    ended = on_ranks(2, ("-c", turning, *words), nodes)
+    assert [one.code for one in ended] == [5] * 2, ended[0].stderr
+    assert all("__1_0.distcp" in one.stderr for one in ended)
+    assert not any((node / "r").exists() for node in nodes)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptool.commands.bench_plan import plan
 from ckptool.commands.transfer_bench import (
     ROWS,
     Row,
@@ -25,6 +26,7 @@ from ckptool.errors import CannotDo, TransferError
 from ckptool.render.transfer_bench import show_transfer_bench, transfer_bench_json
 
 SIZE = 4_000_000
+MEASURED = tuple(row for row in ROWS if not row.name.startswith("plan "))
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +38,12 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def report(workdir: Path) -> TransferBenchReport:
     pytest.importorskip("torch")
     pytest.importorskip("safetensors")
-    return transfer_bench(None, SIZE, workdir, 1)
+    return transfer_bench(None, SIZE, workdir, 1, rows=MEASURED)
 
 
 def test_every_row_is_measured(report: TransferBenchReport) -> None:
     assert not report.left_out
-    assert [result.row for result in report.results] == list(ROWS)
+    assert [result.row for result in report.results] == list(MEASURED)
     for result in report.results:
         assert len(result.samples) == 1
         assert result.median > 0
@@ -69,7 +71,7 @@ def test_json_holds_every_sample(report: TransferBenchReport) -> None:
     told = json.loads(json.dumps(transfer_bench_json(report)))
     assert told["schema"] == "ckptool.transfer-bench/1"
     assert told["settings"]["repeat"] == 1
-    assert [len(row["samples"]) for row in told["rows"]] == [1] * len(ROWS)
+    assert [len(row["samples"]) for row in told["rows"]] == [1] * len(MEASURED)
     assert told["versions"]["torch"]
     assert told["machine"]["cores"] >= 1
 
@@ -80,7 +82,16 @@ def test_the_table_names_every_row(
     monkeypatch.setenv("COLUMNS", "200")
     show_transfer_bench(report)
     screen = capsys.readouterr().out
-    assert all(row.name in screen for row in ROWS)
+    assert all(row.name in screen for row in MEASURED)
+
+
+def test_a_plan_too_large_to_write_is_cut_for_its_mesh() -> None:
+    planned = plan(2, 8, "2x2", rank=1, world_size=4)
+    assert [file.path for file in planned.layout.files] == [
+        *(f"__{rank}_0.distcp" for rank in range(4)),
+        ".metadata",
+    ]
+    assert planned.read_bytes == 2 * 8 * 4 * 4096 * 4
 
 
 def test_a_full_disk_is_refused_with_numbers(tmp_path: Path) -> None:
