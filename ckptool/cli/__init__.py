@@ -15,13 +15,24 @@ from ckptool.errors import CannotDo, CkptoolError, Damaged
 def main() -> NoReturn:
     """Run the command line and exit with the documented code.
 
-    Catalogs hold millions of objects and no cycles: collecting garbage would only cost time. numpy
-    only copies here: threads for its linear algebra would wait in loops beside those that work.
+    Catalogs hold millions of objects and no cycles: neither collecting garbage nor taking them
+    apart at the end is worth its time. numpy only copies here: threads for its linear algebra
+    would wait in loops beside those that work.
     """
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     gc.disable()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    code = _run()
+    if "torch" in sys.modules:
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _run() -> int:
+    """The exit code of the command that was asked for."""
     try:
         app()
     except SystemExit as done:
@@ -29,7 +40,7 @@ def main() -> NoReturn:
             from ckptool.render.messages import show_interrupted
 
             show_interrupted()
-        raise
+        return done.code if isinstance(done.code, int) else 0
     except (CkptoolError, RecursionError, MemoryError) as error:
         if "--debug" in sys.argv:
             raise
@@ -37,8 +48,8 @@ def main() -> NoReturn:
 
         known = error if isinstance(error, CkptoolError) else _out_of_bounds(error)
         show_error(known)
-        sys.exit(known.exit_code)
-    sys.exit(0)
+        return known.exit_code
+    return 0
 
 
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
