@@ -12,6 +12,7 @@ from ckptool.cli.convert import convert
 from ckptool.cli.formats import formats
 from ckptool.cli.inspect import inspect
 from ckptool.cli.reshard import reshard
+from ckptool.cli.verify import verify
 
 app = typer.Typer(
     name="ckptool",
@@ -37,5 +38,5 @@ def root(
     """See, prove, convert and reshard distributed PyTorch checkpoints."""
 
 
-for command in (inspect, convert, reshard, bench, formats):
+for command in (inspect, convert, reshard, verify, bench, formats):
     app.command()(command)

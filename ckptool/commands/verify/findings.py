@@ -1,0 +1,50 @@
+"""What verify finds: stable codes, severities, and the report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+
+class Severity(Enum):
+    """``error``: not sound. ``warning``: fails with --strict. ``info``: for people to know."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    INFO = "info"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that verify found.
+
+    ``code`` is stable, in kebab-case; ``file`` is relative to the checkpoint's root; ``message``
+    says the thing, the problem and the numbers, ``hint`` the next step.
+    """
+
+    code: str
+    severity: Severity
+    message: str
+    file: str | None = None
+    tensor: str | None = None
+    hint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What verify found at ``path``.
+
+    ``format`` is None where none was recognised. ``sentence`` ends the report; ``sound`` decides
+    the exit code.
+    """
+
+    path: Path
+    format: str | None
+    findings: tuple[Finding, ...]
+    sound: bool
+    sentence: str
+
+    def of(self, severity: Severity) -> list[Finding]:
+        """The findings of one severity."""
+        return [finding for finding in self.findings if finding.severity is severity]
