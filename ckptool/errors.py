@@ -16,16 +16,58 @@ An error says the thing, the problem and the numbers; ``hint`` is the next comma
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Self
+
+UNCODED = "damaged"
+
+
+class Problem(str):
+    """One thing that is wrong, as people read it, with what a program needs to know of it.
+
+    ``code`` is one of those that ``verify`` documents, ``file`` relative to the source's root.
+    """
+
+    code: str
+    file: str | None
+    tensor: str | None
+
+    def __new__(
+        cls,
+        message: str,
+        code: str = UNCODED,
+        *,
+        file: str | None = None,
+        tensor: str | None = None,
+    ) -> Self:
+        problem = super().__new__(cls, message)
+        problem.code, problem.file, problem.tensor = code, file, tensor
+        return problem
+
+    def within(self, head: str, *, tensor: str | None = None) -> Problem:
+        """The same problem, introduced by what it lies in."""
+        message = f"{head}: {self}"
+        return Problem(message, self.code, file=self.file, tensor=tensor or self.tensor)
+
 
 class CkptoolError(Exception):
-    """Base of all errors meant for the user. ``exit_code`` is what the process ends with."""
+    """Base of all errors meant for the user. ``exit_code`` is what the process ends with.
+
+    ``problems`` are what it is made of: one, unless ``damaged`` joined several.
+    """
 
     exit_code = 1
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
-        self.message = message
+        self.message = message if isinstance(message, Problem) else Problem(message)
         self.hint = hint
+        self.problems: tuple[Problem, ...] = (self.message,)
+
+    def within(self, head: str, *, tensor: str | None = None) -> Self:
+        """The same error, introduced by what it lies in."""
+        return type(self)(self.message.within(head, tensor=tensor), hint=self.hint)
 
 
 class UsageError(CkptoolError):
@@ -72,11 +114,26 @@ class NotVerified(TransferError):
     """What was written is not what should have been; it was thrown away."""
 
 
-def damaged(problems: list[str], *, subject: str, hint: str | None = None) -> Damaged:
+@contextmanager
+def coded(code: str, *, file: str | None = None, tensor: str | None = None) -> Iterator[None]:
+    """What is raised inside gets this code, file and tensor, where it has none of its own."""
+    try:
+        yield
+    except CkptoolError as error:
+        for problem in error.problems:
+            problem.code = code if problem.code == UNCODED else problem.code
+            problem.file = file if problem.file is None else problem.file
+            problem.tensor = tensor if problem.tensor is None else problem.tensor
+        raise
+
+
+def damaged(problems: Sequence[str], *, subject: str, hint: str | None = None) -> Damaged:
     """One error for several problems of one kind, all of them shown (at most twelve in full)."""
     if len(problems) == 1:
         return Damaged(problems[0], hint=hint)
     shown = [f"  - {problem}" for problem in problems[:12]]
     if len(problems) > len(shown):
         shown.append(f"  - and {len(problems) - len(shown)} more")
-    return Damaged(f"{len(problems)} problems in {subject}:\n" + "\n".join(shown), hint=hint)
+    error = Damaged(f"{len(problems)} problems in {subject}:\n" + "\n".join(shown), hint=hint)
+    error.problems = tuple(p if isinstance(p, Problem) else Problem(p) for p in problems)
+    return error

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.core.box import Box, overlapping_pair
 from ckptool.core.dtype import DType
+from ckptool.errors import Problem
 
 if TYPE_CHECKING:
     from ckptool.core.mesh import Mesh, Placement
@@ -169,7 +170,8 @@ class Catalog:
     ``declared`` or ``inferred``. ``notes`` are things a person should know that stop nothing;
     ``conflicts`` are the names that cannot be read because ranks contradict one another, and why.
     ``companions`` are files that belong to the model but hold no tensor (config.json, tokenizer),
-    with their sizes in bytes.
+    with their sizes in bytes. ``archives`` are the torch.save archives inside larger files, opened
+    or not, those of values included.
     """
 
     format: str
@@ -183,6 +185,7 @@ class Catalog:
     notes: tuple[str, ...] = ()
     conflicts: dict[str, str] = field(default_factory=dict)
     companions: dict[str, int] = field(default_factory=dict)
+    archives: tuple[Item, ...] = ()
 
     def with_tensors(self, tensors: dict[str, TensorEntry]) -> Catalog:
         return replace(self, tensors=tensors)
@@ -208,22 +211,25 @@ def merge_copies(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
     return tuple(result)
 
 
-def coverage_problem(entry: TensorEntry) -> str | None:
+def coverage_problem(entry: TensorEntry) -> Problem | None:
     """Why the chunks do not tile the tensor exactly, with numbers, or None where they do."""
     whole = Box.whole(entry.shape)
     for chunk in entry.chunks:
         if len(chunk.box.lo) != len(entry.shape) or not whole.contains(chunk.box):
-            return f"{entry.name}: chunk {chunk.box} lies outside the shape {list(entry.shape)}"
+            message = f"{entry.name}: chunk {chunk.box} lies outside the shape {list(entry.shape)}"
+            return Problem(message, "chunk-outside", tensor=entry.name)
     boxes = [chunk.box for chunk in entry.chunks]
     pair = overlapping_pair(boxes)
     if pair:
-        return f"{entry.name}: chunks {pair[0]} and {pair[1]} overlap"
+        message = f"{entry.name}: chunks {pair[0]} and {pair[1]} overlap"
+        return Problem(message, "chunk-overlap", tensor=entry.name)
     held = sum(box.volume for box in boxes)
     if held != entry.elements:
-        return (
+        message = (
             f"{entry.name}: chunks hold {held:,} of {entry.elements:,} elements"
             f" of shape {list(entry.shape)}; {entry.elements - held:,} are missing"
         )
+        return Problem(message, "chunk-gap", tensor=entry.name)
     return None
 
 

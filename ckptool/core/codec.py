@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Protocol
 
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, Problem
 
 
 class _Readable(Protocol):
@@ -22,10 +22,20 @@ def decode(blob: bytes, codec: str, limit: int, *, what: str) -> bytes:
     try:
         data = _inflate(blob, limit) if codec == "deflate" else _unzstd(blob, limit)
     except (zlib.error, ValueError) as error:
-        raise Damaged(f"{what}: the {codec} data is corrupt: {error}") from None
+        raise Damaged(
+            Problem(f"{what}: the {codec} data is corrupt: {error}", "codec-corrupt")
+        ) from None
     if len(data) > limit:
-        raise Damaged(f"{what}: the {codec} data decodes to more than {limit:,} bytes")
+        raise Damaged(
+            Problem(
+                f"{what}: the {codec} data decodes to more than {limit:,} bytes", "codec-corrupt"
+            )
+        )
     return data
+
+
+def _corrupt(message: str) -> Damaged:
+    return Damaged(Problem(message, "codec-corrupt"))
 
 
 def zstd_edges(blob: bytes, limit: int, edge: int, *, what: str) -> tuple[bytes, bytes, int]:
@@ -44,9 +54,13 @@ def zstd_edges(blob: bytes, limit: int, edge: int, *, what: str) -> tuple[bytes,
                 head += piece[: edge - len(head)]
                 tail = (tail + piece)[-edge:]
     except zstandard.ZstdError as error:
-        raise Damaged(f"{what}: the zstd data is corrupt: {error}") from None
+        raise Damaged(
+            Problem(f"{what}: the zstd data is corrupt: {error}", "codec-corrupt")
+        ) from None
     if size > limit:
-        raise Damaged(f"{what}: the zstd data decodes to more than {limit:,} bytes")
+        raise Damaged(
+            Problem(f"{what}: the zstd data decodes to more than {limit:,} bytes", "codec-corrupt")
+        )
     return head, tail, size
 
 

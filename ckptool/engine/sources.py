@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from ckptool.errors import Damaged, NotFound
+from ckptool.errors import Damaged, NotFound, Problem
 
 SPAN = 4 << 20
 """Bytes that are read at once to gather elements that lie apart."""
@@ -94,13 +94,19 @@ class LocalSource:
 
 
 def unreadable(file: str, error: OSError) -> NotFound:
-    return NotFound(f"{file}: cannot be read: {error.strerror}")
+    return NotFound(
+        Problem(f"{file}: cannot be read: {error.strerror}", "file-unreadable", file=file)
+    )
 
 
 def _too_short(file: str, offset: int, nbytes: int, size: int) -> Damaged:
     return Damaged(
-        f"{file}: {nbytes:,} bytes are expected at offset {offset:,}, but the file has"
-        f" {size:,} bytes; it is truncated or its metadata is wrong"
+        Problem(
+            f"{file}: {nbytes:,} bytes are expected at offset {offset:,}, but the file has"
+            f" {size:,} bytes; it is truncated or its metadata is wrong",
+            "file-truncated",
+            file=file,
+        )
     )
 
 

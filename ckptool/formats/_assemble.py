@@ -20,7 +20,7 @@ from ckptool.core.catalog import (
     merge_copies,
 )
 from ckptool.core.mesh import LocalShard, Mesh, Partial, local_shards
-from ckptool.errors import CkptoolError, Damaged
+from ckptool.errors import CkptoolError, Damaged, Problem, coded
 from ckptool.formats._dtensor import DTensorShare, ShardedShare, sharded_share
 from ckptool.formats._pickle import Call
 from ckptool.formats._storage import StoredTensor, place_of, plain_tensor
@@ -75,14 +75,17 @@ def read_leaves(
 
 def _classified(value: Any, file: TorchFile, source: Source, name: str) -> Any:
     try:
-        tensor = plain_tensor(value)
-        if tensor is not None:
-            return PlainLeaf(place_of(tensor, file), tensor)
-        share = sharded_share(value, file, source)
+        with coded("tensor-record"):
+            tensor = plain_tensor(value)
+            if tensor is not None:
+                return PlainLeaf(place_of(tensor, file), tensor)
+        with coded("dtensor-contradiction"):
+            share = sharded_share(value, file, source)
     except Damaged as error:
-        raise Damaged(f"{name}: {error.message}", hint=error.hint) from None
+        raise error.within(name, tensor=name) from None
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
-        raise Damaged(f"{name}: {file.what}: a tensor record that contradicts itself") from None
+        message = f"{name}: {file.what}: a tensor record that contradicts itself"
+        raise Damaged(Problem(message, "tensor-record", tensor=name)) from None
     if share is None:
         return value
     locals_ = [share.local] if isinstance(share, DTensorShare) else [t for _, t in share.local]
@@ -100,7 +103,7 @@ class Assembled:
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     objects: dict[str, ObjectEntry] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     conflicts: dict[str, str] = field(default_factory=dict)
     meshes: list[Mesh] = field(default_factory=list)
 
@@ -119,19 +122,22 @@ def assemble(ranks: Mapping[int, RankLeaves], *, per_rank: bool = False) -> Asse
         try:
             _merge(name, held, result, per_rank)
         except CkptoolError as error:
-            result.problems.append(f"{name}: {error.message}")
+            result.problems.append(error.message.within(name, tensor=name))
     return result
 
 
 def _merge(name: str, held: dict[int, Leaf], result: Assembled, per_rank: bool) -> None:
     kinds = {_kind(leaf.value) for leaf in held.values()}
     if len(kinds) > 1:
-        raise Damaged(f"is {' on some ranks, '.join(sorted(kinds))} on others")
+        message = f"is {' on some ranks, '.join(sorted(kinds))} on others"
+        raise Damaged(Problem(message, "ranks-disagree"))
     first = next(iter(held.values()))
     if kinds == {"DTensor"}:
-        _merge_dtensor(name, held, result)
+        with coded("dtensor-contradiction"):
+            _merge_dtensor(name, held, result)
     elif kinds == {"ShardedTensor"}:
-        _merge_sharded(name, held, result)
+        with coded("dtensor-contradiction"):
+            _merge_sharded(name, held, result)
     elif kinds == {"plain tensor"}:
         _merge_plain(name, held, result, per_rank or first.rank_state)
     else:
@@ -154,16 +160,14 @@ def _merge_dtensor(name: str, held: dict[int, Leaf], result: Assembled) -> None:
     first: DTensorShare = next(iter(shares.values()))
     partial = [p for p in first.placements if isinstance(p, Partial)]
     if partial:
-        result.notes.append(
-            f"not read: {name} is {partial[0]}: each rank holds an addend, not the values"
-        )
+        message = f"not read: {name} is {partial[0]}: each rank holds an addend, not the values"
+        result.notes.append(Problem(message, "tensor-unread", tensor=name))
         return
     for rank, share in shares.items():
         if (share.dtype, share.shape) != (first.dtype, first.shape):
-            raise Damaged(
-                f"rank {rank} says {share.dtype} {list(share.shape)},"
-                f" another {first.dtype} {list(first.shape)}"
-            )
+            message = f"rank {rank} says {share.dtype} {list(share.shape)},"
+            message += f" another {first.dtype} {list(first.shape)}"
+            raise Damaged(Problem(message, "ranks-disagree"))
         if share.local.dtype != share.dtype:
             raise Damaged(f"rank {rank} holds {share.local.dtype}, its record says {share.dtype}")
         if tuple(map(str, share.placements)) != tuple(map(str, first.placements)):
@@ -250,7 +254,7 @@ def _merge_sharded(name: str, held: dict[int, Leaf], result: Assembled) -> None:
             chunks.append(Chunk(box, place, rank))
     missing = {owner for _, owner in first.boxes if owner is not None} - set(held)
     if missing:
-        raise Damaged(f"the shards of rank {_listed(missing)} are missing")
+        raise Damaged(Problem(f"the shards of rank {_listed(missing)} are missing", "rank-missing"))
     path = next(iter(held.values())).path
     entry = TensorEntry(name, path, first.dtype, first.shape, merge_copies(chunks))
     result.tensors[name] = entry
@@ -269,9 +273,8 @@ def _merge_plain(name: str, held: dict[int, Leaf], result: Assembled, keep: bool
             one = f"{name}@rank{rank}"
             result.tensors[one] = _plain_entry(one, _at_rank(leaf.path, rank), {rank: leaf})
     else:
-        result.conflicts[name] = (
-            f"{name}: plain tensors that {difference}; nothing says how they fit together"
-        )
+        message = f"{name}: plain tensors that {difference}; nothing says how they fit together"
+        result.conflicts[name] = Problem(message, "ranks-differ", tensor=name)
 
 
 def _difference(held: dict[int, Leaf]) -> str | None:

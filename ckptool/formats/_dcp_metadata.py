@@ -9,7 +9,7 @@ from typing import Any
 from ckptool.core.box import Box
 from ckptool.core.catalog import Index, Path
 from ckptool.core.dtype import DType
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, coded
 from ckptool.formats import _pickle
 from ckptool.formats._pickle import Call
 from ckptool.formats._storage import dtype_of, natural, sizes
@@ -54,6 +54,11 @@ class DcpMetadata:
 
 def parse(data: bytes, what: str) -> DcpMetadata:
     """Read a metadata pickle; Damaged where it is not one."""
+    with coded("metadata-unreadable", file=what):
+        return _parsed(data, what)
+
+
+def _parsed(data: bytes, what: str) -> DcpMetadata:
     value = _pickle.load(data, what=what).value
     if not isinstance(value, Call) or not value.name.endswith(".Metadata"):
         raise Damaged(f"{what}: the pickle holds no torch.distributed.checkpoint Metadata")
@@ -94,7 +99,7 @@ def _tensor(entry: Call, what: str) -> TensorMetadata:
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise Damaged(f"{what}: not as DCP writes it: {error}") from None
     except Damaged as error:
-        raise Damaged(f"{what}: {error.message}") from None
+        raise error.within(what) from None
 
 
 def _items(storage_data: Any) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], StoredItem]]:

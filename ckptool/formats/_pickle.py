@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ckptool.errors import Damaged, Hostile
+from ckptool.errors import Damaged, Hostile, Problem
 
 LARGEST = 1 << 29
 """Bytes of the largest pickle that is read."""
@@ -126,7 +126,8 @@ def load(data: bytes, *, what: str, start: int = 0) -> Loaded:
         value = machine.run()
     except (IndexError, struct.error):
         if machine.pos >= len(data):
-            raise Truncated(f"{what}: the pickle ends before its last opcode") from None
+            message = f"{what}: the pickle ends before its last opcode"
+            raise Truncated(Problem(message, "pickle-malformed")) from None
         raise machine.malformed("an opcode finds too little on the stack") from None
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError):
         raise machine.malformed("an opcode does not fit what it finds") from None
@@ -220,9 +221,8 @@ class _Machine:
         self.persistent: list[Persistent] = []
 
     def malformed(self, reason: str) -> Damaged:
-        return Damaged(
-            f"{self._what}: malformed pickle at byte {self.pos - self._start:,}: {reason}"
-        )
+        place = f"{self._what}: malformed pickle at byte {self.pos - self._start:,}"
+        return Damaged(Problem(f"{place}: {reason}", "pickle-malformed"))
 
     def run(self) -> Any:
         data, table = self._data, _TABLE
@@ -391,8 +391,11 @@ class _Machine:
         self.globals.setdefault(item, self.pos - self._start)
         if can_run_code(item):
             raise Hostile(
-                f"{self._what}: the pickle names {item} at byte {self.pos - self._start:,}, which"
-                " can run code; nothing was called",
+                Problem(
+                    f"{self._what}: the pickle names {item} at byte {self.pos - self._start:,},"
+                    " which can run code; nothing was called",
+                    "hostile-global",
+                ),
                 hint="do not load this file with torch.load(weights_only=False) or pickle",
             )
         self._push(item)
@@ -436,10 +439,9 @@ class _Machine:
         """ShardedTensor pickles reach one nested class through getattr: that pair, no other."""
         sharded = Global(_SHARDED_MODULE, "ShardedTensor")
         if args != (sharded, "ProcessGroupState"):
-            raise Hostile(
-                f"{self._what}: the pickle would call getattr at byte {self.pos - self._start:,};"
-                " nothing was called"
-            )
+            place = f"at byte {self.pos - self._start:,}"
+            message = f"{self._what}: the pickle would call getattr {place}; nothing was called"
+            raise Hostile(Problem(message, "hostile-global"))
         return Global(sharded.module, "ShardedTensor.ProcessGroupState")
 
     def _new_object(self) -> None:

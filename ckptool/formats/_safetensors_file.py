@@ -17,7 +17,7 @@ from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Extent
 from ckptool.core.dtype import BY_SAFETENSORS, DType
 from ckptool.core.layout import Data, FileLayout, Literal, Part
-from ckptool.errors import CannotDo, Damaged
+from ckptool.errors import CannotDo, Damaged, Problem, coded
 from ckptool.formats.base import Source
 
 LONGEST_HEADER = 100_000_000
@@ -50,13 +50,18 @@ def looks_like_safetensors(head: bytes, size: int) -> bool:
 
 def read_safetensors(source: Source, file: str) -> SafetensorsFile:
     """Read and check a header. Raises Damaged where it breaks one of the format's rules."""
+    with coded("safetensors-header", file=file):
+        return _read(source, file)
+
+
+def _read(source: Source, file: str) -> SafetensorsFile:
     size = source.files[file]
+    if not size:
+        raise Damaged(Problem(f"{file}: the file is empty (0 bytes): truncated", "file-empty"))
     length = int.from_bytes(source.read(file, 0, 8), "little") if size >= 8 else 0
     if size < 8 or length > size - 8:
-        raise Damaged(
-            f"{file}: the header should have {length:,} bytes, but the file has {size:,};"
-            " it is truncated or no safetensors file"
-        )
+        message = f"{file}: the header should have {length:,} bytes, but the file has {size:,};"
+        raise Damaged(f"{message} it is truncated or no safetensors file")
     if length > LONGEST_HEADER:
         raise Damaged(f"{file}: a header of {length:,} bytes; the format allows {LONGEST_HEADER:,}")
     header = _parsed(source.read(file, 8, length), file)
@@ -107,7 +112,8 @@ def _slice(file: str, name: str, entry: Any, start: int) -> StoredSlice:
     dtype = BY_SAFETENSORS.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
         shown = repr(dtype_name[:40]) if isinstance(dtype_name, str) else "that is no text"
-        raise Damaged(f"{file}: {name} has the unknown element type {shown}")
+        message = f"{file}: {name} has the unknown element type {shown}"
+        raise Damaged(Problem(message, "safetensors-dtype", tensor=name))
     sizes = _torch_shape(file, name, dtype, tuple(shape))
     if end - begin != math.prod(sizes) * dtype.itemsize:
         raise Damaged(
@@ -135,19 +141,22 @@ def _require_no_holes(file: str, tensors: Mapping[str, StoredSlice], start: int,
     position = start
     for name, item in tensors.items():
         if item.at.offset != position:
-            kind = (
-                "a hole before" if item.at.offset > position else "bytes shared with the one before"
-            )
+            hole = item.at.offset > position
+            kind = "a hole before" if hole else "bytes shared with the one before"
             raise Damaged(
-                f"{file}: {name} begins at byte {item.at.offset:,}, the tensor before it ends at"
-                f" {position:,}: {kind} it"
+                Problem(
+                    f"{file}: {name} begins at byte {item.at.offset:,}, the tensor before it ends"
+                    f" at {position:,}: {kind} it",
+                    "safetensors-hole" if hole else "safetensors-overlap",
+                    tensor=name,
+                )
             )
         position += _nbytes(item)
     if position != size:
-        raise Damaged(
-            f"{file}: the header describes {position:,} bytes, the file has {size:,};"
-            " it is truncated or has bytes that belong to no tensor"
-        )
+        message = f"{file}: the header describes {position:,} bytes, the file has {size:,};"
+        code = "file-truncated" if position > size else "safetensors-hole"
+        reason = "it is truncated or has bytes that belong to no tensor"
+        raise Damaged(Problem(f"{message} {reason}", code))
 
 
 @dataclass(frozen=True, slots=True)

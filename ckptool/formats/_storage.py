@@ -8,7 +8,7 @@ from typing import Any
 from ckptool.core.box import row_major_strides
 from ckptool.core.catalog import Extent, Packed, Place, Record
 from ckptool.core.dtype import BY_NAME, BY_STORAGE, DType
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, coded
 from ckptool.formats._pickle import Call, Global, Persistent
 
 _LONGEST_KEY = 200
@@ -176,6 +176,11 @@ def place_of(tensor: StoredTensor, file: Any) -> Place:
     Raises Damaged where its storage is missing, has another size than the pickle says, or ends
     before the tensor does.
     """
+    with coded("storage-mismatch"):
+        return _place(tensor, file)
+
+
+def _place(tensor: StoredTensor, file: Any) -> Place:
     storage = tensor.storage
     stored = file.storages.get(storage.key)
     if stored is None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckptool.core.box import row_major_strides
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, Problem, coded
 from ckptool.formats import _pickle
 from ckptool.formats._assemble import Leaf, PlainLeaf, ShareLeaf
 from ckptool.formats._dtensor import DTensorShare, flat_ints
@@ -36,7 +36,11 @@ def read(source: Source) -> Declared | None:
     """The declarations, or None where the folder has none of this kind."""
     if METADATA not in source.files:
         return None
-    value = _pickle.load(read_metadata(source, METADATA), what=METADATA).value
+    with coded("metadata-unreadable", file=METADATA):
+        return _declared(_pickle.load(read_metadata(source, METADATA), what=METADATA).value)
+
+
+def _declared(value: Any) -> Declared:
     try:
         items = {str(item): _by_path(entry) for item, entry in value["metadata"].items()}
         return Declared(natural(value["world_size"]), items)
@@ -81,7 +85,8 @@ def _leaf(
             return PlainLeaf(stored.at, local)
         return ShareLeaf(_share(stored, local, record["data"], rank), (stored.at,))
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
-        raise Damaged(f"{METADATA}: a sharding record that is not as it should be") from None
+        message = f"{METADATA}: a sharding record that is not as it should be"
+        raise Damaged(Problem(message, "dtensor-contradiction", file=METADATA)) from None
 
 
 def _share(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ckptool.core.codec import decode
-from ckptool.errors import CkptoolError, Damaged, Unrecognised
+from ckptool.errors import CkptoolError, Damaged, Problem, Unrecognised, coded
 from ckptool.formats import _pickle
 from ckptool.formats._pickle import Global, Loaded
 from ckptool.formats._storage import storage_of
@@ -71,16 +71,23 @@ def read_torch_file(source: Source, file: str) -> TorchFile:
     size = source.files[file]
     head = source.read(file, 0, min(size, 64))
     if is_legacy(head):
-        return _read_legacy(source, file)
+        with coded("legacy-stream", file=file):
+            return _read_legacy(source, file)
     if is_zip(head):
         return read_torch_zip(Region(source, file, 0, size))
     if not size:
-        raise Damaged(f"{file}: the file is empty (0 bytes)")
-    raise Damaged(f"{file}: not a torch.save file (it begins with {head[:8].hex(' ')})")
+        raise Damaged(Problem(f"{file}: the file is empty (0 bytes)", "file-empty", file=file))
+    message = f"{file}: not a torch.save file (it begins with {head[:8].hex(' ')})"
+    raise Damaged(Problem(message, "file-unrecognised", file=file))
 
 
 def read_torch_zip(region: Region) -> TorchFile:
     """Open the torch.save archive that fills a region."""
+    with coded("archive-content", file=region.file):
+        return _read_archive(region)
+
+
+def _read_archive(region: Region) -> TorchFile:
     records = read_directory(region)
     root = _root(region, records)
     data_pkl = records[f"{root}/data.pkl"]
@@ -139,7 +146,8 @@ def _record_bytes(region: Region, record: ZipRecord) -> bytes:
     if record.method == DEFLATED:
         data = decode(data, "deflate", record.size, what=f"{region.what}: {record.name}")
     if len(data) != record.size or (record.crc32 and zlib.crc32(data) != record.crc32):
-        raise Damaged(f"{region.what}: record {record.name!r} differs from its recorded CRC-32")
+        message = f"{region.what}: record {record.name!r} differs from its recorded CRC-32"
+        raise Damaged(Problem(message, "crc-mismatch", file=region.file))
     return data
 
 

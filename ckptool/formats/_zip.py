@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, coded
 from ckptool.formats.base import Source
 
 STORED, DEFLATED = 0, 8
@@ -69,6 +69,11 @@ def read_directory(region: Region) -> dict[str, ZipRecord]:
 
     Raises Damaged where the archive is truncated or its headers contradict one another.
     """
+    with coded("zip-structure", file=region.file):
+        return _directory(region)
+
+
+def _directory(region: Region) -> dict[str, ZipRecord]:
     start, size, count = _find_directory(region)
     data = region.read(start, size)
     records: dict[str, ZipRecord] = {}

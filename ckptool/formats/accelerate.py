@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ckptool.core.catalog import Catalog, Chunk, Copy, Item, Place, TensorEntry
 from ckptool.core.rewrite import with_prefix
+from ckptool.errors import Problem
 from ckptool.formats import dcp, rank_local
 from ckptool.formats.base import Format, ScanOptions, Source
 
@@ -35,7 +36,7 @@ def _probe(source: Source) -> bool:
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     catalogs = [
-        _relocated(_in_family(dcp.FORMAT.scan(source.narrowed(folder), options), family), folder)
+        _relocated(_in_family(_scanned(source, folder, options), family), folder)
         for folder, family in _parts(source).items()
     ]
     if rank_local.FORMAT.probe(source):
@@ -52,7 +53,19 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         notes=tuple(note for catalog in catalogs for note in catalog.notes),
         conflicts={n: why for catalog in catalogs for n, why in catalog.conflicts.items()},
         companions={n: size for catalog in catalogs for n, size in catalog.companions.items()},
+        archives=tuple(at for catalog in catalogs for at in catalog.archives),
     )
+
+
+def _scanned(source: Source, folder: str, options: ScanOptions) -> Catalog:
+    """The catalog of one DCP folder; what is noted on the way names files as seen from above."""
+    found: list[Problem] | None = None if options.found is None else []
+    catalog = dcp.FORMAT.scan(source.narrowed(folder), replace(options, found=found))
+    for problem in found or ():
+        problem.file = f"{folder}/{problem.file}" if problem.file else folder
+    if options.found is not None:
+        options.found.extend(found or ())
+    return catalog
 
 
 def _in_family(catalog: Catalog, family: str) -> Catalog:
@@ -65,7 +78,8 @@ def _relocated(catalog: Catalog, folder: str) -> Catalog:
     """The catalog of a subfolder, seen from the folder above."""
     tensors = {name: _moved(entry, folder) for name, entry in catalog.tensors.items()}
     files = {f"{folder}/{name}": size for name, size in catalog.files.items()}
-    return replace(catalog, tensors=tensors, files=files)
+    archives = tuple(replace(at, file=f"{folder}/{at.file}") for at in catalog.archives)
+    return replace(catalog, tensors=tensors, files=files, archives=archives)
 
 
 def _moved(entry: TensorEntry, folder: str) -> TensorEntry:

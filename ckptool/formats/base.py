@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ckptool.core.catalog import Catalog
 from ckptool.core.placing import Placed
-from ckptool.errors import Damaged
+from ckptool.errors import CkptoolError, Damaged, Problem, damaged
 from ckptool.formats._pickle import LARGEST
+
+_T = TypeVar("_T")
 
 
 class Source(Protocol):
@@ -33,9 +35,33 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScanOptions:
-    """``per_rank`` keeps plain tensors that differ between ranks as one tensor a rank."""
+    """``per_rank`` keeps plain tensors that differ between ranks as one tensor a rank.
+
+    Where there is a list ``found``, a scan steps over what is damaged and notes it there; without
+    one, damage is raised.
+    """
 
     per_rank: bool = False
+    found: list[Problem] | None = None
+
+    def report(self, problems: Sequence[str], *, subject: str, hint: str | None = None) -> None:
+        """Raise one Damaged for all problems, or note them; nothing where there is none."""
+        if not problems:
+            return
+        error = damaged(problems, subject=subject, hint=hint)
+        if self.found is None:
+            raise error
+        self.found.extend(error.problems)
+
+    def attempt(self, work: Callable[[], _T]) -> _T | None:
+        """The result of ``work``, or None where it meets damage that is only noted."""
+        if self.found is None:
+            return work()
+        try:
+            return work()
+        except CkptoolError as error:
+            self.found.extend(error.problems)
+            return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +103,8 @@ def require(source: Source, file: str, *, wanted_by: str) -> int:
     size = source.files.get(file)
     if size is None:
         reason = "leads out of the folder" if _leaves(file) else "is missing"
-        raise Damaged(f"{file!r}, named by {wanted_by}, {reason}")
+        code = "path-outside" if _leaves(file) else "file-missing"
+        raise Damaged(Problem(f"{file!r}, named by {wanted_by}, {reason}", code, file=file))
     return size
 
 

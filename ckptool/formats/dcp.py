@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 from ckptool.core.box import Box
@@ -27,7 +28,7 @@ from ckptool.core.catalog import (
     merge_copies,
 )
 from ckptool.core.codec import zstd_edges
-from ckptool.errors import CkptoolError, Damaged, damaged
+from ckptool.errors import CkptoolError, Damaged, Problem, damaged
 from ckptool.formats import _dcp_metadata
 from ckptool.formats._assemble import (
     Assembled,
@@ -80,6 +81,7 @@ class _Found:
     values: dict[str, list[tuple[int, Item]]] = field(default_factory=lambda: defaultdict(list))
     paths: dict[str, Path] = field(default_factory=dict)
     extents: list[tuple[str, int, int, str]] = field(default_factory=list)
+    archives: list[Item] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     lost: set[str] = field(default_factory=set)
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
@@ -95,50 +97,61 @@ class _Found:
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     found = _Found()
-    parsed = _metadata_files(source)
+    parsed = _metadata_files(source, options)
     for file, metadata in parsed.items():
         _collect(source, file, metadata, found)
     found.problems += _shared_bytes(found.extents)
     found.problems += [
-        f"{name}: a tensor in one rank's metadata, a value in another's"
+        Problem(
+            f"{name}: a tensor in one rank's metadata, a value in another's",
+            "ranks-disagree",
+            tensor=name,
+        )
         for name in found.values
         if name in found.types
     ]
-    if found.problems:
-        raise damaged(found.problems, subject=source.root, hint=_HINT)
+    options.report(found.problems, subject=source.root, hint=_HINT)
+    found.problems = []
     for name, entry in found.types.items():
         path = found.paths.get(name, (name,))
         chunks = merge_copies(found.chunks[name])
         found.tensors[name] = TensorEntry(name, path, entry.dtype, entry.shape, chunks)
     for name, items in found.values.items():
-        found.add(_read_values(source, name, items, found.paths.get(name, (name,))))
+        path = found.paths.get(name, (name,))
+        found.add(options.attempt(partial(_read_values, source, name, items, path)) or Assembled())
     if _LIGHTNING in source.files:
-        found.add(_read_lightning(source))
-    if found.problems:
-        raise damaged(found.problems, subject=source.root, hint=_HINT)
+        found.add(options.attempt(partial(_read_lightning, source)) or Assembled())
+    options.report(found.problems, subject=source.root, hint=_HINT)
     return with_inferred_mesh(_catalog(source, parsed, found))
 
 
 _HINT = "the save was interrupted, or files were lost or mixed with those of another save"
 
 
-def _metadata_files(source: Source) -> dict[str, DcpMetadata]:
+def _metadata_files(source: Source, options: ScanOptions) -> dict[str, DcpMetadata]:
     names = [name for name in source.files if _RANK_METADATA.fullmatch(name)]
     if _METADATA in source.files:
         names = [_METADATA]
     if not names:
         left = f"{_METADATA}.tmp"
         state = f"only {left} is there" if left in source.files else f"there is no {_METADATA}"
+        message = f"{source.root}: a DCP folder whose save never finished: {state}"
         raise Damaged(
-            f"{source.root}: a DCP folder whose save never finished: {state}",
+            Problem(message, "save-unfinished"),
             hint="take the checkpoint before it; .metadata is written last, once all data is safe",
         )
     names.sort(key=lambda name: [int(n) for n in re.findall("[0-9]+", name)])
     _require_ranks(source)
-    parsed = {name: _dcp_metadata.parse(read_metadata(source, name), name) for name in names}
-    if names != [_METADATA]:
-        _require_all_ranks([int(name[2:].partition(".")[0]) for name in names], source)
-    return parsed
+    if names == [_METADATA]:
+        return {_METADATA: _parsed(source, _METADATA)}
+    problems = _missing_ranks([int(name[2:].partition(".")[0]) for name in names], source)
+    options.report(problems, subject=source.root)
+    found = {name: options.attempt(partial(_parsed, source, name)) for name in names}
+    return {name: parsed for name, parsed in found.items() if parsed is not None}
+
+
+def _parsed(source: Source, file: str) -> DcpMetadata:
+    return _dcp_metadata.parse(read_metadata(source, file), file)
 
 
 def _require_ranks(source: Source) -> None:
@@ -148,11 +161,13 @@ def _require_ranks(source: Source) -> None:
             require_rank(int(match[1]), name)
 
 
-def _require_all_ranks(ranks: list[int], source: Source) -> None:
+def _missing_ranks(ranks: list[int], source: Source) -> list[Problem]:
     seen = {int(m[1]) for name in source.files if (m := _DATA.fullmatch(name))}
     missing = first_missing(set(ranks), max([*ranks, *seen]) + 1)
-    if missing:
-        raise Damaged(f"{source.root}: __{missing[0]}.metadata is missing (ranks {missing})")
+    if not missing:
+        return []
+    message = f"{source.root}: __{missing[0]}.metadata is missing (ranks {missing})"
+    return [Problem(message, "rank-missing")]
 
 
 def _collect(source: Source, file: str, metadata: DcpMetadata, found: _Found) -> None:
@@ -161,14 +176,14 @@ def _collect(source: Source, file: str, metadata: DcpMetadata, found: _Found) ->
     for name, entry in metadata.tensors.items():
         known = found.types.setdefault(name, entry)
         if (known.dtype, known.shape) != (entry.dtype, entry.shape):
-            found.problems.append(f"{name}: {file} says {entry.dtype} {list(entry.shape)}, another"
-                                  f" {known.dtype} {list(known.shape)}")  # fmt: skip
+            message = f"{name}: {file} says {entry.dtype} {list(entry.shape)}, another"
+            message += f" {known.dtype} {list(known.shape)}"
+            found.problems.append(Problem(message, "ranks-disagree", file=file, tensor=name))
         for box in entry.chunks:
             item = metadata.items.get((name, box.lo))
             if item is None:
-                found.problems.append(
-                    f"{name}: chunk {box} has no data ({file} says where of none)"
-                )
+                message = f"{name}: chunk {box} has no data ({file} says where of none)"
+                found.problems.append(Problem(message, "data-missing", file=file, tensor=name))
                 continue
             used.add((name, box.lo))
             _check_item(source, file, name, item, found)
@@ -176,13 +191,15 @@ def _collect(source: Source, file: str, metadata: DcpMetadata, found: _Found) ->
     for name in metadata.bytes_names:
         item = metadata.items.get((name, None))
         if item is None:
-            found.problems.append(f"{name}: has no data ({file} does not say where it lies)")
+            message = f"{name}: has no data ({file} does not say where it lies)"
+            found.problems.append(Problem(message, "data-missing", file=file))
             continue
         used.add((name, None))
         _check_item(source, file, name, item, found)
         found.values[name].append((_rank_of(item.file) or 0, _as_item(item)))
     for name, offset in metadata.items.keys() - used:
-        found.problems.append(f"{name}: {file} stores an item at {offset} that no chunk claims")
+        message = f"{name}: {file} stores an item at {offset} that no chunk claims"
+        found.problems.append(Problem(message, "data-unclaimed", file=file, tensor=name))
 
 
 def _as_item(item: StoredItem) -> Item:
@@ -198,25 +215,28 @@ def _check_item(source: Source, file: str, name: str, item: StoredItem, found: _
             found.problems.append(error.message)
         return
     if item.offset + item.length > size:
-        found.problems.append(
-            f"{name}: {file} puts it at bytes {item.offset:,} to {item.offset + item.length:,} of"
-            f" {item.file}, which has {size:,} bytes"
-        )
+        message = f"{name}: {file} puts it at bytes {item.offset:,} to"
+        message += f" {item.offset + item.length:,} of {item.file}, which has {size:,} bytes"
+        code = "file-truncated" if size else "file-empty"
+        found.problems.append(Problem(message, code, file=item.file, tensor=name))
+        return
     unknown = [step for step in item.transforms if step != _ZSTD]
     if unknown:
-        found.problems.append(f"{name}: stored through {unknown[0]!r}, which ckptool cannot undo")
+        message = f"{name}: stored through {unknown[0]!r}, which ckptool cannot undo"
+        found.problems.append(Problem(message, "transform-unknown", file=item.file, tensor=name))
+        return
+    found.archives.append(_as_item(item))
     found.extents.append((item.file, item.offset, item.length, name))
 
 
-def _shared_bytes(extents: list[tuple[str, int, int, str]]) -> list[str]:
-    problems = []
+def _shared_bytes(extents: list[tuple[str, int, int, str]]) -> list[Problem]:
+    problems: list[Problem] = []
     ordered = sorted(extents)
     for (file, offset, length, name), (next_file, next_offset, _, other) in pairwise(ordered):
         if file == next_file and next_offset < offset + length:
-            problems.append(
-                f"{other}: begins at byte {next_offset:,} of {file}, inside the item of {name}"
-                f" ({offset:,} to {offset + length:,})"
-            )
+            message = f"{other}: begins at byte {next_offset:,} of {file}, inside the item of"
+            message += f" {name} ({offset:,} to {offset + length:,})"
+            problems.append(Problem(message, "items-overlap", file=file, tensor=other))
     return problems
 
 
@@ -270,7 +290,8 @@ def _open(source: Source, item: Item, what: str, limit: int, edge: int) -> _Open
         kind = (
             " (safetensors data, which torch itself cannot read back)" if head[8:] == b"{" else ""
         )
-        raise Damaged(f"{what}: no torch.save archive at byte {item.offset:,} of {item.file}{kind}")
+        message = f"{what}: no torch.save archive at byte {item.offset:,} of {item.file}{kind}"
+        raise Damaged(Problem(message, "item-mismatch", file=item.file))
     region = Region(source, item.file, item.offset, item.nbytes)
     return _Opened(read_torch_zip(region), item, item.nbytes)
 
@@ -306,7 +327,10 @@ def _catalog(source: Source, parsed: dict[str, DcpMetadata], found: _Found) -> C
     stale = [name for name in data if name not in used and source.files[name]]
     ranks = {int(m[1]) for name in data if name not in stale and (m := _DATA.fullmatch(name))}
     planned = max((m.planned or 0 for m in parsed.values()), default=0)
-    notes = [f"{name} is named by no metadata (left by another save)" for name in stale]
+    notes = [
+        Problem(f"{name} is named by no metadata (left by another save)", "file-extra", file=name)
+        for name in stale
+    ]
     version = next((m.version for m in parsed.values() if m.version), None)
     lightning = _LIGHTNING in source.files
     writer = "Lightning" if lightning else "torch.distributed.checkpoint"
@@ -318,6 +342,7 @@ def _catalog(source: Source, parsed: dict[str, DcpMetadata], found: _Found) -> C
         world_size=max([planned, *(rank + 1 for rank in ranks)], default=1),
         info={"writer": writer} | ({"metadata version": version} if version else {}),
         notes=(*notes, *found.notes, *unread_notes(found.objects)),
+        archives=tuple(found.archives),
     )
 
 
@@ -332,6 +357,7 @@ def _locate(source: Source, catalog: Catalog) -> Catalog:
                 chunks.append(_located(source, entry, chunk))
             except CkptoolError as error:
                 problems.append(error.message)
+                error.message.tensor = name
         tensors[name] = replace(entry, chunks=tuple(chunks))
     if problems:
         raise damaged(problems, subject="the items", hint=_HINT)
@@ -354,14 +380,12 @@ def _located_place(source: Source, entry: TensorEntry, box: Box, at: Place) -> P
     opened = _open(source, at, what, limit, _EDGE)
     tensor = plain_tensor(opened.file.value)
     if tensor is None:
-        raise Damaged(
-            f"{what}: its item in {at.file} holds {type_name(opened.file.value)}, no plain tensor"
-        )
+        message = f"{what}: its item in {at.file} holds {type_name(opened.file.value)}"
+        raise Damaged(Problem(f"{message}, no plain tensor", "item-mismatch", file=at.file))
     if (tensor.dtype, tensor.shape) != (dtype, box.shape):
-        raise Damaged(
-            f"{what}: its item at byte {at.offset:,} of {at.file} is {tensor.dtype}"
-            f" {list(tensor.shape)}, the metadata says {dtype} {list(box.shape)}"
-        )
+        message = f"{what}: its item at byte {at.offset:,} of {at.file} is {tensor.dtype}"
+        message += f" {list(tensor.shape)}, the metadata says {dtype} {list(box.shape)}"
+        raise Damaged(Problem(message, "item-mismatch", file=at.file))
     return opened.place(place_of(tensor, opened.file))
 
 

@@ -11,12 +11,13 @@ import json
 import re
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, TensorEntry, coverage_problem, merge_copies
 from ckptool.core.dtype import DType
 from ckptool.core.layout import FileLayout, Layout
-from ckptool.errors import CkptoolError, damaged
+from ckptool.errors import CkptoolError, Problem
 from ckptool.formats._companions import companions
 from ckptool.formats._infer import with_inferred_mesh
 from ckptool.formats._outgoing import Cutter, companion_files, extra_file, tied_notes
@@ -54,20 +55,20 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     found = _Found(defaultdict(list), defaultdict(set), _lost_shards(shards))
     for match in shards:
         require_rank(int(match["rank"]), match.string)
-        _read_shard(source, match.string, int(match["rank"]) - 1, found)
+        read = partial(_read_shard, source, match.string, int(match["rank"]) - 1, found)
+        options.attempt(read)
     tensors = {}
     for name, chunks in found.chunks.items():
         if len(found.types[name]) > 1:
-            found.problems.append(f"{name}: shards disagree: {_named(found.types[name])}")
+            message = f"{name}: shards disagree: {_named(found.types[name])}"
+            found.problems.append(Problem(message, "ranks-disagree", tensor=name))
             continue
         ((dtype, _),) = found.types[name]
         tensors[name] = _entry(name, dtype, chunks)
     found.problems += [p for p in map(coverage_problem, tensors.values()) if p is not None]
     notes = _consolidated_notes(source, shards, tensors, found.problems)
-    if found.problems:
-        raise damaged(
-            found.problems, subject=source.root, hint="a shard file is missing or from another save"
-        )
+    hint = "a shard file is missing or from another save"
+    options.report(found.problems, subject=source.root, hint=hint)
     world = max(int(match["rank"]) for match in shards)
     catalog = with_inferred_mesh(
         Catalog(
@@ -86,17 +87,15 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
 
 def _lost_shards(shards: list[re.Match[str]]) -> list[str]:
     """What the names contradict. A rank without data has no file, so coverage decides then."""
-    problems = [
-        f"{match.string}: no shard 0 exists, they are counted from 1"
+    problems: list[str] = [
+        Problem(f"{match.string}: no shard 0 exists, they are counted from 1", "rank-missing")
         for match in shards
         if not int(match["rank"])
     ]
     counts = {int(match["parts"]) for match in shards}
     if len(counts) > 1:
-        problems.append(
-            f"file names state {sorted(counts)[:12]} files a rank: shards of several saves are"
-            " mixed"
-        )
+        message = f"file names state {sorted(counts)[:12]} files a rank"
+        problems.append(Problem(f"{message}: shards of several saves are mixed", "saves-mixed"))
     return problems
 
 
@@ -106,15 +105,14 @@ def _read_shard(source: Source, file: str, rank: int, found: _Found) -> None:
         info = json.loads(header.metadata["DCP_SHARDING_INFO"])
         offsets = {name: _offsets(info[name]["saved_offsets"]) for name in header.tensors}
     except (KeyError, TypeError, ValueError, RecursionError):
-        found.problems.append(
-            f"{file}: no DCP_SHARDING_INFO for its tensors, so their place in the whole is unknown"
-        )
+        message = f"{file}: no DCP_SHARDING_INFO for its tensors"
+        reason = "so their place in the whole is unknown"
+        found.problems.append(Problem(f"{message}, {reason}", "sharding-unknown", file=file))
         return
     for name, item in header.tensors.items():
         if len(offsets[name]) != len(item.shape) or min(offsets[name], default=0) < 0:
-            found.problems.append(
-                f"{file}: {name}: saved_offsets do not fit shape {list(item.shape)}"
-            )
+            message = f"{file}: {name}: saved_offsets do not fit shape {list(item.shape)}"
+            found.problems.append(Problem(message, "sharding-unknown", file=file, tensor=name))
             continue
         found.types[name].add((item.dtype, len(item.shape)))
         found.chunks[name].append(Chunk(Box.at(offsets[name], item.shape), item.at, rank))
@@ -144,23 +142,22 @@ def _consolidated_notes(
     """Compare with a consolidated copy in the same folder; say what nothing here can show."""
     if not HF.probe(source):
         world = max(int(match["rank"]) for match in shards)
-        return [
-            f"nothing here records the number of ranks: if there were more than {world}, their"
-            " shards are lost and the shapes too small"
-        ]
+        message = f"nothing here records the number of ranks: if there were more than {world},"
+        reason = "their shards are lost and the shapes too small"
+        return [Problem(f"{message} {reason}", "world-unrecorded")]
     try:
         whole = HF.scan(source, ScanOptions()).tensors
     except CkptoolError as error:
-        return [f"the consolidated copy beside the shards is damaged: {error.message}"]
+        return [error.message.within("the consolidated copy beside the shards is damaged")]
     for name, entry in whole.items():
         mine = tensors.get(name)
         if mine is None:
-            problems.append(f"{name}: in the consolidated copy, but in no shard")
+            message = f"{name}: in the consolidated copy, but in no shard"
+            problems.append(Problem(message, "data-missing", tensor=name))
         elif mine.shape != entry.shape:
-            problems.append(
-                f"{name}: {list(entry.shape)} in the consolidated copy, {list(mine.shape)} in the"
-                " shards"
-            )
+            message = f"{name}: {list(entry.shape)} in the consolidated copy"
+            message += f", {list(mine.shape)} in the shards"
+            problems.append(Problem(message, "chunk-gap", tensor=name))
     return ["read from the shards; the consolidated copy beside them is not used"]
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout, Literal
-from ckptool.errors import Damaged, damaged
+from ckptool.errors import Damaged, Problem
 from ckptool.formats._companions import companions
 from ckptool.formats._outgoing import companion_files, extra_file, tied_notes
 from ckptool.formats._safetensors_file import OutgoingSlice, lay_out_safetensors
@@ -64,23 +65,20 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         raise Damaged(f"{source.root}: several indexes: {', '.join(indexes)}")
     weight_map = read_weight_map(source, indexes[0]) if indexes else None
     files = sorted(set(weight_map.values())) if weight_map is not None else _unindexed(source)
-    for file in files:
-        require(source, file, wanted_by=indexes[0] if indexes else "the other shards' names")
-    tensors, where, infos, problems = _read_all(source, files)
+    wanted_by = indexes[0] if indexes else "the other shards' names"
+    tensors, where, infos, problems = _read_all(source, files, wanted_by, options)
     notes: list[str] = []
     if weight_map is not None:
         problems += _against_index(weight_map, where, indexes[0])
         notes += _index_notes(source, indexes[0], tensors, weight_map)
-    if problems:
-        raise damaged(problems, subject=source.root)
+    options.report(problems, subject=source.root)
     spare = sorted(set(_weights(source)) - set(files))
-    if spare:
-        notes.append(f"not part of the checkpoint: {', '.join(spare)}")
+    notes += [Problem(f"not part of the checkpoint: {n}", "file-extra", file=n) for n in spare]
     catalog = Catalog(
         "hf",
         tensors,
         {},
-        {file: source.files[file] for file in (*files, *indexes)},
+        {file: source.files[file] for file in (*files, *indexes) if file in source.files},
         world_size=1,
         info={"writer": _writer(infos)},
         notes=tuple(notes),
@@ -106,26 +104,40 @@ def _unindexed(source: Source) -> list[str]:
 
 
 def _read_all(
-    source: Source, files: list[str]
+    source: Source, files: list[str], wanted_by: str, options: ScanOptions
 ) -> tuple[dict[str, TensorEntry], dict[str, str], list[Mapping[str, str]], list[str]]:
     tensors: dict[str, TensorEntry] = {}
     where: dict[str, str] = {}
     infos: list[Mapping[str, str]] = []
     problems: list[str] = []
     for file in files:
-        found, metadata = whole_tensors(source, file)
+        read = partial(_read_shard, source, file, wanted_by)
+        found, metadata = options.attempt(read) or ({}, {})
         infos.append(metadata)
         for name, entry in found.items():
             if name in where:
-                problems.append(f"{name} is both in {where[name]} and in {file}")
+                message = f"{name} is both in {where[name]} and in {file}"
+                problems.append(Problem(message, "index-mismatch", file=file, tensor=name))
             tensors[name], where[name] = entry, file
     return tensors, where, infos, problems
 
 
+def _read_shard(
+    source: Source, file: str, wanted_by: str
+) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    require(source, file, wanted_by=wanted_by)
+    return whole_tensors(source, file)
+
+
 def _against_index(weight_map: dict[str, str], where: dict[str, str], index: str) -> list[str]:
     return [
-        f"{name}: {index} puts it into {file}, but it is "
-        + (f"in {where[name]}" if name in where else "not there")
+        Problem(
+            f"{name}: {index} puts it into {file}, but it is "
+            + (f"in {where[name]}" if name in where else "not there"),
+            "index-mismatch",
+            file=index,
+            tensor=name,
+        )
         for name, file in weight_map.items()
         if where.get(name) != file
     ]
@@ -134,18 +146,18 @@ def _against_index(weight_map: dict[str, str], where: dict[str, str], index: str
 def _index_notes(
     source: Source, index: str, tensors: dict[str, TensorEntry], weight_map: dict[str, str]
 ) -> list[str]:
-    notes = []
+    notes: list[str] = []
     content = json.loads(read_metadata(source, index))
     metadata = content.get("metadata")
     stated = metadata.get("total_size") if isinstance(metadata, dict) else None
     actual = sum(entry.nbytes for entry in tensors.values())
     if isinstance(stated, int | float) and stated != actual:
-        notes.append(
-            f"{index} states a total_size of {stated:,} bytes, the tensors have {actual:,}"
-        )
+        message = f"{index} states a total_size of {stated:,} bytes, the tensors have {actual:,}"
+        notes.append(Problem(message, "index-total-size", file=index))
     unlisted = [name for name in tensors if name not in weight_map]
     if unlisted:
-        notes.append(f"{index} does not list {len(unlisted)} of the tensors: {unlisted[0]}, ...")
+        message = f"{index} does not list {len(unlisted)} of the tensors: {unlisted[0]}, ..."
+        notes.append(Problem(message, "index-unlisted", file=index))
     return notes
 
 

@@ -12,9 +12,10 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from ckptool.core.catalog import Catalog, Path
-from ckptool.errors import Damaged, damaged
+from ckptool.errors import Damaged, Problem
 from ckptool.formats import _torch_checkpointing
 from ckptool.formats._assemble import Assembled, Leaf, ShareLeaf, assemble, read_leaves
 from ckptool.formats._companions import companions
@@ -120,7 +121,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     ranks: dict[int, dict[str, Leaf]] = {}
     families = list(dict.fromkeys(item.family for item in files))
     for item in files:
-        leaves = _read(source, item, declared)
+        leaves = options.attempt(partial(_read, source, item, declared)) or {}
         ranks.setdefault(item.rank, {}).update(
             _renamed(leaves, item, len(families) > 1 or declared is not None)
         )
@@ -128,8 +129,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     problems += [p for rank, leaves in ranks.items() for p in _wrong_rank(rank, leaves)]
     found = assemble(ranks, per_rank=options.per_rank)
     problems += found.problems + _flat_parameters(found) + _absent_members(found, ranks)
-    if problems:
-        raise damaged(problems, subject=source.root)
+    options.report(problems, subject=source.root)
     return _catalog(source, files, found, declared is not None)
 
 
@@ -167,25 +167,26 @@ def _writer(files: list[RankFile]) -> str:
     return "torch.save, one file a rank"
 
 
-def _missing_ranks(files: list[RankFile], world: int | None) -> list[str]:
+def _missing_ranks(files: list[RankFile], world: int | None) -> list[Problem]:
     """Ranks that the names or the metadata promise and no file holds, family by family."""
-    problems = []
+    problems: list[Problem] = []
     for family in dict.fromkeys(item.family for item in files):
         mine = [item for item in files if item.family == family]
         if _is_single(mine[0].file):
             continue
         worlds = {item.world for item in mine if item.world} or ({world} if world else set())
         if len(worlds) > 1:
-            problems.append(f"{family}: file names state the world sizes {sorted(worlds)}")
+            message = f"{family}: file names state the world sizes {sorted(worlds)}"
+            problems.append(Problem(message, "saves-mixed"))
         highest = max(item.rank for item in mine)
         expected = max(worlds or {highest + 1})
         require_rank(max(expected, highest), mine[0].family)
         missing = first_missing({item.rank for item in mine}, expected)
         if missing:
             what = ", ".join(map(str, missing))
-            problems.append(
-                f"{mine[0].file} and its like: the file of rank {what} of {expected} is missing"
-            )
+            like = f"{mine[0].file} and its like"
+            message = f"{like}: the file of rank {what} of {expected} is missing"
+            problems.append(Problem(message, "rank-missing"))
     return problems
 
 
@@ -207,7 +208,8 @@ def _json_leaves(source: Source, file: str) -> dict[str, Leaf]:
         value = json.loads(read_metadata(source, file))
         return {name: Leaf((name,), leaf) for name, leaf in value.items()}
     except (ValueError, AttributeError, RecursionError):
-        raise Damaged(f"{file}: not a JSON object") from None
+        problem = Problem(f"{file}: not a JSON object", "metadata-unreadable", file=file)
+        raise Damaged(problem) from None
 
 
 def _is_flat_optimizer(source: Source, item: RankFile) -> bool:
@@ -253,29 +255,34 @@ def _unprefixed(leaves: Mapping[str, Leaf], family: str) -> Iterator[tuple[str, 
             yield name, leaf
 
 
-def _wrong_rank(rank: int, leaves: Mapping[str, Leaf]) -> Iterator[str]:
+def _wrong_rank(rank: int, leaves: Mapping[str, Leaf]) -> Iterator[Problem]:
     """A file whose DTensors say that another rank wrote them is a copy in the wrong place."""
     for name, leaf in leaves.items():
         if isinstance(leaf.value, ShareLeaf) and leaf.value.share.rank not in (None, rank):
-            yield (
-                f"the file of rank {rank} was written by rank {leaf.value.share.rank}"
-                f" (as the record of {name} says): a copied or renamed file"
-            )
+            message = f"the file of rank {rank} was written by rank {leaf.value.share.rank}"
+            reason = f"(as the record of {name} says): a copied or renamed file"
+            yield Problem(f"{message} {reason}", "rank-copied")
             return
 
 
-def _absent_members(found: Assembled, ranks: Mapping[int, object]) -> list[str]:
+def _absent_members(found: Assembled, ranks: Mapping[int, object]) -> list[Problem]:
     absent = sorted({r for mesh in found.meshes for r in mesh.ranks} - set(ranks))
     if not absent:
         return []
     size = max(mesh.size for mesh in found.meshes)
-    return [f"the device mesh has {size} ranks; the file of rank {absent[:12]} is missing"]
+    message = f"the device mesh has {size} ranks; the file of rank {absent[:12]} is missing"
+    return [Problem(message, "rank-missing")]
 
 
-def _flat_parameters(found: Assembled) -> list[str]:
+def _flat_parameters(found: Assembled) -> list[Problem]:
     """FSDP1's local state dicts hold flat parameters and no map back to the originals."""
     return [
-        f"{name}: an FSDP1 flat parameter; nothing in the files says which parameters it is made of"
+        Problem(
+            f"{name}: an FSDP1 flat parameter; nothing in the files says which parameters it is"
+            " made of",
+            "parameters-flat",
+            tensor=name,
+        )
         for name in found.tensors
         if name.split(".")[-1] == "_flat_param"
     ]

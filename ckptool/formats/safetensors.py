@@ -52,7 +52,7 @@ def with_extra(catalog: Catalog, source: Source, extra: str) -> Catalog:
     found = assemble({0: read_leaves(read_torch_file(source, extra), source)})
     twice = sorted(found.tensors.keys() & catalog.tensors.keys())
     if found.problems or twice:
-        problems = [*found.problems, *(f"{name}: also in the main file" for name in twice)]
+        problems = [*found.problems, *(f"{n}: also in the main file" for n in twice)]
         raise damaged(problems, subject=extra, hint=f"{extra} belongs to another checkpoint")
     return replace(
         catalog,

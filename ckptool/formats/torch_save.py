@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.layout import FileLayout, Layout
-from ckptool.errors import Damaged, Unrecognised, damaged
+from ckptool.errors import Damaged, Problem, Unrecognised
 from ckptool.formats._assemble import Leaf, ShareLeaf, assemble, read_leaves
 from ckptool.formats._companions import companions
 from ckptool.formats._outgoing import nested_state, plain_objects
@@ -40,11 +41,9 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     if len(source.files) != 1:
         raise Unrecognised(f"{source.root}: not one torch.save file")
     file = next(iter(source.files))
-    opened = read_torch_file(source, file)
-    leaves = read_leaves(opened, source)
+    leaves = read_leaves(read_torch_file(source, file), source)
     found = assemble({_rank_of(leaves): leaves}, per_rank=options.per_rank)
-    if found.problems:
-        raise damaged(found.problems, subject=file)
+    options.report(found.problems, subject=file)
     if not found.tensors and not found.objects:
         raise Unrecognised(f"{file}: an empty state dict: no tensor and no value in it")
     world = {mesh.size for mesh in found.meshes}
@@ -74,7 +73,11 @@ def unread_notes(objects: Mapping[str, ObjectEntry]) -> list[str]:
     """One note for each tensor of a kind that is not read, such as quantized or sparse ones."""
     known = Foreign()
     return [
-        f"not read: {entry.name} ({type_name(entry.value)}) is no plain tensor"
+        Problem(
+            f"not read: {entry.name} ({type_name(entry.value)}) is no plain tensor",
+            "tensor-unread",
+            tensor=entry.name,
+        )
         for entry in objects.values()
         if "torch storage" in known.of(entry.value)
     ]
@@ -88,32 +91,43 @@ def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
     problems: list[str] = []
     notes: list[str] = []
     for file in files:
-        require(source, file, wanted_by=_INDEX)
-        leaves: dict[str, Leaf] = read_leaves(read_torch_file(source, file), source)
+        leaves = options.attempt(partial(_shard_leaves, source, file)) or {}
         found = assemble({0: leaves}, per_rank=options.per_rank)
         problems += [*found.problems, *found.conflicts.values()]
-        problems += [f"{name} is in two files" for name in found.tensors.keys() & tensors.keys()]
+        problems += [
+            Problem(f"{name} is in two files", "index-mismatch", file=file, tensor=name)
+            for name in found.tensors.keys() & tensors.keys()
+        ]
         notes += found.notes
         tensors |= found.tensors
         objects |= found.objects
     problems += [
-        f"{name}, which {_INDEX} puts into {file}, is not there"
+        Problem(
+            f"{name}, which {_INDEX} puts into {file}, is not there",
+            "index-mismatch",
+            file=_INDEX,
+            tensor=name,
+        )
         for name, file in weight_map.items()
         if name not in tensors
     ]
-    if problems:
-        raise damaged(problems, subject=source.root)
-    ordered = {name: tensors.pop(name) for name in weight_map} | tensors
+    options.report(problems, subject=source.root)
+    ordered = {name: tensors.pop(name) for name in weight_map if name in tensors} | tensors
     return Catalog(
         "torch-save",
         ordered,
         objects,
-        {file: source.files[file] for file in (*files, _INDEX)},
+        {file: source.files[file] for file in (*files, _INDEX) if file in source.files},
         world_size=1,
         info={"writer": "transformers (pytorch_model.bin shards)"},
         notes=(*notes, *unread_notes(objects)),
         companions=companions(source),
     )
+
+
+def _shard_leaves(source: Source, file: str) -> dict[str, Leaf]:
+    require(source, file, wanted_by=_INDEX)
+    return read_leaves(read_torch_file(source, file), source)
 
 
 def read_weight_map(source: Source, index: str) -> dict[str, str]:
@@ -122,10 +136,14 @@ def read_weight_map(source: Source, index: str) -> dict[str, str]:
         content = json.loads(read_metadata(source, index))
         weight_map = content["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise Damaged(f"{index}: not the JSON of an index with a weight_map") from None
+        raise _no_index(f"{index}: not the JSON of an index with a weight_map", index) from None
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-        raise Damaged(f"{index}: weight_map does not map names to files")
+        raise _no_index(f"{index}: weight_map does not map names to files", index)
     return weight_map
+
+
+def _no_index(message: str, index: str) -> Damaged:
+    return Damaged(Problem(message, "index-unreadable", file=index))
 
 
 def lay_out(catalog: Catalog, request: Request) -> Layout:
