@@ -50,6 +50,10 @@ class Problem(str):
         message = f"{head}: {self}"
         return Problem(message, self.code, file=self.file, tensor=tensor or self.tensor)
 
+    def recoded(self, code: str) -> Problem:
+        """The same problem under another code."""
+        return Problem(str(self), code, file=self.file, tensor=self.tensor)
+
 
 class CkptoolError(Exception):
     """Base of all errors meant for the user. ``exit_code`` is what the process ends with.

@@ -32,6 +32,15 @@ def parse_size(text: str, option: str) -> int:
     return size
 
 
+def parse_share(text: str, option: str) -> float:
+    """0.05 of ``5%`` or ``0.05``; UsageError where it is no share between 0 and 1."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%?)\s*", text)
+    share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
+    if not 0 < share <= 1:
+        raise UsageError(f"{option} {text!r} is no share", hint="such as 5% or 0.05")
+    return share
+
+
 def parse_dtype(text: str) -> DType:
     """The floating type called ``bf16``, ``torch.float16``, ``float8_e4m3fn``; or UsageError."""
     name = text.lower().removeprefix("torch.")

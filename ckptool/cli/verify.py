@@ -2,39 +2,80 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ckptool.cli.arguments import AsJson, Debug, From, Quiet, SourcePath
+from ckptool.cli.arguments import AsJson, Debug, From, SourcePath, Workers
 
 
 def verify(
     source: SourcePath = Path(),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Read metadata only, not the data.")
+    ] = False,
+    sample: Annotated[
+        str | None,
+        typer.Option("--sample", metavar="SHARE", help="Read a share of the data, such as 5%."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="What --sample chooses by.")] = 0,
+    finite: Annotated[
+        bool, typer.Option("--finite", help="NaN and infinite values are errors.")
+    ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Warnings fail too.")] = False,
     ignore: Annotated[
         list[str] | None,
         typer.Option("--ignore", metavar="CODE", help="Leave out what has this code (repeatable)."),
     ] = None,
+    junit: Annotated[
+        Path | None, typer.Option("--junit", metavar="FILE", help="Also write a JUnit report.")
+    ] = None,
+    codes: Annotated[bool, typer.Option("--codes", help="List the codes and end.")] = False,
     from_format: From = None,
+    workers: Workers = None,
     as_json: AsJson = False,
-    quiet: Quiet = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print nothing: the exit code says it.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
-    """Prove that a checkpoint is whole, unchanged and safe, from its own files alone.
+    """Check that a checkpoint is whole, unchanged and safe, from its own files alone.
 
-    Exits 0 where it is sound, 1 where it is not, 3 where there is no checkpoint.
+    Reads everything once. Exits 0 where it is sound, 1 where it is not, 3 where there is none.
+    Where GITHUB_ACTIONS is true, findings are annotations too (on stderr beside --json).
     """
+    from ckptool.cli.options import parse_share
     from ckptool.commands.verify.verify import VerifyOptions
     from ckptool.commands.verify.verify import verify as run_verify
+    from ckptool.engine.run import RunOptions
+    from ckptool.render import verify as render
     from ckptool.render.messages import print_json
-    from ckptool.render.verify import show_verify, verify_json
+    from ckptool.render.progress import started_progress
 
-    report = run_verify(source, VerifyOptions(from_format, strict, tuple(ignore or ())))
+    if codes:
+        render.show_codes()
+        return
+    options = VerifyOptions(
+        format_name=from_format,
+        quick=quick,
+        sample=parse_share(sample, "--sample") if sample else 1.0,
+        seed=seed,
+        finite=finite,
+        strict=strict,
+        ignore=tuple(ignore or ()),
+        workers=workers or RunOptions().workers,
+    )
+    with started_progress(quiet=quiet) as started:
+        report = run_verify(source, options, started)
+    if junit is not None:
+        render.write_junit(report, junit, strict=strict)
+    if os.environ.get("GITHUB_ACTIONS") == "true" and not quiet:
+        render.show_annotations(report, stderr=as_json)
     if as_json:
-        print_json(verify_json(report))
+        print_json(render.verify_json(report))
     elif not quiet:
-        show_verify(report)
+        render.show_verify(report)
     if not report.sound:
         raise typer.Exit(1)

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from ckptool.core.catalog import Catalog
 from ckptool.engine.sources import LocalSource
-from ckptool.errors import CkptoolError, Damaged, NotFound, Unrecognised, UsageError
+from ckptool.errors import CkptoolError, Damaged, NotFound, Problem, Unrecognised, UsageError
 from ckptool.formats import FORMATS, detect
 from ckptool.formats.base import EXTRA, Format, ScanOptions
 
@@ -58,8 +58,48 @@ def open_checkpoint(
     options = ScanOptions(per_rank=per_rank)
     catalog = _bounded(found.path, lambda: found.format.scan(found.source, options))
     if not catalog.tensors and not catalog.objects:
-        raise Unrecognised(f"{found.path}: no tensor and no value in it")
+        raise _nothing_in(found.path)
     return Opened(found.path, found.source, found.format, catalog)
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What could be read of a checkpoint, whole or not.
+
+    ``catalog`` is None where nothing could be put together; ``problems`` say why, and what was
+    stepped over.
+    """
+
+    path: Path
+    source: LocalSource
+    format: Format
+    catalog: Catalog | None
+    problems: tuple[Problem, ...]
+
+
+def survey(path: Path, *, format_name: str | None = None) -> Survey:
+    """Recognise the checkpoint at ``path`` and read what can be read of it.
+
+    Raises NotFound or Unrecognised where there is none, and nothing for damage.
+    """
+    _require_there(path)
+    found = _bounded(path, lambda: _recognise(path, format_name))
+    problems: list[Problem] = []
+    options = ScanOptions(found=problems)
+    catalog = None
+    try:
+        catalog = _bounded(found.path, lambda: found.format.scan(found.source, options))
+    except Unrecognised:
+        raise
+    except CkptoolError as error:
+        problems += error.problems
+    if not problems and (catalog is None or not (catalog.tensors or catalog.objects)):
+        raise _nothing_in(found.path)
+    return Survey(found.path, found.source, found.format, catalog, tuple(problems))
+
+
+def _nothing_in(path: Path) -> Unrecognised:
+    return Unrecognised(f"{path}: no tensor and no value in it")
 
 
 def holds_checkpoint(path: Path) -> bool:

@@ -16,7 +16,7 @@ from ckptool.core.layout import tiles
 from ckptool.core.plan import ChunkIndex
 from ckptool.core.rewrite import matches
 from ckptool.engine.gather import Gatherer, unit
-from ckptool.errors import UsageError, damaged
+from ckptool.errors import CkptoolError, Problem, UsageError, damaged
 
 _TILE_ELEMENTS = 1 << 20
 
@@ -116,6 +116,20 @@ def stats(opened: Opened, globs: Sequence[str]) -> list[TensorStats]:
         ]
     finally:
         gatherer.close()
+
+
+def not_finite_count(entry: TensorEntry, root: str) -> Problem:
+    """How many values of a tensor are NaN or infinite, in words."""
+    gatherer = Gatherer(root)
+    try:
+        found = _of(entry, gatherer)
+        message = f"{entry.name}: {found.nan:,} NaN and {found.inf:,} infinite values"
+        message += f" of {entry.elements:,}"
+    except CkptoolError:
+        message = f"{entry.name}: NaN or infinite values"
+    finally:
+        gatherer.close()
+    return Problem(message, "not-finite", tensor=entry.name)
 
 
 def _of(entry: TensorEntry, gatherer: Gatherer) -> TensorStats:

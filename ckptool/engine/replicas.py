@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Chunk, Copy, Extent, Place, TensorEntry
+from ckptool.core.catalog import Chunk, Copy, Extent, Item, Place, TensorEntry
 from ckptool.core.layout import tiles
+from ckptool.errors import Problem
 
 if TYPE_CHECKING:
     from ckptool.engine.gather import Gatherer
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 _TILE = 1 << 20
 
 
-def differing_replicas(entries: Iterable[TensorEntry], root: str) -> list[str]:
+def differing_replicas(entries: Iterable[TensorEntry], root: str) -> list[Problem]:
     """One line for each replica whose values differ from the first rank's.
 
     Copies whose recorded checksums prove them equal are not read.
@@ -28,8 +29,13 @@ def differing_replicas(entries: Iterable[TensorEntry], root: str) -> list[str]:
         if not _proved_equal(chunk.at, copy.at)
     ]
     return [
-        f"{entry.name} {chunk.box}: rank {chunk.rank} and rank {copy.rank} hold different"
-        f" values of what should be one replicated tensor"
+        Problem(
+            f"{entry.name} {chunk.box}: rank {chunk.rank} and rank {copy.rank} hold different"
+            f" values of what should be one replicated tensor",
+            "replicas-differ",
+            file=copy.at.file,
+            tensor=entry.name,
+        )
         for entry, chunk, copy in _differing(unproved, root)
     ]
 
@@ -64,12 +70,20 @@ def _proved_equal(one: Place, other: Place) -> bool:
 
 
 def _equal(gatherer: Gatherer, entry: TensorEntry, chunk: Chunk, copy: Copy) -> bool:
-    whole = Box.whole(chunk.box.shape)
+    whole = Box.whole(_distinct(chunk.box.shape, chunk.at, copy.at))
     for box in tiles(whole, entry.source_dtype.itemsize, _TILE):
         one, other = (_read(gatherer, entry, at, box) for at in (chunk.at, copy.at))
         if one != other:
             return False
     return True
+
+
+def _distinct(shape: tuple[int, ...], one: Place, other: Place) -> tuple[int, ...]:
+    """The shape without the dims along which both places repeat one element."""
+    if isinstance(one, Item) or isinstance(other, Item):
+        return shape
+    pairs = zip(shape, one.strides, other.strides, strict=True)
+    return tuple(min(n, 1) if a == b == 0 else n for n, a, b in pairs)
 
 
 def _read(gatherer: Gatherer, entry: TensorEntry, at: Place, box: Box) -> memoryview:

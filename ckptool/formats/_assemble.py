@@ -274,7 +274,8 @@ def _merge_plain(name: str, held: dict[int, Leaf], result: Assembled, keep: bool
             result.tensors[one] = _plain_entry(one, _at_rank(leaf.path, rank), {rank: leaf})
     else:
         message = f"{name}: plain tensors that {difference}; nothing says how they fit together"
-        result.conflicts[name] = Problem(message, "ranks-differ", tensor=name)
+        code = "replicas-differ" if "content" in difference else "ranks-disagree"
+        result.conflicts[name] = Problem(message, code, tensor=name)
 
 
 def _difference(held: dict[int, Leaf]) -> str | None:

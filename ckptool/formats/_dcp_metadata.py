@@ -55,11 +55,14 @@ class DcpMetadata:
 def parse(data: bytes, what: str) -> DcpMetadata:
     """Read a metadata pickle; Damaged where it is not one."""
     with coded("metadata-unreadable", file=what):
-        return _parsed(data, what)
+        try:
+            loaded = _pickle.load(data, what=what)
+        except Damaged as error:
+            raise Damaged(error.message.recoded("metadata-unreadable")) from None
+        return _parsed(loaded.value, what)
 
 
-def _parsed(data: bytes, what: str) -> DcpMetadata:
-    value = _pickle.load(data, what=what).value
+def _parsed(value: Any, what: str) -> DcpMetadata:
     if not isinstance(value, Call) or not value.name.endswith(".Metadata"):
         raise Damaged(f"{what}: the pickle holds no torch.distributed.checkpoint Metadata")
     fields = value.fields

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,8 +107,8 @@ class Truncated(Damaged):
 class Loaded:
     """What a pickle holds.
 
-    ``value`` is the object, ``end`` the offset after its STOP, ``globals`` the first byte at which
-    each global is named, ``persistent`` all persistent ids.
+    ``value`` is the object, ``end`` the offset after its STOP, ``globals`` the offset of the first
+    opcode that names each global, ``persistent`` all persistent ids.
     """
 
     value: Any
@@ -132,6 +133,34 @@ def load(data: bytes, *, what: str, start: int = 0) -> Loaded:
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError):
         raise machine.malformed("an opcode does not fit what it finds") from None
     return Loaded(value, machine.pos, machine.globals, machine.persistent)
+
+
+def named_globals(data: bytes, *, pickles: int = 1) -> dict[Global, int]:
+    """Every global that ``pickles`` in a row name, and the offset in ``data`` where each first is.
+
+    Those that can run code are among them. A malformed pickle is followed up to where it breaks.
+    """
+    found: dict[Global, int] = {}
+    start = 0
+    for _ in range(pickles):
+        machine = _Machine(data, start, "", judges=False)
+        is_whole = _follow(machine)
+        found |= {item: start + at for item, at in machine.globals.items() if item not in found}
+        if not is_whole:
+            break
+        start = machine.pos
+    return found
+
+
+def _follow(machine: _Machine) -> bool:
+    """Run the program as far as it goes; whether that is to its end."""
+    with suppress(
+        IndexError, struct.error, TypeError, ValueError, KeyError, AttributeError, OverflowError,
+        RecursionError, Damaged, Hostile,
+    ):  # fmt: skip
+        machine.run()
+        return True
+    return False
 
 
 _SHARDED_MODULE = "torch.distributed._shard.sharded_tensor.api"
@@ -183,6 +212,11 @@ _CODE_GLOBALS = frozenset(
 )
 
 
+_INERT = frozenset(
+    [("_io", "BytesIO"), ("io", "BytesIO"), ("signal", "Signals"), ("types", "SimpleNamespace")]
+)
+"""Plain holders of data whose modules also hold what runs code (Megatron-core's safe globals)."""
+
 _DOTTED = frozenset([Global(_SHARDED_MODULE, "ShardedTensor.ProcessGroupState")])
 """Names with a dot that checkpoints really hold; any other walks from a class to what it hides."""
 
@@ -193,6 +227,8 @@ def can_run_code(item: Global) -> bool:
         return item.name not in _SAFE_BUILTINS and item.name != "getattr"
     if ("." in item.name and item not in _DOTTED) or item.name.startswith("__"):
         return True
+    if (item.module, item.name) in _INERT:
+        return False
     steps = item.module.split(".")
     modules = [".".join(steps[:count]) for count in range(1, len(steps) + 1)]
     return (
@@ -208,11 +244,12 @@ def is_name(text: str) -> bool:
 
 
 class _Machine:
-    def __init__(self, data: bytes, start: int, what: str) -> None:
+    def __init__(self, data: bytes, start: int, what: str, *, judges: bool = True) -> None:
         self._data = data
         self.pos = start
         self._start = start
         self._what = what
+        self._judges = judges
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
         self._budget = 4 * len(data) + (1 << 20)
@@ -382,18 +419,18 @@ class _Machine:
 
     # Globals and calls
 
-    def _name_global(self, module: Any, name: Any) -> None:
+    def _name_global(self, module: Any, name: Any, at: int) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
             raise self.malformed("a global whose name is not text")
         if not is_name(module) or not is_name(name):
             raise self.malformed("a global whose name is no dotted name")
         item = Global(module, name)
-        self.globals.setdefault(item, self.pos - self._start)
-        if can_run_code(item):
+        self.globals.setdefault(item, at)
+        if self._judges and can_run_code(item):
             raise Hostile(
                 Problem(
-                    f"{self._what}: the pickle names {item} at byte {self.pos - self._start:,},"
-                    " which can run code; nothing was called",
+                    f"{self._what}: the pickle names {item} at byte {at:,}, which can run code;"
+                    " nothing was called",
                     "hostile-global",
                 ),
                 hint="do not load this file with torch.load(weights_only=False) or pickle",
@@ -401,8 +438,9 @@ class _Machine:
         self._push(item)
 
     def _stack_global(self) -> None:
+        at = self.pos - 1 - self._start
         name, module = self._pop(), self._pop()
-        self._name_global(module, name)
+        self._name_global(module, name, at)
 
     def _refer(self, value: Any) -> None:
         self.persistent.append(Persistent(value))
@@ -438,6 +476,8 @@ class _Machine:
     def _get_attribute(self, args: tuple[Any, ...]) -> Any:
         """ShardedTensor pickles reach one nested class through getattr: that pair, no other."""
         sharded = Global(_SHARDED_MODULE, "ShardedTensor")
+        if not self._judges:
+            return Call(Global("builtins", "getattr"), args)
         if args != (sharded, "ProcessGroupState"):
             place = f"at byte {self.pos - self._start:,}"
             message = f"{self._what}: the pickle would call getattr {place}; nothing was called"
@@ -457,9 +497,10 @@ class _Machine:
         self._push(self._called(cls, (*args, keywords), is_new=True))
 
     def _inst(self) -> None:
+        at = self.pos - 1 - self._start
         module, name = self._line().decode(), self._line().decode()
         args = tuple(self._pop_mark())
-        self._name_global(module, name)
+        self._name_global(module, name, at)
         self._push(self._called(self._pop(), args, is_new=True))
 
     def _obj(self) -> None:
@@ -490,8 +531,9 @@ class _Machine:
         return value
 
     def _global_line(self) -> None:
+        at = self.pos - 1 - self._start
         module, name = self._line().decode(), self._line().decode()
-        self._name_global(module, name)
+        self._name_global(module, name, at)
 
     def _dict_from_mark(self) -> None:
         values = self._pop_mark()

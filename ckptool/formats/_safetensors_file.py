@@ -138,25 +138,31 @@ def _nbytes(item: StoredSlice) -> int:
 
 
 def _require_no_holes(file: str, tensors: Mapping[str, StoredSlice], start: int, size: int) -> None:
+    _require_no_overlap(file, tensors)
     position = start
     for name, item in tensors.items():
         if item.at.offset != position:
-            hole = item.at.offset > position
-            kind = "a hole before" if hole else "bytes shared with the one before"
-            raise Damaged(
-                Problem(
-                    f"{file}: {name} begins at byte {item.at.offset:,}, the tensor before it ends"
-                    f" at {position:,}: {kind} it",
-                    "safetensors-hole" if hole else "safetensors-overlap",
-                    tensor=name,
-                )
-            )
+            message = f"{file}: {name} begins at byte {item.at.offset:,}, the tensor before it ends"
+            message += f" at {position:,}: a hole before it"
+            raise Damaged(Problem(message, "safetensors-hole", tensor=name))
         position += _nbytes(item)
     if position != size:
         message = f"{file}: the header describes {position:,} bytes, the file has {size:,};"
         code = "file-truncated" if position > size else "safetensors-hole"
         reason = "it is truncated or has bytes that belong to no tensor"
         raise Damaged(Problem(f"{message} {reason}", code))
+
+
+def _require_no_overlap(file: str, tensors: Mapping[str, StoredSlice]) -> None:
+    solid = [(name, item) for name, item in tensors.items() if _nbytes(item)]
+    for (name, item), (other, next_item) in itertools.pairwise(solid):
+        end = item.at.offset + _nbytes(item)
+        if next_item.at.offset < end:
+            message = (
+                f"{file}: {other} begins at byte {next_item.at.offset:,}, inside {name}, which"
+            )
+            message += f" ends at {end:,}: bytes shared with the one before it"
+            raise Damaged(Problem(message, "safetensors-overlap", tensor=other))
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ def _read_archive(region: Region) -> TorchFile:
     records = read_directory(region)
     root = _root(region, records)
     data_pkl = records[f"{root}/data.pkl"]
-    loaded = _unpickled(_record_bytes(region, data_pkl), f"{region.what} (data.pkl)")
+    loaded = _unpickled(record_bytes(region, data_pkl), f"{region.what} (data.pkl)")
     has_crc = any(record.crc32 for record in records.values())
     prefix = f"{root}/data/"
     storages = {
@@ -100,7 +100,7 @@ def _read_archive(region: Region) -> TorchFile:
         if name.startswith(prefix)
     }
     order = records.get(f"{root}/byteorder")
-    byteorder = _record_bytes(region, order).decode("ascii", "replace") if order else "little"
+    byteorder = record_bytes(region, order).decode("ascii", "replace") if order else "little"
     if byteorder not in ("little", "big"):
         raise Damaged(f"{region.what}: unknown byte order {byteorder!r}")
     return TorchFile(region.what, loaded.value, storages, byteorder, loaded.globals, loaded.end)
@@ -131,7 +131,8 @@ def _root(region: Region, records: Mapping[str, ZipRecord]) -> str:
     return roots[0]
 
 
-def _record_bytes(region: Region, record: ZipRecord) -> bytes:
+def record_bytes(region: Region, record: ZipRecord) -> bytes:
+    """A small record, decoded; Damaged where it is too large or not what was checksummed."""
     if record.size > _pickle.LARGEST:
         raise Damaged(
             f"{region.what}: record {record.name!r} claims {record.size:,} bytes; ckptool reads"

@@ -7,9 +7,10 @@ the central directory and in descriptors (torch 1.6 to 2.13). Other zips (re-com
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ckptool.errors import Damaged, coded
+from ckptool.errors import Damaged, Problem, coded
 from ckptool.formats.base import Source
 
 STORED, DEFLATED = 0, 8
@@ -54,7 +55,11 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class ZipRecord:
-    """One record; ``offset`` is where its bytes begin, from the start of the region."""
+    """One record; ``offset`` is where its bytes begin, ``header`` where its local header does.
+
+    Both count from the start of the region; ``stored`` and ``size`` are bytes, in the file and
+    once decoded.
+    """
 
     name: str
     method: int
@@ -62,6 +67,8 @@ class ZipRecord:
     stored: int
     size: int
     offset: int
+    header: int
+    flags: int
 
 
 def read_directory(region: Region) -> dict[str, ZipRecord]:
@@ -93,6 +100,7 @@ def _find_directory(region: Region) -> tuple[int, int, int]:
     end = _end_offset(region)
     fields = _END.unpack(region.read(end, _END.size))
     count, size, start = fields[4], fields[5], fields[6]
+    narrow = fields[3:7]
     if end >= _LOCATOR64.size:
         locator = region.read(end - _LOCATOR64.size, _LOCATOR64.size)
         if locator[:4] == b"PK\x06\x07":
@@ -101,12 +109,20 @@ def _find_directory(region: Region) -> tuple[int, int, int]:
             if end64[0] != b"PK\x06\x06":
                 raise Damaged(f"{region.what}: the zip64 end record is damaged")
             count, size, start = end64[7], end64[8], end64[9]
+            _require_same_end(region, narrow, end64[6:10])
     if start + size > end or count * _CENTRAL.size > size:
         raise Damaged(
             f"{region.what}: the zip directory ({count:,} records, {size:,} bytes at {start:,})"
             f" does not fit before the end record at {end:,}"
         )
     return start, size, count
+
+
+def _require_same_end(region: Region, narrow: Sequence[int], wide: Sequence[int]) -> None:
+    """Damaged where the two end records differ in what the narrow one can hold."""
+    for one, other, limit in zip(narrow, wide, (0xFFFF, 0xFFFF, _IN_EXTRA, _IN_EXTRA), strict=True):
+        if one not in (other, limit):
+            raise Damaged(f"{region.what}: the two end records of the zip contradict each other")
 
 
 def _end_offset(region: Region) -> int:
@@ -146,7 +162,7 @@ def _central_entry(region: Region, data: bytes, position: int) -> tuple[ZipRecor
             f" of {region.nbytes:,}"
         )
     end = at + name_length + extra_length + comment_length
-    return ZipRecord(name, method, crc, stored, size, offset), end
+    return ZipRecord(name, method, crc, stored, size, offset, header, fields[3]), end
 
 
 def _zip64(extra: bytes, size: int, stored: int, header: int) -> tuple[int, int, int]:
@@ -174,3 +190,53 @@ def _data_offset(region: Region, name: str, header: int) -> int:
             f"{region.what}: the directory calls a record {name!r}, its header {local_name!r}"
         )
     return header + _LOCAL.size + int(fields[9]) + int(fields[10])
+
+
+def header_problems(region: Region, records: Iterable[ZipRecord]) -> list[Problem]:
+    """Where what stands beside the records contradicts the directory.
+
+    That is a record's local header, and the descriptor behind its bytes where flag bit 3 promises
+    one. No reader of tensors looks at either.
+    """
+    problems = []
+    for record in records:
+        try:
+            reason = _local_problem(region, record) or _descriptor_problem(region, record)
+        except Damaged as error:
+            reason = error.message
+        if reason:
+            message = f"{region.what}: record {record.name!r}: {reason}"
+            problems.append(Problem(message, "zip-headers", file=region.file))
+    return problems
+
+
+def _local_problem(region: Region, record: ZipRecord) -> str | None:
+    fields = _LOCAL.unpack(region.read(record.header, _LOCAL.size))
+    flags, method, crc, stored, size = fields[2], fields[3], fields[6], fields[7], fields[8]
+    if (flags, method) != (record.flags, record.method):
+        return "its local header states another method or other flags than the directory"
+    noted = (crc, stored, size)
+    if flags & _STREAMED and noted == (0, 0, 0):
+        return None
+    wanted = (record.crc32, record.stored, record.size)
+    pairs = zip(noted, wanted, strict=True)
+    if any(one not in (other, _IN_EXTRA) for one, other in pairs):
+        return f"its local header states {noted} (CRC-32, bytes), the directory {wanted}"
+    return None
+
+
+def _descriptor_problem(region: Region, record: ZipRecord) -> str | None:
+    if not record.flags & _STREAMED:
+        return None
+    start = record.offset + record.stored
+    data = region.read(start, min(24, region.nbytes - start)).removeprefix(b"PK\x07\x08")
+    wanted = (record.crc32, record.stored, record.size)
+    if data[:12] == struct.pack("<3L", *(n & 0xFFFFFFFF for n in wanted)):
+        return None
+    if data[:20] == struct.pack("<L2Q", *wanted):
+        return None
+    return "the descriptor behind it states another CRC-32 or size than the directory"
+
+
+_STREAMED = 8
+_IN_EXTRA = 0xFFFFFFFF

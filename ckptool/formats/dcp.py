@@ -27,9 +27,9 @@ from ckptool.core.catalog import (
     TensorEntry,
     merge_copies,
 )
-from ckptool.core.codec import zstd_edges
 from ckptool.errors import CkptoolError, Damaged, Problem, damaged
 from ckptool.formats import _dcp_metadata
+from ckptool.formats._archives import item_region
 from ckptool.formats._assemble import (
     Assembled,
     Leaf,
@@ -39,11 +39,9 @@ from ckptool.formats._assemble import (
 )
 from ckptool.formats._dcp_metadata import DcpMetadata, StoredItem, TensorMetadata
 from ckptool.formats._infer import with_inferred_mesh
-from ckptool.formats._memory import EdgeSource
 from ckptool.formats._storage import place_of, plain_tensor
 from ckptool.formats._torch_file import TorchFile, is_zip, read_torch_file, read_torch_zip
 from ckptool.formats._values import type_name
-from ckptool.formats._zip import Region
 from ckptool.formats.base import (
     Format,
     ScanOptions,
@@ -186,8 +184,8 @@ def _collect(source: Source, file: str, metadata: DcpMetadata, found: _Found) ->
                 found.problems.append(Problem(message, "data-missing", file=file, tensor=name))
                 continue
             used.add((name, box.lo))
-            _check_item(source, file, name, item, found)
-            found.chunks[name].append(Chunk(box, _as_item(item), _rank_of(item.file)))
+            at = _checked(source, file, name, item, found)
+            found.chunks[name].append(Chunk(box, at or _as_item(item), _rank_of(item.file)))
     for name in metadata.bytes_names:
         item = metadata.items.get((name, None))
         if item is None:
@@ -195,8 +193,9 @@ def _collect(source: Source, file: str, metadata: DcpMetadata, found: _Found) ->
             found.problems.append(Problem(message, "data-missing", file=file))
             continue
         used.add((name, None))
-        _check_item(source, file, name, item, found)
-        found.values[name].append((_rank_of(item.file) or 0, _as_item(item)))
+        at = _checked(source, file, name, item, found)
+        if at is not None:
+            found.values[name].append((_rank_of(item.file) or 0, at))
     for name, offset in metadata.items.keys() - used:
         message = f"{name}: {file} stores an item at {offset} that no chunk claims"
         found.problems.append(Problem(message, "data-unclaimed", file=file, tensor=name))
@@ -206,27 +205,29 @@ def _as_item(item: StoredItem) -> Item:
     return Item(item.file, item.offset, item.length, item.transforms)
 
 
-def _check_item(source: Source, file: str, name: str, item: StoredItem, found: _Found) -> None:
+def _checked(source: Source, file: str, name: str, item: StoredItem, found: _Found) -> Item | None:
+    """The item as an archive to open; None where that cannot be, which is noted."""
+    found.extents.append((item.file, item.offset, item.length, name))
     try:
         size = require(source, item.file, wanted_by=file)
     except Damaged as error:
         if item.file not in found.lost:
             found.lost.add(item.file)
             found.problems.append(error.message)
-        return
+        return None
     if item.offset + item.length > size:
         message = f"{name}: {file} puts it at bytes {item.offset:,} to"
         message += f" {item.offset + item.length:,} of {item.file}, which has {size:,} bytes"
         code = "file-truncated" if size else "file-empty"
         found.problems.append(Problem(message, code, file=item.file, tensor=name))
-        return
+        return None
     unknown = [step for step in item.transforms if step != _ZSTD]
     if unknown:
         message = f"{name}: stored through {unknown[0]!r}, which ckptool cannot undo"
         found.problems.append(Problem(message, "transform-unknown", file=item.file, tensor=name))
-        return
+        return None
     found.archives.append(_as_item(item))
-    found.extents.append((item.file, item.offset, item.length, name))
+    return found.archives[-1]
 
 
 def _shared_bytes(extents: list[tuple[str, int, int, str]]) -> list[Problem]:
@@ -281,10 +282,8 @@ def _open(source: Source, item: Item, what: str, limit: int, edge: int) -> _Open
     are kept.
     """
     if item.transforms:
-        packed = source.read(item.file, item.offset, item.nbytes)
-        head, tail, size = zstd_edges(packed, limit, edge, what=f"{what} in {item.file}")
-        region = Region(EdgeSource(item.file, head, tail, size), item.file, 0, size)
-        return _Opened(read_torch_zip(region), item, size)
+        region = item_region(source, item, what, limit, edge)
+        return _Opened(read_torch_zip(region), item, region.nbytes)
     head = source.read(item.file, item.offset, min(item.nbytes, 9))
     if not is_zip(head):
         kind = (
@@ -292,7 +291,7 @@ def _open(source: Source, item: Item, what: str, limit: int, edge: int) -> _Open
         )
         message = f"{what}: no torch.save archive at byte {item.offset:,} of {item.file}{kind}"
         raise Damaged(Problem(message, "item-mismatch", file=item.file))
-    region = Region(source, item.file, item.offset, item.nbytes)
+    region = item_region(source, item, what, limit, edge)
     return _Opened(read_torch_zip(region), item, item.nbytes)
 
 
@@ -322,7 +321,7 @@ def _read_lightning(source: Source) -> Assembled:
 
 
 def _catalog(source: Source, parsed: dict[str, DcpMetadata], found: _Found) -> Catalog:
-    used = {file for file, _, _, _ in found.extents} | set(parsed)
+    used = {file for file, _, _, _ in found.extents} | set(parsed) | {_LIGHTNING}
     data = [name for name in source.files if _DATA.fullmatch(name)]
     stale = [name for name in data if name not in used and source.files[name]]
     ranks = {int(m[1]) for name in data if name not in stale and (m := _DATA.fullmatch(name))}

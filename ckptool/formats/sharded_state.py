@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, TensorEntry, tied
 from ckptool.core.layout import Data, FileLayout, Layout, Part, Scattered
-from ckptool.errors import CannotDo
+from ckptool.errors import CannotDo, Problem
 from ckptool.formats._outgoing import companion_files, extra_file
 from ckptool.formats._rank_write import placed_of
 from ckptool.formats._safetensors_file import OutgoingSlice, lay_out_safetensors
@@ -33,8 +33,11 @@ def _probe(source: Source) -> bool:
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     raise CannotDo(
-        f"{source.root}: vLLM sharded state holds each rank's local tensors without a record of how"
-        " they were cut, so they cannot be put together again",
+        Problem(
+            f"{source.root}: vLLM sharded state holds each rank's local tensors without a record of"
+            " how they were cut, so they cannot be put together again",
+            "files-only",
+        ),
         hint="read the checkpoint that it was made from",
     )
 

@@ -10,8 +10,18 @@ from contextlib import contextmanager
 @contextmanager
 def progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
     """Yields a function that is told of bytes as they are written."""
+    with started_progress(quiet=quiet) as started:
+        yield started(total)
+
+
+@contextmanager
+def started_progress(*, quiet: bool) -> Iterator[Callable[[int], Callable[[int], None]]]:
+    """Yields a function that is told how many bytes there will be, once that is known.
+
+    It returns one that is told of bytes as they are moved.
+    """
     if quiet or not sys.stderr.isatty():
-        yield lambda nbytes: None
+        yield lambda total: lambda nbytes: None
         return
     from rich.progress import (
         BarColumn,
@@ -27,5 +37,9 @@ def progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
     with Progress(
         *columns, TimeRemainingColumn(), console=console(stderr=True), transient=True
     ) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda nbytes: bar.advance(task, nbytes)
+
+        def started(total: int) -> Callable[[int], None]:
+            task = bar.add_task("", total=total)
+            return lambda nbytes: bar.advance(task, nbytes)
+
+        yield started

@@ -35,8 +35,8 @@ class Finding:
 class VerifyReport:
     """What verify found at ``path``.
 
-    ``format`` is None where none was recognised. ``sentence`` ends the report; ``sound`` decides
-    the exit code.
+    ``depth`` says what was read (``content``, ``quick``, ``sample``), ``nbytes`` how many bytes of
+    data. ``sentence`` ends the report; ``sound`` decides the exit code.
     """
 
     path: Path
@@ -44,6 +44,10 @@ class VerifyReport:
     findings: tuple[Finding, ...]
     sound: bool
     sentence: str
+    depth: str = "content"
+    nbytes: int = 0
+    files: int = 0
+    tensors: int = 0
 
     def of(self, severity: Severity) -> list[Finding]:
         """The findings of one severity."""

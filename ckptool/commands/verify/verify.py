@@ -1,50 +1,264 @@
-"""Whether a checkpoint is whole, unchanged and safe, from its own files alone."""
+"""Whether a checkpoint is whole, unchanged and safe, from its own files alone.
+
+Nothing stops the rest: what a scan steps over becomes a finding, every file is looked at by itself,
+and then the content is read once.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptool.commands.open import Opened, open_checkpoint
+from ckptool.commands.open import Survey, survey
+from ckptool.commands.stats import not_finite_count
+from ckptool.commands.verify.codes import CODES
+from ckptool.commands.verify.content import Views, attach, located, scattered_not_finite
+from ckptool.commands.verify.files import FileCheck, name_problems
 from ckptool.commands.verify.findings import Finding, Severity, VerifyReport
-from ckptool.core.catalog import coverage_problem
-from ckptool.errors import Damaged, Hostile
+from ckptool.commands.verify.training import optimizer_problems, step_problems
+from ckptool.core.catalog import Catalog, Item, TensorEntry, coverage_problem, flat_name
+from ckptool.core.parts import part_of
+from ckptool.engine.content import Span, check_spans
+from ckptool.engine.replicas import differing_replicas
+from ckptool.engine.run import RunOptions
+from ckptool.errors import UNCODED, CkptoolError, Problem, UsageError
+
+Progress = Callable[[int], None]
+Started = Callable[[int], Progress]
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyOptions:
-    """``strict`` makes warnings failures, ``ignore`` are codes that are left out."""
+    """How deep to look, and what counts.
+
+    ``quick`` reads metadata only; ``sample`` is the share of the data that is read, chosen by
+    ``seed``. ``strict`` makes warnings failures, ``finite`` makes NaN and infinity errors,
+    ``ignore`` are codes that are left out.
+    """
 
     format_name: str | None = None
+    quick: bool = False
+    sample: float = 1.0
+    seed: int = 0
+    finite: bool = False
     strict: bool = False
     ignore: tuple[str, ...] = ()
+    workers: int = RunOptions().workers
+
+    @property
+    def depth(self) -> str:
+        return "quick" if self.quick else "sample" if self.sample < 1 else "content"
 
 
-def verify(path: Path, options: VerifyOptions) -> VerifyReport:
+def verify(path: Path, options: VerifyOptions, started: Started | None = None) -> VerifyReport:
     """Check the checkpoint at ``path``; all findings are collected.
 
+    ``started`` is told how many bytes will be read, and returns what is told of them as they are.
     Raises NotFound and Unrecognised where there is no checkpoint, UsageError for an unknown code.
     """
-    try:
-        opened = open_checkpoint(path, format_name=options.format_name)
-    except (Damaged, Hostile) as error:
-        finding = Finding("damaged", Severity.ERROR, error.message, hint=error.hint)
-        return _report(path, None, [finding], options)
-    return _report(opened.path, opened.format.name, _structure(opened), options)
+    unknown = [code for code in options.ignore if code not in CODES]
+    if unknown:
+        raise UsageError(f"--ignore {unknown[0]}: no such code", hint=_similar(unknown[0]))
+    check = _Check(survey(path, format_name=options.format_name), options)
+    check.structure()
+    if not options.quick:
+        check.content(started or (lambda total: lambda nbytes: None))
+    return check.report()
 
 
-def _structure(opened: Opened) -> list[Finding]:
-    catalog = opened.catalog
+def _similar(code: str) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(code, CODES, n=1)
+    return f"did you mean {close[0]} ?" if close else "one of " + ", ".join(CODES)
+
+
+class _Check:
+    """One verification: what was surveyed, and what was found so far."""
+
+    def __init__(self, surveyed: Survey, options: VerifyOptions) -> None:
+        self._survey = surveyed
+        self._options = options
+        self._found: list[Problem] = []
+        self._chance = random.Random(options.seed)
+        self._choices: dict[Item, bool] = {}
+        self._files = FileCheck(surveyed.source, self._is_chosen)
+        self._nbytes = 0
+
+    @property
+    def _catalog(self) -> Catalog | None:
+        return self._survey.catalog
+
+    def structure(self) -> None:
+        """What metadata, names and sizes show."""
+        self._found += name_problems(self._survey.source)
+        self._files.look_at_metadata(self._catalog)
+        if self._catalog is not None:
+            self._found += _catalog_problems(self._catalog)
+            self._found += optimizer_problems(self._catalog)
+
+    def content(self, started: Started) -> None:
+        """Open every archive, then read every record and tensor once."""
+        tensors = self._located()
+        self._files.look_at_items(self._catalog)
+        views = Views.of(tensors.values())
+        spans = self._sampled([*self._files.spans, *attach(views, self._files.spans)])
+        self._nbytes = sum(span.nbytes for span in spans)
+        root = self._survey.source.root
+        found = check_spans(spans, root, self._options.workers, started(self._nbytes))
+        self._found += found.problems
+        names = found.not_finite
+        if self._options.sample >= 1:
+            more, problems = scattered_not_finite(views, root)
+            names |= more
+            self._found += problems
+            self._found += _replica_problems(tensors.values(), root)
+            if self._catalog is not None:
+                self._found += step_problems(self._catalog, tensors.values(), root)
+        shown = (tensors[name] for name in sorted(names))
+        self._found += [
+            not_finite_count(entry, root)
+            for entry in shown
+            if part_of(entry.name, entry.path) != "other"
+        ]
+        self._found += self._without_checksum(spans)
+
+    def _located(self) -> dict[str, TensorEntry]:
+        if self._catalog is None:
+            return {}
+        surveyed = self._survey
+        tensors, problems = located(
+            surveyed.format, surveyed.source, self._catalog, self._is_chosen
+        )
+        self._found += problems
+        return tensors
+
+    def _is_chosen(self, item: Item) -> bool:
+        if self._options.sample >= 1:
+            return True
+        if item not in self._choices:
+            self._choices[item] = self._chance.random() < self._options.sample
+        return self._choices[item]
+
+    def _sampled(self, spans: list[Span]) -> list[Span]:
+        """Of whole files, as many spans as the sample asks for; what lies in chosen items stays."""
+        inner = {item.file for item in self._catalog.archives} if self._catalog else set()
+        if self._options.sample >= 1:
+            return spans
+        share = self._options.sample
+        return [s for s in spans if s.file in inner or self._chance.random() < share]
+
+    def _without_checksum(self, spans: Iterable[Span]) -> list[Problem]:
+        files = sorted({span.file for span in spans if span.crc32 is None and span.nbytes})
+        if not files:
+            return []
+        more = f" and {len(files) - 1:,} more files" if len(files) > 1 else ""
+        message = f"{files[0]}{more}: no checksum is stored, so a changed value cannot be seen"
+        return [Problem(message, "no-checksum", file=files[0])]
+
+    def report(self) -> VerifyReport:
+        """All findings, the gravest first, and what they come to."""
+        findings = self._findings()
+        failing = {Severity.ERROR} | ({Severity.WARNING} if self._options.strict else set())
+        sound = not any(finding.severity in failing for finding in findings)
+        catalog = self._catalog
+        report = VerifyReport(
+            self._survey.path,
+            self._survey.format.name,
+            findings,
+            sound,
+            "",
+            self._options.depth,
+            self._nbytes,
+            len(catalog.files) if catalog else len(self._survey.source.files),
+            len(catalog.tensors) if catalog else 0,
+        )
+        return replace(report, sentence=_sentence(report, self._options))
+
+    def _findings(self) -> tuple[Finding, ...]:
+        problems = [*self._survey.problems, *self._found, *self._files.problems]
+        unique = {(p.code, p.file, str(p)): p for p in reversed(problems)}
+        ignored = self._options.ignore
+        found = [
+            self._finding(problem)
+            for problem in reversed(unique.values())
+            if problem.code not in ignored and not self._is_said_better(problem)
+        ]
+        order = list(Severity)
+        return tuple(sorted(found, key=lambda finding: order.index(finding.severity)))
+
+    def _is_said_better(self, problem: Problem) -> bool:
+        """Whether the look at the pickles themselves says where in the file it is."""
+        if problem.code != "hostile-global" or problem in self._files.pickle_problems:
+            return False
+        return any(
+            other.code == problem.code and other.file == problem.file
+            for other in self._files.pickle_problems
+        )
+
+    def _finding(self, problem: Problem) -> Finding:
+        code = CODES[problem.code]
+        severity = code.severity
+        if problem.code == "not-finite" and self._options.finite:
+            severity = Severity.ERROR
+        return Finding(
+            problem.code, severity, str(problem), problem.file, problem.tensor, code.hint
+        )
+
+
+def _catalog_problems(catalog: Catalog) -> list[Problem]:
     gaps = (coverage_problem(entry) for entry in catalog.tensors.values())
-    problems = [*catalog.conflicts.values(), *(gap for gap in gaps if gap is not None)]
-    return [Finding("damaged", Severity.ERROR, problem) for problem in problems]
+    remarks = [p if isinstance(p, Problem) else Problem(p, "note") for p in catalog.notes]
+    for remark in remarks:
+        remark.code = "note" if remark.code == UNCODED else remark.code
+    conflicts = catalog.conflicts.values()
+    return [
+        *(p if isinstance(p, Problem) else Problem(p, "ranks-disagree") for p in conflicts),
+        *(gap for gap in gaps if gap is not None),
+        *_misnamed(catalog),
+        *remarks,
+    ]
 
 
-def _report(
-    path: Path, format_name: str | None, found: list[Finding], options: VerifyOptions
-) -> VerifyReport:
-    kept = tuple(finding for finding in found if finding.code not in options.ignore)
-    failing = (Severity.ERROR, Severity.WARNING) if options.strict else (Severity.ERROR,)
-    failures = sum(finding.severity in failing for finding in kept)
-    sentence = f"Not sound: {failures:,} problems." if failures else "Sound."
-    return VerifyReport(path, format_name, kept, not failures, sentence)
+def _misnamed(catalog: Catalog) -> list[Problem]:
+    return [
+        Problem(
+            f"{entry.name}: its path spells {flat_name(entry.path)!r}",
+            "name-mismatch",
+            tensor=entry.name,
+        )
+        for entry in catalog.tensors.values()
+        if flat_name(entry.path) != entry.name
+    ]
+
+
+def _replica_problems(entries: Iterable[TensorEntry], root: str) -> list[Problem]:
+    problems: list[Problem] = []
+    for entry in entries:
+        try:
+            problems += differing_replicas([entry], root)
+        except CkptoolError as error:
+            problems += error.problems
+    return problems
+
+
+_READ = {
+    "content": "every byte of its data was read",
+    "quick": "its metadata was read, not its data",
+}
+
+
+def _sentence(report: VerifyReport, options: VerifyOptions) -> str:
+    """The one sentence that ends the report."""
+    sampled = f"a sample of {options.sample:.3g} of its data was read (seed {options.seed})"
+    read = _READ.get(options.depth, sampled)
+    counts = [
+        f"{len(report.of(severity)):,} {severity.value}{'s' * (len(report.of(severity)) != 1)}"
+        for severity in (Severity.ERROR, Severity.WARNING)
+        if report.of(severity)
+    ]
+    if report.sound:
+        return f"Sound{', with ' + counts[0] if counts else ''}: {read}."
+    return f"Not sound: {' and '.join(counts)}; {read}."

@@ -1,0 +1,144 @@
+"""Every code that verify reports: how grave it is, what it means, and what to do about it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ckptool.commands.verify.findings import Severity
+
+_ERROR, _WARNING, _INFO = Severity.ERROR, Severity.WARNING, Severity.INFO
+_AGAIN = "take another copy of the file, or the checkpoint before it"
+_MIXED = "the save was interrupted, or files were lost or mixed with those of another save"
+
+
+class Code(NamedTuple):
+    """The severity of a code, what it means, and the next step."""
+
+    severity: Severity
+    meaning: str
+    hint: str | None = None
+
+
+CODES: dict[str, Code] = {
+    # Files
+    "file-missing": Code(_ERROR, "metadata names a file that is not there", _MIXED),
+    "file-empty": Code(_ERROR, "a file that should hold data has 0 bytes", _AGAIN),
+    "file-truncated": Code(_ERROR, "a file ends before what it should hold", _AGAIN),
+    "file-unrecognised": Code(_ERROR, "a file is not what its name says", _AGAIN),
+    "file-unreadable": Code(_ERROR, "the system refuses to read a file"),
+    "file-extra": Code(_WARNING, "a data file that no metadata names", "delete it, or leave it"),
+    "file-unfinished": Code(_WARNING, "a file whose name says that its writing never ended"),
+    "bytes-unclaimed": Code(
+        _WARNING,
+        "bytes of a data file that belong to nothing",
+        "harmless alone: a longer file of an earlier save was overwritten, or bytes were appended",
+    ),
+    "path-outside": Code(_ERROR, "metadata names a path outside the checkpoint", "do not load it"),
+    # The whole
+    "save-unfinished": Code(
+        _ERROR,
+        "a save that was never committed",
+        "take the checkpoint before it; metadata is written last, once all data is safe",
+    ),
+    "torn-overwrite": Code(
+        _ERROR,
+        "data and metadata are of two saves",
+        "a later save into the same folder was interrupted: take another checkpoint",
+    ),
+    "data-newer": Code(
+        _INFO, "a data file was modified after the metadata that describes it"
+    ),
+    "metadata-unreadable": Code(_ERROR, "a metadata file cannot be understood", _AGAIN),
+    "rank-missing": Code(_ERROR, "what a rank should have written is not there", _MIXED),
+    "rank-copied": Code(_ERROR, "a rank's file was written by another rank", _AGAIN),
+    "saves-mixed": Code(_ERROR, "files of several saves lie together", _MIXED),
+    "world-unrecorded": Code(_INFO, "nothing in the files records the number of ranks"),
+    # Archives, headers, indexes
+    "zip-structure": Code(_ERROR, "a zip directory is damaged or contradicts itself", _AGAIN),
+    "zip-headers": Code(_ERROR, "a zip directory and what stands beside a record differ", _AGAIN),
+    "archive-content": Code(_ERROR, "a zip that is not as torch.save writes it", _AGAIN),
+    "crc-mismatch": Code(
+        _ERROR, "bytes are not those whose checksum the writer recorded", _AGAIN
+    ),
+    "codec-corrupt": Code(_ERROR, "compressed data cannot be decoded", _AGAIN),
+    "transform-unknown": Code(
+        _ERROR, "data went through a transform that ckptool cannot undo, so it cannot be checked"
+    ),
+    "legacy-stream": Code(_ERROR, "a legacy torch.save stream contradicts itself", _AGAIN),
+    "storage-mismatch": Code(
+        _ERROR, "a storage is missing, or has another size than its pickle says", _AGAIN
+    ),
+    "safetensors-header": Code(_ERROR, "a safetensors header breaks the format's rules", _AGAIN),
+    "safetensors-dtype": Code(_ERROR, "a safetensors header names an unknown element type"),
+    "safetensors-hole": Code(_ERROR, "bytes of a safetensors file belong to no tensor", _AGAIN),
+    "safetensors-overlap": Code(_ERROR, "two tensors of a safetensors file share bytes", _AGAIN),
+    "safetensors-unaligned": Code(
+        _INFO, "tensors of a safetensors file do not begin at multiples of their element's size"
+    ),
+    "index-unreadable": Code(_ERROR, "an index is no JSON with a weight_map", _AGAIN),
+    "index-mismatch": Code(_ERROR, "an index and the files beside it disagree", _MIXED),
+    "index-total-size": Code(_WARNING, "the total size in an index is wrong"),
+    "index-unlisted": Code(_WARNING, "an index leaves out tensors that are there"),
+    # Tensors
+    "chunk-gap": Code(_ERROR, "chunks leave elements of a tensor out", _MIXED),
+    "chunk-overlap": Code(_ERROR, "two chunks of a tensor share elements", _MIXED),
+    "chunk-outside": Code(_ERROR, "a chunk lies outside the tensor's shape", _MIXED),
+    "data-missing": Code(_ERROR, "metadata without data", _MIXED),
+    "data-unclaimed": Code(_ERROR, "data that no chunk of the metadata claims", _MIXED),
+    "items-overlap": Code(_ERROR, "two items share bytes of a file", _MIXED),
+    "item-mismatch": Code(
+        _ERROR, "what lies at an item's place is not what the metadata says", _MIXED
+    ),
+    "sharding-unknown": Code(_ERROR, "nothing says where a tensor's part belongs", _MIXED),
+    "ranks-disagree": Code(_ERROR, "ranks differ in a tensor's shape, type or kind", _MIXED),
+    "replicas-differ": Code(
+        _ERROR, "ranks hold different values of what should be one tensor",
+        "the ranks had gone apart, or files of two saves are mixed",
+    ),
+    "dtensor-contradiction": Code(
+        _ERROR, "a DTensor's global shape, local shape, mesh and placements contradict each other",
+        "wrong wrapper shapes at save time: the values cannot be placed",
+    ),
+    "tensor-record": Code(_ERROR, "a tensor's record contradicts itself", _AGAIN),
+    "tensor-unread": Code(
+        _WARNING, "a tensor of a kind that ckptool does not read; its bytes are checked, not more"
+    ),
+    "parameters-flat": Code(
+        _ERROR, "flat parameters without a map to the parameters they are made of",
+        "save again with SHARDED_STATE_DICT or FULL_STATE_DICT",
+    ),
+    "name-mismatch": Code(_WARNING, "a tensor's name and its path differ"),
+    "not-finite": Code(_WARNING, "NaN or infinite values in model or optimizer",
+        "--finite makes it an error",
+   ),
+    "optimizer-incomplete": Code(
+        _WARNING, "optimizer state that other parameters have is missing for some"
+    ),
+    "optimizer-shape": Code(_WARNING, "optimizer state of another shape than its parameter"),
+    "steps-differ": Code(
+        _WARNING, "step counters differ between parameters or ranks",
+        "files of two saves may be mixed; some parameters may also have had no gradient",
+    ),
+    "steps-scattered": Code(_INFO, "nearly every parameter has a step counter of its own"),
+    # Pickles
+    "hostile-global": Code(
+        _ERROR, "a pickle names what can run code; nothing was imported or called",
+        "do not load this file with torch.load(weights_only=False) or pickle",
+    ),
+    "unknown-global": Code(
+        _WARNING, "a pickle names a class or function that checkpoints do not normally hold",
+        "torch.load(weights_only=True) refuses it; load it only where you trust its writer",
+    ),
+    "pickle-malformed": Code(_ERROR, "a pickle is malformed", _AGAIN),
+    # What cannot be known
+    "files-only": Code(
+        _INFO, "a format whose tensors ckptool does not put together; its files are checked"
+    ),
+    "no-checksum": Code(
+        _INFO, "the format stores no checksum, so that changed values cannot be seen",
+        "a manifest proves them",
+    ),
+    "unproven": Code(_ERROR, "checks that could not be done"),
+    "note": Code(_INFO, "a remark"),
+    "damaged": Code(_ERROR, "a contradiction of another kind", _MIXED),
+}  # fmt: skip

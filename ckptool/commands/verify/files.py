@@ -1,0 +1,161 @@
+"""Each file of a checkpoint by itself, whatever the others say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from ckptool.commands.verify.archives import ArchiveCheck
+from ckptool.commands.verify.pickles import PickleAudit
+from ckptool.core.catalog import Catalog, Item
+from ckptool.engine.content import Span
+from ckptool.errors import CkptoolError, Damaged, Problem
+from ckptool.formats._archives import find_archives
+from ckptool.formats._safetensors_file import read_safetensors
+from ckptool.formats._torch_file import is_legacy, is_zip, read_torch_file
+from ckptool.formats.base import Source, read_metadata
+from ckptool.formats.torch_save import read_weight_map
+
+_UNFINISHED = re.compile(r".*(\.tmp|\.dirty|\.incomplete|\.partial|\.part|\.dirty\.pt)")
+_WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+_PICKLES = re.compile(r"(.*/)?(__\d+)?\.metadata|(.*/)?metadata\.pkl")
+_LEGACY_HEAD = 1 << 24
+
+
+def name_problems(source: Source) -> list[Problem]:
+    """What names and sizes alone show: empty weights, and files whose writing never ended."""
+    problems = []
+    for file, size in source.files.items():
+        folder, _, name = file.rpartition("/")
+        whole = f"{folder}/.metadata" if folder else ".metadata"
+        if name == ".metadata.tmp" and whole in source.files:
+            message = f"{file} lies beside {whole}: a later save into this folder never finished"
+            problems.append(Problem(message, "torn-overwrite", file=file))
+        elif name != ".metadata.tmp" and _UNFINISHED.fullmatch(name):
+            message = f"{file}: by its name, its writing never ended"
+            problems.append(Problem(message, "file-unfinished", file=file))
+        elif not size and name.endswith(_WEIGHTS):
+            message = f"{file}: the file is empty (0 bytes)"
+            problems.append(Problem(message, "file-empty", file=file))
+    return problems
+
+
+class FileCheck:
+    """Looks at files one by one: archives, headers, indexes and pickles.
+
+    ``chosen`` says which items of larger files are opened. ``spans`` are the bytes still to be
+    read, ``problems`` what is wrong.
+    """
+
+    def __init__(self, source: Source, chosen: Callable[[Item], bool]) -> None:
+        self._source = source
+        self._chosen = chosen
+        self._pickles = PickleAudit()
+        self._archives = ArchiveCheck(source, self._pickles)
+        self._problems: list[Problem] = []
+        self.unchecked: set[str] = self._archives.unchecked
+
+    @property
+    def spans(self) -> list[Span]:
+        return self._archives.spans
+
+    @property
+    def problems(self) -> list[Problem]:
+        return [*self._problems, *self._archives.problems, *self._pickles.problems]
+
+    @property
+    def pickle_problems(self) -> list[Problem]:
+        """What the pickles name that does not belong in them."""
+        return self._pickles.problems
+
+    def look_at_metadata(self, catalog: Catalog | None) -> None:
+        """Metadata files, and whole-file archives: what ``--quick`` reads too."""
+        inner = {item.file for item in catalog.archives} if catalog else set()
+        for file in self._files(catalog):
+            if file not in inner:
+                self._attempt(file, self._look_at)
+
+    def look_at_items(self, catalog: Catalog | None) -> None:
+        """The archives inside larger files, as metadata says or as they are found."""
+        if catalog is None:
+            for file in self._source.files:
+                if file.endswith(".distcp"):
+                    self._attempt(file, self._look_for_archives)
+            return
+        by_file: dict[str, list[Item]] = {}
+        for item in catalog.archives:
+            by_file.setdefault(item.file, []).append(item)
+        for file, items in by_file.items():
+            whole = [self._archives.look_at(item) for item in items if self._chosen(item)]
+            if not all(whole):
+                self._compare_with_found(file, items)
+            self._require_claimed(file, items)
+
+    def _files(self, catalog: Catalog | None) -> list[str]:
+        """The files that count: those of the catalog and metadata, or all where there is none."""
+        if catalog is None:
+            return list(self._source.files)
+        return [f for f in self._source.files if f in catalog.files or _PICKLES.fullmatch(f)]
+
+    def _attempt(self, file: str, look: Callable[[str], None]) -> None:
+        try:
+            look(file)
+        except CkptoolError as error:
+            self._problems += error.problems
+
+    def _look_at(self, file: str) -> None:
+        size = self._source.files[file]
+        if file.endswith(".safetensors"):
+            read_safetensors(self._source, file)
+        elif file.endswith(".index.json"):
+            read_weight_map(self._source, file)
+        elif _PICKLES.fullmatch(file):
+            self._pickles.look_at(read_metadata(self._source, file), file, 0)
+        elif size:
+            self._look_at_torch_file(file, size)
+
+    def _look_at_torch_file(self, file: str, size: int) -> None:
+        head = self._source.read(file, 0, min(size, 64))
+        if is_zip(head) and not file.endswith(".distcp"):
+            self._archives.look_at(Item(file, 0, size))
+        elif is_legacy(head):
+            self.unchecked.add(file)
+            data = self._source.read(file, 0, min(size, _LEGACY_HEAD))
+            self._pickles.look_at(data, file, 0, pickles=5)
+            read_torch_file(self._source, file)
+        elif file.endswith(_WEIGHTS):
+            read_torch_file(self._source, file)
+
+    def _look_for_archives(self, file: str) -> None:
+        end = 0
+        for item in find_archives(self._source, file):
+            self._archives.look_at(item)
+            end = item.offset + item.nbytes
+        size = self._source.files[file]
+        if end < size:
+            message = f"{file}: its bytes {end:,} to {size:,} are no whole torch.save archives"
+            raise Damaged(Problem(message, "file-truncated", file=file))
+
+    def _compare_with_found(self, file: str, items: list[Item]) -> None:
+        """Where items are not as said: whether the file is whole, but of another save."""
+        found = {(item.offset, item.nbytes) for item in find_archives(self._source, file)}
+        held = sum(nbytes for _, nbytes in found)
+        strangers = found - {(item.offset, item.nbytes) for item in items}
+        if strangers and held == self._source.files[file]:
+            message = (
+                f"{file}: consists of {len(found):,} whole archives, {len(strangers):,} of them at"
+                " places that the metadata does not name: it is of another save"
+            )
+            self._problems.append(Problem(message, "torn-overwrite", file=file))
+
+    def _require_claimed(self, file: str, items: list[Item]) -> None:
+        """Bytes between and behind the items of a file."""
+        size = self._source.files.get(file, 0)
+        spare, position = 0, 0
+        for start, end in sorted((item.offset, item.offset + item.nbytes) for item in items):
+            spare += max(0, start - position)
+            position = max(position, end)
+        spare += max(0, size - position)
+        if spare:
+            message = f"{file}: {spare:,} of its {size:,} bytes belong to no item of the metadata"
+            self._problems.append(Problem(message, "bytes-unclaimed", file=file))

@@ -1,0 +1,46 @@
+"""What the pickles of a checkpoint name, and where."""
+
+from __future__ import annotations
+
+from ckptool.errors import Problem
+from ckptool.formats._known_globals import is_known
+from ckptool.formats._pickle import Global, can_run_code, named_globals
+
+_SMALL = 4096
+
+
+class PickleAudit:
+    """Follows pickles without running them; ``problems`` name what does not belong in one.
+
+    A class or function is reported once a file, where it is named first.
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self._reported: set[tuple[str, Global]] = set()
+        self._small: dict[bytes, dict[Global, int]] = {}
+
+    def look_at(self, data: bytes, file: str, offset: int | None, *, pickles: int = 1) -> None:
+        """``pickles`` in a row, from ``offset`` of the file; None where they are compressed."""
+        for item, at in self._named(data, pickles).items():
+            hostile = can_run_code(item) and item.name != "getattr"
+            if (hostile or not is_known(item)) and (file, item) not in self._reported:
+                self._reported.add((file, item))
+                self.problems.append(_problem(item, file, offset, at, hostile=hostile))
+
+    def _named(self, data: bytes, pickles: int) -> dict[Global, int]:
+        """Small pickles are alike by the thousand, so what they name is remembered."""
+        if len(data) > _SMALL or pickles > 1:
+            return named_globals(data, pickles=pickles)
+        if data not in self._small:
+            self._small[data] = named_globals(data)
+        return self._small[data]
+
+
+def _problem(item: Global, file: str, offset: int | None, at: int, *, hostile: bool) -> Problem:
+    place = f"at byte {at:,} of its compressed pickle"
+    if offset is not None:
+        place = f"at byte {offset + at:,}"
+    meaning = "can run code; nothing was called" if hostile else "is no part of a plain checkpoint"
+    message = f"{file}: the pickle {place} names {item}, which {meaning}"
+    return Problem(message, "hostile-global" if hostile else "unknown-global", file=file)

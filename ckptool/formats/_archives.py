@@ -1,0 +1,60 @@
+"""torch.save archives that lie one after another in a file.
+
+Where nothing says where they lie, they are found: the zip64 locator that torch always writes (torch
+1.6 to 2.13) states where the end record lies, counted from the archive's first byte; where that
+holds, one ends.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+from ckptool.core.catalog import Item
+from ckptool.core.codec import zstd_edges
+from ckptool.formats._memory import EdgeSource
+from ckptool.formats._zip import Region
+from ckptool.formats.base import Source
+
+_LOCATOR = b"PK\x06\x07"
+_TAIL = struct.Struct("<4sLQL4s")
+_END64_NBYTES = 56
+_BLOCK = 1 << 22
+_END_NBYTES = 22
+
+
+def item_region(source: Source, item: Item, what: str, limit: int, edge: int) -> Region:
+    """The bytes of an item as a region of its own, decoded where it is packed.
+
+    Of a packed one, of ``limit`` decoded bytes at most, the first and last ``edge`` are at hand.
+    """
+    if not item.transforms:
+        return Region(source, item.file, item.offset, item.nbytes)
+    packed = source.read(item.file, item.offset, item.nbytes)
+    head, tail, size = zstd_edges(packed, limit, edge, what=f"{what} in {item.file}")
+    return Region(EdgeSource(item.file, head, tail, size), item.file, 0, size)
+
+
+def find_archives(source: Source, file: str) -> Iterator[Item]:
+    """Every archive of a file of archives, in order, as far as one ends where the next begins."""
+    start = 0
+    for end in _ends(source, file):
+        where, at = end
+        if at - _END64_NBYTES - where == start:
+            nbytes = at + _TAIL.size - 4 + _END_NBYTES - start
+            yield Item(file, start, nbytes)
+            start += nbytes
+
+
+def _ends(source: Source, file: str) -> Iterator[tuple[int, int]]:
+    """What each locator states, and where it lies."""
+    size = source.files[file]
+    for block in range(0, size, _BLOCK):
+        data = source.read(file, block, min(_BLOCK + _TAIL.size, size - block))
+        at = data.find(_LOCATOR)
+        while 0 <= at < _BLOCK:
+            if at + _TAIL.size <= len(data):
+                _, _, where, _, mark = _TAIL.unpack_from(data, at)
+                if mark == b"PK\x05\x06":
+                    yield where, block + at
+            at = data.find(_LOCATOR, at + 1)
