@@ -171,7 +171,8 @@ class Catalog:
     ``conflicts`` are the names that cannot be read because ranks contradict one another, and why.
     ``companions`` are files that belong to the model but hold no tensor (config.json, tokenizer),
     with their sizes in bytes. ``archives`` are the torch.save archives inside larger files, opened
-    or not, those of values included.
+    or not, those of values included. ``named`` is what its metadata files, pickles all, name: for
+    each file, module and name of classes and functions, and the byte where each first is.
     """
 
     format: str
@@ -186,6 +187,7 @@ class Catalog:
     conflicts: dict[str, str] = field(default_factory=dict)
     companions: dict[str, int] = field(default_factory=dict)
     archives: tuple[Item, ...] = ()
+    named: dict[str, dict[tuple[str, str], int]] = field(default_factory=dict)
 
     def with_tensors(self, tensors: dict[str, TensorEntry]) -> Catalog:
         return replace(self, tensors=tensors)

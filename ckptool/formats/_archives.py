@@ -36,14 +36,15 @@ def item_region(source: Source, item: Item, what: str, limit: int, edge: int) ->
 
 
 def find_archives(source: Source, file: str) -> Iterator[Item]:
-    """Every archive of a file of archives, in order, as far as one ends where the next begins."""
-    start = 0
-    for end in _ends(source, file):
-        where, at = end
-        if at - _END64_NBYTES - where == start:
-            nbytes = at + _TAIL.size - 4 + _END_NBYTES - start
-            yield Item(file, start, nbytes)
-            start += nbytes
+    """Every archive that lies whole in a file, in order; what lies between them is passed over."""
+    previous = 0
+    for where, at in _ends(source, file):
+        start = at - _END64_NBYTES - where
+        end = at + _TAIL.size - 4 + _END_NBYTES
+        is_one = previous <= start and end <= source.files[file]
+        if is_one and source.read(file, start, 4) == b"PK\x03\x04":
+            yield Item(file, start, end - start)
+            previous = end
 
 
 def _ends(source: Source, file: str) -> Iterator[tuple[int, int]]:

@@ -41,7 +41,8 @@ class DcpMetadata:
     """What one metadata file says.
 
     ``items`` is keyed by name and chunk offset; the offset is None for a bytes item. ``planned``
-    is the number of ranks whose plans were recorded (Megatron), None where none were.
+    is the number of ranks whose plans were recorded (Megatron), None where none were. ``named`` are
+    the globals of the pickle, with the byte where each first is.
     """
 
     tensors: dict[str, TensorMetadata]
@@ -50,6 +51,7 @@ class DcpMetadata:
     paths: dict[str, Path]
     version: str | None
     planned: int | None
+    named: dict[tuple[str, str], int]
 
 
 def parse(data: bytes, what: str) -> DcpMetadata:
@@ -59,10 +61,11 @@ def parse(data: bytes, what: str) -> DcpMetadata:
             loaded = _pickle.load(data, what=what)
         except Damaged as error:
             raise Damaged(error.message.recoded("metadata-unreadable")) from None
-        return _parsed(loaded.value, what)
+        named = {(item.module, item.name): at for item, at in loaded.globals.items()}
+        return _parsed(loaded.value, named, what)
 
 
-def _parsed(value: Any, what: str) -> DcpMetadata:
+def _parsed(value: Any, named: dict[tuple[str, str], int], what: str) -> DcpMetadata:
     if not isinstance(value, Call) or not value.name.endswith(".Metadata"):
         raise Damaged(f"{what}: the pickle holds no torch.distributed.checkpoint Metadata")
     fields = value.fields
@@ -86,6 +89,7 @@ def _parsed(value: Any, what: str) -> DcpMetadata:
         paths,
         fields.get("version") if isinstance(fields.get("version"), str) else None,
         len(plans) if isinstance(plans, list) else None,
+        named,
     )
 
 

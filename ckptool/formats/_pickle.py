@@ -262,16 +262,44 @@ class _Machine:
         return Damaged(Problem(f"{place}: {reason}", "pickle-malformed"))
 
     def run(self) -> Any:
-        data, table = self._data, _TABLE
+        """The object that the program leaves. Opcodes that come by the million are done here."""
+        data, table, memo, stack, pos = self._data, _TABLE, self._memo, self._stack, self.pos
+        last = len(data) - 5
         while True:
-            opcode = data[self.pos]
-            self.pos += 1
+            opcode = data[pos]
+            if pos < last:
+                if opcode == _LONG_BINGET and (index := _UINT4(data, pos + 1)[0]) in memo:
+                    stack.append(memo[index])
+                    pos += 5
+                    continue
+                if opcode in (_MARKS, _EMPTY_TUPLE):
+                    stack.append(_MARK if opcode == _MARKS else ())
+                    pos += 1
+                    continue
+                if opcode == _BINGET and data[pos + 1] in memo:
+                    stack.append(memo[data[pos + 1]])
+                    pos += 2
+                    continue
+                if opcode == _BININT1:
+                    stack.append(data[pos + 1])
+                    pos += 2
+                    continue
+                if opcode == _BININT2:
+                    stack.append(data[pos + 1] | data[pos + 2] << 8)
+                    pos += 3
+                    continue
+                if opcode == _MEMOIZE and stack and stack[-1] is not _MARK:
+                    memo[len(memo)] = stack[-1]
+                    pos += 1
+                    continue
+            self.pos = pos + 1
             if opcode == _STOP:
                 return self._pop()
             handler = table.get(opcode)
             if handler is None:
                 raise self.malformed(f"unknown opcode 0x{opcode:02x}")
             handler(self)
+            pos = self.pos
 
     # Reading arguments
 
@@ -385,7 +413,7 @@ class _Machine:
         pairs = zip(values[::2], values[1::2], strict=True)
         if isinstance(target, dict):
             for key, value in pairs:
-                target[self._key(key)] = value
+                target[key if type(key) is str else self._key(key)] = value
         elif isinstance(target, Call):
             target.entries.extend(pairs)
         else:
@@ -601,7 +629,9 @@ for _module in ("builtins", "__builtin__"):
         (_module, "bytearray"): _bytearray,
     }
 
-_STOP = ord(".")
+_STOP, _MEMOIZE = ord("."), 0x94
+_MARKS, _EMPTY_TUPLE, _BINGET, _LONG_BINGET, _BININT1, _BININT2 = map(ord, "()hjKM")
+_UINT4 = struct.Struct("<I").unpack_from
 _Handler = Callable[[_Machine], None]
 
 

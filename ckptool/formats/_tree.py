@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ckptool.core.catalog import Index, Path, RankStep, flat_name
-from ckptool.errors import CannotDo, Damaged
+from ckptool.errors import CannotDo, Damaged, Problem
 from ckptool.formats._pickle import Call
 
 _DEEPEST = 100
@@ -38,10 +38,11 @@ class _Walk:
     def leaves(self, value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
         self._left -= 1
         if self._left < 0 or len(path) > _DEEPEST:
-            raise Damaged(
-                f"{self._what}: the state dict is nested more than {_DEEPEST} deep, or unfolds to"
-                " more values than its pickle has bytes"
+            message = (
+                f"{self._what}: the state dict is nested more than {_DEEPEST} deep, or unfolds"
             )
+            reason = "to more values than its pickle has bytes"
+            raise Damaged(Problem(f"{message} {reason}", "pickle-bomb"))
         steps = self._steps(value)
         if steps is None:
             yield path, value
@@ -72,7 +73,8 @@ def _is_entered(value: Any, what: str) -> bool:
         if not isinstance(item, list | tuple) or id(item) in seen:
             continue
         if depth > _DEEPEST:
-            raise Damaged(f"{what}: a value is nested more than {_DEEPEST} deep")
+            message = f"{what}: a value is nested more than {_DEEPEST} deep"
+            raise Damaged(Problem(message, "pickle-bomb"))
         seen.add(id(item))
         if any(_is_tensor(inner) for inner in item):
             return True

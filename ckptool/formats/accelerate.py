@@ -54,6 +54,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         conflicts={n: why for catalog in catalogs for n, why in catalog.conflicts.items()},
         companions={n: size for catalog in catalogs for n, size in catalog.companions.items()},
         archives=tuple(at for catalog in catalogs for at in catalog.archives),
+        named={file: found for catalog in catalogs for file, found in catalog.named.items()},
     )
 
 
@@ -79,7 +80,8 @@ def _relocated(catalog: Catalog, folder: str) -> Catalog:
     tensors = {name: _moved(entry, folder) for name, entry in catalog.tensors.items()}
     files = {f"{folder}/{name}": size for name, size in catalog.files.items()}
     archives = tuple(replace(at, file=f"{folder}/{at.file}") for at in catalog.archives)
-    return replace(catalog, tensors=tensors, files=files, archives=archives)
+    named = {f"{folder}/{name}": found for name, found in catalog.named.items()}
+    return replace(catalog, tensors=tensors, files=files, archives=archives, named=named)
 
 
 def _moved(entry: TensorEntry, folder: str) -> TensorEntry:

@@ -130,7 +130,8 @@ def first_missing(present: Collection[int], expected: int) -> list[int]:
 def require_rank(rank: int, what: str) -> None:
     """Damaged where a rank, or a world size, is larger than any."""
     if rank > MOST_RANKS:
-        raise Damaged(f"{what}: rank {rank:,}; ckptool reads up to {MOST_RANKS:,} ranks")
+        message = f"{what}: rank {rank:,}; ckptool reads up to {MOST_RANKS:,} ranks"
+        raise Damaged(Problem(message, "rank-missing"))
 
 
 def _leaves(file: str) -> bool:

@@ -215,11 +215,16 @@ def _checked(source: Source, file: str, name: str, item: StoredItem, found: _Fou
             found.lost.add(item.file)
             found.problems.append(error.message)
         return None
+    if not size:
+        if item.file not in found.lost:
+            found.lost.add(item.file)
+            message = f"{item.file}: the file is empty (0 bytes); {file} puts {name} into it"
+            found.problems.append(Problem(message, "file-empty", file=item.file))
+        return None
     if item.offset + item.length > size:
         message = f"{name}: {file} puts it at bytes {item.offset:,} to"
         message += f" {item.offset + item.length:,} of {item.file}, which has {size:,} bytes"
-        code = "file-truncated" if size else "file-empty"
-        found.problems.append(Problem(message, code, file=item.file, tensor=name))
+        found.problems.append(Problem(message, "file-truncated", file=item.file, tensor=name))
         return None
     unknown = [step for step in item.transforms if step != _ZSTD]
     if unknown:
@@ -342,6 +347,7 @@ def _catalog(source: Source, parsed: dict[str, DcpMetadata], found: _Found) -> C
         info={"writer": writer} | ({"metadata version": version} if version else {}),
         notes=(*notes, *found.notes, *unread_notes(found.objects)),
         archives=tuple(found.archives),
+        named={file: metadata.named for file, metadata in parsed.items()},
     )
 
 

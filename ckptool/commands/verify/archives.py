@@ -58,10 +58,10 @@ class ArchiveCheck:
         if not record.name.endswith(".pkl"):
             return
         try:
-            data = record_bytes(region, record)
+            with coded("archive-content", file=item.file):
+                data = record_bytes(region, record)
         except CkptoolError as error:
-            with_file = (Problem(p, p.code, file=p.file or item.file) for p in error.problems)
-            self.problems += with_file
+            self.problems += error.problems
             return
         stored = record.method != DEFLATED and not item.transforms
         self._pickles.look_at(data, item.file, region.offset + record.offset if stored else None)

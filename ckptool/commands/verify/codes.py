@@ -129,6 +129,7 @@ CODES: dict[str, Code] = {
         _WARNING, "a pickle names a class or function that checkpoints do not normally hold",
         "torch.load(weights_only=True) refuses it; load it only where you trust its writer",
     ),
+    "pickle-bomb": Code(_ERROR, "a pickle unfolds to far more than it is", "do not load it"),
     "pickle-malformed": Code(_ERROR, "a pickle is malformed", _AGAIN),
     # What cannot be known
     "files-only": Code(

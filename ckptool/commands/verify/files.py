@@ -11,6 +11,7 @@ from ckptool.core.catalog import Catalog, Item
 from ckptool.engine.content import Span
 from ckptool.errors import CkptoolError, Damaged, Problem
 from ckptool.formats._archives import find_archives
+from ckptool.formats._pickle import Global
 from ckptool.formats._safetensors_file import read_safetensors
 from ckptool.formats._torch_file import is_legacy, is_zip, read_torch_file
 from ckptool.formats.base import Source, read_metadata
@@ -71,8 +72,11 @@ class FileCheck:
     def look_at_metadata(self, catalog: Catalog | None) -> None:
         """Metadata files, and whole-file archives: what ``--quick`` reads too."""
         inner = {item.file for item in catalog.archives} if catalog else set()
+        named = catalog.named if catalog else {}
+        for file, found in named.items():
+            self._pickles.note({Global(*name): at for name, at in found.items()}, file, 0)
         for file in self._files(catalog):
-            if file not in inner:
+            if file not in inner and file not in named:
                 self._attempt(file, self._look_at)
 
     def look_at_items(self, catalog: Catalog | None) -> None:
@@ -127,24 +131,23 @@ class FileCheck:
             read_torch_file(self._source, file)
 
     def _look_for_archives(self, file: str) -> None:
-        end = 0
+        held = 0
         for item in find_archives(self._source, file):
             self._archives.look_at(item)
-            end = item.offset + item.nbytes
-        size = self._source.files[file]
-        if end < size:
-            message = f"{file}: its bytes {end:,} to {size:,} are no whole torch.save archives"
+            held += item.nbytes
+        spare = self._source.files[file] - held
+        if spare:
+            message = f"{file}: {spare:,} of its bytes are no whole torch.save archive"
             raise Damaged(Problem(message, "file-truncated", file=file))
 
     def _compare_with_found(self, file: str, items: list[Item]) -> None:
         """Where items are not as said: whether the file is whole, but of another save."""
         found = {(item.offset, item.nbytes) for item in find_archives(self._source, file)}
-        held = sum(nbytes for _, nbytes in found)
         strangers = found - {(item.offset, item.nbytes) for item in items}
-        if strangers and held == self._source.files[file]:
+        if len(strangers) * 2 > len(found):
             message = (
-                f"{file}: consists of {len(found):,} whole archives, {len(strangers):,} of them at"
-                " places that the metadata does not name: it is of another save"
+                f"{file}: {len(strangers):,} of its {len(found):,} whole archives lie at places"
+                " that the metadata does not name: it is of another save"
             )
             self._problems.append(Problem(message, "torn-overwrite", file=file))
 

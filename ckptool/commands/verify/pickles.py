@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ckptool.errors import Problem
 from ckptool.formats._known_globals import is_known
 from ckptool.formats._pickle import Global, can_run_code, named_globals
@@ -22,7 +24,11 @@ class PickleAudit:
 
     def look_at(self, data: bytes, file: str, offset: int | None, *, pickles: int = 1) -> None:
         """``pickles`` in a row, from ``offset`` of the file; None where they are compressed."""
-        for item, at in self._named(data, pickles).items():
+        self.note(self._named(data, pickles), file, offset)
+
+    def note(self, named: Mapping[Global, int], file: str, offset: int | None) -> None:
+        """What a pickle was seen to name, as ``look_at`` does."""
+        for item, at in named.items():
             hostile = can_run_code(item) and item.name != "getattr"
             if (hostile or not is_known(item)) and (file, item) not in self._reported:
                 self._reported.add((file, item))
