@@ -1,0 +1,218 @@
+"""Seeded damage to real checkpoints of every format: verify reports whatever changes what is read.
+
+A mutation flips or replaces a byte, cuts, empties, zeroes, drops, swaps or copies over a file. The
+specification is exact: what a mutation changed is judged by reading the checkpoint back (names,
+shapes, element types, and the SHA-256 of each tensor). It must be reported unless the mutated byte
+is one that nothing in the files protects, and those bytes are listed in ``UNPROTECTED``:
+
+- the data of formats without a checksum: safetensors, the legacy torch.save stream, archives saved
+  without CRC-32;
+- metadata without a checksum, where a changed byte leaves it consistent: a name, an element type of
+  the same size, equal numbers exchanged. These are DCP's ``.metadata``, the header of a safetensors
+  file, ``metadata.pkl``, the pickles of a legacy stream.
+
+With a manifest these are seen too. ``CKPTOOL_VERIFY_MUTATIONS`` is the number of mutations in all.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from attack_harness import CANARY, place_canary
+from conftest import case
+
+from ckptool.commands.open import open_checkpoint
+from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.engine.digest import digests
+from ckptool.errors import CkptoolError, Unrecognised
+
+COUNT = int(os.environ.get("CKPTOOL_VERIFY_MUTATIONS", "500"))
+SEED = int(os.environ.get("CKPTOOL_VERIFY_SEED", "20261"))
+SECONDS = 60.0
+MEMORY = 1 << 30
+
+Read = dict[str, tuple[str, tuple[int, ...], str]]
+"""Name to element type, shape and SHA-256 of the values."""
+
+
+def nothing(file: str) -> bool:
+    return False
+
+
+def everything(file: str) -> bool:
+    return True
+
+
+def ends(*suffixes: str) -> Callable[[str], bool]:
+    return lambda file: file.endswith(suffixes)
+
+
+UNPROTECTED: dict[str, Callable[[str], bool]] = {
+    "dcp_base": ends(".metadata"),
+    "dcp_fsdp2_tp": ends(".metadata"),
+    "dcp_zstd": ends(".metadata"),
+    "dcp_file_an_item": ends(".metadata"),
+    "dcp_no_collectives": ends(".metadata"),
+    "dcp_lightning": ends(".metadata"),
+    "accelerate_folders": ends(".metadata"),
+    "safetensors_file": everything,
+    "hf_shards": everything,
+    "hf_sharded": everything,
+    "zip_zoo": nothing,
+    "zip_protocol_4": nothing,
+    "zip_deflated": nothing,
+    "zip_big_endian": nothing,
+    "zip_without_crc": everything,
+    "legacy_zoo": everything,
+    "bin_shards": ends(".json"),
+    "rank_base": nothing,
+    "rank_fsdp1": nothing,
+    "rank_experimental": nothing,
+    "rank_verl": nothing,
+    "torch_checkpointing": ends("metadata.pkl"),
+    "torch_checkpointing_safetensors": everything,
+}
+"""Fixture to its files whose bytes, where they change what is read, may do so unseen."""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """``what`` was done to ``file``; ``exchanged`` where whole files took each other's place."""
+
+    what: str
+    file: str
+    exchanged: bool = False
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def mutate(folder: Path, dice: random.Random) -> Mutation:
+    """Damage one file of a copy, or two."""
+    files = files_of(folder)
+    kind = dice.choice(["flip"] * 8 + ["byte", "cut", "zero", "empty", "lose", "swap", "copy"])
+    victim = dice.choices(files, [path.stat().st_size + 1 for path in files])[0]
+    name, data = str(victim.relative_to(folder)), victim.read_bytes()
+    other = dice.choice(files)
+    if kind == "lose":
+        victim.unlink()
+        return Mutation("lost", name)
+    if kind in ("swap", "copy"):
+        if kind == "swap":
+            victim.write_bytes(other.read_bytes())
+        other.write_bytes(data)
+        return Mutation(f"{kind} with {other.relative_to(folder)}", name, exchanged=True)
+    what, changed = changed_bytes(kind, data, dice)
+    victim.write_bytes(changed)
+    return Mutation(what, name)
+
+
+def changed_bytes(kind: str, data: bytes, dice: random.Random) -> tuple[str, bytes]:
+    if kind == "empty" or not data:
+        return "emptied", b""
+    spot = dice.randrange(len(data))
+    if kind == "cut":
+        return f"cut at {spot}", data[:spot]
+    if kind == "zero":
+        end = min(len(data), spot + dice.choice([1, 16, 4096]))
+        return f"zeros from {spot} to {end}", data[:spot] + bytes(end - spot) + data[end:]
+    new = dice.randrange(256) if kind == "byte" else data[spot] ^ 1 << dice.randrange(8)
+    return f"{kind} at {spot}", data[:spot] + bytes([new]) + data[spot + 1 :]
+
+
+def read(folder: Path) -> Read | None:
+    """What a reader finds; None where it refuses to read."""
+    try:
+        opened = open_checkpoint(folder)
+        if opened.catalog.conflicts:
+            return None
+        located = opened.located(opened.catalog).tensors
+        found = digests(located.values(), opened.source.root, 1)
+    except CkptoolError:
+        return None
+    return {n: (e.dtype.name, e.shape, found[n]) for n, e in located.items()}
+
+
+def is_reported(folder: Path) -> bool:
+    """Whether verify finds anything above information; no checkpoint at all is an answer too."""
+    try:
+        report = verify(folder, VerifyOptions(workers=1))
+    except (Unrecognised, CkptoolError):
+        return True
+    return any(finding.severity.value != "info" for finding in report.findings)
+
+
+class TooLate(BaseException):
+    """A mutation that takes more than its time."""
+
+
+@pytest.fixture(autouse=True)
+def bounded(tmp_path: Path) -> Iterator[None]:
+    """Time and memory are capped, and nothing that a pickle names may be imported."""
+
+    def too_late(*_: object) -> None:
+        raise TooLate
+
+    flag = place_canary(tmp_path / CANARY)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = signal.signal(signal.SIGALRM, too_late)
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+    assert not flag.exists()
+
+
+def noise(folder: Path) -> Counter[str]:
+    """What verify says of the unharmed checkpoint, such as the NaN that some hold."""
+    findings = verify(folder, VerifyOptions(workers=1)).findings
+    return Counter(f.code for f in findings if f.severity.value != "info")
+
+
+@pytest.mark.parametrize("name", UNPROTECTED)
+def test_mutations(name: str, tmp_path: Path) -> None:
+    source, truth, usual = case(name).path, read(case(name).path), noise(case(name).path)
+    assert truth is not None
+    dice = random.Random(f"{SEED} {name}")
+    unseen, listed = [], 0
+    for _ in range(max(1, COUNT // len(UNPROTECTED))):
+        folder = tmp_path / "mutated"
+        shutil.copytree(source, folder)
+        mutation = mutate(folder, dice)
+        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        found, reported = read(folder), reported_beyond(folder, usual)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if found != truth and not reported:
+            if UNPROTECTED[name](mutation.file) or mutation.exchanged:
+                listed += 1
+            else:
+                unseen.append((mutation, changes(truth, found)))
+        shutil.rmtree(folder)
+    assert unseen == []
+
+
+def reported_beyond(folder: Path, usual: Counter[str]) -> bool:
+    """Whether verify reports more than of the unharmed checkpoint."""
+    try:
+        return bool(noise(folder) - usual)
+    except CkptoolError:
+        return True
+
+
+def changes(truth: Read, found: Read | None) -> str:
+    if found is None:
+        return "a reader refuses it"
+    names = sorted(truth.keys() | found.keys())
+    return ", ".join(n for n in names if truth.get(n) != found.get(n))
