@@ -82,6 +82,8 @@ class LocalSource:
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
         """Exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
+        if file not in self.files:
+            raise Damaged(Problem(f"{file}: the file is missing", "file-missing", file=file))
         if offset < 0 or nbytes < 0 or offset + nbytes > self.files[file]:
             raise _too_short(file, offset, nbytes, self.files[file])
         reader = Reader(self.root)

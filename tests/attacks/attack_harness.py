@@ -23,14 +23,19 @@ from pathlib import Path
 from ckptool.commands.convert import ConvertOptions, prepare
 from ckptool.commands.inspect import inspect
 from ckptool.commands.transfer import TransferOptions
+from ckptool.commands.verify.findings import Severity
+from ckptool.commands.verify.verify import VerifyOptions, verify
 from ckptool.engine.run import RunOptions
 from ckptool.errors import CkptoolError, TransferError
 from ckptool.render.inspect import inspect_json
+from ckptool.render.verify import verify_json
 
 MEMORY = 1 << 30
 """Bytes by which the address space may grow."""
 SECONDS = float(os.environ.get("CKPTOOL_ATTACK_SECONDS", "10"))
 
+VERIFY = "verify"
+"""Instead of a target: verify the source."""
 TARGETS = ("safetensors", "torch-save", "dcp")
 
 CANARY = "ckptool_attack_canary"
@@ -39,7 +44,11 @@ CANARY = "ckptool_attack_canary"
 
 @dataclass(frozen=True)
 class Outcome:
-    """``kind``: ``ok``, ``error`` (a CkptoolError), ``crash``, ``hang``, ``killed``, ``left``."""
+    """``kind``: ``ok``, ``error`` (a CkptoolError), ``crash``, ``hang``, ``killed``, ``left``.
+
+    Of a verification it is ``reported`` where something above information was found; ``message``
+    holds the codes.
+    """
 
     kind: str
     error: str = ""
@@ -50,7 +59,9 @@ class Outcome:
     @property
     def answered(self) -> bool:
         """Whether it ended as documented: a result, or an error with an exit code."""
-        return self.kind == "ok" or (self.kind == "error" and self.exit_code in (2, 3, 4, 5))
+        return self.kind in ("ok", "reported") or (
+            self.kind == "error" and self.exit_code in (2, 3, 4, 5)
+        )
 
     def __str__(self) -> str:
         return f"{self.kind} {self.error} {self.exit_code}: {self.message[-1500:]}"
@@ -137,8 +148,8 @@ def _outcome(source: Path, to: Sequence[str], seconds: float, from_: str | None)
     try:
         result = Outcome("ok")
         for target in to:
-            result = _convert(source, target, from_)
-            if result.kind not in ("ok", "error"):
+            result = _verify(source) if target == VERIFY else _convert(source, target, from_)
+            if result.kind not in ("ok", "reported", "error"):
                 break
         return result
     except _Timeout:
@@ -147,6 +158,16 @@ def _outcome(source: Path, to: Sequence[str], seconds: float, from_: str | None)
         return Outcome("crash", message="".join(traceback.format_exc(limit=-6)))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _verify(source: Path) -> Outcome:
+    try:
+        report = verify(source, VerifyOptions(workers=1))
+        json.dumps(verify_json(report), allow_nan=False)
+    except CkptoolError as error:
+        return Outcome("error", type(error).__name__, error.exit_code, str(error))
+    found = sorted({f.code for f in report.findings if f.severity is not Severity.INFO})
+    return Outcome("reported" if found else "ok", message=" ".join(found))
 
 
 def _convert(source: Path, to: str, from_: str | None) -> Outcome:

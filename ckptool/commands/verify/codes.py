@@ -130,6 +130,7 @@ CODES: dict[str, Code] = {
         "torch.load(weights_only=True) refuses it; load it only where you trust its writer",
     ),
     "pickle-bomb": Code(_ERROR, "a pickle unfolds to far more than it is", "do not load it"),
+    "value-odd": Code(_WARNING, "a value that no writer of checkpoints makes", "do not load it"),
     "pickle-malformed": Code(_ERROR, "a pickle is malformed", _AGAIN),
     # What cannot be known
     "files-only": Code(

@@ -39,7 +39,8 @@ def located(
             if not isinstance(chunk.at, Item):
                 chunks.append(chunk)
             elif format_.locate is not None and chunk.at in archives and chosen(chunk.at):
-                one = replace(entry, chunks=(chunk,))
+                copies = tuple(copy for copy in chunk.copies if copy.at in archives)
+                one = replace(entry, chunks=(replace(chunk, copies=copies),))
                 part = replace(catalog, tensors={name: one}, objects={})
                 try:
                     chunks += format_.locate(source, part).tensors[name].chunks

@@ -17,6 +17,7 @@ from ckptool.commands.verify.codes import CODES
 from ckptool.commands.verify.content import Views, attach, located, scattered_not_finite
 from ckptool.commands.verify.files import FileCheck, name_problems
 from ckptool.commands.verify.findings import Finding, Severity, VerifyReport
+from ckptool.commands.verify.objects import odd_values
 from ckptool.commands.verify.training import optimizer_problems, step_problems
 from ckptool.core.catalog import Catalog, Item, TensorEntry, coverage_problem, flat_name
 from ckptool.core.parts import part_of
@@ -98,6 +99,7 @@ class _Check:
         if self._catalog is not None:
             self._found += _catalog_problems(self._catalog)
             self._found += optimizer_problems(self._catalog)
+            self._found += odd_values(self._catalog.objects.values())
 
     def content(self, started: Started) -> None:
         """Open every archive, then read every record and tensor once."""
