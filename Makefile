@@ -2,10 +2,11 @@
 
 PYTHON := $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || echo python3)
 BIN := .venv/bin
+SECONDS := 60
 READY := .venv/ready-$(shell (pwd; cat pyproject.toml) | cksum | cut -d' ' -f1)
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
-.PHONY: help test check lint demo bench clean
+.PHONY: help test check lint demo bench fuzz clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z]*\):.*## /  make \1 - /p' Makefile
@@ -32,6 +33,17 @@ demo: $(READY) ## Make a real sharded checkpoint, inspect it, convert it, check 
 
 bench: $(READY) ## Measure convert and inspect against cp and torch's own tools.
 	@$(BIN)/ckptool bench --transfer
+
+fuzz: $(READY) ## Fuzz each parser for a minute; what crashes one lies in tests/fuzz/crashes.
+	@$(PIP) install -e '.[fuzz]'
+	@for name in pickle metadata zip safetensors index; do \
+		echo "fuzzing $$name"; mkdir -p tests/fuzz/crashes/$$name; \
+		$(BIN)/python tests/fuzz/fuzz_target.py $$name -max_total_time=$(SECONDS) -max_len=16384 -timeout=10 \
+			-rss_limit_mb=2048 -artifact_prefix=tests/fuzz/crashes/$$name/ -print_final_stats=0 \
+			|| exit 1; \
+		rmdir --ignore-fail-on-non-empty tests/fuzz/crashes/$$name; \
+	done
+	@rmdir --ignore-fail-on-non-empty tests/fuzz/crashes
 
 clean: ## Remove all that make makes.
 	@rm -rf .venv demo bench-out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
