@@ -39,7 +39,7 @@ def _run() -> int:
         if done.code in _INTERRUPTED:
             from ckptool.render.messages import show_interrupted
 
-            show_interrupted()
+            show_interrupted(writes=bool(_WRITING & set(sys.argv)))
         return done.code if isinstance(done.code, int) else 0
     except (CkptoolError, RecursionError, MemoryError) as error:
         if "--debug" in sys.argv:
@@ -52,6 +52,7 @@ def _run() -> int:
     return 0
 
 
+_WRITING = {"convert", "reshard"}
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 

@@ -133,9 +133,10 @@ def _crc_problem(span: Span, pieces: list[tuple[int, int, int]]) -> Problem | No
     actual = joined(pieces)
     if actual == span.crc32:
         return None
-    message = f"{span.what} has CRC-32 {actual:08x}, the writer recorded {span.crc32:08x}"
     tensors = {view.tensor for view in span.views}
     tensor = tensors.pop() if len(tensors) == 1 else None
+    what = f"{span.what} ({tensor})" if tensor else span.what
+    message = f"{what} has CRC-32 {actual:08x}, the writer recorded {span.crc32:08x}"
     return Problem(message, "crc-mismatch", file=span.file, tensor=tensor)
 
 

@@ -80,6 +80,13 @@ class LocalSource:
             found.update(repr((name, status.st_size, status.st_mtime_ns)).encode())
         return found.hexdigest()
 
+    def modified(self, file: str) -> float:
+        """When a file was last modified, in seconds since the epoch."""
+        try:
+            return os.stat(Path(self.root, file)).st_mtime
+        except OSError as error:
+            raise unreadable(file, error) from None
+
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
         """Exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
         if file not in self.files:

@@ -26,13 +26,12 @@ def show_notes(notes: Iterable[str]) -> None:
         screen.print(f"[yellow]note:[/] {_lines(note)}", highlight=False, soft_wrap=True)
 
 
-def show_interrupted() -> None:
-    """What an interruption leaves."""
+def show_interrupted(*, writes: bool) -> None:
+    """What an interruption leaves, of a command that ``writes`` and of one that does not."""
+    left = "; what was being written continues with --resume" if writes else ""
+    untouched = ": the target is untouched" if writes else ""
     console(stderr=True).print(
-        "[yellow]interrupted[/]: the target is untouched; what was being written continues with"
-        " --resume",
-        highlight=False,
-        soft_wrap=True,
+        f"[yellow]interrupted[/]{untouched}{left}", highlight=False, soft_wrap=True
     )
 
 

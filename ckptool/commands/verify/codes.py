@@ -140,7 +140,6 @@ CODES: dict[str, Code] = {
         _INFO, "the format stores no checksum, so that changed values cannot be seen",
         "a manifest proves them",
     ),
-    "unproven": Code(_ERROR, "checks that could not be done"),
     "note": Code(_INFO, "a remark"),
     "damaged": Code(_ERROR, "a contradiction of another kind", _MIXED),
 }  # fmt: skip

@@ -9,6 +9,7 @@ from ckptool.commands.verify.archives import ArchiveCheck
 from ckptool.commands.verify.pickles import PickleAudit
 from ckptool.core.catalog import Catalog, Item
 from ckptool.engine.content import Span
+from ckptool.engine.sources import LocalSource
 from ckptool.errors import CkptoolError, Damaged, Problem
 from ckptool.formats._archives import find_archives
 from ckptool.formats._pickle import Global
@@ -21,6 +22,8 @@ _UNFINISHED = re.compile(r".*(\.tmp|\.dirty|\.incomplete|\.partial|\.part|\.dirt
 _WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _PICKLES = re.compile(r"(.*/)?(__\d+)?\.metadata|(.*/)?metadata\.pkl")
 _LEGACY_HEAD = 1 << 24
+_CLOCK = 2.0
+"""Seconds that the clocks of hosts which write one checkpoint may differ."""
 
 
 def name_problems(source: Source) -> list[Problem]:
@@ -38,6 +41,20 @@ def name_problems(source: Source) -> list[Problem]:
         elif not size and name.endswith(_WEIGHTS):
             message = f"{file}: the file is empty (0 bytes)"
             problems.append(Problem(message, "file-empty", file=file))
+    return problems
+
+
+def newer_than_metadata(source: LocalSource) -> list[Problem]:
+    """Data files of DCP that were modified after ``.metadata``, which is written last."""
+    problems = []
+    for file in source.files:
+        folder, _, name = file.rpartition("/")
+        whole = f"{folder}/.metadata" if folder else ".metadata"
+        if name.endswith(".distcp") and whole in source.files:
+            seconds = source.modified(file) - source.modified(whole)
+            if seconds > _CLOCK:
+                message = f"{file} was modified {seconds:,.0f} s after {whole}"
+                problems.append(Problem(message, "data-newer", file=file))
     return problems
 
 
@@ -110,13 +127,20 @@ class FileCheck:
     def _look_at(self, file: str) -> None:
         size = self._source.files[file]
         if file.endswith(".safetensors"):
-            read_safetensors(self._source, file)
+            self._look_at_safetensors(file)
         elif file.endswith(".index.json"):
             read_weight_map(self._source, file)
         elif _PICKLES.fullmatch(file):
             self._pickles.look_at(read_metadata(self._source, file), file, 0)
         elif size:
             self._look_at_torch_file(file, size)
+
+    def _look_at_safetensors(self, file: str) -> None:
+        found = read_safetensors(self._source, file).tensors
+        unaligned = [n for n, item in found.items() if item.at.offset % item.dtype.itemsize]
+        if unaligned:
+            message = f"{file}: {len(unaligned):,} of {len(found):,} tensors, first {unaligned[0]}"
+            self._problems.append(Problem(message, "safetensors-unaligned", file=file))
 
     def _look_at_torch_file(self, file: str, size: int) -> None:
         head = self._source.read(file, 0, min(size, 64))

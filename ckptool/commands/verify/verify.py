@@ -15,7 +15,7 @@ from ckptool.commands.open import Survey, survey
 from ckptool.commands.stats import not_finite_count
 from ckptool.commands.verify.codes import CODES
 from ckptool.commands.verify.content import Views, attach, located, scattered_not_finite
-from ckptool.commands.verify.files import FileCheck, name_problems
+from ckptool.commands.verify.files import FileCheck, name_problems, newer_than_metadata
 from ckptool.commands.verify.findings import Finding, Severity, VerifyReport
 from ckptool.commands.verify.objects import odd_values
 from ckptool.commands.verify.training import optimizer_problems, step_problems
@@ -73,7 +73,7 @@ def _similar(code: str) -> str:
     import difflib
 
     close = difflib.get_close_matches(code, CODES, n=1)
-    return f"did you mean {close[0]} ?" if close else "one of " + ", ".join(CODES)
+    return f"did you mean {close[0]} ?" if close else "ckptool verify --codes lists them"
 
 
 class _Check:
@@ -95,6 +95,7 @@ class _Check:
     def structure(self) -> None:
         """What metadata, names and sizes show."""
         self._found += name_problems(self._survey.source)
+        self._found += newer_than_metadata(self._survey.source)
         self._files.look_at_metadata(self._catalog)
         if self._catalog is not None:
             self._found += _catalog_problems(self._catalog)
@@ -261,6 +262,9 @@ def _sentence(report: VerifyReport, options: VerifyOptions) -> str:
         for severity in (Severity.ERROR, Severity.WARNING)
         if report.of(severity)
     ]
-    if report.sound:
-        return f"Sound{', with ' + counts[0] if counts else ''}: {read}."
-    return f"Not sound: {' and '.join(counts)}; {read}."
+    if not report.sound:
+        rest = "" if options.depth == "content" else f"; {read}"
+        return f"Not sound: {' and '.join(counts)}{rest}."
+    unprotected = any(finding.code == "no-checksum" for finding in report.findings)
+    extent = " as far as files without checksums can show" if unprotected else ""
+    return f"Sound{extent}{', with ' + counts[0] if counts else ''}: {read}."
