@@ -42,6 +42,7 @@ _TO_2X4 = (
 _PLAN = (sys.executable, "-m", "ckptool.commands.bench_plan")
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "8", "-m")
 _COPY_AND_SYNC = 'cp -r "$0" "$1" && find "$1" -exec sync {} +'
+_CAT_AND_HASH = 'find "$0" -type f -exec cat {} + | sha256sum'
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,9 @@ ROWS = (
         (*_CONVERT, "{target}.safetensors", "--to", "safetensors", "--fsync"),
         peers=("cp -r, synced",),
     ),
+    Row("verify", (*_CKPTOOL, "verify", "--quiet", "{source}"), peers=("cat FILES | sha256sum",)),
+    Row("cat FILES | sha256sum", ("sh", "-c", _CAT_AND_HASH, "{source}")),
+    Row("verify --quick", (*_CKPTOOL, "verify", "--quiet", "--quick", "{source}")),
     Row("--help", (*_CKPTOOL, "--help"), measure="cpu"),
     Row(
         "inspect", (*_CKPTOOL, "inspect", "{light}"), peers=("torch read_metadata",), measure="cpu"

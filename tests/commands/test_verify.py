@@ -371,7 +371,7 @@ def test_strict_and_ignore(copy_of: Callable[[str], Path]) -> None:
     assert not checked(folder, strict=True).sound
     ignored = checked(folder, strict=True, ignore=("file-extra", "bytes-unclaimed"))
     assert ignored.sound
-    assert not ignored.findings
+    assert not codes(ignored)
     with pytest.raises(UsageError, match="no such code") as caught:
         checked(folder, ignore=("file-extar",))
     assert caught.value.hint == "did you mean file-extra ?"
