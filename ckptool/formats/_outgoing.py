@@ -69,10 +69,14 @@ def companion_files(catalog: Catalog) -> list[FileLayout]:
 
 
 def tied_notes(catalog: Catalog) -> list[str]:
-    """One note for each group of tied tensors, which a flat format writes once a name."""
+    """One note for each group of tied tensors, which a flat format writes once a name.
+
+    Single numbers, such as the step of all parameters of a group, are not worth one.
+    """
     return [
         f"tied: {' = '.join(names)} share their bytes in the source; each is written in full"
         for names in tied(catalog)
+        if catalog.tensors[names[0]].elements > 1
     ]
 
 

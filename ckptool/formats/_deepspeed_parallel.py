@@ -1,0 +1,130 @@
+"""Merge what tensor-parallel and pipeline ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptool.core.catalog import Chunk, RankStep, TensorEntry, merge_copies
+from ckptool.errors import Damaged
+from ckptool.formats._assemble import Assembled, shifted
+from ckptool.formats._deepspeed_local import Holding, Local, Name
+from ckptool.formats._deepspeed_rules import Fit, Unknown, fit_of
+
+_TIED = "tied_modules."
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The degrees of parallelism. ``mp`` ranks count stages, then tensor-parallel ranks."""
+
+    pipeline: int
+    data: int
+    tensor: int
+
+    @property
+    def size(self) -> int:
+        return self.pipeline * self.data * self.tensor
+
+    def rank(self, dp: int, mp: int) -> int:
+        """The global rank, as Megatron and DeepSpeed's pipelines count."""
+        stage, tensor = divmod(mp, self.tensor)
+        return (stage * self.data + dp) * self.tensor + tensor
+
+
+def merge_into(
+    result: Assembled,
+    holdings: Sequence[Holding],
+    grid: Grid,
+    info: Mapping[str, Any],
+    *,
+    per_rank: bool,
+) -> None:
+    """Add the tensors of all model-parallel ranks to what was assembled.
+
+    Shards that nothing says how to join become conflicts, or ``NAME@rankR`` with ``per_rank``.
+    """
+    for name in dict.fromkeys(name for holding in holdings for name in holding.tensors):
+        held = {mp: h.tensors[name] for mp, h in enumerate(holdings) if name in h.tensors}
+        shards = _shards(name, held, grid)
+        try:
+            entry = _joined(name, shards, info)
+        except Unknown as why:
+            _keep_apart(result, name, shards, grid, str(why), per_rank)
+        else:
+            result.tensors[entry.name] = entry
+
+
+def _shards(name: Name, held: Mapping[int, Local], grid: Grid) -> dict[int, Local]:
+    """The shards of the first stage that holds a tensor, by ``mp`` rank.
+
+    Only tied modules are held by several stages, and those keep them equal.
+    """
+    stages = sorted({mp // grid.tensor for mp in held})
+    if len(stages) > 1 and not name[1].startswith(_TIED):
+        raise Damaged(
+            f"{'.'.join(name)}: is held by the pipeline stages {stages}, but is no tied module"
+        )
+    first = stages[0] * grid.tensor
+    missing = [mp for mp in range(first, first + grid.tensor) if mp not in held]
+    if missing:
+        raise Damaged(f"{'.'.join(name)}: mp_rank {missing[0]:02d} has no shard of it")
+    return {mp: held[mp] for mp in range(first, first + grid.tensor)}
+
+
+def _joined(name: Name, shards: Mapping[int, Local], info: Mapping[str, Any]) -> TensorEntry:
+    locals_ = list(shards.values())
+    first, text = locals_[0], ".".join(name)
+    if len(locals_) == 1:
+        return TensorEntry(text, name, first.dtype, first.shape, merge_copies(first.chunks))
+    if any(local.dtype != first.dtype for local in locals_):
+        raise Damaged(f"{text}: the tensor-parallel ranks hold it in several types")
+    fit = fit_of(name[1], [local.shape for local in locals_], info)
+    chunks = _replicas(locals_) if fit.replicated else _placed(locals_, fit)
+    return TensorEntry(text, name, first.dtype, fit.shape, merge_copies(chunks))
+
+
+def _replicas(locals_: Sequence[Local]) -> list[Chunk]:
+    """The chunks of all ranks that cut the tensor as the first one does."""
+    boxes = {chunk.box for chunk in locals_[0].chunks}
+    alike = [local for local in locals_ if {chunk.box for chunk in local.chunks} == boxes]
+    return [chunk for local in alike for chunk in local.chunks]
+
+
+def _placed(locals_: Sequence[Local], fit: Fit) -> list[Chunk]:
+    chunks = []
+    for local, pieces in zip(locals_, fit.pieces, strict=True):
+        for chunk in local.chunks:
+            for inner, outer in pieces:
+                common = chunk.box.intersect(inner)
+                if common is not None:
+                    box = common.relative_to(
+                        [i - o for i, o in zip(inner.lo, outer.lo, strict=True)]
+                    )
+                    start = common.relative_to(chunk.box.lo).lo
+                    chunks.append(replace(chunk, box=box, at=shifted(chunk.at, start)))
+    return chunks
+
+
+def _keep_apart(
+    result: Assembled,
+    name: Name,
+    shards: Mapping[int, Local],
+    grid: Grid,
+    why: str,
+    per_rank: bool,
+) -> None:
+    text = ".".join(name)
+    if not per_rank:
+        shapes = ", ".join(str(list(local.shape)) for local in shards.values())
+        result.conflicts[text] = (
+            f"{text}: {len(shards)} tensor-parallel ranks hold shards of {shapes}: {why}"
+        )
+        return
+    for mp, local in shards.items():
+        rank = grid.rank(0, mp)
+        one = f"{text}@rank{rank}"
+        path = (name[0], RankStep(name[1], rank))
+        chunks = merge_copies(local.chunks)
+        result.tensors[one] = TensorEntry(one, path, local.dtype, local.shape, chunks)

@@ -1,0 +1,227 @@
+"""How tensor-parallel shards fit together, as ``universal_checkpoint_info`` tells it.
+
+Megatron-DeepSpeed and DeepSpeed's automatic tensor parallelism write it for DeepSpeed's own
+universal checkpoints (``checkpoint/ds_to_universal.py``, 0.19): patterns of parameters that are
+replicated, cut along dim 1, or made of several parts; all others are cut along dim 0. Without it
+nothing in the files tells how shards fit together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from ckptool.core.box import Box, row_major_strides
+from ckptool.errors import CannotDo
+from ckptool.formats._storage import natural, sizes
+
+_Shape = tuple[int, ...]
+_LONGEST = 1000
+_MOST_REPEATS = 4
+_REPEATED_GROUP = re.compile(r"\)\s*[*+?{]")
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How shards make a tensor of ``shape``.
+
+    ``pieces`` are boxes of each rank's shard with their boxes in the whole. ``replicated`` says
+    that each shard is the whole tensor.
+    """
+
+    shape: _Shape
+    pieces: tuple[tuple[tuple[Box, Box], ...], ...]
+    replicated: bool = False
+
+
+class Unknown(Exception):
+    """Nothing says how the shards of a parameter fit together; the text says why."""
+
+
+def fit_of(name: str, shapes: Sequence[_Shape], info: Mapping[str, Any]) -> Fit:
+    """How the shards of ``shapes``, by tensor-parallel rank, make a parameter.
+
+    Raises Unknown where the file does not tell, or tells what no copy of bytes can do.
+    """
+    if not info:
+        raise Unknown("no universal_checkpoint_info says how they were cut")
+    for pattern, reason in _mapping(info, "autotp_unsupported_parameter_patterns").items():
+        if _matches(str(pattern), name):
+            raise Unknown(str(reason))
+    affine = _matching_map(name, info)
+    if affine is not None:
+        return _affine_fit(affine, shapes)
+    if _listed(name, info, "tp_replicated_parameter_patterns"):
+        return replicated(shapes)
+    if _listed(name, info, "parameter_to_average_patterns"):
+        raise Unknown("each rank has values of its own, of which DeepSpeed takes the mean")
+    if _listed(name, info, "parameter_with_2_sub_params_cat_dim_0"):
+        return joined(shapes, 0, [[shape[0] // 2 for shape in shapes]] * 2)
+    parts = _sub_params(name, info)
+    if parts is not None:
+        return _fit_of_parts(name, parts, shapes, info)
+    dim = 1 if _listed(name, info, "parameter_with_row_parallelism_patterns") else 0
+    if any(len(shape) <= dim for shape in shapes):
+        raise Unknown(f"it has no dim {dim} to be cut along")
+    return joined(shapes, dim, [[shape[dim] for shape in shapes]])
+
+
+def replicated(shapes: Sequence[_Shape]) -> Fit:
+    """Each rank holds the whole tensor."""
+    if len(set(shapes)) != 1:
+        raise Unknown(f"it is replicated, but the ranks hold {sorted(set(map(list, shapes)))}")
+    whole = Box.whole(shapes[0])
+    return Fit(shapes[0], (((whole, whole),),) * len(shapes), replicated=True)
+
+
+def joined(shapes: Sequence[_Shape], dim: int, widths: Sequence[Sequence[int]]) -> Fit:
+    """Parts one after the other along ``dim``, each of which joins a piece of every rank.
+
+    ``widths`` are the sizes along ``dim`` by part and rank.
+    """
+    rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+    held = [sum(part[rank] for part in widths) for rank in range(len(shapes))]
+    if len(rest) != 1 or held != [shape[dim] for shape in shapes]:
+        raise Unknown(f"shards of {[list(shape) for shape in shapes]} do not join along dim {dim}")
+    starts = [0, *accumulate(map(sum, widths))]
+    whole = (*shapes[0][:dim], starts[-1], *shapes[0][dim + 1 :])
+    pieces = []
+    for rank, shape in enumerate(shapes):
+        local = 0
+        found = []
+        for part, start in zip(widths, starts, strict=False):
+            size = (*shape[:dim], part[rank], *shape[dim + 1 :])
+            found.append((_along(dim, local, size), _along(dim, start + sum(part[:rank]), size)))
+            local += part[rank]
+        pieces.append(tuple(found))
+    return Fit(whole, tuple(pieces))
+
+
+def _along(dim: int, start: int, shape: _Shape) -> Box:
+    offset = [0] * len(shape)
+    offset[dim] = start
+    return Box.at(offset, shape)
+
+
+# Parameters made of several parts
+
+
+def _sub_params(name: str, info: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    for entry in info.get("parameter_with_sub_params") or []:
+        fields = entry if isinstance(entry, dict) else getattr(entry, "fields", {})
+        if any(_matches(str(pattern), name) for pattern in fields.get("patterns") or []):
+            return fields
+    return None
+
+
+def _fit_of_parts(
+    name: str, parts: Mapping[str, Any], shapes: Sequence[_Shape], info: Mapping[str, Any]
+) -> Fit:
+    dim = natural(parts.get("partition_dim"))
+    spec = parts.get("shape")
+    if not isinstance(spec, list | tuple) or len(spec) != len(shapes[0]):
+        raise Unknown("its parts are told in another shape than its own")
+    widths = next(
+        (
+            [list(map(natural, part)) for part in stored]
+            for pattern, stored in _mapping(info, "sub_param_shard_widths").items()
+            if _matches(str(pattern), name)
+        ),
+        None,
+    )
+    return joined(
+        shapes, dim, widths or _even_widths(spec[dim], sum(s[dim] for s in shapes), shapes)
+    )
+
+
+def _even_widths(spec: Any, total: int, shapes: Sequence[_Shape]) -> list[list[int]]:
+    """Even cuts, from the parts' sizes or from their number alone (before version 0.4)."""
+    if isinstance(spec, int):
+        spec = (total // spec,) * spec if spec and not total % spec else ()
+    parts, ranks = sizes(spec), len(shapes)
+    if sum(parts) != total or any(part % ranks for part in parts):
+        raise Unknown(f"parts of {list(parts)} cannot be cut evenly among {ranks} ranks")
+    return [[part // ranks] * ranks for part in parts]
+
+
+# Affine maps
+
+
+def _matching_map(name: str, info: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    stored = info.get("affine_map")
+    params = stored.get("params") if isinstance(stored, dict) else None
+    for pattern, entry in (params or {}).items():
+        if _matches(str(pattern), name) and isinstance(entry, dict):
+            return entry
+    return None
+
+
+def _affine_fit(entry: Mapping[str, Any], shapes: Sequence[_Shape]) -> Fit:
+    """A map of strided views (``checkpoint/affine.py``, version 1), where all of them are boxes."""
+    whole, ranks = sizes(entry.get("logical_shape")), entry.get("ranks")
+    if not isinstance(ranks, dict) or {int(rank) for rank in ranks} != set(range(len(shapes))):
+        raise Unknown("its affine map is not one of these ranks")
+    by_rank = {int(rank): value for rank, value in ranks.items()}
+    pieces = []
+    for rank, shape in enumerate(shapes):
+        if sizes(by_rank[rank].get("shard_shape")) != shape:
+            raise Unknown("its affine map tells other shapes than the files")
+        found = [_piece_boxes(piece, shape, whole) for piece in by_rank[rank]["pieces"]]
+        pieces.append(tuple(found))
+    return Fit(whole, tuple(pieces))
+
+
+def _piece_boxes(piece: Mapping[str, Any], shard: _Shape, whole: _Shape) -> tuple[Box, Box]:
+    if piece.get("scale", 1.0) != 1.0:
+        raise Unknown("the ranks hold it scaled")
+    size = sizes(piece.get("shape"))
+    return (
+        _strided_box(size, piece.get("dest_offset"), piece.get("dest_strides"), shard),
+        _strided_box(size, piece.get("source_offset"), piece.get("source_strides"), whole),
+    )
+
+
+def _strided_box(size: _Shape, offset: Any, strides: Any, shape: _Shape) -> Box:
+    """The box of ``shape`` that a strided view is; Unknown where it is none."""
+    wanted = row_major_strides(shape, 1)
+    left, lo = natural(offset), []
+    for stride in wanted:
+        lo.append(left // stride if stride else 0)
+        left -= lo[-1] * stride
+    fits = len(size) == len(shape) and all(
+        n == 1 or s == w for n, s, w in zip(size, sizes(strides), wanted, strict=True)
+    )
+    box = Box.at(lo, size) if fits else Box.whole(())
+    if not fits or left or not Box.whole(shape).contains(box):
+        raise Unknown("its affine map has views that are no boxes")
+    return box
+
+
+# Patterns
+
+
+def _mapping(info: Mapping[str, Any], key: str) -> Mapping[Any, Any]:
+    value = info.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _listed(name: str, info: Mapping[str, Any], key: str) -> bool:
+    patterns = info.get(key)
+    found: Iterator[str] = (p for p in patterns or [] if isinstance(p, str))
+    return any(_matches(pattern, name) for pattern in found)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """``re.match``, for patterns that take no more than a moment."""
+    repeats = len(re.findall(r"(?<!\\)[*+{]", pattern))
+    if len(pattern) + len(name) > _LONGEST or repeats > _MOST_REPEATS:
+        raise CannotDo(f"universal_checkpoint_info: the pattern {pattern[:80]!r} is too long")
+    if _REPEATED_GROUP.search(pattern):
+        raise CannotDo(f"universal_checkpoint_info: {pattern[:80]!r} repeats a group")
+    try:
+        return re.match(pattern, name) is not None
+    except (re.error, RecursionError):
+        raise CannotDo(f"universal_checkpoint_info: {pattern[:80]!r} is no pattern") from None

@@ -1,0 +1,105 @@
+"""What DeepSpeed saves besides tensors: its own values, the script's, and the optimizer's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckptool.formats._assemble import Leaf, read_leaves
+from ckptool.formats._deepspeed_read import State
+from ckptool.formats._pickle import Call
+from ckptool.formats.base import Source
+
+CLIENT = "client_state"
+_LAYOUT = frozenset(
+    "module optimizer param_shapes frozen_param_shapes frozen_param_fragments buffer_names"
+    " shared_params".split()
+)
+_ENGINE = frozenset(
+    "lr_scheduler data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size"
+    " mp_world_size checkpoint_parallel_dimensions ds_config ds_version num_experts"
+    " ds_autoep_layers csr_tensor_module_names sparse_tensor_module_names"
+    " universal_checkpoint_info".split()
+)
+_PARTITIONS = frozenset(
+    "base_optimizer_state optimizer_state_dict single_partition_of_fp32_groups fp32_flat_groups"
+    " fp32_groups fp32_groups_flat group_paddings param_alignment_paddings partition_count"
+    " param_slice_mappings state param_groups".split()
+)
+_LOSS_SCALERS = "deepspeed.runtime.fp16.loss_scaler."
+_ENUMS = "deepspeed.runtime.zero.config."
+
+
+def engine_leaves(state: State, source: Source) -> dict[str, Leaf]:
+    """The values of a model file. Keys that DeepSpeed does not know are the script's own."""
+    found: dict[Any, Any] = {}
+    client: dict[Any, Any] = {}
+    for key, value in state.fields.items():
+        if key not in _LAYOUT:
+            (found if key in _ENGINE else client)[key] = value
+    if client:
+        found[CLIENT] = client
+    return read_leaves(replace(state.file, value=found), source)
+
+
+def optimizer_leaves(optimizer: State, source: Source) -> dict[str, Leaf]:
+    """The values of an optimizer that belong to no parameter: its groups, the loss scale, ..."""
+    found = {key: plain(v) for key, v in optimizer.fields.items() if key not in _PARTITIONS}
+    groups = _param_groups(optimizer)
+    if groups:
+        found["param_groups"] = groups
+    if not found:
+        return {}
+    return read_leaves(replace(optimizer.file, value=found), source, prefix=("optimizer",))
+
+
+def raw_leaves(optimizer: Any, state: State, source: Source) -> dict[str, Leaf]:
+    """An optimizer's state dict as it is, for each rank."""
+    file = replace(state.file, value=optimizer)
+    return read_leaves(file, source, prefix=("optimizer",), rank_state=True)
+
+
+def _param_groups(optimizer: State) -> Any:
+    """torch's param_groups, wherever the kind of optimizer keeps them."""
+    for key in ("base_optimizer_state", "optimizer_state_dict"):
+        inner = optimizer.fields.get(key)
+        if isinstance(inner, dict):
+            return inner.get("param_groups")
+    return optimizer.fields.get("param_groups")
+
+
+def plain(value: Any) -> Any:
+    """A loss scaler as the dict of its attributes, an enum's member as its value."""
+    if isinstance(value, Call) and value.name.startswith(_LOSS_SCALERS):
+        return dict(value.fields)
+    if isinstance(value, Call) and value.name.startswith(_ENUMS) and len(value.args) == 1:
+        return value.args[0]
+    return value
+
+
+def training_facts(model: State, optimizer: State | None) -> dict[str, str]:
+    """What a person wants to know of a run: version, stage, precision, offloading."""
+    version = model.fields.get("ds_version")
+    config = _mapping(model.fields.get("ds_config"))
+    zero = _mapping(config.get("zero_optimization"))
+    stage = plain(optimizer.fields.get("zero_stage")) if optimizer else None
+    stage = zero.get("stage", 0) if stage is None else stage
+    facts = {"writer": f"DeepSpeed {version}" if isinstance(version, str) else "DeepSpeed"}
+    facts["ZeRO"] = f"stage {stage}" if isinstance(stage, int) else "stage unknown"
+    for precision in ("bf16", "bfloat16", "fp16"):
+        if _mapping(config.get(precision)).get("enabled") is True:
+            facts["precision"] = precision
+    name = _mapping(config.get("optimizer")).get("type")
+    if isinstance(name, str):
+        facts["optimizer"] = name
+    device = _mapping(zero.get("offload_optimizer")).get("device")
+    if isinstance(device, str) and device != "none":
+        facts["optimizer offloaded to"] = device
+    if zero.get("round_robin_gradients") is True:
+        facts["gradients"] = "round-robin"
+    return facts
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,113 @@
+"""The optimizer of DeepSpeed without ZeRO: whole tensors, numbered and not named.
+
+Read: torch's own state dict (fp32 training); ``FP16_UnfusedOptimizer``, with masters by group;
+``FP16_Optimizer``, with one flat tensor a group (``runtime/fp16``, DeepSpeed 0.3 to 0.19).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckptool.formats._deepspeed_flat import Run, run_chunks
+from ckptool.formats._deepspeed_local import Holding
+from ckptool.formats._deepspeed_optimizer import MASTER
+from ckptool.formats._deepspeed_order import names_by_order
+from ckptool.formats._deepspeed_read import State, Vector
+
+_Shape = tuple[int, ...]
+_Shapes = Mapping[str, _Shape]
+
+
+def add_whole_optimizer(
+    found: Holding, state: State, weights: Mapping[str, Vector], rank: int
+) -> list[str] | None:
+    """Add masters and moments under the names of ``weights``; the trained ones are returned.
+
+    None, with nothing added, where order and shapes do not tell the names.
+    """
+    torch_state = state.inner("optimizer_state_dict") if _wraps(state) else state
+    groups = [group.get("params", []) for group in torch_state.sequence("param_groups")]
+    shapes = {name: vector.shape for name, vector in weights.items()}
+    flats = state.fields.get("fp32_groups_flat")
+    if isinstance(flats, list):
+        return _add_flat(found, state, torch_state, flats, shapes, rank)
+    masters = _masters(state, groups)
+    kept = torch_state.mapping("state")
+    wanted = [[_shape(torch_state, kept.get(i), masters.get(i)) for i in group] for group in groups]
+    named = names_by_order(list(shapes.items()), wanted)
+    if named is None:
+        return None
+    for group, names in zip(groups, named, strict=True):
+        for index, name in zip(group, names, strict=True):
+            master = masters.get(index) or (None if _wraps(state) else weights[name])
+            if master is not None and (index in masters or index in kept):
+                found.add_whole((MASTER, name), master, rank)
+            _add_states(found, torch_state, kept.get(index), name, shapes[name], rank)
+    used = {i for group in groups for i in group if i in kept or i in masters}
+    pairs = zip((i for g in groups for i in g), (n for g in named for n in g), strict=True)
+    return [name for index, name in pairs if index in used]
+
+
+def _wraps(state: State) -> bool:
+    """Whether DeepSpeed's own optimizer wraps torch's."""
+    return "optimizer_state_dict" in state.fields
+
+
+def _masters(state: State, groups: Sequence[Sequence[Any]]) -> dict[Any, Vector]:
+    stored = state.fields.get("fp32_groups") or []
+    found = {}
+    for group, values in zip(groups, stored, strict=False):
+        for index, value in zip(group, values if isinstance(values, list) else [], strict=False):
+            vector = state.vector(value)
+            if vector is not None:
+                found[index] = vector
+    return found
+
+
+def _shape(state: State, kept: Any, master: Vector | None) -> _Shape | None:
+    """The shape of a numbered parameter: that of its master, or of its moments."""
+    if master is not None:
+        return master.shape
+    vectors = [state.vector(value) for value in (kept if isinstance(kept, dict) else {}).values()]
+    shapes = {vector.shape for vector in vectors if vector is not None and vector.shape}
+    return shapes.pop() if len(shapes) == 1 else None
+
+
+def _add_states(
+    found: Holding, state: State, kept: Any, name: str, shape: _Shape, rank: int
+) -> None:
+    for kind, value in (kept if isinstance(kept, dict) else {}).items():
+        vector = state.vector(value)
+        if vector is not None and vector.shape == shape:
+            found.add_whole((str(kind), name), vector, rank)
+        else:
+            found.add_leaf((str(kind), name), vector or value, rank)
+
+
+def _add_flat(
+    found: Holding, state: State, torch_state: State, flats: list[Any], shapes: _Shapes, rank: int
+) -> list[str] | None:
+    """One flat tensor a group. The names are known where one group holds all parameters."""
+    vectors = [vector for value in flats if (vector := state.vector(value)) is not None]
+    total = sum(math.prod(shape) for shape in shapes.values())
+    if len(vectors) != 1 or vectors[0].shape != (total,):
+        return None
+    kept = torch_state.mapping("state").get(0)
+    kinds: dict[str, Vector] = {MASTER: vectors[0]}
+    for kind, value in (kept if isinstance(kept, dict) else {}).items():
+        vector = torch_state.vector(value)
+        if vector is not None and vector.shape == (total,):
+            kinds[str(kind)] = vector
+        else:
+            for name in shapes:
+                found.add_leaf((str(kind), name), vector or value, rank)
+    offset = 0
+    for name, shape in shapes.items():
+        run = Run(name, 0, math.prod(shape), 0, offset)
+        for kind, vector in kinds.items():
+            chunks = run_chunks(run, shape, vector.at, vector.dtype.itemsize, rank)
+            found.add((kind, name), vector.dtype, shape, chunks)
+        offset += run.stop
+    return list(shapes)
