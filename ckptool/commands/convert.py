@@ -25,7 +25,7 @@ from ckptool.errors import CannotDo, UsageError
 from ckptool.formats import CONVERTERS
 from ckptool.formats.base import Request
 
-TARGETS = ("safetensors", "torch-save", "dcp", "dcp-safetensors")
+TARGETS = ("safetensors", "torch-save", "dcp", "dcp-safetensors", "deepspeed-universal")
 """What ``--to`` accepts. ``safetensors`` is a Hugging Face folder unless the target is a file."""
 
 

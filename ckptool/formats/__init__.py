@@ -41,6 +41,7 @@ FORMATS: Mapping[str, Format] = _Lazy(
     {
         "dcp": "dcp.FORMAT",
         "accelerate": "accelerate.FORMAT",
+        "deepspeed-universal": "deepspeed_universal.FORMAT",
         "deepspeed": "deepspeed.FORMAT",
         "dcp-safetensors": "dcp_safetensors.FORMAT",
         "sharded-state": "sharded_state.FORMAT",

@@ -66,7 +66,14 @@ def holds_model_file(names: Iterable[str]) -> bool:
     return any(_MODEL.fullmatch(name) for name in names)
 
 
-def tag_folder(source: Source, marker: str = LATEST) -> str:
+def without_copies(paths: Iterable[str]) -> list[str]:
+    """Without the model files of ZeRO 3 where there are others, as a universal checkpoint has."""
+    matches = {path: _MODEL.fullmatch(path.rpartition("/")[2]) for path in paths}
+    whole = any(match and match["dp"] is None for match in matches.values())
+    return [path for path, m in matches.items() if not (whole and m and m["dp"] is not None)]
+
+
+def tag_folder(source: Source, marker: str) -> str:
     """The folder of the tag that the marker file names, with a trailing slash; empty without one.
 
     Raises Damaged where the marker names a folder that is not there.
@@ -91,10 +98,10 @@ def tags(source: Source) -> list[str]:
     return list(dict.fromkeys(head for head, _, name in found if _MODEL.fullmatch(name)))
 
 
-def find_files(source: Source, folder: str) -> Files:
+def find_files(paths: Iterable[str], folder: str) -> Files:
     """The files directly in ``folder``. Damaged where two of them claim the same ranks."""
     found = Files()
-    for path in source.files:
+    for path in paths:
         name = path.removeprefix(folder)
         if path.startswith(folder) and "/" not in name:
             _sort_in(found, name, path)

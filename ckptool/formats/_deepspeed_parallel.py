@@ -27,6 +27,11 @@ class Grid:
     def size(self) -> int:
         return self.pipeline * self.data * self.tensor
 
+    @property
+    def model(self) -> int:
+        """The number of model-parallel ranks."""
+        return self.pipeline * self.tensor
+
     def rank(self, dp: int, mp: int) -> int:
         """The global rank, as Megatron and DeepSpeed's pipelines count."""
         stage, tensor = divmod(mp, self.tensor)
@@ -54,6 +59,12 @@ def merge_into(
             _keep_apart(result, name, shards, grid, str(why), per_rank)
         else:
             result.tensors[entry.name] = entry
+
+
+def whole_entries(holding: Holding) -> dict[str, TensorEntry]:
+    """The tensors of a holding that is not one rank's, but all ranks' together."""
+    joined = (_joined(name, {0: local}, {}) for name, local in holding.tensors.items())
+    return {entry.name: entry for entry in joined}
 
 
 def _shards(name: Name, held: Mapping[int, Local], grid: Grid) -> dict[int, Local]:

@@ -225,3 +225,27 @@ def _matches(pattern: str, name: str) -> bool:
         return re.match(pattern, name) is not None
     except (re.error, RecursionError):
         raise CannotDo(f"universal_checkpoint_info: {pattern[:80]!r} is no pattern") from None
+
+
+# Universal checkpoints
+
+
+def tensor_parallel_layout(name: str, info: Mapping[str, Any]) -> dict[str, Any]:
+    """What a universal checkpoint's file says of how a parameter is cut for tensor parallelism."""
+    found: dict[str, Any] = {}
+    if _listed(name, info, "vocabulary_parameter_patterns"):
+        found["vocab_tensor"] = True
+    if _listed(name, info, "tp_replicated_parameter_patterns"):
+        return found
+    if _listed(name, info, "parameter_with_2_sub_params_cat_dim_0"):
+        return found | {"cat_dim": 0, "param_n_sub_params": 2}
+    rows = _listed(name, info, "parameter_with_row_parallelism_patterns")
+    return found | {"cat_dim": 1 if rows else 0}
+
+
+def kept_rows(name: str, shape: _Shape, info: Mapping[str, Any]) -> int:
+    """The rows of a parameter without the padding of a vocabulary."""
+    original = info.get("original_vocab_size")
+    if type(original) is not int or not _listed(name, info, "vocabulary_parameter_patterns"):
+        return shape[0]
+    return min(shape[0], original)

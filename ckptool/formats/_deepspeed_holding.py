@@ -1,0 +1,115 @@
+"""What the files of each model-parallel rank hold: weights, optimizer, values."""
+
+from __future__ import annotations
+
+from ckptool.formats._deepspeed_checkpoint import Checkpoint
+from ckptool.formats._deepspeed_local import Holding
+from ckptool.formats._deepspeed_optimizer import Partition, add_flat_groups, add_split_groups
+from ckptool.formats._deepspeed_read import all_tensors, read_state, shape_groups
+from ckptool.formats._deepspeed_values import engine_leaves, optimizer_leaves, raw_leaves
+from ckptool.formats._deepspeed_weights import (
+    add_frozen_pieces,
+    add_layers,
+    add_module,
+    add_placeholders,
+    module_weights,
+    trained_shapes,
+)
+from ckptool.formats._deepspeed_whole import add_whole_optimizer
+
+
+def holding_of(checkpoint: Checkpoint, mp: int) -> Holding:
+    """What the files of one model-parallel rank hold."""
+    found = Holding()
+    if checkpoint.files.stage_3:
+        _add_stage_3(found, checkpoint, mp)
+    else:
+        _add_module_and_optimizer(found, checkpoint, mp)
+    for (dp, model_rank), state in checkpoint.models.items():
+        if model_rank == mp:
+            found.add_leaves(engine_leaves(state, checkpoint.source), checkpoint.rank(dp, mp))
+    for partition in checkpoint.partitions(mp):
+        found.add_leaves(optimizer_leaves(partition.state, checkpoint.source), partition.rank)
+    return found
+
+
+def _add_stage_3(found: Holding, checkpoint: Checkpoint, mp: int) -> None:
+    grid = checkpoint.grid
+    models = [
+        Partition(checkpoint.models[dp, mp], dp, checkpoint.rank(dp, mp)) for dp in range(grid.data)
+    ]
+    add_placeholders(found, models)
+    add_frozen_pieces(found, models, grid.data)
+    add_split_groups(found, checkpoint.partitions(mp), shape_groups(checkpoint.models[0, mp]))
+
+
+def _add_module_and_optimizer(found: Holding, checkpoint: Checkpoint, mp: int) -> None:
+    state, rank = checkpoint.models[0, mp], checkpoint.rank(0, mp)
+    groups = shape_groups(state)
+    trained: set[str] | None = {name for group in groups for name in group} or None
+    config = state.inner("ds_config")
+    if checkpoint.optimizers:
+        data_first = config.fields.get("use_data_before_expert_parallelism") is True
+        add_flat_groups(found, checkpoint.partitions(mp), groups, data_first=data_first)
+    elif not groups:
+        trained = _add_whole_optimizer(found, checkpoint, mp)
+    if state.fields.get("module") is not None:
+        add_module(found, state, checkpoint.aliases, trained, rank)
+    if checkpoint.files.layers and mp < checkpoint.grid.tensor:
+        _add_layers(found, checkpoint, mp)
+    for (_, _, model_rank), file in checkpoint.files.experts.items():
+        if model_rank == mp:
+            expert = read_state(checkpoint.source, file)
+            for name, vector in all_tensors(expert).items():
+                found.add_whole(("module", name), vector, rank)
+
+
+def _add_layers(found: Holding, checkpoint: Checkpoint, tensor: int) -> None:
+    """Add the layers of all stages that are of one tensor-parallel rank."""
+    files, source, grid = checkpoint.files, checkpoint.source, checkpoint.grid
+    layers = {n: read_state(source, file) for (n, t), file in files.layers.items() if t == tensor}
+    trained: dict[str, tuple[int, ...]] = {}
+    buffers: set[str] = set()
+    ranks = dict.fromkeys(layers, checkpoint.rank(0, tensor))
+    for mp in range(tensor, grid.model, grid.tensor):
+        shapes = trained_shapes(checkpoint.models[0, mp])
+        trained = shapes | trained
+        buffers |= set(checkpoint.models[0, mp].names("buffer_names"))
+        heads = {name.partition(".")[0] for name in shapes}
+        ranks |= {n: checkpoint.rank(0, mp) for n in layers if str(n) in heads}
+    add_layers(found, layers, trained, buffers, ranks)
+
+
+def _add_whole_optimizer(found: Holding, checkpoint: Checkpoint, mp: int) -> set[str] | None:
+    """Add the optimizer of ZeRO 0; the trained parameters, None where nothing tells them."""
+    state, source = checkpoint.models[0, mp], checkpoint.source
+    if checkpoint.files.expert_optimizers:
+        for (expert, model_rank), file in checkpoint.files.expert_optimizers.items():
+            if model_rank == mp:
+                held = read_state(source, file)
+                leaves = raw_leaves(held.fields.get("optimizer"), held, source)
+                found.add_leaves(leaves, checkpoint.rank(expert, mp))
+        checkpoint.notes.append(_UNNAMED)
+        return None
+    optimizer = state.fields.get("optimizer")
+    if not isinstance(optimizer, dict) or not optimizer:
+        return None
+    inner, rank = state.inner("optimizer"), checkpoint.rank(0, mp)
+    named = add_whole_optimizer(found, inner, module_weights(state), rank)
+    if named is None:
+        found.add_leaves(raw_leaves(optimizer, state, source), rank)
+        checkpoint.notes.append(_UNNAMED)
+        return None
+    found.add_leaves(optimizer_leaves(inner, source), rank)
+    checkpoint.notes.append(_BY_ORDER)
+    return set(named)
+
+
+_UNNAMED = (
+    "without ZeRO the optimizer's parameters are numbers, and their shapes fit several names:"
+    " they are kept as optimizer.state.<number>"
+)
+_BY_ORDER = (
+    "without ZeRO the optimizer's parameters are numbers: their names follow from their order"
+    " and shapes"
+)

@@ -1,0 +1,86 @@
+"""The ``zero`` folder of a universal checkpoint: a folder a parameter, a file a state.
+
+DeepSpeed's ``ds_to_universal`` (0.10 to 0.19) writes ``{"param": tensor, ...}``, from ZeRO 3 a bare
+vector without a shape, and ``step.pt`` a bare tensor or number. It also writes masters for what has
+none: frozen parameters, buffers and tied names, rounded; the model file has those as they were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+
+from ckptool.errors import Damaged
+from ckptool.formats._deepspeed_flat import Run, run_chunks
+from ckptool.formats._deepspeed_local import Holding
+from ckptool.formats._deepspeed_optimizer import MASTER
+from ckptool.formats._deepspeed_read import State, Vector
+from ckptool.formats._storage import shown
+from ckptool.formats._torch_file import read_torch_file
+from ckptool.formats.base import Source
+
+OPTIMIZER_STATE = "zero/optimizer_state.pt"
+_STEP = "step"
+_SUFFIX = ".pt"
+
+
+def state_files(source: Source, folder: str) -> Iterator[tuple[str, str, str]]:
+    """Parameter, kind and path of each file below ``zero``."""
+    head = f"{folder}zero/"
+    for path in source.files:
+        name, slash, file = path.removeprefix(head).rpartition("/")
+        if path.startswith(head) and slash and file.endswith(_SUFFIX):
+            yield name, file.removesuffix(_SUFFIX), path
+
+
+def add_states(
+    found: Holding,
+    source: Source,
+    folder: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    rounded: Collection[str],
+) -> list[str]:
+    """Add all states; ``rounded`` are left out, and those of them that were there returned.
+
+    ``shapes`` are those of the parameters, for the vectors that have none.
+    """
+    left_out = []
+    files = list(state_files(source, folder))
+    with_moments = {name for name, kind, _ in files if kind != MASTER}
+    for name, kind, path in files:
+        if name in rounded and name not in with_moments:
+            left_out.append(name)
+            continue
+        _add_state(found, source, (kind, name), path, shapes.get(name))
+    return left_out
+
+
+def _add_state(
+    found: Holding,
+    source: Source,
+    name: tuple[str, str],
+    path: str,
+    shape: tuple[int, ...] | None,
+) -> None:
+    opened = read_torch_file(source, path)
+    value = opened.value.get("param") if isinstance(opened.value, dict) else opened.value
+    vector = State(opened, {}).vector(value)
+    if name[0] == _STEP and (vector is None or not vector.shape):
+        found.add_leaf(name, vector or value, 0)
+        return
+    if vector is None:
+        raise Damaged(f"{path}: holds {shown(value)}, a universal checkpoint a tensor")
+    if isinstance(opened.value, dict) or shape is None or len(shape) == 1:
+        found.add_whole(name, vector, 0)
+        return
+    _add_vector(found, name, vector, shape, path)
+
+
+def _add_vector(
+    found: Holding, name: tuple[str, str], vector: Vector, shape: tuple[int, ...], path: str
+) -> None:
+    numel = math.prod(shape)
+    if not vector.is_flat or vector.shape != (numel,):
+        raise Damaged(f"{path}: {list(vector.shape)} for a parameter of shape {list(shape)}")
+    chunks = run_chunks(Run(name[1], 0, numel, 0, 0), shape, vector.at, vector.dtype.itemsize, 0)
+    found.add(name, vector.dtype, shape, chunks)
