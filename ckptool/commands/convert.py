@@ -19,7 +19,7 @@ from ckptool.core import rewrite
 from ckptool.core.catalog import Catalog
 from ckptool.core.dtype import DType
 from ckptool.core.layout import FileLayout
-from ckptool.core.parts import model_prefix, part_of
+from ckptool.core.parts import model_prefixes, part_of, weights
 from ckptool.core.plan import Plan
 from ckptool.errors import CannotDo, UsageError
 from ckptool.formats import CONVERTERS
@@ -155,8 +155,8 @@ def _rewritten(catalog: Catalog, options: ConvertOptions) -> tuple[Catalog, dict
 
 def only_model(catalog: Catalog) -> Catalog:
     """The model's tensors, under the names the model itself gives them."""
-    prefix = model_prefix(catalog)
-    names = [n for n, e in catalog.tensors.items() if part_of(n, e.path) == "model"]
+    prefixes = model_prefixes(catalog)
+    names = weights(catalog)
     if not names:
         raise CannotDo("--model-only: no tensor here looks like a part of a model")
     model = replace(
@@ -165,7 +165,7 @@ def only_model(catalog: Catalog) -> Catalog:
         objects={},
         conflicts={n: why for n, why in catalog.conflicts.items() if part_of(n, ()) == "model"},
     )
-    return rewrite.strip_prefix(model, prefix) if prefix else model
+    return rewrite.strip_prefixes(model, prefixes) if prefixes else model
 
 
 def _left_out(before: Catalog, after: Catalog, options: ConvertOptions) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
-from ckptool.core.parts import part_of
+from ckptool.core.parts import part_of, weights
 
 PARTS = ("model", "optimizer", "other")
 
@@ -25,6 +25,7 @@ _STEP_NAMES = (
     "meta.global_step",
     "meta.step",
     "global_step",
+    "global_steps",
     "step",
     "iteration",
 )
@@ -92,7 +93,7 @@ def report(opened: Opened) -> InspectReport:
     shares = shares_of(catalog.tensors.values())
     totals = Totals(
         tensors=len(catalog.tensors),
-        parameters=sum(share.elements for share in shares if share.part == "model"),
+        parameters=sum(catalog.tensors[name].elements for name in weights(catalog)),
         nbytes=sum(share.nbytes for share in shares),
         files=len(catalog.files),
     )

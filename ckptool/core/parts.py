@@ -7,11 +7,16 @@ from collections.abc import Iterable
 
 from ckptool.core.catalog import Catalog, Path
 
-_OPTIMIZER = re.compile(r"(optim|optimizer|optimizers|optimizer_states?|opt|adam)(_?\d+)?")
+_OPTIMIZER = re.compile(
+    r"(optim|optimizer|optimizers|optimizer_states?|opt|adam)(_?\d+)?"
+    r"|fp32|exp_avg|exp_avg_sq|exp_inf|max_exp_avg_sq|momentum_buffer|square_avg"
+)
 _OTHER = re.compile(
     r"(lr_?)?schedulers?(_\d+)?|lr_scheduler(_\d+)?|train_state|train|trainer|dataloader|data_loader"
     r"|rng(_state)?|rng_states|extra_state|random_states|scaler|loss_scaler|sampler|meta|callbacks"
     r"|loops|step|epoch|global_step|config|cfg|args|progress|stateful|metrics|client_state"
+    r"|(global|skipped)_(steps|samples)|(dp|mp)_world_size|ds_\w+|checkpoint_parallel_dimensions"
+    r"|universal_checkpoint_info|data_sampler|random_ltd|shared_params|num_experts"
 )
 _WRAPPER = re.compile(r"model|models|state_dict|model_state_dict|module|network|net|actor|ema")
 
@@ -24,6 +29,35 @@ def part_of(name: str, path: Path) -> str:
     if _OTHER.fullmatch(first):
         return "other"
     return "model"
+
+
+_MASTERS = "fp32"
+_OF_A_MODULE = frozenset(["module", "frozen", "buffer"])
+
+
+def weights(catalog: Catalog) -> list[str]:
+    """The names of the model's tensors: its part, or masters where those are the only weights.
+
+    DeepSpeed's ZeRO 3 saves no weights but the masters, ``fp32.<parameter>``.
+    """
+    names = [n for n, e in catalog.tensors.items() if part_of(n, e.path) == "model"]
+    if {_head(name) for name in names} <= _OF_A_MODULE - {"module"}:
+        names += [name for name in catalog.tensors if _head(name) == _MASTERS]
+    return names
+
+
+def model_prefixes(catalog: Catalog) -> tuple[str, ...]:
+    """The steps that wrap the names of the model's tensors; empty where nothing wraps them."""
+    heads = {_head(name) for name in weights(catalog)}
+    everything = {_head(name) for name in catalog.tensors}
+    if heads <= _OF_A_MODULE | {_MASTERS} and everything & {_MASTERS, "frozen", "buffer"}:
+        return tuple(sorted(heads))
+    prefix = model_prefix(catalog)
+    return (prefix,) if prefix else ()
+
+
+def _head(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def model_prefix(catalog: Catalog) -> str | None:

@@ -122,6 +122,14 @@ def strip_prefix(catalog: Catalog, prefix: str) -> Catalog:
     return rename(catalog, lambda name: name.removeprefix(head))
 
 
+def strip_prefixes(catalog: Catalog, prefixes: Sequence[str]) -> Catalog:
+    """Without the first of these prefixes (and the dot after it) that a name begins with."""
+    heads = tuple(prefix + "." for prefix in prefixes)
+    return rename(
+        catalog, lambda name: next((name[len(h) :] for h in heads if name.startswith(h)), name)
+    )
+
+
 def with_prefix(catalog: Catalog, prefix: str) -> Catalog:
     """With ``prefix`` as the first step of every path."""
     tensors = {

@@ -16,11 +16,13 @@ from typing import Any
 
 from ckptool.core.box import Box, row_major_strides
 from ckptool.errors import CannotDo
+from ckptool.formats._pickle import Call, Global
 from ckptool.formats._storage import natural, sizes
 
 _Shape = tuple[int, ...]
 _LONGEST = 1000
 _MOST_REPEATS = 4
+_SUB_PARAM_SHAPE = Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
 _REPEATED_GROUP = re.compile(r"\)\s*[*+?{]")
 
 
@@ -230,9 +232,12 @@ def _matches(pattern: str, name: str) -> bool:
 # Universal checkpoints
 
 
-def tensor_parallel_layout(name: str, info: Mapping[str, Any]) -> dict[str, Any]:
+def tensor_parallel_layout(name: str, shape: _Shape, info: Mapping[str, Any]) -> dict[str, Any]:
     """What a universal checkpoint's file says of how a parameter is cut for tensor parallelism."""
     found: dict[str, Any] = {}
+    parts = _sub_params(name, info)
+    if parts is not None:
+        return {"sub_param_shape": _sub_param_shape(parts, shape)}
     if _listed(name, info, "vocabulary_parameter_patterns"):
         found["vocab_tensor"] = True
     if _listed(name, info, "tp_replicated_parameter_patterns"):
@@ -241,6 +246,22 @@ def tensor_parallel_layout(name: str, info: Mapping[str, Any]) -> dict[str, Any]
         return found | {"cat_dim": 0, "param_n_sub_params": 2}
     rows = _listed(name, info, "parameter_with_row_parallelism_patterns")
     return found | {"cat_dim": 1 if rows else 0}
+
+
+def _sub_param_shape(parts: Mapping[str, Any], shape: _Shape) -> Call:
+    """DeepSpeed's own record of a parameter's parts (``checkpoint/universal_checkpoint.py``)."""
+    dim, spec = natural(parts.get("partition_dim")), parts.get("shape")
+    if not isinstance(spec, list | tuple) or dim >= min(len(spec), len(shape)):
+        raise CannotDo("universal_checkpoint_info: parts of another shape than their parameter's")
+    count = spec[dim]
+    widths = (shape[dim] // count,) * count if isinstance(count, int) and count else count
+    record = Call(_SUB_PARAM_SHAPE, (), is_new=True)
+    record.state = {
+        "patterns": list(parts.get("patterns") or []),
+        "shape": (*spec[:dim], widths, *spec[dim + 1 :]),
+        "partition_dim": dim,
+    }
+    return record
 
 
 def kept_rows(name: str, shape: _Shape, info: Mapping[str, Any]) -> int:

@@ -125,7 +125,9 @@ def _state_files(
                 f"{entry.name}: rows {rows:,} to {entry.shape[0]:,} pad the vocabulary and are left"
                 " out, as DeepSpeed does"
             )
-        yield _file(path, tensor_parallel_layout(name, info) | {"param": TensorRef(entry, box)})
+        yield _file(
+            path, tensor_parallel_layout(name, box.shape, info) | {"param": TensorRef(entry, box)}
+        )
 
 
 # Values
