@@ -70,7 +70,8 @@ def add_flat_groups(
     A group of experts has fewer partitions than there are ranks; ``data_first`` says that ranks
     of one expert follow one another.
     """
-    slots = [_slots_of(rank.state) for rank in ranks]
+    order = _group_names(ranks[0].state)
+    slots = [_in_order(_slots_of(rank.state), _group_names(rank.state), order) for rank in ranks]
     if any(len(held) != len(groups) for held in slots):
         counts = sorted({len(held) for held in slots})
         raise Damaged(f"{ranks[0].state.file.what}: {counts} flat groups, {len(groups)} of names")
@@ -85,6 +86,23 @@ def add_flat_groups(
             names = _global_names(shapes, expert_rank)
             _add_group(found, members, shapes, names, paddings[number])
         _add_other(found, ranks, held, number)
+
+
+def _group_names(state: State) -> list[tuple[Any, int]]:
+    """The names of the optimizer's groups, as groups of experts have them, each with its count."""
+    base = state.fields.get("base_optimizer_state")
+    groups = base.get("param_groups") if isinstance(base, dict) else None
+    names = [group.get("name") for group in groups or [] if isinstance(group, dict)]
+    return [(name, names[:at].count(name)) for at, name in enumerate(names)]
+
+
+def _in_order(
+    slots: list[Slot], names: list[tuple[Any, int]], order: list[tuple[Any, int]]
+) -> list[Slot]:
+    """The groups as the first rank has them: DeepSpeed sorts groups of experts by a random hash."""
+    if len(order) != len(slots) or set(names) != set(order):
+        return slots
+    return [slots[names.index(name)] for name in order]
 
 
 def _members(ranks: int, parts: int, expert_rank: int, data_first: bool) -> list[int]:
