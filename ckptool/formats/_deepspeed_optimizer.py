@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 from ckptool.errors import Damaged
+from ckptool.formats._deepspeed_doubles import require_distinct
 from ckptool.formats._deepspeed_flat import Run, Shapes, flat_runs, run_chunks, split_runs
 from ckptool.formats._deepspeed_local import Holding
 from ckptool.formats._deepspeed_read import State, Vector
@@ -39,6 +40,15 @@ class Partition:
     state: State
     dp: int
     rank: int
+
+
+def _require_distinct(ranks: Sequence[Partition], slots: Sequence[Sequence[Slot]]) -> None:
+    held = []
+    for rank, own in zip(ranks, slots, strict=True):
+        masters = [slot.flat[MASTER] for slot in own]
+        states = [v for slot in own for kind, v in slot.flat.items() if kind != MASTER]
+        held.append((rank.state.file.what, masters, states))
+    require_distinct(held)
 
 
 def _slot(state: State, master: Any, kept: Mapping[str, Any], lengths: set[int]) -> Slot:
@@ -75,6 +85,7 @@ def add_flat_groups(
     if any(len(held) != len(groups) for held in slots):
         counts = sorted({len(held) for held in slots})
         raise Damaged(f"{ranks[0].state.file.what}: {counts} flat groups, {len(groups)} of names")
+    _require_distinct(ranks, slots)
     counts = _partition_counts(ranks[0].state, len(groups), len(ranks))
     paddings = _paddings(ranks[0].state, groups)
     for number, shapes in enumerate(groups):
@@ -99,7 +110,7 @@ def _group_names(state: State) -> list[tuple[Any, int]]:
 def _in_order(
     slots: list[Slot], names: list[tuple[Any, int]], order: list[tuple[Any, int]]
 ) -> list[Slot]:
-    """The groups as the first rank has them: DeepSpeed sorts groups of experts by a random hash."""
+    """The groups as the first rank has them: DeepSpeed sorts groups of experts by random hashes."""
     if len(order) != len(slots) or set(names) != set(order):
         return slots
     return [slots[names.index(name)] for name in order]
@@ -250,7 +261,9 @@ def add_split_groups(found: Holding, ranks: Sequence[Partition], groups: Sequenc
     shapes = {name: shape for group in groups for name, shape in group.items()}
     for partition in ranks:
         _require_plain_split(partition.state)
-        slots = _sub_groups(partition.state)
+    held = [_sub_groups(partition.state) for partition in ranks]
+    _require_distinct(ranks, held)
+    for partition, slots in zip(ranks, held, strict=True):
         sizes = [slot.flat[MASTER].shape[0] for slot in slots]
         starts = [0, *accumulate(sizes)]
         for run in split_runs(shapes, sizes, partition.dp, len(ranks)):

@@ -68,7 +68,7 @@ def _file(path: str, value: Any) -> FileLayout:
 def _sorted(catalog: Catalog) -> _Sorted:
     found = _Sorted({}, {}, [], {})
     pairs = [(*name.partition(".")[::2], entry) for name, entry in catalog.tensors.items()]
-    found.states.update({rest: {} for kind, rest, _ in pairs if kind == MASTER})
+    found.states.update({rest: {} for kind, rest, _ in pairs if kind == MASTER and rest})
     if not found.states:
         raise CannotDo(
             "a universal checkpoint is made of masters, fp32.<parameter>, and none is here",

@@ -1,0 +1,123 @@
+"""How tensor-parallel shards fit together, against shards that torch's rules would make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptool.core.box import Box
+from ckptool.errors import CannotDo
+from ckptool.formats._deepspeed_rules import Fit, Unknown, fit_of
+
+WHOLE = np.arange(12 * 8).reshape(12, 8)
+
+
+def along(dim: int, array: np.ndarray = WHOLE, ranks: int = 2) -> list[np.ndarray]:
+    return np.split(array, ranks, dim)
+
+
+def blocks(sizes: list[int], ranks: int = 2) -> list[np.ndarray]:
+    """Each block of rows cut among the ranks, a rank's pieces one after the other."""
+    parts = np.split(WHOLE, np.cumsum(sizes)[:-1])
+    pieces = [np.array_split(part, ranks) for part in parts]
+    return [np.concatenate([piece[rank] for piece in pieces]) for rank in range(ranks)]
+
+
+def cut(box: Box) -> tuple[slice, ...]:
+    return tuple(map(slice, box.lo, box.hi))
+
+
+def joined(fit: Fit, shards: list[np.ndarray]) -> np.ndarray:
+    whole = np.full(fit.shape, -1)
+    for shard, pieces in zip(shards, fit.pieces, strict=True):
+        for inner, outer in pieces:
+            whole[cut(outer)] = shard[cut(inner)]
+    return whole
+
+
+def piece(shape: list[int], source: int, dest: int, strides: list[int], scale: float = 1.0) -> Any:
+    """A block of a shard of four columns, in a tensor of eight."""
+    return {
+        "shape": shape,
+        "source_offset": source,
+        "source_strides": [8, 1],
+        "dest_offset": dest,
+        "dest_strides": strides,
+        "scale": scale,
+    }
+
+
+def affine(scale: float = 1.0, strides: tuple[int, int] = (4, 1)) -> dict[str, Any]:
+    ranks = {
+        rank: {"shard_shape": [12, 4], "pieces": [piece([12, 4], 4 * rank, 0, [*strides], scale)]}
+        for rank in (0, 1)
+    }
+    return {"affine_map": {"params": {"w$": {"logical_shape": [12, 8], "ranks": ranks}}}}
+
+
+VERSION = {"universal_checkpoint_version": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("info", "shards"),
+    [
+        (VERSION, along(0)),
+        (VERSION, [WHOLE[:7], WHOLE[7:]]),
+        ({"parameter_with_row_parallelism_patterns": [r"\w+$"]}, along(1)),
+        ({"tp_replicated_parameter_patterns": ["w"]}, [WHOLE, WHOLE]),
+        ({"parameter_with_2_sub_params_cat_dim_0": ["w"]}, blocks([6, 6])),
+        (
+            {
+                "parameter_with_sub_params": [
+                    {"patterns": ["w"], "shape": (3, -1), "partition_dim": 0}
+                ]
+            },
+            blocks([4, 4, 4]),
+        ),
+        (
+            {
+                "parameter_with_sub_params": [
+                    {"patterns": ["^w$"], "shape": [(7, 3, 2), 8], "partition_dim": 0}
+                ],
+                "sub_param_shard_widths": {"^w$": [[4, 3], [2, 1], [1, 1]]},
+            },
+            blocks([7, 3, 2]),
+        ),
+        (affine(), along(1)),
+    ],
+    ids=["rows", "uneven", "columns", "replicated", "gated", "fused", "fused, uneven", "affine"],
+)
+def test_shards_become_the_whole(info: dict[str, Any], shards: list[np.ndarray]) -> None:
+    fit = fit_of("w", [shard.shape for shard in shards], info)
+    assert np.array_equal(joined(fit, shards), WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("info", "why"),
+    [
+        ({}, "no universal_checkpoint_info"),
+        ({"parameter_to_average_patterns": ["w"]}, "mean"),
+        ({"autotp_unsupported_parameter_patterns": {"w": "heads are uneven"}}, "heads are uneven"),
+        (affine(scale=0.5), "scaled"),
+        (affine(strides=(1, 12)), "no boxes"),
+        (
+            {
+                "parameter_with_sub_params": [
+                    {"patterns": ["w"], "shape": (5, -1), "partition_dim": 0}
+                ]
+            },
+            "cannot be cut evenly",
+        ),
+    ],
+)
+def test_what_no_copy_of_bytes_can_join_is_unknown(info: dict[str, Any], why: str) -> None:
+    with pytest.raises(Unknown, match=why):
+        fit_of("w", [(12, 4), (12, 4)], info)
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(", ".*" * 9, "x" * 2000])
+def test_patterns_that_may_take_for_ever_are_refused(pattern: str) -> None:
+    with pytest.raises(CannotDo, match="universal_checkpoint_info"):
+        fit_of("w", [(2,), (2,)], {"tp_replicated_parameter_patterns": [pattern]})
