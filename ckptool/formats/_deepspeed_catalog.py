@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,10 @@ from ckptool.formats._deepspeed_local import Holding
 from ckptool.formats._deepspeed_optimizer import MASTER
 from ckptool.formats._deepspeed_parallel import merge_into
 from ckptool.formats._deepspeed_values import training_facts
-from ckptool.formats.base import ScanOptions
+from ckptool.formats.base import ScanOptions, Source
 from ckptool.formats.torch_save import unread_notes
+
+_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
 
 
 def assembled(
@@ -63,8 +65,10 @@ def catalog_of(
     info = training_facts(checkpoint.model, optimizer)
     degrees = {"pp": grid.pipeline, "dp": grid.data, "tp": grid.tensor}
     info |= {name: str(degree) for name, degree in degrees.items()}
-    carried = companions(source)
-    notes = [*checkpoint.notes, *found.notes, *unread_notes(found.objects)]
+    files = list(files)
+    carried = {n: size for n, size in companions(source).items() if not n.startswith("zero_to_")}
+    notes = [*checkpoint.notes, *_unread_files(source, files), *found.notes]
+    notes += unread_notes(found.objects)
     return Catalog(
         name,
         found.tensors,
@@ -74,5 +78,17 @@ def catalog_of(
         info=info,
         notes=tuple(dict.fromkeys(notes)),
         conflicts=found.conflicts,
-        companions={n: size for n, size in carried.items() if not n.startswith("zero_to_")},
+        companions=carried,
     )
+
+
+def _unread_files(source: Source, files: Collection[str]) -> list[str]:
+    """One note for files beside DeepSpeed's that hold tensors as well, as a trainer leaves them."""
+    folders = {file.rpartition("/")[0] for file in files}
+    beside = [
+        name
+        for name in source.files
+        if name.endswith(_SUFFIXES) and name not in files and name.rpartition("/")[0] in folders
+    ]
+    more = f", and {len(beside) - 8} more" if len(beside) > 8 else ""
+    return [f"not read: {', '.join(beside[:8])}{more}, which lie beside it"] if beside else []

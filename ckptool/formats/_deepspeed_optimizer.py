@@ -51,16 +51,18 @@ def _require_distinct(ranks: Sequence[Partition], slots: Sequence[Sequence[Slot]
     require_distinct(held)
 
 
-def _slot(state: State, master: Any, kept: Mapping[str, Any], lengths: set[int]) -> Slot:
-    """The master and the optimizer's state of one group; flat is what has one of the lengths."""
+def _slot(state: State, master: Any, kept: Mapping[str, Any], padding: int) -> Slot:
+    """The master and the optimizer's state of one group; what is as long as it, is flat as well.
+
+    ``padding`` is how many elements longer than the master a state may be.
+    """
     vector = state.vector(master)
     if vector is None or not vector.is_flat:
         raise Damaged(f"{state.file.what}: a flat group of masters is no flat tensor")
-    slot = Slot({MASTER: vector})
-    lengths = lengths | set(vector.shape)
+    slot, least = Slot({MASTER: vector}), vector.shape[0]
     for kind, value in kept.items():
         found = state.vector(value)
-        if found is not None and found.is_flat and found.shape[0] in lengths:
+        if found is not None and found.is_flat and least <= found.shape[0] <= least + padding:
             slot.flat[kind] = found
         elif (found is not None and found.shape == ()) or isinstance(value, int | float):
             slot.scalars[kind] = found or value
@@ -146,16 +148,14 @@ def _slots_of(state: State) -> list[Slot]:
     """The groups of one rank's file.
 
     Masters are stored without the padding at their end, moments with it; an elastic checkpoint
-    stores both without, as a list of dicts.
+    stores both without, as a list of dicts. Before 0.16 the last rank told all padding as its own.
     """
     masters = state.sequence("single_partition_of_fp32_groups")
     paddings = [*map(natural, state.fields.get("group_paddings") or []), *[0] * len(masters)]
     kept = _kept_states(state, len(masters))
     slots = []
     for master, padding, values in zip(masters, paddings, kept, strict=False):
-        vector = state.vector(master)
-        lengths = {vector.shape[0] + padding} if vector is not None and vector.shape else set()
-        slots.append(_slot(state, master, values, lengths))
+        slots.append(_slot(state, master, values, padding))
     return slots
 
 
@@ -292,5 +292,5 @@ def _sub_groups(state: State) -> list[Slot]:
     slots = []
     for number, master in enumerate(masters):
         values = kept.get(number)
-        slots.append(_slot(state, master, values if isinstance(values, dict) else {}, set()))
+        slots.append(_slot(state, master, values if isinstance(values, dict) else {}, 0))
     return slots

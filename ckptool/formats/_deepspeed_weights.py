@@ -65,14 +65,16 @@ def same_tensors(vectors: Mapping[str, Vector]) -> dict[str, str]:
 
 
 def add_placeholders(found: Holding, states: Iterable[Partition]) -> None:
-    """Add what ZeRO 3 keeps in ``module``: buffers, and parameters that are not partitioned."""
+    """Add what ZeRO 3 keeps in ``module``: buffers, and parameters that are not partitioned.
+
+    Of partitioned parameters there are empty tensors in their place.
+    """
     for partition in states:
-        shapes = trained_shapes(partition.state)
         buffers = set(partition.state.names("buffer_names"))
         for name, vector in named_tensors(partition.state, "module").items():
             if name in buffers:
                 found.add_leaf(("buffer", name), vector, partition.rank)
-            elif math.prod(vector.shape) and shapes.get(name) == vector.shape:
+            elif math.prod(vector.shape):
                 found.add_leaf(("module", name), vector, partition.rank)
 
 
