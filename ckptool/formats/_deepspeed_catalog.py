@@ -91,4 +91,4 @@ def _unread_files(source: Source, files: Collection[str]) -> list[str]:
         if name.endswith(_SUFFIXES) and name not in files and name.rpartition("/")[0] in folders
     ]
     more = f", and {len(beside) - 8} more" if len(beside) > 8 else ""
-    return [f"not read: {', '.join(beside[:8])}{more}, which lie beside it"] if beside else []
+    return [f"not read, beside it: {', '.join(beside[:8])}{more}"] if beside else []
