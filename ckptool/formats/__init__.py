@@ -62,6 +62,7 @@ CONVERTERS: Mapping[str, LayOut] = _Lazy(
         "torch-save": "torch_save.lay_out",
         "dcp": "_dcp_write.lay_out",
         "dcp-safetensors": "dcp_safetensors.lay_out",
+        "deepspeed-universal": "_deepspeed_universal_write.lay_out",
     }
 )
 """What lays a checkpoint out in another format."""

@@ -18,7 +18,6 @@ from ckptool.formats._deepspeed_local import Holding
 from ckptool.formats._deepspeed_optimizer import MASTER
 from ckptool.formats._deepspeed_parallel import whole_entries
 from ckptool.formats._deepspeed_read import State, read_state
-from ckptool.formats._deepspeed_universal_write import lay_out
 from ckptool.formats._deepspeed_values import optimizer_leaves
 from ckptool.formats._deepspeed_weights import trained_shapes
 from ckptool.formats._deepspeed_zero_folder import OPTIMIZER_STATE, add_states, state_files
@@ -98,5 +97,4 @@ FORMAT = Format(
     "DeepSpeed's universal checkpoint: a folder a parameter",
     _probe,
     _scan,
-    lay_out=lay_out,
 )
