@@ -16,6 +16,8 @@ from ckptool.errors import Damaged
 from ckptool.formats.base import Source, first_missing, require_rank
 
 LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"
+OPTIMIZER_STATE = "zero/optimizer_state.pt"
 _LONGEST_TAG = 1000
 _Key = TypeVar("_Key", bound=tuple[int, ...])
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<dp>\d{1,9})_)?mp_rank_(?P<mp>\d{1,9})_model_states\.pt")

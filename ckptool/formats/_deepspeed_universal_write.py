@@ -14,6 +14,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.errors import CannotDo
+from ckptool.formats._deepspeed_files import LATEST_UNIVERSAL, OPTIMIZER_STATE
 from ckptool.formats._deepspeed_optimizer import MASTER
 from ckptool.formats._deepspeed_rules import kept_rows, tensor_parallel_layout
 from ckptool.formats._deepspeed_values import CLIENT
@@ -25,7 +26,6 @@ from ckptool.formats.base import Request
 
 _MODEL_KINDS = ("module", "frozen", "buffer")
 _STEP = "step"
-_MARKER = "latest_universal"
 _VERSION = "0.19.8"
 _MODEL_FILES = ("mp_rank_00_model_states", "zero_pp_rank_0_mp_rank_00_model_states")
 
@@ -53,10 +53,10 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
         step = values.get(_STEP, {}).get(name)
         if step is not None and _STEP not in states:
             files.append(_file(f"{tag}/zero/{name}/{_STEP}.pt", step))
-    files.append(_file(f"{tag}/zero/optimizer_state.pt", _optimizer_state(values, tensors)))
+    files.append(_file(f"{tag}/{OPTIMIZER_STATE}", _optimizer_state(values, tensors)))
     model = _model_state(values, tensors)
     files += [_file(f"{tag}/{name}.pt", model) for name in _MODEL_FILES]
-    marker = FileLayout(_MARKER, (Literal(tag.encode()),))
+    marker = FileLayout(LATEST_UNIVERSAL, (Literal(tag.encode()),))
     return Layout((*files, marker), folder=True, notes=tuple(notes))
 
 

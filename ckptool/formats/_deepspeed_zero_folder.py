@@ -19,7 +19,6 @@ from ckptool.formats._storage import shown
 from ckptool.formats._torch_file import read_torch_file
 from ckptool.formats.base import Source
 
-OPTIMIZER_STATE = "zero/optimizer_state.pt"
 _STEP = "step"
 _SUFFIX = ".pt"
 

@@ -6,90 +6,21 @@ with ``checkpoint.load_universal``, at any ZeRO stage, data and tensor paralleli
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-
 from ckptool.core.catalog import Catalog
-from ckptool.errors import Damaged
-from ckptool.formats._deepspeed_catalog import add_tied_masters, assembled, catalog_of
-from ckptool.formats._deepspeed_checkpoint import Checkpoint, read_checkpoint
-from ckptool.formats._deepspeed_files import LATEST, find_files, tag_folder, without_copies
-from ckptool.formats._deepspeed_holding import holding_of
-from ckptool.formats._deepspeed_local import Holding
-from ckptool.formats._deepspeed_optimizer import MASTER
-from ckptool.formats._deepspeed_parallel import whole_entries
-from ckptool.formats._deepspeed_read import State, read_state
-from ckptool.formats._deepspeed_values import optimizer_leaves
-from ckptool.formats._deepspeed_weights import trained_shapes
-from ckptool.formats._deepspeed_zero_folder import OPTIMIZER_STATE, add_states, state_files
+from ckptool.formats._deepspeed_files import LATEST, LATEST_UNIVERSAL, OPTIMIZER_STATE
 from ckptool.formats.base import Format, ScanOptions, Source
-
-_MARKER = "latest_universal"
 
 
 def _probe(source: Source) -> bool:
-    if _MARKER in source.files:
+    if LATEST_UNIVERSAL in source.files:
         return LATEST not in source.files
     return OPTIMIZER_STATE in source.files
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
-    folder = tag_folder(source, _MARKER)
-    files = find_files(without_copies(source.files), folder)
-    checkpoint = read_checkpoint(source, files)
-    holdings = [holding_of(checkpoint, mp) for mp in range(checkpoint.grid.model)]
-    states = _states(checkpoint, holdings, folder)
-    holdings[0].add_leaves(states.leaves.get(0, {}), 0)
-    found = assembled(checkpoint, holdings, options)
-    found.tensors |= whole_entries(states)
-    add_tied_masters(found, checkpoint.aliases)
-    kept = [path for _, _, path in state_files(source, folder)]
-    paths = [*files.all, *kept, folder + OPTIMIZER_STATE, *([_MARKER] if folder else [])]
-    return catalog_of("deepspeed-universal", checkpoint, found, paths)
+    from ckptool.formats._deepspeed_universal_read import scan
 
-
-def _states(checkpoint: Checkpoint, holdings: list[Holding], folder: str) -> Holding:
-    """What ``zero`` holds. Damaged where the state of a trained parameter is missing."""
-    source, found = checkpoint.source, Holding()
-    if folder + OPTIMIZER_STATE not in source.files:
-        raise Damaged(
-            f"{folder}{OPTIMIZER_STATE} is missing: the conversion to a universal checkpoint was"
-            " not finished"
-        )
-    optimizer = read_state(source, folder + OPTIMIZER_STATE)
-    shapes = {
-        n: s for state in checkpoint.models.values() for n, s in trained_shapes(state).items()
-    }
-    left_out = add_states(found, source, folder, shapes, _rounded(checkpoint, holdings, shapes))
-    if left_out:
-        checkpoint.notes.append(
-            f"not carried: masters of {', '.join(left_out)}, which are rounded copies of what the"
-            " model file holds"
-        )
-    missing = [name for name in shapes if (MASTER, name) not in found.tensors]
-    if missing:
-        raise Damaged(f"{folder}zero/{missing[0]}/{MASTER}.pt is missing ({len(missing)} such)")
-    _add_common_step(found, optimizer, shapes)
-    found.add_leaves(optimizer_leaves(optimizer, source), 0)
-    return found
-
-
-def _rounded(
-    checkpoint: Checkpoint, holdings: list[Holding], trained: Collection[str]
-) -> Collection[str]:
-    """Names that are not trained, but that the converter wrote masters of all the same."""
-    in_model = {name for holding in holdings for _, name in holding.tensors}
-    leaves = [leaf for h in holdings for held in h.leaves.values() for leaf in held.values()]
-    buffers = {str(leaf.path[1]) for leaf in leaves if leaf.path[0] == "buffer"}
-    return (in_model | buffers | checkpoint.aliases.keys()) - set(trained) if trained else ()
-
-
-def _add_common_step(found: Holding, optimizer: State, names: Iterable[str]) -> None:
-    """The step that ZeRO 3 keeps for all parameters, in what is left of rank 0's optimizer."""
-    kept = optimizer.inner("optimizer_state_dict").mapping("state").get(0)
-    step = kept.get("step") if isinstance(kept, dict) else None
-    if step is not None and not any(name.startswith("step.") for name in found.leaves.get(0, {})):
-        for name in names:
-            found.add_leaf(("step", name), optimizer.vector(step) or step, 0)
+    return scan(source, options)
 
 
 FORMAT = Format(

@@ -1,0 +1,52 @@
+"""Read a DeepSpeed checkpoint: files, then ranks, then what they hold together."""
+
+from __future__ import annotations
+
+from ckptool.core.catalog import Catalog
+from ckptool.errors import Damaged
+from ckptool.formats._assemble import Assembled
+from ckptool.formats._deepspeed_catalog import add_tied_masters, assembled, catalog_of
+from ckptool.formats._deepspeed_checkpoint import Checkpoint, read_checkpoint
+from ckptool.formats._deepspeed_files import (
+    LATEST,
+    find_files,
+    tag_folder,
+    tags,
+)
+from ckptool.formats._deepspeed_holding import holding_of
+from ckptool.formats._deepspeed_optimizer import MASTER
+from ckptool.formats._deepspeed_weights import trained_shapes
+from ckptool.formats.base import ScanOptions, Source
+
+
+def scan(source: Source, options: ScanOptions) -> Catalog:
+    """The catalog of the latest tag, or of the tag whose folder the source is."""
+    folder = tag_folder(source, LATEST)
+    checkpoint = read_checkpoint(source, find_files(source.files, folder))
+    holdings = [holding_of(checkpoint, mp) for mp in range(checkpoint.grid.model)]
+    found = assembled(checkpoint, holdings, options)
+    add_tied_masters(found, checkpoint.aliases)
+    if not checkpoint.optimizers and trained_shapes(checkpoint.model):
+        _miss_optimizers(checkpoint, found)
+    checkpoint.notes += _other_tags(source, folder)
+    files = [*checkpoint.files.all, *([LATEST] if folder else [])]
+    return catalog_of("deepspeed", checkpoint, found, files)
+
+
+def _miss_optimizers(checkpoint: Checkpoint, found: Assembled) -> None:
+    """A conflict where the weights are there without masters and moments; else Damaged."""
+    what = checkpoint.model.file.what
+    if checkpoint.files.stage_3:
+        raise Damaged(
+            f"{what}: ZeRO 3 keeps weights in the files of optimizer states, and none of those is"
+            " there"
+        )
+    found.conflicts[MASTER] = (
+        f"{what}: was trained with ZeRO, and all files of optimizer states are missing: no masters"
+        " and moments; --model-only converts the weights"
+    )
+
+
+def _other_tags(source: Source, folder: str) -> list[str]:
+    others = [tag for tag in tags(source) if f"{tag}/" != folder]
+    return [f"{folder[:-1]} is the latest tag; also here: {', '.join(others)}"] if others else []
