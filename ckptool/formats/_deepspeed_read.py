@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,15 @@ class State:
         if isinstance(value, kind):
             return value
         raise Damaged(f"{self.file.what}: {key} is {shown(value)}")
+
+
+@contextmanager
+def malformed_is_damaged(what: str) -> Iterator[None]:
+    """Damaged where a state is of another make than any DeepSpeed writes, wherever that shows."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise Damaged(f"{what}: a state that DeepSpeed does not write: {error}") from None
 
 
 def read_state(source: Source, file: str) -> State:

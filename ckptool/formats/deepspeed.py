@@ -20,9 +20,11 @@ def _probe(source: Source) -> bool:
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
+    from ckptool.formats._deepspeed_read import malformed_is_damaged
     from ckptool.formats._deepspeed_scan import scan
 
-    return scan(source, options)
+    with malformed_is_damaged(source.root):
+        return scan(source, options)
 
 
 FORMAT = Format(

@@ -122,6 +122,8 @@ def test_cut_anywhere(
         ("rank_experimental", "checkpoint_3.pt"),
         ("rank_fsdp1", "model_rank0.pt"),
         ("torch_checkpointing_safetensors", "metadata.pkl"),
+        ("deepspeed_zero_2", "global_step1/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        ("deepspeed_universal", "global_step1_universal/zero/optimizer_state.pt"),
     ],
 )
 def test_a_flipped_byte_is_never_a_traceback(
@@ -146,6 +148,7 @@ def test_a_flipped_byte_is_never_a_traceback(
         ("dcp_base", "__0_0.distcp"),
         ("rank_experimental", "checkpoint_3.pt"),
         ("rank_fsdp1", "model_rank0.pt"),
+        ("deepspeed_zero_3", "global_step1/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
     ],
 )
 def test_a_flipped_byte_never_makes_a_wrong_tensor(
