@@ -21,6 +21,7 @@ from ckptool.formats._deepspeed_read import State, Vector
 from ckptool.formats._storage import natural
 
 MASTER = "fp32"
+_ANY = 1 << 62
 _EXPERT = re.compile(r"(?P<head>.*\bdeepspeed_experts\.)(?P<number>\d+)(?P<tail>\..*)")
 
 
@@ -126,7 +127,8 @@ def _members(ranks: int, parts: int, expert_rank: int, data_first: bool) -> list
 
 
 def _partition_counts(state: State, groups: int, ranks: int) -> list[int]:
-    counts = list(map(natural, state.sequence("partition_count")))
+    stored = state.fields.get("partition_count")
+    counts = list(map(natural, stored if isinstance(stored, list | tuple) else [stored] * groups))
     if len(counts) != groups or any(not count or ranks % count for count in counts):
         raise Damaged(
             f"{state.file.what}: partition_count {counts} for {groups} groups and {ranks} ranks"
@@ -148,10 +150,11 @@ def _slots_of(state: State) -> list[Slot]:
     """The groups of one rank's file.
 
     Masters are stored without the padding at their end, moments with it; an elastic checkpoint
-    stores both without, as a list of dicts. Before 0.16 the last rank told all padding as its own.
+    stores both without, as a list of dicts. Versions before 0.16 tell all padding as the last
+    rank's, 0.5 does not tell it.
     """
     masters = state.sequence("single_partition_of_fp32_groups")
-    paddings = [*map(natural, state.fields.get("group_paddings") or []), *[0] * len(masters)]
+    paddings = list(map(natural, state.fields.get("group_paddings") or [_ANY] * len(masters)))
     kept = _kept_states(state, len(masters))
     slots = []
     for master, padding, values in zip(masters, paddings, kept, strict=False):
@@ -260,7 +263,7 @@ def add_split_groups(found: Holding, ranks: Sequence[Partition], groups: Sequenc
     """Add the tensors of ZeRO 3."""
     shapes = {name: shape for group in groups for name, shape in group.items()}
     for partition in ranks:
-        _require_plain_split(partition.state)
+        _require_plain_split(partition.state, len(groups))
     held = [_sub_groups(partition.state) for partition in ranks]
     _require_distinct(ranks, held)
     for partition, slots in zip(ranks, held, strict=True):
@@ -277,7 +280,13 @@ def add_split_groups(found: Holding, ranks: Sequence[Partition], groups: Sequenc
             _add_other(found, [partition], [slot], number)
 
 
-def _require_plain_split(state: State) -> None:
+def _require_plain_split(state: State, groups: int) -> None:
+    param_groups = state.inner("optimizer_state_dict").fields.get("param_groups") or []
+    if len(param_groups) > groups:
+        raise Damaged(
+            f"{state.file.what}: {len(param_groups)} groups of parameters, whose order DeepSpeed"
+            " did not save before 0.5.4"
+        )
     if state.fields.get("ds_zero_partition_groups"):
         raise Damaged(
             f"{state.file.what}: ZeRO 3 with automatic expert parallelism cuts experts among groups"
