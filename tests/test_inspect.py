@@ -95,6 +95,11 @@ def test_step(path, values, step):
     assert step_of(Path("/nowhere", path), catalog(objects=values)) == step
 
 
+def test_a_step_that_the_format_found_counts_before_the_folders_name():
+    found = catalog(info={"step": "12"})
+    assert step_of(Path("/nowhere/step-3"), found) == 12
+
+
 def test_json_of_a_sharded_checkpoint():
     placements = (StridedShard(0, 2), Shard(0))
     found = inspect_json(

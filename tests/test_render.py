@@ -122,6 +122,16 @@ def test_overview_tells_format_mesh_parts_and_folded_layers():
     assert "1 value besides tensors" in shown
 
 
+def test_what_the_files_record_of_their_making_has_rows_of_its_own():
+    info = {"writer": "torch", "metadata version": "1", "framework": "Megatron-core"}
+    info |= {"version": "0.20", "parallelism": "TP 2, PP 1", "arguments": "layers 4"}
+    lines = [line.split() for line in screen(tensor("w"), catalog={"info": info}).splitlines()]
+    assert ["writer", "torch,", "metadata", "version", "1"] in lines
+    assert ["framework", "Megatron-core", "0.20"] in lines
+    assert ["parallel", "TP", "2,", "PP", "1"] in lines
+    assert ["arguments", "layers", "4"] in lines
+
+
 def test_an_inferred_mesh_is_called_inferred():
     shown = screen(tensor("w"), catalog={"mesh": Mesh.of((4,)), "mesh_source": "inferred"})
     assert "4, inferred from chunks and writers" in shown

@@ -119,11 +119,14 @@ def shares_of(entries: Iterable[TensorEntry]) -> tuple[Share, ...]:
 
 
 def step_of(path: Path, catalog: Catalog) -> int | None:
-    """The training step: a value that says so, else a folder name that does, else None."""
+    """The training step: a value that says so, else what the format found, else a folder name."""
     for name in _STEP_NAMES:
         entry = catalog.objects.get(name)
         if entry is not None and type(entry.value) is int and entry.value >= 0:
             return entry.value
+    recorded = catalog.info.get("step", "")
+    if recorded.isdecimal():
+        return int(recorded)
     place = Path(os.path.realpath(path))
     for name in (place.stem if place.is_file() else place.name, place.parent.name):
         found = _STEP_FOLDER.fullmatch(name)

@@ -21,6 +21,7 @@ _MOST_LINES = 200
 _BAR = 24
 _ROOMY = 110
 _STATES = re.compile(r"\{[A-Za-z][^{}]*\}$")
+_ROWS = ("framework", "version", "parallelism", "step", "arguments")
 _BRIEF = {"Shard": "S", "StridedShard": "_S", "Partial": "P", "Replicate()": "R"}
 
 
@@ -39,19 +40,25 @@ def _header(report: InspectReport, screen: Console) -> list[Text]:
     title = Text.assemble(
         (visible(str(report.path)), "bold"), "  ", (f"{catalog.format}", "bold cyan")
     )
-    facts = [("writer", _writer(catalog.info))]
+    info = catalog.info
+    facts = [("writer", _writer(info)), ("framework", _framework(info))]
     if report.step is not None:
         facts.append(("step", f"{report.step:,}"))
     if catalog.world_size is not None:
         facts.append(("ranks", f"{catalog.world_size:,}"))
-    facts += [("mesh", _mesh(catalog)), ("holds", _holds(report))]
+    facts += [("parallel", info.get("parallelism", "")), ("mesh", _mesh(catalog))]
+    facts += [("arguments", info.get("arguments", "")), ("holds", _holds(report))]
     rows = [(Text(label, style="dim"), Text(visible(fact))) for label, fact in facts if fact]
     return [title, *columns(screen, rows, "ll")]
 
 
 def _writer(info: dict[str, str]) -> str:
-    rest = [f"{key} {value}" for key, value in info.items() if key != "writer"]
+    rest = [f"{key} {value}" for key, value in info.items() if key not in ("writer", *_ROWS)]
     return ", ".join([*([info["writer"]] if "writer" in info else []), *rest])
+
+
+def _framework(info: dict[str, str]) -> str:
+    return " ".join(info[key] for key in ("framework", "version") if key in info)
 
 
 def _mesh(catalog: Catalog) -> str:
