@@ -13,7 +13,7 @@ from ckptool.errors import Damaged, NotFound, Problem
 
 SPAN = 4 << 20
 """Bytes that are read at once to gather elements that lie apart."""
-_DEPTH = 5
+_DEPTH = 8
 _MOST_ENTRIES = 200_000
 _MOST_VISITS = 200
 
@@ -31,7 +31,7 @@ class LocalSource:
 
     @classmethod
     def folder(cls, root: Path) -> LocalSource:
-        """Everything below ``root`` that can be read, five folders deep."""
+        """Everything below ``root`` that can be read, eight folders deep."""
         walk = _Walk(root)
         try:
             walk.enter("", (), _DEPTH)

@@ -43,6 +43,7 @@ FORMATS: Mapping[str, Format] = _Lazy(
         "accelerate": "accelerate.FORMAT",
         "deepspeed-universal": "deepspeed_universal.FORMAT",
         "deepspeed": "deepspeed.FORMAT",
+        "torchsnapshot": "torchsnapshot.FORMAT",
         "dcp-safetensors": "dcp_safetensors.FORMAT",
         "sharded-state": "sharded_state.FORMAT",
         "hf": "hf.FORMAT",

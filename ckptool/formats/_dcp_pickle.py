@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Index, Path, TensorEntry
+from ckptool.formats._tree import holed_lists
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _BATCH = 1000
@@ -115,11 +116,16 @@ class _Writer:
     def _paths(
         self, tensors: list[WrittenTensor], values: list[WrittenValue]
     ) -> Iterable[tuple[bytes, bytes]]:
+        """The path of each name. A list that is not whole becomes a dict, so that it loads."""
         named = [(t.entry.name, t.entry.path) for t in tensors]
-        for name, path in [*named, *((v.name, v.path) for v in values)]:
+        named += [(v.name, v.path) for v in values]
+        holed = holed_lists(path for _, path in named)
+        for name, path in named:
             steps = b"".join(
-                _integer(step.position) if isinstance(step, Index) else self._text(str(step))
-                for step in path
+                _integer(step.position)
+                if isinstance(step, Index) and path[:at] not in holed
+                else self._text(str(step))
+                for at, step in enumerate(path)
             )
             yield self._text(name), pickle.MARK + steps + pickle.TUPLE
 

@@ -102,6 +102,16 @@ def unique_names(found: Iterable[tuple[Path, Any]], *, what: str) -> dict[str, t
     return named
 
 
+def holed_lists(paths: Iterable[Path]) -> set[Path]:
+    """The paths of lists and tuples of which some positions are not there."""
+    positions: dict[Path, set[int]] = {}
+    for path in paths:
+        for at, step in enumerate(path):
+            if isinstance(step, Index):
+                positions.setdefault(path[:at], set()).add(step.position)
+    return {head for head, found in positions.items() if found != set(range(len(found)))}
+
+
 def nest(found: Iterable[tuple[Path, Any]]) -> Any:
     """The nested state dict whose leaves lie at these paths.
 

@@ -38,6 +38,13 @@ def test_drop(out: Path) -> None:
     assert names(out, drop=("optim.*",)) == {n for n in whole if not n.startswith("optim.")}
 
 
+def test_a_list_loses_an_element_and_still_loads_as_dcp(out: Path) -> None:
+    whole = case("zip_zoo").truth
+    inner = next(n for n in whole if n.split(".")[-1] == "0")
+    convert_to("dcp", case("zip_zoo").path, out / "m", drop=(inner,))
+    assert read_back("dcp", out / "m").keys() == whole.keys() - {inner}
+
+
 def test_model_only_strips_its_prefix(out: Path) -> None:
     whole = set(case(MODEL_AND_OPTIMIZER).truth)
     expected = {n.removeprefix("model.") for n in whole if n.startswith("model.")}

@@ -95,6 +95,7 @@ def test_what_nothing_can_show_is_no_error(
         ("hf_shards", "model.safetensors.index.json"),
         ("rank_experimental", "checkpoint_3.pt"),
         ("torch_checkpointing", "metadata.pkl"),
+        ("snapshot_batched", ".snapshot_metadata"),
     ],
 )
 def test_cut_anywhere(
@@ -124,6 +125,7 @@ def test_cut_anywhere(
         ("torch_checkpointing_safetensors", "metadata.pkl"),
         ("deepspeed_zero_2", "global_step1/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
         ("deepspeed_universal", "global_step1_universal/zero/optimizer_state.pt"),
+        ("snapshot", ".snapshot_metadata"),
     ],
 )
 def test_a_flipped_byte_is_never_a_traceback(

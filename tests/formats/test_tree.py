@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.core.catalog import flat_name
+from ckptool.core.catalog import Index, flat_name
 from ckptool.errors import CannotDo, Damaged
 from ckptool.formats._pickle import Call, Global
-from ckptool.formats._tree import leaves, nest, unique_names
+from ckptool.formats._tree import holed_lists, leaves, nest, unique_names
 
 TENSOR = Call(Global("torch._utils", "_rebuild_tensor_v2"), ())
 LEAVES = st.one_of(st.integers(), st.text(max_size=3), st.none(), st.just(TENSOR))
@@ -95,3 +95,12 @@ def test_a_list_with_a_hole_becomes_a_dict() -> None:
 def test_a_value_inside_another_is_an_error() -> None:
     with pytest.raises(CannotDo, match="inside another value"):
         nest([(("a",), 1), (("a", "b"), 2)])
+
+
+def test_a_list_with_a_hole_is_told_from_a_whole_one() -> None:
+    whole = [("a", Index(0)), ("a", Index(1), "x")]
+    assert holed_lists(whole) == set()
+    assert holed_lists([*whole, ("b", Index(1)), ("a", Index(1), "y", Index(2))]) == {
+        ("b",),
+        ("a", Index(1), "y"),
+    }
