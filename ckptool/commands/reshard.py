@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from ckptool.core.written import written_entries
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.run import peak_memory
 from ckptool.errors import CannotDo, UsageError
-from ckptool.formats import WRITERS
+from ckptool.formats import CUTS, WRITERS
 from ckptool.formats.base import Request
 
 RANK_STATES = ("stop", "keep", "drop")
@@ -156,9 +156,10 @@ def prepare_reshard(source: Path, target: Path | None, options: ReshardOptions) 
     require_agreement(catalog)
     if not catalog.tensors:
         raise CannotDo(f"{opened.path}: no tensor to reshard")
+    writer = _writer_name(options.to, opened)
+    placer = replace(placer, rules=(*placer.rules, *CUTS.get(writer, ())))
     choices = placer.choose(catalog)
     placed = Placed(placer.mesh, {name: choice.placements for name, choice in choices.items()})
-    writer = _writer_name(options.to, opened)
     catalog = opened.located(catalog)
     layout = WRITERS[writer](catalog, Request(target.name, placed=placed))
     plan = Plan(catalog, layout)

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import Layout
+from ckptool.core.placing import Rule
 from ckptool.formats.base import Format, Request, Source
 
 _T = TypeVar("_T")
@@ -47,6 +48,7 @@ FORMATS: Mapping[str, Format] = _Lazy(
         "dcp-safetensors": "dcp_safetensors.FORMAT",
         "sharded-state": "sharded_state.FORMAT",
         "hf": "hf.FORMAT",
+        "llama": "llama.FORMAT",
         "rank-local": "rank_local.FORMAT",
         "safetensors": "safetensors.FORMAT",
         "torch-save": "torch_save.FORMAT",
@@ -74,10 +76,19 @@ WRITERS: Mapping[str, LayOut] = _Lazy(
         "rank-local": "_rank_write.lay_out_rank_files",
         "torch-checkpointing": "_torch_checkpointing_write.lay_out_torch_checkpointing",
         "dcp-safetensors": "dcp_safetensors.lay_out",
-        "sharded-state": "sharded_state.lay_out",
+        "sharded-state": "_vllm_write.lay_out",
+        "llama": "llama.lay_out",
     }
 )
 """What writes a checkpoint cut for a mesh."""
+
+CUTS: Mapping[str, tuple[Rule, ...]] = _Lazy(
+    {"llama": "llama.RULES", "sharded-state": "_vllm_write.RULES"}
+)
+"""How a format cuts tensors by their names, where it leaves no choice."""
+
+CUTS: dict[str, tuple[Rule, ...]] = {"llama": llama.RULES, "sharded-state": _vllm_write.RULES}
+"""How a format cuts tensors by their names, where it leaves no choice."""
 
 
 def detect(source: Source) -> Format | None:

@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import bits, load_torch
+from conftest import Bits, bits, convert_to, load_torch, read_back
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ckptool.commands.open import open_checkpoint
+from ckptool.commands.reshard import ReshardOptions, prepare_reshard
 from ckptool.core.layout import Layout
 from ckptool.core.mesh import Replicate, Shard
 from ckptool.core.placing import Placed, Placements, parse_mesh
 from ckptool.core.plan import Plan
 from ckptool.engine.run import RunOptions, run
-from ckptool.engine.sources import LocalSource
-from ckptool.errors import CannotDo
-from ckptool.formats.base import Request, ScanOptions
-from ckptool.formats.sharded_state import FORMAT, lay_out
+from ckptool.errors import CannotDo, Damaged
+from ckptool.formats.base import Request
+from ckptool.formats._vllm_write import lay_out
 
 
 def write(
@@ -162,9 +162,164 @@ def test_no_mesh_is_refused(out: Path) -> None:
         lay_out(open_checkpoint(out / "s.pt").catalog, Request("m"))
 
 
-def test_it_is_recognised_and_not_read(out: Path) -> None:
-    write({"w": torch.randn(4)}, out, "2", {})
-    source = LocalSource.folder(out / "m")
-    assert FORMAT.probe(source)
-    with pytest.raises(CannotDo, match="without a record of how they were cut"):
-        FORMAT.scan(source, ScanOptions())
+# Llama-like models, as vLLM joins, pads and reads them
+
+
+HEADS, SIZE, WIDTH, HIDDEN, WORDS = 4, 3, 8, 12, 100
+
+
+def hf_model(key_value_heads: int = 2) -> dict[str, torch.Tensor]:
+    """One layer under Hugging Face's names."""
+    shapes = {
+        "model.embed_tokens.weight": (WORDS, WIDTH),
+        "model.layers.0.self_attn.q_proj.weight": (HEADS * SIZE, WIDTH),
+        "model.layers.0.self_attn.k_proj.weight": (key_value_heads * SIZE, WIDTH),
+        "model.layers.0.self_attn.v_proj.weight": (key_value_heads * SIZE, WIDTH),
+        "model.layers.0.self_attn.q_proj.bias": (HEADS * SIZE,),
+        "model.layers.0.self_attn.k_proj.bias": (key_value_heads * SIZE,),
+        "model.layers.0.self_attn.v_proj.bias": (key_value_heads * SIZE,),
+        "model.layers.0.self_attn.o_proj.weight": (WIDTH, HEADS * SIZE),
+        "model.layers.0.mlp.gate_proj.weight": (HIDDEN, WIDTH),
+        "model.layers.0.mlp.up_proj.weight": (HIDDEN, WIDTH),
+        "model.layers.0.mlp.down_proj.weight": (WIDTH, HIDDEN),
+        "model.layers.0.input_layernorm.weight": (WIDTH,),
+        "lm_head.weight": (WORDS, WIDTH),
+    }
+    return {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+
+
+def config_of(key_value_heads: int = 2, **more: Any) -> dict[str, Any]:
+    sizes = {"num_attention_heads": HEADS, "num_key_value_heads": key_value_heads}
+    return sizes | {"head_dim": SIZE, "hidden_size": WIDTH, "vocab_size": WORDS} | more
+
+
+def as_vllm_holds(
+    model: dict[str, torch.Tensor], world: int, key_value_heads: int = 2
+) -> list[dict[str, torch.Tensor]]:
+    """Each rank's tensors, as vLLM's layers load and keep them."""
+
+    def rows(name: str, rank: int, parts: int = world) -> torch.Tensor:
+        return model[name].chunk(parts)[rank]
+
+    layer, holders = "model.layers.0.", max(1, world // key_value_heads)
+    ranks = []
+    for rank in range(world):
+        local = {layer + "input_layernorm.weight": model[layer + "input_layernorm.weight"]}
+        for leaf in ("weight", "bias"):
+            heads = [rows(f"{layer}self_attn.q_proj.{leaf}", rank)]
+            for part in "kv":
+                name = f"{layer}self_attn.{part}_proj.{leaf}"
+                heads.append(rows(name, rank // holders, world // holders))
+            local[f"{layer}self_attn.qkv_proj.{leaf}"] = torch.cat(heads)
+        halves = [rows(f"{layer}mlp.{part}_proj.weight", rank) for part in ("gate", "up")]
+        local[layer + "mlp.gate_up_proj.weight"] = torch.cat(halves)
+        for name in (layer + "self_attn.o_proj.weight", layer + "mlp.down_proj.weight"):
+            local[name] = model[name].chunk(world, 1)[rank].contiguous()
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            padding = torch.zeros(-WORDS % 64, WIDTH, dtype=torch.bfloat16)
+            local[name] = torch.cat([model[name], padding]).chunk(world)[rank].contiguous()
+        ranks.append(local)
+    return ranks
+
+
+def saved(ranks: list[dict[str, torch.Tensor]], folder: Path, config: Any) -> Path:
+    folder.mkdir()
+    for rank, local in enumerate(ranks):
+        save_file(local, folder / f"model-rank-{rank}-part-0.safetensors")
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def values_of(folder: Path, out: Path) -> dict[str, Bits]:
+    """What a conversion to safetensors makes of a folder."""
+    convert_to("safetensors", folder, out)
+    return read_back("safetensors", out)
+
+
+@pytest.mark.parametrize(("world", "heads"), [(1, 2), (2, 2), (4, 4), (4, 2), (4, 1), (2, 4)])
+def test_what_vllm_cut_and_joined_comes_apart(world: int, heads: int, out: Path) -> None:
+    model = hf_model(heads)
+    folder = saved(as_vllm_holds(model, world, heads), out / "vllm", config_of(heads))
+    assert values_of(folder, out / "hf") == {n: bits(t) for n, t in model.items()}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_without_a_config_the_output_projection_tells_the_queries(world: int, out: Path) -> None:
+    folder = saved(as_vllm_holds(hf_model(), world), out / "vllm", None)
+    catalog = open_checkpoint(folder).catalog
+    assert catalog.tensors["model.layers.0.self_attn.k_proj.bias"].shape == (2 * SIZE,)
+    assert catalog.tensors["lm_head.weight"].shape == (128, WIDTH)
+
+
+def test_tied_embeddings_have_both_names_again(out: Path) -> None:
+    ranks = as_vllm_holds(hf_model(), 2)
+    for local in ranks:
+        del local["model.embed_tokens.weight"]
+    folder = saved(ranks, out / "vllm", config_of(tie_word_embeddings=True))
+    found = values_of(folder, out / "hf")
+    assert found["model.embed_tokens.weight"] == found["lm_head.weight"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_written_is_what_vllm_holds(world: int, out: Path) -> None:
+    model = hf_model()
+    save_file(model, out / "model.safetensors")
+    options = ReshardOptions(parse_mesh(str(world)), to="sharded-state")
+    prepare_reshard(out / "model.safetensors", out / "vllm", options).run()
+    for rank, wanted in enumerate(as_vllm_holds(model, world)):
+        found = as_vllm_loads(out / "vllm", rank)
+        assert {n: bits(t) for n, t in found.items()} == {n: bits(t) for n, t in wanted.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "why"),
+    [
+        ("model.layers.0.mixer.in_proj.weight", torch.zeros(4, 4), "no rule says"),
+        ("model.layers.0.self_attn.o_proj.weight", torch.zeros(2, 2).char(), "repacks"),
+    ],
+)
+def test_what_no_rule_is_known_of_is_named(
+    name: str, tensor: torch.Tensor, why: str, out: Path
+) -> None:
+    folder = saved([{"norm.weight": torch.ones(3), name: tensor}] * 2, out / "vllm", None)
+    assert why in open_checkpoint(folder).catalog.conflicts[name]
+    with pytest.raises(Damaged, match=why):
+        convert_to("safetensors", folder, out / "hf")
+    convert_to("safetensors", folder, out / "hf", drop=(name,))
+
+
+def _spoilt(kind: str, ranks: list[dict[str, torch.Tensor]], config: dict[str, Any]) -> None:
+    if kind == "a rank lost":
+        del ranks[0]["lm_head.weight"]
+    elif kind == "other vocabulary":
+        config["vocab_size"] = 1000
+    elif kind == "other heads":
+        config["num_key_value_heads"] = 4
+    elif kind == "odd halves":
+        name = "model.layers.0.mlp.gate_up_proj.weight"
+        ranks[1][name] = ranks[1][name][:-1].clone()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("a rank lost", "rank 0 has none"),
+        ("other vocabulary", "vocabulary of 1,000"),
+        ("other heads", "4 key-value heads"),
+        ("odd halves", "no two halves"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(kind: str, words: str, out: Path) -> None:
+    ranks, config = as_vllm_holds(hf_model(), 2), config_of()
+    _spoilt(kind, ranks, config)
+    with pytest.raises(Damaged, match=words):
+        open_checkpoint(saved(ranks, out / "vllm", config))
+
+
+@pytest.mark.parametrize("lost", ["model-rank-0-part-0", "model-rank-1-part-0"])
+def test_a_lost_file_is_missed(lost: str, out: Path) -> None:
+    folder = saved(as_vllm_holds(hf_model(4), 4, 4), out / "vllm", config_of(4))
+    (folder / f"{lost}.safetensors").unlink()
+    with pytest.raises(Damaged, match=f"{lost}.safetensors is missing"):
+        open_checkpoint(folder)

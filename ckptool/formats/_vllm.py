@@ -1,0 +1,222 @@
+"""How vLLM cuts and fuses the tensors of Llama-like models (vLLM at commit 01ed47b4).
+
+Query, key and value projections are one tensor, each rank's parts of them in this order; so are
+gate and up projection. Where there are fewer key-value heads than ranks, several ranks hold the
+same one. The vocabulary is padded to a multiple of 64 rows. What comes out has Hugging Face's
+names and shapes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckptool.core.catalog import TensorEntry
+from ckptool.errors import CannotDo, Damaged
+from ckptool.formats._assemble import shifted
+from ckptool.formats._tensor_parallel import Local, Locals, joined
+from ckptool.formats.base import Source, read_metadata
+
+_CONFIG = "config.json"
+PADDING = 64
+_PLAIN = ("float32", "bfloat16", "float16")
+
+QKV = re.compile(r"(?P<head>(.*\.)?)qkv_proj\.(?P<leaf>weight|bias)")
+GATE_UP = re.compile(r"(?P<head>(.*\.)?)gate_up_proj\.(?P<leaf>weight|bias)")
+_ROWS = re.compile(r"(.*\.)?(q|k|v|gate|up)_proj\.(weight|bias)")
+_COLUMNS = re.compile(r"(.*\.)?(o|down)_proj\.weight")
+_COPIED = re.compile(r"(.*\.)?(\w*norm\w*\.(weight|bias)|(o|down)_proj\.bias|rotary_emb\.inv_freq)")
+VOCABULARY = re.compile(r"(.*\.)?(embed_tokens|lm_head)\.(weight|bias)")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What a model's ``config.json`` says of its sizes; None where it is silent."""
+
+    heads: int | None = None
+    key_value_heads: int | None = None
+    head_size: int | None = None
+    vocabulary: int | None = None
+    tied: bool = False
+    architecture: str | None = None
+
+
+def read_config(source: Source) -> Config:
+    """The sizes in a Hugging Face config; Damaged where it is no JSON object."""
+    if _CONFIG not in source.files:
+        return Config()
+    try:
+        content = json.loads(read_metadata(source, _CONFIG))
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise Damaged(f"{_CONFIG}: not a JSON object")
+    text = content.get("text_config")
+    told = {**content, **text} if isinstance(text, dict) else content
+    names = told.get("architectures")
+    heads, hidden = _size(told, "num_attention_heads"), _size(told, "hidden_size")
+    return Config(
+        heads,
+        _size(told, "num_key_value_heads") or heads,
+        _size(told, "head_dim") or (hidden // heads if hidden and heads else None),
+        _size(told, "vocab_size"),
+        told.get("tie_word_embeddings") is True,
+        str(names[0]) if isinstance(names, list) and names else None,
+    )
+
+
+def _size(content: Mapping[str, Any], key: str) -> int | None:
+    value = content.get(key)
+    return value if type(value) is int and value > 0 else None
+
+
+@dataclass(slots=True)
+class Merger:
+    """Joins the ranks' tensors. ``unknown`` says why of those of which no rule is known."""
+
+    config: Config
+    world: int
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    unknown: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def merge(self, by_name: Mapping[str, Locals]) -> None:
+        """All tensors, each with the local ones of all ranks that have it."""
+        queries = {n.rpartition("o_proj.")[0]: p for n, p in by_name.items() if "o_proj.w" in n}
+        for name, parts in by_name.items():
+            try:
+                for entry in self._joined(name, parts, queries):
+                    self.tensors[entry.name] = entry
+            except CannotDo as error:
+                self.unknown[name] = error.message
+            except Damaged as error:
+                self.problems.append(error.message)
+
+    def _joined(
+        self, name: str, parts: Locals, outputs: Mapping[str, Locals]
+    ) -> Iterator[TensorEntry]:
+        fused, halved = QKV.fullmatch(name), GATE_UP.fullmatch(name)
+        if fused or halved or self.world > 1:
+            _require_plain(name, parts)
+        if fused:
+            yield from self._heads(name, fused, parts, outputs.get(fused["head"]))
+        elif halved:
+            for at, member in enumerate(("gate_proj", "up_proj")):
+                yield self._entry(_member(halved, member), _halves(name, parts, at), 0)
+        elif VOCABULARY.fullmatch(name):
+            yield self._entry(name, self._without_padding(name, parts), 0)
+        else:
+            yield self._entry(name, parts, _cut_dim(name) if self.world > 1 else None)
+
+    def _entry(self, name: str, parts: Locals, dim: int | None, holders: int = 1) -> TensorEntry:
+        return joined(name, (name,), parts, dim, world=self.world, holders=holders)
+
+    def _heads(
+        self, name: str, found: re.Match[str], parts: Locals, outputs: Locals | None
+    ) -> Iterator[TensorEntry]:
+        """Query, key and value: rows of the fused tensor, in this order."""
+        rows = next(iter(parts.values())).shape[0]
+        queries = self._query_rows(name, outputs)
+        keys = (rows - queries) // 2
+        if keys < 1 or queries + 2 * keys != rows:
+            raise Damaged(f"{name}: {rows} rows are not {queries} of queries, and keys and values")
+        holders = self._holders(name, keys)
+        for member, start, stop, held_by in (
+            ("q_proj", 0, queries, 1),
+            ("k_proj", queries, queries + keys, holders),
+            ("v_proj", queries + keys, rows, holders),
+        ):
+            piece = {rank: _rows(name, part, start, stop) for rank, part in parts.items()}
+            yield self._entry(_member(found, member), piece, 0, held_by)
+
+    def _query_rows(self, name: str, outputs: Locals | None) -> int:
+        """Rows of queries a rank: what the config says, else what the output projection takes."""
+        known = self.config
+        if known.heads and known.head_size:
+            if known.heads % self.world:
+                raise Damaged(
+                    f"{_CONFIG} says {known.heads} heads, which {self.world} ranks cannot share"
+                )
+            return known.heads // self.world * known.head_size
+        shapes = [part.shape for part in (outputs or {}).values()]
+        if not shapes or len(shapes[0]) != 2:
+            raise CannotDo(f"{name}: without {_CONFIG} nothing says which of its rows are queries")
+        return shapes[0][1]
+
+    def _holders(self, name: str, keys: int) -> int:
+        """How many ranks hold the same key-value head."""
+        heads, size = self.config.key_value_heads, self.config.head_size
+        if not heads or not size:
+            return 1
+        holders = max(1, self.world // heads)
+        if keys * self.world != heads * size * holders:
+            raise Damaged(
+                f"{name}: {keys} rows of keys on each of {self.world} ranks, but {_CONFIG} says"
+                f" {heads} key-value heads of {size}"
+            )
+        return holders
+
+    def _without_padding(self, name: str, parts: Locals) -> Locals:
+        """Without the rows after the vocabulary that the last ranks hold."""
+        each = next(iter(parts.values())).shape[0]
+        wanted, held = self.config.vocabulary, each * self.world
+        if wanted is None or wanted == held:
+            return parts
+        if not 0 < held - wanted < PADDING * self.world:
+            raise Damaged(f"{name}: {held:,} rows, but {_CONFIG} says a vocabulary of {wanted:,}")
+        self.notes.append(f"{name}: without the {held - wanted} rows that pad the vocabulary")
+        left = {rank: min(each, max(0, wanted - rank * each)) for rank in parts}
+        return {rank: _rows(name, part, 0, left[rank]) for rank, part in parts.items()}
+
+    def add_tied(self) -> None:
+        """The embeddings again where the config ties them: only the first name was saved."""
+        for name in [n for n in self.tensors if n.endswith("lm_head.weight")]:
+            twin = name.removesuffix("lm_head.weight") + "model.embed_tokens.weight"
+            if self.config.tied and twin not in self.tensors:
+                self.tensors[twin] = replace(self.tensors[name], name=twin, path=(twin,))
+
+
+def _member(found: re.Match[str], name: str) -> str:
+    return f"{found['head']}{name}.{found['leaf']}"
+
+
+def _rows(name: str, part: Local, start: int, stop: int) -> Local:
+    """Some rows of a local tensor."""
+    if not part.shape or not 0 <= start <= stop <= part.shape[0]:
+        raise Damaged(f"{name}: {list(part.shape)} has no rows {start} to {stop}")
+    at = shifted(part.at, (start, *(0,) * (len(part.shape) - 1)))
+    return Local(part.dtype, (stop - start, *part.shape[1:]), at)
+
+
+def _halves(name: str, parts: Locals, which: int) -> Locals:
+    odd = [part.shape for part in parts.values() if not part.shape or part.shape[0] % 2]
+    if odd:
+        raise Damaged(f"{name}: {list(odd[0])} has no two halves")
+    halves = {rank: part.shape[0] // 2 for rank, part in parts.items()}
+    return {
+        rank: _rows(name, part, which * halves[rank], (which + 1) * halves[rank])
+        for rank, part in parts.items()
+    }
+
+
+def _require_plain(name: str, parts: Locals) -> None:
+    for part in parts.values():
+        if part.dtype.name not in _PLAIN:
+            raise CannotDo(
+                f"{name}: {part.dtype}; vLLM repacks quantised weights before it saves them, and"
+                " the files do not say how"
+            )
+
+
+def _cut_dim(name: str) -> int | None:
+    if _ROWS.fullmatch(name):
+        return 0
+    if _COLUMNS.fullmatch(name):
+        return 1
+    if _COPIED.fullmatch(name):
+        return None
+    raise CannotDo(f"{name}: no rule says how vLLM cuts it for tensor parallelism")

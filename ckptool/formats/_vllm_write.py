@@ -1,0 +1,218 @@
+"""Lay out vLLM's sharded state: what each tensor-parallel rank's loader expects to find.
+
+Where a layer's query, key and value projections are all there and cut by rows, each rank's parts
+of them are joined to ``qkv_proj``, and so are gate and up projection; embeddings are padded with
+zero rows. Everything else is written as it is placed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import Catalog, TensorEntry, tied
+from ckptool.core.dtype import DType
+from ckptool.core.layout import Data, FileLayout, Layout, Literal, Part, Scattered
+from ckptool.core.mesh import Placement, Shard
+from ckptool.core.placing import Placed, Rule
+from ckptool.errors import CannotDo
+from ckptool.formats._outgoing import companion_files, extra_file
+from ckptool.formats._rank_write import placed_of
+from ckptool.formats._safetensors_file import OutgoingSlice, lay_out_safetensors
+from ckptool.formats._torch_write import ShardRef
+from ckptool.formats._vllm import PADDING, VOCABULARY
+from ckptool.formats.base import Request
+from ckptool.formats.safetensors import extras, split_by_support
+
+EXTRA = "model.extra.pt"
+_PART = re.compile(
+    r"(?P<head>(.*\.)?)(?P<member>[qkv]_proj|gate_proj|up_proj)\.(?P<leaf>weight|bias)"
+)
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+RULES = tuple(
+    Rule(f"*{name}", style=style, required=False)
+    for style, names in {
+        "colwise": ("[qkv]_proj.*", "gate_proj.*", "up_proj.*", "embed_tokens.*", "lm_head.*"),
+        "rowwise": ("o_proj.*", "down_proj.*"),
+        "replicate": ("norm*.weight", "norm*.bias"),
+    }.items()
+    for name in names
+)
+"""How vLLM cuts the tensors of Llama-like models, for the placement of what is written so."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Local:
+    """A tensor of one rank: contents one after the other, which C order makes rows of it."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    contents: tuple[Data | Scattered | Literal, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(content.nbytes for content in self.contents)
+
+
+def lay_out(catalog: Catalog, request: Request) -> Layout:
+    """The files of every rank of a mesh of one dim, and one for what safetensors cannot hold.
+
+    Raises CannotDo where the request has no mesh, or one of several dims.
+    """
+    placed = placed_of(request)
+    mesh = placed.mesh
+    if len(mesh.shape) != 1:
+        raise CannotDo(
+            f"sharded state has one file set a tensor-parallel rank; the mesh"
+            f" {'x'.join(map(str, mesh.shape))} has {len(mesh.shape)} dims",
+            hint=f"--mesh {mesh.size}",
+        )
+    fitting, others = split_by_support(catalog)
+    objects, notes = extras(catalog, others, EXTRA)
+    named = _without_aliases(fitting)
+    joiner = _Joiner(named, placed)
+    files = companion_files(catalog)
+    if others or objects:
+        files.append(extra_file(EXTRA, others, objects))
+    empty: dict[str, None] = {}
+    for position, rank in enumerate(mesh.ranks):
+        held = list(joiner.locals(position))
+        files += _rank_files(rank, held, request.max_shard_size)
+        empty |= dict.fromkeys(local.name for local in held if not local.nbytes)
+    notes += [f"without elements on some ranks, so not in their files: {name}" for name in empty]
+    notes += [
+        f"tied to another tensor, so not written: {entry.name}"
+        for entry in fitting
+        if entry not in named
+    ]
+    return Layout(tuple(files), folder=True, notes=(*notes, *joiner.notes))
+
+
+def _without_aliases(entries: list[TensorEntry]) -> list[TensorEntry]:
+    """Of tied tensors only the one with the first name, which the loader expects alone."""
+    catalog = Catalog("", {entry.name: entry for entry in entries}, {}, {})
+    dropped = {name for names in tied(catalog) for name in names if name != min(names)}
+    return [entry for entry in entries if entry.name not in dropped]
+
+
+class _Joiner:
+    """What each rank holds, fused and padded as vLLM has it."""
+
+    def __init__(self, entries: Sequence[TensorEntry], placed: Placed) -> None:
+        self._ranks = placed.mesh.size
+        self._placements = placed.placements
+        self._shards = {entry.name: placed.shards(entry) for entry in entries}
+        self._groups = self._grouped({entry.name: entry for entry in entries})
+
+    def _grouped(self, entries: dict[str, TensorEntry]) -> dict[str, tuple[TensorEntry, ...]]:
+        """The name of each tensor that is written, and what it is joined from."""
+        groups: dict[str, tuple[TensorEntry, ...]] = {}
+        for name, entry in entries.items():
+            found = _PART.fullmatch(name)
+            fused = next(
+                (f for f, parts in _FUSED.items() if found and found["member"] in parts), ""
+            )
+            if found is None or not fused:
+                groups[name] = (entry,)
+                continue
+            names = [f"{found['head']}{part}.{found['leaf']}" for part in _FUSED[fused]]
+            members = tuple(entries[n] for n in names if n in entries)
+            whole = len(members) == len(names) and self._is_joinable(members)
+            target = f"{found['head']}{fused}.{found['leaf']}" if whole else name
+            groups[target] = members if whole else (entry,)
+        return groups
+
+    def _is_joinable(self, members: Sequence[TensorEntry]) -> bool:
+        """Whether all are cut by rows into equal parts, and alike in everything else."""
+        kinds = {(entry.dtype, entry.shape[1:]) for entry in members}
+        return len(kinds) == 1 and all(
+            entry.shape and self._by_rows(entry) and entry.shape[0] % self._ranks == 0
+            for entry in members
+        )
+
+    def _by_rows(self, entry: TensorEntry) -> bool:
+        placement: Placement = self._placements[entry.name][0]
+        return self._ranks == 1 or (isinstance(placement, Shard) and placement.dim == 0)
+
+    @property
+    def notes(self) -> list[str]:
+        """What vLLM's loader may not find as it wants it."""
+        apart = [name for name in self._groups if _PART.fullmatch(name)]
+        joined = [name for name in self._groups if "qkv_proj." in name]
+        notes = []
+        if apart:
+            notes.append(
+                f"vLLM expects qkv_proj and gate_up_proj; {len(apart)} tensors such as {apart[0]}"
+                " are written as they are, not joined"
+            )
+        if joined and self._ranks > 1:
+            notes.append(
+                f"keys and values are cut into {self._ranks} parts; where a model has fewer"
+                " key-value heads, vLLM expects copies of them instead"
+            )
+        return notes
+
+    def locals(self, position: int) -> Iterator[_Local]:
+        """The tensors of the rank at a position of the mesh."""
+        for name, members in self._groups.items():
+            if VOCABULARY.fullmatch(name) and members[0].shape and self._by_rows(members[0]):
+                yield self._padded(members[0], position)
+                continue
+            refs = [ShardRef(entry, self._shards[entry.name][position]) for entry in members]
+            shape = refs[0].shape
+            if len(refs) > 1:
+                shape = (sum(ref.shape[0] for ref in refs), *shape[1:])
+            yield _Local(name, refs[0].dtype, shape, tuple(ref.content for ref in refs))
+
+    def _padded(self, entry: TensorEntry, position: int) -> _Local:
+        """A rank's rows of the vocabulary, which zero rows fill up to a multiple of 64."""
+        rows, *rest = entry.shape
+        each, left = divmod(-(-rows // PADDING) * PADDING, self._ranks)
+        if left:
+            raise CannotDo(
+                f"{entry.name}: {rows:,} rows, padded to a multiple of {PADDING}, are no"
+                f" {self._ranks} equal parts"
+            )
+        start, stop = min(rows, position * each), min(rows, (position + 1) * each)
+        box = Box((start, *(0 for _ in rest)), (stop, *rest))
+        data = Data(entry.name, box, entry.dtype.itemsize)
+        row = Box.whole(rest).volume * entry.dtype.itemsize
+        zeros = Literal(bytes((each - (stop - start)) * row))
+        return _Local(entry.name, entry.dtype, (each, *rest), (data, zeros))
+
+
+def _rank_files(rank: int, held: list[_Local], limit: int) -> list[FileLayout]:
+    """The parts of one rank, in order; at least one, for the loader wants a file."""
+    groups = _grouped((local for local in held if local.nbytes), limit)
+    return [
+        _part_file(f"model-rank-{rank}-part-{part}.safetensors", group, rank)
+        for part, group in enumerate(groups)
+    ]
+
+
+def _grouped(locals_: Iterable[_Local], limit: int) -> list[list[_Local]]:
+    """As many local tensors a part as fit ``limit`` bytes; a larger one has its own part."""
+    groups: list[list[_Local]] = [[]]
+    held = 0
+    for local in locals_:
+        if groups[-1] and held + local.nbytes > limit:
+            groups.append([])
+            held = 0
+        groups[-1].append(local)
+        held += local.nbytes
+    return groups
+
+
+def _part_file(path: str, locals_: list[_Local], rank: int) -> FileLayout:
+    """A safetensors file of local tensors."""
+    contents = {local.name: local.contents for local in locals_}
+    slices = [OutgoingSlice(o.name, o.name, o.dtype, Box.whole(o.shape)) for o in locals_]
+    header, *parts = lay_out_safetensors(path, slices, {}).parts
+    data: list[Part] = [
+        content for part in parts if isinstance(part, Data) for content in contents[part.name]
+    ]
+    return FileLayout(path, (header, *data), rank)

@@ -1,0 +1,255 @@
+"""Meta's Llama folders: ``consolidated.NN.pth``, one a model-parallel rank, and ``params.json``.
+
+How a tensor is cut follows from the layer that Meta's code makes it with (fairscale's
+``ColumnParallelLinear`` and ``RowParallelLinear``); the files do not say it. Token embeddings
+are cut along their width in Llama 1 and 2 (``ParallelEmbedding``) and by rows of the vocabulary in
+Llama 3 (``VocabParallelEmbedding``): the width of a part tells. Where there are more ranks than
+key-value heads, several ranks hold the same one. Written: the same cuts, for a mesh of one dim.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.layout import FileLayout, Layout
+from ckptool.core.mesh import Shard
+from ckptool.core.placing import Rule
+from ckptool.errors import CannotDo, Damaged, damaged
+from ckptool.formats._assemble import Leaf, PlainLeaf, RankLeaves, assemble, read_leaves
+from ckptool.formats._companions import companions
+from ckptool.formats._outgoing import companion_files, plain_objects
+from ckptool.formats._rank_write import placed_of
+from ckptool.formats._tensor_parallel import Local, Locals, joined, tp_mesh
+from ckptool.formats._torch_file import read_torch_file
+from ckptool.formats._torch_write import ShardRef, torch_archive
+from ckptool.formats.base import (
+    Format,
+    Request,
+    ScanOptions,
+    Source,
+    first_missing,
+    read_metadata,
+    require_rank,
+)
+from ckptool.formats.torch_save import unread_notes
+
+_FILE = re.compile(r"consolidated\.([0-9]{2,9})\.pth")
+_PARAMS = "params.json"
+
+_BY_ROWS = re.compile(r"(.*\.)?(attention\.w[qkv]|feed_forward\.w[13]|output)\.(weight|bias)")
+_BY_COLUMNS = re.compile(r"(.*\.)?(attention\.wo|feed_forward\.w2)\.weight")
+_COPIED = re.compile(
+    r"(.*\.)?(((attention|ffn|[qk])_)?norm\.weight|rope\.freqs"
+    r"|(attention\.wo|feed_forward\.w2)\.bias)"
+)
+_KEY_VALUE = re.compile(r"(.*\.)?attention\.w[kv]\.(weight|bias)")
+_EMBEDDING = re.compile(r"(.*\.)?tok_embeddings\.weight")
+
+RULES = tuple(
+    Rule(glob, style=style, required=False)
+    for style, globs in {
+        "colwise": ("*attention.w[qkv].*", "*feed_forward.w[13].*", "*output.*"),
+        "rowwise": ("*attention.wo.*", "*feed_forward.w2.*"),
+        "replicate": ("*norm.weight", "*rope.freqs"),
+    }.items()
+    for glob in globs
+)
+"""How Meta's layers are cut, for the placement of tensors that are written in this format.
+
+Token embeddings are placed as in the source, or by rows as in Llama 3.
+"""
+
+
+def _files(source: Source) -> dict[int, str]:
+    """The model-parallel ranks' files by rank."""
+    matches = filter(None, map(_FILE.fullmatch, source.files))
+    return {int(match[1]): match.string for match in matches}
+
+
+def _probe(source: Source) -> bool:
+    return bool(_files(source)) and (_PARAMS in source.files or len(_files(source)) > 1)
+
+
+def _scan(source: Source, options: ScanOptions) -> Catalog:
+    files = _files(source)
+    world = max(files) + 1
+    require_rank(world, files[max(files)])
+    missing = first_missing(files, world)
+    if missing:
+        raise Damaged(
+            f"{source.root}: consolidated.{missing[0]:02d}.pth is missing"
+            f" (model-parallel ranks {missing} of {world})"
+        )
+    opened = {rank: read_torch_file(source, files[rank]) for rank in sorted(files)}
+    ranks = {rank: read_leaves(file, source) for rank, file in opened.items()}
+    merger = _Merger(ranks, _params(source))
+    cut, conflicts = merger.cut_tensors()
+    left = {r: _without(leaves, {*cut, *conflicts}) for r, leaves in ranks.items()}
+    found = assemble(left, per_rank=options.per_rank)
+    if merger.problems + found.problems:
+        raise damaged(merger.problems + found.problems, subject=source.root)
+    tensors = found.tensors | cut
+    order = {name: at for at, name in enumerate(ranks[0])}
+    return Catalog(
+        "llama",
+        dict(sorted(tensors.items(), key=lambda pair: order.get(pair[0], len(order)))),
+        found.objects,
+        {file: source.files[file] for _, file in sorted(files.items())},
+        world_size=world,
+        mesh=tp_mesh(world) if world > 1 else None,
+        mesh_source="declared" if world > 1 else None,
+        info=merger.info,
+        notes=(*found.notes, *unread_notes(found.objects)),
+        conflicts=found.conflicts | conflicts,
+        companions=companions(source),
+    )
+
+
+def _without(leaves: RankLeaves, names: set[str]) -> RankLeaves:
+    return {name: leaf for name, leaf in leaves.items() if name not in names}
+
+
+def _params(source: Source) -> dict[str, Any]:
+    if _PARAMS not in source.files:
+        return {}
+    try:
+        found = json.loads(read_metadata(source, _PARAMS))
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise Damaged(f"{_PARAMS}: not a JSON object")
+    return found
+
+
+class _Merger:
+    """Joins the parts of tensors that model parallelism cuts, by name and ``params.json``."""
+
+    def __init__(self, ranks: Mapping[int, RankLeaves], params: Mapping[str, Any]) -> None:
+        self.problems: list[str] = []
+        self._ranks = ranks
+        self._params = {key: n for key, n in params.items() if type(n) is int and n > 0}
+        norm = ranks[0].get("norm.weight")
+        length = norm.value.tensor.shape if norm and isinstance(norm.value, PlainLeaf) else (None,)
+        self._width = self._params.get("dim", length[0] if length else None)
+
+    @property
+    def info(self) -> dict[str, str]:
+        told = {"dim": "dim", "n_layers": "layers", "n_heads": "heads", "n_kv_heads": "kv heads"}
+        said = [f"{word} {self._params[key]}" for key, word in told.items() if key in self._params]
+        info = {"writer": "Meta llama (by its file names)", "parallelism": f"TP {len(self._ranks)}"}
+        return info | ({"arguments": ", ".join(said)} if said else {})
+
+    def cut_tensors(self) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+        """The tensors that are cut, and why those are not known of which no rule is known."""
+        cut: dict[str, TensorEntry] = {}
+        unknown: dict[str, str] = {}
+        if len(self._ranks) == 1:
+            return cut, unknown
+        for name in dict.fromkeys(name for leaves in self._ranks.values() for name in leaves):
+            held = {rank: leaves[name] for rank, leaves in self._ranks.items() if name in leaves}
+            if not any(isinstance(leaf.value, PlainLeaf) for leaf in held.values()):
+                continue
+            try:
+                entry = self._cut(name, held)
+            except CannotDo as error:
+                unknown[name] = error.message
+            except Damaged as error:
+                self.problems.append(error.message)
+            else:
+                if entry is not None:
+                    cut[name] = entry
+        return cut, unknown
+
+    def _cut(self, name: str, held: Mapping[int, Leaf]) -> TensorEntry | None:
+        """The joined tensor; None where each rank has the whole of it."""
+        parts = _locals(name, held)
+        shape = next(iter(parts.values())).shape
+        dim = cut_dim(name, shape, self._width)
+        if dim is None:
+            return None
+        world, path = len(self._ranks), next(iter(held.values())).path
+        holders = self._holders(name, shape) if shape else 1
+        return joined(name, path, parts, dim, world=world, holders=holders)
+
+    def _holders(self, name: str, shape: tuple[int, ...]) -> int:
+        """How many consecutive ranks hold the same part: several where key-value heads are few."""
+        known = self._params
+        if not _KEY_VALUE.fullmatch(name) or not {"n_kv_heads", "n_heads", "dim"} <= known.keys():
+            return 1
+        rows = known["n_kv_heads"] * known.get("head_dim", known["dim"] // known["n_heads"])
+        return max(1, shape[0] * len(self._ranks) // rows) if rows else 1
+
+
+def _locals(name: str, held: Mapping[int, Leaf]) -> Locals:
+    found = {}
+    for rank, leaf in held.items():
+        if not isinstance(leaf.value, PlainLeaf):
+            raise Damaged(f"{name}: a tensor on some ranks, none on rank {rank}")
+        tensor = leaf.value.tensor
+        found[rank] = Local(tensor.dtype, tensor.shape, leaf.value.place)
+    return found
+
+
+def cut_dim(name: str, shape: tuple[int, ...], width: int | None) -> int | None:
+    """The dim along which model parallelism cuts a tensor; None where each rank has all of it.
+
+    ``shape`` is that of a part, ``width`` the model's. Raises CannotDo where no rule is known.
+    """
+    if _EMBEDDING.fullmatch(name) and width is not None and len(shape) == 2:
+        return 0 if shape[1] == width else 1
+    if _BY_ROWS.fullmatch(name):
+        return 0
+    if _BY_COLUMNS.fullmatch(name):
+        return 1
+    if _COPIED.fullmatch(name):
+        return None
+    raise CannotDo(f"{name}: no rule says how Meta's code cuts it for model parallelism")
+
+
+def lay_out(catalog: Catalog, request: Request) -> Layout:
+    """One file a rank of a mesh of one dim. Raises CannotDo where Meta's code could not load it."""
+    placed = placed_of(request)
+    if len(placed.mesh.shape) != 1:
+        raise CannotDo("Meta's llama files have one model-parallel dim", hint="such as --mesh 8")
+    objects, notes = plain_objects(catalog)
+    shards = {name: placed.shards(entry) for name, entry in catalog.tensors.items()}
+    for entry in catalog.tensors.values():
+        _require_cut(entry, placed.placements[entry.name][0], placed.mesh.size)
+    files = companion_files(catalog)
+    for rank in range(placed.mesh.size):
+        state: dict[str, Any] = {entry.name: entry.value for entry in objects}
+        for name, entry in catalog.tensors.items():
+            state[name] = ShardRef(entry, shards[name][rank])
+        stem = f"consolidated.{rank:02d}"
+        files.append(FileLayout(f"{stem}.pth", tuple(torch_archive(state, root=stem)), rank))
+    if _PARAMS not in catalog.companions:
+        notes.append(f"no {_PARAMS} is written, which Meta's code reads the model's sizes from")
+    return Layout(tuple(files), folder=True, notes=tuple(notes))
+
+
+def _require_cut(entry: TensorEntry, placement: object, ranks: int) -> None:
+    """CannotDo where a tensor is not cut as Meta's code cuts it, into equal parts."""
+    dim = placement.dim if isinstance(placement, Shard) else None
+    if ranks == 1:
+        return
+    wanted = dim if _EMBEDDING.fullmatch(entry.name) else cut_dim(entry.name, entry.shape, None)
+    if dim != wanted:
+        shown = "whole on every rank" if wanted is None else f"cut along dim {wanted}"
+        raise CannotDo(f"{entry.name}: {placement}; Meta's code has it {shown}")
+    if dim is not None and entry.shape[dim] % ranks:
+        raise CannotDo(
+            f"{entry.name}: {entry.shape[dim]:,} of dim {dim} are no {ranks} equal parts, as Meta's"
+            " code wants them"
+        )
+
+
+FORMAT = Format(
+    "llama",
+    "Meta llama: consolidated.NN.pth and params.json",
+    _probe,
+    _scan,
+)

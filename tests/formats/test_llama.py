@@ -1,0 +1,188 @@
+"""Meta's consolidated files: parts as fairscale's layers hold them, joined and cut again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Bits, bits, convert_to, load_torch, read_back
+
+from ckptool.commands.open import open_checkpoint
+from ckptool.commands.reshard import ReshardOptions, prepare_reshard
+from ckptool.core.placing import parse_mesh, parse_rule
+from ckptool.errors import CannotDo, Damaged
+
+DIM, HEADS, SIZE, HIDDEN, WORDS = 8, 4, 2, 12, 20
+
+
+def model(key_value_heads: int = 2) -> dict[str, torch.Tensor]:
+    """One layer under Meta's names."""
+    shapes = {
+        "tok_embeddings.weight": (WORDS, DIM),
+        "norm.weight": (DIM,),
+        "output.weight": (WORDS, DIM),
+        "layers.0.attention.wq.weight": (HEADS * SIZE, DIM),
+        "layers.0.attention.wk.weight": (key_value_heads * SIZE, DIM),
+        "layers.0.attention.wv.weight": (key_value_heads * SIZE, DIM),
+        "layers.0.attention.wo.weight": (DIM, HEADS * SIZE),
+        "layers.0.feed_forward.w1.weight": (HIDDEN, DIM),
+        "layers.0.feed_forward.w2.weight": (DIM, HIDDEN),
+        "layers.0.feed_forward.w3.weight": (HIDDEN, DIM),
+        "layers.0.attention_norm.weight": (DIM,),
+        "layers.0.ffn_norm.weight": (DIM,),
+        "rope.freqs": (SIZE,),
+    }
+    return {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+
+
+def dim_of(name: str, generation: int) -> int | None:
+    """The dim that fairscale's layer is cut along."""
+    last = name.removesuffix(".weight").rpartition(".")[2]
+    if last == "tok_embeddings":
+        return 0 if generation == 3 else 1
+    if last in ("wq", "wk", "wv", "w1", "w3", "output"):
+        return 0
+    return 1 if last in ("wo", "w2") else None
+
+
+def parts_of(
+    whole: dict[str, torch.Tensor], world: int, generation: int = 3, key_value_heads: int = 2
+) -> list[dict[str, torch.Tensor]]:
+    """Each model-parallel rank's tensors."""
+
+    def part(name: str, rank: int) -> torch.Tensor:
+        dim = dim_of(name, generation)
+        if dim is None:
+            return whole[name].clone()
+        holders = max(1, world // key_value_heads) if name[-9:-7] in ("wk", "wv") else 1
+        return whole[name].chunk(world // holders, dim)[rank // holders].clone()
+
+    return [{name: part(name, rank) for name in whole} for rank in range(world)]
+
+
+def saved(parts: list[dict[str, torch.Tensor]], folder: Path, params: Any) -> Path:
+    folder.mkdir()
+    for rank, state in enumerate(parts):
+        torch.save(state, folder / f"consolidated.{rank:02d}.pth")
+    if params is not None:
+        (folder / "params.json").write_text(json.dumps(params))
+    return folder
+
+
+def params(key_value_heads: int = 2) -> dict[str, Any]:
+    return {"dim": DIM, "n_heads": HEADS, "n_kv_heads": key_value_heads, "vocab_size": -1}
+
+
+def values_of(folder: Path, out: Path) -> dict[str, Bits]:
+    convert_to("safetensors", folder, out)
+    return read_back("safetensors", out)
+
+
+@pytest.mark.parametrize("said", [params(), None], ids=["params.json", "no params.json"])
+@pytest.mark.parametrize("generation", [2, 3])
+@pytest.mark.parametrize("world", [1, 2])
+def test_parts_are_joined(world: int, generation: int, said: Any, out: Path) -> None:
+    whole = model()
+    folder = saved(parts_of(whole, world, generation), out / "llama", said)
+    if world == 1 and said is None:
+        folder /= "consolidated.00.pth"
+    assert values_of(folder, out / "hf") == {n: bits(t) for n, t in whole.items()}
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_ranks_that_share_a_key_value_head(heads: int, out: Path) -> None:
+    whole = model(heads)
+    folder = saved(parts_of(whole, 4, 3, heads), out / "llama", params(heads))
+    assert values_of(folder, out / "hf") == {n: bits(t) for n, t in whole.items()}
+
+
+def test_inspect_names_sizes_and_degree(out: Path) -> None:
+    folder = saved(parts_of(model(), 2), out / "llama", params())
+    catalog = open_checkpoint(folder).catalog
+    assert (catalog.format, catalog.world_size) == ("llama", 2)
+    assert catalog.info["parallelism"] == "TP 2"
+    assert catalog.info["arguments"] == "dim 8, heads 4, kv heads 2"
+
+
+@pytest.mark.parametrize("generation", [2, 3])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 4), (4, 1)])
+def test_written_for_another_number_of_ranks(
+    before: int, after: int, generation: int, out: Path
+) -> None:
+    whole = model(4)
+    folder = saved(parts_of(whole, before, generation, 4), out / "llama", params(4))
+    rules = (parse_rule("tok_embeddings.weight=Shard(1)"),) if generation == 2 else ()
+    options = ReshardOptions(parse_mesh(str(after)), rules=rules)
+    prepare_reshard(folder, out / "other", options).run()
+    assert json.loads((out / "other/params.json").read_text()) == params(4)
+    for rank, wanted in enumerate(parts_of(whole, after, generation, 4)):
+        found = load_torch(out / f"other/consolidated.{rank:02d}.pth")
+        assert {n: bits(t) for n, t in found.items()} == {n: bits(t) for n, t in wanted.items()}
+
+
+def test_embeddings_stay_cut_as_they_were(out: Path) -> None:
+    folder = saved(parts_of(model(4), 2, 2, 4), out / "llama", params(4))
+    prepare_reshard(folder, out / "other", ReshardOptions(parse_mesh("4"))).run()
+    found = load_torch(out / "other/consolidated.00.pth")["tok_embeddings.weight"]
+    assert tuple(found.shape) == (WORDS, DIM // 4)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rule", "words"),
+    [
+        ("2x2", None, "one model-parallel dim"),
+        ("3", None, "no 3 equal parts"),
+        ("2", "*wo.weight=Shard(0)", "cut along dim 1"),
+    ],
+)
+def test_what_metas_code_could_not_load_is_refused(
+    mesh: str, rule: str | None, words: str, out: Path
+) -> None:
+    folder = saved(parts_of(model(), 2), out / "llama", params())
+    rules = (parse_rule(rule),) if rule else ()
+    with pytest.raises(CannotDo, match=words):
+        prepare_reshard(folder, out / "o", ReshardOptions(parse_mesh(mesh), rules=rules))
+
+
+def test_names_that_are_not_metas_are_refused(out: Path) -> None:
+    torch.save({"model.layers.0.self_attn.q_proj.weight": torch.ones(4, 4)}, out / "m.pt")
+    with pytest.raises(CannotDo, match="no rule says how Meta's code cuts it"):
+        prepare_reshard(out / "m.pt", out / "o", ReshardOptions(parse_mesh("2"), to="llama"))
+
+
+def test_a_name_without_a_rule_is_not_joined_even_where_the_parts_are_equal(out: Path) -> None:
+    parts = [part | {"layers.0.router.weight": torch.zeros(4, 2)} for part in parts_of(model(), 2)]
+    folder = saved(parts, out / "llama", params())
+    assert list(open_checkpoint(folder).catalog.conflicts) == ["layers.0.router.weight"]
+    with pytest.raises(Damaged, match=r"layers.0.router.weight: no rule"):
+        convert_to("safetensors", folder, out / "hf")
+
+
+def _other_norm(parts: list[dict[str, torch.Tensor]], folder: Path) -> None:
+    parts[1]["norm.weight"] += 1
+    torch.save(parts[1], folder / "consolidated.01.pth")
+
+
+def _short_part(parts: list[dict[str, torch.Tensor]], folder: Path) -> None:
+    parts[1]["output.weight"] = parts[1]["output.weight"][:, 1:].clone()
+    torch.save(parts[1], folder / "consolidated.01.pth")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda parts, folder: (folder / "consolidated.00.pth").unlink(), "consolidated.00.pth"),
+        (lambda parts, folder: (folder / "params.json").write_text("["), "params.json"),
+        (_other_norm, "norm.weight: plain tensors that differ"),
+        (_short_part, r"rank 1 bfloat16 \[10, 7\]"),
+    ],
+)
+def test_damage_is_refused(spoil: Any, words: str, out: Path) -> None:
+    parts = parts_of(model(), 2)
+    folder = saved(parts, out / "llama", params())
+    spoil(parts, folder)
+    with pytest.raises(Damaged, match=words):
+        convert_to("safetensors", folder, out / "hf")
