@@ -41,13 +41,13 @@ from ckptool.engine.digest import digests
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.run import RunOptions
 from ckptool.errors import CannotDo, Damaged, TransferError, UsageError
-from ckptool.formats import WRITERS
+from ckptool.formats import CUTS, WRITERS
 from ckptool.formats.base import Request
 
 MESHES = ("2", "3", "2x2", "2x4", "2x2x2")
 OF_A_RANK = ("extra_state.", "random_states.", "rank")
-REOPENED = [name for name in WRITERS if name != "sharded-state"]
-"""Targets that ckptool can read; sharded-state records no placements."""
+REOPENED = [name for name in WRITERS if name not in CUTS]
+"""Targets that take tensors of any name, cut in any way."""
 
 
 def options(mesh: str, **more: Any) -> ReshardOptions:
