@@ -87,9 +87,6 @@ CUTS: Mapping[str, tuple[Rule, ...]] = _Lazy(
 )
 """How a format cuts tensors by their names, where it leaves no choice."""
 
-CUTS: dict[str, tuple[Rule, ...]] = {"llama": llama.RULES, "sharded-state": _vllm_write.RULES}
-"""How a format cuts tensors by their names, where it leaves no choice."""
-
 
 def detect(source: Source) -> Format | None:
     """The format of a source, or None where no format recognises it."""
