@@ -130,6 +130,8 @@ def test_what_the_files_record_of_their_making_has_rows_of_its_own():
     assert ["framework", "Megatron-core", "0.20"] in lines
     assert ["parallel", "TP", "2,", "PP", "1"] in lines
     assert ["arguments", "layers", "4"] in lines
+    info = {"writer": "ByteCheckpoint", "version": "0.0.2"}
+    assert "ByteCheckpoint 0.0.2" in screen(tensor("w"), catalog={"info": info})
 
 
 def test_an_inferred_mesh_is_called_inferred():

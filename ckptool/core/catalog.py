@@ -176,11 +176,11 @@ class Catalog:
 
     ``info`` is what the files record of their making, as short texts, and nothing that is only
     likely. ``writer`` is the code that wrote the files; ``framework`` what trained or serves the
-    model, where that is another, and ``version`` its version; ``parallelism`` the degrees, as
-    ``"TP 2, PP 2, DP 1, EP 2, CP 1"`` in this order and only those that are known; ``step`` the
-    training step in digits, where no value of a known name says it; ``arguments`` the few that
-    tell models apart, as ``"layers 4, hidden 64"``. Each of these is a row of ``inspect``; any
-    other key follows the writer on its row.
+    model, where that is another, and ``version`` the version of it, or else of the writer;
+    ``parallelism`` the degrees, as ``"TP 2, PP 2, DP 1, EP 2, CP 1"`` in this order and only those
+    that are known; ``step`` the training step in digits, where no value of a known name says it;
+    ``arguments`` the few that tell models apart, as ``"layers 4, hidden 64"``. Each of these is a
+    row of ``inspect``; any other key follows the writer on its row.
     """
 
     format: str

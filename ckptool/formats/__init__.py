@@ -40,6 +40,7 @@ class _Lazy(Mapping[str, _T]):
 
 FORMATS: Mapping[str, Format] = _Lazy(
     {
+        "bytecheckpoint": "bytecheckpoint.FORMAT",
         "dcp": "dcp.FORMAT",
         "accelerate": "accelerate.FORMAT",
         "deepspeed-universal": "deepspeed_universal.FORMAT",

@@ -54,11 +54,14 @@ def _header(report: InspectReport, screen: Console) -> list[Text]:
 
 def _writer(info: dict[str, str]) -> str:
     rest = [f"{key} {value}" for key, value in info.items() if key not in ("writer", *_ROWS)]
-    return ", ".join([*([info["writer"]] if "writer" in info else []), *rest])
+    named = ("writer",) if "framework" in info else ("writer", "version")
+    writer = " ".join(info[key] for key in named if key in info)
+    return ", ".join(filter(None, [writer, *rest]))
 
 
 def _framework(info: dict[str, str]) -> str:
-    return " ".join(info[key] for key in ("framework", "version") if key in info)
+    named = ("framework", "version") if "framework" in info else ()
+    return " ".join(info[key] for key in named if key in info)
 
 
 def _mesh(catalog: Catalog) -> str:

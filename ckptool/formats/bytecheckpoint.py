@@ -1,0 +1,230 @@
+"""ByteCheckpoint folders: ``model/``, ``optimizer/`` and ``extra_state/`` of one step.
+
+Read: ByteCheckpoint 0.0.2 (its DDP, FSDP and FSDP2 checkpointers). Each of the first two is laid
+out as DCP does, but an item is a tensor's bare bytes; how they are strided is in ``.metadata``, a
+pickle inside the pickle. The family begins each name. FSDP's decomposed form keeps flat
+parameters, and in ``.metadata`` what they are made of: they are taken apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckptool.core.catalog import Catalog, Chunk, Item, Place, TensorEntry
+from ckptool.core.rewrite import with_prefix
+from ckptool.errors import Damaged, damaged
+from ckptool.formats import _pickle, dcp
+from ckptool.formats._assemble import assemble, read_leaves
+from ckptool.formats._flat_params import FLAT, Member, taken_apart
+from ckptool.formats._infer import with_inferred_mesh
+from ckptool.formats._pickle import Call
+from ckptool.formats._relocate import relocated, together
+from ckptool.formats._storage import natural, place_of, plain_tensor, sizes
+from ckptool.formats._torch_file import StoredBytes, TorchFile, read_torch_file
+from ckptool.formats.base import Format, ScanOptions, Source, read_metadata, require_rank
+from ckptool.formats.torch_save import unread_notes
+
+_METADATA = re.compile(r"(?:(?P<family>model|optimizer|loader_ckpt)/)?\.metadata")
+_EXTRA = re.compile(r"extra_state/extra_state_rank_([0-9]{1,9})\.pt")
+_CLASS = b"bytecheckpoint.checkpointer.meta_type"
+_HEAD = 256
+
+
+def _parts(source: Source) -> dict[str, str]:
+    """The metadata files, each with its family; empty for a family's own folder."""
+    found = {}
+    for name in source.files:
+        match = _METADATA.fullmatch(name)
+        if match and _CLASS in source.read(name, 0, min(source.files[name], _HEAD)):
+            found[name] = match["family"] or ""
+    return found
+
+
+def _probe(source: Source) -> bool:
+    return bool(_parts(source))
+
+
+def _scan(source: Source, options: ScanOptions) -> Catalog:
+    parts = _parts(source)
+    if not parts:
+        raise Damaged(f"{source.root}: no .metadata that ByteCheckpoint wrote")
+    fields = {name: _fields(source, name) for name in parts}
+    flat = _flat_members(fields)
+    catalogs = []
+    for family in parts.values():
+        folder = dcp.FORMAT.scan(source.narrowed(family) if family else source, options)
+        catalog = relocated(folder, family) if family else folder
+        catalog = _apart(source, catalog, flat)
+        catalogs.append(with_prefix(catalog, family) if family else catalog)
+    catalogs += _extra_state(source, options)
+    version = next((f.get("bytecheckpoint_version") for f in fields.values()), None)
+    info = {"writer": "ByteCheckpoint"}
+    info |= {"version": version} if isinstance(version, str) else {}
+    return replace(together(*catalogs), format="bytecheckpoint", info=info)
+
+
+def _fields(source: Source, name: str) -> Mapping[str, Any]:
+    value = _pickle.load(read_metadata(source, name), what=name).value
+    if not isinstance(value, Call):
+        raise Damaged(f"{name}: the pickle holds no ByteCheckpoint Metadata")
+    return value.fields
+
+
+def _extra_state(source: Source, options: ScanOptions) -> list[Catalog]:
+    """What each rank saved for itself; none where there is none."""
+    files = {int(m[1]): m.string for m in filter(None, map(_EXTRA.fullmatch, source.files))}
+    if not files:
+        return []
+    require_rank(max(files), _EXTRA.pattern)
+    ranks = {
+        rank: read_leaves(
+            read_torch_file(source, file), source, prefix=("extra_state",), rank_state=True
+        )
+        for rank, file in sorted(files.items())
+    }
+    found = assemble(ranks, per_rank=options.per_rank)
+    if found.problems:
+        raise damaged(found.problems, subject="extra_state")
+    sizes_ = {file: source.files[file] for file in files.values()}
+    notes = (*found.notes, *unread_notes(found.objects))
+    return [Catalog("", found.tensors, found.objects, sizes_, len(files), notes=notes)]
+
+
+# Where a tensor's bytes lie
+
+
+Skeletons = Mapping[tuple[str, int, int], bytes]
+"""For the file, offset and length of an item, the pickle of the tensor without its bytes."""
+
+
+def _skeletons(source: Source) -> Skeletons:
+    found: dict[tuple[str, int, int], bytes] = {}
+    for name, family in _parts(source).items():
+        fields = _fields(source, name)
+        try:
+            pickles = {_key(k): v for k, v in (fields["all_tensor_metadata"] or {}).items()}
+            for index, info in fields["storage_data"].items():
+                where = info.fields
+                file = "/".join(filter(None, (family, where["relative_path"])))
+                pickled = pickles.get(_key(index))
+                if isinstance(pickled, bytes):
+                    found[file, natural(where["offset"]), natural(where["length"])] = pickled
+        except (KeyError, TypeError, AttributeError):
+            raise Damaged(f"{name}: not as ByteCheckpoint writes it") from None
+    return found
+
+
+def _key(index: Call) -> tuple[str, tuple[int, ...] | None]:
+    offset = index.fields.get("offset")
+    return str(index.fields["fqn"]), None if offset is None else sizes(offset)
+
+
+def _locate(source: Source, catalog: Catalog) -> Catalog:
+    """Say how the bytes of each item are strided, and check them against the metadata."""
+    skeletons = _skeletons(source)
+    problems: list[str] = []
+    tensors = {}
+    for name, entry in catalog.tensors.items():
+        try:
+            chunks = tuple(_located(entry, chunk, skeletons) for chunk in entry.chunks)
+            tensors[name] = replace(entry, chunks=chunks)
+        except Damaged as error:
+            problems.append(f"{name}: {error.message}")
+    if problems:
+        raise damaged(problems, subject="the items")
+    return catalog.with_tensors(tensors)
+
+
+def _located(entry: TensorEntry, chunk: Chunk, skeletons: Skeletons) -> Chunk:
+    copies = tuple(
+        replace(copy, at=_place(entry, chunk, copy.at, skeletons)) for copy in chunk.copies
+    )
+    return replace(chunk, at=_place(entry, chunk, chunk.at, skeletons), copies=copies)
+
+
+def _place(entry: TensorEntry, chunk: Chunk, at: Place, skeletons: Skeletons) -> Place:
+    if not isinstance(at, Item):
+        return at
+    what = f"{chunk.box} at byte {at.offset:,} of {at.file}"
+    pickled = skeletons.get((at.file, at.offset, at.nbytes))
+    if pickled is None:
+        raise Damaged(f"{what}: .metadata does not say how its bytes are strided")
+    value = _pickle.load(pickled, what=what).value
+    tensor = plain_tensor(value)
+    if tensor is None or (tensor.dtype, tensor.shape) != (entry.source_dtype, chunk.box.shape):
+        raise Damaged(f"{what}: no {entry.source_dtype} {list(chunk.box.shape)}, as it should be")
+    stored = StoredBytes(at.file, at.offset, at.nbytes, at.nbytes)
+    file = TorchFile(what, value, {tensor.storage.key: stored}, "little", {}, len(pickled))
+    return place_of(tensor, file)
+
+
+# Flat parameters of FSDP's decomposed form
+
+
+def _flat_members(fields: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Member]]:
+    """What each flat parameter is made of, by its name; empty where there are none."""
+    found: dict[str, list[Member]] = {}
+    for name, each in fields.items():
+        told = each.get("user_defined_dict") or {}
+        try:
+            found |= {
+                flat: list(_members(flat, names, told))
+                for flat, names in (told.get("fsdp_flat_param_to_fqns") or {}).items()
+            }
+        except (KeyError, TypeError, AttributeError, IndexError):
+            raise Damaged(f"{name}: what flat parameters are made of is unclear") from None
+    return found
+
+
+def _members(flat: str, names: list[str], told: Mapping[str, Any]) -> Iterator[Member]:
+    """The parameters of one flat parameter; names are relative to its unit, or whole."""
+    head = flat.removesuffix(FLAT)
+    whole = all(name.startswith(head) for name in names)
+    left = list(zip(names, told["fsdp_shapes"][flat], strict=True))
+    start = 0
+    lengths = told["fsdp_numels_with_padding"][flat]
+    for length, padding in zip(lengths, told["fsdp_is_padding_mask"][flat], strict=True):
+        if not padding:
+            name, shape = left.pop(0)
+            name = name if whole else head + name.lstrip(".")
+            yield Member((name,), sizes(shape), start)
+        start += natural(length)
+    if left:
+        raise IndexError
+
+
+def _apart(source: Source, catalog: Catalog, flat: Mapping[str, list[Member]]) -> Catalog:
+    """The catalog of one family with its flat parameters, and states of them, taken apart."""
+    found = {name: _whose(entry, flat) for name, entry in catalog.tensors.items()}
+    if not any(found.values()):
+        return catalog
+    inner = {name: catalog.tensors[name] for name, members in found.items() if members}
+    located = _locate(source, catalog.with_tensors(inner)).tensors
+    tensors: dict[str, TensorEntry] = {}
+    for name, entry in catalog.tensors.items():
+        members = found[name]
+        parts = taken_apart(located[name], members) if members else [entry]
+        tensors |= {part.name: part for part in parts}
+    return with_inferred_mesh(replace(catalog, tensors=tensors, mesh=None))
+
+
+def _whose(entry: TensorEntry, flat: Mapping[str, list[Member]]) -> list[Member]:
+    """The members of a flat parameter, or of an optimizer's state for one; none of others."""
+    *head, last = map(str, entry.path)
+    name, found, state = last.partition(FLAT)
+    members = flat.get(name + found, []) if len(entry.shape) == 1 else []
+    return [
+        replace(member, path=(*head, f"{member.path[0]}{state}")) for member in members if found
+    ]
+
+
+FORMAT = Format(
+    "bytecheckpoint",
+    "ByteCheckpoint folder (model, optimizer, extra_state)",
+    _probe,
+    _scan,
+    locate=_locate,
+)
