@@ -53,6 +53,7 @@ FORMATS: Mapping[str, Format] = _Lazy(
         "rank-local": "rank_local.FORMAT",
         "safetensors": "safetensors.FORMAT",
         "torch-save": "torch_save.FORMAT",
+        "orbax": "orbax.FORMAT",
     }
 )
 """Most specific first: the first whose probe says yes is taken."""

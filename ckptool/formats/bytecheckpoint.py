@@ -189,7 +189,7 @@ def _members(flat: str, names: list[str], told: Mapping[str, Any]) -> Iterator[M
     for length, padding in zip(lengths, told["fsdp_is_padding_mask"][flat], strict=True):
         if not padding:
             name, shape = left.pop(0)
-            name = name if whole else head + name.lstrip(".")
+            name = (name if whole else head + name.lstrip(".")).lstrip(".")
             yield Member((name,), sizes(shape), start)
         start += natural(length)
     if left:

@@ -96,6 +96,8 @@ def test_what_nothing_can_show_is_no_error(
         ("rank_experimental", "checkpoint_3.pt"),
         ("torch_checkpointing", "metadata.pkl"),
         ("snapshot_batched", ".snapshot_metadata"),
+        ("bytecheckpoint_flat", "global_step_7/model/.metadata"),
+        ("bytecheckpoint_flat", "global_step_7/optimizer/__1_0.distcp"),
     ],
 )
 def test_cut_anywhere(
@@ -126,6 +128,7 @@ def test_cut_anywhere(
         ("deepspeed_zero_2", "global_step1/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
         ("deepspeed_universal", "global_step1_universal/zero/optimizer_state.pt"),
         ("snapshot", ".snapshot_metadata"),
+        ("bytecheckpoint_flat", "global_step_7/model/.metadata"),
     ],
 )
 def test_a_flipped_byte_is_never_a_traceback(

@@ -1,0 +1,34 @@
+"""Orbax checkpoints (JAX): recognised, to say that they are not read.
+
+``_METADATA`` or ``manifest.ocdbt`` (orbax-checkpoint 0.5 and later), in the folder itself or in
+that of an item such as ``default/`` or ``state/`` below a step.
+"""
+
+from __future__ import annotations
+
+from ckptool.core.catalog import Catalog
+from ckptool.errors import Unrecognised
+from ckptool.formats.base import Format, ScanOptions, Source
+
+_MARKS = ("_METADATA", "manifest.ocdbt", "_CHECKPOINT_METADATA")
+_ITEM_DEPTH = 1
+
+
+def _probe(source: Source) -> bool:
+    return any(
+        name.rpartition("/")[2] in _MARKS and name.count("/") <= _ITEM_DEPTH
+        for name in source.files
+    )
+
+
+def _scan(source: Source, options: ScanOptions) -> Catalog:
+    raise Unrecognised(
+        f"{source.root}: an Orbax checkpoint of JAX: its arrays are zarr in a key-value store,"
+        " which ckptool does not read",
+        hint="with orbax: tree = orbax.checkpoint.PyTreeCheckpointer().restore(PATH), then"
+        " safetensors.numpy.save_file of its arrays by their paths",
+    )
+
+
+FORMAT = Format("orbax", "Orbax checkpoint of JAX, recognised only", _probe, _scan, reads=False)
+"""Not read: it would need tensorstore."""
