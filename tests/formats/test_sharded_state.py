@@ -23,8 +23,8 @@ from ckptool.core.placing import Placed, Placements, parse_mesh
 from ckptool.core.plan import Plan
 from ckptool.engine.run import RunOptions, run
 from ckptool.errors import CannotDo, Damaged
-from ckptool.formats.base import Request
 from ckptool.formats._vllm_write import lay_out
+from ckptool.formats.base import Request
 
 
 def write(
