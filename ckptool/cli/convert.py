@@ -61,6 +61,12 @@ def convert(
         str | None,
         typer.Option("--dtype", metavar="DTYPE", help="Cast floating tensors, e.g. bf16."),
     ] = None,
+    dequantize: Annotated[
+        bool,
+        typer.Option(
+            "--dequantize", help="Make numbers of FP8 blocks and MXFP4: bf16, or what --dtype says."
+        ),
+    ] = False,
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", metavar="SIZE", help="Of a safetensors shard.")
     ] = "5GB",
@@ -99,6 +105,7 @@ def convert(
         strip_prefix=strip_prefix,
         rename=tuple(rename or ()),
         dtype=parse_dtype(dtype) if dtype else None,
+        dequantize=dequantize,
         max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
         one_rank=one_rank,
         transfer=TransferOptions(overwrite, resume, run=run_options(workers, budget, fsync)),

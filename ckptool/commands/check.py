@@ -23,7 +23,6 @@ from ckptool.core.catalog import Index, TensorEntry
 from ckptool.core.layout import Data, Scattered, tiles
 from ckptool.core.mesh import LocalShard, Mesh, Piece, Placement, Replicate, Shard, StridedShard
 from ckptool.core.placing import Placed
-from ckptool.core.plan import ChunkIndex
 from ckptool.engine.gather import Array, Gatherer, unit
 from ckptool.engine.ranks import Ranks
 from ckptool.errors import CannotDo, TransferError
@@ -160,12 +159,11 @@ class _Check:
 
     def compare(self, entry: TensorEntry, held: _Held) -> None:
         """TransferError where what was loaded is not what the source has."""
-        index = ChunkIndex(entry)
         loaded = _bits(held.local, entry.dtype.itemsize)
         for piece in held.pieces:
             shift = tuple(g - l for g, l in zip(piece.box.lo, piece.local.lo, strict=True))
             for box in tiles(piece.box, entry.dtype.itemsize, _TILE):
-                wanted = self._gathered(entry, index, box)
+                wanted = self._gatherer.gathered(entry, box)
                 where = box.relative_to(shift)
                 found = loaded[tuple(map(slice, where.lo, where.hi))] if where.lo else loaded
                 at = _first_difference(wanted, found)
@@ -178,15 +176,6 @@ class _Check:
             f"{self.target}: {entry.name}: rank {self.rank} loads {how}",
             hint="do not train from it; write it again",
         )
-
-    def _gathered(self, entry: TensorEntry, index: ChunkIndex, box: Box) -> Array:
-        dtype = entry.source_dtype
-        values: Array = np.empty(box.shape, unit(dtype.itemsize))
-        for chunk, common in index.find(box):
-            where = common.relative_to(box.lo)
-            view = values[tuple(map(slice, where.lo, where.hi))] if where.lo else values
-            self._gatherer.fill(view, chunk, common, dtype)
-        return values
 
 
 def _device_mesh(mesh: Mesh) -> Any:

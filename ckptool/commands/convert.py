@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptool.commands.open import open_checkpoint
+from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.commands.transfer import (
     Progress,
     Transfer,
@@ -17,16 +18,19 @@ from ckptool.commands.transfer import (
 )
 from ckptool.core import rewrite
 from ckptool.core.catalog import Catalog
-from ckptool.core.dtype import DType
+from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.layout import FileLayout
 from ckptool.core.parts import model_prefixes, part_of, weights
 from ckptool.core.plan import Plan
+from ckptool.core.quantised import dequantized, kinds, quantised_names
 from ckptool.errors import CannotDo, UsageError
 from ckptool.formats import CONVERTERS
 from ckptool.formats.base import Request
 
 TARGETS = ("safetensors", "torch-save", "dcp", "dcp-safetensors", "deepspeed-universal")
 """What ``--to`` accepts. ``safetensors`` is a Hugging Face folder unless the target is a file."""
+
+_LARGEST_CONFIG = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,7 @@ class ConvertOptions:
     strip_prefix: str | None = None
     rename: tuple[str, ...] = ()
     dtype: DType | None = None
+    dequantize: bool = False
     max_shard_size: int = 5_000_000_000
     one_rank: bool = False
     transfer: TransferOptions = field(default_factory=TransferOptions)
@@ -63,6 +68,7 @@ class ConvertReport:
     free_bytes: int
     left_out: tuple[str, ...]
     cast: dict[str, int]
+    dequantized: dict[str, int]
     notes: tuple[str, ...]
 
 
@@ -92,7 +98,8 @@ def prepare(source: Path, target: Path, options: ConvertOptions) -> Prepared:
     writer = _writer(options.to, target)
     opened = open_checkpoint(source, format_name=options.format_name, per_rank=options.per_rank)
     require_apart(opened, target)
-    catalog, cast = _rewritten(opened.catalog, options)
+    catalog, scaled = _numbers(opened, options)
+    catalog, cast = _rewritten(catalog, options)
     require_agreement(catalog)
     if not catalog.tensors and not catalog.objects:
         raise UsageError("nothing is left to convert")
@@ -113,7 +120,8 @@ def prepare(source: Path, target: Path, options: ConvertOptions) -> Prepared:
         free_bytes=free_bytes(target.parent),
         left_out=_left_out(opened.catalog, catalog, options),
         cast=cast,
-        notes=(*catalog.notes, *layout.notes),
+        dequantized=scaled,
+        notes=(*catalog.notes, *layout.notes, *_quantised_notes(catalog, options)),
     )
     decided = (writer, options.max_shard_size, options.one_rank)
     return Prepared(Transfer(opened, plan, target, options.transfer, decided), report)
@@ -131,6 +139,47 @@ def _writer(to: str, target: Path) -> str:
     return to
 
 
+def _numbers(opened: Opened, options: ConvertOptions) -> tuple[Catalog, dict[str, int]]:
+    """The catalog with numbers for quantised tensors where asked, and how many of each kind."""
+    if not options.dequantize:
+        return opened.catalog, {}
+    _require_torch("--dequantize")
+    wanted = quantised_names(opened.catalog)
+    inner = {name: entry for name, entry in opened.catalog.tensors.items() if name in wanted}
+    located = opened.located(opened.catalog.with_tensors(inner)).tensors
+    catalog = opened.catalog.with_tensors(opened.catalog.tensors | located)
+    return dequantized(catalog, options.dtype or BY_NAME["bfloat16"], _block_size(opened))
+
+
+def _quantised_notes(catalog: Catalog, options: ConvertOptions) -> list[str]:
+    """What a person should know of quantised tensors that are cast or made numbers of."""
+    notes = []
+    if options.dtype is not None and quantised_names(catalog):
+        listed = ", ".join(f"{count} {kind}" for kind, count in kinds(catalog).items())
+        notes.append(f"--dtype leaves quantised tensors as they are ({listed}); --dequantize")
+    if options.dequantize and any(n.endswith("config.json") for n in catalog.companions):
+        notes.append("config.json may still have a quantization_config: take it out before loading")
+    return notes
+
+
+def _block_size(opened: Opened) -> tuple[int, int] | None:
+    """The size of a block as the model's ``config.json`` says it (DeepSeek-V3, transformers)."""
+    name = next((n for n in opened.catalog.companions if n.endswith("config.json")), None)
+    if name is None or opened.catalog.companions[name] > _LARGEST_CONFIG:
+        return None
+    try:
+        content = json.loads(opened.source.read(name, 0, opened.catalog.companions[name]))
+        rows, columns = map(int, content["quantization_config"]["weight_block_size"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return (rows, columns) if rows > 0 and columns > 0 else None
+
+
+def _require_torch(option: str) -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise CannotDo(f"{option} needs torch", hint="pip install 'ckptool[torch]'")
+
+
 def _rewritten(catalog: Catalog, options: ConvertOptions) -> tuple[Catalog, dict[str, int]]:
     """The catalog as the target shall hold it, and how many tensors were cast from each type."""
     if options.select:
@@ -145,9 +194,8 @@ def _rewritten(catalog: Catalog, options: ConvertOptions) -> tuple[Catalog, dict
         catalog = rewrite.rename(catalog, rewrite.substitution(rule))
     counts: dict[str, int] = {}
     if options.dtype is not None:
-        if importlib.util.find_spec("torch") is None:
-            raise CannotDo("--dtype needs torch", hint="pip install 'ckptool[torch]'")
-        catalog, changed = rewrite.cast(catalog, options.dtype)
+        _require_torch("--dtype")
+        catalog, changed = rewrite.cast(catalog, options.dtype, quantised_names(catalog))
         for entry in changed:
             counts[entry.dtype.name] = counts.get(entry.dtype.name, 0) + 1
     return catalog, counts

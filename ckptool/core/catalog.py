@@ -70,7 +70,41 @@ class Item:
     transforms: tuple[str, ...] = ()
 
 
-Place = Extent | Packed | Item
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """Numbers that are stored as coarse ones, each block of them with a scale of its own.
+
+    ``block`` is how many elements a block has in each dim. Where ``values`` are ``uint8``, each
+    byte holds two elements of four bits, the first in its lower half (MXFP4), and ``scales`` are
+    exponents that 127 was added to; else an element is the product of its value and scale.
+    """
+
+    values: TensorEntry
+    scales: TensorEntry
+    block: tuple[int, ...]
+
+    @property
+    def file(self) -> str:
+        """The file in which the first of the values lie."""
+        return self.values.chunks[0].at.file
+
+    @property
+    def offset(self) -> int:
+        """Where in it they begin, in bytes."""
+        return self.values.chunks[0].at.offset
+
+
+Place = Extent | Packed | Item | Scaled
+
+
+def stored_places(at: Place) -> Iterator[Extent | Packed | Item]:
+    """The places in files that a place is made of."""
+    if not isinstance(at, Scaled):
+        yield at
+        return
+    for entry in (at.values, at.scales):
+        for chunk in entry.chunks:
+            yield from stored_places(chunk.at)
 
 
 @dataclass(frozen=True, slots=True)

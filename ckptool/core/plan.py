@@ -12,7 +12,14 @@ from operator import add, sub
 from typing import NamedTuple
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Chunk, Packed, TensorEntry, coverage_problem
+from ckptool.core.catalog import (
+    Catalog,
+    Chunk,
+    Packed,
+    TensorEntry,
+    coverage_problem,
+    stored_places,
+)
 from ckptool.core.layout import Data, Layout, Part, Scattered, row_tiles, tile_count, tiles
 from ckptool.errors import CannotDo, Damaged, damaged
 
@@ -131,10 +138,11 @@ class Plan:
         """Bytes of the largest blob that must be decoded whole, stored and decoded together."""
         return max(
             (
-                chunk.at.nbytes + chunk.at.size
+                at.nbytes + at.size
                 for entry in self.entries
                 for chunk in entry.chunks
-                if isinstance(chunk.at, Packed)
+                for at in stored_places(chunk.at)
+                if isinstance(at, Packed)
             ),
             default=0,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -156,9 +156,15 @@ def substitution(rule: str) -> Callable[[str], str]:
         raise UsageError(f"--rename {rule!r}: {error}") from None
 
 
-def cast(catalog: Catalog, dtype: DType) -> tuple[Catalog, list[TensorEntry]]:
-    """With floating tensors as ``dtype``, and the entries (as they were) that this changes."""
-    changed = [e for e in catalog.tensors.values() if e.dtype.kind == "float" and e.dtype != dtype]
+def cast(
+    catalog: Catalog, dtype: DType, keep: Collection[str] = ()
+) -> tuple[Catalog, list[TensorEntry]]:
+    """With floating tensors as ``dtype``, and the entries (as they were) that this changes.
+
+    Those named in ``keep`` stay as they are.
+    """
+    floating = [e for e in catalog.tensors.values() if e.dtype.kind == "float"]
+    changed = [e for e in floating if e.dtype != dtype and e.name not in keep]
     tensors = dict(catalog.tensors)
     for entry in changed:
         tensors[entry.name] = replace(entry, dtype=dtype, stored=entry.source_dtype)

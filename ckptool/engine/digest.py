@@ -5,13 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable
 
-import numpy as np
-
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.layout import tiles
-from ckptool.core.plan import ChunkIndex
-from ckptool.engine.gather import Array, Gatherer, raw, unit
+from ckptool.engine.gather import Gatherer, raw
 from ckptool.engine.threads import share_jobs
 
 _TILE = 1 << 20
@@ -37,15 +34,9 @@ def digests(
 
 
 def _digest(entry: TensorEntry, gatherer: Gatherer, progress: Callable[[int], None]) -> str:
-    dtype = entry.source_dtype
-    index = ChunkIndex(entry)
     total = hashlib.sha256()
-    for tile in tiles(Box.whole(entry.shape), dtype.itemsize, _TILE):
-        values: Array = np.empty(tile.shape, unit(dtype.itemsize))
-        for chunk, common in index.find(tile):
-            where = common.relative_to(tile.lo)
-            view = values[tuple(map(slice, where.lo, where.hi))] if where.lo else values
-            gatherer.fill(view, chunk, common, dtype)
+    for tile in tiles(Box.whole(entry.shape), entry.source_dtype.itemsize, _TILE):
+        values = gatherer.gathered(entry, tile)
         total.update(raw(values))
         progress(values.nbytes)
     return total.hexdigest()

@@ -9,9 +9,19 @@ from typing import Any
 import numpy as np
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Chunk, Extent, Packed, Place, Record, contiguous
+from ckptool.core.catalog import (
+    Chunk,
+    Extent,
+    Packed,
+    Place,
+    Record,
+    Scaled,
+    TensorEntry,
+    contiguous,
+)
 from ckptool.core.codec import decode
 from ckptool.core.dtype import DType
+from ckptool.core.plan import ChunkIndex
 from ckptool.engine.sources import SPAN, Reader
 from ckptool.errors import CannotDo, Damaged
 
@@ -53,6 +63,7 @@ class Gatherer:
         self._blob: tuple[Packed, bytes] | None = None
         self._blocks: dict[tuple[str, int, int], int] = {}
         self._kept = 0
+        self._indexes: dict[int, tuple[TensorEntry, ChunkIndex]] = {}
 
     def close(self) -> None:
         self._reader.close()
@@ -92,8 +103,29 @@ class Gatherer:
             start = at.offset + sum(i * s for i, s in zip(local.lo, at.strides, strict=True))
             self._fill(out, at.file, start, at.strides)
             _repair(out, at.ops, dtype)
+        elif isinstance(at, Scaled):
+            from ckptool.engine.scaled import fill_scaled
+
+            fill_scaled(self.gathered, at, out, local, dtype)
         else:
             raise TypeError(f"{at} was never located")
+
+    def gathered(self, entry: TensorEntry, box: Box) -> Array:
+        """A box of a whole tensor, as its elements are stored."""
+        values: Array = np.empty(box.shape, unit(entry.source_dtype.itemsize))
+        for chunk, common in self._index(entry).find(box):
+            where = common.relative_to(box.lo)
+            view = values[tuple(map(slice, where.lo, where.hi))] if where.lo else values
+            self.fill(view, chunk, common, entry.source_dtype)
+        return values
+
+    def _index(self, entry: TensorEntry) -> ChunkIndex:
+        """The index of a tensor's chunks; those of the last few tensors are kept."""
+        found = self._indexes.get(id(entry))
+        if found is None:
+            self._indexes = dict(list(self._indexes.items())[-3:])
+            found = self._indexes[id(entry)] = (entry, ChunkIndex(entry))
+        return found[1]
 
     def _row_block(self, at: Extent, start: int, nbytes: int, out: Array, local: Box) -> Array:
         """A box of the rows that lie at ``start``, read unless they are kept."""

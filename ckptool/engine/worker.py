@@ -9,7 +9,7 @@ from operator import mul, sub
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptool.core.catalog import Extent, Record, contiguous
+from ckptool.core.catalog import Extent, Record, contiguous, stored_places
 from ckptool.core.plan import Source, Tile
 from ckptool.engine.checksum import RecordCheck, crc32, joined
 from ckptool.engine.sources import SPAN, Reader
@@ -47,9 +47,9 @@ def run_of(tile: Tile, source: Source) -> Run | None:
 def touch(records: RecordCheck, tile: Tile) -> None:
     """Note which records a tile is made from."""
     for source in tile.sources:
-        at = source.chunk.at
-        if isinstance(at, Extent) and at.record is not None:
-            records.touch(at.record, tile.entry.name)
+        for at in stored_places(source.chunk.at):
+            if isinstance(at, Extent) and at.record is not None:
+                records.touch(at.record, tile.entry.name)
 
 
 class Worker:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckptool.core.catalog import Catalog, Extent, Place, TensorEntry
+from ckptool.core.catalog import Catalog, Extent, Place, Scaled, TensorEntry
 from ckptool.errors import Problem
 from ckptool.formats.base import Format, ScanOptions, Source
 
@@ -42,6 +42,8 @@ def _moved(entry: TensorEntry, folder: str) -> TensorEntry:
 
 
 def _moved_place(at: Place, folder: str) -> Place:
+    if isinstance(at, Scaled):
+        return replace(at, values=_moved(at.values, folder), scales=_moved(at.scales, folder))
     file = f"{folder}/{at.file}"
     if isinstance(at, Extent) and at.record is not None:
         return replace(at, file=file, record=at.record._replace(file=file))

@@ -26,6 +26,8 @@ def show_convert(report: ConvertReport, *, dry_run: bool) -> None:
     )
     for dtype, count in report.cast.items():
         screen.print(f"  cast: {count:,} tensors that were {dtype}", highlight=False)
+    for kind, count in report.dequantized.items():
+        screen.print(f"  dequantized: {count:,} tensors that were {kind}", highlight=False)
     for line in report.left_out:
         screen.print(f"  left out as asked: {line}", highlight=False)
     if dry_run:
@@ -62,6 +64,7 @@ def convert_json(report: ConvertReport, *, dry_run: bool) -> dict[str, Any]:
         },
         "files": [{"path": file.path, "nbytes": file.nbytes} for file in report.files],
         "cast": report.cast,
+        "dequantized": report.dequantized,
         "left_out": list(report.left_out),
         "notes": list(report.notes),
     }

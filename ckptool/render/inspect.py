@@ -10,6 +10,7 @@ from rich.text import Text
 
 from ckptool.commands.inspect import InspectReport
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
+from ckptool.core.quantised import kinds
 from ckptool.formats._values import type_name
 from ckptool.render.listing import tensor_lines, value_lines
 from ckptool.render.mapping import map_lines
@@ -66,6 +67,7 @@ def inspect_json(report: InspectReport) -> dict[str, Any]:
         "path": str(report.path),
         "format": catalog.format,
         "info": dict(catalog.info),
+        "quantised": kinds(catalog),
         "step": report.step,
         "world_size": catalog.world_size,
         "mesh": _mesh_json(catalog),

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Chunk, Item, Packed, Place, TensorEntry, contiguous
+from ckptool.core.catalog import Chunk, Item, Packed, Place, Scaled, TensorEntry, contiguous
 from ckptool.render.text import columns, plural, visible
 
 _MOST_BOXES = 64
@@ -68,6 +68,8 @@ def _stored(at: Place, box: Box, itemsize: int) -> tuple[int, str]:
         return at.nbytes, f"{at.codec}, {at.size:,} bytes decoded"
     if isinstance(at, Item):
         return at.nbytes, "+".join(at.transforms)
+    if isinstance(at, Scaled):
+        return box.volume * itemsize, "from values and scales"
     strided = not contiguous(at.strides, box.shape, itemsize)
     return box.volume * itemsize, ", ".join([*(["strided"] if strided else []), *at.ops])
 

@@ -11,6 +11,7 @@ from ckptool.commands.inspect import InspectReport, Share
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import short_name
 from ckptool.core.parts import part_of
+from ckptool.core.quantised import kinds
 from ckptool.render.fold import Folded, fold
 from ckptool.render.text import bar, columns, magnitude, plural, ranges, size, visible
 from ckptool.render.values import telling
@@ -47,7 +48,9 @@ def _header(report: InspectReport, screen: Console) -> list[Text]:
     if catalog.world_size is not None:
         facts.append(("ranks", f"{catalog.world_size:,}"))
     facts += [("parallel", info.get("parallelism", "")), ("mesh", _mesh(catalog))]
-    facts += [("arguments", info.get("arguments", "")), ("holds", _holds(report))]
+    quantised = ", ".join(f"{plural(n, 'tensor')} {kind}" for kind, n in kinds(catalog).items())
+    facts += [("arguments", info.get("arguments", "")), ("quantised", quantised)]
+    facts += [("holds", _holds(report))]
     rows = [(Text(label, style="dim"), Text(visible(fact))) for label, fact in facts if fact]
     return [title, *columns(screen, rows, "ll")]
 

@@ -1,0 +1,149 @@
+"""Quantised tensors: which are there, by their names and types, and how to make numbers of them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import Catalog, Chunk, Scaled, TensorEntry
+from ckptool.core.dtype import DType
+from ckptool.core.rewrite import renamed_path
+from ckptool.errors import CannotDo
+
+_SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
+_BLOCK = (128, 128)
+_KINDS = {
+    "bitsandbytes, 4 bit": re.compile(r".*\.quant_state\.bitsandbytes__(nf4|fp4)"),
+    "bitsandbytes, 8 bit": re.compile(r".*\.SCB"),
+    "GPTQ": re.compile(r".*\.g_idx"),
+    "compressed-tensors, packed": re.compile(r".*\.weight_packed"),
+    "NVFP4": re.compile(r".*\.weight_scale_2"),
+}
+_PACKED = re.compile(r"(.*)\.qweight")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A quantised tensor, the scales of its blocks, and how it is called."""
+
+    kind: str
+    values: TensorEntry
+    scales: TensorEntry
+
+
+def pairs(catalog: Catalog) -> Iterator[Pair]:
+    """The tensors that are stored with scales in a way that is known.
+
+    DeepSeek-V3: ``X.weight`` in 8-bit floats and ``X.weight_scale_inv``. gpt-oss: ``X_blocks`` and
+    ``X_scales`` in bytes.
+    """
+    for name, scales in catalog.tensors.items():
+        if name.endswith(_SCALE):
+            values = catalog.tensors.get(name.removesuffix(_SCALE))
+            if values is not None and values.dtype.name.startswith("float8"):
+                yield Pair("FP8 in blocks", values, scales)
+        elif name.endswith(_SCALES) and scales.dtype.name == "uint8":
+            values = catalog.tensors.get(name.removesuffix(_SCALES) + _BLOCKS)
+            if values is not None and values.dtype.name == "uint8":
+                yield Pair("MXFP4", values, scales)
+
+
+def kinds(catalog: Catalog) -> dict[str, int]:
+    """How many tensors are quantised in each way that their names and types tell."""
+    found = Counter(pair.kind for pair in pairs(catalog))
+    for name in catalog.tensors:
+        found.update(kind for kind, pattern in _KINDS.items() if pattern.fullmatch(name))
+        packed = _PACKED.fullmatch(name)
+        if packed and f"{packed[1]}.g_idx" not in catalog.tensors:
+            found["AWQ"] += 1
+    return dict(found)
+
+
+def quantised_names(catalog: Catalog) -> set[str]:
+    """The names of quantised tensors with known scales, and of the scales."""
+    return {entry.name for pair in pairs(catalog) for entry in (pair.values, pair.scales)}
+
+
+def dequantized(
+    catalog: Catalog, dtype: DType, block: tuple[int, int] | None = None
+) -> tuple[Catalog, dict[str, int]]:
+    """With numbers of ``dtype`` in the place of values and scales, and how many of each kind.
+
+    ``block`` is the size of an FP8 block where the model's config says it. Raises CannotDo where
+    no tensor is quantised in a known way, or shapes do not fit.
+    """
+    found = {pair.values.name: pair for pair in pairs(catalog)}
+    if not found:
+        raise CannotDo(
+            "--dequantize: no tensor here has scales in a way that is known",
+            hint="known are X.weight with X.weight_scale_inv, and X_blocks with X_scales",
+        )
+    gone = {pair.scales.name for pair in found.values()}
+    counts: dict[str, int] = {}
+    tensors: dict[str, TensorEntry] = {}
+    for name, entry in catalog.tensors.items():
+        if name in gone:
+            continue
+        if name in found:
+            pair = found[name]
+            entry = _four_bits(pair, dtype) if pair.kind == "MXFP4" else _blocks(pair, dtype, block)
+            counts[pair.kind] = counts.get(pair.kind, 0) + 1
+        if entry.name in tensors:
+            raise CannotDo(f"--dequantize makes a second tensor called {entry.name}")
+        tensors[entry.name] = entry
+    return catalog.with_tensors(tensors), counts
+
+
+def _blocks(pair: Pair, dtype: DType, block: tuple[int, int] | None) -> TensorEntry:
+    shape, grid = pair.values.shape, pair.scales.shape
+    if len(shape) != len(grid) or len(shape) < 2 or shape[:-2] != grid[:-2]:
+        raise _unfit(pair)
+    for sizes in (block or _BLOCK, _even(shape[-2:], grid[-2:])):
+        if sizes and tuple(-(-n // b) for n, b in zip(shape[-2:], sizes, strict=True)) == grid[-2:]:
+            return _scaled(pair, pair.values.name, dtype, shape, (*(1 for _ in shape[2:]), *sizes))
+    raise _unfit(pair)
+
+
+def _even(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The size of the blocks where they divide a tensor without a rest."""
+    if any(not count or size % count for size, count in zip(shape, grid, strict=True)):
+        return None
+    return tuple(size // count for size, count in zip(shape, grid, strict=True))
+
+
+def _four_bits(pair: Pair, dtype: DType) -> TensorEntry:
+    shape, grid = pair.values.shape, pair.scales.shape
+    if not grid or shape[:-1] != grid or not shape[-1]:
+        raise _unfit(pair)
+    size = 2 * shape[-1]
+    name = pair.values.name.removesuffix(_BLOCKS)
+    whole = (*grid[:-1], grid[-1] * size)
+    return _scaled(pair, name, dtype, whole, (*(1 for _ in grid[1:]), size))
+
+
+def _unfit(pair: Pair) -> CannotDo:
+    return CannotDo(
+        f"{pair.values.name} {list(pair.values.shape)}: its scales {pair.scales.name}"
+        f" {list(pair.scales.shape)} are no grid of its blocks",
+        hint=f"--drop '{pair.values.name}' leaves it out",
+    )
+
+
+def _scaled(
+    pair: Pair, name: str, dtype: DType, shape: tuple[int, ...], block: tuple[int, ...]
+) -> TensorEntry:
+    at = Scaled(pair.values, pair.scales, block)
+    return replace(
+        pair.values,
+        name=name,
+        path=renamed_path(pair.values.path, name),
+        dtype=dtype,
+        shape=shape,
+        chunks=(Chunk(Box.whole(shape), at),),
+        placements=None,
+        mesh=None,
+        stored=None,
+    )

@@ -1,0 +1,87 @@
+"""Numbers from coarse ones and the scales of their blocks, as torch computes them.
+
+The formulas are those of ``torch.distributed.checkpoint.quantized_hf_storage`` (torch 2.13): FP8
+in blocks as DeepSeek-V3 stores it, and MXFP4 as gpt-oss does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import Scaled, TensorEntry
+from ckptool.core.dtype import DType
+from ckptool.errors import CannotDo
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Gathered = Callable[[TensorEntry, Box], Array]
+
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The values of a four-bit float (E2M1) without its sign."""
+
+
+def fill_scaled(gathered: Gathered, at: Scaled, out: Array, box: Box, dtype: DType) -> None:
+    """Compute the elements of a box, rounded to ``dtype`` once, into ``out``.
+
+    ``gathered`` reads a box of a tensor as it is stored.
+    """
+    try:
+        import torch
+    except ImportError:
+        raise CannotDo("--dequantize needs torch", hint="pip install 'ckptool[torch]'") from None
+    if not out.size:
+        return
+    wanted = getattr(torch, dtype.name)
+    four_bits = at.values.dtype.name == "uint8"
+    numbers = (_of_four_bits if four_bits else _of_blocks)(gathered, at, box, wanted)
+    flat = numbers.contiguous().reshape(-1).view(torch.uint8).numpy()
+    out[...] = flat.view(out.dtype).reshape(out.shape)
+
+
+def _of_blocks(gathered: Gathered, at: Scaled, box: Box, wanted: Any) -> Any:
+    """Value times scale, in 32 bits."""
+    import torch
+
+    grid = _blocks(box, at.block)
+    values = _typed(gathered(at.values, box), at.values.dtype).to(torch.float32)
+    scales = _typed(gathered(at.scales, grid), at.scales.dtype).to(torch.float32)
+    for dim, size in enumerate(at.block):
+        which = torch.arange(box.lo[dim], box.hi[dim]) // size - grid.lo[dim]
+        scales = scales.index_select(dim, which)
+    return (values * scales).to(wanted)
+
+
+def _of_four_bits(gathered: Gathered, at: Scaled, box: Box, wanted: Any) -> Any:
+    """Two numbers a byte, the lower half first, times two to the power of the scale less 127."""
+    import torch
+
+    grid, size = _blocks(box, at.block), at.block[-1]
+    pairs = torch.from_numpy(gathered(at.values, Box((*grid.lo, 0), (*grid.hi, size // 2))))
+    exponents = torch.from_numpy(gathered(at.scales, grid)).to(torch.int32) - 127
+    table = torch.tensor([*_FP4, *(-number for number in _FP4)], dtype=wanted)
+    numbers = torch.empty((*grid.shape, size), dtype=wanted)
+    numbers[..., 0::2] = table[(pairs & 0x0F).to(torch.long)]
+    numbers[..., 1::2] = table[(pairs >> 4).to(torch.long)]
+    torch.ldexp(numbers, exponents.unsqueeze(-1), out=numbers)
+    rows = numbers.reshape(*grid.shape[:-1], grid.shape[-1] * size)
+    start = box.lo[-1] - grid.lo[-1] * size
+    return rows[..., start : start + box.shape[-1]]
+
+
+def _blocks(box: Box, block: tuple[int, ...]) -> Box:
+    """The blocks that a box touches, in counts of blocks."""
+    return Box(
+        tuple(lo // size for lo, size in zip(box.lo, block, strict=True)),
+        tuple(-(-hi // size) for hi, size in zip(box.hi, block, strict=True)),
+    )
+
+
+def _typed(bits: Array, dtype: DType) -> Any:
+    """Stored elements as a torch tensor of their type."""
+    import torch
+
+    flat = torch.from_numpy(np.ascontiguousarray(bits).reshape(-1).view("u1"))
+    return flat.view(getattr(torch, dtype.name)).reshape(bits.shape)

@@ -1,0 +1,255 @@
+"""Quantised checkpoints: kept as they are, shown for what they are, and made numbers on demand.
+
+The oracle is torch's own reader of such checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import bits, convert_to, load_torch, read_back
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
+
+from ckptool.commands.inspect import inspect
+from ckptool.commands.open import open_checkpoint
+from ckptool.commands.reshard import ReshardOptions, prepare_reshard
+from ckptool.core.dtype import BY_NAME
+from ckptool.core.placing import parse_mesh
+from ckptool.errors import CannotDo, Damaged
+from ckptool.render.inspect import inspect_json
+
+
+def fp8(rows: int, columns: int, block: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+    """Any bits, NaN among them, and scales."""
+    weight = torch.randint(0, 256, (rows, columns), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    return weight, torch.rand(-(-rows // block), -(-columns // block)) * 3 + 1e-6
+
+
+def mxfp4(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks of 32 numbers; the last dim of ``shape`` counts blocks."""
+    blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+    return blocks, torch.randint(100, 150, shape, dtype=torch.uint8)
+
+
+def deepseek(rows: int = 300, columns: int = 200) -> dict[str, torch.Tensor]:
+    weight, scale = fp8(rows, columns)
+    return {
+        "mlp.up_proj.weight": weight,
+        "mlp.up_proj.weight_scale_inv": scale,
+        "norm.weight": torch.randn(5).bfloat16(),
+    }
+
+
+def gpt_oss(*shape: int) -> dict[str, torch.Tensor]:
+    blocks, scales = mxfp4(*shape)
+    return {"mlp.experts.down_proj_blocks": blocks, "mlp.experts.down_proj_scales": scales}
+
+
+def saved(state: dict[str, torch.Tensor], folder: Path, config: Any = None) -> Path:
+    """A Hugging Face folder with an index, which torch's reader wants."""
+    folder.mkdir()
+    save_file(state, folder / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(state, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def as_torch_reads(folder: Path, name: str, dtype: torch.dtype) -> torch.Tensor:
+    reader = QuantizedHuggingFaceStorageReader(str(folder), target_dtype=dtype)
+    shape = reader.read_metadata().state_dict_metadata[name].size
+    state = {name: torch.empty(shape, dtype=dtype)}
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state[name]
+
+
+def as_torch_computes(
+    blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """torch 2.13's reader has the formula of MXFP4, but reads only a corner of such a tensor."""
+    reader = QuantizedHuggingFaceStorageReader("", target_dtype=dtype)
+    *rows, groups, size = blocks.shape
+    wanted = SimpleNamespace(storage_offsets=(0, 0, 0), lengths=(*rows, groups * size * 2))
+    return reader._dequantize_tensor_mxfp4(blocks, scales, wanted, 0, 0)
+
+
+def numbers(source: Path, out: Path, dtype: torch.dtype, **options: Any) -> dict[str, Any]:
+    kind = BY_NAME[str(dtype).removeprefix("torch.")]
+    convert_to("torch-save", source, out / "m.pt", dequantize=True, dtype=kind, **options)
+    return _flat(load_torch(out / "m.pt"))
+
+
+def _flat(tree: Any, head: str = "") -> dict[str, torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return {head: tree}
+    steps = {f"{head}.{key}" if head else key: value for key, value in tree.items()}
+    return {n: t for name, value in steps.items() for n, t in _flat(value, name).items()}
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(300, 200), (128, 128), (1, 1), (130, 257), (127, 1000)])
+def test_fp8_blocks_are_what_torch_reads(
+    shape: tuple[int, int], dtype: torch.dtype, out: Path
+) -> None:
+    source = saved(deepseek(*shape), out / "hf")
+    found = numbers(source, out, dtype)
+    assert found.keys() == {"mlp.up_proj.weight", "norm.weight"}
+    expected = as_torch_reads(source, "mlp.up_proj.weight", dtype)
+    assert bits(found["mlp.up_proj.weight"]) == bits(expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 4), (1, 1, 1), (3, 500, 70)])
+def test_mxfp4_is_what_torch_computes(
+    shape: tuple[int, int, int], dtype: torch.dtype, out: Path
+) -> None:
+    """The last is of several tiles."""
+    state = gpt_oss(*shape)
+    found = numbers(saved(state, out / "hf"), out, dtype)
+    expected = as_torch_computes(*state.values(), dtype)
+    assert found.keys() == {"mlp.experts.down_proj"}
+    assert bits(found["mlp.experts.down_proj"]) == bits(expected)
+
+
+def test_every_exponent_of_mxfp4(out: Path) -> None:
+    blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 1, 16).expand(1, 16, 256, 16)
+    scales = torch.arange(256, dtype=torch.uint8).expand(1, 16, 256)
+    state = {"w_blocks": blocks.contiguous(), "w_scales": scales.contiguous()}
+    source = saved(state, out / "hf")
+    for dtype in DTYPES:
+        (out / str(dtype)).mkdir()
+        found = numbers(source, out / str(dtype), dtype)["w"]
+        assert bits(found) == bits(as_torch_computes(*state.values(), dtype))
+
+
+@settings(max_examples=25)
+@given(
+    rows=st.integers(1, 300),
+    columns=st.integers(1, 300),
+    cut=st.integers(0, 3),
+    seed=st.integers(0, 99),
+)
+def test_any_chunks_of_values_and_scales(
+    rows: int, columns: int, cut: int, seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A DCP folder of rows: what one box of numbers needs lies in several chunks."""
+    torch.manual_seed(seed)
+    out = tmp_path_factory.mktemp("chunks")
+    state = deepseek(rows, columns)
+    source = saved(state, out / "hf")
+    convert_to("dcp", source, out / "dcp")
+    options = ReshardOptions(parse_mesh(str(1 + cut)))
+    prepare_reshard(out / "dcp", out / "cut", options).run()
+    expected = as_torch_reads(source, "mlp.up_proj.weight", torch.bfloat16)
+    assert bits(numbers(out / "cut", out, torch.bfloat16)["mlp.up_proj.weight"]) == bits(expected)
+
+
+@pytest.mark.parametrize(
+    ("block", "said"), [(128, None), (64, 64), (32, 32), (100, 100), (4, None)]
+)
+def test_the_block_is_what_the_config_says_or_128_or_what_divides(
+    block: int, said: int | None, out: Path
+) -> None:
+    weight, scale = fp8(200, 300, block)
+    config = {"quantization_config": {"weight_block_size": [said, said]}} if said else None
+    state = {"w.weight": weight, "w.weight_scale_inv": scale}
+    found = numbers(saved(state, out / "hf", config), out, torch.float32)["w.weight"]
+    whole = scale.repeat_interleave(block, 0)[:200].repeat_interleave(block, 1)[:, :300]
+    assert bits(found) == bits(weight.float() * whole)
+
+
+def test_experts_in_one_tensor(out: Path) -> None:
+    weight = torch.stack([fp8(130, 200)[0] for _ in range(3)])
+    scale = torch.rand(3, 2, 2)
+    state = {"experts.up": weight, "experts.up_scale_inv": scale}
+    found = numbers(saved(state, out / "hf"), out, torch.float32)["experts.up"]
+    whole = scale.repeat_interleave(128, 1)[:, :130].repeat_interleave(128, 2)[:, :, :200]
+    assert bits(found) == bits(weight.float() * whole)
+
+
+def test_without_being_asked_bytes_and_scales_stay(out: Path) -> None:
+    state = deepseek()
+    source = saved(state, out / "hf")
+    report = convert_to("safetensors", source, out / "m", dtype=BY_NAME["float32"])
+    found = read_back("safetensors", out / "m")
+    kept = {n: bits(t) for n, t in state.items() if "up_proj" in n}
+    assert {n: found[n] for n in kept} == kept
+    assert found["norm.weight"][0] == "float32"
+    assert any("--dequantize" in note for note in report.notes)
+
+
+def test_a_report_says_what_was_done(out: Path) -> None:
+    source = saved(deepseek() | gpt_oss(2, 3, 4), out / "hf", {"quantization_config": {}})
+    report = convert_to("safetensors", source, out / "m", dequantize=True)
+    assert report.dequantized == {"FP8 in blocks": 1, "MXFP4": 1}
+    assert any("quantization_config" in note for note in report.notes)
+    assert read_back("safetensors", out / "m")["mlp.up_proj.weight"][0] == "bfloat16"
+
+
+def test_checksums_of_values_and_scales_are_checked(out: Path) -> None:
+    torch.save(deepseek(), out / "s.pt")
+    data = bytearray((out / "s.pt").read_bytes())
+    tensors = open_checkpoint(out / "s.pt").catalog.tensors
+    for name in ("mlp.up_proj.weight", "mlp.up_proj.weight_scale_inv"):
+        spoilt = bytearray(data)
+        spoilt[tensors[name].chunks[0].at.offset] ^= 1
+        (out / "spoilt.pt").write_bytes(spoilt)
+        with pytest.raises(Damaged, match="CRC-32"):
+            convert_to("safetensors", out / "spoilt.pt", out / "m", dequantize=True)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"w.weight": torch.randn(3, 3)}, "no tensor here has scales"),
+        (
+            {"w.weight": fp8(200, 200)[0], "w.weight_scale_inv": torch.ones(3, 7)},
+            "no grid of its blocks",
+        ),
+        (
+            {"w_blocks": mxfp4(2, 3)[0], "w_scales": mxfp4(2, 4)[1]},
+            "no grid of its blocks",
+        ),
+        (gpt_oss(1, 1, 1) | {"mlp.experts.down_proj": torch.ones(1)}, "second tensor"),
+    ],
+)
+def test_what_cannot_be_done(state: dict[str, torch.Tensor], words: str, out: Path) -> None:
+    with pytest.raises(CannotDo, match=words):
+        convert_to("safetensors", saved(state, out / "hf"), out / "m", dequantize=True)
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (["a.weight", "a.weight.absmax", "a.weight.quant_state.bitsandbytes__nf4"], "bitsandbytes"),
+        (["a.weight", "a.SCB"], "bitsandbytes, 8 bit"),
+        (["a.qweight", "a.qzeros", "a.scales", "a.g_idx"], "GPTQ"),
+        (["a.qweight", "a.qzeros", "a.scales"], "AWQ"),
+        (["a.weight_packed", "a.weight_scale", "a.weight_shape"], "compressed-tensors"),
+        (["a.weight", "a.weight_scale", "a.weight_scale_2"], "NVFP4"),
+    ],
+)
+def test_quantised_tensors_are_shown_for_what_they_are(
+    names: list[str], kind: str, out: Path
+) -> None:
+    source = saved({name: torch.zeros(2, dtype=torch.uint8) for name in names}, out / "hf")
+    found = inspect_json(inspect(source))["quantised"]
+    assert [(told.startswith(kind), count) for told, count in found.items()] == [(True, 1)]
+
+
+def test_plain_models_are_not_called_quantised(out: Path) -> None:
+    source = saved({"a.weight": torch.zeros(2), "b.scales": torch.zeros(2)}, out / "hf")
+    assert inspect_json(inspect(source))["quantised"] == {}
