@@ -21,6 +21,14 @@ PerRank = Annotated[
     bool,
     typer.Option("--per-rank", help="Keep plain tensors that differ between ranks, as NAME@rankR."),
 ]
+FlatParams = Annotated[
+    Path | None,
+    typer.Option(
+        "--flat-params",
+        metavar="FILE",
+        help="JSON of the model's parameters and shapes, in order, for FSDP1's flat ones.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")]
 Overwrite = Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ckptool.cli.arguments import AsJson, Debug, From, PerRank, SourcePath
+from ckptool.cli.arguments import AsJson, Debug, FlatParams, From, PerRank, SourcePath
 from ckptool.errors import damaged
 
 
@@ -37,6 +37,7 @@ def inspect(
     ] = None,
     from_format: From = None,
     per_rank: PerRank = False,
+    flat_params: FlatParams = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -50,7 +51,9 @@ def inspect(
     from ckptool.render.messages import print_json, show_notes
     from ckptool.render.text import console
 
-    report = run_inspect(source, format_name=from_format, per_rank=per_rank)
+    report = run_inspect(
+        source, format_name=from_format, per_rank=per_rank, flat_params=flat_params
+    )
     found = None
     if stats:
         from ckptool.commands.stats import stats as run_stats

@@ -12,6 +12,7 @@ from ckptool.cli.arguments import (
     Budget,
     Debug,
     DryRun,
+    FlatParams,
     From,
     Fsync,
     Overwrite,
@@ -62,6 +63,7 @@ def reshard(
         ),
     ] = None,
     from_format: From = None,
+    flat_params: FlatParams = None,
     rank_state: Annotated[
         str,
         typer.Option(
@@ -110,6 +112,7 @@ def reshard(
         tp_plan=tp_plan,
         to=to,
         format_name=from_format,
+        flat_params=flat_params,
         rank_state=rank_state,
         transfer=TransferOptions(overwrite, resume, verify, run_options(workers, budget, fsync)),
     )

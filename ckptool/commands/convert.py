@@ -40,6 +40,7 @@ class ConvertOptions:
     to: str
     format_name: str | None = None
     per_rank: bool = False
+    flat_params: Path | None = None
     select: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
     model_only: bool = False
@@ -96,7 +97,12 @@ def prepare(source: Path, target: Path, options: ConvertOptions) -> Prepared:
     Raises UsageError, CannotDo or a SourceError where it cannot be done as asked.
     """
     writer = _writer(options.to, target)
-    opened = open_checkpoint(source, format_name=options.format_name, per_rank=options.per_rank)
+    opened = open_checkpoint(
+        source,
+        format_name=options.format_name,
+        per_rank=options.per_rank,
+        flat_params=options.flat_params,
+    )
     require_apart(opened, target)
     catalog, scaled = _numbers(opened, options)
     catalog, cast = _rewritten(catalog, options)

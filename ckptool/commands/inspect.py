@@ -82,9 +82,18 @@ class InspectReport:
         return self.catalog.notes
 
 
-def inspect(path: Path, *, format_name: str | None = None, per_rank: bool = False) -> InspectReport:
+def inspect(
+    path: Path,
+    *,
+    format_name: str | None = None,
+    per_rank: bool = False,
+    flat_params: Path | None = None,
+) -> InspectReport:
     """Recognise the checkpoint at ``path`` and describe it. No tensor byte is read."""
-    return report(open_checkpoint(path, format_name=format_name, per_rank=per_rank))
+    opened = open_checkpoint(
+        path, format_name=format_name, per_rank=per_rank, flat_params=flat_params
+    )
+    return report(opened)
 
 
 def report(opened: Opened) -> InspectReport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
@@ -46,20 +47,37 @@ class _Candidate:
 
 
 def open_checkpoint(
-    path: Path, *, format_name: str | None = None, per_rank: bool = False
+    path: Path,
+    *,
+    format_name: str | None = None,
+    per_rank: bool = False,
+    flat_params: Path | None = None,
 ) -> Opened:
     """Recognise the checkpoint at ``path`` and scan its metadata.
 
     ``path`` may be the checkpoint, a file inside it, its parent folder, or a run's folder that
-    holds just one. Raises NotFound, Unrecognised (with what is there), Damaged or Hostile.
+    holds just one. ``flat_params`` is a JSON file of the model's parameters and their shapes.
+    Raises NotFound, Unrecognised (with what is there), Damaged or Hostile.
     """
     _require_there(path)
     found = _bounded(path, lambda: _recognise(path, format_name))
-    options = ScanOptions(per_rank=per_rank)
+    options = ScanOptions(per_rank, _shapes_in(flat_params) if flat_params else ())
     catalog = _bounded(found.path, lambda: found.format.scan(found.source, options))
     if not catalog.tensors and not catalog.objects:
         raise _nothing_in(found.path)
     return Opened(found.path, found.source, found.format, catalog)
+
+
+def _shapes_in(path: Path) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Names and shapes, in order, of a JSON file; UsageError where it is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found = tuple((name, tuple(shape)) for name, shape in content.items())
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise UsageError(f"--flat-params {path}: {error}") from None
+    if not all(type(n) is int and n >= 0 for _, shape in found for n in shape):
+        raise UsageError(f"--flat-params {path}: a shape that is no list of sizes")
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,7 @@ class ReshardOptions:
     tp_plan: Path | None = None
     to: str | None = None
     format_name: str | None = None
+    flat_params: Path | None = None
     rank_state: str = "stop"
     transfer: TransferOptions = field(default_factory=lambda: TransferOptions(verify=True))
 
@@ -148,7 +149,9 @@ def prepare_reshard(source: Path, target: Path | None, options: ReshardOptions) 
             f"--rank-state {options.rank_state!r}", hint="stop, keep, drop, or a rank of the source"
         )
     placer = _placer(options)
-    opened = open_checkpoint(source, format_name=options.format_name, per_rank=True)
+    opened = open_checkpoint(
+        source, format_name=options.format_name, per_rank=True, flat_params=options.flat_params
+    )
     target = target or _sibling(opened.path, placer.mesh)
     require_apart(opened, target)
     catalog = _settle_rank_state(opened.catalog, options.rank_state)

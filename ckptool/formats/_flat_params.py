@@ -1,21 +1,32 @@
 """FSDP1's flat parameters, taken apart.
 
 A flat parameter is one tensor of one dim in which the parameters of an FSDP unit lie end to end,
-row-major, some with padding between them. It is called ``_flat_param`` below the unit's name.
+row-major, in the order of ``named_parameters()``. It is called ``_flat_param`` below the unit's
+name. With ``use_orig_params`` each parameter begins at a multiple of 16 bytes, and the end is
+padded to a multiple of the ranks (``FlatParamHandle``, torch 2.1 to 2.13).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptool.core.box import flat_range, row_major_strides
 from ckptool.core.catalog import Chunk, Copy, Extent, Packed, Path, Place, TensorEntry, flat_name
-from ckptool.errors import Damaged
+from ckptool.errors import CannotDo, Damaged
 from ckptool.formats._assemble import shifted
 
 FLAT = "_flat_param"
+_ALIGNMENT = 16
+
+Given = Sequence[tuple[str, tuple[int, ...]]]
+"""The model's parameters with their shapes, in the order of ``named_parameters()``."""
+
+HINT = (
+    "--flat-params FILE, made of the model by: json.dump({n: p.shape for n, p in"
+    " model.named_parameters()}, open(FILE, 'w'))"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +40,64 @@ class Member:
     @property
     def stop(self) -> int:
         return self.start + math.prod(self.shape)
+
+
+def is_flat(name: str) -> bool:
+    """Whether a tensor of this name is a flat parameter."""
+    return name.rpartition(".")[2] == FLAT
+
+
+def members_of(flats: Mapping[str, TensorEntry], given: Given) -> dict[str, list[Member]]:
+    """What each flat parameter is made of, by the model's parameters.
+
+    A parameter belongs to the innermost unit that its name lies in. Raises CannotDo where the
+    parameters of a unit do not fill its flat parameter.
+    """
+    heads = {name.removesuffix(FLAT): name for name in flats}
+    base = _base(heads, given)
+    owned: dict[str, list[tuple[str, tuple[int, ...]]]] = {name: [] for name in flats}
+    for short, shape in given:
+        name = base + short
+        inside = [head for head in heads if name.startswith(head)]
+        if not inside:
+            raise CannotDo(f"--flat-params: {short} lies in no FSDP unit of {sorted(heads)[:8]}")
+        owned[heads[max(inside, key=len)]].append((name, shape))
+    return {name: _laid_out(flats[name], parts) for name, parts in owned.items()}
+
+
+def _base(heads: Iterable[str], given: Given) -> str:
+    """What comes before the model's own names: nothing, or the file's family."""
+    first = {head.partition(".")[0] + "." for head in heads if "." in head}
+    for base in ("", *sorted(first)):
+        if all(any((base + name).startswith(head) for name, _ in given) for head in heads):
+            return base
+    return ""
+
+
+def _laid_out(flat: TensorEntry, parts: Given) -> list[Member]:
+    """The members end to end, or aligned, whichever fills the flat parameter."""
+    plain = _end_to_end(parts, 1)
+    if plain and plain[-1].stop == flat.elements:
+        return plain
+    aligned = _end_to_end(parts, _ALIGNMENT // flat.source_dtype.itemsize)
+    if aligned and 0 <= flat.elements - aligned[-1].stop < len(flat.chunks):
+        return aligned
+    end = f"{plain[-1].stop:,} elements, {aligned[-1].stop:,} aligned" if plain else "none"
+    raise CannotDo(
+        f"--flat-params: {flat.name} has {flat.elements:,} elements, the {len(parts)} parameters"
+        f" that should lie in it have {end}",
+        hint="they must be all of the model's, by its own names, in the order of its modules",
+    )
+
+
+def _end_to_end(parts: Given, step: int) -> list[Member]:
+    members: list[Member] = []
+    position = 0
+    for name, shape in parts:
+        position = -(-position // step) * step
+        members.append(Member((name,), shape, position))
+        position = members[-1].stop
+    return members
 
 
 def taken_apart(flat: TensorEntry, members: Iterable[Member]) -> Iterator[TensorEntry]:

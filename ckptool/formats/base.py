@@ -35,13 +35,18 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScanOptions:
-    """``per_rank`` keeps plain tensors that differ between ranks as one tensor a rank.
+    """How to read what the files alone leave open, and what to do with damage.
+
+    ``per_rank`` keeps plain tensors that differ between ranks as one tensor a rank;
+    ``flat_params`` are the model's parameters with their shapes, in its own order, where FSDP1's
+    flat ones shall be taken apart.
 
     Where there is a list ``found``, a scan steps over what is damaged and notes it there; without
     one, damage is raised.
     """
 
     per_rank: bool = False
+    flat_params: tuple[tuple[str, tuple[int, ...]], ...] = ()
     found: list[Problem] | None = None
 
     def report(self, problems: Sequence[str], *, subject: str, hint: str | None = None) -> None:

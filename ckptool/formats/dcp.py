@@ -38,6 +38,7 @@ from ckptool.formats._assemble import (
     read_leaves,
 )
 from ckptool.formats._dcp_metadata import DcpMetadata, StoredItem, TensorMetadata
+from ckptool.formats._flat_params import HINT, is_flat, members_of, taken_apart
 from ckptool.formats._infer import with_inferred_mesh
 from ckptool.formats._storage import place_of, plain_tensor
 from ckptool.formats._torch_file import TorchFile, is_zip, read_torch_file, read_torch_zip
@@ -94,6 +95,11 @@ class _Found:
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
+    return _apart(source, scan_folder(source), options)
+
+
+def scan_folder(source: Source) -> Catalog:
+    """What the metadata of a folder that is laid out as DCP does says."""
     found = _Found()
     parsed = _metadata_files(source, options)
     for file, metadata in parsed.items():
@@ -121,6 +127,21 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         found.add(options.attempt(partial(_read_lightning, source)) or Assembled())
     options.report(found.problems, subject=source.root, hint=_HINT)
     return with_inferred_mesh(_catalog(source, parsed, found))
+
+
+def _apart(source: Source, catalog: Catalog, options: ScanOptions) -> Catalog:
+    """The catalog with FSDP1's flat parameters taken apart, or a note that they are there."""
+    flats = {name: entry for name, entry in catalog.tensors.items() if is_flat(name)}
+    if not flats:
+        return catalog
+    if not options.flat_params:
+        note = f"FSDP1 flat parameters stay as they are ({', '.join(flats)}); {HINT}"
+        return replace(catalog, notes=(*catalog.notes, note))
+    tensors = {name: e for name, e in catalog.tensors.items() if name not in flats}
+    members = members_of(flats, options.flat_params)
+    for name, entry in _locate(source, catalog.with_tensors(flats)).tensors.items():
+        tensors |= {part.name: part for part in taken_apart(entry, members[name])}
+    return with_inferred_mesh(replace(catalog, tensors=tensors, mesh=None))
 
 
 _HINT = "the save was interrupted, or files were lost or mixed with those of another save"

@@ -17,8 +17,15 @@ from functools import partial
 from ckptool.core.catalog import Catalog, Path
 from ckptool.errors import Damaged, Problem
 from ckptool.formats import _torch_checkpointing
-from ckptool.formats._assemble import Assembled, Leaf, ShareLeaf, assemble, read_leaves
+from ckptool.formats._assemble import (
+    Assembled,
+    Leaf,
+    ShareLeaf,
+    read_leaves,
+)
 from ckptool.formats._companions import companions
+from ckptool.formats._flat_params import HINT, is_flat
+from ckptool.formats._flat_ranks import assembled
 from ckptool.formats._infer import with_inferred_mesh
 from ckptool.formats._torch_file import read_torch_file
 from ckptool.formats.base import (
@@ -127,9 +134,10 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         )
     ranks = _strip_repeated(ranks, families) if len(families) > 1 else ranks
     problems += [p for rank, leaves in ranks.items() for p in _wrong_rank(rank, leaves)]
-    found = assemble(ranks, per_rank=options.per_rank)
-    problems += found.problems + _flat_parameters(found) + _absent_members(found, ranks)
-    options.report(problems, subject=source.root)
+    found = assembled(ranks, options)
+    flat = _flat_parameters(found)
+    problems += found.problems + flat + _absent_members(found, ranks)
+    options.report(problems, subject=source.root, hint=HINT if flat else None)
     return _catalog(source, files, found, declared is not None)
 
 
@@ -284,7 +292,7 @@ def _flat_parameters(found: Assembled) -> list[Problem]:
             tensor=name,
         )
         for name in found.tensors
-        if name.split(".")[-1] == "_flat_param"
+        if is_flat(name)
     ]
 
 
