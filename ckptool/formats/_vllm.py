@@ -8,7 +8,6 @@ names and shapes.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,10 +16,9 @@ from typing import Any
 from ckptool.core.catalog import TensorEntry
 from ckptool.errors import CannotDo, Damaged
 from ckptool.formats._assemble import shifted
+from ckptool.formats._frameworks import CONFIG
 from ckptool.formats._tensor_parallel import Local, Locals, joined
-from ckptool.formats.base import Source, read_metadata
 
-_CONFIG = "config.json"
 PADDING = 64
 _PLAIN = ("float32", "bfloat16", "float16")
 
@@ -33,7 +31,7 @@ VOCABULARY = re.compile(r"(.*\.)?(embed_tokens|lm_head)\.(weight|bias)")
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Sizes:
     """What a model's ``config.json`` says of its sizes; None where it is silent."""
 
     heads: int | None = None
@@ -41,30 +39,17 @@ class Config:
     head_size: int | None = None
     vocabulary: int | None = None
     tied: bool = False
-    architecture: str | None = None
 
 
-def read_config(source: Source) -> Config:
-    """The sizes in a Hugging Face config; Damaged where it is no JSON object."""
-    if _CONFIG not in source.files:
-        return Config()
-    try:
-        content = json.loads(read_metadata(source, _CONFIG))
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
-        raise Damaged(f"{_CONFIG}: not a JSON object")
-    text = content.get("text_config")
-    told = {**content, **text} if isinstance(text, dict) else content
-    names = told.get("architectures")
-    heads, hidden = _size(told, "num_attention_heads"), _size(told, "hidden_size")
-    return Config(
+def sizes_of(config: Mapping[str, Any]) -> Sizes:
+    """The sizes in a Hugging Face config."""
+    heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+    return Sizes(
         heads,
-        _size(told, "num_key_value_heads") or heads,
-        _size(told, "head_dim") or (hidden // heads if hidden and heads else None),
-        _size(told, "vocab_size"),
-        told.get("tie_word_embeddings") is True,
-        str(names[0]) if isinstance(names, list) and names else None,
+        _size(config, "num_key_value_heads") or heads,
+        _size(config, "head_dim") or (hidden // heads if hidden and heads else None),
+        _size(config, "vocab_size"),
+        config.get("tie_word_embeddings") is True,
     )
 
 
@@ -77,7 +62,7 @@ def _size(content: Mapping[str, Any], key: str) -> int | None:
 class Merger:
     """Joins the ranks' tensors. ``unknown`` says why of those of which no rule is known."""
 
-    config: Config
+    config: Sizes
     world: int
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
@@ -139,12 +124,12 @@ class Merger:
         if known.heads and known.head_size:
             if known.heads % self.world:
                 raise Damaged(
-                    f"{_CONFIG} says {known.heads} heads, which {self.world} ranks cannot share"
+                    f"{CONFIG} says {known.heads} heads, which {self.world} ranks cannot share"
                 )
             return known.heads // self.world * known.head_size
         shapes = [part.shape for part in (outputs or {}).values()]
         if not shapes or len(shapes[0]) != 2:
-            raise CannotDo(f"{name}: without {_CONFIG} nothing says which of its rows are queries")
+            raise CannotDo(f"{name}: without {CONFIG} nothing says which of its rows are queries")
         return shapes[0][1]
 
     def _holders(self, name: str, keys: int) -> int:
@@ -155,7 +140,7 @@ class Merger:
         holders = max(1, self.world // heads)
         if keys * self.world != heads * size * holders:
             raise Damaged(
-                f"{name}: {keys} rows of keys on each of {self.world} ranks, but {_CONFIG} says"
+                f"{name}: {keys} rows of keys on each of {self.world} ranks, but {CONFIG} says"
                 f" {heads} key-value heads of {size}"
             )
         return holders
@@ -167,7 +152,7 @@ class Merger:
         if wanted is None or wanted == held:
             return parts
         if not 0 < held - wanted < PADDING * self.world:
-            raise Damaged(f"{name}: {held:,} rows, but {_CONFIG} says a vocabulary of {wanted:,}")
+            raise Damaged(f"{name}: {held:,} rows, but {CONFIG} says a vocabulary of {wanted:,}")
         self.notes.append(f"{name}: without the {held - wanted} rows that pad the vocabulary")
         left = {rank: min(each, max(0, wanted - rank * each)) for rank in parts}
         return {rank: _rows(name, part, 0, left[rank]) for rank, part in parts.items()}

@@ -39,6 +39,7 @@ from ckptool.formats._assemble import (
 )
 from ckptool.formats._dcp_metadata import DcpMetadata, StoredItem, TensorMetadata
 from ckptool.formats._flat_params import HINT, is_flat, members_of, taken_apart
+from ckptool.formats._frameworks import framework_info
 from ckptool.formats._infer import with_inferred_mesh
 from ckptool.formats._storage import place_of, plain_tensor
 from ckptool.formats._torch_file import TorchFile, is_zip, read_torch_file, read_torch_zip
@@ -358,14 +359,15 @@ def _catalog(source: Source, parsed: dict[str, DcpMetadata], found: _Found) -> C
     ]
     version = next((m.version for m in parsed.values() if m.version), None)
     lightning = _LIGHTNING in source.files
-    writer = "Lightning" if lightning else "torch.distributed.checkpoint"
+    info = {"writer": "Lightning" if lightning else "torch.distributed.checkpoint"}
+    info |= {"metadata version": version} if version else {}
     return Catalog(
         "dcp",
         found.tensors,
         found.objects,
         {name: source.files[name] for name in source.files if name in used or name in data},
         world_size=max([planned, *(rank + 1 for rank in ranks)], default=1),
-        info={"writer": writer} | ({"metadata version": version} if version else {}),
+        info=info | framework_info(found.objects),
         notes=(*notes, *found.notes, *unread_notes(found.objects)),
         archives=tuple(found.archives),
         named={file: metadata.named for file, metadata in parsed.items()},

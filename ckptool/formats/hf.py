@@ -17,6 +17,7 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.errors import Damaged, Problem
 from ckptool.formats._companions import companions
+from ckptool.formats._frameworks import config_info
 from ckptool.formats._outgoing import companion_files, extra_file, tied_notes
 from ckptool.formats._safetensors_file import OutgoingSlice, lay_out_safetensors
 from ckptool.formats.base import EXTRA, Format, Request, ScanOptions, Source, read_metadata, require
@@ -80,7 +81,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         {},
         {file: source.files[file] for file in (*files, *indexes) if file in source.files},
         world_size=1,
-        info={"writer": _writer(infos)},
+        info={"writer": _writer(infos)} | config_info(source),
         notes=tuple(notes),
         companions=companions(source),
     )

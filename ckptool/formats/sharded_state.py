@@ -13,9 +13,10 @@ import re
 from ckptool.core.catalog import Catalog
 from ckptool.errors import Damaged, damaged
 from ckptool.formats._companions import companions
+from ckptool.formats._frameworks import config_info, read_config
 from ckptool.formats._safetensors_file import read_safetensors
 from ckptool.formats._tensor_parallel import Local, tp_mesh
-from ckptool.formats._vllm import Merger, read_config
+from ckptool.formats._vllm import Merger, sizes_of
 from ckptool.formats._vllm_write import EXTRA
 from ckptool.formats.base import (
     Format,
@@ -38,8 +39,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     world = max(int(match[1]) for match in files) + 1
     _require_whole(source, files, world)
     locals_, problems = _locals(source, files)
-    config = read_config(source)
-    merger = Merger(config, world)
+    merger = Merger(sizes_of(read_config(source)), world)
     merger.merge(locals_)
     merger.add_tied()
     if problems + merger.problems:
@@ -53,7 +53,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         world_size=world,
         mesh=tp_mesh(world) if world > 1 else None,
         mesh_source="declared" if world > 1 else None,
-        info=info | ({"arguments": config.architecture} if config.architecture else {}),
+        info=info | config_info(source),
         notes=tuple(merger.notes),
         conflicts=merger.unknown,
         companions=companions(source),

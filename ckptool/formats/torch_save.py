@@ -15,6 +15,7 @@ from ckptool.core.layout import FileLayout, Layout
 from ckptool.errors import Damaged, Problem, Unrecognised
 from ckptool.formats._assemble import Leaf, ShareLeaf, assemble, read_leaves
 from ckptool.formats._companions import companions
+from ckptool.formats._frameworks import config_info, framework_info
 from ckptool.formats._outgoing import nested_state, plain_objects
 from ckptool.formats._torch_file import is_legacy, is_zip, read_torch_file
 from ckptool.formats._torch_write import torch_archive
@@ -56,7 +57,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         found.objects,
         dict(source.files),
         world_size=1,
-        info={"writer": "torch.save"},
+        info={"writer": "torch.save"} | framework_info(found.objects),
         notes=(*notes, *unread_notes(found.objects)),
         conflicts=found.conflicts,
     )
@@ -119,7 +120,7 @@ def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
         objects,
         {file: source.files[file] for file in (*files, _INDEX) if file in source.files},
         world_size=1,
-        info={"writer": "transformers (pytorch_model.bin shards)"},
+        info={"writer": "transformers (pytorch_model.bin shards)"} | config_info(source),
         notes=(*notes, *unread_notes(objects)),
         companions=companions(source),
     )

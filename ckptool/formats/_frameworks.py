@@ -1,0 +1,74 @@
+"""What values and config files say of the framework that a checkpoint comes from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ckptool.core.catalog import ObjectEntry
+from ckptool.errors import Damaged
+from ckptool.formats.base import Source, read_metadata
+
+CONFIG = "config.json"
+
+_TOLD = {
+    "num_hidden_layers": "layers",
+    "hidden_size": "hidden",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv heads",
+    "num_experts": "experts",
+    "num_local_experts": "experts",
+    "n_routed_experts": "experts",
+    "vocab_size": "vocabulary",
+}
+
+
+def framework_info(objects: Mapping[str, ObjectEntry]) -> dict[str, str]:
+    """Entries for ``Catalog.info``, from values that a framework always saves.
+
+    Lightning 2 (``pytorch-lightning_version``, in ``meta.pt`` or a ``.ckpt``), torchtitan 0.3
+    (``train_state``, and a ``dataloader`` state for each data-parallel rank).
+    """
+    for name in ("meta.pytorch-lightning_version", "pytorch-lightning_version"):
+        if name in objects and isinstance(objects[name].value, str):
+            return {"framework": "Lightning", "version": objects[name].value}
+    if "train_state.step" in objects and any(n.startswith("dataloader.dp_rank_") for n in objects):
+        degree = objects.get("dataloader.world_size")
+        known = degree is not None and type(degree.value) is int
+        parallelism = {"parallelism": f"DP {degree.value}"} if degree and known else {}
+        return {"framework": "torchtitan"} | parallelism
+    return {}
+
+
+def read_config(source: Source) -> Mapping[str, Any]:
+    """A Hugging Face ``config.json`` in the folder, empty without one; a language model's inside.
+
+    Raises Damaged where it is no JSON object.
+    """
+    if CONFIG not in source.files:
+        return {}
+    try:
+        content = json.loads(read_metadata(source, CONFIG))
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise Damaged(f"{CONFIG}: not a JSON object")
+    inner = content.get("text_config")
+    return {**content, **inner} if isinstance(inner, dict) else content
+
+
+def config_info(source: Source) -> dict[str, str]:
+    """Entries for ``Catalog.info`` from a Hugging Face config; none where it cannot be read."""
+    try:
+        config = read_config(source)
+    except Damaged:
+        return {}
+    info = {}
+    version = config.get("transformers_version")
+    if isinstance(version, str):
+        info = {"framework": "transformers", "version": version}
+    names = config.get("architectures")
+    told = [str(names[0])] if isinstance(names, list) and names else []
+    told += [f"{word} {config[key]}" for key, word in _TOLD.items() if type(config.get(key)) is int]
+    return info | ({"arguments": ", ".join(told)} if told else {})
