@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from ckptool.core.catalog import Catalog, Extent, Place, Scaled, TensorEntry
 from ckptool.errors import Problem
-from ckptool.formats.base import Format, ScanOptions, Source
+from ckptool.formats.base import ScanOptions, Source
 
 
-def scanned_below(item: Format, source: Source, folder: str, options: ScanOptions) -> Catalog:
+Scan = Callable[[Source, ScanOptions], Catalog]
+
+
+def scanned_below(scan: Scan, source: Source, folder: str, options: ScanOptions) -> Catalog:
     """The catalog of a subfolder; problems noted on the way name files as seen from above."""
     found: list[Problem] | None = None if options.found is None else []
-    catalog = item.scan(source.narrowed(folder), replace(options, found=found))
+    catalog = scan(source.narrowed(folder), replace(options, found=found))
     for problem in found or ():
         problem.file = f"{folder}/{problem.file}" if problem.file else folder
     if options.found is not None:
         options.found.extend(found or ())
-    return catalog
+    return relocated(catalog, folder)
 
 
 def relocated(catalog: Catalog, folder: str) -> Catalog:

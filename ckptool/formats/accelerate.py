@@ -1,7 +1,8 @@
 """A folder that accelerate saved from FSDP with DCP: a family of files in each subfolder.
 
-``pytorch_model_fsdp_0/`` and ``optimizer_0/`` are DCP folders (accelerate 1.15); scheduler, sampler
-and random states lie beside them. The family begins each name, unless all names begin with it.
+``pytorch_model_fsdp_0/`` (in old versions ``pytorch_model_0/``) and ``optimizer_0/`` are DCP
+folders (accelerate 1.15). Scheduler, sampler and random states lie beside them, also where
+transformers' Trainer saved. The family begins each name, unless all names begin with it.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from dataclasses import replace
 from ckptool.core.catalog import Catalog
 from ckptool.core.rewrite import with_prefix
 from ckptool.formats import dcp, rank_local
-from ckptool.formats._relocate import relocated, scanned_below, together
+from ckptool.formats._relocate import scanned_below, together
 from ckptool.formats.base import Format, ScanOptions, Source
 
 _PART = re.compile(
-    r"(?P<folder>(?P<family>pytorch_model_fsdp|optimizer)_(?P<number>\d+))/\.metadata"
+    r"(?P<folder>(?P<family>pytorch_model(_fsdp)?|optimizer)_(?P<number>\d+))/\.metadata"
 )
-_FAMILIES = {"pytorch_model_fsdp": "model", "optimizer": "optimizer"}
+_FAMILIES = {"pytorch_model_fsdp": "model", "pytorch_model": "model", "optimizer": "optimizer"}
 
 
 def _parts(source: Source) -> dict[str, str]:
@@ -36,7 +37,7 @@ def _probe(source: Source) -> bool:
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     catalogs = [
-        relocated(_in_family(scanned_below(dcp.FORMAT, source, folder, options), family), folder)
+        _in_family(scanned_below(dcp.FORMAT.scan, source, folder, options), family)
         for folder, family in _parts(source).items()
     ]
     if rank_local.FORMAT.probe(source):

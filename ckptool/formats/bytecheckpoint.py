@@ -21,7 +21,7 @@ from ckptool.formats._assemble import assemble, read_leaves
 from ckptool.formats._flat_params import FLAT, Member, taken_apart
 from ckptool.formats._infer import with_inferred_mesh
 from ckptool.formats._pickle import Call
-from ckptool.formats._relocate import relocated, scanned_below, together
+from ckptool.formats._relocate import scanned_below, together
 from ckptool.formats._storage import natural, place_of, plain_tensor, sizes
 from ckptool.formats._torch_file import StoredBytes, TorchFile, read_torch_file
 from ckptool.formats.base import Format, ScanOptions, Source, read_metadata, require_rank
@@ -55,8 +55,11 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     flat = _flat_members(fields)
     catalogs = []
     for family in parts.values():
-        folder = dcp.scan_folder(source.narrowed(family) if family else source)
-        catalog = relocated(folder, family) if family else folder
+        catalog = (
+            scanned_below(dcp.scan_folder, source, family, options)
+            if family
+            else dcp.scan_folder(source, options)
+        )
         catalog = _apart(source, catalog, flat)
         catalogs.append(with_prefix(catalog, family) if family else catalog)
     catalogs += _extra_state(source, options)

@@ -96,10 +96,10 @@ class _Found:
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
-    return _apart(source, scan_folder(source), options)
+    return _apart(source, scan_folder(source, options), options)
 
 
-def scan_folder(source: Source) -> Catalog:
+def scan_folder(source: Source, options: ScanOptions) -> Catalog:
     """What the metadata of a folder that is laid out as DCP does says."""
     found = _Found()
     parsed = _metadata_files(source, options)

@@ -47,9 +47,10 @@ _ITEM_FILE = re.compile(
 )
 _ACCELERATE = {"pytorch_model_fsdp": "model", "optimizer": "optimizer"}
 _VERL_CONFIG = "fsdp_config.json"
-_STATE_OF_A_RANK = ("extra_state", "random_states")
+_STATE_OF_A_RANK = ("extra_state", "random_states", "rng_state")
 _SINGLE = re.compile(
-    r"(scheduler|sampler|dl_state_dict)(_\d+)?\.bin|scaler\.pt|custom_checkpoint_\d+\.pkl"
+    r"(scheduler|sampler|dl_state_dict)(_\d+)?\.bin|(scaler|scheduler)\.pt"
+    r"|custom_checkpoint_\d+\.pkl"
 )
 
 
@@ -80,7 +81,8 @@ def rank_files(source: Source) -> list[RankFile]:
 
 def _has_fsdp_folder(source: Source) -> bool:
     """Whether accelerate put the model beside these files into a folder of its own."""
-    return any(name.startswith("pytorch_model_fsdp_") for name in source.files)
+    heads = ("pytorch_model_fsdp_", "pytorch_model_0/")
+    return any(name.startswith(heads) for name in source.files)
 
 
 def _is_single(file: str) -> bool:
@@ -98,7 +100,7 @@ def _parse(file: str, pattern: re.Pattern[str]) -> RankFile | None:
         number = "" if accelerate[2] == "0" else f"_{accelerate[2]}"
         family = _ACCELERATE[accelerate[1]] + number
     world = int(match["world"]) if match["world"] else None
-    says_rank = bool(match["word"]) or family == "random_states"
+    says_rank = bool(match["word"]) or family in ("random_states", "rng_state")
     return RankFile(file, family, int(match["rank"]), world, says_rank)
 
 
@@ -127,11 +129,10 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     problems = _missing_ranks(files, declared.world_size if declared else None)
     ranks: dict[int, dict[str, Leaf]] = {}
     families = list(dict.fromkeys(item.family for item in files))
+    several = len(families) > 1 or declared is not None or _has_fsdp_folder(source)
     for item in files:
         leaves = options.attempt(partial(_read, source, item, declared)) or {}
-        ranks.setdefault(item.rank, {}).update(
-            _renamed(leaves, item, len(families) > 1 or declared is not None)
-        )
+        ranks.setdefault(item.rank, {}).update(_renamed(leaves, item, several))
     ranks = _strip_repeated(ranks, families) if len(families) > 1 else ranks
     problems += [p for rank, leaves in ranks.items() for p in _wrong_rank(rank, leaves)]
     found = assembled(ranks, options)

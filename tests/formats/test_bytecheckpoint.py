@@ -52,7 +52,8 @@ def skeleton(tensor: torch.Tensor) -> bytes:
     class Pickler(pickle.Pickler):
         def persistent_id(self, item: Any) -> Any:
             if isinstance(item, torch.storage.TypedStorage):
-                return ("storage", torch.FloatStorage, "0", "cpu", item._untyped_storage.nbytes() // 4)
+                count = item._untyped_storage.nbytes() // 4
+                return ("storage", torch.FloatStorage, "0", "cpu", count)
             return None
 
     stream = io.BytesIO()
