@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Chunk, Copy, Extent, Item, Place, TensorEntry
+from ckptool.core.catalog import Chunk, Copy, Extent, Item, Place, Scaled, TensorEntry
 from ckptool.core.layout import tiles
 from ckptool.errors import Problem
 
@@ -80,7 +80,7 @@ def _equal(gatherer: Gatherer, entry: TensorEntry, chunk: Chunk, copy: Copy) -> 
 
 def _distinct(shape: tuple[int, ...], one: Place, other: Place) -> tuple[int, ...]:
     """The shape without the dims along which both places repeat one element."""
-    if isinstance(one, Item) or isinstance(other, Item):
+    if isinstance(one, Item | Scaled) or isinstance(other, Item | Scaled):
         return shape
     pairs = zip(shape, one.strides, other.strides, strict=True)
     return tuple(min(n, 1) if a == b == 0 else n for n, a, b in pairs)

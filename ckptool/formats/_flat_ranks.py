@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from ckptool.core.catalog import Path, TensorEntry, flat_name
+from ckptool.errors import Problem
 from ckptool.formats._assemble import Assembled, PlainLeaf, RankLeaves, assemble
 from ckptool.formats._flat_params import Member, is_flat, members_of, taken_apart
 from ckptool.formats.base import ScanOptions
@@ -69,7 +70,7 @@ def _wrong_pieces(
     ranks: Mapping[int, RankLeaves],
     flats: Mapping[str, TensorEntry],
     members: Iterable[tuple[str, Member]],
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     """Pieces of parameters that are longer or shorter than the flat parameter says."""
     for flat, member in members:
         name = flat_name(member.path)
@@ -80,7 +81,8 @@ def _wrong_pieces(
             low, high = max(chunk.box.lo[0], member.start), min(chunk.box.hi[0], member.stop)
             held = _elements(leaf.value)
             if held != max(0, high - low):
-                yield (
+                yield Problem(
                     f"{name}: rank {chunk.rank} has {held:,} elements of it, by --flat-params it"
-                    f" should have {max(0, high - low):,}"
+                    f" should have {max(0, high - low):,}",
+                    tensor=name,
                 )

@@ -9,7 +9,6 @@ from ckptool.core.catalog import Catalog, Extent, Place, Scaled, TensorEntry
 from ckptool.errors import Problem
 from ckptool.formats.base import ScanOptions, Source
 
-
 Scan = Callable[[Source, ScanOptions], Catalog]
 
 

@@ -18,7 +18,7 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout
 from ckptool.core.mesh import Shard
 from ckptool.core.placing import Rule
-from ckptool.errors import CannotDo, Damaged, damaged
+from ckptool.errors import CannotDo, Damaged
 from ckptool.formats._assemble import Leaf, PlainLeaf, RankLeaves, assemble, read_leaves
 from ckptool.formats._companions import companions
 from ckptool.formats._outgoing import companion_files, plain_objects
@@ -90,8 +90,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     cut, conflicts = merger.cut_tensors()
     left = {r: _without(leaves, {*cut, *conflicts}) for r, leaves in ranks.items()}
     found = assemble(left, per_rank=options.per_rank)
-    if merger.problems + found.problems:
-        raise damaged(merger.problems + found.problems, subject=source.root)
+    options.report([*merger.problems, *found.problems], subject=source.root)
     tensors = found.tensors | cut
     order = {name: at for at, name in enumerate(ranks[0])}
     return Catalog(

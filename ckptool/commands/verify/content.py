@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Chunk, Item, Packed, Place, TensorEntry
+from ckptool.core.catalog import Catalog, Chunk, Item, Packed, Place, Scaled, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.layout import tiles
 from ckptool.engine.content import Packing, Span, View
@@ -83,7 +83,7 @@ class Views:
 
 def _run(at: Place, shape: tuple[int, ...], itemsize: int) -> tuple[_Where, int, int] | None:
     """Where the elements lie and their bytes, if they fill one run, in any order, or again."""
-    if isinstance(at, Item) or at.ops:
+    if isinstance(at, Item | Scaled) or at.ops:
         return None
     nbytes = itemsize + sum((n - 1) * s for n, s in zip(shape, at.strides, strict=True))
     if math.prod(shape) * itemsize < nbytes:
