@@ -58,16 +58,30 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """A container in a file that holds one chunk and is not opened yet.
+class Part:
+    """The elements of a stored tensor of ``shape`` that a chunk takes.
 
-    ``inspect`` never opens it; the format's ``locate`` turns it into one of the other places.
+    ``start`` and ``strides`` count elements in the row-major order of ``shape``.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A container in a file that holds one chunk, or more of which the chunk is a ``part``.
+
+    It is not opened yet: ``inspect`` never does, the format's ``locate`` turns it into one of the
+    other places. ``nbytes`` is the size of the container.
     """
 
     file: str
     offset: int
     nbytes: int
     transforms: tuple[str, ...] = ()
+    part: Part | None = None
 
 
 @dataclass(frozen=True, slots=True)

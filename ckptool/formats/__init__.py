@@ -41,6 +41,7 @@ class _Lazy(Mapping[str, _T]):
 FORMATS: Mapping[str, Format] = _Lazy(
     {
         "bytecheckpoint": "bytecheckpoint.FORMAT",
+        "megatron-torch_dist": "megatron_torch_dist.FORMAT",
         "dcp": "dcp.FORMAT",
         "accelerate": "accelerate.FORMAT",
         "deepspeed-universal": "deepspeed_universal.FORMAT",
@@ -50,6 +51,8 @@ FORMATS: Mapping[str, Format] = _Lazy(
         "sharded-state": "sharded_state.FORMAT",
         "hf": "hf.FORMAT",
         "llama": "llama.FORMAT",
+        "megatron-torch": "megatron_torch.FORMAT",
+        "nvrx-local": "nvrx_local.FORMAT",
         "rank-local": "rank_local.FORMAT",
         "safetensors": "safetensors.FORMAT",
         "torch-save": "torch_save.FORMAT",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool.core.box import Box
@@ -36,22 +36,32 @@ class TensorMetadata:
     chunks: tuple[Box, ...]
 
 
+Spot = tuple[str, tuple[int, ...] | None]
+"""A name and a chunk's offset; the offset is None for a bytes item."""
+Plan = tuple[Spot, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class DcpMetadata:
     """What one metadata file says.
 
-    ``items`` is keyed by name and chunk offset; the offset is None for a bytes item. ``planned``
-    is the number of ranks whose plans were recorded (Megatron), None where none were. ``named`` are
+    ``items`` is keyed by name and chunk offset; the offset is None for a bytes item. ``named`` are
     the globals of the pickle, with the byte where each first is.
+
+    Megatron-core records more. ``plans`` are, for each rank, the name and offset of every chunk it
+    meant to save, in its own order (None where they were not recorded). ``reformulated`` are the
+    shapes of tensors that are stored as ``[X/x, Y/y, x*y]`` where ranks held ``[x, y]`` of
+    ``[X, Y]``, so that ranks can cut the last dim (up to 0.15).
     """
 
     tensors: dict[str, TensorMetadata]
     bytes_names: tuple[str, ...]
-    items: dict[tuple[str, tuple[int, ...] | None], StoredItem]
+    items: dict[Spot, StoredItem]
     paths: dict[str, Path]
     version: str | None
-    planned: int | None
     named: dict[tuple[str, str], int]
+    plans: tuple[Plan, ...] | None = None
+    reformulated: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def parse(data: bytes, what: str) -> DcpMetadata:
@@ -79,17 +89,19 @@ def _parsed(value: Any, named: dict[tuple[str, str], int], what: str) -> DcpMeta
         bytes_names = tuple(_text(name) for name in entries if name not in tensors)
         items = dict(_items(fields["storage_data"]))
         paths = _paths(fields.get("planner_data"))
+        plans = _plans(fields.get("all_local_plans"))
+        reformulated = dict(_reformulated(fields.get("mcore_data")))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise Damaged(f"{what}: not as DCP writes it: {error}") from None
-    plans = fields.get("all_local_plans")
     return DcpMetadata(
         tensors,
         bytes_names,
         items,
         paths,
         fields.get("version") if isinstance(fields.get("version"), str) else None,
-        len(plans) if isinstance(plans, list) else None,
         named,
+        plans,
+        reformulated,
     )
 
 
@@ -109,16 +121,35 @@ def _tensor(entry: Call, what: str) -> TensorMetadata:
         raise error.within(what) from None
 
 
-def _items(storage_data: Any) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], StoredItem]]:
+def _items(storage_data: Any) -> Iterator[tuple[Spot, StoredItem]]:
     for index, info in storage_data.items():
-        key, where = index.fields, info.fields
-        offset = key.get("offset")
-        spot = (_text(key["fqn"]), None if offset is None else sizes(offset))
+        spot, where = _spot(index), info.fields
         transforms = where.get("transform_descriptors") or ()
         file, start, length = where["relative_path"], where["offset"], where["length"]
         if not isinstance(file, str):
             raise Damaged("a relative_path that is no text")
         yield spot, StoredItem(file, natural(start), natural(length), tuple(map(_text, transforms)))
+
+
+def _spot(index: Call) -> Spot:
+    offset = index.fields.get("offset")
+    return _text(index.fields["fqn"]), None if offset is None else sizes(offset)
+
+
+def _plans(value: Any) -> tuple[Plan, ...] | None:
+    if not isinstance(value, list):
+        return None
+    return tuple(
+        tuple(_spot(item.fields["index"]) for item in plan.fields.get("items") or ())
+        for plan in value
+    )
+
+
+def _reformulated(value: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, entry in (value or {}).items():
+        shape = entry.get("nd_reformulated_orig_global_shape") if isinstance(entry, dict) else None
+        if shape is not None:
+            yield _text(name), sizes(shape)
 
 
 def _text(value: Any) -> str:

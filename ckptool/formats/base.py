@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 
 from ckptool.core.catalog import Catalog
 from ckptool.core.placing import Placed
+from ckptool.core.tp_rules import NamedRule
 from ckptool.errors import CkptoolError, Damaged, Problem, damaged
 from ckptool.formats._pickle import LARGEST
 
@@ -39,7 +40,8 @@ class ScanOptions:
 
     ``per_rank`` keeps plain tensors that differ between ranks as one tensor a rank;
     ``flat_params`` are the model's parameters with their shapes, in its own order, where FSDP1's
-    flat ones shall be taken apart.
+    flat ones shall be taken apart; ``tp_rules`` say, by glob, how tensor-parallel ranks'
+    parameters fit together.
 
     Where there is a list ``found``, a scan steps over what is damaged and notes it there; without
     one, damage is raised.
@@ -47,6 +49,7 @@ class ScanOptions:
 
     per_rank: bool = False
     flat_params: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    tp_rules: tuple[NamedRule, ...] = ()
     found: list[Problem] | None = None
 
     def report(self, problems: Sequence[str], *, subject: str, hint: str | None = None) -> None:

@@ -8,6 +8,7 @@ torch.save archive of one chunk or one value. Written: as torch 2.13 does, one f
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ from ckptool.core.catalog import (
     TensorEntry,
     merge_copies,
 )
+from ckptool.core.view import part_of_place
 from ckptool.errors import CkptoolError, Damaged, Problem, damaged
 from ckptool.formats import _dcp_metadata
 from ckptool.formats._archives import item_region
@@ -101,6 +103,13 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
 
 def scan_folder(source: Source, options: ScanOptions) -> Catalog:
     """What the metadata of a folder that is laid out as DCP does says."""
+    return with_inferred_mesh(read_folder(source, options)[0])
+
+
+def read_folder(
+    source: Source, options: ScanOptions
+) -> tuple[Catalog, dict[str, DcpMetadata]]:
+    """The catalog of a DCP folder, with no mesh yet, and its metadata files as they were read."""
     found = _Found()
     parsed = _metadata_files(source, options)
     for file, metadata in parsed.items():
@@ -127,7 +136,7 @@ def scan_folder(source: Source, options: ScanOptions) -> Catalog:
     if _LIGHTNING in source.files:
         found.add(options.attempt(partial(_read_lightning, source)) or Assembled())
     options.report(found.problems, subject=source.root, hint=_HINT)
-    return with_inferred_mesh(_catalog(source, parsed, found))
+    return _catalog(source, parsed, found), parsed
 
 
 def _apart(source: Source, catalog: Catalog, options: ScanOptions) -> Catalog:
@@ -352,7 +361,7 @@ def _catalog(source: Source, parsed: dict[str, DcpMetadata], found: _Found) -> C
     data = [name for name in source.files if _DATA.fullmatch(name)]
     stale = [name for name in data if name not in used and source.files[name]]
     ranks = {int(m[1]) for name in data if name not in stale and (m := _DATA.fullmatch(name))}
-    planned = max((m.planned or 0 for m in parsed.values()), default=0)
+    planned = max((len(m.plans or ()) for m in parsed.values()), default=0)
     notes = [
         Problem(f"{name} is named by no metadata (left by another save)", "file-extra", file=name)
         for name in stale
@@ -404,17 +413,26 @@ def _located_place(source: Source, entry: TensorEntry, box: Box, at: Place) -> P
         return at
     what = f"{entry.name} {box}"
     dtype = entry.source_dtype
-    limit = box.volume * dtype.itemsize * 2 + _OVERHEAD
+    shape = at.part.shape if at.part else box.shape
+    limit = math.prod(shape) * dtype.itemsize * 2 + _OVERHEAD
     opened = _open(source, at, what, limit, _EDGE)
     tensor = plain_tensor(opened.file.value)
     if tensor is None:
         message = f"{what}: its item in {at.file} holds {type_name(opened.file.value)}"
         raise Damaged(Problem(f"{message}, no plain tensor", "item-mismatch", file=at.file))
-    if (tensor.dtype, tensor.shape) != (dtype, box.shape):
+    if (tensor.dtype, tensor.shape) != (dtype, shape):
         message = f"{what}: its item at byte {at.offset:,} of {at.file} is {tensor.dtype}"
-        message += f" {list(tensor.shape)}, the metadata says {dtype} {list(box.shape)}"
+        message += f" {list(tensor.shape)}, the metadata says {dtype} {list(shape)}"
         raise Damaged(Problem(message, "item-mismatch", file=at.file))
-    return opened.place(place_of(tensor, opened.file))
+    place = opened.place(place_of(tensor, opened.file))
+    if at.part is None:
+        return place
+    try:
+        start, strides = at.part.start, at.part.strides
+        return part_of_place(place, shape, box.shape, start, strides, dtype.itemsize)
+    except ValueError as error:
+        message = f"{what}: its item in {at.file} is {error}"
+        raise Damaged(Problem(message, "item-mismatch", file=at.file)) from None
 
 
 FORMAT = Format(

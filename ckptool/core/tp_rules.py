@@ -1,0 +1,113 @@
+"""How tensor-parallel ranks' parameters fit together: what a rule says, and the boxes it makes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import product
+
+from ckptool.core.box import Box
+from ckptool.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class TpRule:
+    """Each rank holds a part along ``dim``, of each of ``blocks`` equal blocks; None: all of it.
+
+    A gated ``linear_fc1`` has two blocks, gate and up: rank r holds ``[gate_r; up_r]``.
+    """
+
+    dim: int | None = None
+    blocks: int = 1
+
+    def __str__(self) -> str:
+        if self.dim is None:
+            return "Replicate()"
+        return f"Shard({self.dim})" if self.blocks == 1 else f"Shard({self.dim}, {self.blocks})"
+
+
+REPLICATED = TpRule()
+NamedRule = tuple[str, TpRule]
+_WORDS = {
+    "replicate": REPLICATED,
+    "Replicate()": REPLICATED,
+    "column": TpRule(0),
+    "row": TpRule(1),
+    "gated": TpRule(0, 2),
+}
+_SHARD = re.compile(r"Shard\(\s*([0-7])\s*(?:,\s*([1-9][0-9]?)\s*)?\)")
+
+
+def parse_tp_rule(text: str) -> NamedRule:
+    """A glob and its rule, of ``GLOB=RULE``; UsageError where it is none.
+
+    RULE is ``replicate``, ``column`` (``Shard(0)``), ``row`` (``Shard(1)``), ``gated``
+    (``Shard(0, 2)``: two blocks, each sharded), or ``Shard(dim)`` or ``Shard(dim, blocks)``.
+    """
+    glob, _, right = text.rpartition("=")
+    word = right.strip()
+    match = _SHARD.fullmatch(word)
+    rule = TpRule(int(match[1]), int(match[2] or 1)) if match else _WORDS.get(word)
+    if not glob.strip() or rule is None:
+        raise UsageError(
+            f"--tp-rule {text!r} is not GLOB=RULE",
+            hint="RULE is replicate, column, row, gated, Shard(dim) or Shard(dim, blocks)",
+        )
+    return glob.strip(), rule
+
+
+def named_rule(rules: Sequence[NamedRule], name: str) -> TpRule | None:
+    """The first rule whose glob matches the name."""
+    return next((rule for glob, rule in rules if fnmatchcase(name, glob)), None)
+
+
+def require_matched(rules: Sequence[NamedRule], names: Sequence[str]) -> None:
+    """UsageError where the glob of a rule matches none of the parameters' names."""
+    for glob, _ in rules:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise UsageError(f"--tp-rule {glob!r} matches none of the {len(names):,} parameters")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One rank's share along one dim: the ``index``-th of ``degree``, of each of ``blocks``."""
+
+    dim: int
+    index: int
+    degree: int
+    blocks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Where a rank's local tensor of ``local`` shape belongs in the tensor of shape ``whole``.
+
+    Each of ``pieces`` is a box of the local tensor and the same box of the whole one.
+    """
+
+    local: tuple[int, ...]
+    whole: tuple[int, ...]
+    pieces: tuple[tuple[Box, Box], ...]
+
+
+def fit(local: Sequence[int], cuts: Sequence[Cut]) -> Fit:
+    """The boxes of one rank's tensor; ValueError where a dim has no such blocks."""
+    whole = list(local)
+    spans = [[(0, size, 0)] for size in local]
+    for cut in cuts:
+        if cut.dim >= len(local) or local[cut.dim] % cut.blocks:
+            raise ValueError(f"{list(local)} has no {cut.blocks} equal blocks along dim {cut.dim}")
+        size = local[cut.dim] // cut.blocks
+        whole[cut.dim] = local[cut.dim] * cut.degree
+        spans[cut.dim] = [
+            (block * size, size, (block * cut.degree + cut.index) * size)
+            for block in range(cut.blocks)
+        ]
+    pieces = []
+    for combination in product(*spans):
+        shape = [size for _, size, _ in combination]
+        here = Box.at([start for start, _, _ in combination], shape)
+        pieces.append((here, Box.at([start for _, _, start in combination], shape)))
+    return Fit(tuple(local), tuple(whole), tuple(pieces))

@@ -1,0 +1,138 @@
+"""The folders ``mp_rank_TT[_PPP][_EEE]`` of Megatron's own format, one a model-parallel rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from ckptool.core.catalog import Index
+from ckptool.errors import Damaged
+from ckptool.formats._assemble import Leaf, PlainLeaf, read_leaves
+from ckptool.formats._megatron_args import Arguments, arguments
+from ckptool.formats._megatron_params import Rank
+from ckptool.formats._torch_file import TorchFile, read_torch_file
+from ckptool.formats.base import MOST_RANKS, Source
+
+STATE = "model_optim_rng.pt"
+OPTIMIZER = "distrib_optim.pt"
+_FOLDER = re.compile(
+    rf"mp_rank_([0-9]{{2,6}})(?:_([0-9]{{3,6}}))?(?:_([0-9]{{3,6}}))?/{re.escape(STATE)}"
+)
+_MODEL = re.compile(r"model([0-9]{0,4})")
+_AXES = ("tensor", "pipeline", "expert")
+_DEGREES = ("TP", "PP", "EP")
+
+
+@dataclass(frozen=True, slots=True)
+class RankFolder:
+    """What the files of one model-parallel rank hold, before its names are those of the model.
+
+    ``runs`` are the model's tensors by virtual pipeline stage, in the model's order; ``rest`` is all
+    else, the model's other values under ``model`` or ``modelN`` among it.
+    """
+
+    rank: Rank
+    number: int
+    file: TorchFile
+    runs: dict[int, dict[str, PlainLeaf]]
+    rest: dict[str, Leaf]
+    distributed: TorchFile | None
+
+    def values(self, key: str) -> Any:
+        """What the state dict holds under a key, or None."""
+        return self.file.value.get(key) if isinstance(self.file.value, dict) else None
+
+
+def is_legacy(source: Source) -> bool:
+    """Whether the source holds such folders."""
+    return any(_FOLDER.fullmatch(name) for name in source.files)
+
+
+def read_folders(source: Source) -> tuple[list[RankFolder], Arguments]:
+    """All ranks' folders in order of expert, pipeline and tensor rank, and the first's arguments.
+
+    Damaged where a rank is missing, or where names alone cannot tell pipeline from expert ranks.
+    """
+    names = sorted(name for name in source.files if _FOLDER.fullmatch(name))
+    files = {name: read_torch_file(source, name) for name in names}
+    first = files[names[0]].value
+    args = arguments(first.get("args") if isinstance(first, dict) else None)
+    ranks = {_rank(name, args): name for name in names}
+    _require_all(ranks, args)
+    ordered = sorted(ranks, key=lambda rank: rank[::-1])
+    return [
+        _folder(source, rank, number, files[ranks[rank]], ranks[rank])
+        for number, rank in enumerate(ordered)
+    ], args
+
+
+def _rank(name: str, args: Arguments) -> Rank:
+    match = _FOLDER.fullmatch(name)
+    numbers = [int(part) for part in match.groups() if part] if match else []
+    if max(numbers) > MOST_RANKS:
+        raise Damaged(f"{name}: rank {max(numbers):,}")
+    if len(numbers) == 3:
+        return numbers[0], numbers[1], numbers[2]
+    if len(numbers) == 1:
+        return numbers[0], 0, 0
+    pipeline, expert = args.degree("PP") > 1, args.degree("EP") > 1
+    if pipeline == expert:
+        raise Damaged(
+            f"{name}: {numbers[1]} may be a pipeline or an expert rank, and the arguments saved in it"
+            f" state PP {args.degree('PP')} and EP {args.degree('EP')}"
+        )
+    return (numbers[0], numbers[1], 0) if pipeline else (numbers[0], 0, numbers[1])
+
+
+def degrees(ranks: Mapping[Rank, object] | list[Rank]) -> Rank:
+    """How many tensor-, pipeline- and expert-parallel ranks there are."""
+    sizes = [max(rank[axis] for rank in ranks) + 1 for axis in range(3)]
+    return sizes[0], sizes[1], sizes[2]
+
+
+def _require_all(ranks: Mapping[Rank, str], args: Arguments) -> None:
+    stated = tuple(args.integer(f"{axis}_model_parallel_size") for axis in _AXES)
+    sizes = [max(size, said or 1) for size, said in zip(degrees(ranks), stated, strict=True)]
+    missing = [rank for rank in product(*map(range, sizes)) if rank not in ranks]
+    own = args.integer("expert_tensor_parallel_size")
+    if missing and (own is None or own == sizes[0] or sizes[2] == 1):
+        what = ", ".join(f"{k} rank {n}" for k, n in zip(_DEGREES, missing[0], strict=True))
+        raise Damaged(
+            f"the folder of {what} is missing ({len(missing)} of"
+            f" {' x '.join(map(str, sizes))} model-parallel ranks)"
+        )
+
+
+def _folder(source: Source, rank: Rank, number: int, file: TorchFile, name: str) -> RankFolder:
+    beside = name.replace(STATE, OPTIMIZER)
+    distributed = read_torch_file(source, beside) if beside in source.files else None
+    runs: dict[int, dict[str, PlainLeaf]] = {}
+    rest: dict[str, Leaf] = {}
+    for full, leaf in read_leaves(file, source).items():
+        match = _MODEL.fullmatch(str(leaf.path[0])) if len(leaf.path) > 1 else None
+        if match and isinstance(leaf.value, PlainLeaf):
+            inner = full.partition(".")[2]
+            runs.setdefault(int(match[1] or 0), {})[inner] = leaf.value
+        elif not _is_state(leaf.path):
+            rest[full] = leaf
+    if not runs:
+        raise Damaged(f"{name}: no model in it")
+    return RankFolder(rank, number, file, runs, rest, distributed)
+
+
+def _is_state(path: tuple[Any, ...]) -> bool:
+    """Whether a path leads into the optimizer's state, which has numbers for names."""
+    steps = [step for step in path[:4] if not isinstance(step, Index)]
+    inner = steps[2:3] if steps[1:2] == ["optimizer"] else steps[1:2]
+    return steps[0] == "optimizer" and (
+        inner == ["state"] or steps[1:2] == ["fp32_from_fp16_params"]
+    )
+
+
+def others(folders: list[RankFolder]) -> Iterator[tuple[int, dict[str, Leaf]]]:
+    """Each rank's values besides the model's tensors and the optimizer's state."""
+    for folder in folders:
+        yield folder.number, folder.rest
