@@ -29,6 +29,18 @@ FlatParams = Annotated[
         help="JSON of the model's parameters and shapes, in order, for FSDP1's flat ones.",
     ),
 ]
+TpRules = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tp-rule",
+        metavar="GLOB=RULE",
+        help="How tensor-parallel ranks' parameters fit together, where the files do not say:"
+        " replicate, column, row, gated, Shard(dim) (repeatable, first wins).",
+    ),
+]
+Unstack = Annotated[
+    bool, typer.Option("--unstack", help="One tensor a layer and expert, of stacked ones.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")]
 Overwrite = Annotated[

@@ -20,6 +20,8 @@ from ckptool.cli.arguments import (
     Quiet,
     Resume,
     SourcePath,
+    TpRules,
+    Unstack,
     Workers,
 )
 
@@ -37,6 +39,8 @@ def convert(
         ),
     ],
     from_format: From = None,
+    tp_rule: TpRules = None,
+    unstack: Unstack = False,
     select: Annotated[
         list[str] | None,
         typer.Option("--select", metavar="GLOB", help="Keep only what matches (repeatable)."),
@@ -95,6 +99,7 @@ def convert(
     from ckptool.cli.options import parse_dtype, parse_size, run_options
     from ckptool.commands.convert import ConvertOptions, prepare
     from ckptool.commands.transfer import TransferOptions
+    from ckptool.core.tp_rules import parse_tp_rules
     from ckptool.render.progress import progress
 
     options = ConvertOptions(
@@ -102,6 +107,8 @@ def convert(
         format_name=from_format,
         per_rank=per_rank,
         flat_params=flat_params,
+        tp_rules=parse_tp_rules(tp_rule),
+        unstack=unstack,
         select=tuple(select or ()),
         drop=tuple(drop or ()),
         model_only=model_only,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ckptool.cli.arguments import AsJson, Debug, FlatParams, From, PerRank, SourcePath
+from ckptool.cli.arguments import AsJson, Debug, FlatParams, From, PerRank, SourcePath, TpRules
 from ckptool.errors import damaged
 
 
@@ -36,6 +36,7 @@ def inspect(
         typer.Option("--export", metavar="FILE", help="Keep the screen as .svg or .html."),
     ] = None,
     from_format: From = None,
+    tp_rule: TpRules = None,
     per_rank: PerRank = False,
     flat_params: FlatParams = None,
     as_json: AsJson = False,
@@ -47,12 +48,17 @@ def inspect(
     non-tensor values. No tensor byte is read, nothing is unpickled, torch is not needed.
     """
     from ckptool.commands.inspect import inspect as run_inspect
+    from ckptool.core.tp_rules import parse_tp_rules
     from ckptool.render.inspect import inspect_json, show, show_stats, stats_json
     from ckptool.render.messages import print_json, show_notes
     from ckptool.render.text import console
 
     report = run_inspect(
-        source, format_name=from_format, per_rank=per_rank, flat_params=flat_params
+        source,
+        format_name=from_format,
+        per_rank=per_rank,
+        flat_params=flat_params,
+        tp_rules=parse_tp_rules(tp_rule),
     )
     found = None
     if stats:

@@ -19,6 +19,8 @@ from ckptool.cli.arguments import (
     Quiet,
     Resume,
     SourcePath,
+    TpRules,
+    Unstack,
     Workers,
 )
 
@@ -64,6 +66,8 @@ def reshard(
     ] = None,
     from_format: From = None,
     flat_params: FlatParams = None,
+    tp_rule: TpRules = None,
+    unstack: Unstack = False,
     rank_state: Annotated[
         str,
         typer.Option(
@@ -101,6 +105,7 @@ def reshard(
     from ckptool.commands.reshard import ReshardOptions, prepare_reshard
     from ckptool.commands.transfer import TransferOptions
     from ckptool.core.placing import parse_mesh, parse_rule
+    from ckptool.core.tp_rules import parse_tp_rules
     from ckptool.engine.ranks import ranks
     from ckptool.render.progress import progress
 
@@ -113,6 +118,8 @@ def reshard(
         to=to,
         format_name=from_format,
         flat_params=flat_params,
+        tp_rules=parse_tp_rules(tp_rule),
+        unstack=unstack,
         rank_state=rank_state,
         transfer=TransferOptions(overwrite, resume, verify, run_options(workers, budget, fsync)),
     )

@@ -23,6 +23,8 @@ from ckptool.core.layout import FileLayout
 from ckptool.core.parts import model_prefixes, part_of, weights
 from ckptool.core.plan import Plan
 from ckptool.core.quantised import dequantized, kinds, quantised_names
+from ckptool.core.tp_rules import NamedRule
+from ckptool.core.unstack import unstacked
 from ckptool.errors import CannotDo, UsageError
 from ckptool.formats import CONVERTERS
 from ckptool.formats.base import Request
@@ -41,6 +43,8 @@ class ConvertOptions:
     format_name: str | None = None
     per_rank: bool = False
     flat_params: Path | None = None
+    tp_rules: tuple[NamedRule, ...] = ()
+    unstack: bool = False
     select: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
     model_only: bool = False
@@ -102,6 +106,7 @@ def prepare(source: Path, target: Path, options: ConvertOptions) -> Prepared:
         format_name=options.format_name,
         per_rank=options.per_rank,
         flat_params=options.flat_params,
+        tp_rules=options.tp_rules,
     )
     require_apart(opened, target)
     catalog, scaled = _numbers(opened, options)
@@ -188,6 +193,8 @@ def _require_torch(option: str) -> None:
 
 def _rewritten(catalog: Catalog, options: ConvertOptions) -> tuple[Catalog, dict[str, int]]:
     """The catalog as the target shall hold it, and how many tensors were cast from each type."""
+    if options.unstack:
+        catalog = unstacked(catalog)
     if options.select:
         catalog = rewrite.select(catalog, options.select)
     if options.drop:

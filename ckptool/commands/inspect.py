@@ -12,6 +12,7 @@ from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
 from ckptool.core.parts import part_of, weights
+from ckptool.core.tp_rules import NamedRule
 
 PARTS = ("model", "optimizer", "other")
 
@@ -88,10 +89,15 @@ def inspect(
     format_name: str | None = None,
     per_rank: bool = False,
     flat_params: Path | None = None,
+    tp_rules: tuple[NamedRule, ...] = (),
 ) -> InspectReport:
     """Recognise the checkpoint at ``path`` and describe it. No tensor byte is read."""
     opened = open_checkpoint(
-        path, format_name=format_name, per_rank=per_rank, flat_params=flat_params
+        path,
+        format_name=format_name,
+        per_rank=per_rank,
+        flat_params=flat_params,
+        tp_rules=tp_rules,
     )
     return report(opened)
 

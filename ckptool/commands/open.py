@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckptool.core.catalog import Catalog
+from ckptool.core.tp_rules import NamedRule
 from ckptool.engine.sources import LocalSource
 from ckptool.errors import CkptoolError, Damaged, NotFound, Problem, Unrecognised, UsageError
 from ckptool.formats import FORMATS, detect
+from ckptool.formats._tracker import latest_folder
 from ckptool.formats.base import EXTRA, Format, ScanOptions
 
 _LEVELS = 4
@@ -52,6 +54,7 @@ def open_checkpoint(
     format_name: str | None = None,
     per_rank: bool = False,
     flat_params: Path | None = None,
+    tp_rules: tuple[NamedRule, ...] = (),
 ) -> Opened:
     """Recognise the checkpoint at ``path`` and scan its metadata.
 
@@ -61,7 +64,10 @@ def open_checkpoint(
     """
     _require_there(path)
     found = _bounded(path, lambda: _recognise(path, format_name))
-    options = ScanOptions(per_rank, _shapes_in(flat_params) if flat_params else ())
+    if tp_rules and not found.format.takes_tp_rules:
+        raise UsageError(f"--tp-rule: {found.format.name} says itself how its ranks fit together")
+    shapes = _shapes_in(flat_params) if flat_params else ()
+    options = ScanOptions(per_rank, shapes, tp_rules)
     catalog = _bounded(found.path, lambda: found.format.scan(found.source, options))
     if not catalog.tensors and not catalog.objects:
         raise _nothing_in(found.path)
@@ -230,6 +236,9 @@ def _in_folder(path: Path) -> _Candidate:
     found = _detect_folder(source)
     if found is not None:
         return _Candidate(path, source, found)
+    latest = latest_folder(source)
+    if latest is not None:
+        return _in_folder(path / latest)
     candidates = list(_candidates(path, source))
     if len(candidates) == 1:
         return candidates[0]

@@ -37,6 +37,8 @@ from ckptool.core.placing import (
     split_placements,
 )
 from ckptool.core.plan import Plan
+from ckptool.core.tp_rules import NamedRule
+from ckptool.core.unstack import unstacked
 from ckptool.core.written import written_entries
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.run import peak_memory
@@ -65,6 +67,8 @@ class ReshardOptions:
     to: str | None = None
     format_name: str | None = None
     flat_params: Path | None = None
+    tp_rules: tuple[NamedRule, ...] = ()
+    unstack: bool = False
     rank_state: str = "stop"
     transfer: TransferOptions = field(default_factory=lambda: TransferOptions(verify=True))
 
@@ -150,12 +154,17 @@ def prepare_reshard(source: Path, target: Path | None, options: ReshardOptions) 
         )
     placer = _placer(options)
     opened = open_checkpoint(
-        source, format_name=options.format_name, per_rank=True, flat_params=options.flat_params
+        source,
+        format_name=options.format_name,
+        per_rank=True,
+        flat_params=options.flat_params,
+        tp_rules=options.tp_rules,
     )
     target = target or _sibling(opened.path, placer.mesh)
     require_apart(opened, target)
-    catalog = _settle_rank_state(opened.catalog, options.rank_state)
-    left_out = _left_out(opened.catalog, catalog)
+    whole = unstacked(opened.catalog) if options.unstack else opened.catalog
+    catalog = _settle_rank_state(whole, options.rank_state)
+    left_out = _left_out(whole, catalog)
     require_agreement(catalog)
     if not catalog.tensors:
         raise CannotDo(f"{opened.path}: no tensor to reshard")

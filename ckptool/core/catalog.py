@@ -257,6 +257,21 @@ def places(entry: TensorEntry) -> Iterator[Place]:
             yield copy.at
 
 
+def proved_equal(one: Place, other: Place) -> bool:
+    """Whether the checksums that their writers recorded prove two places equal."""
+    if not isinstance(one, Extent) or not isinstance(other, Extent):
+        return False
+    a, b = one.record, other.record
+    if a is None or b is None:
+        return False
+    same_bytes = (a.crc32, a.nbytes) == (b.crc32, b.nbytes)
+    spots = (
+        (one.offset - a.offset, one.strides, one.ops),
+        (other.offset - b.offset, other.strides, other.ops),
+    )
+    return same_bytes and spots[0] == spots[1]
+
+
 def merge_copies(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
     """One chunk a box: the first that holds it, with the others as its copies."""
     merged: dict[Box, list[Chunk]] = {}

@@ -14,6 +14,7 @@ _OPTIMIZER = re.compile(
 _OTHER = re.compile(
     r"(lr_?)?schedulers?(_\d+)?|lr_scheduler(_\d+)?|train_state|train|trainer|dataloader|data_loader"
     r"|rng(_state)?|rng_states|extra_state|random_states|scaler|loss_scaler|sampler|meta|callbacks"
+    r"|opt_param_scheduler|rerun_state_machine|checkpoint_version|iteration|content_metadata"
     r"|loops|step|epoch|global_step|config|cfg|args|progress|stateful|metrics|client_state"
     r"|(global|skipped)_(steps|samples)|(dp|mp)_world_size|ds_\w+|checkpoint_parallel_dimensions"
     r"|universal_checkpoint_info|data_sampler|random_ltd|shared_params|num_experts"

@@ -32,6 +32,7 @@ REPLICATED = TpRule()
 NamedRule = tuple[str, TpRule]
 _WORDS = {
     "replicate": REPLICATED,
+    "Replicate": REPLICATED,
     "Replicate()": REPLICATED,
     "column": TpRule(0),
     "row": TpRule(1),
@@ -56,6 +57,11 @@ def parse_tp_rule(text: str) -> NamedRule:
             hint="RULE is replicate, column, row, gated, Shard(dim) or Shard(dim, blocks)",
         )
     return glob.strip(), rule
+
+
+def parse_tp_rules(texts: Sequence[str] | None) -> tuple[NamedRule, ...]:
+    """The rules of an option that may be given several times; the first that matches wins."""
+    return tuple(map(parse_tp_rule, texts or ()))
 
 
 def named_rule(rules: Sequence[NamedRule], name: str) -> TpRule | None:

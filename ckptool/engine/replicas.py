@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Chunk, Copy, Extent, Item, Place, Scaled, TensorEntry
+from ckptool.core.catalog import Chunk, Copy, Item, Place, Scaled, TensorEntry, proved_equal
 from ckptool.core.layout import tiles
 from ckptool.errors import Problem
 
@@ -26,7 +26,7 @@ def differing_replicas(entries: Iterable[TensorEntry], root: str) -> list[Proble
         for entry in entries
         for chunk in entry.chunks
         for copy in chunk.copies
-        if not _proved_equal(chunk.at, copy.at)
+        if not proved_equal(chunk.at, copy.at)
     ]
     return [
         Problem(
@@ -53,20 +53,6 @@ def _differing(replicas: list[Replica], root: str) -> list[Replica]:
         return [replica for replica in replicas if not _equal(gatherer, *replica)]
     finally:
         gatherer.close()
-
-
-def _proved_equal(one: Place, other: Place) -> bool:
-    if not isinstance(one, Extent) or not isinstance(other, Extent):
-        return False
-    a, b = one.record, other.record
-    if a is None or b is None:
-        return False
-    same_bytes = (a.crc32, a.nbytes) == (b.crc32, b.nbytes)
-    spots = (
-        (one.offset - a.offset, one.strides, one.ops),
-        (other.offset - b.offset, other.strides, other.ops),
-    )
-    return same_bytes and spots[0] == spots[1]
 
 
 def _equal(gatherer: Gatherer, entry: TensorEntry, chunk: Chunk, copy: Copy) -> bool:

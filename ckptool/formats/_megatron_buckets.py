@@ -1,9 +1,9 @@
 """The state of Megatron's distributed optimizer as it lies in its buckets: ``dp_reshardable``.
 
-Each bucket of each model-parallel rank is a 1-d tensor ``[chained_K.]optimizer.distributed
-.dp_group_idx_G.gbuf_idx_N.dtype_(PARAM, GRAD).bucket_idx_B.STATE``, whose chunks are the parameters'
-pieces and the padding between them (megatron-core 0.7 to 0.20; ``fully_sharded_bucket_space`` before
-0.15). Nothing in it names a parameter.
+Each bucket of each model-parallel rank is a 1-d tensor ``[chained_K.]optimizer.distributed``
+``.dp_group_idx_G.gbuf_idx_N.dtype_(PARAM, GRAD).bucket_idx_B.STATE``, whose chunks are parameters'
+pieces and the padding between them (megatron-core 0.7 to 0.20; before 0.15 it was called
+``fully_sharded_bucket_space``). Nothing in it names a parameter.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def _add_buffer(
     slots = slots_in_buckets([one.numel for one in held], [_bucket(state) for state in states])
     if slots is None or len({frozenset(state) for state in states}) != 1:
         raise Unnamed(
-            f"the model's {len(held):,} parameters of {sum(one.numel for one in held):,} elements do"
-            f" not fill its {len(states):,} buckets, in the order in which Megatron fills them"
+            f"the model's {len(held):,} parameters of {sum(one.numel for one in held):,} elements"
+            f" do not fill its {len(states):,} buckets, in the order in which Megatron fills them"
         )
     runs = [{kind: _runs(entry) for kind, entry in state.items()} for state in states]
     for one, slot in zip(held, slots, strict=True):

@@ -1,8 +1,8 @@
 """Where Megatron's distributed optimizer puts each parameter in its flat buffers.
 
-A buffer holds the parameters of one element type (and of dense or expert layers) in reverse order of
-the model, each at a multiple of 64 elements. It is cut into buckets; a bucket ends once it has reached
-the bucket size, and a shared embedding has a bucket of its own. What is saved of a bucket is
+A buffer holds the parameters of one element type (and of dense or expert layers) in reverse order
+of the model, each at a multiple of 64 elements. It is cut into buckets; a bucket ends once it has
+reached the bucket size, and a shared embedding has a bucket of its own. What is saved of a bucket is
 everything up to its padding, which makes it divisible among the data-parallel ranks
 (``_ParamAndGradBuffer``, megatron-core 0.5 to 0.20).
 """
@@ -76,7 +76,7 @@ def slots_in_run(
 
     The buckets themselves are not recorded: every bucket size is tried that gives this total, and
     None is returned where none does, or where two disagree. ``alone`` are the positions of shared
-    embeddings, ``views`` where the parameters begin in the buffer, if they were saved as views of it.
+    embeddings, ``views`` where parameters begin in the buffer, if they were saved as views of it.
     """
     if sum(numels) == total:
         return _packed(numels)

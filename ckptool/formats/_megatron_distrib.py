@@ -112,8 +112,8 @@ def _slots(buffer: Buffer, held: Sequence[Held], tied: bool) -> list[Slot]:
     slots = slots_in_run(numels, buffer.total, _alone(held) if tied else frozenset(), _views(held))
     if slots is None:
         raise Unnamed(
-            f"a buffer of {buffer.total:,} elements, into which the model's {len(held):,} parameters of"
-            f" {sum(numels):,} fit in no way, or in several"
+            f"a buffer of {buffer.total:,} elements, into which the model's {len(held):,} parameters"
+            f" of {sum(numels):,} fit in no way, or in several"
         )
     return slots
 

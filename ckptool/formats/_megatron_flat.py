@@ -32,7 +32,7 @@ def unflattened(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
 
 
 def _pieces(entry: TensorEntry, chunk: Chunk, local: tuple[int, ...]) -> Iterator[Chunk]:
-    """The boxes of a stored chunk: for each position in the grid, a flat range of its rank's part."""
+    """The boxes of a stored chunk, which is a flat range of one rank's part."""
     *cell, start = chunk.box.lo
     stop = chunk.box.hi[-1]
     if math.prod(chunk.box.shape[:-1]) != 1:

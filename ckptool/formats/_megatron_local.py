@@ -1,8 +1,8 @@
 """Megatron-core's state dict in a local checkpoint: ``MCoreTensorAwareStateDict``.
 
-Every tensor is a ``ShardedTensor`` record under its module's own name: its key, the shape of the whole
-tensor, and where the rank's part lies in it. With ``fully_parallel`` a rank has no data for the parts
-that its data-parallel partners hold (megatron-core 0.11 to 0.20).
+Every tensor is a ``ShardedTensor`` record under its module's own name: its key, the shape of the
+whole tensor, and where the rank's part lies in it. With ``fully_parallel`` a rank has no data for
+the parts that its data-parallel partners hold (megatron-core 0.11 to 0.20).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _STACKED_EXPERTS = ".experts.experts."
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """One ``ShardedTensor`` record: a rank's part of the tensor ``key``, with its data if it has it.
+    """One ``ShardedTensor`` record: a rank's part of the tensor ``key``, and its data if it has any.
 
     ``whole`` and ``box`` have ``prepended`` dims more than the rank's tensor.
     """
@@ -143,14 +143,16 @@ def _add(
 ) -> None:
     known = ranks.kinds.setdefault(name, (dtype, whole))
     if known != (dtype, whole):
-        raise Damaged(f"{name}: ranks hold it as {known[0]} {list(known[1])} and {dtype} {list(whole)}")
+        raise Damaged(
+            f"{name}: ranks hold it as {known[0]} {list(known[1])} and {dtype} {list(whole)}"
+        )
     chunks = ranks.chunks.setdefault(name, [])
     if chunk is not None:
         chunks.append(chunk)
 
 
 def _parameter(path: Path, parts: Sequence[Sharded], rank: int, ranks: _Ranks) -> Held:
-    """A parameter of the rank's model, whose parts are joined along the dim in which they differ."""
+    """A parameter of the rank's model; one of several parts is joined along its first dim."""
     first = parts[0]
     name = _whole_name(flat_name(path[1:2]), first)
     pieces, local = _joined(parts)
@@ -199,9 +201,7 @@ def _with_expert(name: str, number: int) -> str:
     return global_expert(_LOCAL_EXPERT.sub(r"\g<1>\g<2>0", name), number)
 
 
-def _sharded(
-    value: Any, file: TorchFile, rank: int
-) -> Iterator[tuple[Path, list[Sharded] | Leaf]]:
+def _sharded(value: Any, file: TorchFile, rank: int) -> Iterator[tuple[Path, list[Sharded] | Leaf]]:
     """The ShardedTensors of each place in a sharded state dict; objects as leaves."""
     for path, leaf in leaves(value, what=file.what, pickled=file.pickled):
         items = leaf if isinstance(leaf, list) else [leaf]
@@ -222,9 +222,13 @@ def _record(record: Call, file: TorchFile, rank: int) -> Sharded:
         local = (*(1,) * prepended, *sizes(fields["local_shape"]))
         box = Box.at(sizes(fields["global_offset"]), local)
     except (KeyError, TypeError, ValueError) as error:
-        raise Damaged(f"{file.what}: not a ShardedTensor as Megatron-core writes it: {error}") from None
+        raise Damaged(
+            f"{file.what}: not a ShardedTensor as Megatron-core writes it: {error}"
+        ) from None
     if fields.get("flattened_range") is not None:
-        raise Damaged(f"{file.what}: {key} is a flattened range, which is not read from local files")
+        raise Damaged(
+            f"{file.what}: {key} is a flattened range, which is not read from local files"
+        )
     tensor = plain_tensor(fields.get("data"))
     if tensor is None:
         return Sharded(key, dtype, whole, box, prepended, None)
@@ -238,10 +242,11 @@ def _record(record: Call, file: TorchFile, rank: int) -> Sharded:
 
 def _object(record: Call) -> Leaf:
     fields = record.fields
-    shape, offset = sizes(fields.get("global_shape") or ()), sizes(fields.get("global_offset") or ())
+    shape, offset = (
+        sizes(fields.get("global_shape") or ()),
+        sizes(fields.get("global_offset") or ()),
+    )
     whole = all(size == 1 for size in shape)
     key = str(fields.get("key"))
     name = key if whole else f"{key}.{'.'.join(map(str, offset))}"
     return Leaf((name,), fields.get("data"))
-
-

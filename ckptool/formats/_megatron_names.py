@@ -1,8 +1,8 @@
 """From the names that Megatron's ranks give to layers and experts to those of the whole model.
 
-Every pipeline stage counts its layers from zero, and every expert-parallel rank its experts. Stages
-hold consecutive layers; with a virtual pipeline each stage holds several runs of layers (``model0``,
-``model1``, ...), all stages' first runs coming before their second ones (megatron-core,
+Every pipeline stage counts its layers from zero, and every expert-parallel rank its experts.
+Stages hold consecutive layers; with a virtual pipeline each holds several runs of layers
+(``model0``, ``model1``, ...), all stages' first runs coming before their second ones (megatron-core,
 ``transformer/transformer_layer.py``, ``get_transformer_layer_offset``).
 """
 

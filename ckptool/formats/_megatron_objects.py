@@ -1,8 +1,8 @@
 """Megatron-core's ShardedObjects and common state, under the names a person knows them by.
 
 A ShardedObject is a bytes item ``{key}/shard_{offsets}_{shape}`` that holds a list of one value
-(megatron-core 0.12 to 0.20; before, the last size may be missing). The common state is ``common.pt``
-up to 0.16 and the ShardedObject ``common_state`` from 0.20 on.
+(megatron-core 0.12 to 0.20; before, the last size may be missing). The common state is
+``common.pt`` up to 0.16 and the ShardedObject ``common_state`` from 0.20 on.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The order of a model's parameters, from what ``torch_dist`` records: keys, chunks and plans.
 
 The keys of layers are stacked: ``decoder.layers.mlp.linear_fc1.weight`` is [layers, ...], experts'
-are [layers, experts, ...]. Each rank's plan lists what it saves in the order of its modules, layer by
-layer under the first that a key occurs in. Keys are those of Transformer Engine's modules, whose norms
-are part of the linear layer after them; Megatron's own (local) layers have separate norms, which come
-before the attention's other modules and are called ``input_layernorm`` and ``pre_mlp_layernorm``.
+are [layers, experts, ...]. Each rank's plan lists what it saves in the order of its modules, a key
+at the first layer that it occurs in. Keys are those of Transformer Engine's modules, whose norms
+are part of the linear layer after them; Megatron's own (local) layers have separate norms, which
+come before the attention's other modules and are called ``input_layernorm`` and ``pre_mlp_layernorm``.
 """
 
 from __future__ import annotations
@@ -77,14 +77,18 @@ def is_stacked_expert(inner: str) -> bool:
 
 
 def outer_order(keys: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The keys outside the layers: those before and those after them. Unnamed for an unknown one."""
+    """The keys before the layers, and those after them; Unnamed for an unknown one."""
     unknown = [key for key in keys if key not in _BEFORE and key not in _AFTER]
     if unknown:
-        raise Unnamed(f"the place of {sorted(unknown)[0]} among the model's parameters is not known")
+        raise Unnamed(
+            f"the place of {sorted(unknown)[0]} among the model's parameters is not known"
+        )
     return [k for k in _BEFORE if k in set(keys)], [k for k in _AFTER if k in set(keys)]
 
 
-def layer_order(inner: Sequence[str], plans: Sequence[Plan], implementation: str | None) -> list[str]:
+def layer_order(
+    inner: Sequence[str], plans: Sequence[Plan], implementation: str | None
+) -> list[str]:
     """The order of a layer's keys, from the plans, and Megatron's own where they leave it open.
 
     Raises Unnamed where neither knows.

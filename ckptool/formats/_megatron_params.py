@@ -114,7 +114,7 @@ class Model:
 
 
 Found = dict[tuple[str, ...], list[tuple[Held, Sequence[Stored]]]]
-"""By kind (``model``, ``fp32``, ``exp_avg``, ...) and name: what each rank stores of a parameter."""
+"""By kind (``model``, ``fp32``, ``exp_avg``, ...) and name: what ranks store of a parameter."""
 
 
 def put_together(fit_of: Callable[[Held], Fit | str], found: Found) -> Whole:
@@ -152,8 +152,8 @@ def _entry(
 
 def _unknown(held: Held, reason: str) -> str:
     return (
-        f"how the {list(held.local)} of each tensor-parallel rank fit together is not known: {reason}"
-        f"; --tp-rule '{held.name}=RULE' says it (replicate, column, row, gated, Shard(dim))"
+        f"how the {list(held.local)} of each tensor-parallel rank fit together is not known:"
+        f" {reason}; --tp-rule '{held.name}=RULE' says it (replicate, column, row, gated, Shard(dim))"
     )
 
 

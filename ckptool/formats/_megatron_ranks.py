@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -30,8 +30,8 @@ _DEGREES = ("TP", "PP", "EP")
 class RankFolder:
     """What the files of one model-parallel rank hold, before its names are those of the model.
 
-    ``runs`` are the model's tensors by virtual pipeline stage, in the model's order; ``rest`` is all
-    else, the model's other values under ``model`` or ``modelN`` among it.
+    ``runs`` are the model's tensors by virtual pipeline stage, in the model's order; ``rest`` is
+    all else, the model's other values under ``model`` or ``modelN`` among it.
     """
 
     rank: Rank
@@ -81,10 +81,16 @@ def _rank(name: str, args: Arguments) -> Rank:
     pipeline, expert = args.degree("PP") > 1, args.degree("EP") > 1
     if pipeline == expert:
         raise Damaged(
-            f"{name}: {numbers[1]} may be a pipeline or an expert rank, and the arguments saved in it"
-            f" state PP {args.degree('PP')} and EP {args.degree('EP')}"
+            f"{name}: {numbers[1]} may be a pipeline or an expert rank, and the arguments saved in"
+            f" it state PP {args.degree('PP')} and EP {args.degree('EP')}"
         )
     return (numbers[0], numbers[1], 0) if pipeline else (numbers[0], 0, numbers[1])
+
+
+def virtual_stage(key: str) -> int | None:
+    """Which virtual stage's model lies under a key of the state dict: ``model``, ``model1``."""
+    match = _MODEL.fullmatch(key)
+    return int(match[1] or 0) if match else None
 
 
 def degrees(ranks: Mapping[Rank, object] | list[Rank]) -> Rank:
@@ -112,10 +118,9 @@ def _folder(source: Source, rank: Rank, number: int, file: TorchFile, name: str)
     runs: dict[int, dict[str, PlainLeaf]] = {}
     rest: dict[str, Leaf] = {}
     for full, leaf in read_leaves(file, source).items():
-        match = _MODEL.fullmatch(str(leaf.path[0])) if len(leaf.path) > 1 else None
-        if match and isinstance(leaf.value, PlainLeaf):
-            inner = full.partition(".")[2]
-            runs.setdefault(int(match[1] or 0), {})[inner] = leaf.value
+        virtual = virtual_stage(str(leaf.path[0])) if len(leaf.path) > 1 else None
+        if virtual is not None and isinstance(leaf.value, PlainLeaf):
+            runs.setdefault(virtual, {})[full.partition(".")[2]] = leaf.value
         elif not _is_state(leaf.path):
             rest[full] = leaf
     if not runs:
@@ -130,9 +135,3 @@ def _is_state(path: tuple[Any, ...]) -> bool:
     return steps[0] == "optimizer" and (
         inner == ["state"] or steps[1:2] == ["fp32_from_fp16_params"]
     )
-
-
-def others(folders: list[RankFolder]) -> Iterator[tuple[int, dict[str, Leaf]]]:
-    """Each rank's values besides the model's tensors and the optimizer's state."""
-    for folder in folders:
-        yield folder.number, folder.rest

@@ -74,9 +74,7 @@ class Stages:
             for name, entry in self.model.items()
         }
         held = {name for name, chunks in mine.items() if chunks}
-        layers = sorted(
-            {c.box.lo[0] for name in held if stacked(name) for c in mine[name]}
-        )
+        layers = sorted({c.box.lo[0] for name in held if stacked(name) for c in mine[name]})
         before, after = outer_order([name for name in held if stacked(name) is None])
         runs = self._virtual(layers)
         found = [[one for n in run for one in self._layer(n, held, rank)] for run in runs]
@@ -139,9 +137,7 @@ class Stages:
                 yield self._held(name, self.model[prefix + key], rank, 1)
             yield from self._experts(prefix, layer, [k for k in order if k not in plain], rank)
 
-    def _experts(
-        self, prefix: str, layer: int, keys: Sequence[str], rank: Rank
-    ) -> Iterator[Held]:
+    def _experts(self, prefix: str, layer: int, keys: Sequence[str], rank: Rank) -> Iterator[Held]:
         """The rank's experts: one after the other, or all of a grouped layer's weights first."""
         if not keys:
             return

@@ -1,9 +1,9 @@
 """The optimizer state of Megatron's own format, where it is not distributed: by number.
 
 ``state`` and ``fp32_from_fp16_params`` are numbered through the parameter groups; a group holds its
-parameters in the model's order (``_get_param_groups``, megatron-core 0.5 to 0.20): biases and 1-d
-parameters have a group without weight decay, experts of several ranks and embeddings with a learning
-rate of their own have groups of their own.
+parameters in the model's order (``_get_param_groups``, megatron-core 0.5 to 0.20). Biases and 1-d
+parameters have a group without weight decay; experts of several ranks, and embeddings with a
+learning rate of their own, have groups of their own.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _match(
     numbers = group.get("params")
     if not isinstance(numbers, list) or len(numbers) != len(held):
         raise Unnamed(
-            f"a group of {len(numbers or ())} parameters, where the model has {len(held)} of its kind"
+            f"a group of {len(numbers or ())} parameters, where the model has {len(held)} for it"
         )
     halves = [one for one in held if one.dtype.name in _HALVES]
     if masters and len(masters) != len(halves):

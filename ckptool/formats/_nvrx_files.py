@@ -1,8 +1,8 @@
 """Which files of nvidia-resiliency-ext's local checkpoints to read.
 
 ``<rank>/iter_<iteration>_<owner>_local.pt``, written as ``_local.dirty.pt`` and then renamed. With
-replication a rank's folder also holds files of other owners. An iteration is whole where every owner
-has a file somewhere (nvidia-resiliency-ext 0.2 to 0.7, ``LocalCheckpointManager``).
+replication a rank's folder also holds files of other owners. An iteration is whole where every
+owner has a file somewhere (nvidia-resiliency-ext 0.2 to 0.7, ``LocalCheckpointManager``).
 """
 
 from __future__ import annotations

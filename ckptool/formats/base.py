@@ -96,6 +96,7 @@ class Format:
     - ``locate`` opens the containers that ``scan`` left closed (``Item``), for the tensors of the
       catalog it is given; None where ``scan`` leaves none.
     - ``reads`` is False where the format is only recognised, to say why it cannot be read.
+    - ``takes_tp_rules`` says that ``scan`` heeds ``ScanOptions.tp_rules``.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Format:
     scan: Callable[[Source, ScanOptions], Catalog]
     locate: Callable[[Source, Catalog], Catalog] | None = None
     reads: bool = True
+    takes_tp_rules: bool = False
 
 
 def require(source: Source, file: str, *, wanted_by: str) -> int:

@@ -1,18 +1,18 @@
 """Megatron's own format (``--ckpt-format torch``): a folder for each model-parallel rank.
 
 Read: Megatron-LM with megatron-core 0.5 to 0.20, and its older ``language_model``:
-``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``, ``distrib_optim.pt`` beside it. Tensor-, pipeline- and
-expert-parallel ranks become whole tensors ``model.<name>``, ``fp32.<name>``, ``exp_avg.<name>``,
+``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``, ``distrib_optim.pt`` beside it. Tensor-, pipeline-
+and expert-parallel ranks become whole tensors ``model.<name>``, ``fp32.<name>``, ``exp_avg.<name>``,
 ``exp_avg_sq.<name>``, with the layers and experts of the whole model. A gated ``linear_fc1`` is
 [gate; up], a fused ``linear_qkv`` keeps its query groups.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from ckptool.core.catalog import Catalog, ObjectEntry, Path, flat_name
+from ckptool.core.catalog import Catalog, Path, flat_name
 from ckptool.core.tp_rules import NamedRule, require_matched
 from ckptool.errors import damaged
 from ckptool.formats._assemble import Leaf, PlainLeaf, assemble
@@ -36,6 +36,7 @@ from ckptool.formats._megatron_ranks import (
     degrees,
     is_legacy,
     read_folders,
+    virtual_stage,
 )
 from ckptool.formats._megatron_rules import experts_view
 from ckptool.formats._megatron_state import Unnamed, numbered_state
@@ -44,6 +45,7 @@ from ckptool.formats.base import Format, ScanOptions, Source
 from ckptool.formats.torch_save import unread_notes
 
 _BUFFERS = ("expert_bias", "local_tokens_per_expert", "global_tokens_per_expert", "inv_freq")
+_RANDOM = "rng_state"
 _HEADS = ("output_layer.weight", "word_embeddings_for_head.weight")
 
 
@@ -175,22 +177,21 @@ def _others(folders: list[RankFolder], read: _Read) -> dict[int, dict[str, Leaf]
         experts = local_experts(name for run in folder.runs.values() for name in run)
         mine = found.setdefault(folder.number, {})
         for leaf in folder.rest.values():
-            path = _renumbered(leaf.path, folder, read, experts)
+            path = _of_whole(leaf.path, folder, read, experts)
             rank_state = isinstance(leaf.value, PlainLeaf)
             mine[flat_name(path)] = Leaf(path, leaf.value, rank_state)
     return found
 
 
-def _renumbered(path: Path, folder: RankFolder, read: _Read, experts: int | None) -> Path:
+def _of_whole(path: Path, folder: RankFolder, read: _Read, experts: int | None) -> Path:
+    """The path of a value in the whole model; random states by pipeline and tensor rank."""
     first = str(path[0])
-    if (
-        len(path) == 1
-        or not first.startswith("model")
-        or first[5:] not in map(str, ["", *range(999)])
-    ):
-        return path
-    virtual = int(first[5:] or 0)
-    if (folder.rank[1], virtual) not in read.offsets:
+    if first == _RANDOM:
+        tensor, pipeline, expert = folder.rank
+        numbers = (pipeline, tensor, expert) if read.model.degrees[2] > 1 else (pipeline, tensor)
+        return (_RANDOM, *map(str, numbers), *path[1:])
+    virtual = virtual_stage(first) if len(path) > 1 else None
+    if virtual is None or (folder.rank[1], virtual) not in read.offsets:
         return path
     return ("model", _global(flat_name(path[1:]), folder, virtual, read, experts))
 
@@ -200,4 +201,5 @@ FORMAT = Format(
     "Megatron's own format, one folder a model-parallel rank (mp_rank_00/model_optim_rng.pt)",
     is_legacy,
     _scan,
+    takes_tp_rules=True,
 )

@@ -15,7 +15,7 @@ from typing import Any
 from ckptool.core.catalog import Catalog
 from ckptool.errors import Damaged, Unrecognised
 from ckptool.formats import dcp
-from ckptool.formats._dcp_metadata import DcpMetadata, Plan
+from ckptool.formats._dcp_metadata import DcpMetadata
 from ckptool.formats._infer import with_inferred_mesh
 from ckptool.formats._megatron_args import arguments_among
 from ckptool.formats._megatron_flat import unflattened
@@ -49,9 +49,9 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         raise Unrecognised(
             f"{source.root}: a Megatron-core checkpoint of the backend {str(backend)[:80]!r};"
             " ckptool reads torch_dist",
-            hint="Megatron-core up to 0.13 converts it: load it and save with --ckpt-format torch_dist",
+            hint="Megatron-core up to 0.13 loads it and saves it with --ckpt-format torch_dist",
         )
-    catalog, parsed = dcp.read_folder(source)
+    catalog, parsed = dcp.read_folder(source, options)
     catalog = with_common(source, with_plain_names(_reshaped(catalog, parsed)))
     plans = [plan for metadata in parsed.values() for plan in metadata.plans or ()]
     return with_inferred_mesh(_described(source, with_named_state(catalog, plans), config))

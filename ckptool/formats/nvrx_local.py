@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
+from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry, proved_equal
 from ckptool.core.tp_rules import NamedRule, named_rule, require_matched
 from ckptool.errors import Damaged, damaged
 from ckptool.formats._assemble import Assembled, Leaf, PlainLeaf, assemble, read_leaves
@@ -48,16 +48,18 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         raise damaged(found.problems, subject=source.root)
     objects = {"iteration": ObjectEntry("iteration", ("iteration",), local.iteration)}
     return with_inferred_mesh(
-        with_first_arguments(Catalog(
-            FORMAT.name,
-            found.tensors,
-            objects | found.objects,
-            dict(files_used(source, local)),
-            world_size=len(local.files),
-            info={"writer": "nvidia-resiliency-ext LocalCheckpointManager"} | _info(args),
-            notes=(*notes, *found.notes, *unread_notes(found.objects)),
-            conflicts={name: _hinted(why, name) for name, why in found.conflicts.items()},
-        ))
+        with_first_arguments(
+            Catalog(
+                FORMAT.name,
+                found.tensors,
+                objects | found.objects,
+                dict(files_used(source, local)),
+                world_size=len(local.files),
+                info={"writer": "nvidia-resiliency-ext LocalCheckpointManager"} | _info(args),
+                notes=(*notes, *found.notes, *unread_notes(found.objects)),
+                conflicts={name: _hinted(why, name) for name, why in found.conflicts.items()},
+            )
+        )
     )
 
 
@@ -83,9 +85,7 @@ def _arguments(local: Local) -> Arguments:
     return arguments(common.get("args") if isinstance(common, dict) else None)
 
 
-def _read_plain(
-    source: Source, files: Mapping[int, TorchFile], options: ScanOptions
-) -> Assembled:
+def _read_plain(source: Source, files: Mapping[int, TorchFile], options: ScanOptions) -> Assembled:
     """Plain state dicts: the user's rules place tensors, all else must be the same everywhere."""
     ranks: dict[int, dict[str, Leaf]] = {}
     for rank, file in files.items():
@@ -113,9 +113,7 @@ def _read_plain(
 
 def _same_everywhere(entry: TensorEntry) -> bool:
     """Whether checksums prove that all ranks hold the same bytes."""
-    return all(
-        proved_equal(chunk.at, copy.at) for chunk in entry.chunks for copy in chunk.copies
-    )
+    return all(proved_equal(chunk.at, copy.at) for chunk in entry.chunks for copy in chunk.copies)
 
 
 def _is_plain(leaf: Leaf) -> bool:
@@ -146,4 +144,5 @@ FORMAT = Format(
     "nvidia-resiliency-ext local checkpoint (0/iter_0000100_0_local.pt)",
     is_local,
     _scan,
+    takes_tp_rules=True,
 )
