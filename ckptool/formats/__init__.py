@@ -42,6 +42,7 @@ FORMATS: Mapping[str, Format] = _Lazy(
     {
         "bytecheckpoint": "bytecheckpoint.FORMAT",
         "megatron-torch_dist": "megatron_torch_dist.FORMAT",
+        "megatron-fsdp_dtensor": "megatron_fsdp_dtensor.FORMAT",
         "dcp": "dcp.FORMAT",
         "accelerate": "accelerate.FORMAT",
         "deepspeed-universal": "deepspeed_universal.FORMAT",
