@@ -2,7 +2,7 @@
 
 A buffer holds the parameters of one element type (and of dense or expert layers) in reverse order
 of the model, each at a multiple of 64 elements. It is cut into buckets; a bucket ends once it has
-reached the bucket size, and a shared embedding has a bucket of its own. What is saved of a bucket is
+reached the bucket size, and a shared embedding has a bucket of its own. What is saved of it is
 everything up to its padding, which makes it divisible among the data-parallel ranks
 (``_ParamAndGradBuffer``, megatron-core 0.5 to 0.20).
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from itertools import pairwise
 
 _ALIGNMENT = 64
 _BUCKET_ALIGNMENT = 128
@@ -71,25 +72,28 @@ def _aligned(position: int) -> int:
 
 def slots_in_run(
     numels: Sequence[int], total: int, alone: Set[int], views: Sequence[int | None]
-) -> list[Slot] | None:
-    """The slot of each parameter where all buckets were saved as one run of ``total`` elements.
+) -> list[list[Slot]]:
+    """The slots of all parameters where all buckets were saved as one run of ``total`` elements.
 
-    The buckets themselves are not recorded: every bucket size is tried that gives this total, and
-    None is returned where none does, or where two disagree. ``alone`` are the positions of shared
-    embeddings, ``views`` where parameters begin in the buffer, if they were saved as views of it.
+    The buckets themselves are not recorded: every bucket size is tried, and each way in which the
+    parameters fill the run is returned. ``alone`` are the positions of shared embeddings, ``views``
+    where parameters begin in the buffer, if they were saved as views of it.
     """
     if sum(numels) == total:
-        return _packed(numels)
-    found: list[Slot] | None = None
+        return [_packed(numels)]
+    found: list[list[Slot]] = []
     for limit in _bucket_sizes(numels):
         for shared in (alone, frozenset[int]()) if alone else (alone,):
             slots = _simulated(numels, limit, shared, views)
-            if slots is None or slots[0].stop != total:
-                continue
-            if found is not None and slots != found:
-                return None
-            found = slots
+            if slots and slots[0].stop == total and slots not in found:
+                found.append(slots)
     return found
+
+
+def gaps(slots: Sequence[Slot]) -> list[tuple[int, int]]:
+    """The elements of a run that no parameter has: padding, which is saved as zeros."""
+    ordered = sorted(slots, key=lambda slot: slot.start)
+    return [(a.stop, b.start) for a, b in pairwise(ordered) if a.stop < b.start]
 
 
 def _packed(numels: Sequence[int]) -> list[Slot]:

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from ckptool.core.catalog import Place
-from ckptool.formats._megatron_buffers import Slot, slots_in_run
+from ckptool.core.catalog import Extent, Place
+from ckptool.formats._megatron_buffers import Slot, gaps, slots_in_run
 from ckptool.formats._megatron_names import is_expert
 from ckptool.formats._megatron_params import Found, Held, Stored, runs_between
 from ckptool.formats._megatron_state import Unnamed
 from ckptool.formats._pickle import Global
 from ckptool.formats._storage import StoredTensor, plain_tensor
+from ckptool.formats.base import Source
 
 MASTER = "param"
 SHARED = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -88,14 +89,18 @@ def expected_buffers(runs: Sequence[Sequence[Held]], expert_parallel: bool) -> l
 
 
 def gathered_state(
-    saved: Sequence[Buffer], expected: Sequence[Sequence[Held]], tied: bool
+    source: Source, saved: Sequence[Buffer], expected: Sequence[Sequence[Held]], tied: bool
 ) -> Found:
-    """What the buffers hold of each parameter. Raises Unnamed where they do not fit the model."""
+    """What the buffers hold of each parameter. Raises Unnamed where they do not fit the model.
+
+    Where parameters fit in several ways, the one whose padding is zero is taken: that padding is
+    all that is read of a tensor here.
+    """
     if len(saved) != len(expected):
         raise Unnamed(f"{len(saved)} buffers, where the model has {len(expected)}")
     found: Found = {}
     for buffer, held in zip(saved, expected, strict=True):
-        for one, slot in zip(held, _slots(buffer, held, tied), strict=True):
+        for one, slot in zip(held, _slots(source, buffer, held, tied), strict=True):
             for kind, runs in buffer.runs.items():
                 name = "fp32" if kind == MASTER else kind
                 cut = runs_between(runs, slot.start, slot.stop)
@@ -103,19 +108,38 @@ def gathered_state(
     return found
 
 
-def _slots(buffer: Buffer, held: Sequence[Held], tied: bool) -> list[Slot]:
+def _slots(source: Source, buffer: Buffer, held: Sequence[Held], tied: bool) -> list[Slot]:
     if {run[-1].stop for run in buffer.runs.values()} != {buffer.total}:
         raise Unnamed("its states are of different lengths")
     if buffer.dtype not in (None, held[0].dtype.name):
         raise Unnamed(f"a buffer of {buffer.dtype}, where the model has {held[0].dtype}")
     numels = [one.numel for one in held]
-    slots = slots_in_run(numels, buffer.total, _alone(held) if tied else frozenset(), _views(held))
-    if slots is None:
+    shared = _alone(held) if tied else frozenset[int]()
+    ways = slots_in_run(numels, buffer.total, shared, _views(held))
+    if len(ways) > 1:
+        ways = [slots for slots in ways if _padding_is_zero(source, buffer, slots)]
+    if len(ways) != 1:
         raise Unnamed(
-            f"a buffer of {buffer.total:,} elements, into which the model's {len(held):,} parameters"
-            f" of {sum(numels):,} fit in no way, or in several"
+            f"a buffer of {buffer.total:,} elements, into which the {len(held):,} parameters of"
+            f" {sum(numels):,} fit in {len(ways) or 'no'} ways"
         )
-    return slots
+    return ways[0]
+
+
+def _padding_is_zero(source: Source, buffer: Buffer, slots: Sequence[Slot]) -> bool:
+    return not any(
+        any(_bytes(source, piece))
+        for start, stop in gaps(slots)
+        for run in buffer.runs.values()
+        for piece in runs_between(run, start, stop)
+    )
+
+
+def _bytes(source: Source, stored: Stored) -> bytes:
+    nbytes = (stored.stop - stored.start) * stored.dtype.itemsize
+    if not isinstance(stored.at, Extent):
+        return b""
+    return source.read(stored.at.file, stored.at.offset, nbytes)
 
 
 def _alone(held: Sequence[Held]) -> Set[int]:

@@ -40,7 +40,7 @@ _STACKED_EXPERTS = ".experts.experts."
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """One ``ShardedTensor`` record: a rank's part of the tensor ``key``, and its data if it has any.
+    """One ``ShardedTensor`` record: a rank's part of the tensor ``key``; its data if it has any.
 
     ``whole`` and ``box`` have ``prepended`` dims more than the rank's tensor.
     """

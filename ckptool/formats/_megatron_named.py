@@ -15,6 +15,7 @@ from ckptool.formats._megatron_distrib import Buffer, gathered_state, param_dtyp
 from ckptool.formats._megatron_params import Found, Stored, put_together
 from ckptool.formats._megatron_stages import Stages
 from ckptool.formats._megatron_state import Unnamed
+from ckptool.formats.base import Source
 
 _GATHERED = re.compile(
     r"(?:chained_([0-9]{1,3})\.)?optimizer\.distributed\.dp_group_idx_([0-9]{1,7})\.param_state"
@@ -22,7 +23,7 @@ _GATHERED = re.compile(
 _BY_BUCKET = "the optimizer's state is kept by bucket, for its parameters are not known"
 
 
-def with_named_state(catalog: Catalog, plans: list[Plan]) -> Catalog:
+def with_named_state(source: Source, catalog: Catalog, plans: list[Plan]) -> Catalog:
     """The catalog with ``fp32.<name>``, ``exp_avg.<name>``, ... in the place of buckets.
 
     Where the parameters in them are not known for certain, the buckets stay, and a note says why.
@@ -37,7 +38,7 @@ def with_named_state(catalog: Catalog, plans: list[Plan]) -> Catalog:
     args = arguments_among(catalog.objects.values())
     stages = Stages(model, plans, args, writers, {})
     try:
-        found = _found(state.values(), stages)
+        found = _found(source, state.values(), stages)
     except Unnamed as error:
         return replace(catalog, notes=(*catalog.notes, f"{_BY_BUCKET}: {error}"))
     whole = put_together(stages.fit_of, found)
@@ -50,14 +51,14 @@ def with_named_state(catalog: Catalog, plans: list[Plan]) -> Catalog:
     )
 
 
-def _found(state: Iterable[TensorEntry], stages: Stages) -> Found:
+def _found(source: Source, state: Iterable[TensorEntry], stages: Stages) -> Found:
     found: Found = {}
     entries = list(state)
     for group, buffers in buckets_among(entries).items():
         _add(found, bucket_state(buffers, stages.expected(group)))
     for group, saved in _gathered(entries).items():
         tied = not stages.args.values.get("untie_embeddings_and_output_weights", True)
-        _add(found, gathered_state(saved, stages.expected(group), tied))
+        _add(found, gathered_state(source, saved, stages.expected(group), tied))
     return found
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckptool.core.tp_rules import REPLICATED, TpRule
+from ckptool.core.tp_rules import TpRule
 from ckptool.formats._megatron_names import is_expert
 from ckptool.formats._megatron_params import Found, Held, Stored
 from ckptool.formats._pickle import Call
@@ -142,14 +142,17 @@ def _add(found: Found, kind: str, held: Held, stored: Stored | None) -> None:
 
 
 def _stated(value: Any) -> TpRule | None:
-    """The rule that a master was saved with, as attributes of the tensor."""
+    """The rule that a master was saved with, as attributes of the tensor.
+
+    Models built without initialization have no true attributes: what they deny is not believed.
+    """
     value = unwrapped(value)
     if not isinstance(value, Call) or len(value.args) != 4 or not isinstance(value.args[3], dict):
         return None
     attributes = value.args[3]
     dim, stride = attributes.get("partition_dim"), attributes.get("partition_stride")
-    if attributes.get("tensor_model_parallel") is False:
-        return REPLICATED
+    if attributes.get("tensor_model_parallel") is not True:
+        return None
     if type(dim) is int and type(stride) is int and 0 <= dim < 8 and stride > 0:
         return TpRule(dim, stride)
     return None

@@ -2,7 +2,7 @@
 
 Read: Megatron-LM with megatron-core 0.5 to 0.20, and its older ``language_model``:
 ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``, ``distrib_optim.pt`` beside it. Tensor-, pipeline-
-and expert-parallel ranks become whole tensors ``model.<name>``, ``fp32.<name>``, ``exp_avg.<name>``,
+and expert-parallel ranks become whole tensors ``model.<name>``, ``fp32.<name>``,``exp_avg.<name>``,
 ``exp_avg_sq.<name>``, with the layers and experts of the whole model. A gated ``linear_fc1`` is
 [gate; up], a fused ``linear_qkv`` keeps its query groups.
 """
@@ -71,7 +71,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     for folder in folders:
         _read_model(folder, read)
     for folder in folders:
-        _read_optimizer(folder, read)
+        _read_optimizer(source, folder, read)
     require_matched(options.tp_rules, [path[-1] for path in read.found])
     whole = put_together(read.model.fit_of, read.found)
     others = assemble(_others(folders, read))
@@ -139,7 +139,7 @@ def _held(name: str, folder: RankFolder, leaf: PlainLeaf, experts: int | None) -
     return Held(name, folder.rank, folder.number, local, tensor.dtype, view, local != tensor.shape)
 
 
-def _read_optimizer(folder: RankFolder, read: _Read) -> None:
+def _read_optimizer(source: Source, folder: RankFolder, read: _Read) -> None:
     """The rank's optimizer state by name, or a conflict where nothing names it."""
     runs = read.held[folder.number]
     expert_parallel = read.model.degrees[2] > 1
@@ -149,7 +149,7 @@ def _read_optimizer(folder: RankFolder, read: _Read) -> None:
             file = folder.distributed
             saved = saved_buffers(file.value, lambda tensor: place_of(tensor, file))
             expected = expected_buffers(runs, expert_parallel)
-            read.add(gathered_state(saved, expected, bool(read.tied)))
+            read.add(gathered_state(source, saved, expected, bool(read.tied)))
         elif _has_state(value):
             held = [one for run in runs for one in run]
             found, stated = numbered_state(folder.file, value, held, expert_parallel)

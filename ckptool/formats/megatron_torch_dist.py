@@ -54,7 +54,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     catalog, parsed = dcp.read_folder(source, options)
     catalog = with_common(source, with_plain_names(_reshaped(catalog, parsed)))
     plans = [plan for metadata in parsed.values() for plan in metadata.plans or ()]
-    return with_inferred_mesh(_described(source, with_named_state(catalog, plans), config))
+    return with_inferred_mesh(_described(source, with_named_state(source, catalog, plans), config))
 
 
 def _reshaped(catalog: Catalog, parsed: dict[str, DcpMetadata]) -> Catalog:
