@@ -8,7 +8,7 @@ optimizers: dense parameters first, then experts of several ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,17 +37,20 @@ class Buffer:
         return max((run[-1].stop for run in self.runs.values()), default=0)
 
 
-def saved_buffers(value: Any, place: Any) -> list[Buffer]:
-    """The buffers of a gathered state, in order; ``place`` says where a tensor of it lies."""
+def saved_buffers(value: Any, place: Any) -> list[list[Buffer] | None]:
+    """Each optimizer's buffers, in order; None where another rank's file has them.
+
+    ``place`` says where a tensor of the file lies.
+    """
     optimizers = value if isinstance(value, list) else [value]
-    return [
-        Buffer(param_dtype(dtypes), dict(_runs(state, place)))
-        for optimizer in optimizers
-        if isinstance(optimizer, dict)
-        for number, by_dtype in optimizer.items()
-        if type(number) is int and isinstance(by_dtype, dict)
-        for dtypes, state in by_dtype.items()
-    ]
+    return [list(_buffers(one, place)) if isinstance(one, dict) else None for one in optimizers]
+
+
+def _buffers(optimizer: dict[Any, Any], place: Any) -> Iterator[Buffer]:
+    for number, by_dtype in optimizer.items():
+        if type(number) is int and isinstance(by_dtype, dict):
+            for dtypes, state in by_dtype.items():
+                yield Buffer(param_dtype(dtypes), dict(_runs(state, place)))
 
 
 def param_dtype(dtypes: Any) -> str | None:
@@ -71,35 +74,61 @@ def _consecutive(tensors: Sequence[StoredTensor], place: Any) -> Iterator[Stored
         start += tensor.shape[0]
 
 
-def expected_buffers(runs: Sequence[Sequence[Held]], expert_parallel: bool) -> list[list[Held]]:
-    """The parameters of each buffer, in the order of the buffers.
+def expected_buffers(
+    runs: Sequence[Sequence[Held]], expert_parallel: bool
+) -> list[list[list[Held]]]:
+    """The parameters of each buffer of each optimizer, in their order.
 
-    ``runs`` are a rank's parameters by virtual pipeline stage. Experts of several ranks have their
-    buffers after all others.
+    ``runs`` are a rank's parameters by virtual pipeline stage. Experts of several ranks have an
+    optimizer of their own, after the one of all other parameters.
     """
+    if not expert_parallel:
+        return [_by_dtype(runs)]
+    dense = [[one for one in run if not is_expert(one.name)] for run in runs]
+    experts = [[one for one in run if is_expert(one.name)] for run in runs]
+    return [_by_dtype(dense), _by_dtype(experts)]
+
+
+def _by_dtype(runs: Sequence[Sequence[Held]]) -> list[list[Held]]:
     buffers: list[list[Held]] = []
-    for experts in (False, True) if expert_parallel else (False,):
-        for held in runs:
-            by_dtype: dict[str, list[Held]] = {}
-            for one in held:
-                if (expert_parallel and is_expert(one.name)) == experts:
-                    by_dtype.setdefault(one.dtype.name, []).append(one)
-            buffers += by_dtype.values()
+    for held in runs:
+        by_dtype: dict[str, list[Held]] = {}
+        for one in held:
+            by_dtype.setdefault(one.dtype.name, []).append(one)
+        buffers += by_dtype.values()
     return buffers
 
 
+def matched_buffers(
+    saved: Sequence[list[Buffer] | None], expected: Sequence[list[list[Held]]]
+) -> list[tuple[Buffer, list[Held]]]:
+    """Each saved buffer with its parameters. Raises Unnamed where their numbers differ."""
+    if len(saved) != len(expected) and None not in saved:
+        saved = [[buffer for buffers in saved for buffer in buffers or ()]]
+        expected = [[held for buffers in expected for held in buffers]]
+    counts = [len(one) if one is not None else None for one in saved]
+    if len(saved) != len(expected) or any(
+        count not in (None, len(held)) for count, held in zip(counts, expected, strict=True)
+    ):
+        raise Unnamed(f"{counts} buffers, where the model has {[len(one) for one in expected]}")
+    return [
+        pair
+        for buffers, held in zip(saved, expected, strict=True)
+        if buffers is not None
+        for pair in zip(buffers, held, strict=True)
+    ]
+
+
 def gathered_state(
-    source: Source, saved: Sequence[Buffer], expected: Sequence[Sequence[Held]], tied: bool
+    source: Source, buffers: Iterable[tuple[Buffer, Sequence[Held]]], tied: bool
 ) -> Found:
-    """What the buffers hold of each parameter. Raises Unnamed where they do not fit the model.
+    """What buffers hold of their parameters. Raises Unnamed where they do not fit.
 
     Where parameters fit in several ways, the one whose padding is zero is taken: that padding is
     all that is read of a tensor here.
     """
-    if len(saved) != len(expected):
-        raise Unnamed(f"{len(saved)} buffers, where the model has {len(expected)}")
     found: Found = {}
-    for buffer, held in zip(saved, expected, strict=True):
+    for buffer, held in buffers:
         for one, slot in zip(held, _slots(source, buffer, held, tied), strict=True):
             for kind, runs in buffer.runs.items():
                 name = "fp32" if kind == MASTER else kind

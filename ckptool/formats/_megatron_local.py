@@ -100,7 +100,7 @@ def _state(tensors: Mapping[str, TensorEntry], ranks: _Ranks) -> dict[str, Tenso
     for group, buffers in buckets_among(tensors.values()).items():
         if group not in ranks.runs:
             raise Unnamed(f"no rank's model goes with the buckets of group {group[1]}")
-        expected = expected_buffers(ranks.runs[group], expert_parallel=False)
+        expected = expected_buffers(ranks.runs[group], expert_parallel=False)[0]
         for path, parts in bucket_state(buffers, expected).items():
             found.setdefault(path, []).extend(parts)
     whole = put_together(lambda held: ranks.fits[held.name, held.rank], found)

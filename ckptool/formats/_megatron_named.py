@@ -11,7 +11,7 @@ from ckptool.core.parts import part_of
 from ckptool.formats._dcp_metadata import Plan
 from ckptool.formats._megatron_args import arguments_among
 from ckptool.formats._megatron_buckets import Group, bucket_state, buckets_among, is_bucket
-from ckptool.formats._megatron_distrib import Buffer, gathered_state, param_dtype
+from ckptool.formats._megatron_distrib import Buffer, gathered_state, matched_buffers, param_dtype
 from ckptool.formats._megatron_params import Found, Stored, put_together
 from ckptool.formats._megatron_stages import Stages
 from ckptool.formats._megatron_state import Unnamed
@@ -58,7 +58,9 @@ def _found(source: Source, state: Iterable[TensorEntry], stages: Stages) -> Foun
         _add(found, bucket_state(buffers, stages.expected(group)))
     for group, saved in _gathered(entries).items():
         tied = not stages.args.values.get("untie_embeddings_and_output_weights", True)
-        _add(found, gathered_state(source, saved, stages.expected(group), tied))
+        _add(
+            found, gathered_state(source, matched_buffers([saved], [stages.expected(group)]), tied)
+        )
     return found
 
 

@@ -2,8 +2,8 @@
 
 Every pipeline stage counts its layers from zero, and every expert-parallel rank its experts.
 Stages hold consecutive layers; with a virtual pipeline each holds several runs of layers
-(``model0``, ``model1``, ...), all stages' first runs coming before their second ones (megatron-core,
-``transformer/transformer_layer.py``, ``get_transformer_layer_offset``).
+(``model0``, ``model1``, ...), all stages' first runs coming before their second ones
+(megatron-core, ``transformer/transformer_layer.py``, ``get_transformer_layer_offset``).
 """
 
 from __future__ import annotations

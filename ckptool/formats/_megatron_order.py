@@ -4,7 +4,8 @@ The keys of layers are stacked: ``decoder.layers.mlp.linear_fc1.weight`` is [lay
 are [layers, experts, ...]. Each rank's plan lists what it saves in the order of its modules, a key
 at the first layer that it occurs in. Keys are those of Transformer Engine's modules, whose norms
 are part of the linear layer after them; Megatron's own (local) layers have separate norms, which
-come before the attention's other modules and are called ``input_layernorm`` and ``pre_mlp_layernorm``.
+come before the attention's other modules and are called ``input_layernorm`` and
+``pre_mlp_layernorm``.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def _entry(
 def _unknown(held: Held, reason: str) -> str:
     return (
         f"how the {list(held.local)} of each tensor-parallel rank fit together is not known:"
-        f" {reason}; --tp-rule '{held.name}=RULE' says it (replicate, column, row, gated, Shard(dim))"
+        f" {reason}; --tp-rule '{held.name}=RULE' says it (column, row, gated, ...)"
     )
 
 

@@ -55,7 +55,7 @@ class Stages:
             [one for one in run if experts == (self.args.degree("EP") > 1 and _is_expert(one))]
             for run in self._runs(rank)
         ]
-        return expected_buffers(runs, expert_parallel=False)
+        return expected_buffers(runs, expert_parallel=False)[0]
 
     def _rank(self, group: int, experts: bool) -> Rank:
         tensor, pipeline = self.args.degree("TP"), self.args.degree("PP")

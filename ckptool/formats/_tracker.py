@@ -12,8 +12,8 @@ _LONGEST = 64
 def latest_folder(source: Source) -> str | None:
     """The subfolder that a run's tracker file names; None where there is no tracker.
 
-    Megatron-LM's holds an iteration (``iter_0000100``) or ``release``; ByteCheckpoint and verl write
-    the same file beside ``global_step_100``. Damaged where the folder it names is not there.
+    Megatron-LM's holds an iteration (``iter_0000100``) or ``release``; ByteCheckpoint and verl
+    write the same file beside ``global_step_100``. Damaged where the folder it names is not there.
     """
     size = source.files.get(MEGATRON)
     if size is None or size > _LONGEST:

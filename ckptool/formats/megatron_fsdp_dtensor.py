@@ -1,8 +1,9 @@
 """Megatron-FSDP's checkpoints: ``--ckpt-format fsdp_dtensor``.
 
-Read: megatron-core 0.14 to 0.20. A DCP folder without ``metadata.json``, of DTensors that ranks hold
-unevenly; names are those of the wrapped modules, ``model.module.module...`` and
-``optimizer.state.module...``, with the halves of a gated ``linear_fc1`` as ``weight_w``, ``weight_v``.
+Read: megatron-core 0.14 to 0.20. A DCP folder without ``metadata.json``, of DTensors that ranks
+hold unevenly; names are those of the wrapped modules, ``model.module.module...`` and
+``optimizer.state.module...``, with the halves of a gated ``linear_fc1`` as ``weight_w`` and
+``weight_v``.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from ckptool.formats._megatron_args import Arguments, with_first_arguments
 from ckptool.formats._megatron_distrib import (
     expected_buffers,
     gathered_state,
+    matched_buffers,
     saved_buffers,
 )
 from ckptool.formats._megatron_names import (
@@ -149,7 +150,8 @@ def _read_optimizer(source: Source, folder: RankFolder, read: _Read) -> None:
             file = folder.distributed
             saved = saved_buffers(file.value, lambda tensor: place_of(tensor, file))
             expected = expected_buffers(runs, expert_parallel)
-            read.add(gathered_state(source, saved, expected, bool(read.tied)))
+            buffers = matched_buffers(saved, expected)
+            read.add(gathered_state(source, buffers, bool(read.tied)))
         elif _has_state(value):
             held = [one for run in runs for one in run]
             found, stated = numbered_state(folder.file, value, held, expert_parallel)
