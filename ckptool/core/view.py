@@ -51,13 +51,15 @@ def mapped(
     scales = {steps[dim] / rows[dim] for dim in wide} or {float(unit)}
     if len(scales) == 1 and (scale := scales.pop()).is_integer():
         return start * int(scale), tuple(stride * int(scale) for stride in strides)
-    by_row = {rows[dim]: steps[dim] for dim in wide}
-    offset = 0
-    for dim in wide:
-        offset += start // rows[dim] % shape[dim] * steps[dim]
-    if any(size > 1 and stride not in by_row for size, stride in zip(part, strides, strict=True)):
-        raise ValueError(f"a tensor of {list(shape)} whose elements lie {list(steps)} apart")
-    return offset, tuple(by_row.get(stride, 0) for stride in strides)
+    by_row = {rows[dim]: dim for dim in wide}
+    index = {dim: start // rows[dim] % shape[dim] for dim in wide}
+    found = []
+    for size, stride in zip(part, strides, strict=True):
+        dim = by_row.get(stride) if size > 1 else None
+        if size > 1 and (dim is None or index[dim] + size > shape[dim]):
+            raise ValueError(f"a tensor of {list(shape)} whose elements lie {list(steps)} apart")
+        found.append(0 if dim is None else steps[dim])
+    return sum(at * steps[dim] for dim, at in index.items()), tuple(found)
 
 
 def narrowed(

@@ -145,6 +145,8 @@ def _entry(
         shapes.add(where.whole)
         dtypes |= {stored.dtype for stored in runs}
         chunks += _chunks(where, runs, held.writer)
+    if not dtypes:
+        return "none of its elements is stored"
     if len(shapes) > 1 or len(dtypes) > 1:
         return f"ranks hold it in {_listed(shapes)}, as {_listed(dtypes)}"
     return TensorEntry(name, path, dtypes.pop(), shapes.pop(), merge_copies(chunks))

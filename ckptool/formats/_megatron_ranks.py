@@ -46,11 +46,6 @@ class RankFolder:
         return self.file.value.get(key) if isinstance(self.file.value, dict) else None
 
 
-def is_legacy(source: Source) -> bool:
-    """Whether the source holds such folders."""
-    return any(_FOLDER.fullmatch(name) for name in source.files)
-
-
 def read_folders(source: Source) -> tuple[list[RankFolder], Arguments]:
     """All ranks' folders in order of expert, pipeline and tensor rank, and the first's arguments.
 

@@ -109,9 +109,11 @@ def _match(
     rules: dict[str, TpRule],
 ) -> None:
     numbers = group.get("params")
-    if not isinstance(numbers, list) or len(numbers) != len(held):
+    if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
+        raise Unnamed("a group does not number its parameters")
+    if len(numbers) != len(held):
         raise Unnamed(
-            f"a group of {len(numbers or ())} parameters, where the model has {len(held)} for it"
+            f"a group of {len(numbers)} parameters, where the model has {len(held)} for it"
         )
     halves = [one for one in held if one.dtype.name in _HALVES]
     if masters and len(masters) != len(halves):
@@ -122,7 +124,8 @@ def _match(
         if rule is not None:
             rules[one.name] = rule
     for number, one in zip(numbers, held, strict=True):
-        for kind, tensor in (state.get(number) or {}).items():
+        values = state.get(number)
+        for kind, tensor in values.items() if isinstance(values, dict) else ():
             stored = _stored(file, tensor)
             if stored is not None:
                 scalar = replace(one, local=()) if not stored.shape else one

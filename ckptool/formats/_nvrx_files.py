@@ -36,11 +36,6 @@ class _Copy:
     dirty: bool
 
 
-def is_local(source: Source) -> bool:
-    """Whether the source holds such files, finished or not."""
-    return any(_FILE.fullmatch(name) for name in source.files)
-
-
 def read_local(source: Source, world_size: int | None = None) -> Local:
     """The files of the newest iteration that is whole.
 

@@ -383,7 +383,7 @@ def _catalog(source: Source, parsed: dict[str, DcpMetadata], found: _Found) -> C
     )
 
 
-def _locate(source: Source, catalog: Catalog) -> Catalog:
+def locate(source: Source, catalog: Catalog) -> Catalog:
     """Open the items of the catalog's tensors and check them against the metadata."""
     problems: list[str] = []
     tensors = {}
@@ -440,5 +440,5 @@ FORMAT = Format(
     "torch.distributed.checkpoint folder (.metadata and .distcp files)",
     _probe,
     _scan,
-    locate=_locate,
+    locate=locate,
 )

@@ -12,9 +12,6 @@ import re
 from dataclasses import replace
 
 from ckptool.core.catalog import Catalog
-from ckptool.formats import dcp
-from ckptool.formats._infer import with_inferred_mesh
-from ckptool.formats._megatron_args import arguments_among
 from ckptool.formats.base import Format, ScanOptions, Source
 
 _METADATA = ".metadata"
@@ -32,10 +29,20 @@ def _probe(source: Source) -> bool:
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
-    catalog, _ = dcp.read_folder(source)
+    from ckptool.formats._infer import with_inferred_mesh
+    from ckptool.formats._megatron_args import arguments_among
+    from ckptool.formats.dcp import read_folder
+
+    catalog, _ = read_folder(source)
     info = catalog.info | {"writer": "Megatron-core fsdp_dtensor"}
     info |= arguments_among(catalog.objects.values()).info()
     return with_inferred_mesh(replace(catalog, format=FORMAT.name, info=info))
+
+
+def _locate(source: Source, catalog: Catalog) -> Catalog:
+    from ckptool.formats.dcp import locate
+
+    return locate(source, catalog)
 
 
 FORMAT = Format(
@@ -43,5 +50,5 @@ FORMAT = Format(
     "Megatron-FSDP checkpoint (a DCP folder of uneven DTensors)",
     _probe,
     _scan,
-    locate=dcp.FORMAT.locate,
+    locate=_locate,
 )

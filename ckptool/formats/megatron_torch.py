@@ -2,206 +2,35 @@
 
 Read: Megatron-LM with megatron-core 0.5 to 0.20, and its older ``language_model``:
 ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``, ``distrib_optim.pt`` beside it. Tensor-, pipeline-
-and expert-parallel ranks become whole tensors ``model.<name>``, ``fp32.<name>``,``exp_avg.<name>``,
-``exp_avg_sq.<name>``, with the layers and experts of the whole model. A gated ``linear_fc1`` is
-[gate; up], a fused ``linear_qkv`` keeps its query groups.
+and expert-parallel ranks become whole tensors ``model.<name>``, ``fp32.<name>``,
+``exp_avg.<name>``, ``exp_avg_sq.<name>``, with the layers and experts of the whole model. A gated
+``linear_fc1`` is [gate; up], a fused ``linear_qkv`` keeps its query groups.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import re
 
-from ckptool.core.catalog import Catalog, Path, flat_name
-from ckptool.core.tp_rules import NamedRule, require_matched
-from ckptool.errors import damaged
-from ckptool.formats._assemble import Leaf, PlainLeaf, assemble
-from ckptool.formats._megatron_args import Arguments, with_first_arguments
-from ckptool.formats._megatron_distrib import (
-    expected_buffers,
-    gathered_state,
-    matched_buffers,
-    saved_buffers,
-)
-from ckptool.formats._megatron_names import (
-    global_expert,
-    global_layer,
-    layer_offsets,
-    local_experts,
-)
-from ckptool.formats._megatron_params import Found, Held, Model, Stored, put_together
-from ckptool.formats._megatron_ranks import (
-    OPTIMIZER,
-    STATE,
-    RankFolder,
-    degrees,
-    is_legacy,
-    read_folders,
-    virtual_stage,
-)
-from ckptool.formats._megatron_rules import experts_view
-from ckptool.formats._megatron_state import Unnamed, numbered_state
-from ckptool.formats._storage import place_of
+from ckptool.core.catalog import Catalog
 from ckptool.formats.base import Format, ScanOptions, Source
-from ckptool.formats.torch_save import unread_notes
 
-_BUFFERS = ("expert_bias", "local_tokens_per_expert", "global_tokens_per_expert", "inv_freq")
-_RANDOM = "rng_state"
-_HEADS = ("output_layer.weight", "word_embeddings_for_head.weight")
+_FOLDER = re.compile(r"mp_rank_[0-9]{2,6}(_[0-9]{3,6}){0,2}/model_optim_rng\.pt")
 
 
-@dataclass(slots=True)
-class _Read:
-    """What the ranks hold together, as far as it is read."""
-
-    model: Model
-    offsets: dict[tuple[int, int], dict[str, int]]
-    tied: dict[str, str]
-    found: Found = field(default_factory=dict)
-    conflicts: dict[str, str] = field(default_factory=dict)
-    held: dict[int, list[list[Held]]] = field(default_factory=dict)
-
-    def add(self, more: Found) -> None:
-        for path, parts in more.items():
-            self.found.setdefault(path, []).extend(parts)
+def _probe(source: Source) -> bool:
+    return any(_FOLDER.fullmatch(name) for name in source.files)
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
-    folders, args = read_folders(source)
-    read = _prepared(folders, args, options.tp_rules)
-    for folder in folders:
-        _read_model(folder, read)
-    for folder in folders:
-        _read_optimizer(source, folder, read)
-    require_matched(options.tp_rules, [path[-1] for path in read.found])
-    whole = put_together(read.model.fit_of, read.found)
-    others = assemble(_others(folders, read))
-    if others.problems or others.conflicts:
-        raise damaged([*others.problems, *others.conflicts.values()], subject=source.root)
-    names = [name for name in source.files if name.endswith((STATE, OPTIMIZER))]
-    catalog = Catalog(
-        FORMAT.name,
-        whole.tensors | others.tensors,
-        others.objects,
-        {name: source.files[name] for name in names},
-        world_size=args.integer("world_size") or len(folders),
-        info={"writer": "Megatron-LM, one folder a model-parallel rank"} | args.info(),
-        notes=(*others.notes, *unread_notes(others.objects)),
-        conflicts=read.conflicts | whole.conflicts,
-    )
-    return with_first_arguments(catalog)
+    from ckptool.formats._megatron_torch import scan
 
-
-def _prepared(folders: list[RankFolder], args: Arguments, rules: tuple[NamedRule, ...]) -> _Read:
-    """The model's degrees, layer numbers, and names of tied parameters."""
-    runs = {
-        (folder.rank[1], virtual): list(params)
-        for folder in folders
-        for virtual, params in folder.runs.items()
-    }
-    sizes = degrees([folder.rank for folder in folders])
-    names = {name for run in runs.values() for name in run}
-    word = next((n for n in names if n.endswith("embedding.word_embeddings.weight")), None)
-    tied = (
-        {}
-        if args.values.get("untie_embeddings_and_output_weights", True)
-        else dict.fromkeys((name for name in names if name.endswith(_HEADS)), word or "")
-    )
-    return _Read(Model(args, sizes, rules), layer_offsets(runs), tied if word else {})
-
-
-def _read_model(folder: RankFolder, read: _Read) -> None:
-    experts = local_experts(name for run in folder.runs.values() for name in run)
-    stacked = read.model.args.integer("num_experts")
-    if experts is None and stacked is not None:
-        experts = stacked // read.model.degrees[2]
-    for virtual, run in sorted(folder.runs.items()):
-        held = []
-        for name, leaf in run.items():
-            one = _held(_global(name, folder, virtual, read, experts), folder, leaf, experts)
-            tensor = leaf.tensor
-            stored = Stored(tensor.shape, tensor.dtype, leaf.place)
-            read.add({("model", one.name): [(one, [stored])]})
-            if not name.endswith(_BUFFERS):
-                held.append(one)
-        read.held.setdefault(folder.number, []).append(held)
-
-
-def _global(name: str, folder: RankFolder, virtual: int, read: _Read, experts: int | None) -> str:
-    """The name in the whole model; that of the embedding for a head that is tied to it."""
-    layered = global_layer(name, read.offsets[folder.rank[1], virtual])
-    return read.tied.get(name) or global_expert(layered, folder.rank[2] * (experts or 0))
-
-
-def _held(name: str, folder: RankFolder, leaf: PlainLeaf, experts: int | None) -> Held:
-    tensor = leaf.tensor
-    local = experts_view(name, tensor.shape, experts) if experts else tensor.shape
-    view = None if tensor.fills_storage else (tensor.storage.key, tensor.offset)
-    return Held(name, folder.rank, folder.number, local, tensor.dtype, view, local != tensor.shape)
-
-
-def _read_optimizer(source: Source, folder: RankFolder, read: _Read) -> None:
-    """The rank's optimizer state by name, or a conflict where nothing names it."""
-    runs = read.held[folder.number]
-    expert_parallel = read.model.degrees[2] > 1
-    value = folder.values("optimizer")
-    try:
-        if folder.distributed is not None:
-            file = folder.distributed
-            saved = saved_buffers(file.value, lambda tensor: place_of(tensor, file))
-            expected = expected_buffers(runs, expert_parallel)
-            buffers = matched_buffers(saved, expected)
-            read.add(gathered_state(source, buffers, bool(read.tied)))
-        elif _has_state(value):
-            held = [one for run in runs for one in run]
-            found, stated = numbered_state(folder.file, value, held, expert_parallel)
-            read.add(found)
-            read.model.stated |= stated
-    except Unnamed as error:
-        name = "optimizer.state"
-        read.conflicts[name] = (
-            f"{name}: which parameters the optimizer's state belongs to is not known: {error}"
-            f" ({(folder.distributed or folder.file).what})"
-        )
-
-
-def _has_state(value: Any) -> bool:
-    """Whether any of the optimizers holds states by number (else they are distributed)."""
-    optimizers = value if isinstance(value, list) else [value]
-    inner = [one.get("optimizer", one) for one in optimizers if isinstance(one, dict)]
-    return any(isinstance(one, dict) and one.get("state") for one in inner)
-
-
-def _others(folders: list[RankFolder], read: _Read) -> dict[int, dict[str, Leaf]]:
-    """Each rank's other values, with the layers of the whole model; those of a rank as such."""
-    found: dict[int, dict[str, Leaf]] = {}
-    for folder in folders:
-        experts = local_experts(name for run in folder.runs.values() for name in run)
-        mine = found.setdefault(folder.number, {})
-        for leaf in folder.rest.values():
-            path = _of_whole(leaf.path, folder, read, experts)
-            rank_state = isinstance(leaf.value, PlainLeaf)
-            mine[flat_name(path)] = Leaf(path, leaf.value, rank_state)
-    return found
-
-
-def _of_whole(path: Path, folder: RankFolder, read: _Read, experts: int | None) -> Path:
-    """The path of a value in the whole model; random states by pipeline and tensor rank."""
-    first = str(path[0])
-    if first == _RANDOM:
-        tensor, pipeline, expert = folder.rank
-        numbers = (pipeline, tensor, expert) if read.model.degrees[2] > 1 else (pipeline, tensor)
-        return (_RANDOM, *map(str, numbers), *path[1:])
-    virtual = virtual_stage(first) if len(path) > 1 else None
-    if virtual is None or (folder.rank[1], virtual) not in read.offsets:
-        return path
-    return ("model", _global(flat_name(path[1:]), folder, virtual, read, experts))
+    return scan(source, options)
 
 
 FORMAT = Format(
     "megatron-torch",
     "Megatron's own format, one folder a model-parallel rank (mp_rank_00/model_optim_rng.pt)",
-    is_legacy,
+    _probe,
     _scan,
     takes_tp_rules=True,
 )

@@ -1,0 +1,136 @@
+"""From the files of local checkpoints to the tensors that all ranks hold together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry, proved_equal
+from ckptool.core.tp_rules import NamedRule, named_rule, require_matched
+from ckptool.errors import Damaged, damaged
+from ckptool.formats._assemble import Assembled, Leaf, PlainLeaf, assemble, read_leaves
+from ckptool.formats._infer import with_inferred_mesh
+from ckptool.formats._megatron_args import Arguments, arguments, with_first_arguments
+from ckptool.formats._megatron_local import ROOT, read_megatron
+from ckptool.formats._megatron_params import Found, Held, Model, Stored, put_together
+from ckptool.formats._nvrx_files import Local, files_used, read_local
+from ckptool.formats._pickle import Call
+from ckptool.formats._torch_file import TorchFile
+from ckptool.formats.base import ScanOptions, Source
+from ckptool.formats.torch_save import unread_notes
+
+FORMAT_NAME = "nvrx-local"
+_PLAIN = "BasicTensorAwareStateDict"
+
+
+def scan(source: Source, options: ScanOptions) -> Catalog:
+    """The catalog of the newest iteration that is whole; Damaged where none is."""
+    local = read_local(source)
+    args = _arguments(local)
+    stated = args.integer("world_size")
+    if stated is not None and stated > len(local.files):
+        local = read_local(source, stated)
+    kinds = {_kind(file) for file in local.files.values()}
+    if len(kinds) > 1:
+        raise Damaged(f"{source.root}: files of {' and of '.join(sorted(kinds))}")
+    notes = list(local.notes)
+    if kinds == {ROOT}:
+        found, reason = read_megatron(source, local.files, args.degree("EP") > 1)
+        if reason:
+            notes.append(f"the optimizer's state is kept by bucket: {reason}")
+    else:
+        found = _read_plain(source, local.files, options)
+        notes.append("the number of ranks is not recorded: it is that of the highest rank seen")
+    if found.problems:
+        raise damaged(found.problems, subject=source.root)
+    objects = {"iteration": ObjectEntry("iteration", ("iteration",), local.iteration)}
+    return with_inferred_mesh(
+        with_first_arguments(
+            Catalog(
+                FORMAT_NAME,
+                found.tensors,
+                objects | found.objects,
+                dict(files_used(source, local)),
+                world_size=len(local.files),
+                info={"writer": "nvidia-resiliency-ext LocalCheckpointManager"} | _info(args),
+                notes=(*notes, *found.notes, *unread_notes(found.objects)),
+                conflicts={name: _hinted(why, name) for name, why in found.conflicts.items()},
+            )
+        )
+    )
+
+
+def _info(args: Arguments) -> dict[str, str]:
+    return args.info() if args.values else {}
+
+
+def _hinted(why: str, name: str) -> str:
+    return f"{why}; --tp-rule '{name}=RULE' says it (replicate, column, row, Shard(dim))"
+
+
+def _kind(file: TorchFile) -> str:
+    name = file.value.name.rpartition(".")[2] if isinstance(file.value, Call) else "something else"
+    if name not in (ROOT, _PLAIN):
+        raise Damaged(f"{file.what}: holds {name}, no tensor-aware state dict")
+    return name
+
+
+def _arguments(local: Local) -> Arguments:
+    """Megatron's arguments, where the files hold its state."""
+    first = next(iter(local.files.values())).value
+    common = first.fields.get("common") if isinstance(first, Call) else None
+    return arguments(common.get("args") if isinstance(common, dict) else None)
+
+
+def _read_plain(source: Source, files: Mapping[int, TorchFile], options: ScanOptions) -> Assembled:
+    """Plain state dicts: the user's rules place tensors, all else must be the same everywhere."""
+    ranks: dict[int, dict[str, Leaf]] = {}
+    for rank, file in files.items():
+        fields = file.value.fields if isinstance(file.value, Call) else {}
+        ranks[rank] = read_leaves(replace(file, value=fields.get("state_dict")), source)
+    names = [n for leaves in ranks.values() for n, x in leaves.items() if _is_plain(x)]
+    require_matched(options.tp_rules, names)
+    placed, conflicts = _placed(ranks, options.tp_rules)
+    rest = {
+        rank: {
+            name: leaf
+            for name, leaf in leaves.items()
+            if not (_is_plain(leaf) and named_rule(options.tp_rules, name))
+        }
+        for rank, leaves in ranks.items()
+    }
+    found = assemble(rest, per_rank=options.per_rank)
+    for name in [n for n, entry in found.tensors.items() if not _same_everywhere(entry)]:
+        del found.tensors[name]
+        conflicts[name] = f"{name}: nothing says how the ranks' plain tensors fit together"
+    found.tensors = placed | found.tensors
+    found.conflicts |= conflicts
+    return found
+
+
+def _same_everywhere(entry: TensorEntry) -> bool:
+    """Whether checksums prove that all ranks hold the same bytes."""
+    return all(proved_equal(chunk.at, copy.at) for chunk in entry.chunks for copy in chunk.copies)
+
+
+def _is_plain(leaf: Leaf) -> bool:
+    return isinstance(leaf.value, PlainLeaf)
+
+
+def _placed(
+    ranks: Mapping[int, Mapping[str, Leaf]], rules: tuple[NamedRule, ...]
+) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """The tensors for which there is a rule, put together by it."""
+    model = Model(Arguments({}), (max(ranks) + 1, 1, 1), rules)
+    found: Found = {}
+    paths = {}
+    for rank, leaves in ranks.items():
+        for name, leaf in leaves.items():
+            if _is_plain(leaf) and named_rule(rules, name):
+                tensor = leaf.value.tensor
+                held = Held(name, (rank, 0, 0), rank, tensor.shape, tensor.dtype)
+                stored = Stored(tensor.shape, tensor.dtype, leaf.value.place)
+                found.setdefault((name,), []).append((held, [stored]))
+                paths[name] = leaf.path
+    whole = put_together(model.fit_of, found)
+    return {n: replace(e, path=paths[n]) for n, e in whole.tensors.items()}, whole.conflicts
