@@ -254,8 +254,11 @@ def _in_folder(path: Path) -> _Candidate:
 
 def _detect_folder(source: LocalSource) -> Format | None:
     """The format of a folder as a whole; None where it only holds a single-file checkpoint."""
-    found = detect(source) if len(source.files) != 1 else None
-    return None if found is not None and found.name == "safetensors" else found
+    if len(source.files) == 1 and "/" not in next(iter(source.files)):
+        return None
+    found = detect(source)
+    alone = ("safetensors", "torch-save") if len(source.files) == 1 else ("safetensors",)
+    return None if found is not None and found.name in alone else found
 
 
 def _candidates(path: Path, source: LocalSource) -> Iterator[_Candidate]:

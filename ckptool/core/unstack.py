@@ -30,7 +30,7 @@ def unstacked(catalog: Catalog) -> Catalog:
                     f"--unstack: {entry.name} has a slice {part.name!r}, which is there"
                 )
             tensors[part.name] = part
-    if len(tensors) == len(catalog.tensors):
+    if tensors.keys() == catalog.tensors.keys():
         raise UsageError("--unstack: no tensor here stacks layers or experts")
     return catalog.with_tensors(tensors)
 

@@ -37,7 +37,7 @@ def buckets_among(entries: Iterable[TensorEntry]) -> dict[Group, Buffers]:
     found: dict[Group, Buffers] = {}
     for entry in entries:
         match = _BUCKET.fullmatch(entry.name)
-        if match:
+        if match and len(entry.shape) == 1:
             group = int(match[1] or 0), int(match[2])
             buffers = found.setdefault(group, {})
             buffers.setdefault(int(match[3]), {}).setdefault(int(match[5]), {})[match[6]] = entry

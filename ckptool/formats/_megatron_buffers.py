@@ -9,12 +9,14 @@ everything up to its padding, which makes it divisible among the data-parallel r
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
-from itertools import pairwise
+import math
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 _ALIGNMENT = 64
 _BUCKET_ALIGNMENT = 128
+_MOST_STEPS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +77,19 @@ def slots_in_run(
 ) -> list[list[Slot]]:
     """The slots of all parameters where all buckets were saved as one run of ``total`` elements.
 
-    The buckets themselves are not recorded: every bucket size is tried, and each way in which the
-    parameters fill the run is returned. ``alone`` are the positions of shared embeddings, ``views``
+    The buckets themselves are not recorded: each way in which the parameters fill the run under
+    some bucket size is returned; none where there are too many to look at. ``alone`` are the positions of shared embeddings, ``views``
     where parameters begin in the buffer, if they were saved as views of it.
     """
     if sum(numels) == total:
         return [_packed(numels)]
     found: list[list[Slot]] = []
-    for limit in _bucket_sizes(numels):
-        for shared in (alone, frozenset[int]()) if alone else (alone,):
-            slots = _simulated(numels, limit, shared, views)
-            if slots and slots[0].stop == total and slots not in found:
-                found.append(slots)
+    for shared in (alone, frozenset[int]()) if alone else (alone,):
+        try:
+            ways = list(_ways(numels, total, shared, views))
+        except OverflowError:
+            return []
+        found += [slots for at, slots in enumerate(ways) if slots not in (*found, *ways[:at])]
     return found
 
 
@@ -105,35 +108,64 @@ def _packed(numels: Sequence[int]) -> list[Slot]:
     return slots[::-1]
 
 
-def _bucket_sizes(numels: Sequence[int]) -> list[int | None]:
-    """None for a single bucket, and sizes that close the first bucket at each of the parameters."""
-    sizes: list[int | None] = [None]
-    position = 0
-    for numel in reversed(numels):
-        position = _aligned(position) + numel
-        sizes.append(position)
-    return sizes
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A way to fill the run, up to a parameter: what holds for bucket sizes above ``least``.
+
+    ``left`` parameters are to come; the run and the buffer have reached ``run`` and ``buffer``, the
+    bucket began at ``begun`` of the buffer. The bucket size is at most ``most``.
+    """
+
+    left: int
+    run: int = 0
+    buffer: int = 0
+    begun: int = 0
+    least: int = 0
+    most: float = math.inf
+    slots: tuple[Slot, ...] = ()
 
 
-def _simulated(
-    numels: Sequence[int], limit: int | None, alone: Set[int], views: Sequence[int | None]
-) -> list[Slot] | None:
-    """The slots in the run under a bucket size; None where the views contradict them."""
-    slots: list[Slot] = []
-    run = buffer = begun = 0
-    for position in reversed(range(len(numels))):
-        numel, view = numels[position], views[position]
-        start = _aligned(buffer)
-        run += start - buffer
-        if buffer == begun or (position in alone and start > begun):
-            begun = start = _bucket_start(start, view)
-        if view is not None and view != start:
-            return None
-        slots.append(Slot(0, run, run + numel))
-        run, buffer = run + numel, start + numel
-        if position in alone or (limit is not None and buffer - begun >= limit):
-            begun = buffer = _bucket_start(buffer, None)
-    return slots[::-1]
+def _ways(
+    numels: Sequence[int], total: int, alone: Set[int], views: Sequence[int | None]
+) -> Iterator[list[Slot]]:
+    """Every way that gives the total: one for each range of bucket sizes that act alike.
+
+    OverflowError where there are too many to look at.
+    """
+    rest = [0, *accumulate(numels)]
+    open_ways = [_Way(len(numels))]
+    for _ in range(_MOST_STEPS):
+        if not open_ways:
+            return
+        way = open_ways.pop()
+        if not way.left:
+            if way.run == total:
+                yield list(way.slots[::-1])
+        elif 0 <= total - way.run - rest[way.left] < _ALIGNMENT * way.left:
+            open_ways += _next(way, numels[way.left - 1], way.left - 1 in alone, views)
+    raise OverflowError
+
+
+def _next(way: _Way, numel: int, alone: bool, views: Sequence[int | None]) -> Iterator[_Way]:
+    """The way with its next parameter: with the bucket ended after it, and without."""
+    view = views[way.left - 1]
+    start = _aligned(way.buffer)
+    run = way.run + start - way.buffer
+    begun = way.begun
+    if way.buffer == begun or (alone and start > begun):
+        begun = start = _bucket_start(start, view)
+    if view is not None and view != start:
+        return
+    stop = start + numel
+    slots = (*way.slots, Slot(0, run, run + numel))
+    added = replace(way, left=way.left - 1, run=run + numel, begun=begun, slots=slots)
+    size = stop - begun
+    if alone or size > way.least:
+        end = _bucket_start(stop, None)
+        most = way.most if alone else min(way.most, size)
+        yield replace(added, buffer=end, begun=end, most=most)
+    if not alone and size < way.most:
+        yield replace(added, buffer=stop, least=max(way.least, size))
 
 
 def _bucket_start(least: int, view: int | None) -> int:

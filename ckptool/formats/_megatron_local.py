@@ -24,7 +24,7 @@ from ckptool.formats._megatron_names import global_expert, global_layer, is_expe
 from ckptool.formats._megatron_params import Found, Held, put_together
 from ckptool.formats._megatron_state import Unnamed
 from ckptool.formats._pickle import Call
-from ckptool.formats._storage import dtype_of, place_of, plain_tensor, sizes
+from ckptool.formats._storage import dtype_of, natural, place_of, plain_tensor, sizes
 from ckptool.formats._torch_file import TorchFile
 from ckptool.formats._tree import leaves
 from ckptool.formats.base import Source
@@ -217,8 +217,10 @@ def _sharded(value: Any, file: TorchFile, rank: int) -> Iterator[tuple[Path, lis
 def _record(record: Call, file: TorchFile, rank: int) -> Sharded:
     fields = record.fields
     try:
-        key, prepended = str(fields["key"]), int(fields["prepend_axis_num"])
+        key, prepended = str(fields["key"]), natural(fields["prepend_axis_num"])
         dtype, whole = dtype_of(fields["dtype"]), sizes(fields["global_shape"])
+        if prepended > len(whole):
+            raise ValueError("more leading dims than dims")
         local = (*(1,) * prepended, *sizes(fields["local_shape"]))
         box = Box.at(sizes(fields["global_offset"]), local)
     except (KeyError, TypeError, ValueError) as error:

@@ -127,6 +127,6 @@ def _is_state(path: tuple[Any, ...]) -> bool:
     """Whether a path leads into the optimizer's state, which has numbers for names."""
     steps = [step for step in path[:4] if not isinstance(step, Index)]
     inner = steps[2:3] if steps[1:2] == ["optimizer"] else steps[1:2]
-    return steps[0] == "optimizer" and (
+    return steps[:1] == ["optimizer"] and (
         inner == ["state"] or steps[1:2] == ["fp32_from_fp16_params"]
     )

@@ -59,8 +59,10 @@ def _groups(optimizer: Any) -> Iterator[tuple[dict[str, Any], dict[Any, Any], li
     state = inner.get("state") if isinstance(inner, dict) else None
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
     masters = optimizer.get(MASTERS)
-    if not isinstance(state, dict) or not isinstance(groups, list):
-        raise Unnamed("it holds no state and no groups")
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise Unnamed("it holds no groups")
+    if not isinstance(state, dict):
+        raise Unnamed("it holds no state")
     lists = masters if isinstance(masters, list) else [[] for _ in groups]
     if len(lists) != len(groups):
         raise Unnamed(f"{len(lists)} lists of masters for {len(groups)} groups")

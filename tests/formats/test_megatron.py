@@ -1,0 +1,292 @@
+"""Megatron's checkpoints, where they are not whole, and where the files leave something open."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import case, convert_to, read_back
+
+from ckptool.commands.open import open_checkpoint
+from ckptool.core.tp_rules import parse_tp_rule, parse_tp_rules
+from ckptool.errors import Damaged, UsageError
+from ckptool.formats._megatron_args import Arguments, arguments
+from ckptool.formats._megatron_names import (
+    global_expert,
+    global_layer,
+    is_expert,
+    layer_offsets,
+    local_experts,
+)
+from ckptool.formats._megatron_rules import experts_view, rule_of
+
+torch = pytest.importorskip("torch")
+Copy = Callable[[str], Path]
+
+
+def rewritten(file: Path, change: Callable[[Any], Any]) -> None:
+    """The torch file with its value changed."""
+    value = torch.load(file, weights_only=False)
+    torch.save(change(value), file)
+
+
+# Rules
+
+
+GATED = Arguments({"swiglu": True, "tensor_model_parallel_size": 2})
+PLAIN = Arguments({"swiglu": False})
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("embedding.word_embeddings.weight", "Shard(0)"),
+        ("output_layer.weight", "Shard(0)"),
+        ("decoder.layers.3.self_attention.linear_qkv.weight", "Shard(0)"),
+        ("decoder.layers.3.self_attention.linear_qkv.bias", "Shard(0)"),
+        ("decoder.layers.3.self_attention.linear_qkv.layer_norm_weight", "Replicate()"),
+        ("decoder.layers.3.self_attention.linear_proj.weight", "Shard(1)"),
+        ("decoder.layers.3.self_attention.linear_q_up_proj.weight", "Shard(0)"),
+        ("decoder.layers.3.mlp.linear_fc1.weight", "Shard(0, 2)"),
+        ("decoder.layers.3.mlp.linear_fc1.bias", "Shard(0, 2)"),
+        ("decoder.layers.3.mlp.linear_fc2.weight", "Shard(1)"),
+        ("decoder.layers.3.mlp.router.weight", "Replicate()"),
+        ("decoder.layers.3.mlp.shared_experts.linear_fc1.weight", "Shard(0, 2)"),
+        ("decoder.layers.3.mlp.shared_experts.gate_weight", "Replicate()"),
+        ("decoder.layers.3.mlp.experts.local_experts.2.linear_fc2.weight", "Shard(1)"),
+        ("decoder.layers.3.mlp.experts.linear_fc1.weight7", "Shard(0, 2)"),
+        ("decoder.layers.3.mlp.experts.linear_fc2.weight7", "Shard(1)"),
+        ("decoder.layers.3.input_layernorm.weight", "Replicate()"),
+        ("decoder.layers.3.self_attention.q_layernorm.weight", "Replicate()"),
+        ("decoder.final_layernorm.bias", "Replicate()"),
+        ("language_model.encoder.layers.0.self_attention.query_key_value.weight", "Shard(0)"),
+        ("language_model.encoder.layers.0.self_attention.dense.weight", "Shard(1)"),
+        ("language_model.encoder.layers.0.mlp.dense_h_to_4h.weight", "Shard(0, 2)"),
+    ],
+)
+def test_how_megatron_partitions_a_parameter(name: str, rule: str) -> None:
+    assert str(rule_of(name, (8, 8), None, GATED)) == rule
+
+
+def test_a_row_parallel_bias_is_replicated() -> None:
+    assert str(rule_of("layers.0.mlp.linear_fc2.bias", (8,), None, PLAIN)) == "Replicate()"
+
+
+def test_a_linear_layer_that_is_not_gated() -> None:
+    assert str(rule_of("layers.0.mlp.linear_fc1.weight", (8, 8), None, PLAIN)) == "Shard(0)"
+    unsaid = rule_of("layers.0.mlp.linear_fc1.weight", (8, 8), None, Arguments({}))
+    assert "gate" in str(unsaid)
+
+
+@pytest.mark.parametrize(("rows", "rule"), [(24, "Replicate()"), (12, "Shard(0)"), (7, "it has 7")])
+def test_a_down_projection_is_known_by_its_rows(rows: int, rule: str) -> None:
+    latent = {"kv_lora_rank": 16, "qk_pos_emb_head_dim": 8, "tensor_model_parallel_size": 2}
+    name = "decoder.layers.0.self_attention.linear_kv_down_proj.weight"
+    assert str(rule_of(name, (rows, 4), None, Arguments(latent))).startswith(rule)
+
+
+def test_what_a_master_says_of_itself_counts_where_names_say_nothing() -> None:
+    stated = parse_tp_rule("x=row")[1]
+    assert rule_of("my.own.weight", (4, 4), stated, PLAIN) == stated
+    assert "no parameter of Megatron" in str(rule_of("my.own.weight", (4, 4), None, PLAIN))
+
+
+def test_grouped_experts_are_read_by_expert() -> None:
+    assert experts_view("mlp.experts.weight1", (4, 24), 3) == (3, 4, 8)
+    assert experts_view("mlp.experts.weight2", (24, 4), 3) == (3, 8, 4)
+    assert experts_view("mlp.router.weight", (24, 4), 3) == (24, 4)
+
+
+# Names
+
+
+def test_layers_are_counted_through_stages_and_virtual_stages() -> None:
+    """Stage 0 has layers 0, 1 and 3; stage 1 has 2 and 4, 5."""
+    runs = {
+        (0, 0): ["embedding.w", "decoder.layers.0.w", "decoder.layers.1.w"],
+        (1, 0): ["decoder.layers.0.w"],
+        (0, 1): ["decoder.layers.0.w"],
+        (1, 1): ["decoder.layers.0.w", "decoder.layers.1.w", "mtp.layers.0.w"],
+    }
+    offsets = layer_offsets(runs)
+    found = {
+        run: [global_layer(name, offsets[run]) for name in names] for run, names in runs.items()
+    }
+    assert found[1, 0] == ["decoder.layers.2.w"]
+    assert found[0, 1] == ["decoder.layers.3.w"]
+    assert found[1, 1] == ["decoder.layers.4.w", "decoder.layers.5.w", "mtp.layers.0.w"]
+
+
+def test_experts_have_numbers_of_the_whole_model() -> None:
+    one = "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight"
+    grouped = "decoder.layers.0.mlp.experts.linear_fc1.weight1"
+    assert local_experts([one, "x"]) == local_experts([grouped]) == 2
+    assert global_expert(one, 4) == one.replace("experts.1", "experts.5")
+    assert global_expert(grouped, 4).endswith("weight5")
+    assert is_expert(one)
+    assert not is_expert("decoder.layers.0.mlp.shared_experts.linear_fc1.weight")
+
+
+# Arguments
+
+
+def test_arguments_that_are_no_namespace() -> None:
+    assert arguments(None).info() == {"framework": "Megatron-core"}
+    assert arguments({"num_layers": 4, "bf16": True}).info()["arguments"] == "layers 4, bf16"
+
+
+def test_inspect_tells_the_degrees_and_the_step() -> None:
+    opened = open_checkpoint(case("megatron_torch").path)
+    assert opened.path.name == "iter_0000100"
+    assert opened.catalog.info["parallelism"] == "TP 2, PP 1, DP 1"
+    assert opened.catalog.objects["iteration"].value == 100
+
+
+# Folders
+
+
+def test_the_tracker_says_which_checkpoint_of_a_run_is_meant(copy_of: Copy) -> None:
+    run = copy_of("megatron_torch")
+    shutil.copytree(run / "iter_0000100", run / "iter_0000200")
+    assert open_checkpoint(run).path == run / "iter_0000100"
+    (run / "latest_checkpointed_iteration.txt").write_text("200\n")
+    assert open_checkpoint(run).path == run / "iter_0000200"
+    (run / "latest_checkpointed_iteration.txt").write_text("300")
+    with pytest.raises(Damaged, match="no iter_0000300"):
+        open_checkpoint(run)
+
+
+def test_a_rank_without_its_folder(copy_of: Copy) -> None:
+    run = copy_of("megatron_torch")
+    shutil.rmtree(run / "iter_0000100" / "mp_rank_01")
+    with pytest.raises(Damaged, match=r"TP rank 1, PP rank 0, EP rank 0 is missing \(1 of 2 x 1"):
+        open_checkpoint(run)
+
+
+def test_a_number_that_may_be_a_pipeline_or_an_expert_rank(copy_of: Copy) -> None:
+    run = copy_of("megatron_torch_distributed")
+
+    def without_degrees(state: Any) -> Any:
+        state["args"].pipeline_model_parallel_size = None
+        return state
+
+    for file in run.rglob("model_optim_rng.pt"):
+        rewritten(file, without_degrees)
+    with pytest.raises(Damaged, match="may be a pipeline or an expert rank"):
+        open_checkpoint(run)
+
+
+def test_a_save_that_never_finished(copy_of: Copy) -> None:
+    run = copy_of("megatron_torch_dist")
+    (run / "iter_0000100" / "metadata.json").unlink()
+    notes = " ".join(open_checkpoint(run).catalog.notes)
+    assert "never finished" in notes
+    (run / "iter_0000100" / ".metadata").unlink()
+    with pytest.raises(Damaged, match="never finished"):
+        open_checkpoint(run)
+
+
+def test_another_backend_is_named(copy_of: Copy) -> None:
+    run = copy_of("megatron_torch_dist")
+    config = run / "iter_0000100" / "metadata.json"
+    config.write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))
+    with pytest.raises(Exception, match="of the backend 'zarr'"):
+        open_checkpoint(run)
+
+
+# What the files leave open
+
+
+def renamed_projection(state: Any) -> Any:
+    model = state["model"]
+    name = "decoder.layers.0.self_attention.linear_proj.weight"
+    state["model"] = {("my.own.weight" if key == name else key): v for key, v in model.items()}
+    del state["optimizer"]
+    return state
+
+
+def test_a_rule_that_nobody_knows_is_a_conflict_that_tp_rule_settles(
+    copy_of: Copy, out: Path
+) -> None:
+    run = copy_of("megatron_torch")
+    for file in run.rglob("model_optim_rng.pt"):
+        rewritten(file, renamed_projection)
+    catalog = open_checkpoint(run).catalog
+    assert list(catalog.conflicts) == ["model.my.own.weight"]
+    assert "--tp-rule 'my.own.weight=RULE'" in catalog.conflicts["model.my.own.weight"]
+    with pytest.raises(Damaged):
+        convert_to("safetensors", run, out / "refused")
+    rules = parse_tp_rules(["my.own.weight=row"])
+    convert_to("safetensors", run, out / "model", tp_rules=rules)
+    wanted = case("megatron_torch").truth[
+        "model.decoder.layers.0.self_attention.linear_proj.weight"
+    ]
+    assert read_back("safetensors", out / "model")["model.my.own.weight"] == wanted
+
+
+def test_a_tp_rule_for_a_format_that_needs_none() -> None:
+    with pytest.raises(UsageError, match="says itself"):
+        open_checkpoint(case("dcp_base").path, tp_rules=parse_tp_rules(["w=row"]))
+    with pytest.raises(UsageError, match="matches none"):
+        open_checkpoint(case("megatron_torch").path, tp_rules=parse_tp_rules(["nothing=row"]))
+
+
+def test_state_by_number_that_no_name_fits_is_a_conflict_of_the_optimizer(
+    copy_of: Copy, out: Path
+) -> None:
+    run = copy_of("megatron_torch")
+
+    def one_group_less(state: Any) -> Any:
+        state["optimizer"]["optimizer"]["param_groups"][0]["params"].pop()
+        return state
+
+    for file in run.rglob("model_optim_rng.pt"):
+        rewritten(file, one_group_less)
+    assert list(open_checkpoint(run).catalog.conflicts) == ["optimizer.state"]
+    convert_to("safetensors", run, out / "model", model_only=True)
+    found = read_back("safetensors", out / "model")
+    truth = case("megatron_torch").truth
+    assert found == {
+        n.removeprefix("model."): v for n, v in truth.items() if n.startswith("model.")
+    }
+
+
+def test_buckets_that_do_not_fit_the_model_stay_buckets(copy_of: Copy) -> None:
+    run = copy_of("megatron_torch_dist")
+
+    def other_order(state: Any) -> Any:
+        state["args"].tensor_model_parallel_size = 2
+        return state
+
+    rewritten(run / "iter_0000100" / "common.pt", other_order)
+    catalog = open_checkpoint(run).catalog
+    assert any("kept by bucket" in note for note in catalog.notes)
+    assert any("bucket_idx_0.exp_avg" in name for name in catalog.tensors)
+
+
+def test_replicas_that_differ_are_refused(copy_of: Copy, out: Path) -> None:
+    run = copy_of("megatron_torch")
+
+    def changed(state: Any) -> Any:
+        state["model"]["decoder.final_layernorm.weight"][0] += 1
+        return state
+
+    rewritten(run / "iter_0000100" / "mp_rank_01" / "model_optim_rng.pt", changed)
+    with pytest.raises(Damaged, match="different values"):
+        convert_to("safetensors", run, out / "model")
+
+
+# Stacked layers
+
+
+def test_unstack_gives_each_layer_its_tensor(out: Path) -> None:
+    one = case("megatron_torch_dist")
+    convert_to("safetensors", one.path, out / "model", unstack=True)
+    found = read_back("safetensors", out / "model")
+    stacked = one.truth["decoder.layers.mlp.linear_fc1.weight"]
+    assert found["decoder.layers.0.mlp.linear_fc1.weight"][1:] == (stacked[1][1:], stacked[2])
+    assert "decoder.layers.mlp.linear_fc1.weight" not in found
