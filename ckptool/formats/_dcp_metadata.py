@@ -15,6 +15,7 @@ from ckptool.formats._pickle import Call
 from ckptool.formats._storage import dtype_of, natural, sizes
 
 _MOST_STEPS = 100
+_CLASSES = ("Metadata", "MCoreMetadata")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def parse(data: bytes, what: str) -> DcpMetadata:
 
 
 def _parsed(value: Any, named: dict[tuple[str, str], int], what: str) -> DcpMetadata:
-    if not isinstance(value, Call) or not value.name.endswith(".Metadata"):
+    if not isinstance(value, Call) or value.name.rpartition(".")[2] not in _CLASSES:
         raise Damaged(f"{what}: the pickle holds no torch.distributed.checkpoint Metadata")
     fields = value.fields
     try:

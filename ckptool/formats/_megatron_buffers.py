@@ -78,8 +78,9 @@ def slots_in_run(
     """The slots of all parameters where all buckets were saved as one run of ``total`` elements.
 
     The buckets themselves are not recorded: each way in which the parameters fill the run under
-    some bucket size is returned; none where there are too many to look at. ``alone`` are the positions of shared embeddings, ``views``
-    where parameters begin in the buffer, if they were saved as views of it.
+    some bucket size is returned; none where there are too many to look at. ``alone`` are the
+    positions of shared embeddings, ``views`` where parameters begin in the buffer, if they were
+    saved as views of it.
     """
     if sum(numels) == total:
         return [_packed(numels)]

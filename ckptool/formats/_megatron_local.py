@@ -20,7 +20,7 @@ from ckptool.errors import Damaged
 from ckptool.formats._assemble import Assembled, Leaf, assemble, read_leaves
 from ckptool.formats._megatron_buckets import Group, bucket_state, buckets_among, is_bucket
 from ckptool.formats._megatron_distrib import expected_buffers
-from ckptool.formats._megatron_names import global_expert, global_layer, is_expert
+from ckptool.formats._megatron_names import global_expert, global_layer, is_buffer, is_expert
 from ckptool.formats._megatron_params import Found, Held, put_together
 from ckptool.formats._megatron_state import Unnamed
 from ckptool.formats._pickle import Call
@@ -121,7 +121,9 @@ def _read_rank(
             inner = replace(file, value=parts.value)
             others |= read_leaves(inner, source, prefix=parts.path, rank_state=True)
         elif _MODEL.fullmatch(str(path[0])):
-            runs.setdefault(str(path[0]), []).append(_parameter(path, parts, rank, ranks))
+            held = _parameter(path, parts, rank, ranks)
+            if not is_buffer(held.name):
+                runs.setdefault(str(path[0]), []).append(held)
         else:
             for part in parts:
                 _add(ranks, part.key, part.dtype, part.whole, part.chunk)

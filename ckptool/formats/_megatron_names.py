@@ -15,6 +15,8 @@ _LAYER = re.compile(r"((?:.*?\.)?layers\.)([0-9]+)((?:\..*)?)")
 _EXPERT = re.compile(r"(.*\blocal_experts\.)([0-9]+)(\..*)")
 _GROUPED = re.compile(r"(.*\bexperts\.linear_fc[12]\.(?:weight|bias))([0-9]+)()")
 
+_BUFFERS = ("expert_bias", "local_tokens_per_expert", "global_tokens_per_expert", "inv_freq")
+
 Run = tuple[int, int]
 """A pipeline stage, and which of its virtual stages."""
 
@@ -46,6 +48,11 @@ def global_layer(name: str, offsets: Mapping[str, int]) -> str:
     if match is None:
         return name
     return f"{match[1]}{int(match[2]) + offsets.get(match[1], 0)}{match[3]}"
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a module's tensor is no parameter, and so of no concern to the optimizer."""
+    return name.endswith(_BUFFERS)
 
 
 def is_expert(name: str) -> bool:

@@ -55,6 +55,11 @@ _LOCAL = (
     "mlp.experts.experts.linear_fc1.bias",
     "mlp.experts.experts.linear_fc2.weight",
     "mlp.experts.experts.linear_fc2.bias",
+    "mlp.shared_experts.gate_weight",
+    "mlp.shared_experts.linear_fc1.weight",
+    "mlp.shared_experts.linear_fc1.bias",
+    "mlp.shared_experts.linear_fc2.weight",
+    "mlp.shared_experts.linear_fc2.bias",
 )
 _FUSED = (
     *_LOCAL[2:4],

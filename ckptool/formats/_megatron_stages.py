@@ -16,6 +16,7 @@ from ckptool.formats._dcp_metadata import Plan
 from ckptool.formats._megatron_args import Arguments
 from ckptool.formats._megatron_buckets import Group
 from ckptool.formats._megatron_distrib import expected_buffers
+from ckptool.formats._megatron_names import is_buffer
 from ckptool.formats._megatron_order import (
     is_local,
     is_stacked_expert,
@@ -72,6 +73,7 @@ class Stages:
         mine = {
             name: [chunk for chunk in entry.chunks if self._stage_of(chunk.rank) == rank[1]]
             for name, entry in self.model.items()
+            if not is_buffer(name)
         }
         held = {name for name, chunks in mine.items() if chunks}
         layers = sorted({c.box.lo[0] for name in held if stacked(name) for c in mine[name]})

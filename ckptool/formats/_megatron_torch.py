@@ -19,6 +19,7 @@ from ckptool.formats._megatron_distrib import (
 from ckptool.formats._megatron_names import (
     global_expert,
     global_layer,
+    is_buffer,
     layer_offsets,
     local_experts,
 )
@@ -37,7 +38,6 @@ from ckptool.formats._storage import place_of
 from ckptool.formats.base import ScanOptions, Source
 from ckptool.formats.torch_save import unread_notes
 
-_BUFFERS = ("expert_bias", "local_tokens_per_expert", "global_tokens_per_expert", "inv_freq")
 FORMAT_NAME = "megatron-torch"
 _RANDOM = "rng_state"
 _HEADS = ("output_layer.weight", "word_embeddings_for_head.weight")
@@ -116,7 +116,7 @@ def _read_model(folder: RankFolder, read: _Read) -> None:
             tensor = leaf.tensor
             stored = Stored(tensor.shape, tensor.dtype, leaf.place)
             read.add({("model", one.name): [(one, [stored])]})
-            if not name.endswith(_BUFFERS):
+            if not is_buffer(name):
                 held.append(one)
         read.held.setdefault(folder.number, []).append(held)
 

@@ -15,7 +15,7 @@ from ckptool.formats._megatron_args import arguments_among
 from ckptool.formats._megatron_flat import unflattened
 from ckptool.formats._megatron_named import with_named_state
 from ckptool.formats._megatron_objects import with_common, with_plain_names
-from ckptool.formats.base import Source
+from ckptool.formats.base import ScanOptions, Source
 
 FORMAT_NAME = "megatron-torch_dist"
 CONFIG = "metadata.json"

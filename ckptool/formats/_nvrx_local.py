@@ -100,7 +100,8 @@ def _read_plain(source: Source, files: Mapping[int, TorchFile], options: ScanOpt
         for rank, leaves in ranks.items()
     }
     found = assemble(rest, per_rank=options.per_rank)
-    for name in [n for n, entry in found.tensors.items() if not _same_everywhere(entry)]:
+    plain = set(names) & found.tensors.keys()
+    for name in [n for n in sorted(plain) if not _same_everywhere(found.tensors[n])]:
         del found.tensors[name]
         conflicts[name] = f"{name}: nothing says how the ranks' plain tensors fit together"
     found.tensors = placed | found.tensors
