@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 from ckptool.core.catalog import TensorEntry
@@ -31,7 +32,7 @@ from ckptool.formats._megatron_state import Unnamed
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 
-@dataclass(slots=True)
+@dataclass
 class Stages:
     """The model's tensors, and which ranks of the save belong to which group.
 
@@ -70,44 +71,45 @@ class Stages:
 
     def _runs(self, rank: Rank) -> list[list[Held]]:
         """A rank's parameters by virtual pipeline stage."""
-        mine = {
-            name: [chunk for chunk in entry.chunks if self._stage_of(chunk.rank) == rank[1]]
-            for name, entry in self.model.items()
-            if not is_buffer(name)
-        }
-        held = {name for name, chunks in mine.items() if chunks}
-        layers = sorted({c.box.lo[0] for name in held if stacked(name) for c in mine[name]})
-        before, after = outer_order([name for name in held if stacked(name) is None])
+        names, layers = self._in_stage(rank[1])
+        inner = self._layer_keys(names)
+        before, after = outer_order([name for name in names if stacked(name) is None])
         runs = self._virtual(layers)
-        found = [[one for n in run for one in self._layer(n, held, rank)] for run in runs]
+        found = [[one for n in run for one in self._layer(n, inner, rank)] for run in runs]
         found[0] = [*self._outer(before, rank), *found[0]]
         found[-1] += [*self._outer(after, rank), *self._tied(rank)]
         return found
 
-    def _stage_of(self, writer: int | None) -> int:
-        """The pipeline stage of a rank of the save.
+    def _in_stage(self, stage: int) -> tuple[list[str], list[int]]:
+        """The keys of which a pipeline stage's ranks wrote a chunk, and its layers' numbers."""
+        names, layers = [], set()
+        for name, entry in self.model.items():
+            mine = [c for c in entry.chunks if self._stage_of.get(c.rank or 0) == stage]
+            if mine and not is_buffer(name):
+                names.append(name)
+                layers |= {chunk.box.lo[0] for chunk in mine} if stacked(name) else set()
+        return names, sorted(layers)
+
+    @cached_property
+    def _stage_of(self) -> dict[int, int]:
+        """The pipeline stage of each rank of the save.
 
         Ranks are laid out with the stages outermost, or inside data parallelism
         (``--use-tp-pp-dp-mapping``); whose buckets a rank wrote tells which it is.
         """
         pipeline, tensor = self.args.degree("PP"), self.args.degree("TP")
-        if writer is None or pipeline == 1:
-            return 0
-        block = max(1, len(self.plans) // pipeline)
-        outermost = {rank: rank // block for rank in range(len(self.plans))}
-        inside = {rank: rank // tensor % pipeline for rank in range(len(self.plans))}
-        known = self._known_stages()
-        for layout in (outermost, inside):
-            if writer in layout and known.items() <= layout.items():
-                return layout[writer]
-        raise Unnamed("its ranks are laid out in neither of Megatron's orders")
-
-    def _known_stages(self) -> dict[int, int]:
-        return {
+        world = max([len(self.plans), *(n + 1 for ranks in self.writers.values() for n in ranks)])
+        known = {
             writer: self._rank(group[1], group[0] > 0)[1]
             for group, writers in self.writers.items()
             for writer in writers
         }
+        outermost = {rank: rank * pipeline // world for rank in range(world)}
+        inside = {rank: rank // tensor % pipeline for rank in range(world)}
+        for layout in (outermost, inside):
+            if known.items() <= layout.items():
+                return layout
+        raise Unnamed("its ranks are laid out in neither of Megatron's orders")
 
     def _virtual(self, layers: Sequence[int]) -> list[list[int]]:
         """A stage's layers by virtual stage: with several stages, runs of consecutive numbers."""
@@ -122,22 +124,30 @@ class Stages:
             raise Unnamed(f"{len(runs)} runs of layers in a stage of {virtual} virtual stages")
         return runs
 
-    def _layer(self, layer: int, names: Iterable[str], rank: Rank) -> Iterator[Held]:
-        inner: dict[str, list[str]] = {}
-        for name in names:
-            found = stacked(name)
-            if found:
-                inner.setdefault(found[0], []).append(found[1])
-        if len(inner) > 1:
-            raise Unnamed(f"its layers have several names: {', '.join(sorted(inner))}")
-        for prefix, keys in inner.items():
-            order = layer_order(sorted(keys), self.plans, self.args.transformer)
-            plain = [key for key in order if not is_stacked_expert(key)]
-            local = is_local(order)
-            for key in plain:
+    def _layer_keys(self, names: Iterable[str]) -> tuple[str, list[str]]:
+        """What precedes the layers' numbers, and the keys of a layer in their order."""
+        found = [key for name in names if (key := stacked(name))]
+        prefixes = sorted({prefix for prefix, _ in found})
+        if len(prefixes) != 1:
+            raise Unnamed(f"layers have {len(prefixes)} names: {', '.join(prefixes) or 'none'}")
+        keys = tuple(sorted(inner for _, inner in found))
+        if keys not in self._orders:
+            self._orders[keys] = layer_order(keys, self.plans, self.args.transformer)
+        return prefixes[0], self._orders[keys]
+
+    @cached_property
+    def _orders(self) -> dict[tuple[str, ...], list[str]]:
+        return {}
+
+    def _layer(self, layer: int, keys: tuple[str, list[str]], rank: Rank) -> Iterator[Held]:
+        prefix, order = keys
+        local = is_local(order)
+        for key in order:
+            if not is_stacked_expert(key):
                 name = module_name(prefix, layer, key, local=local)
                 yield self._held(name, self.model[prefix + key], rank, 1)
-            yield from self._experts(prefix, layer, [k for k in order if k not in plain], rank)
+        experts = [key for key in order if is_stacked_expert(key)]
+        yield from self._experts(prefix, layer, experts, rank)
 
     def _experts(self, prefix: str, layer: int, keys: Sequence[str], rank: Rank) -> Iterator[Held]:
         """The rank's experts: one after the other, or all of a grouped layer's weights first."""

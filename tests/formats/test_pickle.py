@@ -186,3 +186,10 @@ def test_malformed_programs_say_why(program: bytes, words: str) -> None:
 
 def test_a_global_is_only_a_name() -> None:
     assert read(b"\x80\x02cno.such.module\nThing\n.") == Global("no.such.module", "Thing")
+
+
+def test_plain_holders_of_data_are_inert_though_their_modules_can_run_code() -> None:
+    held = load(pickle.dumps(io.BytesIO(b"state")), what="p").value
+    assert held.name == "_io.BytesIO"
+    with pytest.raises(Hostile):
+        load(b"c_io\nFileIO\n(S'f'\ntR.", what="p")

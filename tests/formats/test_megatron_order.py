@@ -1,0 +1,62 @@
+"""The order of a layer's parameters, from the plans that ranks recorded."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptool.formats._megatron_order import is_local, layer_order, module_name, outer_order, stacked
+from ckptool.formats._megatron_state import Unnamed
+
+NORM = "self_attention.linear_qkv.layer_norm_weight"
+PROJECTION = "self_attention.linear_proj.weight"
+QKV = "self_attention.linear_qkv.weight"
+KEYS = [NORM, PROJECTION, QKV]
+
+
+def plan(*spots: tuple[str, int]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((f"decoder.layers.{key}", (layer, 0)) for key, layer in spots)
+
+
+def test_separate_norms_come_before_the_projection() -> None:
+    order = layer_order(KEYS, [plan((NORM, 0), (PROJECTION, 0))], None)
+    assert order == [NORM, PROJECTION, QKV]
+    assert is_local(order)
+    assert module_name("decoder.layers.", 3, NORM, local=True) == (
+        "decoder.layers.3.input_layernorm.weight"
+    )
+
+
+def test_fused_norms_come_after_the_projection() -> None:
+    order = layer_order(KEYS, [plan((PROJECTION, 2), (NORM, 2))], None)
+    assert order == [PROJECTION, NORM, QKV]
+    assert not is_local(order)
+    assert module_name("decoder.layers.", 3, NORM, local=False) == f"decoder.layers.3.{NORM}"
+
+
+def test_keys_of_different_layers_say_nothing_of_one_another() -> None:
+    """A rank that holds one key of layer 0 and another of layer 1 tells no order."""
+    apart = [plan((PROJECTION, 0), (NORM, 1))]
+    with pytest.raises(Unnamed, match="fused"):
+        layer_order(KEYS, apart, None)
+    assert layer_order(KEYS, apart, "local")[0] == NORM
+    assert layer_order(KEYS, apart, "transformer_engine")[0] == PROJECTION
+
+
+def test_unknown_keys_need_plans_that_leave_no_choice() -> None:
+    keys = ["mixer.a", "mixer.b", "mixer.c"]
+    whole = [plan(("mixer.b", 0), ("mixer.a", 0)), plan(("mixer.a", 1), ("mixer.c", 1))]
+    assert layer_order(keys, whole, "local") == ["mixer.b", "mixer.a", "mixer.c"]
+    with pytest.raises(Unnamed, match="comes first"):
+        layer_order(keys, whole[:1], "local")
+    with pytest.raises(Unnamed, match="disagree"):
+        layer_order(keys, [*whole, plan(("mixer.c", 0), ("mixer.b", 0))], "local")
+
+
+def test_keys_outside_the_layers() -> None:
+    assert stacked("decoder.layers.3.w") is None
+    assert stacked("decoder.layers.mlp.w") == ("decoder.layers.", "mlp.w")
+    word = "embedding.word_embeddings.weight"
+    keys = ["output_layer.weight", "decoder.final_layernorm.weight", word]
+    assert outer_order(keys) == (keys[2:], [keys[1], keys[0]])
+    with pytest.raises(Unnamed, match="vision"):
+        outer_order(["vision.weight"])
