@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry, proved_equal
 from ckptool.core.tp_rules import NamedRule, named_rule, require_matched
-from ckptool.errors import Damaged, damaged
+from ckptool.errors import Damaged, UsageError, damaged
 from ckptool.formats._assemble import Assembled, Leaf, PlainLeaf, assemble, read_leaves
 from ckptool.formats._infer import with_inferred_mesh
 from ckptool.formats._megatron_args import Arguments, arguments, with_first_arguments
@@ -35,6 +35,8 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
         raise Damaged(f"{source.root}: files of {' and of '.join(sorted(kinds))}")
     notes = list(local.notes)
     if kinds == {ROOT}:
+        if options.tp_rules:
+            raise UsageError("--tp-rule: these files say themselves how their ranks fit together")
         found, reason = read_megatron(source, local.files, args.degree("EP") > 1)
         if reason:
             notes.append(f"the optimizer's state is kept by bucket: {reason}")
