@@ -106,9 +106,7 @@ def scan_folder(source: Source, options: ScanOptions) -> Catalog:
     return with_inferred_mesh(read_folder(source, options)[0])
 
 
-def read_folder(
-    source: Source, options: ScanOptions
-) -> tuple[Catalog, dict[str, DcpMetadata]]:
+def read_folder(source: Source, options: ScanOptions) -> tuple[Catalog, dict[str, DcpMetadata]]:
     """The catalog of a DCP folder, with no mesh yet, and its metadata files as they were read."""
     found = _Found()
     parsed = _metadata_files(source, options)
@@ -149,7 +147,7 @@ def _apart(source: Source, catalog: Catalog, options: ScanOptions) -> Catalog:
         return replace(catalog, notes=(*catalog.notes, note))
     tensors = {name: e for name, e in catalog.tensors.items() if name not in flats}
     members = members_of(flats, options.flat_params)
-    for name, entry in _locate(source, catalog.with_tensors(flats)).tensors.items():
+    for name, entry in locate(source, catalog.with_tensors(flats)).tensors.items():
         tensors |= {part.name: part for part in taken_apart(entry, members[name])}
     return with_inferred_mesh(replace(catalog, tensors=tensors, mesh=None))
 

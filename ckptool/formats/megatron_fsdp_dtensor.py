@@ -33,7 +33,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     from ckptool.formats._megatron_args import arguments_among
     from ckptool.formats.dcp import read_folder
 
-    catalog, _ = read_folder(source)
+    catalog, _ = read_folder(source, options)
     info = catalog.info | {"writer": "Megatron-core fsdp_dtensor"}
     info |= arguments_among(catalog.objects.values()).info()
     return with_inferred_mesh(replace(catalog, format=FORMAT.name, info=info))
