@@ -307,10 +307,15 @@ def coverage_problem(entry: TensorEntry) -> Problem | None:
 
 
 def tied(catalog: Catalog) -> list[tuple[str, ...]]:
-    """Groups of names that are one and the same tensor: same bytes, shape and type."""
+    """Groups of names that are one and the same tensor: same bytes, shape and type.
+
+    Tensors without dims, such as the step that an optimizer keeps for each parameter, are never
+    one: whoever loads them changes each by itself.
+    """
     groups: dict[object, list[str]] = {}
     for entry in catalog.tensors.values():
-        if entry.elements and all(isinstance(chunk.at, Extent) for chunk in entry.chunks):
+        solid = entry.shape and entry.elements
+        if solid and all(isinstance(chunk.at, Extent) for chunk in entry.chunks):
             spots = tuple((chunk.box, chunk.at) for chunk in entry.chunks)
             groups.setdefault((entry.dtype, entry.shape, spots), []).append(entry.name)
     return [tuple(names) for names in groups.values() if len(names) > 1]

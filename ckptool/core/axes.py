@@ -1,0 +1,166 @@
+"""Named axes: how a map says what the dims of a tensor are made of.
+
+``layer (kv (q + k + v) dim) hidden`` is a tensor of three dims. The second is made of three axes,
+row-major as in ``Tensor.unflatten``; the middle one of them holds ``q`` indexes, then ``k``, then
+``v``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from ckptool.errors import UsageError
+
+Axis = tuple[str, ...]
+"""One name; or several, whose indexes follow one another."""
+
+Dim = tuple[Axis, ...]
+"""The axes that a dim is made of, slowest first."""
+
+Axes = tuple[Dim, ...]
+"""What each dim of a tensor is made of."""
+
+_WORD = re.compile(r"\s*([a-z][a-z0-9_]*|[()+])")
+NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+def parse_axes(text: str) -> Axes:
+    """The dims written as in the module's docstring; UsageError where they are not."""
+    words = _words(text)
+    dims = []
+    while words:
+        dims.append(_dim(words, text))
+    names = [name for dim in dims for axis in dim for name in axis]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise UsageError(f"[{text}] names the axis {min(twice)} twice")
+    return tuple(dims)
+
+
+def _words(text: str) -> list[str]:
+    words, at = [], 0
+    while at < len(text.rstrip()):
+        match = _WORD.match(text, at)
+        if match is None:
+            raise UsageError(f"[{text}]: {text[at:].strip()!r} is no name of an axis")
+        words.append(match[1])
+        at = match.end()
+    return words
+
+
+def _dim(words: list[str], text: str) -> Dim:
+    if words[0] != "(":
+        return (_named(words, text),)
+    inner = _group(words, text)
+    if "+" in inner and "(" not in inner:
+        return (_sum(inner, text),)
+    axes = []
+    while inner:
+        axes.append(_sum(_group(inner, text), text) if inner[0] == "(" else _named(inner, text))
+    return tuple(axes)
+
+
+def _group(words: list[str], text: str) -> list[str]:
+    """Takes a parenthesis off the words and returns what is in it."""
+    depth = 0
+    for at, word in enumerate(words):
+        depth += {"(": 1, ")": -1}.get(word, 0)
+        if not depth:
+            inner = words[1:at]
+            del words[: at + 1]
+            return inner
+    raise UsageError(f"[{text}]: a parenthesis is not closed")
+
+
+def _named(words: list[str], text: str) -> Axis:
+    if not NAME.fullmatch(words[0]):
+        raise UsageError(f"[{text}]: {words[0]!r} is no name of an axis")
+    return (words.pop(0),)
+
+
+def _sum(words: list[str], text: str) -> Axis:
+    names, signs = words[::2], words[1::2]
+    if len(names) != len(signs) + 1 or set(signs) - {"+"} or set(names) & {"(", ")", "+"}:
+        raise UsageError(f"[{text}]: {' '.join(words)!r} is no sum of axes, such as (q + k + v)")
+    return tuple(names)
+
+
+def axes_of(dims: Axes) -> list[Axis]:
+    """All axes, in order."""
+    return [axis for dim in dims for axis in dim]
+
+
+def show_axes(dims: Sequence[Dim]) -> str:
+    """The dims, written as they are parsed."""
+    return " ".join(_shown(dim) for dim in dims)
+
+
+def _shown(dim: Dim) -> str:
+    parts = [" + ".join(axis) if len(axis) > 1 else axis[0] for axis in dim]
+    if len(dim) == 1:
+        return f"({parts[0]})" if len(dim[0]) > 1 else parts[0]
+    return "(" + " ".join(f"({p})" if "+" in p else p for p in parts) + ")"
+
+
+Known = Mapping[str, int]
+Shape = tuple[int, ...]
+
+
+def solve(tensors: Sequence[tuple[Axes, Shape]], known: Known) -> dict[str, int]:
+    """The size of every axis that can be told from shapes and the sizes that are known.
+
+    What is left of a sum is shared equally by those of its axes that nothing else tells.
+    """
+    sizes = dict(known)
+    equations = {
+        (dim, length) for axes, shape in tensors for dim, length in zip(axes, shape, strict=True)
+    }
+    progress = True
+    for shared in (False, True):
+        while progress:
+            found: dict[str, int] = {}
+            for dim, length in equations:
+                found |= _solved(dim, length, sizes, shared=shared)
+            progress = bool(found)
+            sizes |= found
+        progress = True
+    return sizes
+
+
+def _solved(dim: Dim, length: int, sizes: Known, *, shared: bool) -> dict[str, int]:
+    """What one dim of ``length`` indexes tells of an axis whose size is not known yet."""
+    unknown = [axis for axis in dim if size_of(axis, sizes) is None]
+    if len(unknown) != 1:
+        return {}
+    others = math.prod(size_of(axis, sizes) or 0 for axis in dim if axis != unknown[0])
+    if not others or length % others:
+        return {}
+    missing = [name for name in unknown[0] if name not in sizes]
+    left = length // others - sum(sizes.get(name, 0) for name in unknown[0])
+    if left < 0 or left % len(missing) or (len(missing) > 1 and not shared):
+        return {}
+    return dict.fromkeys(missing, left // len(missing))
+
+
+def divides(axes: Axes, shape: Shape, sizes: Known) -> bool:
+    """Whether the sizes that are known divide the lengths of the dims."""
+    for dim, length in zip(axes, shape, strict=True):
+        known = math.prod(size_of(axis, sizes) or 1 for axis in dim)
+        if length % known:
+            return False
+    return True
+
+
+def size_of(axis: Axis, sizes: Known) -> int | None:
+    """The size of an axis, None where some part of it is unknown."""
+    if not all(name in sizes for name in axis):
+        return None
+    return sum(sizes[name] for name in axis)
+
+
+def unknown_axes(dims: Axes, sizes: Known) -> Iterator[str]:
+    """Names of axes whose size is unknown."""
+    for axis in axes_of(dims):
+        yield from (name for name in axis if name not in sizes)

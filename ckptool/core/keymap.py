@@ -1,0 +1,182 @@
+"""A key map: what each tensor of one layout is called in another, and how it is made of others.
+
+A rule pairs names, such as ``layers.{layer}.wq.weight [(head pair two) hidden]``. What stands in
+braces is an axis whose index is spelled out in the name; in brackets (see ``core/axes.py``) are the
+axes of the tensor's dims. A tensor is a box of an array that has all of these axes. So the same
+axes, arranged in two ways, say how to rename, split, join, stack, unstack, permute and pad, and
+how to undo it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ckptool.core.axes import Axes, Axis, axes_of
+
+_NUMBER = re.compile(r"[0-9]+")
+
+Binding = dict[str, int]
+"""The index of each axis that a name spells out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A number in a name: the index of an axis, counted from the size called ``offset`` on."""
+
+    axis: str
+    offset: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Names of one kind of tensor, and its axes; ``axes`` is None where the shape does not matter.
+
+    ``key`` is the name with ``#`` for each number, ``slots`` what stands for these. An ``optional``
+    one is accepted but never made.
+    """
+
+    text: str
+    key: str
+    slots: tuple[Slot | int, ...]
+    axes: Axes | None = None
+    optional: bool = False
+
+    @property
+    def spelled(self) -> tuple[str, ...]:
+        """The axes that names spell out."""
+        return tuple(slot.axis for slot in self.slots if isinstance(slot, Slot))
+
+    @property
+    def needs(self) -> set[str]:
+        """The sizes without which a name of this kind cannot be told."""
+        return {s.offset for s in self.slots if isinstance(s, Slot) and s.offset is not None}
+
+    def match(self, numbers: Sequence[int], sizes: Mapping[str, int]) -> Binding | None:
+        """The indexes that the numbers of a name with this ``key`` stand for, or None."""
+        binding: Binding = {}
+        for slot, number in zip(self.slots, numbers, strict=True):
+            if isinstance(slot, int):
+                if slot != number:
+                    return None
+                continue
+            index = number - (sizes[slot.offset] if slot.offset else 0)
+            if index < 0 or binding.setdefault(slot.axis, index) != index:
+                return None
+        return binding
+
+    def name(self, binding: Mapping[str, int], sizes: Mapping[str, int]) -> str:
+        """The name of the tensor with these indexes."""
+        pieces = self.key.split("#")
+        numbers = [
+            slot
+            if isinstance(slot, int)
+            else binding[slot.axis] + (sizes[slot.offset] if slot.offset else 0)
+            for slot in self.slots
+        ]
+        rest = [f"{n}{piece}" for n, piece in zip(numbers, pieces[1:], strict=True)]
+        return pieces[0] + "".join(rest)
+
+
+def abstract(name: str) -> tuple[str, tuple[int, ...]] | None:
+    """A name with ``#`` for each number, and the numbers; None where one has leading zeros."""
+    numbers = _NUMBER.findall(name)
+    if "#" in name or any(len(n) > 9 or (n[0] == "0" and n != "0") for n in numbers):
+        return None
+    return _NUMBER.sub("#", name), tuple(map(int, numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Sources and targets that hold the same elements; one of the two sides is a single tensor.
+
+    ``padding`` is the axis whose indexes only fill up, ``tie`` says that all patterns are one and
+    the same tensor, ``when`` names a fact that must hold, ``only`` the part of the checkpoint
+    (``model`` or ``optimizer``) that the rule is for.
+    """
+
+    sources: tuple[Pattern, ...]
+    targets: tuple[Pattern, ...]
+    padding: str | None = None
+    tie: bool = False
+    when: str | None = None
+    only: str | None = None
+
+    @property
+    def inverse(self) -> Rule:
+        return replace(self, sources=self.targets, targets=self.sources)
+
+    @property
+    def whole(self) -> Pattern:
+        """The pattern that names all axes of the rule."""
+        single = [side[0] for side in (self.sources, self.targets) if len(side) == 1]
+        return max(single or self.sources, key=_names_axes)
+
+    @property
+    def parts(self) -> tuple[Pattern, ...]:
+        """The patterns on the other side."""
+        return self.targets if self.sources[0] is self.whole else self.sources
+
+    @property
+    def renames(self) -> bool:
+        """Whether shapes do not matter."""
+        return self.whole.axes is None
+
+    @property
+    def common(self) -> tuple[str, ...]:
+        """The axes that all names spell out: one group of tensors for each of their indexes."""
+        patterns = (*self.sources, *self.targets)
+        return tuple(a for a in self.whole.spelled if all(a in p.spelled for p in patterns))
+
+    @property
+    def axes(self) -> list[Axis]:
+        """All axes of the array that a group's tensors are boxes of, in order."""
+        spelled = [(a,) for a in self.whole.spelled if a not in self.common]
+        return [*spelled, *axes_of(self.whole.axes or ())]
+
+
+def _names_axes(pattern: Pattern) -> int:
+    return len(pattern.spelled) + sum(map(len, axes_of(pattern.axes or ())))
+
+
+@dataclass(frozen=True, slots=True)
+class KeyMap:
+    """Rules, in order: the first that takes a name has it.
+
+    ``sizes`` say where the size of an axis is written down: keys and expressions to look up, or
+    the number itself. ``drop`` are source names that are left out, ``marks`` names by which a
+    checkpoint is told to be of the source's kind, ``model_types`` those of config.json.
+    """
+
+    name: str
+    summary: str
+    source: str
+    target: str
+    rules: tuple[Rule, ...]
+    sizes: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    drop: tuple[Pattern, ...] = ()
+    marks: tuple[Pattern, ...] = ()
+    model_types: tuple[str, ...] = ()
+    back: Back = field(default_factory=lambda: Back())
+
+    @property
+    def inverse(self) -> KeyMap:
+        """The map the other way."""
+        return replace(
+            self,
+            source=self.target,
+            target=self.source,
+            rules=tuple(rule.inverse for rule in self.rules),
+            drop=self.back.drop,
+            marks=self.back.marks,
+            back=Back(self.drop, self.marks),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Back:
+    """What a map needs the other way: as ``KeyMap.drop`` and ``KeyMap.marks``."""
+
+    drop: tuple[Pattern, ...] = ()
+    marks: tuple[Pattern, ...] = ()

@@ -1,0 +1,321 @@
+"""A checkpoint under another map of keys: catalog in, catalog out. No byte is moved."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckptool.core.carry import Held, Made, UnknownSizes, carry, group_sizes, one_value
+from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
+from ckptool.core.frames import Frame, Framed, framed
+from ckptool.core.keymap import Binding, KeyMap, Pattern, Rule, abstract
+from ckptool.core.parts import part_of
+from ckptool.core.rewrite import renamed_path
+from ckptool.errors import CannotDo, UsageError
+
+_MOST_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of the model: sizes of axes by name, and the facts that hold."""
+
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    true: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One tensor of the result, the tensors it is made of, and how."""
+
+    sources: tuple[str, ...]
+    target: str
+    entry: TensorEntry
+    operation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A checkpoint under a map; ``left_out`` are the names that the map says to leave out."""
+
+    catalog: Catalog
+    moves: tuple[Move, ...]
+    left_out: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    rule: Rule
+    pattern: Pattern
+    binding: Binding
+    inner: str
+
+    @property
+    def group(self) -> object:
+        """What the claims share whose tensors are carried over together."""
+        return id(self.rule), *(self.binding[axis] for axis in self.rule.common)
+
+
+class Matcher:
+    """Finds the rule that takes a parameter's name, in one part of a checkpoint."""
+
+    def __init__(self, key_map: KeyMap, facts: Facts, part: str) -> None:
+        self._facts = facts
+        self._patterns: dict[str, list[tuple[Rule, Pattern]]] = defaultdict(list)
+        for rule in key_map.rules:
+            if (rule.when is None or rule.when in facts.true) and rule.only in (None, part):
+                for pattern in rule.sources:
+                    self._patterns[pattern.key].append((rule, pattern))
+        self._dropped: dict[str, list[Pattern]] = defaultdict(list)
+        for pattern in key_map.drop:
+            self._dropped[pattern.key].append(pattern)
+
+    def claim(self, name: str) -> _Claim | None:
+        """The first rule that takes the name, or None. UnknownSizes where that cannot be told."""
+        found = abstract(name)
+        for rule, pattern in self._patterns.get(found[0], ()) if found else ():
+            unknown = pattern.needs - self._facts.sizes.keys()
+            if unknown:
+                raise UnknownSizes(sorted(unknown), rule)
+            binding = pattern.match(found[1] if found else (), self._facts.sizes)
+            if binding is not None:
+                return _Claim(rule, pattern, binding, name)
+        return None
+
+    def drops(self, name: str) -> bool:
+        """Whether the map says to leave the name out."""
+        found = abstract(name)
+        patterns = self._dropped.get(found[0], ()) if found else ()
+        return any(found and p.match(found[1], self._facts.sizes) is not None for p in patterns)
+
+    def knows(self, name: str) -> bool:
+        """Whether the map says anything of the name."""
+        try:
+            return self.claim(name) is not None or self.drops(name)
+        except UnknownSizes:
+            return True
+
+
+def fits(catalog: Catalog, key_map: KeyMap, facts: Facts) -> bool:
+    """Whether the map takes every tensor of the model, and its marks (if any) are there."""
+    matcher = Matcher(key_map, facts, "model")
+    found, odd = framed(catalog, matcher.knows, matcher.knows)
+    names = {inner for frame, inner in _inner(found) if frame.part == "model"}
+    if odd or not names:
+        return False
+    keys = {key[0] for key in map(abstract, names) if key}
+    return all(mark.key in keys for mark in key_map.marks)
+
+
+def _inner(found: Framed) -> Iterator[tuple[Frame, str]]:
+    for frame, names in found.items():
+        for inner in names:
+            yield frame, inner
+
+
+def apply_map(catalog: Catalog, key_map: KeyMap, facts: Facts) -> Mapped:
+    """The checkpoint under the map: its model, and what an optimizer keeps for each parameter.
+
+    The places of tensors must have been located. Raises UsageError where no rule takes a tensor
+    or two make one name, UnknownSizes, and CannotDo where shapes are not what the map says or the
+    optimizer's state cannot follow.
+    """
+    return _Application(catalog, key_map, facts).run()
+
+
+class _Application:
+    """One map on one catalog."""
+
+    def __init__(self, catalog: Catalog, key_map: KeyMap, facts: Facts) -> None:
+        self._catalog = catalog
+        self._map = key_map
+        self._facts = facts
+        self._matchers = {p: Matcher(key_map, facts, p) for p in ("model", "optimizer")}
+        self._order = {n: at for at, n in enumerate((*catalog.tensors, *catalog.objects))}
+        self._names: dict[object, list[str]] = {}
+        self._dims: dict[str, tuple[int, str]] = {}
+        self._moves: list[Move] = []
+        self._values: list[ObjectEntry] = []
+        self._left_out: list[str] = []
+        self._refused: list[str] = []
+        self._unknown: dict[str, UnknownSizes] = {}
+
+    def run(self) -> Mapped:
+        knows = [self._matchers[part].knows for part in ("model", "optimizer")]
+        found, odd = framed(self._catalog, *knows)
+        handled: set[str] = set()
+        self._require_taken(odd)
+        groups = [
+            (frame, group)
+            for frame, names in found.items()
+            for group in self._groups(frame, names, handled)
+        ]
+        for scalars in (False, True):
+            for frame, names, claims in self._tensor_groups(groups, found, scalars=scalars):
+                self._carry(frame, names, claims, scalars=scalars)
+        for frame, claims in groups:
+            self._carry_values(frame, found[frame], claims)
+        self._require_done(handled)
+        return self._result(handled)
+
+    # Who takes what
+
+    def _require_taken(self, odd: Sequence[str]) -> None:
+        if odd:
+            raise UsageError(
+                f"no rule of the map {self._map.name} ({self._map.source} to {self._map.target})"
+                f" takes {len(odd):,} of the tensors:\n" + listed(odd),
+                hint="--drop 'GLOB' leaves a tensor out; `ckptool maps NAME` prints a map, to be"
+                " changed and given as --map FILE",
+            )
+
+    def _groups(
+        self, frame: Frame, names: Mapping[str, str], handled: set[str]
+    ) -> Iterator[list[_Claim]]:
+        """The claims of one frame's names, those together that are carried over together."""
+        matcher = self._matchers[frame.part]
+        found: dict[object, list[_Claim]] = defaultdict(list)
+        for inner, name in names.items():
+            handled.add(name)
+            claim = matcher.claim(inner)
+            if claim is not None:
+                found[claim.group].append(claim)
+            elif matcher.drops(inner):
+                self._left_out.append(name)
+            else:
+                self._refused.append(name)
+        yield from found.values()
+
+    def _tensor_groups(
+        self, groups: Iterable[tuple[Frame, list[_Claim]]], found: Framed, *, scalars: bool
+    ) -> Iterator[tuple[Frame, Mapping[str, str], list[_Claim]]]:
+        for frame, claims in groups:
+            names = found[frame]
+            held = [c for c in claims if names[c.inner] in self._catalog.tensors]
+            if held and scalars == self._is_scalar(frame, names, held[0]):
+                yield frame, names, held
+
+    def _is_scalar(self, frame: Frame, names: Mapping[str, str], claim: _Claim) -> bool:
+        """Whether the optimizer keeps this once a parameter, and not once an element."""
+        entry = self._catalog.tensors[names[claim.inner]]
+        if frame.part == "model" or claim.rule.renames:
+            return False
+        return entry.elements == 1 and len(entry.shape) < len(claim.pattern.axes or ())
+
+    # Tensors
+
+    def _carry(
+        self, frame: Frame, names: Mapping[str, str], claims: list[_Claim], *, scalars: bool
+    ) -> None:
+        rule = claims[0].rule
+        held = [Held(c.pattern, c.binding, self._catalog.tensors[names[c.inner]]) for c in claims]
+        try:
+            made = (
+                self._scalars(claims, held)
+                if scalars
+                else self._elements(rule, held, exact=frame.part != "model")
+            )
+        except UnknownSizes as error:
+            self._unknown.setdefault(rule.whole.text, error)
+            return
+        except CannotDo as error:
+            if frame.part == "model":
+                raise
+            self._refused.append(f"{names[claims[0].inner]} ({error.message})")
+            return
+        self._names.setdefault(claims[0].group, [one.name for one in made])
+        sources = tuple(names[claim.inner] for claim in claims)
+        for one in made:
+            target = frame.around(one.name)
+            entry = _named(one.entry, target)
+            self._moves.append(Move(sources, target, entry, one.operation))
+
+    def _elements(self, rule: Rule, held: list[Held], *, exact: bool) -> list[Made]:
+        sizes = group_sizes(rule, held, self._facts.sizes)
+        name = held[0].entry.name
+        for dim in self._map.sizes.keys() & sizes.keys():
+            size, seen = self._dims.setdefault(dim, (sizes[dim], name))
+            if size != sizes[dim]:
+                raise CannotDo(
+                    f"{dim} is {sizes[dim]:,} in {name} {list(held[0].entry.shape)},"
+                    f" but {size:,} in {seen}: the dims of the model are not what was said"
+                )
+        return carry(rule, held, sizes, exact=exact)
+
+    def _scalars(self, claims: list[_Claim], held: list[Held]) -> list[Made]:
+        names = self._names.get(claims[0].group)
+        if names is None:
+            raise CannotDo("it belongs to no parameter that is there")
+        return one_value(names, [one.entry for one in held])
+
+    # Values
+
+    def _carry_values(self, frame: Frame, names: Mapping[str, str], claims: list[_Claim]) -> None:
+        values = [
+            self._catalog.objects[names[c.inner]]
+            for c in claims
+            if names[c.inner] in self._catalog.objects
+        ]
+        if not values:
+            return
+        targets = self._names.get(claims[0].group)
+        first = values[0]
+        if targets is None or any(repr(v.value) != repr(first.value) for v in values):
+            self._refused += [value.name for value in values]
+            return
+        for target in targets:
+            name = frame.around(target)
+            path = renamed_path(first.path, name)
+            self._values.append(replace(first, name=name, path=path))
+
+    # The end
+
+    def _require_done(self, handled: set[str]) -> None:
+        if self._unknown:
+            names = sorted({name for error in self._unknown.values() for name in error.names})
+            raise next(iter(self._unknown.values())).all_of(names)
+        left = [
+            name
+            for name, entry in self._catalog.tensors.items()
+            if name not in handled and part_of(name, entry.path) == "optimizer"
+        ]
+        refused = [*self._refused, *left]
+        if refused:
+            raise CannotDo(
+                f"{len(refused):,} parts of the optimizer's state cannot follow the parameters:\n"
+                + listed(refused),
+                hint="--model-only leaves the optimizer out, --drop 'GLOB' what is named",
+            )
+
+    def _result(self, handled: set[str]) -> Mapped:
+        moves = sorted(self._moves, key=lambda move: self._order[move.sources[0]])
+        twice: dict[str, list[str]] = defaultdict(list)
+        tensors: dict[str, TensorEntry] = {}
+        for move in moves:
+            if move.target in tensors:
+                twice[move.target].append(", ".join(move.sources))
+            tensors[move.target] = move.entry
+        if twice:
+            raise UsageError(
+                f"the map {self._map.name} makes {len(twice):,} names twice:\n"
+                + listed([f"{name}, also from {'; '.join(also)}" for name, also in twice.items()])
+            )
+        rest = {n: e for n, e in self._catalog.tensors.items() if n not in handled}
+        objects = {n: e for n, e in self._catalog.objects.items() if n not in handled}
+        objects |= {value.name: value for value in self._values}
+        catalog = replace(self._catalog, tensors=tensors | rest, objects=objects)
+        return Mapped(catalog, tuple(moves), tuple(self._left_out))
+
+
+def _named(entry: TensorEntry, name: str) -> TensorEntry:
+    return replace(entry, name=name, path=renamed_path(entry.path, name))
+
+
+def listed(names: Sequence[Any]) -> str:
+    """Some lines of names, and how many more there are."""
+    shown = [f"  - {name}" for name in names[:_MOST_SHOWN]]
+    if len(names) > len(shown):
+        shown.append(f"  - and {len(names) - len(shown):,} more")
+    return "\n".join(shown)
