@@ -11,6 +11,7 @@ from ckptool.cli.bench import bench
 from ckptool.cli.convert import convert
 from ckptool.cli.formats import formats
 from ckptool.cli.inspect import inspect
+from ckptool.cli.maps import maps
 from ckptool.cli.reshard import reshard
 from ckptool.cli.verify import verify
 
@@ -38,5 +39,5 @@ def root(
     """See, prove, convert and reshard distributed PyTorch checkpoints."""
 
 
-for command in (inspect, convert, reshard, verify, bench, formats):
+for command in (inspect, convert, reshard, verify, bench, formats, maps):
     app.command()(command)

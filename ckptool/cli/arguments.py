@@ -54,3 +54,33 @@ Budget = Annotated[str, typer.Option("--budget", metavar="SIZE", help="Memory fo
 Fsync = Annotated[bool, typer.Option("--fsync/--no-fsync", help="Wait until the disk has it all.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+MapName = Annotated[
+    str | None,
+    typer.Option(
+        "--map",
+        metavar="NAME|FILE",
+        help="Give tensors the names and layout of another framework: a built-in key map (`ckptool"
+        " maps` lists them), a TOML file, or auto.",
+    ),
+]
+Dims = Annotated[
+    list[str] | None,
+    typer.Option("--dim", metavar="NAME=SIZE", help="A named dim of the --map (repeatable)."),
+]
+Inverse = Annotated[
+    bool | None,
+    typer.Option(
+        "--inverse/--no-inverse",
+        help="Go from the --map's to side to its from side; default: as the names fit.",
+        show_default=False,
+    ),
+]
+Assets = Annotated[
+    Path | None,
+    typer.Option(
+        "--hf-assets",
+        metavar="FOLDER",
+        help="Carry along its config.json and tokenizer files; the --map reads the dims there.",
+    ),
+]

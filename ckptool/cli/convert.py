@@ -9,12 +9,16 @@ import typer
 
 from ckptool.cli.arguments import (
     AsJson,
+    Assets,
     Budget,
     Debug,
+    Dims,
     DryRun,
     FlatParams,
     From,
     Fsync,
+    Inverse,
+    MapName,
     Overwrite,
     PerRank,
     Quiet,
@@ -62,6 +66,10 @@ def convert(
             "--rename", metavar="REGEX=REPLACEMENT", help="Rename, in order (repeatable)."
         ),
     ] = None,
+    key_map: MapName = None,
+    dims: Dims = None,
+    inverse: Inverse = None,
+    hf_assets: Assets = None,
     dtype: Annotated[
         str | None,
         typer.Option("--dtype", metavar="DTYPE", help="Cast floating tensors, e.g. bf16."),
@@ -96,7 +104,7 @@ def convert(
     Everything is kept unless an option leaves it out; what the target cannot hold goes into a side
     file or is named. The target appears whole or not at all.
     """
-    from ckptool.cli.options import parse_dtype, parse_size, run_options
+    from ckptool.cli.options import map_options, parse_dtype, parse_size, run_options
     from ckptool.commands.convert import ConvertOptions, prepare
     from ckptool.commands.transfer import TransferOptions
     from ckptool.core.tp_rules import parse_tp_rules
@@ -114,6 +122,7 @@ def convert(
         model_only=model_only,
         strip_prefix=strip_prefix,
         rename=tuple(rename or ()),
+        map=map_options(key_map, dims or (), hf_assets, inverse),
         dtype=parse_dtype(dtype) if dtype else None,
         dequantize=dequantize,
         max_shard_size=parse_size(max_shard_size, "--max-shard-size"),

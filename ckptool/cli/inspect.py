@@ -19,7 +19,11 @@ def inspect(
     ] = None,
     map_name: Annotated[
         str | None,
-        typer.Option("--map", metavar="NAME", help="Draw which rank and file holds which box."),
+        typer.Option(
+            "--map",
+            metavar="NAME",
+            help="Draw one tensor: which rank and file holds which box (no key map).",
+        ),
     ] = None,
     ranks: Annotated[
         bool, typer.Option("--ranks", help="Bytes a rank, and the imbalance.")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from pathlib import Path
 
+from ckptool.commands.maps import MapOptions
 from ckptool.core.dtype import BY_NAME, SHORT_NAMES, DType
 from ckptool.engine.run import RunOptions
 from ckptool.errors import UsageError
@@ -57,3 +60,16 @@ def run_options(workers: int | None, budget: str, fsync: bool) -> RunOptions:
     """How to move bytes, with the defaults where nothing is asked."""
     default = RunOptions()
     return RunOptions(workers or default.workers, parse_size(budget, "--budget"), fsync)
+
+
+def map_options(
+    name: str | None, dims: Sequence[str], assets: Path | None, inverse: bool | None
+) -> MapOptions:
+    """What is asked of a key map; UsageError where a dim is not NAME=SIZE."""
+    sizes = {}
+    for text in dims:
+        dim, equals, size = text.partition("=")
+        if not equals or not size.strip().isdecimal():
+            raise UsageError(f"--dim {text!r} is not NAME=SIZE", hint="such as --dim head=32")
+        sizes[dim.strip()] = int(size)
+    return MapOptions(name, sizes, assets, inverse)

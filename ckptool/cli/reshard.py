@@ -9,12 +9,16 @@ import typer
 
 from ckptool.cli.arguments import (
     AsJson,
+    Assets,
     Budget,
     Debug,
+    Dims,
     DryRun,
     FlatParams,
     From,
     Fsync,
+    Inverse,
+    MapName,
     Overwrite,
     Quiet,
     Resume,
@@ -76,6 +80,10 @@ def reshard(
             help="State that differs between ranks: stop, keep, drop, or the rank to take it from.",
         ),
     ] = "stop",
+    key_map: MapName = None,
+    dims: Dims = None,
+    inverse: Inverse = None,
+    hf_assets: Assets = None,
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
     resume: Resume = False,
@@ -101,7 +109,7 @@ def reshard(
     The first that applies places a tensor: --shard and --plan, --policy, the source's own
     placements, conventional mesh dim names, fsdp. Needs no GPU and no model.
     """
-    from ckptool.cli.options import run_options
+    from ckptool.cli.options import map_options, run_options
     from ckptool.commands.reshard import ReshardOptions, prepare_reshard
     from ckptool.commands.transfer import TransferOptions
     from ckptool.core.placing import parse_mesh, parse_rule
@@ -121,6 +129,7 @@ def reshard(
         tp_rules=parse_tp_rules(tp_rule),
         unstack=unstack,
         rank_state=rank_state,
+        map=map_options(key_map, dims or (), hf_assets, inverse),
         transfer=TransferOptions(overwrite, resume, verify, run_options(workers, budget, fsync)),
     )
     with ranks() as group:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ckptool.commands.assets import asset_files, with_files
+from ckptool.commands.maps import MapOptions, MapReport, decided_by, map_checkpoint
 from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.commands.transfer import (
     Progress,
@@ -50,6 +53,7 @@ class ConvertOptions:
     model_only: bool = False
     strip_prefix: str | None = None
     rename: tuple[str, ...] = ()
+    map: MapOptions = field(default_factory=MapOptions)
     dtype: DType | None = None
     dequantize: bool = False
     max_shard_size: int = 5_000_000_000
@@ -72,6 +76,7 @@ class ConvertReport:
     write_bytes: int
     free_bytes: int
     left_out: tuple[str, ...]
+    map: MapReport | None
     cast: dict[str, int]
     dequantized: dict[str, int]
     notes: tuple[str, ...]
@@ -110,13 +115,16 @@ def prepare(source: Path, target: Path, options: ConvertOptions) -> Prepared:
     )
     require_apart(opened, target)
     catalog, scaled = _numbers(opened, options)
-    catalog, cast = _rewritten(catalog, options)
-    require_agreement(catalog)
-    if not catalog.tensors and not catalog.objects:
+    kept = _rewritten(catalog, options)
+    require_agreement(kept)
+    if not kept.tensors and not kept.objects:
         raise UsageError("nothing is left to convert")
-    catalog = opened.located(catalog)
+    mapped, map_report = map_checkpoint(opened, opened.located(kept), options.map)
+    catalog, cast = _cast(mapped, options.dtype)
     request = Request(target.name, options.max_shard_size, options.one_rank)
     layout = CONVERTERS[writer](catalog, request)
+    assets = options.map.assets
+    layout = with_files(layout, asset_files(assets)) if assets is not None else layout
     plan = Plan(catalog, layout)
     report = ConvertReport(
         source=opened.path,
@@ -129,12 +137,13 @@ def prepare(source: Path, target: Path, options: ConvertOptions) -> Prepared:
         read_bytes=plan.read_bytes,
         write_bytes=layout.nbytes,
         free_bytes=free_bytes(target.parent),
-        left_out=_left_out(opened.catalog, catalog, options),
+        left_out=_left_out(opened.catalog, kept, options),
+        map=map_report,
         cast=cast,
         dequantized=scaled,
         notes=(*catalog.notes, *layout.notes, *_quantised_notes(catalog, options)),
     )
-    decided = (writer, options.max_shard_size, options.one_rank)
+    decided = (writer, options.max_shard_size, options.one_rank, decided_by(map_report))
     return Prepared(Transfer(opened, plan, target, options.transfer, decided), report)
 
 
@@ -191,8 +200,8 @@ def _require_torch(option: str) -> None:
         raise CannotDo(f"{option} needs torch", hint="pip install 'ckptool[torch]'")
 
 
-def _rewritten(catalog: Catalog, options: ConvertOptions) -> tuple[Catalog, dict[str, int]]:
-    """The catalog as the target shall hold it, and how many tensors were cast from each type."""
+def _rewritten(catalog: Catalog, options: ConvertOptions) -> Catalog:
+    """What is kept of the catalog, under its new names."""
     if options.unstack:
         catalog = unstacked(catalog)
     if options.select:
@@ -205,13 +214,16 @@ def _rewritten(catalog: Catalog, options: ConvertOptions) -> tuple[Catalog, dict
         catalog = rewrite.strip_prefix(catalog, options.strip_prefix)
     for rule in options.rename:
         catalog = rewrite.rename(catalog, rewrite.substitution(rule))
-    counts: dict[str, int] = {}
-    if options.dtype is not None:
-        _require_torch("--dtype")
-        catalog, changed = rewrite.cast(catalog, options.dtype, quantised_names(catalog))
-        for entry in changed:
-            counts[entry.dtype.name] = counts.get(entry.dtype.name, 0) + 1
-    return catalog, counts
+    return catalog
+
+
+def _cast(catalog: Catalog, dtype: DType | None) -> tuple[Catalog, dict[str, int]]:
+    """The catalog with floating tensors as ``dtype``, and how many were cast from each type."""
+    if dtype is None:
+        return catalog, {}
+    _require_torch("--dtype")
+    catalog, changed = rewrite.cast(catalog, dtype, quantised_names(catalog))
+    return catalog, dict(Counter(entry.dtype.name for entry in changed))
 
 
 def only_model(catalog: Catalog) -> Catalog:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ckptool.commands.assets import asset_files, with_files
 from ckptool.commands.load_cost import LoadCost, load_costs
+from ckptool.commands.maps import MapOptions, MapReport, decided_by, map_checkpoint
 from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.commands.transfer import (
     Progress,
@@ -70,6 +72,7 @@ class ReshardOptions:
     tp_rules: tuple[NamedRule, ...] = ()
     unstack: bool = False
     rank_state: str = "stop"
+    map: MapOptions = field(default_factory=MapOptions)
     transfer: TransferOptions = field(default_factory=lambda: TransferOptions(verify=True))
 
 
@@ -95,6 +98,7 @@ class ReshardReport:
     peak_memory: int
     budget: int
     objects: int
+    map: MapReport | None
     notes: tuple[str, ...]
 
 
@@ -168,12 +172,14 @@ def prepare_reshard(source: Path, target: Path | None, options: ReshardOptions) 
     require_agreement(catalog)
     if not catalog.tensors:
         raise CannotDo(f"{opened.path}: no tensor to reshard")
+    catalog, map_report = map_checkpoint(opened, opened.located(catalog), options.map)
     writer = _writer_name(options.to, opened)
     placer = replace(placer, rules=(*placer.rules, *CUTS.get(writer, ())))
     choices = placer.choose(catalog)
     placed = Placed(placer.mesh, {name: choice.placements for name, choice in choices.items()})
-    catalog = opened.located(catalog)
     layout = WRITERS[writer](catalog, Request(target.name, placed=placed))
+    if options.map.assets is not None:
+        layout = with_files(layout, asset_files(options.map.assets))
     plan = Plan(catalog, layout)
     report = ReshardReport(
         source=opened.path,
@@ -190,9 +196,10 @@ def prepare_reshard(source: Path, target: Path | None, options: ReshardOptions) 
         peak_memory=peak_memory(plan, options.transfer.run),
         budget=options.transfer.run.budget,
         objects=len(catalog.objects),
+        map=map_report,
         notes=(*catalog.notes, *left_out, *layout.notes),
     )
-    decided = (writer, placed)
+    decided = (writer, placed, decided_by(map_report))
     transfer = Transfer(opened, plan, target, options.transfer, decided, placer.mesh.size)
     return PreparedReshard(transfer, report, placed)
 

@@ -80,6 +80,9 @@ def tied_notes(catalog: Catalog) -> list[str]:
     ]
 
 
+_FEW_BOXES = 4
+
+
 class Cutter:
     """Decides which box of each tensor which rank writes, replicas once."""
 
@@ -127,9 +130,26 @@ def _holders(entry: TensorEntry, placed: Placed) -> list[tuple[Box, list[int]]]:
 
 
 def _source_boxes(entry: TensorEntry) -> dict[Box, int]:
-    """The source's chunks; where several begin at one place (empty ones), the largest stands."""
+    """The source's chunks; where several begin at one place (empty ones), the largest stands.
+
+    What a rewrite left of a rank's chunks is put together again where it fills a box.
+    """
     first: dict[tuple[int, ...], Chunk] = {}
     for chunk in sorted(entry.chunks, key=lambda chunk: -chunk.box.volume):
         first.setdefault(chunk.box.lo, chunk)
-    kept = [chunk for chunk in entry.chunks if first[chunk.box.lo] is chunk]
-    return {chunk.box: chunk.rank or 0 for chunk in kept}
+    held: dict[int, list[Box]] = defaultdict(list)
+    for chunk in entry.chunks:
+        if first[chunk.box.lo] is chunk:
+            held[chunk.rank or 0].append(chunk.box)
+    return {box: rank for rank, mine in held.items() for box in _merged(mine)}
+
+
+def _merged(boxes: list[Box]) -> list[Box]:
+    """The one box that many fill together, as those of a permuted tensor do; or they themselves."""
+    if len(boxes) <= _FEW_BOXES:
+        return boxes
+    around = Box(
+        tuple(map(min, zip(*(box.lo for box in boxes), strict=True))),
+        tuple(map(max, zip(*(box.hi for box in boxes), strict=True))),
+    )
+    return [around] if around.volume == sum(box.volume for box in boxes) else boxes

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from ckptool.commands.convert import ConvertReport
 from ckptool.core.layout import FileLayout
+from ckptool.render.moves import moves_json, show_moves
 from ckptool.render.text import console, escaped, size
 
 
@@ -36,6 +37,8 @@ def show_convert(report: ConvertReport, *, dry_run: bool) -> None:
             f" {size(report.free_bytes)} free",
             highlight=False,
         )
+        if report.map is not None:
+            show_moves(report.map, screen)
         show_files(report.files, screen)
 
 
@@ -63,6 +66,7 @@ def convert_json(report: ConvertReport, *, dry_run: bool) -> dict[str, Any]:
             "write_bytes": report.write_bytes,
         },
         "files": [{"path": file.path, "nbytes": file.nbytes} for file in report.files],
+        "map": moves_json(report.map),
         "cast": report.cast,
         "dequantized": report.dequantized,
         "left_out": list(report.left_out),

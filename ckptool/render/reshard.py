@@ -9,6 +9,7 @@ from ckptool.commands.load_cost import LoadCost
 from ckptool.commands.reshard import Costs, ReshardReport
 from ckptool.core.mesh import Mesh
 from ckptool.render.convert import show_files
+from ckptool.render.moves import moves_json, show_moves
 from ckptool.render.text import console, escaped, size
 
 
@@ -36,6 +37,8 @@ def show_reshard(report: ReshardReport, costs: Costs | None) -> None:
     for line in lines:
         screen.print(line, highlight=False, soft_wrap=True)
     if dry_run:
+        if report.map is not None:
+            show_moves(report.map, screen)
         for name, choice in report.choices.items():
             placed = ", ".join(map(str, choice.placements))
             screen.print(f"    {escaped(name)}  {placed}  ({choice.reason})", soft_wrap=True)
@@ -101,6 +104,7 @@ def reshard_json(report: ReshardReport, costs: Costs | None) -> dict[str, Any]:
             {"name": name, "placements": list(map(str, c.placements)), "reason": c.reason}
             for name, c in report.choices.items()
         ],
+        "map": moves_json(report.map),
         "rank_bytes": list(report.rank_bytes),
         "load": None
         if costs is None

@@ -1,0 +1,187 @@
+"""Key maps by name or file: found, chosen, turned the right way, and applied."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+from ckptool.commands.model_facts import Record, facts, records
+from ckptool.commands.open import Opened
+from ckptool.core.carry import UnknownSizes
+from ckptool.core.catalog import Catalog
+from ckptool.core.frames import framed
+from ckptool.core.keymap import KeyMap
+from ckptool.core.keymap_file import parse_map
+from ckptool.core.mapped import Facts, Mapped, Matcher, Move, apply_map, fits, listed
+from ckptool.errors import UsageError
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class MapOptions:
+    """Which map: a built-in's name, a TOML file, or ``auto``; None for none.
+
+    ``dims`` are sizes of its named dims, ``assets`` a folder with config.json and tokenizer files,
+    ``inverse`` whether the map goes from its ``to`` to its ``from`` side (None: as names fit).
+    """
+
+    name: str | None = None
+    dims: Mapping[str, int] = field(default_factory=dict)
+    assets: Path | None = None
+    inverse: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MapReport:
+    """The map that was applied, why this one, and every tensor that it makes."""
+
+    name: str
+    source: str
+    target: str
+    reason: str
+    moves: tuple[Move, ...]
+    left_out: tuple[str, ...]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know of it."""
+        said = f"map {self.name}, {self.source} to {self.target}: {self.reason}"
+        left = (f"left out, as the map says: {', '.join(self.left_out)}",) if self.left_out else ()
+        return (said, *left)
+
+
+def decided_by(report: MapReport | None) -> object:
+    """What a map decides of the output, beyond names and places."""
+    moves = report.moves if report is not None else ()
+    return [(move.sources, move.target, move.entry.shape, move.operation) for move in moves]
+
+
+@cache
+def builtin_maps() -> dict[str, KeyMap]:
+    """The maps that come with ckptool, by name."""
+    found = {}
+    for file in sorted(resources.files("ckptool").joinpath("maps").iterdir(), key=str):
+        if file.name.endswith(".toml"):
+            read = parse_map(tomllib.loads(file.read_text("utf-8")), file.name)
+            found[read.name] = read
+    return found
+
+
+def map_text(name: str) -> str:
+    """The TOML of a built-in map; UsageError where there is none of that name."""
+    _require_known(name)
+    return resources.files("ckptool").joinpath("maps", f"{name}.toml").read_text("utf-8")
+
+
+def load_map(name: str) -> KeyMap:
+    """The built-in map of that name, or that of a TOML file; UsageError where it is neither."""
+    path = Path(name)
+    if name in builtin_maps() or (path.suffix != ".toml" and not path.is_file()):
+        _require_known(name)
+        return builtin_maps()[name]
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--map {name}: {error}") from None
+    return parse_map(content, name)
+
+
+def _require_known(name: str) -> None:
+    if name not in builtin_maps():
+        raise UsageError(
+            f"--map {name!r}: no such map and no such file",
+            hint=f"auto, one of {', '.join(builtin_maps())}, or a TOML file",
+        )
+
+
+def map_checkpoint(
+    opened: Opened, catalog: Catalog, options: MapOptions
+) -> tuple[Catalog, MapReport | None]:
+    """The (located) catalog under the map that is asked for, and what was done.
+
+    Raises UsageError or CannotDo as ``apply_map``, and where no map or several would do.
+    """
+    if options.name is None:
+        if options.dims or options.inverse is not None:
+            raise UsageError("--dim and --inverse say something of a --map, which is not given")
+        return catalog, None
+    known = records(opened.source, opened.catalog, options.assets)
+    chosen = _found(catalog, known, options) if options.name == AUTO else _asked(catalog, options)
+    key_map, reason = chosen
+    try:
+        done = apply_map(catalog, key_map, facts(key_map, known, options.dims))
+    except UnknownSizes as error:
+        raise UsageError(error.message, hint=_size_hint(error, key_map)) from None
+    report = MapReport(
+        key_map.name, key_map.source, key_map.target, reason, done.moves, done.left_out
+    )
+    return _noted(done, report), report
+
+
+def _noted(done: Mapped, report: MapReport) -> Catalog:
+    return replace(done.catalog, notes=(*done.catalog.notes, *report.notes))
+
+
+def _size_hint(error: UnknownSizes, key_map: KeyMap) -> str:
+    names = [n for n in error.names if key_map.sizes.get(n)] or list(error.names)
+    keys = [str(key_map.sizes[name][0]) for name in names if key_map.sizes.get(name)]
+    written = f" with {', '.join(keys)}" if keys else ""
+    given = " ".join(f"--dim {name}=N" for name in names)
+    return f"--hf-assets FOLDER that has a config.json{written}; or {given}"
+
+
+# Which map, and which way
+
+
+def _asked(catalog: Catalog, options: MapOptions) -> tuple[KeyMap, str]:
+    forward = load_map(options.name or "")
+    if options.inverse is not None:
+        return (forward.inverse if options.inverse else forward), "as asked"
+    taken = [_taken(catalog, one) for one in (forward, forward.inverse)]
+    if taken[0] == taken[1] and taken[0]:
+        raise UsageError(
+            f"--map {options.name}: the names fit both of its sides",
+            hint="--inverse goes from its to side to its from side, --no-inverse the other way",
+        )
+    if taken[1] > taken[0]:
+        return forward.inverse, "the other way, as the checkpoint's names are those of its to side"
+    return forward, "as asked"
+
+
+def _taken(catalog: Catalog, key_map: KeyMap) -> int:
+    """How many of the model's tensors the map's rules take."""
+    matcher = Matcher(key_map, Facts(), "model")
+    found, _ = framed(catalog, matcher.knows, matcher.knows)
+    return sum(len(names) for frame, names in found.items() if frame.part == "model")
+
+
+def _found(catalog: Catalog, known: list[Record], options: MapOptions) -> tuple[KeyMap, str]:
+    """The one built-in map that takes every tensor of the model."""
+    candidates = [
+        way
+        for one in builtin_maps().values()
+        for inverse, way in ((False, one), (True, one.inverse))
+        if options.inverse in (None, inverse) and fits(catalog, way, facts(way, known, {}))
+    ]
+    types = {record.get("model_type") for record in known} - {None}
+    typed = [one for one in candidates if types & set(one.model_types)]
+    candidates = typed or candidates
+    if len(candidates) == 1:
+        return candidates[0], "found from the checkpoint's names" + (
+            " and config.json" if typed else ""
+        )
+    if not candidates:
+        raise UsageError(
+            "--map auto: no built-in map takes all of the model's tensors",
+            hint="--map NAME or FILE says which ones it does not take; `ckptool maps` lists them",
+        )
+    raise UsageError(
+        f"--map auto: {len(candidates)} maps would do:\n"
+        + listed([f"{one.name} ({one.source} to {one.target})" for one in candidates]),
+        hint=f"name one, such as --map {candidates[0].name}",
+    )

@@ -1,0 +1,83 @@
+"""What a key map does to each tensor: old names, new name, shape, operation."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ckptool.commands.maps import MapReport
+from ckptool.core.mapped import Move
+from ckptool.render.fold import Numbers, split_numbers, with_numbers
+from ckptool.render.text import escaped
+
+
+def show_moves(report: MapReport, screen: Console) -> None:
+    """One line for all tensors that are made alike and differ only in numbers of their names."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(overflow="fold")
+    table.add_column()
+    table.add_column(overflow="fold")
+    table.add_column()
+    table.add_column()
+    for moves in _alike(report.moves):
+        sources = _folded(name for move in moves for name in move.sources)
+        targets = _folded(move.target for move in moves)
+        first = moves[0]
+        shape = f"[{', '.join(map(str, first.entry.shape))}]"
+        table.add_row(
+            escaped("\n".join(sources)),
+            "->",
+            escaped("\n".join(targets)),
+            escaped(shape),
+            first.operation,
+        )
+    screen.print(table)
+
+
+def _alike(moves: Iterable[Move]) -> list[list[Move]]:
+    found: dict[object, list[Move]] = defaultdict(list)
+    for move in moves:
+        words = tuple(dict.fromkeys(split_numbers(name)[0] for name in move.sources))
+        kind = (words, split_numbers(move.target)[0], move.entry.shape, move.operation)
+        found[kind].append(move)
+    return list(found.values())
+
+
+def _folded(names: Iterable[str]) -> list[str]:
+    """Names that differ only in numbers as one, with all the numbers at each place."""
+    found: dict[tuple[str, ...], set[Numbers]] = defaultdict(set)
+    for name in names:
+        words, numbers = split_numbers(name)
+        found[words].add(numbers)
+    return [with_numbers(words, _at_each_place(numbers)) for words, numbers in found.items()]
+
+
+def _at_each_place(numbers: Iterable[Numbers]) -> Sequence[Numbers]:
+    return [tuple(sorted(set(place))) for place in zip(*numbers, strict=True)]
+
+
+def moves_json(report: MapReport | None) -> dict[str, Any] | None:
+    """The map, and every tensor it makes."""
+    if report is None:
+        return None
+    return {
+        "name": report.name,
+        "from": report.source,
+        "to": report.target,
+        "reason": report.reason,
+        "left_out": list(report.left_out),
+        "tensors": [
+            {
+                "from": list(move.sources),
+                "to": move.target,
+                "dtype": move.entry.dtype.name,
+                "shape": list(move.entry.shape),
+                "operation": move.operation,
+            }
+            for move in report.moves
+        ],
+    }

@@ -1,0 +1,389 @@
+"""Key maps at work: chosen, applied to models and optimizers, refused where they do not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import Bits, bits, convert_to, flat, load_dcp, read_back
+from torchtitan_states import recorded
+
+from ckptool.commands.maps import MapOptions, builtin_maps, load_map, map_text
+from ckptool.commands.reshard import ReshardOptions, prepare_reshard
+from ckptool.commands.transfer import TransferOptions
+from ckptool.core.placing import parse_mesh
+from ckptool.engine.run import RunOptions
+from ckptool.errors import CannotDo, CkptoolError, Damaged, UsageError
+
+HEADS = {"head": 4, "kv": 2}
+LLAMA = MapOptions("torchtitan-llama3", HEADS)
+WEIGHT = "layers.0.feed_forward.w1.weight"
+
+
+def state(family: str = "llama3", side: str = "trainer") -> dict[str, torch.Tensor]:
+    return {n: torch.from_numpy(a).float() for n, a in recorded(family)[side].items()}
+
+
+def save(folder: Path, content: dict[str, Any]) -> Path:
+    dcp.save(content, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def optimizer(names: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What torchtitan saves for each parameter; query, key and value are one of them."""
+    flat_state: dict[str, Any] = {}
+    for at, (name, tensor) in enumerate(names.items()):
+        flat_state[f"state.{name}.exp_avg"] = tensor + 0.5
+        flat_state[f"state.{name}.step"] = torch.tensor(float(at))
+        flat_state[f"param_groups.{name}.lr"] = 0.25 * at
+    return flat_state
+
+
+def fused(model: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parameters as the optimizer knows them: two groups of heads in one FusedQKVLinear."""
+    found = {n: t for n, t in model.items() if "qkv_linear" not in n}
+    for layer in range(2):
+        head = f"layers.{layer}.attention.qkv_linear."
+        q, k, v = (model[f"{head}w{x}.weight"] for x in "qkv")
+        parts = [q.reshape(2, 2, 4, -1), k.reshape(2, 1, 4, -1), v.reshape(2, 1, 4, -1)]
+        found[f"{head}wqkv.weight"] = torch.cat(parts, 1).reshape(32, -1)
+    return found
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A torchtitan checkpoint of a model and its optimizer."""
+    model = state()
+    content = {f"optimizer.{n}": v for n, v in optimizer(fused(model)).items()}
+    return save(tmp_path / "trained", model | content | {"train_state.step": 7})
+
+
+def mapped(source: Path, target: Path, options: MapOptions = LLAMA, **more: Any) -> dict[str, Bits]:
+    convert_to(more.pop("to", "dcp"), source, target, map=options, **more)
+    return {name: bits(tensor) for name, tensor in flat(load_dcp(target)).items()}
+
+
+def all_bits(tensors: dict[str, torch.Tensor]) -> dict[str, Bits]:
+    return {name: bits(tensor) for name, tensor in tensors.items()}
+
+
+# Models
+
+
+@pytest.mark.parametrize("family", ["llama3", "llama3_tied"])
+def test_meta_and_torchtitan_before_0_3_name_tensors_alike(family: str, out: Path) -> None:
+    """And both permute the heads as the newer torchtitan does."""
+    old = {
+        n.replace("qkv_linear.", "").replace("lm_head", "output"): t
+        for n, t in state(family).items()
+    }
+    source = save(out / "old", old)
+    dims = MapOptions("meta-llama", HEADS)
+    wanted = state(family, "hf")
+    if "tied" in family:
+        wanted["lm_head.weight"] = wanted["model.embed_tokens.weight"]
+    assert mapped(source, out / "meta", dims) == all_bits(wanted)
+    assert mapped(source, out / "titan", LLAMA) == all_bits(wanted)
+
+
+def test_metas_permutation_is_the_published_one(out: Path) -> None:
+    """transformers, convert_llama_weights_to_hf.py: view, transpose, reshape."""
+    n_heads, dim1, dim2 = 4, 32, 6
+    w = torch.arange(dim1 * dim2).reshape(dim1, dim2)
+    wanted = w.view(n_heads, dim1 // n_heads // 2, 2, dim2).transpose(1, 2).reshape(dim1, dim2)
+    source = save(out / "meta", {"layers.0.attention.wq.weight": w})
+    options = MapOptions("meta-llama", {"head": 4}, inverse=False)
+    done = mapped(source, out / "hf", options)
+    assert done == {"model.layers.0.self_attn.q_proj.weight": bits(wanted)}
+    back = mapped(out / "hf", out / "back", MapOptions("meta-llama", {"head": 4}))
+    assert back == {"layers.0.attention.wq.weight": bits(w)}
+
+
+def test_a_wrapped_model_stays_wrapped(out: Path) -> None:
+    source = save(out / "a", {"model": state(), "ema": state()})
+    hf = all_bits(state(side="hf"))
+    wanted = {f"{head}.{name}": value for head in ("model", "ema") for name, value in hf.items()}
+    assert mapped(source, out / "b") == wanted
+    assert mapped(source, out / "c", select=("model.*",), model_only=True) == hf
+
+
+# Optimizers
+
+
+def test_the_optimizer_follows_its_parameters(trained: Path, out: Path) -> None:
+    found = mapped(trained, out / "hf")
+    model = state(side="hf")
+    assert {n: v for n, v in found.items() if not n.startswith("optimizer.")} == all_bits(model)
+    moments = {f"optimizer.state.{n}.exp_avg": t + 0.5 for n, t in model.items()}
+    assert {n: v for n, v in found.items() if n.endswith(".exp_avg")} == all_bits(moments)
+
+
+def test_what_an_optimizer_keeps_once_a_parameter_goes_to_all_it_becomes(
+    trained: Path, out: Path
+) -> None:
+    found = flat(load_dcp(trained)), (mapped(trained, out / "hf"), flat(load_dcp(out / "hf")))[1]
+    old = "layers.1.attention.qkv_linear.wqkv.weight"
+    for x in "qkv":
+        name = f"optimizer.state.model.layers.1.self_attn.{x}_proj.weight.step"
+        assert found[1][name] == found[0][f"optimizer.state.{old}.step"]
+        rate = f"optimizer.param_groups.model.layers.1.self_attn.{x}_proj.weight.lr"
+        assert load_dcp(out / "hf")[rate] == load_dcp(trained)[f"optimizer.param_groups.{old}.lr"]
+
+
+def test_a_map_and_its_inverse_are_bit_equal(trained: Path, out: Path) -> None:
+    mapped(trained, out / "hf")
+    mapped(out / "hf", out / "back")
+    assert all_bits(flat(load_dcp(out / "back"))) == all_bits(flat(load_dcp(trained)))
+    keys = [key for key, value in load_dcp(trained).items() if not torch.is_tensor(value)]
+    assert {k: load_dcp(out / "back")[k] for k in keys} == {k: load_dcp(trained)[k] for k in keys}
+
+
+def test_steps_that_differ_cannot_become_one(out: Path) -> None:
+    hf = state(side="hf")
+    content = {f"optimizer.{n}": v for n, v in optimizer(hf).items() if "param_groups" not in n}
+    with pytest.raises(Damaged, match="step"):
+        mapped(save(out / "a", hf | content), out / "b")
+
+
+def test_values_that_differ_cannot_become_one(out: Path) -> None:
+    hf = state(side="hf")
+    content = {f"optimizer.{n}": v for n, v in optimizer(hf).items() if not n.endswith(".step")}
+    with pytest.raises(CannotDo, match=r"q_proj\.weight\.lr"):
+        mapped(save(out / "a", hf | content), out / "b")
+
+
+MEGATRON = {
+    "embedding.word_embeddings.weight": torch.arange(24.0).reshape(6, 4),
+    "decoder.final_layernorm.weight": torch.arange(4.0),
+}
+
+
+def test_moments_of_a_padded_vocabulary_are_refused_by_name(out: Path) -> None:
+    moments = {f"optimizer.state.exp_avg.{n}": t for n, t in MEGATRON.items()}
+    source = save(out / "a", MEGATRON | moments)
+    unpadded = MapOptions("megatron-gpt", {"vocab": 5})
+    with pytest.raises(CannotDo, match=r"exp_avg\.embedding\.word_embeddings") as caught:
+        mapped(source, out / "b", unpadded)
+    assert "unpad 6 to 5" in caught.value.message
+    assert "final_layernorm" not in caught.value.message
+    kept = mapped(source, out / "b", unpadded, drop=("*exp_avg.embedding*",))
+    words = MEGATRON["embedding.word_embeddings.weight"]
+    assert kept["model.embed_tokens.weight"] == bits(words[:5])
+    full = mapped(source, out / "c", MapOptions("megatron-gpt", {"vocab": 6}))
+    assert len(full) == 4
+
+
+def test_state_that_is_not_named_after_a_parameter_is_refused_by_name(out: Path) -> None:
+    source = save(out / "a", state() | {"optimizer.state.0.exp_avg": torch.zeros(3)})
+    with pytest.raises(CannotDo, match=r"optimizer\.state\.0\.exp_avg"):
+        mapped(source, out / "b")
+    assert mapped(source, out / "b", model_only=True) == all_bits(state(side="hf"))
+
+
+def test_tied_tensors_must_be_equal(tmp_path: Path, out: Path) -> None:
+    (tmp_path / "assets").mkdir()
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    (tmp_path / "assets" / "config.json").write_text(json.dumps(config))
+    options = MapOptions("torchtitan-llama3", assets=tmp_path / "assets")
+    whole = state("llama3_tied")
+    found = mapped(save(out / "a", whole), out / "b", options)
+    assert found == all_bits(state("llama3_tied", "hf"))
+    whole["lm_head.weight"] = whole["lm_head.weight"] + 1
+    with pytest.raises(Damaged, match=r"model\.embed_tokens\.weight"):
+        mapped(save(out / "c", whole), out / "d", options)
+
+
+# Resharding
+
+
+def resharded(source: Path, target: Path, **options: Any) -> Path:
+    run = TransferOptions(verify=True, run=RunOptions(workers=2, fsync=False))
+    prepare_reshard(source, target, ReshardOptions(transfer=run, **options)).run()
+    return target
+
+
+@pytest.mark.parametrize("policy", ["fsdp", "replicate"])
+def test_to_reshard_and_to_map_may_be_done_in_either_order(
+    policy: str, trained: Path, out: Path
+) -> None:
+    more: dict[str, Any] = {"mesh": parse_mesh("3"), "policy": policy}
+    first = resharded(resharded(trained, out / "a", **more), out / "b", map=LLAMA, **more)
+    mapped(trained, out / "c")
+    second = resharded(out / "c", out / "d", **more)
+    once = resharded(trained, out / "e", map=LLAMA, **more)
+    tensors = [all_bits(flat(load_dcp(path))) for path in (out / "c", first, second, once)]
+    assert all(found == tensors[0] for found in tensors[1:])
+
+
+def test_shards_that_end_amid_a_head_are_permuted_as_well(trained: Path, out: Path) -> None:
+    five = resharded(trained, out / "five", mesh=parse_mesh("5"), policy="fsdp")
+    assert mapped(five, out / "hf") == mapped(trained, out / "whole")
+
+
+# What does not fit
+
+
+def refusal(what: Any, *arguments: Any, **options: Any) -> CkptoolError:
+    with pytest.raises(CkptoolError) as caught:
+        what(*arguments, **options)
+    return caught.value
+
+
+def test_a_tensor_that_no_rule_takes_is_listed(out: Path) -> None:
+    source = save(out / "a", state() | {"layers.0.surprise.weight": torch.zeros(2)})
+    error = refusal(mapped, source, out / "b")
+    assert isinstance(error, UsageError)
+    assert "layers.0.surprise.weight" in error.message
+    assert "takes 1 of" in error.message
+    kept = mapped(source, out / "b", drop=("*surprise*",))
+    assert kept == all_bits(state(side="hf"))
+
+
+def test_a_name_that_is_made_twice_is_listed(out: Path) -> None:
+    source = save(out / "a", state() | {"output.weight": torch.zeros(10, 16)})
+    error = refusal(mapped, source, out / "b")
+    assert "lm_head.weight, also from output.weight" in error.message or (
+        "lm_head.weight, also from lm_head.weight" in error.message
+    )
+
+
+@pytest.mark.parametrize(
+    ("dims", "words"),
+    [
+        ({}, "the size of head, kv, pair is not known"),
+        ({"head": 4}, "the size of kv, pair is not known"),
+        ({"head": 4, "kv": 4}, "the dims of the model are not what was said"),
+        ({"head": 3, "kv": 2}, "is not [(head pair two) hidden] with head 3"),
+        ({"heads": 4}, "no such dim"),
+    ],
+)
+def test_dims_that_are_missing_or_wrong(dims: dict[str, int], words: str, out: Path) -> None:
+    error = refusal(mapped, save(out / "a", state()), out / "b", MapOptions(LLAMA.name, dims))
+    assert words in error.message
+    assert "not known" not in words or "--dim kv=N" in (error.hint or "")
+
+
+def test_an_expert_that_is_missing_is_named(out: Path) -> None:
+    hf = state("qwen3_moe", "hf")
+    del hf["model.layers.1.mlp.experts.1.up_proj.weight"]
+    error = refusal(mapped, save(out / "a", hf), out / "b", MapOptions("torchtitan-qwen3"))
+    assert "model.layers.1.mlp.experts.1.up_proj.weight" in error.message
+
+
+def test_shards_that_are_missing_are_damage_still(out: Path) -> None:
+    source = save(out / "a", state())
+    data = source / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-900])
+    assert isinstance(refusal(mapped, source, out / "b"), Damaged)
+
+
+# Which map
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llama3", "torchtitan-llama3"),
+        ("qwen3", "torchtitan-qwen3"),
+        ("qwen3_moe", "torchtitan-qwen3"),
+        ("deepseek_v3", "torchtitan-deepseek-v3"),
+    ],
+)
+def test_auto_finds_the_map_by_the_names_alone(family: str, name: str, out: Path) -> None:
+    source = save(out / "a", state(family))
+    dims = HEADS if family == "llama3" else {}
+    report = convert_to("dcp", source, out / "b", map=MapOptions("auto", dims))
+    assert report.map is not None
+    assert (report.map.name, report.map.target) == (name, "Hugging Face")
+    assert any(f"map {name}, torchtitan to Hugging Face" in note for note in report.notes)
+
+
+def test_auto_does_not_choose_among_several(out: Path) -> None:
+    error = refusal(mapped, save(out / "a", state(side="hf")), out / "b", MapOptions("auto", HEADS))
+    assert "meta-llama (Hugging Face to Meta)" in error.message
+    assert "torchtitan-llama3 (Hugging Face to torchtitan)" in error.message
+
+
+def test_auto_says_where_no_map_fits(out: Path) -> None:
+    source = save(out / "a", {"fc.weight": torch.zeros(2)})
+    assert "no built-in map" in refusal(mapped, source, out / "b", MapOptions("auto")).message
+
+
+@pytest.mark.parametrize("name", ["lama", "missing.toml"])
+def test_a_map_that_is_not_there(name: str) -> None:
+    assert name in refusal(load_map, name).message
+
+
+def test_a_map_of_ones_own(out: Path) -> None:
+    text = """
+        [dims]
+        head = ["num_attention_heads"]
+
+        [[rule]]
+        from = "blocks [block (head dim) wide]"
+        to = "block.{block}.head.{head}.w [dim wide]"
+    """
+    (out / "m.toml").write_text(text)
+    values = torch.arange(2 * 6 * 4.0).reshape(2, 6, 4)
+    options = MapOptions(str(out / "m.toml"), {"head": 3})
+    found = mapped(save(out / "a", {"blocks": values}), out / "b", options)
+    assert found == {
+        f"block.{b}.head.{h}.w": bits(values[b, 2 * h : 2 * h + 2])
+        for b in range(2)
+        for h in range(3)
+    }
+    assert mapped(out / "b", out / "c", options) == {"blocks": bits(values)}
+
+
+@pytest.mark.parametrize("name", sorted(builtin_maps()))
+def test_a_built_in_map_printed_and_given_as_a_file_is_the_same(name: str, tmp_path: Path) -> None:
+    (tmp_path / "m.toml").write_text(map_text(name))
+    assert load_map(str(tmp_path / "m.toml")) == builtin_maps()[name]
+
+
+# Files that go along
+
+
+def test_assets_go_along_and_tell_the_dims(out: Path) -> None:
+    assets = out / "assets"
+    assets.mkdir()
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    (assets / "config.json").write_text(json.dumps(config))
+    (assets / "tokenizer.json").write_text("{}")
+    (assets / "model.safetensors").write_bytes(b"not to be copied")
+    source = save(out / "a", state())
+    options = MapOptions("torchtitan-llama3", assets=assets)
+    convert_to("safetensors", source, out / "hf", map=options)
+    assert {path.name for path in (out / "hf").iterdir()} == {
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+    }
+    assert json.loads((out / "hf" / "config.json").read_text()) == config
+    assert read_back("safetensors", out / "hf") == all_bits(state(side="hf"))
+
+
+def test_assets_need_a_folder(out: Path) -> None:
+    source = save(out / "a", state())
+    gone = MapOptions(LLAMA.name, HEADS, assets=out / "none")
+    assert "no such folder" in refusal(mapped, source, out / "b", gone).message
+    (out / "assets").mkdir()
+    empty = MapOptions(LLAMA.name, HEADS, assets=out / "assets")
+    assert "no config.json" in refusal(mapped, source, out / "b", empty).message
+    (out / "assets" / "config.json").write_text("{}")
+    error = refusal(mapped, source, out / "b.pt", empty, to="torch-save")
+    assert "single file" in error.message
+
+
+def test_the_report_says_what_became_of_each_tensor(out: Path) -> None:
+    report = convert_to("dcp", save(out / "a", state()), out / "b", map=LLAMA)
+    assert report.map is not None
+    moves = {move.target: move for move in report.map.moves}
+    query = moves["model.layers.1.self_attn.q_proj.weight"]
+    assert query.sources == ("layers.1.attention.qkv_linear.wq.weight",)
+    assert (query.operation, query.entry.shape) == ("permute", (16, 16))
+    assert moves["model.norm.weight"].operation == "rename"

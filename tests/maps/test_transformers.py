@@ -1,0 +1,115 @@
+"""Models of transformers, carried to a trainer's layout and back: bit for bit, and loadable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import convert_to
+
+from ckptool.commands.maps import MapOptions
+
+transformers = pytest.importorskip("transformers")
+import torch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 103,
+    "max_position_embeddings": 64,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+DEEPSEEK = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"tie_word_embeddings": False}),
+    "llama_tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama_many_heads": ("Llama", {"num_key_value_heads": 4, "head_dim": 16}),
+    "mistral": ("Mistral", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3_tied": ("Qwen3", {"tie_word_embeddings": True}),
+    "qwen3_moe": ("Qwen3Moe", MOE),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "deepseek_v3": ("DeepseekV3", DEEPSEEK | {"q_lora_rank": 24}),
+    "deepseek_v3_plain": ("DeepseekV3", DEEPSEEK | {"q_lora_rank": None}),
+}
+CASES = [
+    ("torchtitan-llama3", "llama"),
+    ("torchtitan-llama3", "llama_tied"),
+    ("torchtitan-llama3", "llama_many_heads"),
+    ("torchtitan-qwen3", "qwen3"),
+    ("torchtitan-qwen3", "qwen3_tied"),
+    ("torchtitan-qwen3", "qwen3_moe"),
+    ("torchtitan-deepseek-v3", "deepseek_v3"),
+    ("torchtitan-deepseek-v3", "deepseek_v3_plain"),
+    ("meta-llama", "llama"),
+    ("megatron-gpt", "llama"),
+    ("megatron-gpt", "llama_tied"),
+    ("megatron-gpt", "mistral"),
+    ("megatron-gpt", "qwen2"),
+    ("megatron-gpt", "qwen3"),
+    ("megatron-moe", "qwen3_moe"),
+    ("megatron-mixtral", "mixtral"),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny random model of each family, as save_pretrained leaves it."""
+    found = {}
+    for family, (name, more) in FAMILIES.items():
+        torch.manual_seed(3)
+        config = getattr(transformers, f"{name}Config")(**SMALL | more)
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.data.normal_(std=0.2)
+        found[family] = tmp_path_factory.mktemp(family)
+        model.save_pretrained(found[family])
+    return found
+
+
+def logits(folder: Path) -> torch.Tensor:
+    """What the model in a folder says to a fixed text; every key is there, and none too many."""
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, dtype=torch.float32
+    )
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+    assert not loading["mismatched_keys"]
+    with torch.no_grad():
+        return model.eval()(torch.arange(24).reshape(2, 12) * 4).logits
+
+
+@pytest.mark.parametrize(("name", "family"), CASES)
+def test_to_the_trainer_and_back(name: str, family: str, saved: dict[str, Path], out: Path) -> None:
+    source = saved[family]
+    padding = {"extra": 9} if name.startswith("megatron") else {}
+    there = convert_to("dcp", source, out / "trainer", map=MapOptions(name, padding))
+    assert there.map is not None
+    options = MapOptions("auto" if name != "meta-llama" else name, assets=source)
+    back = convert_to("safetensors", out / "trainer", out / "back", map=options)
+    assert back.map is not None
+    assert (back.map.name, back.map.target) == (name, "Hugging Face")
+    wanted, found = (load_file(folder / "model.safetensors") for folder in (source, out / "back"))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    assert torch.equal(logits(out / "back"), logits(source))

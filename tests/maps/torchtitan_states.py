@@ -1,0 +1,149 @@
+"""What torchtitan's own state-dict adapters make of small state dicts, and a record of it.
+
+``python tests/maps/torchtitan_states.py`` writes the record anew, with torchtitan 0.3.0. Names come
+from torchtitan's models; the shapes are made small, and every element has a value of its own.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load, save
+
+RECORD = Path(__file__).parent / "torchtitan_0_3_0.safetensors.gz"
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama3": {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2},
+    "llama3_tied": {
+        "model_type": "llama",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {"model_type": "qwen3", "num_attention_heads": 4, "tie_word_embeddings": True},
+    "qwen3_moe": {"model_type": "qwen3_moe", "num_attention_heads": 4},
+    "deepseek_v3": {"model_type": "deepseek_v3", "num_hidden_layers": 2},
+    "deepseek_v3_predicting": {"model_type": "deepseek_v3", "num_hidden_layers": 2},
+}
+FAMILIES = list(CONFIGS)
+States = dict[str, dict[str, np.ndarray[Any, Any]]]
+"""``trainer``, ``hf`` and ``back``: a state dict, what ``to_hf`` makes of it, and ``from_hf``."""
+
+
+def _small(config: Any) -> None:
+    """Heads as the small shapes have them."""
+    attention = config.layers[0].attention
+    config.dim, attention.n_heads, attention.n_kv_heads, attention.head_dim = 16, 4, 2, 4
+
+
+def _shape(shape: tuple[int, ...], sizes: dict[int, int]) -> tuple[int, ...]:
+    return tuple(sizes.get(n, n if n < 8 else 4 + n % 3) for n in shape)
+
+
+def _made(
+    spec: Any, layers: slice, sizes: dict[int, int], *, heads: bool = False, config: Any = None
+) -> States:
+    import torch
+
+    config = config or spec.model
+    config.layers = config.layers[layers]
+    for layer in (*config.layers, *getattr(config, "mtp_layers", ())):
+        if getattr(layer, "moe", None) is not None:
+            _few_experts(layer.moe)
+    with torch.device("meta"):
+        names = {n: tuple(t.shape) for n, t in config.build().state_dict().items()}
+    sizes = {**sizes, config.vocab_size: 10}
+    if heads:
+        _small(config)
+    trainer = _counted({name: _shape(shape, sizes) for name, shape in names.items()})
+    if config.enable_weight_tying:
+        trainer["lm_head.weight"] = trainer["tok_embeddings.weight"]
+    adapter = spec.state_dict_adapter(config, None)
+    there = adapter.to_hf(dict(trainer))
+    back = adapter.from_hf(dict(there))
+    return {
+        side: {n: t.numpy().astype("i2") for n, t in state.items()}
+        for side, state in (("trainer", trainer), ("hf", there), ("back", back))
+    }
+
+
+def _counted(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Tensors of these shapes, no two elements of which are equal."""
+    import torch
+
+    found: dict[str, Any] = {}
+    count = 0
+    for name, shape in shapes.items():
+        size = torch.Size(shape).numel()
+        found[name] = torch.arange(count, count + size).reshape(shape)
+        count += size
+    return found
+
+
+def _few_experts(moe: Any) -> None:
+    moe.num_experts = 3
+    moe.router.num_experts = 3
+    moe.routed_experts.inner_experts.num_experts = 3
+
+
+def _families() -> dict[str, Callable[[], States]]:
+    from torchtitan.models.deepseek_v3 import deepseekv3_configs
+    from torchtitan.models.deepseek_v3 import model_registry as deepseek
+    from torchtitan.models.llama3 import model_registry as llama
+    from torchtitan.models.qwen3 import model_registry as qwen
+
+    two = slice(0, 2)
+    return {
+        "llama3": lambda: _made(llama("8B"), two, {4096: 16, 1024: 8, 14336: 6}, heads=True),
+        "llama3_tied": lambda: _made(llama("1B"), two, {2048: 16, 512: 8, 8192: 6}, heads=True),
+        "qwen3": lambda: _made(qwen("0.6B"), two, {1024: 8, 2048: 16, 3072: 6}),
+        "qwen3_moe": lambda: _made(qwen("30B-A3B"), two, {2048: 8, 4096: 16, 512: 4}),
+        "deepseek_v3": lambda: _made(deepseek("671B"), slice(2, 4), {}),
+        "deepseek_v3_predicting": lambda: _made(
+            deepseek("671B"),
+            slice(2, 4),
+            {},
+            config=deepseekv3_configs["671B"]("flex", "standard", num_mtp_layers=1),
+        ),
+    }
+
+
+def states(family: str) -> States:
+    """What the adapter that is installed makes of a family's state dict."""
+    return _families()[family]()
+
+
+def record() -> None:
+    """Write what all adapters make into the record."""
+    arrays = {
+        f"{family}|{side}|{name}": values
+        for family in _families()
+        for side, state in states(family).items()
+        for name, values in state.items()
+    }
+    RECORD.write_bytes(gzip.compress(save(arrays), mtime=0))
+
+
+def recorded(family: str) -> States:
+    """What torchtitan's adapter made of a family's state dict when the record was written."""
+    found: States = {"trainer": {}, "hf": {}, "back": {}}
+    for key, values in load(gzip.decompress(RECORD.read_bytes())).items():
+        name, side, tensor = key.split("|")
+        if name == family:
+            found[side][tensor] = values
+    return found
+
+
+def write_config(family: str, folder: Path) -> Path:
+    """A folder with the config.json of a family."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIGS[family]))
+    return folder
+
+
+if __name__ == "__main__":
+    record()
