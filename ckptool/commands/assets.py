@@ -1,17 +1,48 @@
-"""Files that go with a model: those of ``--hf-assets``, beside what a writer lays out."""
+"""Files that go with a model: those of ``--hf-assets``, and a config.json that is made."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
-from ckptool.core.layout import FileLayout, Layout, Verbatim
+from ckptool.commands.maps import MapReport
+from ckptool.commands.model_config import with_dtype
+from ckptool.commands.model_facts import CONFIG
+from ckptool.core.catalog import Catalog
+from ckptool.core.layout import FileLayout, Layout, Literal, Verbatim
 from ckptool.engine.sources import LocalSource
 from ckptool.errors import UsageError
 from ckptool.formats._companions import companions
 
 
-def asset_files(folder: Path) -> list[FileLayout]:
+def with_assets(
+    layout: Layout, assets: Path | None, report: MapReport | None, catalog: Catalog, *, model: bool
+) -> Layout:
+    """The layout with the files of ``assets``, which go before those of the same name.
+
+    ``model`` says that the target is a model's folder: it gets a config.json from the map's report
+    where it has none. UsageError where files are asked for and the target is a single file.
+    """
+    if assets is not None and not layout.folder:
+        raise UsageError("--hf-assets: the target is a single file, not a folder")
+    files = [] if assets is None else _asset_files(assets)
+    names = {file.path for file in files}
+    files += [file for file in layout.files if file.path not in names]
+    if not model or report is None or any(file.path == CONFIG for file in files):
+        return replace(layout, files=tuple(files))
+    if report.config is None:
+        lacks = f"no config.json: {report.config_lacks}; --hf-assets FOLDER carries one along"
+        return replace(
+            layout, notes=(*layout.notes, lacks) if report.config_lacks else layout.notes
+        )
+    text = json.dumps(with_dtype(report.config, catalog), indent=2) + "\n"
+    made = FileLayout(CONFIG, (Literal(text.encode()),))
+    note = f"{CONFIG} is made from what the checkpoint records"
+    return replace(layout, files=(made, *files), notes=(*layout.notes, note))
+
+
+def _asset_files(folder: Path) -> list[FileLayout]:
     """config.json, tokenizer files and their like in a folder, to be copied as they are.
 
     UsageError where it is no folder, or holds none of them.
@@ -27,17 +58,3 @@ def asset_files(folder: Path) -> list[FileLayout]:
         )
     root = folder.resolve()
     return [FileLayout(name, (Verbatim(str(root / name), size),)) for name, size in found.items()]
-
-
-def with_files(layout: Layout, files: list[FileLayout]) -> Layout:
-    """The layout with more files, which go before those of the same name.
-
-    UsageError where the target is a single file.
-    """
-    if not files:
-        return layout
-    if not layout.folder:
-        raise UsageError("--hf-assets: the target is a single file, not a folder")
-    names = {file.path for file in files}
-    kept = [file for file in layout.files if file.path not in names]
-    return replace(layout, files=(*files, *kept))

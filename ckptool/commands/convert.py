@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptool.commands.assets import asset_files, with_files
+from ckptool.commands.assets import with_assets
 from ckptool.commands.maps import MapOptions, MapReport, decided_by, map_checkpoint
 from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.commands.transfer import (
@@ -123,8 +123,7 @@ def prepare(source: Path, target: Path, options: ConvertOptions) -> Prepared:
     catalog, cast = _cast(mapped, options.dtype)
     request = Request(target.name, options.max_shard_size, options.one_rank)
     layout = CONVERTERS[writer](catalog, request)
-    assets = options.map.assets
-    layout = with_files(layout, asset_files(assets)) if assets is not None else layout
+    layout = with_assets(layout, options.map.assets, map_report, catalog, model=writer == "hf")
     plan = Plan(catalog, layout)
     report = ConvertReport(
         source=opened.path,

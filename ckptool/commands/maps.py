@@ -9,6 +9,7 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
+from ckptool.commands.model_config import Config, recorded_config
 from ckptool.commands.model_facts import Record, facts, records
 from ckptool.commands.open import Opened
 from ckptool.core.carry import UnknownSizes
@@ -20,6 +21,7 @@ from ckptool.core.mapped import Facts, Mapped, Matcher, Move, apply_map, fits, l
 from ckptool.errors import UsageError
 
 AUTO = "auto"
+HUGGING_FACE = "Hugging Face"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,11 @@ class MapOptions:
 
 @dataclass(frozen=True, slots=True)
 class MapReport:
-    """The map that was applied, why this one, and every tensor that it makes."""
+    """The map that was applied, why this one, and every tensor that it makes.
+
+    ``config`` is the model's configuration as config.json has it, None where the target is not
+    Hugging Face's or the checkpoint does not record enough: ``config_lacks`` says what.
+    """
 
     name: str
     source: str
@@ -46,6 +52,8 @@ class MapReport:
     reason: str
     moves: tuple[Move, ...]
     left_out: tuple[str, ...]
+    config: Config | None = None
+    config_lacks: str = ""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -117,8 +125,18 @@ def map_checkpoint(
         done = apply_map(catalog, key_map, facts(key_map, known, options.dims))
     except UnknownSizes as error:
         raise UsageError(error.message, hint=_size_hint(error, key_map)) from None
+    config, lacks = (None, "")
+    if key_map.target == HUGGING_FACE:
+        config, lacks = recorded_config(known, done.catalog)
     report = MapReport(
-        key_map.name, key_map.source, key_map.target, reason, done.moves, done.left_out
+        key_map.name,
+        key_map.source,
+        key_map.target,
+        reason,
+        done.moves,
+        done.left_out,
+        config,
+        lacks,
     )
     return _noted(done, report), report
 

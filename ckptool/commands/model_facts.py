@@ -13,12 +13,12 @@ from ckptool.core.mapped import Facts
 from ckptool.engine.sources import LocalSource
 from ckptool.errors import UsageError
 from ckptool.formats._pickle import Call
-from ckptool.formats.base import read_metadata
 
 CONFIG = "config.json"
 _PARAMS = "params.json"
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 _DEEPEST = 3
+_LARGEST = 1 << 24
 
 Record = Mapping[str, Any]
 
@@ -29,31 +29,23 @@ def records(source: LocalSource, catalog: Catalog, assets: Path | None) -> list[
     The config.json of ``assets``, that beside the checkpoint, Meta's params.json, and the arguments
     that Megatron-LM saves. UsageError where a file of ``assets`` cannot be read.
     """
-    found = [config_of(assets)] if assets is not None else []
-    beside = [
-        _parsed(read_metadata(source, name), f"{source.root}/{name}")
-        for name in (CONFIG, _PARAMS)
-        if name in source.files
-    ]
-    return [*found, *beside, *map(_of_megatron, _arguments(catalog))]
+    asked = [_of_file(assets / CONFIG)] if assets is not None else []
+    beside = [_of_file(Path(source.root, name)) for name in (CONFIG, _PARAMS)]
+    return [*asked, *beside, *map(_of_megatron, _arguments(catalog))]
 
 
-def config_of(folder: Path) -> Record:
-    """The config.json of a folder, with its ``text_config`` as part of it; empty without one."""
-    path = folder / CONFIG
+def _of_file(path: Path) -> Record:
+    """A JSON object, with its ``text_config`` as part of it; empty where there is no such file."""
     try:
-        return _parsed(path.read_bytes(), str(path)) if path.exists() else {}
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
-
-
-def _parsed(data: bytes, where: str) -> Record:
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where}: no JSON: {error}") from None
+        if not path.exists():
+            return {}
+        if path.stat().st_size > _LARGEST:
+            raise UsageError(f"{path}: more than {_LARGEST:,} bytes, which is no configuration")
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
-        raise UsageError(f"{where}: no JSON object")
+        raise UsageError(f"{path}: no JSON object")
     inner = content.get("text_config")
     return {**content, **inner} if isinstance(inner, dict) else content
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckptool.commands.assets import asset_files, with_files
+from ckptool.commands.assets import with_assets
 from ckptool.commands.load_cost import LoadCost, load_costs
 from ckptool.commands.maps import MapOptions, MapReport, decided_by, map_checkpoint
 from ckptool.commands.open import Opened, open_checkpoint
@@ -178,8 +178,9 @@ def prepare_reshard(source: Path, target: Path | None, options: ReshardOptions) 
     choices = placer.choose(catalog)
     placed = Placed(placer.mesh, {name: choice.placements for name, choice in choices.items()})
     layout = WRITERS[writer](catalog, Request(target.name, placed=placed))
-    if options.map.assets is not None:
-        layout = with_files(layout, asset_files(options.map.assets))
+    layout = with_assets(
+        layout, options.map.assets, map_report, catalog, model=writer == "sharded-state"
+    )
     plan = Plan(catalog, layout)
     report = ReshardReport(
         source=opened.path,

@@ -1,0 +1,156 @@
+"""A config.json that is made from the checkpoint alone: transformers loads the model with it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import convert_to, flat, load_dcp
+
+from ckptool.commands.maps import MapOptions
+
+ARGS: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_attention_heads": 4,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "kv_channels": 8,
+    "max_position_embeddings": 64,
+    "norm_epsilon": 1e-4,
+    "rotary_base": 50000,
+    "rotary_percent": 1.0,
+    "untie_embeddings_and_output_weights": True,
+    "vocab_size": 103,
+    "padded_vocab_size": 112,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "swiglu": True,
+    "add_bias_linear": False,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 24,
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+}
+PARAMS = {
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "norm_eps": 1e-4,
+    "vocab_size": -1,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama_tied": ("Llama", {"tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 8}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "intermediate_size": 24}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+         "norm_topk_prob": True},
+    ),
+}  # fmt: skip
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 103,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-4,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_theta": 50000.0, "rope_type": "default"},
+}
+
+
+def original(family: str, folder: Path, **more: Any) -> Path:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(5)
+    name, extra = MODELS[family]
+    config = getattr(transformers, f"{name}Config")(**SMALL | extra | more)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
+def logits(folder: Path) -> torch.Tensor:
+    import transformers
+
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True
+    )
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        return model.eval()(torch.arange(40).reshape(2, 20) * 2).logits
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "more"),
+    [
+        ("llama", "megatron-gpt", {}),
+        ("llama_tied", "megatron-gpt", {"untie_embeddings_and_output_weights": False}),
+        ("qwen2", "megatron-gpt", {}),
+        ("qwen3", "megatron-gpt", {}),
+        ("mixtral", "megatron-mixtral", EXPERTS),
+        ("qwen3_moe", "megatron-moe", EXPERTS),
+    ],
+)
+def test_from_megatrons_arguments(family: str, name: str, more: dict[str, Any], out: Path) -> None:
+    source = original(family, out / "original")
+    convert_to("dcp", source, out / "there", map=MapOptions(name, {"extra": 9}))
+    state = flat(load_dcp(out / "there")) | {"args": argparse.Namespace(**ARGS | more)}
+    dcp.save(state, checkpoint_id=out / "trained", no_dist=True)
+    convert_to("safetensors", out / "trained", out / "back", map=MapOptions(name), model_only=True)
+    assert {path.name for path in (out / "back").iterdir()} == {"config.json", "model.safetensors"}
+    assert torch.equal(logits(out / "back"), logits(source))
+
+
+@pytest.mark.parametrize("theta", [None, 50000.0])
+def test_from_metas_params(theta: float | None, out: Path) -> None:
+    rope = {"rope_theta": theta or 10000.0, "rope_type": "default"}
+    source = original("llama", out / "original", rope_parameters=rope)
+    meta = out / "meta"
+    meta.mkdir()
+    convert_to("torch-save", source, meta / "consolidated.00.pth", map=MapOptions("meta-llama"))
+    params = PARAMS | ({"rope_theta": theta} if theta else {})
+    (meta / "params.json").write_text(json.dumps(params))
+    convert_to("safetensors", meta, out / "back", map=MapOptions("meta-llama"))
+    assert torch.equal(logits(out / "back"), logits(source))
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"position_embedding_type": "learned_absolute"}, "position_embedding_type is"),
+        ({"normalization": "LayerNorm"}, "normalization is 'LayerNorm'"),
+        ({"norm_epsilon": None}, "norm_epsilon is not recorded"),
+        ({"use_rope_scaling": True}, "use_rope_scaling is True"),
+    ],
+)
+def test_no_config_is_made_where_not_enough_is_recorded(
+    more: dict[str, Any], words: str, out: Path
+) -> None:
+    state = {
+        "embedding.word_embeddings.weight": torch.zeros(112, 32),
+        "args": argparse.Namespace(**ARGS | more),
+    }
+    dcp.save(state, checkpoint_id=out / "a", no_dist=True)
+    options = MapOptions("megatron-gpt")
+    report = convert_to("safetensors", out / "a", out / "b", map=options, model_only=True)
+    assert [path.name for path in (out / "b").iterdir()] == ["model.safetensors"]
+    assert any("no config.json" in note and words in note for note in report.notes)
+    assert report.map.moves[0].entry.shape == (103, 32)
