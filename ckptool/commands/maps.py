@@ -12,12 +12,13 @@ from pathlib import Path
 from ckptool.commands.model_config import Config, recorded_config
 from ckptool.commands.model_facts import Record, facts, records
 from ckptool.commands.open import Opened
-from ckptool.core.carry import UnknownSizes
 from ckptool.core.catalog import Catalog
 from ckptool.core.frames import framed
+from ckptool.core.group import UnknownSizes
 from ckptool.core.keymap import KeyMap
 from ckptool.core.keymap_file import parse_map
-from ckptool.core.mapped import Facts, Mapped, Matcher, Move, apply_map, fits, listed
+from ckptool.core.mapped import Mapped, Move, apply_map, listed
+from ckptool.core.matching import Facts, Matcher, fits
 from ckptool.errors import UsageError
 
 AUTO = "auto"

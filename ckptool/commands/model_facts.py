@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool.core.catalog import Catalog
 from ckptool.core.keymap import KeyMap
-from ckptool.core.mapped import Facts
+from ckptool.core.matching import Facts
 from ckptool.engine.sources import LocalSource
 from ckptool.errors import UsageError
 from ckptool.formats._pickle import Call

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ckptool.core.axes import Axis, axes_of, divides, show_axes, size_of, solve, unknown_axes
+from ckptool.core.axes import Axis, axes_of, size_of
 from ckptool.core.catalog import Chunk, TensorEntry, merge_copies
+from ckptool.core.group import Held, Sizes, kept_size
 from ckptool.core.keymap import Binding, Pattern, Rule
+from ckptool.core.operation import operation, padding
 from ckptool.core.reshape import (
     insert_dim,
     merge_dims,
@@ -19,18 +20,7 @@ from ckptool.core.reshape import (
     split_dim,
     unstack,
 )
-from ckptool.errors import CannotDo, UsageError
-
-Sizes = Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A tensor that a rule's source pattern takes, with the indexes that its name spells out."""
-
-    pattern: Pattern
-    binding: Binding
-    entry: TensorEntry
+from ckptool.errors import CannotDo
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +30,6 @@ class Made:
     name: str
     entry: TensorEntry
     operation: str
-
-
-class UnknownSizes(UsageError):
-    """Sizes of axes that neither the shapes nor what is known of the model tell."""
-
-    def __init__(self, names: Sequence[str], rule: Rule) -> None:
-        super().__init__(f"{rule.whole.text}: the size of {', '.join(names)} is not known")
-        self.names = tuple(names)
-        self.rule = rule
-
-    def all_of(self, names: Sequence[str]) -> UnknownSizes:
-        """The same error, for the sizes that several rules lack."""
-        return UnknownSizes(names, self.rule)
 
 
 def carry(rule: Rule, group: Sequence[Held], sizes: Sizes, *, exact: bool = False) -> list[Made]:
@@ -69,20 +46,24 @@ def carry(rule: Rule, group: Sequence[Held], sizes: Sizes, *, exact: bool = Fals
         return [Made(name, group[0].entry, "rename")]
     _require_all(rule, group, common, sizes)
     if exact and rule.padding is not None and sizes[rule.padding]:
-        raise CannotDo(f"{_padding_words(rule, sizes)} is no permutation of its elements")
+        raise CannotDo(f"{padding(rule, sizes)} is no permutation of its elements")
     array = _assembled(rule, group, sizes)
-    what = operation(rule, sizes)
     return [
         Made(pattern.name(common | binding, sizes), _shaped(rule, pattern, part, sizes), what)
-        for pattern in rule.targets
+        for pattern, what in [(target, operation(rule, target, sizes)) for target in rule.targets]
         for binding, part in _cut(rule, pattern, array, sizes)
     ]
 
 
 def one_value(names: Sequence[str], entries: Sequence[TensorEntry]) -> list[Made]:
     """One tensor under several names; that all ``entries`` are equal is checked when it is read."""
-    first = replace(entries[0], chunks=merge_copies(_ranked(entries)))
+    first = entries[0] if len(entries) == 1 else _as_copies(entries)
     return [Made(name, first, "copy" if len(entries) > 1 else "rename") for name in names]
+
+
+def _as_copies(entries: Sequence[TensorEntry]) -> TensorEntry:
+    """One tensor whose copies are the others; their chunks have the same boxes."""
+    return replace(entries[0], chunks=merge_copies(_ranked(entries)))
 
 
 # One tensor under several names
@@ -97,18 +78,21 @@ def _tied(rule: Rule, group: Sequence[Held], common: Binding, known: Sizes) -> l
                 f"{first.name} {list(first.shape)} and {other.name} {list(other.shape)} are tied,"
                 " but differ in shape or type"
             )
-    aligned = [_cut_like(entry, [e for e in (first, *others) if e is not entry]) for entry in
-               (first, *others)]  # fmt: skip
-    entry = replace(first, chunks=merge_copies(_ranked(aligned)))
+    entry = first
+    if others:
+        all_of = (first, *others)
+        entry = _as_copies([_cut_like(e, [o for o in all_of if o is not e]) for e in all_of])
     what = "rename" if len(group) == 1 and len(rule.targets) == 1 else "tie"
     return [Made(p.name(common, known), entry, what) for p in rule.targets if not p.optional]
 
 
 def _ranked(entries: Sequence[TensorEntry]) -> Iterator[Chunk]:
-    """All chunks, each with a rank, without which it could not be another's copy."""
+    """All chunks and their copies, each with a rank, without which none could be a copy."""
     for entry in entries:
         for chunk in entry.chunks:
-            yield replace(chunk, rank=chunk.rank or 0) if len(entries) > 1 else chunk
+            yield replace(chunk, rank=chunk.rank or 0)
+            for copy in chunk.copies:
+                yield Chunk(chunk.box, copy.at, copy.rank)
 
 
 def _cut_like(entry: TensorEntry, others: Sequence[TensorEntry]) -> TensorEntry:
@@ -133,58 +117,7 @@ def _cut_at(entry: TensorEntry, dim: int, edges: Sequence[int]) -> Iterator[Chun
                 yield replace(part, box=part.box.relative_to(shift))
 
 
-# Sizes
-
-
-def group_sizes(rule: Rule, group: Sequence[Held], known: Sizes) -> dict[str, int]:
-    """The sizes of all axes of a rule that are needed to carry the group over.
-
-    Raises UnknownSizes; CannotDo where a shape is not what the axes say.
-    """
-    if rule.renames:
-        return dict(known)
-    given = {**known, **_spelled_sizes(rule, group)}
-    if rule.padding is not None and rule.whole in rule.targets:
-        given.setdefault(rule.padding, 0)
-    odd = [held for held in group if len(held.pattern.axes or ()) != len(held.entry.shape)]
-    if odd:
-        raise _misfit(odd[0], given)
-    sizes = solve([(held.pattern.axes or (), held.entry.shape) for held in group], given)
-    wanted = {n for h in group for n in unknown_axes(h.pattern.axes or (), sizes)}
-    wanted |= {a for p in (*rule.sources, *rule.targets) for a in p.spelled} - sizes.keys()
-    for held in group:
-        if not divides(held.pattern.axes or (), held.entry.shape, sizes):
-            raise _misfit(held, sizes)
-    if wanted - set(rule.common):
-        raise UnknownSizes(sorted(wanted - set(rule.common)), rule)
-    for held in group:
-        _require_fit(held, sizes)
-    return sizes
-
-
-def _spelled_sizes(rule: Rule, group: Sequence[Held]) -> dict[str, int]:
-    """How many indexes the sources' names spell out of each axis that the targets' do not."""
-    found: dict[str, int] = {}
-    for held in group:
-        for axis, index in held.binding.items():
-            if axis not in rule.common:
-                found[axis] = max(found.get(axis, 0), index + 1)
-    return found
-
-
-def _require_fit(held: Held, sizes: Sizes) -> None:
-    for dim, length in zip(held.pattern.axes or (), held.entry.shape, strict=True):
-        if math.prod(size_of(axis, sizes) or 0 for axis in dim) != length:
-            raise _misfit(held, sizes)
-
-
-def _misfit(held: Held, sizes: Sizes) -> CannotDo:
-    axes = held.pattern.axes or ()
-    named = [f"{n} {sizes[n]:,}" for axis in axes_of(axes) for n in axis if n in sizes]
-    known = f" with {', '.join(named)}" if named else ""
-    return CannotDo(
-        f"{held.entry.name}: its shape {list(held.entry.shape)} is not [{show_axes(axes)}]{known}"
-    )
+# Assembling and cutting
 
 
 def _require_all(rule: Rule, group: Sequence[Held], common: Binding, sizes: Sizes) -> None:
@@ -211,9 +144,6 @@ def _indexes(rule: Rule, pattern: Pattern, sizes: Sizes) -> Iterator[Binding]:
         yield dict(zip(spelled, indexes, strict=True))
 
 
-# Assembling and cutting
-
-
 def _assembled(rule: Rule, group: Sequence[Held], sizes: Sizes) -> TensorEntry:
     """The array that the sources are boxes of, without padding."""
     chunks: list[Chunk] = []
@@ -229,7 +159,7 @@ def _assembled(rule: Rule, group: Sequence[Held], sizes: Sizes) -> TensorEntry:
             for axis, place in zip(rule.axes, places, strict=True)
         )
         chunks += [replace(chunk, box=chunk.box.relative_to(shift)) for chunk in entry.chunks]
-    shape = tuple(_kept_size(axis, rule, sizes) for axis in rule.axes)
+    shape = tuple(kept_size(axis, rule, sizes) for axis in rule.axes)
     return replace(group[0].entry, shape=shape, chunks=tuple(chunks), placements=None, mesh=None)
 
 
@@ -242,7 +172,7 @@ def _apart(held: Held, rule: Rule, sizes: Sizes) -> tuple[TensorEntry, list[Axis
     found = axes_of(axes)
     for dim, axis in enumerate(found):
         if rule.padding in axis:
-            entry = narrow(entry, dim, 0, _kept_size(axis, rule, sizes))
+            entry = narrow(entry, dim, 0, kept_size(axis, rule, sizes))
     return entry, found
 
 
@@ -258,10 +188,6 @@ def _start(axis: Axis, mine: Axis, binding: Binding, sizes: Sizes) -> int:
     return sum(sizes[name] for name in axis[: axis.index(mine[0])])
 
 
-def _kept_size(axis: Axis, rule: Rule, sizes: Sizes) -> int:
-    return sum(sizes[name] for name in axis if name != rule.padding)
-
-
 def _cut(
     rule: Rule, pattern: Pattern, array: TensorEntry, sizes: Sizes
 ) -> Iterator[tuple[Binding, TensorEntry]]:
@@ -271,7 +197,7 @@ def _cut(
         held = next((one for one in mine if set(one) <= set(axis)), axis)
         if held != axis:
             start = _start(axis, held, {}, sizes)
-            length = _kept_size(held, rule, sizes)
+            length = kept_size(held, rule, sizes)
             array = narrow(array, dim, start, start + length)
     yield from _spelled_out(rule.axes, pattern, array, {}, rule)
 
@@ -305,61 +231,3 @@ def _shaped(rule: Rule, pattern: Pattern, part: TensorEntry, sizes: Sizes) -> Te
 
 def _place_in(left: Sequence[Axis], axis: Axis) -> int:
     return next(place for place, one in enumerate(left) if set(axis) <= set(one))
-
-
-# Words
-
-
-def operation(rule: Rule, sizes: Sizes) -> str:
-    """What a rule does to its tensors, in words."""
-    words = _in_words(rule, sizes)
-    return ", ".join(words) or "rename"
-
-
-def _in_words(rule: Rule, sizes: Sizes) -> list[str]:
-    sources, targets = rule.sources, rule.targets
-    words = []
-    whole = rule.whole
-    if whole in targets and len(sources) > 1:
-        words.append("join " + " + ".join(_parts_named(rule)))
-    if whole in sources and len(targets) > 1:
-        words.append("split " + " | ".join(_parts_named(rule)))
-    spelled = [
-        {a for p in side for a in p.spelled} - set(rule.common) for side in (sources, targets)
-    ]
-    words += [f"stack {axis}" for axis in sorted(spelled[0] - spelled[1])]
-    words += [f"unstack {axis}" for axis in sorted(spelled[1] - spelled[0])]
-    words += _order_in_words(rule)
-    if rule.padding is not None and sizes[rule.padding]:
-        words.append(_padding_words(rule, sizes))
-    return words
-
-
-def _padding_words(rule: Rule, sizes: Sizes) -> str:
-    axis = next(axis for axis in rule.axes if rule.padding in axis)
-    full, total = _kept_size(axis, rule, sizes), size_of(axis, sizes) or 0
-    if rule.whole in rule.targets:
-        return f"pad {full:,} to {total:,}"
-    return f"unpad {total:,} to {full:,}"
-
-
-def _parts_named(rule: Rule) -> list[str]:
-    """The axes of a sum that tell the parts apart."""
-    sums = [axis for axis in axes_of(rule.whole.axes or ()) if len(axis) > 1]
-    return [
-        " ".join(" + ".join(one) for one in axes_of(part.axes or ()) if set(one) < set(axis))
-        for part in rule.parts
-        for axis in sums[:1]
-    ]
-
-
-def _order_in_words(rule: Rule) -> list[str]:
-    """Whether some target has its axes in another order than its source."""
-    whole = axes_of(rule.whole.axes or ())
-    for part in rule.parts:
-        mine = axes_of(part.axes or ())
-        order = [_place_in(whole, axis) for axis in mine if any(set(axis) <= set(o) for o in whole)]
-        if order != sorted(order):
-            flat = all(len(dim) == 1 for dim in (*(rule.whole.axes or ()), *(part.axes or ())))
-            return ["transpose" if flat else "permute"]
-    return []

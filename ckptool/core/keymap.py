@@ -93,7 +93,9 @@ class Rule:
 
     ``padding`` is the axis whose indexes only fill up, ``tie`` says that all patterns are one and
     the same tensor, ``when`` names a fact that must hold, ``only`` the part of the checkpoint
-    (``model`` or ``optimizer``) that the rule is for.
+    (``model`` or ``optimizer``) that the rule is for. ``whole`` is the pattern that names all of
+    the axes, ``common`` are the axes that all names spell out: there is one group of tensors for
+    each of their indexes.
     """
 
     sources: tuple[Pattern, ...]
@@ -102,16 +104,20 @@ class Rule:
     tie: bool = False
     when: str | None = None
     only: str | None = None
+    whole: Pattern = field(init=False, compare=False, repr=False)
+    common: tuple[str, ...] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        single = [side[0] for side in (self.sources, self.targets) if len(side) == 1]
+        whole = max(single or self.sources, key=_names_axes)
+        patterns = (*self.sources, *self.targets)
+        common = tuple(a for a in whole.spelled if all(a in p.spelled for p in patterns))
+        object.__setattr__(self, "whole", whole)
+        object.__setattr__(self, "common", common)
 
     @property
     def inverse(self) -> Rule:
         return replace(self, sources=self.targets, targets=self.sources)
-
-    @property
-    def whole(self) -> Pattern:
-        """The pattern that names all axes of the rule."""
-        single = [side[0] for side in (self.sources, self.targets) if len(side) == 1]
-        return max(single or self.sources, key=_names_axes)
 
     @property
     def parts(self) -> tuple[Pattern, ...]:
@@ -122,12 +128,6 @@ class Rule:
     def renames(self) -> bool:
         """Whether shapes do not matter."""
         return self.whole.axes is None
-
-    @property
-    def common(self) -> tuple[str, ...]:
-        """The axes that all names spell out: one group of tensors for each of their indexes."""
-        patterns = (*self.sources, *self.targets)
-        return tuple(a for a in self.whole.spelled if all(a in p.spelled for p in patterns))
 
     @property
     def axes(self) -> list[Axis]:

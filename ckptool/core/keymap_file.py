@@ -85,6 +85,8 @@ def _rule(table: Mapping[str, Any]) -> Rule:
         raise UsageError("is no table")
     _require_keys(table, _RULE_KEYS, "the table")
     sources, targets = (tuple(map(parse_pattern, _texts(table.get(s, [])))) for s in ("from", "to"))
+    if not sources or not targets:
+        raise UsageError("needs both from and to")
     rule = Rule(
         sources,
         targets,
@@ -139,8 +141,6 @@ def _require_once(pattern: Pattern) -> None:
 
 def _require_sound(rule: Rule) -> None:
     patterns = (*rule.sources, *rule.targets)
-    if not rule.sources or not rule.targets:
-        raise UsageError("needs both from and to")
     if rule.only not in (None, "model", "optimizer"):
         raise UsageError(f"only = {rule.only!r} is neither model nor optimizer")
     if len({pattern.axes is None for pattern in patterns}) > 1:

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptool.core.carry import Held, Made, UnknownSizes, carry, group_sizes, one_value
+from ckptool.core.carry import Made, carry, one_value
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.frames import Frame, Framed, framed
-from ckptool.core.keymap import Binding, KeyMap, Pattern, Rule, abstract
+from ckptool.core.group import Held, UnknownSizes, group_sizes
+from ckptool.core.keymap import KeyMap, Rule
+from ckptool.core.matching import Claim, Facts, Matcher
 from ckptool.core.parts import part_of
 from ckptool.core.rewrite import renamed_path
 from ckptool.errors import CannotDo, UsageError
 
 _MOST_SHOWN = 12
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What is known of the model: sizes of axes by name, and the facts that hold."""
-
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    true: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,76 +37,6 @@ class Mapped:
     catalog: Catalog
     moves: tuple[Move, ...]
     left_out: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Claim:
-    rule: Rule
-    pattern: Pattern
-    binding: Binding
-    inner: str
-
-    @property
-    def group(self) -> object:
-        """What the claims share whose tensors are carried over together."""
-        return id(self.rule), *(self.binding[axis] for axis in self.rule.common)
-
-
-class Matcher:
-    """Finds the rule that takes a parameter's name, in one part of a checkpoint."""
-
-    def __init__(self, key_map: KeyMap, facts: Facts, part: str) -> None:
-        self._facts = facts
-        self._patterns: dict[str, list[tuple[Rule, Pattern]]] = defaultdict(list)
-        for rule in key_map.rules:
-            if (rule.when is None or rule.when in facts.true) and rule.only in (None, part):
-                for pattern in rule.sources:
-                    self._patterns[pattern.key].append((rule, pattern))
-        self._dropped: dict[str, list[Pattern]] = defaultdict(list)
-        for pattern in key_map.drop:
-            self._dropped[pattern.key].append(pattern)
-
-    def claim(self, name: str) -> _Claim | None:
-        """The first rule that takes the name, or None. UnknownSizes where that cannot be told."""
-        found = abstract(name)
-        for rule, pattern in self._patterns.get(found[0], ()) if found else ():
-            unknown = pattern.needs - self._facts.sizes.keys()
-            if unknown:
-                raise UnknownSizes(sorted(unknown), rule)
-            binding = pattern.match(found[1] if found else (), self._facts.sizes)
-            if binding is not None:
-                return _Claim(rule, pattern, binding, name)
-        return None
-
-    def drops(self, name: str) -> bool:
-        """Whether the map says to leave the name out."""
-        found = abstract(name)
-        patterns = self._dropped.get(found[0], ()) if found else ()
-        return any(found and p.match(found[1], self._facts.sizes) is not None for p in patterns)
-
-    def knows(self, name: str) -> bool:
-        """Whether the map says anything of the name."""
-        try:
-            return self.claim(name) is not None or self.drops(name)
-        except UnknownSizes:
-            return True
-
-
-def fits(catalog: Catalog, key_map: KeyMap, facts: Facts) -> bool:
-    """Whether the map takes every tensor of the model, and its marks (if any) are there."""
-    matcher = Matcher(key_map, facts, "model")
-    found, odd = framed(catalog, matcher.knows, matcher.knows)
-    names = {inner for frame, inner in _inner(found) if frame.part == "model"}
-    if odd or not names:
-        return False
-    keys = {key[0] for key in map(abstract, names) if key}
-    return all(mark.key in keys for mark in key_map.marks)
-
-
-def _inner(found: Framed) -> Iterator[tuple[Frame, str]]:
-    for frame, names in found.items():
-        for inner in names:
-            yield frame, inner
 
 
 def apply_map(catalog: Catalog, key_map: KeyMap, facts: Facts) -> Mapped:
@@ -157,6 +81,7 @@ class _Application:
                 self._carry(frame, names, claims, scalars=scalars)
         for frame, claims in groups:
             self._carry_values(frame, found[frame], claims)
+        self._rename_in_lists(handled)
         self._require_done(handled)
         return self._result(handled)
 
@@ -173,10 +98,10 @@ class _Application:
 
     def _groups(
         self, frame: Frame, names: Mapping[str, str], handled: set[str]
-    ) -> Iterator[list[_Claim]]:
+    ) -> Iterator[list[Claim]]:
         """The claims of one frame's names, those together that are carried over together."""
         matcher = self._matchers[frame.part]
-        found: dict[object, list[_Claim]] = defaultdict(list)
+        found: dict[object, list[Claim]] = defaultdict(list)
         for inner, name in names.items():
             handled.add(name)
             claim = matcher.claim(inner)
@@ -189,15 +114,15 @@ class _Application:
         yield from found.values()
 
     def _tensor_groups(
-        self, groups: Iterable[tuple[Frame, list[_Claim]]], found: Framed, *, scalars: bool
-    ) -> Iterator[tuple[Frame, Mapping[str, str], list[_Claim]]]:
+        self, groups: Iterable[tuple[Frame, list[Claim]]], found: Framed, *, scalars: bool
+    ) -> Iterator[tuple[Frame, Mapping[str, str], list[Claim]]]:
         for frame, claims in groups:
             names = found[frame]
             held = [c for c in claims if names[c.inner] in self._catalog.tensors]
             if held and scalars == self._is_scalar(frame, names, held[0]):
                 yield frame, names, held
 
-    def _is_scalar(self, frame: Frame, names: Mapping[str, str], claim: _Claim) -> bool:
+    def _is_scalar(self, frame: Frame, names: Mapping[str, str], claim: Claim) -> bool:
         """Whether the optimizer keeps this once a parameter, and not once an element."""
         entry = self._catalog.tensors[names[claim.inner]]
         if frame.part == "model" or claim.rule.renames:
@@ -207,7 +132,7 @@ class _Application:
     # Tensors
 
     def _carry(
-        self, frame: Frame, names: Mapping[str, str], claims: list[_Claim], *, scalars: bool
+        self, frame: Frame, names: Mapping[str, str], claims: list[Claim], *, scalars: bool
     ) -> None:
         rule = claims[0].rule
         held = [Held(c.pattern, c.binding, self._catalog.tensors[names[c.inner]]) for c in claims]
@@ -244,7 +169,7 @@ class _Application:
                 )
         return carry(rule, held, sizes, exact=exact)
 
-    def _scalars(self, claims: list[_Claim], held: list[Held]) -> list[Made]:
+    def _scalars(self, claims: list[Claim], held: list[Held]) -> list[Made]:
         names = self._names.get(claims[0].group)
         if names is None:
             raise CannotDo("it belongs to no parameter that is there")
@@ -252,7 +177,7 @@ class _Application:
 
     # Values
 
-    def _carry_values(self, frame: Frame, names: Mapping[str, str], claims: list[_Claim]) -> None:
+    def _carry_values(self, frame: Frame, names: Mapping[str, str], claims: list[Claim]) -> None:
         values = [
             self._catalog.objects[names[c.inner]]
             for c in claims
@@ -269,6 +194,25 @@ class _Application:
             name = frame.around(target)
             path = renamed_path(first.path, name)
             self._values.append(replace(first, name=name, path=path))
+
+    def _rename_in_lists(self, handled: set[str]) -> None:
+        """Lists of parameters' names, as an optimizer's groups of parameters have them."""
+        listed_before: set[str] = set()
+        for name, entry in self._catalog.objects.items():
+            if name in handled or not _is_list_of_names(entry):
+                continue
+            claims = [self._matchers["optimizer"].claim(item) for item in entry.value]
+            groups = dict.fromkeys(claim.group for claim in claims if claim is not None)
+            if not groups:
+                continue
+            renamed = [one for group in groups for one in self._names.get(group, ())]
+            whole = None not in claims and groups.keys() <= self._names.keys()
+            if not whole or listed_before & set(renamed):
+                self._refused.append(name)
+                continue
+            handled.add(name)
+            listed_before |= set(renamed)
+            self._values.append(replace(entry, value=type(entry.value)(renamed)))
 
     # The end
 
@@ -307,6 +251,13 @@ class _Application:
         objects |= {value.name: value for value in self._values}
         catalog = replace(self._catalog, tensors=tensors | rest, objects=objects)
         return Mapped(catalog, tuple(moves), tuple(self._left_out))
+
+
+def _is_list_of_names(entry: ObjectEntry) -> bool:
+    """Whether a value of the optimizer is a list of texts."""
+    if part_of(entry.name, entry.path) != "optimizer" or not isinstance(entry.value, list | tuple):
+        return False
+    return bool(entry.value) and all(isinstance(item, str) for item in entry.value)
 
 
 def _named(entry: TensorEntry, name: str) -> TensorEntry:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from ckptool.core.box import Box, flat_range, row_major_strides
-from ckptool.core.catalog import Chunk, Item, Packed, Place, TensorEntry
+from ckptool.core.catalog import Chunk, Copy, Extent, Item, Packed, Place, TensorEntry
 from ckptool.errors import CannotDo
 
 Strides = tuple[int, ...]
@@ -209,7 +209,7 @@ def _part(
     chunk: Chunk, box: Box, first: Index, restride: Restride = lambda strides: strides
 ) -> Chunk:
     """The part of a chunk from its local index ``first`` on, as ``box`` of another tensor."""
-    copies = tuple(replace(copy, at=_moved(copy.at, first, restride)) for copy in chunk.copies)
+    copies = tuple(Copy(_moved(copy.at, first, restride), copy.rank) for copy in chunk.copies)
     return Chunk(box, _moved(chunk.at, first, restride), chunk.rank, copies)
 
 
@@ -217,9 +217,10 @@ def _moved(at: Place, first: Index, restride: Restride) -> Place:
     if isinstance(at, Item):
         raise TypeError(f"{at} was never located")
     skip = sum(i * s for i, s in zip(first, at.strides, strict=False))
+    strides = restride(at.strides)
     if isinstance(at, Packed):
-        return replace(at, start=at.start + skip, strides=restride(at.strides))
-    return replace(at, offset=at.offset + skip, strides=restride(at.strides))
+        return replace(at, start=at.start + skip, strides=strides)
+    return Extent(at.file, at.offset + skip, strides, at.record, at.ops)
 
 
 def _with(entry: TensorEntry, shape: tuple[int, ...], chunks: list[Chunk]) -> TensorEntry:

@@ -17,7 +17,8 @@ from ckptool.core.catalog import Catalog, Chunk, Extent, ObjectEntry, TensorEntr
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.keymap import KeyMap, abstract
 from ckptool.core.keymap_file import parse_map, parse_pattern
-from ckptool.core.mapped import Facts, apply_map
+from ckptool.core.mapped import apply_map
+from ckptool.core.matching import Facts
 from ckptool.errors import UsageError
 
 Array = np.ndarray[Any, Any]

@@ -156,6 +156,36 @@ def test_values_that_differ_cannot_become_one(out: Path) -> None:
         mapped(save(out / "a", hf | content), out / "b")
 
 
+def groups(*lists: list[str]) -> dict[str, Any]:
+    """Groups of parameters, as torch's get_optimizer_state_dict names them."""
+    return {"optim": {"param_groups": [{"lr": 0.1, "params": names} for names in lists]}}
+
+
+def test_groups_of_parameters_are_renamed(out: Path) -> None:
+    fuse = "layers.0.attention.qkv_linear.wqkv.weight"
+    moment = {f"optim.state.{n}.exp_avg": fused(state())[n] for n in (fuse, WEIGHT)}
+    source = save(out / "a", state() | groups(["norm.weight", fuse], [WEIGHT]) | moment)
+    mapped(source, out / "b")
+    found = [group["params"] for group in load_dcp(out / "b")["optim"]["param_groups"]]
+    heads = [f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"]
+    assert found == [["model.norm.weight", *heads], ["model.layers.0.mlp.gate_proj.weight"]]
+    mapped(out / "b", out / "c")
+    assert load_dcp(out / "c")["optim"]["param_groups"] == load_dcp(source)["optim"]["param_groups"]
+
+
+@pytest.mark.parametrize(
+    "lists",
+    [
+        [["norm.weight", "no.such.weight"]],
+        [["norm.weight"], ["norm.weight"]],
+    ],
+)
+def test_groups_that_cannot_be_renamed_are_refused(lists: list[list[str]], out: Path) -> None:
+    source = save(out / "a", state() | groups(*lists))
+    with pytest.raises(CannotDo, match=r"param_groups\.\d\.params"):
+        mapped(source, out / "b")
+
+
 MEGATRON = {
     "embedding.word_embeddings.weight": torch.arange(24.0).reshape(6, 4),
     "decoder.final_layernorm.weight": torch.arange(4.0),

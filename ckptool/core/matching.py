@@ -1,0 +1,90 @@
+"""Which rule of a map takes which name."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ckptool.core.catalog import Catalog
+from ckptool.core.frames import Frame, Framed, framed
+from ckptool.core.group import UnknownSizes
+from ckptool.core.keymap import Binding, KeyMap, Pattern, Rule, abstract
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of the model: sizes of axes by name, and the facts that hold."""
+
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    true: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    rule: Rule
+    pattern: Pattern
+    binding: Binding
+    inner: str
+
+    @property
+    def group(self) -> object:
+        """What the claims share whose tensors are carried over together."""
+        return id(self.rule), *(self.binding[axis] for axis in self.rule.common)
+
+
+class Matcher:
+    """Finds the rule that takes a parameter's name, in one part of a checkpoint."""
+
+    def __init__(self, key_map: KeyMap, facts: Facts, part: str) -> None:
+        self._facts = facts
+        self._patterns: dict[str, list[tuple[Rule, Pattern]]] = defaultdict(list)
+        for rule in key_map.rules:
+            if (rule.when is None or rule.when in facts.true) and rule.only in (None, part):
+                for pattern in rule.sources:
+                    self._patterns[pattern.key].append((rule, pattern))
+        self._dropped: dict[str, list[Pattern]] = defaultdict(list)
+        for pattern in key_map.drop:
+            self._dropped[pattern.key].append(pattern)
+
+    def claim(self, name: str) -> Claim | None:
+        """The first rule that takes the name, or None. UnknownSizes where that cannot be told."""
+        found = abstract(name)
+        for rule, pattern in self._patterns.get(found[0], ()) if found else ():
+            unknown = pattern.needs - self._facts.sizes.keys()
+            if unknown:
+                raise UnknownSizes(sorted(unknown), rule)
+            binding = pattern.match(found[1] if found else (), self._facts.sizes)
+            if binding is not None:
+                return Claim(rule, pattern, binding, name)
+        return None
+
+    def drops(self, name: str) -> bool:
+        """Whether the map says to leave the name out."""
+        found = abstract(name)
+        patterns = self._dropped.get(found[0], ()) if found else ()
+        return any(found and p.match(found[1], self._facts.sizes) is not None for p in patterns)
+
+    def knows(self, name: str) -> bool:
+        """Whether the map says anything of the name."""
+        try:
+            return self.claim(name) is not None or self.drops(name)
+        except UnknownSizes:
+            return True
+
+
+def fits(catalog: Catalog, key_map: KeyMap, facts: Facts) -> bool:
+    """Whether the map takes every tensor of the model, and its marks (if any) are there."""
+    matcher = Matcher(key_map, facts, "model")
+    found, odd = framed(catalog, matcher.knows, matcher.knows)
+    names = {inner for frame, inner in _inner(found) if frame.part == "model"}
+    if odd or not names:
+        return False
+    keys = {key[0] for key in map(abstract, names) if key}
+    return all(mark.key in keys for mark in key_map.marks)
+
+
+def _inner(found: Framed) -> Iterator[tuple[Frame, str]]:
+    for frame, names in found.items():
+        for inner in names:
+            yield frame, inner
