@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckptool.commands.maps import MapOptions
+from ckptool.commands.map_report import MapOptions
 from ckptool.core.dtype import BY_NAME, SHORT_NAMES, DType
 from ckptool.engine.run import RunOptions
 from ckptool.errors import UsageError

@@ -1,4 +1,4 @@
-"""Files that go with a model: those of ``--hf-assets``, and a config.json that is made."""
+"""A key map where one is asked for, and the files that go with a model: ``--hf-assets``, config."""
 
 from __future__ import annotations
 
@@ -6,14 +6,30 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from ckptool.commands.maps import MapReport
-from ckptool.commands.model_config import with_dtype
-from ckptool.commands.model_facts import CONFIG
+from ckptool.commands.map_report import MapOptions, MapReport
+from ckptool.commands.open import Opened
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout, Literal, Verbatim
 from ckptool.engine.sources import LocalSource
 from ckptool.errors import UsageError
-from ckptool.formats._companions import companions
+
+CONFIG = "config.json"
+
+
+def mapped(
+    opened: Opened, catalog: Catalog, options: MapOptions
+) -> tuple[Catalog, MapReport | None]:
+    """The (located) catalog under the key map that is asked for, if any, and what was done.
+
+    Raises UsageError or CannotDo where that is not possible.
+    """
+    if options.name is None:
+        if options.dims or options.inverse is not None:
+            raise UsageError("--dim and --inverse say something of a --map, which is not given")
+        return catalog, None
+    from ckptool.commands.maps import map_checkpoint
+
+    return map_checkpoint(opened, catalog, options)
 
 
 def with_assets(
@@ -36,6 +52,8 @@ def with_assets(
         return replace(
             layout, notes=(*layout.notes, lacks) if report.config_lacks else layout.notes
         )
+    from ckptool.commands.model_config import with_dtype
+
     text = json.dumps(with_dtype(report.config, catalog), indent=2) + "\n"
     made = FileLayout(CONFIG, (Literal(text.encode()),))
     note = f"{CONFIG} is made from what the checkpoint records"
@@ -47,6 +65,8 @@ def _asset_files(folder: Path) -> list[FileLayout]:
 
     UsageError where it is no folder, or holds none of them.
     """
+    from ckptool.formats._companions import companions
+
     if not folder.is_dir():
         raise UsageError(f"--hf-assets {folder}: no such folder")
     source = LocalSource.folder(folder)

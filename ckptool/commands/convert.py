@@ -8,8 +8,8 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptool.commands.assets import with_assets
-from ckptool.commands.maps import MapOptions, MapReport, decided_by, map_checkpoint
+from ckptool.commands.assets import mapped, with_assets
+from ckptool.commands.map_report import MapOptions, MapReport, decided_by
 from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.commands.transfer import (
     Progress,
@@ -119,8 +119,8 @@ def prepare(source: Path, target: Path, options: ConvertOptions) -> Prepared:
     require_agreement(kept)
     if not kept.tensors and not kept.objects:
         raise UsageError("nothing is left to convert")
-    mapped, map_report = map_checkpoint(opened, opened.located(kept), options.map)
-    catalog, cast = _cast(mapped, options.dtype)
+    catalog, map_report = mapped(opened, opened.located(kept), options.map)
+    catalog, cast = _cast(catalog, options.dtype)
     request = Request(target.name, options.max_shard_size, options.one_rank)
     layout = CONVERTERS[writer](catalog, request)
     layout = with_assets(layout, options.map.assets, map_report, catalog, model=writer == "hf")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
 
-from ckptool.commands.model_config import Config, recorded_config
+from ckptool.commands.map_report import MapOptions, MapReport
+from ckptool.commands.model_config import recorded_config
 from ckptool.commands.model_facts import Record, facts, records
 from ckptool.commands.open import Opened
 from ckptool.core.catalog import Catalog
@@ -17,57 +17,12 @@ from ckptool.core.frames import framed
 from ckptool.core.group import UnknownSizes
 from ckptool.core.keymap import KeyMap
 from ckptool.core.keymap_file import parse_map
-from ckptool.core.mapped import Mapped, Move, apply_map, listed
+from ckptool.core.mapped import Mapped, apply_map, listed
 from ckptool.core.matching import Facts, Matcher, fits
 from ckptool.errors import UsageError
 
 AUTO = "auto"
 HUGGING_FACE = "Hugging Face"
-
-
-@dataclass(frozen=True, slots=True)
-class MapOptions:
-    """Which map: a built-in's name, a TOML file, or ``auto``; None for none.
-
-    ``dims`` are sizes of its named dims, ``assets`` a folder with config.json and tokenizer files,
-    ``inverse`` whether the map goes from its ``to`` to its ``from`` side (None: as names fit).
-    """
-
-    name: str | None = None
-    dims: Mapping[str, int] = field(default_factory=dict)
-    assets: Path | None = None
-    inverse: bool | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class MapReport:
-    """The map that was applied, why this one, and every tensor that it makes.
-
-    ``config`` is the model's configuration as config.json has it, None where the target is not
-    Hugging Face's or the checkpoint does not record enough: ``config_lacks`` says what.
-    """
-
-    name: str
-    source: str
-    target: str
-    reason: str
-    moves: tuple[Move, ...]
-    left_out: tuple[str, ...]
-    config: Config | None = None
-    config_lacks: str = ""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a person should know of it."""
-        said = f"map {self.name}, {self.source} to {self.target}: {self.reason}"
-        left = (f"left out, as the map says: {', '.join(self.left_out)}",) if self.left_out else ()
-        return (said, *left)
-
-
-def decided_by(report: MapReport | None) -> object:
-    """What a map decides of the output, beyond names and places."""
-    moves = report.moves if report is not None else ()
-    return [(move.sources, move.target, move.entry.shape, move.operation) for move in moves]
 
 
 @cache
@@ -110,15 +65,11 @@ def _require_known(name: str) -> None:
 
 def map_checkpoint(
     opened: Opened, catalog: Catalog, options: MapOptions
-) -> tuple[Catalog, MapReport | None]:
+) -> tuple[Catalog, MapReport]:
     """The (located) catalog under the map that is asked for, and what was done.
 
     Raises UsageError or CannotDo as ``apply_map``, and where no map or several would do.
     """
-    if options.name is None:
-        if options.dims or options.inverse is not None:
-            raise UsageError("--dim and --inverse say something of a --map, which is not given")
-        return catalog, None
     known = records(opened.source, opened.catalog, options.assets)
     chosen = _found(catalog, known, options) if options.name == AUTO else _asked(catalog, options)
     key_map, reason = chosen

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ckptool.commands.assets import CONFIG
 from ckptool.core.catalog import Catalog
 from ckptool.core.keymap import KeyMap
 from ckptool.core.matching import Facts
@@ -14,7 +15,6 @@ from ckptool.engine.sources import LocalSource
 from ckptool.errors import UsageError
 from ckptool.formats._pickle import Call
 
-CONFIG = "config.json"
 _PARAMS = "params.json"
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 _DEEPEST = 3

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckptool.commands.assets import with_assets
+from ckptool.commands.assets import mapped, with_assets
 from ckptool.commands.load_cost import LoadCost, load_costs
-from ckptool.commands.maps import MapOptions, MapReport, decided_by, map_checkpoint
+from ckptool.commands.map_report import MapOptions, MapReport, decided_by
 from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.commands.transfer import (
     Progress,
@@ -172,7 +172,7 @@ def prepare_reshard(source: Path, target: Path | None, options: ReshardOptions) 
     require_agreement(catalog)
     if not catalog.tensors:
         raise CannotDo(f"{opened.path}: no tensor to reshard")
-    catalog, map_report = map_checkpoint(opened, opened.located(catalog), options.map)
+    catalog, map_report = mapped(opened, opened.located(catalog), options.map)
     writer = _writer_name(options.to, opened)
     placer = replace(placer, rules=(*placer.rules, *CUTS.get(writer, ())))
     choices = placer.choose(catalog)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from ckptool.commands.maps import MapReport
-from ckptool.core.mapped import Move
-from ckptool.render.fold import Numbers, split_numbers, with_numbers
+from ckptool.commands.inspect import PARTS
+from ckptool.commands.map_report import MapReport
+from ckptool.core.parts import part_of
+from ckptool.render.fold import Numbers, natural, split_numbers, with_numbers
 from ckptool.render.text import escaped
+
+if TYPE_CHECKING:
+    from ckptool.core.mapped import Move
 
 
 def show_moves(report: MapReport, screen: Console) -> None:
     """One line for all tensors that are made alike and differ only in numbers of their names."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 1), show_header=False)
     table.add_column(overflow="fold")
     table.add_column()
     table.add_column(overflow="fold")
@@ -39,12 +43,18 @@ def show_moves(report: MapReport, screen: Console) -> None:
 
 
 def _alike(moves: Iterable[Move]) -> list[list[Move]]:
+    """Moves that share a line, the model's first, in natural order."""
     found: dict[object, list[Move]] = defaultdict(list)
-    for move in moves:
+    for move in sorted(moves, key=_order):
         words = tuple(dict.fromkeys(split_numbers(name)[0] for name in move.sources))
         kind = (words, split_numbers(move.target)[0], move.entry.shape, move.operation)
         found[kind].append(move)
     return list(found.values())
+
+
+def _order(move: Move) -> tuple[int, object]:
+    name = move.sources[0]
+    return PARTS.index(part_of(name, move.entry.path)), natural(name)
 
 
 def _folded(names: Iterable[str]) -> list[str]:

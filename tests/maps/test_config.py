@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conftest import convert_to, flat, load_dcp
 
-from ckptool.commands.maps import MapOptions
+from ckptool.commands.map_report import MapOptions
 
 ARGS: dict[str, Any] = {
     "num_layers": 2,

@@ -12,7 +12,8 @@ import torch.distributed.checkpoint as dcp
 from conftest import Bits, bits, convert_to, flat, load_dcp, read_back
 from torchtitan_states import recorded
 
-from ckptool.commands.maps import MapOptions, builtin_maps, load_map, map_text
+from ckptool.commands.map_report import MapOptions
+from ckptool.commands.maps import builtin_maps, load_map, map_text
 from ckptool.commands.reshard import ReshardOptions, prepare_reshard
 from ckptool.commands.transfer import TransferOptions
 from ckptool.core.placing import parse_mesh

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from conftest import convert_to
 
-from ckptool.commands.maps import MapOptions
+from ckptool.commands.map_report import MapOptions
 
 transformers = pytest.importorskip("transformers")
 import torch  # noqa: E402

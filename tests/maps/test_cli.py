@@ -1,0 +1,102 @@
+"""Key maps on the command line: what is shown, said and refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torchtitan_states import recorded
+
+
+def command(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "ckptool", *map(str, words)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    state = {n: torch.from_numpy(a).float() for n, a in recorded("llama3")["trainer"].items()}
+    dcp.save(state, checkpoint_id=tmp_path / "step-1000", no_dist=True)
+    return tmp_path / "step-1000"
+
+
+@pytest.fixture
+def assets(tmp_path: Path) -> Path:
+    (tmp_path / "assets").mkdir()
+    config = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "assets" / "config.json").write_text(json.dumps(config))
+    return tmp_path / "assets"
+
+
+def test_the_whole_way_in_one_command(source: Path, assets: Path, out: Path) -> None:
+    words = ["--to", "safetensors", "--model-only", "--dtype", "bf16", "--hf-assets", assets]
+    done = command("convert", source, out / "hf", *words, "--map", "torchtitan-llama3")
+    assert done.returncode == 0, done.stderr
+    assert "map torchtitan-llama3, torchtitan to Hugging Face" in done.stderr
+    assert (out / "hf" / "config.json").exists()
+
+
+def test_a_dry_run_shows_what_becomes_of_each_tensor(source: Path, out: Path) -> None:
+    words = ["--to", "dcp", "--map", "auto", "--dim", "head=4", "--dim", "kv=2", "--dry-run"]
+    done = command("convert", source, out / "x", *words)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if " -> " in line]
+    query = next(row for row in rows if "wq" in row[0])
+    assert query[0] == "layers.{0,1}.attention.qkv_linear.wq.weight"
+    assert query[2:] == ["model.layers.{0,1}.self_attn.q_proj.weight", "[16,", "16]", "permute"]
+    assert not (out / "x").exists()
+
+
+def test_the_report_as_json(source: Path, out: Path) -> None:
+    words = ["--map", "torchtitan-llama3", "--dim", "head=4", "--dim", "kv=2", "--json", "-q"]
+    done = command("reshard", source, out / "x", "--mesh", "2", *words)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)["map"]
+    assert (said["name"], said["from"], said["to"]) == (
+        "torchtitan-llama3",
+        "torchtitan",
+        "Hugging Face",
+    )
+    rows = {row["to"]: row for row in said["tensors"]}
+    assert rows["model.norm.weight"] == {
+        "from": ["norm.weight"],
+        "to": "model.norm.weight",
+        "dtype": "float32",
+        "shape": [16],
+        "operation": "rename",
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--map", "torchtitan-lama"], 2, "hint: auto, one of megatron-gpt"),
+        (["--map", "torchtitan-llama3"], 2, "--dim head=N --dim kv=N"),
+        (["--map", "torchtitan-llama3", "--dim", "head"], 2, "is not NAME=SIZE"),
+        (["--map", "torchtitan-llama3", "--dim", "x=1"], 2, "hint: it has head, kv"),
+        (["--dim", "head=4"], 2, "--map"),
+        (["--map", "torchtitan-qwen3", "--inverse"], 2, "takes 20 of the tensors"),
+        (["--map", "torchtitan-llama3", "--dim", "head=4", "--dim", "kv=8"], 4, "kv 8"),
+    ],
+)
+def test_refusals(words: list[str], code: int, said: str, source: Path, out: Path) -> None:
+    done = command("convert", source, out / "x", "--to", "dcp", *words)
+    assert done.returncode == code
+    assert said in done.stderr
+    assert not (out / "x").exists()
+
+
+def test_maps_are_listed_and_printed() -> None:
+    listed = command("maps").stdout
+    assert "torchtitan-deepseek-v3" in listed
+    assert "meta-llama" in listed
+    printed = command("maps", "meta-llama").stdout
+    assert 'from = "output.weight"' in printed
+    as_json = json.loads(command("maps", "meta-llama", "--json").stdout)
+    assert as_json["maps"][0]["toml"] == printed
+    assert command("maps", "meta-lama").returncode == 2
