@@ -418,3 +418,13 @@ def test_the_report_says_what_became_of_each_tensor(out: Path) -> None:
     assert query.sources == ("layers.1.attention.qkv_linear.wq.weight",)
     assert (query.operation, query.entry.shape) == ("permute", (16, 16))
     assert moves["model.norm.weight"].operation == "rename"
+
+
+def test_experts_that_lie_the_other_way_are_not_taken_for_the_usual_ones(out: Path) -> None:
+    """As torchtitan had them in its first months: rows of hidden features."""
+    turned = {
+        n: t.transpose(1, 2).contiguous() if "inner_experts" in n else t
+        for n, t in state("qwen3_moe").items()
+    }
+    error = refusal(mapped, save(out / "a", turned), out / "b", MapOptions("torchtitan-qwen3"))
+    assert "hidden is" in error.message
