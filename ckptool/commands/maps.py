@@ -76,7 +76,7 @@ def map_checkpoint(
     try:
         done = apply_map(catalog, key_map, facts(key_map, known, options.dims))
     except UnknownSizes as error:
-        raise UsageError(error.message, hint=_size_hint(error, key_map)) from None
+        raise _unknown_sizes(error, key_map) from None
     config, lacks = (None, "")
     if key_map.target == HUGGING_FACE:
         config, lacks = recorded_config(known, done.catalog)
@@ -97,12 +97,16 @@ def _noted(done: Mapped, report: MapReport) -> Catalog:
     return replace(done.catalog, notes=(*done.catalog.notes, *report.notes))
 
 
-def _size_hint(error: UnknownSizes, key_map: KeyMap) -> str:
+def _unknown_sizes(error: UnknownSizes, key_map: KeyMap) -> UsageError:
+    """The error that names the dims that can be looked up or given."""
     names = [n for n in error.names if key_map.sizes.get(n)] or list(error.names)
     keys = [str(key_map.sizes[name][0]) for name in names if key_map.sizes.get(name)]
     written = f" with {', '.join(keys)}" if keys else ""
     given = " ".join(f"--dim {name}=N" for name in names)
-    return f"--hf-assets FOLDER that has a config.json{written}; or {given}"
+    return UsageError(
+        f"the map {key_map.name} needs the size of {', '.join(names)}, which nothing here tells",
+        hint=f"--hf-assets FOLDER that has a config.json{written}; or {given}",
+    )
 
 
 # Which map, and which way
@@ -146,12 +150,27 @@ def _found(catalog: Catalog, known: list[Record], options: MapOptions) -> tuple[
             " and config.json" if typed else ""
         )
     if not candidates:
-        raise UsageError(
-            "--map auto: no built-in map takes all of the model's tensors",
-            hint="--map NAME or FILE says which ones it does not take; `ckptool maps` lists them",
-        )
+        raise _none_fits(catalog)
     raise UsageError(
         f"--map auto: {len(candidates)} maps would do:\n"
         + listed([f"{one.name} ({one.source} to {one.target})" for one in candidates]),
         hint=f"name one, such as --map {candidates[0].name}",
+    )
+
+
+def _none_fits(catalog: Catalog) -> UsageError:
+    """The error that says which map comes nearest, and what it does not take."""
+    ways = [way for one in builtin_maps().values() for way in (one, one.inverse)]
+    nearest = max(ways, key=lambda way: _taken(catalog, way))
+    if not _taken(catalog, nearest):
+        return UsageError(
+            "--map auto: no built-in map takes any of the model's tensors",
+            hint="`ckptool maps` lists them; `ckptool maps NAME` prints one to start from",
+        )
+    matcher = Matcher(nearest, Facts(), "model")
+    _, odd = framed(catalog, matcher.knows, matcher.knows)
+    return UsageError(
+        f"--map auto: no built-in map takes all of the model's tensors; {nearest.name}"
+        f" ({nearest.source} to {nearest.target}) takes all but {len(odd):,}:\n" + listed(odd),
+        hint="--drop 'GLOB' leaves a tensor out",
     )

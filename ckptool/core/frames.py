@@ -14,6 +14,7 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.parts import part_of
 
 _MOST_WRAPPERS = 3
+"""As in ``model.module.module.``, of a model that is wrapped twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def _model_frames(names: Iterable[str], known: Known) -> list[Frame]:
 def _wrapper(name: str, known: Known) -> Iterator[str]:
     """The shortest beginning of a name that is followed by a parameter's name."""
     steps = name.split(".")
-    for count in range(min(_MOST_WRAPPERS, len(steps))):
+    for count in range(min(_MOST_WRAPPERS + 1, len(steps))):
         if known(".".join(steps[count:])):
             yield "".join(f"{step}." for step in steps[:count])
             return

@@ -145,8 +145,8 @@ class KeyMap:
     """Rules, in order: the first that takes a name has it.
 
     ``sizes`` say where the size of an axis is written down: keys and expressions to look up, or
-    the number itself. ``drop`` are source names that are left out, ``marks`` names by which a
-    checkpoint is told to be of the source's kind, ``model_types`` those of config.json.
+    the number itself. ``drop`` are source names that are left out, ``marks`` names one of which
+    tells a checkpoint to be of the source's kind, ``model_types`` those of config.json.
     """
 
     name: str

@@ -74,14 +74,14 @@ class Matcher:
 
 
 def fits(catalog: Catalog, key_map: KeyMap, facts: Facts) -> bool:
-    """Whether the map takes every tensor of the model, and its marks (if any) are there."""
+    """Whether the map takes every tensor of the model, and one of its marks (if any) is there."""
     matcher = Matcher(key_map, facts, "model")
     found, odd = framed(catalog, matcher.knows, matcher.knows)
     names = {inner for frame, inner in _inner(found) if frame.part == "model"}
     if odd or not names:
         return False
     keys = {key[0] for key in map(abstract, names) if key}
-    return all(mark.key in keys for mark in key_map.marks)
+    return not key_map.marks or any(mark.key in keys for mark in key_map.marks)
 
 
 def _inner(found: Framed) -> Iterator[tuple[Frame, str]]:

@@ -285,8 +285,8 @@ def test_a_name_that_is_made_twice_is_listed(out: Path) -> None:
 @pytest.mark.parametrize(
     ("dims", "words"),
     [
-        ({}, "the size of head, kv, pair is not known"),
-        ({"head": 4}, "the size of kv, pair is not known"),
+        ({}, "needs the size of head, kv, which"),
+        ({"head": 4}, "needs the size of kv, which"),
         ({"head": 4, "kv": 4}, "the dims of the model are not what was said"),
         ({"head": 3, "kv": 2}, "is not [(head pair two) hidden] with head 3"),
         ({"heads": 4}, "no such dim"),
@@ -295,7 +295,7 @@ def test_a_name_that_is_made_twice_is_listed(out: Path) -> None:
 def test_dims_that_are_missing_or_wrong(dims: dict[str, int], words: str, out: Path) -> None:
     error = refusal(mapped, save(out / "a", state()), out / "b", MapOptions(LLAMA.name, dims))
     assert words in error.message
-    assert "not known" not in words or "--dim kv=N" in (error.hint or "")
+    assert "needs" not in words or "--dim kv=N" in (error.hint or "")
 
 
 def test_an_expert_that_is_missing_is_named(out: Path) -> None:
@@ -341,7 +341,24 @@ def test_auto_does_not_choose_among_several(out: Path) -> None:
 
 def test_auto_says_where_no_map_fits(out: Path) -> None:
     source = save(out / "a", {"fc.weight": torch.zeros(2)})
-    assert "no built-in map" in refusal(mapped, source, out / "b", MapOptions("auto")).message
+    assert "takes any of" in refusal(mapped, source, out / "b", MapOptions("auto")).message
+
+
+def test_auto_says_what_the_nearest_map_does_not_take(out: Path) -> None:
+    odd = {"decoder.final_layernorm.bias": torch.zeros(4)}
+    error = refusal(mapped, save(out / "a", MEGATRON | odd), out / "b", MapOptions("auto"))
+    assert "all but 1:\n  - decoder.final_layernorm.bias" in error.message
+
+
+def test_a_megatron_model_that_is_wrapped_twice(out: Path) -> None:
+    wrapped = {f"model.module.module.{n}": t for n, t in MEGATRON.items()}
+    moments = {f"optimizer.state.module.module.{n}.exp_avg": t for n, t in MEGATRON.items()}
+    found = mapped(save(out / "a", wrapped | moments), out / "b", MapOptions("auto", {"vocab": 6}))
+    names = ("model.embed_tokens.weight", "model.norm.weight")
+    assert found.keys() == {
+        *(f"model.module.module.{name}" for name in names),
+        *(f"optimizer.state.module.module.{name}.exp_avg" for name in names),
+    }
 
 
 @pytest.mark.parametrize("name", ["lama", "missing.toml"])
