@@ -146,7 +146,8 @@ class KeyMap:
 
     ``sizes`` say where the size of an axis is written down: keys and expressions to look up, or
     the number itself. ``drop`` are source names that are left out, ``marks`` names one of which
-    tells a checkpoint to be of the source's kind, ``model_types`` those of config.json.
+    tells a checkpoint to be of the source's kind, ``model_types`` those of config.json,
+    ``unless`` facts about a model that it is not for.
     """
 
     name: str
@@ -158,6 +159,7 @@ class KeyMap:
     drop: tuple[Pattern, ...] = ()
     marks: tuple[Pattern, ...] = ()
     model_types: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
     back: Back = field(default_factory=lambda: Back())
 
     @property

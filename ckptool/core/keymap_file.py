@@ -14,7 +14,7 @@ from ckptool.errors import CkptoolError, UsageError
 _NUMBER = re.compile(r"[0-9]+")
 _SLOT = re.compile(r"\{(\w+)(?:\+(\w+))?\}")
 _NAMED = re.compile(r"(?P<name>\S+?)(?P<optional>\?)?(?:\s+\[(?P<axes>[^\[\]]*)\])?")
-_KEYS = {"name", "summary", "from", "to", "dims", "rule", "drop", "marks", "model_types"}
+_KEYS = {"name", "summary", "from", "to", "dims", "rule", "drop", "marks", "model_types", "unless"}
 _RULE_KEYS = {"from", "to", "padding", "tie", "when", "only"}
 
 
@@ -40,6 +40,7 @@ def parse_map(content: Mapping[str, Any], where: str) -> KeyMap:
         drop=sides[0][0],
         marks=sides[1][0],
         model_types=tuple(map(str, content.get("model_types", ()))),
+        unless=tuple(map(str, content.get("unless", ()))),
         back=Back(sides[0][1], sides[1][1]),
     )
 

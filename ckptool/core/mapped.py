@@ -46,6 +46,9 @@ def apply_map(catalog: Catalog, key_map: KeyMap, facts: Facts) -> Mapped:
     or two make one name, UnknownSizes, and CannotDo where shapes are not what the map says or the
     optimizer's state cannot follow.
     """
+    unfit = [name for name in key_map.unless if name in facts.true]
+    if unfit:
+        raise CannotDo(f"the map {key_map.name} is not for models with {', '.join(unfit)}")
     return _Application(catalog, key_map, facts).run()
 
 

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from conftest import convert_to, flat, load_dcp
 
 from ckptool.commands.map_report import MapOptions
+from ckptool.errors import CannotDo
 
 ARGS: dict[str, Any] = {
     "num_layers": 2,
@@ -130,6 +131,15 @@ def test_from_metas_params(theta: float | None, out: Path) -> None:
     (meta / "params.json").write_text(json.dumps(params))
     convert_to("safetensors", meta, out / "back", map=MapOptions("meta-llama"))
     assert torch.equal(logits(out / "back"), logits(source))
+
+
+@pytest.mark.parametrize("name", ["apply_layernorm_1p", "rotary_interleaved"])
+def test_a_model_whose_values_mean_something_else_is_refused(name: str, out: Path) -> None:
+    state = {"embedding.word_embeddings.weight": torch.zeros(112, 32)}
+    args = {"args": argparse.Namespace(**ARGS, **{name: True})}
+    dcp.save(state | args, checkpoint_id=out / "a", no_dist=True)
+    with pytest.raises(CannotDo, match=name):
+        convert_to("safetensors", out / "a", out / "b", map=MapOptions("megatron-gpt"))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from conftest import convert_to
 from safetensors.torch import load_file, save_file
 
 from ckptool.commands.map_report import MapOptions
+from ckptool.errors import CannotDo
 
 HERE = Path(__file__).parent
 DIMS = {"kv": 2, "dim": 8, "vocab": 103}
@@ -73,6 +74,15 @@ def test_to_hugging_face(
     report = convert_to("safetensors", out / "a.safetensors", out / "hf", map=options)
     assert report.map.name == "megatron-gpt"
     assert described(out / "hf" / "model.safetensors") == truth
+
+
+def test_a_projection_without_a_gate_is_not_halved(
+    stored: dict[str, torch.Tensor], out: Path
+) -> None:
+    name = "decoder.layers.mlp.linear_fc1.weight"
+    save_file(stored | {name: stored[name][:, :48].contiguous()}, out / "a.safetensors")
+    with pytest.raises(CannotDo, match="ffn is"):
+        convert_to("dcp", out / "a.safetensors", out / "b", map=MapOptions("megatron-gpt", DIMS))
 
 
 def test_and_back_to_all_but_the_padding(stored: dict[str, torch.Tensor], out: Path) -> None:
