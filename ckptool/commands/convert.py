@@ -105,6 +105,8 @@ def prepare(source: Path, target: Path, options: ConvertOptions) -> Prepared:
 
     Raises UsageError, CannotDo or a SourceError where it cannot be done as asked.
     """
+    if options.dequantize and options.map.name is not None:
+        raise UsageError("--dequantize and --map do not go together", hint="convert twice")
     writer = _writer(options.to, target)
     opened = open_checkpoint(
         source,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from ckptool.core.box import Box, flat_range, row_major_strides
-from ckptool.core.catalog import Chunk, Copy, Extent, Item, Packed, Place, TensorEntry
+from ckptool.core.catalog import Chunk, Copy, Extent, Packed, Place, TensorEntry
 from ckptool.errors import CannotDo
 
 Strides = tuple[int, ...]
@@ -193,7 +193,7 @@ def _merged(chunk: Chunk, dim: int, size: int) -> Iterator[Chunk]:
 
 def _strides(chunk: Chunk) -> Iterator[Strides]:
     for at in (chunk.at, *(copy.at for copy in chunk.copies)):
-        if not isinstance(at, Item):
+        if isinstance(at, Extent | Packed):
             yield at.strides
 
 
@@ -214,8 +214,8 @@ def _part(
 
 
 def _moved(at: Place, first: Index, restride: Restride) -> Place:
-    if isinstance(at, Item):
-        raise TypeError(f"{at} was never located")
+    if not isinstance(at, Extent | Packed):
+        raise TypeError(f"{at} has no strides")
     skip = sum(i * s for i, s in zip(first, at.strides, strict=False))
     strides = restride(at.strides)
     if isinstance(at, Packed):
