@@ -8,7 +8,20 @@ from typing import Annotated
 
 import typer
 
-from ckptool.cli.arguments import AsJson, Debug, From, SourcePath, Workers
+from ckptool.cli.arguments import AsJson, Debug, From, PerRank, SourcePath, Workers
+from ckptool.cli.verify_against import (
+    Against,
+    AgainstArguments,
+    Atol,
+    Cast,
+    Drop,
+    ModelOnly,
+    Rename,
+    Rtol,
+    Select,
+    StripPrefix,
+    run_against,
+)
 
 
 def verify(
@@ -33,7 +46,17 @@ def verify(
         Path | None, typer.Option("--junit", metavar="FILE", help="Also write a JUnit report.")
     ] = None,
     codes: Annotated[bool, typer.Option("--codes", help="List the codes and end.")] = False,
+    against: Against = None,
+    rtol: Rtol = None,
+    atol: Atol = None,
+    cast: Cast = False,
+    select: Select = None,
+    drop: Drop = None,
+    model_only: ModelOnly = False,
+    strip_prefix: StripPrefix = None,
+    rename: Rename = None,
     from_format: From = None,
+    per_rank: PerRank = False,
     workers: Workers = None,
     as_json: AsJson = False,
     quiet: Annotated[
@@ -46,6 +69,22 @@ def verify(
     Reads everything once. Exits 0 where it is sound, 1 where it is not, 3 where there is none.
     Where GITHUB_ACTIONS is true, findings are annotations too (on stderr beside --json).
     """
+    compared = AgainstArguments(rtol, atol, cast, select, drop, model_only, strip_prefix, rename)
+    if against is not None:
+        same = run_against(
+            source,
+            against,
+            compared,
+            from_format=from_format,
+            per_rank=per_rank,
+            strict=strict,
+            ignore=tuple(ignore or ()),
+            workers=workers,
+            as_json=as_json,
+            quiet=quiet,
+        )
+        raise typer.Exit(0 if same else 1)
+    compared.require_none()
     from ckptool.cli.options import parse_share
     from ckptool.commands.verify.verify import VerifyOptions
     from ckptool.commands.verify.verify import verify as run_verify

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 from ckptool.commands.assets import mapped, with_assets
 from ckptool.commands.map_report import MapOptions, MapReport, decided_by
@@ -201,10 +202,23 @@ def _require_torch(option: str) -> None:
         raise CannotDo(f"{option} needs torch", hint="pip install 'ckptool[torch]'")
 
 
-def _rewritten(catalog: Catalog, options: ConvertOptions) -> Catalog:
-    """What is kept of the catalog, under its new names."""
-    if options.unstack:
-        catalog = unstacked(catalog)
+class Choice(Protocol):
+    """What to take of a catalog, and how to call it."""
+
+    @property
+    def select(self) -> tuple[str, ...]: ...
+    @property
+    def drop(self) -> tuple[str, ...]: ...
+    @property
+    def model_only(self) -> bool: ...
+    @property
+    def strip_prefix(self) -> str | None: ...
+    @property
+    def rename(self) -> tuple[str, ...]: ...
+
+
+def chosen(catalog: Catalog, options: Choice) -> Catalog:
+    """What is chosen of a catalog, renamed as asked. UsageError where that makes no sense."""
     if options.select:
         catalog = rewrite.select(catalog, options.select)
     if options.drop:
@@ -216,6 +230,11 @@ def _rewritten(catalog: Catalog, options: ConvertOptions) -> Catalog:
     for rule in options.rename:
         catalog = rewrite.rename(catalog, rewrite.substitution(rule))
     return catalog
+
+
+def _rewritten(catalog: Catalog, options: ConvertOptions) -> Catalog:
+    """What is kept of the catalog, under its new names."""
+    return chosen(unstacked(catalog) if options.unstack else catalog, options)
 
 
 def _cast(catalog: Catalog, dtype: DType | None) -> tuple[Catalog, dict[str, int]]:

@@ -15,7 +15,7 @@ from ckptool.core.catalog import TensorEntry, coverage_problem
 from ckptool.core.layout import tiles
 from ckptool.core.plan import ChunkIndex
 from ckptool.core.rewrite import matches
-from ckptool.engine.gather import Gatherer, unit
+from ckptool.engine.gather import Gatherer
 from ckptool.errors import CkptoolError, Problem, UsageError, damaged
 
 _TILE_ELEMENTS = 1 << 20
@@ -143,11 +143,6 @@ def _of(entry: TensorEntry, gatherer: Gatherer) -> TensorStats:
 def _values(entry: TensorEntry, gatherer: Gatherer) -> Iterator[Array]:
     """All values of a tensor as flat arrays of real numbers."""
     dtype = entry.source_dtype
-    index = ChunkIndex(entry)
     for tile in tiles(Box.whole(entry.shape), dtype.itemsize, _TILE_ELEMENTS * dtype.itemsize):
-        stored = np.empty(tile.shape, unit(dtype.itemsize))
-        for chunk, box in index.find(tile):
-            part = box.relative_to(tile.lo)
-            at = tuple(slice(low, high) for low, high in zip(part.lo, part.hi, strict=True))
-            gatherer.fill(stored[at] if at else stored, chunk, box, dtype)
+        stored = gatherer.gathered(entry, tile)
         yield decoded(stored.reshape(-1), dtype)

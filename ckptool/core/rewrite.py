@@ -36,13 +36,19 @@ def drop_names(catalog: Catalog, names: Iterable[str]) -> Catalog:
 
 
 def _require_used(catalog: Catalog, globs: Sequence[str], option: str) -> None:
-    names = [*catalog.tensors, *catalog.objects, *catalog.conflicts]
     for glob in globs:
-        if not any(fnmatchcase(name, glob) for name in names):
+        if not is_used(catalog, glob):
+            count = len(catalog.tensors) + len(catalog.objects) + len(catalog.conflicts)
             raise UsageError(
-                f"{option} {glob!r} matches none of the {len(names):,} names",
+                f"{option} {glob!r} matches none of the {count:,} names",
                 hint="globs match whole names, as `ckptool inspect --tensors '*'` lists them",
             )
+
+
+def is_used(catalog: Catalog, glob: str) -> bool:
+    """Whether a glob matches any name of a catalog."""
+    names = (*catalog.tensors, *catalog.objects, *catalog.conflicts)
+    return any(fnmatchcase(name, glob) for name in names)
 
 
 def _filtered(catalog: Catalog, keep: Callable[[str], bool]) -> Catalog:

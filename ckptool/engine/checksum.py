@@ -8,8 +8,9 @@ from collections import defaultdict
 from isal.isal_zlib import crc32, crc32_combine
 
 from ckptool.core.catalog import Record
+from ckptool.engine.sources import Reader
 
-__all__ = ["RecordCheck", "crc32", "crc32_combine", "joined"]
+__all__ = ["RecordCheck", "crc32", "crc32_combine", "joined", "record_crc"]
 
 
 def joined(pieces: list[tuple[int, int, int]]) -> int:
@@ -17,6 +18,16 @@ def joined(pieces: list[tuple[int, int, int]]) -> int:
     total = 0
     for _, nbytes, crc in sorted(pieces):
         total = crc32_combine(total, crc, nbytes)
+    return total
+
+
+def record_crc(reader: Reader, record: Record, buffer: memoryview) -> int:
+    """The CRC-32 of a whole record, read through ``buffer``."""
+    total = 0
+    for start in range(0, record.nbytes, len(buffer)):
+        piece = buffer[: min(len(buffer), record.nbytes - start)]
+        reader.read_into(record.file, record.offset + start, piece)
+        total = crc32(piece, total)
     return total
 
 

@@ -22,6 +22,7 @@ from ckptool.core.catalog import (
 from ckptool.core.codec import decode
 from ckptool.core.dtype import DType
 from ckptool.core.plan import ChunkIndex
+from ckptool.engine.checksum import record_crc
 from ckptool.engine.sources import SPAN, Reader
 from ckptool.errors import CannotDo, Damaged
 
@@ -29,6 +30,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 Noted = Callable[[Record, int, memoryview], None]
 
+_PIECE = 1 << 20
 _LONG_RUN = 16 << 10
 _OVER_READ = 4
 
@@ -76,6 +78,21 @@ class Gatherer:
         self._blocks.clear()
         self._kept = 0
 
+    def crc(self, record: Record) -> int:
+        """The CRC-32 of a whole record."""
+        self.forget()
+        return record_crc(self._reader, record, memoryview(self._scratch)[:_PIECE])
+
+    def _note_run(self, values: Array, chunk: Chunk, box: Box) -> None:
+        """Note what was read of a chunk where that is one run of a record."""
+        at = chunk.at
+        if not isinstance(at, Extent) or at.record is None or at.ops:
+            return
+        if values.size and contiguous(at.strides, box.shape, values.itemsize):
+            local = box.relative_to(chunk.box.lo)
+            start = at.offset + sum(i * s for i, s in zip(local.lo, at.strides, strict=True))
+            self._noted(at.record, start, raw(np.ascontiguousarray(values)))
+
     def fill(
         self, out: Array, chunk: Chunk, box: Box, dtype: DType, *, shared: bool = False
     ) -> None:
@@ -111,12 +128,16 @@ class Gatherer:
             raise TypeError(f"{at} was never located")
 
     def gathered(self, entry: TensorEntry, box: Box) -> Array:
-        """A box of a whole tensor, as its elements are stored."""
+        """A box of a whole tensor, as its elements are stored.
+
+        The chunks must cover the box. Runs of checksummed records are noted.
+        """
         values: Array = np.empty(box.shape, unit(entry.source_dtype.itemsize))
         for chunk, common in self._index(entry).find(box):
             where = common.relative_to(box.lo)
             view = values[tuple(map(slice, where.lo, where.hi))] if where.lo else values
             self.fill(view, chunk, common, entry.source_dtype)
+            self._note_run(view, chunk, common)
         return values
 
     def _index(self, entry: TensorEntry) -> ChunkIndex:
@@ -248,7 +269,7 @@ def cast(values: Array, stored: DType, wanted: DType) -> Array:
     try:
         import torch
     except ImportError:
-        raise CannotDo("--dtype needs torch", hint="pip install 'ckptool[torch]'") from None
+        raise CannotDo("a cast needs torch", hint="pip install 'ckptool[torch]'") from None
     flat = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view("u1"))
     typed = flat.view(getattr(torch, stored.name)).to(getattr(torch, wanted.name))
     result = typed.view(torch.uint8).numpy().view(unit(wanted.itemsize))

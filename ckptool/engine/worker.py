@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.core.catalog import Extent, Record, contiguous, stored_places
 from ckptool.core.plan import Source, Tile
-from ckptool.engine.checksum import RecordCheck, crc32, joined
+from ckptool.engine.checksum import RecordCheck, crc32, joined, record_crc
 from ckptool.engine.sources import SPAN, Reader
 from ckptool.errors import TransferError
 
@@ -103,12 +103,7 @@ class Worker:
 
     def check_record(self, record: Record) -> None:
         """Read a record whole for its CRC-32."""
-        total = 0
-        for start in range(0, record.nbytes, TILE):
-            piece = self._buffer[: min(TILE, record.nbytes - start)]
-            self._reader.read_into(record.file, record.offset + start, piece)
-            total = crc32(piece, total)
-        self._records.whole(record, total)
+        self._records.whole(record, record_crc(self._reader, record, self._buffer))
 
     def close(self) -> None:
         """Close all files."""

@@ -1,0 +1,44 @@
+"""Reads of a source's tensors that check every record they touch on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ckptool.core.catalog import Extent, Record, TensorEntry, places
+from ckptool.engine.checksum import RecordCheck, crc32
+from ckptool.engine.gather import Gatherer
+from ckptool.engine.threads import share_jobs
+
+
+class CheckedReads:
+    """Makes the gatherers of one pass over a source, and knows the checksums of what they read.
+
+    ``root`` is the folder of the source's files.
+    """
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self._records = RecordCheck()
+
+    def gatherer(self) -> Gatherer:
+        """A gatherer for one thread."""
+        return Gatherer(self.root, self._note)
+
+    def problems(self, entries: Iterable[TensorEntry], workers: int) -> list[str]:
+        """One line for each record of these tensors that is not as it was written.
+
+        Records of copies, and others that no gatherer has read whole, are read here. Raises
+        Damaged where a file ends before a record does.
+        """
+        for entry in entries:
+            for place in places(entry):
+                if isinstance(place, Extent) and place.record is not None:
+                    self._records.touch(place.record, entry.name)
+        share_jobs(iter(self._records.unseen()), workers, self.gatherer, self._read)
+        return self._records.problems()
+
+    def _note(self, record: Record, offset: int, data: memoryview) -> None:
+        self._records.piece(record, offset, len(data), crc32(data))
+
+    def _read(self, gatherer: Gatherer, record: Record) -> None:
+        self._records.whole(record, gatherer.crc(record))
