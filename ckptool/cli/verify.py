@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ckptool.cli.arguments import AsJson, Debug, From, PerRank, SourcePath, Workers
+from ckptool.cli.arguments import AsJson, Debug, From, Overwrite, PerRank, SourcePath, Workers
 from ckptool.cli.verify_against import (
     Against,
     AgainstArguments,
@@ -22,6 +22,8 @@ from ckptool.cli.verify_against import (
     StripPrefix,
     run_against,
 )
+from ckptool.cli.verify_manifest import ByManifest, WriteManifest, run_proving
+from ckptool.errors import UsageError
 
 
 def verify(
@@ -55,6 +57,9 @@ def verify(
     model_only: ModelOnly = False,
     strip_prefix: StripPrefix = None,
     rename: Rename = None,
+    write_manifest: WriteManifest = None,
+    manifest: ByManifest = None,
+    overwrite: Overwrite = False,
     from_format: From = None,
     per_rank: PerRank = False,
     workers: Workers = None,
@@ -86,6 +91,7 @@ def verify(
         raise typer.Exit(0 if same else 1)
     compared.require_none()
     from ckptool.cli.options import parse_share
+    from ckptool.commands.verify.proving import ProvingOptions
     from ckptool.commands.verify.verify import VerifyOptions
     from ckptool.commands.verify.verify import verify as run_verify
     from ckptool.engine.run import RunOptions
@@ -107,7 +113,17 @@ def verify(
         workers=workers or RunOptions().workers,
     )
     with started_progress(quiet=quiet) as started:
-        report = run_verify(source, options, started)
+        if write_manifest is not None or manifest is not None:
+            proving = ProvingOptions(
+                _one_manifest(write_manifest, manifest),
+                writes=write_manifest is not None,
+                overwrite=overwrite,
+                per_rank=per_rank,
+                verify=options,
+            )
+            report = run_proving(source, proving, quiet=quiet)
+        else:
+            report = run_verify(source, options, started)
     if junit is not None:
         render.write_junit(report, junit, strict=strict)
     if os.environ.get("GITHUB_ACTIONS") == "true" and not quiet:
@@ -118,3 +134,10 @@ def verify(
         render.show_verify(report)
     if not report.sound:
         raise typer.Exit(1)
+
+
+def _one_manifest(written: Path | None, read: Path | None) -> Path:
+    path = written or read
+    if path is None or (written is not None and read is not None):
+        raise UsageError("--write-manifest and --manifest: one or the other")
+    return path

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ckptool import __version__
@@ -198,19 +199,20 @@ class Transfer:
         how either side is sharded.
         """
         from ckptool.engine.digest import digests
+        from ckptool.engine.gather import Gatherer
 
         mine: dict[str, TensorEntry] = {
             entry.name: entry for entry in self.plan.entries[ranks.rank :: ranks.size]
         }
         written = written_entries(self.plan.layout, mine)
         mine = self._without_aliases(mine, written)
-        workers = self.options.run.workers
-        wanted = digests(mine.values(), self.opened.source.root, workers, progress)
-        found = digests(written.values(), str(stage.folder), workers, progress)
+        root, staged, workers = self.opened.source.root, str(stage.folder), self.options.run.workers
+        wanted = digests(mine.values(), partial(Gatherer, root), workers, progress)
+        found = digests(written.values(), partial(Gatherer, staged), workers, progress)
         wrong = [name for name in wanted if found.get(name) != wanted[name]]
         if wrong:
             raise NotVerified(f"{len(wrong)} tensors differ once written, first {wrong[0]}")
-        copies = differing_replicas(written.values(), str(stage.folder))
+        copies = differing_replicas(written.values(), staged)
         if copies:
             raise NotVerified(f"{len(copies)} copies differ once written: {copies[0]}")
 

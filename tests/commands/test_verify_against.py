@@ -15,7 +15,7 @@ from conftest import CASES, GOOD, Case, by_name, case, convert_to
 from hypothesis import given
 from hypothesis import strategies as st
 from recipes.damage import DAMAGE
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from ckptool.cli.app import app

@@ -23,6 +23,7 @@ from ckptool.commands.verify.structure import (
     differing_names,
     differing_type,
     differing_values,
+    unread_notes,
 )
 from ckptool.core import rewrite
 from ckptool.core.box import Box
@@ -31,7 +32,7 @@ from ckptool.core.plan import ChunkIndex
 from ckptool.engine.checked import CheckedReads
 from ckptool.engine.replicas import differing_replicas
 from ckptool.engine.run import RunOptions
-from ckptool.errors import CkptoolError, Damaged, Hostile, UsageError
+from ckptool.errors import CkptoolError, Damaged, Hostile, Problem, UsageError
 
 SIDES = ("here", "there")
 
@@ -144,7 +145,7 @@ class Comparison:
         try:
             return open_checkpoint(path, format_name=name, per_rank=options.per_rank)
         except (Damaged, Hostile) as error:
-            self._add("damaged", f"{where}: {error.message}", hint=error.hint)
+            self._add_problems(where, error.problems, error.hint)
             return None
 
     def _compare_structure(self, one: Opened, other: Opened) -> None:
@@ -199,14 +200,16 @@ class Comparison:
     def _side(self, number: int, opened: Opened, catalog: Catalog) -> _Side:
         for name, why in catalog.conflicts.items():
             self._add("ranks-differ", f"{SIDES[number]}: {why}", tensor=name)
+        for note in unread_notes(catalog):
+            message = f"{SIDES[number]}: {note}"
+            self._add("value-not-compared", message, Severity.WARNING, tensor=note.tensor)
         return _Side(SIDES[number], opened, catalog, CheckedReads(opened.source.root))
 
     def _open_containers(self, side: _Side, names: Iterable[str]) -> None:
         """Keep of a side what can be read of these tensors."""
         wanted = {name: side.catalog.tensors[name] for name in names}
         side.catalog, lost = readable(side.opened, side.catalog.with_tensors(wanted))
-        for name, why in lost.items():
-            self._add("damaged", f"{side.where}: {why}", tensor=name)
+        self._add_problems(side.where, lost.values())
 
     # Values
 
@@ -218,7 +221,7 @@ class Comparison:
         reads = sides[0].reads, sides[1].reads
         found = compare(self._pairs, reads, options.tolerance, workers, progress)
         for name, error in found.unreadable.items():
-            self._add("damaged", f"{name}: {error.message}", tensor=name, hint=error.hint)
+            self._add_problems(name, error.problems, error.hint)
         for side in sides:
             self._check_side(side)
         return [
@@ -237,9 +240,17 @@ class Comparison:
             for problem in differing_replicas(entries, side.opened.source.root):
                 self._add("replicas-differ", f"{side.where}: {problem}")
         except CkptoolError as error:
-            self._add("damaged", f"{side.where}: {error.message}", hint=error.hint)
+            self._add_problems(side.where, error.problems, error.hint)
 
     # Report
+
+    def _add_problems(
+        self, where: str, problems: Iterable[Problem], hint: str | None = None
+    ) -> None:
+        self._findings += [
+            Finding(one.code, Severity.ERROR, f"{where}: {one}", one.file, one.tensor, hint)
+            for one in problems
+        ]
 
     def _add(
         self,

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from ckptool.commands.open import Opened
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
-from ckptool.errors import Damaged, Hostile
+from ckptool.errors import Damaged, Hostile, Problem
 
 
-def readable(opened: Opened, catalog: Catalog) -> tuple[Catalog, dict[str, str]]:
+def readable(opened: Opened, catalog: Catalog) -> tuple[Catalog, dict[str, Problem]]:
     """The catalog's tensors with every container opened, and why the others cannot be read.
 
     ``catalog`` is that of ``opened``, rewritten or not. No tensor byte is read.
@@ -24,13 +24,13 @@ def readable(opened: Opened, catalog: Catalog) -> tuple[Catalog, dict[str, str]]
 
 
 def _one_by_one(
-    opened: Opened, catalog: Catalog, lost: dict[str, str]
-) -> tuple[Catalog, dict[str, str]]:
+    opened: Opened, catalog: Catalog, lost: dict[str, Problem]
+) -> tuple[Catalog, dict[str, Problem]]:
     """Open the containers of each tensor by themselves, to find those that cannot be."""
     found: dict[str, TensorEntry] = {}
     for name, entry in catalog.tensors.items():
         try:
             found |= opened.located(replace(catalog, tensors={name: entry})).tensors
         except (Damaged, Hostile) as error:
-            lost[name] = error.message
+            lost[name] = error.problems[0]
     return replace(catalog, tensors=found), lost

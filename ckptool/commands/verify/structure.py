@@ -12,11 +12,10 @@ from ckptool.commands.verify.values import value_digest
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.parts import part_of
 from ckptool.core.rewrite import matches
-from ckptool.errors import CannotDo
+from ckptool.errors import CannotDo, Problem
 from ckptool.formats._values import Foreign, type_name
 
 _HOLD_NO_VALUES = frozenset(["safetensors", "hf", "dcp-safetensors", "sharded-state"])
-"""Formats of tensors alone; what else there was lies in a side file, if anywhere."""
 _LONGEST_SHOWN = 60
 
 
@@ -63,7 +62,7 @@ def differing_names(mine: Catalog, theirs: Catalog) -> Iterator[Finding]:
         (theirs, mine, "value-extra", "a value there, missing here"),
     ):
         names = [name for name in holds.objects if not has(lacks, name)]
-        if names and not lacks.objects and lacks.format in _HOLD_NO_VALUES:
+        if names and not lacks.objects and holds_no_values(lacks.format):
             yield Finding(
                 "value-not-compared",
                 Severity.INFO,
@@ -73,6 +72,11 @@ def differing_names(mine: Catalog, theirs: Catalog) -> Iterator[Finding]:
             continue
         for name in names:
             yield Finding(code, Severity.ERROR, f"{name}: {what}", tensor=name)
+
+
+def holds_no_values(format_name: str) -> bool:
+    """Whether a format holds tensors alone; what else there was lies in a side file, if at all."""
+    return format_name in _HOLD_NO_VALUES
 
 
 def has(catalog: Catalog, name: str) -> bool:
@@ -93,6 +97,13 @@ def _only(
         if name not in others:
             state = f"a value {where}" if name in as_value else f"missing {where}"
             yield Finding(code, Severity.ERROR, f"{name}: {what}, {state}", tensor=name)
+
+
+def unread_notes(catalog: Catalog) -> list[Problem]:
+    """What a scan noted of tensors that it does not read at all."""
+    notes = [note for note in catalog.notes if isinstance(note, Problem)]
+    unread = [note for note in notes if note.code == "tensor-unread"]
+    return [note for note in unread if note.tensor not in catalog.objects]
 
 
 def differing_type(one: TensorEntry, other: TensorEntry, *, as_numbers: bool) -> Finding | None:
