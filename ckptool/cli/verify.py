@@ -23,6 +23,7 @@ from ckptool.cli.verify_against import (
     run_against,
 )
 from ckptool.cli.verify_manifest import ByManifest, WriteManifest, run_proving
+from ckptool.cli.verify_run import All, LatestGood, run_steps
 from ckptool.errors import UsageError
 
 
@@ -59,6 +60,8 @@ def verify(
     rename: Rename = None,
     write_manifest: WriteManifest = None,
     manifest: ByManifest = None,
+    latest_good: LatestGood = False,
+    every: All = False,
     overwrite: Overwrite = False,
     from_format: From = None,
     per_rank: PerRank = False,
@@ -112,6 +115,9 @@ def verify(
         ignore=tuple(ignore or ()),
         workers=workers or RunOptions().workers,
     )
+    if latest_good or every:
+        found = run_steps(source, options, every=every, as_json=as_json, quiet=quiet)
+        raise typer.Exit(0 if found else 1)
     with started_progress(quiet=quiet) as started:
         if write_manifest is not None or manifest is not None:
             proving = ProvingOptions(

@@ -42,7 +42,9 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class Candidate:
+    """A place that is a checkpoint of a known format by its names and first bytes."""
+
     path: Path
     source: LocalSource
     format: Format
@@ -126,6 +128,20 @@ def _nothing_in(path: Path) -> Unrecognised:
     return Unrecognised(f"{path}: no tensor and no value in it")
 
 
+def below(path: Path) -> tuple[Candidate | None, list[Candidate]]:
+    """The checkpoint that a folder is as a whole, if it is one, and those that lie below it.
+
+    Raises NotFound where there is no such folder, Unrecognised where it is a file.
+    """
+    _require_there(path)
+    if not path.is_dir():
+        raise Unrecognised(f"{path}: a file, not a run's folder")
+    source = LocalSource.folder(path)
+    whole = _bounded(path, lambda: _detect_folder(source))
+    found = _bounded(path, lambda: list(_candidates(path, source)))
+    return Candidate(path, source, whole) if whole is not None else None, found
+
+
 def holds_checkpoint(path: Path) -> bool:
     """Whether a folder is a checkpoint of a known format by its names, whole or not."""
     try:
@@ -172,7 +188,7 @@ def _similar(path: Path) -> str | None:
     return f"did you mean {path.parent / close[0]} ?" if close else None
 
 
-def _recognise(path: Path, format_name: str | None) -> _Candidate:
+def _recognise(path: Path, format_name: str | None) -> Candidate:
     if format_name is not None:
         return _as_told(path, format_name)
     if path.is_dir():
@@ -180,16 +196,16 @@ def _recognise(path: Path, format_name: str | None) -> _Candidate:
     return _around_file(path)
 
 
-def _as_told(path: Path, format_name: str) -> _Candidate:
+def _as_told(path: Path, format_name: str) -> Candidate:
     if format_name not in FORMATS:
         raise UsageError(
             f"--from {format_name!r}: no such format", hint="one of " + ", ".join(FORMATS)
         )
     source = LocalSource.folder(path) if path.is_dir() else LocalSource.file(path)
-    return _Candidate(path, source, FORMATS[format_name])
+    return Candidate(path, source, FORMATS[format_name])
 
 
-def _around_file(path: Path) -> _Candidate:
+def _around_file(path: Path) -> Candidate:
     """The checkpoint that a file is part of, or the file by itself."""
     whole = _whole_around(path)
     if whole is not None:
@@ -197,7 +213,7 @@ def _around_file(path: Path) -> _Candidate:
     source = LocalSource.file(path)
     alone = detect(source)
     if alone is not None:
-        return _Candidate(path, source, alone)
+        return Candidate(path, source, alone)
     if not source.files[path.name]:
         raise Unrecognised(f"{path}: the file is empty (0 bytes)")
     head = source.read(path.name, 0, min(8, source.files[path.name]))
@@ -207,7 +223,7 @@ def _around_file(path: Path) -> _Candidate:
     )
 
 
-def _whole_around(path: Path) -> _Candidate | None:
+def _whole_around(path: Path) -> Candidate | None:
     """The checkpoint in the file's folder that the file is part of."""
     try:
         folder = LocalSource.folder(path.parent)
@@ -216,7 +232,7 @@ def _whole_around(path: Path) -> _Candidate | None:
     found = _detect_folder(folder)
     if found is None or not (path.name in _files_of(found, folder) or _marks(path.name)):
         return None
-    return _Candidate(path.parent, folder, found)
+    return Candidate(path.parent, folder, found)
 
 
 def _marks(name: str) -> bool:
@@ -231,11 +247,11 @@ def _files_of(item: Format, source: LocalSource) -> frozenset[str]:
         return frozenset()
 
 
-def _in_folder(path: Path) -> _Candidate:
+def _in_folder(path: Path) -> Candidate:
     source = LocalSource.folder(path)
     found = _detect_folder(source)
     if found is not None:
-        return _Candidate(path, source, found)
+        return Candidate(path, source, found)
     latest = latest_folder(source)
     if latest is not None:
         return _in_folder(path / latest)
@@ -261,24 +277,24 @@ def _detect_folder(source: LocalSource) -> Format | None:
     return None if found is not None and found.name in alone else found
 
 
-def _candidates(path: Path, source: LocalSource) -> Iterator[_Candidate]:
+def _candidates(path: Path, source: LocalSource) -> Iterator[Candidate]:
     """Checkpoints below a folder: subfolders that are one, and single files that are one."""
     folders = source.subfolders()
     covered: set[str] = set()
-    for folder in sorted(folders, key=lambda name: (name.count("/"), _natural(name))):
+    for folder in sorted(folders, key=lambda name: (name.count("/"), natural_key(name))):
         if folder.count("/") >= _LEVELS or any(str(p) in covered for p in Path(folder).parents):
             continue
         inner = folders[folder]
         found = _detect_folder(inner)
         if found is not None:
             covered.add(folder)
-            yield _Candidate(path / folder, inner, found)
+            yield Candidate(path / folder, inner, found)
     for name in source.files:
         if not any(str(parent) in covered for parent in Path(name).parents):
             yield from _single_file(path, name)
 
 
-def _single_file(path: Path, name: str) -> Iterator[_Candidate]:
+def _single_file(path: Path, name: str) -> Iterator[Candidate]:
     if not name.endswith((".pt", ".pth", ".bin", ".ckpt", ".safetensors")):
         return
     if name.endswith(EXTRA) and os.path.exists(path / (name.removesuffix(EXTRA) + ".safetensors")):
@@ -286,11 +302,11 @@ def _single_file(path: Path, name: str) -> Iterator[_Candidate]:
     source = LocalSource.file(path / name)
     found = detect(source)
     if found is not None:
-        yield _Candidate(path / name, source, found)
+        yield Candidate(path / name, source, found)
 
 
-def _several(path: Path, candidates: list[_Candidate]) -> Unrecognised:
-    candidates = sorted(candidates, key=lambda item: _natural(str(item.path)))
+def _several(path: Path, candidates: list[Candidate]) -> Unrecognised:
+    candidates = sorted(candidates, key=lambda item: natural_key(str(item.path)))
     shown = [f"  {item.path}  ({item.format.name})" for item in candidates[-_MOST_SHOWN:]]
     more = len(candidates) - len(shown)
     listed = ([f"  ... and {more} more before these"] if more else []) + shown
@@ -300,7 +316,7 @@ def _several(path: Path, candidates: list[_Candidate]) -> Unrecognised:
     )
 
 
-def _natural(name: str) -> list[tuple[int, int | str]]:
+def natural_key(name: str) -> list[tuple[int, int | str]]:
     """A sort key under which step-9 comes before step-10."""
     parts = enumerate(re.split(r"([0-9]+)", name))
     return [(0, int(part)) if at % 2 else (1, part) for at, part in parts]

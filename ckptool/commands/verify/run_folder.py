@@ -1,0 +1,100 @@
+"""Which steps of a run are whole, and which of those is the newest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptool.commands.verify.findings import Finding, Severity, VerifyReport
+from ckptool.commands.verify.steps import Step, steps_of
+from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.errors import SourceError
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What verify found of one step: a report for each checkpoint in it.
+
+    ``reasons`` say why it is not whole; there are none where it is.
+    """
+
+    step: Step
+    reports: tuple[VerifyReport, ...]
+    reasons: tuple[str, ...]
+
+    @property
+    def whole(self) -> bool:
+        return not self.reasons
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """The steps that were verified, the newest first; ``steps`` is how many there are."""
+
+    path: Path
+    steps: int
+    verified: tuple[StepReport, ...]
+
+    @property
+    def latest_good(self) -> StepReport | None:
+        """The newest step that is whole."""
+        return next((one for one in self.verified if one.whole), None)
+
+
+def verify_run(run: Path, options: VerifyOptions, *, every: bool) -> RunReport:
+    """Verify the steps of a run from the newest to the first whole one, or ``every`` step.
+
+    Raises NotFound or Unrecognised where the folder holds no checkpoint.
+    """
+    steps = steps_of(run)
+    verified = []
+    for report in _reports(steps, options):
+        verified.append(report)
+        if report.whole and not every:
+            break
+    return RunReport(run, len(steps), tuple(verified))
+
+
+def _reports(steps: Sequence[Step], options: VerifyOptions) -> Iterator[StepReport]:
+    for at in range(len(steps) - 1, -1, -1):
+        yield _report(steps[at], steps[:at], options)
+
+
+def _report(step: Step, older: Sequence[Step], options: VerifyOptions) -> StepReport:
+    reports: list[VerifyReport] = []
+    reasons = [*_missing_parts(step, older)]
+    for part in step.parts:
+        where = "" if part == step.path else f"{part.relative_to(step.path)}: "
+        try:
+            report = verify(part, options)
+        except SourceError as error:
+            reasons.append(where + error.message)
+            continue
+        reports.append(report)
+        if not report.sound:
+            reasons.append(where + _reason(report, options))
+    return StepReport(step, tuple(reports), tuple(reasons))
+
+
+def _missing_parts(step: Step, older: Sequence[Step]) -> Iterator[str]:
+    """What a step lacks: any checkpoint, or some of those that every older one beside it has."""
+    if not step.parts:
+        is_empty = step.path.is_dir() and not any(step.path.iterdir())
+        yield "the folder is empty" if is_empty else "no checkpoint that ckptool knows is in it"
+        return
+    beside = [one.names for one in older if one.path.parent == step.path.parent and one.parts]
+    common = frozenset[str]().union(*beside).intersection(*beside) if beside else frozenset()
+    if step.names < common:
+        missing = ", ".join(sorted(common - step.names))
+        yield f"{missing} is missing, which every earlier step has"
+
+
+def _reason(report: VerifyReport, options: VerifyOptions) -> str:
+    """The first thing that is wrong, and how much more is."""
+    failing = (Severity.ERROR, Severity.WARNING) if options.strict else (Severity.ERROR,)
+    found: list[Finding] = [one for one in report.findings if one.severity in failing]
+    if not found:
+        return report.sentence
+    more = f" (and {len(found) - 1:,} more)" if len(found) > 1 else ""
+    return f"{found[0].code}: {found[0].message.splitlines()[0]}{more}"
