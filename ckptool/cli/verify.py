@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,7 +24,11 @@ from ckptool.cli.verify_against import (
 )
 from ckptool.cli.verify_manifest import ByManifest, WriteManifest, run_proving
 from ckptool.cli.verify_run import All, LatestGood, run_steps
+from ckptool.cli.verify_told import Told
 from ckptool.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckptool.commands.verify.findings import VerifyReport
 
 
 def verify(
@@ -77,26 +81,8 @@ def verify(
     Reads everything once. Exits 0 where it is sound, 1 where it is not, 3 where there is none.
     Where GITHUB_ACTIONS is true, findings are annotations too (on stderr beside --json).
     """
-    compared = AgainstArguments(rtol, atol, cast, select, drop, model_only, strip_prefix, rename)
-    if against is not None:
-        same = run_against(
-            source,
-            against,
-            compared,
-            from_format=from_format,
-            per_rank=per_rank,
-            strict=strict,
-            ignore=tuple(ignore or ()),
-            workers=workers,
-            as_json=as_json,
-            quiet=quiet,
-        )
-        raise typer.Exit(0 if same else 1)
-    compared.require_none()
     from ckptool.cli.options import parse_share
-    from ckptool.commands.verify.proving import ProvingOptions
     from ckptool.commands.verify.verify import VerifyOptions
-    from ckptool.commands.verify.verify import verify as run_verify
     from ckptool.engine.run import RunOptions
     from ckptool.render import verify as render
     from ckptool.render.messages import print_json
@@ -105,8 +91,15 @@ def verify(
     if codes:
         render.show_codes()
         return
+    said = AgainstArguments(rtol, atol, cast, select, drop, model_only, strip_prefix, rename)
+    _require_one_question(
+        against is not None, write_manifest is not None, manifest is not None, latest_good or every
+    )
+    if against is None:
+        said.require_none()
     options = VerifyOptions(
         format_name=from_format,
+        per_rank=per_rank,
         quick=quick,
         sample=parse_share(sample, "--sample") if sample else 1.0,
         seed=seed,
@@ -119,31 +112,43 @@ def verify(
         found = run_steps(source, options, every=every, as_json=as_json, quiet=quiet)
         raise typer.Exit(0 if found else 1)
     with started_progress(quiet=quiet) as started:
-        if write_manifest is not None or manifest is not None:
-            proving = ProvingOptions(
-                _one_manifest(write_manifest, manifest),
-                writes=write_manifest is not None,
-                overwrite=overwrite,
-                per_rank=per_rank,
-                verify=options,
+        if against is not None:
+            told = run_against(source, against, said, options, started)
+        elif write_manifest is not None or manifest is not None:
+            told = _told(
+                run_proving(
+                    source,
+                    written=write_manifest,
+                    read=manifest,
+                    overwrite=overwrite,
+                    options=options,
+                    started=started,
+                )
             )
-            report = run_proving(source, proving, quiet=quiet)
         else:
-            report = run_verify(source, options, started)
+            from ckptool.commands.verify.verify import verify as run_verify
+
+            told = _told(run_verify(source, options, started))
     if junit is not None:
-        render.write_junit(report, junit, strict=strict)
+        render.write_junit(told.report, junit, strict=strict)
     if os.environ.get("GITHUB_ACTIONS") == "true" and not quiet:
-        render.show_annotations(report, stderr=as_json)
+        render.show_annotations(told.report, stderr=as_json)
     if as_json:
-        print_json(render.verify_json(report))
+        print_json(told.content())
     elif not quiet:
-        render.show_verify(report)
-    if not report.sound:
+        told.show()
+    if not told.report.sound:
         raise typer.Exit(1)
 
 
-def _one_manifest(written: Path | None, read: Path | None) -> Path:
-    path = written or read
-    if path is None or (written is not None and read is not None):
-        raise UsageError("--write-manifest and --manifest: one or the other")
-    return path
+def _told(report: VerifyReport) -> Told:
+    from ckptool.render import verify as render
+
+    return Told(report, lambda: render.show_verify(report), lambda: render.verify_json(report))
+
+
+def _require_one_question(*asked: bool) -> None:
+    if sum(asked) > 1:
+        raise UsageError(
+            "--against, --write-manifest, --manifest and --latest-good or --all: one at a time"
+        )

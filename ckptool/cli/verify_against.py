@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ckptool.cli.verify_told import Told
 from ckptool.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckptool.commands.verify.verify import Started, VerifyOptions
 
 _PANEL = "Against another checkpoint"
 
@@ -106,49 +110,27 @@ class AgainstArguments:
 
 
 def run_against(
-    source: Path,
-    other: Path,
-    arguments: AgainstArguments,
-    *,
-    from_format: str | None,
-    per_rank: bool,
-    strict: bool,
-    ignore: tuple[str, ...],
-    workers: int | None,
-    as_json: bool,
-    quiet: bool,
-) -> bool:
-    """Compare, show what was found, and return whether the two are the same."""
-    from ckptool.commands.verify.against import AgainstOptions, Comparison
+    source: Path, other: Path, said: AgainstArguments, options: VerifyOptions, started: Started
+) -> Told:
+    """Compare, and say how to show what was found."""
+    from ckptool.commands.verify.against import AgainstOptions, against
     from ckptool.commands.verify.compare import Tolerance
-    from ckptool.engine.run import RunOptions
-    from ckptool.render.messages import print_json
-    from ckptool.render.progress import progress
     from ckptool.render.verify_against import against_json, show_against
 
-    tolerant = arguments.rtol is not None or arguments.atol is not None
-    comparison = Comparison(
+    tolerant = said.rtol is not None or said.atol is not None
+    report = against(
         source,
         AgainstOptions(
             other,
-            format_name=from_format,
-            per_rank=per_rank,
-            select=tuple(arguments.select or ()),
-            drop=tuple(arguments.drop or ()),
-            model_only=arguments.model_only,
-            strip_prefix=arguments.strip_prefix,
-            rename=tuple(arguments.rename or ()),
-            tolerance=Tolerance(arguments.rtol or 0, arguments.atol or 0) if tolerant else None,
-            cast=arguments.cast,
-            strict=strict,
-            ignore=ignore,
-            run=RunOptions(workers) if workers else RunOptions(),
+            select=tuple(said.select or ()),
+            drop=tuple(said.drop or ()),
+            model_only=said.model_only,
+            strip_prefix=said.strip_prefix,
+            rename=tuple(said.rename or ()),
+            tolerance=Tolerance(said.rtol or 0, said.atol or 0) if tolerant else None,
+            cast=said.cast,
+            verify=options,
         ),
+        started,
     )
-    with progress(comparison.nbytes, quiet=quiet) as advance:
-        report = comparison.run(advance)
-    if as_json:
-        print_json(against_json(report))
-    else:
-        show_against(report, quiet=quiet)
-    return report.verify.sound
+    return Told(report.verify, lambda: show_against(report), lambda: against_json(report))

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ckptool.errors import UsageError
+
 if TYPE_CHECKING:
     from ckptool.commands.verify.findings import VerifyReport
-    from ckptool.commands.verify.proving import ProvingOptions
+    from ckptool.commands.verify.verify import Started, VerifyOptions
 
 _PANEL = "A manifest"
 
@@ -33,11 +35,24 @@ ByManifest = Annotated[
 ]
 
 
-def run_proving(source: Path, options: ProvingOptions, *, quiet: bool) -> VerifyReport:
-    """Write a manifest or prove by one."""
-    from ckptool.commands.verify.proving import Proving
-    from ckptool.render.progress import progress
+def run_proving(
+    source: Path,
+    *,
+    written: Path | None,
+    read: Path | None,
+    overwrite: bool,
+    options: VerifyOptions,
+    started: Started,
+) -> VerifyReport:
+    """Write a manifest, or prove by one; every byte is read for the digests in any case."""
+    from dataclasses import replace
 
-    proving = Proving(source, options)
-    with progress(proving.nbytes, quiet=quiet) as advance:
-        return proving.run(advance)
+    from ckptool.commands.verify.proving import ProvingOptions, prove, write
+
+    if written is not None:
+        return write(source, ProvingOptions(written, overwrite, options), started)
+    if read is None:
+        raise UsageError("--manifest needs a FILE")
+    if options.sample == 1 and not options.finite:
+        options = replace(options, quick=True)
+    return prove(source, ProvingOptions(read, verify=options), started)

@@ -103,7 +103,7 @@ class Survey:
     problems: tuple[Problem, ...]
 
 
-def survey(path: Path, *, format_name: str | None = None) -> Survey:
+def survey(path: Path, *, format_name: str | None = None, per_rank: bool = False) -> Survey:
     """Recognise the checkpoint at ``path`` and read what can be read of it.
 
     Raises NotFound or Unrecognised where there is none, and nothing for damage.
@@ -111,7 +111,7 @@ def survey(path: Path, *, format_name: str | None = None) -> Survey:
     _require_there(path)
     found = _bounded(path, lambda: _recognise(path, format_name))
     problems: list[Problem] = []
-    options = ScanOptions(found=problems)
+    options = ScanOptions(per_rank, found=problems)
     catalog = None
     try:
         catalog = _bounded(found.path, lambda: found.format.scan(found.source, options))

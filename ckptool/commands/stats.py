@@ -13,7 +13,6 @@ from ckptool.commands.open import Opened
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry, coverage_problem
 from ckptool.core.layout import tiles
-from ckptool.core.plan import ChunkIndex
 from ckptool.core.rewrite import matches
 from ckptool.engine.gather import Gatherer
 from ckptool.errors import CkptoolError, Problem, UsageError, damaged

@@ -8,6 +8,7 @@ from ckptool.core.catalog import Extent, Record, TensorEntry, places
 from ckptool.engine.checksum import RecordCheck, crc32
 from ckptool.engine.gather import Gatherer
 from ckptool.engine.threads import share_jobs
+from ckptool.errors import Problem
 
 
 class CheckedReads:
@@ -24,8 +25,8 @@ class CheckedReads:
         """A gatherer for one thread."""
         return Gatherer(self.root, self._note)
 
-    def problems(self, entries: Iterable[TensorEntry], workers: int) -> list[str]:
-        """One line for each record of these tensors that is not as it was written.
+    def problems(self, entries: Iterable[TensorEntry], workers: int) -> list[Problem]:
+        """A problem for each record of these tensors that is not as it was written.
 
         Records of copies, and others that no gatherer has read whole, are read here. Raises
         Damaged where a file ends before a record does.

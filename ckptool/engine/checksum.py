@@ -9,6 +9,7 @@ from isal.isal_zlib import crc32, crc32_combine
 
 from ckptool.core.catalog import Record
 from ckptool.engine.sources import Reader
+from ckptool.errors import Problem
 
 __all__ = ["RecordCheck", "crc32", "crc32_combine", "joined", "record_crc"]
 
@@ -56,17 +57,17 @@ class RecordCheck:
         """Records whose noted pieces do not cover them exactly."""
         return [record for record in self._tensor if not self._covered(record)]
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """One line for each record whose bytes are not those that were written."""
-        found = []
+        found: list[Problem] = []
         for record, tensor in self._tensor.items():
             pieces = [(o, n, c) for o, (n, c) in self._pieces[record].items()]
             actual = joined(pieces)
             if actual != record.crc32:
-                found.append(
-                    f"{record.file}: bytes {record.offset:,} to {record.offset + record.nbytes:,}"
-                    f" ({tensor}) have CRC-32 {actual:08x}, the writer recorded {record.crc32:08x}"
-                )
+                span = f"bytes {record.offset:,} to {record.offset + record.nbytes:,}"
+                message = f"{record.file}: {span} ({tensor}) have CRC-32 {actual:08x}, the writer"
+                message += f" recorded {record.crc32:08x}"
+                found.append(Problem(message, "crc-mismatch", file=record.file, tensor=tensor))
         return found
 
     def whole(self, record: Record, crc: int) -> None:

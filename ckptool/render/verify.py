@@ -27,13 +27,22 @@ def show_verify(report: VerifyReport) -> None:
     read = f", {size(report.nbytes)} read" if report.depth != "quick" else ""
     tensors = f"{plural(report.tensors, 'tensor')} in " if report.tensors else ""
     _line(screen, f"  [dim]{tensors}{plural(report.files, 'file')}{read}[/]")
-    by_code = sorted(report.findings, key=lambda finding: _order(finding))
+    show_findings(report.findings, screen)
+    show_sentence(report, screen)
+
+
+def show_findings(findings: Iterable[Finding], screen: Console) -> None:
+    """Each kind of finding with its hint, the gravest first."""
+    by_code = sorted(findings, key=lambda finding: _order(finding))
     for _, group in groupby(by_code, key=lambda finding: finding.code):
         _show_group(screen, list(group))
+
+
+def show_sentence(report: VerifyReport, screen: Console) -> None:
+    """What it all comes to."""
     colour = "bold green" if report.sound else "bold red"
     _line(screen, "")
-    first, _, rest = report.sentence.partition(":" if report.sound else ";")
-    mark = ":" if report.sound else ";"
+    first, mark, rest = report.sentence.partition(":" if report.sound else ";")
     _line(screen, f"[{colour}]{escaped(first)}[/]{mark}{escaped(rest)}")
 
 
@@ -86,11 +95,10 @@ def _finding_json(finding: Finding) -> dict[str, Any]:
 
 def write_junit(report: VerifyReport, target: Path, *, strict: bool) -> None:
     """One test case a code, failed where it was found; TransferError where it cannot be written."""
-    failing = {Severity.ERROR} | ({Severity.WARNING} if strict else set())
     by_code: dict[str, list[Finding]] = {code: [] for code in CODES}
     for finding in report.findings:
         by_code[finding.code].append(finding)
-    failed = {code for code, found in by_code.items() if any(f.severity in failing for f in found)}
+    failed = {finding.code for finding in report.fails(strict)}
     suite = ElementTree.Element(
         "testsuite", name="ckptool verify", tests=str(len(by_code)), failures=str(len(failed))
     )

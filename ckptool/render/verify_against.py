@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from itertools import groupby
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from ckptool.commands.verify.against import AgainstReport, DifferingTensor, Holder
-from ckptool.commands.verify.findings import Finding
-from ckptool.render.text import columns, console, emit, escaped, size, visible
-from ckptool.render.verify import verify_json
+from ckptool.commands.verify.against import AgainstReport, DifferingTensor
+from ckptool.render.text import columns, console, emit, plural, size, visible
+from ckptool.render.verify import show_findings, show_sentence, verify_json
 
 _MOST_SHOWN = 12
-_COLOURS = {"error": "red", "warning": "yellow", "info": "cyan"}
 
 
-def show_against(report: AgainstReport, *, quiet: bool = False) -> None:
+def show_against(report: AgainstReport) -> None:
     """What differs in structure, then the tensors whose values differ, then the one sentence."""
     screen = console()
-    if not quiet:
-        _show_heads(report, screen)
-        _show_findings(report.verify.findings, screen)
-        _show_differing(report.differing, screen)
-    colour = "green" if report.verify.sound else "red"
-    screen.print(f"[bold {colour}]{escaped(report.verify.sentence)}[/]", soft_wrap=True)
+    _show_heads(report, screen)
+    others = [one for one in report.verify.findings if one.code != "tensor-differs"]
+    show_findings(others, screen)
+    _show_differing(report.differing, screen)
+    show_sentence(report.verify, screen)
 
 
 def _show_heads(report: AgainstReport, screen: Console) -> None:
@@ -41,42 +36,27 @@ def _show_heads(report: AgainstReport, screen: Console) -> None:
         for where, path, name in sides
     ]
     emit(screen, columns(screen, rows, "lll"))
-    screen.print(f"  compared {report.tensors:,} tensors, {size(report.nbytes)} a side\n")
-
-
-def _show_findings(findings: Iterable[Finding], screen: Console) -> None:
-    """What is no difference of values, a dozen of each kind."""
-    others = [finding for finding in findings if finding.code != "tensor-differs"]
-    for _, members in groupby(others, lambda finding: finding.code):
-        group = list(members)
-        for finding in group[:_MOST_SHOWN]:
-            word = finding.severity.value
-            message = f"[{_COLOURS[word]}]{word}[/] {finding.code}: {escaped(finding.message)}"
-            screen.print(message, soft_wrap=True)
-        if len(group) > _MOST_SHOWN:
-            screen.print(f"  ... and {len(group) - _MOST_SHOWN:,} more of these; --json has all")
-        hint = next((finding.hint for finding in group if finding.hint), None)
-        if hint:
-            screen.print(f"[bold cyan]hint:[/] {escaped(hint)}", soft_wrap=True)
+    compared = f"{plural(report.verify.tensors, 'tensor')} compared"
+    emit(screen, [Text(f"  {compared}, {size(report.verify.nbytes)} read", "dim")])
 
 
 def _show_differing(tensors: tuple[DifferingTensor, ...], screen: Console) -> None:
     if not tensors:
         return
+    screen.print()
     heads = ("tensor", "differ", "of", "largest", "first at", "here", "there")
     rows = [[Text(head, "dim") for head in heads]]
     rows += [_row(tensor) for tensor in tensors[:_MOST_SHOWN]]
     emit(screen, columns(screen, rows, "lrrrlll", cuts=0))
     if len(tensors) > _MOST_SHOWN:
-        screen.print(f"  ... and {len(tensors) - _MOST_SHOWN:,} more; --json has all")
-    screen.print()
+        screen.print(f"  ... and {len(tensors) - _MOST_SHOWN:,} more; --json lists all")
 
 
 def _row(tensor: DifferingTensor) -> list[Text]:
     found = tensor.difference
     largest = "" if found.largest is None else f"{found.largest:.3g}"
     held = [
-        Text(f"{value}  ").append(_told(holder), "dim")
+        Text(f"{value}  ").append(visible(str(holder)), "dim")
         for value, holder in zip(found.values, tensor.holders, strict=True)
     ]
     return [
@@ -89,20 +69,14 @@ def _row(tensor: DifferingTensor) -> list[Text]:
     ]
 
 
-def _told(holder: Holder) -> str:
-    rank = "" if holder.rank is None else f"rank {holder.rank}, "
-    return rank + visible(holder.file)
-
-
 def against_json(report: AgainstReport) -> dict[str, Any]:
     """The report as ``ckptool.verify/1``, with what was compared under ``against``."""
     return verify_json(report.verify) | {
         "against": {
             "path": str(report.other),
             "format": report.other_format,
-            "tensors_compared": report.tensors,
+            "tensors_compared": report.verify.tensors,
             "values_compared": report.values,
-            "bytes_compared": report.nbytes,
             "differing": [_tensor_json(tensor) for tensor in report.differing],
         }
     }

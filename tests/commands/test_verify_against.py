@@ -20,8 +20,10 @@ from typer.testing import CliRunner
 
 from ckptool.cli.app import app
 from ckptool.commands.reshard import ReshardOptions, prepare_reshard
-from ckptool.commands.verify.against import AgainstOptions, AgainstReport, Comparison
+from ckptool.commands.verify.against import AgainstOptions, AgainstReport
+from ckptool.commands.verify.against import against as run_against
 from ckptool.commands.verify.compare import Pair, Tolerance, compare
+from ckptool.commands.verify.verify import VerifyOptions
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Chunk, Extent, TensorEntry
 from ckptool.core.dtype import BY_NAME
@@ -29,12 +31,13 @@ from ckptool.core.placing import parse_mesh
 from ckptool.engine.checked import CheckedReads
 from ckptool.errors import UsageError
 
-NOT_CARRIED = {"torchao", "odd_kinds"}
+NOT_CARRIED = {"torchao", "odd_kinds", "rank_partial"}
 """Cases with values that no target can hold: convert names them and leaves them out."""
 
 
 def against(one: Path, other: Path, **options: Any) -> AgainstReport:
-    return Comparison(one, AgainstOptions(other, **options)).run()
+    verify = VerifyOptions(per_rank=options.pop("per_rank", False))
+    return run_against(one, AgainstOptions(other, verify=verify, **options))
 
 
 def codes(report: AgainstReport) -> set[str]:
@@ -75,7 +78,7 @@ def test_every_checkpoint_is_the_same_as_itself(one: Case) -> None:
     report = against(one.path, one.path)
     assert report.verify.sound
     assert report.verify.sentence.startswith("The same")
-    assert report.tensors >= len(one.truth)
+    assert report.verify.tensors >= len(one.truth)
 
 
 @pytest.mark.parametrize("target", ["safetensors", "torch-save", "dcp", "dcp-safetensors"])
@@ -85,8 +88,8 @@ def test_a_conversion_is_the_same_both_ways(one: Case, target: str, out: Path) -
     convert_to(target, one.path, path)
     for pair in ((one.path, path), (path, one.path)):
         report = against(*pair)
-        assert codes(report) <= {"value-not-compared", "value-missing", "value-extra"}
-        assert report.tensors >= len(one.truth)
+        assert codes(report) <= {"values-not-held", "value-missing", "value-extra"}
+        assert report.verify.tensors >= len(one.truth)
 
 
 @pytest.mark.parametrize("mesh", ["1", "3", "2x2"])
@@ -95,7 +98,7 @@ def test_another_mesh_is_the_same(name: str, mesh: str, out: Path) -> None:
     prepare_reshard(case(name).path, out / "m", ReshardOptions(parse_mesh(mesh))).run()
     report = against(case(name).path, out / "m")
     assert report.verify.sound
-    assert report.tensors >= len(case(name).truth)
+    assert report.verify.tensors >= len(case(name).truth)
 
 
 # Different
@@ -205,7 +208,7 @@ def test_what_cannot_hold_values_is_said_and_no_difference(tmp_path: Path) -> No
     save_file({"w": torch.ones(2)}, tmp_path / "other.safetensors")
     report = against(tmp_path / "one.pt", tmp_path / "other.safetensors")
     assert report.verify.sound
-    assert codes(report) == {"value-not-compared"}
+    assert codes(report) == {"values-not-held"}
     assert "as far as" in report.verify.sentence
 
 
@@ -240,7 +243,7 @@ def test_what_no_file_can_show_another_checkpoint_shows(
 
 @pytest.mark.parametrize("one", [one for one in CASES if one.expect == "conflict"], ids=by_name)
 def test_ranks_that_contradict_one_another_are_not_the_same(one: Case) -> None:
-    assert codes(against(one.path, one.path)) == {"ranks-differ"}
+    assert codes(against(one.path, one.path)) == {"ranks-disagree"}
     assert against(one.path, one.path, per_rank=True).verify.sound
 
 
@@ -342,7 +345,7 @@ def test_a_choice_applies_to_both_sides(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1), "b": torch.zeros(1)}, tmp_path / "other.safetensors")
     report = against(tmp_path / "one.safetensors", tmp_path / "other.safetensors", select=("a",))
     assert report.verify.sound
-    assert codes(report) == {"not-selected"}
+    assert codes(report) == {"not-chosen"}
 
 
 def test_what_the_other_has_more_of_the_choice_is_a_difference(tmp_path: Path) -> None:
@@ -359,7 +362,7 @@ def test_the_models_alone_are_compared(name: str, out: Path) -> None:
     for other in (out / "m", source):
         report = against(source, other, model_only=True)
         assert report.verify.sound
-        assert report.tensors
+        assert report.verify.tensors
 
 
 # The command line

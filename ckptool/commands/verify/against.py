@@ -8,14 +8,9 @@ from pathlib import Path
 
 from ckptool.commands.convert import chosen
 from ckptool.commands.open import Opened, open_checkpoint
-from ckptool.commands.verify.compare import (
-    Difference,
-    Pair,
-    Progress,
-    Tolerance,
-    compare,
-)
-from ckptool.commands.verify.findings import Finding, Severity, VerifyReport
+from ckptool.commands.verify.codes import finding_of, require_codes
+from ckptool.commands.verify.compare import Difference, Pair, Tolerance, compare
+from ckptool.commands.verify.findings import VerifyReport
 from ckptool.commands.verify.readable import readable
 from ckptool.commands.verify.structure import (
     common_values,
@@ -25,13 +20,13 @@ from ckptool.commands.verify.structure import (
     differing_values,
     unread_notes,
 )
+from ckptool.commands.verify.verify import Progress, Started, VerifyOptions
 from ckptool.core import rewrite
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.plan import ChunkIndex
 from ckptool.engine.checked import CheckedReads
 from ckptool.engine.replicas import differing_replicas
-from ckptool.engine.run import RunOptions
 from ckptool.errors import CkptoolError, Damaged, Hostile, Problem, UsageError
 
 SIDES = ("here", "there")
@@ -46,8 +41,6 @@ class AgainstOptions:
     """
 
     other: Path
-    format_name: str | None = None
-    per_rank: bool = False
     select: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
     model_only: bool = False
@@ -55,9 +48,7 @@ class AgainstOptions:
     rename: tuple[str, ...] = ()
     tolerance: Tolerance | None = None
     cast: bool = False
-    strict: bool = False
-    ignore: tuple[str, ...] = ()
-    run: RunOptions = field(default_factory=RunOptions)
+    verify: VerifyOptions = field(default_factory=VerifyOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +57,9 @@ class Holder:
 
     file: str
     rank: int | None
+
+    def __str__(self) -> str:
+        return self.file if self.rank is None else f"rank {self.rank}, {self.file}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +75,41 @@ class DifferingTensor:
     difference: Difference
     holders: tuple[Holder, Holder]
 
+    @property
+    def problem(self) -> Problem:
+        """The difference in one line."""
+        found = self.difference
+        largest = "" if found.largest is None else f", largest difference {found.largest:.6g}"
+        message = (
+            f"{self.name}: {found.elements:,} of {self.elements:,} elements differ, first at"
+            f" {list(found.first)}: {found.values[0]} here ({self.holders[0]}),"
+            f" {found.values[1]} there ({self.holders[1]}){largest}"
+        )
+        return Problem(message, "tensor-differs", file=self.holders[0].file, tensor=self.name)
+
 
 @dataclass(frozen=True, slots=True)
 class AgainstReport:
-    """What the comparison found. ``nbytes`` were compared, as stored on the first side."""
+    """What the comparison found. ``verify.nbytes`` were read of both sides together."""
 
     verify: VerifyReport
     other: Path
     other_format: str | None
-    tensors: int
     values: int
-    nbytes: int
     differing: tuple[DifferingTensor, ...]
+
+
+def against(path: Path, options: AgainstOptions, started: Started | None = None) -> AgainstReport:
+    """Compare the checkpoint at ``path`` with another; all differences are collected.
+
+    ``started`` is told how many bytes will be read, and returns what is told of them as they are.
+    Raises NotFound, Unrecognised or UsageError where there is nothing to compare.
+    """
+    require_codes(options.verify.ignore)
+    comparison = _Comparison(path, options)
+    comparison.structure()
+    comparison.values(started or (lambda total: lambda nbytes: None))
+    return comparison.report()
 
 
 @dataclass(slots=True)
@@ -105,80 +122,50 @@ class _Side:
     reads: CheckedReads
 
 
-class Comparison:
-    """Two checkpoints whose structure is compared; ``run`` compares the values.
-
-    Raises NotFound, Unrecognised or UsageError where there is nothing to compare.
-    """
+class _Comparison:
+    """Two checkpoints, and what was found of them so far."""
 
     def __init__(self, path: Path, options: AgainstOptions) -> None:
-        self._path = path
         self._options = options
-        self._findings: list[Finding] = []
-        self._sides: tuple[_Side, _Side] | None = None
+        self._path = path
+        self._found: list[Problem] = []
+        self._differing: list[DifferingTensor] = []
         self._pairs: list[Pair] = []
         self._values = 0
-        opened = [
-            self._open(one, where) for one, where in zip((path, options.other), SIDES, strict=True)
-        ]
-        self._formats = [one.format.name if one is not None else None for one in opened]
-        if opened[0] is not None and opened[1] is not None:
-            self._compare_structure(opened[0], opened[1])
+        names = (options.verify.format_name, None)
+        paths = (path, options.other)
+        self._opened = [self._open(*one) for one in zip(paths, names, SIDES, strict=True)]
+        self._sides: list[_Side] = []
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that ``run`` reads."""
-        return sum(pair.nbytes for pair in self._pairs)
-
-    def run(self, progress: Progress = lambda nbytes: None) -> AgainstReport:
-        """Compare every value of the tensors that both sides have."""
-        differing: list[DifferingTensor] = []
-        if self._sides is not None:
-            differing = self._compare_values(self._sides, progress)
-        return self._report(differing)
-
-    # Structure
-
-    def _open(self, path: Path, where: str) -> Opened | None:
-        options = self._options
-        name = options.format_name if where == SIDES[0] else None
+    def _open(self, path: Path, format_name: str | None, where: str) -> Opened | None:
         try:
-            return open_checkpoint(path, format_name=name, per_rank=options.per_rank)
+            return open_checkpoint(
+                path, format_name=format_name, per_rank=self._options.verify.per_rank
+            )
         except (Damaged, Hostile) as error:
-            self._add_problems(where, error.problems, error.hint)
+            self._note(where, error.problems)
             return None
 
-    def _compare_structure(self, one: Opened, other: Opened) -> None:
+    def _note(self, where: str, problems: Iterable[Problem]) -> None:
+        self._found += [problem.within(where) for problem in problems]
+
+    def structure(self) -> None:
+        """Compare names, types, shapes and the values besides tensors."""
+        one, other = self._opened
+        if one is None or other is None:
+            return
         mine = chosen(one.catalog, self._choice(one.catalog, other.catalog))
         theirs, left = counterpart(other.catalog, mine, self._options)
         if not mine.tensors and not mine.objects and not mine.conflicts:
             raise UsageError("nothing is left to compare")
         if left:
-            self._add(
-                "not-selected",
-                f"{left:,} names of {other.path} are outside what was chosen",
-                Severity.INFO,
-            )
-        self._findings += differing_names(mine, theirs)
-        self._findings += differing_values(mine, theirs)
+            message = f"{left:,} names of {other.path} are not in what was chosen"
+            self._found.append(Problem(message, "not-chosen"))
+        self._found += differing_names(mine, theirs)
+        self._found += differing_values(mine, theirs)
         self._values = len(common_values(mine, theirs))
-        sides = (self._side(0, one, mine), self._side(1, other, theirs))
-        alike = [name for name in mine.tensors if self._is_alike(name, mine, theirs)]
-        for side in sides:
-            self._open_containers(side, alike)
-        found = [side.catalog.tensors for side in sides]
-        self._pairs = [
-            Pair(found[0][name], found[1][name], self._options.cast)
-            for name in alike
-            if name in found[0] and name in found[1]
-        ]
-        self._sides = sides
-        if not alike and not self._values:
-            self._add(
-                "nothing-compared",
-                "the two have no tensor and no value in common",
-                hint="--model-only, --strip-prefix and --rename change the names on this side",
-            )
+        self._sides = [self._side(0, one, mine), self._side(1, other, theirs)]
+        self._pair_up(mine, theirs)
 
     def _choice(self, mine: Catalog, theirs: Catalog) -> AgainstOptions:
         """What is asked, without what is to be dropped and only the other side has."""
@@ -187,6 +174,26 @@ class Comparison:
         drop = tuple(glob for glob in self._options.drop if glob not in only)
         return replace(self._options, drop=drop)
 
+    def _side(self, number: int, opened: Opened, catalog: Catalog) -> _Side:
+        for name, why in catalog.conflicts.items():
+            self._note(SIDES[number], [Problem(why, "ranks-disagree", tensor=name)])
+        for note in unread_notes(catalog):
+            self._note(SIDES[number], [Problem(note, "value-not-compared", tensor=note.tensor)])
+        return _Side(SIDES[number], opened, catalog, CheckedReads(opened.source.root))
+
+    def _pair_up(self, mine: Catalog, theirs: Catalog) -> None:
+        """Find the tensors whose values can be compared."""
+        alike = [name for name in mine.tensors if self._is_alike(name, mine, theirs)]
+        if not alike and not self._values:
+            self._found.append(Problem("no name of the one is in the other", "nothing-compared"))
+        for side in self._sides:
+            wanted = {name: side.catalog.tensors[name] for name in alike}
+            side.catalog, lost = readable(side.opened, side.catalog.with_tensors(wanted))
+            self._note(side.where, lost.values())
+        one, other = (side.catalog.tensors for side in self._sides)
+        both = [name for name in alike if name in one and name in other]
+        self._pairs = [Pair(one[name], other[name], self._options.cast) for name in both]
+
     def _is_alike(self, name: str, mine: Catalog, theirs: Catalog) -> bool:
         """Whether the values of a tensor can be compared; where types differ, that is noted."""
         if name not in theirs.tensors:
@@ -194,111 +201,77 @@ class Comparison:
         as_numbers = self._options.cast or self._options.tolerance is not None
         one, other = mine.tensors[name], theirs.tensors[name]
         found = differing_type(one, other, as_numbers=as_numbers)
-        self._findings += [found] if found is not None else []
+        self._found += [found] if found is not None else []
         return found is None
 
-    def _side(self, number: int, opened: Opened, catalog: Catalog) -> _Side:
-        for name, why in catalog.conflicts.items():
-            self._add("ranks-differ", f"{SIDES[number]}: {why}", tensor=name)
-        for note in unread_notes(catalog):
-            message = f"{SIDES[number]}: {note}"
-            self._add("value-not-compared", message, Severity.WARNING, tensor=note.tensor)
-        return _Side(SIDES[number], opened, catalog, CheckedReads(opened.source.root))
+    def values(self, started: Started) -> None:
+        """Compare every element of the tensors that both sides have."""
+        if not self._sides:
+            return
+        workers, progress = self._options.verify.workers, started(self._nbytes)
+        self._compare(workers, progress)
+        for side in self._sides:
+            self._check(side, workers)
 
-    def _open_containers(self, side: _Side, names: Iterable[str]) -> None:
-        """Keep of a side what can be read of these tensors."""
-        wanted = {name: side.catalog.tensors[name] for name in names}
-        side.catalog, lost = readable(side.opened, side.catalog.with_tensors(wanted))
-        self._add_problems(side.where, lost.values())
+    @property
+    def _nbytes(self) -> int:
+        return sum(pair.nbytes for pair in self._pairs)
 
-    # Values
-
-    def _compare_values(
-        self, sides: tuple[_Side, _Side], progress: Progress
-    ) -> list[DifferingTensor]:
-        options = self._options
-        workers = options.run.workers
-        reads = sides[0].reads, sides[1].reads
-        found = compare(self._pairs, reads, options.tolerance, workers, progress)
+    def _compare(self, workers: int, progress: Progress) -> None:
+        reads = self._sides[0].reads, self._sides[1].reads
+        found = compare(self._pairs, reads, self._options.tolerance, workers, progress)
         for name, error in found.unreadable.items():
-            self._add_problems(name, error.problems, error.hint)
-        for side in sides:
-            self._check_side(side)
-        return [
+            self._note(name, error.problems)
+        self._differing = [
             _described(pair, found.differences[pair.one.name])
             for pair in self._pairs
             if pair.one.name in found.differences
         ]
 
-    def _check_side(self, side: _Side) -> None:
-        """The checksums of what was read, and copies that differ among themselves."""
+    def _check(self, side: _Side, workers: int) -> None:
+        """The checksums of what was read of a side, and its copies that differ from one another."""
         names = {pair.one.name for pair in self._pairs}
         entries = [entry for name, entry in side.catalog.tensors.items() if name in names]
         try:
-            for problem in side.reads.problems(entries, self._options.run.workers):
-                self._add("crc-mismatch", f"{side.where}: {problem}")
-            for problem in differing_replicas(entries, side.opened.source.root):
-                self._add("replicas-differ", f"{side.where}: {problem}")
+            self._note(side.where, side.reads.problems(entries, workers))
+            self._note(side.where, differing_replicas(entries, side.opened.source.root))
         except CkptoolError as error:
-            self._add_problems(side.where, error.problems, error.hint)
+            self._note(side.where, error.problems)
 
-    # Report
-
-    def _add_problems(
-        self, where: str, problems: Iterable[Problem], hint: str | None = None
-    ) -> None:
-        self._findings += [
-            Finding(one.code, Severity.ERROR, f"{where}: {one}", one.file, one.tensor, hint)
-            for one in problems
-        ]
-
-    def _add(
-        self,
-        code: str,
-        message: str,
-        severity: Severity = Severity.ERROR,
-        *,
-        tensor: str | None = None,
-        hint: str | None = None,
-    ) -> None:
-        self._findings.append(Finding(code, severity, message, None, tensor, hint))
-
-    def _report(self, differing: list[DifferingTensor]) -> AgainstReport:
+    def report(self) -> AgainstReport:
+        """All that was found, and what it comes to."""
         options = self._options
-        findings = [*self._findings, *map(_finding, differing)]
-        kept = tuple(finding for finding in findings if finding.code not in options.ignore)
-        failing = (Severity.ERROR, Severity.WARNING) if options.strict else (Severity.ERROR,)
-        same = not any(finding.severity in failing for finding in kept)
-        nbytes = sum(pair.one.elements * pair.one.source_dtype.itemsize for pair in self._pairs)
+        problems = [*self._found, *(tensor.problem for tensor in self._differing)]
+        ignored = options.verify.ignore
+        findings = tuple(finding_of(one) for one in problems if one.code not in ignored)
+        formats = [None if one is None else one.format.name for one in self._opened]
         report = VerifyReport(
-            self._path, self._formats[0], kept, same, self._sentence(kept, same, failing)
+            self._path,
+            formats[0],
+            findings,
+            sound=True,
+            sentence="",
+            nbytes=self._nbytes,
+            tensors=len(self._pairs),
         )
+        failures = len(report.fails(options.verify.strict))
+        report = replace(report, sound=not failures, sentence=self._sentence(report, failures))
         return AgainstReport(
-            report,
-            options.other,
-            self._formats[1],
-            len(self._pairs),
-            self._values,
-            nbytes,
-            tuple(differing),
+            report, options.other, formats[1], self._values, tuple(self._differing)
         )
 
-    def _sentence(
-        self, findings: tuple[Finding, ...], same: bool, failing: tuple[Severity, ...]
-    ) -> str:
-        if self._sides is None:
-            return "Not compared: what is damaged cannot be."
-        if not same:
-            count = sum(finding.severity in failing for finding in findings)
-            return f"Not the same: {_counted(count, 'difference')}."
+    def _sentence(self, report: VerifyReport, failures: int) -> str:
+        if not self._sides:
+            return "Not compared; what is damaged cannot be."
+        if failures:
+            return f"Not the same; {_counted(failures, 'difference')}."
         how = "within the tolerance" if self._options.tolerance else "bit by bit"
         cast = ", cast to the other's type" if self._options.cast else ""
-        skipped = any(finding.code == "value-not-compared" for finding in findings)
+        told = f"{_counted(report.tensors, 'tensor')} {how}{cast}"
+        values = f", {_counted(self._values, 'value')} besides" if self._values else ""
+        skipped = {"value-not-compared", "values-not-held"} & {f.code for f in report.findings}
         but = ", as far as they can be compared" if skipped else ""
-        return (
-            f"The same{but}: {_counted(len(self._pairs), 'tensor')} {how}{cast},"
-            f" {_counted(self._values, 'value')} besides."
-        )
+        return f"The same{but}: {told}{values}."
 
 
 def _counted(count: int, noun: str) -> str:
@@ -314,21 +287,3 @@ def _described(pair: Pair, difference: Difference) -> DifferingTensor:
 def _holder(entry: TensorEntry, at: tuple[int, ...]) -> Holder:
     chunk, _ = next(ChunkIndex(entry).find(Box.at(at, (1,) * len(at))))
     return Holder(chunk.at.file, chunk.rank)
-
-
-def _finding(tensor: DifferingTensor) -> Finding:
-    found = tensor.difference
-    largest = "" if found.largest is None else f", largest difference {found.largest:.6g}"
-    held = " / ".join(map(_told, tensor.holders))
-    return Finding(
-        "tensor-differs",
-        Severity.ERROR,
-        f"{tensor.name}: {found.elements:,} of {tensor.elements:,} elements differ, first at"
-        f" {list(found.first)} ({found.values[0]} here, {found.values[1]} there){largest}; {held}",
-        tensor.holders[0].file,
-        tensor.name,
-    )
-
-
-def _told(holder: Holder) -> str:
-    return holder.file if holder.rank is None else f"rank {holder.rank}, {holder.file}"

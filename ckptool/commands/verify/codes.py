@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from ckptool.commands.verify.findings import Severity
+from ckptool.commands.verify.findings import Finding, Severity
+from ckptool.errors import Problem, UsageError
 
 _ERROR, _WARNING, _INFO = Severity.ERROR, Severity.WARNING, Severity.INFO
 _AGAIN = "take another copy of the file, or the checkpoint before it"
@@ -132,6 +134,40 @@ CODES: dict[str, Code] = {
     "pickle-bomb": Code(_ERROR, "a pickle unfolds to far more than it is", "do not load it"),
     "value-odd": Code(_WARNING, "a value that no writer of checkpoints makes", "do not load it"),
     "pickle-malformed": Code(_ERROR, "a pickle is malformed", _AGAIN),
+    # Against another checkpoint
+    "tensor-missing": Code(_ERROR, "a tensor that the other does not have"),
+    "tensor-extra": Code(_ERROR, "a tensor that only the other has"),
+    "shape-differs": Code(_ERROR, "a tensor of another shape"),
+    "dtype-differs": Code(
+        _ERROR, "a tensor of another element type",
+        "--cast compares after casting; --rtol and --atol compare numbers",
+    ),
+    "tensor-differs": Code(_ERROR, "a tensor with other values"),
+    "value-missing": Code(_ERROR, "a value besides tensors that the other does not have"),
+    "value-extra": Code(_ERROR, "a value besides tensors that only the other has"),
+    "value-differs": Code(_ERROR, "a value besides tensors that is another one"),
+    "value-not-compared": Code(
+        _WARNING, "what ckptool does not read, and so does not compare",
+        "--drop NAME leaves it out",
+    ),
+    "values-not-held": Code(_INFO, "values besides tensors, where a format holds tensors alone"),
+    "not-chosen": Code(_INFO, "names of the other that the choice leaves out"),
+    "nothing-compared": Code(
+        _ERROR, "the two have no tensor and no value in common",
+        "--model-only, --strip-prefix and --rename change the names on this side",
+    ),
+    # By a manifest
+    "manifest-missing": Code(_ERROR, "the manifest has it, the checkpoint does not"),
+    "manifest-extra": Code(_ERROR, "the checkpoint has it, the manifest does not"),
+    "manifest-differs": Code(_ERROR, "it is not as the manifest says"),
+    "manifest-unproved": Code(_ERROR, "what is in no digest, and whose files are other ones"),
+    "manifest-incomplete": Code(
+        _WARNING, "what is in no digest of a tensor or value",
+        "only the same files prove it, no copy in another format",
+    ),
+    "manifest-other-files": Code(
+        _INFO, "other files than the manifest was made of; tensors and values are what counts"
+    ),
     # What cannot be known
     "files-only": Code(
         _INFO, "a format whose tensors ckptool does not put together; its files are checked"
@@ -143,3 +179,25 @@ CODES: dict[str, Code] = {
     "note": Code(_INFO, "a remark"),
     "damaged": Code(_ERROR, "a contradiction of another kind", _MIXED),
 }  # fmt: skip
+
+
+def require_codes(codes: Iterable[str]) -> None:
+    """UsageError where one is no code."""
+    unknown = next((code for code in codes if code not in CODES), None)
+    if unknown is not None:
+        raise UsageError(f"--ignore {unknown}: no such code", hint=_similar(unknown))
+
+
+def _similar(code: str) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(code, CODES, n=1)
+    return f"did you mean {close[0]} ?" if close else "one of " + ", ".join(CODES)
+
+
+def finding_of(problem: Problem) -> Finding:
+    """A problem with the severity and the next step of its code."""
+    code = CODES[problem.code]
+    return Finding(
+        problem.code, code.severity, str(problem), problem.file, problem.tensor, code.hint
+    )

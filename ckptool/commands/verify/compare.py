@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ckptool.commands.numbers import Array, decoded, is_numeric
+from ckptool.commands.verify.verify import Progress
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.layout import tiles
-from ckptool.core.plan import ChunkIndex
 from ckptool.engine.checked import CheckedReads
 from ckptool.engine.gather import Gatherer, cast, raw
 from ckptool.engine.threads import share_jobs
@@ -22,8 +22,6 @@ from ckptool.errors import CkptoolError
 _TILE = 1 << 20
 _TILES_A_JOB = 8
 _PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
-
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)

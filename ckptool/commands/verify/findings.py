@@ -15,6 +15,11 @@ class Severity(Enum):
     INFO = "info"
 
 
+def failing(strict: bool) -> frozenset[Severity]:
+    """The severities that make a checkpoint unsound."""
+    return frozenset([Severity.ERROR, Severity.WARNING] if strict else [Severity.ERROR])
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that verify found.
@@ -52,3 +57,7 @@ class VerifyReport:
     def of(self, severity: Severity) -> list[Finding]:
         """The findings of one severity."""
         return [finding for finding in self.findings if finding.severity is severity]
+
+    def fails(self, strict: bool) -> list[Finding]:
+        """The findings that make it unsound."""
+        return [finding for finding in self.findings if finding.severity in failing(strict)]

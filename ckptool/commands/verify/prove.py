@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptool.commands.open import Opened
-from ckptool.commands.verify.compare import Progress
-from ckptool.commands.verify.findings import Finding, Severity
 from ckptool.commands.verify.manifest import (
     FileProof,
     Manifest,
@@ -20,6 +18,7 @@ from ckptool.commands.verify.manifest import (
 from ckptool.commands.verify.readable import readable
 from ckptool.commands.verify.structure import holds_no_values, unread_notes
 from ckptool.commands.verify.values import text_digest, value_text
+from ckptool.commands.verify.verify import Progress
 from ckptool.core.catalog import Catalog
 from ckptool.engine.checked import CheckedReads
 from ckptool.engine.digest import digests, file_digests
@@ -64,9 +63,8 @@ def measure(
     found: dict[str, str] = {}
     try:
         found = digests(entries, reads.gatherer, workers, progress)
-        problems += [Problem(line, "crc-mismatch") for line in reads.problems(entries, workers)]
-        copies = differing_replicas(entries, opened.source.root)
-        problems += [Problem(line, "replicas-differ") for line in copies]
+        problems += reads.problems(entries, workers)
+        problems += differing_replicas(entries, opened.source.root)
     except CkptoolError as error:
         problems += error.problems
     tensors = {
@@ -82,7 +80,7 @@ def measure(
 
 def _contradictions(catalog: Catalog) -> Iterator[Problem]:
     for name, why in catalog.conflicts.items():
-        yield Problem(why, "ranks-differ", tensor=name)
+        yield Problem(why, "ranks-disagree", tensor=name)
 
 
 def _values(catalog: Catalog) -> tuple[dict[str, ValueProof], dict[str, str]]:
@@ -145,8 +143,8 @@ def recorded_files(manifest: Manifest, catalog: Catalog) -> list[str]:
     return list(recorded) if is_same else []
 
 
-def differences(recorded: Manifest, found: Manifest) -> Iterator[Finding]:
-    """One finding for each thing that is not as the manifest says.
+def differences(recorded: Manifest, found: Manifest) -> Iterator[Problem]:
+    """One problem for each thing that is not as the manifest says.
 
     The files are compared where ``found`` has their digests.
     """
@@ -154,15 +152,15 @@ def differences(recorded: Manifest, found: Manifest) -> Iterator[Finding]:
     yield from _differing_values(recorded, found)
     changed = [name for name, proof in found.files.items() if recorded.files.get(name) != proof]
     if _is_another_writing(recorded, found, changed):
-        message = "the files are not those that the manifest was made of; tensors and values count"
-        yield Finding("manifest-other-files", Severity.INFO, message)
+        message = f"{len(recorded.files):,} files are recorded; those here are not the same"
+        yield Problem(message, "manifest-other-files")
     elif changed:
         yield from (_differing_file(name, recorded, found) for name in changed)
     else:
         return
     for name in sorted({*recorded.unproved, *found.unproved}):
         why = recorded.unproved.get(name) or found.unproved[name]
-        yield _error("manifest-unproved", f"{name}: {why}, and the files are other ones", name)
+        yield Problem(f"{name}: {why}", "manifest-unproved", tensor=name)
 
 
 def _is_another_writing(recorded: Manifest, found: Manifest, changed: list[str]) -> bool:
@@ -176,56 +174,50 @@ def _is_another_writing(recorded: Manifest, found: Manifest, changed: list[str])
     return len(changed) > 1 and not kept
 
 
-def _differing_tensors(recorded: Manifest, found: Manifest) -> Iterator[Finding]:
+def _differing_tensors(recorded: Manifest, found: Manifest) -> Iterator[Problem]:
+    yield from _missing(recorded.tensors, found.tensors, "a tensor")
     for name, proof in recorded.tensors.items():
         other = found.tensors.get(name)
-        if other is None:
-            yield _error("manifest-tensor-missing", f"{name}: in the manifest, missing here", name)
-        elif (other.dtype, other.shape) != (proof.dtype, proof.shape):
-            message = f"{name}: {other.dtype} {list(other.shape)}, the manifest says {proof.dtype}"
-            yield _error("manifest-tensor-differs", f"{message} {list(proof.shape)}", name)
-        elif other.sha256 != proof.sha256:
-            message = f"{name}: SHA-256 {other.sha256[:16]}..., the manifest says"
-            yield _error("manifest-tensor-differs", f"{message} {proof.sha256[:16]}...", name)
-    for name in found.tensors:
-        if name not in recorded.tensors:
-            yield _error("manifest-tensor-extra", f"{name}: here, and not in the manifest", name)
+        if other is None or other == proof:
+            continue
+        here, said = (f"{one.dtype} {list(one.shape)}" for one in (other, proof))
+        if here == said:
+            here, said = (f"SHA-256 {one.sha256[:16]}..." for one in (other, proof))
+        message = f"{name}: {here}, the manifest says {said}"
+        yield Problem(message, "manifest-differs", tensor=name)
 
 
-def _differing_values(recorded: Manifest, found: Manifest) -> Iterator[Finding]:
+def _differing_values(recorded: Manifest, found: Manifest) -> Iterator[Problem]:
     if recorded.values and not found.values and holds_no_values(found.format):
-        yield Finding(
-            "manifest-values-not-held",
-            Severity.INFO,
-            f"{len(recorded.values):,} values besides tensors are in the manifest:"
-            f" {found.format} holds tensors alone",
-        )
+        message = f"{len(recorded.values):,} values besides tensors, which {found.format}"
+        yield Problem(f"{message} cannot hold, are not proved", "values-not-held")
         return
+    yield from _missing(recorded.values, found.values, "a value")
     for name, proof in recorded.values.items():
         other = found.values.get(name)
-        if other is None:
-            yield _error("manifest-value-missing", f"{name}: in the manifest, missing here", name)
-        elif other.sha256 != proof.sha256:
-            here, said = _told(other), _told(proof)
-            yield _error(
-                "manifest-value-differs", f"{name}: {here}, the manifest says {said}", name
-            )
-    for name in found.values:
-        if name not in recorded.values:
-            yield _error("manifest-value-extra", f"{name}: here, and not in the manifest", name)
+        if other is not None and other.sha256 != proof.sha256:
+            message = f"{name}: {_told(other)}, the manifest says {_told(proof)}"
+            yield Problem(message, "manifest-differs", tensor=name)
 
 
-def _differing_file(name: str, recorded: Manifest, found: Manifest) -> Finding:
+def _missing(
+    recorded: Mapping[str, object], found: Mapping[str, object], what: str
+) -> Iterator[Problem]:
+    for name in recorded:
+        if name not in found:
+            yield Problem(f"{name}: {what}", "manifest-missing", tensor=name)
+    for name in found:
+        if name not in recorded:
+            yield Problem(f"{name}: {what}", "manifest-extra", tensor=name)
+
+
+def _differing_file(name: str, recorded: Manifest, found: Manifest) -> Problem:
     here, said = found.files[name].sha256[:16], recorded.files[name].sha256[:16]
-    message = f"{name}: SHA-256 {here}..., the manifest says {said}..."
-    return Finding("manifest-file-differs", Severity.ERROR, message, file=name)
+    message = f"{name}: the file's SHA-256 is {here}..., the manifest says {said}..."
+    return Problem(message, "manifest-differs", file=name)
 
 
 def _told(proof: ValueProof) -> str:
     if proof.json is not None and len(proof.json) <= 80:
         return proof.json
     return f"SHA-256 {proof.sha256[:16]}..."
-
-
-def _error(code: str, message: str, name: str) -> Finding:
-    return Finding(code, Severity.ERROR, message, tensor=name)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptool.commands.convert import Choice, only_model
 from ckptool.commands.numbers import is_numeric
-from ckptool.commands.verify.findings import Finding, Severity
 from ckptool.commands.verify.values import value_digest
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.parts import part_of
@@ -53,25 +52,24 @@ def _model_like(catalog: Catalog, wanted: set[str]) -> Catalog:
     return max((plain, bare), key=lambda one: len(wanted & one.tensors.keys()))
 
 
-def differing_names(mine: Catalog, theirs: Catalog) -> Iterator[Finding]:
-    """One finding for each tensor and each value that only one of the two has."""
-    yield from _only(mine.tensors, theirs.tensors, theirs.objects, "a tensor here", "there")
-    yield from _only(theirs.tensors, mine.tensors, mine.objects, "a tensor there", "here")
-    for holds, lacks, code, what in (
-        (mine, theirs, "value-missing", "a value here, missing there"),
-        (theirs, mine, "value-extra", "a value there, missing here"),
+def differing_names(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:
+    """One problem for each tensor and each value that only one of the two has."""
+    for holds, lacks, code, here, there in (
+        (mine, theirs, "missing", "here", "there"),
+        (theirs, mine, "extra", "there", "here"),
     ):
-        names = [name for name in holds.objects if not has(lacks, name)]
+        for name in holds.tensors:
+            if name not in lacks.tensors:
+                state = "a value" if name in lacks.objects else "missing"
+                message = f"{name}: a tensor {here}, {state} {there}"
+                yield Problem(message, f"tensor-{code}", tensor=name)
+        names = [name for name in holds.objects if not _has(lacks, name)]
         if names and not lacks.objects and holds_no_values(lacks.format):
-            yield Finding(
-                "value-not-compared",
-                Severity.INFO,
-                f"{len(names):,} values besides tensors are not compared: {lacks.format} holds"
-                " tensors alone",
-            )
+            message = f"{len(names):,} values besides tensors, which {lacks.format} cannot hold"
+            yield Problem(message, "values-not-held")
             continue
         for name in names:
-            yield Finding(code, Severity.ERROR, f"{name}: {what}", tensor=name)
+            yield Problem(f"{name}: a value {here}, missing {there}", f"value-{code}", tensor=name)
 
 
 def holds_no_values(format_name: str) -> bool:
@@ -79,24 +77,8 @@ def holds_no_values(format_name: str) -> bool:
     return format_name in _HOLD_NO_VALUES
 
 
-def has(catalog: Catalog, name: str) -> bool:
-    """Whether a catalog has a tensor or a value of this name."""
+def _has(catalog: Catalog, name: str) -> bool:
     return name in catalog.tensors or name in catalog.objects
-
-
-def _only(
-    names: Iterable[str],
-    others: dict[str, TensorEntry],
-    values: Iterable[str],
-    what: str,
-    where: str,
-) -> Iterator[Finding]:
-    code = "tensor-missing" if where == "there" else "tensor-extra"
-    as_value = set(values)
-    for name in names:
-        if name not in others:
-            state = f"a value {where}" if name in as_value else f"missing {where}"
-            yield Finding(code, Severity.ERROR, f"{name}: {what}, {state}", tensor=name)
 
 
 def unread_notes(catalog: Catalog) -> list[Problem]:
@@ -106,37 +88,32 @@ def unread_notes(catalog: Catalog) -> list[Problem]:
     return [note for note in unread if note.tensor not in catalog.objects]
 
 
-def differing_type(one: TensorEntry, other: TensorEntry, *, as_numbers: bool) -> Finding | None:
+def differing_type(one: TensorEntry, other: TensorEntry, *, as_numbers: bool) -> Problem | None:
     """How the shapes or element types of two tensors differ, None where values can be compared.
 
     ``as_numbers`` says that numbers of different types will do.
     """
     if one.shape != other.shape:
         message = f"{one.name}: shape {list(one.shape)} here, {list(other.shape)} there"
-        return Finding("shape-differs", Severity.ERROR, message, tensor=one.name)
+        return Problem(message, "shape-differs", tensor=one.name)
     types = one.source_dtype, other.source_dtype
     if types[0] == types[1] or (as_numbers and all(map(is_numeric, types))):
         return None
-    return Finding(
-        "dtype-differs",
-        Severity.ERROR,
-        f"{one.name}: {types[0]} here, {types[1]} there",
-        tensor=one.name,
-        hint="--cast compares after casting; --rtol and --atol compare numbers",
-    )
+    message = f"{one.name}: {types[0]} here, {types[1]} there"
+    return Problem(message, "dtype-differs", tensor=one.name)
 
 
-def differing_values(mine: Catalog, theirs: Catalog) -> Iterator[Finding]:
-    """One finding for each value that both have and that differs, or cannot be compared."""
+def differing_values(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:
+    """One problem for each value that both have and that differs, or cannot be compared."""
     known = Foreign()
     for name in common_values(mine, theirs):
         one, other = mine.objects[name].value, theirs.objects[name].value
         if any("torch storage" in known.of(value) for value in (one, other)):
             message = f"{name}: a {type_name(one)}, whose bytes ckptool does not read"
-            yield Finding("value-not-compared", Severity.WARNING, message, tensor=name)
+            yield Problem(message, "value-not-compared", tensor=name)
         elif value_digest(one, name) != value_digest(other, name):
             message = f"{name}: {_short(one)} here, {_short(other)} there"
-            yield Finding("value-differs", Severity.ERROR, message, tensor=name)
+            yield Problem(message, "value-differs", tensor=name)
 
 
 def common_values(mine: Catalog, theirs: Catalog) -> list[str]:

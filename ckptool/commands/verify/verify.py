@@ -13,10 +13,10 @@ from pathlib import Path
 
 from ckptool.commands.open import Survey, survey
 from ckptool.commands.stats import not_finite_count
-from ckptool.commands.verify.codes import CODES
+from ckptool.commands.verify.codes import finding_of, require_codes
 from ckptool.commands.verify.content import Views, attach, located, scattered_not_finite
 from ckptool.commands.verify.files import FileCheck, name_problems, newer_than_metadata
-from ckptool.commands.verify.findings import Finding, Severity, VerifyReport
+from ckptool.commands.verify.findings import Finding, Severity, VerifyReport, failing
 from ckptool.commands.verify.objects import odd_values
 from ckptool.commands.verify.training import optimizer_problems, step_problems
 from ckptool.core.catalog import Catalog, Item, TensorEntry, coverage_problem, flat_name
@@ -24,7 +24,7 @@ from ckptool.core.parts import part_of
 from ckptool.engine.content import Span, check_spans
 from ckptool.engine.replicas import differing_replicas
 from ckptool.engine.run import RunOptions
-from ckptool.errors import UNCODED, CkptoolError, Problem, UsageError
+from ckptool.errors import UNCODED, CkptoolError, Problem
 
 Progress = Callable[[int], None]
 Started = Callable[[int], Progress]
@@ -32,14 +32,15 @@ Started = Callable[[int], Progress]
 
 @dataclass(frozen=True, slots=True)
 class VerifyOptions:
-    """How deep to look, and what counts.
+    """How to read it, how deep to look, and what counts.
 
-    ``quick`` reads metadata only; ``sample`` is the share of the data that is read, chosen by
-    ``seed``. ``strict`` makes warnings failures, ``finite`` makes NaN and infinity errors,
-    ``ignore`` are codes that are left out.
+    ``per_rank`` keeps plain tensors that differ between ranks. ``quick`` reads metadata only;
+    ``sample`` is the share of the data that is read, chosen by ``seed``. ``strict`` makes warnings
+    failures, ``finite`` makes NaN and infinity errors, ``ignore`` are codes that are left out.
     """
 
     format_name: str | None = None
+    per_rank: bool = False
     quick: bool = False
     sample: float = 1.0
     seed: int = 0
@@ -59,21 +60,14 @@ def verify(path: Path, options: VerifyOptions, started: Started | None = None) -
     ``started`` is told how many bytes will be read, and returns what is told of them as they are.
     Raises NotFound and Unrecognised where there is no checkpoint, UsageError for an unknown code.
     """
-    unknown = [code for code in options.ignore if code not in CODES]
-    if unknown:
-        raise UsageError(f"--ignore {unknown[0]}: no such code", hint=_similar(unknown[0]))
-    check = _Check(survey(path, format_name=options.format_name), options)
+    require_codes(options.ignore)
+    check = _Check(
+        survey(path, format_name=options.format_name, per_rank=options.per_rank), options
+    )
     check.structure()
     if not options.quick:
         check.content(started or (lambda total: lambda nbytes: None))
     return check.report()
-
-
-def _similar(code: str) -> str:
-    import difflib
-
-    close = difflib.get_close_matches(code, CODES, n=1)
-    return f"did you mean {close[0]} ?" if close else "ckptool verify --codes lists them"
 
 
 class _Check:
@@ -164,8 +158,8 @@ class _Check:
     def report(self) -> VerifyReport:
         """All findings, the gravest first, and what they come to."""
         findings = self._findings()
-        failing = {Severity.ERROR} | ({Severity.WARNING} if self._options.strict else set())
-        sound = not any(finding.severity in failing for finding in findings)
+        severities = failing(self._options.strict)
+        sound = not any(finding.severity in severities for finding in findings)
         catalog = self._catalog
         report = VerifyReport(
             self._survey.path,
@@ -202,13 +196,10 @@ class _Check:
         )
 
     def _finding(self, problem: Problem) -> Finding:
-        code = CODES[problem.code]
-        severity = code.severity
+        finding = finding_of(problem)
         if problem.code == "not-finite" and self._options.finite:
-            severity = Severity.ERROR
-        return Finding(
-            problem.code, severity, str(problem), problem.file, problem.tensor, code.hint
-        )
+            return replace(finding, severity=Severity.ERROR)
+        return finding
 
 
 def _catalog_problems(catalog: Catalog) -> list[Problem]:

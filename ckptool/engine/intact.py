@@ -1,0 +1,74 @@
+"""Which places of a source can be read and are as their writer left them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+import numpy as np
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import Extent, Packed, Place, Record, TensorEntry, places
+from ckptool.engine.gather import Gatherer, unit
+from ckptool.engine.threads import share_jobs
+from ckptool.errors import CkptoolError
+
+_Job = tuple[Record | Packed, TensorEntry]
+
+
+class Intact:
+    """Reads the records and blobs of some tensors once, and knows which of them are damaged.
+
+    ``root`` is the folder of the source's files. Bytes without a checksum count as intact: nothing
+    says that they are not.
+    """
+
+    def __init__(self, entries: Iterable[TensorEntry], root: str, workers: int) -> None:
+        self._damaged: dict[Record | Packed, str] = {}
+        self._lock = threading.Lock()
+        jobs: dict[Record | Packed, _Job] = {}
+        for entry in entries:
+            for place in places(entry):
+                if isinstance(place, Packed):
+                    jobs[place] = (place, entry)
+                elif isinstance(place, Extent) and place.record is not None:
+                    jobs[place.record] = (place.record, entry)
+        share_jobs(iter(jobs.values()), workers, lambda: Gatherer(root), self._check)
+
+    def problem(self, place: Place) -> str | None:
+        """What is wrong with the bytes of a place; None where nothing is, as far as is known."""
+        if isinstance(place, Packed):
+            return self._damaged.get(place)
+        record = place.record if isinstance(place, Extent) else None
+        return None if record is None else self._damaged.get(record)
+
+    def _check(self, gatherer: Gatherer, job: _Job) -> None:
+        what, entry = job
+        try:
+            problem = None
+            if isinstance(what, Record):
+                problem = _record_problem(gatherer, what)
+            else:
+                _decode(gatherer, what, entry)
+        except CkptoolError as error:
+            problem = str(error.message)
+        if problem is not None:
+            with self._lock:
+                self._damaged[what] = problem
+
+
+def _record_problem(gatherer: Gatherer, record: Record) -> str | None:
+    crc = gatherer.crc(record)
+    if crc == record.crc32:
+        return None
+    return (
+        f"bytes {record.offset:,} to {record.offset + record.nbytes:,} of {record.file} have CRC-32"
+        f" {crc:08x}, the writer recorded {record.crc32:08x}"
+    )
+
+
+def _decode(gatherer: Gatherer, at: Packed, entry: TensorEntry) -> None:
+    """Decode a blob whole; what is wrong with it is raised."""
+    nowhere = Box.whole((0,) * len(entry.shape))
+    out = np.empty(nowhere.shape, unit(entry.source_dtype.itemsize))
+    gatherer.fill_from(at, out, nowhere, entry.source_dtype)
