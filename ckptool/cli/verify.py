@@ -24,6 +24,7 @@ from ckptool.cli.verify_against import (
 )
 from ckptool.cli.verify_manifest import ByManifest, WriteManifest, run_proving
 from ckptool.cli.verify_run import All, LatestGood, run_steps
+from ckptool.cli.verify_salvage import SalvageTo, run_salvage
 from ckptool.cli.verify_told import Told
 from ckptool.errors import UsageError
 
@@ -66,6 +67,7 @@ def verify(
     manifest: ByManifest = None,
     latest_good: LatestGood = False,
     every: All = False,
+    salvage: SalvageTo = None,
     overwrite: Overwrite = False,
     from_format: From = None,
     per_rank: PerRank = False,
@@ -93,7 +95,11 @@ def verify(
         return
     said = AgainstArguments(rtol, atol, cast, select, drop, model_only, strip_prefix, rename)
     _require_one_question(
-        against is not None, write_manifest is not None, manifest is not None, latest_good or every
+        against is not None,
+        write_manifest is not None,
+        manifest is not None,
+        latest_good or every,
+        salvage is not None,
     )
     if against is None:
         said.require_none()
@@ -108,6 +114,11 @@ def verify(
         ignore=tuple(ignore or ()),
         workers=workers or RunOptions().workers,
     )
+    if salvage is not None:
+        whole = run_salvage(
+            source, salvage, options, overwrite=overwrite, as_json=as_json, quiet=quiet
+        )
+        raise typer.Exit(0 if whole else 1)
     if latest_good or every:
         found = run_steps(source, options, every=every, as_json=as_json, quiet=quiet)
         raise typer.Exit(0 if found else 1)
@@ -150,5 +161,6 @@ def _told(report: VerifyReport) -> Told:
 def _require_one_question(*asked: bool) -> None:
     if sum(asked) > 1:
         raise UsageError(
-            "--against, --write-manifest, --manifest and --latest-good or --all: one at a time"
+            "--against, --write-manifest, --manifest, --latest-good or --all, and --salvage:"
+            " one at a time"
         )

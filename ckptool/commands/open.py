@@ -271,7 +271,8 @@ def _in_folder(path: Path) -> Candidate:
 def _detect_folder(source: LocalSource) -> Format | None:
     """The format of a folder as a whole; None where it only holds a single-file checkpoint."""
     if len(source.files) == 1 and "/" not in next(iter(source.files)):
-        return None
+        dcp = FORMATS["dcp"]
+        return dcp if dcp.probe(source) else None
     found = detect(source)
     alone = ("safetensors", "torch-save") if len(source.files) == 1 else ("safetensors",)
     return None if found is not None and found.name in alone else found

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from ckptool.core.catalog import Catalog, Path, RankStep, TensorEntry, flat_name
+from ckptool.core.catalog import Catalog, Index, Path, RankStep, TensorEntry, flat_name
 from ckptool.core.dtype import DType
 from ckptool.errors import UsageError
 
@@ -118,6 +118,31 @@ def renamed_path(path: Path, new: str) -> Path:
     kept = flat_name(path[tail:])
     middle = rest[: len(rest) - len(kept)].rstrip(".") if kept else rest
     return (*path[:head], *((middle,) if middle else ()), *path[tail:])
+
+
+def with_whole_lists(catalog: Catalog) -> Catalog:
+    """With the steps into a list of which positions were left out as names.
+
+    torch's loader (2.13) rebuilds lists by position and finds no key where one is missing.
+    """
+    positions: dict[Path, set[int]] = {}
+    paths = [entry.path for entry in catalog.tensors.values()]
+    for path in (*paths, *(entry.path for entry in catalog.objects.values())):
+        for at, step in enumerate(path):
+            if isinstance(step, Index):
+                positions.setdefault(path[:at], set()).add(step.position)
+    broken = {head for head, seen in positions.items() if seen != set(range(len(seen)))}
+    if not broken:
+        return catalog
+
+    def mended(path: Path) -> Path:
+        return tuple(str(s) if path[:at] in broken else s for at, s in enumerate(path))
+
+    return replace(
+        catalog,
+        tensors={n: replace(e, path=mended(e.path)) for n, e in catalog.tensors.items()},
+        objects={n: replace(e, path=mended(e.path)) for n, e in catalog.objects.items()},
+    )
 
 
 def strip_prefix(catalog: Catalog, prefix: str) -> Catalog:

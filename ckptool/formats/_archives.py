@@ -35,16 +35,23 @@ def item_region(source: Source, item: Item, what: str, limit: int, edge: int) ->
     return Region(EdgeSource(item.file, head, tail, size), item.file, 0, size)
 
 
-def find_archives(source: Source, file: str) -> Iterator[Item]:
-    """Every archive that lies whole in a file, in order; what lies between them is passed over."""
-    previous = 0
+def find_archives(source: Source, file: str) -> list[Item]:
+    """Every archive that lies whole in a file, in order; what lies between them is passed over.
+
+    One that lies in the data of another is a part of it.
+    """
+    found: list[Item] = []
     for where, at in _ends(source, file):
         start = at - _END64_NBYTES - where
         end = at + _TAIL.size - 4 + _END_NBYTES
-        is_one = previous <= start and end <= source.files[file]
-        if is_one and source.read(file, start, 4) == b"PK\x03\x04":
-            yield Item(file, start, end - start)
-            previous = end
+        is_one = start >= 0 and end <= source.files[file]
+        if not is_one or source.read(file, start, 4) != b"PK\x03\x04":
+            continue
+        while found and found[-1].offset >= start:
+            found.pop()
+        if not found or found[-1].offset + found[-1].nbytes <= start:
+            found.append(Item(file, start, end - start))
+    return found
 
 
 def _ends(source: Source, file: str) -> Iterator[tuple[int, int]]:

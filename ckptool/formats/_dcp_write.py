@@ -14,6 +14,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Data, FileLayout, Layout, Literal, Part
+from ckptool.core.rewrite import with_whole_lists
 from ckptool.formats._dcp_pickle import WrittenChunk, WrittenTensor, WrittenValue, metadata_pickle
 from ckptool.formats._outgoing import Cutter, companion_files, tied_notes
 from ckptool.formats._torch_write import TensorRef, offset_parts, torch_archive
@@ -84,6 +85,7 @@ def _length(parts: list[Part] | tuple[Part, ...]) -> int:
 
 def lay_out(catalog: Catalog, request: Request) -> Layout:
     """The files of a DCP folder: cut for the request's mesh, or in the source's own chunks."""
+    catalog = with_whole_lists(catalog)
     files: dict[int, _File] = {}
 
     def file_of(rank: int) -> _File:

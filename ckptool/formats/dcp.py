@@ -29,7 +29,7 @@ from ckptool.core.catalog import (
     merge_copies,
 )
 from ckptool.core.view import part_of_place
-from ckptool.errors import CkptoolError, Damaged, Problem, damaged
+from ckptool.errors import UNCODED, CkptoolError, Damaged, Problem, coded, damaged
 from ckptool.formats import _dcp_metadata
 from ckptool.formats._archives import item_region
 from ckptool.formats._assemble import (
@@ -219,11 +219,14 @@ def _collect(source: Source, file: str, metadata: DcpMetadata, found: _Found) ->
         item = metadata.items.get((name, None))
         if item is None:
             message = f"{name}: has no data ({file} does not say where it lies)"
-            found.problems.append(Problem(message, "data-missing", file=file))
+            found.problems.append(Problem(message, "data-missing", file=file, tensor=name))
             continue
         used.add((name, None))
         at = _checked(source, file, name, item, found)
-        if at is not None:
+        if at is None:
+            message = f"{name}: a value whose data in {item.file} is lost"
+            found.problems.append(Problem(message, "data-missing", file=item.file, tensor=name))
+        else:
             found.values[name].append((_rank_of(item.file) or 0, at))
     for name, offset in metadata.items.keys() - used:
         message = f"{name}: {file} stores an item at {offset} that no chunk claims"
@@ -333,8 +336,9 @@ def _read_values(source: Source, name: str, items: list[tuple[int, Item]], path:
     """Read a bytes item, of one rank or of each. Tensors inside become tensors of their own."""
     ranks: dict[int, dict[str, Leaf]] = {}
     for rank, item in items:
-        opened = _open(source, item, name, _LARGEST_VALUE, _LARGEST_VALUE)
-        leaves = read_leaves(opened.file, source, prefix=path)
+        with coded(UNCODED, tensor=name):
+            opened = _open(source, item, name, _LARGEST_VALUE, _LARGEST_VALUE)
+            leaves = read_leaves(opened.file, source, prefix=path)
         if any(isinstance(leaf.value, PlainLeaf) for leaf in leaves.values()):
             ranks[rank] = {n: _placed(leaf, opened) for n, leaf in leaves.items()}
         else:

@@ -270,7 +270,8 @@ def _wrong_rank(rank: int, leaves: Mapping[str, Leaf]) -> Iterator[Problem]:
         if isinstance(leaf.value, ShareLeaf) and leaf.value.share.rank not in (None, rank):
             message = f"the file of rank {rank} was written by rank {leaf.value.share.rank}"
             reason = f"(as the record of {name} says): a copied or renamed file"
-            yield Problem(f"{message} {reason}", "rank-copied")
+            file = next((place.file for place in leaf.value.places), None)
+            yield Problem(f"{message} {reason}", "rank-copied", file=file)
             return
 
 

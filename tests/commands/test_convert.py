@@ -289,3 +289,9 @@ def _written(path: Path, data: bytes) -> Path:
 def test_the_format_can_be_told(out: Path) -> None:
     convert_to("dcp", case("zip_zoo").path, out / "m", format_name="torch-save")
     assert read_back("dcp", out / "m") == case("zip_zoo").truth
+
+
+def test_dcp_loads_though_a_list_lost_a_member(tmp_path: Path, out: Path) -> None:
+    torch.save({"list": [torch.ones(1), torch.zeros(2)], "w": torch.ones(3)}, tmp_path / "m.pt")
+    convert_to("dcp", tmp_path / "m.pt", out / "m", drop=("list.0",))
+    assert set(read_back("dcp", out / "m")) == {"list.1", "w"}

@@ -19,6 +19,7 @@ from ckptool.core.rewrite import (
     strip_prefix,
     substitution,
     with_prefix,
+    with_whole_lists,
 )
 from ckptool.errors import UsageError
 
@@ -136,3 +137,12 @@ def test_cast_changes_floating_tensors_alone() -> None:
     assert changed.tensors["w"].dtype.name == "bfloat16"
     assert changed.tensors["w"].source_dtype.name == "float32"
     assert changed.tensors["n"] == integer
+
+
+def test_a_list_with_holes_becomes_names() -> None:
+    whole = (("a", Index(0)), ("a", Index(1)))
+    holed = (("b", Index(1), "w"), ("b", Index(2), "w"))
+    found = with_whole_lists(catalog(*whole, *holed, values=(("b", Index(3)),)))
+    paths = [entry.path for entry in (*found.tensors.values(), *found.objects.values())]
+    assert paths == [*whole, ("b", "1", "w"), ("b", "2", "w"), ("b", "3")]
+    assert list(found.tensors) == list(map(flat_name, (*whole, *holed)))

@@ -31,10 +31,14 @@ _LONGEST_JSON = 1024
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The manifest of a checkpoint as it is, and what keeps it from being whole."""
+    """The manifest of a checkpoint as it is, and what keeps it from being whole.
+
+    ``nbytes`` were read for it.
+    """
 
     manifest: Manifest
     problems: tuple[Problem, ...]
+    nbytes: int
 
 
 def measured_bytes(catalog: Catalog, files: Collection[str]) -> int:
@@ -75,7 +79,7 @@ def measure(
     values, unproved = _values(opened.catalog)
     proofs = _files(opened, files, workers, progress)
     manifest = Manifest(opened.format.name, tensors, values, unproved, proofs)
-    return Measured(manifest, tuple(problems))
+    return Measured(manifest, tuple(problems), measured_bytes(opened.catalog, files))
 
 
 def _contradictions(catalog: Catalog) -> Iterator[Problem]:

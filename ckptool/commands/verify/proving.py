@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def write(path: Path, options: ProvingOptions, started: Started | None = None) -
         Problem(f"{name}: {why}", "manifest-incomplete", tensor=name)
         for name, why in measured.manifest.unproved.items()
     ]
-    report = _with(report, [*measured.problems, *incomplete], options.verify)
+    report = _with(report, measured, incomplete, options.verify)
     if not report.sound:
         return _not_written(report, options)
     write_manifest(measured.manifest, options.manifest, overwrite=options.overwrite)
@@ -71,8 +72,8 @@ def prove(path: Path, options: ProvingOptions, started: Started | None = None) -
         return replace(report, sound=False, sentence=sentence)
     files = recorded_files(recorded, opened.catalog)
     measured = _measured(opened, files, options, started)
-    found = [*measured.problems, *differences(recorded, measured.manifest)]
-    report = _with(report, found, options.verify)
+    found = differences(recorded, measured.manifest)
+    report = _with(report, measured, found, options.verify)
     if not report.sound:
         count = len(report.fails(options.verify.strict))
         counted = f"{count:,} thing{' is' if count == 1 else 's are'}"
@@ -98,10 +99,15 @@ def _measured(
     return measure(opened, options.verify.workers, progress, files=files)
 
 
-def _with(report: VerifyReport, found: list[Problem], options: VerifyOptions) -> VerifyReport:
-    """The report with more findings."""
-    more = [finding_of(problem) for problem in found if problem.code not in options.ignore]
-    report = replace(report, findings=(*report.findings, *more), depth="content")
+def _with(
+    report: VerifyReport, measured: Measured, found: Iterable[Problem], options: VerifyOptions
+) -> VerifyReport:
+    """The report with what was found while everything was read."""
+    problems = [*measured.problems, *found]
+    more = [finding_of(problem) for problem in problems if problem.code not in options.ignore]
+    findings = (*report.findings, *more)
+    nbytes = report.nbytes + measured.nbytes
+    report = replace(report, findings=findings, depth="content", nbytes=nbytes)
     return replace(report, sound=not report.fails(options.strict))
 
 

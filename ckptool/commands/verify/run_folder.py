@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptool.commands.verify.findings import Finding, Severity, VerifyReport
+from ckptool.commands.verify.findings import VerifyReport
 from ckptool.commands.verify.steps import Step, steps_of
 from ckptool.commands.verify.verify import VerifyOptions, verify
 from ckptool.errors import SourceError
@@ -92,9 +92,9 @@ def _missing_parts(step: Step, older: Sequence[Step]) -> Iterator[str]:
 
 def _reason(report: VerifyReport, options: VerifyOptions) -> str:
     """The first thing that is wrong, and how much more is."""
-    failing = (Severity.ERROR, Severity.WARNING) if options.strict else (Severity.ERROR,)
-    found: list[Finding] = [one for one in report.findings if one.severity in failing]
+    found = report.fails(options.strict)
     if not found:
         return report.sentence
     more = f" (and {len(found) - 1:,} more)" if len(found) > 1 else ""
-    return f"{found[0].code}: {found[0].message.splitlines()[0]}{more}"
+    message = found[0].message.partition("\n")[0].removeprefix(f"{report.path}: ")
+    return f"{found[0].code}: {message}{more}"

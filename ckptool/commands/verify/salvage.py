@@ -1,0 +1,142 @@
+"""Write what is provably whole of a damaged checkpoint, and list what is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckptool.commands.open import Opened, survey
+from ckptool.commands.transfer import Progress, Transfer, TransferOptions, require_apart
+from ckptool.commands.verify.rebuild import rebuild
+from ckptool.commands.verify.wholeness import whole_part
+from ckptool.core.catalog import Catalog
+from ckptool.core.layout import Layout
+from ckptool.core.plan import Plan
+from ckptool.errors import CannotDo, TransferError
+from ckptool.formats import FORMATS
+from ckptool.formats.base import Request
+
+_WRITERS = {
+    ".safetensors": "safetensors",
+    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch-save"),
+}
+"""The format of a single file by its suffix; a folder becomes a DCP checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class SalvageOptions:
+    """How to read the source, and how to write what is whole of it."""
+
+    format_name: str | None = None
+    per_rank: bool = False
+    transfer: TransferOptions = field(default_factory=TransferOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class SalvageReport:
+    """What is whole, and what is lost of the checkpoint at ``path``.
+
+    ``lost`` maps names to why; ``problems`` are what else is wrong with the source, ``unknown``
+    what no file tells any more, ``notes`` what the target holds otherwise or not. ``unproved`` of
+    the tensors lie in bytes for which no checksum is stored. ``nbytes`` were written; ``listing``
+    is the file beside the target that says all of this.
+    """
+
+    path: str
+    format: str
+    target: str
+    target_format: str
+    tensors: int
+    values: int
+    nbytes: int
+    unproved: int
+    lost: Mapping[str, str]
+    problems: tuple[str, ...]
+    unknown: tuple[str, ...]
+    notes: tuple[str, ...]
+    listing: str
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is lost, as far as can be known."""
+        left = any(note.startswith("not carried") for note in self.notes)
+        return not (self.lost or self.problems or self.unknown or left)
+
+
+@dataclass(frozen=True, slots=True)
+class Salvage:
+    """What of a damaged checkpoint is whole, planned to be written."""
+
+    transfer: Transfer
+    report: SalvageReport
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that ``run`` writes."""
+        return self.transfer.nbytes
+
+    def run(self, progress: Progress = lambda nbytes: None) -> SalvageReport:
+        """Write the target, whole or not at all, then the list beside it."""
+        self.transfer.run(progress)
+        listing = Path(self.report.listing)
+        try:
+            listing.write_text(json.dumps(salvage_content(self.report), indent=1) + "\n")
+        except OSError as error:
+            message = f"{listing}: cannot be written: {error.strerror}; the target is whole"
+            raise TransferError(message) from None
+        return self.report
+
+
+def plan_salvage(path: Path, target: Path, options: SalvageOptions) -> Salvage:
+    """Read a damaged checkpoint as far as it can be, and plan to write what is whole of it.
+
+    Raises NotFound or Unrecognised where there is no checkpoint, CannotDo where nothing in it is
+    whole or the target cannot be written. The source is only read.
+    """
+    found = survey(path, format_name=options.format_name, per_rank=options.per_rank)
+    rebuilt = rebuild(found)
+    opened = Opened(found.path, found.source, found.format, rebuilt.catalog)
+    require_apart(opened, target)
+    listing = target.with_name(f"{target.name}.salvage.json")
+    if listing.exists() and not options.transfer.overwrite:
+        raise CannotDo(f"{listing} exists already", hint="--overwrite replaces it")
+    whole = whole_part(opened, rebuilt.problems, options.transfer.run.workers)
+    if not whole.catalog.tensors and not whole.catalog.objects:
+        raise CannotDo(
+            f"{found.path}: nothing in it is whole",
+            hint="ckptool verify lists what is wrong with it",
+        )
+    writer = _WRITERS.get(target.suffix, "dcp")
+    layout = _lay_out(writer)(whole.catalog, Request(target.name))
+    plan = Plan(whole.catalog, layout)
+    report = SalvageReport(
+        path=str(found.path),
+        format=found.format.name,
+        target=str(target),
+        target_format=writer,
+        tensors=len(whole.catalog.tensors),
+        values=len(whole.catalog.objects),
+        nbytes=layout.nbytes,
+        unproved=whole.unproved,
+        lost=whole.lost,
+        problems=tuple(str(one) for one in rebuilt.problems if one.tensor not in whole.lost),
+        unknown=rebuilt.unknown,
+        notes=layout.notes,
+        listing=str(listing),
+    )
+    return Salvage(Transfer(opened, plan, target, options.transfer, "salvage"), report)
+
+
+def _lay_out(writer: str) -> Callable[[Catalog, Request], Layout]:
+    lay_out = FORMATS[writer].lay_out
+    if lay_out is None:
+        raise CannotDo(f"ckptool does not write {writer}")
+    return lay_out
+
+
+def salvage_content(report: SalvageReport) -> dict[str, Any]:
+    """The report as ``ckptool.salvage/1``."""
+    return {"schema": "ckptool.salvage/1", "complete": report.complete} | asdict(report)
