@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,9 @@ from ckptool.commands.open import Opened, survey
 from ckptool.commands.transfer import Progress, Transfer, TransferOptions, require_apart
 from ckptool.commands.verify.rebuild import rebuild
 from ckptool.commands.verify.wholeness import whole_part
-from ckptool.core.catalog import Catalog
-from ckptool.core.layout import Layout
 from ckptool.core.plan import Plan
 from ckptool.errors import CannotDo, TransferError
-from ckptool.formats import FORMATS
+from ckptool.formats import CONVERTERS
 from ckptool.formats.base import Request
 
 _WRITERS = {
@@ -110,7 +108,7 @@ def plan_salvage(path: Path, target: Path, options: SalvageOptions) -> Salvage:
             hint="ckptool verify lists what is wrong with it",
         )
     writer = _WRITERS.get(target.suffix, "dcp")
-    layout = _lay_out(writer)(whole.catalog, Request(target.name))
+    layout = CONVERTERS[writer](whole.catalog, Request(target.name))
     plan = Plan(whole.catalog, layout)
     report = SalvageReport(
         path=str(found.path),
@@ -128,13 +126,6 @@ def plan_salvage(path: Path, target: Path, options: SalvageOptions) -> Salvage:
         listing=str(listing),
     )
     return Salvage(Transfer(opened, plan, target, options.transfer, "salvage"), report)
-
-
-def _lay_out(writer: str) -> Callable[[Catalog, Request], Layout]:
-    lay_out = FORMATS[writer].lay_out
-    if lay_out is None:
-        raise CannotDo(f"ckptool does not write {writer}")
-    return lay_out
 
 
 def salvage_content(report: SalvageReport) -> dict[str, Any]:
