@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Protocol, TypeVar
 
 
@@ -32,18 +33,16 @@ def share_jobs(
     errors: list[BaseException] = []
 
     def loop() -> None:
-        worker = start()
         try:
-            while not errors:
-                with lock:
-                    job = next(jobs, None)
-                if job is None:
-                    return
-                work(worker, job)
+            with closing(start()) as worker:
+                while not errors:
+                    with lock:
+                        job = next(jobs, None)
+                    if job is None:
+                        return
+                    work(worker, job)
         except BaseException as error:
             errors.append(error)
-        finally:
-            worker.close()
 
     threads = [threading.Thread(target=loop, daemon=True) for _ in range(count)]
     for thread in threads:

@@ -35,6 +35,7 @@ from conftest import case
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.verify.verify import VerifyOptions, verify
 from ckptool.engine.digest import digests
+from ckptool.engine.gather import Gatherer
 from ckptool.errors import CkptoolError, Unrecognised
 
 COUNT = int(os.environ.get("CKPTOOL_VERIFY_MUTATIONS", "500"))
@@ -143,7 +144,7 @@ def read(folder: Path) -> Read | None:
         if opened.catalog.conflicts:
             return None
         located = opened.located(opened.catalog).tensors
-        found = digests(located.values(), opened.source.root, 1)
+        found = digests(located.values(), lambda: Gatherer(opened.source.root), 1)
     except CkptoolError:
         return None
     return {n: (e.dtype.name, e.shape, found[n]) for n, e in located.items()}

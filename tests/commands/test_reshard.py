@@ -38,6 +38,7 @@ from ckptool.core.layout import Data
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from ckptool.core.placing import POLICIES, Placed, parse_mesh, parse_rule
 from ckptool.engine.digest import digests
+from ckptool.engine.gather import Gatherer
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.run import RunOptions
 from ckptool.errors import CannotDo, Damaged, TransferError, UsageError
@@ -71,7 +72,7 @@ def contents(path: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
     """Type, shape and content hash of every tensor, as ckptool reads it."""
     opened = open_checkpoint(path, per_rank=True)
     located = opened.located(opened.catalog).tensors
-    hashes = digests(located.values(), opened.source.root, 1)
+    hashes = digests(located.values(), lambda: Gatherer(opened.source.root), 1)
     return {n: (e.dtype.name, e.shape, hashes[n]) for n, e in located.items()}
 
 
