@@ -81,6 +81,8 @@ def verify(
     """Check that a checkpoint is whole, unchanged and safe, from its own files alone.
 
     Reads everything once. Exits 0 where it is sound, 1 where it is not, 3 where there is none.
+    Other questions, one at a time: is it the same as OTHER, is it what a manifest says, which step
+    of a run is the newest whole one, and what is left of a damaged one.
     Where GITHUB_ACTIONS is true, findings are annotations too (on stderr beside --json).
     """
     from ckptool.cli.options import parse_share
@@ -103,6 +105,8 @@ def verify(
     )
     if against is None:
         said.require_none()
+    elif quick or sample:
+        raise UsageError("--against compares every byte: not with --quick or --sample")
     options = VerifyOptions(
         format_name=from_format,
         per_rank=per_rank,

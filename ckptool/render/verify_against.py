@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ckptool.commands.verify.against import AgainstReport, DifferingTensor
+from ckptool.commands.verify.against import SIDES, AgainstReport, DifferingTensor
 from ckptool.render.text import columns, console, emit, plural, size, visible
 from ckptool.render.verify import show_findings, show_sentence, verify_json
 
@@ -27,13 +27,11 @@ def show_against(report: AgainstReport) -> None:
 
 def _show_heads(report: AgainstReport, screen: Console) -> None:
     """The two that are compared, and how much of them."""
-    sides = (
-        ("here", report.verify.path, report.verify.format),
-        ("there", report.other, report.other_format),
-    )
+    paths = report.verify.path, report.other
+    formats = report.verify.format, report.other_format
     rows = [
         [Text(where, "dim"), Text(visible(str(path)), "bold"), Text(name or "not readable")]
-        for where, path, name in sides
+        for where, path, name in zip(SIDES, paths, formats, strict=True)
     ]
     emit(screen, columns(screen, rows, "lll"))
     compared = f"{plural(report.verify.tensors, 'tensor')} compared"
@@ -41,31 +39,35 @@ def _show_heads(report: AgainstReport, screen: Console) -> None:
 
 
 def _show_differing(tensors: tuple[DifferingTensor, ...], screen: Console) -> None:
+    """A line a tensor, then what either side holds at the first differing element, and where."""
     if not tensors:
         return
-    screen.print()
-    heads = ("tensor", "differ", "of", "largest", "first at", "here", "there")
-    rows = [[Text(head, "dim") for head in heads]]
-    rows += [_row(tensor) for tensor in tensors[:_MOST_SHOWN]]
-    emit(screen, columns(screen, rows, "lrrrlll", cuts=0))
+    heads = [Text(head, "dim") for head in ("tensor", "differ", "of", "largest", "first at")]
+    shown = tensors[:_MOST_SHOWN]
+    head, *lines = columns(screen, [heads, *map(_row, shown)], "lrrrl", cuts=0)
+    emit(screen, [Text(), head])
+    for tensor, line in zip(shown, lines, strict=True):
+        emit(screen, [line, *columns(screen, _held(tensor), "lll")])
     if len(tensors) > _MOST_SHOWN:
-        screen.print(f"  ... and {len(tensors) - _MOST_SHOWN:,} more; --json lists all")
+        screen.print(f"  [dim]and {len(tensors) - _MOST_SHOWN:,} more; --json lists all[/]")
 
 
 def _row(tensor: DifferingTensor) -> list[Text]:
     found = tensor.difference
-    largest = "" if found.largest is None else f"{found.largest:.3g}"
-    held = [
-        Text(f"{value}  ").append(visible(str(holder)), "dim")
-        for value, holder in zip(found.values, tensor.holders, strict=True)
-    ]
     return [
         Text(visible(tensor.name), "bold"),
         Text(f"{found.elements:,}", "red"),
         Text(f"{tensor.elements:,}"),
-        Text(largest),
+        Text("" if found.largest is None else f"{found.largest:.3g}"),
         Text(str(list(found.first))),
-        *held,
+    ]
+
+
+def _held(tensor: DifferingTensor) -> list[list[Text]]:
+    sides = zip(SIDES, tensor.difference.values, tensor.holders, strict=True)
+    return [
+        [Text(f"  {where}", "dim"), Text(value), Text(visible(str(holder)), "dim")]
+        for where, value, holder in sides
     ]
 
 
@@ -85,7 +87,7 @@ def against_json(report: AgainstReport) -> dict[str, Any]:
 def _tensor_json(tensor: DifferingTensor) -> dict[str, Any]:
     found = tensor.difference
     largest = found.largest
-    sides = zip(("here", "there"), found.values, tensor.holders, strict=True)
+    sides = zip(SIDES, found.values, tensor.holders, strict=True)
     return {
         "tensor": tensor.name,
         "shape": list(tensor.shape),

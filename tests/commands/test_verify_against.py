@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from ckptool.cli.app import app
+from ckptool.commands.numbers import can_round, rounded
 from ckptool.commands.reshard import ReshardOptions, prepare_reshard
 from ckptool.commands.verify.against import AgainstOptions, AgainstReport
 from ckptool.commands.verify.against import against as run_against
@@ -272,6 +273,30 @@ def test_a_copy_in_another_type_is_the_same_within_a_tolerance(
     assert report.verify.sound == same
 
 
+@pytest.mark.parametrize("wanted", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("stored", ["float64", "float32", "float16", "bfloat16"])
+def test_numbers_are_rounded_as_torch_rounds_them(stored: str, wanted: str) -> None:
+    types = BY_NAME[stored], BY_NAME[wanted]
+    if not can_round(*types):
+        assert {stored, wanted} == {"float64", "float16"}
+        return
+    generator = torch.Generator().manual_seed(7)
+    bits = torch.randint(-(2**63), 2**63 - 1, (200_000,), generator=generator)
+    special = torch.tensor([0.0, -0.0, 1.0, float("inf"), float("-inf"), 3.4e38, 1e-45, 65519.9])
+    values = torch.cat([bits.view(getattr(torch, stored)), special.to(getattr(torch, stored))])
+    truth = values.to(getattr(torch, wanted))
+    unit = f"u{types[0].itemsize}"
+    found = rounded(values.view(torch.uint8).numpy().view(unit), *types)
+    number = ~truth.isnan().numpy()
+    expected = truth.view(torch.uint8).numpy().view(found.dtype)
+    assert (found == expected)[number].all()
+    assert is_nan(found[~number], wanted)
+
+
+def is_nan(bits: Any, dtype: str) -> bool:
+    return bool(torch.from_numpy(bits.copy().view("u1")).view(getattr(torch, dtype)).isnan().all())
+
+
 FLOATS = ["float64", "float32", "float16", "bfloat16", "complex64", "int64", "uint8", "bool"]
 
 
@@ -385,7 +410,15 @@ def test_exit_codes_and_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--rtol", "0.1"), ("--cast",), ("--select", "a"), ("--rename", "a=b")]
+    "arguments",
+    [
+        ("--against", ".", "--quick"),
+        ("--against", ".", "--manifest", "m"),
+        ("--rtol", "0.1"),
+        ("--cast",),
+        ("--select", "a"),
+        ("--rename", "a=b"),
+    ],
 )
 def test_what_is_said_of_a_comparison_needs_one(arguments: tuple[str, ...]) -> None:
     result = run(case("dcp_base").path, *arguments)

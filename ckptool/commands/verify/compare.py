@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckptool.commands.numbers import Array, decoded, is_numeric
+from ckptool.commands.numbers import Array, can_round, decoded, is_numeric, rounded
 from ckptool.commands.verify.verify import Progress
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
@@ -169,7 +169,7 @@ def _difference(
     """How a tile of a pair differs, with ``first`` counted from the tile's own start."""
     types = pair.one.source_dtype, pair.other.source_dtype
     if pair.cast and types[0] != types[1]:
-        one, types = cast(one, *types), (types[1], types[1])
+        one, types = _cast(one, *types), (types[1], types[1])
     if types[0] == types[1] and _same_bits(one, other):
         return None
     flat = one.reshape(-1), other.reshape(-1)
@@ -180,6 +180,13 @@ def _difference(
     else:
         differ = _apart(_parts(flat[0], types[0]), _parts(flat[1], types[1]), tolerance)
     return _described(flat, types, differ, one.shape)
+
+
+def _cast(values: Array, stored: DType, wanted: DType) -> Array:
+    """The same numbers in another type; by numpy where it rounds as torch does."""
+    if can_round(stored, wanted):
+        return rounded(values.reshape(-1), stored, wanted).reshape(values.shape)
+    return cast(values, stored, wanted)
 
 
 def _same_bits(one: Array, other: Array) -> bool:
