@@ -1,0 +1,150 @@
+"""What a benchmark of save strategies found."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptool.commands.bench.abort import Left
+from ckptool.commands.bench.consistency import CONSISTENT, Consistency
+
+SCHEMA = "ckptool.bench/1"
+
+Limits = Mapping[str, float | None]
+"""``memory_copy``, ``write``, ``device_to_host_pageable`` and ``_pinned``: bytes a second of all
+ranks together; None where there is no such."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What was asked for. ``nbytes`` is the state of all ranks together."""
+
+    source: str
+    nbytes: int
+    tensors: int
+    ranks: int
+    device: str
+    repeat: int
+    folder: str
+    abort: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One strategy. Seconds a save and seconds a step; the first save is apart from the others.
+
+    A value of a save is that of the slowest rank. ``host_base`` is the memory (PSS) of the rank and
+    its children before the first save, ``host_peak`` the most of any rank since; ``device_peak``
+    what the device held above the model.
+    """
+
+    name: str
+    says: str
+    library: str
+    blocked: tuple[float, ...]
+    written: tuple[float, ...]
+    durable: tuple[float, ...]
+    before: tuple[float, ...]
+    during: tuple[float, ...]
+    after: tuple[float, ...]
+    host_base: int
+    host_peak: int
+    device_peak: int
+    nbytes: int
+    files: int
+    consistency: Consistency
+    abort: Left | None
+    remark: str | None
+
+    @staticmethod
+    def of_event(event: Mapping[str, Any]) -> Measured:
+        """As rank 0 tells it."""
+        told = {key: event[key] for key in Measured.__slots__}
+        for key in ("blocked", "written", "durable", "before", "during", "after"):
+            told[key] = tuple(told[key])
+        found, left = event["consistency"], event["abort"]
+        told["consistency"] = Consistency(**{**found, "tensors": tuple(found["tensors"])})
+        told["abort"] = Left(**{k: _frozen(v) for k, v in left.items()}) if left else None
+        return Measured(**told)
+
+    @property
+    def blocked_median(self) -> float:
+        """Seconds that training is blocked by a steady save."""
+        return statistics.median(steady(self.blocked))
+
+    @property
+    def written_median(self) -> float:
+        """Seconds from the call of a steady save until the library holds it for written."""
+        return statistics.median(steady(self.written))
+
+    @property
+    def durable_median(self) -> float:
+        """Seconds from the call of a steady save until its bytes are safe."""
+        return statistics.median(steady(self.durable))
+
+    @property
+    def slowdown(self) -> float | None:
+        """How much longer a step takes beside a save: 0.06 is 6 %. None where none ran beside."""
+        if not self.during:
+            return None
+        return statistics.median(self.during) / statistics.median(self.before) - 1
+
+    @property
+    def is_consistent(self) -> bool:
+        return self.consistency.verdict == CONSISTENT
+
+    @property
+    def host_extra(self) -> int:
+        """Bytes of host memory that saving takes of a rank, above what training has."""
+        return max(0, self.host_peak - self.host_base)
+
+
+def steady(samples: Sequence[float]) -> Sequence[float]:
+    """The samples without the first, which also starts processes and makes buffers."""
+    return samples[1:] or samples
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True, slots=True)
+class BenchReport:
+    """All that was measured, where, and what could not be, with the reasons."""
+
+    settings: Settings
+    machine: Mapping[str, str | int]
+    versions: Mapping[str, str]
+    limits: Limits
+    results: tuple[Measured, ...]
+    left_out: Mapping[str, str]
+    failed: Mapping[str, str]
+
+    @property
+    def ranked(self) -> list[Measured]:
+        """The strategies by the time that they block."""
+        return sorted(self.results, key=lambda result: result.blocked_median)
+
+    @property
+    def best(self) -> Measured | None:
+        """The consistent strategy that blocks least."""
+        return next((result for result in self.ranked if result.is_consistent), None)
+
+    @property
+    def staging_limit(self) -> float | None:
+        """The fastest that state can leave the device; on CPU ranks, a memory copy."""
+        pinned = self.limits.get("device_to_host_pinned")
+        return pinned or self.limits.get("memory_copy")
+
+    def blocked_fraction(self, result: Measured) -> float | None:
+        """The rate at which state is taken from the loop, as a part of ``staging_limit``."""
+        return self._fraction(self.staging_limit, result.blocked_median)
+
+    def durable_fraction(self, result: Measured) -> float | None:
+        """The rate at which bytes become safe, as a part of raw writing and syncing."""
+        return self._fraction(self.limits.get("write"), result.durable_median)
+
+    def _fraction(self, limit: float | None, seconds: float) -> float | None:
+        return self.settings.nbytes / seconds / limit if limit else None

@@ -1,0 +1,170 @@
+"""What a strategy is: a way to save, through the public API of the library that has it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ckptool.commands.bench.device import Device
+
+State = dict[str, Any]
+"""A nested state dict with DTensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a strategy may depend on: the device, the ranks, and the free shared memory."""
+
+    device: Device
+    ranks: int
+    nbytes: int
+    shared_free: int
+
+    def lacks_shared_memory(self) -> str | None:
+        """Why state cannot be staged in shared memory here, with numbers, or None."""
+        if self.shared_free >= self.nbytes * 21 // 20:
+            return None
+        free, needed = f"{self.shared_free:,}", f"{self.nbytes:,}"
+        return f"/dev/shm has {free} bytes free, staging needs {needed}"
+
+
+class Handle(Protocol):
+    """A save that was started."""
+
+    def staged(self) -> None:
+        """Wait until the library allows the state to be changed; the loop is blocked meanwhile."""
+
+    def done(self) -> bool:
+        """Whether this rank's background work is over. Asks no other rank."""
+
+    def commit(self) -> float:
+        """What the loop must still do once all ranks are done; it is blocked meanwhile.
+
+        The moment at which the library holds the checkpoint for written, by ``perf_counter``.
+        Raises what went wrong in the background.
+        """
+
+
+class Strategy(Protocol):
+    """A way to save. An instance lives in every rank, and saves many times.
+
+    ``name`` is ``FAMILY`` or ``FAMILY/VARIANT``, ``says`` what a person would call it.
+    ``background`` tells whether training goes on during the save, ``must_wait`` whether the library
+    wants ``Handle.staged`` awaited before the state changes.
+    """
+
+    name: str
+    says: str
+    library: str
+    background: bool
+    must_wait: bool
+
+    def unavailable(self, place: Place) -> str | None:
+        """Why it cannot run here, or None."""
+
+    def remark(self, place: Place) -> str | None:
+        """What is different here from what the name promises, or None."""
+
+    def set_up(self, device: Device) -> None:
+        """Make ready for the first save; the process group is up."""
+
+    def save(self, state: State, path: Path) -> Handle:
+        """Save to a folder that does not exist yet; all ranks call it at once."""
+
+    def load(self, state: State, path: Path) -> State:
+        """Load a checkpoint back as the library does it; ``state`` is zeros, to load into."""
+
+    def finish(self) -> None:
+        """Let go of all that ``set_up`` and ``save`` made."""
+
+
+class Written:
+    """A save that was complete when the call returned."""
+
+    def __init__(self) -> None:
+        self._ended = time.perf_counter()
+
+    def staged(self) -> None:
+        """Nothing to wait for."""
+
+    def done(self) -> bool:
+        """Always."""
+        return True
+
+    def commit(self) -> float:
+        """When the call returned."""
+        return self._ended
+
+
+class Pending:
+    """A save that a future ends; with ``staging``, another that allows the state to change."""
+
+    def __init__(self, written: Future[Any], staging: Future[Any] | None = None) -> None:
+        self._written = written
+        self._staging = staging
+        self._ended = 0.0
+        written.add_done_callback(self._note)
+
+    def _note(self, written: Future[Any]) -> None:
+        self._ended = time.perf_counter()
+
+    def staged(self) -> None:
+        """Wait for the staging future."""
+        if self._staging is not None:
+            self._staging.result()
+
+    def done(self) -> bool:
+        """Whether the writing future is."""
+        return self._written.done()
+
+    def commit(self) -> float:
+        """When the future was set; its exception where it has one."""
+        self._written.result()
+        return self._ended or time.perf_counter()
+
+
+class Basis:
+    """What most strategies answer."""
+
+    name = ""
+    says = ""
+    library = "torch"
+    background = False
+    must_wait = False
+
+    def unavailable(self, place: Place) -> str | None:
+        """Nothing stands against it."""
+        return None
+
+    def remark(self, place: Place) -> str | None:
+        """Nothing is different."""
+        return None
+
+    def set_up(self, device: Device) -> None:
+        """Nothing to make ready."""
+
+    def finish(self) -> None:
+        """Nothing to let go of."""
+
+
+def version(distribution: str) -> str | None:
+    """The version of an installed distribution, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def why_not(check: Callable[[], object]) -> str | None:
+    """The last line of what a check raises, or None."""
+    try:
+        check()
+    except Exception as error:
+        return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    return None

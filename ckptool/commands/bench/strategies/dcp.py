@@ -1,0 +1,36 @@
+"""``torch.distributed.checkpoint.save``: the loop waits until everything is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckptool.commands.bench.strategies.base import Basis, State, Strategy, Written
+
+
+class DcpSync(Basis):
+    """DCP's synchronous save, with its defaults."""
+
+    name = "dcp-sync"
+    says = "DCP's synchronous save"
+
+    def save(self, state: State, path: Path) -> Written:
+        """Plan together, write, commit the metadata."""
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        save(state, checkpoint_id=path)
+        return Written()
+
+    def load(self, state: State, path: Path) -> State:
+        """Load into ``state``, each rank its shards."""
+        return load_dcp(state, path)
+
+
+def load_dcp(state: State, path: Path) -> State:
+    """``torch.distributed.checkpoint.load`` into ``state``."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    load(state, checkpoint_id=path)
+    return state
+
+
+STRATEGIES: tuple[Strategy, ...] = (DcpSync(),)

@@ -1,0 +1,80 @@
+"""The torch_checkpointing package (0.1): its ``CheckpointManager``, which saves asynchronously."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ckptool.commands.bench.device import Device
+from ckptool.commands.bench.strategies.base import (
+    Basis,
+    Handle,
+    Pending,
+    Place,
+    State,
+    Strategy,
+    version,
+)
+
+
+class TorchCheckpointing(Basis):
+    """The manager's defaults, with or without ``O_DIRECT``."""
+
+    library = "torch_checkpointing"
+    background = True
+    must_wait = True
+
+    def __init__(self, *, direct: bool) -> None:
+        self.name = "torch-checkpointing/" + ("direct" if direct else "buffered")
+        self.says = f"torch_checkpointing with {'direct' if direct else 'buffered'} I/O"
+        self._direct = direct
+        self._manager: Any = None
+
+    def unavailable(self, place: Place) -> str | None:
+        """It must be installed; it stages in shared memory."""
+        if version(self.library) is None:
+            return "torch_checkpointing is not installed"
+        return place.lacks_shared_memory()
+
+    def remark(self, place: Place) -> str | None:
+        """It pins with CUDA alone."""
+        return None if place.device.pins else "staged in shared memory, not pinned"
+
+    def set_up(self, device: Device) -> None:
+        """Make the manager."""
+        from torch_checkpointing import CheckpointManager
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+        storage = LocalFileSystemStorageConfig(use_direct_io=self._direct)
+        self._manager = CheckpointManager(CheckpointManager.Config(storage_config=storage))
+
+    def save(self, state: State, path: Path) -> Handle:
+        """Stage and hand over; the manager's lock is held while it stages."""
+        return _Managed(self._manager.save(str(path), state), self._manager)
+
+    def load(self, state: State, path: Path) -> State:
+        """Into ``state``."""
+        return dict(self._manager.load(str(path), into=state))
+
+    def finish(self) -> None:
+        """Close the manager."""
+        self._manager.close()
+
+
+class _Managed(Pending):
+    """Its staging is awaited by taking the lock that training takes for its update."""
+
+    def __init__(self, written: Any, manager: Any) -> None:
+        super().__init__(written)
+        self._manager = manager
+
+    def staged(self) -> None:
+        """Wait for the lock."""
+        with self._manager.lock():
+            pass
+
+
+STRATEGIES: tuple[Strategy, ...] = (
+    TorchCheckpointing(direct=True),
+    TorchCheckpointing(direct=False),
+)
