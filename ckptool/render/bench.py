@@ -1,0 +1,137 @@
+"""Save strategies on the screen: a table by blocked time, bars, what was aborted, advice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from ckptool.commands.bench.abort import BROKEN, Left
+from ckptool.commands.bench.compare import Change
+from ckptool.commands.bench.report import BenchReport, Measured
+from ckptool.render.bench_bars import bars
+from ckptool.render.bench_words import advice, rate, seconds, slowdown
+from ckptool.render.text import columns, console, emit, plural, size, visible
+
+_LONGEST = 24
+_HEADINGS = (
+    "  strategy|blocked|first save|until durable|steps meanwhile|host memory|device|saved state"
+)
+_ABORT_HEADINGS = "strategy|killed in mid-save: the folder|processes|shared memory|temporary files"
+
+
+def show_bench(report: BenchReport, changes: Sequence[Change] | None = None) -> None:
+    """All that was measured and where; what could not be, with the reasons."""
+    screen = console()
+    accelerated = report.settings.device != "cpu"
+    rows = [[Text(heading, "dim") for heading in _HEADINGS.split("|")]]
+    rows += [_row(report, result, accelerated=accelerated) for result in report.ranked]
+    for row in rows:
+        if not accelerated:
+            row[6] = Text()
+    blank = Text()
+    emit(screen, [*_heading(report), blank, *columns(screen, rows, "lrrrrrrl", cuts=0), blank])
+    emit(screen, [*bars(report, screen), blank])
+    if report.settings.abort:
+        emit(screen, [*columns(screen, _aborted(report), "lllll", cuts=2), blank])
+    emit(screen, [*_aside(report), Text.assemble("  ", (advice(report), "bold"))])
+    if changes is not None:
+        emit(screen, [blank, *_compared(changes)])
+
+
+def _heading(report: BenchReport) -> list[Text]:
+    told, machine = report.settings, report.machine
+    kind = "CPU ranks with gloo, no accelerator" if told.device == "cpu" else f"{told.device} ranks"
+    cores = plural(int(machine["cores"]), "core")
+    memory = size(int(machine["memory_bytes"]))
+    limits = {
+        "pinned copy": report.limits.get("device_to_host_pinned"),
+        "pageable copy": report.limits.get("device_to_host_pageable"),
+        "memory copy": report.limits.get("memory_copy"),
+        "raw write and fsync": report.limits.get("write"),
+    }
+    shown = ", ".join(f"{name} {rate(value)}" for name, value in limits.items() if value)
+    return [
+        Text.assemble(
+            (size(told.nbytes), "bold"),
+            f" in {plural(told.tensors, 'tensor')}, {visible(told.source)}; {told.ranks} {kind};"
+            f" first save and {told.repeat} more",
+        ),
+        Text(f"{cores} {machine['processor']}, {memory} memory, {machine['filesystem']}", "dim"),
+        Text(", ".join(f"{name} {version}" for name, version in report.versions.items()), "dim"),
+        Text.assemble(("limits  ", "dim"), shown or "could not be measured"),
+    ]
+
+
+def _row(report: BenchReport, result: Measured, *, accelerated: bool) -> list[Text]:
+    best = result is report.best
+    style = "bold green" if best else "" if result.is_consistent else "dim"
+    beside = "" if result.slowdown is None else slowdown(result.slowdown)
+    return [
+        Text(f"{'▸' if best else ' '} {visible(result.name)}", style),
+        Text(seconds(result.blocked_median), style),
+        Text(seconds(result.blocked[0]), "dim"),
+        Text(seconds(result.durable_median), style),
+        Text(beside, style),
+        Text(f"+ {size(result.host_extra)}", style),
+        Text(f"+ {size(result.device_peak)}" if accelerated else "", style),
+        _check(result),
+    ]
+
+
+def _check(result: Measured) -> Text:
+    found = result.consistency
+    if not result.is_consistent:
+        tensors = f" {len(found.tensors):,} of {plural(found.of, 'tensor')}"
+        return Text.assemble((found.verdict, "bold red"), (tensors, "red"))
+    if found.at_once:
+        return Text.assemble(("consistent", "green"), (" once staged", "yellow"))
+    return Text("consistent", "green")
+
+
+def _aborted(report: BenchReport) -> list[list[Text]]:
+    rows = [[Text(heading, "dim") for heading in _ABORT_HEADINGS.split("|")]]
+    aborted = [(result.name, result.abort) for result in report.ranked if result.abort]
+    return rows + [[Text(visible(name)), *_left(left)] for name, left in aborted]
+
+
+def _left(left: Left) -> list[Text]:
+    over = " (the save was over before the kill)" if left.finished else ""
+    folder = Text(left.folder + over, "bold red" if left.folder == BROKEN else "")
+    kinds = (left.processes, left.shared, left.files)
+    return [folder, *(_leftovers(things) for things in kinds)]
+
+
+def _leftovers(things: Sequence[str]) -> Text:
+    if not things:
+        return Text("none", "dim")
+    first = visible(things[0].split(" -")[0].rpartition("/")[2])[:_LONGEST]
+    return Text(f"{len(things):,}: {first}{', ...' if len(things) > 1 else ''}", "red")
+
+
+def _aside(report: BenchReport) -> list[Text]:
+    """Remarks, failures and what could not run, a line each; then a blank one."""
+    remarks: dict[str, list[str]] = {}
+    for result in report.results:
+        if result.remark:
+            remarks.setdefault(result.remark, []).append(result.name)
+    kinds = [("note", "yellow", "; ".join((", ".join(n), r))) for r, n in remarks.items()]
+    kinds += [("failed", "bold red", f"{n}: {reason}") for n, reason in report.failed.items()]
+    kinds += [("left out", "yellow", f"{n}: {r}") for n, r in report.left_out.items()]
+    lines = [Text.assemble("  ", (f"{k}: ", style), visible(words)) for k, style, words in kinds]
+    return [*lines, Text()] if lines else []
+
+
+def _compared(changes: Sequence[Change]) -> list[Text]:
+    regressed = [change for change in changes if change.regressed]
+    if not regressed:
+        return [Text(f"  no regression in {plural(len(changes), 'value')}", "green")]
+    return [Text.assemble("  ", ("regression: ", "bold red"), _words(c)) for c in regressed]
+
+
+def _words(change: Change) -> str:
+    if change.old is None or change.new is None:
+        return visible(f"{change.name}: {change.why}")
+    more = f"{change.new / change.old - 1:+.0%}"
+    old, new = seconds(change.old), seconds(change.new)
+    return visible(f"{change.name}: {change.value} {new}, was {old} ({more})")
