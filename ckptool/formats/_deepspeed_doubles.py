@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Sequence
 
 from ckptool.core.catalog import Extent, Record
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, Problem
 from ckptool.formats._deepspeed_read import Vector
 
 _FEWEST = 16
@@ -26,9 +26,10 @@ def require_distinct(held: Sequence[tuple[str, Sequence[Vector], Sequence[Vector
             continue
         key = tuple((record.crc32, record.nbytes) for record in records)
         if first.setdefault(key, file) != file and not all(map(_is_zero, records[len(masters) :])):
-            raise Damaged(
+            message = (
                 f"{file} holds the same partitions as {first[key]}: one was copied over the other"
             )
+            raise Damaged(Problem(message, "rank-copied", file=file))
 
 
 def _record(vector: Vector) -> Record | None:

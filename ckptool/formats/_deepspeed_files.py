@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, Problem
 from ckptool.formats.base import Source, first_missing, require_rank
 
 LATEST = "latest"
@@ -89,7 +89,11 @@ def tag_folder(source: Source, marker: str) -> str:
         return folder
     others = ", ".join(tags(source)) or "no other tag"
     raise Damaged(
-        f"{marker} names the tag {text.strip()[:80]!r}, which is not there; here are: {others}",
+        Problem(
+            f"{marker} names the tag {text.strip()[:80]!r}, which is not there; here are: {others}",
+            "file-missing",
+            file=marker,
+        ),
         hint="name the folder of a tag itself",
     )
 
@@ -134,7 +138,11 @@ def _ranks(match: re.Match[str], first: str, second: str) -> Ranks:
 def _put(files: dict[_Key, str], key: _Key, path: str) -> None:
     if key in files:
         raise Damaged(
-            f"{files[key]} and {path} claim the same ranks: two checkpoints lie in one folder",
+            Problem(
+                f"{files[key]} and {path} claim the same ranks: two checkpoints lie in one folder",
+                "saves-mixed",
+                file=path,
+            ),
             hint="move the files of one of the two away",
         )
     files[key] = path
@@ -147,13 +155,16 @@ def require_all(files: dict[Ranks, str], dp: int, mp: int, what: str) -> None:
         missing = first_missing(held, dp)
         if missing:
             ranks = ", ".join(map(str, missing))
-            raise Damaged(
-                f"{what} of zero_pp_rank {ranks}, mp_rank {model_rank:02d} missing:"
-                f" {len(held):,} of {dp:,} are there"
-            )
+            message = f"{what} of zero_pp_rank {ranks}, mp_rank {model_rank:02d} missing:"
+            message += f" {len(held):,} of {dp:,} are there"
+            raise Damaged(Problem(message, "rank-missing"))
     stray = [name for (d, m), name in files.items() if d >= dp or m >= mp]
     if stray:
         raise Damaged(
-            f"{stray[0]} is of no rank of {dp:,} data-parallel and {mp:,} model-parallel ones",
+            Problem(
+                f"{stray[0]} is of no rank of {dp:,} data-parallel and {mp:,} model-parallel ones",
+                "saves-mixed",
+                file=stray[0],
+            ),
             hint="an earlier save with more ranks left it behind? move it away",
         )

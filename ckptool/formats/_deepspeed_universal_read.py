@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from ckptool.core.catalog import Catalog
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, Problem
 from ckptool.formats._deepspeed_catalog import add_tied_masters, assembled, catalog_of
 from ckptool.formats._deepspeed_checkpoint import Checkpoint, read_checkpoint
 from ckptool.formats._deepspeed_files import (
@@ -46,10 +46,8 @@ def _states(checkpoint: Checkpoint, holdings: list[Holding], folder: str) -> Hol
     """What ``zero`` holds. Damaged where the state of a trained parameter is missing."""
     source, found = checkpoint.source, Holding()
     if folder + OPTIMIZER_STATE not in source.files:
-        raise Damaged(
-            f"{folder}{OPTIMIZER_STATE} is missing: the conversion to a universal checkpoint was"
-            " not finished"
-        )
+        message = f"{folder}{OPTIMIZER_STATE} is missing: the conversion to a universal checkpoint"
+        raise Damaged(Problem(f"{message} was not finished", "save-unfinished"))
     optimizer = read_state(source, folder + OPTIMIZER_STATE)
     shapes = {
         n: s for state in checkpoint.models.values() for n, s in trained_shapes(state).items()
@@ -62,7 +60,8 @@ def _states(checkpoint: Checkpoint, holdings: list[Holding], folder: str) -> Hol
         )
     missing = [name for name in shapes if (MASTER, name) not in found.tensors]
     if missing:
-        raise Damaged(f"{folder}zero/{missing[0]}/{MASTER}.pt is missing ({len(missing)} such)")
+        message = f"{folder}zero/{missing[0]}/{MASTER}.pt is missing ({len(missing)} such)"
+        raise Damaged(Problem(message, "file-missing", tensor=missing[0]))
     _add_common_step(found, optimizer, shapes)
     found.add_leaves(optimizer_leaves(optimizer, source), 0)
     return found

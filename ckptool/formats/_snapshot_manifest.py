@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ckptool.core.catalog import Index, Path
-from ckptool.errors import Damaged, Unrecognised
+from ckptool.errors import Damaged, Problem, Unrecognised
 from ckptool.formats.base import Source, read_metadata, require_rank
 
 METADATA = ".snapshot_metadata"
@@ -78,10 +78,12 @@ def read_manifest(source: Source) -> Manifest:
             rank, _, logical = key.partition("/")
             entries.setdefault(logical, {})[int(rank)] = {"type": str(entry["type"])} | entry
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise Damaged(f"{METADATA}: not a manifest as TorchSnapshot writes it") from None
+        message = f"{METADATA}: not a manifest as TorchSnapshot writes it"
+        raise Damaged(Problem(message, "metadata-unreadable", file=METADATA)) from None
     highest = max((rank for held in entries.values() for rank in held), default=0)
     if type(world) is not int or not 0 <= highest < world:
-        raise Damaged(f"{METADATA}: an entry of rank {highest} in a world of {world!r:.20}")
+        message = f"{METADATA}: an entry of rank {highest} in a world of {world!r:.20}"
+        raise Damaged(Problem(message, "metadata-unreadable", file=METADATA))
     require_rank(world, METADATA)
     return Manifest(world, entries)
 

@@ -60,7 +60,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
             if family
             else dcp.scan_folder(source, options)
         )
-        catalog = _apart(source, catalog, flat)
+        catalog = _apart(source, replace(catalog, archives=()), flat)
         catalogs.append(with_prefix(catalog, family) if family else catalog)
     catalogs += _extra_state(source, options)
     version = next((f.get("bytecheckpoint_version") for f in fields.values()), None)

@@ -30,7 +30,7 @@ from ckptool.core.catalog import (
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard
 from ckptool.core.rewrite import with_prefix
-from ckptool.errors import Damaged, damaged
+from ckptool.errors import Damaged, Problem
 from ckptool.formats._assemble import Leaf, assemble, read_leaves, same_value
 from ckptool.formats._dtensor import flat_ints
 from ckptool.formats._infer import with_inferred_mesh
@@ -64,11 +64,11 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         try:
             reader.read(logical, held)
         except Damaged as error:
-            reader.problems.append(f"{logical}: {error.message}")
+            reader.problems += [problem.within(logical) for problem in error.problems]
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, struct.error):
-            reader.problems.append(f"{logical}: an entry that is not as TorchSnapshot writes it")
-    if reader.problems:
-        raise damaged(reader.problems, subject=source.root)
+            message = f"{logical}: an entry that is not as TorchSnapshot writes it"
+            reader.problems.append(Problem(message, "metadata-unreadable", file=METADATA))
+    options.report(reader.problems, subject=source.root)
     return with_inferred_mesh(_catalog(source, manifest, reader))
 
 
@@ -188,9 +188,8 @@ class _Reader:
             return self._archived(file, start, length, dtype, shape)
         nbytes = math.prod(shape) * dtype.itemsize
         if length != nbytes:
-            raise Damaged(
-                f"{dtype} {list(shape)} needs {nbytes:,} bytes, {file} has {length:,} for it"
-            )
+            message = f"{dtype} {list(shape)} needs {nbytes:,} bytes, {file} has {length:,} for it"
+            raise Damaged(Problem(message, "item-mismatch", file=file))
         return Extent(file, start, row_major_strides(shape, dtype.itemsize))
 
     def _span(self, entry: Fields) -> tuple[str, int, int]:
@@ -200,7 +199,8 @@ class _Reader:
         self.used.add(file)
         start, stop = map(natural, entry.get("byte_range") or (0, size))
         if not start <= stop <= size:
-            raise Damaged(f"bytes {start:,} to {stop:,} of {file}, which has {size:,} bytes")
+            message = f"bytes {start:,} to {stop:,} of {file}, which has {size:,} bytes"
+            raise Damaged(Problem(message, "file-truncated", file=file))
         return file, start, stop - start
 
     def _archived(
@@ -209,7 +209,8 @@ class _Reader:
         opened = self._opened(file, start, length)
         tensor = plain_tensor(opened.value)
         if tensor is None or (tensor.dtype, tensor.shape) != (dtype, shape):
-            raise Damaged(f"{file} holds no {dtype} {list(shape)}, as the manifest says")
+            message = f"{file} holds no {dtype} {list(shape)}, as the manifest says"
+            raise Damaged(Problem(message, "item-mismatch", file=file))
         return place_of(tensor, opened)
 
     def _object(self, path: Path, entry: Fields) -> Catalog:

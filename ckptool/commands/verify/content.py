@@ -32,15 +32,13 @@ def located(
     """The tensors with their containers opened one by one; what cannot be opened is left out."""
     problems: list[Problem] = []
     tensors = {}
-    archives = set(catalog.archives)
     for name, entry in catalog.tensors.items():
         chunks: list[Chunk] = []
         for chunk in entry.chunks:
             if not isinstance(chunk.at, Item):
                 chunks.append(chunk)
-            elif format_.locate is not None and chunk.at in archives and chosen(chunk.at):
-                copies = tuple(copy for copy in chunk.copies if copy.at in archives)
-                one = replace(entry, chunks=(replace(chunk, copies=copies),))
+            elif format_.locate is not None and chosen(chunk.at):
+                one = replace(entry, chunks=(chunk,))
                 part = replace(catalog, tensors={name: one}, objects={})
                 try:
                     chunks += format_.locate(source, part).tensors[name].chunks
