@@ -14,6 +14,7 @@ from ckptool.formats._zip import DEFLATED, Region, ZipRecord, header_problems, r
 from ckptool.formats.base import Source
 
 _EDGE = 1 << 16
+_SMALL = 1 << 20
 _MOST_INFLATED = 1000
 _LEAST_LIMIT = 1 << 26
 
@@ -45,8 +46,10 @@ class ArchiveCheck:
         if not has_crc:
             self.unchecked.add(item.file)
         for record in records.values():
-            self._look_at_pickle(item, region, record)
-            if record.size:
+            is_small = record.name.endswith(".pkl") or record.size <= _SMALL
+            if is_small and "/data/" not in record.name:
+                self._look_at_small(item, region, record)
+            elif record.size:
                 self.spans.append(_span(item, region, record, has_crc))
         return True
 
@@ -54,14 +57,15 @@ class ArchiveCheck:
         limit = max(_LEAST_LIMIT, _MOST_INFLATED * item.nbytes)
         return item_region(self._source, item, "an item", limit, _EDGE)
 
-    def _look_at_pickle(self, item: Item, region: Region, record: ZipRecord) -> None:
-        if not record.name.endswith(".pkl"):
-            return
+    def _look_at_small(self, item: Item, region: Region, record: ZipRecord) -> None:
+        """What is no storage is read at once: the pickle, and notes such as the byte order."""
         try:
             with coded("archive-content", file=item.file):
                 data = record_bytes(region, record)
         except CkptoolError as error:
             self.problems += error.problems
+            return
+        if not record.name.endswith(".pkl"):
             return
         stored = record.method != DEFLATED and not item.transforms
         self._pickles.look_at(data, item.file, region.offset + record.offset if stored else None)
