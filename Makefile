@@ -31,7 +31,7 @@ check: test ## What CI runs.
 demo: $(READY) ## Make a real sharded checkpoint, inspect it, convert it, check the result.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" python fixtures/demo.py
 
-bench: $(READY) ## Measure convert and inspect against cp and torch's own tools.
+bench: $(READY) ## Measure convert, reshard, verify and inspect against cp and torch's own tools.
 	@$(BIN)/ckptool bench --transfer
 
 fuzz: $(READY) ## Fuzz each parser for a minute; what crashes one lies in tests/fuzz/crashes.

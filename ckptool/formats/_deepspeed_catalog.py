@@ -28,7 +28,7 @@ def assembled(
     leaves = {rank: held for holding in holdings for rank, held in holding.leaves.items()}
     found = assemble(leaves, per_rank=options.per_rank)
     info = _universal_info(checkpoint)
-    merge_into(found, holdings, checkpoint.grid, info, per_rank=options.per_rank)
+    merge_into(found, holdings, checkpoint.grid, info, options)
     aliases = checkpoint.aliases
     if aliases:
         found.objects["shared_params"] = ObjectEntry("shared_params", ("shared_params",), aliases)
@@ -63,8 +63,7 @@ def catalog_of(
     source, grid = checkpoint.source, checkpoint.grid
     optimizer = checkpoint.partitions(0)[0].state if checkpoint.optimizers else None
     info = training_facts(checkpoint.model, optimizer)
-    degrees = {"pp": grid.pipeline, "dp": grid.data, "tp": grid.tensor}
-    info |= {name: str(degree) for name, degree in degrees.items()}
+    info["parallelism"] = f"TP {grid.tensor}, PP {grid.pipeline}, DP {grid.data}"
     files = list(files)
     carried = {n: size for n, size in companions(source).items() if not n.startswith("zero_to_")}
     notes = [*checkpoint.notes, *_unread_files(source, files), *found.notes]

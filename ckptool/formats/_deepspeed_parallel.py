@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.core.catalog import Chunk, RankStep, TensorEntry, merge_copies
+from ckptool.core.tp_rules import TpRule, named_rule, require_matched
 from ckptool.errors import Damaged
 from ckptool.formats._assemble import Assembled, shifted
 from ckptool.formats._deepspeed_local import Holding, Local, Name
-from ckptool.formats._deepspeed_rules import Fit, Unknown, fit_of
+from ckptool.formats._deepspeed_rules import Fit, Unknown, fit_of, ruled
+from ckptool.formats.base import ScanOptions
 
 _TIED = "tied_modules."
 
@@ -43,27 +45,29 @@ def merge_into(
     holdings: Sequence[Holding],
     grid: Grid,
     info: Mapping[str, Any],
-    *,
-    per_rank: bool,
+    options: ScanOptions,
 ) -> None:
     """Add the tensors of all model-parallel ranks to what was assembled.
 
     Shards that nothing says how to join become conflicts, or ``NAME@rankR`` with ``per_rank``.
+    A rule that was given decides before ``info`` does.
     """
+    names = {name[1] for holding in holdings for name in holding.tensors}
+    require_matched(options.tp_rules, sorted(names))
     for name in dict.fromkeys(name for holding in holdings for name in holding.tensors):
         held = {mp: h.tensors[name] for mp, h in enumerate(holdings) if name in h.tensors}
         shards = _shards(name, held, grid)
         try:
-            entry = _joined(name, shards, info)
+            entry = _joined(name, shards, info, named_rule(options.tp_rules, name[1]))
         except Unknown as why:
-            _keep_apart(result, name, shards, grid, str(why), per_rank)
+            _keep_apart(result, name, shards, grid, str(why), options.per_rank)
         else:
             result.tensors[entry.name] = entry
 
 
 def whole_entries(holding: Holding) -> dict[str, TensorEntry]:
     """The tensors of a holding that is not one rank's, but all ranks' together."""
-    joined = (_joined(name, {0: local}, {}) for name, local in holding.tensors.items())
+    joined = (_joined(name, {0: local}, {}, None) for name, local in holding.tensors.items())
     return {entry.name: entry for entry in joined}
 
 
@@ -84,14 +88,17 @@ def _shards(name: Name, held: Mapping[int, Local], grid: Grid) -> dict[int, Loca
     return {mp: held[mp] for mp in range(first, first + grid.tensor)}
 
 
-def _joined(name: Name, shards: Mapping[int, Local], info: Mapping[str, Any]) -> TensorEntry:
+def _joined(
+    name: Name, shards: Mapping[int, Local], info: Mapping[str, Any], rule: TpRule | None
+) -> TensorEntry:
     locals_ = list(shards.values())
     first, text = locals_[0], ".".join(name)
     if len(locals_) == 1:
         return TensorEntry(text, name, first.dtype, first.shape, merge_copies(first.chunks))
     if any(local.dtype != first.dtype for local in locals_):
         raise Damaged(f"{text}: the tensor-parallel ranks hold it in several types")
-    fit = fit_of(name[1], [local.shape for local in locals_], info)
+    shapes = [local.shape for local in locals_]
+    fit = fit_of(name[1], shapes, info) if rule is None else ruled(shapes, rule)
     chunks = _replicas(locals_) if fit.replicated else _placed(locals_, fit)
     return TensorEntry(text, name, first.dtype, fit.shape, merge_copies(chunks))
 

@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 from ckptool.core.box import Box, row_major_strides
+from ckptool.core.tp_rules import TpRule
 from ckptool.errors import CannotDo
 from ckptool.formats._pickle import Call, Global
 from ckptool.formats._storage import natural, sizes
@@ -39,6 +40,16 @@ class Fit:
     replicated: bool = False
 
 
+def ruled(shapes: Sequence[_Shape], rule: TpRule) -> Fit:
+    """How shards fit together by a rule that was given."""
+    dim = rule.dim
+    if dim is None:
+        return replicated(shapes)
+    if any(len(shape) <= dim or shape[dim] % rule.blocks for shape in shapes):
+        raise Unknown(f"--tp-rule {rule} does not fit shards of {list(map(list, shapes))}")
+    return joined(shapes, dim, [[shape[dim] // rule.blocks for shape in shapes]] * rule.blocks)
+
+
 class Unknown(Exception):
     """Nothing says how the shards of a parameter fit together; the text says why."""
 
@@ -49,7 +60,10 @@ def fit_of(name: str, shapes: Sequence[_Shape], info: Mapping[str, Any]) -> Fit:
     Raises Unknown where the file does not tell, or tells what no copy of bytes can do.
     """
     if not info:
-        raise Unknown("no universal_checkpoint_info says how they were cut")
+        raise Unknown(
+            "no universal_checkpoint_info says how they were cut;"
+            f" --tp-rule '{name}=RULE' says it (replicate, column, row, gated, Shard(dim))"
+        )
     for pattern, reason in _mapping(info, "autotp_unsupported_parameter_patterns").items():
         if _matches(str(pattern), name):
             raise Unknown(str(reason))

@@ -85,7 +85,8 @@ def training_facts(model: State, optimizer: State | None) -> dict[str, str]:
     zero = _mapping(config.get("zero_optimization"))
     stage = plain(optimizer.fields.get("zero_stage")) if optimizer else None
     stage = zero.get("stage", 0) if stage is None else stage
-    facts = {"writer": f"DeepSpeed {version}" if isinstance(version, str) else "DeepSpeed"}
+    facts = {"writer": "DeepSpeed"}
+    facts |= {"version": version} if isinstance(version, str) else {}
     facts["ZeRO"] = f"stage {stage}" if isinstance(stage, int) else "stage unknown"
     for precision in ("bf16", "bfloat16", "fp16"):
         if _mapping(config.get(precision)).get("enabled") is True:

@@ -32,4 +32,5 @@ FORMAT = Format(
     "DeepSpeed: ZeRO 0 to 3, pipelines, tensor parallelism, mixtures of experts",
     _probe,
     _scan,
+    takes_tp_rules=True,
 )

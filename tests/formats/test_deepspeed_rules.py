@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from ckptool.core.box import Box
+from ckptool.core.tp_rules import parse_tp_rule
 from ckptool.errors import CannotDo
-from ckptool.formats._deepspeed_rules import Fit, Unknown, fit_of
+from ckptool.formats._deepspeed_rules import Fit, Unknown, fit_of, ruled
 
 WHOLE = np.arange(12 * 8).reshape(12, 8)
 
@@ -115,6 +116,27 @@ def test_shards_become_the_whole(info: dict[str, Any], shards: list[np.ndarray])
 def test_what_no_copy_of_bytes_can_join_is_unknown(info: dict[str, Any], why: str) -> None:
     with pytest.raises(Unknown, match=why):
         fit_of("w", [(12, 4), (12, 4)], info)
+
+
+@pytest.mark.parametrize(
+    ("rule", "shards"),
+    [
+        ("column", along(0)),
+        ("row", along(1)),
+        ("replicate", [WHOLE, WHOLE]),
+        ("gated", blocks([6, 6])),
+        ("Shard(0, 3)", blocks([4, 4, 4])),
+    ],
+)
+def test_a_given_rule_joins_shards(rule: str, shards: list[np.ndarray]) -> None:
+    fit = ruled([shard.shape for shard in shards], parse_tp_rule(f"w={rule}")[1])
+    assert np.array_equal(joined(fit, shards), WHOLE)
+
+
+@pytest.mark.parametrize("rule", ["Shard(2)", "Shard(0, 5)"])
+def test_a_rule_that_does_not_fit_is_refused(rule: str) -> None:
+    with pytest.raises(Unknown, match="does not fit"):
+        ruled([(12, 4), (12, 4)], parse_tp_rule(f"w={rule}")[1])
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "(", ".*" * 9, "x" * 2000])
