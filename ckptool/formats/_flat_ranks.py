@@ -81,8 +81,6 @@ def _wrong_pieces(
             low, high = max(chunk.box.lo[0], member.start), min(chunk.box.hi[0], member.stop)
             held = _elements(leaf.value)
             if held != max(0, high - low):
-                yield Problem(
-                    f"{name}: rank {chunk.rank} has {held:,} elements of it, by --flat-params it"
-                    f" should have {max(0, high - low):,}",
-                    tensor=name,
-                )
+                message = f"{name}: rank {chunk.rank} has {held:,} elements of it, by --flat-params"
+                message += f" it should have {max(0, high - low):,}"
+                yield Problem(message, "sharding-unknown", tensor=name)

@@ -9,19 +9,6 @@ from ckptool.core.catalog import Catalog, Extent, Place, Scaled, TensorEntry
 from ckptool.errors import Problem
 from ckptool.formats.base import ScanOptions, Source
 
-Scan = Callable[[Source, ScanOptions], Catalog]
-
-
-def scanned_below(scan: Scan, source: Source, folder: str, options: ScanOptions) -> Catalog:
-    """The catalog of a subfolder; problems noted on the way name files as seen from above."""
-    found: list[Problem] | None = None if options.found is None else []
-    catalog = scan(source.narrowed(folder), replace(options, found=found))
-    for problem in found or ():
-        problem.file = f"{folder}/{problem.file}" if problem.file else folder
-    if options.found is not None:
-        options.found.extend(found or ())
-    return relocated(catalog, folder)
-
 
 def relocated(catalog: Catalog, folder: str) -> Catalog:
     """The catalog of a subfolder, with paths of files relative to the folder above."""
@@ -30,6 +17,20 @@ def relocated(catalog: Catalog, folder: str) -> Catalog:
     archives = tuple(replace(at, file=f"{folder}/{at.file}") for at in catalog.archives)
     named = {f"{folder}/{name}": found for name, found in catalog.named.items()}
     return replace(catalog, tensors=tensors, files=files, archives=archives, named=named)
+
+
+Scan = Callable[[Source, ScanOptions], Catalog]
+
+
+def scanned_below(scan: Scan, source: Source, folder: str, options: ScanOptions) -> Catalog:
+    """The catalog of a subfolder; what is noted on the way names files as seen from above."""
+    found: list[Problem] | None = None if options.found is None else []
+    catalog = scan(source.narrowed(folder), replace(options, found=found))
+    for problem in found or ():
+        problem.file = f"{folder}/{problem.file}" if problem.file else folder
+    if options.found is not None:
+        options.found.extend(found or ())
+    return catalog
 
 
 def _moved(entry: TensorEntry, folder: str) -> TensorEntry:

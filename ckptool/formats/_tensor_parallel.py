@@ -9,7 +9,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, Path, Place, TensorEntry, merge_copies
 from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh, Replicate, Shard
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,16 @@ def joined(
     """
     missing = sorted(set(range(world)) - set(parts))
     if missing:
-        raise Damaged(f"{name}: rank {missing[0]} has none, rank {min(parts)} has one")
+        message = f"{name}: rank {missing[0]} has none, rank {min(parts)} has one"
+        raise Damaged(Problem(message, "rank-missing", tensor=name))
     ordered = [parts[rank] for rank in range(world)]
     first = ordered[0]
     for rank, part in enumerate(ordered):
         if part.dtype != first.dtype or _without(part.shape, dim) != _without(first.shape, dim):
-            raise Damaged(
-                f"{name}: rank 0 holds {first.dtype} {list(first.shape)},"
-                f" rank {rank} {part.dtype} {list(part.shape)}"
-                + ("" if dim is None else f"; cut along dim {dim}, only that may differ")
-            )
+            message = f"{name}: rank 0 holds {first.dtype} {list(first.shape)},"
+            message += f" rank {rank} {part.dtype} {list(part.shape)}"
+            message += "" if dim is None else f"; cut along dim {dim}, only that may differ"
+            raise Damaged(Problem(message, "ranks-disagree", tensor=name))
     chunks, shape = _laid(ordered, dim, holders)
     placement = Replicate() if dim is None else Shard(dim)
     mesh = tp_mesh(world)

@@ -77,9 +77,9 @@ class Merger:
                 for entry in self._joined(name, parts, queries):
                     self.tensors[entry.name] = entry
             except CannotDo as error:
-                self.unknown[name] = error.message
+                self.unknown[name] = error.message.recoded("sharding-unknown")
             except Damaged as error:
-                self.problems.append(error.message)
+                self.problems += error.problems
 
     def _joined(
         self, name: str, parts: Locals, outputs: Mapping[str, Locals]

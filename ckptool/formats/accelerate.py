@@ -13,7 +13,7 @@ from dataclasses import replace
 from ckptool.core.catalog import Catalog
 from ckptool.core.rewrite import with_prefix
 from ckptool.formats import dcp, rank_local
-from ckptool.formats._relocate import scanned_below, together
+from ckptool.formats._relocate import relocated, scanned_below, together
 from ckptool.formats.base import Format, ScanOptions, Source
 
 _PART = re.compile(
@@ -36,10 +36,10 @@ def _probe(source: Source) -> bool:
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
-    catalogs = [
-        _in_family(scanned_below(dcp.FORMAT.scan, source, folder, options), family)
-        for folder, family in _parts(source).items()
-    ]
+    catalogs = []
+    for folder, family in _parts(source).items():
+        inner = scanned_below(dcp.FORMAT.scan, source, folder, options)
+        catalogs.append(relocated(_in_family(inner, family), folder))
     if rank_local.FORMAT.probe(source):
         catalogs.append(rank_local.FORMAT.scan(source, options))
     writer = {"writer": "accelerate (by its file names)"}

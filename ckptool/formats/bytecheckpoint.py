@@ -11,18 +11,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 from ckptool.core.catalog import Catalog, Chunk, Item, Place, TensorEntry
 from ckptool.core.rewrite import with_prefix
-from ckptool.errors import Damaged, damaged
+from ckptool.errors import Damaged, Problem, coded
 from ckptool.formats import _pickle, dcp
 from ckptool.formats._assemble import assemble, read_leaves
 from ckptool.formats._flat_params import FLAT, Member, taken_apart
 from ckptool.formats._infer import with_inferred_mesh
 from ckptool.formats._pickle import Call
-from ckptool.formats._relocate import scanned_below, together
-from ckptool.formats._storage import natural, place_of, plain_tensor, sizes
+from ckptool.formats._relocate import relocated, scanned_below, together
+from ckptool.formats._storage import StoredTensor, natural, place_of, plain_tensor, sizes
 from ckptool.formats._torch_file import StoredBytes, TorchFile, read_torch_file
 from ckptool.formats.base import Format, ScanOptions, Source, read_metadata, require_rank
 from ckptool.formats.torch_save import unread_notes
@@ -53,15 +54,16 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         raise Damaged(f"{source.root}: no .metadata that ByteCheckpoint wrote")
     fields = {name: _fields(source, name) for name in parts}
     flat = _flat_members(fields)
+    skeletons = _skeletons(fields, parts)
     catalogs = []
     for family in parts.values():
-        catalog = (
-            scanned_below(dcp.scan_folder, source, family, options)
-            if family
-            else dcp.scan_folder(source, options)
-        )
-        catalog = _apart(source, replace(catalog, archives=()), flat)
-        catalogs.append(with_prefix(catalog, family) if family else catalog)
+        if family:
+            inner = scanned_below(dcp.scan_folder, source, family, options)
+            catalog = _apart(_placed(relocated(inner, family), skeletons, options), flat)
+            catalogs.append(with_prefix(catalog, family))
+        else:
+            catalog = dcp.scan_folder(source, options)
+            catalogs.append(_apart(_placed(catalog, skeletons, options), flat))
     catalogs += _extra_state(source, options)
     version = next((f.get("bytecheckpoint_version") for f in fields.values()), None)
     info = {"writer": "ByteCheckpoint"}
@@ -89,8 +91,7 @@ def _extra_state(source: Source, options: ScanOptions) -> list[Catalog]:
         for rank, file in sorted(files.items())
     }
     found = assemble(ranks, per_rank=options.per_rank)
-    if found.problems:
-        raise damaged(found.problems, subject="extra_state")
+    options.report(found.problems, subject="extra_state")
     sizes_ = {file: source.files[file] for file in files.values()}
     notes = (*found.notes, *unread_notes(found.objects))
     return [Catalog("", found.tensors, found.objects, sizes_, len(files), notes=notes)]
@@ -103,20 +104,21 @@ Skeletons = Mapping[tuple[str, int, int], bytes]
 """For the file, offset and length of an item, the pickle of the tensor without its bytes."""
 
 
-def _skeletons(source: Source) -> Skeletons:
+def _skeletons(fields: Mapping[str, Mapping[str, Any]], parts: Mapping[str, str]) -> Skeletons:
     found: dict[tuple[str, int, int], bytes] = {}
-    for name, family in _parts(source).items():
-        fields = _fields(source, name)
+    for name, family in parts.items():
+        told = fields[name]
         try:
-            pickles = {_key(k): v for k, v in (fields["all_tensor_metadata"] or {}).items()}
-            for index, info in fields["storage_data"].items():
+            pickles = {_key(k): v for k, v in (told["all_tensor_metadata"] or {}).items()}
+            for index, info in told["storage_data"].items():
                 where = info.fields
                 file = "/".join(filter(None, (family, where["relative_path"])))
                 pickled = pickles.get(_key(index))
                 if isinstance(pickled, bytes):
                     found[file, natural(where["offset"]), natural(where["length"])] = pickled
         except (KeyError, TypeError, AttributeError):
-            raise Damaged(f"{name}: not as ByteCheckpoint writes it") from None
+            message = f"{name}: not as ByteCheckpoint writes it"
+            raise Damaged(Problem(message, "metadata-unreadable", file=name)) from None
     return found
 
 
@@ -125,23 +127,22 @@ def _key(index: Call) -> tuple[str, tuple[int, ...] | None]:
     return str(index.fields["fqn"]), None if offset is None else sizes(offset)
 
 
-def _locate(source: Source, catalog: Catalog) -> Catalog:
-    """Say how the bytes of each item are strided, and check them against the metadata."""
-    skeletons = _skeletons(source)
-    problems: list[str] = []
+def _placed(catalog: Catalog, skeletons: Skeletons, options: ScanOptions) -> Catalog:
+    """With the place of every element, checked against the metadata, for each item."""
     tensors = {}
     for name, entry in catalog.tensors.items():
-        try:
-            chunks = tuple(_located(entry, chunk, skeletons) for chunk in entry.chunks)
+        chunks = options.attempt(partial(_chunks, entry, skeletons))
+        if chunks is not None:
             tensors[name] = replace(entry, chunks=chunks)
-        except Damaged as error:
-            problems.append(f"{name}: {error.message}")
-    if problems:
-        raise damaged(problems, subject="the items")
-    return catalog.with_tensors(tensors)
+    return replace(catalog, tensors=tensors, archives=())
 
 
-def _located(entry: TensorEntry, chunk: Chunk, skeletons: Skeletons) -> Chunk:
+def _chunks(entry: TensorEntry, skeletons: Skeletons) -> tuple[Chunk, ...]:
+    with coded("item-mismatch", tensor=entry.name):
+        return tuple(_chunk(entry, chunk, skeletons) for chunk in entry.chunks)
+
+
+def _chunk(entry: TensorEntry, chunk: Chunk, skeletons: Skeletons) -> Chunk:
     copies = tuple(
         replace(copy, at=_place(entry, chunk, copy.at, skeletons)) for copy in chunk.copies
     )
@@ -151,17 +152,22 @@ def _located(entry: TensorEntry, chunk: Chunk, skeletons: Skeletons) -> Chunk:
 def _place(entry: TensorEntry, chunk: Chunk, at: Place, skeletons: Skeletons) -> Place:
     if not isinstance(at, Item):
         return at
-    what = f"{chunk.box} at byte {at.offset:,} of {at.file}"
+    what = f"{entry.name} {chunk.box} at byte {at.offset:,} of {at.file}"
     pickled = skeletons.get((at.file, at.offset, at.nbytes))
     if pickled is None:
         raise Damaged(f"{what}: .metadata does not say how its bytes are strided")
-    value = _pickle.load(pickled, what=what).value
-    tensor = plain_tensor(value)
+    tensor = _skeleton(pickled)
     if tensor is None or (tensor.dtype, tensor.shape) != (entry.source_dtype, chunk.box.shape):
         raise Damaged(f"{what}: no {entry.source_dtype} {list(chunk.box.shape)}, as it should be")
     stored = StoredBytes(at.file, at.offset, at.nbytes, at.nbytes)
-    file = TorchFile(what, value, {tensor.storage.key: stored}, "little", {}, len(pickled))
+    file = TorchFile(what, None, {tensor.storage.key: stored}, "little", {}, len(pickled))
     return place_of(tensor, file)
+
+
+@lru_cache(maxsize=4096)
+def _skeleton(pickled: bytes) -> StoredTensor | None:
+    """The tensor that a pickle describes; many are alike."""
+    return plain_tensor(_pickle.load(pickled, what="a tensor's record in .metadata").value)
 
 
 # Flat parameters of FSDP's decomposed form
@@ -199,17 +205,15 @@ def _members(flat: str, names: list[str], told: Mapping[str, Any]) -> Iterator[M
         raise IndexError
 
 
-def _apart(source: Source, catalog: Catalog, flat: Mapping[str, list[Member]]) -> Catalog:
+def _apart(catalog: Catalog, flat: Mapping[str, list[Member]]) -> Catalog:
     """The catalog of one family with its flat parameters, and states of them, taken apart."""
     found = {name: _whose(entry, flat) for name, entry in catalog.tensors.items()}
     if not any(found.values()):
         return catalog
-    inner = {name: catalog.tensors[name] for name, members in found.items() if members}
-    located = _locate(source, catalog.with_tensors(inner)).tensors
     tensors: dict[str, TensorEntry] = {}
     for name, entry in catalog.tensors.items():
         members = found[name]
-        parts = taken_apart(located[name], members) if members else [entry]
+        parts = taken_apart(entry, members) if members else [entry]
         tensors |= {part.name: part for part in parts}
     return with_inferred_mesh(replace(catalog, tensors=tensors, mesh=None))
 
@@ -229,5 +233,4 @@ FORMAT = Format(
     "ByteCheckpoint folder (model, optimizer, extra_state)",
     _probe,
     _scan,
-    locate=_locate,
 )

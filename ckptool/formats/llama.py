@@ -18,7 +18,7 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout
 from ckptool.core.mesh import Shard
 from ckptool.core.placing import Rule
-from ckptool.errors import CannotDo, Damaged
+from ckptool.errors import CannotDo, Damaged, Problem
 from ckptool.formats._assemble import Leaf, PlainLeaf, RankLeaves, assemble, read_leaves
 from ckptool.formats._companions import companions
 from ckptool.formats._outgoing import companion_files, plain_objects
@@ -80,12 +80,10 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     require_rank(world, files[max(files)])
     missing = first_missing(files, world)
     if missing:
-        raise Damaged(
-            f"{source.root}: consolidated.{missing[0]:02d}.pth is missing"
-            f" (model-parallel ranks {missing} of {world})"
-        )
-    opened = {rank: read_torch_file(source, files[rank]) for rank in sorted(files)}
-    ranks = {rank: read_leaves(file, source) for rank, file in opened.items()}
+        message = f"{source.root}: consolidated.{missing[0]:02d}.pth is missing"
+        message += f" (model-parallel ranks {missing} of {world})"
+        raise Damaged(Problem(message, "rank-missing"))
+    ranks = {rank: _leaves(source, files[rank]) for rank in sorted(files)}
     merger = _Merger(ranks, _params(source))
     cut, conflicts = merger.cut_tensors()
     left = {r: _without(leaves, {*cut, *conflicts}) for r, leaves in ranks.items()}
@@ -108,6 +106,10 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     )
 
 
+def _leaves(source: Source, file: str) -> dict[str, Leaf]:
+    return read_leaves(read_torch_file(source, file), source)
+
+
 def _without(leaves: RankLeaves, names: set[str]) -> RankLeaves:
     return {name: leaf for name, leaf in leaves.items() if name not in names}
 
@@ -120,7 +122,8 @@ def _params(source: Source) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise Damaged(f"{_PARAMS}: not a JSON object")
+        message = f"{_PARAMS}: not a JSON object"
+        raise Damaged(Problem(message, "metadata-unreadable", file=_PARAMS))
     return found
 
 
@@ -128,7 +131,7 @@ class _Merger:
     """Joins the parts of tensors that model parallelism cuts, by name and ``params.json``."""
 
     def __init__(self, ranks: Mapping[int, RankLeaves], params: Mapping[str, Any]) -> None:
-        self.problems: list[str] = []
+        self.problems: list[Problem] = []
         self._ranks = ranks
         self._params = {key: n for key, n in params.items() if type(n) is int and n > 0}
         norm = ranks[0].get("norm.weight")
@@ -155,9 +158,9 @@ class _Merger:
             try:
                 entry = self._cut(name, held)
             except CannotDo as error:
-                unknown[name] = error.message
+                unknown[name] = error.message.recoded("sharding-unknown")
             except Damaged as error:
-                self.problems.append(error.message)
+                self.problems += error.problems
             else:
                 if entry is not None:
                     cut[name] = entry

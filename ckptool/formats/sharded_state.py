@@ -9,9 +9,10 @@ which ``_vllm.py`` knows how they were cut; the files do not say it.
 from __future__ import annotations
 
 import re
+from functools import partial
 
 from ckptool.core.catalog import Catalog
-from ckptool.errors import Damaged, damaged
+from ckptool.errors import Damaged, Problem
 from ckptool.formats._companions import companions
 from ckptool.formats._frameworks import config_info, read_config
 from ckptool.formats._safetensors_file import read_safetensors
@@ -38,12 +39,11 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     files = [match for name in source.files if (match := _FILE.fullmatch(name))]
     world = max(int(match[1]) for match in files) + 1
     _require_whole(source, files, world)
-    locals_, problems = _locals(source, files)
+    locals_, problems = _locals(source, files, options)
     merger = Merger(sizes_of(read_config(source)), world)
     merger.merge(locals_)
     merger.add_tied()
-    if problems + merger.problems:
-        raise damaged(problems + merger.problems, subject=source.root)
+    options.report([*problems, *merger.problems], subject=source.root)
     info = {"writer": "vLLM or SGLang (by its file names)", "parallelism": f"TP {world}"}
     catalog = Catalog(
         "sharded-state",
@@ -72,17 +72,20 @@ def _require_whole(source: Source, files: list[re.Match[str]], world: int) -> No
         lost = first_missing(numbers, max(numbers) + 1)
         missing += [f"model-rank-{rank}-part-{part}" for part in lost]
     if missing:
-        raise Damaged(f"{source.root}: {missing[0]}.safetensors is missing")
+        raise Damaged(
+            Problem(f"{source.root}: {missing[0]}.safetensors is missing", "rank-missing")
+        )
 
 
 def _locals(
-    source: Source, files: list[re.Match[str]]
+    source: Source, files: list[re.Match[str]], options: ScanOptions
 ) -> tuple[dict[str, dict[int, Local]], list[str]]:
     """Each rank's tensors, by name."""
     found: dict[str, dict[int, Local]] = {}
     problems = []
     for match in sorted(files, key=lambda match: (int(match[1]), int(match[2]))):
-        for name, item in read_safetensors(source, match.string).tensors.items():
+        header = options.attempt(partial(read_safetensors, source, match.string))
+        for name, item in (header.tensors if header else {}).items():
             held = found.setdefault(name, {})
             if int(match[1]) in held:
                 problems.append(f"{name}: rank {match[1]} has it twice")

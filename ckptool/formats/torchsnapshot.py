@@ -99,7 +99,7 @@ class _Reader:
     objects: dict[str, ObjectEntry] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
 
     def read(self, logical: str, held: dict[int, Fields]) -> None:
         """One logical path, with the entry of each rank that has one."""
@@ -163,7 +163,8 @@ class _Reader:
         name = flat_name(path)
         kind = BY_NAME.get(dtype.removeprefix("torch."))
         if kind is None or not chunks:
-            self.notes.append(f"not read: {name} ({dtype}) is no plain tensor")
+            message = f"not read: {name} ({dtype}) is no plain tensor"
+            self.notes.append(Problem(message, "tensor-unread", tensor=name))
             return Catalog("", {}, {}, {})
         return Catalog(
             "", {name: TensorEntry(name, path, kind, shape, merge_copies(chunks))}, {}, {}
@@ -189,7 +190,7 @@ class _Reader:
         nbytes = math.prod(shape) * dtype.itemsize
         if length != nbytes:
             message = f"{dtype} {list(shape)} needs {nbytes:,} bytes, {file} has {length:,} for it"
-            raise Damaged(Problem(message, "item-mismatch", file=file))
+            raise Damaged(Problem(message, "file-truncated", file=file))
         return Extent(file, start, row_major_strides(shape, dtype.itemsize))
 
     def _span(self, entry: Fields) -> tuple[str, int, int]:
@@ -209,8 +210,7 @@ class _Reader:
         opened = self._opened(file, start, length)
         tensor = plain_tensor(opened.value)
         if tensor is None or (tensor.dtype, tensor.shape) != (dtype, shape):
-            message = f"{file} holds no {dtype} {list(shape)}, as the manifest says"
-            raise Damaged(Problem(message, "item-mismatch", file=file))
+            raise Damaged(f"{file} holds no {dtype} {list(shape)}, as the manifest says")
         return place_of(tensor, opened)
 
     def _object(self, path: Path, entry: Fields) -> Catalog:
