@@ -22,7 +22,15 @@ from ckptool.formats._companions import companions
 from ckptool.formats._infer import with_inferred_mesh
 from ckptool.formats._outgoing import Cutter, companion_files, extra_file, tied_notes
 from ckptool.formats._safetensors_file import OutgoingSlice, lay_out_safetensors, read_safetensors
-from ckptool.formats.base import EXTRA, Format, Request, ScanOptions, Source, require_rank
+from ckptool.formats.base import (
+    EXTRA,
+    Format,
+    Request,
+    ScanOptions,
+    Source,
+    read_metadata,
+    require_rank,
+)
 from ckptool.formats.hf import FORMAT as HF
 from ckptool.formats.safetensors import extras, split_by_support, with_extra
 
@@ -30,6 +38,12 @@ _SHARD = re.compile(
     r"(?P<folder>sharded/)?shard-(?P<rank>[0-9]{1,9})-model-(?P<part>[0-9]{1,9})"
     r"-of-(?P<parts>[0-9]{1,9})\.safetensors"
 )
+_CONFIG = "config.json"
+_ROWS = {
+    "vocab_size": re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|lm_head)\.weight"),
+    "hidden_size": re.compile(r"(.*\.)?(norm|input_layernorm|post_attention_layernorm)\.weight"),
+}
+"""The tensors, as transformers names them, that have as many rows as a number of the config."""
 _EXTRA = f"model{EXTRA}"
 _UNREAD_BY_TORCH = ("F8_E8M0", "F4")
 """Element types that torch 2.13's HuggingFaceStorageReader has no name for."""
@@ -66,6 +80,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         ((dtype, _),) = found.types[name]
         tensors[name] = _entry(name, dtype, chunks)
     found.problems += [p for p in map(coverage_problem, tensors.values()) if p is not None]
+    found.problems += _shorter_than_configured(source, tensors)
     notes = _consolidated_notes(source, shards, tensors, found.problems)
     hint = "a shard file is missing or from another save"
     options.report(found.problems, subject=source.root, hint=hint)
@@ -131,6 +146,28 @@ def _named(types: set[tuple[DType, int]]) -> list[str]:
 def _entry(name: str, dtype: DType, chunks: list[Chunk]) -> TensorEntry:
     shape = tuple(map(max, zip(*(chunk.box.hi for chunk in chunks), strict=True)))
     return TensorEntry(name, (name,), dtype, shape, merge_copies(chunks))
+
+
+def _shorter_than_configured(source: Source, tensors: dict[str, TensorEntry]) -> list[Problem]:
+    """Tensors with fewer rows than ``config.json`` says: the shards after the last one are lost."""
+    if _CONFIG not in source.files:
+        return []
+    try:
+        config = json.loads(read_metadata(source, _CONFIG))
+        sizes = {key: int(config.get("text_config", config)[key]) for key in _ROWS}
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+        return []
+    return [
+        Problem(
+            f"{name}: {entry.shape[0]:,} rows in the shards, but {_CONFIG} says {key}"
+            f" {sizes[key]:,}",
+            "chunk-gap",
+            tensor=name,
+        )
+        for name, entry in tensors.items()
+        for key, names in _ROWS.items()
+        if names.fullmatch(name) and entry.shape and entry.shape[0] < sizes[key]
+    ]
 
 
 def _consolidated_notes(
