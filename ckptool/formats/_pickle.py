@@ -388,7 +388,7 @@ class _Machine:
     # Containers
 
     def _container(self, empty: Any) -> None:
-        self._containers -= 1
+        self._containers -= _SET_COSTS if isinstance(empty, set) else 1
         if self._containers < 0:
             raise self.malformed("it builds more containers than a real pickle of its size")
         self._push(empty)
@@ -629,6 +629,8 @@ for _module in ("builtins", "__builtin__"):
         (_module, "bytearray"): _bytearray,
     }
 
+_SET_COSTS = 4
+"""An empty set takes as much memory as four empty lists."""
 _STOP, _MEMOIZE = ord("."), 0x94
 _MARKS, _EMPTY_TUPLE, _BINGET, _LONG_BINGET, _BININT1, _BININT2 = map(ord, "()hjKM")
 _UINT4 = struct.Struct("<I").unpack_from
