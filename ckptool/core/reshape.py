@@ -215,7 +215,7 @@ def _part(
 
 def _moved(at: Place, first: Index, restride: Restride) -> Place:
     if not isinstance(at, Extent | Packed):
-        raise TypeError(f"{at} has no strides")
+        raise TypeError(f"{at} was never located")
     skip = sum(i * s for i, s in zip(first, at.strides, strict=False))
     strides = restride(at.strides)
     if isinstance(at, Packed):

@@ -41,11 +41,11 @@ def contents(folder: Path) -> dict[str, str]:
     }
 
 
-WITHOUT_NAMES = {"metadata_lost", "metadata_truncated", "metadata_empty", "metadata_flipped"}
+WITHOUT_NAMES = {"zero_optimizers_lost"}
 """Damage after which no file says what the tensors are called."""
 
 
-@pytest.mark.parametrize("name", [n for n in HARMFUL if n not in WITHOUT_NAMES])
+@pytest.mark.parametrize("name", HARMFUL)
 def test_what_is_written_is_right_and_the_rest_is_named(
     name: str, copy_of: Callable[[str], Path], out: Path
 ) -> None:
@@ -58,7 +58,7 @@ def test_what_is_written_is_right_and_the_rest_is_named(
         return
     written = read_back("dcp", out / "m")
     assert {n for n in written if n in truth and written[n] != truth[n]} == set()
-    if not report.unknown:
+    if not report.unknown and name not in WITHOUT_NAMES:
         assert truth.keys() - written.keys() <= report.lost.keys()
     assert not report.complete
     assert contents(source) == before
