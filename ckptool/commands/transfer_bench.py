@@ -1,9 +1,10 @@
 """Measure whole commands against ``cp`` and torch's own tools, interleaved, as ratios with memory.
 
 A row of the report is a row of ``ROWS``: a name, a command line and the peers it is compared with.
-Every sample is one process from start to end on a warm page cache, its output removed afterwards;
-a round is a ``sync`` and then every row once. The checkpoint is one that torch itself wrote:
-``torch.distributed.checkpoint.save`` on four gloo ranks, tensors sharded as FSDP2 shards them.
+Every sample is one process from start to end, its output removed afterwards; before it, all is
+synced and its source is read, so that the page cache is warm. A round is every row once. The
+checkpoint is one that torch itself wrote: ``torch.distributed.checkpoint.save`` on four gloo ranks,
+tensors sharded as FSDP2 shards them.
 """
 
 from __future__ import annotations
@@ -297,10 +298,6 @@ def _paths(
         progress(f"writing a checkpoint of {nbytes:,} bytes with torch on {RANKS} gloo ranks")
         paths[mark] = str(scratch / mark.strip("{}"))
         run_sample((*_TORCH_SIDE, "write", paths[mark], str(nbytes)))
-    for file in _files(Path(paths["{source}"])):
-        with open(file, "rb") as stream:
-            while stream.read(1 << 20):
-                pass
     paths.setdefault("{light}", paths["{source}"])
     return paths
 
@@ -330,7 +327,6 @@ def _measure(
     """Every row once a round; a torch row that fails is left out with what it said."""
     samples: dict[str, list[Sample]] = {row.name: [] for row in rows}
     for number in range(1, repeat + 1):
-        os.sync()
         for row in rows:
             if row.name in left_out:
                 continue
@@ -359,11 +355,23 @@ def _moved(row: Row, paths: Mapping[str, str]) -> int:
 def _one(row: Row, paths: Mapping[str, str]) -> Sample:
     """One sample of a row; its output is removed."""
     outputs = Path(paths["{target}"]).parent
+    os.sync()
+    for mark in ("{source}", *_OTHERS):
+        if any(mark in word for word in row.command):
+            _warm(Path(paths[mark]))
     try:
         return run_sample(_filled(row.command, paths))
     finally:
         shutil.rmtree(outputs)
         outputs.mkdir()
+
+
+def _warm(checkpoint: Path) -> None:
+    """Read a checkpoint, so that no row pays for what the page cache gave up in the meantime."""
+    for file in _files(checkpoint):
+        with open(file, "rb") as stream:
+            while stream.read(1 << 20):
+                pass
 
 
 def _filled(command: tuple[str, ...], paths: Mapping[str, str]) -> tuple[str, ...]:
