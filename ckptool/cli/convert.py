@@ -39,7 +39,7 @@ def convert(
             "--to",
             metavar="FORMAT",
             help="safetensors (a .safetensors file, or else a Hugging Face folder), torch-save,"
-            " dcp or dcp-safetensors.",
+            " dcp, dcp-safetensors or deepspeed-universal.",
         ),
     ],
     from_format: From = None,

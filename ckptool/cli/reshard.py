@@ -64,7 +64,7 @@ def reshard(
         typer.Option(
             "--to",
             metavar="FORMAT",
-            help="dcp, rank-local, torch-checkpointing, dcp-safetensors or sharded-state;"
+            help="dcp, rank-local, torch-checkpointing, dcp-safetensors, sharded-state or llama;"
             " default: the source's own kind.",
         ),
     ] = None,

@@ -22,15 +22,9 @@ def decode(blob: bytes, codec: str, limit: int, *, what: str) -> bytes:
     try:
         data = _inflate(blob, limit) if codec == "deflate" else _unzstd(blob, limit)
     except (zlib.error, ValueError) as error:
-        raise Damaged(
-            Problem(f"{what}: the {codec} data is corrupt: {error}", "codec-corrupt")
-        ) from None
+        raise _corrupt(f"{what}: the {codec} data is corrupt: {error}") from None
     if len(data) > limit:
-        raise Damaged(
-            Problem(
-                f"{what}: the {codec} data decodes to more than {limit:,} bytes", "codec-corrupt"
-            )
-        )
+        raise _corrupt(f"{what}: the {codec} data decodes to more than {limit:,} bytes")
     return data
 
 
@@ -54,13 +48,9 @@ def zstd_edges(blob: bytes, limit: int, edge: int, *, what: str) -> tuple[bytes,
                 head += piece[: edge - len(head)]
                 tail = (tail + piece)[-edge:]
     except zstandard.ZstdError as error:
-        raise Damaged(
-            Problem(f"{what}: the zstd data is corrupt: {error}", "codec-corrupt")
-        ) from None
+        raise _corrupt(f"{what}: the zstd data is corrupt: {error}") from None
     if size > limit:
-        raise Damaged(
-            Problem(f"{what}: the zstd data decodes to more than {limit:,} bytes", "codec-corrupt")
-        )
+        raise _corrupt(f"{what}: the zstd data decodes to more than {limit:,} bytes")
     return head, tail, size
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
 
 from ckptool.core.catalog import Catalog, Index, ObjectEntry, Path, TensorEntry, flat_name
 from ckptool.errors import Damaged
@@ -72,9 +71,3 @@ def with_common(source: Source, catalog: Catalog) -> Catalog:
     tensors: dict[str, TensorEntry] = catalog.tensors | found.tensors
     files = catalog.files | {COMMON: source.files[COMMON]}
     return replace(catalog, tensors=tensors, objects=catalog.objects | found.objects, files=files)
-
-
-def value_of(catalog: Catalog, name: str) -> Any:
-    """The value of this name, or None where there is none."""
-    entry = catalog.objects.get(name)
-    return entry.value if entry else None

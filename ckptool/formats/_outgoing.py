@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol, TypeVar
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, ObjectEntry, Path, TensorEntry, tied
@@ -66,6 +67,30 @@ def companion_files(catalog: Catalog) -> list[FileLayout]:
         FileLayout(name.rpartition("/")[2], (Verbatim(name, size),))
         for name, size in catalog.companions.items()
     ]
+
+
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+_Item = TypeVar("_Item", bound=_Sized)
+
+
+def by_size(items: Iterable[_Item], limit: int) -> list[list[_Item]]:
+    """Items in order, as many a file as fit ``limit`` bytes; a larger one has its own file.
+
+    At least one group, which is empty where there is no item.
+    """
+    groups: list[list[_Item]] = [[]]
+    held = 0
+    for item in items:
+        if groups[-1] and held + item.nbytes > limit:
+            groups.append([])
+            held = 0
+        groups[-1].append(item)
+        held += item.nbytes
+    return groups
 
 
 def tied_notes(catalog: Catalog) -> list[str]:

@@ -8,7 +8,7 @@ zero rows. Everything else is written as it is placed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptool.core.box import Box
@@ -18,7 +18,7 @@ from ckptool.core.layout import Data, FileLayout, Layout, Literal, Part, Scatter
 from ckptool.core.mesh import Placement, Shard
 from ckptool.core.placing import Placed, Rule
 from ckptool.errors import CannotDo
-from ckptool.formats._outgoing import companion_files, extra_file
+from ckptool.formats._outgoing import by_size, companion_files, extra_file
 from ckptool.formats._rank_write import placed_of
 from ckptool.formats._safetensors_file import OutgoingSlice, lay_out_safetensors
 from ckptool.formats._torch_write import ShardRef
@@ -187,24 +187,11 @@ class _Joiner:
 
 def _rank_files(rank: int, held: list[_Local], limit: int) -> list[FileLayout]:
     """The parts of one rank, in order; at least one, for the loader wants a file."""
-    groups = _grouped((local for local in held if local.nbytes), limit)
+    groups = by_size((local for local in held if local.nbytes), limit)
     return [
         _part_file(f"model-rank-{rank}-part-{part}.safetensors", group, rank)
         for part, group in enumerate(groups)
     ]
-
-
-def _grouped(locals_: Iterable[_Local], limit: int) -> list[list[_Local]]:
-    """As many local tensors a part as fit ``limit`` bytes; a larger one has its own part."""
-    groups: list[list[_Local]] = [[]]
-    held = 0
-    for local in locals_:
-        if groups[-1] and held + local.nbytes > limit:
-            groups.append([])
-            held = 0
-        groups[-1].append(local)
-        held += local.nbytes
-    return groups
 
 
 def _part_file(path: str, locals_: list[_Local], rank: int) -> FileLayout:

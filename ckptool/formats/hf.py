@@ -18,7 +18,7 @@ from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.errors import Damaged, Problem
 from ckptool.formats._companions import companions
 from ckptool.formats._frameworks import config_info
-from ckptool.formats._outgoing import companion_files, extra_file, tied_notes
+from ckptool.formats._outgoing import by_size, companion_files, extra_file, tied_notes
 from ckptool.formats._safetensors_file import OutgoingSlice, lay_out_safetensors
 from ckptool.formats.base import EXTRA, Format, Request, ScanOptions, Source, read_metadata, require
 from ckptool.formats.safetensors import (
@@ -171,7 +171,7 @@ def _writer(infos: list[Mapping[str, str]]) -> str:
 def lay_out(catalog: Catalog, request: Request) -> Layout:
     fitting, others = split_by_support(catalog)
     objects, notes = extras(catalog, others, _EXTRA)
-    groups = _grouped(fitting, request.max_shard_size)
+    groups = by_size(fitting, request.max_shard_size)
     names = _shard_names(len(groups))
     files = companion_files(catalog)
     if others or objects:
@@ -182,19 +182,6 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     if len(groups) > 1:
         files.append(_index_file(names, groups))
     return Layout(tuple(files), folder=True, notes=(*notes, *tied_notes(catalog)))
-
-
-def _grouped(entries: list[TensorEntry], limit: int) -> list[list[TensorEntry]]:
-    """Tensors in order, as many a file as fit ``limit`` bytes; a larger one has its own file."""
-    groups: list[list[TensorEntry]] = [[]]
-    held = 0
-    for entry in entries:
-        if groups[-1] and held + entry.nbytes > limit:
-            groups.append([])
-            held = 0
-        groups[-1].append(entry)
-        held += entry.nbytes
-    return groups
 
 
 def _shard_names(count: int) -> list[str]:
