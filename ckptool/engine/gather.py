@@ -23,12 +23,11 @@ from ckptool.core.codec import decode
 from ckptool.core.dtype import DType
 from ckptool.core.plan import ChunkIndex
 from ckptool.engine.checksum import record_crc
+from ckptool.engine.rows import Noted, Rows
 from ckptool.engine.sources import SPAN, Reader
 from ckptool.errors import CannotDo, Damaged
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-Noted = Callable[[Record, int, memoryview], None]
 
 _PIECE = 1 << 20
 _LONG_RUN = 16 << 10
@@ -61,10 +60,8 @@ class Gatherer:
     def __init__(self, root: str, noted: Noted = lambda record, offset, data: None) -> None:
         self._noted = noted
         self._reader = Reader(root)
-        self._scratch = bytearray(SPAN)
+        self._rows = Rows(self._reader, noted)
         self._blob: tuple[Packed, bytes] | None = None
-        self._blocks: dict[tuple[str, int, int], int] = {}
-        self._kept = 0
         self._indexes: dict[int, tuple[TensorEntry, ChunkIndex]] = {}
 
     def close(self) -> None:
@@ -75,13 +72,11 @@ class Gatherer:
 
     def forget(self) -> None:
         """Keep no rows any longer: the next boxes lie elsewhere."""
-        self._blocks.clear()
-        self._kept = 0
+        self._rows.forget()
 
     def crc(self, record: Record) -> int:
         """The CRC-32 of a whole record."""
-        self.forget()
-        return record_crc(self._reader, record, memoryview(self._scratch)[:_PIECE])
+        return record_crc(self._reader, record, self._rows.scratch(_PIECE))
 
     def _note_run(self, values: Array, chunk: Chunk, box: Box) -> None:
         """Note what was read of a chunk where that is one run of a record."""
@@ -150,19 +145,9 @@ class Gatherer:
 
     def _row_block(self, at: Extent, start: int, nbytes: int, out: Array, local: Box) -> Array:
         """A box of the rows that lie at ``start``, read unless they are kept."""
-        begin = self._blocks.get((at.file, start, nbytes))
-        if begin is None:
-            if self._kept + nbytes > SPAN:
-                self.forget()
-            begin = self._kept
-            view = memoryview(self._scratch)[begin : begin + nbytes]
-            self._reader.read_into(at.file, start, view)
-            self._blocks[at.file, start, nbytes] = begin
-            self._kept += nbytes
-            if at.record is not None:
-                self._noted(at.record, start, view)
+        begin = self._rows.begin(at, start, nbytes)
         inside = begin + sum(i * s for i, s in zip(local.lo[1:], at.strides[1:], strict=True))
-        return np.ndarray(out.shape, out.dtype, self._scratch, inside, at.strides)
+        return np.ndarray(out.shape, out.dtype, self._rows.buffer, inside, at.strides)
 
     def _fill(self, out: Array, file: str, offset: int, strides: tuple[int, ...]) -> None:
         if not out.size:
@@ -173,8 +158,7 @@ class Gatherer:
             return
         span = span_of(out.shape, strides, itemsize)
         if span <= SPAN and worth_a_span(out.shape, strides, itemsize):
-            self.forget()
-            view = memoryview(self._scratch)[:span]
+            view = self._rows.scratch(span)
             self._reader.read_into(file, offset, view)
             out[...] = np.ndarray(out.shape, out.dtype, view, 0, strides)
             return

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ckptool.core.catalog import Extent, Record, contiguous, stored_places
 from ckptool.core.plan import Source, Tile
 from ckptool.engine.checksum import RecordCheck, crc32, joined, record_crc
+from ckptool.engine.rows import Rows
 from ckptool.engine.sources import SPAN, Reader
 from ckptool.errors import TransferError
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 TILE = 1 << 20
 """Bytes of a tile, as long as one element is not larger."""
-MEMORY = TILE + SPAN
+MEMORY = TILE + 2 * SPAN
 """Bytes that one worker holds, but for blobs that must be decoded whole."""
 _PIECE = 1 << 19
 """Bytes that are read, checked and written at a time, while the processor's cache holds them."""
@@ -55,8 +56,9 @@ def touch(records: RecordCheck, tile: Tile) -> None:
 class Worker:
     """The descriptors and buffers of one thread.
 
-    Tiles of straight runs of bytes are copied piece by piece; others are gathered by numpy, which
-    is only then imported. ``records`` is told of all pieces of checksummed records that are read.
+    Tiles of straight runs of bytes are copied piece by piece, wide columns are joined from rows
+    that are read once; others are gathered by numpy, which is only then imported. ``records`` is
+    told of all pieces of checksummed records that are read.
     """
 
     def __init__(self, root: str, folder: Path, records: RecordCheck) -> None:
@@ -66,6 +68,10 @@ class Worker:
         self._reader = Reader(root)
         self._buffer = memoryview(bytearray(TILE))
         self._open: dict[str, int] = {}
+
+    @cached_property
+    def _rows(self) -> Rows:
+        return Rows(self._reader, self._note)
 
     @cached_property
     def _gatherer(self) -> Gatherer:
@@ -84,14 +90,13 @@ class Worker:
         if len(straight) == len(runs) and tile.entry.source_dtype == tile.entry.dtype:
             pieces = [(run[2], run[3], self._copy(run, path, tile.offset)) for run in straight]
             return joined(pieces) if checked else None
-        crc = self._write_gathered(tile, path, straight, shared=shared)
-        return crc if checked else None
+        data = self._bytes_of(tile, straight, shared=shared)
+        self._write(path, tile.offset, data)
+        return crc32(data) if checked else None
 
     def holds_tile(self, tile: Tile, path: str, *, shared: bool) -> bool:
         """Whether the output file ``path`` holds a tile as the source has it."""
-        from ckptool.engine.gather import raw
-
-        wanted = raw(self._target_values(tile, self._gathered(tile, shared=shared)))
+        wanted = self._bytes_of(tile, [], shared=shared)
         with open(f"{self._folder}/{path}", "rb", buffering=0) as stream:
             stream.seek(tile.offset)
             return stream.read(len(wanted)) == wanted
@@ -100,6 +105,8 @@ class Worker:
         """The tiles to come share no rows of the source with those before."""
         if "_gatherer" in self.__dict__:
             self._gatherer.forget()
+        if "_rows" in self.__dict__:
+            self._rows.forget()
 
     def check_record(self, record: Record) -> None:
         """Read a record whole for its CRC-32."""
@@ -125,7 +132,15 @@ class Worker:
             self._records.piece(at.record, start, nbytes, crc)
         return crc
 
-    def _write_gathered(self, tile: Tile, path: str, straight: list[Run], *, shared: bool) -> int:
+    def _bytes_of(self, tile: Tile, straight: list[Run], *, shared: bool) -> memoryview:
+        """The bytes of a tile as they are to be written; its ``straight`` runs are noted."""
+        if shared and tile.entry.source_dtype == tile.entry.dtype:
+            data = self._rows.columns(tile)
+            if data is not None:
+                return memoryview(data)
+        return self._gathered_bytes(tile, straight, shared=shared)
+
+    def _gathered_bytes(self, tile: Tile, straight: list[Run], *, shared: bool) -> memoryview:
         from ckptool.engine.gather import raw
 
         values = self._gathered(tile, shared=shared)
@@ -134,9 +149,7 @@ class Worker:
             if at.record is not None:
                 piece = data[skip : skip + nbytes]
                 self._records.piece(at.record, start, nbytes, crc32(piece))
-        data = raw(self._target_values(tile, values))
-        self._write(path, tile.offset, data)
-        return crc32(data)
+        return raw(self._target_values(tile, values))
 
     def _target_values(self, tile: Tile, values: Array) -> Array:
         """The gathered values in the element type that is written."""
