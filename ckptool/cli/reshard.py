@@ -140,14 +140,14 @@ def reshard(
 
             show_notes(prepared.report.notes)
         if check:
-            from ckptool.commands.check import require_loadable
+            from ckptool.commands.check_loads.check import require_loadable
 
             group.together(lambda: require_loadable(prepared, group))
         if not dry_run:
             with progress(prepared.nbytes, quiet=quiet) as advance:
                 prepared.run(advance, group)
             if check:
-                from ckptool.commands.check import check_loads
+                from ckptool.commands.check_loads.check import check_loads
 
                 check_loads(prepared, group)
         if group.rank == 0 and (as_json or dry_run or not quiet):

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ckptool.commands.check import check_loads
+from ckptool.commands.check_loads.check import check_loads
 from ckptool.commands.reshard import PreparedReshard, ReshardOptions, prepare_reshard
 from ckptool.commands.transfer import TransferOptions
 from ckptool.core.placing import parse_mesh, parse_rule

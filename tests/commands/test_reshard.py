@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from ckptool.commands import reshard as reshard_module
 from ckptool.commands import transfer as transfer_module
-from ckptool.commands.check import check_loads, require_loadable
+from ckptool.commands.check_loads.check import check_loads, require_loadable
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.reshard import (
     PreparedReshard,
