@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -179,12 +179,21 @@ def read_back(target: str, path: Path) -> dict[str, Bits]:
     return {name: bits(tensor) for name, tensor in TENSORS_OF[target](path).items()}
 
 
+def taken(kind: Any, options: dict[str, Any]) -> Any:
+    """The value whose fields are among the options, which lose them."""
+    return kind(**{f.name: options.pop(f.name) for f in fields(kind) if f.name in options})
+
+
 def convert_to(target: str, source: Path, path: Path, **options: Any) -> Any:
     """Convert and return the report."""
     from ckptool.commands.convert import ConvertOptions, prepare
+    from ckptool.commands.read_options import ReadOptions
+    from ckptool.commands.selection import Selection
     from ckptool.commands.transfer import TransferOptions
     from ckptool.engine.run import RunOptions
 
+    options["read"] = taken(ReadOptions, options)
+    options["selection"] = taken(Selection, options)
     run = options.pop("run", RunOptions(workers=2, fsync=False))
     transfer = TransferOptions(overwrite=options.pop("overwrite", False), run=run)
     return prepare(source, path, ConvertOptions(to=target, transfer=transfer, **options)).run()

@@ -10,6 +10,7 @@ from ckptool import __version__
 from ckptool.cli.bench import bench
 from ckptool.cli.convert import convert
 from ckptool.cli.formats import formats
+from ckptool.cli.grouping import with_groups
 from ckptool.cli.inspect import inspect
 from ckptool.cli.maps import maps
 from ckptool.cli.reshard import reshard
@@ -40,4 +41,4 @@ def root(
 
 
 for command in (inspect, convert, reshard, verify, bench, formats, maps):
-    app.command()(command)
+    app.command()(with_groups(command))

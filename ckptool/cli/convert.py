@@ -7,27 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ckptool.cli.arguments import (
-    AsJson,
-    Assets,
-    Budget,
-    Debug,
-    Dims,
-    DryRun,
-    FlatParams,
-    From,
-    Fsync,
-    Inverse,
-    MapName,
-    Overwrite,
-    PerRank,
-    Quiet,
-    Resume,
-    SourcePath,
-    TpRules,
-    Unstack,
-    Workers,
-)
+from ckptool.cli.arguments import AsJson, Debug, DryRun, PerRank, Quiet, SourcePath, Unstack
+from ckptool.cli.groups import KeyMap, Reading, Selecting, Writing
 
 
 def convert(
@@ -42,34 +23,12 @@ def convert(
             " dcp, dcp-safetensors or deepspeed-universal.",
         ),
     ],
-    from_format: From = None,
-    tp_rule: TpRules = None,
+    *,
+    reading: Reading,
     unstack: Unstack = False,
-    select: Annotated[
-        list[str] | None,
-        typer.Option("--select", metavar="GLOB", help="Keep only what matches (repeatable)."),
-    ] = None,
-    drop: Annotated[
-        list[str] | None,
-        typer.Option("--drop", metavar="GLOB", help="Leave out what matches (repeatable)."),
-    ] = None,
-    model_only: Annotated[
-        bool, typer.Option("--model-only", help="Keep the model, under its own names.")
-    ] = False,
-    strip_prefix: Annotated[
-        str | None,
-        typer.Option("--strip-prefix", metavar="PREFIX", help="Take off names' beginning."),
-    ] = None,
-    rename: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--rename", metavar="REGEX=REPLACEMENT", help="Rename, in order (repeatable)."
-        ),
-    ] = None,
-    key_map: MapName = None,
-    dims: Dims = None,
-    inverse: Inverse = None,
-    hf_assets: Assets = None,
+    per_rank: PerRank = False,
+    selecting: Selecting,
+    key_map: KeyMap,
     dtype: Annotated[
         str | None,
         typer.Option("--dtype", metavar="DTYPE", help="Cast floating tensors, e.g. bf16."),
@@ -87,14 +46,8 @@ def convert(
         bool,
         typer.Option("--one-rank", help="Write whole tensors as rank 0, not the source's chunks."),
     ] = False,
-    per_rank: PerRank = False,
-    flat_params: FlatParams = None,
+    writing: Writing,
     dry_run: DryRun = False,
-    overwrite: Overwrite = False,
-    resume: Resume = False,
-    workers: Workers = None,
-    budget: Budget = "1GiB",
-    fsync: Fsync = True,
     as_json: AsJson = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -104,30 +57,20 @@ def convert(
     Everything is kept unless an option leaves it out; what the target cannot hold goes into a side
     file or is named. The target appears whole or not at all.
     """
-    from ckptool.cli.options import map_options, parse_dtype, parse_size, run_options
+    from ckptool.cli.options import parse_dtype, parse_size
     from ckptool.commands.convert import ConvertOptions, prepare
-    from ckptool.commands.transfer import TransferOptions
-    from ckptool.core.tp_rules import parse_tp_rules
     from ckptool.render.progress import progress
 
     options = ConvertOptions(
         to=to,
-        format_name=from_format,
-        per_rank=per_rank,
-        flat_params=flat_params,
-        tp_rules=parse_tp_rules(tp_rule),
-        unstack=unstack,
-        select=tuple(select or ()),
-        drop=tuple(drop or ()),
-        model_only=model_only,
-        strip_prefix=strip_prefix,
-        rename=tuple(rename or ()),
-        map=map_options(key_map, dims or (), hf_assets, inverse),
+        read=reading.options(per_rank=per_rank, unstack=unstack),
+        selection=selecting.options(),
+        map=key_map.options(),
         dtype=parse_dtype(dtype) if dtype else None,
         dequantize=dequantize,
         max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
         one_rank=one_rank,
-        transfer=TransferOptions(overwrite, resume, run=run_options(workers, budget, fsync)),
+        transfer=writing.options(),
     )
     prepared = prepare(source, target, options)
     if not quiet:

@@ -7,12 +7,14 @@ from typing import Annotated
 
 import typer
 
-from ckptool.cli.arguments import AsJson, Debug, FlatParams, From, PerRank, SourcePath, TpRules
+from ckptool.cli.arguments import AsJson, Debug, PerRank, SourcePath
+from ckptool.cli.groups import Reading
 from ckptool.errors import damaged
 
 
 def inspect(
     source: SourcePath = Path(),
+    *,
     tensors: Annotated[
         list[str] | None,
         typer.Option("--tensors", metavar="GLOB", help="List every matching tensor in full."),
@@ -39,10 +41,8 @@ def inspect(
         Path | None,
         typer.Option("--export", metavar="FILE", help="Keep the screen as .svg or .html."),
     ] = None,
-    from_format: From = None,
-    tp_rule: TpRules = None,
+    reading: Reading,
     per_rank: PerRank = False,
-    flat_params: FlatParams = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -52,18 +52,11 @@ def inspect(
     non-tensor values. No tensor byte is read, nothing is unpickled, torch is not needed.
     """
     from ckptool.commands.inspect import inspect as run_inspect
-    from ckptool.core.tp_rules import parse_tp_rules
     from ckptool.render.inspect import inspect_json, show, show_stats, stats_json
     from ckptool.render.messages import print_json, show_notes
     from ckptool.render.text import console
 
-    report = run_inspect(
-        source,
-        format_name=from_format,
-        per_rank=per_rank,
-        flat_params=flat_params,
-        tp_rules=parse_tp_rules(tp_rule),
-    )
+    report = run_inspect(source, reading.options(per_rank=per_rank))
     found = None
     if stats:
         from ckptool.commands.stats import stats as run_stats

@@ -1,14 +1,11 @@
-"""Option values as people write them: sizes and element types."""
+"""Option values as people write them: sizes, shares, element types and dims."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
-from ckptool.commands.map_report import MapOptions
 from ckptool.core.dtype import BY_NAME, SHORT_NAMES, DType
-from ckptool.engine.run import RunOptions
 from ckptool.errors import UsageError
 
 _UNITS = {
@@ -56,20 +53,12 @@ def parse_dtype(text: str) -> DType:
     return dtype
 
 
-def run_options(workers: int | None, budget: str, fsync: bool) -> RunOptions:
-    """How to move bytes, with the defaults where nothing is asked."""
-    default = RunOptions()
-    return RunOptions(workers or default.workers, parse_size(budget, "--budget"), fsync)
-
-
-def map_options(
-    name: str | None, dims: Sequence[str], assets: Path | None, inverse: bool | None
-) -> MapOptions:
-    """What is asked of a key map; UsageError where a dim is not NAME=SIZE."""
+def parse_dims(texts: Sequence[str]) -> dict[str, int]:
+    """Sizes of named dims; UsageError where one is not NAME=SIZE."""
     sizes = {}
-    for text in dims:
+    for text in texts:
         dim, equals, size = text.partition("=")
         if not equals or not size.strip().isdecimal():
             raise UsageError(f"--dim {text!r} is not NAME=SIZE", hint="such as --dim head=32")
         sizes[dim.strip()] = int(size)
-    return MapOptions(name, sizes, assets, inverse)
+    return sizes

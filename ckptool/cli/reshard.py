@@ -7,26 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ckptool.cli.arguments import (
-    AsJson,
-    Assets,
-    Budget,
-    Debug,
-    Dims,
-    DryRun,
-    FlatParams,
-    From,
-    Fsync,
-    Inverse,
-    MapName,
-    Overwrite,
-    Quiet,
-    Resume,
-    SourcePath,
-    TpRules,
-    Unstack,
-    Workers,
-)
+from ckptool.cli.arguments import AsJson, Debug, DryRun, Quiet, SourcePath, Unstack
+from ckptool.cli.groups import KeyMap, Reading, Writing
 
 
 def reshard(
@@ -35,6 +17,7 @@ def reshard(
         Path | None,
         typer.Argument(metavar="DST", help="Default: beside SRC, named after the mesh."),
     ] = None,
+    *,
     mesh: Annotated[
         str | None, typer.Option("--mesh", metavar="MESH", help="2x4, 8, or dp=2,tp=4.")
     ] = None,
@@ -68,9 +51,7 @@ def reshard(
             " default: the source's own kind.",
         ),
     ] = None,
-    from_format: From = None,
-    flat_params: FlatParams = None,
-    tp_rule: TpRules = None,
+    reading: Reading,
     unstack: Unstack = False,
     rank_state: Annotated[
         str,
@@ -80,13 +61,9 @@ def reshard(
             help="State that differs between ranks: stop, keep, drop, or the rank to take it from.",
         ),
     ] = "stop",
-    key_map: MapName = None,
-    dims: Dims = None,
-    inverse: Inverse = None,
-    hf_assets: Assets = None,
+    key_map: KeyMap,
+    writing: Writing,
     dry_run: DryRun = False,
-    overwrite: Overwrite = False,
-    resume: Resume = False,
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Read back and compare before it counts.")
     ] = True,
@@ -97,9 +74,6 @@ def reshard(
             help="Load the result through torch, on as many ranks as the mesh has, and compare.",
         ),
     ] = False,
-    workers: Workers = None,
-    budget: Budget = "1GiB",
-    fsync: Fsync = True,
     as_json: AsJson = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -109,11 +83,8 @@ def reshard(
     The first that applies places a tensor: --shard and --plan, --policy, the source's own
     placements, conventional mesh dim names, fsdp. Needs no GPU and no model.
     """
-    from ckptool.cli.options import map_options, run_options
     from ckptool.commands.reshard import ReshardOptions, prepare_reshard
-    from ckptool.commands.transfer import TransferOptions
     from ckptool.core.placing import parse_mesh, parse_rule
-    from ckptool.core.tp_rules import parse_tp_rules
     from ckptool.engine.ranks import ranks
     from ckptool.render.progress import progress
 
@@ -124,13 +95,10 @@ def reshard(
         plan_file=plan,
         tp_plan=tp_plan,
         to=to,
-        format_name=from_format,
-        flat_params=flat_params,
-        tp_rules=parse_tp_rules(tp_rule),
-        unstack=unstack,
+        read=reading.options(unstack=unstack),
         rank_state=rank_state,
-        map=map_options(key_map, dims or (), hf_assets, inverse),
-        transfer=TransferOptions(overwrite, resume, verify, run_options(workers, budget, fsync)),
+        map=key_map.options(),
+        transfer=writing.options(verify=verify),
     )
     with ranks() as group:
         prepared = group.together(lambda: prepare_reshard(source, target, options))

@@ -8,18 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptool.cli.arguments import AsJson, Debug, From, Overwrite, PerRank, SourcePath, Workers
+from ckptool.cli.arguments import AsJson, Debug, Overwrite, PerRank, SourcePath, Workers
+from ckptool.cli.groups import Reading, Selecting
 from ckptool.cli.verify_against import (
+    PANEL,
     Against,
-    AgainstArguments,
-    Atol,
-    Cast,
-    Drop,
-    ModelOnly,
-    Rename,
-    Rtol,
-    Select,
-    StripPrefix,
+    Comparing,
+    require_against,
     run_against,
 )
 from ckptool.cli.verify_manifest import ByManifest, WriteManifest, run_proving
@@ -34,6 +29,7 @@ if TYPE_CHECKING:
 
 def verify(
     source: SourcePath = Path(),
+    *,
     quick: Annotated[
         bool, typer.Option("--quick", help="Read metadata only, not the data.")
     ] = False,
@@ -55,21 +51,15 @@ def verify(
     ] = None,
     codes: Annotated[bool, typer.Option("--codes", help="List the codes and end.")] = False,
     against: Against = None,
-    rtol: Rtol = None,
-    atol: Atol = None,
-    cast: Cast = False,
-    select: Select = None,
-    drop: Drop = None,
-    model_only: ModelOnly = False,
-    strip_prefix: StripPrefix = None,
-    rename: Rename = None,
+    comparing: Comparing,
+    selecting: Annotated[Selecting, PANEL],
     write_manifest: WriteManifest = None,
     manifest: ByManifest = None,
     latest_good: LatestGood = False,
     every: All = False,
     salvage: SalvageTo = None,
     overwrite: Overwrite = False,
-    from_format: From = None,
+    reading: Reading,
     per_rank: PerRank = False,
     workers: Workers = None,
     as_json: AsJson = False,
@@ -95,7 +85,6 @@ def verify(
     if codes:
         render.show_codes()
         return
-    said = AgainstArguments(rtol, atol, cast, select, drop, model_only, strip_prefix, rename)
     _require_one_question(
         against is not None,
         write_manifest is not None,
@@ -104,12 +93,11 @@ def verify(
         salvage is not None,
     )
     if against is None:
-        said.require_none()
+        require_against(comparing, selecting)
     elif quick or sample:
         raise UsageError("--against compares every byte: not with --quick or --sample")
     options = VerifyOptions(
-        format_name=from_format,
-        per_rank=per_rank,
+        read=reading.options(per_rank=per_rank),
         quick=quick,
         sample=parse_share(sample, "--sample") if sample else 1.0,
         seed=seed,
@@ -128,7 +116,7 @@ def verify(
         raise typer.Exit(0 if found else 1)
     with started_progress(quiet=quiet) as started:
         if against is not None:
-            told = run_against(source, against, said, options, started)
+            told = run_against(source, against, comparing, selecting, options, started)
         elif write_manifest is not None or manifest is not None:
             told = _told(
                 run_proving(

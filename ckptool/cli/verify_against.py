@@ -2,135 +2,84 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ckptool.cli.groups import Selecting
 from ckptool.cli.verify_told import Told
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
+    from ckptool.commands.verify.compare import Tolerance
     from ckptool.commands.verify.verify import Started, VerifyOptions
 
-_PANEL = "Against another checkpoint"
+PANEL = "Against another checkpoint"
 
 Against = Annotated[
     Path | None,
     typer.Option(
         "--against",
         metavar="OTHER",
-        rich_help_panel=_PANEL,
+        rich_help_panel=PANEL,
         help="Compare with this checkpoint, of any format, bit by bit.",
     ),
 ]
-Rtol = Annotated[
-    float | None,
-    typer.Option(
-        "--rtol", min=0, rich_help_panel=_PANEL, help="Allowed difference, times OTHER's number."
-    ),
-]
-Atol = Annotated[
-    float | None, typer.Option("--atol", min=0, rich_help_panel=_PANEL, help="Allowed difference.")
-]
-Cast = Annotated[
-    bool,
-    typer.Option("--cast", rich_help_panel=_PANEL, help="Cast to OTHER's types, then compare."),
-]
-Select = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--select",
-        metavar="GLOB",
-        rich_help_panel=_PANEL,
-        help="Compare only what matches (repeatable).",
-    ),
-]
-Drop = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--drop",
-        metavar="GLOB",
-        rich_help_panel=_PANEL,
-        help="Leave out what matches (repeatable).",
-    ),
-]
-ModelOnly = Annotated[
-    bool,
-    typer.Option("--model-only", rich_help_panel=_PANEL, help="Compare the models alone."),
-]
-StripPrefix = Annotated[
-    str | None,
-    typer.Option(
-        "--strip-prefix",
-        metavar="PREFIX",
-        rich_help_panel=_PANEL,
-        help="Take off the beginning of SRC's names.",
-    ),
-]
-Rename = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--rename",
-        metavar="REGEX=REPLACEMENT",
-        rich_help_panel=_PANEL,
-        help="Rename SRC's, in order (repeatable).",
-    ),
-]
 
 
-@dataclass(frozen=True, slots=True)
-class AgainstArguments:
-    """What the command line says of a comparison."""
+@dataclass(frozen=True)
+class Comparing:
+    """When two values are the same."""
 
-    rtol: float | None
-    atol: float | None
-    cast: bool
-    select: list[str] | None
-    drop: list[str] | None
-    model_only: bool
-    strip_prefix: str | None
-    rename: list[str] | None
+    rtol: Annotated[
+        float | None,
+        typer.Option(
+            "--rtol", min=0, rich_help_panel=PANEL, help="Allowed difference, times OTHER's number."
+        ),
+    ] = None
+    atol: Annotated[
+        float | None,
+        typer.Option("--atol", min=0, rich_help_panel=PANEL, help="Allowed difference."),
+    ] = None
+    cast: Annotated[
+        bool,
+        typer.Option("--cast", rich_help_panel=PANEL, help="Cast to OTHER's types, then compare."),
+    ] = False
 
-    def require_none(self) -> None:
-        """UsageError where something is said that makes sense only with --against."""
-        for option, value in (
-            ("--rtol", self.rtol is not None),
-            ("--atol", self.atol is not None),
-            ("--cast", self.cast),
-            ("--select", self.select),
-            ("--drop", self.drop),
-            ("--model-only", self.model_only),
-            ("--strip-prefix", self.strip_prefix),
-            ("--rename", self.rename),
-        ):
-            if value:
+    def tolerance(self) -> Tolerance | None:
+        """What the command line says, None where bits are compared."""
+        from ckptool.commands.verify.compare import Tolerance
+
+        if self.rtol is None and self.atol is None:
+            return None
+        return Tolerance(self.rtol or 0, self.atol or 0)
+
+
+def require_against(*groups: Comparing | Selecting) -> None:
+    """UsageError where something is said that makes sense only with --against."""
+    for group in groups:
+        for field in fields(group):
+            if getattr(group, field.name) not in (field.default, []):
+                option = "--" + field.name.replace("_", "-")
                 raise UsageError(f"{option} says what to compare: it needs --against OTHER")
 
 
 def run_against(
-    source: Path, other: Path, said: AgainstArguments, options: VerifyOptions, started: Started
+    source: Path,
+    other: Path,
+    comparing: Comparing,
+    selecting: Selecting,
+    options: VerifyOptions,
+    started: Started,
 ) -> Told:
     """Compare, and say how to show what was found."""
     from ckptool.commands.verify.against import AgainstOptions, against
-    from ckptool.commands.verify.compare import Tolerance
     from ckptool.render.verify_against import against_json, show_against
 
-    tolerant = said.rtol is not None or said.atol is not None
-    report = against(
-        source,
-        AgainstOptions(
-            other,
-            select=tuple(said.select or ()),
-            drop=tuple(said.drop or ()),
-            model_only=said.model_only,
-            strip_prefix=said.strip_prefix,
-            rename=tuple(said.rename or ()),
-            tolerance=Tolerance(said.rtol or 0, said.atol or 0) if tolerant else None,
-            cast=said.cast,
-            verify=options,
-        ),
-        started,
+    asked = AgainstOptions(
+        other, selecting.options(), comparing.tolerance(), comparing.cast, options
     )
+    report = against(source, asked, started)
     return Told(report.verify, lambda: show_against(report), lambda: against_json(report))

@@ -40,7 +40,7 @@ def run_salvage(
     from ckptool.render.verify_salvage import show_salvage
 
     transfer = TransferOptions(overwrite, run=RunOptions(options.workers))
-    asked = SalvageOptions(options.format_name, options.per_rank, transfer)
+    asked = SalvageOptions(options.read, transfer)
     planned = plan_salvage(source, target, asked)
     with progress(planned.nbytes, quiet=quiet) as advance:
         report = planned.run(advance)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from ckptool.commands.assets import mapped, with_assets
 from ckptool.commands.map_report import MapOptions, MapReport, decided_by
 from ckptool.commands.open import Opened, open_checkpoint
+from ckptool.commands.read_options import AS_DETECTED, ReadOptions
+from ckptool.commands.selection import EVERYTHING, Selection, selected
 from ckptool.commands.transfer import (
     Progress,
     Transfer,
@@ -24,11 +25,8 @@ from ckptool.core import rewrite
 from ckptool.core.catalog import Catalog
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.layout import FileLayout
-from ckptool.core.parts import model_prefixes, part_of, weights
 from ckptool.core.plan import Plan
 from ckptool.core.quantised import dequantized, kinds, quantised_names
-from ckptool.core.tp_rules import NamedRule
-from ckptool.core.unstack import unstacked
 from ckptool.errors import CannotDo, UsageError
 from ckptool.formats import CONVERTERS
 from ckptool.formats.base import Request
@@ -41,19 +39,11 @@ _LARGEST_CONFIG = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
-    """What to keep, how to name it, and how to write it. ``max_shard_size`` in bytes."""
+    """How to read it, what to keep, how to name and write it. ``max_shard_size`` in bytes."""
 
     to: str
-    format_name: str | None = None
-    per_rank: bool = False
-    flat_params: Path | None = None
-    tp_rules: tuple[NamedRule, ...] = ()
-    unstack: bool = False
-    select: tuple[str, ...] = ()
-    drop: tuple[str, ...] = ()
-    model_only: bool = False
-    strip_prefix: str | None = None
-    rename: tuple[str, ...] = ()
+    read: ReadOptions = AS_DETECTED
+    selection: Selection = EVERYTHING
     map: MapOptions = field(default_factory=MapOptions)
     dtype: DType | None = None
     dequantize: bool = False
@@ -109,16 +99,10 @@ def prepare(source: Path, target: Path, options: ConvertOptions) -> Prepared:
     if options.dequantize and options.map.name is not None:
         raise UsageError("--dequantize and --map do not go together", hint="convert twice")
     writer = _writer(options.to, target)
-    opened = open_checkpoint(
-        source,
-        format_name=options.format_name,
-        per_rank=options.per_rank,
-        flat_params=options.flat_params,
-        tp_rules=options.tp_rules,
-    )
+    opened = open_checkpoint(source, options.read)
     require_apart(opened, target)
     catalog, scaled = _numbers(opened, options)
-    kept = _rewritten(catalog, options)
+    kept = selected(catalog, options.selection)
     require_agreement(kept)
     if not kept.tensors and not kept.objects:
         raise UsageError("nothing is left to convert")
@@ -139,7 +123,7 @@ def prepare(source: Path, target: Path, options: ConvertOptions) -> Prepared:
         read_bytes=plan.read_bytes,
         write_bytes=layout.nbytes,
         free_bytes=free_bytes(target.parent),
-        left_out=_left_out(opened.catalog, kept, options),
+        left_out=_left_out(opened.catalog, kept, options.selection),
         map=map_report,
         cast=cast,
         dequantized=scaled,
@@ -202,41 +186,6 @@ def _require_torch(option: str) -> None:
         raise CannotDo(f"{option} needs torch", hint="pip install 'ckptool[torch]'")
 
 
-class Choice(Protocol):
-    """What to take of a catalog, and how to call it."""
-
-    @property
-    def select(self) -> tuple[str, ...]: ...
-    @property
-    def drop(self) -> tuple[str, ...]: ...
-    @property
-    def model_only(self) -> bool: ...
-    @property
-    def strip_prefix(self) -> str | None: ...
-    @property
-    def rename(self) -> tuple[str, ...]: ...
-
-
-def chosen(catalog: Catalog, options: Choice) -> Catalog:
-    """What is chosen of a catalog, renamed as asked. UsageError where that makes no sense."""
-    if options.select:
-        catalog = rewrite.select(catalog, options.select)
-    if options.drop:
-        catalog = rewrite.drop(catalog, options.drop)
-    if options.model_only:
-        catalog = only_model(catalog)
-    if options.strip_prefix:
-        catalog = rewrite.strip_prefix(catalog, options.strip_prefix)
-    for rule in options.rename:
-        catalog = rewrite.rename(catalog, rewrite.substitution(rule))
-    return catalog
-
-
-def _rewritten(catalog: Catalog, options: ConvertOptions) -> Catalog:
-    """What is kept of the catalog, under its new names."""
-    return chosen(unstacked(catalog) if options.unstack else catalog, options)
-
-
 def _cast(catalog: Catalog, dtype: DType | None) -> tuple[Catalog, dict[str, int]]:
     """The catalog with floating tensors as ``dtype``, and how many were cast from each type."""
     if dtype is None:
@@ -246,24 +195,9 @@ def _cast(catalog: Catalog, dtype: DType | None) -> tuple[Catalog, dict[str, int
     return catalog, dict(Counter(entry.dtype.name for entry in changed))
 
 
-def only_model(catalog: Catalog) -> Catalog:
-    """The model's tensors, under the names the model itself gives them."""
-    prefixes = model_prefixes(catalog)
-    names = weights(catalog)
-    if not names:
-        raise CannotDo("--model-only: no tensor here looks like a part of a model")
-    model = replace(
-        catalog,
-        tensors={name: catalog.tensors[name] for name in names},
-        objects={},
-        conflicts={n: why for n, why in catalog.conflicts.items() if part_of(n, ()) == "model"},
-    )
-    return rewrite.strip_prefixes(model, prefixes) if prefixes else model
-
-
-def _left_out(before: Catalog, after: Catalog, options: ConvertOptions) -> tuple[str, ...]:
-    """What the options left out, as one line a kind."""
-    if not (options.select or options.drop or options.model_only):
+def _left_out(before: Catalog, after: Catalog, selection: Selection) -> tuple[str, ...]:
+    """What the selection left out, as one line a kind."""
+    if not (selection.select or selection.drop or selection.model_only):
         return ()
     tensors = len(before.tensors) - len(after.tensors)
     values = len(before.objects) - len(after.objects)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptool.commands.open import Opened, open_checkpoint
+from ckptool.commands.read_options import AS_DETECTED, ReadOptions
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
 from ckptool.core.parts import part_of, weights
-from ckptool.core.tp_rules import NamedRule
 
 PARTS = ("model", "optimizer", "other")
 
@@ -83,23 +83,9 @@ class InspectReport:
         return self.catalog.notes
 
 
-def inspect(
-    path: Path,
-    *,
-    format_name: str | None = None,
-    per_rank: bool = False,
-    flat_params: Path | None = None,
-    tp_rules: tuple[NamedRule, ...] = (),
-) -> InspectReport:
+def inspect(path: Path, options: ReadOptions = AS_DETECTED) -> InspectReport:
     """Recognise the checkpoint at ``path`` and describe it. No tensor byte is read."""
-    opened = open_checkpoint(
-        path,
-        format_name=format_name,
-        per_rank=per_rank,
-        flat_params=flat_params,
-        tp_rules=tp_rules,
-    )
-    return report(opened)
+    return report(open_checkpoint(path, options))
 
 
 def report(opened: Opened) -> InspectReport:

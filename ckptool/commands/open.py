@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
@@ -11,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from ckptool.commands.read_options import AS_DETECTED, ReadOptions
 from ckptool.core.catalog import Catalog
-from ckptool.core.tp_rules import NamedRule
+from ckptool.core.unstack import unstacked
 from ckptool.engine.sources import LocalSource
 from ckptool.errors import CkptoolError, Damaged, NotFound, Problem, Unrecognised, UsageError
 from ckptool.formats import FORMATS, detect
@@ -50,42 +50,24 @@ class Candidate:
     format: Format
 
 
-def open_checkpoint(
-    path: Path,
-    *,
-    format_name: str | None = None,
-    per_rank: bool = False,
-    flat_params: Path | None = None,
-    tp_rules: tuple[NamedRule, ...] = (),
-) -> Opened:
+def open_checkpoint(path: Path, options: ReadOptions = AS_DETECTED) -> Opened:
     """Recognise the checkpoint at ``path`` and scan its metadata.
 
     ``path`` may be the checkpoint, a file inside it, its parent folder, or a run's folder that
-    holds just one. ``flat_params`` is a JSON file of the model's parameters and their shapes.
-    Raises NotFound, Unrecognised (with what is there), Damaged or Hostile.
+    holds just one. Raises NotFound, Unrecognised (with what is there), Damaged or Hostile.
     """
     _require_there(path)
-    found = _bounded(path, lambda: _recognise(path, format_name))
-    if tp_rules and not found.format.takes_tp_rules:
-        raise UsageError(f"--tp-rule: {found.format.name} says itself how its ranks fit together")
-    shapes = _shapes_in(flat_params) if flat_params else ()
-    options = ScanOptions(per_rank, shapes, tp_rules)
-    catalog = _bounded(found.path, lambda: found.format.scan(found.source, options))
+    found = _bounded(path, lambda: _recognise(path, options.format_name))
+    catalog = _scanned(found, options.scan_options(found.format))
     if not catalog.tensors and not catalog.objects:
         raise _nothing_in(found.path)
+    if options.unstack:
+        catalog = unstacked(catalog)
     return Opened(found.path, found.source, found.format, catalog)
 
 
-def _shapes_in(path: Path) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Names and shapes, in order, of a JSON file; UsageError where it is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        found = tuple((name, tuple(shape)) for name, shape in content.items())
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise UsageError(f"--flat-params {path}: {error}") from None
-    if not all(type(n) is int and n >= 0 for _, shape in found for n in shape):
-        raise UsageError(f"--flat-params {path}: a shape that is no list of sizes")
-    return found
+def _scanned(found: Candidate, options: ScanOptions) -> Catalog:
+    return _bounded(found.path, lambda: found.format.scan(found.source, options))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,24 +85,27 @@ class Survey:
     problems: tuple[Problem, ...]
 
 
-def survey(path: Path, *, format_name: str | None = None, per_rank: bool = False) -> Survey:
+def survey(path: Path, options: ReadOptions = AS_DETECTED) -> Survey:
     """Recognise the checkpoint at ``path`` and read what can be read of it.
 
-    Raises NotFound or Unrecognised where there is none, and nothing for damage.
+    Raises NotFound or Unrecognised where there is none, UsageError where it cannot be read as
+    asked, and nothing for damage.
     """
     _require_there(path)
-    found = _bounded(path, lambda: _recognise(path, format_name))
+    found = _bounded(path, lambda: _recognise(path, options.format_name))
     problems: list[Problem] = []
-    options = ScanOptions(per_rank, found=problems)
+    asked = options.scan_options(found.format, problems)
     catalog = None
     try:
-        catalog = _bounded(found.path, lambda: found.format.scan(found.source, options))
-    except Unrecognised:
+        catalog = _scanned(found, asked)
+    except (Unrecognised, UsageError):
         raise
     except CkptoolError as error:
         problems += error.problems
     if not problems and (catalog is None or not (catalog.tensors or catalog.objects)):
         raise _nothing_in(found.path)
+    if catalog is not None and options.unstack:
+        catalog = unstacked(catalog)
     return Survey(found.path, found.source, found.format, catalog, tuple(problems))
 
 

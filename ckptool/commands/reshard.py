@@ -14,6 +14,7 @@ from ckptool.commands.assets import mapped, with_assets
 from ckptool.commands.load_cost import LoadCost, load_costs
 from ckptool.commands.map_report import MapOptions, MapReport, decided_by
 from ckptool.commands.open import Opened, open_checkpoint
+from ckptool.commands.read_options import AS_DETECTED, ReadOptions
 from ckptool.commands.transfer import (
     Progress,
     Transfer,
@@ -39,8 +40,6 @@ from ckptool.core.placing import (
     split_placements,
 )
 from ckptool.core.plan import Plan
-from ckptool.core.tp_rules import NamedRule
-from ckptool.core.unstack import unstacked
 from ckptool.core.written import written_entries
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.run import peak_memory
@@ -54,11 +53,11 @@ _RANK_STATE = re.compile(r"(?P<name>.*)@rank(?P<rank>\d+)")
 
 @dataclass(frozen=True, slots=True)
 class ReshardOptions:
-    """The mesh, what decides the placements, and how to write.
+    """The mesh, what decides the placements, how to read and how to write.
 
-    ``rank_state`` is what becomes of state that differs between the source's ranks: ``stop``,
-    ``keep``, ``drop``, or the rank whose state is taken. ``to`` is a target format, or None for
-    the source's own kind.
+    ``rank_state`` is what becomes of state that differs between the source's ranks, whatever
+    ``read.per_rank`` says: ``stop``, ``keep``, ``drop``, or the rank whose state is taken. ``to``
+    is a target format, or None for the source's own kind.
     """
 
     mesh: Mesh | None = None
@@ -67,10 +66,7 @@ class ReshardOptions:
     plan_file: Path | None = None
     tp_plan: Path | None = None
     to: str | None = None
-    format_name: str | None = None
-    flat_params: Path | None = None
-    tp_rules: tuple[NamedRule, ...] = ()
-    unstack: bool = False
+    read: ReadOptions = AS_DETECTED
     rank_state: str = "stop"
     map: MapOptions = field(default_factory=MapOptions)
     transfer: TransferOptions = field(default_factory=lambda: TransferOptions(verify=True))
@@ -157,18 +153,11 @@ def prepare_reshard(source: Path, target: Path | None, options: ReshardOptions) 
             f"--rank-state {options.rank_state!r}", hint="stop, keep, drop, or a rank of the source"
         )
     placer = _placer(options)
-    opened = open_checkpoint(
-        source,
-        format_name=options.format_name,
-        per_rank=True,
-        flat_params=options.flat_params,
-        tp_rules=options.tp_rules,
-    )
+    opened = open_checkpoint(source, replace(options.read, per_rank=True))
     target = target or _sibling(opened.path, placer.mesh)
     require_apart(opened, target)
-    whole = unstacked(opened.catalog) if options.unstack else opened.catalog
-    catalog = _settle_rank_state(whole, options.rank_state)
-    left_out = _left_out(whole, catalog)
+    catalog = _settle_rank_state(opened.catalog, options.rank_state)
+    left_out = _left_out(opened.catalog, catalog)
     require_agreement(catalog)
     if not catalog.tensors:
         raise CannotDo(f"{opened.path}: no tensor to reshard")

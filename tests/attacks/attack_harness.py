@@ -22,6 +22,7 @@ from pathlib import Path
 
 from ckptool.commands.convert import ConvertOptions, prepare
 from ckptool.commands.inspect import inspect
+from ckptool.commands.read_options import ReadOptions
 from ckptool.commands.transfer import TransferOptions
 from ckptool.commands.verify.findings import Severity
 from ckptool.commands.verify.verify import VerifyOptions, verify
@@ -176,12 +177,12 @@ def _convert(source: Path, to: str, from_: str | None) -> Outcome:
     before = sorted(os.listdir(target.parent))
     options = ConvertOptions(
         to=to,
-        format_name=from_,
+        read=ReadOptions(from_),
         transfer=TransferOptions(run=RunOptions(workers=1, budget=1 << 28, fsync=False)),
     )
     try:
         if to == TARGETS[0]:
-            report = inspect(source, format_name=from_)
+            report = inspect(source, options.read)
             json.dumps(inspect_json(report), allow_nan=False)
         prepared = prepare(source, target, options)
         prepared.run()

@@ -24,6 +24,7 @@ from ckptool.commands import reshard as reshard_module
 from ckptool.commands import transfer as transfer_module
 from ckptool.commands.check_loads.check import check_loads, require_loadable
 from ckptool.commands.open import open_checkpoint
+from ckptool.commands.read_options import ReadOptions
 from ckptool.commands.reshard import (
     PreparedReshard,
     ReshardOptions,
@@ -70,7 +71,7 @@ def reshard(source: Path, target: Path, mesh: str, **more: Any) -> ReshardReport
 
 def contents(path: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
     """Type, shape and content hash of every tensor, as ckptool reads it."""
-    opened = open_checkpoint(path, per_rank=True)
+    opened = open_checkpoint(path, ReadOptions(per_rank=True))
     located = opened.located(opened.catalog).tensors
     hashes = digests(located.values(), lambda: Gatherer(opened.source.root), 1)
     return {n: (e.dtype.name, e.shape, hashes[n]) for n, e in located.items()}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import CASES, GOOD, Case, by_name, case, convert_to
+from conftest import CASES, GOOD, Case, by_name, case, convert_to, taken
 from hypothesis import given
 from hypothesis import strategies as st
 from recipes.damage import DAMAGE
@@ -20,7 +20,9 @@ from typer.testing import CliRunner
 
 from ckptool.cli.app import app
 from ckptool.commands.numbers import can_round, rounded
+from ckptool.commands.read_options import ReadOptions
 from ckptool.commands.reshard import ReshardOptions, prepare_reshard
+from ckptool.commands.selection import Selection
 from ckptool.commands.verify.against import AgainstOptions, AgainstReport
 from ckptool.commands.verify.against import against as run_against
 from ckptool.commands.verify.compare import Pair, Tolerance, compare
@@ -37,8 +39,9 @@ NOT_CARRIED = {"torchao", "odd_kinds", "rank_partial"}
 
 
 def against(one: Path, other: Path, **options: Any) -> AgainstReport:
-    verify = VerifyOptions(per_rank=options.pop("per_rank", False))
-    return run_against(one, AgainstOptions(other, verify=verify, **options))
+    verify = VerifyOptions(taken(ReadOptions, options))
+    selection = taken(Selection, options)
+    return run_against(one, AgainstOptions(other, selection, verify=verify, **options))
 
 
 def codes(report: AgainstReport) -> set[str]:

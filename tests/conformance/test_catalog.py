@@ -7,6 +7,7 @@ from conftest import CASES, GOOD, REFUSED, Case, by_name, case
 
 import ckptool.errors
 from ckptool.commands.open import open_checkpoint
+from ckptool.commands.read_options import ReadOptions
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.mesh import Replicate
 
@@ -124,7 +125,7 @@ def test_what_is_no_plain_tensor_is_named(name: str, unread: list[str]) -> None:
 def test_plain_tensors_that_differ_are_a_conflict_unless_kept_for_each_rank() -> None:
     one = case("rank_differing")
     assert list(catalog_of(one).conflicts) == ["local"]
-    kept = open_checkpoint(one.path, per_rank=True).catalog
+    kept = open_checkpoint(one.path, ReadOptions(per_rank=True)).catalog
     assert {n: e.shape for n, e in kept.tensors.items()} == {
         "shared": (4, 2),
         "local@rank0": (2, 3),

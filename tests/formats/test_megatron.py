@@ -12,6 +12,10 @@ import pytest
 from conftest import case, convert_to, read_back
 
 from ckptool.commands.open import open_checkpoint
+from ckptool.commands.read_options import ReadOptions
+from ckptool.commands.selection import Selection
+from ckptool.commands.verify.against import AgainstOptions, against
+from ckptool.commands.verify.verify import VerifyOptions, verify
 from ckptool.core.tp_rules import parse_tp_rule, parse_tp_rules
 from ckptool.errors import Damaged, UsageError
 from ckptool.formats._megatron_args import Arguments, arguments
@@ -222,6 +226,10 @@ def test_a_rule_that_nobody_knows_is_a_conflict_that_tp_rule_settles(
         convert_to("safetensors", run, out / "refused")
     rules = parse_tp_rules(["my.own.weight=row"])
     convert_to("safetensors", run, out / "model", tp_rules=rules)
+    verifying = VerifyOptions(ReadOptions(tp_rules=rules))
+    assert verify(run, verifying).sound
+    one = Selection(select=("model.my.own.weight",))
+    assert against(run, AgainstOptions(out / "model", one, verify=verifying)).verify.sound
     wanted = case("megatron_torch").truth[
         "model.decoder.layers.0.self_attention.linear_proj.weight"
     ]
@@ -230,9 +238,10 @@ def test_a_rule_that_nobody_knows_is_a_conflict_that_tp_rule_settles(
 
 def test_a_tp_rule_for_a_format_that_needs_none() -> None:
     with pytest.raises(UsageError, match="says itself"):
-        open_checkpoint(case("dcp_base").path, tp_rules=parse_tp_rules(["w=row"]))
+        open_checkpoint(case("dcp_base").path, ReadOptions(tp_rules=parse_tp_rules(["w=row"])))
+    rules = parse_tp_rules(["nothing=row"])
     with pytest.raises(UsageError, match="matches none"):
-        open_checkpoint(case("megatron_torch").path, tp_rules=parse_tp_rules(["nothing=row"]))
+        open_checkpoint(case("megatron_torch").path, ReadOptions(tp_rules=rules))
 
 
 def test_state_by_number_that_no_name_fits_is_a_conflict_of_the_optimizer(

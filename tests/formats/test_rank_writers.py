@@ -29,6 +29,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as TorchStrid
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptool.commands.open import open_checkpoint
+from ckptool.commands.read_options import ReadOptions
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Layout
@@ -55,7 +56,7 @@ def reshard(
     writer: Writer = lay_out_rank_files,
 ) -> Layout:
     """Write a checkpoint for a mesh, as its source (or ``placements`` by name) places it."""
-    opened = open_checkpoint(source, per_rank=True)
+    opened = open_checkpoint(source, ReadOptions(per_rank=True))
     catalog = opened.located(opened.catalog)
     parsed = parse_mesh(mesh)
     chosen = {name: c.placements for name, c in Placer(parsed).choose(catalog).items()}

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptool.commands.convert import chosen
 from ckptool.commands.open import Opened, open_checkpoint
+from ckptool.commands.read_options import ReadOptions
+from ckptool.commands.selection import EVERYTHING, Selection, selected
 from ckptool.commands.verify.codes import finding_of, require_codes
 from ckptool.commands.verify.compare import Difference, Pair, Tolerance, compare
 from ckptool.commands.verify.findings import VerifyReport
@@ -36,16 +37,13 @@ SIDES = ("here", "there")
 class AgainstOptions:
     """What to compare with, of what, and how.
 
-    The choice of names is that of convert, and applies to the first side. Without a ``tolerance``
-    and without ``cast``, element types must be equal and values are compared bit by bit.
+    The selection applies to the first side. Without a ``tolerance`` and without ``cast``, element
+    types must be equal and values are compared bit by bit. Of ``verify.read``, only ``per_rank``
+    applies to the other side too.
     """
 
     other: Path
-    select: tuple[str, ...] = ()
-    drop: tuple[str, ...] = ()
-    model_only: bool = False
-    strip_prefix: str | None = None
-    rename: tuple[str, ...] = ()
+    selection: Selection = EVERYTHING
     tolerance: Tolerance | None = None
     cast: bool = False
     verify: VerifyOptions = field(default_factory=VerifyOptions)
@@ -132,16 +130,15 @@ class _Comparison:
         self._differing: list[DifferingTensor] = []
         self._pairs: list[Pair] = []
         self._values = 0
-        names = (options.verify.format_name, None)
+        here = options.verify.read
+        reads = (here, ReadOptions(per_rank=here.per_rank))
         paths = (path, options.other)
-        self._opened = [self._open(*one) for one in zip(paths, names, SIDES, strict=True)]
+        self._opened = [self._open(*one) for one in zip(paths, reads, SIDES, strict=True)]
         self._sides: list[_Side] = []
 
-    def _open(self, path: Path, format_name: str | None, where: str) -> Opened | None:
+    def _open(self, path: Path, options: ReadOptions, where: str) -> Opened | None:
         try:
-            return open_checkpoint(
-                path, format_name=format_name, per_rank=self._options.verify.per_rank
-            )
+            return open_checkpoint(path, options)
         except (Damaged, Hostile) as error:
             self._note(where, error.problems)
             return None
@@ -154,8 +151,8 @@ class _Comparison:
         one, other = self._opened
         if one is None or other is None:
             return
-        mine = chosen(one.catalog, self._choice(one.catalog, other.catalog))
-        theirs, left = counterpart(other.catalog, mine, self._options)
+        mine = selected(one.catalog, self._selection(one.catalog, other.catalog))
+        theirs, left = counterpart(other.catalog, mine, self._options.selection)
         if not mine.tensors and not mine.objects and not mine.conflicts:
             raise UsageError("nothing is left to compare")
         if left:
@@ -167,12 +164,12 @@ class _Comparison:
         self._sides = [self._side(0, one, mine), self._side(1, other, theirs)]
         self._pair_up(mine, theirs)
 
-    def _choice(self, mine: Catalog, theirs: Catalog) -> AgainstOptions:
+    def _selection(self, mine: Catalog, theirs: Catalog) -> Selection:
         """What is asked, without what is to be dropped and only the other side has."""
-        unused = [glob for glob in self._options.drop if not rewrite.is_used(mine, glob)]
+        asked = self._options.selection
+        unused = [glob for glob in asked.drop if not rewrite.is_used(mine, glob)]
         only = {glob for glob in unused if rewrite.is_used(theirs, glob)}
-        drop = tuple(glob for glob in self._options.drop if glob not in only)
-        return replace(self._options, drop=drop)
+        return replace(asked, drop=tuple(glob for glob in asked.drop if glob not in only))
 
     def _side(self, number: int, opened: Opened, catalog: Catalog) -> _Side:
         for name, why in catalog.conflicts.items():

@@ -84,9 +84,8 @@ def prove(path: Path, options: ProvingOptions, started: Started | None = None) -
 
 
 def _opened(path: Path, options: ProvingOptions) -> Opened | None:
-    asked = options.verify
     try:
-        return open_checkpoint(path, format_name=asked.format_name, per_rank=asked.per_rank)
+        return open_checkpoint(path, options.verify.read)
     except (Damaged, Hostile):
         return None
 

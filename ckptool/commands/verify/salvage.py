@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptool.commands.open import Opened, survey
+from ckptool.commands.read_options import AS_DETECTED, ReadOptions
 from ckptool.commands.transfer import Progress, Transfer, TransferOptions, require_apart
 from ckptool.commands.verify.rebuild import rebuild
 from ckptool.commands.verify.wholeness import whole_part
@@ -28,8 +29,7 @@ _WRITERS = {
 class SalvageOptions:
     """How to read the source, and how to write what is whole of it."""
 
-    format_name: str | None = None
-    per_rank: bool = False
+    read: ReadOptions = AS_DETECTED
     transfer: TransferOptions = field(default_factory=TransferOptions)
 
 
@@ -94,7 +94,7 @@ def plan_salvage(path: Path, target: Path, options: SalvageOptions) -> Salvage:
     Raises NotFound or Unrecognised where there is no checkpoint, CannotDo where nothing in it is
     whole or the target cannot be written. The source is only read.
     """
-    found = survey(path, format_name=options.format_name, per_rank=options.per_rank)
+    found = survey(path, options.read)
     rebuilt = rebuild(found)
     opened = Opened(found.path, found.source, found.format, rebuilt.catalog)
     require_apart(opened, target)

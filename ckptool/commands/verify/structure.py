@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ckptool.commands.convert import Choice, only_model
 from ckptool.commands.numbers import is_numeric
+from ckptool.commands.selection import Selection, only_model
 from ckptool.commands.verify.values import value_digest
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.parts import part_of
@@ -18,19 +18,19 @@ _HOLD_NO_VALUES = frozenset(["safetensors", "hf", "dcp-safetensors", "sharded-st
 _LONGEST_SHOWN = 60
 
 
-def counterpart(catalog: Catalog, mine: Catalog, options: Choice) -> tuple[Catalog, int]:
-    """What of another catalog a choice of ``mine`` is about, and how many names it is not about.
+def counterpart(catalog: Catalog, mine: Catalog, selection: Selection) -> tuple[Catalog, int]:
+    """What of another catalog a selection of ``mine`` is about, and how many names it is not about.
 
     It is not about names that it would leave out, unless ``mine`` has them once renamed.
     """
     wanted = {*mine.tensors, *mine.objects, *mine.conflicts}
     before = len(catalog.tensors) + len(catalog.objects)
-    if options.model_only:
+    if selection.model_only:
         catalog = _model_like(catalog, wanted)
 
     def kept(name: str) -> bool:
-        chosen_too = not options.select or matches(name, options.select)
-        return name in wanted or (chosen_too and not matches(name, options.drop))
+        chosen_too = not selection.select or matches(name, selection.select)
+        return name in wanted or (chosen_too and not matches(name, selection.drop))
 
     narrowed = replace(
         catalog,

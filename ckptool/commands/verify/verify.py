@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptool.commands.open import Survey, survey
+from ckptool.commands.read_options import AS_DETECTED, ReadOptions
 from ckptool.commands.stats import not_finite_count
 from ckptool.commands.verify.codes import finding_of, require_codes
 from ckptool.commands.verify.content import Views, attach, located, scattered_not_finite
@@ -34,13 +35,12 @@ Started = Callable[[int], Progress]
 class VerifyOptions:
     """How to read it, how deep to look, and what counts.
 
-    ``per_rank`` keeps plain tensors that differ between ranks. ``quick`` reads metadata only;
-    ``sample`` is the share of the data that is read, chosen by ``seed``. ``strict`` makes warnings
-    failures, ``finite`` makes NaN and infinity errors, ``ignore`` are codes that are left out.
+    ``quick`` reads metadata only; ``sample`` is the share of the data that is read, chosen by
+    ``seed``. ``strict`` makes warnings failures, ``finite`` makes NaN and infinity errors,
+    ``ignore`` are codes that are left out.
     """
 
-    format_name: str | None = None
-    per_rank: bool = False
+    read: ReadOptions = AS_DETECTED
     quick: bool = False
     sample: float = 1.0
     seed: int = 0
@@ -61,9 +61,7 @@ def verify(path: Path, options: VerifyOptions, started: Started | None = None) -
     Raises NotFound and Unrecognised where there is no checkpoint, UsageError for an unknown code.
     """
     require_codes(options.ignore)
-    check = _Check(
-        survey(path, format_name=options.format_name, per_rank=options.per_rank), options
-    )
+    check = _Check(survey(path, options.read), options)
     check.structure()
     if not options.quick:
         check.content(started or (lambda total: lambda nbytes: None))

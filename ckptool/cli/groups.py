@@ -1,0 +1,157 @@
+"""Groups of options that several commands share: one declaration, one value each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckptool.cli.arguments import From, Overwrite, Workers
+
+if TYPE_CHECKING:
+    from ckptool.commands.map_report import MapOptions
+    from ckptool.commands.read_options import ReadOptions
+    from ckptool.commands.selection import Selection
+    from ckptool.commands.transfer import TransferOptions
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How to read the source."""
+
+    from_format: From = None
+    tp_rule: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tp-rule",
+            metavar="GLOB=RULE",
+            help="How tensor-parallel ranks' parameters fit together, where the files do not say:"
+            " replicate, column, row, gated, Shard(dim) (repeatable, first wins).",
+        ),
+    ] = None
+    flat_params: Annotated[
+        Path | None,
+        typer.Option(
+            "--flat-params",
+            metavar="FILE",
+            help="JSON of the model's parameters and shapes, in order, for FSDP1's flat ones.",
+        ),
+    ] = None
+
+    def options(self, *, per_rank: bool = False, unstack: bool = False) -> ReadOptions:
+        """What the command line says; UsageError where a rule makes no sense."""
+        from ckptool.commands.read_options import ReadOptions
+        from ckptool.core.tp_rules import parse_tp_rules
+
+        rules = parse_tp_rules(self.tp_rule)
+        return ReadOptions(self.from_format, per_rank, self.flat_params, rules, unstack)
+
+
+@dataclass(frozen=True)
+class Selecting:
+    """What to take of the source, and how to call it."""
+
+    select: Annotated[
+        list[str] | None,
+        typer.Option("--select", metavar="GLOB", help="Keep only what matches (repeatable)."),
+    ] = None
+    drop: Annotated[
+        list[str] | None,
+        typer.Option("--drop", metavar="GLOB", help="Leave out what matches (repeatable)."),
+    ] = None
+    model_only: Annotated[
+        bool, typer.Option("--model-only", help="Keep the model, under its own names.")
+    ] = False
+    strip_prefix: Annotated[
+        str | None,
+        typer.Option("--strip-prefix", metavar="PREFIX", help="Take off SRC's names' beginning."),
+    ] = None
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--rename", metavar="REGEX=REPLACEMENT", help="Rename SRC's, in order (repeatable)."
+        ),
+    ] = None
+
+    def options(self) -> Selection:
+        """What the command line says."""
+        from ckptool.commands.selection import Selection
+
+        return Selection(
+            tuple(self.select or ()),
+            tuple(self.drop or ()),
+            self.model_only,
+            self.strip_prefix,
+            tuple(self.rename or ()),
+        )
+
+
+@dataclass(frozen=True)
+class KeyMap:
+    """Which key map to apply, and what it needs."""
+
+    key_map: Annotated[
+        str | None,
+        typer.Option(
+            "--map",
+            metavar="NAME|FILE",
+            help="Give tensors the names and layout of another framework: a built-in key map"
+            " (`ckptool maps` lists them), a TOML file, or auto.",
+        ),
+    ] = None
+    dims: Annotated[
+        list[str] | None,
+        typer.Option("--dim", metavar="NAME=SIZE", help="A named dim of the --map (repeatable)."),
+    ] = None
+    inverse: Annotated[
+        bool | None,
+        typer.Option(
+            "--inverse/--no-inverse",
+            help="Go from the --map's to side to its from side; default: as the names fit.",
+            show_default=False,
+        ),
+    ] = None
+    hf_assets: Annotated[
+        Path | None,
+        typer.Option(
+            "--hf-assets",
+            metavar="FOLDER",
+            help="Carry along its config.json and tokenizer files; the --map reads the dims there.",
+        ),
+    ] = None
+
+    def options(self) -> MapOptions:
+        """What the command line says; UsageError where a dim is not NAME=SIZE."""
+        from ckptool.cli.options import parse_dims
+        from ckptool.commands.map_report import MapOptions
+
+        return MapOptions(self.key_map, parse_dims(self.dims or ()), self.hf_assets, self.inverse)
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How to move the bytes."""
+
+    overwrite: Overwrite = False
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue what an interrupted run left.")
+    ] = False
+    workers: Workers = None
+    budget: Annotated[
+        str, typer.Option("--budget", metavar="SIZE", help="Memory for moving bytes.")
+    ] = "1GiB"
+    fsync: Annotated[
+        bool, typer.Option("--fsync/--no-fsync", help="Wait until the disk has it all.")
+    ] = True
+
+    def options(self, *, verify: bool = False) -> TransferOptions:
+        """What the command line says, with the defaults where it says nothing."""
+        from ckptool.cli.options import parse_size
+        from ckptool.commands.transfer import TransferOptions
+        from ckptool.engine.run import RunOptions
+
+        workers, budget = self.workers or RunOptions().workers, parse_size(self.budget, "--budget")
+        run = RunOptions(workers, budget, self.fsync)
+        return TransferOptions(self.overwrite, self.resume, verify, run)

@@ -1,0 +1,53 @@
+"""How to read a checkpoint, where its files alone leave that open."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptool.core.tp_rules import NamedRule
+from ckptool.errors import Problem, UsageError
+from ckptool.formats.base import Format, ScanOptions
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """How to read a checkpoint.
+
+    ``format_name`` reads it as that format instead of detecting it. ``per_rank`` keeps plain
+    tensors that differ between ranks, as NAME@rankR. ``flat_params`` is a JSON file of the model's
+    parameters and their shapes, in order, by which FSDP1's flat ones are taken apart. ``tp_rules``
+    say how tensor-parallel ranks' parameters fit together. ``unstack`` makes one tensor a layer
+    and expert of stacked ones.
+    """
+
+    format_name: str | None = None
+    per_rank: bool = False
+    flat_params: Path | None = None
+    tp_rules: tuple[NamedRule, ...] = ()
+    unstack: bool = False
+
+    def scan_options(self, of: Format, found: list[Problem] | None = None) -> ScanOptions:
+        """What a scan of that format is asked for; UsageError where it cannot heed it."""
+        if self.tp_rules and not of.takes_tp_rules:
+            raise UsageError(f"--tp-rule: {of.name} says itself how its ranks fit together")
+        shapes = _shapes_in(self.flat_params) if self.flat_params else ()
+        return ScanOptions(self.per_rank, shapes, self.tp_rules, found)
+
+
+AS_DETECTED = ReadOptions()
+
+
+def _shapes_in(path: Path) -> Shapes:
+    """Names and shapes, in order, of a JSON file; UsageError where it is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found = tuple((name, tuple(shape)) for name, shape in content.items())
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise UsageError(f"--flat-params {path}: {error}") from None
+    if not all(type(n) is int and n >= 0 for _, shape in found for n in shape):
+        raise UsageError(f"--flat-params {path}: a shape that is no list of sizes")
+    return found

@@ -1,0 +1,58 @@
+"""What to take of a catalog, and how to call it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ckptool.core import rewrite
+from ckptool.core.catalog import Catalog
+from ckptool.core.parts import model_prefixes, part_of, weights
+from ckptool.errors import CannotDo
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What to take and how to call it, in this order.
+
+    ``select`` and ``drop`` are globs, ``model_only`` keeps the model under its own names,
+    ``strip_prefix`` is taken off names, ``rename`` are REGEX=REPLACEMENT, one after another.
+    """
+
+    select: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+    model_only: bool = False
+    strip_prefix: str | None = None
+    rename: tuple[str, ...] = ()
+
+
+EVERYTHING = Selection()
+
+
+def selected(catalog: Catalog, selection: Selection) -> Catalog:
+    """What is selected of a catalog, renamed as asked. UsageError where that makes no sense."""
+    if selection.select:
+        catalog = rewrite.select(catalog, selection.select)
+    if selection.drop:
+        catalog = rewrite.drop(catalog, selection.drop)
+    if selection.model_only:
+        catalog = only_model(catalog)
+    if selection.strip_prefix:
+        catalog = rewrite.strip_prefix(catalog, selection.strip_prefix)
+    for rule in selection.rename:
+        catalog = rewrite.rename(catalog, rewrite.substitution(rule))
+    return catalog
+
+
+def only_model(catalog: Catalog) -> Catalog:
+    """The model's tensors, under the names the model itself gives them."""
+    prefixes = model_prefixes(catalog)
+    names = weights(catalog)
+    if not names:
+        raise CannotDo("--model-only: no tensor here looks like a part of a model")
+    model = replace(
+        catalog,
+        tensors={name: catalog.tensors[name] for name in names},
+        objects={},
+        conflicts={n: why for n, why in catalog.conflicts.items() if part_of(n, ()) == "model"},
+    )
+    return rewrite.strip_prefixes(model, prefixes) if prefixes else model
