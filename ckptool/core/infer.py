@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ckptool.core.box import Box
-from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard, chunk_bounds
+from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
+from ckptool.core.runs import chunk_bounds
 
 _MOST_DIMS = 3
 _MOST_RANKS = 1 << 17

@@ -9,16 +9,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.mesh import (
-    LocalShard,
-    Mesh,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    StridedShard,
-    local_shards,
-)
+from ckptool.core.mesh import Mesh, Partial, Placement, Replicate, Shard, StridedShard
+from ckptool.core.shards import LocalShard, local_shards
 from ckptool.errors import CannotDo, UsageError
 
 Placements = tuple[Placement, ...]

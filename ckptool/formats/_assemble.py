@@ -19,7 +19,8 @@ from ckptool.core.catalog import (
     flat_name,
     merge_copies,
 )
-from ckptool.core.mesh import LocalShard, Mesh, Partial, local_shards
+from ckptool.core.mesh import Mesh, Partial
+from ckptool.core.shards import LocalShard, local_shards
 from ckptool.errors import CkptoolError, Damaged, Problem, coded
 from ckptool.formats._dtensor import DTensorShare, ShardedShare, sharded_share
 from ckptool.formats._pickle import Call

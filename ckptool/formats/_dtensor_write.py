@@ -15,7 +15,8 @@ from typing import Any
 from ckptool.core.box import row_major_strides
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
-from ckptool.core.mesh import LocalShard, Mesh, Placement, Replicate, Shard, StridedShard
+from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
+from ckptool.core.shards import LocalShard
 from ckptool.errors import CannotDo
 from ckptool.formats._pickle import Call, Global
 from ckptool.formats._torch_write import KnownTensor, ShardRef, contiguous_strides, dtype_global

@@ -21,7 +21,7 @@ from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.layout import Data, Literal, Part, Patch, Scattered
-from ckptool.core.mesh import LocalShard
+from ckptool.core.shards import LocalShard
 from ckptool.errors import CannotDo
 from ckptool.formats._pickle import Call, Global, OrderedMapping, Persistent, is_name
 

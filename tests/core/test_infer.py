@@ -12,15 +12,8 @@ from hypothesis import strategies as st
 
 from ckptool.core.box import Box
 from ckptool.core.infer import Inference, Stored, infer
-from ckptool.core.mesh import (
-    LocalShard,
-    Mesh,
-    Placement,
-    Replicate,
-    Shard,
-    StridedShard,
-    local_shards,
-)
+from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
+from ckptool.core.shards import LocalShard, local_shards
 
 Placements = tuple[Placement, ...]
 NESTED = (StridedShard(0, 2), Shard(0))

@@ -14,18 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptool.core.box import Box
-from ckptool.core.mesh import (
-    LocalShard,
-    Mesh,
-    Partial,
-    Piece,
-    Placement,
-    Replicate,
-    Shard,
-    StridedShard,
-    local_shard,
-    local_shards,
-)
+from ckptool.core.mesh import Mesh, Partial, Placement, Replicate, Shard, StridedShard
+from ckptool.core.shards import LocalShard, Piece, local_shards
 from ckptool.errors import CannotDo, Damaged
 
 VECTORS = json.loads(
@@ -66,17 +56,6 @@ def test_fsdp2_needs_no_local_shapes() -> None:
         if kind == "fsdp2":
             shards = local_shards(shape, mesh, [placement(f) for f in fields])
             assert [runs(s) for s in shards] == [rank[1] for rank in ranks]
-
-
-def test_one_position_equals_that_of_all() -> None:
-    for _, mesh, shape, fields, ranks in VECTORS[::20]:
-        placements = [placement(f) for f in fields]
-        known = {position: rank[0] for position, rank in enumerate(ranks)}
-        every = local_shards(shape, mesh, placements, local_shapes=known)
-        assert every == tuple(
-            local_shard(position, shape, mesh, placements, local_shapes=known)
-            for position in range(math.prod(mesh))
-        )
 
 
 class LocalMesh:
@@ -222,7 +201,7 @@ def test_shapes_decide_only_where_they_are_known() -> None:
 
 
 def test_pieces_say_where_they_lie_in_the_local_tensor() -> None:
-    shard = local_shard(1, (8, 3), (2,), [StridedShard(0, 2)])
+    shard = local_shards((8, 3), (2,), [StridedShard(0, 2)])[1]
     assert shard.shape == (4, 3)
     assert shard.pieces == (
         Piece(Box((2, 0), (4, 3)), Box((0, 0), (2, 3))),
@@ -277,8 +256,6 @@ def test_stripes_of_all_dims_count_together() -> None:
 def test_a_position_outside_the_mesh_is_damage() -> None:
     with pytest.raises(Damaged, match="position 4"):
         local_shards((8,), (4,), [Shard(0)], local_shapes={4: (2,)})
-    with pytest.raises(Damaged, match="position 4"):
-        local_shard(4, (8,), (4,), [Shard(0)])
 
 
 def test_partial_values_are_refused() -> None:

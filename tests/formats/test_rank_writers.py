@@ -33,9 +33,10 @@ from ckptool.commands.read_options import ReadOptions
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Layout
-from ckptool.core.mesh import Mesh, Replicate, Shard, StridedShard, local_shards
+from ckptool.core.mesh import Mesh, Replicate, Shard, StridedShard
 from ckptool.core.placing import Placed, Placements, Placer, parse_mesh
 from ckptool.core.plan import Plan
+from ckptool.core.shards import local_shards
 from ckptool.engine.run import RunOptions, run
 from ckptool.errors import CannotDo
 from ckptool.formats import _pickle

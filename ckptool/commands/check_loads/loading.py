@@ -12,8 +12,9 @@ import numpy as np
 from ckptool.commands.reshard import PreparedReshard
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.layout import Data, Scattered, tiles
-from ckptool.core.mesh import LocalShard, Mesh, Piece, Placement, Replicate, Shard, StridedShard
+from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from ckptool.core.placing import Placed
+from ckptool.core.shards import LocalShard, Piece
 from ckptool.engine.gather import Array, Gatherer, unit
 from ckptool.engine.ranks import Ranks
 from ckptool.errors import CannotDo, TransferError

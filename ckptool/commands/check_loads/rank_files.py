@@ -8,7 +8,7 @@ from typing import Any
 from ckptool.commands.check_loads.loading import Check, Held, last_line
 from ckptool.core.box import Box
 from ckptool.core.catalog import Index, TensorEntry
-from ckptool.core.mesh import Piece
+from ckptool.core.shards import Piece
 from ckptool.errors import TransferError
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckptool.commands.check_loads.loading import Check, Held, last_line
 from ckptool.core.catalog import TensorEntry
-from ckptool.core.mesh import LocalShard, Piece
+from ckptool.core.shards import LocalShard, Piece
 from ckptool.errors import TransferError
 
 
