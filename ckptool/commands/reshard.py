@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from ckptool.commands.assets import mapped, with_assets
 from ckptool.commands.load_cost import LoadCost, load_costs
 from ckptool.commands.map_report import MapOptions, MapReport, decided_by
 from ckptool.commands.open import Opened, open_checkpoint
+from ckptool.commands.plan_file import read_plan, read_tp_plan
+from ckptool.commands.rank_state import names_left_out, require_rank_state, settled
 from ckptool.commands.read_options import AS_DETECTED, ReadOptions
 from ckptool.commands.transfer import (
     Progress,
@@ -24,20 +21,15 @@ from ckptool.commands.transfer import (
     require_agreement,
     require_apart,
 )
-from ckptool.core import rewrite
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout
 from ckptool.core.mesh import Mesh
 from ckptool.core.placing import (
     POLICIES,
-    STYLES,
     Choice,
     Placed,
     Placer,
     Rule,
-    parse_mesh,
-    rule_of,
-    split_placements,
 )
 from ckptool.core.plan import Plan
 from ckptool.core.written import written_entries
@@ -46,9 +38,6 @@ from ckptool.engine.run import peak_memory
 from ckptool.errors import CannotDo, UsageError
 from ckptool.formats import CUTS, WRITERS
 from ckptool.formats.base import Request
-
-RANK_STATES = ("stop", "keep", "drop")
-_RANK_STATE = re.compile(r"(?P<name>.*)@rank(?P<rank>\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +137,13 @@ def prepare_reshard(source: Path, target: Path | None, options: ReshardOptions) 
     ``target`` None means a sibling of the source named after the mesh. Raises UsageError,
     CannotDo or a SourceError where it cannot be done as asked.
     """
-    if options.rank_state not in RANK_STATES and not options.rank_state.isdecimal():
-        raise UsageError(
-            f"--rank-state {options.rank_state!r}", hint="stop, keep, drop, or a rank of the source"
-        )
+    require_rank_state(options.rank_state)
     placer = _placer(options)
     opened = open_checkpoint(source, replace(options.read, per_rank=True))
     target = target or _sibling(opened.path, placer.mesh)
     require_apart(opened, target)
-    catalog = _settle_rank_state(opened.catalog, options.rank_state)
-    left_out = _left_out(opened.catalog, catalog)
+    catalog = settled(opened.catalog, options.rank_state)
+    left_out = names_left_out(opened.catalog, catalog)
     require_agreement(catalog)
     if not catalog.tensors:
         raise CannotDo(f"{opened.path}: no tensor to reshard")
@@ -211,101 +197,6 @@ def _placer(options: ReshardOptions) -> Placer:
             f"--policy {options.policy!r}: no such policy", hint="one of " + ", ".join(POLICIES)
         )
     return Placer(mesh, tuple(rules), options.policy)
-
-
-def read_plan(path: Path, mesh: Mesh | None = None) -> tuple[Mesh | None, list[Rule]]:
-    """The mesh and rules of a TOML plan: ``mesh``, ``names``, ``[[rule]]`` tables in order.
-
-    A ``mesh`` that is given goes before the plan's; the plan's names go to a mesh without.
-    """
-    try:
-        import tomllib
-
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--plan {path}: {error}") from None
-    names, planned = content.get("names"), content.get("mesh")
-    if mesh is None and isinstance(planned, str):
-        mesh = parse_mesh(planned)
-    if mesh is not None and mesh.names is None and isinstance(names, list):
-        if len(names) != len(mesh.shape):
-            raise UsageError(f"--plan {path}: {len(names)} names for {len(mesh.shape)} mesh dims")
-        mesh = Mesh.of(mesh.shape, [str(name) for name in names])
-    try:
-        return mesh, [_planned_rule(rule) for rule in content.get("rule", [])]
-    except (KeyError, TypeError, AttributeError):
-        raise UsageError(f"--plan {path}: each [[rule]] needs tensor and placements") from None
-
-
-def _planned_rule(rule: Mapping[str, Any]) -> Rule:
-    placements = rule["placements"]
-    words = split_placements(placements) if isinstance(placements, str) else placements
-    return rule_of(str(rule["tensor"]), [str(word) for word in words])
-
-
-def read_tp_plan(path: Path) -> list[Rule]:
-    """The rules of a ``base_model_tp_plan`` or ``tp_plan`` in a transformers config.json."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--tp-plan {path}: {error}") from None
-    plan: Any = None
-    if isinstance(content, Mapping):
-        plan = content.get("base_model_tp_plan") or content.get("tp_plan")
-    if not isinstance(plan, Mapping) or not all(isinstance(word, str) for word in plan.values()):
-        raise UsageError(f"--tp-plan {path}: no base_model_tp_plan or tp_plan in it")
-    return [
-        rule for module, style in plan.items() for rule in _module_rules(str(module), str(style))
-    ]
-
-
-def _module_rules(module: str, style: str) -> list[Rule]:
-    globs = [f"*{module}.{leaf}*" for leaf in ("weight", "bias")]
-    return [Rule(glob, style=_style(style), required=False) for glob in globs]
-
-
-def _style(word: str) -> str:
-    if word not in STYLES:
-        raise UsageError(f"--tp-plan: unknown style {word!r}", hint="one of " + ", ".join(STYLES))
-    return word
-
-
-# State of a rank
-
-
-def _settle_rank_state(catalog: Catalog, what: str) -> Catalog:
-    """The catalog without, or with all, or with one rank's state that differs between ranks."""
-    names = [n for n in (*catalog.tensors, *catalog.objects) if _RANK_STATE.fullmatch(n)]
-    if not names or what == "keep":
-        return catalog
-    if what == "drop":
-        return rewrite.drop_names(catalog, names)
-    if what == "stop":
-        kinds = Counter(_RANK_STATE.sub(r"\g<name>", name) for name in names)
-        listed = ", ".join(list(kinds)[:8]) + (" ..." if len(kinds) > 8 else "")
-        raise CannotDo(
-            f"{len(kinds)} values differ between the source's ranks: {listed}",
-            hint="--rank-state drop leaves them out, keep keeps each as NAME@rankR, 0 takes rank"
-            " 0's for all",
-        )
-    return _taken_from(catalog, names, what)
-
-
-def _left_out(before: Catalog, after: Catalog) -> list[str]:
-    """One note that names the state of ranks which --rank-state leaves out."""
-    kept = {*after.tensors, *after.objects}
-    gone = [n for n in (*before.tensors, *before.objects) if n not in kept]
-    gone = [name for name in gone if _RANK_STATE.sub(r"\g<name>", name) not in kept]
-    listed = ", ".join(gone[:8]) + (f", and {len(gone) - 8} more" if len(gone) > 8 else "")
-    return [f"left out, as it belongs to one rank: {listed}"] if gone else []
-
-
-def _taken_from(catalog: Catalog, names: list[str], rank: str) -> Catalog:
-    mine = {name for name in names if name.endswith(f"@rank{rank}")}
-    if not mine:
-        raise UsageError(f"--rank-state {rank!r}: stop, keep, drop or a rank of the source")
-    kept = rewrite.drop_names(catalog, [name for name in names if name not in mine])
-    return rewrite.without_rank(kept, mine)
 
 
 # Where to

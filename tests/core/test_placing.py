@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptool.commands.reshard import ReshardOptions, _placer, read_plan, read_tp_plan
+from ckptool.commands.plan_file import read_plan, read_tp_plan
+from ckptool.commands.reshard import ReshardOptions, _placer
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.mesh import Mesh, Partial, Placement, Replicate, Shard, StridedShard
