@@ -42,7 +42,7 @@ def _strategy(report: BenchReport, result: Measured) -> dict[str, Any]:
         "durable": _times(result.durable, nbytes, report.durable_fraction(result)),
         "steps": {
             "before": list(result.before),
-            "during": list(result.during),
+            "during": [list(steps) for steps in result.during],
             "after": list(result.after),
             "slowdown": result.slowdown,
         },

@@ -16,7 +16,7 @@ def measured(name: str, blocked: float, durable: float, **more: Any) -> Measured
         "says": f"the {name} way",
         "library": "torch",
         "before": (0.1, 0.1),
-        "during": (),
+        "during": ((), (), ()),
         "after": (0.1,),
         "host_base": 100 << 20,
         "host_peak": 300 << 20,

@@ -14,7 +14,7 @@ import pytest
 from conftest import case
 
 from ckptool.commands.bench.child import Child, orphans
-from ckptool.commands.bench.device import Device
+from ckptool.commands.bench.device import Accelerators, Device
 from ckptool.commands.bench.files import disk_usage, holds_bytes, left_shared, shared_entries
 from ckptool.commands.bench.processes import descendants, resident
 from ckptool.commands.bench.room import memory_available, require_room
@@ -102,7 +102,7 @@ def test_names_are_unique_and_every_strategy_says_what_it_is() -> None:
 
 
 def place(shared_free: int, device: str = "cpu") -> Place:
-    return Place(Device(device, 0), 2, 1000 * MIB, shared_free)
+    return Place(Device(device, 0), 2, 1000 * MIB, shared_free, Path("/tmp"))
 
 
 def test_staging_in_shared_memory_wants_room_there() -> None:
@@ -127,9 +127,9 @@ def test_what_is_not_installed_is_not_available() -> None:
 
 def test_what_does_not_fit_is_refused_with_numbers(tmp_path: Path) -> None:
     with pytest.raises(CannotDo, match=r"[\d,]+ bytes of disk are needed, [\d,]+ are free"):
-        require_room(tmp_path, 10**18, 2, "cpu")
+        require_room(tmp_path, 10**18, 2, Accelerators())
     with pytest.raises(CannotDo, match="no such folder"):
-        require_room(tmp_path / "none", 1, 2, "cpu")
+        require_room(tmp_path / "none", 1, 2, Accelerators())
 
 
 def test_too_little_memory_is_refused_with_numbers(
@@ -137,7 +137,7 @@ def test_too_little_memory_is_refused_with_numbers(
 ) -> None:
     monkeypatch.setattr("ckptool.commands.bench.room.memory_available", lambda: 1000 * MIB)
     with pytest.raises(CannotDo, match=r"1,887,436,800 bytes of memory are needed .*1,048,576,000"):
-        require_room(tmp_path, 200 * MIB, 2, "cpu")
+        require_room(tmp_path, 200 * MIB, 2, Accelerators())
 
 
 def test_memory_is_known() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from ckptool.commands.bench.strategies.base import State, Strategy
 from ckptool.commands.bench.training import Training, shards
 
 CONSISTENT, DIRTY = "consistent", "DIRTY"
+_LOOK = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,9 @@ def _dirty(strategy: Strategy, training: Training, path: Path, *, wait: bool) ->
     if wait:
         handle.staged()
     training.change_everything()
-    while not training.step(handle.done())[1]:
-        pass
+    while not handle.done():
+        time.sleep(_LOOK)
+    dist.barrier()
     handle.commit()
     make_durable(path)
     dist.barrier()

@@ -7,17 +7,29 @@ from dataclasses import dataclass
 from typing import Any
 
 
-def accelerator() -> tuple[str, int]:
-    """The type of the accelerators that are here and their number; ``cpu`` and 0 without one.
+@dataclass(frozen=True, slots=True)
+class Accelerators:
+    """What this machine can train on. ``type`` is ``cpu`` where ``count`` is 0.
 
-    It may start the accelerator's runtime, which does not survive a fork.
+    ``free``: bytes of memory free on the fullest of them; None where torch cannot tell.
     """
-    import torch
 
-    if not torch.accelerator.is_available():
-        return "cpu", 0
-    found = torch.accelerator.current_accelerator()
-    return (found.type, torch.accelerator.device_count()) if found else ("cpu", 0)
+    type: str = "cpu"
+    count: int = 0
+    free: int | None = None
+
+    @staticmethod
+    def here() -> Accelerators:
+        """Ask torch. It may start the accelerator's runtime, which does not survive a fork."""
+        import torch
+
+        found = torch.accelerator.current_accelerator()
+        if found is None or not torch.accelerator.is_available():
+            return Accelerators()
+        count = torch.accelerator.device_count()
+        ask = getattr(torch.get_device_module(found), "mem_get_info", None)
+        free = min(int(ask(index)[0]) for index in range(count)) if ask else None
+        return Accelerators(found.type, count, free)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +87,15 @@ class Device:
 
             torch.accelerator.current_stream().synchronize()
 
-    def allocated(self) -> int:
-        """Bytes allocated on the device now; the peak counts from here."""
-        if not self.is_accelerator:
-            return 0
-        import torch
+    def forget_peak(self) -> None:
+        """Let the peak of the device's memory count from here."""
+        if self.is_accelerator:
+            import torch
 
-        torch.accelerator.reset_peak_memory_stats()
-        return int(torch.accelerator.memory_allocated())
+            torch.accelerator.reset_peak_memory_stats()
 
     def peak(self) -> int:
-        """The most bytes allocated on the device since ``allocated`` was asked."""
+        """The most bytes allocated on the device since ``forget_peak``."""
         if not self.is_accelerator:
             return 0
         import torch

@@ -49,7 +49,8 @@ class Fresh:
     def ask(self, name: str, tell: Tell) -> list[str | None]:
         """Why a strategy cannot run here, and what is different here; it may load libraries."""
         device = Device(self.task.device_type, 0)
-        place = Place(device, self.meeting.size, total(self.task.specs), shared_free())
+        nbytes, folder = total(self.task.specs), Path(self.task.scratch)
+        place = Place(device, self.meeting.size, nbytes, shared_free(), folder)
         chosen = strategy(name)
         reason = chosen.unavailable(place)
         return [reason, None if reason else chosen.remark(place)]

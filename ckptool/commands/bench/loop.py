@@ -15,8 +15,7 @@ from ckptool.commands.bench.files import disk_usage, make_durable, remove
 from ckptool.commands.bench.strategies.base import Handle, Strategy
 from ckptool.commands.bench.training import Training
 
-STEPS_BEFORE = 8
-STEPS_AFTER = 2
+STEPS_BEFORE = 6
 
 Tell = Callable[[str, Any], None]
 """Says something to the process that watches: a word and what belongs to it."""
@@ -24,13 +23,16 @@ Tell = Callable[[str, Any], None]
 
 @dataclass(slots=True)
 class Clocked:
-    """What one rank measured: seconds, and bytes of device memory above the model."""
+    """What one rank measured: seconds, and bytes of device memory above what training needs.
+
+    ``during`` has a list a save. ``synced`` is what fsync took.
+    """
 
     blocked: list[float] = field(default_factory=list)
     written: list[float] = field(default_factory=list)
-    durable: list[float] = field(default_factory=list)
+    synced: list[float] = field(default_factory=list)
     before: list[float] = field(default_factory=list)
-    during: list[float] = field(default_factory=list)
+    during: list[list[float]] = field(default_factory=list)
     after: list[float] = field(default_factory=list)
     device_peak: int = 0
 
@@ -42,9 +44,13 @@ def measure(
 
     The values of all ranks: times are those of the slowest, for it holds up the others.
     """
+    clocked = Clocked()
+    base = _steps_before(training, clocked, tell)
+    # not sooner: what some libraries start here would slow the steps before the first save
     strategy.set_up(training.device)
     try:
-        clocked, disk = _saves(strategy, training, folder, saves, tell)
+        disk = _saves(strategy, training, folder, saves, clocked, tell)
+        clocked.device_peak = max(0, training.device.peak() - base)
         tell("checking", None)
         found = check_consistency(strategy, training, folder / "checked")
     finally:
@@ -52,24 +58,30 @@ def measure(
     return {**_slowest(clocked), **disk, "consistency": asdict(found)}
 
 
-def _saves(
-    strategy: Strategy, training: Training, folder: Path, saves: int, tell: Tell
-) -> tuple[Clocked, dict[str, Any]]:
-    clocked = Clocked()
+def _steps_before(training: Training, clocked: Clocked, tell: Tell) -> int:
+    """Train without any save; the bytes of device memory that it needs at most."""
+    training.device.forget_peak()
     training.step()
-    base = training.device.allocated()
     tell("training", None)
     clocked.before += [training.step()[0] for _ in range(STEPS_BEFORE)]
+    base = training.device.peak()
+    training.device.forget_peak()
+    return base
+
+
+def _saves(
+    strategy: Strategy, training: Training, folder: Path, saves: int, clocked: Clocked, tell: Tell
+) -> dict[str, Any]:
+    """Save and train; what the last save left on disk."""
     disk: dict[str, Any] = {}
     for number in range(saves):
         tell("save", number)
         path = folder / f"save-{number}"
         _one_save(strategy, training, path, clocked)
-        clocked.after += [training.step()[0] for _ in range(STEPS_AFTER)]
+        clocked.after.append(training.step()[0])
         disk = disk_usage(path)
         _together(partial(remove, path))
-    clocked.device_peak = max(0, training.device.peak() - base)
-    return clocked, disk
+    return disk
 
 
 def _one_save(strategy: Strategy, training: Training, path: Path, clocked: Clocked) -> None:
@@ -83,17 +95,16 @@ def _one_save(strategy: Strategy, training: Training, path: Path, clocked: Clock
     handle.staged()
     training.device.synchronize_stream()
     blocked = time.perf_counter() - begin
-    if strategy.background:
-        clocked.during += _train_until_done(training, handle)
+    clocked.during.append(_train_until_done(training, handle) if strategy.background else [])
     commit = time.perf_counter()
     ended = handle.commit()
     blocked += time.perf_counter() - commit if strategy.background else 0.0
     syncing = time.perf_counter()
     if os.environ.get("LOCAL_RANK", "0") == "0":
         make_durable(path)
+    clocked.synced.append(time.perf_counter() - syncing)
     clocked.blocked.append(blocked)
     clocked.written.append(ended - begin)
-    clocked.durable.append(ended - begin + time.perf_counter() - syncing)
 
 
 def _train_until_done(training: Training, handle: Handle) -> list[float]:
@@ -117,13 +128,18 @@ def _together(work: Callable[[], None]) -> None:
 
 
 def _slowest(clocked: Clocked) -> dict[str, Any]:
-    """The values of all ranks, save by save the largest; steps are in lockstep, so rank 0's."""
+    """The values of all ranks, save by save the largest; steps are in lockstep, so rank 0's.
+
+    It is durable when the last rank has written, and the slowest fsync after that is done.
+    """
     import torch.distributed as dist
 
     ranks: list[Clocked] = [clocked] * dist.get_world_size()
     dist.all_gather_object(ranks, clocked)
     first = asdict(ranks[0])
-    for name in ("blocked", "written", "durable"):
+    for name in ("blocked", "written", "synced"):
         values = [getattr(rank, name) for rank in ranks]
         first[name] = [max(save) for save in zip(*values, strict=True)]
-    return {**first, "device_peak": max(rank.device_peak for rank in ranks)}
+    durable = [sum(save) for save in zip(first["written"], first.pop("synced"), strict=True)]
+    device_peak = max(rank.device_peak for rank in ranks)
+    return {**first, "durable": durable, "device_peak": device_peak}

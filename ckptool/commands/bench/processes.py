@@ -36,8 +36,8 @@ class Process:
 
 def require_proc() -> None:
     """CannotDo where the system has no ``/proc`` that says what memory a process holds."""
-    if not Path("/proc/self/smaps_rollup").exists():
-        raise CannotDo("the benchmark needs Linux's /proc/PID/smaps_rollup, which is not here")
+    if not _maps("self").exists():
+        raise CannotDo("the benchmark needs Linux's /proc/PID/smaps, which is not here")
 
 
 def adopt_orphans() -> None:
@@ -79,10 +79,15 @@ def resident(pids: Iterable[int]) -> int:
 
 def _proportional(pid: int) -> int:
     with suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text("ascii").splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
+        lines = _maps(pid).read_text("utf-8", "replace").splitlines()
+        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
     return 0
+
+
+def _maps(pid: int | str) -> Path:
+    """What tells the memory of a process: in all, or where the system has no such, by mapping."""
+    whole = Path(f"/proc/{pid}/smaps_rollup")
+    return whole if whole.exists() else whole.with_name("smaps")
 
 
 def kill(processes: Iterable[Process]) -> None:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 from ckptool.commands.bench.abort import abort
 from ckptool.commands.bench.child import Child, Ended, Tell, Work, end_orphans
-from ckptool.commands.bench.device import Device, accelerator
+from ckptool.commands.bench.device import Accelerators, Device
 from ckptool.commands.bench.files import remove
 from ckptool.commands.bench.fresh import Fresh
 from ckptool.commands.bench.processes import adopt_orphans, die_with_parent
 from ckptool.commands.bench.store import Meeting
 from ckptool.commands.bench.strategies import strategy
 from ckptool.commands.bench.task import Task
+from ckptool.errors import CannotDo
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -39,7 +42,10 @@ def _import_torch() -> None:
     """Everything heavy, so that no fork imports it anew; none of it starts a device's runtime."""
     import torch._dynamo
     import torch.distributed.checkpoint
-    import torch.distributed.tensor  # noqa: F401
+    import torch.distributed.tensor
+
+    with suppress(ImportError):  # its strategies say why they cannot run
+        import torch.distributed.checkpoint._experimental  # noqa: F401
 
 
 class Rank:
@@ -56,6 +62,9 @@ class Rank:
         self._doing("limits", "limits")
         found = self.child("limits", self.fresh.limits)
         self._emit({"event": "limits", "limits": found.value, "failure": found.failure})
+        if found.value:
+            self.task = dataclasses.replace(self.task, write_rate=found.value["write"])
+            self.fresh = Fresh(self.task, self.meeting)
         for name in self.task.strategies:
             self._emit({"event": "begin", "name": name})
             self._emit(self._one(name))
@@ -129,16 +138,23 @@ def _is_consequence(reason: str) -> bool:
     return reason.endswith(" failed") or " by peer" in reason
 
 
-def device_here() -> tuple[str, int]:
-    """The accelerators here, asked in a process of its own: what asks can fork no more."""
+def accelerators_here() -> Accelerators:
+    """The accelerators here, asked in a process of its own: what asks can fork no more.
+
+    CannotDo where torch cannot tell.
+    """
     with warnings.catch_warnings(action="ignore"):
         import torch  # noqa: F401 (here, for the rest of the run needs it as well)
     with tempfile.NamedTemporaryFile() as log:
-        child = Child(lambda tell: accelerator(), Path(log.name))
+        child = Child(lambda tell: Accelerators.here(), Path(log.name))
         ended = child.watch(lambda: None, lambda word, value: None)
         child.join()
-    found: tuple[str, int] = ended.value or ("cpu", 0)
-    return found
+    if not isinstance(ended.value, Accelerators):
+        raise CannotDo(
+            f"torch cannot tell which accelerators are here: {ended.failure}",
+            hint="CUDA_VISIBLE_DEVICES= measures on CPU ranks",
+        )
+    return ended.value
 
 
 def run_started_rank(task: str, events: str) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptool.commands.bench.abort import Left
 from ckptool.commands.bench.consistency import CONSISTENT, Consistency
 
 SCHEMA = "ckptool.bench/1"
+
+_Sample = TypeVar("_Sample")
 
 Limits = Mapping[str, float | None]
 """``memory_copy``, ``write``, ``device_to_host_pageable`` and ``_pinned``: bytes a second of all
@@ -35,6 +37,8 @@ class Settings:
 class Measured:
     """One strategy. Seconds a save and seconds a step; the first save is apart from the others.
 
+    ``during`` has the steps beside each save.
+
     A value of a save is that of the slowest rank. ``host_base`` is the memory (PSS) of the rank and
     its children before the first save, ``host_peak`` the most of any rank since; ``device_peak``
     what the device held above the model.
@@ -47,7 +51,7 @@ class Measured:
     written: tuple[float, ...]
     durable: tuple[float, ...]
     before: tuple[float, ...]
-    during: tuple[float, ...]
+    during: tuple[tuple[float, ...], ...]
     after: tuple[float, ...]
     host_base: int
     host_peak: int
@@ -62,8 +66,9 @@ class Measured:
     def of_event(event: Mapping[str, Any]) -> Measured:
         """As rank 0 tells it."""
         told = {key: event[key] for key in Measured.__slots__}
-        for key in ("blocked", "written", "durable", "before", "during", "after"):
+        for key in ("blocked", "written", "durable", "before", "after"):
             told[key] = tuple(told[key])
+        told["during"] = tuple(map(tuple, told["during"]))
         found, left = event["consistency"], event["abort"]
         told["consistency"] = Consistency(**{**found, "tensors": tuple(found["tensors"])})
         told["abort"] = Left(**{k: _frozen(v) for k, v in left.items()}) if left else None
@@ -86,10 +91,11 @@ class Measured:
 
     @property
     def slowdown(self) -> float | None:
-        """How much longer a step takes beside a save: 0.06 is 6 %. None where none ran beside."""
-        if not self.during:
+        """How much longer a step takes beside a steady save: 0.06 is 6 %; None where none ran."""
+        beside = [seconds for save in steady(self.during) for seconds in save]
+        if not beside:
             return None
-        return statistics.median(self.during) / statistics.median(self.before) - 1
+        return statistics.median(beside) / statistics.median(self.before) - 1
 
     @property
     def is_consistent(self) -> bool:
@@ -101,7 +107,7 @@ class Measured:
         return max(0, self.host_peak - self.host_base)
 
 
-def steady(samples: Sequence[float]) -> Sequence[float]:
+def steady(samples: Sequence[_Sample]) -> Sequence[_Sample]:
     """The samples without the first, which also starts processes and makes buffers."""
     return samples[1:] or samples
 

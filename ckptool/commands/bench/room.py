@@ -5,15 +5,23 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from ckptool.commands.bench.device import Accelerators
 from ckptool.errors import CannotDo
 
 _RANK_BYTES = 400 << 20
+_DEVICE_BYTES = 1 << 30
+"""Of a device: for the runtime's own, the communicator, and the matrices of a step."""
+
 _HOST_COPIES = {"cpu": 5, "accelerator": 4}
 """How often the state lies in host memory at most: itself on CPU ranks, staged, staged once more
 for another process, and for the check a snapshot and what was loaded."""
 
+_DEVICE_COPIES = 3
+"""How often a rank's share lies on its device at most: itself, what is loaded into, and what is
+loaded."""
 
-def require_room(out: Path, nbytes: int, ranks: int, device: str) -> None:
+
+def require_room(out: Path, nbytes: int, ranks: int, here: Accelerators) -> None:
     """CannotDo, with the numbers, where a run with ``nbytes`` of state would not fit.
 
     One checkpoint at a time lies on disk, or the raw file that is as large.
@@ -23,12 +31,23 @@ def require_room(out: Path, nbytes: int, ranks: int, device: str) -> None:
     needed, free = nbytes * 21 // 20 + (64 << 20), shutil.disk_usage(out).free
     if needed > free:
         raise _too_small(f"{out}: {needed:,} bytes of disk are needed, {free:,} are free")
-    copies = _HOST_COPIES["cpu" if device == "cpu" else "accelerator"]
+    copies = _HOST_COPIES["accelerator" if here.count else "cpu"]
     memory, available = nbytes * copies + ranks * _RANK_BYTES, memory_available()
     if memory > available:
         raise _too_small(
             f"{memory:,} bytes of memory are needed ({copies} times the state, and {ranks} ranks),"
             f" {available:,} are available"
+        )
+    _require_device_room(-(-nbytes // ranks), here)
+
+
+def _require_device_room(share: int, here: Accelerators) -> None:
+    needed = share * _DEVICE_COPIES + _DEVICE_BYTES
+    if here.free is not None and needed > here.free:
+        raise CannotDo(
+            f"{needed:,} bytes of memory are needed on each {here.type} device ({_DEVICE_COPIES}"
+            f" times a rank's share), {here.free:,} are free",
+            hint="a smaller --size, or more --ranks",
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -11,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckptool.commands.bench.device import Accelerators
 from ckptool.commands.bench.files import left_shared, remove, shared_entries
 from ckptool.commands.bench.heard import Heard
 from ckptool.commands.bench.launch import launch
 from ckptool.commands.bench.processes import require_proc
-from ckptool.commands.bench.rank import Emit, device_here, run_rank
+from ckptool.commands.bench.rank import Emit, accelerators_here, run_rank
 from ckptool.commands.bench.report import BenchReport, Settings
 from ckptool.commands.bench.room import require_room
 from ckptool.commands.bench.specs import TensorSpec, as_in, by_size, total
@@ -27,6 +27,9 @@ from ckptool.commands.bench_machine import machine, versions
 from ckptool.errors import CannotDo, TransferError
 
 _CPU_RANKS = 2
+_OLDEST_TORCH = (2, 9)
+"""The first with ``torch.accelerator``'s memory and DCP's ``StagingOptions``."""
+
 _LIBRARIES = ("torch_checkpointing", "nvidia-resiliency-ext")
 
 Progress = Callable[[Mapping[str, Any]], None]
@@ -119,17 +122,17 @@ def prepare_bench(options: BenchOptions) -> PreparedBench:
     """
     names = chosen(options.strategies)
     require_proc()
-    if importlib.util.find_spec("torch") is None:
-        raise CannotDo("the benchmark needs torch", hint="pip install 'ckptool[torch]'")
+    _require_torch()
     specs = as_in(options.like) if options.like else by_size(options.size)
-    ranks, device = _ranks_and_device(options.ranks)
-    require_room(options.out, total(specs), ranks, device)
+    here = accelerators_here()
+    ranks = _ranks(options.ranks, here)
+    require_room(options.out, total(specs), ranks, here)
     settings = Settings(
         source=str(options.like) if options.like else "a llama-like model in fp32 with AdamW",
         nbytes=total(specs),
         tensors=len(specs),
         ranks=ranks,
-        device=device,
+        device=here.type,
         repeat=options.repeat,
         folder=str(options.out.resolve()),
         abort=options.abort,
@@ -141,21 +144,32 @@ def _under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def _ranks_and_device(asked: int | None) -> tuple[int, str]:
-    """How many ranks train, and on what type of device; CannotDo where there are too few."""
-    device, count = device_here()
-    if _under_torchrun():
-        there, here = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-        if asked not in (None, there):
-            raise CannotDo(f"--ranks {asked}: torchrun started {there}")
-        return there, device if count >= here else "cpu"
-    ranks = asked or count or _CPU_RANKS
-    if count and ranks > count:
+def _require_torch() -> None:
+    found = version("torch")
+    if found is None:
+        raise CannotDo("the benchmark needs torch", hint="pip install 'ckptool[torch]'")
+    if tuple(int(part) for part in found.split(".")[:2]) < _OLDEST_TORCH:
+        wanted = ".".join(map(str, _OLDEST_TORCH))
         raise CannotDo(
-            f"--ranks {ranks}: there are {count} devices of type {device}",
-            hint=f"--ranks {count}; CUDA_VISIBLE_DEVICES= measures on CPU ranks",
+            f"the benchmark needs torch {wanted} or newer, {found} is here",
+            hint=f"pip install 'torch>={wanted}'",
         )
-    return ranks, device
+
+
+def _ranks(asked: int | None, here: Accelerators) -> int:
+    """How many ranks train; CannotDo where this machine has too few devices for its own."""
+    if _under_torchrun():
+        ranks, local = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        if asked not in (None, ranks):
+            raise CannotDo(f"--ranks {asked}: torchrun started {ranks}")
+    else:
+        ranks = local = asked or here.count or _CPU_RANKS
+    if here.count and local > here.count:
+        raise CannotDo(
+            f"{local} ranks: there are {here.count} devices of type {here.type}",
+            hint=f"{here.count} ranks; CUDA_VISIBLE_DEVICES= measures on CPU ranks",
+        )
+    return ranks
 
 
 @contextmanager

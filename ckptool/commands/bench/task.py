@@ -6,16 +6,22 @@ import dataclasses
 import json
 from pathlib import Path
 
-from ckptool.commands.bench.specs import TensorSpec
+from ckptool.commands.bench.specs import TensorSpec, total
 
-_PATIENCE = 300.0
+_PATIENCE = 240.0
 _SLOWEST = 10e6
-"""Bytes a second of the slowest disk that is waited for."""
+"""Bytes a second that are written at least, as long as nobody has measured it."""
+
+_SLACK = 20
+"""How many times as long as a raw write a save may take."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-    """What the ranks are to do. ``scratch`` is theirs alone; ``temporary`` is their TMPDIR."""
+    """What the ranks are to do. ``scratch`` is theirs alone; ``temporary`` is their TMPDIR.
+
+    ``write_rate``: bytes a second that all ranks write together, where that is known.
+    """
 
     specs: list[TensorSpec]
     strategies: list[str]
@@ -24,6 +30,7 @@ class Task:
     device_type: str
     scratch: str
     temporary: str
+    write_rate: float = _SLOWEST * _SLACK
 
     @staticmethod
     def read(path: Path) -> Task:
@@ -42,7 +49,7 @@ class Task:
     @property
     def patience(self) -> float:
         """Seconds that a save, or a talk of the ranks, may take before it is held for hung."""
-        return _PATIENCE + sum(spec.nbytes for spec in self.specs) / _SLOWEST
+        return _PATIENCE + _SLACK * total(self.specs) / self.write_rate
 
     def folder(self, job: str) -> Path:
         """Where a job of the ranks may write."""

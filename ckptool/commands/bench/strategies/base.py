@@ -19,12 +19,14 @@ State = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a strategy may depend on: the device, the ranks, and the free shared memory."""
+    """What a strategy may depend on: the device, the ranks, the bytes of the state and of free
+    shared memory, and the folder to write in."""
 
     device: Device
     ranks: int
     nbytes: int
     shared_free: int
+    folder: Path
 
     def lacks_shared_memory(self) -> str | None:
         """Why state cannot be staged in shared memory here, with numbers, or None."""

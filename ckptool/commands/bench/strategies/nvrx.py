@@ -1,12 +1,16 @@
 """nvidia-resiliency-ext: ``FileSystemWriterAsync`` behind its queue of asynchronous calls.
 
-Read and tried with 0.4.1. Planning and the metadata's commit are the loop's own work; a worker that
-stays, or one a save, writes. That worker forks a process a file (``thread_count`` files a rank).
+Tried with 0.4.1, which writes each of a rank's ``thread_count`` files by a process that the worker
+forks. Later ones also write by threads (``is_multiproc_io=False``), and their worker is a daemon,
+which may not fork, unless told ``is_daemon=False``; these were read, not tried. Planning and the
+metadata's commit are the loop's own work; a worker that stays, or one a save, writes.
 """
 
 from __future__ import annotations
 
+import inspect
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +18,6 @@ from typing import Any
 from ckptool.commands.bench.device import Device
 from ckptool.commands.bench.strategies.base import Basis, Place, State, Strategy, version
 from ckptool.commands.bench.strategies.dcp import load_dcp
-
-_THREADED = "write_preloaded_data_multithread"
 
 
 class Nvrx(Basis):
@@ -33,12 +35,17 @@ class Nvrx(Basis):
         self._calls: Any = None
         self._device = Device("cpu", 0)
 
+    @property
+    def _io(self) -> dict[str, bool]:
+        """What tells the writer how to write its files; nothing where it cannot be told."""
+        return _told(_writer().__init__, is_multiproc_io=not self._threaded)
+
     def unavailable(self, place: Place) -> str | None:
         """It must be installed, and have what is asked of it."""
         found = version(self.library)
         if found is None:
             return "nvidia-resiliency-ext is not installed (pip install 'ckptool[nvrx]')"
-        if self._threaded and not hasattr(_writer(), _THREADED):
+        if self._threaded and not self._io:
             return f"nvidia-resiliency-ext {found} writes files by processes alone"
         if not self._persistent and place.device.type != "cuda":
             return "its worker a save waits for CUDA, which is not here"
@@ -55,7 +62,8 @@ class Nvrx(Basis):
         from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
 
         self._device = device
-        self._calls = AsyncCallsQueue(persistent=self._persistent)
+        daemon = _told(AsyncCallsQueue.__init__, is_daemon=self._threaded)
+        self._calls = AsyncCallsQueue(persistent=self._persistent, **daemon)
 
     def save(self, state: State, path: Path) -> Any:
         """Plan, then hand the write over."""
@@ -66,17 +74,15 @@ class Nvrx(Basis):
         )
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-        writer = _writer()(path, thread_count=self._files)
+        writer = _writer()(path, thread_count=self._files, **self._io)
         planned = save_state_dict_async_plan(state, writer, None, planner=DefaultSavePlanner())
         write, preload, words = writer.get_save_function_and_args()
-        if write is not None and self._threaded:
-            write = partial(getattr(writer, _THREADED), *write.args)
         if preload is not None and self._device.type != "cuda":
-            # the library's own staging ends in torch.cuda.synchronize() where copies may overlap
-            preload = partial(writer.preload_tensors, writer.write_buckets, False)
+            # where copies may overlap, which the last argument says, it ends in torch.cuda's calls
+            preload = partial(preload.func, *preload.args[:-1], False)
         commit = partial(save_state_dict_async_finalize, *planned)
         self._calls.schedule_async_request(AsyncRequest(write, words, [commit], {}, preload))
-        return _Queued(self._calls, agree=self._device.type == "cuda")
+        return _Queued(self._calls)
 
     def load(self, state: State, path: Path) -> State:
         """It writes DCP's format."""
@@ -90,10 +96,10 @@ class Nvrx(Basis):
 
 
 class _Queued:
-    """A request in the queue. ``agree``: whether its ranks may agree, which they do by CUDA."""
+    """A request in the queue. The loop's ranks agree by themselves when all are done."""
 
-    def __init__(self, calls: Any, *, agree: bool) -> None:
-        self._calls, self._agree = calls, agree
+    def __init__(self, calls: Any) -> None:
+        self._calls = calls
         self._over = False
 
     def staged(self) -> None:
@@ -109,7 +115,7 @@ class _Queued:
     def commit(self) -> float:
         """Gather what was written and write the metadata, all ranks together."""
         call = self._calls.async_calls.popleft()
-        call.async_request.execute_finalize_fns(validate_matching_call_idx=self._agree)
+        call.async_request.execute_finalize_fns(validate_matching_call_idx=False)
         return time.perf_counter()
 
 
@@ -117,6 +123,12 @@ def _writer() -> Any:
     from nvidia_resiliency_ext.checkpointing.async_ckpt import filesystem_async
 
     return filesystem_async.FileSystemWriterAsync
+
+
+def _told(called: Callable[..., Any], **options: bool) -> dict[str, bool]:
+    """Those of the options that this version knows."""
+    known = inspect.signature(called).parameters
+    return {name: value for name, value in options.items() if name in known}
 
 
 STRATEGIES: tuple[Strategy, ...] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ class TorchCheckpointing(Basis):
     def unavailable(self, place: Place) -> str | None:
         """It must be installed; it stages in shared memory."""
         if version(self.library) is None:
-            return "torch_checkpointing is not installed"
+            return "torch_checkpointing is not installed (pip install torch-checkpointing)"
+        if self._direct and not _takes_unaligned(place.folder):
+            return "it writes unaligned pieces with O_DIRECT, which the file system here refuses"
         return place.lacks_shared_memory()
 
     def remark(self, place: Place) -> str | None:
@@ -72,6 +75,26 @@ class _Managed(Pending):
         """Wait for the lock."""
         with self._manager.lock():
             pass
+
+
+def _takes_unaligned(folder: Path) -> bool:
+    """Whether the file system takes a write by ``O_DIRECT`` that fills no block.
+
+    The library (0.1.1) falls back to buffered writes only where opening is refused; ext4 and XFS
+    open such a file, and refuse the write.
+    """
+    path = folder / f"direct-{os.getpid()}"
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
+    except OSError:
+        return True
+    try:
+        return bool(os.write(descriptor, b"unaligned"))
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+        path.unlink()
 
 
 STRATEGIES: tuple[Strategy, ...] = (
