@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -24,18 +25,28 @@ from ckptool.commands.bench.strategies import strategy
 from ckptool.commands.bench.task import Task
 from ckptool.errors import CannotDo
 
+_OPEN_FILES = 1 << 16
+
 Emit = Callable[[dict[str, Any]], None]
 
 
 def run_rank(task: Task, meeting: Meeting, emit: Emit) -> None:
     """Do the task as this rank. ``emit`` is told what happens, by rank 0 alone."""
     adopt_orphans()
+    _allow_open_files()
     os.environ["TMPDIR"] = tempfile.tempdir = task.temporary
     _import_torch()
     try:
         Rank(task, meeting, emit).run()
     finally:
         end_orphans()
+
+
+def _allow_open_files() -> None:
+    """As many as the system lets: every tensor that is shared with a process is an open file."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    allowed = _OPEN_FILES if most == resource.RLIM_INFINITY else min(most, _OPEN_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
 
 
 def _import_torch() -> None:
