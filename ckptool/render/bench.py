@@ -10,13 +10,15 @@ from ckptool.commands.bench.abort import BROKEN, Left
 from ckptool.commands.bench.compare import Change
 from ckptool.commands.bench.report import BenchReport, Measured
 from ckptool.render.bench_bars import bars
-from ckptool.render.bench_words import advice, rate, seconds, slowdown
+from ckptool.render.bench_words import advice, rate, seconds
 from ckptool.render.text import columns, console, emit, plural, size, visible
 
 _LONGEST = 24
-_HEADINGS = (
-    "  strategy|blocked|first save|until durable|steps meanwhile|host memory|device|saved state"
-)
+_HEADINGS = "  strategy|blocked|first|durable|steps|memory|device|saved state"
+_DISPENSABLE = (5, 2)
+"""Columns that a narrow terminal goes without, in this order."""
+
+_ONCE_STAGED = "consistent where training waits for the staging, as it does here; DIRTY without"
 _ABORT_HEADINGS = "strategy|killed in mid-save: the folder|processes|shared memory|temporary files"
 
 
@@ -26,9 +28,11 @@ def show_bench(report: BenchReport, changes: Sequence[Change] | None = None) -> 
     accelerated = report.settings.device != "cpu"
     rows = [[Text(heading, "dim") for heading in _HEADINGS.split("|")]]
     rows += [_row(report, result, accelerated=accelerated) for result in report.ranked]
-    for row in rows:
-        if not accelerated:
-            row[6] = Text()
+    if not accelerated:
+        _without(rows, 6)
+    for column in _DISPENSABLE:
+        if screen.is_terminal and _cells(rows) > screen.width:
+            _without(rows, column)
     blank = Text()
     emit(screen, [*_heading(report), blank, *columns(screen, rows, "lrrrrrrl", cuts=0), blank])
     emit(screen, [*bars(report, screen), blank])
@@ -37,6 +41,17 @@ def show_bench(report: BenchReport, changes: Sequence[Change] | None = None) -> 
     emit(screen, [*_aside(report), Text.assemble("  ", (advice(report), "bold"))])
     if changes is not None:
         emit(screen, [blank, *_compared(changes)])
+
+
+def _cells(rows: Sequence[Sequence[Text]]) -> int:
+    """How wide the rows are as columns."""
+    widths = [max(cell.cell_len for cell in column) for column in zip(*rows, strict=True)]
+    return sum(width + 2 for width in widths if width)
+
+
+def _without(rows: Sequence[list[Text]], column: int) -> None:
+    for row in rows:
+        row[column] = Text()
 
 
 def _heading(report: BenchReport) -> list[Text]:
@@ -66,7 +81,7 @@ def _heading(report: BenchReport) -> list[Text]:
 def _row(report: BenchReport, result: Measured, *, accelerated: bool) -> list[Text]:
     best = result is report.best
     style = "bold green" if best else "" if result.is_consistent else "dim"
-    beside = "" if result.slowdown is None else slowdown(result.slowdown)
+    beside = "" if result.slowdown is None else f"{result.slowdown:+.0%}"
     return [
         Text(f"{'▸' if best else ' '} {visible(result.name)}", style),
         Text(seconds(result.blocked_median), style),
@@ -82,10 +97,10 @@ def _row(report: BenchReport, result: Measured, *, accelerated: bool) -> list[Te
 def _check(result: Measured) -> Text:
     found = result.consistency
     if not result.is_consistent:
-        tensors = f" {len(found.tensors):,} of {plural(found.of, 'tensor')}"
+        tensors = f" {len(found.tensors):,} of {found.of:,}"
         return Text.assemble((found.verdict, "bold red"), (tensors, "red"))
     if found.at_once:
-        return Text.assemble(("consistent", "green"), (" once staged", "yellow"))
+        return Text("once staged", "yellow")
     return Text("consistent", "green")
 
 
@@ -115,7 +130,9 @@ def _aside(report: BenchReport) -> list[Text]:
     for result in report.results:
         if result.remark:
             remarks.setdefault(result.remark, []).append(result.name)
-    kinds = [("note", "yellow", "; ".join((", ".join(n), r))) for r, n in remarks.items()]
+    kinds = [("note", "yellow", f"{r} ({', '.join(n)})") for r, n in remarks.items()]
+    if any(result.consistency.at_once for result in report.results):
+        kinds.insert(0, ("once staged", "yellow", _ONCE_STAGED))
     kinds += [("failed", "bold red", f"{n}: {reason}") for n, reason in report.failed.items()]
     kinds += [("left out", "yellow", f"{n}: {r}") for n, r in report.left_out.items()]
     lines = [Text.assemble("  ", (f"{k}: ", style), visible(words)) for k, style, words in kinds]

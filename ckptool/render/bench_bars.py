@@ -12,36 +12,51 @@ from rich.text import Text
 from ckptool.commands.bench.report import BenchReport, Measured
 from ckptool.errors import CannotDo, UsageError
 from ckptool.render.bench_words import seconds
-from ckptool.render.text import bar, columns, size, visible
+from ckptool.render.text import columns, size, visible
 
 _BLOCKED, _BACKGROUND, _SYNCING = "#e0605a", "#5fafff", "#b9b4d0"
 _NAMES = {_BLOCKED: "training blocked", _BACKGROUND: "until written", _SYNCING: "until durable"}
-_WIDTH = 40
+_SHADES, _ASCII = "█▓░", "#=-"
+_NARROWEST, _WIDEST = 10, 40
+_BESIDE = 36
+"""Cells of a line that are neither a name's nor a bar's."""
+
 _INCHES_A_BAR = 0.34
 
 
 def bars(report: BenchReport, screen: Console) -> list[Text]:
     """A bar a strategy: blocked, in the background, durable; and what that is of the limits."""
-    longest = max(result.durable_median for result in report.results)
-    legend = Text()
-    for colour, name in _NAMES.items():
-        legend.append("█", colour).append(f" {name}  ")
-    staging = "of pinned copy" if report.limits.get("device_to_host_pinned") else "of memory copy"
-    heads = (f"blocked, {staging}", "durable, of raw write")
-    rows = [[Text(), legend, *(Text(head, "dim") for head in heads)]]
+    shades = _SHADES if screen.encoding.startswith("utf") else _ASCII
+    legend = Text("  ")
+    for shade, (colour, name) in zip(shades, _NAMES.items(), strict=True):
+        legend.append(shade, colour).append(f" {name}  ")
+    staging = "pinned" if report.limits.get("device_to_host_pinned") else "memory"
+    heads = ("", "", f"of {staging} copy", "of raw write")
+    rows = [[Text(head, "dim") for head in heads]]
+    width = _width(report, screen)
     for result in report.ranked:
         fractions = (report.blocked_fraction(result), report.durable_fraction(result))
         told = [Text("" if value is None else f"{value:.0%}") for value in fractions]
-        rows.append([Text(f"  {visible(result.name)}"), _bar(result, longest, screen), *told])
-    return columns(screen, rows, "llrr", cuts=0)
+        rows.append([Text(f"  {visible(result.name)}"), _bar(report, result, width, shades), *told])
+    legend.rstrip()
+    return [legend, *columns(screen, rows, "llrr", cuts=0)]
 
 
-def _bar(result: Measured, longest: float, screen: Console) -> Text:
-    ascii_only = not screen.encoding.startswith("utf")
-    whole = bar(result.durable_median / longest, _WIDTH, ascii_only=ascii_only)
-    first, second = (max(1, round(part / longest * _WIDTH)) for part in _parts(result)[:2])
-    pieces = (whole[:first], whole[first:second], whole[second:])
-    return Text.assemble(*zip(pieces, _NAMES, strict=True))
+def _width(report: BenchReport, screen: Console) -> int:
+    """Cells of the longest bar: what a terminal leaves beside the names."""
+    if not screen.is_terminal:
+        return _WIDEST
+    names = max(len(visible(result.name)) for result in report.results)
+    return max(_NARROWEST, min(_WIDEST, screen.width - names - _BESIDE))
+
+
+def _bar(report: BenchReport, result: Measured, width: int, shades: str) -> Text:
+    longest = max(result.durable_median for result in report.results)
+    text = Text()
+    for end, shade, colour in zip(_parts(result), shades, _NAMES, strict=True):
+        cells = max(1, round(end / longest * width)) - len(text)
+        text.append(shade * cells, colour)
+    return text
 
 
 def _parts(result: Measured) -> tuple[float, float, float]:

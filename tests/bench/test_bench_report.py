@@ -14,6 +14,7 @@ from bench_samples import GIB, dirty, measured, report
 from ckptool.cli.bench import _show
 from ckptool.commands.bench.abort import BROKEN, Left
 from ckptool.commands.bench.compare import Baseline, parse_tolerance
+from ckptool.commands.bench.consistency import CONSISTENT, Consistency
 from ckptool.commands.bench.report import BenchReport
 from ckptool.errors import CannotDo, CkptoolError, NotFound, UsageError
 from ckptool.render.bench import show_bench
@@ -107,13 +108,27 @@ def test_the_screen_names_everything(capsys: pytest.CaptureFixture[str]) -> None
     )
     screen = shown(found, capsys)
     assert "▸ fast" in screen
-    assert "DIRTY 1 of 9 tensors" in screen
+    assert "DIRTY 1 of 9" in screen
     assert "PASSES, NOT WHOLE" in screen
     assert "1: sleep 9" in screen
     assert "left out: nvrx: not installed" in screen
     assert "failed: direct: rank 0: OSError" in screen
     assert "2 CPU ranks with gloo, no accelerator" in screen
     assert advice(found) in screen
+
+
+def test_bars_tell_their_parts_without_colours(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(measured("half", 1.0, 4.0), measured("sync", 2.0, 2.0, written=(2.0, 2.0, 2.0)))
+    lines = [line.split() for line in shown(found, capsys).splitlines()]
+    bars = {words[0]: words[1] for words in lines if len(words) > 1 and words[1][0] in "█▓░"}
+    assert bars["half"] == 10 * "█" + 28 * "▓" + 2 * "░"
+    assert bars["sync"] == 20 * "█"
+
+
+def test_what_is_dirty_unless_training_waits_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+    staged = Consistency(CONSISTENT, "once staged", (), 9, at_once=4)
+    screen = shown(report(measured("late", 1, 2, consistency=staged)), capsys)
+    assert "once staged: consistent where training waits for the staging" in screen
 
 
 def test_json_holds_every_sample_and_both_fractions() -> None:

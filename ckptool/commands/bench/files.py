@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 SHARED = Path("/dev/shm")
+_PAUSES = (0.02, 0.1, 0.5, 1.0, 0.0)
 
 
 def disk_usage(folder: Path) -> dict[str, Any]:
@@ -45,9 +47,13 @@ def make_durable(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder with all in it, as far as it is there."""
+    """Remove a file or a folder with all in it, as far as it is there, also while it is filled."""
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
+        for pause in _PAUSES:
+            shutil.rmtree(path, ignore_errors=True)
+            if not path.exists():
+                return
+            time.sleep(pause)
     else:
         with suppress(OSError):
             path.unlink()

@@ -191,9 +191,11 @@ def _scratch_of_all(out: str, meeting: Meeting) -> Iterator[list[str]]:
     if meeting.rank:
         folders = meeting.gather(None)[0]
         Path(folders[1]).mkdir(exist_ok=True)  # each node has its own
-        yield folders
-        meeting.gather(None)
-        remove(Path(folders[1]))
+        try:
+            yield folders
+            meeting.gather(None)
+        finally:
+            remove(Path(folders[1]))
         return
     with _scratch(out) as folders:
         yield meeting.gather(folders)[0]

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 _PATIENCE = timedelta(hours=12)
+_LOOK = 0.003
 
 
 class Meeting:
@@ -36,7 +38,14 @@ class Meeting:
         self._number += 1
         keys = [f"gather-{self._number}-{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], json.dumps(value))
-        return [json.loads(self._store.get(key)) for key in keys]
+        return [json.loads(self._await(key)) for key in keys]
+
+    def _await(self, key: str) -> bytes:
+        """What a key holds once it is there. The store's own waiting hears no signal."""
+        while not self._has(key):
+            time.sleep(_LOOK)
+        found: bytes = self._store.get(key)
+        return found
 
     def failing(self, job: str) -> Callable[[], str | None]:
         """A question: has another rank failed at this job?"""
