@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,6 +63,26 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Accelerator:
     module = SimpleNamespace(mem_get_info=lambda index: (free[index], 141 * GIB))
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     return fake
+
+
+SPY = """
+import torch
+def never(*words, **more):
+    raise SystemExit("the device was asked")
+for name in ("is_available", "device_count", "current_device", "init", "_lazy_init"):
+    setattr(torch.cuda, name, never)
+for name in ("is_available", "device_count", "current_stream", "synchronize"):
+    setattr(torch.accelerator, name, never)
+from ckptool.commands.bench.rank import _import_torch
+from ckptool.commands.bench.strategies import STRATEGIES
+_import_torch()
+"""
+
+
+def test_what_a_rank_loads_before_it_forks_starts_no_device() -> None:
+    """CUDA, once started, does not survive a fork."""
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", SPY], stderr=subprocess.PIPE)
+    assert (ran.returncode, ran.stderr) == (0, b"")
 
 
 # Which devices

@@ -30,13 +30,17 @@ def require_room(out: Path, nbytes: int, ranks: int, here: Accelerators) -> None
         raise CannotDo(f"{out}: no such folder to work in", hint=f"mkdir -p {out}")
     needed, free = nbytes * 21 // 20 + (64 << 20), shutil.disk_usage(out).free
     if needed > free:
-        raise _too_small(f"{out}: {needed:,} bytes of disk are needed, {free:,} are free")
+        raise CannotDo(
+            f"{out}: {needed:,} bytes of disk are needed, {free:,} are free",
+            hint="a smaller --size, or another --out",
+        )
     copies = _HOST_COPIES["accelerator" if here.count else "cpu"]
     memory, available = nbytes * copies + ranks * _RANK_BYTES, memory_available()
     if memory > available:
-        raise _too_small(
+        raise CannotDo(
             f"{memory:,} bytes of memory are needed ({copies} times the state, and {ranks} ranks),"
-            f" {available:,} are available"
+            f" {available:,} are available",
+            hint="a smaller --size",
         )
     _require_device_room(-(-nbytes // ranks), here)
 
@@ -49,10 +53,6 @@ def _require_device_room(share: int, here: Accelerators) -> None:
             f" times a rank's share), {here.free:,} are free",
             hint="a smaller --size, or more --ranks",
         )
-
-
-def _too_small(message: str) -> CannotDo:
-    return CannotDo(message, hint="a smaller --size, or another --out")
 
 
 def memory_available() -> int:
