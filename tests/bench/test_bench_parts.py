@@ -19,8 +19,15 @@ from ckptool.commands.bench.files import disk_usage, holds_bytes, left_shared, s
 from ckptool.commands.bench.processes import descendants, resident
 from ckptool.commands.bench.room import memory_available, require_room
 from ckptool.commands.bench.specs import as_in, by_size, total
-from ckptool.commands.bench.strategies import STRATEGIES, chosen, strategy
+from ckptool.commands.bench.strategies import (
+    STRATEGIES,
+    chosen,
+    nvrx,
+    strategy,
+    torch_checkpointing,
+)
 from ckptool.commands.bench.strategies.base import Place, version
+from ckptool.commands.bench.strategies.nvrx import Nvrx
 from ckptool.errors import CannotDo, UsageError
 
 MIB = 1 << 20
@@ -120,6 +127,50 @@ def test_what_is_not_installed_is_not_available() -> None:
         reason = STRATEGIES[name].unavailable(place(2000 * MIB))
         assert (reason is None) == (version(package) is not None)
         assert reason is None or "is not installed" in reason
+
+
+class OldWriter:
+    """As in nvidia-resiliency-ext 0.4: it writes by processes, and is not told how."""
+
+    def __init__(self, path: str, *words: object, **options: object) -> None: ...
+
+
+class NewWriter:
+    """As in later ones: by threads unless told otherwise."""
+
+    def __init__(
+        self, path: str, *words: object, is_multiproc_io: bool = False, **options: object
+    ) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("writer", "told", "threads"),
+    [
+        (OldWriter, {}, "writes files by processes alone"),
+        (NewWriter, {"is_multiproc_io": True}, None),
+    ],
+)
+def test_nvrx_is_told_how_to_write_where_it_can_be(
+    writer: type, told: dict[str, bool], threads: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvrx, "_writer", lambda: writer)
+    monkeypatch.setattr(nvrx, "version", lambda name: "0.x")
+    assert Nvrx(persistent=True, files=2)._io == told
+    reason = Nvrx(persistent=True, files=2, threaded=True).unavailable(place(2000 * MIB))
+    assert reason is None if threads is None else threads in (reason or "")
+
+
+def test_direct_io_needs_a_file_system_that_takes_unaligned_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_checkpointing, "version", lambda name: "0.1.1")
+    monkeypatch.setattr(torch_checkpointing, "_takes_unaligned", lambda folder: False)
+    direct = STRATEGIES["torch-checkpointing/direct"].unavailable(place(2000 * MIB))
+    assert "O_DIRECT" in (direct or "")
+    assert STRATEGIES["torch-checkpointing/buffered"].unavailable(place(2000 * MIB)) is None
+    monkeypatch.undo()
+    torch_checkpointing._takes_unaligned(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 # Room

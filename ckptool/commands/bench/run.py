@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from ckptool.commands.bench.processes import require_proc
 from ckptool.commands.bench.rank import Emit, accelerators_here, run_rank
 from ckptool.commands.bench.report import BenchReport, Settings
 from ckptool.commands.bench.room import require_room
+from ckptool.commands.bench.scratch import scratch, scratch_of_all
 from ckptool.commands.bench.specs import TensorSpec, as_in, by_size, total
 from ckptool.commands.bench.store import Meeting
 from ckptool.commands.bench.strategies import chosen
@@ -84,10 +83,10 @@ class PreparedBench:
         """Have all ranks do the task; whether this process is the one that reports."""
         if _under_torchrun():
             meeting = Meeting()
-            with _scratch_of_all(self.settings.folder, meeting) as folders:
+            with scratch_of_all(self.settings.folder, meeting) as folders:
                 run_rank(self._task(folders), meeting, emit)
             return meeting.rank == 0
-        with _scratch(self.settings.folder) as folders:
+        with scratch(self.settings.folder) as folders:
             launch(self._task(folders), self.settings.ranks, emit)
         return True
 
@@ -170,33 +169,3 @@ def _ranks(asked: int | None, here: Accelerators) -> int:
             hint=f"{here.count} ranks; CUDA_VISIBLE_DEVICES= measures on CPU ranks",
         )
     return ranks
-
-
-@contextmanager
-def _scratch(out: str) -> Iterator[list[str]]:
-    """A folder to write checkpoints in and one for temporary files, both removed at the end."""
-    # sockets lie among the temporary files, and their paths must be short
-    folders = [tempfile.mkdtemp(prefix="ckptool-", dir=place) for place in (out, None)]
-    try:
-        (Path(folders[0]) / "logs").mkdir()
-        yield folders
-    finally:
-        for folder in folders:
-            remove(Path(folder))
-
-
-@contextmanager
-def _scratch_of_all(out: str, meeting: Meeting) -> Iterator[list[str]]:
-    """Rank 0's scratch folders, for every rank."""
-    if meeting.rank:
-        folders = meeting.gather(None)[0]
-        Path(folders[1]).mkdir(exist_ok=True)  # each node has its own
-        try:
-            yield folders
-            meeting.gather(None)
-        finally:
-            remove(Path(folders[1]))
-        return
-    with _scratch(out) as folders:
-        yield meeting.gather(folders)[0]
-        meeting.gather(None)
