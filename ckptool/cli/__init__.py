@@ -8,7 +8,6 @@ import signal
 import sys
 from typing import NoReturn
 
-from ckptool.cli.app import app
 from ckptool.errors import CannotDo, CkptoolError, Damaged
 
 
@@ -34,12 +33,14 @@ def main() -> NoReturn:
 def _run() -> int:
     """The exit code of the command that was asked for."""
     try:
+        from ckptool.cli.app import app
+
         app()
+    except KeyboardInterrupt:
+        return _interrupted(128 + signal.SIGINT, writes=False)
     except SystemExit as done:
         if done.code in _INTERRUPTED:
-            from ckptool.render.messages import show_interrupted
-
-            show_interrupted(writes=bool(_WRITING & set(sys.argv)))
+            return _interrupted(done.code, writes=bool(_WRITING & set(sys.argv)))
         return done.code if isinstance(done.code, int) else 0
     except (CkptoolError, RecursionError, MemoryError) as error:
         if "--debug" in sys.argv:
@@ -50,6 +51,13 @@ def _run() -> int:
         show_error(known)
         return known.exit_code
     return 0
+
+
+def _interrupted(code: int, *, writes: bool) -> int:
+    from ckptool.render.messages import show_interrupted
+
+    show_interrupted(writes=writes)
+    return code
 
 
 _WRITING = {"convert", "reshard"}
