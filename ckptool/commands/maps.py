@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib import resources
@@ -57,9 +58,13 @@ def load_map(name: str) -> KeyMap:
 
 def _require_known(name: str) -> None:
     if name not in builtin_maps():
+        import difflib
+
+        close = difflib.get_close_matches(name, [AUTO, *builtin_maps()], n=1)
+        known = f"auto, one of {', '.join(builtin_maps())}, or a TOML file"
         raise UsageError(
             f"--map {name!r}: no such map and no such file",
-            hint=f"auto, one of {', '.join(builtin_maps())}, or a TOML file",
+            hint=f"did you mean {close[0]} ?" if close else known,
         )
 
 
@@ -73,6 +78,9 @@ def map_checkpoint(
     known = records(opened.source, opened.catalog, options.assets)
     chosen = _found(catalog, known, options) if options.name == AUTO else _asked(catalog, options)
     key_map, reason = chosen
+    types = _model_types(known)
+    if types and not _is_for(key_map, types):
+        reason += f", though config.json says that the model is {', '.join(types)}"
     try:
         done = apply_map(catalog, key_map, facts(key_map, known, options.dims))
     except UnknownSizes as error:
@@ -129,7 +137,7 @@ def _asked(catalog: Catalog, options: MapOptions) -> tuple[KeyMap, str]:
 
 def _taken(catalog: Catalog, key_map: KeyMap) -> int:
     """How many of the model's tensors the map's rules take."""
-    matcher = Matcher(key_map, Facts(), "model")
+    matcher = Matcher(key_map, Facts().of(catalog, key_map), "model")
     found, _ = framed(catalog, matcher.knows, matcher.knows)
     return sum(len(names) for frame, names in found.items() if frame.part == "model")
 
@@ -142,19 +150,40 @@ def _found(catalog: Catalog, known: list[Record], options: MapOptions) -> tuple[
         for inverse, way in ((False, one), (True, one.inverse))
         if options.inverse in (None, inverse) and fits(catalog, way, facts(way, known, {}))
     ]
-    types = {record.get("model_type") for record in known} - {None}
-    typed = [one for one in candidates if types & set(one.model_types)]
-    candidates = typed or candidates
-    if len(candidates) == 1:
-        return candidates[0], "found from the checkpoint's names" + (
-            " and config.json" if typed else ""
-        )
     if not candidates:
         raise _none_fits(catalog)
+    types = _model_types(known)
+    if types:
+        _require_for(types, candidates)
+        candidates = [one for one in candidates if _is_for(one, types)]
+    if len(candidates) == 1:
+        by = "names and config.json" if types else "names"
+        return candidates[0], f"found from the checkpoint's {by}"
     raise UsageError(
         f"--map auto: {len(candidates)} maps would do:\n"
         + listed([f"{one.name} ({one.source} to {one.target})" for one in candidates]),
         hint=f"name one, such as --map {candidates[0].name}",
+    )
+
+
+def _model_types(known: Sequence[Record]) -> list[str]:
+    """What config.json files say the model is, each once."""
+    return list(dict.fromkeys(str(one["model_type"]) for one in known if one.get("model_type")))
+
+
+def _is_for(key_map: KeyMap, types: Collection[str]) -> bool:
+    return not key_map.model_types or not {*types}.isdisjoint(key_map.model_types)
+
+
+def _require_for(types: Sequence[str], candidates: Sequence[KeyMap]) -> None:
+    """UsageError where names fit, but config.json says that the model is another."""
+    if any(_is_for(one, types) for one in candidates):
+        return
+    first = candidates[0]
+    raise UsageError(
+        f"--map auto: {first.name} takes all of the names, but it is for"
+        f" {', '.join(first.model_types)}, and config.json says {', '.join(types)}",
+        hint=f"--map {first.name} applies it all the same",
     )
 
 
@@ -167,7 +196,7 @@ def _none_fits(catalog: Catalog) -> UsageError:
             "--map auto: no built-in map takes any of the model's tensors",
             hint="`ckptool maps` lists them; `ckptool maps NAME` prints one to start from",
         )
-    matcher = Matcher(nearest, Facts(), "model")
+    matcher = Matcher(nearest, Facts().of(catalog, nearest), "model")
     _, odd = framed(catalog, matcher.knows, matcher.knows)
     return UsageError(
         f"--map auto: no built-in map takes all of the model's tensors; {nearest.name}"

@@ -82,8 +82,9 @@ def _tied(rule: Rule, group: Sequence[Held], common: Binding, known: Sizes) -> l
     if others:
         all_of = (first, *others)
         entry = _as_copies([_cut_like(e, [o for o in all_of if o is not e]) for e in all_of])
-    what = "rename" if len(group) == 1 and len(rule.targets) == 1 else "tie"
-    return [Made(p.name(common, known), entry, what) for p in rule.targets if not p.optional]
+    made = [pattern for pattern in rule.targets if not pattern.optional]
+    what = "rename" if len(group) == len(made) == 1 else "tie"
+    return [Made(pattern.name(common, known), entry, what) for pattern in made]
 
 
 def _ranked(entries: Sequence[TensorEntry]) -> Iterator[Chunk]:

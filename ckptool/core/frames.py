@@ -88,11 +88,17 @@ def _model_frames(names: Iterable[str], known: Known) -> list[Frame]:
 
 def _wrapper(name: str, known: Known) -> Iterator[str]:
     """The shortest beginning of a name that is followed by a parameter's name."""
+    for inner in unwrapped(name):
+        if known(inner):
+            yield name[: len(name) - len(inner)]
+            return
+
+
+def unwrapped(name: str) -> Iterator[str]:
+    """The name, and what it is without the first of its parts, as a wrapper may add them."""
     steps = name.split(".")
     for count in range(min(_MOST_WRAPPERS + 1, len(steps))):
-        if known(".".join(steps[count:])):
-            yield "".join(f"{step}." for step in steps[:count])
-            return
+        yield ".".join(steps[count:])
 
 
 def _state_frames(names: Iterable[str], parameters: Collection[str], found: Framed) -> list[str]:

@@ -26,14 +26,14 @@ class Held:
 class UnknownSizes(UsageError):
     """Sizes of axes that neither the shapes nor what is known of the model tell."""
 
-    def __init__(self, names: Sequence[str], rule: Rule) -> None:
-        super().__init__(f"{rule.whole.text}: the size of {', '.join(names)} is not known")
+    def __init__(self, names: Sequence[str], pattern: str) -> None:
+        super().__init__(f"{pattern}: the size of {', '.join(names)} is not known")
         self.names = tuple(names)
-        self.rule = rule
+        self.pattern = pattern
 
     def all_of(self, names: Sequence[str]) -> UnknownSizes:
         """The same error, for the sizes that several rules lack."""
-        return UnknownSizes(names, self.rule)
+        return UnknownSizes(names, self.pattern)
 
 
 def group_sizes(rule: Rule, group: Sequence[Held], known: Sizes) -> dict[str, int]:
@@ -56,7 +56,7 @@ def group_sizes(rule: Rule, group: Sequence[Held], known: Sizes) -> dict[str, in
         if not divides(held.pattern.axes or (), held.entry.shape, sizes):
             raise _misfit(held, sizes)
     if wanted - set(rule.common):
-        raise UnknownSizes(sorted(wanted - set(rule.common)), rule)
+        raise UnknownSizes(sorted(wanted - set(rule.common)), rule.whole.text)
     for held in group:
         _require_fit(held, sizes)
     return sizes

@@ -92,10 +92,12 @@ class Rule:
     """Sources and targets that hold the same elements; one of the two sides is a single tensor.
 
     ``padding`` is the axis whose indexes only fill up, ``tie`` says that all patterns are one and
-    the same tensor, ``when`` names a fact that must hold, ``only`` the part of the checkpoint
-    (``model`` or ``optimizer``) that the rule is for. ``whole`` is the pattern that names all of
-    the axes, ``common`` are the axes that all names spell out: there is one group of tensors for
-    each of their indexes.
+    the same tensor, ``when`` names a fact that must hold, ``unless`` one that must not, ``only``
+    the part of the checkpoint (``model`` or ``optimizer``) that the rule is for. ``beside`` is a
+    name that must be there, too, with the same indexes; ``back`` is that of the other way.
+
+    ``whole`` is the pattern that names all of the axes, ``common`` are the axes that all names
+    spell out: there is one group of tensors for each of their indexes.
     """
 
     sources: tuple[Pattern, ...]
@@ -104,6 +106,9 @@ class Rule:
     tie: bool = False
     when: str | None = None
     only: str | None = None
+    unless: str | None = None
+    beside: Pattern | None = None
+    back: Pattern | None = None
     whole: Pattern = field(init=False, compare=False, repr=False)
     common: tuple[str, ...] = field(init=False, compare=False, repr=False)
 
@@ -117,7 +122,13 @@ class Rule:
 
     @property
     def inverse(self) -> Rule:
-        return replace(self, sources=self.targets, targets=self.sources)
+        return replace(
+            self,
+            sources=self.targets,
+            targets=self.sources,
+            beside=self.back,
+            back=self.beside,
+        )
 
     @property
     def parts(self) -> tuple[Pattern, ...]:
@@ -147,7 +158,8 @@ class KeyMap:
     ``sizes`` say where the size of an axis is written down: keys and expressions to look up, or
     the number itself. ``drop`` are source names that are left out, ``marks`` names one of which
     tells a checkpoint to be of the source's kind, ``model_types`` those of config.json,
-    ``unless`` facts about a model that it is not for.
+    ``unless`` facts about a model that it is not for, ``tells`` the facts that hold where each has
+    all of its names there.
     """
 
     name: str
@@ -160,6 +172,7 @@ class KeyMap:
     marks: tuple[Pattern, ...] = ()
     model_types: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
+    tells: Mapping[str, tuple[Pattern, ...]] = field(default_factory=dict)
     back: Back = field(default_factory=lambda: Back())
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptool.core.axes import NAME, Axis, axes_of, parse_axes
@@ -13,9 +13,13 @@ from ckptool.errors import CkptoolError, UsageError
 
 _NUMBER = re.compile(r"[0-9]+")
 _SLOT = re.compile(r"\{(\w+)(?:\+(\w+))?\}")
+_STACKED = re.compile(r"<(\.\{(\w+)\})>")
 _NAMED = re.compile(r"(?P<name>\S+?)(?P<optional>\?)?(?:\s+\[(?P<axes>[^\[\]]*)\])?")
-_KEYS = {"name", "summary", "from", "to", "dims", "rule", "drop", "marks", "model_types", "unless"}
-_RULE_KEYS = {"from", "to", "padding", "tie", "when", "only"}
+_KEYS = {
+    *("name", "summary", "from", "to", "dims", "rule"),
+    *("drop", "marks", "model_types", "unless", "facts"),
+}
+_RULE_KEYS = {"from", "to", "padding", "tie", "when", "unless", "only", "beside"}
 
 
 def parse_map(content: Mapping[str, Any], where: str) -> KeyMap:
@@ -24,7 +28,7 @@ def parse_map(content: Mapping[str, Any], where: str) -> KeyMap:
     rules = []
     for number, table in enumerate(content.get("rule", ()), 1):
         try:
-            rules.append(_rule(table))
+            rules += [_rule(variant) for variant in _variants(table)]
         except CkptoolError as error:
             raise UsageError(f"{where}: rule {number}: {error.message}") from None
     if not rules:
@@ -41,6 +45,7 @@ def parse_map(content: Mapping[str, Any], where: str) -> KeyMap:
         marks=sides[1][0],
         model_types=tuple(map(str, content.get("model_types", ()))),
         unless=tuple(map(str, content.get("unless", ()))),
+        tells={n: _patterns(v) for n, v in _table(content, "facts", where).items()},
         back=Back(sides[0][1], sides[1][1]),
     )
 
@@ -63,8 +68,11 @@ def _sides(
 ) -> tuple[tuple[Pattern, ...], tuple[Pattern, ...]]:
     table = _table(content, key, where)
     _require_keys(table, {"from", "to"}, f"{where}: [{key}]")
-    source, target = (tuple(map(parse_pattern, _texts(table.get(s, [])))) for s in ("from", "to"))
-    return source, target
+    return _patterns(table.get("from", [])), _patterns(table.get("to", []))
+
+
+def _patterns(value: Any) -> tuple[Pattern, ...]:
+    return tuple(map(parse_pattern, _texts(value)))
 
 
 def _lookups(name: str, value: Any, where: str) -> tuple[str | int, ...]:
@@ -81,13 +89,33 @@ def _texts(value: Any) -> list[str]:
     return texts
 
 
-def _rule(table: Mapping[str, Any]) -> Rule:
+def _variants(table: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The rule; or the two that one with ``<.{axis}>`` in its only ``from`` name is short for.
+
+    One takes tensors stacked along a first dim, unless the fact ``apart`` holds, the other a tensor
+    for each index.
+    """
     if not isinstance(table, Mapping):
         raise UsageError("is no table")
+    text = table.get("from")
+    found = _STACKED.search(text) if isinstance(text, str) else None
+    if found is None or not isinstance(text, str):
+        return [table]
+    if "[" not in text:
+        raise UsageError(f"{text!r}: what is stacked has its axes in brackets")
+    stacked = text.replace(found[0], "").replace("[", f"[{found[2]} ")
+    return [
+        {"unless": "apart", **table, "from": stacked},
+        {**table, "from": text.replace(found[0], found[1])},
+    ]
+
+
+def _rule(table: Mapping[str, Any]) -> Rule:
     _require_keys(table, _RULE_KEYS, "the table")
-    sources, targets = (tuple(map(parse_pattern, _texts(table.get(s, [])))) for s in ("from", "to"))
+    sources, targets = (_patterns(table.get(side, [])) for side in ("from", "to"))
     if not sources or not targets:
         raise UsageError("needs both from and to")
+    beside, back = _beside(table, sources, targets)
     rule = Rule(
         sources,
         targets,
@@ -95,9 +123,27 @@ def _rule(table: Mapping[str, Any]) -> Rule:
         tie=bool(table.get("tie", False)),
         when=table.get("when"),
         only=table.get("only"),
+        unless=table.get("unless"),
+        beside=beside,
+        back=back,
     )
     _require_sound(rule)
     return rule
+
+
+def _beside(
+    table: Mapping[str, Any], *sides: Sequence[Pattern]
+) -> tuple[Pattern | None, Pattern | None]:
+    """The names that must be there beside those of either side."""
+    found: list[Pattern | None] = []
+    names = _table(table, "beside", "the rule")
+    _require_keys(names, {"from", "to"}, "beside")
+    for key, patterns in zip(("from", "to"), sides, strict=True):
+        name = parse_pattern(str(names[key])) if key in names else None
+        if name and any(set(name.spelled) - set(pattern.spelled) for pattern in patterns):
+            raise UsageError(f"beside: {name.text!r} has a number that {key} has not")
+        found.append(name)
+    return found[0], found[1]
 
 
 def parse_pattern(text: str) -> Pattern:
@@ -157,7 +203,8 @@ def _require_sound(rule: Rule) -> None:
 
 
 def _require_tie(rule: Rule) -> None:
-    if not rule.renames or len({pattern.spelled for pattern in rule.sources + rule.targets}) > 1:
+    made = [pattern for pattern in (*rule.sources, *rule.targets) if not pattern.optional]
+    if not rule.renames or len({pattern.spelled for pattern in made}) > 1:
         raise UsageError("the names of a tie have the same numbers, and no axes")
     if all(p.optional for p in rule.sources) or all(p.optional for p in rule.targets):
         raise UsageError("a tie needs a name on either side that is not optional")

@@ -49,7 +49,7 @@ def apply_map(catalog: Catalog, key_map: KeyMap, facts: Facts) -> Mapped:
     unfit = [name for name in key_map.unless if name in facts.true]
     if unfit:
         raise CannotDo(f"the map {key_map.name} is not for models with {', '.join(unfit)}")
-    return _Application(catalog, key_map, facts).run()
+    return _Application(catalog, key_map, facts.of(catalog, key_map)).run()
 
 
 class _Application:

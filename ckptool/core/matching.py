@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckptool.core.catalog import Catalog
-from ckptool.core.frames import Frame, Framed, framed
+from ckptool.core.frames import Frame, Framed, framed, unwrapped
 from ckptool.core.group import UnknownSizes
 from ckptool.core.keymap import Binding, KeyMap, Pattern, Rule, abstract
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of the model: sizes of axes by name, and the facts that hold."""
+    """What is known of the model: sizes of axes by name, the facts that hold, names there are."""
 
     sizes: Mapping[str, int] = field(default_factory=dict)
     true: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()
+
+    def of(self, catalog: Catalog, key_map: KeyMap) -> Facts:
+        """These, with the names of a checkpoint's tensors, wrapped or not, and what they tell."""
+        names = frozenset(inner for name in catalog.tensors for inner in unwrapped(name))
+        keys = {found[0] for found in map(abstract, names) if found}
+        told = {n for n, patterns in key_map.tells.items() if all(p.key in keys for p in patterns)}
+        return replace(self, true=self.true | told, names=names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +48,8 @@ class Matcher:
         self._facts = facts
         self._patterns: dict[str, list[tuple[Rule, Pattern]]] = defaultdict(list)
         for rule in key_map.rules:
-            if (rule.when is None or rule.when in facts.true) and rule.only in (None, part):
+            holds = rule.when is None or rule.when in facts.true
+            if holds and rule.unless not in facts.true and rule.only in (None, part):
                 for pattern in rule.sources:
                     self._patterns[pattern.key].append((rule, pattern))
         self._dropped: dict[str, list[Pattern]] = defaultdict(list)
@@ -53,17 +62,27 @@ class Matcher:
         for rule, pattern in self._patterns.get(found[0], ()) if found else ():
             unknown = pattern.needs - self._facts.sizes.keys()
             if unknown:
-                raise UnknownSizes(sorted(unknown), rule)
+                raise UnknownSizes(sorted(unknown), rule.whole.text)
             binding = pattern.match(found[1] if found else (), self._facts.sizes)
-            if binding is not None:
+            if binding is not None and self._has_beside(rule, binding):
                 return Claim(rule, pattern, binding, name)
         return None
 
+    def _has_beside(self, rule: Rule, binding: Binding) -> bool:
+        if rule.beside is None:
+            return True
+        return rule.beside.name(binding, self._facts.sizes) in self._facts.names
+
     def drops(self, name: str) -> bool:
-        """Whether the map says to leave the name out."""
+        """Whether the map says to leave the name out. UnknownSizes where that cannot be told."""
         found = abstract(name)
-        patterns = self._dropped.get(found[0], ()) if found else ()
-        return any(found and p.match(found[1], self._facts.sizes) is not None for p in patterns)
+        for pattern in self._dropped.get(found[0], ()) if found else ():
+            unknown = pattern.needs - self._facts.sizes.keys()
+            if unknown:
+                raise UnknownSizes(sorted(unknown), pattern.text)
+            if pattern.match(found[1] if found else (), self._facts.sizes) is not None:
+                return True
+        return False
 
     def knows(self, name: str) -> bool:
         """Whether the map says anything of the name."""
@@ -75,7 +94,7 @@ class Matcher:
 
 def fits(catalog: Catalog, key_map: KeyMap, facts: Facts) -> bool:
     """Whether the map takes every tensor of the model, and one of its marks (if any) is there."""
-    matcher = Matcher(key_map, facts, "model")
+    matcher = Matcher(key_map, facts.of(catalog, key_map), "model")
     found, odd = framed(catalog, matcher.knows, matcher.knows)
     names = {inner for frame, inner in _inner(found) if frame.part == "model"}
     if odd or not names:

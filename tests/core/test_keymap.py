@@ -133,6 +133,10 @@ def key_map(*rules: dict[str, Any], **more: Any) -> KeyMap:
         ({"from": "a", "to": "b", "onyl": "model"}, "'onyl' is none of"),
         ({"from": 3, "to": "b"}, "3 is no name"),
         ({"from": "a [x", "to": "b"}, "is no NAME or NAME"),
+        ({"from": "a<.{l}>.w", "to": "b.{l}.w"}, "has its axes in brackets"),
+        ({"from": "a", "to": "b", "beside": "c"}, "is no table"),
+        ({"from": "a", "to": "b", "beside": {"too": "c"}}, "'too' is none of"),
+        ({"from": "a.{l}", "to": "b.{l}", "beside": {"to": "c.{m}"}}, "a number that to has not"),
     ],
 )  # fmt: skip
 def test_rules_that_cannot_work_both_ways(rule: dict[str, Any], words: str) -> None:
@@ -154,6 +158,49 @@ def test_files_that_make_no_sense(more: dict[str, Any], words: str) -> None:
 def test_a_file_without_rules() -> None:
     with pytest.raises(UsageError, match=r"no \[\[rule\]\]"):
         parse_map({}, "m.toml")
+
+
+# Which rule takes a name
+
+
+def makes(wanted: KeyMap, *names: str) -> set[str]:
+    """The names that a map makes of tensors of two numbers."""
+    tensors = {name: TensorEntry(name, (name,), BY_NAME["float32"], (2,), ()) for name in names}
+    return set(apply_map(Catalog("dcp", tensors, {}, {}), wanted, Facts()).catalog.tensors)
+
+
+LAYERS = {"from": "layers<.{layer}>.w [x]", "to": "l{layer}.w [x]"}
+
+
+def test_one_rule_for_tensors_that_may_be_stacked() -> None:
+    wanted = key_map(LAYERS, dims={"x": 2})
+    assert makes(wanted.inverse, "l0.w", "l1.w") == {"layers.w"}
+    assert makes(wanted, "layers.0.w", "layers.1.w") == {"l0.w", "l1.w"}
+
+
+def test_layers_that_differ_are_not_stacked() -> None:
+    wanted = key_map(
+        LAYERS,
+        {"from": "layers.{layer}.odd", "to": "l{layer}.odd"},
+        facts={"apart": ["l{layer}.w", "l{layer}.odd"]},
+    )
+    names = {"layers.0.w", "layers.1.w", "layers.1.odd"}
+    assert makes(wanted.inverse, "l0.w", "l1.w", "l1.odd") == names
+    assert makes(wanted.inverse, "wrapped.l0.w", "wrapped.l1.odd") == {
+        "wrapped.layers.0.w",
+        "wrapped.layers.1.odd",
+    }
+
+
+def test_a_rule_for_what_has_another_tensor_beside_it() -> None:
+    rules = [
+        {"from": "{l}.up.norm", "to": "{l}.norm", "beside": {"to": "{l}.up"}},
+        {"from": "{l}.norm", "to": "{l}.norm"},
+        {"from": "{l}.up", "to": "{l}.up"},
+    ]
+    there, back = key_map(*rules).inverse, key_map(*rules)
+    assert makes(there, "0.norm", "1.norm", "1.up") == {"0.norm", "1.up.norm", "1.up"}
+    assert makes(back, "0.norm", "1.up.norm", "1.up") == {"0.norm", "1.norm", "1.up"}
 
 
 # What rules do, against numpy

@@ -75,7 +75,8 @@ def test_the_report_as_json(source: Path, out: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["--map", "torchtitan-lama"], 2, "hint: auto, one of megatron-gpt"),
+        (["--map", "torchtitan-lama"], 2, "hint: did you mean torchtitan-llama3 ?"),
+        (["--map", "bert"], 2, "hint: auto, one of megatron-deepseek-v3, megatron-gpt"),
         (["--map", "torchtitan-llama3"], 2, "--dim head=N --dim kv=N"),
         (["--map", "torchtitan-llama3", "--dim", "head"], 2, "is not NAME=SIZE"),
         (["--map", "torchtitan-llama3", "--dim", "x=1"], 2, "hint: it has head, kv"),

@@ -61,6 +61,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
          "norm_topk_prob": True},
     ),
+    "qwen3_moe_and_dense": (
+        "Qwen3Moe",
+        {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+         "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
 }  # fmt: skip
 SMALL = {
     "hidden_size": 32,
@@ -108,6 +113,8 @@ def logits(folder: Path) -> torch.Tensor:
         ("qwen3", "megatron-gpt", {}),
         ("mixtral", "megatron-mixtral", EXPERTS),
         ("qwen3_moe", "megatron-moe", EXPERTS),
+        ("qwen3_moe_and_dense", "megatron-moe", EXPERTS | {"moe_layer_freq": [1, 0]}),
+        ("qwen3_moe_and_dense", "megatron-moe", EXPERTS | {"moe_layer_freq": 2}),
     ],
 )
 def test_from_megatrons_arguments(family: str, name: str, more: dict[str, Any], out: Path) -> None:
@@ -149,6 +156,8 @@ def test_a_model_whose_values_mean_something_else_is_refused(name: str, out: Pat
         ({"normalization": "LayerNorm"}, "normalization is 'LayerNorm'"),
         ({"norm_epsilon": None}, "norm_epsilon is not recorded"),
         ({"use_rope_scaling": True}, "use_rope_scaling is True"),
+        ({"multi_latent_attention": True}, "multi_latent_attention is True"),
+        ({"window_size": (128, 0)}, "window_size is"),
     ],
 )
 def test_no_config_is_made_where_not_enough_is_recorded(

@@ -445,3 +445,67 @@ def test_experts_that_lie_the_other_way_are_not_taken_for_the_usual_ones(out: Pa
     }
     error = refusal(mapped, save(out / "a", turned), out / "b", MapOptions("torchtitan-qwen3"))
     assert "hidden is" in error.message
+
+
+# Models that are nearly those of a map
+
+
+def assets(folder: Path, model_type: str) -> Path:
+    folder.mkdir()
+    config = {"model_type": model_type, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_names_of_a_model_that_config_says_is_another_are_not_enough(
+    tmp_path: Path, out: Path
+) -> None:
+    """Gemma's names are Llama's, and its values mean something else."""
+    source = save(out / "a", state(side="hf"))
+    gemma = assets(tmp_path / "gemma", "gemma")
+    with pytest.raises(UsageError, match=r"config\.json says gemma") as caught:
+        mapped(source, out / "b", MapOptions("auto", assets=gemma))
+    named = (caught.value.hint or "").split()[1]
+    report = convert_to("dcp", source, out / "b", map=MapOptions(named, assets=gemma))
+    assert "though config.json says that the model is gemma" in report.map.reason
+
+
+def test_heads_that_are_normed_are_none_of_mixtrals(out: Path) -> None:
+    names = [
+        "decoder.layers.0.mlp.router.weight",
+        "decoder.layers.0.self_attention.q_layernorm.weight",
+    ]
+    source = save(out / "a", {names[0]: torch.ones(4, 8), names[1]: torch.ones(8)})
+    with pytest.raises(UsageError, match="q_layernorm"):
+        mapped(source, out / "b", MapOptions("megatron-mixtral"))
+    report = convert_to("dcp", source, out / "c", map=MapOptions("auto"))
+    assert report.map.name == "megatron-moe"
+
+
+MTP = {"layers": 2, "vocab": 6}
+
+
+@pytest.mark.parametrize("name", ["torchtitan-deepseek-v3", "megatron-deepseek-v3"])
+def test_copies_of_the_embedding_for_further_tokens_are_accepted(name: str, out: Path) -> None:
+    words = torch.arange(24.0).reshape(6, 4)
+    further = {
+        "model.layers.2.embed_tokens.weight": words,
+        "model.layers.2.enorm.weight": torch.ones(4),
+    }
+    dims = {k: v for k, v in MTP.items() if name.startswith("megatron") or k == "layers"}
+    options = MapOptions(name, dims, inverse=True)
+    source = save(out / "a", {"model.embed_tokens.weight": words} | further)
+    found = mapped(source, out / "b", options)
+    assert len(found) == 2
+    assert bits(words) in found.values()
+    del dims["layers"]
+    with pytest.raises(UsageError, match="needs the size of layers"):
+        mapped(source, out / "c", MapOptions(name, dims, inverse=True))
+
+
+def test_a_copy_of_the_embedding_that_differs_is_refused(out: Path) -> None:
+    words = torch.arange(24.0).reshape(6, 4)
+    names = ["model.embed_tokens.weight", "model.layers.2.embed_tokens.weight"]
+    source = save(out / "a", {names[0]: words, names[1]: words + 1})
+    with pytest.raises(Damaged, match=r"tok_embeddings\.weight"):
+        mapped(source, out / "b", MapOptions("torchtitan-deepseek-v3", {"layers": 2}, inverse=True))

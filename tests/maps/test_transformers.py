@@ -47,9 +47,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3_tied": ("Qwen3", {"tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3Moe", MOE),
+    "qwen3_moe_and_dense": ("Qwen3Moe", MOE | {"mlp_only_layers": [1]}),
+    "qwen2_moe": ("Qwen2Moe", MOE | {"shared_expert_intermediate_size": 40}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
     "deepseek_v3": ("DeepseekV3", DEEPSEEK | {"q_lora_rank": 24}),
     "deepseek_v3_plain": ("DeepseekV3", DEEPSEEK | {"q_lora_rank": None}),
+    "deepseek_v3_of_experts": ("DeepseekV3", DEEPSEEK | {"first_k_dense_replace": 0}),
 }
 CASES = [
     ("torchtitan-llama3", "llama"),
@@ -67,7 +70,12 @@ CASES = [
     ("megatron-gpt", "qwen2"),
     ("megatron-gpt", "qwen3"),
     ("megatron-moe", "qwen3_moe"),
+    ("megatron-moe", "qwen3_moe_and_dense"),
+    ("megatron-moe", "qwen2_moe"),
     ("megatron-mixtral", "mixtral"),
+    ("megatron-deepseek-v3", "deepseek_v3"),
+    ("megatron-deepseek-v3", "deepseek_v3_plain"),
+    ("megatron-deepseek-v3", "deepseek_v3_of_experts"),
 ]
 
 
