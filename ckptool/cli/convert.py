@@ -20,7 +20,7 @@ def convert(
             "--to",
             metavar="FORMAT",
             help="safetensors (a .safetensors file, or else a Hugging Face folder), torch-save,"
-            " dcp, dcp-safetensors or deepspeed-universal.",
+            " dcp, dcp-safetensors, deepspeed-universal or megatron-torch_dist.",
         ),
     ],
     *,

@@ -31,7 +31,10 @@ from ckptool.errors import CannotDo, UsageError
 from ckptool.formats import CONVERTERS
 from ckptool.formats.base import Request
 
-TARGETS = ("safetensors", "torch-save", "dcp", "dcp-safetensors", "deepspeed-universal")
+TARGETS = (
+    *("safetensors", "torch-save", "dcp", "dcp-safetensors"),
+    *("deepspeed-universal", "megatron-torch_dist"),
+)
 """What ``--to`` accepts. ``safetensors`` is a Hugging Face folder unless the target is a file."""
 
 _LARGEST_CONFIG = 1 << 24

@@ -72,6 +72,7 @@ CONVERTERS: Mapping[str, LayOut] = _Lazy(
         "dcp": "_dcp_write.lay_out",
         "dcp-safetensors": "dcp_safetensors.lay_out",
         "deepspeed-universal": "_deepspeed_universal_write.lay_out",
+        "megatron-torch_dist": "_megatron_write.lay_out",
     }
 )
 """What lays a checkpoint out in another format."""

@@ -165,7 +165,7 @@ def test_a_tensor_larger_than_a_shard_has_one_of_its_own(out: Path) -> None:
 # Reports
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", sorted({*TARGETS} - {"megatron-torch_dist"}))
 def test_the_report_is_what_is_written(target: str, out: Path) -> None:
     path = out / ("m.pt" if target == "torch-save" else "m")
     one = case("deepspeed_zero_2" if target == "deepspeed-universal" else "dcp_fsdp2_tp")
