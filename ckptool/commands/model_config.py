@@ -37,11 +37,21 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "use_rope_scaling": (False, None),
     "rotary_interleaved": (False, None),
     "apply_layernorm_1p": (False, None),
+    "multi_latent_attention": (False, None),
+    "attention_output_gate": (False, None),
+    "qk_l2_norm": (False, None),
+    "quick_geglu": (False, None),
+    "softmax_type": ("vanilla", None),
+    "window_size": (None,),
+    "no_rope_freq": (None,),
+    "rotary_seq_len_interpolation_factor": (None,),
 }
 _OF_EXPERTS: dict[str, tuple[Any, ...]] = {
     "moe_router_score_function": ("softmax",),
     "moe_router_pre_softmax": (False,),
     "moe_router_enable_expert_bias": (False, None),
+    "moe_router_topk_scaling_factor": (None, 1.0),
+    "moe_router_num_groups": (None,),
     "moe_shared_expert_intermediate_size": (None,),
 }
 
@@ -116,8 +126,18 @@ def _kind(record: Record, catalog: Catalog) -> tuple[str, str, Config]:
         "num_experts": each,
         "moe_intermediate_size": width or record["ffn_hidden_size"],
         "norm_topk_prob": True,
+        "mlp_only_layers": _dense_layers(record),
     }
     return "qwen3_moe", "Qwen3MoeForCausalLM", shared | qwen
+
+
+def _dense_layers(record: Record) -> list[int]:
+    """The layers without experts, by a list that says it of each, or where every nth has some."""
+    said = record.get("moe_layer_freq") or 1
+    layers = range(record["num_layers"])
+    if isinstance(said, list):
+        return [at for at, has in zip(layers, said, strict=False) if not has]
+    return [at for at in layers if at % said]
 
 
 def _finished(kind: str, architecture: str, config: Config, catalog: Catalog) -> Config:
