@@ -107,14 +107,21 @@ def _noted(done: Mapped, report: MapReport) -> Catalog:
 
 def _unknown_sizes(error: UnknownSizes, key_map: KeyMap) -> UsageError:
     """The error that names the dims that can be looked up or given."""
-    names = [n for n in error.names if key_map.sizes.get(n)] or list(error.names)
-    keys = [str(key_map.sizes[name][0]) for name in names if key_map.sizes.get(name)]
-    written = f" with {', '.join(keys)}" if keys else ""
+    keys = {n: _keys(key_map.sizes.get(n, ())) for n in error.names}
+    names = [name for name in error.names if keys[name]] or list(error.names)
+    written = ", ".join(keys[name][0] for name in names if keys[name])
     given = " ".join(f"--dim {name}=N" for name in names)
     return UsageError(
         f"the map {key_map.name} needs the size of {', '.join(names)}, which nothing here tells",
-        hint=f"--hf-assets FOLDER that has a config.json{written}; or {given}",
+        hint=f"--hf-assets FOLDER that has a config.json with {written}; or {given}"
+        if written
+        else given,
     )
+
+
+def _keys(lookups: Sequence[str | int]) -> list[str]:
+    """The keys of config.json among what tells a dim's size: no expressions."""
+    return [look for look in lookups if isinstance(look, str) and " " not in look]
 
 
 # Which map, and which way

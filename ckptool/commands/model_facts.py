@@ -82,11 +82,12 @@ def facts(key_map: KeyMap, found: Sequence[Record], given: Mapping[str, int]) ->
     merged: dict[str, Any] = {}
     for record in reversed(found):
         merged |= {name: value for name, value in record.items() if value is not None}
-    unknown = given.keys() - key_map.sizes.keys()
+    unknown = given.keys() - key_map.axes
     if unknown:
+        named = key_map.sizes or sorted(key_map.axes)
         raise UsageError(
             f"--dim {min(unknown)}: the map {key_map.name} has no such dim",
-            hint="it has " + ", ".join(key_map.sizes) if key_map.sizes else None,
+            hint="it has " + ", ".join(named) if named else None,
         )
     sizes = {**given}
     for name in key_map.sizes:

@@ -145,10 +145,10 @@ def _solved(dim: Dim, length: int, sizes: Known, *, shared: bool) -> dict[str, i
 
 
 def divides(axes: Axes, shape: Shape, sizes: Known) -> bool:
-    """Whether the sizes that are known divide the lengths of the dims."""
+    """Whether the sizes that are known divide the lengths of the dims, and no sum exceeds them."""
     for dim, length in zip(axes, shape, strict=True):
         known = math.prod(size_of(axis, sizes) or 1 for axis in dim)
-        if length % known:
+        if length % known or any(sum(sizes.get(n, 0) for n in axis) > length for axis in dim):
             return False
     return True
 

@@ -176,6 +176,13 @@ class KeyMap:
     back: Back = field(default_factory=lambda: Back())
 
     @property
+    def axes(self) -> set[str]:
+        """The names of all axes whose sizes may be said."""
+        found = {name for rule in self.rules for axis in rule.axes for name in axis}
+        offsets = {o for r in self.rules for p in (*r.sources, *r.targets) for o in p.needs}
+        return found | offsets | self.sizes.keys()
+
+    @property
     def inverse(self) -> KeyMap:
         """The map the other way."""
         return replace(

@@ -37,8 +37,8 @@ def parse_map(content: Mapping[str, Any], where: str) -> KeyMap:
     return KeyMap(
         name=str(content.get("name", where)),
         summary=str(content.get("summary", "")),
-        source=str(content.get("from", "from")),
-        target=str(content.get("to", "to")),
+        source=str(content.get("from", "one side")),
+        target=str(content.get("to", "the other")),
         rules=tuple(rules),
         sizes={n: _lookups(n, v, where) for n, v in _table(content, "dims", where).items()},
         drop=sides[0][0],
@@ -111,7 +111,7 @@ def _variants(table: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _rule(table: Mapping[str, Any]) -> Rule:
-    _require_keys(table, _RULE_KEYS, "the table")
+    _require_keys(table, _RULE_KEYS, "a key")
     sources, targets = (_patterns(table.get(side, [])) for side in ("from", "to"))
     if not sources or not targets:
         raise UsageError("needs both from and to")

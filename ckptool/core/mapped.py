@@ -238,17 +238,16 @@ class _Application:
 
     def _result(self, handled: set[str]) -> Mapped:
         moves = sorted(self._moves, key=lambda move: self._order[move.sources[0]])
-        twice: dict[str, list[str]] = defaultdict(list)
-        tensors: dict[str, TensorEntry] = {}
+        made: dict[str, list[str]] = defaultdict(list)
         for move in moves:
-            if move.target in tensors:
-                twice[move.target].append(", ".join(move.sources))
-            tensors[move.target] = move.entry
+            made[move.target].append(" + ".join(move.sources))
+        twice = {name: sources for name, sources in made.items() if len(sources) > 1}
         if twice:
             raise UsageError(
                 f"the map {self._map.name} makes {len(twice):,} names twice:\n"
-                + listed([f"{name}, also from {'; '.join(also)}" for name, also in twice.items()])
+                + listed([f"{name}, of {' and of '.join(of)}" for name, of in twice.items()])
             )
+        tensors = {move.target: move.entry for move in moves}
         rest = {n: e for n, e in self._catalog.tensors.items() if n not in handled}
         objects = {n: e for n, e in self._catalog.objects.items() if n not in handled}
         objects |= {value.name: value for value in self._values}

@@ -77,7 +77,7 @@ def test_the_report_as_json(source: Path, out: Path) -> None:
     [
         (["--map", "torchtitan-lama"], 2, "hint: did you mean torchtitan-llama3 ?"),
         (["--map", "bert"], 2, "hint: auto, one of megatron-deepseek-v3, megatron-gpt"),
-        (["--map", "torchtitan-llama3"], 2, "--dim head=N --dim kv=N"),
+        (["--map", "torchtitan-llama3"], 2, "num_key_value_heads; or --dim head=N --dim kv=N"),
         (["--map", "torchtitan-llama3", "--dim", "head"], 2, "is not NAME=SIZE"),
         (["--map", "torchtitan-llama3", "--dim", "x=1"], 2, "hint: it has head, kv"),
         (["--dim", "head=4"], 2, "--map"),
@@ -101,3 +101,39 @@ def test_maps_are_listed_and_printed() -> None:
     as_json = json.loads(command("maps", "meta-llama", "--json").stdout)
     assert as_json["maps"][0]["toml"] == printed
     assert command("maps", "meta-lama").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "said"),
+    [
+        ("x = [", [], "Invalid value"),
+        ('[[rule]]\nfrom = "a"\nto = "b"\noperation = "t"', [], "'operation' is none of"),
+        ('[[rule]]\nfrom = "a"\nto = "b"', [], "m.toml (one side to the other) takes 1 of"),
+        (
+            '[[rule]]\nfrom = "{t} [(x y)]"\nto = "{t} [(y x)]"',
+            ["--no-inverse"],
+            "hint: --dim x=N --dim y=N",
+        ),
+        (
+            '[[rule]]\nfrom = "{t} [(x y)]"\nto = "{t} [(y x)]"',
+            ["--no-inverse", "--dim", "z=2"],
+            "it has",
+        ),
+    ],
+)
+def test_maps_of_ones_own_that_do_not_work(
+    text: str, words: list[str], said: str, tmp_path: Path
+) -> None:
+    torch.save({"0": torch.arange(6)}, tmp_path / "a.pt")
+    (tmp_path / "m.toml").write_text(text)
+    line = ["convert", tmp_path / "a.pt", tmp_path / "x", "--to", "dcp"]
+    done = command(*line, "--map", tmp_path / "m.toml", *words)
+    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+
+
+def test_a_dim_of_ones_own_map_needs_no_table(tmp_path: Path) -> None:
+    torch.save({"0": torch.arange(6)}, tmp_path / "a.pt")
+    (tmp_path / "m.toml").write_text('[[rule]]\nfrom = "{t} [(x y)]"\nto = "{t} [(y x)]"')
+    line = ["convert", tmp_path / "a.pt", tmp_path / "b.pt", "--to", "torch-save", "--dim", "x=2"]
+    assert command(*line, "--map", tmp_path / "m.toml", "--no-inverse").returncode == 0
+    assert torch.load(tmp_path / "b.pt")["0"].tolist() == [0, 3, 1, 4, 2, 5]
