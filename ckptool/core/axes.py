@@ -108,10 +108,13 @@ Known = Mapping[str, int]
 Shape = tuple[int, ...]
 
 
-def solve(tensors: Sequence[tuple[Axes, Shape]], known: Known) -> dict[str, int]:
+def solve(
+    tensors: Sequence[tuple[Axes, Shape]], known: Known, *, padding: str | None = None
+) -> dict[str, int]:
     """The size of every axis that can be told from shapes and the sizes that are known.
 
-    What is left of a sum is shared equally by those of its axes that nothing else tells.
+    What is left of a sum is shared equally by those of its axes that nothing else tells; but not
+    where ``padding`` is one of them.
     """
     sizes = dict(known)
     equations = {
@@ -122,14 +125,16 @@ def solve(tensors: Sequence[tuple[Axes, Shape]], known: Known) -> dict[str, int]
         while progress:
             found: dict[str, int] = {}
             for dim, length in equations:
-                found |= _solved(dim, length, sizes, shared=shared)
+                found |= _solved(dim, length, sizes, shared=shared, padding=padding)
             progress = bool(found)
             sizes |= found
         progress = True
     return sizes
 
 
-def _solved(dim: Dim, length: int, sizes: Known, *, shared: bool) -> dict[str, int]:
+def _solved(
+    dim: Dim, length: int, sizes: Known, *, shared: bool, padding: str | None
+) -> dict[str, int]:
     """What one dim of ``length`` indexes tells of an axis whose size is not known yet."""
     unknown = [axis for axis in dim if size_of(axis, sizes) is None]
     if len(unknown) != 1:
@@ -139,7 +144,9 @@ def _solved(dim: Dim, length: int, sizes: Known, *, shared: bool) -> dict[str, i
         return {}
     missing = [name for name in unknown[0] if name not in sizes]
     left = length // others - sum(sizes.get(name, 0) for name in unknown[0])
-    if left < 0 or left % len(missing) or (len(missing) > 1 and not shared):
+    if left < 0 or left % len(missing):
+        return {}
+    if len(missing) > 1 and (not shared or padding in missing):
         return {}
     return dict.fromkeys(missing, left // len(missing))
 

@@ -49,7 +49,8 @@ def group_sizes(rule: Rule, group: Sequence[Held], known: Sizes) -> dict[str, in
     odd = [held for held in group if len(held.pattern.axes or ()) != len(held.entry.shape)]
     if odd:
         raise _misfit(odd[0], given)
-    sizes = solve([(held.pattern.axes or (), held.entry.shape) for held in group], given)
+    shapes = [(held.pattern.axes or (), held.entry.shape) for held in group]
+    sizes = solve(shapes, given, padding=rule.padding)
     wanted = {n for h in group for n in unknown_axes(h.pattern.axes or (), sizes)}
     wanted |= {a for p in (*rule.sources, *rule.targets) for a in p.spelled} - sizes.keys()
     for held in group:

@@ -74,6 +74,12 @@ def test_sizes_are_told_from_shapes(
     assert solved.keys() == known.keys() | found.keys()
 
 
+def test_padding_is_never_half_of_a_dim() -> None:
+    tensors = [(parse_axes("(vocab + extra) hidden"), (12, 4))]
+    assert solve(tensors, {}, padding="extra") == {"hidden": 4}
+    assert solve(tensors, {"vocab": 9}, padding="extra")["extra"] == 3
+
+
 # Names
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import Bits, bits, convert_to, flat, load_dcp, read_back
-from torchtitan_states import recorded
+from torchtitan_states import CONFIGS, recorded, write_config
 
 from ckptool.commands.map_report import MapOptions
 from ckptool.commands.maps import builtin_maps, load_map, map_text
@@ -187,6 +187,14 @@ def test_groups_that_cannot_be_renamed_are_refused(lists: list[list[str]], out: 
         mapped(source, out / "b")
 
 
+def test_how_many_words_a_padded_vocabulary_has_must_be_said(out: Path) -> None:
+    words = {"embedding.word_embeddings.weight": torch.arange(24.0).reshape(6, 4)}
+    with pytest.raises(UsageError, match="needs the size of vocab") as caught:
+        mapped(save(out / "a", words), out / "b", MapOptions("megatron-gpt"))
+    assert caught.value.hint is not None
+    assert caught.value.hint.endswith("vocab_size; or --dim vocab=N")
+
+
 MEGATRON = {
     "embedding.word_embeddings.weight": torch.arange(24.0).reshape(6, 4),
     "decoder.final_layernorm.weight": torch.arange(4.0),
@@ -248,6 +256,35 @@ def test_to_reshard_and_to_map_may_be_done_in_either_order(
     once = resharded(trained, out / "e", map=LLAMA, **more)
     tensors = [all_bits(flat(load_dcp(path))) for path in (out / "c", first, second, once)]
     assert all(found == tensors[0] for found in tensors[1:])
+
+
+PAIRS = [
+    (family, one.name)
+    for family, config in CONFIGS.items()
+    for one in builtin_maps().values()
+    if config["model_type"] in one.model_types
+    and not (one.name.startswith("megatron") and "qwen" in family)
+]
+
+
+@pytest.mark.parametrize(("family", "name"), PAIRS)
+def test_in_either_order_and_either_way_by_every_map(family: str, name: str, out: Path) -> None:
+    """In five shards, which end amid heads, experts and layers."""
+    sizes = {"extra": 0} if name.startswith("megatron") else {}
+    sizes |= {"dim": 4} if name == "megatron-gpt" else {}
+    options = MapOptions(name, sizes, assets=write_config(family, out / "assets"))
+    shards: dict[str, Any] = {"mesh": parse_mesh("5"), "policy": "fsdp"}
+    here = save(out / "hf", state(family, "hf"))
+    for way in ("trainer", "back"):
+        first = resharded(here, out / f"{way}-shards", **shards)
+        at_once = resharded(here, out / f"{way}-at-once", map=options, **shards)
+        mapped(first, out / f"{way}-first", options)
+        mapped(here, out / way, options)
+        done = [out / way, at_once, out / f"{way}-first"]
+        contents = [all_bits(flat(load_dcp(path))) for path in done]
+        assert contents[1:] == contents[:1] * 2
+        here = out / way
+    assert contents[0] == all_bits(state(family, "hf"))
 
 
 def test_shards_that_end_amid_a_head_are_permuted_as_well(trained: Path, out: Path) -> None:
