@@ -5,6 +5,11 @@ PP 2, DP 2, torch_dist): layers stacked, vocabulary padded to 112. ``megatron_0_
 SHA-256 of what they are under Hugging Face's names. It was made from the parameters of the
 unsharded Megatron model, one module a layer, with linear_qkv sliced by query group as Megatron-LM's
 tools/checkpoint does and linear_fc1 halved.
+
+``megatron_0_16_1_latent_*.safetensors`` are what Megatron-core 0.16.1 stored (TP 2, EP 2) of a model
+with latent attention, a layer without experts, one with, and one that predicts further tokens, as
+torch_dist and in its rank files. It had loaded random weights from Hugging Face's names (DeepseekV3),
+with which it gave the logits of transformers; ``megatron_0_16_1_latent.json`` has their SHA-256.
 """
 
 from __future__ import annotations
@@ -98,3 +103,22 @@ def test_and_back_to_all_but_the_padding(stored: dict[str, torch.Tensor], out: P
     assert all(torch.equal(found[n], stored[n]) for n in stored if n != embedding)
     assert torch.equal(found[embedding][:103], words[:103])
     assert torch.equal(found[embedding][103:], words[102:103].expand(9, -1))
+
+
+@pytest.mark.parametrize("kind", ["torch_dist", "legacy"])
+def test_latent_attention_experts_and_further_tokens(kind: str, out: Path) -> None:
+    source = HERE / f"megatron_0_16_1_latent_{kind}.safetensors"
+    options = MapOptions("auto", {"vocab": 37, "layers": 2})
+    report = convert_to("safetensors", source, out / "hf", map=options)
+    assert report.map.name == "megatron-deepseek-v3"
+    truth = json.loads((HERE / "megatron_0_16_1_latent.json").read_text())
+    assert described(out / "hf" / "model.safetensors") == truth
+    back = MapOptions("megatron-deepseek-v3", {"extra": 3, "layers": 2})
+    convert_to("safetensors", out / "hf", out / "back.safetensors", map=back)
+    found, stored = load_file(out / "back.safetensors"), load_file(source)
+    if kind == "torch_dist":
+        assert found.keys() == stored.keys()
+    words = "embedding.word_embeddings.weight"
+    padded = {words, "output_layer.weight"}
+    assert all(torch.equal(found[n], stored[n]) for n in found.keys() & stored.keys() - padded)
+    assert torch.equal(found[words][:37], stored[words][:37])
