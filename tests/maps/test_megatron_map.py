@@ -6,10 +6,11 @@ SHA-256 of what they are under Hugging Face's names. It was made from the parame
 unsharded Megatron model, one module a layer, with linear_qkv sliced by query group as Megatron-LM's
 tools/checkpoint does and linear_fc1 halved.
 
-``megatron_0_16_1_latent_*.safetensors`` are what Megatron-core 0.16.1 stored (TP 2, EP 2) of a model
-with latent attention, a layer without experts, one with, and one that predicts further tokens, as
-torch_dist and in its rank files. It had loaded random weights from Hugging Face's names (DeepseekV3),
-with which it gave the logits of transformers; ``megatron_0_16_1_latent.json`` has their SHA-256.
+``megatron_0_16_1_latent_*.safetensors`` are what Megatron-core 0.16.1 stored (TP 2, EP 2) of a
+model with latent attention, a layer without experts, one with, and one that predicts further
+tokens, as torch_dist and in its rank files. It had loaded random weights from Hugging Face's names
+(DeepseekV3), with which it gave the logits of transformers; ``megatron_0_16_1_latent.json`` has
+their SHA-256.
 """
 
 from __future__ import annotations
@@ -120,5 +121,7 @@ def test_latent_attention_experts_and_further_tokens(kind: str, out: Path) -> No
         assert found.keys() == stored.keys()
     words = "embedding.word_embeddings.weight"
     padded = {words, "output_layer.weight"}
-    assert all(torch.equal(found[n], stored[n]) for n in found.keys() & stored.keys() - padded)
+    same = found.keys() & stored.keys() - padded
+    assert len(same) > 20
+    assert all(torch.equal(found[n], stored[n]) for n in same)
     assert torch.equal(found[words][:37], stored[words][:37])
