@@ -19,7 +19,7 @@ from ckptool.core.group import UnknownSizes
 from ckptool.core.keymap import KeyMap
 from ckptool.core.keymap_file import parse_map
 from ckptool.core.mapped import Mapped, apply_map, listed
-from ckptool.core.matching import Facts, Matcher, fits
+from ckptool.core.matching import Facts, Matcher, fits, kinds_of
 from ckptool.errors import UsageError
 
 AUTO = "auto"
@@ -151,11 +151,12 @@ def _taken(catalog: Catalog, key_map: KeyMap) -> int:
 
 def _found(catalog: Catalog, known: list[Record], options: MapOptions) -> tuple[KeyMap, str]:
     """The one built-in map that takes every tensor of the model."""
+    kinds = kinds_of(catalog)
     candidates = [
         way
         for one in builtin_maps().values()
         for inverse, way in ((False, one), (True, one.inverse))
-        if options.inverse in (None, inverse) and fits(catalog, way, facts(way, known, {}))
+        if options.inverse in (None, inverse) and fits(catalog, kinds, way, facts(way, known, {}))
     ]
     if not candidates:
         raise _none_fits(catalog)

@@ -10,6 +10,7 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.frames import Frame, Framed, framed, unwrapped
 from ckptool.core.group import UnknownSizes
 from ckptool.core.keymap import Binding, KeyMap, Pattern, Rule, abstract
+from ckptool.core.parts import part_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +23,11 @@ class Facts:
 
     def of(self, catalog: Catalog, key_map: KeyMap) -> Facts:
         """These, with the names of a checkpoint's tensors, wrapped or not, and what they tell."""
+        if not key_map.tells and all(rule.beside is None for rule in key_map.rules):
+            return self
         names = frozenset(inner for name in catalog.tensors for inner in unwrapped(name))
-        keys = {found[0] for found in map(abstract, names) if found}
+        kinds = {found[0] for found in map(abstract, catalog.tensors) if found}
+        keys = {inner for kind in kinds for inner in unwrapped(kind)}
         told = {n for n, patterns in key_map.tells.items() if all(p.key in keys for p in patterns)}
         return replace(self, true=self.true | told, names=names)
 
@@ -92,8 +96,21 @@ class Matcher:
             return True
 
 
-def fits(catalog: Catalog, key_map: KeyMap, facts: Facts) -> bool:
-    """Whether the map takes every tensor of the model, and one of its marks (if any) is there."""
+def kinds_of(catalog: Catalog) -> frozenset[str]:
+    """The model's names with ``#`` for each number; there are few, however many the tensors."""
+    names = [n for n, e in catalog.tensors.items() if part_of(n, e.path) == "model"]
+    return frozenset(found[0] if (found := abstract(name)) else name for name in names)
+
+
+def fits(catalog: Catalog, kinds: frozenset[str], key_map: KeyMap, facts: Facts) -> bool:
+    """Whether the map takes every tensor of the model, and one of its marks (if any) is there.
+
+    ``kinds`` are those of the catalog.
+    """
+    patterns = [*(p for rule in key_map.rules for p in rule.sources), *key_map.drop]
+    known = {pattern.key for pattern in patterns}
+    if not all(known.intersection(unwrapped(kind)) for kind in kinds):
+        return False
     matcher = Matcher(key_map, facts.of(catalog, key_map), "model")
     found, odd = framed(catalog, matcher.knows, matcher.knows)
     names = {inner for frame, inner in _inner(found) if frame.part == "model"}
