@@ -1,11 +1,10 @@
-"""Option values as people write them: sizes, shares, element types and dims."""
+"""Option values as people write them: sizes, shares and dims."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-from ckptool.core.dtype import BY_NAME, SHORT_NAMES, DType
 from ckptool.errors import UsageError
 
 _UNITS = {
@@ -39,18 +38,6 @@ def parse_share(text: str, option: str) -> float:
     if not 0 < share <= 1:
         raise UsageError(f"{option} {text!r} is no share", hint="such as 5% or 0.05")
     return share
-
-
-def parse_dtype(text: str) -> DType:
-    """The floating type called ``bf16``, ``torch.float16``, ``float8_e4m3fn``; or UsageError."""
-    name = text.lower().removeprefix("torch.")
-    dtype = BY_NAME.get(SHORT_NAMES.get(name, name))
-    if dtype is None or dtype.kind != "float":
-        floating = [item.name for item in BY_NAME.values() if item.kind == "float"]
-        raise UsageError(
-            f"--dtype {text!r} is no floating type", hint="one of " + ", ".join(floating)
-        )
-    return dtype
 
 
 def parse_dims(texts: Sequence[str]) -> dict[str, int]:

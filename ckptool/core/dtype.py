@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ckptool.errors import UsageError
+
 
 @dataclass(frozen=True, slots=True)
 class DType:
@@ -81,3 +83,15 @@ def short_name(name: str) -> str:
     return {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}.get(
         name, name
     )
+
+
+def parse_dtype(text: str) -> DType:
+    """The floating type called ``bf16``, ``torch.float16``, ``float8_e4m3fn``; or UsageError."""
+    name = text.lower().removeprefix("torch.")
+    dtype = BY_NAME.get(SHORT_NAMES.get(name, name))
+    if dtype is None or dtype.kind != "float":
+        floating = [item.name for item in BY_NAME.values() if item.kind == "float"]
+        raise UsageError(
+            f"--dtype {text!r} is no floating type", hint="one of " + ", ".join(floating)
+        )
+    return dtype

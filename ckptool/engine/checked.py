@@ -31,12 +31,20 @@ class CheckedReads:
         Records of copies, and others that no gatherer has read whole, are read here. Raises
         Damaged where a file ends before a record does.
         """
+        self._touch(entries)
+        share_jobs(iter(self._records.unseen()), workers, self.gatherer, self._read)
+        return self._records.problems()
+
+    def problems_so_far(self, entries: Iterable[TensorEntry]) -> list[Problem]:
+        """As ``problems``, of the records that gatherers have read whole; nothing is read."""
+        self._touch(entries)
+        return self._records.problems(without=set(self._records.unseen()))
+
+    def _touch(self, entries: Iterable[TensorEntry]) -> None:
         for entry in entries:
             for place in places(entry):
                 if isinstance(place, Extent) and place.record is not None:
                     self._records.touch(place.record, entry.name)
-        share_jobs(iter(self._records.unseen()), workers, self.gatherer, self._read)
-        return self._records.problems()
 
     def _note(self, record: Record, offset: int, data: memoryview) -> None:
         self._records.piece(record, offset, len(data), crc32(data))

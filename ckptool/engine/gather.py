@@ -128,12 +128,16 @@ class Gatherer:
         The chunks must cover the box. Runs of checksummed records are noted.
         """
         values: Array = np.empty(box.shape, unit(entry.source_dtype.itemsize))
+        self.gather_into(values, entry, box)
+        return values
+
+    def gather_into(self, values: Array, entry: TensorEntry, box: Box) -> None:
+        """As ``gathered``, into an array of the box's shape."""
         for chunk, common in self._index(entry).find(box):
             where = common.relative_to(box.lo)
             view = values[tuple(map(slice, where.lo, where.hi))] if where.lo else values
             self.fill(view, chunk, common, entry.source_dtype)
             self._note_run(view, chunk, common)
-        return values
 
     def _index(self, entry: TensorEntry) -> ChunkIndex:
         """The index of a tensor's chunks; those of the last few tensors are kept."""

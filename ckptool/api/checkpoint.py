@@ -1,0 +1,214 @@
+"""An open checkpoint: what it holds, and any part of any tensor."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+
+from ckptool.api.keywords import AnyPath, Keywords, Opening
+from ckptool.commands.assets import mapped
+from ckptool.commands.open import Opened, open_checkpoint
+from ckptool.commands.selection import selected
+from ckptool.core.box import Box
+from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
+from ckptool.core.mesh import Mesh
+from ckptool.engine.run import RunOptions
+from ckptool.errors import CannotDo, Damaged, UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from ckptool.engine.boxes import Wanted
+
+Index = Box | slice | Sequence[slice]
+"""A box of a tensor, or slices of its first dims as in ``tensor[2:4, :8]``, without steps."""
+
+
+class Checkpoint:
+    """A checkpoint whose metadata was read; its tensors are read when they are asked for.
+
+    Threads may share one. Nothing is unpickled.
+    """
+
+    def __init__(self, opened: Opened, catalog: Catalog) -> None:
+        self._opened = opened
+        self._catalog = catalog
+        self._located: dict[str, TensorEntry] = {}
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<ckptool.Checkpoint {self.path} {self.format}: {len(self.tensors):,} tensors>"
+
+    @property
+    def path(self) -> Path:
+        """Where it lies, which may be below the path that was given."""
+        return self._opened.path
+
+    @property
+    def format(self) -> str:
+        """The name of its format, as ``ckptool formats`` lists it."""
+        return self._opened.format.name
+
+    @property
+    def catalog(self) -> Catalog:
+        """All that its metadata says, as every command sees it."""
+        return self._catalog
+
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """Each tensor by name: ``dtype``, ``shape``, ``placements``, ``mesh``, ``chunks``."""
+        return MappingProxyType(self._catalog.tensors)
+
+    @property
+    def objects(self) -> Mapping[str, Any]:
+        """Each value that is no tensor: plain data, or records of what was not unpickled."""
+        return MappingProxyType({n: entry.value for n, entry in self._catalog.objects.items()})
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The device mesh it was written on, as far as it is known."""
+        return self._catalog.mesh
+
+    @overload
+    def read(self, name: str, box: Index | None = None) -> torch.Tensor: ...
+    @overload
+    def read(
+        self, name: str, box: Index | None = None, *, as_: Literal["torch"]
+    ) -> torch.Tensor: ...
+    @overload
+    def read(
+        self, name: str, box: Index | None = None, *, as_: Literal["numpy"]
+    ) -> np.ndarray[Any, np.dtype[Any]]: ...
+    def read(
+        self, name: str, box: Index | None = None, *, as_: Literal["torch", "numpy"] = "torch"
+    ) -> Any:
+        """A tensor or a part of it, whatever chunks it lies in; only the bytes of these are read.
+
+        Checksums are verified where all that they cover is read. Raises UsageError for an unknown
+        name or a box outside the shape, CannotDo where numpy has no such element type, Damaged
+        where the tensor is not whole.
+        """
+        entry = self.located([name])[name]
+        where = box_of(entry, box)
+        if as_ == "torch":
+            return self._read_torch(entry, where)
+        if as_ == "numpy":
+            return self._read_numpy(entry, where)
+        raise UsageError(f"as_={as_!r}: torch or numpy")
+
+    def located(self, names: Sequence[str]) -> dict[str, TensorEntry]:
+        """Entries of which every chunk's place is known, and whose chunks tile them exactly.
+
+        Raises UsageError for an unknown name and Damaged where ranks contradict one another.
+        """
+        for name in names:
+            self._require(name)
+        with self._lock:
+            closed = {n: self._catalog.tensors[n] for n in names if n not in self._located}
+            if closed:
+                inner = self._opened.located(self._catalog.with_tensors(closed))
+                for entry in inner.tensors.values():
+                    problem = coverage_problem(entry)
+                    if problem is not None:
+                        raise Damaged(problem, hint="a shard is missing, or its metadata is wrong")
+                self._located |= inner.tensors
+            return {name: self._located[name] for name in names}
+
+    def fill(self, wanted: Sequence[Wanted], workers: int | None = None) -> None:
+        """Read boxes of located tensors into memory; see ``engine.boxes.fill``."""
+        from ckptool.engine.boxes import fill
+
+        fill(wanted, self._opened.source.root, workers or workers_of_this_rank())
+
+    def _require(self, name: str) -> None:
+        if name in self._catalog.conflicts:
+            raise Damaged(
+                self._catalog.conflicts[name],
+                hint="per_rank=True keeps each rank's as NAME@rankR",
+            )
+        if name not in self._catalog.tensors:
+            close = get_close_matches(name, self._catalog.tensors, n=1)
+            hint = f"did you mean {close[0]!r} ?" if close else None
+            raise UsageError(f"{self.path}: no tensor is called {name!r}", hint=hint)
+
+    def _read_torch(self, entry: TensorEntry, box: Box) -> Any:
+        import torch
+
+        from ckptool.api.memory import Staging, torch_dtype
+        from ckptool.engine.boxes import Wanted
+
+        tensor = torch.empty(box.shape, dtype=torch_dtype(entry.dtype.name))
+        self.fill([Wanted(entry, box, Staging().memory(tensor))])
+        return tensor
+
+    def _read_numpy(self, entry: TensorEntry, box: Box) -> Any:
+        import numpy as np
+
+        from ckptool.engine.boxes import ArrayMemory, Wanted
+        from ckptool.engine.gather import unit
+
+        if entry.dtype.name not in np.sctypeDict:
+            raise CannotDo(f"{entry.name}: numpy has no {entry.dtype}", hint="read it as torch")
+        bits: Any = np.empty(box.shape, unit(entry.dtype.itemsize))
+        self.fill([Wanted(entry, box, ArrayMemory(bits))])
+        return bits.view(entry.dtype.name)
+
+
+def open(path: AnyPath, **options: Unpack[Opening]) -> Checkpoint:
+    """Open the checkpoint at ``path``: of any format, from its metadata alone.
+
+    The options are those of ``ckptool convert`` that say how to read it, what to take of it and
+    how to call that. Raises NotFound, Unrecognised, Damaged, Hostile or UsageError.
+    """
+    said = Keywords("open", options, Opening)
+    opened = open_checkpoint(Path(path), said.reading())
+    catalog = selected(opened.catalog, said.selection())
+    if said.mapping().name is not None:
+        catalog = opened.located(catalog)
+    catalog, _ = mapped(opened, catalog, said.mapping())
+    return Checkpoint(opened, catalog)
+
+
+def checkpoint_at(path: AnyPath | Checkpoint, **options: Unpack[Opening]) -> Checkpoint:
+    """An open checkpoint as it is, else that at the path."""
+    if not isinstance(path, Checkpoint):
+        return open(path, **options)
+    if options:
+        raise TypeError(f"{next(iter(options))} says how to open a checkpoint: give open() it")
+    return path
+
+
+def workers_of_this_rank() -> int:
+    """Threads for this process, where torchrun started several on this machine."""
+    beside = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, RunOptions().workers // int(beside if beside.isdecimal() else 1))
+
+
+def box_of(entry: TensorEntry, index: Index | None) -> Box:
+    """The box that an index means; UsageError where it is none of this tensor."""
+    if index is None:
+        return Box.whole(entry.shape)
+    if isinstance(index, Box):
+        box = index
+    else:
+        box = _sliced(entry, [index] if isinstance(index, slice) else index)
+    fits = len(box.lo) == len(entry.shape) and Box.whole(entry.shape).contains(box)
+    if not fits or any(map(int.__lt__, box.hi, box.lo)):
+        raise UsageError(f"{entry.name}: {box} is no box of shape {list(entry.shape)}")
+    return box
+
+
+def _sliced(entry: TensorEntry, slices: Sequence[slice]) -> Box:
+    if len(slices) > len(entry.shape) or not all(isinstance(one, slice) for one in slices):
+        raise UsageError(f"{entry.name}: as many slices as its shape {list(entry.shape)} has dims")
+    if any(one.step not in (None, 1) for one in slices):
+        raise UsageError(f"{entry.name}: slices with steps are not read; take every element")
+    rest = [slice(None)] * (len(entry.shape) - len(slices))
+    bounds = [one.indices(n) for one, n in zip([*slices, *rest], entry.shape, strict=True)]
+    return Box(tuple(lo for lo, _, _ in bounds), tuple(max(lo, hi) for lo, hi, _ in bounds))

@@ -1,0 +1,165 @@
+"""Every format that ckptool reads, for ``torch.distributed.checkpoint.load``. Needs torch.
+
+    import torch.distributed.checkpoint as dcp
+    from ckptool.dcp import CheckpointReader
+
+    dcp.load(state_dict, storage_reader=CheckpointReader("runs/global_step1000"))
+
+Written against ``torch.distributed.checkpoint`` of torch 2.2 to 2.13: torch's planner decides what
+each rank needs, and only the bytes of that are read.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ckptool.api.checkpoint import Checkpoint, checkpoint_at, open
+from ckptool.api.keywords import AnyPath, Opening
+from ckptool.api.memory import Staging, torch_dtype, why_not_filled
+from ckptool.api.values import archived
+from ckptool.commands.open import holds_checkpoint
+from ckptool.core.box import Box
+from ckptool.core.catalog import Index, Path, TensorEntry
+from ckptool.core.rewrite import with_whole_lists
+from ckptool.engine.boxes import Wanted
+from ckptool.errors import CannotDo
+
+__all__ = ["CheckpointReader"]
+
+
+class CheckpointReader(StorageReader):
+    """Reads any checkpoint for torch's own planners, which may place it on any mesh.
+
+    ``options`` are those of ``ckptool.open``, or the checkpoint is given open. Names are the
+    catalog's, as ``ckptool inspect`` shows them. Every tensor is one chunk of the metadata: its
+    boxes are found in the source's own chunks, and only the bytes of these are read, by several
+    threads. A value is rebuilt only where it is plain data; CannotDo where another is asked for.
+    """
+
+    def __init__(
+        self, path: AnyPath | Checkpoint, *, workers: int | None = None, **options: Unpack[Opening]
+    ) -> None:
+        super().__init__()
+        self._workers = workers
+        self._options = options
+        self._checkpoint: Checkpoint | None = None
+        self._path: AnyPath = path.path if isinstance(path, Checkpoint) else path
+        if isinstance(path, Checkpoint):
+            self._checkpoint = checkpoint_at(path, **options)
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint, opened when it is first needed."""
+        if self._checkpoint is None:
+            self._checkpoint = open(self._path, **self._options)
+        return self._checkpoint
+
+    @property
+    def checkpoint_id(self) -> AnyPath:
+        """The path that is read."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether a checkpoint of a known format lies there."""
+        return holds_checkpoint(pathlib.Path(checkpoint_id))
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin anew, with another path where one is given."""
+        if checkpoint_id is not None and os.fspath(checkpoint_id) != os.fspath(self._path):
+            self._path, self._checkpoint = checkpoint_id, None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the checkpoint holds, as torch's planners want it; no tensor byte is read."""
+        catalog = with_whole_lists(self.checkpoint.catalog)
+        held: dict[str, Any] = {n: _described(entry) for n, entry in catalog.tensors.items()}
+        held |= {name: BytesStorageMetadata() for name in catalog.objects}
+        paths = {n: _path(entry.path) for n, entry in (catalog.tensors | catalog.objects).items()}
+        return Metadata(held, planner_data=paths, storage_data={})
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Nothing is to be set up: every rank reads for itself."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill what the plan asks for; done when it returns.
+
+        Raises CannotDo for a value that is no plain data, for an element type that is not the
+        checkpoint's, and for memory that cannot be filled; Damaged where bytes are not as they
+        were written, or ranks contradict one another on a tensor that is asked for.
+        """
+        tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
+        values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        objects = self.checkpoint.catalog.objects
+        archives = [(item, archived(objects[item.storage_index.fqn])) for item in values]
+        self._read_tensors(tensors, planner)
+        for item, data in archives:
+            planner.load_bytes(item, io.BytesIO(data))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_tensors(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        entries = self.checkpoint.located(sorted({item.storage_index.fqn for item in items}))
+        targets = [planner.resolve_tensor(item).detach() for item in items]
+        staging = Staging()
+        wanted = [
+            _wanted(entries[item.storage_index.fqn], item, target, staging)
+            for item, target in zip(items, targets, strict=True)
+        ]
+        try:
+            self.checkpoint.fill(wanted, self._workers)
+        finally:
+            staging.finish()
+        for item, target in zip(items, targets, strict=True):
+            planner.commit_tensor(item, target)
+
+
+def _described(entry: TensorEntry) -> TensorStorageMetadata:
+    shape = torch.Size(entry.shape)
+    whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
+    return TensorStorageMetadata(TensorProperties(torch_dtype(entry.dtype.name)), shape, [whole])
+
+
+def _path(path: Path) -> tuple[str | int, ...]:
+    return tuple(step.position if isinstance(step, Index) else str(step) for step in path)
+
+
+def _wanted(entry: TensorEntry, item: ReadItem, target: torch.Tensor, staging: Staging) -> Wanted:
+    box = Box.at(item.storage_offsets, item.lengths)
+    found = str(target.dtype).removeprefix("torch."), tuple(target.shape)
+    if found != (entry.dtype.name, box.shape):
+        raise CannotDo(
+            f"{entry.name} {box}: {entry.dtype} {list(box.shape)} in the checkpoint, {found[0]}"
+            f" {list(found[1])} in the state dict",
+            hint="nothing is cast in silence: load it as it is, or ckptool convert --dtype",
+        )
+    why = why_not_filled(target)
+    if why is not None:
+        raise CannotDo(f"{entry.name}: {why}")
+    return Wanted(entry, box, staging.memory(target))
