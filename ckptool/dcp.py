@@ -85,8 +85,11 @@ class CheckpointReader(StorageReader):
         if checkpoint_id is not None and os.fspath(checkpoint_id) != os.fspath(self._path):
             self._path, self._checkpoint = checkpoint_id, None
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the checkpoint holds, as torch's planners want it; no tensor byte is read."""
+    def read_metadata(self, *args: Any, **ignored: Any) -> Metadata:
+        """What the checkpoint holds, as torch's planners want it; no tensor byte is read.
+
+        torch 2.13 tries again for metadata of one rank where there is a parameter ``kwargs``.
+        """
         catalog = with_whole_lists(self.checkpoint.catalog)
         held: dict[str, Any] = {n: _described(entry) for n, entry in catalog.tensors.items()}
         held |= {name: BytesStorageMetadata() for name in catalog.objects}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -197,6 +200,53 @@ def convert_to(target: str, source: Path, path: Path, **options: Any) -> Any:
     run = options.pop("run", RunOptions(workers=2, fsync=False))
     transfer = TransferOptions(overwrite=options.pop("overwrite", False), run=run)
     return prepare(source, path, ConvertOptions(to=target, transfer=transfer, **options)).run()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one rank ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+def on_ranks(
+    world: int, words: Sequence[str | Path], folders: Sequence[Path] | None = None
+) -> list[Ended]:
+    """Start a python command once a rank, with torchrun's environment.
+
+    With ``folders`` each rank is a node of its own, and works in its own folder.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(world):
+        environment = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_RANK": "0" if folders else str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        line = [sys.executable, *map(str, words)]
+        process = subprocess.Popen(
+            line,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | environment,
+            cwd=folders[rank] if folders else None,
+        )
+        processes.append(process)
+    try:
+        found = [process.communicate(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [Ended(p.returncode, *text) for p, text in zip(processes, found, strict=True)]
 
 
 @pytest.fixture

@@ -1,0 +1,113 @@
+"""ckptool.dcp.CheckpointReader: torch's own planner and loader on any format."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import case
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+
+import ckptool
+from ckptool.dcp import CheckpointReader
+from ckptool.errors import CannotDo, Damaged
+
+WEIGHT = torch.arange(12.0).reshape(3, 4)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    state = {"model": {"w": WEIGHT}, "lr": 0.5, "args": argparse.Namespace(a=1)}
+    torch.save(state, tmp_path / "m.pt")
+    return tmp_path / "m.pt"
+
+
+def load(state: dict[str, Any], reader: CheckpointReader, **planner: Any) -> None:
+    dcp.load(state, storage_reader=reader, planner=DefaultLoadPlanner(**planner), no_dist=True)
+
+
+def test_it_is_a_storage_reader(saved: Path) -> None:
+    assert isinstance(CheckpointReader(saved), StorageReader)
+    assert CheckpointReader.validate_checkpoint_id(case("dcp_base").path)
+    assert not CheckpointReader.validate_checkpoint_id(saved.parent / "nothing")
+
+
+def test_nested_names_and_values(saved: Path) -> None:
+    state = {"model": {"w": torch.zeros(3, 4)}, "lr": 0.0}
+    load(state, CheckpointReader(saved))
+    assert torch.equal(state["model"]["w"], WEIGHT)  # type: ignore[index]
+    assert state["lr"] == 0.5
+
+
+def test_a_checkpoint_that_is_open_already(saved: Path) -> None:
+    state = {"net.w": torch.zeros(3, 4)}
+    load(state, CheckpointReader(ckptool.open(saved, rename=[r"^model\.=net."])))
+    assert torch.equal(state["net.w"], WEIGHT)
+
+
+def test_a_part_of_it(saved: Path) -> None:
+    state = {"model": {"w": torch.zeros(3, 4), "new": torch.ones(2)}}
+    with pytest.raises(CheckpointException, match=r"model\.new"):
+        load(state, CheckpointReader(saved))
+    load(state, CheckpointReader(saved), allow_partial_load=True)
+    assert torch.equal(state["model"]["w"], WEIGHT)
+    assert torch.equal(state["model"]["new"], torch.ones(2))
+
+
+def test_another_checkpoint_after_a_reset(saved: Path, tmp_path: Path) -> None:
+    torch.save({"model": {"w": WEIGHT + 1}}, tmp_path / "other.pt")
+    reader, state = CheckpointReader(saved), {"model": {"w": torch.zeros(3, 4)}}
+    load(state, reader)
+    reader.reset(tmp_path / "other.pt")
+    load(state, reader)
+    assert torch.equal(state["model"]["w"], WEIGHT + 1)
+    assert reader.checkpoint_id == tmp_path / "other.pt"
+
+
+def failure(state: dict[str, Any], path: Path) -> BaseException:
+    """What the reader raised, which torch wraps for every rank."""
+    with pytest.raises(CheckpointException) as caught:
+        load(state, CheckpointReader(path))
+    return next(error for error, _ in caught.value.failures.values())
+
+
+def test_nothing_is_cast(saved: Path) -> None:
+    found = failure({"model": {"w": torch.zeros(3, 4, dtype=torch.float16)}}, saved)
+    assert isinstance(found, CannotDo)
+    assert "float32 [3, 4] in the checkpoint, float16 [3, 4]" in found.message
+
+
+def test_a_value_of_a_class_of_its_own_is_never_rebuilt(saved: Path) -> None:
+    found = failure({"args": None}, saved)
+    assert isinstance(found, CannotDo)
+    assert "argparse.Namespace" in found.message
+
+
+def test_damage_is_found(saved: Path) -> None:
+    data = bytearray(saved.read_bytes())
+    data[data.index(WEIGHT.numpy().tobytes()) + 5] ^= 1
+    saved.write_bytes(data)
+    assert isinstance(failure({"model": {"w": torch.zeros(3, 4)}}, saved), Damaged)
+
+
+def bytes_read() -> int:
+    said = Path("/proc/self/io").read_text().split()
+    return int(said[said.index("rchar:") + 1])
+
+
+def test_only_the_bytes_of_the_boxes_are_read(tmp_path: Path) -> None:
+    """Columns of row shards: torch's own reader reads every shard whole."""
+    halves = {f"w{half}": torch.randn(64, 64 << 10) for half in range(2)}
+    dcp.save(halves, checkpoint_id=tmp_path / "m", no_dist=True)
+    one = ckptool.open(tmp_path / "m")
+    one.read("w0", (slice(1),))
+    before = bytes_read()
+    found = one.read("w0", (slice(None), slice(0, 16 << 10)))
+    assert bytes_read() - before < 1.1 * found.nbytes
+    assert torch.equal(found, halves["w0"][:, : 16 << 10])
