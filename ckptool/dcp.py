@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import io
 import os
-import pathlib
 from collections.abc import Sequence
 from typing import Any, Unpack
 
@@ -30,7 +29,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ckptool.api.checkpoint import Checkpoint, checkpoint_at, open
-from ckptool.api.keywords import AnyPath, Opening
+from ckptool.api.keywords import AnyPath, Opening, location
 from ckptool.api.memory import Staging, torch_dtype, why_not_filled
 from ckptool.api.values import archived
 from ckptool.commands.open import holds_checkpoint
@@ -78,7 +77,7 @@ class CheckpointReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether a checkpoint of a known format lies there."""
-        return holds_checkpoint(pathlib.Path(checkpoint_id))
+        return holds_checkpoint(location(checkpoint_id))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin anew, with another path where one is given."""
@@ -128,12 +127,12 @@ class CheckpointReader(StorageReader):
         return done
 
     def _read_tensors(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        entries = self.checkpoint.located(sorted({item.storage_index.fqn for item in items}))
+        entries = [self.checkpoint.entry(item.storage_index.fqn) for item in items]
         targets = [planner.resolve_tensor(item).detach() for item in items]
         staging = Staging()
         wanted = [
-            _wanted(entries[item.storage_index.fqn], item, target, staging)
-            for item, target in zip(items, targets, strict=True)
+            _wanted(entry, item, target, staging)
+            for entry, item, target in zip(entries, items, targets, strict=True)
         ]
         try:
             self.checkpoint.fill(wanted, self._workers)

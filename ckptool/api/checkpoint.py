@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
-from ckptool.api.keywords import AnyPath, Keywords, Opening
+from ckptool.api.keywords import AnyPath, Keywords, Opening, location
 from ckptool.commands.assets import mapped
 from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.commands.selection import selected
 from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
+from ckptool.core.catalog import Catalog, Chunk, TensorEntry, coverage_problem
 from ckptool.core.mesh import Mesh
+from ckptool.core.plan import ChunkIndex
 from ckptool.engine.run import RunOptions
 from ckptool.errors import CannotDo, Damaged, UsageError
 
@@ -39,7 +43,9 @@ class Checkpoint:
     def __init__(self, opened: Opened, catalog: Catalog) -> None:
         self._opened = opened
         self._catalog = catalog
-        self._located: dict[str, TensorEntry] = {}
+        self._whole: set[str] = set()
+        self._indexes: dict[str, ChunkIndex] = {}
+        self._places: dict[int, Chunk] = {}
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -94,7 +100,7 @@ class Checkpoint:
         name or a box outside the shape, CannotDo where numpy has no such element type, Damaged
         where the tensor is not whole.
         """
-        entry = self.located([name])[name]
+        entry = self.entry(name)
         where = box_of(entry, box)
         if as_ == "torch":
             return self._read_torch(entry, where)
@@ -102,29 +108,72 @@ class Checkpoint:
             return self._read_numpy(entry, where)
         raise UsageError(f"as_={as_!r}: torch or numpy")
 
-    def located(self, names: Sequence[str]) -> dict[str, TensorEntry]:
-        """Entries of which every chunk's place is known, and whose chunks tile them exactly.
+    def entry(self, name: str) -> TensorEntry:
+        """A tensor whose chunks tile it exactly.
 
-        Raises UsageError for an unknown name and Damaged where ranks contradict one another.
+        Raises UsageError for an unknown name, and Damaged where chunks are missing or ranks
+        contradict one another.
         """
-        for name in names:
-            self._require(name)
-        with self._lock:
-            closed = {n: self._catalog.tensors[n] for n in names if n not in self._located}
-            if closed:
-                inner = self._opened.located(self._catalog.with_tensors(closed))
-                for entry in inner.tensors.values():
-                    problem = coverage_problem(entry)
-                    if problem is not None:
-                        raise Damaged(problem, hint="a shard is missing, or its metadata is wrong")
-                self._located |= inner.tensors
-            return {name: self._located[name] for name in names}
+        self._require(name)
+        found = self._catalog.tensors[name]
+        if name not in self._whole:
+            problem = coverage_problem(found)
+            if problem is not None:
+                raise Damaged(problem, hint="a shard is missing, or its metadata is wrong")
+            self._whole.add(name)
+        return found
 
     def fill(self, wanted: Sequence[Wanted], workers: int | None = None) -> None:
-        """Read boxes of located tensors into memory; see ``engine.boxes.fill``."""
+        """Read boxes of tensors into memory; see ``engine.boxes.fill``.
+
+        Containers are opened only where a box needs what is in them.
+        """
         from ckptool.engine.boxes import fill
 
-        fill(wanted, self._opened.source.root, workers or workers_of_this_rank())
+        threads = workers or workers_of_this_rank()
+        fill(self._located(wanted), self._opened.source, threads)
+
+    def _located(self, wanted: Sequence[Wanted]) -> list[Wanted]:
+        """The same with the chunks alone that hold the boxes, each in a place that can be read."""
+        needed = [self._chunks(one) for one in wanted]
+        with self._lock:
+            self._locate(
+                {
+                    (one.entry.name, id(chunk)): (one.entry, chunk)
+                    for one, chunks in zip(wanted, needed, strict=True)
+                    for chunk in chunks
+                    if id(chunk) not in self._places
+                }.values()
+            )
+        return [
+            one._replace(
+                entry=replace(one.entry, chunks=tuple(self._places[id(c)] for c in chunks))
+            )
+            for one, chunks in zip(wanted, needed, strict=True)
+        ]
+
+    def _chunks(self, wanted: Wanted) -> list[Chunk]:
+        index = self._indexes.get(wanted.entry.name)
+        if index is None:
+            index = self._indexes[wanted.entry.name] = ChunkIndex(wanted.entry)
+        return [chunk for chunk, _ in index.find(wanted.box)]
+
+    def _locate(self, closed: Iterable[tuple[TensorEntry, Chunk]]) -> None:
+        """Open the containers of chunks, by themselves and not those of their copies."""
+        chunks: dict[str, list[Chunk]] = {}
+        tensors: dict[str, TensorEntry] = {}
+        for entry, chunk in closed:
+            chunks.setdefault(entry.name, []).append(chunk)
+            tensors[entry.name] = entry
+        if not tensors:
+            return
+        alone = {
+            n: replace(e, chunks=tuple(replace(c, copies=()) for c in chunks[n]))
+            for n, e in tensors.items()
+        }
+        for name, entry in self._opened.located(self._catalog.with_tensors(alone)).tensors.items():
+            for chunk, found in zip(chunks[name], entry.chunks, strict=True):
+                self._places[id(chunk)] = found
 
     def _require(self, name: str) -> None:
         if name in self._catalog.conflicts:
@@ -167,12 +216,25 @@ def open(path: AnyPath, **options: Unpack[Opening]) -> Checkpoint:
     how to call that. Raises NotFound, Unrecognised, Damaged, Hostile or UsageError.
     """
     said = Keywords("open", options, Opening)
-    opened = open_checkpoint(Path(path), said.reading())
+    with _no_collecting():
+        opened = open_checkpoint(location(path), said.reading())
     catalog = selected(opened.catalog, said.selection())
     if said.mapping().name is not None:
         catalog = opened.located(catalog)
     catalog, _ = mapped(opened, catalog, said.mapping())
     return Checkpoint(opened, catalog)
+
+
+@contextmanager
+def _no_collecting() -> Iterator[None]:
+    """No garbage collection: a catalog is many objects and no cycle, and torch is many more."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def checkpoint_at(path: AnyPath | Checkpoint, **options: Unpack[Opening]) -> Checkpoint:

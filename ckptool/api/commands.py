@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Unpack
 
 from ckptool.api.keywords import (
@@ -14,6 +13,7 @@ from ckptool.api.keywords import (
     Reading,
     Resharding,
     Verifying,
+    location,
 )
 from ckptool.commands import inspect as _inspect
 from ckptool.commands.convert import ConvertOptions, ConvertReport, prepare
@@ -39,7 +39,7 @@ def inspect(path: AnyPath, **options: Unpack[Reading]) -> InspectReport:
 
     Raises NotFound, Unrecognised, Damaged or Hostile, as every function here does.
     """
-    return _inspect.inspect(Path(path), Keywords("inspect", options, Reading).reading())
+    return _inspect.inspect(location(path), Keywords("inspect", options, Reading).reading())
 
 
 def convert(
@@ -64,7 +64,7 @@ def convert(
         map=said.mapping(),
         transfer=said.transfer(),
     )
-    prepared = prepare(Path(source), Path(target), asked)
+    prepared = prepare(location(source), location(target), asked)
     return prepared.report if said.get("dry_run") else prepared.run(progress)
 
 
@@ -88,15 +88,15 @@ def reshard(
         map=said.mapping(),
         transfer=said.transfer(verify=verify is None or verify),
     )
-    where = None if target is None else Path(target)
+    where = None if target is None else location(target)
     with ranks() as group:
-        prepared = group.together(lambda: prepare_reshard(Path(source), where, asked))
+        prepared = group.together(lambda: prepare_reshard(location(source), where, asked))
         return prepared.report if said.get("dry_run") else prepared.run(progress, group)
 
 
 def verify(path: AnyPath, **options: Unpack[Verifying]) -> VerifyReport:
     """Check that the checkpoint at ``path`` is whole, unchanged and safe: see ``sound``."""
-    return _verify.verify(Path(path), _verifying(Keywords("verify", options, Verifying)))
+    return _verify.verify(location(path), _verifying(Keywords("verify", options, Verifying)))
 
 
 def compare(path: AnyPath, other: AnyPath, **options: Unpack[Comparing]) -> AgainstReport:
@@ -109,12 +109,12 @@ def compare(path: AnyPath, other: AnyPath, **options: Unpack[Comparing]) -> Agai
     tolerant = said.get("rtol") is not None or said.get("atol") is not None
     asked = said.options(
         AgainstOptions,
-        other=Path(other),
+        other=location(other),
         selection=said.selection(),
         tolerance=said.options(Tolerance) if tolerant else None,
         verify=_verifying(said),
     )
-    return _against.against(Path(path), asked)
+    return _against.against(location(path), asked)
 
 
 def _verifying(said: Keywords) -> VerifyOptions:

@@ -21,6 +21,11 @@ Options = TypeVar("Options")
 AnyPath = str | os.PathLike[str]
 
 
+def location(path: AnyPath) -> Path:
+    """Where a checkpoint lies, or shall."""
+    return Path(path)
+
+
 class Reading(TypedDict, total=False):
     """How to read: ``format_name`` is ``--from``, ``tp_rules`` are ``GLOB=RULE``."""
 

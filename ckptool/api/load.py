@@ -71,7 +71,7 @@ def load(
     report = _matched(checkpoint, items, strict)
     tensors = {n: items[n].value for n in report.loaded if n in checkpoint.tensors}
     values = {n: rebuilt(checkpoint.catalog.objects[n]) for n in report.loaded if n not in tensors}
-    entries = checkpoint.located(list(tensors))
+    entries = {name: checkpoint.entry(name) for name in tensors}
     _require_alike(checkpoint, entries, tensors, [items[name] for name in values])
     staging = Staging()
     wanted = [one for n, t in tensors.items() for one in _wanted(entries[n], t, staging)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckptool.core.box import Box
-from ckptool.core.mesh import Piece as Piece
-from ckptool.core.mesh import Placement, Replicate, Shard, StridedShard, local_shard
+from ckptool.core.mesh import Placement, Replicate, Shard, StridedShard
+from ckptool.core.shards import Piece, shard_at
 
 if TYPE_CHECKING:
     import torch
@@ -45,12 +45,12 @@ def local_pieces(tensor: torch.Tensor) -> tuple[Piece, ...]:
     for at, size in zip(coordinate, mesh.shape, strict=True):
         position = position * size + at
     order = getattr(spec, "shard_order", None)
-    return local_shard(
+    return shard_at(
         position,
         tuple(tensor.shape),
         tuple(mesh.shape),
         [one for one in _placements(tensor) if one is not None],
-        local_shapes={position: tuple(local_tensor(tensor).shape)},
+        local_shape=tuple(local_tensor(tensor).shape),
         shard_order=[(one.tensor_dim, tuple(one.mesh_dims)) for one in order] if order else None,
     ).pieces
 

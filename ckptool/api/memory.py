@@ -120,15 +120,13 @@ class _Lane:
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
         """A contiguous CPU tensor of this shape and type, once what it held has been sent."""
-        import torch
-
         self._turn = 1 - self._turn
         if self._sent[self._turn] is not None:
             self._sent[self._turn].synchronize()
         nbytes = like.numel() * like.element_size()
         held = self._buffers[self._turn]
         if held is None or held.numel() < nbytes:
-            held = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._streams)
+            held = _buffer(nbytes, self._streams)
             self._buffers[self._turn] = held
         staged: torch.Tensor = held[:nbytes].view(like.dtype).view(like.shape)
         return staged
@@ -148,6 +146,12 @@ class _Lane:
         """Wait until all has arrived."""
         if self._stream is not None:
             self._stream.synchronize()
+
+
+def _buffer(nbytes: int, pinned: bool) -> torch.Tensor:
+    import torch
+
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
 
 
 def torch_dtype(name: str) -> torch.dtype:

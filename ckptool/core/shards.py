@@ -83,6 +83,24 @@ def local_shards(
     return _every_shard(_decide(shape, mesh_shape, placements, local_shapes, shard_order))
 
 
+def shard_at(
+    position: int,
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    placements: Sequence[Placement],
+    *,
+    local_shape: Sequence[int],
+    shard_order: ShardOrder | None = None,
+) -> LocalShard:
+    """What row-major ``position`` alone holds, as ``local_shards`` tells it of all.
+
+    Of the local shapes only the position's own is known.
+    """
+    known = {position: local_shape}
+    reading = _decide(shape, mesh_shape, placements, known, shard_order)
+    return reading.shard(reading.runs_at(position))
+
+
 @dataclass(frozen=True, slots=True)
 class _Reading:
     """One way to cut a tensor: for each tensor dim the cuts, in the order they are made."""
