@@ -12,6 +12,7 @@ RANKS = 4
 LAYERS = 8
 _BYTES_PER_SQUARE = 1620
 """Bytes of a generated checkpoint, as a multiple of its model dimension squared."""
+_WIDE_TENSORS, _WIDE_ROW = 8, 32 << 10
 
 
 def parameter_shapes(dim: int = 16) -> dict[str, tuple[int, ...]]:
@@ -37,7 +38,15 @@ def write_checkpoint(folder: str, size: int) -> None:
     spawn(_save_rank, (folder, dim), nprocs=RANKS)  # type: ignore[no-untyped-call]
 
 
-def _save_rank(rank: int, folder: str, dim: int) -> None:
+def write_wide_checkpoint(folder: str, size: int) -> None:
+    """Save about ``size`` bytes of fp32 tensors whose rows have 128 KiB."""
+    from torch.multiprocessing.spawn import spawn
+
+    rows = max(1, round(size / _WIDE_TENSORS / _WIDE_ROW / 4 / RANKS))
+    spawn(_save_rank, (folder, rows, True), nprocs=RANKS)  # type: ignore[no-untyped-call]
+
+
+def _save_rank(rank: int, folder: str, dim: int, wide: bool = False) -> None:
     import torch
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -54,6 +63,11 @@ def _save_rank(rank: int, folder: str, dim: int) -> None:
         local = torch.randn((shape[0] // RANKS, *shape[1:])).to(dtype)
         return DTensor.from_local(local, mesh, [Shard(0)])
 
+    if wide:
+        whole = {f"w{n}": (dim * RANKS, _WIDE_ROW) for n in range(_WIDE_TENSORS)}
+        save({n: shard(s, torch.float32) for n, s in whole.items()}, checkpoint_id=folder)
+        dist.destroy_process_group()
+        return
     shapes = parameter_shapes(dim)
     model = {name: shard(shape, torch.bfloat16) for name, shape in shapes.items()}
     moments = {
@@ -123,6 +137,8 @@ def torch_read_metadata(source: str) -> None:
 def _torch_side(task: str, *words: str) -> None:
     if task == "write":
         write_checkpoint(words[0], int(words[1]))
+    elif task == "write-wide":
+        write_wide_checkpoint(words[0], int(words[1]))
     elif task == "to-safetensors":
         torch_to_safetensors(words[0], words[1])
     elif task == "reshard":

@@ -1,6 +1,6 @@
 """Measure whole commands against ``cp`` and torch's own tools, interleaved, as ratios with memory.
 
-A row of the report is a row of ``ROWS``: a name, a command line and the peers it is compared with.
+A row of the report is a row of ``bench_rows.ROWS``: a name, a command line and its peers.
 Every sample is one process from start to end, its output removed afterwards; before it, all is
 synced and its source is read, so that the page cache is warm. A round is every row once. The
 checkpoint is one that torch itself wrote: ``torch.distributed.checkpoint.save`` on four gloo ranks,
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -19,134 +20,29 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from ckptool.commands.bench_machine import machine, versions
+from ckptool.commands.bench_rows import OTHERS, ROWS, TORCH_SIDE, Row
 from ckptool.commands.bench_torch import RANKS, parameter_shapes
 from ckptool.errors import CannotDo, TransferError, UsageError
 
 _LIGHT_BYTES = 4_000_000
-_OTHERS = {"{quarter}": 0.25, "{triple}": 3}
-"""Checkpoints of other sizes that are written, as multiples of the source's."""
-
-_CKPTOOL = (sys.executable, "-m", "ckptool")
-_CONVERT = (*_CKPTOOL, "convert", "--quiet", "{source}")
-_TORCH_SIDE = (sys.executable, "-m", "ckptool.commands.bench_torch")
-_FORMAT_UTILS = (sys.executable, "-m", "torch.distributed.checkpoint.format_utils")
-_RESHARD = (*_CKPTOOL, "reshard", "--quiet")
-_TO_2X4 = (
-    *("{target}", "--to", "dcp", "--mesh", "2x4", "--no-fsync"),
-    *("--shard", "*norm.weight*=Shard(0),Replicate()", "--shard", "*=Shard(0),Shard(1)"),
-)
-_PLAN = (sys.executable, "-m", "ckptool.commands.bench_plan")
-_TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "8", "-m")
-_COPY_AND_SYNC = 'cp -r "$0" "$1" && find "$1" -exec sync {} +'
-_CAT_AND_HASH = 'find "$0" -type f -exec cat {} + | sha256sum'
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One command. ``{source}``, ``{light}`` and ``{target}`` stand for paths, as do ``{quarter}``
-    and ``{triple}``: checkpoints like the source of a quarter and of three times its size.
-
-    ``measure`` is what is compared with the ``peers``: wall-clock or CPU seconds. A ``torch`` row
-    needs torch and a checkpoint that torch reads; it is left out, with the reason, where it cannot
-    be done.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    peers: tuple[str, ...] = ()
-    measure: Literal["wall", "cpu"] = "wall"
-    torch: bool = False
-
-
-ROWS = (
-    Row("cp -r", ("cp", "-r", "{source}", "{target}")),
-    Row(
-        "convert --to safetensors",
-        (*_CONVERT, "{target}.safetensors", "--to", "safetensors", "--no-fsync"),
-        peers=("cp -r", "torch to safetensors"),
-    ),
-    Row(
-        "torch to safetensors",
-        (*_TORCH_SIDE, "to-safetensors", "{source}", "{target}"),
-        torch=True,
-    ),
-    Row(
-        "convert --to torch-save",
-        (*_CONVERT, "{target}.pt", "--to", "torch-save", "--no-fsync"),
-        peers=("cp -r", "torch to torch-save"),
-    ),
-    Row(
-        "torch to torch-save",
-        (*_FORMAT_UTILS, "dcp_to_torch", "{source}", "{target}.pt"),
-        torch=True,
-    ),
-    Row(
-        "convert --to dcp",
-        (*_CONVERT, "{target}", "--to", "dcp", "--no-fsync"),
-        peers=("cp -r",),
-    ),
-    Row(
-        "reshard --mesh 2x4",
-        (*_RESHARD, "{source}", *_TO_2X4, "--no-verify"),
-        peers=("cp -r", "torch to 2x4, 8 ranks"),
-    ),
-    Row(
-        "reshard --mesh 2x4, verified",
-        (*_RESHARD, "{source}", *_TO_2X4, "--verify"),
-        peers=("cp -r",),
-    ),
-    Row(
-        "torch to 2x4, 8 ranks",
-        (*_TORCHRUN, "ckptool.commands.bench_torch", "reshard", "{source}", "{target}"),
-        torch=True,
-    ),
-    Row(
-        "reshard --mesh 2x4, a quarter of the size",
-        (*_RESHARD, "{quarter}", *_TO_2X4, "--no-verify"),
-    ),
-    Row(
-        "reshard --mesh 2x4, three times the size",
-        (*_RESHARD, "{triple}", *_TO_2X4, "--no-verify"),
-    ),
-    *(
-        Row(f"plan 1,000 tensors of {chunks:,} chunks", (*_PLAN, "1000", str(chunks), "32x64"))
-        for chunks in (256, 512, 1024)
-    ),
-    Row("cp -r, synced", ("sh", "-c", _COPY_AND_SYNC, "{source}", "{target}")),
-    Row(
-        "convert --to safetensors, synced",
-        (*_CONVERT, "{target}.safetensors", "--to", "safetensors", "--fsync"),
-        peers=("cp -r, synced",),
-    ),
-    Row("verify", (*_CKPTOOL, "verify", "--quiet", "{source}"), peers=("cat FILES | sha256sum",)),
-    Row("cat FILES | sha256sum", ("sh", "-c", _CAT_AND_HASH, "{source}")),
-    Row("verify --quick", (*_CKPTOOL, "verify", "--quiet", "--quick", "{source}")),
-    Row("--help", (*_CKPTOOL, "--help"), measure="cpu"),
-    Row(
-        "inspect", (*_CKPTOOL, "inspect", "{light}"), peers=("torch read_metadata",), measure="cpu"
-    ),
-    Row(
-        "torch read_metadata",
-        (*_TORCH_SIDE, "read-metadata", "{light}"),
-        measure="cpu",
-        torch=True,
-    ),
-)
-"""What is measured; another command is another row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One run of a command: seconds, and the largest resident set of any of its processes."""
+    """One run of a command: seconds, and the largest resident set of any of its processes.
+
+    ``load`` and ``read_bytes`` are what the command itself tells of a load, 0 where it does not.
+    """
 
     wall: float
     cpu: float
     peak_bytes: int
+    load: float = 0.0
+    read_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +81,11 @@ class RowResult:
     def peak_bytes(self) -> int:
         """The largest peak of all samples."""
         return max(sample.peak_bytes for sample in self.samples)
+
+    @property
+    def read_bytes(self) -> int:
+        """The most that a load read from files; 0 for other commands."""
+        return max(sample.read_bytes for sample in self.samples)
 
     def against(self, peer: RowResult) -> Ratio:
         """This row as a multiple of another."""
@@ -271,7 +172,7 @@ def _require_space(workdir: Path, nbytes: int, *, generated: bool) -> None:
     """The disk must hold the largest output, and the sources too where they are made here."""
     if not workdir.is_dir():
         raise CannotDo(f"{workdir}: no such folder to work in", hint=f"mkdir -p {workdir}")
-    checkpoints = sum(_OTHERS.values()) + max(_OTHERS.values()) + 1 if generated else 1
+    checkpoints = sum(OTHERS.values()) + max(OTHERS.values()) + 1 if generated else 1
     needed = int(nbytes * checkpoints * 1.05) + 4 * _LIGHT_BYTES
     free = shutil.disk_usage(workdir).free
     if needed > free:
@@ -287,8 +188,8 @@ def _paths(
     """What the placeholders of the rows stand for; checkpoints that are not there are written."""
     outputs = scratch / "outputs"
     outputs.mkdir()
-    paths = {"{target}": str(outputs / "target")}
-    wanted = {"{source}": size} | {mark: int(size * times) for mark, times in _OTHERS.items()}
+    paths = {"{target}": str(outputs / "target"), "{told}": str(outputs / "told")}
+    wanted = {"{source}": size} | {mark: int(size * times) for mark, times in OTHERS.items()}
     if opened is not None:
         paths["{source}"] = str(opened)
         wanted = {}
@@ -297,7 +198,8 @@ def _paths(
     for mark, nbytes in wanted.items():
         progress(f"writing a checkpoint of {nbytes:,} bytes with torch on {RANKS} gloo ranks")
         paths[mark] = str(scratch / mark.strip("{}"))
-        run_sample((*_TORCH_SIDE, "write", paths[mark], str(nbytes)))
+        task = "write-wide" if mark == "{wide}" else "write"
+        run_sample((*TORCH_SIDE, task, paths[mark], str(nbytes)))
     paths.setdefault("{light}", paths["{source}"])
     return paths
 
@@ -312,7 +214,7 @@ def _possible(
             left_out[row.name] = "torch is not installed"
         elif row.torch and "{source}" in row.command and not dcp:
             left_out[row.name] = "torch's own tools read only its DCP format"
-        elif any(mark in row.command and mark not in paths for mark in _OTHERS):
+        elif any(mark in row.command and mark not in paths for mark in OTHERS):
             left_out[row.name] = "no checkpoint of another size is made beside a given one"
     return [row for row in rows if row.name not in left_out], left_out
 
@@ -345,10 +247,11 @@ def _measure(
 
 
 def _moved(row: Row, paths: Mapping[str, str]) -> int:
-    """Bytes of the checkpoint that a row's command reads to write a target."""
-    if "{target}" not in " ".join(row.command):
+    """Bytes of the checkpoint that a row's command moves, to a target or into memory."""
+    words = " ".join(row.command)
+    if "{target}" not in words and "{told}" not in words:
         return 0
-    mark = next(mark for mark in ("{source}", *_OTHERS) if mark in row.command)
+    mark = next(mark for mark in ("{source}", *OTHERS) if mark in row.command)
     return sum(file.stat().st_size for file in _files(Path(paths[mark])))
 
 
@@ -356,14 +259,21 @@ def _one(row: Row, paths: Mapping[str, str]) -> Sample:
     """One sample of a row; its output is removed."""
     outputs = Path(paths["{target}"]).parent
     os.sync()
-    for mark in ("{source}", *_OTHERS):
+    for mark in ("{source}", *OTHERS):
         if any(mark in word for word in row.command):
             _warm(Path(paths[mark]))
     try:
-        return run_sample(_filled(row.command, paths))
+        sample = run_sample(_filled(row.command, paths))
+        return _with_told(sample, Path(paths["{told}"])) if row.measure == "load" else sample
     finally:
         shutil.rmtree(outputs)
         outputs.mkdir()
+
+
+def _with_told(sample: Sample, told: Path) -> Sample:
+    """The sample with what its command wrote of the load."""
+    said = json.loads(told.read_text())
+    return replace(sample, load=said["seconds"], read_bytes=said["nbytes"])
 
 
 def _warm(checkpoint: Path) -> None:

@@ -49,7 +49,7 @@ def _heading(report: TransferBenchReport) -> list[Text]:
 def _rows(report: TransferBenchReport, result: RowResult) -> list[list[Text]]:
     """The row's line, and one more for each further remark."""
     style = "" if result.row.peers or result.row.measure == "cpu" else "dim"
-    unit = "s" if result.row.measure == "wall" else "s CPU"
+    unit = "s CPU" if result.row.measure == "cpu" else "s"
     first, *others = [*_remarks(report, result), Text()]
     cells = (
         result.row.name,
@@ -64,6 +64,8 @@ def _rows(report: TransferBenchReport, result: RowResult) -> list[list[Text]]:
 
 def _remarks(report: TransferBenchReport, result: RowResult) -> list[Text]:
     remarks = [_ratio(ratio) for ratio in report.ratios(result)]
+    if result.read_bytes:
+        remarks.append(Text(f"reads {size(result.read_bytes)}"))
     if result.imports_torch is not None:
         told = ("imports torch", "red") if result.imports_torch else ("torch not imported", "green")
         remarks.append(Text.assemble(told))
@@ -106,6 +108,7 @@ def _row_json(report: TransferBenchReport, result: RowResult) -> dict[str, Any]:
         "nbytes": result.nbytes,
         "median": result.median,
         "peak_bytes": result.peak_bytes,
+        "read_bytes": result.read_bytes,
         "ratios": [asdict(ratio) for ratio in report.ratios(result)],
         "imports_torch": result.imports_torch,
         "samples": [asdict(sample) for sample in result.samples],

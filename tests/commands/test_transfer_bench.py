@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from ckptool.commands.bench_plan import plan
+from ckptool.commands.bench_rows import ROWS, Row
 from ckptool.commands.transfer_bench import (
-    ROWS,
-    Row,
     RowResult,
     Sample,
     TransferBenchReport,
@@ -61,6 +60,16 @@ def test_light_commands_leave_torch_alone(report: TransferBenchReport) -> None:
     assert told["--help"] is False
     assert told["inspect"] is False
     assert told["cp -r"] is None
+
+
+def test_loads_tell_what_they_read(report: TransferBenchReport) -> None:
+    read = {one.row.name: one.read_bytes for one in report.results if one.row.measure == "load"}
+    assert len(read) == 6
+    assert all(nbytes >= SIZE / 2 for nbytes in read.values())
+    ours, theirs = (
+        f"dcp.load, columns of long rows, {who} reader" for who in ("ckptool's", "torch's")
+    )
+    assert read[ours] < read[theirs] / 2
 
 
 def test_nothing_is_left_behind(report: TransferBenchReport, workdir: Path) -> None:
@@ -123,7 +132,8 @@ def test_a_failing_command_says_its_last_words() -> None:
 def test_interrupted_it_cleans_up(tmp_path: Path) -> None:
     """Ctrl-C in mid-run: the command is gone and so is the folder."""
     code = (
-        "from pathlib import Path; from ckptool.commands.transfer_bench import *\n"
+        "from pathlib import Path; from ckptool.commands.bench_rows import Row\n"
+        "from ckptool.commands.transfer_bench import *\n"
         f"import sys; source, work = Path({str(tmp_path)!r}) / 'source.safetensors', sys.argv[1]\n"
         "row = Row('sleep', ('sh', '-c', 'touch $0; sleep 600', '{target}'))\n"
         "transfer_bench(source, 1, Path(work), 1, rows=(row,))\n"
