@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from ckptool.api.keywords import AnyPath, Keywords, Opening, location
+from ckptool.api.places import Places
+from ckptool.api.slices import Index, box_of
 from ckptool.commands.assets import mapped
 from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.commands.selection import selected
 from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Chunk, TensorEntry, coverage_problem
+from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.mesh import Mesh
-from ckptool.core.plan import ChunkIndex
 from ckptool.engine.run import RunOptions
 from ckptool.errors import CannotDo, Damaged, UsageError
 
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
     import torch
 
     from ckptool.engine.boxes import Wanted
-
-Index = Box | slice | Sequence[slice]
-"""A box of a tensor, or slices of its first dims as in ``tensor[2:4, :8]``, without steps."""
 
 
 class Checkpoint:
@@ -44,9 +40,7 @@ class Checkpoint:
         self._opened = opened
         self._catalog = catalog
         self._whole: set[str] = set()
-        self._indexes: dict[str, ChunkIndex] = {}
-        self._places: dict[int, Chunk] = {}
-        self._lock = threading.Lock()
+        self._places = Places(opened, catalog)
 
     def __repr__(self) -> str:
         return f"<ckptool.Checkpoint {self.path} {self.format}: {len(self.tensors):,} tensors>"
@@ -131,49 +125,7 @@ class Checkpoint:
         from ckptool.engine.boxes import fill
 
         threads = workers or workers_of_this_rank()
-        fill(self._located(wanted), self._opened.source, threads)
-
-    def _located(self, wanted: Sequence[Wanted]) -> list[Wanted]:
-        """The same with the chunks alone that hold the boxes, each in a place that can be read."""
-        needed = [self._chunks(one) for one in wanted]
-        with self._lock:
-            self._locate(
-                {
-                    (one.entry.name, id(chunk)): (one.entry, chunk)
-                    for one, chunks in zip(wanted, needed, strict=True)
-                    for chunk in chunks
-                    if id(chunk) not in self._places
-                }.values()
-            )
-        return [
-            one._replace(
-                entry=replace(one.entry, chunks=tuple(self._places[id(c)] for c in chunks))
-            )
-            for one, chunks in zip(wanted, needed, strict=True)
-        ]
-
-    def _chunks(self, wanted: Wanted) -> list[Chunk]:
-        index = self._indexes.get(wanted.entry.name)
-        if index is None:
-            index = self._indexes[wanted.entry.name] = ChunkIndex(wanted.entry)
-        return [chunk for chunk, _ in index.find(wanted.box)]
-
-    def _locate(self, closed: Iterable[tuple[TensorEntry, Chunk]]) -> None:
-        """Open the containers of chunks, by themselves and not those of their copies."""
-        chunks: dict[str, list[Chunk]] = {}
-        tensors: dict[str, TensorEntry] = {}
-        for entry, chunk in closed:
-            chunks.setdefault(entry.name, []).append(chunk)
-            tensors[entry.name] = entry
-        if not tensors:
-            return
-        alone = {
-            n: replace(e, chunks=tuple(replace(c, copies=()) for c in chunks[n]))
-            for n, e in tensors.items()
-        }
-        for name, entry in self._opened.located(self._catalog.with_tensors(alone)).tensors.items():
-            for chunk, found in zip(chunks[name], entry.chunks, strict=True):
-                self._places[id(chunk)] = found
+        fill(self._places.located(wanted), self._opened.source, threads)
 
     def _require(self, name: str) -> None:
         if name in self._catalog.conflicts:
@@ -250,27 +202,3 @@ def workers_of_this_rank() -> int:
     """Threads for this process, where torchrun started several on this machine."""
     beside = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return max(1, RunOptions().workers // int(beside if beside.isdecimal() else 1))
-
-
-def box_of(entry: TensorEntry, index: Index | None) -> Box:
-    """The box that an index means; UsageError where it is none of this tensor."""
-    if index is None:
-        return Box.whole(entry.shape)
-    if isinstance(index, Box):
-        box = index
-    else:
-        box = _sliced(entry, [index] if isinstance(index, slice) else index)
-    fits = len(box.lo) == len(entry.shape) and Box.whole(entry.shape).contains(box)
-    if not fits or any(map(int.__lt__, box.hi, box.lo)):
-        raise UsageError(f"{entry.name}: {box} is no box of shape {list(entry.shape)}")
-    return box
-
-
-def _sliced(entry: TensorEntry, slices: Sequence[slice]) -> Box:
-    if len(slices) > len(entry.shape) or not all(isinstance(one, slice) for one in slices):
-        raise UsageError(f"{entry.name}: as many slices as its shape {list(entry.shape)} has dims")
-    if any(one.step not in (None, 1) for one in slices):
-        raise UsageError(f"{entry.name}: slices with steps are not read; take every element")
-    rest = [slice(None)] * (len(entry.shape) - len(slices))
-    bounds = [one.indices(n) for one, n in zip([*slices, *rest], entry.shape, strict=True)]
-    return Box(tuple(lo for lo, _, _ in bounds), tuple(max(lo, hi) for lo, hi, _ in bounds))
