@@ -25,6 +25,11 @@ class Box(NamedTuple):
         """The box of ``shape`` that begins at ``offset``."""
         return cls(tuple(offset), tuple(o + s for o, s in zip(offset, shape, strict=True)))
 
+    @classmethod
+    def along(cls, dim: int, start: int, shape: Sequence[int]) -> Box:
+        """The box of ``shape`` that begins at ``start`` along one dim, at 0 along the others."""
+        return cls.at([start if at == dim else 0 for at in range(len(shape))], shape)
+
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(map(sub, self.hi, self.lo))

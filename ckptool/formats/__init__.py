@@ -90,7 +90,7 @@ WRITERS: Mapping[str, LayOut] = _Lazy(
 """What writes a checkpoint cut for a mesh."""
 
 CUTS: Mapping[str, tuple[Rule, ...]] = _Lazy(
-    {"llama": "llama.RULES", "sharded-state": "_vllm_write.RULES"}
+    {"llama": "_llama_rules.RULES", "sharded-state": "_vllm_write.RULES"}
 )
 """How a format cuts tensors by their names, where it leaves no choice."""
 

@@ -110,16 +110,11 @@ def joined(shapes: Sequence[_Shape], dim: int, widths: Sequence[Sequence[int]]) 
         found = []
         for part, start in zip(widths, starts, strict=False):
             size = (*shape[:dim], part[rank], *shape[dim + 1 :])
-            found.append((_along(dim, local, size), _along(dim, start + sum(part[:rank]), size)))
+            there = Box.along(dim, start + sum(part[:rank]), size)
+            found.append((Box.along(dim, local, size), there))
             local += part[rank]
         pieces.append(tuple(found))
     return Fit(whole, tuple(pieces))
-
-
-def _along(dim: int, start: int, shape: _Shape) -> Box:
-    offset = [0] * len(shape)
-    offset[dim] = start
-    return Box.at(offset, shape)
 
 
 # Parameters made of several parts

@@ -72,3 +72,9 @@ def config_info(source: Source) -> dict[str, str]:
     told = [str(names[0])] if isinstance(names, list) and names else []
     told += [f"{word} {config[key]}" for key, word in _TOLD.items() if type(config.get(key)) is int]
     return info | ({"arguments": ", ".join(told)} if told else {})
+
+
+def size_in(content: Mapping[str, Any], key: str) -> int | None:
+    """A size that a model's config says; None where it is silent."""
+    value = content.get(key)
+    return value if type(value) is int and value > 0 else None

@@ -9,7 +9,8 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, Path, Place, TensorEntry, merge_copies
 from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh, Replicate, Shard
-from ckptool.errors import Damaged, Problem
+from ckptool.errors import CannotDo, Damaged, Problem
+from ckptool.formats._assemble import shifted
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +27,20 @@ Locals = Mapping[int, Local]
 
 
 def joined(
-    name: str, path: Path, parts: Locals, dim: int | None, *, world: int, holders: int = 1
+    name: str,
+    path: Path,
+    parts: Locals,
+    dim: int | None,
+    *,
+    world: int,
+    holders: int = 1,
+    blocks: tuple[int, ...] = (1,),
 ) -> TensorEntry:
     """The tensor whose ranks hold consecutive parts along ``dim``, or copies where it is None.
 
-    Each part is held by ``holders`` consecutive ranks. Raises Damaged where a rank has none, or
-    the parts do not fit together.
+    Each part is held by ``holders`` consecutive ranks. Where there are several ``blocks``, a rank
+    holds a part of each, of which these numbers are the shares. Raises Damaged where a rank has
+    none, or the parts do not fit together; CannotDo where a part is no such blocks.
     """
     missing = sorted(set(range(world)) - set(parts))
     if missing:
@@ -45,10 +54,42 @@ def joined(
             message += f" rank {rank} {part.dtype} {list(part.shape)}"
             message += "" if dim is None else f"; cut along dim {dim}, only that may differ"
             raise Damaged(Problem(message, "ranks-disagree", tensor=name))
-    chunks, shape = _laid(ordered, dim, holders)
+    if dim is None:
+        shape = first.shape
+        chunks = [Chunk(Box.whole(shape), part.at, rank) for rank, part in enumerate(ordered)]
+    else:
+        chunks, shape = _laid(name, ordered, dim, holders, blocks)
     placement = Replicate() if dim is None else Shard(dim)
+    known = (placement,) if len(blocks) == 1 else None
     mesh = tp_mesh(world)
-    return TensorEntry(name, path, first.dtype, shape, merge_copies(chunks), (placement,), mesh)
+    return TensorEntry(name, path, first.dtype, shape, merge_copies(chunks), known, mesh)
+
+
+def single(name: str, held: tuple[int, Local]) -> TensorEntry:
+    """A tensor that one rank holds whole."""
+    rank, part = held
+    chunk = Chunk(Box.whole(part.shape), part.at, rank)
+    return TensorEntry(name, (name,), part.dtype, part.shape, (chunk,))
+
+
+def rows_of(name: str, part: Local, start: int, stop: int) -> Local:
+    """Some rows of a local tensor; Damaged where it has none such."""
+    if not part.shape or not 0 <= start <= stop <= part.shape[0]:
+        raise Damaged(f"{name}: {list(part.shape)} has no rows {start} to {stop}")
+    box = Box.along(0, start, (stop - start, *part.shape[1:]))
+    return Local(part.dtype, box.shape, shifted(part.at, box.lo))
+
+
+def halves(name: str, parts: Locals, which: int) -> Locals:
+    """The first or the second half of the rows of each local tensor."""
+    odd = [part.shape for part in parts.values() if not part.shape or part.shape[0] % 2]
+    if odd:
+        raise Damaged(f"{name}: {list(odd[0])} has no two halves")
+    sizes = {rank: part.shape[0] // 2 for rank, part in parts.items()}
+    return {
+        rank: rows_of(name, part, which * sizes[rank], (which + 1) * sizes[rank])
+        for rank, part in parts.items()
+    }
 
 
 def tp_mesh(world: int) -> Mesh:
@@ -63,18 +104,20 @@ def _without(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
 
 
 def _laid(
-    ordered: list[Local], dim: int | None, holders: int
+    name: str, ordered: list[Local], dim: int, holders: int, blocks: tuple[int, ...]
 ) -> tuple[list[Chunk], tuple[int, ...]]:
-    """The parts as chunks, side by side along ``dim``, and the shape of the whole."""
+    """The parts as chunks, block by block and side by side along ``dim``, and the whole's shape."""
     shape = ordered[0].shape
-    if dim is None:
-        box = Box.whole(shape)
-        return [Chunk(box, part.at, rank) for rank, part in enumerate(ordered)], shape
-    if dim >= len(shape):
-        raise Damaged(f"a tensor of {len(shape)} dims cannot be cut along dim {dim}")
-    chunks, position = [], 0
-    for rank, part in enumerate(ordered):
-        offset = tuple(position if at == dim else 0 for at in range(len(shape)))
-        chunks.append(Chunk(Box.at(offset, part.shape), part.at, rank))
-        position += part.shape[dim] if (rank + 1) % holders == 0 else 0
+    if dim >= len(shape) or any(part.shape[dim] % sum(blocks) for part in ordered):
+        cut = f"dim {dim}" if len(blocks) == 1 else f"dim {dim} in {len(blocks)} blocks"
+        raise CannotDo(f"{name}: a part of {list(shape)} cannot be cut along {cut}")
+    chunks, position, before = [], 0, 0
+    for block in blocks:
+        for rank, part in enumerate(ordered):
+            share = part.shape[dim] // sum(blocks)
+            size = (*part.shape[:dim], block * share, *part.shape[dim + 1 :])
+            at = shifted(part.at, Box.along(dim, before * share, size).lo)
+            chunks.append(Chunk(Box.along(dim, position, size), at, rank))
+            position += block * share if (rank + 1) % holders == 0 else 0
+        before += block
     return chunks, (*shape[:dim], position, *shape[dim + 1 :])

@@ -9,24 +9,35 @@ names and shapes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.core.catalog import TensorEntry
+from ckptool.core.tp_rules import NamedRule, named_rule, require_matched
 from ckptool.errors import CannotDo, Damaged
-from ckptool.formats._assemble import shifted
-from ckptool.formats._frameworks import CONFIG
-from ckptool.formats._tensor_parallel import Local, Locals, joined
+from ckptool.formats._frameworks import CONFIG, size_in
+from ckptool.formats._tensor_parallel import Locals, halves, joined, rows_of
+from ckptool.formats._vllm_experts import (
+    EXPERTS,
+    NOTE,
+    ExpertSizes,
+    expert_entries,
+    expert_sizes,
+)
 
 PADDING = 64
 _PLAIN = ("float32", "bfloat16", "float16")
 
 QKV = re.compile(r"(?P<head>(.*\.)?)qkv_proj\.(?P<leaf>weight|bias)")
 GATE_UP = re.compile(r"(?P<head>(.*\.)?)gate_up_proj\.(?P<leaf>weight|bias)")
-_ROWS = re.compile(r"(.*\.)?(q|k|v|gate|up)_proj\.(weight|bias)")
+_ROWS = re.compile(r"(.*\.)?(q|k|v|gate|up|q_b|kv_b)_proj\.(weight|bias)")
 _COLUMNS = re.compile(r"(.*\.)?(o|down)_proj\.weight")
-_COPIED = re.compile(r"(.*\.)?(\w*norm\w*\.(weight|bias)|(o|down)_proj\.bias|rotary_emb\.inv_freq)")
+_COPIED = re.compile(
+    r"(.*\.)?(\w*norm\w*\.(weight|bias)|(o|down)_proj\.bias|rotary_emb\.inv_freq"
+    r"|(gate|shared_expert_gate|q_a_proj|kv_a_proj_with_mqa|fused_qkv_a_proj)\.weight"
+    r"|gate\.e_score_correction_bias)"
+)
 VOCABULARY = re.compile(r"(.*\.)?(embed_tokens|lm_head)\.(weight|bias)")
 
 
@@ -39,31 +50,32 @@ class Sizes:
     head_size: int | None = None
     vocabulary: int | None = None
     tied: bool = False
+    experts: ExpertSizes = field(default_factory=ExpertSizes)
 
 
 def sizes_of(config: Mapping[str, Any]) -> Sizes:
     """The sizes in a Hugging Face config."""
-    heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+    heads, hidden = size_in(config, "num_attention_heads"), size_in(config, "hidden_size")
     return Sizes(
         heads,
-        _size(config, "num_key_value_heads") or heads,
-        _size(config, "head_dim") or (hidden // heads if hidden and heads else None),
-        _size(config, "vocab_size"),
+        size_in(config, "num_key_value_heads") or heads,
+        size_in(config, "head_dim") or (hidden // heads if hidden and heads else None),
+        size_in(config, "vocab_size"),
         config.get("tie_word_embeddings") is True,
+        expert_sizes(config),
     )
-
-
-def _size(content: Mapping[str, Any], key: str) -> int | None:
-    value = content.get(key)
-    return value if type(value) is int and value > 0 else None
 
 
 @dataclass(slots=True)
 class Merger:
-    """Joins the ranks' tensors. ``unknown`` says why of those of which no rule is known."""
+    """Joins the ranks' tensors. ``unknown`` says why of those of which no rule is known.
+
+    A rule that was given decides before a name does, and keeps fused tensors as they are.
+    """
 
     config: Sizes
     world: int
+    rules: Sequence[NamedRule] = ()
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -71,6 +83,7 @@ class Merger:
 
     def merge(self, by_name: Mapping[str, Locals]) -> None:
         """All tensors, each with the local ones of all ranks that have it."""
+        require_matched(self.rules, list(by_name))
         queries = {n.rpartition("o_proj.")[0]: p for n, p in by_name.items() if "o_proj.w" in n}
         for name, parts in by_name.items():
             try:
@@ -84,14 +97,23 @@ class Merger:
     def _joined(
         self, name: str, parts: Locals, outputs: Mapping[str, Locals]
     ) -> Iterator[TensorEntry]:
+        rule = named_rule(self.rules, name)
+        if rule is not None:
+            blocks = (1,) * rule.blocks
+            yield joined(name, (name,), parts, rule.dim, world=self.world, blocks=blocks)
+            return
         fused, halved = QKV.fullmatch(name), GATE_UP.fullmatch(name)
-        if fused or halved or self.world > 1:
+        experts = EXPERTS.fullmatch(name)
+        if experts or fused or halved or self.world > 1:
             _require_plain(name, parts)
         if fused:
             yield from self._heads(name, fused, parts, outputs.get(fused["head"]))
         elif halved:
             for at, member in enumerate(("gate_proj", "up_proj")):
-                yield self._entry(_member(halved, member), _halves(name, parts, at), 0)
+                yield self._entry(_member(halved, member), halves(name, parts, at), 0)
+        elif experts:
+            self.notes += [NOTE] if NOTE not in self.notes else []
+            yield from expert_entries(name, experts, parts, self.config.experts, self.world)
         elif VOCABULARY.fullmatch(name):
             yield self._entry(name, self._without_padding(name, parts), 0)
         else:
@@ -115,7 +137,7 @@ class Merger:
             ("k_proj", queries, queries + keys, holders),
             ("v_proj", queries + keys, rows, holders),
         ):
-            piece = {rank: _rows(name, part, start, stop) for rank, part in parts.items()}
+            piece = {rank: rows_of(name, part, start, stop) for rank, part in parts.items()}
             yield self._entry(_member(found, member), piece, 0, held_by)
 
     def _query_rows(self, name: str, outputs: Locals | None) -> int:
@@ -155,7 +177,7 @@ class Merger:
             raise Damaged(f"{name}: {held:,} rows, but {CONFIG} says a vocabulary of {wanted:,}")
         self.notes.append(f"{name}: without the {held - wanted} rows that pad the vocabulary")
         left = {rank: min(each, max(0, wanted - rank * each)) for rank in parts}
-        return {rank: _rows(name, part, 0, left[rank]) for rank, part in parts.items()}
+        return {rank: rows_of(name, part, 0, left[rank]) for rank, part in parts.items()}
 
     def add_tied(self) -> None:
         """The embeddings again where the config ties them: only the first name was saved."""
@@ -167,25 +189,6 @@ class Merger:
 
 def _member(found: re.Match[str], name: str) -> str:
     return f"{found['head']}{name}.{found['leaf']}"
-
-
-def _rows(name: str, part: Local, start: int, stop: int) -> Local:
-    """Some rows of a local tensor."""
-    if not part.shape or not 0 <= start <= stop <= part.shape[0]:
-        raise Damaged(f"{name}: {list(part.shape)} has no rows {start} to {stop}")
-    at = shifted(part.at, (start, *(0,) * (len(part.shape) - 1)))
-    return Local(part.dtype, (stop - start, *part.shape[1:]), at)
-
-
-def _halves(name: str, parts: Locals, which: int) -> Locals:
-    odd = [part.shape for part in parts.values() if not part.shape or part.shape[0] % 2]
-    if odd:
-        raise Damaged(f"{name}: {list(odd[0])} has no two halves")
-    halves = {rank: part.shape[0] // 2 for rank, part in parts.items()}
-    return {
-        rank: _rows(name, part, which * halves[rank], (which + 1) * halves[rank])
-        for rank, part in parts.items()
-    }
 
 
 def _require_plain(name: str, parts: Locals) -> None:
@@ -204,4 +207,7 @@ def _cut_dim(name: str) -> int | None:
         return 1
     if _COPIED.fullmatch(name):
         return None
-    raise CannotDo(f"{name}: no rule says how vLLM cuts it for tensor parallelism")
+    raise CannotDo(
+        f"{name}: no rule says how vLLM cuts it for tensor parallelism;"
+        f" --tp-rule '{name}=RULE' says it (replicate, column, row, gated, Shard(dim))"
+    )

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout
 from ckptool.core.mesh import Shard
-from ckptool.core.placing import Rule
+from ckptool.core.tp_rules import NamedRule, named_rule, require_matched
 from ckptool.errors import CannotDo, Damaged, Problem
 from ckptool.formats._assemble import Leaf, PlainLeaf, RankLeaves, assemble, read_leaves
 from ckptool.formats._companions import companions
+from ckptool.formats._llama_rules import Cut, Sizes, cut_of, is_embedding, sizes_of
 from ckptool.formats._outgoing import companion_files, plain_objects
 from ckptool.formats._rank_write import placed_of
 from ckptool.formats._tensor_parallel import Local, Locals, joined, tp_mesh
@@ -39,29 +41,6 @@ from ckptool.formats.torch_save import unread_notes
 
 _FILE = re.compile(r"consolidated\.([0-9]{2,9})\.pth")
 _PARAMS = "params.json"
-
-_BY_ROWS = re.compile(r"(.*\.)?(attention\.w[qkv]|feed_forward\.w[13]|output)\.(weight|bias)")
-_BY_COLUMNS = re.compile(r"(.*\.)?(attention\.wo|feed_forward\.w2)\.weight")
-_COPIED = re.compile(
-    r"(.*\.)?(((attention|ffn|[qk])_)?norm\.weight|rope\.freqs"
-    r"|(attention\.wo|feed_forward\.w2)\.bias)"
-)
-_KEY_VALUE = re.compile(r"(.*\.)?attention\.w[kv]\.(weight|bias)")
-_EMBEDDING = re.compile(r"(.*\.)?tok_embeddings\.weight")
-
-RULES = tuple(
-    Rule(glob, style=style, required=False)
-    for style, globs in {
-        "colwise": ("*attention.w[qkv].*", "*feed_forward.w[13].*", "*output.*"),
-        "rowwise": ("*attention.wo.*", "*feed_forward.w2.*"),
-        "replicate": ("*norm.weight", "*rope.freqs"),
-    }.items()
-    for glob in globs
-)
-"""How Meta's layers are cut, for the placement of tensors that are written in this format.
-
-Token embeddings are placed as in the source, or by rows as in Llama 3.
-"""
 
 
 def _files(source: Source) -> dict[int, str]:
@@ -84,7 +63,8 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         message += f" (model-parallel ranks {missing} of {world})"
         raise Damaged(Problem(message, "rank-missing"))
     ranks = {rank: _leaves(source, files[rank]) for rank in sorted(files)}
-    merger = _Merger(ranks, _params(source))
+    sizes = sizes_of(_params(source))
+    merger = _Merger(ranks, sizes, options.tp_rules)
     cut, conflicts = merger.cut_tensors()
     left = {r: _without(leaves, {*cut, *conflicts}) for r, leaves in ranks.items()}
     found = assemble(left, per_rank=options.per_rank)
@@ -99,11 +79,16 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         world_size=world,
         mesh=tp_mesh(world) if world > 1 else None,
         mesh_source="declared" if world > 1 else None,
-        info=merger.info,
+        info=_info(sizes, world),
         notes=(*found.notes, *unread_notes(found.objects)),
         conflicts=found.conflicts | conflicts,
         companions=companions(source),
     )
+
+
+def _info(sizes: Sizes, world: int) -> dict[str, str]:
+    info = {"writer": "Meta llama (by its file names)", "parallelism": f"TP {world}"}
+    return info | ({"arguments": sizes.arguments} if sizes.arguments else {})
 
 
 def _leaves(source: Source, file: str) -> dict[str, Leaf]:
@@ -128,33 +113,35 @@ def _params(source: Source) -> dict[str, Any]:
 
 
 class _Merger:
-    """Joins the parts of tensors that model parallelism cuts, by name and ``params.json``."""
+    """Joins the parts of tensors that model parallelism cuts, by name and ``params.json``.
 
-    def __init__(self, ranks: Mapping[int, RankLeaves], params: Mapping[str, Any]) -> None:
+    A rule that was given decides before a name does.
+    """
+
+    def __init__(
+        self, ranks: Mapping[int, RankLeaves], sizes: Sizes, rules: Sequence[NamedRule]
+    ) -> None:
         self.problems: list[Problem] = []
         self._ranks = ranks
-        self._params = {key: n for key, n in params.items() if type(n) is int and n > 0}
+        self._rules = rules
         norm = ranks[0].get("norm.weight")
-        length = norm.value.tensor.shape if norm and isinstance(norm.value, PlainLeaf) else (None,)
-        self._width = self._params.get("dim", length[0] if length else None)
-
-    @property
-    def info(self) -> dict[str, str]:
-        told = {"dim": "dim", "n_layers": "layers", "n_heads": "heads", "n_kv_heads": "kv heads"}
-        said = [f"{word} {self._params[key]}" for key, word in told.items() if key in self._params]
-        info = {"writer": "Meta llama (by its file names)", "parallelism": f"TP {len(self._ranks)}"}
-        return info | ({"arguments": ", ".join(said)} if said else {})
+        length = norm.value.tensor.shape if norm and isinstance(norm.value, PlainLeaf) else ()
+        known = sizes.width or (length[0] if length else None)
+        self._sizes = replace(sizes, width=known)
 
     def cut_tensors(self) -> tuple[dict[str, TensorEntry], dict[str, str]]:
         """The tensors that are cut, and why those are not known of which no rule is known."""
         cut: dict[str, TensorEntry] = {}
         unknown: dict[str, str] = {}
-        if len(self._ranks) == 1:
-            return cut, unknown
-        for name in dict.fromkeys(name for leaves in self._ranks.values() for name in leaves):
+        names = {
+            name: None
+            for leaves in self._ranks.values()
+            for name, leaf in leaves.items()
+            if isinstance(leaf.value, PlainLeaf)
+        }
+        require_matched(self._rules, list(names))
+        for name in names if len(self._ranks) > 1 else ():
             held = {rank: leaves[name] for rank, leaves in self._ranks.items() if name in leaves}
-            if not any(isinstance(leaf.value, PlainLeaf) for leaf in held.values()):
-                continue
             try:
                 entry = self._cut(name, held)
             except CannotDo as error:
@@ -169,21 +156,17 @@ class _Merger:
     def _cut(self, name: str, held: Mapping[int, Leaf]) -> TensorEntry | None:
         """The joined tensor; None where each rank has the whole of it."""
         parts = _locals(name, held)
-        shape = next(iter(parts.values())).shape
-        dim = cut_dim(name, shape, self._width)
-        if dim is None:
-            return None
         world, path = len(self._ranks), next(iter(held.values())).path
-        holders = self._holders(name, shape) if shape else 1
-        return joined(name, path, parts, dim, world=world, holders=holders)
-
-    def _holders(self, name: str, shape: tuple[int, ...]) -> int:
-        """How many consecutive ranks hold the same part: several where key-value heads are few."""
-        known = self._params
-        if not _KEY_VALUE.fullmatch(name) or not {"n_kv_heads", "n_heads", "dim"} <= known.keys():
-            return 1
-        rows = known["n_kv_heads"] * known.get("head_dim", known["dim"] // known["n_heads"])
-        return max(1, shape[0] * len(self._ranks) // rows) if rows else 1
+        rule = named_rule(self._rules, name)
+        if rule is not None:
+            cut = Cut(rule.dim, (1,) * rule.blocks)
+        else:
+            cut = cut_of(name, next(iter(parts.values())).shape, self._sizes, world)
+        if cut.dim is None:
+            return None
+        return joined(
+            name, path, parts, cut.dim, world=world, holders=cut.holders, blocks=cut.blocks
+        )
 
 
 def _locals(name: str, held: Mapping[int, Leaf]) -> Locals:
@@ -194,22 +177,6 @@ def _locals(name: str, held: Mapping[int, Leaf]) -> Locals:
         tensor = leaf.value.tensor
         found[rank] = Local(tensor.dtype, tensor.shape, leaf.value.place)
     return found
-
-
-def cut_dim(name: str, shape: tuple[int, ...], width: int | None) -> int | None:
-    """The dim along which model parallelism cuts a tensor; None where each rank has all of it.
-
-    ``shape`` is that of a part, ``width`` the model's. Raises CannotDo where no rule is known.
-    """
-    if _EMBEDDING.fullmatch(name) and width is not None and len(shape) == 2:
-        return 0 if shape[1] == width else 1
-    if _BY_ROWS.fullmatch(name):
-        return 0
-    if _BY_COLUMNS.fullmatch(name):
-        return 1
-    if _COPIED.fullmatch(name):
-        return None
-    raise CannotDo(f"{name}: no rule says how Meta's code cuts it for model parallelism")
 
 
 def lay_out(catalog: Catalog, request: Request) -> Layout:
@@ -238,7 +205,10 @@ def _require_cut(entry: TensorEntry, placement: object, ranks: int) -> None:
     dim = placement.dim if isinstance(placement, Shard) else None
     if ranks == 1:
         return
-    wanted = dim if _EMBEDDING.fullmatch(entry.name) else cut_dim(entry.name, entry.shape, None)
+    cut = Cut(dim) if is_embedding(entry.name) else cut_of(entry.name, entry.shape, Sizes(), ranks)
+    wanted = cut.dim
+    if len(cut.blocks) > 1:
+        raise CannotDo(f"{entry.name}: several tensors in one, which ckptool does not cut")
     if dim != wanted:
         shown = "whole on every rank" if wanted is None else f"cut along dim {wanted}"
         raise CannotDo(f"{entry.name}: {placement}; Meta's code has it {shown}")
@@ -254,4 +224,5 @@ FORMAT = Format(
     "Meta llama: consolidated.NN.pth and params.json",
     _probe,
     _scan,
+    takes_tp_rules=True,
 )

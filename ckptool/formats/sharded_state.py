@@ -40,7 +40,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     world = max(int(match[1]) for match in files) + 1
     _require_whole(source, files, world)
     locals_, problems = _locals(source, files, options)
-    merger = Merger(sizes_of(read_config(source)), world)
+    merger = Merger(sizes_of(read_config(source)), world, options.tp_rules)
     merger.merge(locals_)
     merger.add_tied()
     options.report([*problems, *merger.problems], subject=source.root)
@@ -98,4 +98,5 @@ FORMAT = Format(
     "vLLM sharded state: model-rank-R-part-P.safetensors",
     _probe,
     _scan,
+    takes_tp_rules=True,
 )

@@ -13,7 +13,8 @@ from conftest import Bits, bits, convert_to, load_torch, read_back
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.reshard import ReshardOptions, prepare_reshard
 from ckptool.core.placing import parse_mesh, parse_rule
-from ckptool.errors import CannotDo, Damaged
+from ckptool.core.tp_rules import parse_tp_rules
+from ckptool.errors import CannotDo, Damaged, UsageError
 
 DIM, HEADS, SIZE, HIDDEN, WORDS = 8, 4, 2, 12, 20
 
@@ -159,6 +160,90 @@ def test_a_name_without_a_rule_is_not_joined_even_where_the_parts_are_equal(out:
     assert list(open_checkpoint(folder).catalog.conflicts) == ["layers.0.router.weight"]
     with pytest.raises(Damaged, match=r"layers.0.router.weight: no rule"):
         convert_to("safetensors", folder, out / "hf")
+
+
+def test_a_rule_says_how_an_unknown_name_is_cut(out: Path) -> None:
+    whole = {"router": torch.randn(4, 6), "gated": torch.randn(8, 3), "same": torch.randn(3)}
+    gates = whole["gated"].chunk(4)
+    parts = [
+        part
+        | {
+            "layers.0.router": whole["router"].chunk(2, 1)[rank].clone(),
+            "layers.0.gated": torch.cat([gates[rank], gates[2 + rank]]),
+            "layers.0.same": whole["same"],
+        }
+        for rank, part in enumerate(parts_of(model(), 2))
+    ]
+    folder = saved(parts, out / "llama", params())
+    rules = parse_tp_rules(["*router=row", "*gated=gated", "*same=replicate"])
+    convert_to("safetensors", folder, out / "hf", tp_rules=rules)
+    found = read_back("safetensors", out / "hf")
+    assert {n: found[f"layers.0.{n}"] for n in whole} == {n: bits(t) for n, t in whole.items()}
+
+
+def test_a_rule_that_matches_nothing_is_refused(out: Path) -> None:
+    folder = saved(parts_of(model(), 2), out / "llama", params())
+    with pytest.raises(UsageError, match="matches none of the 13"):
+        open_checkpoint(folder, tp_rules=parse_tp_rules(["router=row"]))
+
+
+EXPERTS = 3
+
+
+def llama_4() -> dict[str, torch.Tensor]:
+    """The tensors whose layout is Llama 4's own, as one rank holds them."""
+    shapes = {
+        "tok_embeddings.weight": (WORDS, DIM),
+        "norm.weight": (DIM,),
+        "layers.0.attention.wqkv.weight": ((HEADS + 2 + 2) * SIZE, DIM),
+        "layers.0.attention.wqkv.layer_norm_weight": (DIM,),
+        "layers.0.feed_forward.mlp.fc1_weight": (2 * HIDDEN, DIM),
+        "layers.0.feed_forward.mlp.fc2_weight": (DIM, HIDDEN),
+        "layers.1.feed_forward.router_DE": (DIM, EXPERTS),
+        "layers.1.feed_forward.experts.moe_w_in_eD_F": (EXPERTS * DIM, HIDDEN),
+        "layers.1.feed_forward.experts.moe_w_swiglu_eD_F": (EXPERTS * DIM, HIDDEN),
+        "layers.1.feed_forward.experts.moe_w_out_eF_D": (EXPERTS * HIDDEN, DIM),
+        "layers.1.feed_forward.w_in_shared_FD.weight": (HIDDEN, DIM),
+        "layers.1.feed_forward.w_out_shared_DF.weight": (DIM, HIDDEN),
+        "vision_projection.weight": (DIM, 6),
+    }
+    return {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+
+
+def part_of_llama_4(name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    """What Meta's layers of two ranks hold: fused ones each rank's parts, experts as one matrix."""
+    if name.endswith("wqkv.weight"):
+        query, key, value = whole.split([HEADS * SIZE, 2 * SIZE, 2 * SIZE])
+        return torch.cat([t.chunk(2)[rank] for t in (query, key, value)])
+    if name.endswith("fc1_weight"):
+        return torch.cat([half.chunk(2)[rank] for half in whole.chunk(2)])
+    if name.endswith("moe_w_out_eF_D"):
+        return whole.view(EXPERTS, HIDDEN, DIM).chunk(2, 1)[rank].reshape(-1, DIM).clone()
+    if name.endswith(("eD_F", "DF.weight", "fc2_weight")):
+        return whole.chunk(2, 1)[rank].clone()
+    if name.endswith(("norm.weight", "norm_weight", "DE")):
+        return whole.clone()
+    return whole.chunk(2)[rank].clone()
+
+
+def test_what_llama_4_fuses_is_joined(out: Path) -> None:
+    whole = llama_4()
+    parts = [{n: part_of_llama_4(n, t, rank) for n, t in whole.items()} for rank in range(2)]
+    said = {"model": params() | {"moe_args": {"num_experts": EXPERTS}}}
+    folder = saved(parts, out / "llama", said)
+    assert values_of(folder, out / "hf") == {n: bits(t) for n, t in whole.items()}
+    found = open_checkpoint(folder).catalog.info["arguments"]
+    assert found == "dim 8, heads 4, kv heads 2, experts 3"
+
+
+@pytest.mark.parametrize(
+    ("name", "lacks"), [("wqkv.weight", "how many heads"), ("moe_w_out_eF_D", "how many experts")]
+)
+def test_what_params_json_does_not_say_is_named(name: str, lacks: str, out: Path) -> None:
+    whole = {n: t for n, t in llama_4().items() if n.endswith((name, "norm.weight"))}
+    parts = [{n: part_of_llama_4(n, t, rank) for n, t in whole.items()} for rank in range(2)]
+    found = open_checkpoint(saved(parts, out / "llama", {"dim": DIM})).catalog.conflicts
+    assert [lacks in why for why in found.values()] == [True]
 
 
 def _other_norm(parts: list[dict[str, torch.Tensor]], folder: Path) -> None:

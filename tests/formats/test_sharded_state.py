@@ -21,6 +21,7 @@ from ckptool.core.layout import Layout
 from ckptool.core.mesh import Replicate, Shard
 from ckptool.core.placing import Placed, Placements, parse_mesh
 from ckptool.core.plan import Plan
+from ckptool.core.tp_rules import parse_tp_rules
 from ckptool.engine.run import RunOptions, run
 from ckptool.errors import CannotDo, Damaged
 from ckptool.formats._vllm_write import lay_out
@@ -287,6 +288,91 @@ def test_what_no_rule_is_known_of_is_named(
     with pytest.raises(Damaged, match=why):
         convert_to("safetensors", folder, out / "hf")
     convert_to("safetensors", folder, out / "hf", drop=(name,))
+
+
+def test_a_rule_says_how_an_unknown_name_is_cut(out: Path) -> None:
+    whole = torch.randn(8, 4)
+    ranks = [{"norm.weight": torch.ones(3), "mixer.in": whole.chunk(2)[r]} for r in range(2)]
+    folder = saved(ranks, out / "vllm", None)
+    convert_to("safetensors", folder, out / "hf", tp_rules=parse_tp_rules(["mixer.*=column"]))
+    assert read_back("safetensors", out / "hf")["mixer.in"] == bits(whole)
+
+
+def test_a_rule_keeps_a_fused_tensor_as_it_is(out: Path) -> None:
+    model = hf_model()
+    folder = saved(as_vllm_holds(model, 2), out / "vllm", config_of())
+    rules = parse_tp_rules(["*gate_up_proj.weight=gated"])
+    convert_to("safetensors", folder, out / "hf", tp_rules=rules)
+    fused = [model[f"model.layers.0.mlp.{part}_proj.weight"] for part in ("gate", "up")]
+    found = read_back("safetensors", out / "hf")["model.layers.0.mlp.gate_up_proj.weight"]
+    assert found == bits(torch.cat(fused))
+
+
+EXPERTS = 4
+
+
+def experts_of(names: tuple[str, str, str], head: str) -> dict[str, torch.Tensor]:
+    """Gate, up and down projections of each expert under Hugging Face's names."""
+    gate, up, down = names
+    found = {f"{head}gate.weight": torch.randn(EXPERTS, WIDTH)}
+    for number in range(EXPERTS):
+        for name, shape in ((gate, (6, WIDTH)), (up, (6, WIDTH)), (down, (WIDTH, 6))):
+            found[f"{head}experts.{number}.{name}.weight"] = torch.randn(shape)
+    return found
+
+
+def fused_experts(
+    model: dict[str, torch.Tensor], names: tuple[str, str, str], head: str, spread: bool
+) -> list[dict[str, torch.Tensor]]:
+    """What vLLM's FusedMoE holds on each of two ranks: half the experts, or half of each."""
+    ranks = []
+    for rank in range(2):
+        numbers = range(EXPERTS)[2 * rank : 2 * rank + 2] if spread else range(EXPERTS)
+
+        def part(number: int, name: str, dim: int, rank: int = rank) -> torch.Tensor:
+            whole = model[f"{head}experts.{number}.{name}.weight"]
+            return whole if spread else whole.chunk(2, dim)[rank]
+
+        gate, up, down = names
+        both = [torch.cat([part(n, gate, 0), part(n, up, 0)]) for n in numbers]
+        ranks.append(
+            {
+                f"{head}gate.weight": model[f"{head}gate.weight"],
+                f"{head}experts.w13_weight": torch.stack(both),
+                f"{head}experts.w2_weight": torch.stack([part(n, down, 1) for n in numbers]),
+            }
+        )
+    return ranks
+
+
+MIXTRAL = ("w1", "w3", "w2"), "model.layers.0.block_sparse_moe."
+QWEN = ("gate_proj", "up_proj", "down_proj"), "model.layers.0.mlp."
+
+
+@pytest.mark.parametrize("spread", [False, True], ids=["tensor-parallel", "expert-parallel"])
+@pytest.mark.parametrize(
+    ("names", "head", "config"),
+    [
+        (*MIXTRAL, {"num_local_experts": EXPERTS, "intermediate_size": 6}),
+        (*QWEN, {"num_experts": EXPERTS, "moe_intermediate_size": 6, "intermediate_size": 9}),
+    ],
+    ids=["mixtral", "qwen"],
+)
+def test_fused_experts_come_apart(
+    names: tuple[str, str, str], head: str, config: dict[str, int], spread: bool, out: Path
+) -> None:
+    model = experts_of(names, head)
+    folder = saved(fused_experts(model, names, head, spread), out / "vllm", config)
+    assert values_of(folder, out / "hf") == {n: bits(t) for n, t in model.items()}
+    assert any("FlashInfer" in note for note in open_checkpoint(folder).catalog.notes)
+
+
+def test_fused_experts_of_other_sizes_than_the_config_are_named(out: Path) -> None:
+    names, head = QWEN
+    ranks = fused_experts(experts_of(names, head), names, head, spread=False)
+    folder = saved(ranks, out / "vllm", {"num_experts": 16, "moe_intermediate_size": 6})
+    found = open_checkpoint(folder).catalog.conflicts
+    assert ["16 experts of 6 inner size" in why for why in found.values()] == [True, True]
 
 
 def _spoilt(kind: str, ranks: list[dict[str, torch.Tensor]], config: dict[str, Any]) -> None:
