@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptool.commands.assets import mapped, with_assets
 from ckptool.commands.map_report import MapOptions, MapReport, decided_by
+from ckptool.commands.numbers_config import as_numbers, block_size
 from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.commands.read_options import AS_DETECTED, ReadOptions
 from ckptool.commands.selection import EVERYTHING, Selection, selected
@@ -36,8 +36,6 @@ TARGETS = (
     *("deepspeed-universal", "megatron-torch_dist"),
 )
 """What ``--to`` accepts. ``safetensors`` is a Hugging Face folder unless the target is a file."""
-
-_LARGEST_CONFIG = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +97,6 @@ def prepare(source: Path, target: Path, options: ConvertOptions) -> Prepared:
 
     Raises UsageError, CannotDo or a SourceError where it cannot be done as asked.
     """
-    if options.dequantize and options.map.name is not None:
-        raise UsageError("--dequantize and --map do not go together", hint="convert twice")
     writer = _writer(options.to, target)
     opened = open_checkpoint(source, options.read)
     require_apart(opened, target)
@@ -113,6 +109,8 @@ def prepare(source: Path, target: Path, options: ConvertOptions) -> Prepared:
     catalog, cast = _cast(catalog, options.dtype)
     request = Request(target.name, options.max_shard_size, options.one_rank)
     layout = CONVERTERS[writer](catalog, request)
+    if options.dequantize:
+        layout = as_numbers(opened, catalog, layout)
     layout = with_assets(layout, options.map.assets, map_report, catalog, model=writer == "hf")
     plan = Plan(catalog, layout)
     report = ConvertReport(
@@ -157,7 +155,7 @@ def _numbers(opened: Opened, options: ConvertOptions) -> tuple[Catalog, dict[str
     inner = {name: entry for name, entry in opened.catalog.tensors.items() if name in wanted}
     located = opened.located(opened.catalog.with_tensors(inner)).tensors
     catalog = opened.catalog.with_tensors(opened.catalog.tensors | located)
-    return dequantized(catalog, options.dtype or BY_NAME["bfloat16"], _block_size(opened))
+    return dequantized(catalog, options.dtype or BY_NAME["bfloat16"], block_size(opened))
 
 
 def _quantised_notes(catalog: Catalog, options: ConvertOptions) -> list[str]:
@@ -166,22 +164,7 @@ def _quantised_notes(catalog: Catalog, options: ConvertOptions) -> list[str]:
     if options.dtype is not None and quantised_names(catalog):
         listed = ", ".join(f"{count} {kind}" for kind, count in kinds(catalog).items())
         notes.append(f"--dtype leaves quantised tensors as they are ({listed}); --dequantize")
-    if options.dequantize and any(n.endswith("config.json") for n in catalog.companions):
-        notes.append("config.json may still have a quantization_config: take it out before loading")
     return notes
-
-
-def _block_size(opened: Opened) -> tuple[int, int] | None:
-    """The size of a block as the model's ``config.json`` says it (DeepSeek-V3, transformers)."""
-    name = next((n for n in opened.catalog.companions if n.endswith("config.json")), None)
-    if name is None or opened.catalog.companions[name] > _LARGEST_CONFIG:
-        return None
-    try:
-        content = json.loads(opened.source.read(name, 0, opened.catalog.companions[name]))
-        rows, columns = map(int, content["quantization_config"]["weight_block_size"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return (rows, columns) if rows > 0 and columns > 0 else None
 
 
 def _require_torch(option: str) -> None:

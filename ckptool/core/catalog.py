@@ -91,11 +91,13 @@ class Scaled:
     ``block`` is how many elements a block has in each dim. Where ``values`` are ``uint8``, each
     byte holds two elements of four bits, the first in its lower half (MXFP4), and ``scales`` are
     exponents that 127 was added to; else an element is the product of its value and scale.
+    ``part`` are those of the elements that the chunk takes.
     """
 
     values: TensorEntry
     scales: TensorEntry
     block: tuple[int, ...]
+    part: Part
 
     @property
     def file(self) -> str:

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Chunk, Scaled, TensorEntry
+from ckptool.core.box import Box, row_major_strides
+from ckptool.core.catalog import Catalog, Chunk, Part, Scaled, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.rewrite import renamed_path
 from ckptool.errors import CannotDo
@@ -135,7 +135,8 @@ def _unfit(pair: Pair) -> CannotDo:
 def _scaled(
     pair: Pair, name: str, dtype: DType, shape: tuple[int, ...], block: tuple[int, ...]
 ) -> TensorEntry:
-    at = Scaled(pair.values, pair.scales, block)
+    whole = Part(shape, 0, row_major_strides(shape, 1))
+    at = Scaled(pair.values, pair.scales, block, whole)
     return replace(
         pair.values,
         name=name,

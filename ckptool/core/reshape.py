@@ -1,8 +1,9 @@
 """Tensors cut, joined, stacked, turned and padded: entries in, entries out. No byte is moved.
 
 A tensor's chunks are boxes whose bytes have strides, so each of these is geometry on boxes and
-strides. It works on places whose bytes can be addressed (``Extent``, ``Packed``): an ``Item`` must
-have been located before. Replicas follow their chunk. Names and paths stay, placements go.
+strides. It works on places whose elements can be addressed (``Extent``, ``Packed``, ``Scaled``): an
+``Item`` must have been located before. Replicas follow their chunk. Names and paths stay,
+placements go.
 """
 
 from __future__ import annotations
@@ -12,7 +13,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from ckptool.core.box import Box, flat_range, row_major_strides
-from ckptool.core.catalog import Chunk, Copy, Extent, Packed, Place, TensorEntry
+from ckptool.core.catalog import (
+    Chunk,
+    Copy,
+    Extent,
+    Item,
+    Packed,
+    Part,
+    Place,
+    Scaled,
+    TensorEntry,
+)
 from ckptool.errors import CannotDo
 
 Strides = tuple[int, ...]
@@ -195,6 +206,8 @@ def _strides(chunk: Chunk) -> Iterator[Strides]:
     for at in (chunk.at, *(copy.at for copy in chunk.copies)):
         if isinstance(at, Extent | Packed):
             yield at.strides
+        elif isinstance(at, Scaled):
+            yield at.part.strides
 
 
 def _joined(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
@@ -214,10 +227,13 @@ def _part(
 
 
 def _moved(at: Place, first: Index, restride: Restride) -> Place:
-    if not isinstance(at, Extent | Packed):
+    if isinstance(at, Item):
         raise TypeError(f"{at} was never located")
-    skip = sum(i * s for i, s in zip(first, at.strides, strict=False))
-    strides = restride(at.strides)
+    held = at.part.strides if isinstance(at, Scaled) else at.strides
+    skip = sum(i * s for i, s in zip(first, held, strict=False))
+    strides = restride(held)
+    if isinstance(at, Scaled):
+        return replace(at, part=Part(at.part.shape, at.part.start + skip, strides))
     if isinstance(at, Packed):
         return replace(at, start=at.start + skip, strides=strides)
     return Extent(at.file, at.offset + skip, strides, at.record, at.ops)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ckptool.core.box import Box, flat_range, row_major_strides
-from ckptool.core.catalog import Extent, Packed, Part, Place, Scaled
+from ckptool.core.catalog import Extent, Packed, Part, Place
 
 
 def part_of_place(
@@ -28,8 +28,6 @@ def part_of_place(
     if isinstance(at, Packed):
         offset, steps = mapped(shape, at.strides, part, start, strides, itemsize)
         return replace(at, start=at.start + offset, strides=steps)
-    if isinstance(at, Scaled):
-        raise ValueError("blocks of coarse numbers with scales, which have no strides")
     if at.part is None:
         return replace(at, part=Part(tuple(shape), start, tuple(strides)))
     offset, steps = mapped(shape, at.part.strides, part, start, strides, 1)

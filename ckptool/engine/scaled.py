@@ -7,12 +7,13 @@ in blocks as DeepSeek-V3 stores it, and MXFP4 as gpt-oss does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ckptool.core.box import Box
-from ckptool.core.catalog import Scaled, TensorEntry
+from ckptool.core.box import Box, row_major_strides
+from ckptool.core.catalog import Part, Scaled, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.errors import CannotDo
 
@@ -36,9 +37,37 @@ def fill_scaled(gathered: Gathered, at: Scaled, out: Array, box: Box, dtype: DTy
         return
     wanted = getattr(torch, dtype.name)
     four_bits = at.values.dtype.name == "uint8"
-    numbers = (_of_four_bits if four_bits else _of_blocks)(gathered, at, box, wanted)
+    compute = partial(_of_four_bits if four_bits else _of_blocks, gathered, at, wanted=wanted)
+    region, first = _region(at.part, box)
+    numbers = compute(region)
+    if first is not None:
+        numbers = numbers.contiguous().as_strided(box.shape, at.part.strides, first)
     flat = numbers.contiguous().reshape(-1).view(torch.uint8).numpy()
     out[...] = flat.view(out.dtype).reshape(out.shape)
+
+
+def _region(part: Part, box: Box) -> tuple[Box, int | None]:
+    """What of the whole tensor holds all of a part's ``box``, and where in it that begins.
+
+    Where the part is a box of the tensor, so is this, and the second value is None; else it is the
+    least run of rows, along the first dim in which they are several.
+    """
+    rows, origin = row_major_strides(part.shape, 1), part.start
+    if part.strides == rows:
+        return box.relative_to([-n for n in _index(part.shape, origin)]), None
+    first = origin + sum(i * s for i, s in zip(box.lo, part.strides, strict=True))
+    last = first + sum((n - 1) * s for n, s in zip(box.shape, part.strides, strict=True))
+    lo, hi = _index(part.shape, first), _index(part.shape, last)
+    dim = next((d for d, low in enumerate(lo) if low != hi[d]), len(lo))
+    start = (*lo[: dim + 1], *(0 for _ in lo[dim + 1 :]))
+    stop = (*(n + 1 for n in hi[: dim + 1]), *part.shape[dim + 1 :])
+    return Box(start, stop), first - sum(i * row for i, row in zip(start, rows, strict=True))
+
+
+def _index(shape: tuple[int, ...], element: int) -> list[int]:
+    """The index of an element in row-major order."""
+    rows = row_major_strides(shape, 1)
+    return [element // row % size for row, size in zip(rows, shape, strict=True)]
 
 
 def _of_blocks(gathered: Gathered, at: Scaled, box: Box, wanted: Any) -> Any:

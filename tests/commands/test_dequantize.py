@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 
 from ckptool.commands.inspect import inspect
+from ckptool.commands.map_report import MapOptions
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.reshard import ReshardOptions, prepare_reshard
 from ckptool.core.dtype import BY_NAME
@@ -192,11 +193,82 @@ def test_without_being_asked_bytes_and_scales_stay(out: Path) -> None:
 
 
 def test_a_report_says_what_was_done(out: Path) -> None:
-    source = saved(deepseek() | gpt_oss(2, 3, 4), out / "hf", {"quantization_config": {}})
+    source = saved(deepseek() | gpt_oss(2, 3, 4), out / "hf")
     report = convert_to("safetensors", source, out / "m", dequantize=True)
     assert report.dequantized == {"FP8 in blocks": 1, "MXFP4": 1}
-    assert any("quantization_config" in note for note in report.notes)
     assert read_back("safetensors", out / "m")["mlp.up_proj.weight"][0] == "bfloat16"
+
+
+QUANTISED = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["on top", "in text_config"])
+@pytest.mark.parametrize("target", ["safetensors", "dcp"])
+def test_the_config_no_longer_says_quantised(target: str, inner: bool, out: Path) -> None:
+    config: Any = {"model_type": "x", "quantization_config": QUANTISED}
+    source = saved(deepseek(), out / "hf", {"text_config": config} if inner else config)
+    (source / "hf_quant_config.json").write_text("{}")
+    report = convert_to(target, source, out / "m", dequantize=True)
+    found = json.loads((out / "m/config.json").read_text())
+    assert found == ({"text_config": {"model_type": "x"}} if inner else {"model_type": "x"})
+    assert not (out / "m/hf_quant_config.json").exists()
+    assert any("no longer says" in note for note in report.notes)
+
+
+def test_the_config_stays_where_some_tensors_stay_quantised(out: Path) -> None:
+    config = {"quantization_config": QUANTISED}
+    source = saved(deepseek() | {"a.SCB": torch.ones(2)}, out / "hf", config)
+    report = convert_to("safetensors", source, out / "m", dequantize=True)
+    assert json.loads((out / "m/config.json").read_text()) == config
+    assert any("still quantised" in note and "8 bit" in note for note in report.notes)
+
+
+STACKED = """
+name = "stacked"
+summary = "experts apart <-> experts turned, in one tensor"
+from = "apart"
+to = "stacked"
+
+[[rule]]
+from = "experts.{expert}.up.weight [ffn hidden]"
+to = "up [expert hidden ffn]"
+
+[[rule]]
+from = "mlp.up_proj.weight"
+to = "mlp"
+
+[[rule]]
+from = "norm.weight"
+to = "norm"
+
+[[rule]]
+from = "qkv.weight [(two pair) hidden]"
+to = "qkv [(pair two) hidden]"
+
+[dims]
+two = 2
+pair = []
+"""
+
+
+def test_a_map_goes_over_the_numbers(out: Path) -> None:
+    """In one step as in two: stacked, turned, and interleaved."""
+    state = deepseek()
+    for name, (rows, columns) in {
+        "experts.0.up": (130, 200),
+        "experts.1.up": (130, 200),
+        "qkv": (260, 40),
+    }.items():
+        state[f"{name}.weight"], state[f"{name}.weight_scale_inv"] = fp8(rows, columns)
+    source = saved(state, out / "hf")
+    (out / "stacked.toml").write_text(STACKED)
+    options = MapOptions(name=str(out / "stacked.toml"), inverse=False)
+    convert_to("safetensors", source, out / "one", dequantize=True, map=options)
+    convert_to("safetensors", source, out / "numbers", dequantize=True)
+    convert_to("safetensors", out / "numbers", out / "two", map=options)
+    found = read_back("safetensors", out / "one")
+    assert found == read_back("safetensors", out / "two")
+    assert found["up"][1] == (2, 200, 130)
 
 
 def test_checksums_of_values_and_scales_are_checked(out: Path) -> None:
