@@ -1,8 +1,10 @@
-"""A folder that accelerate saved from FSDP with DCP: a family of files in each subfolder.
+"""A folder that accelerate saved: model and optimizer as families of files, and what lies beside.
 
-``pytorch_model_fsdp_0/`` (in old versions ``pytorch_model_0/``) and ``optimizer_0/`` are DCP
-folders (accelerate 1.15). Scheduler, sampler and random states lie beside them, also where
-transformers' Trainer saved. The family begins each name, unless all names begin with it.
+From FSDP with DCP, ``pytorch_model_fsdp_0/`` (in old versions ``pytorch_model_0/``) and
+``optimizer_0/`` are DCP folders (accelerate 1.15); else ``model.safetensors`` or its shards hold
+the model, and ``optimizer.bin`` the optimizer. Scheduler, sampler and random states lie beside
+them, also where transformers' Trainer saved. The family begins each name, unless all names begin
+with it.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ from dataclasses import replace
 
 from ckptool.core.catalog import Catalog
 from ckptool.core.rewrite import with_prefix
-from ckptool.formats import dcp, rank_local
+from ckptool.formats import dcp, hf, rank_local, torch_save
 from ckptool.formats._relocate import relocated, scanned_below, together
 from ckptool.formats.base import Format, ScanOptions, Source
 
 _PART = re.compile(
     r"(?P<folder>(?P<family>pytorch_model(_fsdp)?|optimizer)_(?P<number>\d+))/\.metadata"
 )
+_RANDOM_STATES = re.compile(r"random_states_\d+\.pkl")
 _FAMILIES = {"pytorch_model_fsdp": "model", "pytorch_model": "model", "optimizer": "optimizer"}
 
 
@@ -32,11 +35,26 @@ def _parts(source: Source) -> dict[str, str]:
 
 
 def _probe(source: Source) -> bool:
-    return bool(_parts(source))
+    return bool(_parts(source)) or _whole_model(source) is not None
+
+
+def _whole_model(source: Source) -> Format | None:
+    """What reads the model where it is not in DCP folders, but as Hugging Face's shards.
+
+    Random states by accelerate's name tell its folders from models that are only that.
+    """
+    if not any(map(_RANDOM_STATES.fullmatch, source.files)):
+        return None
+    if hf.FORMAT.probe(source):
+        return hf.FORMAT
+    return torch_save.FORMAT if torch_save.INDEX in source.files else None
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     catalogs = []
+    whole = _whole_model(source)
+    if whole is not None:
+        catalogs.append(with_prefix(whole.scan(source, options), "model"))
     for folder, family in _parts(source).items():
         inner = scanned_below(dcp.FORMAT.scan, source, folder, options)
         catalogs.append(relocated(_in_family(inner, family), folder))
@@ -54,7 +72,7 @@ def _in_family(catalog: Catalog, family: str) -> Catalog:
 
 FORMAT = Format(
     "accelerate",
-    "accelerate's FSDP folder: DCP subfolders for model and optimizer",
+    "accelerate's folder: model, optimizer, and what lies beside",
     _probe,
     _scan,
     locate=dcp.FORMAT.locate,

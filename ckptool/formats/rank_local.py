@@ -2,7 +2,8 @@
 
 Read: torch ``_experimental`` ``checkpoint_{r}.pt``; plain FSDP rank files such as
 ``model_rank{r}.pt``; verl ``model_world_size_{W}_rank_{r}.pt``; accelerate 1.15
-``pytorch_model_fsdp_0_rank{r}.bin``; torch_checkpointing 0.1 ``<item>_{r}.pt`` with
+``pytorch_model_fsdp_0_rank{r}.bin``, and whole ``pytorch_model.bin`` and ``optimizer.bin`` beside
+each rank's random states; torch_checkpointing 0.1 ``<item>_{r}.pt`` with
 ``metadata.pkl``. Where files come in several families, the family begins each name.
 """
 
@@ -45,12 +46,12 @@ _RANK_FILE = re.compile(
 _ITEM_FILE = re.compile(
     r"(?P<family>.+)_(?P<rank>[0-9]{1,9})\.(?:pt|json|safetensors)(?P<world>)?(?P<word>)?"
 )
-_ACCELERATE = {"pytorch_model_fsdp": "model", "optimizer": "optimizer"}
+_ACCELERATE = {"pytorch_model_fsdp": "model", "pytorch_model": "model"}
 _VERL_CONFIG = "fsdp_config.json"
 _STATE_OF_A_RANK = ("extra_state", "random_states", "rng_state")
 _SINGLE = re.compile(
-    r"(scheduler|sampler|dl_state_dict)(_\d+)?\.bin|(scaler|scheduler)\.pt"
-    r"|custom_checkpoint_\d+\.pkl"
+    r"(?P<family>scheduler|sampler|dl_state_dict|optimizer|pytorch_model|pytorch_model_fsdp)"
+    r"(?P<number>_\d+)?\.bin|(scaler|scheduler|optimizer)\.pt|custom_checkpoint_\d+\.pkl"
 )
 
 
@@ -74,7 +75,9 @@ def rank_files(source: Source) -> list[RankFile]:
         by_family.setdefault(item.family, []).append(item)
     ranked = [item for items in by_family.values() if _is_family(items, source) for item in items]
     single = [
-        RankFile(f, f.partition(".")[0], 0, None, True) for f in source.files if _is_single(f)
+        RankFile(match.string, _single_family(match), 0, None, True)
+        for match in map(_SINGLE.fullmatch, source.files)
+        if match
     ]
     return [*ranked, *single] if ranked or _has_fsdp_folder(source) else []
 
@@ -86,8 +89,16 @@ def _has_fsdp_folder(source: Source) -> bool:
 
 
 def _is_single(file: str) -> bool:
-    """Small files that accelerate writes once, on rank 0, beside the rank files."""
+    """Files that accelerate and transformers' Trainer write once, beside those of the ranks."""
     return _SINGLE.fullmatch(file) is not None
+
+
+def _single_family(match: re.Match[str]) -> str:
+    """The family of such a file; accelerate numbers models and optimizers where it has several."""
+    family = _ACCELERATE.get(match["family"] or "")
+    if family is None:
+        return match.string.partition(".")[0]
+    return family + ("" if match["number"] in (None, "_0") else match["number"])
 
 
 def _parse(file: str, pattern: re.Pattern[str]) -> RankFile | None:
@@ -98,7 +109,7 @@ def _parse(file: str, pattern: re.Pattern[str]) -> RankFile | None:
     accelerate = re.fullmatch(r"(pytorch_model_fsdp|optimizer)_([0-9]+)", family)
     if accelerate and match["word"]:
         number = "" if accelerate[2] == "0" else f"_{accelerate[2]}"
-        family = _ACCELERATE[accelerate[1]] + number
+        family = _ACCELERATE.get(accelerate[1], accelerate[1]) + number
     world = int(match["world"]) if match["world"] else None
     says_rank = bool(match["word"]) or family in ("random_states", "rng_state")
     return RankFile(file, family, int(match["rank"]), world, says_rank)
@@ -171,7 +182,7 @@ def _writer(files: list[RankFile]) -> str:
         return "torch.distributed.checkpoint._experimental (by its file names)"
     if any(item.world for item in files):
         return "verl (by its file names)"
-    if any(name.startswith("pytorch_model_fsdp_") for name in names):
+    if any(name.startswith(("pytorch_model_fsdp", "random_states_")) for name in names):
         return "accelerate (by its file names)"
     return "torch.save, one file a rank"
 

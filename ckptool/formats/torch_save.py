@@ -22,11 +22,11 @@ from ckptool.formats._torch_write import torch_archive
 from ckptool.formats._values import Foreign, type_name
 from ckptool.formats.base import Format, Request, ScanOptions, Source, read_metadata, require
 
-_INDEX = "pytorch_model.bin.index.json"
+INDEX = "pytorch_model.bin.index.json"
 
 
 def _probe(source: Source) -> bool:
-    if _INDEX in source.files:
+    if INDEX in source.files:
         return True
     if len(source.files) != 1:
         return False
@@ -37,7 +37,7 @@ def _probe(source: Source) -> bool:
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
-    if _INDEX in source.files:
+    if INDEX in source.files:
         return _scan_shards(source, options)
     if len(source.files) != 1:
         raise Unrecognised(f"{source.root}: not one torch.save file")
@@ -85,7 +85,7 @@ def unread_notes(objects: Mapping[str, ObjectEntry]) -> list[str]:
 
 
 def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
-    weight_map = read_weight_map(source, _INDEX)
+    weight_map = read_weight_map(source, INDEX)
     files = sorted(set(weight_map.values()))
     tensors: dict[str, TensorEntry] = {}
     objects: dict[str, ObjectEntry] = {}
@@ -104,9 +104,9 @@ def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
         objects |= found.objects
     problems += [
         Problem(
-            f"{name}, which {_INDEX} puts into {file}, is not there",
+            f"{name}, which {INDEX} puts into {file}, is not there",
             "index-mismatch",
-            file=_INDEX,
+            file=INDEX,
             tensor=name,
         )
         for name, file in weight_map.items()
@@ -118,7 +118,7 @@ def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
         "torch-save",
         ordered,
         objects,
-        {file: source.files[file] for file in (*files, _INDEX) if file in source.files},
+        {file: source.files[file] for file in (*files, INDEX) if file in source.files},
         world_size=1,
         info={"writer": "transformers (pytorch_model.bin shards)"} | config_info(source),
         notes=(*notes, *unread_notes(objects)),
@@ -127,7 +127,7 @@ def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
 
 
 def _shard_leaves(source: Source, file: str) -> dict[str, Leaf]:
-    require(source, file, wanted_by=_INDEX)
+    require(source, file, wanted_by=INDEX)
     return read_leaves(read_torch_file(source, file), source)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from conftest import case, convert_to, read_back
+from conftest import Bits, case, convert_to, read_back
 
 from ckptool.commands.open import open_checkpoint
 
@@ -34,3 +34,45 @@ def test_the_folder_names_of_old_versions(copy_of: Callable[[str], Path]) -> Non
     found = open_checkpoint(folder).catalog
     assert found.format == "accelerate"
     assert case("accelerate_folders").truth.keys() <= found.tensors.keys()
+
+
+def tensor_of(value: Bits) -> torch.Tensor:
+    dtype, shape, data = value
+    return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).reshape(shape)
+
+
+def test_a_whole_model_saved_with_torch(copy_of: Callable[[str], Path], out: Path) -> None:
+    """``safe_serialization=False``: the same under the same names, and nothing is left behind."""
+    folder = copy_of("accelerate_whole")
+    (folder / "model.safetensors").unlink()
+    whole = case("accelerate_whole").truth
+    model = {n.removeprefix("model."): n for n in whole if n.startswith("model.")}
+    state = {short: tensor_of(whole[name]) for short, name in model.items()}
+    torch.save(state, folder / "pytorch_model.bin")
+    convert_to("safetensors", folder, out / "m")
+    found = read_back("safetensors", out / "m")
+    assert {name: found[name] for name in whole} == whole
+
+
+def test_a_second_model_and_its_optimizer(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("accelerate_whole")
+    (folder / "model.safetensors").unlink()
+    for number in ("", "_1"):
+        torch.save({"w": torch.ones(2)}, folder / f"pytorch_model{number}.bin")
+        torch.save({"state": {0: {"m": torch.ones(2)}}}, folder / f"optimizer{number}.bin")
+    found = open_checkpoint(folder).catalog.tensors
+    wanted = {"model.w", "model_1.w", "optimizer.state.0.m", "optimizer_1.state.0.m"}
+    assert wanted <= found.keys()
+
+
+def test_what_an_older_trainer_saved(copy_of: Callable[[str], Path]) -> None:
+    """Two ranks' random states beside one model: the model is what counts."""
+    folder = copy_of("accelerate_whole")
+    for file in folder.iterdir():
+        file.unlink()
+    torch.save({"w": torch.ones(2)}, folder / "pytorch_model.bin")
+    torch.save({"state": {0: {"m": torch.ones(2)}}}, folder / "optimizer.pt")
+    for rank in range(2):
+        torch.save({"cpu": torch.arange(4) + rank}, folder / f"rng_state_{rank}.pth")
+    found = open_checkpoint(folder).catalog.tensors
+    assert {"model.w", "optimizer.state.0.m"} <= found.keys()
