@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Catalog, Chunk, Part, Scaled, TensorEntry
 from ckptool.core.dtype import DType
+from ckptool.core.reshape import insert_dim
 from ckptool.core.rewrite import renamed_path
 from ckptool.errors import CannotDo
 
-_SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
+_SCALE, _BLOCKS, _SCALES, _ONE_SCALE = "_scale_inv", "_blocks", "_scales", ".weight_scale"
 _BLOCK = (128, 128)
 _KINDS = {
     "bitsandbytes, 4 bit": re.compile(r".*\.quant_state\.bitsandbytes__(nf4|fp4)"),
@@ -21,6 +22,7 @@ _KINDS = {
     "GPTQ": re.compile(r".*\.g_idx"),
     "compressed-tensors, packed": re.compile(r".*\.weight_packed"),
     "NVFP4": re.compile(r".*\.weight_scale_2"),
+    "HQQ": re.compile(r".*\.W_q"),
 }
 _PACKED = re.compile(r"(.*)\.qweight")
 
@@ -38,17 +40,32 @@ def pairs(catalog: Catalog) -> Iterator[Pair]:
     """The tensors that are stored with scales in a way that is known.
 
     DeepSeek-V3: ``X.weight`` in 8-bit floats and ``X.weight_scale_inv``. gpt-oss: ``X_blocks`` and
-    ``X_scales`` in bytes.
+    ``X_scales`` in bytes. compressed-tensors, fbgemm and ModelOpt: ``X.weight`` in 8 bits and
+    ``X.weight_scale``, one for the tensor or one for each row.
     """
     for name, scales in catalog.tensors.items():
         if name.endswith(_SCALE):
             values = catalog.tensors.get(name.removesuffix(_SCALE))
             if values is not None and values.dtype.name.startswith("float8"):
                 yield Pair("FP8 in blocks", values, scales)
+        elif name.endswith(_ONE_SCALE):
+            values = catalog.tensors.get(name.removesuffix("_scale"))
+            if values is not None and _has_one_scale(values, scales):
+                yield Pair("FP8" if values.dtype.kind == "float" else "INT8", values, scales)
         elif name.endswith(_SCALES) and scales.dtype.name == "uint8":
             values = catalog.tensors.get(name.removesuffix(_SCALES) + _BLOCKS)
             if values is not None and values.dtype.name == "uint8":
                 yield Pair("MXFP4", values, scales)
+
+
+def _has_one_scale(values: TensorEntry, scales: TensorEntry) -> bool:
+    """Whether 8-bit numbers have one scale, or one for each row."""
+    rows = values.shape[:-1]
+    fits = scales.elements == 1 or scales.shape in (rows, (*rows, 1))
+    eight_bits = (
+        values.dtype.name.startswith(("float8_e4", "float8_e5")) or values.dtype.name == "int8"
+    )
+    return fits and eight_bits and bool(rows) and scales.dtype.kind == "float"
 
 
 def kinds(catalog: Catalog) -> dict[str, int]:
@@ -79,7 +96,8 @@ def dequantized(
     if not found:
         raise CannotDo(
             "--dequantize: no tensor here has scales in a way that is known",
-            hint="known are X.weight with X.weight_scale_inv, and X_blocks with X_scales",
+            hint="known are X.weight with X.weight_scale_inv or X.weight_scale, and X_blocks with"
+            " X_scales",
         )
     gone = {pair.scales.name for pair in found.values()}
     counts: dict[str, int] = {}
@@ -89,12 +107,27 @@ def dequantized(
             continue
         if name in found:
             pair = found[name]
-            entry = _four_bits(pair, dtype) if pair.kind == "MXFP4" else _blocks(pair, dtype, block)
+            entry = _numbers(pair, dtype, block)
             counts[pair.kind] = counts.get(pair.kind, 0) + 1
         if entry.name in tensors:
             raise CannotDo(f"--dequantize makes a second tensor called {entry.name}")
         tensors[entry.name] = entry
     return catalog.with_tensors(tensors), counts
+
+
+def _numbers(pair: Pair, dtype: DType, block: tuple[int, int] | None) -> TensorEntry:
+    if pair.kind == "MXFP4":
+        return _four_bits(pair, dtype)
+    return _blocks(pair, dtype, block) if pair.kind == "FP8 in blocks" else _rows(pair, dtype)
+
+
+def _rows(pair: Pair, dtype: DType) -> TensorEntry:
+    """Numbers with one scale, or one for each row, under a shape with all dims."""
+    shape, scales = pair.values.shape, pair.scales
+    while len(scales.shape) < len(shape):
+        scales = insert_dim(scales, len(scales.shape))
+    block = shape if scales.elements == 1 else (*(1 for _ in shape[1:]), shape[-1])
+    return _scaled(replace(pair, scales=scales), pair.values.name, dtype, shape, block)
 
 
 def _blocks(pair: Pair, dtype: DType, block: tuple[int, int] | None) -> TensorEntry:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ckptool.core.catalog import Catalog, ObjectEntry
 from ckptool.errors import damaged
 from ckptool.formats._assemble import Assembled, assemble
-from ckptool.formats._companions import companions
+from ckptool.formats._companions import companions, unread_beside
 from ckptool.formats._deepspeed_checkpoint import Checkpoint
 from ckptool.formats._deepspeed_local import Holding
 from ckptool.formats._deepspeed_optimizer import MASTER
 from ckptool.formats._deepspeed_parallel import merge_into
 from ckptool.formats._deepspeed_values import training_facts
-from ckptool.formats.base import ScanOptions, Source
+from ckptool.formats.base import ScanOptions
 from ckptool.formats.torch_save import unread_notes
-
-_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
 
 
 def assembled(
@@ -66,7 +64,7 @@ def catalog_of(
     info["parallelism"] = f"TP {grid.tensor}, PP {grid.pipeline}, DP {grid.data}"
     files = list(files)
     carried = {n: size for n, size in companions(source).items() if not n.startswith("zero_to_")}
-    notes = [*checkpoint.notes, *_unread_files(source, files), *found.notes]
+    notes = [*checkpoint.notes, *unread_beside(source, files), *found.notes]
     notes += unread_notes(found.objects)
     return Catalog(
         name,
@@ -79,15 +77,3 @@ def catalog_of(
         conflicts=found.conflicts,
         companions=carried,
     )
-
-
-def _unread_files(source: Source, files: Collection[str]) -> list[str]:
-    """One note for files beside DeepSpeed's that hold tensors as well, as a trainer leaves them."""
-    folders = {file.rpartition("/")[0] for file in files}
-    beside = [
-        name
-        for name in source.files
-        if name.endswith(_SUFFIXES) and name not in files and name.rpartition("/")[0] in folders
-    ]
-    more = f", and {len(beside) - 8} more" if len(beside) > 8 else ""
-    return [f"not read, beside it: {', '.join(beside[:8])}{more}"] if beside else []

@@ -16,7 +16,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.errors import Damaged, Problem
-from ckptool.formats._companions import companions
+from ckptool.formats._companions import companions, unread_beside
 from ckptool.formats._frameworks import config_info
 from ckptool.formats._outgoing import by_size, companion_files, extra_file, tied_notes
 from ckptool.formats._safetensors_file import OutgoingSlice, lay_out_safetensors
@@ -34,6 +34,7 @@ _INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]+)-of-(?P<count>[0-9]+)\.safetensors")
 _DCP_SHARD = re.compile(r"shard-\d+-model-")
 _EXTRA = f"model{EXTRA}"
+_CONFIGS = ("config.json", "adapter_config.json")
 
 
 def _weights(source: Source) -> list[str]:
@@ -56,7 +57,7 @@ def _probe(source: Source) -> bool:
         bool(_indexes(source))
         or len(sets) == 1
         or "model.safetensors" in weights
-        or (len(weights) == 1 and "config.json" in source.files)
+        or (len(weights) == 1 and not source.files.keys().isdisjoint(_CONFIGS))
     )
 
 
@@ -75,6 +76,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     options.report(problems, subject=source.root)
     spare = sorted(set(_weights(source)) - set(files))
     notes += [Problem(f"not part of the checkpoint: {n}", "file-extra", file=n) for n in spare]
+    notes += unread_beside(source, [*files, *spare, _EXTRA])
     catalog = Catalog(
         "hf",
         tensors,

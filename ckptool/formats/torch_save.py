@@ -14,7 +14,7 @@ from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.layout import FileLayout, Layout
 from ckptool.errors import Damaged, Problem, Unrecognised
 from ckptool.formats._assemble import Leaf, ShareLeaf, assemble, read_leaves
-from ckptool.formats._companions import companions
+from ckptool.formats._companions import companions, unread_beside
 from ckptool.formats._frameworks import config_info, framework_info
 from ckptool.formats._outgoing import nested_state, plain_objects
 from ckptool.formats._torch_file import is_legacy, is_zip, read_torch_file
@@ -25,8 +25,16 @@ from ckptool.formats.base import Format, Request, ScanOptions, Source, read_meta
 INDEX = "pytorch_model.bin.index.json"
 
 
+_MODEL = "pytorch_model.bin"
+
+
+def _is_model_folder(source: Source) -> bool:
+    """Whether transformers left a model here, perhaps with its trainer's state beside it."""
+    return _MODEL in source.files and "config.json" in source.files
+
+
 def _probe(source: Source) -> bool:
-    if INDEX in source.files:
+    if INDEX in source.files or _is_model_folder(source):
         return True
     if len(source.files) != 1:
         return False
@@ -39,9 +47,10 @@ def _probe(source: Source) -> bool:
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     if INDEX in source.files:
         return _scan_shards(source, options)
-    if len(source.files) != 1:
+    is_model = _is_model_folder(source)
+    if len(source.files) != 1 and not is_model:
         raise Unrecognised(f"{source.root}: not one torch.save file")
-    file = next(iter(source.files))
+    file = _MODEL if is_model else next(iter(source.files))
     leaves = read_leaves(read_torch_file(source, file), source)
     found = assemble({_rank_of(leaves): leaves}, per_rank=options.per_rank)
     options.report(found.problems, subject=file)
@@ -55,11 +64,12 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         "torch-save",
         found.tensors,
         found.objects,
-        dict(source.files),
+        {file: source.files[file]},
         world_size=1,
         info={"writer": "torch.save"} | framework_info(found.objects),
-        notes=(*notes, *unread_notes(found.objects)),
+        notes=(*notes, *unread_notes(found.objects), *unread_beside(source, [file])),
         conflicts=found.conflicts,
+        companions=companions(source) if is_model else {},
     )
 
 

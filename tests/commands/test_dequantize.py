@@ -181,6 +181,26 @@ def test_experts_in_one_tensor(out: Path) -> None:
     assert bits(found) == bits(weight.float() * whole)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (70,), (70, 1)], ids=str)
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)
+def test_one_scale_for_a_tensor_or_a_row(
+    stored: torch.dtype, shape: tuple[int, ...], dtype: torch.dtype, out: Path
+) -> None:
+    weight = torch.randint(0, 256, (70, 90), dtype=torch.uint8).view(stored)
+    state = {"a.weight": weight, "a.weight_scale": torch.rand(shape).bfloat16() + 0.1}
+    found = numbers(saved(state, out / "hf"), out, dtype)
+    scale = state["a.weight_scale"].float().reshape(-1, 1)
+    assert found.keys() == {"a.weight"}
+    assert bits(found["a.weight"]) == bits((weight.float() * scale).to(dtype))
+
+
+def test_a_scale_that_is_a_weight_of_its_own_is_none(out: Path) -> None:
+    state = {"a.weight": torch.zeros(3, 3), "a.weight_scale": torch.ones(())}
+    with pytest.raises(CannotDo, match="no tensor here has scales"):
+        convert_to("safetensors", saved(state, out / "hf"), out / "m", dequantize=True)
+
+
 def test_without_being_asked_bytes_and_scales_stay(out: Path) -> None:
     state = deepseek()
     source = saved(state, out / "hf")

@@ -76,3 +76,31 @@ def test_what_an_older_trainer_saved(copy_of: Callable[[str], Path]) -> None:
         torch.save({"cpu": torch.arange(4) + rank}, folder / f"rng_state_{rank}.pth")
     found = open_checkpoint(folder).catalog.tensors
     assert {"model.w", "optimizer.state.0.m"} <= found.keys()
+
+
+def test_a_trainers_folder_is_its_model(copy_of: Callable[[str], Path], out: Path) -> None:
+    """One process: the optimizer lies beside the model, and is named."""
+    folder = copy_of("accelerate_whole")
+    for file in folder.iterdir():
+        file.unlink()
+    torch.save({"w": torch.ones(2)}, folder / "pytorch_model.bin")
+    torch.save({"state": {}}, folder / "optimizer.pt")
+    (folder / "config.json").write_text("{}")
+    catalog = open_checkpoint(folder).catalog
+    assert (catalog.format, list(catalog.tensors)) == ("torch-save", ["w"])
+    assert "not read, beside it: optimizer.pt" in catalog.notes
+    convert_to("safetensors", folder, out / "m")
+    assert (out / "m/config.json").exists()
+
+
+def test_an_adapters_config_goes_along(copy_of: Callable[[str], Path], out: Path) -> None:
+    folder = copy_of("accelerate_whole")
+    for file in folder.iterdir():
+        if file.name == "model.safetensors":
+            file.rename(folder / "adapter_model.safetensors")
+        else:
+            file.unlink()
+    (folder / "adapter_config.json").write_text("{}")
+    assert open_checkpoint(folder).catalog.format == "hf"
+    convert_to("dcp", folder, out / "m")
+    assert (out / "m/adapter_config.json").exists()
