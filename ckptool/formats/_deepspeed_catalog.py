@@ -11,10 +11,11 @@ from ckptool.errors import damaged
 from ckptool.formats._assemble import Assembled, assemble
 from ckptool.formats._companions import companions, unread_beside
 from ckptool.formats._deepspeed_checkpoint import Checkpoint
+from ckptool.formats._deepspeed_experts import expert_degrees
 from ckptool.formats._deepspeed_local import Holding
 from ckptool.formats._deepspeed_optimizer import MASTER
 from ckptool.formats._deepspeed_parallel import merge_into
-from ckptool.formats._deepspeed_values import training_facts
+from ckptool.formats._deepspeed_values import param_groups, training_facts
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.torch_save import unread_notes
 
@@ -61,7 +62,9 @@ def catalog_of(
     source, grid = checkpoint.source, checkpoint.grid
     optimizer = checkpoint.partitions(0)[0].state if checkpoint.optimizers else None
     info = training_facts(checkpoint.model, optimizer)
-    info["parallelism"] = f"TP {grid.tensor}, PP {grid.pipeline}, DP {grid.data}"
+    degrees = expert_degrees(param_groups(optimizer or checkpoint.model.inner("optimizer")))
+    experts = f", EP {max(degrees)}" if degrees else ""
+    info["parallelism"] = f"TP {grid.tensor}, PP {grid.pipeline}, DP {grid.data}{experts}"
     files = list(files)
     carried = {n: size for n, size in companions(source).items() if not n.startswith("zero_to_")}
     notes = [*checkpoint.notes, *unread_beside(source, files), *found.notes]

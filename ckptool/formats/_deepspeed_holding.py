@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from ckptool.formats._deepspeed_checkpoint import Checkpoint
+from ckptool.formats._deepspeed_experts import add_expert_optimizers, experts_of
 from ckptool.formats._deepspeed_local import Holding
 from ckptool.formats._deepspeed_optimizer import Partition, add_flat_groups, add_split_groups
-from ckptool.formats._deepspeed_read import all_tensors, read_state, shape_groups
+from ckptool.formats._deepspeed_read import read_state, shape_groups
 from ckptool.formats._deepspeed_values import engine_leaves, optimizer_leaves, raw_leaves
 from ckptool.formats._deepspeed_weights import (
     add_frozen_pieces,
@@ -57,11 +58,9 @@ def _add_module_and_optimizer(found: Holding, checkpoint: Checkpoint, mp: int) -
         add_module(found, state, checkpoint.aliases, trained, rank)
     if checkpoint.files.layers and mp < checkpoint.grid.tensor:
         _add_layers(found, checkpoint, mp)
-    for (_, _, model_rank), file in checkpoint.files.experts.items():
-        if model_rank == mp:
-            expert = read_state(checkpoint.source, file)
-            for name, vector in all_tensors(expert).items():
-                found.add_whole(("module", name), vector, rank)
+    for expert in experts_of(checkpoint, mp).values():
+        for name, vector in expert.items():
+            found.add_whole(("module", name), vector, rank)
 
 
 def _add_layers(found: Holding, checkpoint: Checkpoint, tensor: int) -> None:
@@ -84,13 +83,9 @@ def _add_whole_optimizer(found: Holding, checkpoint: Checkpoint, mp: int) -> set
     """Add the optimizer of ZeRO 0; the trained parameters, None where nothing tells them."""
     state, source = checkpoint.models[0, mp], checkpoint.source
     if checkpoint.files.expert_optimizers:
-        for (expert, model_rank), file in checkpoint.files.expert_optimizers.items():
-            if model_rank == mp:
-                held = read_state(source, file)
-                leaves = raw_leaves(held.fields.get("optimizer"), held, source)
-                found.add_leaves(leaves, checkpoint.rank(expert, mp))
-        checkpoint.notes.append(_UNNAMED)
-        return None
+        named_experts = add_expert_optimizers(found, checkpoint, mp)
+        checkpoint.notes.append(_UNNAMED if named_experts is None else _BY_ORDER)
+        return named_experts
     optimizer = state.fields.get("optimizer")
     if not isinstance(optimizer, dict) or not optimizer:
         return None

@@ -46,7 +46,7 @@ def engine_leaves(state: State, source: Source) -> dict[str, Leaf]:
 def optimizer_leaves(optimizer: State, source: Source) -> dict[str, Leaf]:
     """The values of an optimizer that belong to no parameter: its groups, the loss scale, ..."""
     found = {key: plain(v) for key, v in optimizer.fields.items() if key not in _PARTITIONS}
-    groups = _param_groups(optimizer)
+    groups = param_groups(optimizer)
     if groups:
         found["param_groups"] = groups
     if not found:
@@ -60,7 +60,7 @@ def raw_leaves(optimizer: Any, state: State, source: Source) -> dict[str, Leaf]:
     return read_leaves(file, source, prefix=("optimizer",), rank_state=True)
 
 
-def _param_groups(optimizer: State) -> Any:
+def param_groups(optimizer: State) -> Any:
     """torch's param_groups, wherever the kind of optimizer keeps them."""
     for key in ("base_optimizer_state", "optimizer_state_dict"):
         inner = optimizer.fields.get(key)

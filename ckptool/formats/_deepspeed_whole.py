@@ -21,33 +21,63 @@ _Shapes = Mapping[str, _Shape]
 
 
 def add_whole_optimizer(
-    found: Holding, state: State, weights: Mapping[str, Vector], rank: int
+    found: Holding,
+    state: State,
+    weights: Mapping[str, Vector],
+    rank: int,
+    experts: Mapping[str, Vector] | None = None,
 ) -> list[str] | None:
     """Add masters and moments under the names of ``weights``; the trained ones are returned.
 
-    None, with nothing added, where order and shapes do not tell the names.
+    ``experts`` are those of the rank's experts, which have groups of their own. None, with nothing
+    added, where order and shapes do not tell the names.
     """
     torch_state = state.inner("optimizer_state_dict") if _wraps(state) else state
-    groups = [group.get("params", []) for group in torch_state.sequence("param_groups")]
-    shapes = {name: vector.shape for name, vector in weights.items()}
+    stored = torch_state.sequence("param_groups")
+    groups = [group.get("params", []) for group in stored]
+    every = {**weights, **(experts or {})}
+    shapes = {name: vector.shape for name, vector in every.items()}
     flats = state.fields.get("fp32_groups_flat")
     if isinstance(flats, list):
-        return _add_flat(found, state, torch_state, flats, shapes, rank)
+        return None if experts else _add_flat(found, state, torch_state, flats, shapes, rank)
     masters = _masters(state, groups)
     kept = torch_state.mapping("state")
     wanted = [[_shape(torch_state, kept.get(i), masters.get(i)) for i in group] for group in groups]
-    named = names_by_order(list(shapes.items()), wanted)
+    of_experts = [experts is not None and group.get("moe") is True for group in stored]
+    named = _named(weights, experts or {}, wanted, of_experts)
     if named is None:
         return None
-    for group, names in zip(groups, named, strict=True):
-        for index, name in zip(group, names, strict=True):
-            master = masters.get(index) or (None if _wraps(state) else weights[name])
-            if master is not None and (index in masters or index in kept):
-                found.add_whole((MASTER, name), master, rank)
-            _add_states(found, torch_state, kept.get(index), name, shapes[name], rank)
-    used = {i for group in groups for i in group if i in kept or i in masters}
-    pairs = zip((i for g in groups for i in g), (n for g in named for n in g), strict=True)
-    return [name for index, name in pairs if index in used]
+    used = []
+    for index, name in (
+        (i, n) for g, own in zip(groups, named, strict=True) for i, n in zip(g, own, strict=True)
+    ):
+        master = masters.get(index) or (None if _wraps(state) else every[name])
+        if index not in masters and index not in kept:
+            continue
+        used.append(name)
+        if master is not None:
+            found.add_whole((MASTER, name), master, rank)
+        _add_states(found, torch_state, kept.get(index), name, shapes[name], rank)
+    return used
+
+
+def _named(
+    weights: Mapping[str, Vector],
+    experts: Mapping[str, Vector],
+    wanted: Sequence[Sequence[_Shape | None]],
+    of_experts: Sequence[bool],
+) -> list[list[str]] | None:
+    """The names of each group's parameters; groups ``of_experts`` hold experts alone."""
+    found: list[list[str]] = [[] for _ in wanted]
+    for pool, moe in ((weights, False), (experts, True)):
+        numbers = [number for number, own in enumerate(of_experts) if own is moe]
+        known = [(name, vector.shape) for name, vector in pool.items()]
+        named = names_by_order(known, [wanted[number] for number in numbers])
+        if named is None:
+            return None
+        for number, names in zip(numbers, named, strict=True):
+            found[number] = names
+    return found
 
 
 def _wraps(state: State) -> bool:
