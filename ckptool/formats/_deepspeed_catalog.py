@@ -13,8 +13,8 @@ from ckptool.formats._companions import companions, unread_beside
 from ckptool.formats._deepspeed_checkpoint import Checkpoint
 from ckptool.formats._deepspeed_experts import expert_degrees
 from ckptool.formats._deepspeed_local import Holding
-from ckptool.formats._deepspeed_optimizer import MASTER
 from ckptool.formats._deepspeed_parallel import merge_into
+from ckptool.formats._deepspeed_slots import MASTER
 from ckptool.formats._deepspeed_values import param_groups, training_facts
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.torch_save import unread_notes

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from ckptool.errors import Damaged
 from ckptool.formats._deepspeed_files import Files, Ranks, require_all
-from ckptool.formats._deepspeed_optimizer import Partition
 from ckptool.formats._deepspeed_parallel import Grid
 from ckptool.formats._deepspeed_read import State, read_state
+from ckptool.formats._deepspeed_slots import Partition
 from ckptool.formats.base import Source
 
 

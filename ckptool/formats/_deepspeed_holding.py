@@ -5,8 +5,9 @@ from __future__ import annotations
 from ckptool.formats._deepspeed_checkpoint import Checkpoint
 from ckptool.formats._deepspeed_experts import add_expert_optimizers, experts_of
 from ckptool.formats._deepspeed_local import Holding
-from ckptool.formats._deepspeed_optimizer import Partition, add_flat_groups, add_split_groups
+from ckptool.formats._deepspeed_optimizer import add_flat_groups
 from ckptool.formats._deepspeed_read import read_state, shape_groups
+from ckptool.formats._deepspeed_slots import Partition
 from ckptool.formats._deepspeed_values import engine_leaves, optimizer_leaves, raw_leaves
 from ckptool.formats._deepspeed_weights import (
     add_frozen_pieces,
@@ -17,6 +18,7 @@ from ckptool.formats._deepspeed_weights import (
     trained_shapes,
 )
 from ckptool.formats._deepspeed_whole import add_whole_optimizer
+from ckptool.formats._deepspeed_zero_3 import add_split_groups
 
 
 def holding_of(checkpoint: Checkpoint, mp: int) -> Holding:

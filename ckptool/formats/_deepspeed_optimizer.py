@@ -1,4 +1,4 @@
-"""Masters and moments of ZeRO 1, 2 and 3: named tensors out of flat partitions.
+"""Masters and moments of ZeRO 1 and 2: named tensors out of flat partitions.
 
 DeepSpeed 0.4 to 0.19. ``param_slice_mappings`` are not looked at: under round-robin gradients they
 tell the offsets of another order than the one the partitions have. ``param_shapes`` are right.
@@ -7,72 +7,25 @@ tell the offsets of another order than the one the partitions have. ``param_shap
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 from ckptool.errors import Damaged
-from ckptool.formats._deepspeed_doubles import require_distinct
-from ckptool.formats._deepspeed_flat import Run, Shapes, flat_runs, run_chunks, split_runs
+from ckptool.formats._deepspeed_flat import Shapes, flat_runs
 from ckptool.formats._deepspeed_local import Holding
-from ckptool.formats._deepspeed_read import State, Vector
+from ckptool.formats._deepspeed_read import State
+from ckptool.formats._deepspeed_slots import (
+    Partition,
+    Slot,
+    add_other,
+    add_run,
+    require_distinct_ranks,
+    slot_of,
+)
 from ckptool.formats._storage import natural
 
-MASTER = "fp32"
 _ANY = 1 << 62
 _EXPERT = re.compile(r"(?P<head>.*\bdeepspeed_experts\.)(?P<number>\d+)(?P<tail>\..*)")
-
-
-@dataclass(slots=True)
-class Slot:
-    """What one rank keeps of one flat group: partitions by kind, and values of the whole group."""
-
-    flat: dict[str, Vector] = field(default_factory=dict)
-    scalars: dict[str, Any] = field(default_factory=dict)
-    other: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Partition:
-    """A rank's optimizer file, its number among the data-parallel ranks, and its global rank."""
-
-    state: State
-    dp: int
-    rank: int
-
-
-def _require_distinct(ranks: Sequence[Partition], slots: Sequence[Sequence[Slot]]) -> None:
-    held = []
-    for rank, own in zip(ranks, slots, strict=True):
-        masters = [slot.flat[MASTER] for slot in own]
-        states = [v for slot in own for kind, v in slot.flat.items() if kind != MASTER]
-        held.append((rank.state.file.what, masters, states))
-    require_distinct(held)
-
-
-def _slot(state: State, master: Any, kept: Mapping[str, Any], padding: int) -> Slot:
-    """The master and the optimizer's state of one group; what is as long as it, is flat as well.
-
-    ``padding`` is how many elements longer than the master a state may be.
-    """
-    vector = state.vector(master)
-    if vector is None or not vector.is_flat:
-        raise Damaged(f"{state.file.what}: a flat group of masters is no flat tensor")
-    slot, least = Slot({MASTER: vector}), vector.shape[0]
-    for kind, value in kept.items():
-        found = state.vector(value)
-        if found is not None and found.is_flat and least <= found.shape[0] <= least + padding:
-            slot.flat[kind] = found
-        elif (found is not None and found.shape == ()) or isinstance(value, int | float):
-            slot.scalars[kind] = found or value
-        else:
-            slot.other[kind] = found or value
-    return slot
-
-
-# ZeRO 1 and 2
 
 
 def add_flat_groups(
@@ -88,7 +41,7 @@ def add_flat_groups(
     if any(len(held) != len(groups) for held in slots):
         counts = sorted({len(held) for held in slots})
         raise Damaged(f"{ranks[0].state.file.what}: {counts} flat groups, {len(groups)} of names")
-    _require_distinct(ranks, slots)
+    require_distinct_ranks(ranks, slots)
     counts = _partition_counts(ranks[0].state, len(groups), len(ranks))
     paddings = _paddings(ranks[0].state, groups)
     for number, shapes in enumerate(groups):
@@ -99,7 +52,7 @@ def add_flat_groups(
             members = [(ranks[dp], held[dp]) for dp in chosen]
             names = _global_names(shapes, expert_rank)
             _add_group(found, members, shapes, names, paddings[number])
-        _add_other(found, ranks, held, number)
+        add_other(found, ranks, held, number)
 
 
 def _group_names(state: State) -> list[tuple[Any, int]]:
@@ -158,7 +111,7 @@ def _slots_of(state: State) -> list[Slot]:
     kept = _kept_states(state, len(masters))
     slots = []
     for master, padding, values in zip(masters, paddings, kept, strict=False):
-        slots.append(_slot(state, master, values, padding))
+        slots.append(slot_of(state, master, values, padding))
     return slots
 
 
@@ -198,7 +151,7 @@ def _add_group(
             found.add((kind, names[name]), _dtype(members, kind), shape, [])
         for run in runs:
             partition, slot = members[run.part]
-            _add_run(found, partition, slot.flat.get(kind), kind, run, shapes, names[run.name])
+            add_run(found, partition, slot.flat.get(kind), kind, run, shapes, names[run.name])
     for partition, slot in members:
         for kind, value in slot.scalars.items():
             for name in names.values():
@@ -207,35 +160,6 @@ def _add_group(
 
 def _dtype(members: Sequence[tuple[Partition, Slot]], kind: str) -> Any:
     return next(slot.flat[kind].dtype for _, slot in members if kind in slot.flat)
-
-
-def _add_run(
-    found: Holding,
-    partition: Partition,
-    vector: Vector | None,
-    kind: str,
-    run: Run,
-    shapes: Shapes,
-    name: str,
-) -> None:
-    held = vector.shape[0] if vector else 0
-    if vector is None or run.at + run.stop - run.start > held:
-        raise Damaged(
-            f"{partition.state.file.what}: {kind}.{name} needs elements {run.at:,} to"
-            f" {run.at + run.stop - run.start:,} of a partition that holds {held:,}"
-        )
-    shape = shapes[run.name]
-    chunks = run_chunks(run, shape, vector.at, vector.dtype.itemsize, partition.rank)
-    found.add((kind, name), vector.dtype, shape, chunks)
-
-
-def _add_other(
-    found: Holding, ranks: Sequence[Partition], held: Sequence[Slot], number: int
-) -> None:
-    """Keep what is neither flat nor a scalar for each rank, under the optimizer's own names."""
-    for partition, slot in zip(ranks, held, strict=True):
-        for kind, value in slot.other.items():
-            found.add_leaf(("optimizer", "state", number, kind), value, partition.rank)
 
 
 def _global_names(shapes: Shapes, expert_rank: int) -> dict[str, str]:
@@ -254,52 +178,3 @@ def _global_names(shapes: Shapes, expert_rank: int) -> dict[str, str]:
         else name
         for name, match in matches.items()
     }
-
-
-# ZeRO 3
-
-
-def add_split_groups(found: Holding, ranks: Sequence[Partition], groups: Sequence[Shapes]) -> None:
-    """Add the tensors of ZeRO 3."""
-    shapes = {name: shape for group in groups for name, shape in group.items()}
-    for partition in ranks:
-        _require_plain_split(partition.state, len(groups))
-    held = [_sub_groups(partition.state) for partition in ranks]
-    _require_distinct(ranks, held)
-    for partition, slots in zip(ranks, held, strict=True):
-        sizes = [slot.flat[MASTER].shape[0] for slot in slots]
-        starts = [0, *accumulate(sizes)]
-        for run in split_runs(shapes, sizes, partition.dp, len(ranks)):
-            number = bisect_right(starts, run.at) - 1
-            here = Run(run.name, run.start, run.stop, run.part, run.at - starts[number])
-            for kind, vector in slots[number].flat.items():
-                _add_run(found, partition, vector, kind, here, shapes, run.name)
-            for kind, value in slots[number].scalars.items():
-                found.add_leaf((kind, run.name), value, partition.rank)
-        for number, slot in enumerate(slots):
-            _add_other(found, [partition], [slot], number)
-
-
-def _require_plain_split(state: State, groups: int) -> None:
-    param_groups = state.inner("optimizer_state_dict").fields.get("param_groups") or []
-    if len(param_groups) > groups:
-        raise Damaged(
-            f"{state.file.what}: {len(param_groups)} groups of parameters, whose order DeepSpeed"
-            " did not save before 0.5.4"
-        )
-    if state.fields.get("ds_zero_partition_groups"):
-        raise Damaged(
-            f"{state.file.what}: ZeRO 3 with automatic expert parallelism cuts experts among groups"
-            " of ranks of their own; ckptool does not read that",
-            hint="deepspeed's ds_to_universal.py makes a universal checkpoint of it",
-        )
-
-
-def _sub_groups(state: State) -> list[Slot]:
-    masters = state.sequence("fp32_flat_groups")
-    kept = state.inner("optimizer_state_dict").mapping("state")
-    slots = []
-    for number, master in enumerate(masters):
-        values = kept.get(number)
-        slots.append(_slot(state, master, values if isinstance(values, dict) else {}, 0))
-    return slots

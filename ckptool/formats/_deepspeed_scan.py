@@ -14,7 +14,7 @@ from ckptool.formats._deepspeed_files import (
     tags,
 )
 from ckptool.formats._deepspeed_holding import holding_of
-from ckptool.formats._deepspeed_optimizer import MASTER
+from ckptool.formats._deepspeed_slots import MASTER
 from ckptool.formats._deepspeed_weights import trained_shapes
 from ckptool.formats.base import ScanOptions, Source
 

@@ -17,9 +17,9 @@ from ckptool.formats._deepspeed_files import (
 )
 from ckptool.formats._deepspeed_holding import holding_of
 from ckptool.formats._deepspeed_local import Holding
-from ckptool.formats._deepspeed_optimizer import MASTER
 from ckptool.formats._deepspeed_parallel import whole_entries
 from ckptool.formats._deepspeed_read import State, read_state
+from ckptool.formats._deepspeed_slots import MASTER
 from ckptool.formats._deepspeed_values import optimizer_leaves
 from ckptool.formats._deepspeed_weights import trained_shapes
 from ckptool.formats._deepspeed_zero_folder import add_states, state_files

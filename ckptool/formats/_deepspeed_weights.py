@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Mapping
 from ckptool.errors import Damaged
 from ckptool.formats._deepspeed_flat import Run, run_chunks
 from ckptool.formats._deepspeed_local import Holding
-from ckptool.formats._deepspeed_optimizer import Partition
 from ckptool.formats._deepspeed_read import State, Vector, all_tensors, named_tensors, shape_groups
+from ckptool.formats._deepspeed_slots import Partition
 from ckptool.formats._storage import sizes
 
 _Shapes = Mapping[str, tuple[int, ...]]

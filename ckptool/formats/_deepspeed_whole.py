@@ -12,9 +12,9 @@ from typing import Any
 
 from ckptool.formats._deepspeed_flat import Run, run_chunks
 from ckptool.formats._deepspeed_local import Holding
-from ckptool.formats._deepspeed_optimizer import MASTER
 from ckptool.formats._deepspeed_order import names_by_order
 from ckptool.formats._deepspeed_read import State, Vector
+from ckptool.formats._deepspeed_slots import MASTER
 
 _Shape = tuple[int, ...]
 _Shapes = Mapping[str, _Shape]

@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator, Mapping
 from ckptool.errors import Damaged
 from ckptool.formats._deepspeed_flat import Run, run_chunks
 from ckptool.formats._deepspeed_local import Holding
-from ckptool.formats._deepspeed_optimizer import MASTER
 from ckptool.formats._deepspeed_read import State, Vector
+from ckptool.formats._deepspeed_slots import MASTER
 from ckptool.formats._storage import shown
 from ckptool.formats._torch_file import read_torch_file
 from ckptool.formats.base import Source
