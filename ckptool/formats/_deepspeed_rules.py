@@ -182,21 +182,20 @@ def _affine_fit(entry: Mapping[str, Any], shapes: Sequence[_Shape]) -> Fit:
             raise Unknown("its affine map tells other shapes than the files")
         found = [_piece_boxes(piece, shape, whole) for piece in by_rank[rank]["pieces"]]
         pieces.append(tuple(found))
-    return Fit(whole, tuple(pieces))
+    everything = ((Box.whole(whole), Box.whole(whole)),)
+    return Fit(whole, tuple(pieces), replicated=all(own == everything for own in pieces))
 
 
 def _piece_boxes(piece: Mapping[str, Any], shard: _Shape, whole: _Shape) -> tuple[Box, Box]:
     if piece.get("scale", 1.0) != 1.0:
         raise Unknown("the ranks hold it scaled")
     size = sizes(piece.get("shape"))
-    return (
-        _strided_box(size, piece.get("dest_offset"), piece.get("dest_strides"), shard),
-        _strided_box(size, piece.get("source_offset"), piece.get("source_strides"), whole),
-    )
+    return _strided_box(size, piece["dest"], shard), _strided_box(size, piece["source"], whole)
 
 
-def _strided_box(size: _Shape, offset: Any, strides: Any, shape: _Shape) -> Box:
-    """The box of ``shape`` that a strided view is; Unknown where it is none."""
+def _strided_box(size: _Shape, view: Any, shape: _Shape) -> Box:
+    """The box of ``shape`` that a view of offset and strides is; Unknown where it is none."""
+    offset, strides = view
     wanted = row_major_strides(shape, 1)
     left, lo = natural(offset), []
     for stride in wanted:

@@ -42,10 +42,9 @@ def piece(shape: list[int], source: int, dest: int, strides: list[int], scale: f
     """A block of a shard of four columns, in a tensor of eight."""
     return {
         "shape": shape,
-        "source_offset": source,
-        "source_strides": [8, 1],
-        "dest_offset": dest,
-        "dest_strides": strides,
+        "source": [source, [8, 1]],
+        "dest": [dest, strides],
+        "locations": [0],
         "scale": scale,
     }
 
