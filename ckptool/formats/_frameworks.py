@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptool.core.catalog import ObjectEntry
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, Problem
 from ckptool.formats.base import Source, read_metadata
 
 CONFIG = "config.json"
@@ -46,16 +46,22 @@ def read_config(source: Source) -> Mapping[str, Any]:
 
     Raises Damaged where it is no JSON object.
     """
-    if CONFIG not in source.files:
+    content = read_json_object(source, CONFIG)
+    inner = content.get("text_config")
+    return {**content, **inner} if isinstance(inner, dict) else content
+
+
+def read_json_object(source: Source, file: str) -> dict[str, Any]:
+    """A small file's JSON object, empty without the file; Damaged where it is something else."""
+    if file not in source.files:
         return {}
     try:
-        content = json.loads(read_metadata(source, CONFIG))
+        content = json.loads(read_metadata(source, file))
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
-        raise Damaged(f"{CONFIG}: not a JSON object")
-    inner = content.get("text_config")
-    return {**content, **inner} if isinstance(inner, dict) else content
+        raise Damaged(Problem(f"{file}: not a JSON object", "metadata-unreadable", file=file))
+    return content
 
 
 def config_info(source: Source) -> dict[str, str]:

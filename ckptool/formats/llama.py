@@ -9,7 +9,6 @@ key-value heads, several ranks hold the same one. Written: the same cuts, for a 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from ckptool.core.tp_rules import NamedRule, named_rule, require_matched
 from ckptool.errors import CannotDo, Damaged, Problem
 from ckptool.formats._assemble import Leaf, PlainLeaf, RankLeaves, assemble, read_leaves
 from ckptool.formats._companions import companions
+from ckptool.formats._frameworks import read_json_object
 from ckptool.formats._llama_rules import Cut, Sizes, cut_of, is_embedding, sizes_of
 from ckptool.formats._outgoing import companion_files, plain_objects
 from ckptool.formats._rank_write import placed_of
@@ -34,7 +34,6 @@ from ckptool.formats.base import (
     ScanOptions,
     Source,
     first_missing,
-    read_metadata,
     require_rank,
 )
 from ckptool.formats.torch_save import unread_notes
@@ -63,7 +62,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         message += f" (model-parallel ranks {missing} of {world})"
         raise Damaged(Problem(message, "rank-missing"))
     ranks = {rank: _leaves(source, files[rank]) for rank in sorted(files)}
-    sizes = sizes_of(_params(source))
+    sizes = sizes_of(read_json_object(source, _PARAMS))
     merger = _Merger(ranks, sizes, options.tp_rules)
     cut, conflicts = merger.cut_tensors()
     left = {r: _without(leaves, {*cut, *conflicts}) for r, leaves in ranks.items()}
@@ -97,19 +96,6 @@ def _leaves(source: Source, file: str) -> dict[str, Leaf]:
 
 def _without(leaves: RankLeaves, names: set[str]) -> RankLeaves:
     return {name: leaf for name, leaf in leaves.items() if name not in names}
-
-
-def _params(source: Source) -> dict[str, Any]:
-    if _PARAMS not in source.files:
-        return {}
-    try:
-        found = json.loads(read_metadata(source, _PARAMS))
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        message = f"{_PARAMS}: not a JSON object"
-        raise Damaged(Problem(message, "metadata-unreadable", file=_PARAMS))
-    return found
 
 
 class _Merger:

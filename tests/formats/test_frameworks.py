@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from conftest import case
 from safetensors.torch import save_file
 
 from ckptool.commands.open import open_checkpoint
@@ -63,3 +64,16 @@ def test_a_config_beside_the_weights(
     (tmp_path / "config.json").write_text(text)
     info = open_checkpoint(tmp_path).catalog.info
     assert (info.get("framework"), info.get("arguments")) == (framework, arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "degrees"),
+    [
+        ("deepspeed_zero_3", "TP 1, PP 1, DP 4"),
+        ("deepspeed_pipeline", "TP 2, PP 2, DP 1"),
+        ("deepspeed_experts", "TP 1, PP 1, DP 2, EP 2"),
+        ("deepspeed_experts_zero_2", "TP 1, PP 1, DP 4, EP 2"),
+    ],
+)
+def test_the_degrees_that_deepspeed_records(name: str, degrees: str) -> None:
+    assert open_checkpoint(case(name).path).catalog.info["parallelism"] == degrees
