@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,14 +56,28 @@ def merge_into(
     names = {name[1] for holding in holdings for name in holding.tensors}
     require_matched(options.tp_rules, sorted(names))
     for name in dict.fromkeys(name for holding in holdings for name in holding.tensors):
-        held = {mp: h.tensors[name] for mp, h in enumerate(holdings) if name in h.tensors}
-        shards = _shards(name, held, grid)
+        shards = _shards(name, _held(name, holdings), grid)
         try:
             entry = _joined(name, shards, info, named_rule(options.tp_rules, name[1]))
         except Unknown as why:
             _keep_apart(result, name, shards, grid, str(why), options.per_rank)
         else:
             result.tensors[entry.name] = entry
+
+
+def _held(name: Name, holdings: Sequence[Holding]) -> dict[int, Local]:
+    """A tensor's shards by ``mp`` rank.
+
+    Automatic tensor parallelism gives a rank without heads an empty shard, which its optimizer
+    leaves out.
+    """
+    found = {mp: h.tensors[name] for mp, h in enumerate(holdings) if name in h.tensors}
+    dtype = next(iter(found.values())).dtype
+    for mp, holding in enumerate(holdings):
+        weight = holding.tensors.get(("module", name[1]))
+        if mp not in found and weight is not None and not math.prod(weight.shape):
+            found[mp] = Local(dtype, weight.shape)
+    return dict(sorted(found.items()))
 
 
 def whole_entries(holding: Holding) -> dict[str, TensorEntry]:

@@ -180,8 +180,8 @@ def _affine_fit(entry: Mapping[str, Any], shapes: Sequence[_Shape]) -> Fit:
     for rank, shape in enumerate(shapes):
         if sizes(by_rank[rank].get("shard_shape")) != shape:
             raise Unknown("its affine map tells other shapes than the files")
-        found = [_piece_boxes(piece, shape, whole) for piece in by_rank[rank]["pieces"]]
-        pieces.append(tuple(found))
+        solid = [piece for piece in by_rank[rank]["pieces"] if 0 not in sizes(piece["shape"])]
+        pieces.append(tuple(_piece_boxes(piece, shape, whole) for piece in solid))
     everything = ((Box.whole(whole), Box.whole(whole)),)
     return Fit(whole, tuple(pieces), replicated=all(own == everything for own in pieces))
 

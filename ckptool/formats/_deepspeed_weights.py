@@ -30,7 +30,7 @@ def add_module(
     """Add ``module`` of ZeRO 0, 1 or 2.
 
     What is neither trained, nor a buffer, nor an alias of another parameter, was frozen; where
-    ``trained`` is None, nothing says what was trained.
+    ``trained`` is None, nothing says what was trained. The optimizer leaves out what is empty.
     """
     buffers = set(state.names("buffer_names"))
     vectors = named_tensors(state, "frozen_param_fragments") | named_tensors(state, "module")
@@ -39,7 +39,7 @@ def add_module(
         names = {name, aliases.get(name), same.get(name)}
         if name in buffers:
             found.add_leaf(("buffer", name), vector, rank)
-        elif trained is None or not names.isdisjoint(trained):
+        elif trained is None or not names.isdisjoint(trained) or not math.prod(vector.shape):
             found.add_whole(("module", name), vector, rank)
         else:
             found.add_whole(("frozen", name), vector, rank)

@@ -94,6 +94,16 @@ def test_shards_become_the_whole(info: dict[str, Any], shards: list[np.ndarray])
     assert np.array_equal(joined(fit, shards), WHOLE)
 
 
+def test_a_rank_without_heads_has_an_empty_shard() -> None:
+    """As automatic tensor parallelism cuts two key-value heads among three ranks."""
+    info = affine()
+    ranks = info["affine_map"]["params"]["w$"]["ranks"]
+    ranks[2] = {"shard_shape": [12, 0], "pieces": [piece([12, 0], 8, 0, [1, 1])]}
+    shards = [*along(1), WHOLE[:, :0]]
+    fit = fit_of("w", [shard.shape for shard in shards], info)
+    assert np.array_equal(joined(fit, shards), WHOLE)
+
+
 @pytest.mark.parametrize(
     ("info", "why"),
     [
