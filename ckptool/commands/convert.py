@@ -109,9 +109,9 @@ def prepare(source: Path, target: Path, options: ConvertOptions) -> Prepared:
     catalog, cast = _cast(catalog, options.dtype)
     request = Request(target.name, options.max_shard_size, options.one_rank)
     layout = CONVERTERS[writer](catalog, request)
+    layout = with_assets(layout, options.map.assets, map_report, catalog, model=writer == "hf")
     if options.dequantize:
         layout = as_numbers(opened, catalog, layout)
-    layout = with_assets(layout, options.map.assets, map_report, catalog, model=writer == "hf")
     plan = Plan(catalog, layout)
     report = ConvertReport(
         source=opened.path,

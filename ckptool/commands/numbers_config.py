@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ckptool.commands.assets import CONFIG
 from ckptool.commands.open import Opened
 from ckptool.core.catalog import Catalog
-from ckptool.core.layout import FileLayout, Layout, Literal
+from ckptool.core.layout import FileLayout, Layout, Literal, Part, Verbatim
 from ckptool.core.quantised import kinds
 
 _LARGEST = 1 << 24
@@ -36,34 +37,48 @@ def as_numbers(opened: Opened, catalog: Catalog, layout: Layout) -> Layout:
     Where some still are, in a way that no numbers are made of, all of it stays, and is noted.
     """
     left = kinds(catalog)
-    config = _config(opened)
-    says = [part for part in _with_parts(config) if any(key in part for key in _SAYS)]
     if left:
         listed = ", ".join(f"{count} {kind}" for kind, count in left.items())
         note = f"still quantised, as no numbers are made of it: {listed}"
         return replace(layout, notes=(*layout.notes, note))
-    files = tuple(file for file in layout.files if file.path not in _FILES)
-    if not says or not any(file.path == CONFIG for file in files):
+    kept = tuple(file for file in layout.files if file.path not in _FILES)
+    files = tuple(_plain(opened, file) if file.path == CONFIG else file for file in kept)
+    if files == kept:
         return replace(layout, files=files)
+    note = f"{CONFIG} no longer says that the weights are quantised"
+    return replace(layout, files=files, notes=(*layout.notes, note))
+
+
+def _plain(opened: Opened, file: FileLayout) -> FileLayout:
+    """A config.json that is to be copied, without what it says of quantised weights."""
+    config = _content(opened, file.parts[0])
+    says = [part for part in _with_parts(config) if any(key in part for key in _SAYS)]
+    if not says:
+        return file
     for part in says:
         for key in _SAYS:
             part.pop(key, None)
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    plain = FileLayout(CONFIG, (Literal(text.encode()),))
-    note = f"{CONFIG} no longer says that the weights are quantised"
-    files = tuple(plain if file.path == CONFIG else file for file in files)
-    return replace(layout, files=files, notes=(*layout.notes, note))
+    return FileLayout(CONFIG, (Literal(text.encode()),))
 
 
 def _config(opened: Opened) -> dict[str, Any]:
     """The content of the model's config.json; empty where there is none that can be read."""
     companions = opened.catalog.companions
     name = next((n for n in companions if n.rpartition("/")[2] == CONFIG), None)
-    if name is None or companions[name] > _LARGEST:
+    return {} if name is None else _content(opened, Verbatim(name, companions[name]))
+
+
+def _content(opened: Opened, part: Part) -> dict[str, Any]:
+    """The JSON object of a file of the source, or of ``--hf-assets``; empty where it is none."""
+    if not isinstance(part, Verbatim) or part.nbytes > _LARGEST:
         return {}
     try:
-        content = json.loads(opened.source.read(name, 0, companions[name]))
-    except (ValueError, RecursionError):
+        if Path(part.file).is_absolute():
+            content = json.loads(Path(part.file).read_bytes())
+        else:
+            content = json.loads(opened.source.read(part.file, 0, part.nbytes))
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

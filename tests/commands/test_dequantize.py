@@ -235,6 +235,15 @@ def test_the_config_no_longer_says_quantised(target: str, inner: bool, out: Path
     assert any("no longer says" in note for note in report.notes)
 
 
+def test_nor_does_the_config_of_assets(out: Path) -> None:
+    config = {"model_type": "x", "quantization_config": QUANTISED}
+    saved(deepseek(), out / "assets", config)
+    source = saved(deepseek(), out / "hf")
+    options = MapOptions(assets=out / "assets")
+    convert_to("safetensors", source, out / "m", dequantize=True, map=options)
+    assert json.loads((out / "m/config.json").read_text()) == {"model_type": "x"}
+
+
 def test_the_config_stays_where_some_tensors_stay_quantised(out: Path) -> None:
     config = {"quantization_config": QUANTISED}
     source = saved(deepseek() | {"a.SCB": torch.ones(2)}, out / "hf", config)

@@ -11,6 +11,7 @@ import torch
 from conftest import Bits, bits, convert_to, load_torch, read_back
 
 from ckptool.commands.open import open_checkpoint
+from ckptool.commands.read_options import ReadOptions
 from ckptool.commands.reshard import ReshardOptions, prepare_reshard
 from ckptool.core.placing import parse_mesh, parse_rule
 from ckptool.core.tp_rules import parse_tp_rules
@@ -184,7 +185,7 @@ def test_a_rule_says_how_an_unknown_name_is_cut(out: Path) -> None:
 def test_a_rule_that_matches_nothing_is_refused(out: Path) -> None:
     folder = saved(parts_of(model(), 2), out / "llama", params())
     with pytest.raises(UsageError, match="matches none of the 13"):
-        open_checkpoint(folder, tp_rules=parse_tp_rules(["router=row"]))
+        open_checkpoint(folder, ReadOptions(tp_rules=parse_tp_rules(["router=row"])))
 
 
 EXPERTS = 3
