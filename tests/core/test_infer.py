@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from conftest import calls_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -247,7 +247,7 @@ def test_a_world_past_all_reason_is_not_searched() -> None:
 
 
 @pytest.mark.parametrize("varied", [False, True])
-def test_a_thousand_tensors_of_64_ranks_are_quick(varied: bool) -> None:
+def test_a_thousand_tensors_of_64_ranks_cost_few_calls(varied: bool) -> None:
     writers = random.Random(1)
     kinds: itertools.cycle[Placements] = itertools.cycle(
         [(StridedShard(0, 8), Shard(0)), (Shard(0), Shard(1)), (Shard(0), Replicate())]
@@ -256,7 +256,5 @@ def test_a_thousand_tensors_of_64_ranks_are_quick(varied: bool) -> None:
         written(str(index), (4096 + varied * index % 40, 512), (8, 8), next(kinds), writers)
         for index in range(1000)
     ]
-    begin = time.perf_counter()
-    inference = infer(tensors, 64)
-    assert time.perf_counter() - begin < 1.5
-    assert inference.mesh == Mesh.of((8, 8))
+    assert infer(tensors, 64).mesh == Mesh.of((8, 8))
+    assert calls_of(lambda: infer(tensors, 64)) < 50 * 64 * 1000
