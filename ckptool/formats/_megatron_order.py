@@ -1,24 +1,23 @@
 """The order of a model's parameters, from what ``torch_dist`` records: keys, chunks and plans.
 
-The keys of layers are stacked: ``decoder.layers.mlp.linear_fc1.weight`` is [layers, ...], experts'
-are [layers, experts, ...]. Each rank's plan lists what it saves in the order of its modules, a key
-at the first layer that it occurs in. Keys are those of Transformer Engine's modules, whose norms
-are part of the linear layer after them; Megatron's own (local) layers have separate norms, which
-come before the attention's other modules and are called ``input_layernorm`` and
-``pre_mlp_layernorm``.
+What the keys of layers look like is said in ``_megatron_layers``. Each rank's plan lists what it
+saves in the order of its modules, a stacked key at the first layer that it occurs in. Keys are
+those of Transformer Engine's modules, whose norms are part of the linear layer after them; its own
+layers have separate norms, which come before the attention's other modules and are called
+``input_layernorm`` and ``pre_mlp_layernorm``.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 
 from ckptool.formats._dcp_metadata import Plan
+from ckptool.formats._megatron_layers import layer_key
 from ckptool.formats._megatron_state import Unnamed
 
-_STACKED = re.compile(r"(.*\blayers\.)(?![0-9])(.+)")
 _EXPERTS = "mlp.experts.experts."
+_NESTED = "transformer_layer."
 _QKV_NORM, _FC1_NORM = "self_attention.linear_qkv.layer_norm_", "mlp.linear_fc1.layer_norm_"
 _PROJECTION = "self_attention.linear_proj.weight"
 _BEFORE = (
@@ -26,70 +25,66 @@ _BEFORE = (
     "embedding.position_embeddings.weight",
     "embedding.tokentype_embeddings.weight",
 )
-_AFTER = (
+_NORMS = (
     "decoder.final_layernorm.weight",
     "decoder.final_layernorm.bias",
     "encoder.final_layernorm.weight",
     "encoder.final_layernorm.bias",
-    "output_layer.weight",
-    "output_layer.bias",
 )
-_LOCAL = (
-    "self_attention.linear_qkv.layer_norm_weight",
-    "self_attention.linear_qkv.layer_norm_bias",
-    "self_attention.linear_proj.weight",
-    "self_attention.linear_proj.bias",
-    "self_attention.linear_qkv.weight",
-    "self_attention.linear_qkv.bias",
-    "self_attention.q_layernorm.weight",
-    "self_attention.k_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight",
-    "mlp.linear_fc1.layer_norm_bias",
-    "mlp.router.weight",
-    "mlp.router.bias",
-    "mlp.linear_fc1.weight",
-    "mlp.linear_fc1.bias",
-    "mlp.linear_fc2.weight",
-    "mlp.linear_fc2.bias",
-    "mlp.experts.experts.linear_fc1.weight",
-    "mlp.experts.experts.linear_fc1.bias",
-    "mlp.experts.experts.linear_fc2.weight",
-    "mlp.experts.experts.linear_fc2.bias",
+_HEADS = ("output_layer.weight", "output_layer.bias")
+
+
+def _both(*modules: str) -> tuple[str, ...]:
+    return tuple(f"{module}{last}" for module in modules for last in ("weight", "bias"))
+
+
+_INPUT = (*_both("input_layernorm."), *_both(_QKV_NORM))
+_OUT = _both("self_attention.linear_proj.")
+_REST = _both(
+    "self_attention.linear_qkv.",
+    "self_attention.linear_q_proj.",
+    "self_attention.linear_q_down_proj.",
+    "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.linear_q_up_proj.",
+    "self_attention.linear_kv_down_proj.",
+    "self_attention.linear_kv_up_proj.layer_norm_",
+    "self_attention.linear_kv_up_proj.",
+    "self_attention.q_layernorm.",
+    "self_attention.k_layernorm.",
+    "self_attention.kv_layernorm.",
+    "pre_mlp_layernorm.",
+    _FC1_NORM,
+    "mlp.router.",
+    "mlp.linear_fc1.",
+    "mlp.linear_fc2.",
+    "mlp.experts.experts.linear_fc1.",
+    "mlp.experts.experts.linear_fc2.",
+)
+_SHARED = (
     "mlp.shared_experts.gate_weight",
-    "mlp.shared_experts.linear_fc1.weight",
-    "mlp.shared_experts.linear_fc1.bias",
-    "mlp.shared_experts.linear_fc2.weight",
-    "mlp.shared_experts.linear_fc2.bias",
+    *_both("mlp.shared_experts.linear_fc1.", "mlp.shared_experts.linear_fc2."),
 )
-_FUSED = (
-    *_LOCAL[2:4],
-    *_LOCAL[0:2],
-    *_LOCAL[4:8],
-    "pre_mlp_layernorm.weight",
-    "pre_mlp_layernorm.bias",
-    *_LOCAL[8:],
-)
-
-
-def stacked(key: str) -> tuple[str, str] | None:
-    """What precedes and follows the layer's number, of a key that stacks layers; else None."""
-    match = _STACKED.fullmatch(key)
-    return (match[1], match[2]) if match else None
+_LOCAL = (*_INPUT, *_OUT, *_REST, *_SHARED)
+_FUSED = (*_INPUT[:2], *_OUT, *_INPUT[2:], *_REST, *_SHARED)
+_BEFORE_NESTED, _AFTER_NESTED = _both("enorm.", "hnorm.", "eh_proj."), _both("final_layernorm.")
 
 
 def is_stacked_expert(inner: str) -> bool:
-    """Whether a stacked key stacks experts as well."""
-    return inner.startswith(_EXPERTS)
+    """Whether a layer's key is that of experts."""
+    return inner.removeprefix(_NESTED).startswith(_EXPERTS)
 
 
-def outer_order(keys: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The keys before the layers, and those after them; Unnamed for an unknown one."""
-    unknown = [key for key in keys if key not in _BEFORE and key not in _AFTER]
+def outer_order(keys: Iterable[str]) -> tuple[list[str], list[str], list[str]]:
+    """The keys before the layers, the norms after them, and the heads; Unnamed for an unknown one.
+
+    Layers that predict further tokens (``mtp``) lie between the norms and the heads.
+    """
+    found = set(keys)
+    unknown = found.difference(_BEFORE, _NORMS, _HEADS)
     if unknown:
-        raise Unnamed(
-            f"the place of {sorted(unknown)[0]} among the model's parameters is not known"
-        )
-    return [k for k in _BEFORE if k in set(keys)], [k for k in _AFTER if k in set(keys)]
+        raise Unnamed(f"the place of {min(unknown)} among the model's parameters is not known")
+    before, norms, heads = ([k for k in table if k in found] for table in (_BEFORE, _NORMS, _HEADS))
+    return before, norms, heads
 
 
 def layer_order(
@@ -97,8 +92,11 @@ def layer_order(
 ) -> list[str]:
     """The order of a layer's keys, from the plans, and Megatron's own where they leave it open.
 
-    Raises Unnamed where neither knows.
+    A layer that predicts further tokens holds a whole one, ``transformer_layer``, among its own
+    modules. Raises Unnamed where neither knows.
     """
+    if any(key.startswith(_NESTED) for key in inner):
+        return _prediction_order(inner, plans, implementation)
     before = _precedences(set(inner), plans)
     local = _is_local(before, implementation)
     table = _LOCAL if local else _FUSED
@@ -110,18 +108,31 @@ def layer_order(
     return _only_order(inner, before) if broken else by_table
 
 
+def _prediction_order(
+    inner: Sequence[str], plans: Sequence[Plan], implementation: str | None
+) -> list[str]:
+    """``MultiTokenPredictionLayer``: norms, projection, the transformer layer, the last norm."""
+    nested = [key.removeprefix(_NESTED) for key in inner if key.startswith(_NESTED)]
+    whole = [f"{_NESTED}{key}" for key in layer_order(nested, plans, implementation)]
+    order = [k for k in (*_BEFORE_NESTED, *whole, *_AFTER_NESTED) if k in inner]
+    if len(order) != len(inner):
+        raise Unnamed(f"the place of {min(set(inner).difference(order))} in a layer is not known")
+    return order
+
+
 def _precedences(inner: set[str], plans: Sequence[Plan]) -> dict[str, set[str]]:
     """For each key, those that come before it in the layer in which a plan meets both first."""
     before: dict[str, set[str]] = {key: set() for key in inner}
     for plan in plans:
-        first: dict[str, int] = {}
+        first: dict[tuple[str, int], list[str]] = {}
+        seen: set[str] = set()
         for name, offset in plan:
-            found = stacked(name)
-            if found and found[1] in inner and offset and found[1] not in first:
-                for other, layer in first.items():
-                    if layer == offset[0]:
-                        before[found[1]].add(other)
-                first[found[1]] = offset[0]
+            spot = layer_key(name, offset)
+            if spot is not None and spot.inner in inner and name not in seen:
+                seen.add(name)
+                earlier = first.setdefault((spot.prefix, spot.number), [])
+                before[spot.inner].update(key for key in earlier if key != spot.inner)
+                earlier.append(spot.inner)
     return before
 
 
@@ -158,14 +169,17 @@ def _only_order(inner: Sequence[str], before: Mapping[str, set[str]]) -> list[st
 
 def module_name(prefix: str, layer: int, inner: str, *, local: bool) -> str:
     """The name of a layer's parameter in the model: a local layer's norms are its own modules."""
-    if local and inner.startswith(_QKV_NORM):
-        inner = f"input_layernorm.{inner.removeprefix(_QKV_NORM)}"
-    elif local and inner.startswith(_FC1_NORM):
-        inner = f"pre_mlp_layernorm.{inner.removeprefix(_FC1_NORM)}"
-    return f"{prefix}{layer}.{inner}"
+    own = inner.removeprefix(_NESTED)
+    outer = inner[: len(inner) - len(own)]
+    if local and own.startswith(_QKV_NORM):
+        own = f"input_layernorm.{own.removeprefix(_QKV_NORM)}"
+    elif local and own.startswith(_FC1_NORM):
+        own = f"pre_mlp_layernorm.{own.removeprefix(_FC1_NORM)}"
+    return f"{prefix}{layer}.{outer}{own}"
 
 
 def is_local(order: Sequence[str]) -> bool:
     """Whether a layer's order is that of Megatron's own layers."""
-    norms = [at for at, key in enumerate(order) if key.startswith(_QKV_NORM)]
-    return bool(norms) and _PROJECTION in order and norms[0] < order.index(_PROJECTION)
+    own = [key.removeprefix(_NESTED) for key in order]
+    norms = [at for at, key in enumerate(own) if key.startswith(_QKV_NORM)]
+    return bool(norms) and _PROJECTION in own and norms[0] < own.index(_PROJECTION)

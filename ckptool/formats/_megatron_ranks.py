@@ -124,9 +124,14 @@ def _folder(source: Source, rank: Rank, number: int, file: TorchFile, name: str)
 
 
 def _is_state(path: tuple[Any, ...]) -> bool:
-    """Whether a path leads into the optimizer's state, which has numbers for names."""
-    steps = [step for step in path[:4] if not isinstance(step, Index)]
-    inner = steps[2:3] if steps[1:2] == ["optimizer"] else steps[1:2]
+    """Whether a path leads into the optimizer's state, which has numbers for names, or to those.
+
+    The numbers of a group's parameters (``params``) say nothing once the state has names.
+    """
+    steps = [step for step in path[:7] if not isinstance(step, Index)]
+    inner = steps[2:] if steps[1:2] == ["optimizer"] else steps[1:]
     return steps[:1] == ["optimizer"] and (
-        inner == ["state"] or steps[1:2] == ["fp32_from_fp16_params"]
+        inner[:1] == ["state"]
+        or inner[:2] == ["param_groups", "params"]
+        or steps[1:2] == ["fp32_from_fp16_params"]
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import pytest
 
-from ckptool.formats._megatron_order import is_local, layer_order, module_name, outer_order, stacked
+from ckptool.formats._megatron_layers import LayerKey, layer_key, stacked
+from ckptool.formats._megatron_order import is_local, layer_order, module_name, outer_order
 from ckptool.formats._megatron_state import Unnamed
 
 NORM = "self_attention.linear_qkv.layer_norm_weight"
@@ -52,11 +55,48 @@ def test_unknown_keys_need_plans_that_leave_no_choice() -> None:
         layer_order(keys, [*whole, plan(("mixer.c", 0), ("mixer.b", 0))], "local")
 
 
+@pytest.mark.parametrize(
+    ("key", "offset", "place"),
+    [
+        ("decoder.layers.mlp.w", (3, 0), ("decoder.layers.", 3, "mlp.w", None, 1)),
+        ("decoder.layers.3.mlp.w", (0,), ("decoder.layers.", 3, "mlp.w", None, 0)),
+        (
+            "decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_v",
+            (0, 0),
+            ("decoder.layers.", 3, "mlp.experts.experts.linear_fc1.weight", 5, 0),
+        ),
+        (
+            "mtp.layers.0.transformer_layer.mlp.w",
+            (0,),
+            ("mtp.layers.", 0, "transformer_layer.mlp.w", None, 0),
+        ),
+    ],
+)
+def test_what_a_key_says_of_its_layer(
+    key: str, offset: tuple[int, ...], place: tuple[object, ...]
+) -> None:
+    assert astuple(layer_key(key, offset) or LayerKey("", 0, "", None, 0)) == place
+
+
+def test_a_layer_that_predicts_further_tokens_holds_a_whole_one() -> None:
+    nested = [f"transformer_layer.{key}" for key in KEYS]
+    order = layer_order(
+        ["final_layernorm.weight", *nested, "hnorm.weight", "eh_proj.weight", "enorm.weight"],
+        [],
+        "local",
+    )
+    own = ["enorm.weight", "hnorm.weight", "eh_proj.weight"]
+    assert order == [*own, *nested, "final_layernorm.weight"]
+    assert is_local(order)
+    name = module_name("mtp.layers.", 0, nested[0], local=True)
+    assert name == "mtp.layers.0.transformer_layer.input_layernorm.weight"
+
+
 def test_keys_outside_the_layers() -> None:
     assert stacked("decoder.layers.3.w") is None
     assert stacked("decoder.layers.mlp.w") == ("decoder.layers.", "mlp.w")
     word = "embedding.word_embeddings.weight"
     keys = ["output_layer.weight", "decoder.final_layernorm.weight", word]
-    assert outer_order(keys) == (keys[2:], [keys[1], keys[0]])
+    assert outer_order(keys) == ([word], [keys[1]], [keys[0]])
     with pytest.raises(Unnamed, match="vision"):
         outer_order(["vision.weight"])
