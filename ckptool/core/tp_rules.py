@@ -64,6 +64,14 @@ def parse_tp_rules(texts: Sequence[str] | None) -> tuple[NamedRule, ...]:
     return tuple(map(parse_tp_rule, texts or ()))
 
 
+def how_to_say(name: str) -> str:
+    """What to add to the command where nothing says how ranks' parts of a tensor fit together."""
+    return (
+        f"--tp-rule '{name}=column' says that they follow one another along dim 0 (row: along dim"
+        " 1; gated: in each of two halves of dim 0; replicate: all are the same; Shard(dim))"
+    )
+
+
 def named_rule(rules: Sequence[NamedRule], name: str) -> TpRule | None:
     """The first rule whose glob matches the name."""
     return next((rule for glob, rule in rules if fnmatchcase(name, glob)), None)

@@ -13,7 +13,7 @@ from ckptool.core.view import narrowed
 from ckptool.errors import UsageError
 
 _LAYERS = re.compile(r"((?:.*?\.)?layers\.)(?![0-9])(.+)")
-_EXPERTS = re.compile(r"(.*\.experts\.)experts\.((?!.*[0-9]$).+)")
+_EXPERTS = re.compile(r"(.*\.experts\.)experts\.(?![0-9])((?!.*[0-9]$).+)")
 
 
 def unstacked(catalog: Catalog) -> Catalog:

@@ -2,9 +2,9 @@
 
 What the keys of layers look like is said in ``_megatron_layers``. Each rank's plan lists what it
 saves in the order of its modules, a stacked key at the first layer that it occurs in. Keys are
-those of Transformer Engine's modules, whose norms are part of the linear layer after them; its own
-layers have separate norms, which come before the attention's other modules and are called
-``input_layernorm`` and ``pre_mlp_layernorm``.
+those of Transformer Engine's modules, whose norms are part of the linear layer after them.
+Megatron's own (local) layers have norms apart, before the attention's other modules, which are
+called ``input_layernorm`` and ``pre_mlp_layernorm``.
 """
 
 from __future__ import annotations
@@ -124,14 +124,16 @@ def _precedences(inner: set[str], plans: Sequence[Plan]) -> dict[str, set[str]]:
     """For each key, those that come before it in the layer in which a plan meets both first."""
     before: dict[str, set[str]] = {key: set() for key in inner}
     for plan in plans:
-        first: dict[tuple[str, int], list[str]] = {}
+        met: dict[tuple[str, int], list[str]] = {}
         seen: set[str] = set()
         for name, offset in plan:
             spot = layer_key(name, offset)
-            if spot is not None and spot.inner in inner and name not in seen:
-                seen.add(name)
-                earlier = first.setdefault((spot.prefix, spot.number), [])
-                before[spot.inner].update(key for key in earlier if key != spot.inner)
+            if spot is None or spot.inner not in inner or name in seen:
+                continue
+            seen.add(name)
+            earlier = met.setdefault((spot.prefix, spot.number), [])
+            if spot.inner not in earlier:
+                before[spot.inner].update(earlier)
                 earlier.append(spot.inner)
     return before
 

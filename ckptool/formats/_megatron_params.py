@@ -8,7 +8,16 @@ from dataclasses import dataclass, field
 from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, Place, TensorEntry, merge_copies
 from ckptool.core.dtype import DType
-from ckptool.core.tp_rules import REPLICATED, Cut, Fit, NamedRule, TpRule, fit, named_rule
+from ckptool.core.tp_rules import (
+    REPLICATED,
+    Cut,
+    Fit,
+    NamedRule,
+    TpRule,
+    fit,
+    how_to_say,
+    named_rule,
+)
 from ckptool.core.view import narrowed, pieces_of_run
 from ckptool.formats._megatron_args import Arguments
 from ckptool.formats._megatron_names import is_expert
@@ -155,7 +164,7 @@ def _entry(
 def _unknown(held: Held, reason: str) -> str:
     return (
         f"how the {list(held.local)} of each tensor-parallel rank fit together is not known:"
-        f" {reason}; --tp-rule '{held.name}=RULE' says it (column, row, gated, ...)"
+        f" {reason}; {how_to_say(held.name)}"
     )
 
 

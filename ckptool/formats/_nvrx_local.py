@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry, proved_equal
-from ckptool.core.tp_rules import NamedRule, named_rule, require_matched
+from ckptool.core.tp_rules import NamedRule, how_to_say, named_rule, require_matched
 from ckptool.errors import Damaged, UsageError, damaged
 from ckptool.formats._assemble import Assembled, Leaf, PlainLeaf, assemble, read_leaves
 from ckptool.formats._infer import with_inferred_mesh
@@ -56,7 +56,7 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
                 world_size=len(local.files),
                 info={"writer": "nvidia-resiliency-ext LocalCheckpointManager"} | _info(args),
                 notes=(*notes, *found.notes, *unread_notes(found.objects)),
-                conflicts={name: _hinted(why, name) for name, why in found.conflicts.items()},
+                conflicts={n: f"{why}; {how_to_say(n)}" for n, why in found.conflicts.items()},
             )
         )
     )
@@ -64,10 +64,6 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
 
 def _info(args: Arguments) -> dict[str, str]:
     return args.info() if args.values else {}
-
-
-def _hinted(why: str, name: str) -> str:
-    return f"{why}; --tp-rule '{name}=RULE' says it (replicate, column, row, Shard(dim))"
 
 
 def _kind(file: TorchFile) -> str:

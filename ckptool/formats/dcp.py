@@ -162,7 +162,10 @@ def _metadata_files(source: Source, options: ScanOptions) -> dict[str, DcpMetada
     if not names:
         left = f"{_METADATA}.tmp"
         state = f"only {left} is there" if left in source.files else f"there is no {_METADATA}"
-        message = f"{source.root}: a DCP folder whose save never finished: {state}"
+        message = (
+            f"{source.root}: a DCP folder whose save never finished: {state}, which alone names"
+            f" what its data files hold ({_data_files(source)})"
+        )
         raise Damaged(
             Problem(message, "save-unfinished"),
             hint="take the checkpoint before it; .metadata is written last, once all data is safe",
@@ -175,6 +178,15 @@ def _metadata_files(source: Source, options: ScanOptions) -> dict[str, DcpMetada
     options.report(problems, subject=source.root)
     found = {name: options.attempt(partial(_parsed, source, name)) for name in names}
     return {name: parsed for name, parsed in found.items() if parsed is not None}
+
+
+def _data_files(source: Source) -> str:
+    """How many data files there are, of which ranks as far as names say, and their bytes."""
+    sizes = {name: size for name, size in source.files.items() if name.endswith(".distcp")}
+    ranks = {int(match[1]) for name in sizes if (match := _DATA.fullmatch(name))}
+    empty = sum(not size for size in sizes.values())
+    words = [f"{len(sizes):,} of {len(ranks):,} ranks", f"{sum(sizes.values()):,} bytes"]
+    return ", ".join([*words, f"{empty:,} of them empty"] if empty else words)
 
 
 def _parsed(source: Source, file: str) -> DcpMetadata:

@@ -65,3 +65,9 @@ def test_a_slice_whose_name_is_taken() -> None:
     taken = stacked("layers.0.w", 1, 1)
     with pytest.raises(UsageError, match="is there"):
         unstacked(catalog(taken, stacked("layers.w", 1, 2)))
+
+
+def test_experts_that_have_keys_of_their_own_stay() -> None:
+    own = stacked("decoder.layers.0.mlp.experts.experts.3.linear_fc1.weight", 4, 5)
+    found = unstacked(catalog(own, stacked("decoder.layers.w", 2, 3))).tensors
+    assert own.name in found
