@@ -103,5 +103,5 @@ def with_first_arguments(catalog: Catalog) -> Catalog:
         return catalog
     rest = {name: entry for name, entry in catalog.objects.items() if name not in own}
     args = ObjectEntry("args", ("args",), catalog.objects[own[0]].value)
-    note = f"args: as the first rank saved them; those of {len(own) - 1} others differ"
+    note = f"args: as the first rank saved them; {len(own) - 1} other ranks' differ"
     return replace(catalog, objects={"args": args} | rest, notes=(*catalog.notes, note))

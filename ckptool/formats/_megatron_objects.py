@@ -11,11 +11,11 @@ import re
 from dataclasses import replace
 
 from ckptool.core.catalog import Catalog, Index, ObjectEntry, Path, TensorEntry, flat_name
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, Problem
 from ckptool.formats._assemble import assemble, read_leaves
 from ckptool.formats._torch_file import read_torch_file
 from ckptool.formats._tree import leaves, unique_names
-from ckptool.formats.base import Source
+from ckptool.formats.base import ScanOptions, Source
 
 COMMON = "common.pt"
 _SHARD = re.compile(r"(.+)/shard_([0-9]+(?:\.[0-9]+)*)(?:_([0-9.]*))?")
@@ -58,6 +58,25 @@ def _unwrapped(entry: ObjectEntry) -> list[ObjectEntry]:
         return [ObjectEntry(flat_name(path), path, value)]
     named = unique_names(leaves(value, what=entry.name, pickled=1 << 20), what=entry.name)
     return [ObjectEntry(name, path, leaf) for name, (path, leaf) in named.items()]
+
+
+def require_common(source: Source, catalog: Catalog, options: ScanOptions) -> None:
+    """Report common state that is nowhere: every save has it, as a file or as a ShardedObject.
+
+    ``catalog`` still has the names of the checkpoint.
+    """
+    paths = [entry.path for entry in catalog.objects.values()]
+    paths += [entry.path for entry in catalog.tensors.values()]
+    if COMMON in source.files or any(str(path[0]).startswith(f"{_STATE}/") for path in paths):
+        return
+    message = (
+        f"{COMMON} is missing, with which Megatron keeps arguments, step and the optimizer's groups"
+    )
+    options.report(
+        [Problem(message, "file-missing", file=COMMON)],
+        subject=source.root,
+        hint="verify --salvage writes the tensors, which are elsewhere",
+    )
 
 
 def with_common(source: Source, catalog: Catalog) -> Catalog:

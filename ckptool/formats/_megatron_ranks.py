@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from ckptool.core.catalog import Index
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, Problem
 from ckptool.formats._assemble import Leaf, PlainLeaf, read_leaves
 from ckptool.formats._megatron_args import Arguments, arguments
 from ckptool.formats._megatron_params import Rank
@@ -58,6 +58,7 @@ def read_folders(source: Source) -> tuple[list[RankFolder], Arguments]:
     ranks = {_rank(name, args): name for name in names}
     _require_all(ranks, args)
     ordered = sorted(ranks, key=lambda rank: rank[::-1])
+    _require_optimizers(source, [ranks[rank].replace(STATE, OPTIMIZER) for rank in ordered], args)
     return [
         _folder(source, rank, number, files[ranks[rank]], ranks[rank])
         for number, rank in enumerate(ordered)
@@ -101,10 +102,22 @@ def _require_all(ranks: Mapping[Rank, str], args: Arguments) -> None:
     own = args.integer("expert_tensor_parallel_size")
     if missing and (own is None or own == sizes[0] or sizes[2] == 1):
         what = ", ".join(f"{k} rank {n}" for k, n in zip(_DEGREES, missing[0], strict=True))
-        raise Damaged(
+        message = (
             f"the folder of {what} is missing ({len(missing)} of"
             f" {' x '.join(map(str, sizes))} model-parallel ranks)"
         )
+        raise Damaged(Problem(message, "rank-missing"))
+
+
+def _require_optimizers(source: Source, names: Sequence[str], args: Arguments) -> None:
+    """All ranks have a distributed optimizer's file, or none has: experts' may be elsewhere."""
+    missing = [name for name in names if name not in source.files]
+    if missing and len(missing) < len(names) and args.degree("EP") == 1:
+        message = (
+            f"{missing[0]!r} is missing, which {len(names) - len(missing)} of {len(names)}"
+            " model-parallel ranks have"
+        )
+        raise Damaged(Problem(message, "file-missing", file=missing[0]))
 
 
 def _folder(source: Source, rank: Rank, number: int, file: TorchFile, name: str) -> RankFolder:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ckptool.errors import CkptoolError, Damaged
+from ckptool.errors import CkptoolError, Damaged, Problem
 from ckptool.formats._torch_file import TorchFile, read_torch_file
 from ckptool.formats.base import Source, first_missing, require_rank
 
@@ -56,8 +56,9 @@ def read_local(source: Source, world_size: int | None = None) -> Local:
             skipped = (f"{lack}; iteration {iteration:,} is read" for lack in failed)
             return Local(iteration, files, (*skipped, *notes))
         failed.append(_lacks(iteration, missing, mine, notes))
+    message = f"{source.root}: no iteration is whole:\n" + "\n".join(f"  - {f}" for f in failed)
     raise Damaged(
-        f"{source.root}: no iteration is whole:\n" + "\n".join(f"  - {lack}" for lack in failed),
+        Problem(message, "rank-missing"),
         hint="bring together the folders of all ranks, which lie on the machines that wrote them",
     )
 

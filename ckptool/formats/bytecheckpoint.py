@@ -29,6 +29,7 @@ from ckptool.formats.base import Format, ScanOptions, Source, read_metadata, req
 from ckptool.formats.torch_save import unread_notes
 
 _METADATA = re.compile(r"(?:(?P<family>model|optimizer|loader_ckpt)/)?\.metadata")
+_SHARDS = re.compile(r"(model|optimizer|loader_ckpt)/__[0-9]{1,9}_[0-9]{1,9}\.distcp")
 _EXTRA = re.compile(r"extra_state/extra_state_rank_([0-9]{1,9})\.pt")
 _CLASS = b"bytecheckpoint.checkpointer.meta_type"
 _HEAD = 256
@@ -52,6 +53,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     parts = _parts(source)
     if not parts:
         raise Damaged(f"{source.root}: no .metadata that ByteCheckpoint wrote")
+    _require_families(source, parts, options)
     fields = {name: _fields(source, name) for name in parts}
     flat = _flat_members(fields)
     skeletons = _skeletons(fields, parts)
@@ -69,6 +71,17 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     info = {"writer": "ByteCheckpoint"}
     info |= {"version": version} if isinstance(version, str) else {}
     return replace(together(*catalogs), format="bytecheckpoint", info=info)
+
+
+def _require_families(source: Source, parts: Mapping[str, str], options: ScanOptions) -> None:
+    """Report the families of which there are data files, and no metadata."""
+    found = {match[1] for name in source.files if (match := _SHARDS.fullmatch(name))}
+    missing = [f"{family}/.metadata" for family in sorted(found.difference(parts.values()))]
+    problems = [
+        Problem(f"{name} is missing, which names what is beside it", "file-missing", file=name)
+        for name in missing
+    ]
+    options.report(problems, subject=source.root, hint="name the other folder by itself to read it")
 
 
 def _fields(source: Source, name: str) -> Mapping[str, Any]:

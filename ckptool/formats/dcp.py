@@ -185,8 +185,8 @@ def _data_files(source: Source) -> str:
     sizes = {name: size for name, size in source.files.items() if name.endswith(".distcp")}
     ranks = {int(match[1]) for name in sizes if (match := _DATA.fullmatch(name))}
     empty = sum(not size for size in sizes.values())
-    words = [f"{len(sizes):,} of {len(ranks):,} ranks", f"{sum(sizes.values()):,} bytes"]
-    return ", ".join([*words, f"{empty:,} of them empty"] if empty else words)
+    words = [f"{len(sizes):,} files", f"{len(ranks):,} ranks", f"{sum(sizes.values()):,} bytes"]
+    return ", ".join([*words, f"{empty:,} files empty"] if empty else words)
 
 
 def _parsed(source: Source, file: str) -> DcpMetadata:

@@ -114,3 +114,11 @@ def test_a_familys_own_folder_is_read_too() -> None:
     found = open_checkpoint(case("bytecheckpoint_flat").path / "global_step_7" / "model").catalog
     assert found.format == "bytecheckpoint"
     assert "blks.0.a.weight" in found.tensors
+
+
+def test_a_family_without_its_metadata_is_not_left_out(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("bytecheckpoint_flat")
+    (folder / "global_step_7" / "optimizer" / ".metadata").unlink()
+    with pytest.raises(Damaged, match=r"optimizer/\.metadata is missing") as error:
+        open_checkpoint(folder)
+    assert error.value.problems[0].code == "file-missing"

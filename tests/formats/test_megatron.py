@@ -189,8 +189,41 @@ def test_a_save_that_never_finished(copy_of: Copy) -> None:
     (run / "iter_0000100" / "metadata.json").unlink()
     notes = " ".join(open_checkpoint(run).catalog.notes)
     assert "never finished" in notes
+    found = verify(run, VerifyOptions())
+    assert [one.code for one in found.findings if one.severity.value == "error"] == [
+        "save-unfinished"
+    ]
     (run / "iter_0000100" / ".metadata").unlink()
     with pytest.raises(Damaged, match="never finished"):
+        open_checkpoint(run)
+
+
+@pytest.mark.parametrize(
+    ("fixture", "lost", "code", "words"),
+    [
+        ("megatron_torch_dist", "common.pt", "file-missing", "keeps arguments, step"),
+        (
+            "megatron_torch_distributed",
+            "mp_rank_00_001/distrib_optim.pt",
+            "file-missing",
+            "which 1 of 2 model-parallel ranks have",
+        ),
+    ],
+)
+def test_a_file_that_all_saves_have(
+    fixture: str, lost: str, code: str, words: str, copy_of: Copy
+) -> None:
+    run = copy_of(fixture)
+    (run / "iter_0000100" / lost).unlink()
+    with pytest.raises(Damaged, match=words) as error:
+        open_checkpoint(run)
+    assert [problem.code for problem in error.value.problems] == [code]
+
+
+def test_a_config_that_names_no_backend_is_damaged(copy_of: Copy) -> None:
+    run = copy_of("megatron_torch_dist")
+    (run / "iter_0000100" / "metadata.json").write_text("{")
+    with pytest.raises(Damaged, match=r"metadata\.json names no backend"):
         open_checkpoint(run)
 
 
@@ -221,7 +254,7 @@ def test_a_rule_that_nobody_knows_is_a_conflict_that_tp_rule_settles(
         rewritten(file, renamed_projection)
     catalog = open_checkpoint(run).catalog
     assert list(catalog.conflicts) == ["model.my.own.weight"]
-    assert "--tp-rule 'my.own.weight=RULE'" in catalog.conflicts["model.my.own.weight"]
+    assert "--tp-rule 'my.own.weight=column'" in catalog.conflicts["model.my.own.weight"]
     with pytest.raises(Damaged):
         convert_to("safetensors", run, out / "refused")
     rules = parse_tp_rules(["my.own.weight=row"])
