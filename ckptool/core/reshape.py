@@ -1,9 +1,8 @@
 """Tensors cut, joined, stacked, turned and padded: entries in, entries out. No byte is moved.
 
 A tensor's chunks are boxes whose bytes have strides, so each of these is geometry on boxes and
-strides. It works on places whose elements can be addressed (``Extent``, ``Packed``, ``Scaled``): an
-``Item`` must have been located before. Replicas follow their chunk. Names and paths stay,
-placements go.
+strides; of an ``Item``, which is not opened yet, and of ``Scaled``, they are those of its ``part``.
+Replicas follow their chunk. Names and paths stay, placements go.
 """
 
 from __future__ import annotations
@@ -204,10 +203,8 @@ def _merged(chunk: Chunk, dim: int, size: int) -> Iterator[Chunk]:
 
 def _strides(chunk: Chunk) -> Iterator[Strides]:
     for at in (chunk.at, *(copy.at for copy in chunk.copies)):
-        if isinstance(at, Extent | Packed):
-            yield at.strides
-        elif isinstance(at, Scaled):
-            yield at.part.strides
+        part = at if isinstance(at, Extent | Packed) else _part_of(at, chunk.box.shape)
+        yield part.strides
 
 
 def _joined(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
@@ -222,21 +219,28 @@ def _part(
     chunk: Chunk, box: Box, first: Index, restride: Restride = lambda strides: strides
 ) -> Chunk:
     """The part of a chunk from its local index ``first`` on, as ``box`` of another tensor."""
-    copies = tuple(Copy(_moved(copy.at, first, restride), copy.rank) for copy in chunk.copies)
-    return Chunk(box, _moved(chunk.at, first, restride), chunk.rank, copies)
+    shape = chunk.box.shape
+    copies = tuple(
+        Copy(_moved(copy.at, shape, first, restride), copy.rank) for copy in chunk.copies
+    )
+    return Chunk(box, _moved(chunk.at, shape, first, restride), chunk.rank, copies)
 
 
-def _moved(at: Place, first: Index, restride: Restride) -> Place:
-    if isinstance(at, Item):
-        raise TypeError(f"{at} was never located")
-    held = at.part.strides if isinstance(at, Scaled) else at.strides
-    skip = sum(i * s for i, s in zip(first, held, strict=False))
-    strides = restride(held)
-    if isinstance(at, Scaled):
-        return replace(at, part=Part(at.part.shape, at.part.start + skip, strides))
+def _moved(at: Place, shape: Index, first: Index, restride: Restride) -> Place:
+    part = at if isinstance(at, Extent | Packed) else _part_of(at, shape)
+    skip = sum(i * s for i, s in zip(first, part.strides, strict=False))
+    strides = restride(part.strides)
     if isinstance(at, Packed):
         return replace(at, start=at.start + skip, strides=strides)
-    return Extent(at.file, at.offset + skip, strides, at.record, at.ops)
+    if isinstance(at, Extent):
+        return Extent(at.file, at.offset + skip, strides, at.record, at.ops)
+    whole = _part_of(at, shape)
+    return replace(at, part=Part(whole.shape, whole.start + skip, strides))
+
+
+def _part_of(at: Item | Scaled, shape: Index) -> Part:
+    """The elements of a container that a chunk of ``shape`` takes: all, where nothing is said."""
+    return at.part or Part(shape, 0, row_major_strides(shape, 1))
 
 
 def _with(entry: TensorEntry, shape: tuple[int, ...], chunks: list[Chunk]) -> TensorEntry:

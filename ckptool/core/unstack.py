@@ -6,10 +6,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Chunk, TensorEntry
+from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.reshape import unstack
 from ckptool.core.rewrite import renamed_path
-from ckptool.core.view import narrowed
 from ckptool.errors import UsageError
 
 _LAYERS = re.compile(r"((?:.*?\.)?layers\.)(?![0-9])(.+)")
@@ -38,7 +37,7 @@ def unstacked(catalog: Catalog) -> Catalog:
 def _slices(entry: TensorEntry) -> Iterator[TensorEntry]:
     layers = _LAYERS.fullmatch(entry.name)
     if layers and entry.shape:
-        for number, part in enumerate(_unstacked(entry)):
+        for number, part in enumerate(unstack(entry)):
             yield from _expert_slices(_renamed(part, f"{layers[1]}{number}.{layers[2]}"))
     else:
         yield from _expert_slices(entry)
@@ -49,39 +48,9 @@ def _expert_slices(entry: TensorEntry) -> Iterator[TensorEntry]:
     if not experts or not entry.shape:
         yield entry
         return
-    for number, part in enumerate(_unstacked(entry)):
+    for number, part in enumerate(unstack(entry)):
         yield _renamed(part, f"{experts[1]}local_experts.{number}.{experts[2]}")
 
 
 def _renamed(entry: TensorEntry, name: str) -> TensorEntry:
     return replace(entry, name=name, path=renamed_path(entry.path, name))
-
-
-def _unstacked(entry: TensorEntry) -> Iterator[TensorEntry]:
-    """One tensor for each index of the first dim, without that dim."""
-    chunks: list[list[Chunk]] = [[] for _ in range(entry.shape[0])]
-    for chunk in entry.chunks:
-        for index in range(chunk.box.lo[0], chunk.box.hi[0]):
-            chunks[index].append(_sliced(entry, chunk, index))
-    for found in chunks:
-        yield replace(
-            entry,
-            shape=entry.shape[1:],
-            chunks=tuple(found),
-            placements=None,
-            mesh=None,
-        )
-
-
-def _sliced(entry: TensorEntry, chunk: Chunk, index: int) -> Chunk:
-    first = index - chunk.box.lo[0]
-    shape = chunk.box.shape
-    box = Box((first, *(0,) * (len(shape) - 1)), (first + 1, *shape[1:]))
-    itemsize = entry.source_dtype.itemsize
-    copies = tuple(
-        replace(copy, at=narrowed(copy.at, shape, box, itemsize, dropped=1))
-        for copy in chunk.copies
-    )
-    inner = Box(chunk.box.lo[1:], chunk.box.hi[1:])
-    at = narrowed(chunk.at, shape, box, itemsize, dropped=1)
-    return replace(chunk, box=inner, at=at, copies=copies)

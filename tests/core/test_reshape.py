@@ -18,6 +18,8 @@ from ckptool.core.catalog import (
     Extent,
     Item,
     Packed,
+    Part,
+    Place,
     TensorEntry,
     coverage_problem,
     places,
@@ -63,11 +65,18 @@ class Files:
         whole = np.full(entry.shape, -7, "i4")
         for chunk in entry.chunks:
             at = chunk.copies[0].at if copies and chunk.copies else chunk.at
-            assert isinstance(at, Extent | Packed)
-            start = at.offset if isinstance(at, Extent) else at.start
-            view = np.ndarray(chunk.box.shape, "i4", self.data[at.file], start, at.strides)
+            start, strides = self._address(at, chunk.box.shape)
+            view = np.ndarray(chunk.box.shape, "i4", self.data[at.file], start, strides)
             whole[tuple(map(slice, chunk.box.lo, chunk.box.hi))] = view
         return whole
+
+    def _address(self, at: Place, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        """Where the elements lie in their file; those of a container one after the other."""
+        if isinstance(at, Item):
+            part = at.part or Part(shape, 0, row_major_strides(shape, 1))
+            return part.start * 4, tuple(stride * 4 for stride in part.strides)
+        assert isinstance(at, Extent | Packed)
+        return (at.offset if isinstance(at, Extent) else at.start), at.strides
 
 
 @st.composite
@@ -97,8 +106,11 @@ def tensors(
         orders = st.permutations(range(len(shape))).map(tuple)
         where = [files.store(part, draw(orders), draw(st.integers(0, 2))) for _ in range(2)]
         file, strides = where[0]
-        packed = Packed(file, 0, 1, "zstd", len(files.data[file]), 0, strides)
-        at = packed if draw(st.booleans()) else Extent(file, 0, strides)
+        nbytes = len(files.data[file])
+        kinds = [Extent(file, 0, strides), Packed(file, 0, 1, "zstd", nbytes, 0, strides)]
+        if strides == row_major_strides(box.shape, 4):
+            kinds.append(Item(file, 0, nbytes))
+        at = draw(st.sampled_from(kinds))
         chunks.append(Chunk(box, at, rank, (Copy(Extent(where[1][0], 0, where[1][1]), rank + 1),)))
     return files, TensorEntry("t", ("t",), INT, shape, tuple(chunks)), values
 
@@ -231,9 +243,3 @@ def test_what_does_not_fit_is_refused_with_its_numbers(
     with pytest.raises(CannotDo) as caught:
         what()
     assert words in caught.value.message
-
-
-def test_a_container_must_be_opened_first() -> None:
-    item = TensorEntry("t", ("t",), INT, (4,), (Chunk(Box((0,), (4,)), Item("f", 0, 9)),))
-    with pytest.raises(TypeError, match="never located"):
-        narrow(item, 0, 0, 2)

@@ -48,15 +48,6 @@ def test_a_box_of_a_tensor_however_its_strides_lie(
 
 
 @given(SHAPES, st.data())
-def test_a_slice_without_its_first_dim(shape: tuple[int, ...], data: st.DataObject) -> None:
-    tensor = np.arange(math.prod(shape)).reshape(shape)
-    index = data.draw(st.integers(0, shape[0] - 1))
-    box = Box((index, *(0,) * (len(shape) - 1)), (index + 1, *shape[1:]))
-    place = narrowed(Extent("f", 0, tensor.strides), shape, box, ITEM, dropped=1)
-    assert (values_at(tensor, place, shape[1:]) == tensor[index]).all()
-
-
-@given(SHAPES, st.data())
 def test_a_flat_run_of_a_tensor(shape: tuple[int, ...], data: st.DataObject) -> None:
     tensor = np.arange(math.prod(shape)).reshape(shape)
     start = data.draw(st.integers(0, tensor.size))
@@ -74,8 +65,8 @@ def test_a_part_of_an_item_that_is_not_opened_yet() -> None:
     item = Item("f", 100, 900)
     once = narrowed(item, (4, 6), Box((1, 0), (3, 6)), ITEM)
     assert once == Item("f", 100, 900, (), Part((4, 6), 6, (6, 1)))
-    twice = narrowed(once, (2, 6), Box((1, 2), (2, 5)), ITEM, dropped=1)
-    assert twice == Item("f", 100, 900, (), Part((4, 6), 14, (1,)))
+    twice = narrowed(once, (2, 6), Box((1, 2), (2, 5)), ITEM)
+    assert twice == Item("f", 100, 900, (), Part((4, 6), 14, (6, 1)))
 
 
 def test_a_part_of_what_must_be_decoded_first() -> None:
