@@ -18,6 +18,7 @@ from ckptool.commands.verify.codes import finding_of, require_codes
 from ckptool.commands.verify.content import Views, attach, located, scattered_not_finite
 from ckptool.commands.verify.files import FileCheck, name_problems, newer_than_metadata
 from ckptool.commands.verify.findings import Finding, Severity, VerifyReport, failing
+from ckptool.commands.verify.integrity import integrity_problems
 from ckptool.commands.verify.objects import odd_values
 from ckptool.commands.verify.training import optimizer_problems, step_problems
 from ckptool.core.catalog import Catalog, Item, TensorEntry, coverage_problem, flat_name
@@ -102,6 +103,8 @@ class _Check:
         spans = self._sampled([*self._files.spans, *attach(views, self._files.spans)])
         self._nbytes = sum(span.nbytes for span in spans)
         root = self._survey.source.root
+        if self._options.sample >= 1:
+            self._found += integrity_problems(self._survey.source)
         found = check_spans(spans, root, self._options.workers, started(self._nbytes))
         self._found += found.problems
         names = found.not_finite
