@@ -18,6 +18,7 @@ from ckptool.formats.base import MOST_RANKS, Source
 
 STATE = "model_optim_rng.pt"
 OPTIMIZER = "distrib_optim.pt"
+_LAYER_WISE = re.compile(r"mp_rank_[0-9_]+/layer_wise_optimizer_[0-9]+\.pt")
 _FOLDER = re.compile(
     rf"mp_rank_([0-9]{{2,6}})(?:_([0-9]{{3,6}}))?(?:_([0-9]{{3,6}}))?/{re.escape(STATE)}"
 )
@@ -81,6 +82,22 @@ def _rank(name: str, args: Arguments) -> Rank:
             f" it state PP {args.degree('PP')} and EP {args.degree('EP')}"
         )
     return (numbers[0], numbers[1], 0) if pipeline else (numbers[0], 0, numbers[1])
+
+
+def layer_wise_conflict(source: Source) -> dict[str, str]:
+    """Why the state of a layer-wise optimizer, which distributes whole parameters, is not read.
+
+    ``LayerWiseDistributedOptimizer`` (megatron-core 0.16 to 0.20) saves a file a data rank;
+    which parameters a rank had is not recorded.
+    """
+    files = sorted(name for name in source.files if _LAYER_WISE.fullmatch(name))
+    if not files:
+        return {}
+    name = "optimizer.layer_wise"
+    return {
+        name: f"{name}: the state of a layer-wise optimizer lies in {files[0]} and"
+        f" {len(files) - 1} more files, and nothing records which parameters are whose"
+    }
 
 
 def virtual_stage(key: str) -> int | None:

@@ -29,6 +29,7 @@ from ckptool.formats._megatron_ranks import (
     STATE,
     RankFolder,
     degrees,
+    layer_wise_conflict,
     read_folders,
     virtual_stage,
 )
@@ -81,7 +82,7 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
         world_size=args.integer("world_size") or len(folders),
         info={"writer": "Megatron-LM, one folder a model-parallel rank"} | args.info(),
         notes=(*others.notes, *unread_notes(others.objects)),
-        conflicts=read.conflicts | whole.conflicts,
+        conflicts=read.conflicts | whole.conflicts | layer_wise_conflict(source),
     )
     return with_first_arguments(catalog)
 

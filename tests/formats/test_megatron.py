@@ -297,6 +297,17 @@ def test_state_by_number_that_no_name_fits_is_a_conflict_of_the_optimizer(
     }
 
 
+def test_the_state_of_a_layer_wise_optimizer_is_not_left_out_in_silence(
+    copy_of: Copy, out: Path
+) -> None:
+    run = copy_of("megatron_torch")
+    for rank in (0, 1):
+        own = run / "iter_0000100" / "mp_rank_00" / f"layer_wise_optimizer_{rank}.pt"
+        torch.save([{"state": {}}], own)
+    with pytest.raises(Damaged, match=r"layer_wise_optimizer_0\.pt and 1 more files"):
+        convert_to("safetensors", run, out / "model")
+
+
 def test_buckets_that_do_not_fit_the_model_stay_buckets(copy_of: Copy) -> None:
     run = copy_of("megatron_torch_dist")
 
