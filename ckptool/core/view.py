@@ -62,11 +62,13 @@ def mapped(
     return sum(at * steps[dim] for dim, at in index.items()), tuple(found)
 
 
-def narrowed(at: Place, shape: Sequence[int], box: Box, itemsize: int) -> Place:
-    """Where ``box`` of a tensor of ``shape`` lies."""
+def narrowed(
+    at: Place, shape: Sequence[int], box: Box, itemsize: int, *, dropped: int = 0
+) -> Place:
+    """Where ``box`` of a tensor of ``shape`` lies, without its first ``dropped`` dims."""
     rows = row_major_strides(shape, 1)
     start = sum(index * row for index, row in zip(box.lo, rows, strict=True))
-    return part_of_place(at, shape, box.shape, start, rows, itemsize)
+    return part_of_place(at, shape, box.shape[dropped:], start, rows[dropped:], itemsize)
 
 
 def pieces_of_run(
