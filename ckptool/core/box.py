@@ -96,6 +96,26 @@ def _within_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[B
     return [Box((row, *box.lo), (row + 1, *box.hi)) for box in inner]
 
 
+def is_grid(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
+    """Whether the boxes are all those of a grid over the whole shape, each once: a cheap proof.
+
+    Other boxes may tile it too.
+    """
+    if not boxes or len(set(boxes)) != len(boxes):
+        return False
+    if any(len(box.lo) != len(shape) for box in boxes):
+        return False
+    count = 1
+    lows, highs = (zip(*side, strict=True) for side in zip(*boxes, strict=True))
+    for size, *columns in zip(shape, lows, highs, strict=True):
+        spans = sorted(set(zip(*columns, strict=True)))
+        edges = [0, *(high for _, high in spans)]
+        if [low for low, _ in spans] != edges[:-1] or edges != sorted(edges) or edges[-1] != size:
+            return False
+        count *= len(spans)
+    return count == len(boxes)
+
+
 _CHEAP = 16
 _MOST_DIMS = 8
 _FEW_PAIRS = 256

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptool.core.box import Box, overlapping_pair
+from ckptool.core.box import Box, is_grid, overlapping_pair
 from ckptool.core.dtype import DType
 from ckptool.errors import Problem
 
@@ -282,18 +282,20 @@ def merge_copies(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
     result = []
     for first, *others in merged.values():
         copies = tuple(Copy(c.at, c.rank) for c in others if c.rank is not None)
-        result.append(replace(first, copies=copies))
+        result.append(replace(first, copies=copies) if copies or first.copies else first)
     return tuple(result)
 
 
 def coverage_problem(entry: TensorEntry) -> Problem | None:
     """Why the chunks do not tile the tensor exactly, with numbers, or None where they do."""
+    boxes = [chunk.box for chunk in entry.chunks]
+    if is_grid(boxes, entry.shape):
+        return None
     whole = Box.whole(entry.shape)
     for chunk in entry.chunks:
         if len(chunk.box.lo) != len(entry.shape) or not whole.contains(chunk.box):
             message = f"{entry.name}: chunk {chunk.box} lies outside the shape {list(entry.shape)}"
             return Problem(message, "chunk-outside", tensor=entry.name)
-    boxes = [chunk.box for chunk in entry.chunks]
     pair = overlapping_pair(boxes)
     if pair:
         message = f"{entry.name}: chunks {pair[0]} and {pair[1]} overlap"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from operator import add
+from typing import Any, NamedTuple
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Index, Path
@@ -18,8 +19,7 @@ _MOST_STEPS = 100
 _CLASSES = ("Metadata", "MCoreMetadata")
 
 
-@dataclass(frozen=True, slots=True)
-class StoredItem:
+class StoredItem(NamedTuple):
     """Where an item lies: ``length`` bytes of ``file`` from ``offset``, after ``transforms``."""
 
     file: str
@@ -111,15 +111,19 @@ def _tensor(entry: Call, what: str) -> TensorMetadata:
     try:
         properties = fields["properties"].state
         dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
-        chunks = tuple(
-            Box.at(sizes(chunk.fields["offsets"]), sizes(chunk.fields["sizes"]))
-            for chunk in fields["chunks"]
-        )
+        chunks = tuple(_box(chunk.fields) for chunk in fields["chunks"])
         return TensorMetadata(dtype_of(dtype), sizes(fields["size"]), chunks)
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise Damaged(f"{what}: not as DCP writes it: {error}") from None
     except Damaged as error:
         raise error.within(what) from None
+
+
+def _box(fields: dict[str, Any]) -> Box:
+    low, shape = sizes(fields["offsets"]), sizes(fields["sizes"])
+    if len(low) != len(shape):
+        raise ValueError(f"a chunk of {len(shape)} dims at an offset of {len(low)}")
+    return Box(low, tuple(map(add, low, shape)))
 
 
 def _items(storage_data: Any) -> Iterator[tuple[Spot, StoredItem]]:
@@ -129,7 +133,8 @@ def _items(storage_data: Any) -> Iterator[tuple[Spot, StoredItem]]:
         file, start, length = where["relative_path"], where["offset"], where["length"]
         if not isinstance(file, str):
             raise Damaged("a relative_path that is no text")
-        yield spot, StoredItem(file, natural(start), natural(length), tuple(map(_text, transforms)))
+        steps = tuple(map(_text, transforms)) if transforms else ()
+        yield spot, StoredItem(file, natural(start), natural(length), steps)
 
 
 def _spot(index: Call) -> Spot:

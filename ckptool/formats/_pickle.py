@@ -31,6 +31,9 @@ class Global:
         return f"{self.module}.{self.name}"
 
 
+TORCH_SIZE = Global("torch", "Size")
+
+
 class Call:
     """What a pickle would have made by calling ``function`` with ``args``, left undone.
 
@@ -38,15 +41,14 @@ class Call:
     to or stored into the result.
     """
 
-    __slots__ = ("_fields", "args", "entries", "function", "is_new", "items", "state")
+    __slots__ = ("_added", "_fields", "args", "function", "is_new", "state")
 
-    def __init__(self, function: Any, args: tuple[Any, ...], *, is_new: bool = False) -> None:
+    def __init__(self, function: Any, args: tuple[Any, ...], is_new: bool = False) -> None:
         self.function = function
         self.args = args
         self.is_new = is_new
         self.state: Any = None
-        self.items: list[Any] = []
-        self.entries: list[tuple[Any, Any]] = []
+        self._added: tuple[list[Any], list[tuple[Any, Any]]] | None = None
         self._fields: dict[str, Any] | None = None
 
     def __repr__(self) -> str:
@@ -58,8 +60,26 @@ class Call:
         return str(self.function) if isinstance(self.function, Global) else "(computed)"
 
     @property
+    def items(self) -> list[Any]:
+        """What would have been appended; few calls have any."""
+        return self._both[0]
+
+    @property
+    def entries(self) -> list[tuple[Any, Any]]:
+        """What would have been stored into the result."""
+        return self._both[1]
+
+    @property
+    def _both(self) -> tuple[list[Any], list[tuple[Any, Any]]]:
+        if self._added is None:
+            self._added = [], []
+        return self._added
+
+    @property
     def fields(self) -> dict[str, Any]:
         """The attributes BUILD would have set, of plain and of slotted classes."""
+        if type(self.state) is dict:
+            return self.state
         if self._fields is None:
             states = self.state if isinstance(self.state, tuple) else (self.state,)
             dicts = [state for state in states if isinstance(state, dict)]
@@ -88,6 +108,7 @@ class OrderedMapping(dict[Any, Any]):
     state: Any
 
 
+_SAFE_KEYS = frozenset([str, Call])
 _LONGEST_INTEGER = 1024
 _LARGEST_KEY = 10_000
 
@@ -251,6 +272,7 @@ class _Machine:
         self._what = what
         self._judges = judges
         self._stack: list[Any] = []
+        self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
         self._budget = 4 * len(data) + (1 << 20)
         self._containers = len(data) // 3 + 10_000
@@ -268,17 +290,17 @@ class _Machine:
         while True:
             opcode = data[pos]
             if pos < last:
+                if opcode == _BINGET and data[pos + 1] in memo:
+                    stack.append(memo[data[pos + 1]])
+                    pos += 2
+                    continue
                 if opcode == _LONG_BINGET and (index := _UINT4(data, pos + 1)[0]) in memo:
                     stack.append(memo[index])
                     pos += 5
                     continue
-                if opcode in (_MARKS, _EMPTY_TUPLE):
-                    stack.append(_MARK if opcode == _MARKS else ())
+                if opcode == _MEMOIZE and stack and stack[-1] is not _MARK:
+                    memo[len(memo)] = stack[-1]
                     pos += 1
-                    continue
-                if opcode == _BINGET and data[pos + 1] in memo:
-                    stack.append(memo[data[pos + 1]])
-                    pos += 2
                     continue
                 if opcode == _BININT1:
                     stack.append(data[pos + 1])
@@ -287,10 +309,6 @@ class _Machine:
                 if opcode == _BININT2:
                     stack.append(data[pos + 1] | data[pos + 2] << 8)
                     pos += 3
-                    continue
-                if opcode == _MEMOIZE and stack and stack[-1] is not _MARK:
-                    memo[len(memo)] = stack[-1]
-                    pos += 1
                     continue
             self.pos = pos + 1
             if opcode == _STOP:
@@ -326,10 +344,16 @@ class _Machine:
 
     # Stack
 
+    def _mark(self) -> None:
+        self._marks.append(len(self._stack))
+        self._stack.append(_MARK)
+
     def _pop_mark(self) -> list[Any]:
-        stack = self._stack
-        for position in range(len(stack) - 1, -1, -1):
-            if stack[position] is _MARK:
+        """What lies above the last mark. POP may have dropped marks that are still noted."""
+        stack, marks = self._stack, self._marks
+        while marks:
+            position = marks.pop()
+            if position < len(stack) and stack[position] is _MARK:
                 items = stack[position + 1 :]
                 del stack[position:]
                 return items
@@ -394,8 +418,41 @@ class _Machine:
         self._push(empty)
 
     def _tuple(self, count: int) -> None:
-        items = tuple(self._pop() for _ in range(count))
-        self._push(items[::-1])
+        """A tuple of the last ``count`` values. Where it is a ``torch.Size`` at once, that."""
+        stack = self._stack
+        items = tuple(stack[-count:])
+        if len(items) < count:
+            raise IndexError
+        if _MARK in items:
+            raise self.malformed("a mark where a value is expected")
+        del stack[-count:]
+        if stack and stack[-1] is TORCH_SIZE and self._follows(_SIZE):
+            memo, args = self._memo, (items,)
+            memo[len(memo)] = items
+            memo[len(memo)] = args
+            memo[len(memo)] = stack[-1] = self._made(Call(TORCH_SIZE, args))
+        else:
+            stack.append(items)
+
+    def _follows(self, opcodes: bytes) -> bool:
+        """Step over these opcodes if they are the next."""
+        end = self.pos + len(opcodes)
+        if self._data[self.pos : end] != opcodes:
+            return False
+        self.pos = end
+        return True
+
+    def _empty_tuple(self) -> None:
+        """An empty tuple. Where it begins an object with a state, all up to that at once."""
+        stack = self._stack
+        if not self._follows(_BEGIN):
+            stack.append(())
+            return
+        memo = self._memo
+        memo[len(memo)] = stack[-1] = self._called(self._top(), (), is_new=True)
+        self._container({})
+        memo[len(memo)] = stack[-1]
+        self._mark()
 
     def _append(self, values: list[Any]) -> None:
         target = self._stack[-1]
@@ -410,14 +467,23 @@ class _Machine:
         if len(values) % 2:
             raise self.malformed("a key without a value")
         target = self._stack[-1]
-        pairs = zip(values[::2], values[1::2], strict=True)
+        keys = values[::2]
+        pairs = zip(keys, values[1::2], strict=True)
         if isinstance(target, dict):
-            for key, value in pairs:
-                target[key if type(key) is str else self._key(key)] = value
+            if not _SAFE_KEYS.issuperset(map(type, keys)):
+                for key in keys:
+                    self._key(key)
+            target.update(pairs)
         elif isinstance(target, Call):
             target.entries.extend(pairs)
         else:
             raise self.malformed(f"SETITEM on {type(target).__name__}")
+
+    def _set_items_to_mark(self) -> None:
+        """Items of a dict. Where it is the state of an object, that object too."""
+        self._set_items(self._pop_mark())
+        if self._follows(b"b"):
+            self._build()
 
     def _add_items(self) -> None:
         values = self._pop_mark()
@@ -453,6 +519,7 @@ class _Machine:
         if not is_name(module) or not is_name(name):
             raise self.malformed("a global whose name is no dotted name")
         item = Global(module, name)
+        item = TORCH_SIZE if item == TORCH_SIZE else item
         self.globals.setdefault(item, at)
         if self._judges and can_run_code(item):
             raise Hostile(
@@ -485,11 +552,11 @@ class _Machine:
             if function.name == "getattr" and function.module in ("builtins", "__builtin__"):
                 return self._get_attribute(args)
             if is_new:
-                return self._made(Call(function, args, is_new=True))
+                return self._made(Call(function, args, True))
             plain = _PLAIN.get((function.module, function.name))
             if plain is not None:
                 return plain(self, args)
-        return self._made(Call(function, args, is_new=is_new))
+        return self._made(Call(function, args, is_new))
 
     def _made(self, call: Call) -> Call:
         self.charge(1)
@@ -632,7 +699,11 @@ for _module in ("builtins", "__builtin__"):
 _SET_COSTS = 4
 """An empty set takes as much memory as four empty lists."""
 _STOP, _MEMOIZE = ord("."), 0x94
-_MARKS, _EMPTY_TUPLE, _BINGET, _LONG_BINGET, _BININT1, _BININT2 = map(ord, "()hjKM")
+_BINGET, _LONG_BINGET, _BININT1, _BININT2 = map(ord, "hjKM")
+_SIZE = b"\x94\x85\x94R\x94"
+"""MEMOIZE, TUPLE1, MEMOIZE, REDUCE, MEMOIZE: behind a tuple of sizes, as protocol 4 writes it."""
+_BEGIN = b"\x81\x94}\x94("
+"""NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK: behind the empty tuple that makes an object."""
 _UINT4 = struct.Struct("<I").unpack_from
 _Handler = Callable[[_Machine], None]
 
@@ -641,7 +712,7 @@ def _table() -> dict[int, _Handler]:
     m = _Machine
     push = m._push
     by_text: dict[bytes, _Handler] = {
-        b"(": lambda s: push(s, _MARK),
+        b"(": m._mark,
         b"0": m._drop,
         b"1": m._drop_to_mark,
         b"2": lambda s: push(s, s._top()),
@@ -678,8 +749,8 @@ def _table() -> dict[int, _Handler]:
         b"r": lambda s: s._put(s._uint(4)),
         b"s": lambda s: s._set_items([s._pop(), s._pop()][::-1]),
         b"t": lambda s: push(s, tuple(s._pop_mark())),
-        b")": lambda s: push(s, ()),
-        b"u": lambda s: s._set_items(s._pop_mark()),
+        b")": m._empty_tuple,
+        b"u": m._set_items_to_mark,
         b"G": lambda s: push(s, struct.unpack(">d", s._take(8))[0]),
         b"\x80": m._proto,
         b"\x81": m._new_object,

@@ -9,10 +9,11 @@ from ckptool.core.box import row_major_strides
 from ckptool.core.catalog import Extent, Packed, Place, Record
 from ckptool.core.dtype import BY_NAME, BY_STORAGE, DType
 from ckptool.errors import Damaged, coded
-from ckptool.formats._pickle import Call, Global, Persistent
+from ckptool.formats._pickle import TORCH_SIZE, Call, Global, Persistent
 
 _LONGEST_KEY = 200
 _MOST_DIMS = 64
+_LIMIT = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ def _strided_tensor(args: tuple[Any, ...], function: str) -> StoredTensor | None
 
 def natural(value: Any) -> int:
     """A non-negative int of a pickle."""
-    if type(value) is not int or not 0 <= value < 1 << 63:
+    if type(value) is not int or not 0 <= value < _LIMIT:
         raise Damaged(f"{shown(value)} where a size or offset is expected")
     return value
 
@@ -154,13 +155,16 @@ def shown(value: Any) -> str:
 
 def sizes(value: Any) -> tuple[int, ...]:
     """A shape or strides: a tuple, a list or a ``torch.Size`` of non-negative ints."""
-    if isinstance(value, Call) and value.name == "torch.Size" and len(value.args) == 1:
+    if isinstance(value, Call) and value.function == TORCH_SIZE and len(value.args) == 1:
         value = value.args[0]
     if not isinstance(value, tuple | list):
         raise Damaged(f"{type(value).__name__} where sizes are expected")
     if len(value) > _MOST_DIMS:
         raise Damaged(f"{len(value):,} dims where torch has {_MOST_DIMS} at most")
-    return tuple(map(natural, value))
+    for size in value:
+        if type(size) is not int or not 0 <= size < _LIMIT:
+            natural(size)
+    return tuple(value)
 
 
 def dtype_of(value: Any) -> DType:

@@ -12,7 +12,7 @@ import math
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 
 from ckptool.core.box import Box
@@ -281,15 +281,16 @@ def _checked(source: Source, file: str, name: str, item: StoredItem, found: _Fou
 
 def _shared_bytes(extents: list[tuple[str, int, int, str]]) -> list[Problem]:
     problems: list[Problem] = []
-    ordered = sorted(extents)
-    for (file, offset, length, name), (next_file, next_offset, _, other) in pairwise(ordered):
-        if file == next_file and next_offset < offset + length:
+    extents.sort()
+    for (file, offset, length, name), (next_file, next_offset, _, other) in pairwise(extents):
+        if next_offset < offset + length and file == next_file:
             message = f"{other}: begins at byte {next_offset:,} of {file}, inside the item of"
             message += f" {name} ({offset:,} to {offset + length:,})"
             problems.append(Problem(message, "items-overlap", file=file, tensor=other))
     return problems
 
 
+@lru_cache(maxsize=4096)
 def _rank_of(file: str) -> int | None:
     match = _DATA.fullmatch(file)
     return int(match[1]) if match else None

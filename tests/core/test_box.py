@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.core.box import Box, flat_range, overlapping_pair, row_major_strides
+from ckptool.core.box import Box, flat_range, is_grid, overlapping_pair, row_major_strides
 
 
 @st.composite
@@ -63,6 +63,32 @@ def test_overlapping_pair_is_found_where_there_is_one(found: list[Box]) -> None:
     assert (pair is not None) == overlap
     if pair is not None:
         assert pair[0].intersect(pair[1])
+
+
+CUTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), max_size=3)
+
+
+@given(CUTS, st.data())
+def test_a_grid_tiles_its_shape_and_nothing_else_passes_as_one(
+    cuts: list[list[int]], data: st.DataObject
+) -> None:
+    columns = [set(itertools.pairwise([0, *itertools.accumulate(sizes)])) for sizes in cuts]
+    grid = [
+        Box(tuple(l for l, _ in at), tuple(h for _, h in at)) for at in itertools.product(*columns)
+    ]
+    shape = [sum(sizes) for sizes in cuts]
+    assert is_grid(data.draw(st.permutations(grid)), shape)
+    spoilt = data.draw(st.lists(st.sampled_from(grid), max_size=len(grid) + 1))
+    if is_grid(spoilt, shape):
+        assert sum(box.volume for box in spoilt) == np.prod(shape, dtype=int)
+        assert overlapping_pair(spoilt) is None
+
+
+@given(st.integers(0, 2).flatmap(lambda d: st.tuples(st.lists(boxes(d, 3), max_size=4), boxes(d))))
+def test_boxes_that_are_a_grid_tile_the_shape(found: tuple[list[Box], Box]) -> None:
+    if is_grid(found[0], found[1].hi):
+        held = [element for box in found[0] for element in elements(box)]
+        assert sorted(held) == sorted(elements(Box.whole(found[1].hi)))
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.sampled_from([1, 2, 4, 8]))

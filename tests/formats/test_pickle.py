@@ -6,6 +6,7 @@ import collections
 import io
 import os
 import pickle
+import pickletools
 from contextlib import suppress
 from typing import Any
 
@@ -143,6 +144,50 @@ def test_globals_that_run_code_are_refused(function: Any, protocol: int) -> None
 def test_modules_that_run_code_are_refused(module: str) -> None:
     with pytest.raises(Hostile):
         read(f"c{module}\nrun\n.".encode())
+
+
+class Spot:
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__ |= fields
+
+
+def shape_of(value: Any) -> Any:
+    """Records by what they are, so that they can be compared."""
+    if isinstance(value, Call):
+        return str(value.function), shape_of(list(value.args)), shape_of(value.state)
+    if isinstance(value, list | tuple):
+        return type(value), [shape_of(item) for item in value]
+    if isinstance(value, dict):
+        return [(shape_of(key), shape_of(item)) for key, item in value.items()]
+    return type(value), value
+
+
+@given(st.lists(st.lists(st.integers(0, 2**40), max_size=4), max_size=5), st.booleans())
+def test_runs_of_opcodes_that_are_read_at_once_are_as_one_by_one(
+    shapes: list[list[int]], repeated: bool
+) -> None:
+    torch = pytest.importorskip("torch")
+    sizes = [torch.Size(shape) for shape in shapes] * (1 + repeated)
+    spots = [Spot(offsets=size, more=(size, {"fqn": "w"})) for size in sizes]
+    value = {"sizes": sizes, "spots": spots, "last": spots[:1]}
+    fused, spelt = pickle.dumps(value, 4), pickletools.optimize(pickle.dumps(value, 2))
+    assert shape_of(read(fused)) == shape_of(read(spelt))
+    assert read(fused)["last"][:1] == [] or isinstance(read(fused)["last"][0], Call)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(b"\x80\x04(K\x01\x86\x94.", id="mark in a pair"),
+        pytest.param(b"\x80\x04ctorch\nSize\n(K\x01\x86\x94\x85\x94R\x94.", id="mark in a size"),
+        pytest.param(b"\x80\x04()\x81\x94}\x94(ub.", id="mark as a class"),
+        pytest.param(b"\x80\x04K\x01\x86.", id="too few"),
+        pytest.param(b"\x80\x04](0e.", id="mark that was dropped"),
+    ],
+)
+def test_fused_opcodes_find_what_does_not_fit(program: bytes) -> None:
+    with pytest.raises(Damaged):
+        read(program)
 
 
 @given(PLAIN, st.data())
