@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from ckptool.commands.verify.manifest import (
     manifest_text,
 )
 from ckptool.commands.verify.readable import readable
-from ckptool.commands.verify.structure import holds_no_values, unread_notes
+from ckptool.commands.verify.structure import unread_notes
 from ckptool.commands.verify.values import text_digest, value_text
 from ckptool.commands.verify.verify import Progress
 from ckptool.core.catalog import Catalog
@@ -137,91 +137,3 @@ def require_writable(path: Path, *, overwrite: bool) -> None:
         raise CannotDo(f"{path.parent}: no such folder to write into")
     if os.path.lexists(path) and not overwrite:
         raise CannotDo(f"{path} exists already", hint="--overwrite replaces it")
-
-
-def recorded_files(manifest: Manifest, catalog: Catalog) -> list[str]:
-    """The files a manifest was made of, where all are here with their sizes; else none."""
-    sizes = file_sizes(catalog)
-    recorded = {name: proof.nbytes for name, proof in manifest.files.items()}
-    is_same = all(sizes.get(name) == nbytes for name, nbytes in recorded.items())
-    return list(recorded) if is_same else []
-
-
-def differences(recorded: Manifest, found: Manifest) -> Iterator[Problem]:
-    """One problem for each thing that is not as the manifest says.
-
-    The files are compared where ``found`` has their digests.
-    """
-    yield from _differing_tensors(recorded, found)
-    yield from _differing_values(recorded, found)
-    changed = [name for name, proof in found.files.items() if recorded.files.get(name) != proof]
-    if _is_another_writing(recorded, found, changed):
-        message = f"{len(recorded.files):,} files are recorded; those here are not the same"
-        yield Problem(message, "manifest-other-files")
-    elif changed:
-        yield from (_differing_file(name, recorded, found) for name in changed)
-    else:
-        return
-    for name in sorted({*recorded.unproved, *found.unproved}):
-        why = recorded.unproved.get(name) or found.unproved[name]
-        yield Problem(f"{name}: {why}", "manifest-unproved", tensor=name)
-
-
-def _is_another_writing(recorded: Manifest, found: Manifest, changed: list[str]) -> bool:
-    """Whether the files are other ones, not those of the manifest of which some have changed.
-
-    A reshard may happen to write files of the same names and sizes; then no digest is the same.
-    """
-    if not found.files:
-        return True
-    kept = [name for name in found.files if name not in changed and found.files[name].nbytes]
-    return len(changed) > 1 and not kept
-
-
-def _differing_tensors(recorded: Manifest, found: Manifest) -> Iterator[Problem]:
-    yield from _missing(recorded.tensors, found.tensors, "a tensor")
-    for name, proof in recorded.tensors.items():
-        other = found.tensors.get(name)
-        if other is None or other == proof:
-            continue
-        here, said = (f"{one.dtype} {list(one.shape)}" for one in (other, proof))
-        if here == said:
-            here, said = (f"SHA-256 {one.sha256[:16]}..." for one in (other, proof))
-        message = f"{name}: {here}, the manifest says {said}"
-        yield Problem(message, "manifest-differs", tensor=name)
-
-
-def _differing_values(recorded: Manifest, found: Manifest) -> Iterator[Problem]:
-    if recorded.values and not found.values and holds_no_values(found.format):
-        message = f"{len(recorded.values):,} values besides tensors, which {found.format}"
-        yield Problem(f"{message} cannot hold, are not proved", "values-not-held")
-        return
-    yield from _missing(recorded.values, found.values, "a value")
-    for name, proof in recorded.values.items():
-        other = found.values.get(name)
-        if other is not None and other.sha256 != proof.sha256:
-            message = f"{name}: {_told(other)}, the manifest says {_told(proof)}"
-            yield Problem(message, "manifest-differs", tensor=name)
-
-
-def _missing(
-    recorded: Mapping[str, object], found: Mapping[str, object], what: str
-) -> Iterator[Problem]:
-    for name in recorded:
-        if name not in found:
-            yield Problem(f"{name}: {what}", "manifest-missing", tensor=name)
-    for name in found:
-        if name not in recorded:
-            yield Problem(f"{name}: {what}", "manifest-extra", tensor=name)
-
-
-def _differing_file(name: str, recorded: Manifest, found: Manifest) -> Problem:
-    here, said = found.files[name].sha256[:16], recorded.files[name].sha256[:16]
-    message = f"{name}: the file's SHA-256 is {here}..., the manifest says {said}..."
-    return Problem(message, "manifest-differs", file=name)
-
-
-def _told(proof: ValueProof) -> str:
-    if proof.json is not None and len(proof.json) <= 80:
-        return proof.json
-    return f"SHA-256 {proof.sha256[:16]}..."

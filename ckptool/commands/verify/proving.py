@@ -8,15 +8,14 @@ from pathlib import Path
 
 from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.commands.verify.codes import finding_of
+from ckptool.commands.verify.differences import differences, recorded_files
 from ckptool.commands.verify.findings import VerifyReport
 from ckptool.commands.verify.manifest import Manifest, read_manifest
 from ckptool.commands.verify.prove import (
     Measured,
-    differences,
     file_sizes,
     measure,
     measured_bytes,
-    recorded_files,
     require_writable,
     write_manifest,
 )
@@ -72,7 +71,7 @@ def prove(path: Path, options: ProvingOptions, started: Started | None = None) -
         return replace(report, sound=False, sentence=sentence)
     files = recorded_files(recorded, opened.catalog)
     measured = _measured(opened, files, options, started)
-    found = differences(recorded, measured.manifest)
+    found = differences(recorded, measured.manifest, opened.catalog)
     report = _with(report, measured, found, options.verify)
     if not report.sound:
         count = len(report.fails(options.verify.strict))
