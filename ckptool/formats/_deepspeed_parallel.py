@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool.core.catalog import Chunk, RankStep, TensorEntry, merge_copies
 from ckptool.core.tp_rules import TpRule, named_rule, require_matched
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, Problem
 from ckptool.formats._assemble import Assembled, shifted
 from ckptool.formats._deepspeed_local import Holding, Local, Name
 from ckptool.formats._deepspeed_rules import Fit, Unknown, fit_of, ruled
@@ -151,9 +151,8 @@ def _keep_apart(
     text = ".".join(name)
     if not per_rank:
         shapes = ", ".join(str(list(local.shape)) for local in shards.values())
-        result.conflicts[text] = (
-            f"{text}: {len(shards)} tensor-parallel ranks hold shards of {shapes}: {why}"
-        )
+        message = f"{text}: {len(shards)} tensor-parallel ranks hold shards of {shapes}: {why}"
+        result.conflicts[text] = Problem(message, "ranks-unplaced", tensor=text)
         return
     for mp, local in shards.items():
         rank = grid.rank(0, mp)

@@ -19,6 +19,7 @@ from ckptool.core.tp_rules import (
     named_rule,
 )
 from ckptool.core.view import narrowed, pieces_of_run
+from ckptool.errors import Problem
 from ckptool.formats._megatron_args import Arguments
 from ckptool.formats._megatron_names import is_expert
 from ckptool.formats._megatron_rules import rule_of
@@ -133,7 +134,8 @@ def put_together(fit_of: Callable[[Held], Fit | str], found: Found) -> Whole:
         full = ".".join(path)
         entry = _entry(full, path, fit_of, parts)
         if isinstance(entry, str):
-            whole.conflicts[full] = f"{full}: {entry}"
+            code = entry.code if isinstance(entry, Problem) else "ranks-disagree"
+            whole.conflicts[full] = Problem(f"{full}: {entry}", code, tensor=full)
         else:
             whole.tensors[full] = entry
     return whole
@@ -161,10 +163,11 @@ def _entry(
     return TensorEntry(name, path, dtypes.pop(), shapes.pop(), merge_copies(chunks))
 
 
-def _unknown(held: Held, reason: str) -> str:
-    return (
+def _unknown(held: Held, reason: str) -> Problem:
+    return Problem(
         f"how the {list(held.local)} of each tensor-parallel rank fit together is not known:"
-        f" {reason}; {how_to_say(held.name)}"
+        f" {reason}; {how_to_say(held.name)}",
+        "ranks-unplaced",
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry, proved_equal
 from ckptool.core.tp_rules import NamedRule, how_to_say, named_rule, require_matched
-from ckptool.errors import Damaged, UsageError, damaged
+from ckptool.errors import Damaged, Problem, UsageError, damaged
 from ckptool.formats._assemble import Assembled, Leaf, PlainLeaf, assemble, read_leaves
 from ckptool.formats._infer import with_inferred_mesh
 from ckptool.formats._megatron_args import Arguments, arguments, with_first_arguments
@@ -56,7 +56,7 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
                 world_size=len(local.files),
                 info={"writer": "nvidia-resiliency-ext LocalCheckpointManager"} | _info(args),
                 notes=(*notes, *found.notes, *unread_notes(found.objects)),
-                conflicts={n: f"{why}; {how_to_say(n)}" for n, why in found.conflicts.items()},
+                conflicts={n: _hinted(why, n) for n, why in found.conflicts.items()},
             )
         )
     )
@@ -64,6 +64,11 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
 
 def _info(args: Arguments) -> dict[str, str]:
     return args.info() if args.values else {}
+
+
+def _hinted(why: str, name: str) -> str:
+    code = why.code if isinstance(why, Problem) else "ranks-unplaced"
+    return Problem(f"{why}; {how_to_say(name)}", code, tensor=name)
 
 
 def _kind(file: TorchFile) -> str:
@@ -87,6 +92,7 @@ def _read_plain(source: Source, files: Mapping[int, TorchFile], options: ScanOpt
         fields = file.value.fields if isinstance(file.value, Call) else {}
         ranks[rank] = read_leaves(replace(file, value=fields.get("state_dict")), source)
     names = [n for leaves in ranks.values() for n, x in leaves.items() if _is_plain(x)]
+    plain_names = set(names)
     require_matched(options.tp_rules, names)
     placed, conflicts = _placed(ranks, options.tp_rules)
     rest = {
@@ -98,10 +104,12 @@ def _read_plain(source: Source, files: Mapping[int, TorchFile], options: ScanOpt
         for rank, leaves in ranks.items()
     }
     found = assemble(rest, per_rank=options.per_rank)
-    plain = set(names) & found.tensors.keys()
+    plain = plain_names & found.tensors.keys()
     for name in [n for n in sorted(plain) if not _same_everywhere(found.tensors[n])]:
         del found.tensors[name]
-        conflicts[name] = f"{name}: nothing says how the ranks' plain tensors fit together"
+        found.conflicts[name] = f"{name}: nothing says how the ranks' plain tensors fit together"
+    for name in plain_names & found.conflicts.keys():
+        found.conflicts[name] = Problem(found.conflicts[name], "ranks-unplaced", tensor=name)
     found.tensors = placed | found.tensors
     found.conflicts |= conflicts
     return found

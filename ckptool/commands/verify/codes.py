@@ -52,6 +52,11 @@ CODES: dict[str, Code] = {
     ),
     "metadata-unreadable": Code(_ERROR, "a metadata file cannot be understood", _AGAIN),
     "rank-missing": Code(_ERROR, "what a rank should have written is not there", _MIXED),
+    "ranks-unplaced": Code(
+        _INFO,
+        "nothing in the files says how the ranks' parts of a tensor fit together",
+        "--tp-rule 'GLOB=column' says it, wherever the tensor is read",
+    ),
     "rank-copied": Code(_ERROR, "a rank's file was written by another rank", _AGAIN),
     "saves-mixed": Code(_ERROR, "files of several saves lie together", _MIXED),
     "world-unrecorded": Code(_INFO, "nothing in the files records the number of ranks"),

@@ -84,13 +84,25 @@ def measure(
 
 def _contradictions(catalog: Catalog) -> Iterator[Problem]:
     for name, why in catalog.conflicts.items():
-        yield Problem(why, "ranks-disagree", tensor=name)
+        if name not in _unplaced(catalog):
+            code = why.code if isinstance(why, Problem) else "ranks-disagree"
+            yield Problem(why, code, tensor=name)
+
+
+def _unplaced(catalog: Catalog) -> dict[str, str]:
+    """Names whose parts are there, but nothing says how they fit together."""
+    return {
+        name: str(why)
+        for name, why in catalog.conflicts.items()
+        if isinstance(why, Problem) and why.code == "ranks-unplaced"
+    }
 
 
 def _values(catalog: Catalog) -> tuple[dict[str, ValueProof], dict[str, str]]:
     """The proof of each value, and what has none."""
     known = Foreign()
     proofs, unproved = {}, {str(note.tensor): str(note) for note in unread_notes(catalog)}
+    unproved |= _unplaced(catalog)
     for name, entry in catalog.objects.items():
         if "torch storage" in known.of(entry.value):
             unproved[name] = f"a {type_name(entry.value)}, whose bytes ckptool does not read"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import numpy as np
 
@@ -25,7 +25,7 @@ _FEW_VALUES = 8
 def optimizer_problems(catalog: Catalog) -> list[Problem]:
     """Parameters whose optimizer state lacks a part that others have, or has another shape."""
     states = _states(catalog)
-    return [*_incomplete(states), *_misshapen(catalog, states)]
+    return [*_incomplete(states, catalog.conflicts), *_misshapen(catalog, states)]
 
 
 def _states(catalog: Catalog) -> dict[str, dict[str, TensorEntry]]:
@@ -38,11 +38,14 @@ def _states(catalog: Catalog) -> dict[str, dict[str, TensorEntry]]:
     return states
 
 
-def _incomplete(states: dict[str, dict[str, TensorEntry]]) -> list[Problem]:
-    """State that is a part of what other parameters of its kind have."""
+def _incomplete(
+    states: dict[str, dict[str, TensorEntry]], conflicts: Container[str]
+) -> list[Problem]:
+    """State that is a part of what other parameters of its kind have; ``conflicts`` are there too."""
     groups: dict[frozenset[str], list[str]] = defaultdict(list)
     for head, state in states.items():
-        groups[frozenset(state)].append(head)
+        known = {kind for kind in _KINDS if f"{head}.{kind}" in conflicts}
+        groups[frozenset(state) | known].append(head)
     problems = []
     for kinds, heads in groups.items():
         larger = [other for other in groups if kinds < other]
