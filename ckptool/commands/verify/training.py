@@ -41,7 +41,7 @@ def _states(catalog: Catalog) -> dict[str, dict[str, TensorEntry]]:
 def _incomplete(
     states: dict[str, dict[str, TensorEntry]], conflicts: Container[str]
 ) -> list[Problem]:
-    """State that is a part of what other parameters of its kind have; ``conflicts`` are there too."""
+    """State that is a part of what other parameters have; names in ``conflicts`` are there too."""
     groups: dict[frozenset[str], list[str]] = defaultdict(list)
     for head, state in states.items():
         known = {kind for kind in _KINDS if f"{head}.{kind}" in conflicts}
