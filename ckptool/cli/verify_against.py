@@ -31,7 +31,7 @@ Against = Annotated[
 
 @dataclass(frozen=True)
 class Comparing:
-    """When two values are the same."""
+    """When two values are the same, and how to read the other ones."""
 
     rtol: Annotated[
         float | None,
@@ -47,6 +47,16 @@ class Comparing:
         bool,
         typer.Option("--cast", rich_help_panel=PANEL, help="Cast to OTHER's types, then compare."),
     ] = False
+
+    against_from: Annotated[
+        str | None,
+        typer.Option(
+            "--against-from",
+            metavar="FORMAT",
+            rich_help_panel=PANEL,
+            help="Read OTHER as this format; --from is for SRC.",
+        ),
+    ] = None
 
     def tolerance(self) -> Tolerance | None:
         """What the command line says, None where bits are compared."""
@@ -79,7 +89,12 @@ def run_against(
     from ckptool.render.verify_against import against_json, show_against
 
     asked = AgainstOptions(
-        other, selecting.options(), comparing.tolerance(), comparing.cast, options
+        other,
+        selecting.options(),
+        comparing.tolerance(),
+        comparing.cast,
+        options,
+        comparing.against_from,
     )
     report = against(source, asked, started)
     return Told(report.verify, lambda: show_against(report), lambda: against_json(report))

@@ -426,3 +426,24 @@ def test_exit_codes_and_json(tmp_path: Path) -> None:
 def test_what_is_said_of_a_comparison_needs_one(arguments: tuple[str, ...]) -> None:
     result = run(case("dcp_base").path, *arguments)
     assert isinstance(result.exception, UsageError)
+
+
+def test_each_side_is_read_as_the_format_that_is_told_for_it(tmp_path: Path) -> None:
+    """Beside a ``.metadata`` of something else, a folder of safetensors is taken for DCP."""
+    one, other = tmp_path / "one.pt", tmp_path / "other"
+    other.mkdir()
+    torch.save(state(), one)
+    save_file(state(), other / "model.safetensors")
+    (other / ".metadata").write_bytes(b"not DCP")
+    command = ["verify", str(one), "--against", str(other)]
+    assert CliRunner().invoke(app, command).exit_code == 1
+    told = CliRunner().invoke(app, [*command, "--against-from", "hf"])
+    assert told.exit_code == 0, told.output
+    assert isinstance(
+        CliRunner().invoke(app, [*command, "--against-from", "nothing"]).exception, UsageError
+    )
+
+
+def test_a_format_for_the_other_side_needs_one(tmp_path: Path) -> None:
+    told = CliRunner().invoke(app, ["verify", str(tmp_path), "--against-from", "dcp"])
+    assert isinstance(told.exception, UsageError)

@@ -39,7 +39,7 @@ class AgainstOptions:
 
     The selection applies to the first side. Without a ``tolerance`` and without ``cast``, element
     types must be equal and values are compared bit by bit. Of ``verify.read``, only ``per_rank``
-    applies to the other side too.
+    applies to the other side too; ``other_format`` is the format to read that as.
     """
 
     other: Path
@@ -47,6 +47,7 @@ class AgainstOptions:
     tolerance: Tolerance | None = None
     cast: bool = False
     verify: VerifyOptions = field(default_factory=VerifyOptions)
+    other_format: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ class _Comparison:
         self._pairs: list[Pair] = []
         self._values = 0
         here = options.verify.read
-        reads = (here, ReadOptions(per_rank=here.per_rank))
+        reads = (here, ReadOptions(options.other_format, per_rank=here.per_rank))
         paths = (path, options.other)
         self._opened = [self._open(*one) for one in zip(paths, reads, SIDES, strict=True)]
         self._sides: list[_Side] = []
