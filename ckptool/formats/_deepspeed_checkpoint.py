@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, Problem
 from ckptool.formats._deepspeed_files import Files, Ranks, require_all
 from ckptool.formats._deepspeed_parallel import Grid
 from ckptool.formats._deepspeed_read import State, read_state
@@ -54,7 +54,8 @@ class Checkpoint:
 def read_checkpoint(source: Source, files: Files) -> Checkpoint:
     """All states of a tag. Raises Damaged where the file of a rank is missing."""
     if not files.models:
-        raise Damaged(f"{source.root}: no file of model states in the folder of the tag")
+        message = f"{source.root}: no file of model states in the folder of the tag"
+        raise Damaged(Problem(message, "file-missing"))
     models = {ranks: read_state(source, file) for ranks, file in files.models.items()}
     first = models[min(models)]
     optimizers = {ranks: read_state(source, file) for ranks, file in files.optimizers.items()}

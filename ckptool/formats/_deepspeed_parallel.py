@@ -99,7 +99,8 @@ def _shards(name: Name, held: Mapping[int, Local], grid: Grid) -> dict[int, Loca
     first = stages[0] * grid.tensor
     missing = [mp for mp in range(first, first + grid.tensor) if mp not in held]
     if missing:
-        raise Damaged(f"{'.'.join(name)}: mp_rank {missing[0]:02d} has no shard of it")
+        message = f"{'.'.join(name)}: mp_rank {missing[0]:02d} has no shard of it"
+        raise Damaged(Problem(message, "rank-missing", tensor=".".join(name)))
     return {mp: held[mp] for mp in range(first, first + grid.tensor)}
 
 
@@ -111,7 +112,8 @@ def _joined(
     if len(locals_) == 1:
         return TensorEntry(text, name, first.dtype, first.shape, merge_copies(first.chunks))
     if any(local.dtype != first.dtype for local in locals_):
-        raise Damaged(f"{text}: the tensor-parallel ranks hold it in several types")
+        message = f"{text}: the tensor-parallel ranks hold it in several types"
+        raise Damaged(Problem(message, "ranks-disagree", tensor=text))
     shapes = [local.shape for local in locals_]
     fit = fit_of(name[1], shapes, info) if rule is None else ruled(shapes, rule)
     chunks = _replicas(locals_) if fit.replicated else _placed(locals_, fit)

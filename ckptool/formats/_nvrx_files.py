@@ -56,9 +56,9 @@ def read_local(source: Source, world_size: int | None = None) -> Local:
             skipped = (f"{lack}; iteration {iteration:,} is read" for lack in failed)
             return Local(iteration, files, (*skipped, *notes))
         failed.append(_lacks(iteration, missing, mine, notes))
-    message = f"{source.root}: no iteration is whole:\n" + "\n".join(f"  - {f}" for f in failed)
+    lacks = "\n".join(f"  - {lack}" for lack in failed)
     raise Damaged(
-        Problem(message, "rank-missing"),
+        Problem(f"{source.root}: no iteration is whole:\n{lacks}", "rank-missing"),
         hint="bring together the folders of all ranks, which lie on the machines that wrote them",
     )
 
@@ -80,7 +80,8 @@ def _opened(source: Source, copies: list[_Copy]) -> tuple[dict[int, TorchFile], 
         try:
             files[copy.owner] = read_torch_file(source, copy.name)
         except CkptoolError as error:
-            notes.append(f"not used: {error.message}")
+            message = f"not used: {error.message}"
+            notes.append(Problem(message, "copy-damaged", file=copy.name))
             continue
         if copy.folder != copy.owner:
             notes.append(f"rank {copy.owner} is read from its replica {copy.name}")

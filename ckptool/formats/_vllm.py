@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.tp_rules import NamedRule, named_rule, require_matched
-from ckptool.errors import CannotDo, Damaged
+from ckptool.errors import CannotDo, Damaged, Problem
 from ckptool.formats._frameworks import CONFIG, size_in
 from ckptool.formats._tensor_parallel import Locals, halves, joined, rows_of
 from ckptool.formats._vllm_experts import (
@@ -130,7 +130,8 @@ class Merger:
         queries = self._query_rows(name, outputs)
         keys = (rows - queries) // 2
         if keys < 1 or queries + 2 * keys != rows:
-            raise Damaged(f"{name}: {rows} rows are not {queries} of queries, and keys and values")
+            message = f"{name}: {rows} rows are not {queries} of queries, and keys and values"
+            raise Damaged(Problem(message, "config-mismatch", tensor=name))
         holders = self._holders(name, keys)
         for member, start, stop, held_by in (
             ("q_proj", 0, queries, 1),
@@ -161,10 +162,9 @@ class Merger:
             return 1
         holders = max(1, self.world // heads)
         if keys * self.world != heads * size * holders:
-            raise Damaged(
-                f"{name}: {keys} rows of keys on each of {self.world} ranks, but {CONFIG} says"
-                f" {heads} key-value heads of {size}"
-            )
+            message = f"{name}: {keys} rows of keys on each of {self.world} ranks, but {CONFIG}"
+            message += f" says {heads} key-value heads of {size}"
+            raise Damaged(Problem(message, "config-mismatch", tensor=name))
         return holders
 
     def _without_padding(self, name: str, parts: Locals) -> Locals:
@@ -174,7 +174,8 @@ class Merger:
         if wanted is None or wanted == held:
             return parts
         if not 0 < held - wanted < PADDING * self.world:
-            raise Damaged(f"{name}: {held:,} rows, but {CONFIG} says a vocabulary of {wanted:,}")
+            message = f"{name}: {held:,} rows, but {CONFIG} says a vocabulary of {wanted:,}"
+            raise Damaged(Problem(message, "config-mismatch", tensor=name))
         self.notes.append(f"{name}: without the {held - wanted} rows that pad the vocabulary")
         left = {rank: min(each, max(0, wanted - rank * each)) for rank in parts}
         return {rank: rows_of(name, part, 0, left[rank]) for rank, part in parts.items()}

@@ -52,7 +52,8 @@ def _probe(source: Source) -> bool:
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     parts = _parts(source)
     if not parts:
-        raise Damaged(f"{source.root}: no .metadata that ByteCheckpoint wrote")
+        message = f"{source.root}: no .metadata that ByteCheckpoint wrote"
+        raise Damaged(Problem(message, "save-unfinished"))
     _require_families(source, parts, options)
     fields = {name: _fields(source, name) for name in parts}
     flat = _flat_members(fields)
@@ -87,7 +88,8 @@ def _require_families(source: Source, parts: Mapping[str, str], options: ScanOpt
 def _fields(source: Source, name: str) -> Mapping[str, Any]:
     value = _pickle.load(read_metadata(source, name), what=name).value
     if not isinstance(value, Call):
-        raise Damaged(f"{name}: the pickle holds no ByteCheckpoint Metadata")
+        message = f"{name}: the pickle holds no ByteCheckpoint Metadata"
+        raise Damaged(Problem(message, "metadata-unreadable", file=name))
     return value.fields
 
 

@@ -159,7 +159,8 @@ def _locals(name: str, held: Mapping[int, Leaf]) -> Locals:
     found = {}
     for rank, leaf in held.items():
         if not isinstance(leaf.value, PlainLeaf):
-            raise Damaged(f"{name}: a tensor on some ranks, none on rank {rank}")
+            message = f"{name}: a tensor on some ranks, none on rank {rank}"
+            raise Damaged(Problem(message, "rank-missing", tensor=name))
         tensor = leaf.value.tensor
         found[rank] = Local(tensor.dtype, tensor.shape, leaf.value.place)
     return found

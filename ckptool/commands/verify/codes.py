@@ -57,6 +57,10 @@ CODES: dict[str, Code] = {
         "nothing in the files says how the ranks' parts of a tensor fit together",
         "--tp-rule 'GLOB=column' says it, wherever the tensor is read",
     ),
+    "copy-damaged": Code(
+        _WARNING, "one of several copies of a rank's file is damaged; another is read", _AGAIN
+    ),
+    "config-mismatch": Code(_ERROR, "tensors have other sizes than the model's config", _MIXED),
     "rank-copied": Code(_ERROR, "a rank's file was written by another rank", _AGAIN),
     "saves-mixed": Code(_ERROR, "files of several saves lie together", _MIXED),
     "world-unrecorded": Code(_INFO, "nothing in the files records the number of ranks"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 
@@ -22,6 +23,7 @@ _UNFINISHED = re.compile(r".*(\.tmp|\.dirty|\.incomplete|\.partial|\.part|\.dirt
 _WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _PICKLES = re.compile(r"(.*/)?(__\d+)?\.metadata|(.*/)?metadata\.pkl")
 _LEGACY_HEAD = 1 << 24
+_SMALL_JSON = 1 << 20
 _CLOCK = 2.0
 """Seconds that the clocks of hosts which write one checkpoint may differ."""
 
@@ -41,6 +43,38 @@ def name_problems(source: Source) -> list[Problem]:
         elif not size and name.endswith(_WEIGHTS):
             message = f"{file}: the file is empty (0 bytes)"
             problems.append(Problem(message, "file-empty", file=file))
+    return [*problems, *_without_metadata(source), *_unreadable_json(source)]
+
+
+def _without_metadata(source: Source) -> list[Problem]:
+    """Subfolders of DCP items without the metadata that is written last; empty metadata."""
+    folders: dict[str, set[str]] = {}
+    for file in source.files:
+        folder, _, name = file.rpartition("/")
+        folders.setdefault(folder, set()).add(name)
+    problems = [
+        Problem(f"{file}: the file is empty (0 bytes)", "file-empty", file=file)
+        for file, size in source.files.items()
+        if not size and (_PICKLES.fullmatch(file) or file.endswith("metadata.json"))
+    ]
+    for folder, names in folders.items():
+        holds = any(name.endswith(".distcp") for name in names)
+        if folder and holds and not any(map(_PICKLES.fullmatch, names)):
+            message = f"{folder}: .distcp files and no .metadata, which is written last"
+            problems.append(Problem(message, "save-unfinished", file=f"{folder}/.metadata"))
+    return problems
+
+
+def _unreadable_json(source: Source) -> list[Problem]:
+    """Metadata of Megatron, small JSON files by name, that is none."""
+    problems = []
+    for file, size in source.files.items():
+        if file.rpartition("/")[2] == "metadata.json" and 0 < size < _SMALL_JSON:
+            try:
+                json.loads(read_metadata(source, file))
+            except (ValueError, RecursionError):
+                message = f"{file}: not JSON"
+                problems.append(Problem(message, "metadata-unreadable", file=file))
     return problems
 
 

@@ -16,6 +16,8 @@ from ckptool.errors import CkptoolError, Problem
 
 _LIKE_THE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 _KINDS = (*_LIKE_THE_PARAMETER, "step")
+_WEIGHTS = frozenset(["module", "model", "fp32"])
+_KINDS_FIRST = frozenset([*_KINDS, *_WEIGHTS])
 _STEPS = ("step", "global_step", "iteration", "current_step", "epoch", "last_epoch")
 _SHOWN = 3
 _FEW_VALUES = 8
@@ -25,7 +27,12 @@ _FEW_VALUES = 8
 def optimizer_problems(catalog: Catalog) -> list[Problem]:
     """Parameters whose optimizer state lacks a part that others have, or has another shape."""
     states = _states(catalog)
-    return [*_incomplete(states, catalog.conflicts), *_misshapen(catalog, states)]
+    by_kind = _states_by_kind(catalog)
+    return [
+        *_incomplete(states, catalog.conflicts),
+        *_incomplete(by_kind, catalog.conflicts),
+        *_misshapen(catalog, states),
+    ]
 
 
 def _states(catalog: Catalog) -> dict[str, dict[str, TensorEntry]]:
@@ -36,6 +43,19 @@ def _states(catalog: Catalog) -> dict[str, dict[str, TensorEntry]]:
         if kind in _KINDS and head and part_of(entry.name, entry.path) == "optimizer":
             states[head][kind] = entry
     return states
+
+
+def _states_by_kind(catalog: Catalog) -> dict[str, dict[str, TensorEntry]]:
+    """The same of those that name the kind first, as DeepSpeed and Megatron do; with the weights.
+
+    What has no state at all, such as a buffer, or a frozen or tied parameter, is not among them.
+    """
+    states: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
+    for entry in catalog.tensors.values():
+        kind, _, name = entry.name.partition(".")
+        if kind in _KINDS_FIRST:
+            states[name][kind] = entry
+    return {name: state for name, state in states.items() if state.keys() - _WEIGHTS}
 
 
 def _incomplete(

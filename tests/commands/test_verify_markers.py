@@ -1,0 +1,61 @@
+"""What says that a save was finished, and what every rank must have left, of every format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptool.commands.verify.verify import VerifyOptions, verify
+
+
+def lose(folder: Path, name: str) -> None:
+    next(folder.rglob(name)).unlink()
+
+
+def empty(folder: Path, name: str) -> None:
+    next(folder.rglob(name)).write_bytes(b"")
+
+
+def cut(folder: Path, name: str) -> None:
+    file = next(folder.rglob(name))
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("case", "damage", "file", "code"),
+    [
+        ("accelerate_folders", lose, "optimizer_0/.metadata", "save-unfinished"),
+        ("accelerate_folders", empty, "optimizer_0/.metadata", "file-empty"),
+        ("bytecheckpoint_ddp", lose, "model/.metadata", "save-unfinished"),
+        ("bytecheckpoint_ddp", empty, "model/.metadata", "file-empty"),
+        ("megatron_torch_dist", lose, "metadata.json", "save-unfinished"),
+        ("megatron_torch_dist", cut, "metadata.json", "metadata-unreadable"),
+        ("megatron_torch_dist", empty, "metadata.json", "file-empty"),
+        ("megatron_torch_dist", lose, ".metadata", "save-unfinished"),
+        ("megatron_torch", lose, "mp_rank_00/model_optim_rng.pt", "rank-missing"),
+        ("megatron_torch_distributed", lose, "mp_rank_00_001/distrib_optim.pt", "file-missing"),
+        ("megatron_local", lose, "iter_*_0_local.pt", "rank-missing"),
+        ("megatron_local", cut, "iter_*_0_local.pt", "rank-missing"),
+        ("deepspeed_universal", lose, "exp_avg.pt", "optimizer-incomplete"),
+        ("deepspeed_universal", lose, "optimizer_state.pt", "save-unfinished"),
+        ("deepspeed_pipeline", lose, "layer_01-model_01-model_states.pt", "rank-missing"),
+        ("deepspeed_zero_2", lose, "*pp_rank_1*optim_states.pt", "rank-missing"),
+        ("vllm_sharded_state", lose, "model-rank-0-part-0.safetensors", "rank-missing"),
+        ("llama_consolidated", lose, "consolidated.00.pth", "rank-missing"),
+        ("snapshot", cut, ".snapshot_metadata", "metadata-unreadable"),
+    ],
+)
+def test_what_is_lost_has_a_code(
+    case: str,
+    damage: Callable[[Path, str], None],
+    file: str,
+    code: str,
+    copy_of: Callable[[str], Path],
+) -> None:
+    folder = copy_of(case)
+    before = verify(folder, VerifyOptions(quick=True))
+    assert all(finding.severity.value == "info" for finding in before.findings)
+    damage(folder, file)
+    assert code in {finding.code for finding in verify(folder, VerifyOptions(quick=True)).findings}
