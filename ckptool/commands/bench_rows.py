@@ -20,6 +20,7 @@ _TO_2X4 = (
     *("{target}", "--to", "dcp", "--mesh", "2x4", "--no-fsync"),
     *("--shard", "*norm.weight*=Shard(0),Replicate()", "--shard", "*=Shard(0),Shard(1)"),
 )
+_MANIFEST = (*_CKPTOOL, "verify", "--quiet", "{source}", "--write-manifest")
 _PLAN = (sys.executable, "-m", "ckptool.commands.bench_plan")
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node")
 _LOAD = (*_TORCHRUN, str(RANKS), "-m", "ckptool.commands.bench_load")
@@ -32,7 +33,8 @@ class Row:
     """One command. ``{source}``, ``{light}`` and ``{target}`` stand for paths, as do ``{quarter}``
     and ``{triple}``: checkpoints like the source of a quarter and of three times its size.
 
-    ``{wide}`` is one of the source's size whose tensors have long rows.
+    ``{wide}`` is one of the source's size whose tensors have long rows, ``{many}`` what 64 ranks
+    save of 1,000 small tensors.
 
     ``measure`` is what is compared with the ``peers``: wall-clock seconds, CPU seconds, or the
     seconds of the load alone that the command writes to the file ``{told}``. A ``torch`` row needs
@@ -123,6 +125,11 @@ ROWS = (
     Row("verify", (*_CKPTOOL, "verify", "--quiet", "{source}"), peers=("cat FILES | sha256sum",)),
     Row("cat FILES | sha256sum", ("sh", "-c", _CAT_AND_HASH, "{source}")),
     Row("verify --quick", (*_CKPTOOL, "verify", "--quiet", "--quick", "{source}")),
+    Row("verify --against", (*_CKPTOOL, "verify", "--quiet", "{source}", "--against", "{source}")),
+    Row("verify --write-manifest", (*_MANIFEST, "{target}.json")),
+    Row("verify --quick, 1,000 tensors of 64 ranks", (*_CKPTOOL, "verify", "--quick", "{many}")),
+    Row("verify, 1,000 tensors of 64 ranks", (*_CKPTOOL, "verify", "{many}")),
+    Row("inspect, 1,000 tensors of 64 ranks", (*_CKPTOOL, "inspect", "{many}")),
     Row("--help", (*_CKPTOOL, "--help"), measure="cpu"),
     Row(
         "inspect", (*_CKPTOOL, "inspect", "{light}"), peers=("torch read_metadata",), measure="cpu"

@@ -79,6 +79,38 @@ def _save_rank(rank: int, folder: str, dim: int, wide: bool = False) -> None:
     dist.destroy_process_group()
 
 
+def write_many(folder: str, tensors: int = 1000, ranks: int = 64) -> None:
+    """What so many ranks write of so many tensors, a row each: torch's own items and metadata."""
+    import io
+    import pickle
+
+    import torch
+    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    os.makedirs(folder)
+    item = io.BytesIO()
+    torch.save(torch.arange(4.0).reshape(1, 4).clone(), item)
+    names = [f"model.layers.{number}.weight" for number in range(tensors)]
+    nbytes = len(item.getvalue())
+    for rank in range(ranks):
+        with open(os.path.join(folder, f"__{rank}_0.distcp"), "wb") as stream:
+            stream.write(item.getvalue() * tensors)
+    found = dcp.Metadata({}, {name: ("model", name[6:]) for name in names}, {})
+    for number, name in enumerate(names):
+        chunks = []
+        for rank in range(ranks):
+            place = torch.Size([rank, 0])
+            chunks.append(dcp.ChunkStorageMetadata(place, torch.Size([1, 4])))
+            stored = _StorageInfo(f"__{rank}_0.distcp", number * nbytes, nbytes)
+            found.storage_data[dcp.MetadataIndex(name, place, rank)] = stored
+        found.state_dict_metadata[name] = dcp.TensorStorageMetadata(
+            dcp.TensorProperties(torch.float32), torch.Size([ranks, 4]), chunks
+        )
+    with open(os.path.join(folder, ".metadata"), "wb") as stream:
+        pickle.dump(found, stream)
+
+
 def torch_to_safetensors(source: str, target: str) -> None:
     """Torch's own route: read the whole checkpoint into memory, write it for Hugging Face."""
     import torch
@@ -139,6 +171,8 @@ def _torch_side(task: str, *words: str) -> None:
         write_checkpoint(words[0], int(words[1]))
     elif task == "write-wide":
         write_wide_checkpoint(words[0], int(words[1]))
+    elif task == "write-many":
+        write_many(words[0])
     elif task == "to-safetensors":
         torch_to_safetensors(words[0], words[1])
     elif task == "reshard":

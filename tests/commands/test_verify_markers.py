@@ -44,6 +44,8 @@ def cut(folder: Path, name: str) -> None:
         ("deepspeed_zero_2", lose, "*pp_rank_1*optim_states.pt", "rank-missing"),
         ("vllm_sharded_state", lose, "model-rank-0-part-0.safetensors", "rank-missing"),
         ("llama_consolidated", lose, "consolidated.00.pth", "rank-missing"),
+        ("llama_consolidated", lose, "consolidated.01.pth", "rank-missing"),
+        ("accelerate_rank_files", lose, "random_states_1.pkl", "rank-missing"),
         ("snapshot", cut, ".snapshot_metadata", "metadata-unreadable"),
     ],
 )

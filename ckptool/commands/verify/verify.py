@@ -19,6 +19,7 @@ from ckptool.commands.verify.content import Views, attach, located, scattered_no
 from ckptool.commands.verify.files import FileCheck, name_problems, newer_than_metadata
 from ckptool.commands.verify.findings import Finding, Severity, VerifyReport, failing
 from ckptool.commands.verify.integrity import integrity_problems
+from ckptool.commands.verify.lost_ranks import lost_last_ranks
 from ckptool.commands.verify.objects import odd_values
 from ckptool.commands.verify.training import optimizer_problems, step_problems
 from ckptool.core.catalog import Catalog, Item, TensorEntry, coverage_problem, flat_name
@@ -92,6 +93,7 @@ class _Check:
         self._files.look_at_metadata(self._catalog)
         if self._catalog is not None:
             self._found += _catalog_problems(self._catalog)
+            self._found += lost_last_ranks(self._survey.source, self._catalog)
             self._found += optimizer_problems(self._catalog)
             self._found += odd_values(self._catalog.objects.values())
 
