@@ -179,7 +179,7 @@ class _Check:
 
     def _findings(self) -> tuple[Finding, ...]:
         problems = [*self._survey.problems, *self._found, *self._files.problems]
-        unique = {(p.code, p.file, str(p)): p for p in reversed(problems)}
+        unique = {_identity(problem): problem for problem in reversed(problems)}
         ignored = self._options.ignore
         found = [
             self._finding(problem)
@@ -203,6 +203,12 @@ class _Check:
         if problem.code == "not-finite" and self._options.finite:
             return replace(finding, severity=Severity.ERROR)
         return finding
+
+
+def _identity(problem: Problem) -> tuple[object, ...]:
+    """What two problems share that are one; a lost file is one, however often it is named."""
+    lost = problem.code == "file-missing" and problem.file
+    return (problem.code, problem.file, "" if lost else str(problem))
 
 
 def _catalog_problems(catalog: Catalog) -> list[Problem]:
