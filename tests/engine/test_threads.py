@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+
 import pytest
 
 from ckptool.engine.threads import share_jobs
@@ -37,3 +41,16 @@ def test_the_first_error_stops_all() -> None:
     with pytest.raises(ValueError, match="5"):
         share_jobs(iter(range(10_000)), 1, Worker, work)
     assert done == [0, 1, 2, 3, 4]
+
+
+def test_an_interruption_is_raised_once_all_threads_stand() -> None:
+    ended = []
+
+    def work(worker: Worker, job: int) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        ended.append(job)
+
+    with pytest.raises(KeyboardInterrupt):
+        share_jobs(iter([1]), 1, Worker, work)
+    assert ended == [1]
