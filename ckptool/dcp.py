@@ -58,7 +58,7 @@ class CheckpointReader(StorageReader):
         self._workers = workers
         self._options = options
         self._checkpoint: Checkpoint | None = None
-        self._path: AnyPath = path.path if isinstance(path, Checkpoint) else path
+        self._path: AnyPath = str(path.path) if isinstance(path, Checkpoint) else path
         if isinstance(path, Checkpoint):
             self._checkpoint = checkpoint_at(path, **options)
 

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
@@ -20,6 +19,7 @@ from ckptool.commands.selection import selected
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.mesh import Mesh
+from ckptool.engine.remote_path import Location
 from ckptool.engine.run import RunOptions
 from ckptool.errors import CannotDo, Damaged, UsageError
 
@@ -46,7 +46,7 @@ class Checkpoint:
         return f"<ckptool.Checkpoint {self.path} {self.format}: {len(self.tensors):,} tensors>"
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Location:
         """Where it lies, which may be below the path that was given."""
         return self._opened.path
 

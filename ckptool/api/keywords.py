@@ -15,15 +15,17 @@ from ckptool.commands.transfer import TransferOptions
 from ckptool.core.dtype import parse_dtype
 from ckptool.core.placing import parse_mesh, parse_rule
 from ckptool.core.tp_rules import parse_tp_rules
+from ckptool.engine import remote_path
+from ckptool.engine.remote_path import Location
 from ckptool.engine.run import RunOptions
 
 Options = TypeVar("Options")
 AnyPath = str | os.PathLike[str]
 
 
-def location(path: AnyPath) -> Path:
-    """Where a checkpoint lies, or shall."""
-    return Path(path)
+def location(path: AnyPath) -> Location:
+    """Where a checkpoint lies, or shall: a path or a URL."""
+    return remote_path.location(os.fspath(path))
 
 
 class Reading(TypedDict, total=False):

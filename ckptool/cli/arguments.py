@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 SourcePath = Annotated[
-    Path,
+    str,
     typer.Argument(
-        metavar="SRC", help="A checkpoint: its folder, a file inside it, or its parent folder."
+        metavar="SRC",
+        help="A checkpoint: its folder, a file inside it, or its parent folder; a path or a URL.",
     ),
 ]
 From = Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from ckptool.commands.bench.run import BenchOptions
 
 _TRANSFER_SIZE, _STATE_SIZE = "2GB", "1GiB"
+
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 
 
 def bench(
@@ -82,6 +85,8 @@ def bench(
     steps, memory and disk is measured beside what the hardware can do; then parameters are changed
     during a save, and what was saved is loaded back and compared.
     """
+    if any(_URL.match(str(place)) for place in (source, like, out)):
+        raise UsageError("bench measures this machine's disks: it takes paths, no URLs")
     if transfer:
         if any((like, strategies, ranks, abort, plot, compare)):
             raise UsageError("--transfer goes with --size, --repeat, --out and --json alone")

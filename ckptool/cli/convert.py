@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,7 +12,7 @@ from ckptool.cli.groups import KeyMap, Reading, Selecting, Writing
 
 def convert(
     source: SourcePath,
-    target: Annotated[Path, typer.Argument(metavar="DST", help="Where the result shall be.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="Where the result shall be.")],
     to: Annotated[
         str,
         typer.Option(
@@ -60,6 +59,7 @@ def convert(
     from ckptool.cli.options import parse_size
     from ckptool.commands.convert import ConvertOptions, prepare
     from ckptool.core.dtype import parse_dtype
+    from ckptool.engine.remote_path import location
     from ckptool.render.progress import progress
 
     options = ConvertOptions(
@@ -73,7 +73,7 @@ def convert(
         one_rank=one_rank,
         transfer=writing.options(),
     )
-    prepared = prepare(source, target, options)
+    prepared = prepare(location(source), location(target), options)
     if not quiet:
         from ckptool.render.messages import show_notes
 

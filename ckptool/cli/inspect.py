@@ -13,7 +13,7 @@ from ckptool.errors import damaged
 
 
 def inspect(
-    source: SourcePath = Path(),
+    source: SourcePath = ".",
     *,
     tensors: Annotated[
         list[str] | None,
@@ -43,20 +43,29 @@ def inspect(
     ] = None,
     reading: Reading,
     per_rank: PerRank = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Of a URL: how much was asked of the store.")
+    ] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Show what a checkpoint holds, from its metadata alone.
 
     Format, writer, step, device mesh and placements, tensors with repeated layers folded, and
-    non-tensor values. No tensor byte is read, nothing is unpickled, torch is not needed.
+    non-tensor values. No tensor byte is read, nothing is unpickled, torch is not needed. Of a URL,
+    values that lie among the data are read only with --values.
     """
+    from dataclasses import replace
+
     from ckptool.commands.inspect import inspect as run_inspect
-    from ckptool.render.inspect import inspect_json, show, show_stats, stats_json
+    from ckptool.engine.remote_path import location
+    from ckptool.render.inspect import inspect_json, show, show_stats, show_traffic, stats_json
     from ckptool.render.messages import print_json, show_notes
     from ckptool.render.text import console
 
-    report = run_inspect(source, reading.options(per_rank=per_rank))
+    place = location(source)
+    asked = reading.options(per_rank=per_rank)
+    report = run_inspect(place, replace(asked, values=values or isinstance(place, Path)))
     found = None
     if stats:
         from ckptool.commands.stats import stats as run_stats
@@ -77,5 +86,7 @@ def inspect(
 
             write_export(screen, export)
         show_notes(report.notes)
+    if verbose:
+        show_traffic(report)
     if report.problems:
         raise damaged(list(report.problems), subject=str(report.path))

@@ -12,9 +12,9 @@ from ckptool.cli.groups import KeyMap, Reading, Writing
 
 
 def reshard(
-    source: SourcePath = Path(),
+    source: SourcePath = ".",
     target: Annotated[
-        Path | None,
+        str | None,
         typer.Argument(metavar="DST", help="Default: beside SRC, named after the mesh."),
     ] = None,
     *,
@@ -86,6 +86,7 @@ def reshard(
     from ckptool.commands.reshard import ReshardOptions, prepare_reshard
     from ckptool.core.placing import parse_mesh, parse_rule
     from ckptool.engine.ranks import ranks
+    from ckptool.engine.remote_path import Location, location
     from ckptool.render.progress import progress
 
     options = ReshardOptions(
@@ -100,8 +101,12 @@ def reshard(
         map=key_map.options(),
         transfer=writing.options(verify=verify),
     )
+
+    def ends() -> tuple[Location, Location | None]:
+        return location(source), location(target) if target else None
+
     with ranks() as group:
-        prepared = group.together(lambda: prepare_reshard(source, target, options))
+        prepared = group.together(lambda: prepare_reshard(*ends(), options))
         quiet = quiet or group.rank > 0
         if not quiet:
             from ckptool.render.messages import show_notes

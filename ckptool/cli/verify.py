@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def verify(
-    source: SourcePath = Path(),
+    source: SourcePath = ".",
     *,
     quick: Annotated[
         bool, typer.Option("--quick", help="Read metadata only, not the data.")
@@ -77,6 +77,7 @@ def verify(
     """
     from ckptool.cli.options import parse_share
     from ckptool.commands.verify.verify import VerifyOptions
+    from ckptool.engine.remote_path import location
     from ckptool.engine.run import RunOptions
     from ckptool.render import verify as render
     from ckptool.render.messages import print_json
@@ -96,6 +97,7 @@ def verify(
         require_against(comparing, selecting)
     elif quick or sample:
         raise UsageError("--against compares every byte: not with --quick or --sample")
+    place = location(source)
     options = VerifyOptions(
         read=reading.options(per_rank=per_rank),
         quick=quick,
@@ -108,21 +110,21 @@ def verify(
     )
     if salvage is not None:
         whole = run_salvage(
-            source, salvage, options, overwrite=overwrite, as_json=as_json, quiet=quiet
+            place, location(salvage), options, overwrite=overwrite, as_json=as_json, quiet=quiet
         )
         raise typer.Exit(0 if whole else 1)
     if latest_good or every:
-        found = run_steps(source, options, every=every, as_json=as_json, quiet=quiet)
+        found = run_steps(place, options, every=every, as_json=as_json, quiet=quiet)
         raise typer.Exit(0 if found else 1)
     with started_progress(quiet=quiet) as started:
         if against is not None:
-            told = run_against(source, against, comparing, selecting, options, started)
+            told = run_against(place, location(against), comparing, selecting, options, started)
         elif write_manifest is not None or manifest is not None:
             told = _told(
                 run_proving(
-                    source,
-                    written=write_manifest,
-                    read=manifest,
+                    place,
+                    written=location(write_manifest) if write_manifest else None,
+                    read=location(manifest) if manifest else None,
                     overwrite=overwrite,
                     options=options,
                     started=started,
@@ -131,7 +133,7 @@ def verify(
         else:
             from ckptool.commands.verify.verify import verify as run_verify
 
-            told = _told(run_verify(source, options, started))
+            told = _told(run_verify(place, options, started))
     if junit is not None:
         render.write_junit(told.report, junit, strict=strict)
     if os.environ.get("GITHUB_ACTIONS") == "true" and not quiet:

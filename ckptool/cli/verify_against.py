@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,11 +14,12 @@ from ckptool.errors import UsageError
 if TYPE_CHECKING:
     from ckptool.commands.verify.compare import Tolerance
     from ckptool.commands.verify.verify import Started, VerifyOptions
+    from ckptool.engine.remote_path import Location
 
 PANEL = "Against another checkpoint"
 
 Against = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "--against",
         metavar="OTHER",
@@ -77,8 +77,8 @@ def require_against(*groups: Comparing | Selecting) -> None:
 
 
 def run_against(
-    source: Path,
-    other: Path,
+    source: Location,
+    other: Location,
     comparing: Comparing,
     selecting: Selecting,
     options: VerifyOptions,

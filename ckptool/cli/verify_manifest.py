@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,11 +11,12 @@ from ckptool.errors import UsageError
 if TYPE_CHECKING:
     from ckptool.commands.verify.findings import VerifyReport
     from ckptool.commands.verify.verify import Started, VerifyOptions
+    from ckptool.engine.remote_path import Location
 
 _PANEL = "A manifest"
 
 WriteManifest = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "--write-manifest",
         metavar="FILE",
@@ -25,7 +25,7 @@ WriteManifest = Annotated[
     ),
 ]
 ByManifest = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "--manifest",
         metavar="FILE",
@@ -36,10 +36,10 @@ ByManifest = Annotated[
 
 
 def run_proving(
-    source: Path,
+    source: Location,
     *,
-    written: Path | None,
-    read: Path | None,
+    written: Location | None,
+    read: Location | None,
     overwrite: bool,
     options: VerifyOptions,
     started: Started,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
     from ckptool.commands.verify.verify import VerifyOptions
+    from ckptool.engine.remote_path import Location
 
 _PANEL = "A run's folder"
 
@@ -26,7 +26,7 @@ All = Annotated[
 
 
 def run_steps(
-    run: Path, options: VerifyOptions, *, every: bool, as_json: bool, quiet: bool
+    run: Location, options: VerifyOptions, *, every: bool, as_json: bool, quiet: bool
 ) -> bool:
     """Verify the steps of a run; whether the question that was asked is answered with yes.
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
     from ckptool.commands.verify.verify import VerifyOptions
+    from ckptool.engine.remote_path import Location
 
 SalvageTo = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "--salvage",
         metavar="DST",
@@ -23,8 +23,8 @@ SalvageTo = Annotated[
 
 
 def run_salvage(
-    source: Path,
-    target: Path,
+    source: Location,
+    target: Location,
     options: VerifyOptions,
     *,
     overwrite: bool,

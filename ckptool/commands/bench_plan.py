@@ -15,7 +15,7 @@ from ckptool.core.mesh import Shard
 from ckptool.core.placing import Placed, parse_mesh
 from ckptool.core.plan import Plan
 from ckptool.engine.ranks import share
-from ckptool.engine.worker import TILE
+from ckptool.engine.sources import TILE
 from ckptool.formats import WRITERS
 from ckptool.formats.base import Request
 

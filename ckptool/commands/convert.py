@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ckptool.commands.assets import mapped, with_assets
 from ckptool.commands.map_report import MapOptions, MapReport, decided_by
@@ -20,6 +19,7 @@ from ckptool.commands.transfer import (
     free_bytes,
     require_agreement,
     require_apart,
+    store_notes,
 )
 from ckptool.core import rewrite
 from ckptool.core.catalog import Catalog
@@ -27,6 +27,7 @@ from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.layout import FileLayout
 from ckptool.core.plan import Plan
 from ckptool.core.quantised import dequantized, kinds, quantised_names
+from ckptool.engine.remote_path import Location
 from ckptool.errors import CannotDo, UsageError
 from ckptool.formats import CONVERTERS
 from ckptool.formats.base import Request
@@ -57,16 +58,16 @@ class ConvertOptions:
 class ConvertReport:
     """What is to be written, or was. Sizes in bytes."""
 
-    source: Path
+    source: Location
     source_format: str
-    target: Path
+    target: Location
     target_format: str
     tensors: int
     objects: int
     files: tuple[FileLayout, ...]
     read_bytes: int
     write_bytes: int
-    free_bytes: int
+    free_bytes: int | None
     left_out: tuple[str, ...]
     map: MapReport | None
     cast: dict[str, int]
@@ -92,7 +93,7 @@ class Prepared:
         return self.report
 
 
-def prepare(source: Path, target: Path, options: ConvertOptions) -> Prepared:
+def prepare(source: Location, target: Location, options: ConvertOptions) -> Prepared:
     """Plan a conversion: nothing is written yet, and no tensor byte is read.
 
     Raises UsageError, CannotDo or a SourceError where it cannot be done as asked.
@@ -128,13 +129,18 @@ def prepare(source: Path, target: Path, options: ConvertOptions) -> Prepared:
         map=map_report,
         cast=cast,
         dequantized=scaled,
-        notes=(*catalog.notes, *layout.notes, *_quantised_notes(catalog, options)),
+        notes=(
+            *catalog.notes,
+            *layout.notes,
+            *_quantised_notes(catalog, options),
+            *store_notes(target, layout, options.transfer),
+        ),
     )
     decided = (writer, options.max_shard_size, options.one_rank, decided_by(map_report))
     return Prepared(Transfer(opened, plan, target, options.transfer, decided), report)
 
 
-def _writer(to: str, target: Path) -> str:
+def _writer(to: str, target: Location) -> str:
     """The name of the converter: ``safetensors`` is a folder unless the target is a file."""
     if to not in TARGETS:
         raise UsageError(f"--to {to!r}: no such target", hint="one of " + ", ".join(TARGETS))

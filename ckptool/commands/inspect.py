@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.commands.read_options import AS_DETECTED, ReadOptions
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
 from ckptool.core.parts import part_of, weights
+from ckptool.engine.remote_path import Location
 
 PARTS = ("model", "optimizer", "other")
 
@@ -33,6 +35,10 @@ _STEP_NAMES = (
 _STEP_FOLDER = re.compile(
     r"(?:.*[-_.])?(?:global_?)?step[-_=]?(\d{1,18})|checkpoint-(\d{1,18})|iter(?:ation)?_(\d{1,18})"
 )
+
+
+if TYPE_CHECKING:
+    from ckptool.engine.store import Traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,12 @@ class InspectReport:
     problems: tuple[str, ...]
 
     @property
-    def path(self) -> Path:
+    def traffic(self) -> Traffic | None:
+        """What was asked of the store so far; None where the checkpoint lies on a disk."""
+        return None if isinstance(self.path, Path) else self.path.store.traffic
+
+    @property
+    def path(self) -> Location:
         return self.opened.path
 
     @property
@@ -83,7 +94,7 @@ class InspectReport:
         return self.catalog.notes
 
 
-def inspect(path: Path, options: ReadOptions = AS_DETECTED) -> InspectReport:
+def inspect(path: Location, options: ReadOptions = AS_DETECTED) -> InspectReport:
     """Recognise the checkpoint at ``path`` and describe it. No tensor byte is read."""
     return report(open_checkpoint(path, options))
 
@@ -119,7 +130,7 @@ def shares_of(entries: Iterable[TensorEntry]) -> tuple[Share, ...]:
     return tuple(sorted(shares, key=lambda s: (PARTS.index(s.part), -s.nbytes, s.dtype.name)))
 
 
-def step_of(path: Path, catalog: Catalog) -> int | None:
+def step_of(path: Location, catalog: Catalog) -> int | None:
     """The training step: a value that says so, else what the format found, else a folder name."""
     for name in _STEP_NAMES:
         entry = catalog.objects.get(name)
@@ -128,8 +139,8 @@ def step_of(path: Path, catalog: Catalog) -> int | None:
     recorded = catalog.info.get("step", "")
     if recorded.isdecimal():
         return int(recorded)
-    place = Path(os.path.realpath(path))
-    for name in (place.stem if place.is_file() else place.name, place.parent.name):
+    place = Path(os.path.realpath(path)) if isinstance(path, Path) else path
+    for name in (place.stem if not place.is_dir() else place.name, place.parent.name):
         found = _STEP_FOLDER.fullmatch(name)
         if found:
             return int(next(filter(None, found.groups())))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from ckptool.commands.assets import CONFIG
 from ckptool.core.catalog import Catalog
 from ckptool.core.keymap import KeyMap
 from ckptool.core.matching import Facts
-from ckptool.engine.sources import LocalSource
+from ckptool.engine.sources import Files
 from ckptool.errors import UsageError
 from ckptool.formats._pickle import Call
 
@@ -23,26 +23,40 @@ _LARGEST = 1 << 24
 Record = Mapping[str, Any]
 
 
-def records(source: LocalSource, catalog: Catalog, assets: Path | None) -> list[Record]:
+def records(source: Files, catalog: Catalog, assets: Path | None) -> list[Record]:
     """What is recorded, the strongest first.
 
     The config.json of ``assets``, that beside the checkpoint, Meta's params.json, and the arguments
     that Megatron-LM saves. UsageError where a file of ``assets`` cannot be read.
     """
     asked = [_of_file(assets / CONFIG)] if assets is not None else []
-    beside = [_of_file(Path(source.root, name)) for name in (CONFIG, _PARAMS)]
+    beside = [_beside(source, name) for name in (CONFIG, _PARAMS)]
     return [*asked, *beside, *map(_of_megatron, _arguments(catalog))]
 
 
+def _beside(source: Files, name: str) -> Record:
+    """What a file of the checkpoint says; empty where there is no such file."""
+    size = source.files.get(name)
+    if size is None:
+        return {}
+    return _parsed(f"{source.root}/{name}", size, lambda: source.read(name, 0, size))
+
+
 def _of_file(path: Path) -> Record:
-    """A JSON object, with its ``text_config`` as part of it; empty where there is no such file."""
+    """What a file says; empty where there is none."""
     try:
-        if not path.exists():
-            return {}
-        if path.stat().st_size > _LARGEST:
-            raise UsageError(f"{path}: more than {_LARGEST:,} bytes, which is no configuration")
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        return _parsed(str(path), path.stat().st_size, path.read_bytes) if path.exists() else {}
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from None
+
+
+def _parsed(path: str, nbytes: int, read: Callable[[], bytes]) -> Record:
+    """A JSON object, with its ``text_config`` as part of it."""
+    if nbytes > _LARGEST:
+        raise UsageError(f"{path}: more than {_LARGEST:,} bytes, which is no configuration")
+    try:
+        content = json.loads(read())
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{path}: no JSON object")

@@ -13,7 +13,8 @@ from typing import TypeVar
 from ckptool.commands.read_options import AS_DETECTED, ReadOptions
 from ckptool.core.catalog import Catalog
 from ckptool.core.unstack import unstacked
-from ckptool.engine.sources import LocalSource
+from ckptool.engine.remote_path import Location
+from ckptool.engine.sources import Files, LocalSource
 from ckptool.errors import CkptoolError, Damaged, NotFound, Problem, Unrecognised, UsageError
 from ckptool.formats import FORMATS, detect
 from ckptool.formats._tracker import latest_folder
@@ -28,8 +29,8 @@ _MOST_SHOWN = 12
 class Opened:
     """A checkpoint that was recognised. ``path`` is where it lies, ``catalog`` what it says."""
 
-    path: Path
-    source: LocalSource
+    path: Location
+    source: Files
     format: Format
     catalog: Catalog
 
@@ -45,12 +46,12 @@ class Opened:
 class Candidate:
     """A place that is a checkpoint of a known format by its names and first bytes."""
 
-    path: Path
-    source: LocalSource
+    path: Location
+    source: Files
     format: Format
 
 
-def open_checkpoint(path: Path, options: ReadOptions = AS_DETECTED) -> Opened:
+def open_checkpoint(path: Location, options: ReadOptions = AS_DETECTED) -> Opened:
     """Recognise the checkpoint at ``path`` and scan its metadata.
 
     ``path`` may be the checkpoint, a file inside it, its parent folder, or a run's folder that
@@ -78,14 +79,14 @@ class Survey:
     stepped over.
     """
 
-    path: Path
-    source: LocalSource
+    path: Location
+    source: Files
     format: Format
     catalog: Catalog | None
     problems: tuple[Problem, ...]
 
 
-def survey(path: Path, options: ReadOptions = AS_DETECTED) -> Survey:
+def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
     """Recognise the checkpoint at ``path`` and read what can be read of it.
 
     Raises NotFound or Unrecognised where there is none, UsageError where it cannot be read as
@@ -109,11 +110,11 @@ def survey(path: Path, options: ReadOptions = AS_DETECTED) -> Survey:
     return Survey(found.path, found.source, found.format, catalog, tuple(problems))
 
 
-def _nothing_in(path: Path) -> Unrecognised:
+def _nothing_in(path: Location) -> Unrecognised:
     return Unrecognised(f"{path}: no tensor and no value in it")
 
 
-def below(path: Path) -> tuple[Candidate | None, list[Candidate]]:
+def below(path: Location) -> tuple[Candidate | None, list[Candidate]]:
     """The checkpoint that a folder is as a whole, if it is one, and those that lie below it.
 
     Raises NotFound where there is no such folder, Unrecognised where it is a file.
@@ -121,21 +122,24 @@ def below(path: Path) -> tuple[Candidate | None, list[Candidate]]:
     _require_there(path)
     if not path.is_dir():
         raise Unrecognised(f"{path}: a file, not a run's folder")
-    source = LocalSource.folder(path)
+    source = folder_at(path)
     whole = _bounded(path, lambda: _detect_folder(source))
     found = _bounded(path, lambda: list(_candidates(path, source)))
     return Candidate(path, source, whole) if whole is not None else None, found
 
 
-def holds_checkpoint(path: Path) -> bool:
+def holds_checkpoint(path: Location) -> bool:
     """Whether a folder is a checkpoint of a known format by its names, whole or not."""
     try:
-        return path.is_dir() and detect(LocalSource.folder(path)) is not None
+        return path.is_dir() and detect(folder_at(path)) is not None
     except (CkptoolError, OSError):
         return False
 
 
-def _require_there(path: Path) -> None:
+def _require_there(path: Location) -> None:
+    if not isinstance(path, Path):
+        path.require_there()
+        return
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
@@ -146,7 +150,25 @@ def _require_there(path: Path) -> None:
         raise Unrecognised(f"{path}: a pipe, socket or device, neither a file nor a folder")
 
 
-def _bounded(path: Path, work: Callable[[], _T]) -> _T:
+def folder_at(path: Location) -> Files:
+    """The files below a folder."""
+    if isinstance(path, Path):
+        return LocalSource.folder(path)
+    from ckptool.engine.remote import RemoteSource
+
+    return RemoteSource.folder(path)
+
+
+def file_at(path: Location) -> Files:
+    """A file by itself, with what goes with it."""
+    if isinstance(path, Path):
+        return LocalSource.file(path)
+    from ckptool.engine.remote import RemoteSource
+
+    return RemoteSource.file(path)
+
+
+def _bounded(path: Location, work: Callable[[], _T]) -> _T:
     """The last line of defence against metadata that no check foresaw."""
     try:
         return work()
@@ -173,7 +195,7 @@ def _similar(path: Path) -> str | None:
     return f"did you mean {path.parent / close[0]} ?" if close else None
 
 
-def _recognise(path: Path, format_name: str | None) -> Candidate:
+def _recognise(path: Location, format_name: str | None) -> Candidate:
     if format_name is not None:
         return _as_told(path, format_name)
     if path.is_dir():
@@ -181,21 +203,21 @@ def _recognise(path: Path, format_name: str | None) -> Candidate:
     return _around_file(path)
 
 
-def _as_told(path: Path, format_name: str) -> Candidate:
+def _as_told(path: Location, format_name: str) -> Candidate:
     if format_name not in FORMATS:
         raise UsageError(
             f"--from {format_name!r}: no such format", hint="one of " + ", ".join(FORMATS)
         )
-    source = LocalSource.folder(path) if path.is_dir() else LocalSource.file(path)
+    source = folder_at(path) if path.is_dir() else file_at(path)
     return Candidate(path, source, FORMATS[format_name])
 
 
-def _around_file(path: Path) -> Candidate:
+def _around_file(path: Location) -> Candidate:
     """The checkpoint that a file is part of, or the file by itself."""
-    whole = _whole_around(path)
+    whole = _whole_around(path) if isinstance(path, Path) or _marks(path.name) else None
     if whole is not None:
         return whole
-    source = LocalSource.file(path)
+    source = file_at(path)
     alone = detect(source)
     if alone is not None:
         return Candidate(path, source, alone)
@@ -208,10 +230,10 @@ def _around_file(path: Path) -> Candidate:
     )
 
 
-def _whole_around(path: Path) -> Candidate | None:
+def _whole_around(path: Location) -> Candidate | None:
     """The checkpoint in the file's folder that the file is part of."""
     try:
-        folder = LocalSource.folder(path.parent)
+        folder = folder_at(path.parent)
     except NotFound:
         return None
     found = _detect_folder(folder)
@@ -225,15 +247,15 @@ def _marks(name: str) -> bool:
     return name in (".metadata", "metadata.pkl") or name.endswith((".distcp", ".index.json"))
 
 
-def _files_of(item: Format, source: LocalSource) -> frozenset[str]:
+def _files_of(item: Format, source: Files) -> frozenset[str]:
     try:
         return frozenset(item.scan(source, ScanOptions(per_rank=True)).files)
     except CkptoolError:
         return frozenset()
 
 
-def _in_folder(path: Path) -> Candidate:
-    source = LocalSource.folder(path)
+def _in_folder(path: Location) -> Candidate:
+    source = folder_at(path)
     found = _detect_folder(source)
     if found is not None:
         return Candidate(path, source, found)
@@ -253,7 +275,7 @@ def _in_folder(path: Path) -> Candidate:
     )
 
 
-def _detect_folder(source: LocalSource) -> Format | None:
+def _detect_folder(source: Files) -> Format | None:
     """The format of a folder as a whole; None where it only holds a single-file checkpoint."""
     if len(source.files) == 1 and "/" not in next(iter(source.files)):
         dcp = FORMATS["dcp"]
@@ -263,7 +285,7 @@ def _detect_folder(source: LocalSource) -> Format | None:
     return None if found is not None and found.name in alone else found
 
 
-def _candidates(path: Path, source: LocalSource) -> Iterator[Candidate]:
+def _candidates(path: Location, source: Files) -> Iterator[Candidate]:
     """Checkpoints below a folder: subfolders that are one, and single files that are one."""
     folders = source.subfolders()
     covered: set[str] = set()
@@ -277,21 +299,21 @@ def _candidates(path: Path, source: LocalSource) -> Iterator[Candidate]:
             yield Candidate(path / folder, inner, found)
     for name in source.files:
         if not any(str(parent) in covered for parent in Path(name).parents):
-            yield from _single_file(path, name)
+            yield from _single_file(path, source, name)
 
 
-def _single_file(path: Path, name: str) -> Iterator[Candidate]:
+def _single_file(path: Location, source: Files, name: str) -> Iterator[Candidate]:
     if not name.endswith((".pt", ".pth", ".bin", ".ckpt", ".safetensors")):
         return
-    if name.endswith(EXTRA) and os.path.exists(path / (name.removesuffix(EXTRA) + ".safetensors")):
+    if name.endswith(EXTRA) and name.removesuffix(EXTRA) + ".safetensors" in source.files:
         return
-    source = LocalSource.file(path / name)
-    found = detect(source)
+    alone = source.alone(name)
+    found = detect(alone)
     if found is not None:
-        yield Candidate(path / name, source, found)
+        yield Candidate(path / name, alone, found)
 
 
-def _several(path: Path, candidates: list[Candidate]) -> Unrecognised:
+def _several(path: Location, candidates: list[Candidate]) -> Unrecognised:
     candidates = sorted(candidates, key=lambda item: natural_key(str(item.path)))
     shown = [f"  {item.path}  ({item.format.name})" for item in candidates[-_MOST_SHOWN:]]
     more = len(candidates) - len(shown)
@@ -308,7 +330,7 @@ def natural_key(name: str) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if at % 2 else (1, part) for at, part in parts]
 
 
-def _listing(source: LocalSource) -> str:
+def _listing(source: Files) -> str:
     names = list(source.files)
     more = f", and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(names[:8]) + more

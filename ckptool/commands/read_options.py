@@ -21,7 +21,8 @@ class ReadOptions:
     tensors that differ between ranks, as NAME@rankR. ``flat_params`` is a JSON file of the model's
     parameters and their shapes, in order, by which FSDP1's flat ones are taken apart. ``tp_rules``
     say how tensor-parallel ranks' parameters fit together. ``unstack`` makes one tensor a layer
-    and expert of stacked ones.
+    and expert of stacked ones. Without ``values`` those that lie among the data may be left
+    ``UNREAD``.
     """
 
     format_name: str | None = None
@@ -29,13 +30,14 @@ class ReadOptions:
     flat_params: Path | None = None
     tp_rules: tuple[NamedRule, ...] = ()
     unstack: bool = False
+    values: bool = True
 
     def scan_options(self, of: Format, found: list[Problem] | None = None) -> ScanOptions:
         """What a scan of that format is asked for; UsageError where it cannot heed it."""
         if self.tp_rules and not of.takes_tp_rules:
             raise UsageError(f"--tp-rule: {of.name} says itself how its ranks fit together")
         shapes = _shapes_in(self.flat_params) if self.flat_params else ()
-        return ScanOptions(self.per_rank, shapes, self.tp_rules, found)
+        return ScanOptions(self.per_rank, shapes, self.tp_rules, found, self.values)
 
 
 AS_DETECTED = ReadOptions()

@@ -20,6 +20,7 @@ from ckptool.commands.transfer import (
     no_progress,
     require_agreement,
     require_apart,
+    store_notes,
 )
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout
@@ -34,6 +35,7 @@ from ckptool.core.placing import (
 from ckptool.core.plan import Plan
 from ckptool.core.written import written_entries
 from ckptool.engine.ranks import Ranks
+from ckptool.engine.remote_path import Location
 from ckptool.engine.run import peak_memory
 from ckptool.errors import CannotDo, UsageError
 from ckptool.formats import CUTS, WRITERS
@@ -69,16 +71,16 @@ class ReshardReport:
     bytes needs beside the catalog, ``budget`` what it may.
     """
 
-    source: Path
+    source: Location
     source_format: str
-    target: Path
+    target: Location
     target_format: str
     mesh: Mesh
     choices: dict[str, Choice]
     files: tuple[FileLayout, ...]
     read_bytes: int
     write_bytes: int
-    free_bytes: int
+    free_bytes: int | None
     rank_bytes: tuple[int, ...]
     peak_memory: int
     budget: int
@@ -131,7 +133,9 @@ class PreparedReshard:
         return self.report
 
 
-def prepare_reshard(source: Path, target: Path | None, options: ReshardOptions) -> PreparedReshard:
+def prepare_reshard(
+    source: Location, target: Location | None, options: ReshardOptions
+) -> PreparedReshard:
     """Plan a reshard: nothing is written yet, and no tensor byte is read.
 
     ``target`` None means a sibling of the source named after the mesh. Raises UsageError,
@@ -169,11 +173,16 @@ def prepare_reshard(source: Path, target: Path | None, options: ReshardOptions) 
         write_bytes=layout.nbytes,
         free_bytes=free_bytes(target.parent),
         rank_bytes=_rank_bytes(catalog, placed),
-        peak_memory=peak_memory(plan, options.transfer.run),
+        peak_memory=peak_memory(plan, options.transfer.run, local=isinstance(target, Path)),
         budget=options.transfer.run.budget,
         objects=len(catalog.objects),
         map=map_report,
-        notes=(*catalog.notes, *left_out, *layout.notes),
+        notes=(
+            *catalog.notes,
+            *left_out,
+            *layout.notes,
+            *store_notes(target, layout, options.transfer),
+        ),
     )
     decided = (writer, placed, decided_by(map_report))
     transfer = Transfer(opened, plan, target, options.transfer, decided, placer.mesh.size)
@@ -202,7 +211,7 @@ def _placer(options: ReshardOptions) -> Placer:
 # Where to
 
 
-def _sibling(source: Path, mesh: Mesh) -> Path:
+def _sibling(source: Location, mesh: Mesh) -> Location:
     source = source.resolve()
     return source.with_name(f"{source.name}-{'x'.join(map(str, mesh.shape))}")
 

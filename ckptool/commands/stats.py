@@ -15,6 +15,7 @@ from ckptool.core.catalog import TensorEntry, coverage_problem
 from ckptool.core.layout import tiles
 from ckptool.core.rewrite import matches
 from ckptool.engine.gather import Gatherer
+from ckptool.engine.sources import Files
 from ckptool.errors import CkptoolError, Problem, UsageError, damaged
 
 _TILE_ELEMENTS = 1 << 20
@@ -107,7 +108,7 @@ def stats(opened: Opened, globs: Sequence[str]) -> list[TensorStats]:
         raise damaged(problems, subject=str(opened.path))
     numeric = {name: entry for name, entry in wanted.items() if is_numeric(entry.source_dtype)}
     located = opened.located(replace(catalog, tensors=numeric, objects={})).tensors
-    gatherer = Gatherer(str(opened.source.root))
+    gatherer = Gatherer(opened.source)
     try:
         return [
             _of(located[name], gatherer) if name in located else TensorStats(entry)
@@ -117,9 +118,9 @@ def stats(opened: Opened, globs: Sequence[str]) -> list[TensorStats]:
         gatherer.close()
 
 
-def not_finite_count(entry: TensorEntry, root: str) -> Problem:
+def not_finite_count(entry: TensorEntry, source: Files) -> Problem:
     """How many values of a tensor are NaN or infinite, in words."""
-    gatherer = Gatherer(root)
+    gatherer = Gatherer(source)
     try:
         found = _of(entry, gatherer)
         message = f"{entry.name}: {found.nan:,} NaN and {found.inf:,} infinite values"

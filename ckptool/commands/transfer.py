@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptool import __version__
 from ckptool.commands.open import Opened, holds_checkpoint
@@ -17,11 +18,27 @@ from ckptool.core.plan import Plan
 from ckptool.core.written import written_entries
 from ckptool.engine.ranks import Ranks, share
 from ckptool.engine.replicas import differing_replicas
-from ckptool.engine.run import RunOptions, run
+from ckptool.engine.run import RunOptions
 from ckptool.engine.stage import RESUME_HINT, Stage, StageOptions
 from ckptool.errors import CannotDo, CkptoolError, NotVerified, TransferError, UsageError, damaged
 
+if TYPE_CHECKING:
+    from ckptool.core.layout import Layout
+    from ckptool.engine.remote_path import Location
+    from ckptool.engine.remote_stage import RemoteStage
+
+    AnyStage = Stage | RemoteStage
+
 Progress = Callable[[int], None]
+
+
+def stage_at(target: Location, layout: Layout, options: StageOptions) -> AnyStage:
+    """Where output is made that shall stand at the target."""
+    if isinstance(target, Path):
+        return Stage(target, layout, options)
+    from ckptool.engine.remote_stage import RemoteStage
+
+    return RemoteStage(target, layout, options)
 
 
 def no_progress(nbytes: int) -> None:
@@ -53,7 +70,7 @@ def require_agreement(catalog: Catalog) -> None:
         )
 
 
-def require_apart(opened: Opened, target: Path) -> None:
+def require_apart(opened: Opened, target: Location) -> None:
     """UsageError where the target lies in the source, or holds it."""
     try:
         source, there = opened.path.resolve(), target.resolve()
@@ -63,8 +80,22 @@ def require_apart(opened: Opened, target: Path) -> None:
         raise UsageError(f"{target}: lies in the source {opened.path}, or holds it")
 
 
-def free_bytes(folder: Path) -> int:
-    """Free bytes of the disk that a folder lies on; 0 where that cannot be told."""
+def store_notes(target: Location, layout: Layout, options: TransferOptions) -> tuple[str, ...]:
+    """What a person should know of writing into a store."""
+    if isinstance(target, Path):
+        return ()
+    notes = []
+    if options.overwrite and len(layout.files) > 1:
+        notes.append(f"{target} is removed before the new one is written: stores have no rename")
+    if target.store.scheme == "hf":
+        notes.append("hf:// keeps each file on this machine until it is sent whole")
+    return tuple(notes)
+
+
+def free_bytes(folder: Location) -> int | None:
+    """Free bytes of the disk that a folder lies on, 0 where it cannot be told; None of a store."""
+    if not isinstance(folder, Path):
+        return None
     try:
         return shutil.disk_usage(folder).free
     except OSError:
@@ -82,7 +113,7 @@ class Transfer:
 
     opened: Opened
     plan: Plan
-    target: Path
+    target: Location
     options: TransferOptions
     decided: object = None
     mesh_size: int | None = None
@@ -115,23 +146,23 @@ class Transfer:
         finally:
             stage.journal.close()
 
-    def _staged(self, ranks: Ranks) -> Stage:
+    def _staged(self, ranks: Ranks) -> AnyStage:
         """The stage of this rank; Damaged where replicas differ, CannotDo where plans differ."""
         options = ranks.together(self._stage_options)
         if len(set(ranks.gather((options.plan, options.source)))) > 1:
             raise CannotDo("the ranks see different sources or plan differently")
-        stage = Stage(self.target, self.plan.layout, options)
+        stage = stage_at(self.target, self.plan.layout, options)
         ranks.together(lambda: stage.require_possible() if ranks.rank == 0 else None)
         ranks.together(lambda: self._require_equal_replicas(ranks))
         return stage
 
     def _require_equal_replicas(self, ranks: Ranks) -> None:
         mine = self.plan.entries[ranks.rank :: ranks.size]
-        problems = differing_replicas(mine, self.opened.source.root)
+        problems = differing_replicas(mine, self.opened.source)
         if problems:
             raise damaged(problems, subject="the replicas", hint="--drop NAME leaves a tensor out")
 
-    def _write(self, stage: Stage, progress: Progress, ranks: Ranks) -> None:
+    def _write(self, stage: AnyStage, progress: Progress, ranks: Ranks) -> None:
         ranks.together(lambda: stage.begin() if ranks.rank == 0 else None)
         token = ranks.gather(os.urandom(8).hex())[0]
         ranks.together(lambda: stage.mark(token) if ranks.rank == 0 else None)
@@ -140,15 +171,20 @@ class Transfer:
         if not shared:
             ranks.together(lambda: stage.begin() if leads and ranks.rank else None)
         ranks.together(lambda: stage.join(ranks.rank))
-        ranks.together(lambda: self._move(stage, progress, ranks))
+        mine = share(self.plan.layout, ranks.rank, ranks.size, self.mesh_size)
+        mine = [number for number in mine if number not in stage.held]
+        ranks.together(lambda: self._move(stage, progress, mine))
         if self.options.verify:
             ranks.together(lambda: self._verify(stage, progress, ranks, shared=shared))
-        ranks.together(lambda: stage.commit() if leads else None)
+        ranks.together(lambda: self._commit(stage, progress) if leads else None)
 
-    def _move(self, stage: Stage, progress: Progress, ranks: Ranks) -> None:
-        mine = share(self.plan.layout, ranks.rank, ranks.size, self.mesh_size)
-        root, options = self.opened.source.root, self.options.run
-        run(self.plan, root, stage.folder, options, progress, numbers=mine, journal=stage.journal)
+    def _move(self, stage: AnyStage, progress: Progress, numbers: Collection[int]) -> None:
+        stage.write(self.plan, self.opened.source, self.options.run, progress, numbers)
+
+    def _commit(self, stage: AnyStage, progress: Progress) -> None:
+        if stage.held:
+            self._move(stage, progress, stage.held)
+        stage.commit()
 
     def _stage_options(self) -> StageOptions:
         catalog = self.plan.catalog
@@ -185,14 +221,14 @@ class Transfer:
             found.update(repr((value.name, value.path)).encode())
         return found.hexdigest()
 
-    def _verify(self, stage: Stage, progress: Progress, ranks: Ranks, *, shared: bool) -> None:
+    def _verify(self, stage: AnyStage, progress: Progress, ranks: Ranks, *, shared: bool) -> None:
         """Read the output back. Raises NotVerified where it is not what it should be."""
-        if shared:
+        if shared or not isinstance(stage, Stage):
             self._compare_content(stage, progress, ranks)
         else:
             self._compare_files(stage, progress, ranks)
 
-    def _compare_content(self, stage: Stage, progress: Progress, ranks: Ranks) -> None:
+    def _compare_content(self, stage: AnyStage, progress: Progress, ranks: Ranks) -> None:
         """Compare the content of this rank's share of tensors, as it lies on disk, with the source.
 
         The content is hashed in row-major order of the whole tensor, so that it does not depend on
@@ -206,8 +242,8 @@ class Transfer:
         }
         written = written_entries(self.plan.layout, mine)
         mine = self._without_aliases(mine, written)
-        root, staged, workers = self.opened.source.root, str(stage.folder), self.options.run.workers
-        wanted = digests(mine.values(), partial(Gatherer, root), workers, progress)
+        source, staged, workers = self.opened.source, stage.written, self.options.run.workers
+        wanted = digests(mine.values(), partial(Gatherer, source), workers, progress)
         found = digests(written.values(), partial(Gatherer, staged), workers, progress)
         wrong = [name for name in wanted if found.get(name) != wanted[name]]
         if wrong:
@@ -221,7 +257,7 @@ class Transfer:
         from ckptool.engine.reread import differing_files
 
         mine = share(self.plan.layout, ranks.rank, ranks.size, self.mesh_size)
-        root, options = self.opened.source.root, self.options.run
-        wrong = differing_files(self.plan, root, stage.folder, options, progress, numbers=mine)
+        source, options = self.opened.source, self.options.run
+        wrong = differing_files(self.plan, source, stage.folder, options, progress, numbers=mine)
         if wrong:
             raise NotVerified(f"{len(wrong)} files differ once written, first {wrong[0]}")

@@ -160,8 +160,9 @@ def _given(source: Path) -> tuple[Path, int, bool]:
     from ckptool.commands.open import open_checkpoint
 
     opened = open_checkpoint(source)
-    nbytes = sum(file.stat().st_size for file in _files(opened.path))
-    return opened.path, nbytes, opened.format.name == "dcp"
+    path = Path(str(opened.path))
+    nbytes = sum(file.stat().st_size for file in _files(path))
+    return path, nbytes, opened.format.name == "dcp"
 
 
 def _files(path: Path) -> Iterable[Path]:

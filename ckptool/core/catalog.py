@@ -212,6 +212,16 @@ class ObjectEntry:
     value: Any
 
 
+class Unread:
+    """Stands for a value that was not read."""
+
+    def __repr__(self) -> str:
+        return "not read"
+
+
+UNREAD = Unread()
+
+
 @dataclass(frozen=True, slots=True)
 class Catalog:
     """Everything a checkpoint says, and nothing of what it weighs.

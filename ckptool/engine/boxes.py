@@ -13,7 +13,7 @@ from ckptool.core.layout import tiles
 from ckptool.core.plan import ChunkIndex
 from ckptool.engine.checked import CheckedReads
 from ckptool.engine.gather import Array, Gatherer, cast
-from ckptool.engine.sources import LocalSource
+from ckptool.engine.sources import Files
 from ckptool.engine.threads import share_jobs
 from ckptool.errors import damaged
 
@@ -53,14 +53,14 @@ class _Piece(NamedTuple):
     tile: Box
 
 
-def fill(wanted: Sequence[Wanted], source: LocalSource, workers: int) -> None:
+def fill(wanted: Sequence[Wanted], source: Files, workers: int) -> None:
     """Read every box into its memory, from the files of its source; chunks must be located.
 
     Records that are read whole are compared with the checksum their writer stored; of those that
     are read in part nothing is known. Raises Damaged where one differs or a file ends early: the
     memory then holds what was read.
     """
-    reads = CheckedReads(source.root)
+    reads = CheckedReads(source)
     share_jobs(_jobs(wanted), workers, reads.gatherer, _fill_pieces)
     problems = reads.problems_so_far(one.entry for one in wanted)
     if problems:

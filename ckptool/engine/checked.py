@@ -7,23 +7,21 @@ from collections.abc import Iterable
 from ckptool.core.catalog import Extent, Record, TensorEntry, places
 from ckptool.engine.checksum import RecordCheck, crc32
 from ckptool.engine.gather import Gatherer
+from ckptool.engine.sources import Files
 from ckptool.engine.threads import share_jobs
 from ckptool.errors import Problem
 
 
 class CheckedReads:
-    """Makes the gatherers of one pass over a source, and knows the checksums of what they read.
+    """Makes the gatherers of one pass over a source, and knows the checksums of what they read."""
 
-    ``root`` is the folder of the source's files.
-    """
-
-    def __init__(self, root: str) -> None:
-        self.root = root
+    def __init__(self, source: Files) -> None:
+        self.source = source
         self._records = RecordCheck()
 
     def gatherer(self) -> Gatherer:
         """A gatherer for one thread."""
-        return Gatherer(self.root, self._note)
+        return Gatherer(self.source, self._note)
 
     def problems(self, entries: Iterable[TensorEntry], workers: int) -> list[Problem]:
         """A problem for each record of these tensors that is not as it was written.

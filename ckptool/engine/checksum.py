@@ -9,7 +9,7 @@ from collections.abc import Collection
 from isal.isal_zlib import crc32, crc32_combine
 
 from ckptool.core.catalog import Record
-from ckptool.engine.sources import Reader
+from ckptool.engine.sources import Bytes
 from ckptool.errors import Problem
 
 __all__ = ["RecordCheck", "crc32", "crc32_combine", "joined", "record_crc"]
@@ -23,7 +23,7 @@ def joined(pieces: list[tuple[int, int, int]]) -> int:
     return total
 
 
-def record_crc(reader: Reader, record: Record, buffer: memoryview) -> int:
+def record_crc(reader: Bytes, record: Record, buffer: memoryview) -> int:
     """The CRC-32 of a whole record, read through ``buffer``."""
     total = 0
     for start in range(0, record.nbytes, len(buffer)):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ckptool.core.dtype import DType
 from ckptool.engine.checksum import crc32, joined
 from ckptool.engine.finite import all_finite
-from ckptool.engine.sources import Reader
+from ckptool.engine.sources import Files
 from ckptool.engine.threads import share_jobs
 from ckptool.errors import CkptoolError, Damaged, Problem
 
@@ -76,7 +76,7 @@ class _Tile:
 
 
 def check_spans(
-    spans: list[Span], root: str, workers: int, progress: Callable[[int], None]
+    spans: list[Span], source: Files, workers: int, progress: Callable[[int], None]
 ) -> Found:
     """Read every span once. ``progress`` is told of bytes as they are read."""
     found = Found()
@@ -99,7 +99,7 @@ def check_spans(
         except CkptoolError as error:
             found.problems.extend(error.problems)
 
-    share_jobs(_jobs(spans), workers, lambda: _Worker(root), guarded)
+    share_jobs(_jobs(spans), workers, lambda: _Worker(source), guarded)
     found.problems += [p for span in spans if (p := _crc_problem(span, pieces[id(span)]))]
     return found
 
@@ -143,8 +143,8 @@ def _crc_problem(span: Span, pieces: list[tuple[int, int, int]]) -> Problem | No
 class _Worker:
     """What one thread owns: its descriptors and its buffer."""
 
-    def __init__(self, root: str) -> None:
-        self._reader = Reader(root)
+    def __init__(self, source: Files) -> None:
+        self._reader = source.reader()
         self._buffer = memoryview(bytearray(_TILE))
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, Extent, Packed
 from ckptool.core.plan import Group, Plan
 from ckptool.engine.gather import has_rows, span_of, worth_a_span
-from ckptool.engine.worker import TILE
+from ckptool.engine.sources import TILE
 
 
 def bytes_to_read(plan: Plan) -> int:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.layout import tiles
 from ckptool.engine.gather import Gatherer, raw
-from ckptool.engine.sources import unreadable
+from ckptool.engine.sources import Bytes, Files, pieces
 from ckptool.engine.threads import share_jobs
-
-_TILE = 1 << 20
 
 
 def digests(
@@ -24,7 +21,7 @@ def digests(
 ) -> dict[str, str]:
     """The SHA-256 (hex) of each tensor's stored elements in row-major order, by name.
 
-    ``start`` makes the gatherer of a worker. Bounded memory: tiles of a MiB a worker. The chunks
+    ``start`` makes the gatherer of a worker. Bounded memory: a tile a worker. The chunks
     must tile each tensor exactly; the largest are begun first.
     """
     found: dict[str, str] = {}
@@ -39,45 +36,27 @@ def digests(
 
 def file_digests(
     files: Iterable[str],
-    root: str,
+    source: Files,
     workers: int,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> dict[str, str]:
-    """The SHA-256 (hex) of whole files below ``root``. Raises NotFound where one cannot be read."""
+    """The SHA-256 (hex) of whole files of a source. Raises NotFound where one cannot be read."""
     found: dict[str, str] = {}
 
-    def work(buffer: _Buffer, file: str) -> None:
-        found[file] = _file_digest(os.path.join(root, file), file, buffer.data, progress)
+    def work(reader: Bytes, file: str) -> None:
+        total = hashlib.sha256()
+        for piece in pieces(reader, file, source.files[file], source.tile):
+            total.update(piece)
+            progress(len(piece))
+        found[file] = total.hexdigest()
 
-    share_jobs(iter(list(files)), workers, _Buffer, work)
+    share_jobs(iter(list(files)), workers, source.reader, work)
     return found
-
-
-class _Buffer:
-    """What one thread reads files into."""
-
-    def __init__(self) -> None:
-        self.data = memoryview(bytearray(_TILE))
-
-    def close(self) -> None:
-        """Nothing is held but memory."""
-
-
-def _file_digest(path: str, file: str, buffer: memoryview, progress: Callable[[int], None]) -> str:
-    total = hashlib.sha256()
-    try:
-        with open(path, "rb", buffering=0) as stream:
-            while count := stream.readinto(buffer):
-                total.update(buffer[:count])
-                progress(count)
-    except OSError as error:
-        raise unreadable(file, error) from None
-    return total.hexdigest()
 
 
 def _digest(entry: TensorEntry, gatherer: Gatherer, progress: Callable[[int], None]) -> str:
     total = hashlib.sha256()
-    for tile in tiles(Box.whole(entry.shape), entry.source_dtype.itemsize, _TILE):
+    for tile in tiles(Box.whole(entry.shape), entry.source_dtype.itemsize, gatherer.tile):
         values = gatherer.gathered(entry, tile)
         total.update(raw(values))
         progress(values.nbytes)

@@ -24,7 +24,7 @@ from ckptool.core.dtype import DType
 from ckptool.core.plan import ChunkIndex
 from ckptool.engine.checksum import record_crc
 from ckptool.engine.rows import Noted, Rows
-from ckptool.engine.sources import SPAN, Reader
+from ckptool.engine.sources import SPAN, Files
 from ckptool.errors import CannotDo, Damaged
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -57,9 +57,11 @@ class Gatherer:
     ``noted`` is told of pieces of records that are read in passing: record, file offset, bytes.
     """
 
-    def __init__(self, root: str, noted: Noted = lambda record, offset, data: None) -> None:
+    def __init__(self, source: Files, noted: Noted = lambda record, offset, data: None) -> None:
+        self.tile = source.tile
         self._noted = noted
-        self._reader = Reader(root)
+        self._reader = source.reader()
+        self._block = source.block
         self._rows = Rows(self._reader, noted)
         self._blob: tuple[Packed, bytes] | None = None
         self._indexes: dict[int, tuple[TensorEntry, ChunkIndex]] = {}
@@ -161,7 +163,7 @@ class Gatherer:
             self._reader.read_into(file, offset, raw(out))
             return
         span = span_of(out.shape, strides, itemsize)
-        if span <= SPAN and worth_a_span(out.shape, strides, itemsize):
+        if span <= SPAN and worth_a_span(out.shape, strides, itemsize, self._block):
             view = self._rows.scratch(span)
             self._reader.read_into(file, offset, view)
             out[...] = np.ndarray(out.shape, out.dtype, view, 0, strides)
@@ -189,10 +191,16 @@ def span_of(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> 
     return itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
 
 
-def worth_a_span(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """Whether one read over the gaps, or into scratch, beats a read a run."""
+def worth_a_span(
+    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, block: int = 1
+) -> bool:
+    """Whether one read over the gaps, or into scratch, beats a read a run.
+
+    It does where no gap spares a ``block``, the bytes that a read costs at least.
+    """
     span, nbytes = span_of(shape, strides, itemsize), math.prod(shape) * itemsize
-    if span <= nbytes or nbytes == itemsize:
+    steps = [stride for n, stride in zip(shape, strides, strict=True) if n > 1]
+    if span <= nbytes or max(steps, default=0) <= block:
         return True
     run = itemsize
     for size, stride in sorted(zip(shape, strides, strict=True), key=lambda pair: pair[1]):

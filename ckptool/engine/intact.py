@@ -10,6 +10,7 @@ import numpy as np
 from ckptool.core.box import Box
 from ckptool.core.catalog import Extent, Packed, Place, Record, TensorEntry, places
 from ckptool.engine.gather import Gatherer, unit
+from ckptool.engine.sources import Files
 from ckptool.engine.threads import share_jobs
 from ckptool.errors import CkptoolError
 
@@ -19,11 +20,10 @@ _Job = tuple[Record | Packed, TensorEntry]
 class Intact:
     """Reads the records and blobs of some tensors once, and knows which of them are damaged.
 
-    ``root`` is the folder of the source's files. Bytes without a checksum count as intact: nothing
-    says that they are not.
+    Bytes without a checksum count as intact: nothing says that they are not.
     """
 
-    def __init__(self, entries: Iterable[TensorEntry], root: str, workers: int) -> None:
+    def __init__(self, entries: Iterable[TensorEntry], source: Files, workers: int) -> None:
         self._damaged: dict[Record | Packed, str] = {}
         self._lock = threading.Lock()
         jobs: dict[Record | Packed, _Job] = {}
@@ -33,7 +33,7 @@ class Intact:
                     jobs[place] = (place, entry)
                 elif isinstance(place, Extent) and place.record is not None:
                     jobs[place.record] = (place.record, entry)
-        share_jobs(iter(jobs.values()), workers, lambda: Gatherer(root), self._check)
+        share_jobs(iter(jobs.values()), workers, lambda: Gatherer(source), self._check)
 
     def problem(self, place: Place) -> str | None:
         """What is wrong with the bytes of a place; None where nothing is, as far as is known."""

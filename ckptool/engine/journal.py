@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -30,7 +30,7 @@ class Journal:
         stream = _locked(path)
         stream.truncate(0)
         journal = cls(stream)
-        journal._append(_head(plan, source))
+        journal._append(journal_head(plan, source))
         return journal
 
     @classmethod
@@ -51,7 +51,7 @@ class Journal:
             raise
         journal = cls(stream, frozenset(finished))
         if path not in begun:
-            journal._append(_head(plan, source))
+            journal._append(journal_head(plan, source))
         return journal
 
     def has(self, path: str) -> bool:
@@ -77,7 +77,7 @@ class Journal:
 NO_JOURNAL = Journal(None)
 
 
-def _head(plan: str, source: str) -> dict[str, str]:
+def journal_head(plan: str, source: str) -> dict[str, str]:
     return {"schema": "ckptool.journal/1", "plan": plan, "source": source}
 
 
@@ -95,13 +95,18 @@ def _finished(path: Path, expected: dict[str, str]) -> set[str]:
     """The files that a journal lists, once its head is what is expected."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     head = _parsed(lines[0]) if lines else {}
+    require_same_run(str(path), head, expected)
+    return {str(_parsed(line).get("done")) for line in lines[1:]}
+
+
+def require_same_run(path: str, head: Mapping[str, object], expected: Mapping[str, str]) -> None:
+    """CannotDo where a journal begins with other digests than those that are expected."""
     for what, digest in expected.items():
         if head.get(what) != digest:
             raise CannotDo(
                 f"{path}: cannot resume: the {what} is not the one that was begun with",
                 hint="run again without --resume to start afresh",
             )
-    return {str(_parsed(line).get("done")) for line in lines[1:]}
 
 
 def _parsed(line: str) -> dict[str, object]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, Copy, Item, Place, Scaled, TensorEntry, proved_equal
 from ckptool.core.layout import tiles
+from ckptool.engine.sources import Files
 from ckptool.errors import Problem
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 _TILE = 1 << 20
 
 
-def differing_replicas(entries: Iterable[TensorEntry], root: str) -> list[Problem]:
+def differing_replicas(entries: Iterable[TensorEntry], files: Files) -> list[Problem]:
     """One line for each replica whose values differ from the first rank's.
 
     Copies whose recorded checksums prove them equal are not read.
@@ -36,19 +37,19 @@ def differing_replicas(entries: Iterable[TensorEntry], root: str) -> list[Proble
             file=copy.at.file,
             tensor=entry.name,
         )
-        for entry, chunk, copy in _differing(unproved, root)
+        for entry, chunk, copy in _differing(unproved, files)
     ]
 
 
 Replica = tuple[TensorEntry, Chunk, Copy]
 
 
-def _differing(replicas: list[Replica], root: str) -> list[Replica]:
+def _differing(replicas: list[Replica], files: Files) -> list[Replica]:
     if not replicas:
         return []
     from ckptool.engine.gather import Gatherer
 
-    gatherer = Gatherer(root)
+    gatherer = Gatherer(files)
     try:
         return [replica for replica in replicas if not _equal(gatherer, *replica)]
     finally:

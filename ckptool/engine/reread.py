@@ -9,13 +9,14 @@ from pathlib import Path
 from ckptool.core.plan import Plan, Tile
 from ckptool.engine.checksum import RecordCheck
 from ckptool.engine.run import RunOptions, within_budget
+from ckptool.engine.sources import Files
 from ckptool.engine.threads import share_jobs
-from ckptool.engine.worker import TILE, Worker
+from ckptool.engine.worker import Worker
 
 
 def differing_files(
     plan: Plan,
-    root: str,
+    source: Files,
     folder: Path,
     options: RunOptions,
     progress: Callable[[int], None],
@@ -24,7 +25,7 @@ def differing_files(
 ) -> list[str]:
     """The files among ``numbers`` (places in the layout) whose tensors differ from the source's.
 
-    ``root`` is the folder of the source's files, ``folder`` that of the written ones.
+    ``folder`` is that of the written ones.
     """
     wrong: set[str] = set()
 
@@ -36,8 +37,8 @@ def differing_files(
                 wrong.add(path)
             progress(tile.nbytes)
 
-    groups = chain.from_iterable(plan.groups(batch, TILE) for batch in plan.batches(numbers))
-    jobs = chain.from_iterable(plan.jobs(group, TILE) for group in groups)
+    groups = chain.from_iterable(plan.groups(batch, source.tile) for batch in plan.batches(numbers))
+    jobs = chain.from_iterable(plan.jobs(group, source.tile) for group in groups)
     workers = within_budget(plan, options).workers
-    share_jobs(jobs, workers, lambda: Worker(root, folder, RecordCheck()), work)
+    share_jobs(jobs, workers, lambda: Worker(source, folder, RecordCheck()), work)
     return sorted(wrong)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ckptool.core.layout import FileLayout, Literal, Part, Verbatim
@@ -14,8 +15,9 @@ from ckptool.core.plan import Plan, Tile
 from ckptool.engine.allocate import allocate
 from ckptool.engine.checksum import RecordCheck, joined
 from ckptool.engine.journal import NO_JOURNAL, Journal
-from ckptool.engine.threads import Job, share_jobs
-from ckptool.engine.worker import MEMORY, TILE, Worker, touch
+from ckptool.engine.sources import SPAN, TILE, Files, LocalSource, pieces
+from ckptool.engine.threads import share_jobs
+from ckptool.engine.worker import Worker, touch
 from ckptool.errors import CannotDo, Damaged, damaged
 
 _MINIMUM_PER_WORKER = 16 << 20
@@ -35,7 +37,7 @@ class RunOptions:
 
 def run(
     plan: Plan,
-    root: str,
+    source: Files,
     folder: Path,
     options: RunOptions,
     progress: Callable[[int], None] = lambda nbytes: None,
@@ -45,23 +47,28 @@ def run(
 ) -> None:
     """Write the plan's files below ``folder``: all, or those of ``numbers`` (places in the layout).
 
-    ``root`` is the folder of the source's files; ``progress`` is told of bytes as they are
-    written; ``journal`` of each finished file, and it names those that need not be written again.
+    ``progress`` is told of bytes as they are written; ``journal`` of each finished file, and it
+    names those that need not be written again.
     Raises Damaged where source bytes differ from the checksum their writer stored or a
     file ends early, TransferError where writing fails, CannotDo where the budget is too small.
     """
     mine = range(len(plan.layout.files)) if numbers is None else numbers
     finished = [n for n in mine if _is_finished(plan.layout.files[n], folder, journal)]
     todo = [n for n in mine if n not in set(finished)]
-    _Transfer(plan, root, folder, within_budget(plan, options), progress).run(
+    _Transfer(plan, source, folder, within_budget(plan, options), progress).run(
         todo, finished, journal
     )
 
 
-def peak_memory(plan: Plan, options: RunOptions) -> int:
-    """The most bytes of memory that a run takes for tiles, source spans and decoded blobs."""
+def peak_memory(plan: Plan, options: RunOptions, *, local: bool = True) -> int:
+    """The most bytes of memory that a run takes for tiles, source spans and decoded blobs.
+
+    Uploads to a store, where the target is not ``local``, take what they may.
+    """
+    if not local:
+        return options.budget
     workers = within_budget(plan, options).workers
-    return workers * (MEMORY + plan.largest_blob)
+    return workers * (TILE + 2 * SPAN + plan.largest_blob)
 
 
 def within_budget(plan: Plan, options: RunOptions) -> RunOptions:
@@ -87,14 +94,14 @@ class _Transfer:
     def __init__(
         self,
         plan: Plan,
-        root: str,
+        source: Files,
         folder: Path,
         options: RunOptions,
         progress: Callable[[int], None],
     ) -> None:
         self._plan = plan
         self._files = plan.layout.files
-        self._root = root
+        self._source = source
         self._folder = folder
         self._options = options
         self._progress = progress
@@ -107,20 +114,15 @@ class _Transfer:
     def run(self, todo: Sequence[int], finished: Sequence[int], journal: Journal) -> None:
         """Write the files ``todo``; what the ``finished`` ones were made from is checked again."""
         self._journal = journal
-        for batch in self._plan.batches(finished):
-            for tiles in self._jobs(batch):
-                for tile in tiles:
-                    touch(self._records, tile)
+        touch_files(self._plan, finished, self._records)
         self._progress(sum(self._files[number].nbytes for number in finished))
-        self._on_threads(self._write_jobs(todo), self._write_tiles)
-        self._on_threads(iter(self._records.unseen()), Worker.check_record)
-        problems = self._records.problems()
-        if problems:
-            raise damaged(
-                problems,
-                subject="the source's data",
-                hint="the bytes changed after they were written; take another copy of the file",
-            )
+        share_jobs(
+            self._write_jobs(todo),
+            self._options.workers,
+            lambda: Worker(self._source, self._folder, self._records),
+            self._write_tiles,
+        )
+        require_intact(self._records, self._source, self._options.workers)
         for number in todo:
             if self._left[number] == 0:
                 self._finish(number)
@@ -134,7 +136,8 @@ class _Transfer:
 
     def _jobs(self, batch: list[tuple[int, tuple[Part, ...]]]) -> Iterator[list[Tile]]:
         """The jobs of some files with their parts."""
-        groups = self._plan.groups(batch, TILE)
+        tile = self._source.tile
+        groups = self._plan.groups(batch, tile)
         for number, parts in batch:
             self._left[number] = 0
             self._wanted |= {
@@ -144,19 +147,10 @@ class _Transfer:
                 for patch in part.patches
             }
         for group in groups:
-            for number, count in group.tile_counts(TILE):
+            for number, count in group.tile_counts(tile):
                 self._left[number] += count
         for group in groups:
-            yield from self._plan.jobs(group, TILE)
-
-    def _on_threads(self, jobs: Iterator[Job], work: Callable[[Worker, Job], None]) -> None:
-        """Share jobs among the workers; the first error stops all and is raised."""
-        share_jobs(
-            jobs,
-            self._options.workers,
-            lambda: Worker(self._root, self._folder, self._records),
-            work,
-        )
+            yield from self._plan.jobs(group, tile)
 
     def _create(self, file: FileLayout) -> None:
         path = self._folder / file.path
@@ -195,12 +189,10 @@ class _Transfer:
             for part in file.parts:
                 if isinstance(part, Literal):
                     stream.seek(offset)
-                    stream.write(self._patched(number, part))
+                    stream.write(patched(part, lambda at: joined(self._crcs[number, at])))
                 elif isinstance(part, Verbatim):
                     stream.seek(offset)
-                    stream.writelines(_pieces(os.path.join(self._root, part.file)))
-                    if stream.tell() != offset + part.nbytes:
-                        raise Damaged(f"{part.file}: its size changed while it was copied")
+                    stream.writelines(verbatim(part, self._source))
                     self._progress(part.nbytes)
                 offset += part.nbytes
             stream.flush()
@@ -208,15 +200,45 @@ class _Transfer:
                 os.fsync(stream.fileno())
         self._journal.done(file.path)
 
-    def _patched(self, number: int, literal: Literal) -> bytes:
-        data = bytearray(literal.data)
-        for patch in literal.patches:
-            crc = joined(self._crcs[number, patch.part])
-            data[patch.at : patch.at + 4] = crc.to_bytes(4, "little")
-        return bytes(data)
+
+def touch_files(plan: Plan, numbers: Sequence[int], records: RecordCheck) -> None:
+    """Note which records some files of the layout are made from."""
+    for batch in plan.batches(numbers):
+        for group in plan.groups(batch, TILE):
+            for tiles in plan.jobs(group, TILE):
+                for tile in tiles:
+                    touch(records, tile)
 
 
-def _pieces(path: str) -> Iterable[bytes]:
-    with open(path, "rb") as stream:
-        while piece := stream.read(TILE):
-            yield piece
+def require_intact(records: RecordCheck, source: Files, workers: int) -> None:
+    """Read what was not yet read whole of the records; Damaged where one is not as written."""
+    start = partial(Worker, source, Path(), records)
+    share_jobs(iter(records.unseen()), workers, start, Worker.check_record)
+    problems = records.problems()
+    if problems:
+        raise damaged(
+            problems,
+            subject="the source's data",
+            hint="the bytes changed after they were written; take another copy of the file",
+        )
+
+
+def patched(literal: Literal, crc_of: Callable[[int], int]) -> bytes:
+    """A literal with its patches; ``crc_of`` is the CRC-32 of one of the file's parts."""
+    data = bytearray(literal.data)
+    for patch in literal.patches:
+        data[patch.at : patch.at + 4] = crc_of(patch.part).to_bytes(4, "little")
+    return bytes(data)
+
+
+def verbatim(part: Verbatim, source: Files) -> Iterator[memoryview]:
+    """The pieces of a file that is copied as it is; Damaged where its size has changed."""
+    files = source if part.file in source.files else LocalSource.file(Path(part.file))
+    name = part.file if files is source else Path(part.file).name
+    reader = files.reader()
+    try:
+        if files.files[name] != part.nbytes:
+            raise Damaged(f"{part.file}: its size changed while it was copied")
+        yield from pieces(reader, name, part.nbytes, TILE)
+    finally:
+        reader.close()

@@ -1,21 +1,86 @@
-"""Local folders and files to read from."""
+"""Folders and files to read from; here those of a disk."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from ckptool.errors import Damaged, NotFound, Problem
 
+_T = TypeVar("_T")
+
 SPAN = 4 << 20
 """Bytes that are read at once to gather elements that lie apart."""
+TILE = 1 << 20
+"""Bytes that are moved at a time on a disk, as long as one element is not larger."""
 _DEPTH = 8
 _MOST_ENTRIES = 200_000
 _MOST_VISITS = 200
+
+
+class Bytes(Protocol):
+    """What one thread reads with."""
+
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from ``offset``; Damaged where the file ends before."""
+
+    def close(self) -> None:
+        """Give back what is held."""
+
+
+class Files(Protocol):
+    """A folder of files, or some of them, wherever it lies.
+
+    ``tile`` is how many bytes are moved at a time, ``piece`` how many are read at once, ``block``
+    those that a read costs at least: gaps shorter than it are read over.
+    """
+
+    @property
+    def root(self) -> str:
+        """The folder, as the user would name it."""
+
+    @property
+    def files(self) -> Mapping[str, int]:
+        """Every file by its relative path with ``/``, and its size in bytes."""
+
+    @property
+    def tile(self) -> int: ...
+    @property
+    def piece(self) -> int: ...
+    @property
+    def block(self) -> int: ...
+
+    def narrowed(self, folder: str) -> Files:
+        """The part below a subfolder, as a source of its own."""
+
+    def subfolders(self) -> Mapping[str, Files]:
+        """Every folder below, at any depth, as a source of its own."""
+
+    def alone(self, name: str) -> Files:
+        """One of the files by itself, with the ``.extra.pt`` file beside it."""
+
+    def fingerprint(self, files: Iterable[str]) -> str:
+        """A SHA-256 over what changes when some of the files do."""
+
+    def modified(self, file: str) -> float:
+        """When a file was last modified, in seconds since the epoch."""
+
+    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
+        """What is read next: file, offset and bytes of each."""
+
+    def read(self, file: str, offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
+
+    def keep(self, nbytes: int) -> None:
+        """Keep no more than so many bytes of what was read."""
+
+    def reader(self) -> Bytes:
+        """What one thread reads with."""
 
 
 class LocalSource:
@@ -25,7 +90,11 @@ class LocalSource:
     walk where it closes.
     """
 
-    def __init__(self, root: Path, files: dict[str, int]) -> None:
+    tile = TILE
+    piece = 1 << 19  # read, checked and written while the processor's cache holds it
+    block = 1
+
+    def __init__(self, root: Path, files: Mapping[str, int]) -> None:
         self.root = str(root)
         self.files = files
 
@@ -53,21 +122,26 @@ class LocalSource:
 
     def narrowed(self, folder: str) -> LocalSource:
         """The part below a subfolder, as a source of its own."""
-        head = folder + "/"
-        files = {name[len(head) :]: n for name, n in self.files.items() if name.startswith(head)}
-        return LocalSource(Path(self.root, folder), files)
+        return LocalSource(Path(self.root, folder), within_folder(self.files, folder))
 
     def subfolders(self) -> dict[str, LocalSource]:
         """Every folder below, at any depth, as a source of its own."""
-        grouped: dict[str, dict[str, int]] = {}
-        for name, size in self.files.items():
-            at = name.find("/")
-            while at >= 0:
-                grouped.setdefault(name[:at], {})[name[at + 1 :]] = size
-                at = name.find("/", at + 1)
-        return {
-            folder: LocalSource(Path(self.root, folder), files) for folder, files in grouped.items()
-        }
+        grouped = by_folder(self.files)
+        return {name: LocalSource(Path(self.root, name), files) for name, files in grouped.items()}
+
+    def alone(self, name: str) -> LocalSource:
+        """One of the files by itself, with the ``.extra.pt`` file beside it."""
+        return LocalSource.file(Path(self.root, name))
+
+    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
+        """A disk needs no notice."""
+
+    def keep(self, nbytes: int) -> None:
+        """The kernel keeps what was read of a disk."""
+
+    def reader(self) -> Reader:
+        """What one thread reads with."""
+        return Reader(self.root)
 
     def fingerprint(self, files: Iterable[str]) -> str:
         """A SHA-256 over names, sizes and modification times of some of the files."""
@@ -90,9 +164,9 @@ class LocalSource:
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
         """Exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
         if file not in self.files:
-            raise Damaged(Problem(f"{file}: the file is missing", "file-missing", file=file))
+            raise missing(file)
         if offset < 0 or nbytes < 0 or offset + nbytes > self.files[file]:
-            raise _too_short(file, offset, nbytes, self.files[file])
+            raise too_short(file, offset, nbytes, self.files[file])
         reader = Reader(self.root)
         data = bytearray(nbytes)
         try:
@@ -102,13 +176,43 @@ class LocalSource:
         return bytes(data)
 
 
+def within_folder(files: Mapping[str, _T], folder: str) -> dict[str, _T]:
+    """The files below a folder, by their paths relative to it."""
+    head = folder + "/"
+    return {name[len(head) :]: what for name, what in files.items() if name.startswith(head)}
+
+
+def by_folder(files: Mapping[str, _T]) -> dict[str, dict[str, _T]]:
+    """For every folder, at any depth, the files below it."""
+    grouped: dict[str, dict[str, _T]] = {}
+    for name, what in files.items():
+        at = name.find("/")
+        while at >= 0:
+            grouped.setdefault(name[:at], {})[name[at + 1 :]] = what
+            at = name.find("/", at + 1)
+    return grouped
+
+
+def pieces(reader: Bytes, file: str, nbytes: int, at_once: int) -> Iterator[memoryview]:
+    """A file of ``nbytes`` from its beginning, each piece until the next is asked for."""
+    buffer = memoryview(bytearray(min(at_once, nbytes)))
+    for start in range(0, nbytes, at_once):
+        piece = buffer[: min(at_once, nbytes - start)]
+        reader.read_into(file, start, piece)
+        yield piece
+
+
+def missing(file: str) -> Damaged:
+    return Damaged(Problem(f"{file}: the file is missing", "file-missing", file=file))
+
+
 def unreadable(file: str, error: OSError) -> NotFound:
     return NotFound(
         Problem(f"{file}: cannot be read: {error.strerror}", "file-unreadable", file=file)
     )
 
 
-def _too_short(file: str, offset: int, nbytes: int, size: int) -> Damaged:
+def too_short(file: str, offset: int, nbytes: int, size: int) -> Damaged:
     return Damaged(
         Problem(
             f"{file}: {nbytes:,} bytes are expected at offset {offset:,}, but the file has"
@@ -191,7 +295,7 @@ class Reader:
             except OSError as error:
                 raise unreadable(file, error) from None
             if count == 0:
-                raise _too_short(file, offset, len(buffer), offset + done)
+                raise too_short(file, offset, len(buffer), offset + done)
             done += count
 
     def close(self) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptool.core.layout import Layout
+from ckptool.core.plan import Plan
 from ckptool.engine.journal import Journal
+from ckptool.engine.run import RunOptions, run
+from ckptool.engine.sources import Files, LocalSource
 from ckptool.errors import CannotDo
 
 RESUME_HINT = "the finished files are kept; the same command with --resume continues"
@@ -34,8 +38,10 @@ class Stage:
     """A hidden folder beside the target, and journals of what is finished in it.
 
     One process makes it (``begin``); others that write into it ``join``. Each keeps a journal of
-    its own. Only ``commit`` touches the target.
+    its own. Only ``commit`` touches the target: no file is ``held`` back for the end.
     """
+
+    held: tuple[int, ...] = ()
 
     def __init__(self, target: Path, layout: Layout, options: StageOptions) -> None:
         self.target = target
@@ -87,6 +93,22 @@ class Stage:
             self.journal = Journal.resume(path, options.plan, options.source, others)
         else:
             self.journal = Journal.start(path, options.plan, options.source)
+
+    def write(
+        self,
+        plan: Plan,
+        source: Files,
+        options: RunOptions,
+        progress: Callable[[int], None],
+        numbers: Collection[int],
+    ) -> None:
+        """Write files of the plan, those of ``numbers``."""
+        run(plan, source, self.folder, options, progress, numbers=numbers, journal=self.journal)
+
+    @property
+    def written(self) -> LocalSource:
+        """The files that are staged, to be read back."""
+        return LocalSource(self.folder, {})
 
     def mark(self, token: str) -> None:
         """Leave a mark that whoever shares this disk can see."""

@@ -13,18 +13,14 @@ from ckptool.core.catalog import Extent, Record, contiguous, stored_places
 from ckptool.core.plan import Source, Tile
 from ckptool.engine.checksum import RecordCheck, crc32, joined, record_crc
 from ckptool.engine.rows import Rows
-from ckptool.engine.sources import SPAN, Reader
+from ckptool.engine.sources import Files
 from ckptool.errors import TransferError
 
 if TYPE_CHECKING:
     from ckptool.engine.gather import Array, Gatherer
 
-TILE = 1 << 20
-"""Bytes of a tile, as long as one element is not larger."""
-MEMORY = TILE + 2 * SPAN
-"""Bytes that one worker holds, but for blobs that must be decoded whole."""
-_PIECE = 1 << 19
-"""Bytes that are read, checked and written at a time, while the processor's cache holds them."""
+_WRITE = 1 << 19
+"""Bytes of one write, while the processor's cache holds them."""
 _MOST_OPEN = 32
 
 Run = tuple[Extent, int, int, int]
@@ -61,12 +57,12 @@ class Worker:
     told of all pieces of checksummed records that are read.
     """
 
-    def __init__(self, root: str, folder: Path, records: RecordCheck) -> None:
-        self._root = root
+    def __init__(self, source: Files, folder: Path, records: RecordCheck) -> None:
+        self._source = source
         self._folder = folder
         self._records = records
-        self._reader = Reader(root)
-        self._buffer = memoryview(bytearray(TILE))
+        self._reader = source.reader()
+        self._buffer = memoryview(bytearray(source.tile))
         self._open: dict[str, int] = {}
 
     @cached_property
@@ -77,7 +73,7 @@ class Worker:
     def _gatherer(self) -> Gatherer:
         from ckptool.engine.gather import Gatherer
 
-        return Gatherer(self._root, self._note)
+        return Gatherer(self._source, self._note)
 
     def write_tile(self, tile: Tile, path: str, *, shared: bool, checked: bool) -> int | None:
         """Write a tile into the output file ``path``; its CRC-32 where it is to be ``checked``.
@@ -93,6 +89,13 @@ class Worker:
         data = self._bytes_of(tile, straight, shared=shared)
         self._write(path, tile.offset, data)
         return crc32(data) if checked else None
+
+    def data(self, tile: Tile) -> memoryview:
+        """The bytes of a tile as they are to be written, until the next tile is asked for."""
+        touch(self._records, tile)
+        runs = [run_of(tile, source) for source in tile.sources]
+        straight = [run for run in runs if run is not None]
+        return self._bytes_of(tile, straight, shared=False)
 
     def holds_tile(self, tile: Tile, path: str, *, shared: bool) -> bool:
         """Whether the output file ``path`` holds a tile as the source has it."""
@@ -122,9 +125,9 @@ class Worker:
     def _copy(self, run: Run, path: str, offset: int) -> int:
         """Copy a run of bytes into the tile at ``offset`` of an output file; its CRC-32."""
         at, start, skip, nbytes = run
-        crc = 0
-        for done in range(0, nbytes, _PIECE):
-            piece = self._buffer[: min(_PIECE, nbytes - done)]
+        crc, step = 0, min(self._source.piece, len(self._buffer))
+        for done in range(0, nbytes, step):
+            piece = self._buffer[: min(step, nbytes - done)]
             self._reader.read_into(at.file, start + done, piece)
             crc = crc32(piece, crc)
             self._write(path, offset + skip + done, piece)
@@ -184,7 +187,7 @@ class Worker:
         done = 0
         while done < len(data):
             try:
-                done += os.pwrite(descriptor, data[done : done + _PIECE], offset + done)
+                done += os.pwrite(descriptor, data[done : done + _WRITE], offset + done)
             except OSError as error:
                 raise TransferError(f"{path}: {error.strerror} at byte {offset + done:,}") from None
 

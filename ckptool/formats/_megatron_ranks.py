@@ -14,7 +14,7 @@ from ckptool.formats._assemble import Leaf, PlainLeaf, read_leaves
 from ckptool.formats._megatron_args import Arguments, arguments
 from ckptool.formats._megatron_params import Rank
 from ckptool.formats._torch_file import TorchFile, read_torch_file
-from ckptool.formats.base import MOST_RANKS, Source
+from ckptool.formats.base import MOST_RANKS, Source, expect_archives
 
 STATE = "model_optim_rng.pt"
 OPTIMIZER = "distrib_optim.pt"
@@ -53,6 +53,7 @@ def read_folders(source: Source) -> tuple[list[RankFolder], Arguments]:
     Damaged where a rank is missing, or where names alone cannot tell pipeline from expert ranks.
     """
     names = sorted(name for name in source.files if _FOLDER.fullmatch(name))
+    expect_archives(source, names)
     files = {name: read_torch_file(source, name) for name in names}
     first = files[names[0]].value
     args = arguments(first.get("args") if isinstance(first, dict) else None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ckptool.errors import Damaged
 
@@ -24,6 +24,9 @@ class EdgeSource:
         if inside >= 0 and nbytes >= 0 and inside + nbytes <= len(self._tail):
             return self._tail[inside : inside + nbytes]
         raise Damaged(f"{file}: {nbytes:,} bytes at {offset:,} of a packed item are out of reach")
+
+    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
+        """All is at hand."""
 
     def narrowed(self, folder: str) -> EdgeSource:
         """A blob has no folders."""

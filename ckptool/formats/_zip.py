@@ -7,11 +7,11 @@ the central directory and in descriptors (torch 1.6 to 2.13). Other zips (re-com
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptool.errors import Damaged, Problem, coded
-from ckptool.formats.base import Source
+from ckptool.formats.base import EDGE, Source
 
 STORED, DEFLATED = 0, 8
 
@@ -20,7 +20,6 @@ _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
-_EDGE = 2048
 
 
 class Region:
@@ -28,16 +27,22 @@ class Region:
 
     def __init__(self, source: Source, file: str, offset: int, nbytes: int) -> None:
         self.source, self.file, self.offset, self.nbytes = source, file, offset, nbytes
-        if nbytes <= 4 * _EDGE:
+        if nbytes <= 4 * EDGE:
             self._head, self._tail = source.read(file, offset, nbytes), b""
         else:
-            self._head = source.read(file, offset, _EDGE)
-            self._tail = source.read(file, offset + nbytes - _EDGE, _EDGE)
+            self._head = source.read(file, offset, EDGE)
+            self._tail = source.read(file, offset + nbytes - EDGE, EDGE)
 
     @property
     def what(self) -> str:
         """How errors call this region."""
         return self.file if self.offset == 0 else f"{self.file} at offset {self.offset:,}"
+
+    def expect(self, starts: Iterable[int]) -> None:
+        """A local header is read next at each of these, those apart that are at hand."""
+        low, high = len(self._head), self.nbytes - len(self._tail)
+        far = (start for start in starts if low <= start < high)
+        self.source.expect((self.file, self.offset + start, _LOCAL.size) for start in far)
 
     def read(self, start: int, nbytes: int) -> bytes:
         """``nbytes`` from ``start`` bytes into the region; Damaged beyond its end."""
@@ -83,6 +88,7 @@ def read_directory(region: Region) -> dict[str, ZipRecord]:
 def _directory(region: Region) -> dict[str, ZipRecord]:
     start, size, count = _find_directory(region)
     data = region.read(start, size)
+    region.expect(_headers(data))
     records: dict[str, ZipRecord] = {}
     position = 0
     for _ in range(count):
@@ -93,6 +99,15 @@ def _directory(region: Region) -> dict[str, ZipRecord]:
     if position != len(data):
         raise Damaged(f"{region.what}: the zip directory does not hold {count:,} records")
     return records
+
+
+def _headers(data: bytes) -> Iterator[int]:
+    """Where the directory says the local headers are, as far as it can be read."""
+    position = 0
+    while data[position : position + 4] == b"PK\x01\x02" and position + _CENTRAL.size <= len(data):
+        fields = _CENTRAL.unpack_from(data, position)
+        yield fields[16]
+        position += _CENTRAL.size + sum(fields[10:13])
 
 
 def _find_directory(region: Region) -> tuple[int, int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol, TypeVar
@@ -33,6 +33,9 @@ class Source(Protocol):
     def narrowed(self, folder: str) -> Source:
         """The part below a subfolder, as a source of its own."""
 
+    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
+        """What is read next: file, offset and bytes of each. A store fetches it ahead."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScanOptions:
@@ -43,6 +46,8 @@ class ScanOptions:
     flat ones shall be taken apart; ``tp_rules`` say, by glob, how tensor-parallel ranks'
     parameters fit together.
 
+    Without ``values`` those that lie among the data are left ``UNREAD`` where a format can.
+
     Where there is a list ``found``, a scan steps over what is damaged and notes it there; without
     one, damage is raised.
     """
@@ -51,6 +56,7 @@ class ScanOptions:
     flat_params: tuple[tuple[str, tuple[int, ...]], ...] = ()
     tp_rules: tuple[NamedRule, ...] = ()
     found: list[Problem] | None = None
+    values: bool = True
 
     def report(self, problems: Sequence[str], *, subject: str, hint: str | None = None) -> None:
         """Raise one Damaged for all problems, or note them; nothing where there is none."""
@@ -122,6 +128,8 @@ EXTRA = ".extra.pt"
 """How the file ends that holds what a safetensors file beside it cannot."""
 
 MOST_RANKS = 1 << 20
+EDGE = 2048
+"""Bytes of an archive's ends that are read at once."""
 
 
 def read_metadata(source: Source, file: str) -> bytes:
@@ -130,6 +138,29 @@ def read_metadata(source: Source, file: str) -> bytes:
     if size > LARGEST:
         raise Damaged(f"{file}: {size:,} bytes; metadata is read up to {LARGEST:,} bytes")
     return source.read(file, 0, size)
+
+
+def expect_heads(source: Source, files: Iterable[str]) -> None:
+    """The beginnings of these files, where their headers are, are read next."""
+    sizes = source.files
+    source.expect((file, 0, min(sizes[file], EDGE)) for file in files if file in sizes)
+
+
+def expect_edges(source: Source, places: Iterable[tuple[str, int, int]]) -> None:
+    """Both ends of these archives are read next: file, offset and bytes of each."""
+    source.expect(span for place in places for span in _edges(*place))
+
+
+def expect_archives(source: Source, files: Iterable[str]) -> None:
+    """Both ends of these files are read next."""
+    sizes = source.files
+    expect_edges(source, ((file, 0, sizes[file]) for file in files if file in sizes))
+
+
+def _edges(file: str, offset: int, nbytes: int) -> Iterator[tuple[str, int, int]]:
+    edge = min(EDGE, nbytes)
+    yield file, offset, edge
+    yield file, offset + nbytes - edge, edge
 
 
 def first_missing(present: Collection[int], expected: int) -> list[int]:

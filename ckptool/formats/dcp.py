@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import pairwise
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import (
+    UNREAD,
     Catalog,
     Chunk,
     Extent,
@@ -27,6 +29,7 @@ from ckptool.core.catalog import (
     Place,
     TensorEntry,
     merge_copies,
+    places,
 )
 from ckptool.core.view import part_of_place
 from ckptool.errors import UNCODED, CkptoolError, Damaged, Problem, coded, damaged
@@ -50,6 +53,7 @@ from ckptool.formats.base import (
     Format,
     ScanOptions,
     Source,
+    expect_edges,
     first_missing,
     read_metadata,
     require,
@@ -98,7 +102,8 @@ class _Found:
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
-    return _apart(source, scan_folder(source, options), options)
+    catalog, _ = read_folder(source, options, values=options.values)
+    return _apart(source, with_inferred_mesh(catalog), options)
 
 
 def scan_folder(source: Source, options: ScanOptions) -> Catalog:
@@ -106,8 +111,13 @@ def scan_folder(source: Source, options: ScanOptions) -> Catalog:
     return with_inferred_mesh(read_folder(source, options)[0])
 
 
-def read_folder(source: Source, options: ScanOptions) -> tuple[Catalog, dict[str, DcpMetadata]]:
-    """The catalog of a DCP folder, with no mesh yet, and its metadata files as they were read."""
+def read_folder(
+    source: Source, options: ScanOptions, *, values: bool = True
+) -> tuple[Catalog, dict[str, DcpMetadata]]:
+    """The catalog of a DCP folder, with no mesh yet, and its metadata files as they were read.
+
+    Without ``values`` nothing is read but metadata: values are ``UNREAD``.
+    """
     found = _Found()
     parsed = _metadata_files(source, options)
     for file, metadata in parsed.items():
@@ -128,6 +138,10 @@ def read_folder(source: Source, options: ScanOptions) -> tuple[Catalog, dict[str
         path = found.paths.get(name, (name,))
         chunks = merge_copies(found.chunks[name])
         found.tensors[name] = TensorEntry(name, path, entry.dtype, entry.shape, chunks)
+    if not values and found.values:
+        _leave_unread(found)
+    held = [item for items in found.values.values() for _, item in items]
+    expect_edges(source, ((item.file, item.offset, item.nbytes) for item in held))
     for name, items in found.values.items():
         path = found.paths.get(name, (name,))
         found.add(options.attempt(partial(_read_values, source, name, items, path)) or Assembled())
@@ -135,6 +149,16 @@ def read_folder(source: Source, options: ScanOptions) -> tuple[Catalog, dict[str
         found.add(options.attempt(partial(_read_lightning, source)) or Assembled())
     options.report(found.problems, subject=source.root, hint=_HINT)
     return _catalog(source, parsed, found), parsed
+
+
+def _leave_unread(found: _Found) -> None:
+    for name in found.values:
+        path = found.paths.get(name, (name,))
+        found.objects[name] = ObjectEntry(name, path, UNREAD)
+    found.notes.append(
+        f"{len(found.values):,} values lie among the data and were not read; --values reads them"
+    )
+    found.values.clear()
 
 
 def _apart(source: Source, catalog: Catalog, options: ScanOptions) -> Catalog:
@@ -402,6 +426,7 @@ def locate(source: Source, catalog: Catalog) -> Catalog:
     """Open the items of the catalog's tensors and check them against the metadata."""
     problems: list[str] = []
     tensors = {}
+    expect_edges(source, _items_of(catalog))
     for name, entry in catalog.tensors.items():
         chunks = []
         for chunk in entry.chunks:
@@ -414,6 +439,13 @@ def locate(source: Source, catalog: Catalog) -> Catalog:
     if problems:
         raise damaged(problems, subject="the items", hint=_HINT)
     return catalog.with_tensors(tensors)
+
+
+def _items_of(catalog: Catalog) -> Iterator[tuple[str, int, int]]:
+    for entry in catalog.tensors.values():
+        for at in places(entry):
+            if isinstance(at, Item):
+                yield at.file, at.offset, at.nbytes
 
 
 def _located(source: Source, entry: TensorEntry, chunk: Chunk) -> Chunk:

@@ -28,6 +28,7 @@ from ckptool.formats.base import (
     Request,
     ScanOptions,
     Source,
+    expect_heads,
     read_metadata,
     require_rank,
 )
@@ -67,6 +68,7 @@ class _Found:
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     shards = _shards(source)
     found = _Found(defaultdict(list), defaultdict(set), _lost_shards(shards))
+    expect_heads(source, (match.string for match in shards))
     for match in shards:
         require_rank(int(match["rank"]), match.string)
         read = partial(_read_shard, source, match.string, int(match["rank"]) - 1, found)

@@ -20,7 +20,16 @@ from ckptool.formats._companions import companions, unread_beside
 from ckptool.formats._frameworks import config_info
 from ckptool.formats._outgoing import by_size, companion_files, extra_file, tied_notes
 from ckptool.formats._safetensors_file import OutgoingSlice, lay_out_safetensors
-from ckptool.formats.base import EXTRA, Format, Request, ScanOptions, Source, read_metadata, require
+from ckptool.formats.base import (
+    EXTRA,
+    Format,
+    Request,
+    ScanOptions,
+    Source,
+    expect_heads,
+    read_metadata,
+    require,
+)
 from ckptool.formats.safetensors import (
     extras,
     split_by_support,
@@ -113,6 +122,7 @@ def _read_all(
     where: dict[str, str] = {}
     infos: list[Mapping[str, str]] = []
     problems: list[str] = []
+    expect_heads(source, files)
     for file in files:
         read = partial(_read_shard, source, file, wanted_by)
         found, metadata = options.attempt(read) or ({}, {})

@@ -33,6 +33,7 @@ from ckptool.formats.base import (
     Request,
     ScanOptions,
     Source,
+    expect_archives,
     first_missing,
     require_rank,
 )
@@ -61,6 +62,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         message = f"{source.root}: consolidated.{missing[0]:02d}.pth is missing"
         message += f" (model-parallel ranks {missing} of {world})"
         raise Damaged(Problem(message, "rank-missing"))
+    expect_archives(source, (files[rank] for rank in sorted(files)))
     ranks = {rank: _leaves(source, files[rank]) for rank in sorted(files)}
     sizes = sizes_of(read_json_object(source, _PARAMS))
     merger = _Merger(ranks, sizes, options.tp_rules)

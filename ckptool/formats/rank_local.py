@@ -33,6 +33,7 @@ from ckptool.formats.base import (
     Format,
     ScanOptions,
     Source,
+    expect_archives,
     first_missing,
     read_metadata,
     require_rank,
@@ -56,6 +57,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     ranks: dict[int, dict[str, Leaf]] = {}
     families = list(dict.fromkeys(item.family for item in files))
     several = len(families) > 1 or declared is not None or has_fsdp_folder(source)
+    expect_archives(source, (item.file for item in files))
     for item in files:
         leaves = options.attempt(partial(_read, source, item, declared)) or {}
         ranks.setdefault(item.rank, {}).update(_renamed(leaves, item, several))

@@ -23,6 +23,7 @@ from ckptool.formats.base import (
     Format,
     ScanOptions,
     Source,
+    expect_heads,
     first_missing,
     require_rank,
 )
@@ -83,6 +84,7 @@ def _locals(
     """Each rank's tensors, by name."""
     found: dict[str, dict[int, Local]] = {}
     problems = []
+    expect_heads(source, (match.string for match in files))
     for match in sorted(files, key=lambda match: (int(match[1]), int(match[2]))):
         header = options.attempt(partial(read_safetensors, source, match.string))
         for name, item in (header.tensors if header else {}).items():

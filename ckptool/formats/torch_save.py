@@ -20,7 +20,15 @@ from ckptool.formats._outgoing import nested_state, plain_objects
 from ckptool.formats._torch_file import is_legacy, is_zip, read_torch_file
 from ckptool.formats._torch_write import torch_archive
 from ckptool.formats._values import Foreign, type_name
-from ckptool.formats.base import Format, Request, ScanOptions, Source, read_metadata, require
+from ckptool.formats.base import (
+    Format,
+    Request,
+    ScanOptions,
+    Source,
+    expect_archives,
+    read_metadata,
+    require,
+)
 
 INDEX = "pytorch_model.bin.index.json"
 
@@ -101,6 +109,7 @@ def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
     objects: dict[str, ObjectEntry] = {}
     problems: list[str] = []
     notes: list[str] = []
+    expect_archives(source, files)
     for file in files:
         leaves = options.attempt(partial(_shard_leaves, source, file)) or {}
         found = assemble({0: leaves}, per_rank=options.per_rank)

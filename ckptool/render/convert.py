@@ -11,7 +11,7 @@ from rich.table import Table
 from ckptool.commands.convert import ConvertReport
 from ckptool.core.layout import FileLayout
 from ckptool.render.moves import moves_json, show_moves
-from ckptool.render.text import console, escaped, size
+from ckptool.render.text import console, escaped, free, size
 
 
 def show_convert(report: ConvertReport, *, dry_run: bool) -> None:
@@ -33,8 +33,8 @@ def show_convert(report: ConvertReport, *, dry_run: bool) -> None:
         screen.print(f"  left out as asked: {line}", highlight=False)
     if dry_run:
         screen.print(
-            f"  reads {size(report.read_bytes)}, writes {size(report.write_bytes)},"
-            f" {size(report.free_bytes)} free",
+            f"  reads {size(report.read_bytes)}, writes {size(report.write_bytes)}"
+            f"{free(report.free_bytes)}",
             highlight=False,
         )
         if report.map is not None:

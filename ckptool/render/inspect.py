@@ -17,7 +17,8 @@ from ckptool.render.mapping import map_lines
 from ckptool.render.overview import overview
 from ckptool.render.ranks import rank_lines
 from ckptool.render.stats import show_stats, stats_json
-from ckptool.render.text import emit
+from ckptool.render.text import console as standard_console
+from ckptool.render.text import emit, plural, size
 from ckptool.render.values import Inexact, plain
 
 __all__ = ["inspect_json", "show", "show_stats", "stats_json"]
@@ -57,6 +58,15 @@ def _views(
         yield rank_lines(report.catalog, console)
     if values:
         yield value_lines(report.catalog, console)
+
+
+def show_traffic(report: InspectReport) -> None:
+    """What was asked of a store, and what came; on stderr."""
+    said = "nothing was asked of a store: the checkpoint lies on a disk"
+    if report.traffic is not None:
+        read = size(report.traffic.received)
+        said = f"{plural(report.traffic.requests, 'request')}, {read} read"
+    standard_console(stderr=True).print(said, highlight=False)
 
 
 def inspect_json(report: InspectReport) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from ckptool.commands.reshard import Costs, ReshardReport
 from ckptool.core.mesh import Mesh
 from ckptool.render.convert import show_files
 from ckptool.render.moves import moves_json, show_moves
-from ckptool.render.text import console, escaped, size
+from ckptool.render.text import console, escaped, free, size
 
 
 def show_reshard(report: ReshardReport, costs: Costs | None) -> None:
@@ -28,8 +28,8 @@ def show_reshard(report: ReshardReport, costs: Costs | None) -> None:
     if costs is not None:
         lines += [
             f"  reads {size(costs.read_bytes)} ({over_read(report, costs):.2f} x what the tensors"
-            f" hold), writes {size(report.write_bytes)},"
-            f" {size(report.free_bytes)} free; {size(report.peak_memory)} of"
+            f" hold), writes {size(report.write_bytes)}"
+            f"{free(report.free_bytes)}; {size(report.peak_memory)} of"
             f" memory where {size(report.budget)} is allowed",
             f"  to load it, a rank opens and reads {_loading(costs.from_target)}",
             f"  from the source it would be {_loading(costs.from_source)}",

@@ -53,6 +53,11 @@ def size(nbytes: int) -> str:
     return f"{_three_digits(value)} {units[0]}"
 
 
+def free(nbytes: int | None) -> str:
+    """What is said of a disk's free bytes, where there is a disk."""
+    return "" if nbytes is None else f", {size(nbytes)} free"
+
+
 def magnitude(count: int) -> str:
     """``6.74 B``: a count as people say it; small ones in full."""
     for limit, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**4, "K")):

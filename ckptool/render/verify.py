@@ -121,10 +121,11 @@ def show_annotations(report: VerifyReport, *, stderr: bool) -> None:
     screen = console(stderr=stderr)
     for finding in report.findings:
         if finding.severity is not Severity.INFO:
-            screen.print(_annotation(report.path, finding), markup=False, soft_wrap=True)
+            screen.print(_annotation(report, finding), markup=False, soft_wrap=True)
 
 
-def _annotation(path: Path, finding: Finding) -> str:
+def _annotation(report: VerifyReport, finding: Finding) -> str:
+    path = report.path
     folder = path if path.is_dir() else path.parent
     file = folder / finding.file if finding.file else path
     fields = {"file": str(file), "title": f"ckptool {finding.code}"}

@@ -25,7 +25,7 @@ def show_latest_good(report: RunReport, *, quiet: bool) -> None:
         if report.latest_good is None:
             screen.print(f"[bold red]No step is whole[/] of {report.steps:,} in {report.path}.")
     if report.latest_good is not None:
-        sys.stdout.buffer.write(os.fsencode(report.latest_good.step.path) + b"\n")
+        sys.stdout.buffer.write(os.fsencode(str(report.latest_good.step.path)) + b"\n")
         sys.stdout.buffer.flush()
 
 
@@ -49,7 +49,7 @@ def show_steps(report: RunReport) -> None:
 
 def _row(one: StepReport, report: RunReport) -> list[Text]:
     path = one.step.path
-    name = str(path.relative_to(report.path)) if path != report.path else str(path)
+    name = str(path).removeprefix(f"{report.path}/")
     formats = dict.fromkeys(found.format or "?" for found in one.reports)
     is_latest = one is report.latest_good
     return [

@@ -165,7 +165,7 @@ def read(folder: Path) -> Read | None:
         if opened.catalog.conflicts:
             return None
         located = opened.located(opened.catalog).tensors
-        found = digests(located.values(), lambda: Gatherer(opened.source.root), 1)
+        found = digests(located.values(), lambda: Gatherer(opened.source), 1)
     except CkptoolError:
         return None
     return {n: (e.dtype.name, e.shape, found[n]) for n, e in located.items()}

@@ -21,7 +21,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptool.commands import reshard as reshard_module
-from ckptool.commands import transfer as transfer_module
 from ckptool.commands.check_loads.check import check_loads, require_loadable
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.read_options import ReadOptions
@@ -38,6 +37,7 @@ from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Data
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from ckptool.core.placing import POLICIES, Placed, parse_mesh, parse_rule
+from ckptool.engine import stage as stage_module
 from ckptool.engine.digest import digests
 from ckptool.engine.gather import Gatherer
 from ckptool.engine.ranks import Ranks
@@ -73,7 +73,7 @@ def contents(path: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
     """Type, shape and content hash of every tensor, as ckptool reads it."""
     opened = open_checkpoint(path, ReadOptions(per_rank=True))
     located = opened.located(opened.catalog).tensors
-    hashes = digests(located.values(), lambda: Gatherer(opened.source.root), 1)
+    hashes = digests(located.values(), lambda: Gatherer(opened.source), 1)
     return {n: (e.dtype.name, e.shape, hashes[n]) for n, e in located.items()}
 
 
@@ -492,14 +492,14 @@ def spot(report: ReshardReport, name: str, file_name: str) -> int:
 @pytest.fixture
 def damaging(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
     """Flip a bit of a staged file once it is written, before it is verified."""
-    real = transfer_module.run
+    real = stage_module.run
 
     def arrange(file: str, at: int) -> None:
         def run(plan: Any, root: str, folder: Path, *rest: Any, **more: Any) -> None:
             real(plan, root, folder, *rest, **more)
             flip(folder / file, at)
 
-        monkeypatch.setattr(transfer_module, "run", run)
+        monkeypatch.setattr(stage_module, "run", run)
 
     return arrange
 

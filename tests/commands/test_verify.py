@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -490,7 +491,7 @@ def test_annotations_cannot_be_forged(tmp_path: Path) -> None:
     from ckptool.render.verify import _annotation
 
     finding = Finding("not-finite", Severity.ERROR, "a\n::error::b 100%", "x,y:z\n", "t")
-    line = _annotation(tmp_path, finding)
+    line = _annotation(SimpleNamespace(path=tmp_path), finding)
     assert "\n" not in line
     assert line.endswith("x%2Cy%3Az\\n,title=ckptool not-finite::a\\n::error::b 100%25")
 

@@ -32,6 +32,7 @@ from ckptool.core.catalog import Chunk, Extent, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.placing import parse_mesh
 from ckptool.engine.checked import CheckedReads
+from ckptool.engine.sources import LocalSource
 from ckptool.errors import UsageError
 
 NOT_CARRIED = {"torchao", "odd_kinds", "rank_partial"}
@@ -351,7 +352,8 @@ def compared(one: torch.Tensor, other: torch.Tensor, tolerance: Tolerance | None
             entries.append(
                 TensorEntry("t", ("t",), dtype, shape, (Chunk(Box.whole(shape), place),))
             )
-        reads = CheckedReads(folder), CheckedReads(folder)
+        source = LocalSource(Path(folder), {})
+        reads = CheckedReads(source), CheckedReads(source)
         found = compare([Pair(entries[0], entries[1])], reads, tolerance, 1)
         return found.differences["t"].elements if found.differences else 0
 

@@ -18,6 +18,7 @@ from ckptool.core.catalog import Chunk, Extent, Packed, Place
 from ckptool.core.dtype import BY_NAME
 from ckptool.engine import gather
 from ckptool.engine.gather import Gatherer, cast, unit
+from ckptool.engine.sources import LocalSource
 from ckptool.errors import Damaged
 
 RNG = np.random.default_rng(3)
@@ -51,7 +52,7 @@ def gathered(at: Place, box: Box, itemsize: int, corner: tuple[int, ...]) -> np.
         Path(folder, "f").write_bytes(DATA)
         if isinstance(at, Packed):
             Path(folder, "z").write_bytes(b"head" + deflated(DATA))
-        gatherer = Gatherer(folder)
+        gatherer = Gatherer(LocalSource(Path(folder), {}))
         try:
             gatherer.fill(out, chunk, moved, dtype)
         finally:
@@ -122,7 +123,7 @@ def repaired(tensor: torch.Tensor, ops: tuple[str, ...], folder: Path) -> bytes:
     (folder / "f").write_bytes(bits(tensor)[2])
     at = Extent("f", 0, (dtype.itemsize,), ops=ops)
     out = np.zeros(tensor.shape, unit(dtype.itemsize))
-    gatherer = Gatherer(str(folder))
+    gatherer = Gatherer(LocalSource(folder, {}))
     gatherer.fill(out, Chunk(Box.whole(tensor.shape), at), Box.whole(tensor.shape), dtype)
     gatherer.close()
     return out.tobytes()
@@ -168,7 +169,7 @@ def test_cast_is_torchs(stored: object, wanted: object) -> None:
 
 def test_a_file_that_ends_early(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(bytes(10))
-    gatherer = Gatherer(str(tmp_path))
+    gatherer = Gatherer(LocalSource(tmp_path, {}))
     chunk = Chunk(Box.whole((3,)), Extent("f", 0, (4,)))
     with pytest.raises(Damaged, match=r"f: .* 10 bytes"):
         gatherer.fill(np.zeros(3, "u4"), chunk, Box.whole((3,)), BY_NAME["float32"])

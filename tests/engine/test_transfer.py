@@ -11,8 +11,8 @@ import pytest
 from conftest import SUFFIX, TENSORS_OF, case, convert_to, read_back
 
 from ckptool.commands.convert import ConvertOptions, prepare
-from ckptool.engine import run as engine
 from ckptool.engine.run import RunOptions
+from ckptool.engine.sources import LocalSource
 from ckptool.errors import CannotDo, CkptoolError, Damaged, TransferError
 
 NAMES = ["dcp_fsdp2_tp", "rank_experimental", "zip_zoo", "dcp_zstd"]
@@ -24,7 +24,7 @@ NAMES = ["dcp_fsdp2_tp", "rank_experimental", "zip_zoo", "dcp_zstd"]
 def test_tiles_of_any_size(
     name: str, tile: int, target: str, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "TILE", tile)
+    monkeypatch.setattr(LocalSource, "tile", tile)
     convert_to(target, case(name).path, out / f"m{SUFFIX[target]}")
     assert read_back(target, out / f"m{SUFFIX[target]}") == case(name).truth
 

@@ -63,7 +63,7 @@ def reshard(
     chosen = {name: c.placements for name, c in Placer(parsed).choose(catalog).items()}
     layout = writer(catalog, Request("m", placed=Placed(parsed, chosen | (placements or {}))))
     target.mkdir()
-    run(Plan(catalog, layout), opened.source.root, target, RunOptions(workers=2, fsync=False))
+    run(Plan(catalog, layout), opened.source, target, RunOptions(workers=2, fsync=False))
     return layout
 
 

@@ -41,7 +41,7 @@ def write(
     layout = lay_out(opened.catalog, request)
     (folder / "m").mkdir()
     options = RunOptions(workers=1, fsync=False)
-    run(Plan(opened.catalog, layout), opened.source.root, folder / "m", options)
+    run(Plan(opened.catalog, layout), opened.source, folder / "m", options)
     return layout
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from ckptool.commands.check_loads.loading import Check
 from ckptool.commands.check_loads.rank_files import check_rank_file
@@ -23,6 +24,11 @@ def require_loadable(prepared: PreparedReshard, ranks: Ranks) -> None:
         raise CannotDo(
             f"--check: torch has no loader of its own for {target}",
             hint="it checks " + ", ".join(_LOADERS),
+        )
+    if not isinstance(prepared.report.target, Path):
+        raise CannotDo(
+            "--check loads through torch from a disk, and the target is a URL",
+            hint="ckptool verify SRC --against DST compares them",
         )
     if ranks.size != size:
         raise CannotDo(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -46,11 +47,11 @@ class Check:
         self._placed = Placed(report.mesh, placements)
         self._ranks = ranks
         self._files = transfer.plan.layout.files
-        self.target = transfer.target
+        self.target = Path(str(transfer.target))
         self.rank = ranks.rank
         self.mesh = _device_mesh(report.mesh)
         self._entries = transfer.plan.entries
-        self._gatherer = Gatherer(transfer.opened.source.root)
+        self._gatherer = Gatherer(transfer.opened.source)
 
     def close(self) -> None:
         self._gatherer.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.commands.read_options import ReadOptions
@@ -27,6 +26,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.plan import ChunkIndex
 from ckptool.engine.checked import CheckedReads
+from ckptool.engine.remote_path import Location
 from ckptool.engine.replicas import differing_replicas
 from ckptool.errors import CkptoolError, Damaged, Hostile, Problem, UsageError
 
@@ -42,7 +42,7 @@ class AgainstOptions:
     applies to the other side too; ``other_format`` is the format to read that as.
     """
 
-    other: Path
+    other: Location
     selection: Selection = EVERYTHING
     tolerance: Tolerance | None = None
     cast: bool = False
@@ -92,13 +92,15 @@ class AgainstReport:
     """What the comparison found. ``verify.nbytes`` were read of both sides together."""
 
     verify: VerifyReport
-    other: Path
+    other: Location
     other_format: str | None
     values: int
     differing: tuple[DifferingTensor, ...]
 
 
-def against(path: Path, options: AgainstOptions, started: Started | None = None) -> AgainstReport:
+def against(
+    path: Location, options: AgainstOptions, started: Started | None = None
+) -> AgainstReport:
     """Compare the checkpoint at ``path`` with another; all differences are collected.
 
     ``started`` is told how many bytes will be read, and returns what is told of them as they are.
@@ -124,7 +126,7 @@ class _Side:
 class _Comparison:
     """Two checkpoints, and what was found of them so far."""
 
-    def __init__(self, path: Path, options: AgainstOptions) -> None:
+    def __init__(self, path: Location, options: AgainstOptions) -> None:
         self._options = options
         self._path = path
         self._found: list[Problem] = []
@@ -137,7 +139,7 @@ class _Comparison:
         self._opened = [self._open(*one) for one in zip(paths, reads, SIDES, strict=True)]
         self._sides: list[_Side] = []
 
-    def _open(self, path: Path, options: ReadOptions, where: str) -> Opened | None:
+    def _open(self, path: Location, options: ReadOptions, where: str) -> Opened | None:
         try:
             return open_checkpoint(path, options)
         except (Damaged, Hostile) as error:
@@ -177,7 +179,7 @@ class _Comparison:
             self._note(SIDES[number], [Problem(why, "ranks-disagree", tensor=name)])
         for note in unread_notes(catalog):
             self._note(SIDES[number], [Problem(note, "value-not-compared", tensor=note.tensor)])
-        return _Side(SIDES[number], opened, catalog, CheckedReads(opened.source.root))
+        return _Side(SIDES[number], opened, catalog, CheckedReads(opened.source))
 
     def _pair_up(self, mine: Catalog, theirs: Catalog) -> None:
         """Find the tensors whose values can be compared."""
@@ -232,7 +234,7 @@ class _Comparison:
         entries = [entry for name, entry in side.catalog.tensors.items() if name in names]
         try:
             self._note(side.where, side.reads.problems(entries, workers))
-            self._note(side.where, differing_replicas(entries, side.opened.source.root))
+            self._note(side.where, differing_replicas(entries, side.opened.source))
         except CkptoolError as error:
             self._note(side.where, error.problems)
 

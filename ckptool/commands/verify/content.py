@@ -17,7 +17,7 @@ from ckptool.core.layout import tiles
 from ckptool.engine.content import Packing, Span, View
 from ckptool.engine.finite import all_finite, can_be_not_finite
 from ckptool.engine.gather import Gatherer, raw, unit
-from ckptool.engine.sources import LocalSource
+from ckptool.engine.sources import Files
 from ckptool.errors import CkptoolError, Problem
 from ckptool.formats.base import Format
 
@@ -27,7 +27,7 @@ _Where = str | Packing
 
 
 def located(
-    format_: Format, source: LocalSource, catalog: Catalog, chosen: Callable[[Item], bool]
+    format_: Format, source: Files, catalog: Catalog, chosen: Callable[[Item], bool]
 ) -> tuple[dict[str, TensorEntry], list[Problem]]:
     """The tensors with their containers opened one by one; what cannot be opened is left out."""
     problems: list[Problem] = []
@@ -133,9 +133,9 @@ def _own_spans(file: str, views: list[View]) -> Iterator[Span]:
         yield current
 
 
-def scattered_not_finite(views: Views, root: str) -> tuple[set[str], list[Problem]]:
+def scattered_not_finite(views: Views, source: Files) -> tuple[set[str], list[Problem]]:
     """Tensors with NaN or infinite values among those that are no run of bytes."""
-    gatherer = Gatherer(root)
+    gatherer = Gatherer(source)
     names: set[str] = set()
     problems: list[Problem] = []
     try:

@@ -10,7 +10,7 @@ from ckptool.commands.verify.archives import ArchiveCheck
 from ckptool.commands.verify.pickles import PickleAudit
 from ckptool.core.catalog import Catalog, Item
 from ckptool.engine.content import Span
-from ckptool.engine.sources import LocalSource
+from ckptool.engine.sources import Files
 from ckptool.errors import CkptoolError, Damaged, Problem
 from ckptool.formats._archives import find_archives
 from ckptool.formats._pickle import Global
@@ -78,7 +78,7 @@ def _unreadable_json(source: Source) -> list[Problem]:
     return problems
 
 
-def newer_than_metadata(source: LocalSource) -> list[Problem]:
+def newer_than_metadata(source: Files) -> list[Problem]:
     """Data files of DCP that were modified after ``.metadata``, which is written last."""
     problems = []
     for file in source.files:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
+
+from ckptool.engine.remote_path import Location
 
 
 class Severity(Enum):
@@ -44,7 +45,7 @@ class VerifyReport:
     data. ``sentence`` ends the report; ``sound`` decides the exit code.
     """
 
-    path: Path
+    path: Location
     format: str | None
     findings: tuple[Finding, ...]
     sound: bool

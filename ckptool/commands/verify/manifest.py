@@ -30,6 +30,7 @@ from typing import Any
 
 from ckptool.commands.verify.values import canonical_text, text_digest
 from ckptool.core.dtype import BY_NAME
+from ckptool.engine.remote_path import Location
 from ckptool.errors import Damaged, NotFound
 
 SCHEMA = "ckptool.manifest/1"
@@ -89,16 +90,16 @@ def _lines(content: Mapping[str, Any]) -> Iterator[str]:
         yield f"{json.dumps(key)}: {{\n" + ",\n".join(entries) + "\n}"
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Location) -> Manifest:
     """The manifest in a file.
 
     Raises NotFound where it cannot be read, Damaged where it is no manifest of a known version, is
     not what was written, or lacks anything.
     """
     try:
-        if path.stat().st_size > _LARGEST:
+        if isinstance(path, Path) and path.stat().st_size > _LARGEST:
             raise Damaged(f"{path}: {path.stat().st_size:,} bytes; no manifest is as large")
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode()
     except OSError as error:
         raise NotFound(
             f"{path}: cannot be read: {(error.strerror or str(error)).lower()}"
@@ -116,7 +117,7 @@ def _refuse_constant(word: str) -> None:
     raise ValueError(word)
 
 
-def _parsed(content: Any, path: Path) -> Manifest:
+def _parsed(content: Any, path: Location) -> Manifest:
     if not isinstance(content, dict) or "schema" not in content:
         raise Damaged(f"{path}: no manifest: it names no schema")
     if content["schema"] != SCHEMA:

@@ -22,6 +22,7 @@ from ckptool.commands.verify.verify import Progress
 from ckptool.core.catalog import Catalog
 from ckptool.engine.checked import CheckedReads
 from ckptool.engine.digest import digests, file_digests
+from ckptool.engine.remote_path import Location
 from ckptool.engine.replicas import differing_replicas
 from ckptool.errors import CannotDo, CkptoolError, Problem
 from ckptool.formats._values import Foreign, type_name
@@ -61,14 +62,14 @@ def measure(
     no digest and is a problem. Raises CannotDo where a value is too large to be written down.
     """
     catalog, lost = readable(opened, opened.catalog)
-    reads = CheckedReads(opened.source.root)
+    reads = CheckedReads(opened.source)
     entries = list(catalog.tensors.values())
     problems: list[Problem] = [*_contradictions(opened.catalog), *lost.values()]
     found: dict[str, str] = {}
     try:
         found = digests(entries, reads.gatherer, workers, progress)
         problems += reads.problems(entries, workers)
-        problems += differing_replicas(entries, opened.source.root)
+        problems += differing_replicas(entries, opened.source)
     except CkptoolError as error:
         problems += error.problems
     tensors = {
@@ -122,13 +123,16 @@ def _files(
     opened: Opened, files: Collection[str], workers: int, progress: Progress
 ) -> dict[str, FileProof]:
     sizes = file_sizes(opened.catalog)
-    found = file_digests(files, opened.source.root, workers, progress)
+    found = file_digests(files, opened.source, workers, progress)
     return {name: FileProof(sizes[name], found[name]) for name in found}
 
 
-def write_manifest(manifest: Manifest, path: Path, *, overwrite: bool) -> None:
+def write_manifest(manifest: Manifest, path: Location, *, overwrite: bool) -> None:
     """Write a manifest, whole or not at all. CannotDo where it exists or cannot be written."""
     require_writable(path, overwrite=overwrite)
+    if not isinstance(path, Path):
+        path.write_bytes(manifest_text(manifest).encode())
+        return
     part = path.with_name(f".{path.name}.partial")
     try:
         with open(part, "w", encoding="utf-8") as stream:
@@ -141,11 +145,11 @@ def write_manifest(manifest: Manifest, path: Path, *, overwrite: bool) -> None:
         raise CannotDo(f"{path}: cannot be written: {error.strerror}") from None
 
 
-def require_writable(path: Path, *, overwrite: bool) -> None:
+def require_writable(path: Location, *, overwrite: bool) -> None:
     """CannotDo where a manifest must not or cannot be written: ask before all is read."""
     if path.is_dir():
         raise CannotDo(f"{path}: is a folder, no file to write a manifest to")
-    if not path.parent.is_dir():
+    if isinstance(path, Path) and not path.parent.is_dir():
         raise CannotDo(f"{path.parent}: no such folder to write into")
-    if os.path.lexists(path) and not overwrite:
+    if (path.exists() or (isinstance(path, Path) and path.is_symlink())) and not overwrite:
         raise CannotDo(f"{path} exists already", hint="--overwrite replaces it")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.commands.verify.codes import finding_of
@@ -20,6 +19,7 @@ from ckptool.commands.verify.prove import (
     write_manifest,
 )
 from ckptool.commands.verify.verify import Started, VerifyOptions, verify
+from ckptool.engine.remote_path import Location
 from ckptool.errors import Damaged, Hostile, Problem
 
 
@@ -30,12 +30,12 @@ class ProvingOptions:
     ``verify`` says how deep to look beside that: digests need every byte in any case.
     """
 
-    manifest: Path
+    manifest: Location
     overwrite: bool = False
     verify: VerifyOptions = field(default_factory=lambda: VerifyOptions(quick=True))
 
 
-def write(path: Path, options: ProvingOptions, started: Started | None = None) -> VerifyReport:
+def write(path: Location, options: ProvingOptions, started: Started | None = None) -> VerifyReport:
     """Verify the checkpoint at ``path``, read all of it, and write its manifest where it is sound.
 
     Raises as verify does, CannotDo where the manifest cannot be written.
@@ -58,7 +58,7 @@ def write(path: Path, options: ProvingOptions, started: Started | None = None) -
     return replace(report, sentence=sentence)
 
 
-def prove(path: Path, options: ProvingOptions, started: Started | None = None) -> VerifyReport:
+def prove(path: Location, options: ProvingOptions, started: Started | None = None) -> VerifyReport:
     """Verify the checkpoint at ``path``, read all of it, and compare it with a manifest.
 
     Raises as verify does, NotFound or Damaged where there is no manifest to prove by.
@@ -82,7 +82,7 @@ def prove(path: Path, options: ProvingOptions, started: Started | None = None) -
     return replace(report, sentence=sentence)
 
 
-def _opened(path: Path, options: ProvingOptions) -> Opened | None:
+def _opened(path: Location, options: ProvingOptions) -> Opened | None:
     try:
         return open_checkpoint(path, options.verify.read)
     except (Damaged, Hostile):

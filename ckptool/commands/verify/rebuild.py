@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ckptool.commands.open import Survey
 from ckptool.core.catalog import Catalog
-from ckptool.engine.sources import LocalSource
+from ckptool.engine.sources import Files
 from ckptool.errors import CannotDo, CkptoolError, Problem
 from ckptool.formats import FORMATS
 from ckptool.formats._dcp_rebuild import rebuilt
@@ -67,7 +67,7 @@ def _unseen(found: Survey) -> tuple[str, ...]:
 class _Renamed:
     """A source whose uncommitted metadata stands in for the metadata it was to become."""
 
-    def __init__(self, source: LocalSource) -> None:
+    def __init__(self, source: Files) -> None:
         self._source = source
         self.root = source.root
         self.files: Mapping[str, int] = {
@@ -78,7 +78,10 @@ class _Renamed:
         """As the source reads."""
         return self._source.read(_UNCOMMITTED if file == _METADATA else file, offset, nbytes)
 
-    def narrowed(self, folder: str) -> LocalSource:
+    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
+        """Not told: only metadata is read."""
+
+    def narrowed(self, folder: str) -> Files:
         """As the source narrows."""
         return self._source.narrowed(folder)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ckptool.commands.verify.findings import VerifyReport
 from ckptool.commands.verify.steps import Step, steps_of
 from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.engine.remote_path import Location, within
 from ckptool.errors import SourceError
 
 
@@ -32,7 +32,7 @@ class StepReport:
 class RunReport:
     """The steps that were verified, the newest first; ``steps`` is how many there are."""
 
-    path: Path
+    path: Location
     steps: int
     verified: tuple[StepReport, ...]
 
@@ -42,7 +42,7 @@ class RunReport:
         return next((one for one in self.verified if one.whole), None)
 
 
-def verify_run(run: Path, options: VerifyOptions, *, every: bool) -> RunReport:
+def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunReport:
     """Verify the steps of a run from the newest to the first whole one, or ``every`` step.
 
     Raises NotFound or Unrecognised where the folder holds no checkpoint.
@@ -65,7 +65,7 @@ def _report(step: Step, older: Sequence[Step], options: VerifyOptions) -> StepRe
     reports: list[VerifyReport] = []
     reasons = [*_missing_parts(step, older)]
     for part in step.parts:
-        where = "" if part == step.path else f"{part.relative_to(step.path)}: "
+        where = "" if part == step.path else f"{within(part, step.path)}: "
         try:
             report = verify(part, options)
         except SourceError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ckptool.commands.open import Opened, survey
@@ -14,7 +13,8 @@ from ckptool.commands.transfer import Progress, Transfer, TransferOptions, requi
 from ckptool.commands.verify.rebuild import rebuild
 from ckptool.commands.verify.wholeness import whole_part
 from ckptool.core.plan import Plan
-from ckptool.errors import CannotDo, TransferError
+from ckptool.engine.remote_path import Location
+from ckptool.errors import CannotDo, NotFound, TransferError
 from ckptool.formats import CONVERTERS
 from ckptool.formats.base import Request
 
@@ -70,6 +70,7 @@ class Salvage:
 
     transfer: Transfer
     report: SalvageReport
+    listing: Location
 
     @property
     def nbytes(self) -> int:
@@ -79,16 +80,17 @@ class Salvage:
     def run(self, progress: Progress = lambda nbytes: None) -> SalvageReport:
         """Write the target, whole or not at all, then the list beside it."""
         self.transfer.run(progress)
-        listing = Path(self.report.listing)
+        content = json.dumps(salvage_content(self.report), indent=1) + "\n"
         try:
-            listing.write_text(json.dumps(salvage_content(self.report), indent=1) + "\n")
-        except OSError as error:
-            message = f"{listing}: cannot be written: {error.strerror}; the target is whole"
+            self.listing.write_bytes(content.encode())
+        except (OSError, NotFound) as error:
+            reason = error.strerror if isinstance(error, OSError) else error.message
+            message = f"{self.listing}: cannot be written: {reason}; the target is whole"
             raise TransferError(message) from None
         return self.report
 
 
-def plan_salvage(path: Path, target: Path, options: SalvageOptions) -> Salvage:
+def plan_salvage(path: Location, target: Location, options: SalvageOptions) -> Salvage:
     """Read a damaged checkpoint as far as it can be, and plan to write what is whole of it.
 
     Raises NotFound or Unrecognised where there is no checkpoint, CannotDo where nothing in it is
@@ -125,7 +127,8 @@ def plan_salvage(path: Path, target: Path, options: SalvageOptions) -> Salvage:
         notes=layout.notes,
         listing=str(listing),
     )
-    return Salvage(Transfer(opened, plan, target, options.transfer, "salvage"), report)
+    transfer = Transfer(opened, plan, target, options.transfer, "salvage")
+    return Salvage(transfer, report, listing)
 
 
 def salvage_content(report: SalvageReport) -> dict[str, Any]:

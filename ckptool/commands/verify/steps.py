@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptool.commands.open import Candidate, below, natural_key
+from ckptool.engine.remote_path import Location, within
 from ckptool.errors import Unrecognised
 
 _NUMBERS = tuple(
@@ -31,17 +31,17 @@ class Step:
     Most are one checkpoint; some trainers save several side by side (``actor``, ``critic``).
     """
 
-    path: Path
+    path: Location
     number: int | None
-    parts: tuple[Path, ...]
+    parts: tuple[Location, ...]
 
     @property
     def names(self) -> frozenset[str]:
         """What its checkpoints are called inside it."""
-        return frozenset(str(part.relative_to(self.path)) for part in self.parts)
+        return frozenset(str(within(part, self.path)) for part in self.parts)
 
 
-def steps_of(run: Path) -> list[Step]:
+def steps_of(run: Location) -> list[Step]:
     """All steps of a run's folder, the oldest first; those without a number before all others.
 
     A folder that is named as the others are and holds no checkpoint is a step without parts. Where
@@ -60,15 +60,15 @@ def steps_of(run: Path) -> list[Step]:
     return sorted([*steps, *_without_checkpoint(steps)], key=_order)
 
 
-def _is_step(path: Path, run: Path) -> bool:
+def _is_step(path: Location, run: Location) -> bool:
     """Whether a checkpoint below a folder that is one itself is a step of its own.
 
     Files that are numbered from 0 without a gap are one a rank, not one a step.
     """
-    place = _place(path.relative_to(run).parts)
+    place = _place(within(path, run).parts)
     if place is None or path.is_dir():
         return place is not None
-    beside = [_place((name,)) for name in os.listdir(path.parent)
+    beside = [_place((name,)) for name in (one.name for one in path.parent.iterdir())
               if _pattern(name) == _pattern(path.name)]  # fmt: skip
     numbers = {found[1] for found in beside if found is not None}
     return numbers != set(range(len(numbers)))
@@ -88,11 +88,11 @@ def _place(parts: tuple[str, ...]) -> tuple[int, int] | None:
     return (len(parts) - 1, int(found[1])) if found else None
 
 
-def _grouped(run: Path, candidates: Iterable[Candidate]) -> list[Step]:
+def _grouped(run: Location, candidates: Iterable[Candidate]) -> list[Step]:
     """Candidates that lie in one step's folder, as one step."""
-    grouped: dict[Path, tuple[int | None, list[Path]]] = {}
+    grouped: dict[Location, tuple[int | None, list[Location]]] = {}
     for one in candidates:
-        parts = one.path.relative_to(run).parts
+        parts = within(one.path, run).parts
         place = _place(parts)
         path = one.path if place is None else run.joinpath(*parts[: place[0] + 1])
         number = None if place is None else place[1]
@@ -105,7 +105,7 @@ def _without_checkpoint(steps: Iterable[Step]) -> Iterator[Step]:
     known = {step.path for step in steps}
     patterns = {(path.parent, _pattern(path.name)) for path in known if _place((path.name,))}
     for parent in dict.fromkeys(parent for parent, _ in patterns):
-        for name in os.listdir(parent):
+        for name in (one.name for one in parent.iterdir()):
             path = parent / name
             if path not in known and (parent, _pattern(name)) in patterns:
                 place = _place((name,))

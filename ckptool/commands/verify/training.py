@@ -12,6 +12,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Item, RankStep, TensorEntry
 from ckptool.core.parts import part_of
 from ckptool.engine.gather import Gatherer, unit
+from ckptool.engine.sources import Files
 from ckptool.errors import CkptoolError, Problem
 
 _LIKE_THE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
@@ -111,9 +112,9 @@ def _parameter(head: str, models: dict[str, TensorEntry]) -> TensorEntry | None:
     return models.get(name) if found and not name.isdigit() else None
 
 
-def step_problems(catalog: Catalog, located: Iterable[TensorEntry], root: str) -> list[Problem]:
+def step_problems(catalog: Catalog, located: Iterable[TensorEntry], source: Files) -> list[Problem]:
     """Step counters that differ between parameters or ranks."""
-    return [*_differing_objects(catalog), *_differing_tensors(located, root)]
+    return [*_differing_objects(catalog), *_differing_tensors(located, source)]
 
 
 def _differing_objects(catalog: Catalog) -> list[Problem]:
@@ -133,9 +134,9 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _differing_tensors(located: Iterable[TensorEntry], root: str) -> list[Problem]:
+def _differing_tensors(located: Iterable[TensorEntry], source: Files) -> list[Problem]:
     values: dict[float, list[str]] = defaultdict(list)
-    gatherer = Gatherer(root)
+    gatherer = Gatherer(source)
     try:
         for entry in located:
             if entry.name.endswith(".step") and part_of(entry.name, entry.path) == "optimizer":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ckptool.commands.open import Survey, survey
 from ckptool.commands.read_options import AS_DETECTED, ReadOptions
@@ -25,8 +24,10 @@ from ckptool.commands.verify.training import optimizer_problems, step_problems
 from ckptool.core.catalog import Catalog, Item, TensorEntry, coverage_problem, flat_name
 from ckptool.core.parts import part_of
 from ckptool.engine.content import Span, check_spans
+from ckptool.engine.remote_path import Location
 from ckptool.engine.replicas import differing_replicas
 from ckptool.engine.run import RunOptions
+from ckptool.engine.sources import Files
 from ckptool.errors import UNCODED, CkptoolError, Problem
 
 Progress = Callable[[int], None]
@@ -56,7 +57,7 @@ class VerifyOptions:
         return "quick" if self.quick else "sample" if self.sample < 1 else "content"
 
 
-def verify(path: Path, options: VerifyOptions, started: Started | None = None) -> VerifyReport:
+def verify(path: Location, options: VerifyOptions, started: Started | None = None) -> VerifyReport:
     """Check the checkpoint at ``path``; all findings are collected.
 
     ``started`` is told how many bytes will be read, and returns what is told of them as they are.
@@ -104,22 +105,22 @@ class _Check:
         views = Views.of(tensors.values())
         spans = self._sampled([*self._files.spans, *attach(views, self._files.spans)])
         self._nbytes = sum(span.nbytes for span in spans)
-        root = self._survey.source.root
+        source = self._survey.source
         if self._options.sample >= 1:
-            self._found += integrity_problems(self._survey.source)
-        found = check_spans(spans, root, self._options.workers, started(self._nbytes))
+            self._found += integrity_problems(source)
+        found = check_spans(spans, source, self._options.workers, started(self._nbytes))
         self._found += found.problems
         names = found.not_finite
         if self._options.sample >= 1:
-            more, problems = scattered_not_finite(views, root)
+            more, problems = scattered_not_finite(views, source)
             names |= more
             self._found += problems
-            self._found += _replica_problems(tensors.values(), root)
+            self._found += _replica_problems(tensors.values(), source)
             if self._catalog is not None:
-                self._found += step_problems(self._catalog, tensors.values(), root)
+                self._found += step_problems(self._catalog, tensors.values(), source)
         shown = (tensors[name] for name in sorted(names))
         self._found += [
-            not_finite_count(entry, root)
+            not_finite_count(entry, source)
             for entry in shown
             if part_of(entry.name, entry.path) != "other"
         ]
@@ -237,11 +238,11 @@ def _misnamed(catalog: Catalog) -> list[Problem]:
     ]
 
 
-def _replica_problems(entries: Iterable[TensorEntry], root: str) -> list[Problem]:
+def _replica_problems(entries: Iterable[TensorEntry], source: Files) -> list[Problem]:
     problems: list[Problem] = []
     for entry in entries:
         try:
-            problems += differing_replicas([entry], root)
+            problems += differing_replicas([entry], source)
         except CkptoolError as error:
             problems += error.problems
     return problems

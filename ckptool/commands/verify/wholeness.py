@@ -48,15 +48,15 @@ def whole_part(opened: Opened, problems: Iterable[Problem], workers: int) -> Who
     for name, why in _suspect(catalog, _spoilt(unreadable.values())):
         lost[name] = why
     catalog = _trusted(catalog, lost, set())
-    root = opened.source.root
-    intact = Intact(catalog.tensors.values(), root, workers)
+    source = opened.source
+    intact = Intact(catalog.tensors.values(), source, workers)
     kept: dict[str, TensorEntry] = {}
     for name, entry in catalog.tensors.items():
         whole = _with_intact_chunks(entry, intact)
         if isinstance(whole, str):
             lost[name] = whole
             continue
-        different = differing_replicas([whole], root)
+        different = differing_replicas([whole], source)
         if different:
             lost[name] = str(different[0])
         else:
@@ -93,7 +93,7 @@ def _copied(problems: list[Problem], opened: Opened, workers: int) -> set[str]:
     blamed = {one.file for one in problems if one.file is not None and sizes.get(one.file)}
     suspects = {sizes[file] for file in blamed}
     digests = file_digests(
-        [file for file, size in sizes.items() if size in suspects], opened.source.root, workers
+        [file for file, size in sizes.items() if size in suspects], opened.source, workers
     )
     counts = Counter(digests.values())
     return {file for file in blamed if counts[digests[file]] > 1}

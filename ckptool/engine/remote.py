@@ -1,0 +1,116 @@
+"""Files of a store to read from: one listing, and ranged reads that are shared."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+
+from ckptool.engine.blocks import BLOCK
+from ckptool.engine.remote_path import RemotePath
+from ckptool.engine.sources import by_folder, missing, too_short, within_folder
+from ckptool.engine.store import Info
+from ckptool.errors import NotFound, Problem
+
+
+class RemoteSource:
+    """A folder of a store, or some of its files, readable at any offset.
+
+    ``files`` maps relative paths to sizes in bytes, as the one listing said. Sources that were
+    narrowed share what was read.
+    """
+
+    tile = piece = 2 << 20
+    block = BLOCK
+
+    def __init__(self, place: RemotePath, infos: Mapping[str, Info]) -> None:
+        self.root = str(place)
+        self.files = {name: info.nbytes for name, info in infos.items()}
+        self._place = place
+        self._infos = infos
+
+    @classmethod
+    def folder(cls, place: RemotePath) -> RemoteSource:
+        """Everything below a place."""
+        return cls(place, {name: info for name, info in place.listing.items() if name})
+
+    @classmethod
+    def file(cls, place: RemotePath) -> RemoteSource:
+        """One file by itself; with a safetensors file goes the ``.extra.pt`` file beside it."""
+        found = {place.name: place.listing[""]}
+        if place.suffix == ".safetensors":
+            extra = place.with_name(place.stem + ".extra.pt")
+            with suppress(NotFound, KeyError):
+                found[extra.name] = extra.listing[""]
+        return cls(place.parent, found)
+
+    def alone(self, name: str) -> RemoteSource:
+        """One of the files by itself, with the ``.extra.pt`` file beside it."""
+        extra = name.removesuffix(".safetensors") + ".extra.pt"
+        folder, _, _ = name.rpartition("/")
+        chosen = {one: self._infos[one] for one in (name, extra) if one in self._infos}
+        source = RemoteSource(self._place, chosen)
+        return source.narrowed(folder) if folder else source
+
+    def narrowed(self, folder: str) -> RemoteSource:
+        """The part below a subfolder, as a source of its own."""
+        return RemoteSource(self._place / folder, within_folder(self._infos, folder))
+
+    def subfolders(self) -> dict[str, RemoteSource]:
+        """Every folder below, at any depth, as a source of its own."""
+        grouped = by_folder(self._infos)
+        return {name: RemoteSource(self._place / name, files) for name, files in grouped.items()}
+
+    def fingerprint(self, files: Iterable[str]) -> str:
+        """A SHA-256 over names, sizes and versions (ETags or times) of some of the files."""
+        found = hashlib.sha256()
+        for name in sorted(files):
+            info = self._infos.get(name)
+            if info is None:
+                raise missing(name)
+            found.update(repr((name, info.nbytes, info.version)).encode())
+        return found.hexdigest()
+
+    def modified(self, file: str) -> float:
+        """When a file was last modified, in seconds since the epoch; 0 where that is not told."""
+        return self._infos[file].modified
+
+    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
+        """Fetch ahead what is read next: file, offset and bytes of each."""
+        self._place.store.blocks.expect(
+            (self._key(file), offset, nbytes) for file, offset, nbytes in spans
+        )
+
+    def keep(self, nbytes: int) -> None:
+        """Keep no more than so many bytes of what was read."""
+        self._place.store.blocks.capacity = nbytes
+
+    def read(self, file: str, offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
+        if file not in self.files:
+            raise missing(file)
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.files[file]:
+            raise too_short(file, offset, nbytes, self.files[file])
+        data = bytearray(nbytes)
+        self.read_into(file, offset, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from ``offset``; Damaged where the file ends before."""
+        try:
+            done = self._place.store.blocks.read_into(self._key(file), offset, buffer)
+        except NotFound as error:
+            message = f"{file}: cannot be read: {error.message}"
+            raise NotFound(Problem(message, "file-unreadable", file=file)) from None
+        if done < len(buffer):
+            raise too_short(file, offset, len(buffer), offset + done)
+
+    def reader(self) -> RemoteSource:
+        """What a thread reads with: all threads share what was read."""
+        return self
+
+    def close(self) -> None:
+        """Nothing is held but memory."""
+
+    def _key(self, file: str) -> str:
+        return (self._place / file).key

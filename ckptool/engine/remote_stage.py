@@ -1,0 +1,185 @@
+"""Output in a store, which has no rename: what commits is written last, and removed first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ckptool.core.layout import Data, Layout, Scattered
+from ckptool.core.plan import Plan
+from ckptool.engine.journal import NO_JOURNAL, journal_head, require_same_run
+from ckptool.engine.remote import RemoteSource
+from ckptool.engine.remote_path import RemotePath
+from ckptool.engine.run import RunOptions
+from ckptool.engine.sources import Files
+from ckptool.engine.stage import StageOptions
+from ckptool.engine.store import Info
+from ckptool.engine.web import SCHEMES
+from ckptool.errors import CannotDo, CkptoolError, NotFound
+
+_MARKS = (".metadata", ".json", ".pkl", "latest", "meta.pt")
+
+
+class RemoteStage:
+    """The target itself, and beside it a small object that says which run's output it holds.
+
+    A file of a store appears once it is whole, so that those that are there with their size are
+    finished. ``held`` are the files that are written last and make it a checkpoint; none where
+    that file holds tensors.
+    """
+
+    journal = NO_JOURNAL
+
+    def __init__(self, target: RemotePath, layout: Layout, options: StageOptions) -> None:
+        self.target = target
+        self.folder = target if layout.folder else target.parent
+        self._layout = layout
+        self._options = options
+        self._store = target.store
+        self._note = target.with_name(f".{target.name}.partial.journal")
+        self._is_new = False
+        self._finished: frozenset[str] = frozenset()
+        last = len(layout.files) - 1
+        tensors = any(isinstance(part, Data | Scattered) for part in layout.files[last].parts)
+        self.held: tuple[int, ...] = () if tensors else (last,)
+
+    def begin(self) -> None:
+        """Note whose output this is and clear the place, or with ``resume`` take what is there.
+
+        Raises CannotDo where the target exists, cannot be written to, or is not to be resumed.
+        """
+        self.require_possible()
+        self._abort_old_uploads()
+        if self._options.resume:
+            return
+        there = self._there()
+        head = journal_head(self._options.plan, self._options.source)
+        content = json.dumps(head | {"files": [file.path for file in self._layout.files]})
+        self._writing(lambda: self._note.write_bytes(content.encode()))
+        self._is_new = True
+        if not self._replaced_at_once(there):
+            self._remove(there)
+
+    def require_possible(self) -> None:
+        """CannotDo where something is there that may not be replaced, or nothing to resume."""
+        if self._store.scheme in SCHEMES:
+            raise CannotDo(f"{self.target}: cannot be written to: the web is only read")
+        if self._store.whole_or_not and not self.target.parent.name:
+            raise CannotDo(f"{self.target}: is a whole bucket", hint="name a folder in it")
+        note = self._read_note()
+        if self._options.resume:
+            if note is None:
+                raise CannotDo(f"{self.target}: there is no partial output to resume")
+            expected = {"source": self._options.source, "plan": self._options.plan}
+            require_same_run(str(self._note), note, expected)
+            return
+        partial = set(note.get("files", ())) if note else set()
+        there = [name for name in self._there() if name not in partial]
+        if there and not self._options.overwrite:
+            raise CannotDo(
+                f"{self.target} exists already ({len(there):,} files, such as {there[0]})",
+                hint="--overwrite removes it before the new one is written",
+            )
+        if there and self._layout.folder and not self._options.replaceable:
+            raise CannotDo(f"{self.target}: is no checkpoint, and is not replaced")
+
+    def join(self, rank: int = 0) -> None:
+        """Look what an earlier run finished, after ``begin``."""
+        if self._options.resume:
+            sizes = {file.path: file.nbytes for file in self._layout.files[:-1]}
+            there = self._there()
+            self._finished = frozenset(n for n, i in there.items() if sizes.get(n) == i.nbytes)
+
+    def mark(self, token: str) -> None:
+        """All ranks see one store."""
+
+    def is_marked(self, token: str) -> bool:
+        """All ranks see one store."""
+        return True
+
+    @property
+    def written(self) -> RemoteSource:
+        """The files that were written, to be read back."""
+        sizes = {file.path: Info(file.nbytes, "", 0) for file in self._layout.files}
+        return RemoteSource(self.folder, sizes)
+
+    def write(
+        self,
+        plan: Plan,
+        source: Files,
+        options: RunOptions,
+        progress: Callable[[int], None],
+        numbers: Collection[int],
+    ) -> None:
+        """Write files of the plan, those of ``numbers``."""
+        from ckptool.engine.send import send
+
+        send(plan, source, self.folder, options, progress, numbers=numbers, finished=self._finished)
+
+    def commit(self) -> None:
+        """All is written: there is nothing partial any more."""
+        self._store.remove([self._note.key], str(self._note))
+
+    def discard(self, *, resumed: bool = False) -> None:
+        """Remove what was written; an output that was resumed only where that is asked."""
+        if not self._is_new and not resumed:
+            return
+        with suppress(CkptoolError):
+            self._remove(self._there())
+            self.commit()
+
+    def _there(self) -> dict[str, Info]:
+        """The files at the place of the output, by their paths in it."""
+        if self._layout.folder:
+            return self._found(self.folder, below=True)
+        side = f"{self.target.name.removesuffix('.safetensors')}.extra.pt"
+        names = dict.fromkeys([*(file.path for file in self._layout.files), side])
+        found = {name: self._found(self.folder / name, below=False) for name in names}
+        return {name: infos[""] for name, infos in found.items() if infos}
+
+    def _found(self, place: RemotePath, *, below: bool) -> dict[str, Info]:
+        try:
+            infos = self._store.find(place.key, str(place))
+        except NotFound:
+            return {}
+        return {n: i for n, i in infos.items() if bool(n) is below and n != self._note.name}
+
+    def _read_note(self) -> dict[str, Any] | None:
+        try:
+            note = json.loads(self._note.read_bytes())
+        except (NotFound, ValueError):
+            return None
+        return note if isinstance(note, dict) else None
+
+    def _replaced_at_once(self, there: dict[str, Info]) -> bool:
+        """Whether one file takes the place of one file: then the old one stands until that."""
+        files = {file.path for file in self._layout.files}
+        return not self._layout.folder and len(files) == 1 and set(there) <= files
+
+    def _remove(self, files: Collection[str]) -> None:
+        """Remove files of the output, first those without which the others are no checkpoint."""
+        ordered: Sequence[str] = sorted(files, key=lambda name: not name.endswith(_MARKS))
+        keys = [(self.folder / name).key for name in ordered]
+        self._writing(lambda: self._store.remove(keys, str(self.target)))
+
+    def _writing(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except NotFound as error:
+            raise CannotDo(
+                f"{self.target}: cannot be written to: {error.message}", hint=error.hint
+            ) from None
+
+    def _abort_old_uploads(self) -> None:
+        """Throw away the parts that a killed run left, where the store can list them."""
+        uploads = getattr(self._store.fs, "list_multipart_uploads", None)
+        if uploads is None:
+            return
+        keys = {(self.folder / file.path).key for file in self._layout.files}
+        bucket = self.target.key.partition("/")[0]
+        with suppress(Exception):
+            for one in uploads(bucket):
+                if f"{bucket}/{one['Key']}" in keys:
+                    self._store.fs.abort_mpu(bucket, one["Key"], one["UploadId"])

@@ -1,0 +1,227 @@
+"""A store that fsspec knows: to list, to read and to write, patiently."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from ckptool.engine import web
+from ckptool.engine.blocks import Blocks
+from ckptool.engine.patience import Patience, ask, said, unreachable
+from ckptool.engine.remote_path import shown
+from ckptool.errors import CannotDo, NotFound, UsageError
+
+_T = TypeVar("_T")
+_EXTRAS = {
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gcs",
+    "gcs": "gcs",
+    "az": "azure",
+    "abfs": "azure",
+    "abfss": "azure",
+    "adl": "azure",
+    "hf": "hf",
+    "http": "http",
+    "https": "http",
+}
+_WHOLE_OR_NOT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf"}
+
+
+class Info(NamedTuple):
+    """A file of a store: its size in bytes, and what changes when it does (an ETag or a time)."""
+
+    nbytes: int
+    version: str
+    modified: float
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What was asked of a store: requests, and the bytes that came."""
+
+    requests: int = 0
+    received: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count(self, received: int = 0) -> None:
+        """One request more, that brought so many bytes."""
+        with self._lock:
+            self.requests += 1
+            self.received += received
+
+
+class Store:
+    """A file system of fsspec. ``traffic`` counts what is asked of it.
+
+    Credentials are fsspec's own business and appear in no message.
+    """
+
+    patience = Patience()
+
+    def __init__(self, fs: Any, scheme: str) -> None:
+        self.fs = fs
+        self.scheme = scheme
+        self.traffic = Traffic()
+        self.blocks = Blocks(self._fetch)
+        self._sizes: dict[str, int] = {}
+
+    @classmethod
+    def connect(cls, url: str) -> Store:
+        """The store of a URL. UsageError, or CannotDo where a package for it is missing."""
+        scheme = url.partition("://")[0].lower()
+        try:
+            from fsspec.core import url_to_fs
+
+            return cls(url_to_fs(url)[0], scheme)
+        except ImportError as error:
+            extra = _EXTRAS.get(scheme)
+            hint = f"pip install 'ckptool[{extra}]'" if extra else str(error)
+            message = f"{shown(url)}: a package that reads {scheme}:// is missing"
+            raise CannotDo(message, hint=hint) from None
+        except ValueError as error:
+            if "not known" not in str(error).lower():
+                raise UsageError(f"{shown(url)}: {said(error)}") from None
+            hint = "s3://, gs://, az://, hf://, https://, or another that fsspec knows"
+            raise UsageError(f"{shown(url)}: no store is called {scheme}://", hint=hint) from None
+        except Exception as error:
+            raise unreachable(shown(url), error) from None
+
+    @property
+    def whole_or_not(self) -> bool:
+        """Whether an object appears only once it is whole."""
+        return self.scheme in _WHOLE_OR_NOT
+
+    def key(self, url: str) -> str:
+        """What the file system calls the place that a URL names."""
+        return str(self.fs._strip_protocol(url))
+
+    def changed(self, key: str, nbytes: int) -> None:
+        """A file was written: forget what was read of it."""
+        self._sizes[key] = nbytes
+        self.blocks.clear()
+
+    def url(self, key: str) -> str:
+        """A place of the store as messages show it."""
+        return shown(self.fs.unstrip_protocol(key))
+
+    def find(self, key: str, what: str) -> dict[str, Info]:
+        """All files below a place by their relative paths; a file itself is ``""``.
+
+        NotFound where there is none, or where it cannot be listed; ``what`` is how errors call it.
+        """
+        self.fs.invalidate_cache()
+        found = self._on_the_web(key) if self.scheme in web.SCHEMES else self._listed(key, what)
+        files = {}
+        for name, info in found.items():
+            relative = "" if name == key else name.removeprefix(key).lstrip("/")
+            if info.get("type", "file") == "file" and not name.endswith("/"):
+                files[relative] = _info(info)
+                self._sizes[name] = files[relative].nbytes
+        if not files:
+            raise NotFound(f"{what}: no such file or folder")
+        return dict(sorted(files.items()))
+
+    def _listed(self, key: str, what: str) -> dict[str, Any]:
+        self.traffic.count()
+        found: dict[str, Any] = self.ask(what, lambda: self.fs.find(key, detail=True))
+        return found
+
+    def _on_the_web(self, key: str) -> dict[str, Any]:
+        """A file, or the files of a folder as far as they can be known."""
+        head, mark, query = key.partition("?")
+        if web.is_file(key):
+            return {key: {"size": size}} if (size := self._web_size(key)) is not None else {}
+
+        def full(name: str) -> str:
+            return f"{head.rstrip('/')}/{name}{mark}{query}"
+
+        def size_of(name: str) -> int | None:
+            return self._web_size(full(name))
+
+        names = web.names_below(size_of, lambda name: self.get(full(name), full(name)))
+        return {
+            f"{head.rstrip('/')}/{name}": {"size": size}
+            for name, size in web.sizes(names, size_of).items()
+            if size is not None
+        }
+
+    def _web_size(self, key: str) -> int | None:
+        """The size of a file in bytes; None where there is none."""
+        self.traffic.count()
+        try:
+            size: int | None = self.ask(shown(key), lambda: self._timed("_info", key))["size"]
+        except NotFound:
+            return None
+        if size is None:
+            raise CannotDo(f"{shown(key)}: the server does not say how large it is")
+        return size
+
+    def _fetch(self, key: str, start: int, end: int) -> bytes:
+        """The bytes of a file from ``start`` to ``end``, fewer where it ends before."""
+        end = min(end, self._sizes.get(key, end))
+        what = f"{self.url(key)}: bytes {start:,} to {end:,}"
+        return self.ask(what, lambda: self._range(key, start, end))
+
+    def _range(self, key: str, start: int, end: int) -> bytes:
+        """One ranged request; OSError where fewer bytes came than there are."""
+        data = self._part(key, start, end)
+        self.traffic.count(len(data))
+        if len(data) < end - start and self._timed("_info", key)["size"] > start + len(data):
+            raise OSError(f"only {len(data):,} bytes came")
+        return data
+
+    def _part(self, key: str, start: int, end: int) -> bytes:
+        if self.scheme not in web.SCHEMES:
+            data: bytes = self._timed("_cat_file", key, start=start, end=end)
+            return data
+        try:
+            data = self.fs.open(key, "rb", size=end)._fetch_range(start, end)
+        except ValueError:
+            raise CannotDo(
+                f"{shown(key)}: the server does not answer requests for a part of a file",
+                hint="download the checkpoint first",
+            ) from None
+        return data
+
+    def _timed(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """A call of the file system, given up after a time where it lets itself be given up."""
+        if not self.fs.async_impl:
+            return getattr(self.fs, method.removeprefix("_"))(*arguments, **named)
+        from fsspec.asyn import sync
+
+        work = getattr(self.fs, method)
+        return sync(self.fs.loop, work, *arguments, timeout=self.patience.timeout, **named)
+
+    def put(self, key: str, data: bytes, what: str) -> None:
+        """Write a small file."""
+        self.ask(what, lambda: self.fs.pipe_file(key, data))
+
+    def get(self, key: str, what: str) -> bytes:
+        """A small file whole. NotFound where there is none."""
+        data: bytes = self.ask(what, lambda: self.fs.cat_file(key))
+        self.traffic.count(len(data))
+        return data
+
+    def remove(self, keys: Iterable[str], what: str) -> None:
+        """Remove files, those that are there, one after the other."""
+        for key in keys:
+            with suppress(NotFound):
+                self.ask(what, partial(self.fs.rm_file, key))
+
+    def ask(self, what: str, work: Callable[[], _T]) -> _T:
+        """The answer to a request. NotFound or NoAnswer where there is none."""
+        return ask(self.patience, what, work)
+
+
+def _info(info: dict[str, Any]) -> Info:
+    version = info.get("ETag") or info.get("etag") or info.get("md5Hash") or info.get("sha256")
+    modified = info.get("LastModified") or info.get("last_modified") or info.get("mtime")
+    modified = modified or info.get("updated") or info.get("created") or 0
+    seconds = modified.timestamp() if hasattr(modified, "timestamp") else modified
+    seconds = seconds if isinstance(seconds, int | float) else 0
+    return Info(int(info.get("size") or 0), str(version or modified), float(seconds))

@@ -1,0 +1,166 @@
+"""What looking at a checkpoint in a store costs: requests, and bytes."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+import torch
+from conftest import CASES, GOOD, Case, by_name, case
+from fsspec.implementations.memory import MemoryFileSystem
+from safetensors.torch import save_file
+from store_server import S3, s3, server
+from typer.testing import CliRunner
+
+from ckptool.cli.app import app
+from ckptool.commands.inspect import inspect
+from ckptool.commands.open import open_checkpoint
+from ckptool.commands.read_options import ReadOptions
+from ckptool.engine.blocks import BLOCK
+from ckptool.engine.remote_path import location
+
+QUICK = ReadOptions(values=False)
+
+
+def test_a_dcp_checkpoint_costs_its_listing_and_its_metadata(s3: S3) -> None:
+    source = case("dcp_fsdp2_tp").path
+    report = inspect(location(s3.put(source, "m")), QUICK)
+    assert report.totals == inspect(source).totals
+    listing, metadata = s3.requests
+    assert listing.lists
+    assert metadata.path.endswith("/m/.metadata")
+    assert metadata.sent == (source / ".metadata").stat().st_size
+
+
+def shards(folder: Path, count: int, tensors: int) -> Path:
+    """A Hugging Face folder of ``count`` files with ``tensors`` names each."""
+    folder.mkdir()
+    weight_map = {}
+    for number in range(1, count + 1):
+        file = f"model-{number:05d}-of-{count:05d}.safetensors"
+        names = [f"model.layers.{number}.block.{n}.weight" for n in range(tensors)]
+        save_file({name: torch.ones(2, 2) for name in names}, folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": 16 * len(weight_map)}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def test_a_sharded_safetensors_folder_costs_a_listing_and_a_read_a_file(s3: S3, out: Path) -> None:
+    url = s3.put(shards(out / "m", 40, 5), "m")
+    report = inspect(location(url))
+    assert report.totals.tensors == 200
+    assert sum(one.lists for one in s3.requests) == 1
+    read = [one.path.rpartition("/")[2] for one in s3.reads]
+    assert sorted(read) == sorted(file.name for file in (out / "m").iterdir())
+
+
+def test_a_header_that_is_longer_than_a_block_costs_a_second_read(s3: S3, out: Path) -> None:
+    url = s3.put(shards(out / "m", 1, 4000), "m")
+    inspect(location(url))
+    assert next(one.sent for one in s3.reads if one.path.endswith(".safetensors")) == BLOCK
+    assert sum(one.path.endswith(".safetensors") for one in s3.reads) == 2
+
+
+@pytest.mark.parametrize("one", GOOD, ids=by_name)
+def test_no_file_is_read_more_often_than_its_blocks(one: Case) -> None:
+    """Every format: nothing twice, and the same catalog as from a disk."""
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    root = one.path if one.path.is_dir() else one.path.parent
+    for file in root.rglob("*"):
+        if file.is_file():
+            memory.pipe_file(f"/{one.name}/{file.relative_to(root)}", file.read_bytes())
+    inside = "" if one.path.is_dir() else f"/{one.path.name}"
+    place = location(f"memory://{one.name}{inside}")
+    found, wanted = open_checkpoint(place), open_checkpoint(one.path)
+    assert found.catalog.tensors == wanted.catalog.tensors
+    blocks = sum(-(-file.stat().st_size // BLOCK) for file in root.rglob("*") if file.is_file())
+    assert place.store.traffic.requests <= blocks + 3
+
+
+class Zeros(MemoryFileSystem):
+    """Files of any size that hold zeros, but for those that were written."""
+
+    protocol = "zeros"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    sizes: ClassVar[dict[str, int]] = {}
+    asked: ClassVar[list[tuple[str, int]]] = []
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.replace("zeros://", "memory://"))
+
+    def find(self, path: str, **more: Any) -> Any:
+        self.asked.append(("find", 0))
+        found = super().find(path, detail=True)
+        return found | {n: {"name": n, "size": s, "type": "file"} for n, s in self.sizes.items()}
+
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **m: Any
+    ) -> Any:
+        self.asked.append((path, (end or 0) - (start or 0)))
+        if path in self.sizes:
+            return bytes((end or 0) - (start or 0))
+        return super().cat_file(path, start, end)
+
+
+@pytest.fixture
+def zeros() -> type[Zeros]:
+    fsspec.register_implementation("zeros", Zeros, clobber=True)
+    Zeros.store.clear()
+    Zeros.sizes.clear()
+    Zeros.asked.clear()
+    return Zeros
+
+
+def test_a_checkpoint_of_a_terabyte_on_256_ranks(zeros: type[Zeros]) -> None:
+    from torch.distributed.checkpoint import metadata as m
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    ranks, layers, rows, columns = 256, 60, 256 * 128, 128_000
+    row = rows // ranks
+    names = [f"model.layers.{n}.weight" for n in range(layers)]
+    item = 4 * row * columns + 1000
+    box = [torch.Size([row, columns])]
+    chunks = [m.ChunkStorageMetadata(torch.Size([r * row, 0]), *box) for r in range(ranks)]
+    properties = m.TensorProperties(torch.float32)
+    types: dict[str, Any] = {
+        name: m.TensorStorageMetadata(properties, torch.Size([rows, columns]), chunks)
+        for name in names
+    }
+    storage = {
+        m.MetadataIndex(name, chunk.offsets): _StorageInfo(f"__{rank}_0.distcp", at * item, item)
+        for at, name in enumerate(names)
+        for rank, chunk in enumerate(chunks)
+    }
+    types["step"] = m.BytesStorageMetadata()
+    storage[m.MetadataIndex("step")] = _StorageInfo("__0_0.distcp", layers * item, 1000)
+    written = pickle.dumps(m.Metadata(types, storage_data=storage))
+    fsspec.filesystem("zeros").pipe_file("/run/step-9/.metadata", written)
+    for rank in range(ranks):
+        size = layers * item + (1000 if rank == 0 else 0)
+        zeros.sizes[f"/run/step-9/__{rank}_0.distcp"] = size
+    assert sum(zeros.sizes.values()) > 10**12
+    zeros.asked.clear()
+    report = inspect(location("zeros://run/step-9"), QUICK)
+    assert report.totals.nbytes == layers * rows * columns * 4
+    assert report.step == 9
+    assert len(zeros.asked) <= 4
+    assert {path for path, _ in zeros.asked} == {"find", "/run/step-9/.metadata"}
+    assert sum(nbytes for _, nbytes in zeros.asked) <= len(written) + BLOCK
+
+
+def test_verbose_says_what_was_asked(s3: S3) -> None:
+    url = s3.put(case("dcp_fsdp2_tp").path, "m")
+    shown = CliRunner().invoke(app, ["inspect", url, "--verbose"])
+    assert shown.exit_code == 0
+    assert "2 requests, 10.6 KiB read" in shown.stderr
+    assert "values lie among the data and were not read; --values reads them" in shown.stderr
+    shown = CliRunner().invoke(app, ["inspect", url, "--verbose", "--values"])
+    assert "not read" not in shown.output

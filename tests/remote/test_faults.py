@@ -1,0 +1,257 @@
+"""What goes wrong on the way to a store is tried again, and where that is vain, said clearly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import case, convert_to
+from store_server import S3, Environ, answer, of_data, s3, server, some
+from test_s3 import big, files_of, resharded
+
+from ckptool.commands.convert import ConvertOptions, prepare
+from ckptool.commands.open import open_checkpoint
+from ckptool.commands.reshard import ReshardOptions, prepare_reshard
+from ckptool.commands.transfer import TransferOptions
+from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.core.placing import parse_mesh
+from ckptool.engine.patience import NoAnswer
+from ckptool.engine.remote_path import location
+from ckptool.engine.run import RunOptions
+from ckptool.errors import CannotDo, CkptoolError, Damaged, NotFound, TransferError
+
+SLOW_DOWN = answer("503 Slow Down", "SlowDown")
+INTERNAL = answer("500 Internal Server Error", "InternalError")
+
+
+def cut(environ: Environ, start: Callable[..., Any]) -> Iterable[bytes]:
+    """Half of what was promised; then the connection is gone."""
+
+    def body() -> Iterable[bytes]:
+        yield b"x" * 1000
+        raise ConnectionResetError
+
+    start("206 Partial Content", [("Content-Length", "2000")])
+    return body()
+
+
+def few(environ: Environ, start: Callable[..., Any]) -> Iterable[bytes]:
+    """Fewer bytes than were asked for, as if that were all."""
+    start("206 Partial Content", [("Content-Length", "3")])
+    return [b"xyz"]
+
+
+def writes(environ: Environ) -> bool:
+    return environ["REQUEST_METHOD"] in ("PUT", "POST")
+
+
+def anything(environ: Environ) -> bool:
+    return True
+
+
+@pytest.mark.parametrize("fault", [SLOW_DOWN, INTERNAL, cut, few])
+def test_reads_are_tried_again(fault: Any, s3: S3, out: Path) -> None:
+    source = s3.put(case("dcp_fsdp2_tp").path, "source")
+    resharded(case("dcp_fsdp2_tp").path, out / "one", "4")
+    s3.fault = some(fault, of_data, times=3)
+    resharded(source, out / "other", "4")
+    assert files_of(out / "other") == files_of(out / "one")
+
+
+@pytest.mark.parametrize("fault", [SLOW_DOWN, INTERNAL])
+def test_writes_are_tried_again(fault: Any, s3: S3, out: Path) -> None:
+    resharded(case("dcp_fsdp2_tp").path, out / "one", "4")
+    s3.fault = some(fault, writes, times=1)
+    resharded(case("dcp_fsdp2_tp").path, s3.url("m"), "4")
+    assert s3.get("m") == files_of(out / "one")
+
+
+@pytest.mark.parametrize("fault", [SLOW_DOWN, INTERNAL, cut, few])
+def test_reads_that_never_succeed_name_file_offset_and_attempts(
+    fault: Any, s3: S3, out: Path
+) -> None:
+    source = s3.put(case("dcp_fsdp2_tp").path, "source")
+    place = location(source)
+    prepared = prepare(place, out / "m", ConvertOptions("dcp"))
+    place.store.blocks.clear()
+    s3.fault = some(fault, of_data)
+    with pytest.raises(TransferError) as caught:
+        prepared.run()
+    assert f"{source}/__" in caught.value.message
+    assert "bytes 0 to" in caught.value.message
+    assert "4 attempts" in caught.value.message
+    assert not (out / "m").exists()
+
+
+def test_a_store_that_does_not_answer_is_not_a_damaged_checkpoint(s3: S3) -> None:
+    source = s3.put(case("dcp_fsdp2_tp").path, "source")
+    s3.fault = some(INTERNAL, lambda e: of_data(e) and e["PATH_INFO"].endswith(".distcp"))
+    with pytest.raises(NoAnswer, match="4 attempts"):
+        verify(location(source), VerifyOptions())
+
+
+@pytest.mark.parametrize("part", ["PUT", "POST"])
+def test_an_upload_that_fails_leaves_no_checkpoint_and_no_parts(
+    part: str, s3: S3, out: Path
+) -> None:
+    source = big(out, 3)
+
+    def chosen(environ: Environ) -> bool:
+        late = "partNumber=2" in environ["QUERY_STRING"] or "uploadId" in environ["QUERY_STRING"]
+        return environ["REQUEST_METHOD"] == part and late
+
+    s3.fault = some(answer("403 Forbidden", "AccessDenied"), chosen)
+    with pytest.raises(TransferError, match=r"s3://\S+/m/__\d_0.distcp: byte [\d,]+ cannot") as why:
+        resharded(source, s3.url("m"), "2")
+    assert "--resume" in (why.value.hint or "")
+    s3.fault = None
+    assert ".metadata" not in s3.get("m")
+    assert not s3.uploads()
+
+
+def test_a_resumed_upload_writes_only_what_is_missing(s3: S3, out: Path) -> None:
+    source = case("dcp_fsdp2_tp").path
+    resharded(source, out / "m", "4")
+    denied = answer("403 Forbidden", "AccessDenied")
+    s3.fault = some(denied, lambda e: writes(e) and e["PATH_INFO"].endswith("__2_0.distcp"))
+    with pytest.raises(TransferError):
+        resharded(source, s3.url("m"), "4", run=RunOptions(1))
+    s3.fault = None
+    done = set(s3.get("m"))
+    assert done == {"__0_0.distcp", "__1_0.distcp"}
+    with pytest.raises(CannotDo, match="plan is not the one"):
+        resharded(source, s3.url("m"), "2", resume=True)
+    s3.requests.clear()
+    resharded(source, s3.url("m"), "4", resume=True)
+    written = {one.path.rpartition("/")[2] for one in s3.requests if one.method == "PUT"}
+    assert written == {"__2_0.distcp", "__3_0.distcp", ".metadata"}
+    assert s3.get("m") == files_of(out / "m")
+    assert ".m.partial.journal" not in s3.get("")
+
+
+def test_without_resume_what_was_left_is_written_anew(s3: S3, out: Path) -> None:
+    source = case("dcp_fsdp2_tp").path
+    denied = answer("403 Forbidden", "AccessDenied")
+    s3.fault = some(denied, lambda e: writes(e) and e["PATH_INFO"].endswith(".metadata"))
+    with pytest.raises(TransferError):
+        resharded(source, s3.url("m"), "4")
+    s3.fault = None
+    resharded(source, s3.url("m"), "2")
+    resharded(source, out / "m", "2")
+    assert s3.get("m") == files_of(out / "m")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_process_that_is_ended_leaves_no_checkpoint_and_is_resumed(
+    number: int, s3: S3, out: Path
+) -> None:
+    source = big(out, 3)
+
+    def slowly(environ: Environ, start: Any) -> None:
+        if "partNumber" in environ["QUERY_STRING"]:
+            time.sleep(0.3)
+
+    s3.fault = slowly
+    command = [sys.executable, "-m", "ckptool", "reshard", str(source), s3.url("m")]
+    command += ["--mesh", "1", "--budget", "40MiB"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not any("partNumber" in one.query for one in s3.requests):
+        time.sleep(0.01)
+        assert process.poll() is None
+    process.send_signal(number)
+    _, told = process.communicate(timeout=60)
+    s3.fault = None
+    assert s3.get("m") == {}
+    if number != signal.SIGKILL:
+        assert process.returncode == 128 + number, told
+        assert not s3.uploads()
+    resharded(source, s3.url("m"), "1", resume=True)
+    resharded(source, out / "m", "1")
+    assert s3.get("m") == files_of(out / "m")
+    assert not s3.uploads()
+
+
+# What a listing says is not always so
+
+
+def test_a_file_that_is_listed_and_gone(s3: S3, out: Path) -> None:
+    place = location(s3.put(case("dcp_fsdp2_tp").path, "source"))
+    prepared = prepare(place, out / "m", ConvertOptions("dcp"))
+    s3.fs.rm_file(f"{s3.bucket}/source/__0_0.distcp")
+    place.store.blocks.clear()
+    with pytest.raises(NotFound, match=r"__0_0.distcp: cannot be read: .*no such file"):
+        prepared.run()
+    assert not (out / "m").exists()
+
+
+def test_a_file_that_metadata_names_and_no_listing(s3: S3, out: Path) -> None:
+    source = s3.put(case("dcp_fsdp2_tp").path, "source")
+    s3.fs.rm_file(f"{s3.bucket}/source/__0_0.distcp")
+    with pytest.raises(Damaged, match=r"__0_0.distcp', named by .metadata, is missing"):
+        open_checkpoint(location(source))
+
+
+def test_a_file_that_is_shorter_than_listed(s3: S3, out: Path) -> None:
+    place = location(s3.put(case("dcp_fsdp2_tp").path, "source"))
+    prepared = prepare(place, out / "m", ConvertOptions("dcp"))
+    s3.fs.pipe_file(f"{s3.bucket}/source/__0_0.distcp", bytes(100))
+    place.store.blocks.clear()
+    with pytest.raises(Damaged, match=r"__0_0.distcp: .* has [\d,]+ bytes; it is truncated"):
+        prepared.run()
+
+
+# What stands at the target
+
+
+def test_an_existing_target_is_refused_and_replaced_when_asked(s3: S3, out: Path) -> None:
+    source = case("dcp_fsdp2_tp").path
+    resharded(source, s3.url("m"), "8")
+    with pytest.raises(CannotDo, match=r"s3://\S+/m exists already \(9 files"):
+        resharded(source, s3.url("m"), "2")
+    resharded(source, out / "m", "2")
+    resharded(source, s3.url("m"), "2", overwrite=True)
+    assert s3.get("m") == files_of(out / "m")
+
+
+def test_the_old_checkpoint_is_no_longer_one_before_the_new_one_is_written(s3: S3) -> None:
+    source = case("dcp_fsdp2_tp").path
+    resharded(source, s3.url("m"), "4")
+    s3.requests.clear()
+    resharded(source, s3.url("m"), "4", overwrite=True)
+    steps = [
+        (one.method, one.path.rpartition("/")[2])
+        for one in s3.requests
+        if one.method in ("PUT", "DELETE")
+    ]
+    assert steps[:2] == [("PUT", ".m.partial.journal"), ("DELETE", ".metadata")]
+    assert steps[-2:] == [("PUT", ".metadata"), ("DELETE", ".m.partial.journal")]
+
+
+def test_a_folder_that_is_no_checkpoint_is_not_replaced(s3: S3) -> None:
+    s3.fs.pipe_file(f"{s3.bucket}/m/letter.txt", b"dear")
+    with pytest.raises(CannotDo, match="is no checkpoint, and is not replaced"):
+        resharded(case("dcp_fsdp2_tp").path, s3.url("m"), "2", overwrite=True)
+    assert s3.get("m") == {"letter.txt": b"dear"}
+
+
+def test_one_file_stands_until_the_new_one_takes_its_place(s3: S3, out: Path) -> None:
+    source = case("hf_shards").path
+    s3.fs.pipe_file(f"{s3.bucket}/m.safetensors", b"old")
+    options = ConvertOptions("safetensors", transfer=TransferOptions(overwrite=True))
+    target = location(s3.url("m.safetensors"))
+    denied = answer("403 Forbidden", "AccessDenied")
+    s3.fault = some(denied, lambda e: writes(e) and e["PATH_INFO"].endswith("/m.safetensors"))
+    with pytest.raises(TransferError):
+        prepare(source, target, options).run()
+    s3.fault = None
+    assert s3.get("m.safetensors") == {"": b"old"}
+    prepare(source, target, options).run()
+    convert_to("safetensors", source, out / "m.safetensors")
+    assert s3.get("m.safetensors") == files_of(out / "m.safetensors")

@@ -1,0 +1,230 @@
+"""URLs as people write them, and errors as they meet them: the right exit code, and no secrets."""
+
+from __future__ import annotations
+
+import http.server
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from conftest import case
+from store_server import S3, answer, of_data, s3, server, some
+from test_s3 import files_of, resharded
+from typer.testing import CliRunner
+
+from ckptool.cli.app import app
+from ckptool.commands.convert import ConvertOptions, prepare
+from ckptool.commands.open import open_checkpoint
+from ckptool.engine.patience import said
+from ckptool.engine.remote_path import location, shown
+from ckptool.errors import CannotDo, CkptoolError, NotFound, UsageError
+
+SECRET = "hunter2"
+
+
+@pytest.mark.parametrize(
+    ("url", "safe"),
+    [
+        ("s3://bucket/run/step-5", "s3://bucket/run/step-5"),
+        ("s3://bucket/run/", "s3://bucket/run"),
+        (f"https://user:{SECRET}@host/m.safetensors", "https://host/m.safetensors"),
+        (f"https://{SECRET}@host/m", "https://host/m"),
+        (f"https://host/m?X-Amz-Signature={SECRET}&x=1", "https://host/m"),
+        (f"ftp://user:{SECRET}@host:21/m", "ftp://host:21/m"),
+        ("abfs://container@account.dfs.core.windows.net/m", None),
+        ("s3://bucket/really?", None),
+    ],
+)
+def test_urls_are_shown_without_secrets(url: str, safe: str | None) -> None:
+    assert shown(url.rstrip("/")) == (safe or url)
+
+
+def test_errors_are_told_without_secrets() -> None:
+    error = OSError(
+        f"404, url=https://me:{SECRET}@host/m?sig={SECRET}\n for https://host/m?b={SECRET}"
+    )
+    assert said(error) == "404, url=https://host/m for https://host/m"
+
+
+@pytest.mark.parametrize(
+    ("url", "parts"),
+    [
+        ("memory://run/step-5/m.safetensors", ("m.safetensors", "m", ".safetensors")),
+        ("memory://run", ("run", "run", "")),
+    ],
+)
+def test_parts_of_a_url(url: str, parts: tuple[str, str, str]) -> None:
+    place = location(url)
+    assert (place.name, place.stem, place.suffix) == parts
+    assert str(place) == url
+    assert str(place / "a" / "b") == f"{url}/a/b"
+    assert (place / "a").parent == place
+    assert str(place.with_name("x")) == url.rpartition("/")[0] + "/x"
+    assert str(place.parents[-1]) == "memory://"
+
+
+def test_a_file_url_is_a_path(tmp_path: Path) -> None:
+    assert location(f"file://{tmp_path}") == tmp_path
+    assert location(tmp_path) == tmp_path
+
+
+def test_a_path_needs_no_fsspec() -> None:
+    import subprocess
+
+    code = (
+        "import sys; from ckptool.engine.remote_path import location;"
+        "from ckptool.commands.open import open_checkpoint;"
+        f"open_checkpoint(location({str(case('hf_shards').path)!r}));"
+        "print('fsspec' in sys.modules or 'ckptool.engine.store' in sys.modules)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "False"
+
+
+def end(*arguments: object) -> tuple[int, str]:
+    """The exit code of a command, and what it says."""
+    import subprocess
+
+    command = [sys.executable, "-m", "ckptool", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode, done.stderr
+
+
+SOURCE = case("dcp_fsdp2_tp").path
+
+ENDS: dict[str, tuple[list[Any], int, list[str]]] = {
+    "a bucket that is not": (["inspect", "s3://no-such-bucket-here/m"], 3, ["s3://no-such-bucket"]),
+    "a key that is not": (["inspect", "s3://BUCKET/no"], 3, ["no such file or folder"]),
+    "half a URL": (["inspect", "s3:/bucket/m"], 2, ["did you mean s3://bucket/m ?"]),
+    "half a URL as target": (["convert", SOURCE, "s3:/b/m", "--to", "dcp"], 2, ["s3://b/m ?"]),
+    "no such store": (["inspect", "sb://bucket/m"], 2, ["no store is called sb://"]),
+    "a chained URL": (["inspect", "simplecache::s3://b/m"], 2, ["chained"]),
+    "a target bucket that is not": (
+        ["convert", SOURCE, "s3://no-such-bucket-here/m", "--to", "dcp"],
+        4,
+        ["s3://no-such-bucket-here/m: cannot be written to"],
+    ),
+    "a target on the web": (
+        ["convert", SOURCE, "http://127.0.0.1:1/m", "--to", "dcp"],
+        4,
+        ["cannot be written to"],
+    ),
+    "bench": (["bench", "--like", "s3://b/m"], 2, ["paths, no URLs"]),
+    "no checkpoint": (["inspect", "s3://BUCKET/letters"], 3, ["letter.txt"]),
+}
+
+
+@pytest.mark.parametrize("row", ENDS)
+def test_errors_have_the_right_exit_code_and_no_traceback(row: str, s3: S3) -> None:
+    s3.fs.pipe_file(f"{s3.bucket}/letters/letter.txt", b"dear")
+    arguments, code, words = ENDS[row]
+    ended, told = end(*(str(one).replace("BUCKET", s3.bucket) for one in arguments))
+    assert [word for word in words if word not in told] == []
+    assert (ended, "Traceback" in told) == (code, False), told
+    assert "very-secret" not in told
+    assert "AKIAEXAMPLE" not in told
+
+
+def test_access_that_is_denied(s3: S3) -> None:
+    url = s3.put(SOURCE, "m")
+    s3.fault = answer("403 Forbidden", "AccessDenied")
+    ended, told = end("inspect", url)
+    assert (ended, "access is denied" in told) == (3, True), told
+    ended, told = end("convert", SOURCE, s3.url("other"), "--to", "dcp")
+    assert (ended, "access is denied" in told) == (4, True), told
+
+
+def test_credentials_that_are_missing(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = s3.put(SOURCE, "m")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("HOME", "/nowhere")
+    s3.fault = answer("403 Forbidden", "AccessDenied")
+    ended, told = end("inspect", url)
+    assert (ended, "Traceback" in told) == (3, False), told
+
+
+def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(CannotDo) as caught:
+        location("gs://bucket/m")
+    assert caught.value.hint == "pip install 'ckptool[gcs]'"
+
+
+# Other stores
+
+
+@pytest.fixture
+def memory() -> Any:
+    found = fsspec.filesystem("memory")
+    found.store.clear()
+    return found
+
+
+def test_a_store_that_shows_files_while_they_grow(memory: Any, out: Path) -> None:
+    resharded(SOURCE, out / "m", "4")
+    resharded(SOURCE, "memory://run/m", "4")
+    found = {name.removeprefix("/run/m/"): memory.cat_file(name) for name in memory.find("/run")}
+    assert found == files_of(out / "m")
+
+
+class Web(http.server.SimpleHTTPRequestHandler):
+    ranges = True
+
+    def log_message(self, *said: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        asked = self.headers.get("Range")
+        if not (self.ranges and asked):
+            super().do_GET()
+            return
+        start, last = asked.removeprefix("bytes=").split("-")
+        data = Path(self.translate_path(self.path)).read_bytes()
+        piece = data[int(start) : int(last) + 1]
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {start}-{last}/{len(data)}")
+        self.send_header("Content-Length", str(len(piece)))
+        self.end_headers()
+        self.wfile.write(piece)
+
+    def list_directory(self, path: Any) -> None:
+        self.send_error(403)
+
+
+@pytest.fixture
+def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    pytest.importorskip("aiohttp")
+    monkeypatch.setattr(Web, "ranges", True)
+    served = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), lambda *a: Web(*a, directory=str(tmp_path))
+    )
+    threading.Thread(target=served.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{served.server_port}"
+    served.shutdown()
+    served.server_close()
+
+
+@pytest.mark.parametrize("name", ["hf_shards", "dcp_fsdp2_tp", "zip_zoo"])
+def test_the_web_is_read_by_the_names_that_metadata_has(
+    name: str, web: str, copy_of: Any, tmp_path: Path
+) -> None:
+    path = copy_of(name)
+    path = next(path.iterdir()) if name == "zip_zoo" else path
+    url = f"{web}/{path.relative_to(tmp_path)}"
+    found, wanted = open_checkpoint(location(url)), open_checkpoint(path)
+    assert found.catalog.tensors == wanted.catalog.tensors
+
+
+def test_a_server_that_gives_no_parts_of_files(
+    web: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Web, "ranges", False)
+    torch.save(torch.ones(1 << 20), tmp_path / "m.pt")
+    with pytest.raises(CannotDo, match="does not answer requests for a part of a file"):
+        open_checkpoint(location(f"{web}/m.pt"))
