@@ -82,7 +82,7 @@ def answer(status: str, code: str) -> Fault:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or -1))
         body = f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
         start(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
-        return [body]
+        return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
 
     return give
 
