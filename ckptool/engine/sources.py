@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import repeat
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -28,6 +29,9 @@ class Bytes(Protocol):
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from ``offset``; Damaged where the file ends before."""
+
+    def read_runs(self, file: str, offset: int, step: int, runs: Sequence[memoryview]) -> None:
+        """Fill each run, the first from ``offset``, each other ``step`` bytes after the last."""
 
     def close(self) -> None:
         """Give back what is held."""
@@ -297,6 +301,22 @@ class Reader:
             if count == 0:
                 raise too_short(file, offset, len(buffer), offset + done)
             done += count
+
+    def read_runs(self, file: str, offset: int, step: int, runs: Sequence[memoryview]) -> None:
+        """Fill each run, the first from ``offset``, each other ``step`` bytes after the last.
+
+        The disk is told of them all before: it then reads them as one.
+        """
+        descriptor = self._descriptor(file)
+        offsets = range(offset, offset + step * len(runs), step)
+        try:
+            os.posix_fadvise(descriptor, offset, step * len(runs), os.POSIX_FADV_WILLNEED)
+            counts = list(map(os.preadv, repeat(descriptor), zip(runs, strict=False), offsets))
+        except OSError as error:
+            raise unreadable(file, error) from None
+        if sum(counts) < sum(map(len, runs)):
+            for run, start in zip(runs, offsets, strict=True):
+                self.read_into(file, start, run)
 
     def close(self) -> None:
         while self._open:

@@ -101,3 +101,14 @@ def test_metadata_of_a_hundred_gigabytes_is_not_read(
     os.truncate(tmp_path / name, 100 << 30)
     with pytest.raises(Damaged, match="107,374,182,400 bytes"):
         open_checkpoint(tmp_path)
+
+
+def test_runs_that_lie_apart(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(bytes(range(100)))
+    runs = [memoryview(bytearray(3)) for _ in range(4)]
+    reader = Reader(str(tmp_path))
+    reader.read_runs("f", 5, 30, runs)
+    assert [bytes(run) for run in runs] == [bytes(range(n, n + 3)) for n in (5, 35, 65, 95)]
+    with pytest.raises(Damaged, match="truncated"):
+        reader.read_runs("f", 8, 30, runs)
+    reader.close()
