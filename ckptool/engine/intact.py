@@ -20,10 +20,12 @@ _Job = tuple[Record | Packed, TensorEntry]
 class Intact:
     """Reads the records and blobs of some tensors once, and knows which of them are damaged.
 
-    Bytes without a checksum count as intact: nothing says that they are not.
+    Bytes without a checksum count as intact where the file has them: nothing says that they are
+    not.
     """
 
     def __init__(self, entries: Iterable[TensorEntry], source: Files, workers: int) -> None:
+        self._sizes = source.files
         self._damaged: dict[Record | Packed, str] = {}
         self._lock = threading.Lock()
         jobs: dict[Record | Packed, _Job] = {}
@@ -31,22 +33,41 @@ class Intact:
             for place in places(entry):
                 if isinstance(place, Packed):
                     jobs[place] = (place, entry)
-                elif isinstance(place, Extent) and place.record is not None:
+                elif isinstance(place, Extent) and place.record and place.record.nbytes:
                     jobs[place.record] = (place.record, entry)
         share_jobs(iter(jobs.values()), workers, lambda: Gatherer(source), self._check)
 
-    def problem(self, place: Place) -> str | None:
-        """What is wrong with the bytes of a place; None where nothing is, as far as is known."""
+    def problem(self, place: Place, shape: tuple[int, ...], itemsize: int) -> str | None:
+        """What is wrong with the bytes of a place; None where nothing is, as far as is known.
+
+        ``shape`` and ``itemsize`` (bytes) are of the elements that lie there.
+        """
         if isinstance(place, Packed):
             return self._damaged.get(place)
-        record = place.record if isinstance(place, Extent) else None
-        return None if record is None else self._damaged.get(record)
+        if not isinstance(place, Extent):
+            return None
+        if place.record is not None:
+            return self._damaged.get(place.record)
+        return self._beyond(place, shape, itemsize)
+
+    def _beyond(self, place: Extent, shape: tuple[int, ...], itemsize: int) -> str | None:
+        """Whether elements lie behind the end of their file."""
+        if not all(shape):
+            return None
+        steps = zip(shape, place.strides, strict=True)
+        end = place.offset + itemsize + sum((n - 1) * stride for n, stride in steps if stride > 0)
+        size = self._sizes.get(place.file, 0)
+        if end <= size:
+            return None
+        return f"it lies at bytes {place.offset:,} to {end:,} of {place.file}, which has {size:,}"
 
     def _check(self, gatherer: Gatherer, job: _Job) -> None:
         what, entry = job
         try:
             problem = None
-            if isinstance(what, Record):
+            if what.offset + what.nbytes > self._sizes.get(what.file, 0):
+                problem = f"{what.file} holds no whole record of it"
+            elif isinstance(what, Record):
                 problem = _record_problem(gatherer, what)
             else:
                 _decode(gatherer, what, entry)

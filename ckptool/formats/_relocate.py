@@ -22,12 +22,18 @@ def relocated(catalog: Catalog, folder: str) -> Catalog:
 Scan = Callable[[Source, ScanOptions], Catalog]
 
 
-def scanned_below(scan: Scan, source: Source, folder: str, options: ScanOptions) -> Catalog:
-    """The catalog of a subfolder; what is noted on the way names files as seen from above."""
+def scanned_below(
+    scan: Scan, source: Source, folder: str, options: ScanOptions, *, prefix: str = ""
+) -> Catalog:
+    """The catalog of a subfolder; what is noted on the way names files as seen from above.
+
+    ``prefix`` is what tensors' names will begin with, and do in what is noted.
+    """
     found: list[Problem] | None = None if options.found is None else []
     catalog = scan(source.narrowed(folder), replace(options, found=found))
     for problem in found or ():
         problem.file = f"{folder}/{problem.file}" if problem.file else folder
+        problem.tensor = prefix + problem.tensor if problem.tensor else None
     if options.found is not None:
         options.found.extend(found or ())
     return catalog

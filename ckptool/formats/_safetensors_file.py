@@ -54,7 +54,22 @@ def read_safetensors(source: Source, file: str) -> SafetensorsFile:
         return _read(source, file)
 
 
+def promised_size(source: Source, file: str) -> int:
+    """Bytes that a file should have by its header; Damaged where that is no whole header."""
+    with coded("safetensors-header", file=file):
+        _, tensors, start = _header(source, file)
+    return max((item.at.offset + _nbytes(item) for item in tensors.values()), default=start)
+
+
 def _read(source: Source, file: str) -> SafetensorsFile:
+    metadata, tensors, start = _header(source, file)
+    ordered = dict(sorted(tensors.items(), key=lambda pair: (pair[1].at.offset, _nbytes(pair[1]))))
+    _require_no_holes(file, ordered, start, source.files[file])
+    return SafetensorsFile(ordered, metadata)
+
+
+def _header(source: Source, file: str) -> tuple[dict[str, str], dict[str, StoredSlice], int]:
+    """What a header holds, and where it ends."""
     size = source.files[file]
     if not size:
         raise Damaged(Problem(f"{file}: the file is empty (0 bytes): truncated", "file-empty"))
@@ -69,9 +84,7 @@ def _read(source: Source, file: str) -> SafetensorsFile:
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise Damaged(f"{file}: __metadata__ does not map text to text")
     tensors = {name: _slice(file, name, entry, 8 + length) for name, entry in header.items()}
-    ordered = dict(sorted(tensors.items(), key=lambda pair: (pair[1].at.offset, _nbytes(pair[1]))))
-    _require_no_holes(file, ordered, 8 + length, size)
-    return SafetensorsFile(ordered, metadata)
+    return metadata, tensors, 8 + length
 
 
 def _parsed(text: bytes, file: str) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def _stored(region: Region, record: ZipRecord, has_crc: bool) -> StoredBytes:
 
 def _read_legacy(source: Source, file: str) -> TorchFile:
     size = source.files[file]
-    loaded = _legacy_pickles(source, file)
+    loaded = legacy_pickles(source, file)
     magic, version, system, value, keys = (item.value for item in loaded)
     if magic != LEGACY_MAGIC or version != 1001 or not isinstance(system, dict):
         raise Damaged(f"{file}: not a legacy torch.save file of version 1001")
@@ -189,7 +189,7 @@ def _read_legacy(source: Source, file: str) -> TorchFile:
     return TorchFile(file, value, storages, byteorder, loaded[3].globals, loaded[3].end)
 
 
-def _legacy_pickles(source: Source, file: str) -> list[Loaded]:
+def legacy_pickles(source: Source, file: str) -> list[Loaded]:
     """The five pickles at the file's start; the file is read in growing pieces until they end."""
     size = source.files[file]
     length = min(size, 1 << 16)

@@ -61,7 +61,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     catalogs = []
     for family in parts.values():
         if family:
-            inner = scanned_below(dcp.scan_folder, source, family, options)
+            inner = scanned_below(dcp.scan_folder, source, family, options, prefix=f"{family}.")
             catalog = _apart(_placed(relocated(inner, family), skeletons, options), flat)
             catalogs.append(with_prefix(catalog, family))
         else:

@@ -255,3 +255,97 @@ def test_mixed_saves_are_not_trusted(copy_of: Callable[[str], Path], out: Path) 
     (actor / name).rename(actor / name.replace("size_2", "size_4"))
     with pytest.raises(CkptoolError):
         salvage(folder, out / "m")
+
+
+# A file that was cut, of every format
+
+
+CUT = [
+    ("rank_base", "checkpoint_1.pt", 0.9, 0),
+    ("rank_base", "checkpoint_1.pt", 0.5, 3),
+    ("rank_fsdp1", "*.pt", 0.9, 0),
+    ("hf_sharded", "shard-00001-*.safetensors", 0.9, 4),
+    ("hf_shards", "model-00001-*.safetensors", 0.9, 1),
+    ("safetensors_file", "model.safetensors", 0.99, 2),
+    ("safetensors_file", "model.safetensors", 0.9, 14),
+    ("torch_checkpointing_safetensors", "model_1.safetensors", 0.9, 4),
+    ("vllm_sharded_state", "model-rank-0-part-0.safetensors", 0.9, 1),
+    ("bin_shards", "pytorch_model-00001-*.bin", 0.9, 0),
+    ("bin_shards", "pytorch_model-00001-*.bin", 0.5, 1),
+    ("llama_consolidated", "consolidated.00.pth", 0.9, 0),
+    ("llama_consolidated", "consolidated.00.pth", 0.5, 10),
+    ("megatron_torch", "model_optim_rng.pt", 0.9, 0),
+    ("megatron_torch", "model_optim_rng.pt", 0.5, 17),
+    ("deepspeed_zero_2", "*pp_rank_0*optim_states.pt", 0.9, 0),
+    ("deepspeed_zero_2", "*pp_rank_0*optim_states.pt", 0.5, 13),
+    ("zip_zoo", "zoo.pt", 0.9, 0),
+    ("zip_without_crc", "*.pt", 0.6, 14),
+    ("legacy_zoo", "zoo.pt", 0.99, 1),
+    ("legacy_zoo", "zoo.pt", 0.9, 19),
+    ("dcp_base", "__1_0.distcp", 0.9, 1),
+    ("dcp_base", "__1_0.distcp", 0.5, 3),
+    ("dcp_zstd", "__0_0.distcp", 0.9, 7),
+    ("bytecheckpoint_ddp", "model/__0_0.distcp", 0.9, 1),
+    ("bytecheckpoint_ddp", "model/__0_0.distcp", 0.5, 4),
+]
+
+
+@pytest.mark.parametrize(("name", "pattern", "share", "lost"), CUT)
+def test_of_a_cut_file_only_what_lay_behind_the_cut_is_lost(
+    name: str,
+    pattern: str,
+    share: float,
+    lost: int,
+    copy_of: Callable[[str], Path],
+    out: Path,
+) -> None:
+    source = copy_of(name)
+    file = sorted(source.rglob(pattern))[0]
+    data = file.read_bytes()
+    file.write_bytes(data[: int(len(data) * share)])
+    before = contents(source)
+    report = salvage(source, out / "m")
+    truth, written = case(name).truth, read_back("dcp", out / "m")
+    assert {n for n in written if n in truth and written[n] != truth[n]} == set()
+    assert truth.keys() - written.keys() <= report.lost.keys()
+    assert len(report.lost) == lost
+    assert any(file.name in line for line in (*report.problems, *report.lost.values()))
+    assert not report.complete
+    assert contents(source) == before
+
+
+@pytest.mark.parametrize("at", range(1, 20))
+def test_a_broken_header_costs_one_record(
+    at: int, copy_of: Callable[[str], Path], out: Path
+) -> None:
+    source = copy_of("zip_zoo")
+    data = bytearray((source / "zoo.pt").read_bytes())
+    header = [found.start() for found in re.finditer(b"PK\x03\x04", data)][at]
+    data[header] ^= 1
+    (source / "zoo.pt").write_bytes(data)
+    report = salvage(source, out / "m")
+    truth, written = case("zip_zoo").truth, read_back("dcp", out / "m")
+    assert {n for n in written if n in truth and written[n] != truth[n]} == set()
+    assert truth.keys() - written.keys() <= report.lost.keys()
+    assert 0 <= len(report.lost) <= 7
+    assert not report.complete
+
+
+@pytest.mark.parametrize("size", [0, 1, 8, 100])
+def test_an_archive_inside_a_storage_is_no_part_of_what_is_left(size: int, out: Path) -> None:
+    inner = out / "inner.pt"
+    torch.save({"x": torch.arange(64), "y": torch.ones(64)}, inner)
+    held = torch.frombuffer(bytearray(inner.read_bytes()), dtype=torch.uint8)
+    whole = out / "archive.pt"
+    truth = {"x": torch.zeros(64), "held": held, "y": torch.arange(64)}
+    torch.save(truth, whole)
+    data = whole.read_bytes()
+    at = data.index(b"archive/data/1")
+    source = out / "source"
+    source.mkdir()
+    cut_at = data.index(b"PK\x05\x06", at) + size
+    (source / "archive.pt").write_bytes(data[:at] + b"X" + data[at + 1 : cut_at])
+    report = salvage(source / "archive.pt", out / "saved.pt")
+    written = torch.load(out / "saved.pt")
+    assert {n: bits(t) for n, t in written.items()} == {n: bits(truth[n]) for n in written}
+    assert {"held", "y"} <= report.lost.keys()

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ckptool.commands.open import Survey
+from ckptool.commands.read_options import ReadOptions
+from ckptool.commands.verify.mended import Mended, mended
 from ckptool.core.catalog import Catalog
+from ckptool.core.unstack import unstacked
 from ckptool.engine.sources import Files
 from ckptool.errors import CannotDo, CkptoolError, Problem
 from ckptool.formats import FORMATS
 from ckptool.formats._dcp_rebuild import rebuilt
-from ckptool.formats._torch_recover import recovered
 from ckptool.formats.base import ScanOptions
 
 _METADATA = ".metadata"
@@ -32,23 +34,40 @@ class Rebuilt:
     unknown: tuple[str, ...] = ()
 
 
-def rebuild(found: Survey) -> Rebuilt:
-    """The catalog of what was surveyed.
+def rebuild(found: Survey, options: ReadOptions) -> Rebuilt:
+    """The catalog of what was surveyed, cut files included.
 
-    Where that is none: of a DCP folder without ``.metadata`` from its data files, of a torch.save
-    file that was cut from its first records. Raises CannotDo where nothing can be read.
+    Where that is none: of a DCP folder without ``.metadata`` from its data files. Raises CannotDo
+    where nothing can be read.
     """
+    longer = mended(found.source)
+    again = _scanned_again(found, longer, options) if longer is not None else None
+    if again is not None:
+        return again
     if found.catalog is not None:
-        unknown = (*_unrecorded(found.catalog), *_unseen(found))
+        unknown = (*_unrecorded(found.catalog), *_unseen(found, found.problems))
         return Rebuilt(found.catalog, found.problems, unknown)
     if found.format.name == "dcp":
         return _from_uncommitted(found) or _from_items(found)
-    if found.format.name == "torch-save" and len(found.source.files) == 1:
-        return _from_records(found)
     raise CannotDo(
         f"{found.path}: nothing of it can be read: {found.problems[0]}",
         hint="ckptool verify lists what is wrong with it",
     )
+
+
+def _scanned_again(found: Survey, longer: Mended, options: ReadOptions) -> Rebuilt | None:
+    """With the files that were cut as long as they should be; what is lost shows when read."""
+    problems: list[Problem] = []
+    asked = options.scan_options(found.format, problems)
+    try:
+        catalog = found.format.scan(longer.source, asked)
+    except CkptoolError:
+        return None
+    catalog = unstacked(catalog) if options.unstack else catalog
+    files = {name: found.source.files[name] for name in catalog.files}
+    catalog = replace(catalog, files=files)
+    unknown = (*_unrecorded(catalog), *_unseen(found, problems))
+    return Rebuilt(catalog, (*longer.problems, *problems), unknown)
 
 
 def _unrecorded(catalog: Catalog) -> tuple[str, ...]:
@@ -56,11 +75,11 @@ def _unrecorded(catalog: Catalog) -> tuple[str, ...]:
     return tuple(str(note) for note in notes if note.code == "world-unrecorded")
 
 
-def _unseen(found: Survey) -> tuple[str, ...]:
+def _unseen(found: Survey, problems: Iterable[Problem]) -> tuple[str, ...]:
     """What may have lain in files that cannot be read, where those files alone said so."""
     if found.format.name == "dcp" and _METADATA in found.source.files:
         return ()
-    files = dict.fromkeys(one.file for one in found.problems if one.file and not one.tensor)
+    files = dict.fromkeys(one.file for one in problems if one.file and not one.tensor)
     return tuple(f"what lay in {file} alone" for file in files)
 
 
@@ -105,13 +124,3 @@ def _from_items(found: Survey) -> Rebuilt:
     """By the items of the data files."""
     catalog, problems = rebuilt(found.source)
     return Rebuilt(catalog, (*found.problems, *problems), _UNNAMED)
-
-
-def _from_records(found: Survey) -> Rebuilt:
-    """By the records of a single file that was cut."""
-    (file,) = found.source.files
-    try:
-        catalog, problems = recovered(found.source, file)
-    except CkptoolError as error:
-        raise CannotDo(f"{found.path}: nothing of it can be read: {error.message}") from None
-    return Rebuilt(catalog, (*found.problems, *problems))

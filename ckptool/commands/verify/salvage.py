@@ -97,7 +97,7 @@ def plan_salvage(path: Location, target: Location, options: SalvageOptions) -> S
     whole or the target cannot be written. The source is only read.
     """
     found = survey(path, options.read)
-    rebuilt = rebuild(found)
+    rebuilt = rebuild(found, options.read)
     opened = Opened(found.path, found.source, found.format, rebuilt.catalog)
     require_apart(opened, target)
     listing = target.with_name(f"{target.name}.salvage.json")

@@ -148,10 +148,12 @@ def _chunk_of(chunk: Chunk, held: list[Copy]) -> Chunk:
 def _with_intact_chunks(entry: TensorEntry, intact: Intact) -> TensorEntry | str:
     """The tensor with what is damaged replaced by its copies, or what is wrong with it."""
     chunks = []
+    itemsize = entry.source_dtype.itemsize
     for chunk in entry.chunks:
-        good = [copy for copy in _copies(chunk) if intact.problem(copy.at) is None]
+        wrong = [intact.problem(copy.at, chunk.box.shape, itemsize) for copy in _copies(chunk)]
+        good = [copy for copy, why in zip(_copies(chunk), wrong, strict=True) if why is None]
         if not good:
-            return f"{entry.name} {chunk.box}: {intact.problem(chunk.at)}"
+            return f"{entry.name} {chunk.box}: {wrong[0]}"
         chunks.append(_chunk_of(chunk, good))
     return replace(entry, chunks=tuple(chunks))
 
