@@ -44,7 +44,8 @@ class Packed:
     """A blob that a codec must decode whole before any element can be addressed.
 
     ``nbytes`` is its size in the file, ``size`` the size once decoded; ``start`` and ``strides``
-    address the decoded bytes as ``Extent`` addresses a file's.
+    address the decoded bytes as ``Extent`` addresses a file's, and so does the checksummed
+    ``record`` that they are part of.
     """
 
     file: str
@@ -55,6 +56,7 @@ class Packed:
     start: int
     strides: tuple[int, ...]
     ops: tuple[str, ...] = ()
+    record: Record | None = None
 
 
 @dataclass(frozen=True, slots=True)

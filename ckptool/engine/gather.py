@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ from ckptool.core.plan import ChunkIndex
 from ckptool.engine.checksum import record_crc
 from ckptool.engine.rows import Noted, Rows
 from ckptool.engine.sources import SPAN, Files
-from ckptool.errors import CannotDo, Damaged
+from ckptool.errors import CannotDo, Damaged, Problem
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -187,6 +188,7 @@ class Gatherer:
             blob = decode(bytes(stored), at.codec, at.size, what=what)
             if len(blob) != at.size:
                 raise Damaged(f"{what}: decodes to {len(blob):,} bytes, not {at.size:,}")
+            _require_crc(at, blob, what)
             self._blob = (at, blob)
         return self._blob[1]
 
@@ -200,6 +202,17 @@ def _runs(out: Array, dim: int, strides: tuple[int, ...]) -> list[memoryview] | 
         return None
     memory, run = raw(out), math.prod(inner) * out.itemsize
     return [memory[start : start + run] for start in range(0, len(memory), run)]
+
+
+def _require_crc(at: Packed, blob: bytes, what: str) -> None:
+    """Damaged where a decoded blob is not what its writer checksummed."""
+    record = at.record
+    if record is None:
+        return
+    found = zlib.crc32(memoryview(blob)[record.offset : record.offset + record.nbytes])
+    if found != record.crc32:
+        message = f"{what}: decodes to bytes of CRC-32 {found:08x}, recorded {record.crc32:08x}"
+        raise Damaged(Problem(message, "crc-mismatch", file=at.file))
 
 
 def span_of(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:

@@ -206,7 +206,9 @@ def _place(tensor: StoredTensor, file: Any) -> Place:
     strides = tuple(s * itemsize for s in tensor.strides)
     swap = ("byteswap",) if file.byteorder == "big" and tensor.dtype.swap > 1 else ()
     start, ops = tensor.offset * itemsize, swap + tensor.ops
+    crc = stored.crc32
     if stored.codec:
+        whole = None if crc is None else Record(stored.file, 0, stored.size, crc)
         return Packed(
             stored.file,
             stored.offset,
@@ -216,8 +218,9 @@ def _place(tensor: StoredTensor, file: Any) -> Place:
             start,
             strides,
             ops,
+            whole,
         )
     record = None
-    if stored.crc32 is not None and stored.nbytes:
-        record = Record(stored.file, stored.offset, stored.nbytes, stored.crc32)
+    if crc is not None and stored.nbytes:
+        record = Record(stored.file, stored.offset, stored.nbytes, crc)
     return Extent(stored.file, stored.offset + start, strides, record, ops)

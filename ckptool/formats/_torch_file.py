@@ -158,7 +158,7 @@ def _stored(region: Region, record: ZipRecord, has_crc: bool) -> StoredBytes:
         region.offset + record.offset,
         record.stored,
         record.size,
-        record.crc32 if has_crc and record.method != DEFLATED else None,
+        record.crc32 if has_crc else None,
         "deflate" if record.method == DEFLATED else None,
     )
 

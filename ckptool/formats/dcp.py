@@ -340,7 +340,7 @@ class _Opened:
         item = self.item
         return Packed(
             item.file, item.offset, item.nbytes, "zstd", self.size, inner.offset, inner.strides,
-            inner.ops,
+            inner.ops, inner.record,
         )  # fmt: skip
 
 

@@ -72,7 +72,8 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     for match in shards:
         require_rank(int(match["rank"]), match.string)
         read = partial(_read_shard, source, match.string, int(match["rank"]) - 1, found)
-        options.attempt(read)
+        if not options.attempt(read) and match is max(shards, key=_rank):
+            found.problems += _of_unknown_shape(found, match.string)
     tensors = {}
     for name, chunks in found.chunks.items():
         if len(found.types[name]) > 1:
@@ -116,7 +117,26 @@ def _lost_shards(shards: list[re.Match[str]]) -> list[str]:
     return problems
 
 
-def _read_shard(source: Source, file: str, rank: int, found: _Found) -> None:
+def _rank(shard: re.Match[str]) -> int:
+    return int(shard["rank"])
+
+
+def _of_unknown_shape(found: _Found, file: str) -> list[Problem]:
+    """Shapes are where the last chunks end: without the last shard, only scalars are known."""
+    return [
+        Problem(
+            f"{name}: its shape is not known, {file} may hold its end",
+            "sharding-unknown",
+            file=file,
+            tensor=name,
+        )
+        for name, chunks in found.chunks.items()
+        if chunks[0].box.shape
+    ]
+
+
+def _read_shard(source: Source, file: str, rank: int, found: _Found) -> bool:
+    """Take in the tensors of one shard; returns whether their places are known."""
     header = read_safetensors(source, file)
     try:
         info = json.loads(header.metadata["DCP_SHARDING_INFO"])
@@ -125,7 +145,7 @@ def _read_shard(source: Source, file: str, rank: int, found: _Found) -> None:
         message = f"{file}: no DCP_SHARDING_INFO for its tensors"
         reason = "so their place in the whole is unknown"
         found.problems.append(Problem(f"{message}, {reason}", "sharding-unknown", file=file))
-        return
+        return False
     for name, item in header.tensors.items():
         if len(offsets[name]) != len(item.shape) or min(offsets[name], default=0) < 0:
             message = f"{file}: {name}: saved_offsets do not fit shape {list(item.shape)}"
@@ -133,6 +153,7 @@ def _read_shard(source: Source, file: str, rank: int, found: _Found) -> None:
             continue
         found.types[name].add((item.dtype, len(item.shape)))
         found.chunks[name].append(Chunk(Box.at(offsets[name], item.shape), item.at, rank))
+    return True
 
 
 def _offsets(saved: object) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -349,3 +350,32 @@ def test_an_archive_inside_a_storage_is_no_part_of_what_is_left(size: int, out: 
     written = torch.load(out / "saved.pt")
     assert {n: bits(t) for n, t in written.items()} == {n: bits(truth[n]) for n in written}
     assert {"held", "y"} <= report.lost.keys()
+
+
+@pytest.mark.parametrize("name", ["zip_deflated", "dcp_zstd"])
+def test_what_unpacks_to_other_bytes_than_were_checksummed_is_lost(name: str, out: Path) -> None:
+    truth = case(name).truth
+    for seed in range(40):
+        source = out.parent / f"source{seed}"
+        shutil.copytree(case(name).path, source)
+        file = max(source.rglob("*.[pd][ti]*"), key=lambda path: path.stat().st_size)
+        data = bytearray(file.read_bytes())
+        data[len(data) * (seed + 5) // 60] ^= 1 << seed % 8
+        file.write_bytes(data)
+        try:
+            report = salvage(source, out / f"m{seed}")
+        except CkptoolError:
+            continue
+        written = read_back("dcp", out / f"m{seed}")
+        assert {n for n in written if n in truth and written[n] != truth[n]} == set()
+        assert not report.unproved
+
+
+def test_without_the_last_shard_no_shape_is_known(
+    copy_of: Callable[[str], Path], out: Path
+) -> None:
+    source = copy_of("hf_sharded")
+    file = source / "shard-00004-model-00001-of-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(CannotDo, match="nothing in it is whole"):
+        salvage(source, out / "m")

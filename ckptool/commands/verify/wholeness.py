@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ckptool.commands.open import Opened
 from ckptool.commands.verify.readable import readable
 from ckptool.commands.verify.structure import unread_notes
-from ckptool.core.catalog import Catalog, Chunk, Copy, Extent, TensorEntry
+from ckptool.core.catalog import Catalog, Chunk, Copy, Extent, Packed, TensorEntry
 from ckptool.engine.digest import file_digests
 from ckptool.engine.intact import Intact
 from ckptool.engine.replicas import differing_replicas
@@ -161,6 +161,7 @@ def _with_intact_chunks(entry: TensorEntry, intact: Intact) -> TensorEntry | str
 def _is_unproved(entry: TensorEntry) -> bool:
     """Whether some of the tensor's bytes have no checksum."""
     return any(
-        chunk.box.volume and not (isinstance(chunk.at, Extent) and chunk.at.record is not None)
+        chunk.box.volume
+        and not (isinstance(chunk.at, Extent | Packed) and chunk.at.record is not None)
         for chunk in entry.chunks
     )
