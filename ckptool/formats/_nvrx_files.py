@@ -8,7 +8,7 @@ owner has a file somewhere (nvidia-resiliency-ext 0.2 to 0.7, ``LocalCheckpointM
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ckptool.errors import CkptoolError, Damaged, Problem
@@ -92,6 +92,17 @@ def _lacks(iteration: int, missing: list[int], copies: list[_Copy], notes: list[
     dirty = {copy.owner for copy in copies if copy.dirty}
     what = ", ".join(f"{rank} (unfinished)" if rank in dirty else str(rank) for rank in missing)
     return ". ".join([f"iteration {iteration:,} lacks the file of rank {what}", *notes])
+
+
+def other_copies(files: Collection[str], used: Collection[str]) -> set[str]:
+    """The finished copies of files that are used, in other ranks' folders, of one iteration."""
+    mine = {(copy.iteration, copy.owner) for name in used if (copy := _parsed(name))}
+    others = {name: copy for name in set(files).difference(used) if (copy := _parsed(name))}
+    return {
+        name
+        for name, copy in others.items()
+        if (copy.iteration, copy.owner) in mine and not copy.dirty
+    }
 
 
 def files_used(source: Source, local: Local) -> Mapping[str, int]:

@@ -25,7 +25,14 @@ from ckptool.formats._pickle import Call
 from ckptool.formats._relocate import relocated, scanned_below, together
 from ckptool.formats._storage import StoredTensor, natural, place_of, plain_tensor, sizes
 from ckptool.formats._torch_file import StoredBytes, TorchFile, read_torch_file
-from ckptool.formats.base import Format, ScanOptions, Source, read_metadata, require_rank
+from ckptool.formats.base import (
+    Format,
+    ScanOptions,
+    Source,
+    first_missing,
+    read_metadata,
+    require_rank,
+)
 from ckptool.formats.torch_save import unread_notes
 
 _METADATA = re.compile(r"(?:(?P<family>model|optimizer|loader_ckpt)/)?\.metadata")
@@ -67,7 +74,8 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         else:
             catalog = dcp.scan_folder(source, options)
             catalogs.append(_apart(_placed(catalog, skeletons, options), flat))
-    catalogs += _extra_state(source, options)
+    world = max((catalog.world_size or 1 for catalog in catalogs), default=1)
+    catalogs += _extra_state(source, options, world)
     version = next((f.get("bytecheckpoint_version") for f in fields.values()), None)
     info = {"writer": "ByteCheckpoint"}
     info |= {"version": version} if isinstance(version, str) else {}
@@ -93,8 +101,8 @@ def _fields(source: Source, name: str) -> Mapping[str, Any]:
     return value.fields
 
 
-def _extra_state(source: Source, options: ScanOptions) -> list[Catalog]:
-    """What each rank saved for itself; none where there is none."""
+def _extra_state(source: Source, options: ScanOptions, world: int) -> list[Catalog]:
+    """What each rank saved for itself, of ``world`` ranks or more; none where there is none."""
     files = {int(m[1]): m.string for m in filter(None, map(_EXTRA.fullmatch, source.files))}
     if not files:
         return []
@@ -108,8 +116,18 @@ def _extra_state(source: Source, options: ScanOptions) -> list[Catalog]:
     found = assemble(ranks, per_rank=options.per_rank)
     options.report(found.problems, subject="extra_state")
     sizes_ = {file: source.files[file] for file in files.values()}
-    notes = (*found.notes, *unread_notes(found.objects))
+    notes = (*found.notes, *unread_notes(found.objects), *_lost_extra_state(files, world))
     return [Catalog("", found.tensors, found.objects, sizes_, len(files), notes=notes)]
+
+
+def _lost_extra_state(files: Mapping[int, str], world: int) -> list[Problem]:
+    """Every rank writes a file of its own, or none does (ByteCheckpoint)."""
+    missing = first_missing(files, max(world, max(files) + 1))
+    if not missing:
+        return []
+    beside = files[min(files)]
+    message = f"the extra state of rank {', '.join(map(str, missing))} is missing beside {beside}"
+    return [Problem(message, "rank-missing", file=beside)]
 
 
 # Where a tensor's bytes lie

@@ -11,6 +11,7 @@ short; they are refused as damaged.
 from __future__ import annotations
 
 import math
+import re
 import struct
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -53,11 +54,25 @@ _RAW = "buffer_protocol"
 _ARCHIVE = "torch_save"
 
 
+_DATA = re.compile(r"(replicated|sharded|batched|[0-9]{1,9})/.+")
+_SURE = ("replicated/", "sharded/", "batched/")
+
+
 def _probe(source: Source) -> bool:
-    return METADATA in source.files
+    return METADATA in source.files or _is_uncommitted(source)
+
+
+def _is_uncommitted(source: Source) -> bool:
+    """Whether all files lie as those of a snapshot do whose metadata was never written."""
+    return any(name.startswith(_SURE) for name in source.files) and all(
+        map(_DATA.fullmatch, source.files)
+    )
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
+    if METADATA not in source.files:
+        message = f"{source.root}: no {METADATA}, which a snapshot gets once all its data is there"
+        raise Damaged(Problem(message, "save-unfinished", file=METADATA))
     manifest = read_manifest(source)
     reader = _Reader(source, manifest)
     for logical, held in manifest.leaves():

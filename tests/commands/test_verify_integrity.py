@@ -56,3 +56,36 @@ def test_a_listed_file_that_is_gone(listed: Path) -> None:
 def test_a_list_of_another_kind(listed: Path, text: str, found: list[tuple[str, str]]) -> None:
     (listed / LISTED).write_text(text)
     assert errors(listed) == found
+
+
+@pytest.fixture
+def checklist(copy_of: Copy) -> Path:
+    """Llama's weights with their checklist, as ``md5sum`` prints it."""
+    folder = copy_of("llama_consolidated")
+    lines = [
+        f"{hashlib.md5(file.read_bytes()).hexdigest()}  {file.name}\n"
+        for file in sorted(folder.iterdir())
+    ]
+    (folder / "checklist.chk").write_text("".join(lines))
+    return folder
+
+
+def test_a_checklist_that_is_right(checklist: Path) -> None:
+    assert errors(checklist) == []
+
+
+def test_a_change_that_only_the_checklist_shows(checklist: Path) -> None:
+    params = checklist / "params.json"
+    params.write_text(params.read_text() + " ")
+    assert errors(checklist) == [("crc-mismatch", "params.json")]
+
+
+def test_a_file_of_the_checklist_that_is_gone(checklist: Path) -> None:
+    (checklist / "params.json").unlink()
+    assert ("file-missing", "params.json") in errors(checklist)
+
+
+@pytest.mark.parametrize("text", ["", "no digest\n", "0123  params.json\n"])
+def test_a_checklist_that_is_none(checklist: Path, text: str) -> None:
+    (checklist / "checklist.chk").write_text(text)
+    assert errors(checklist) == [("index-unreadable", "checklist.chk")]

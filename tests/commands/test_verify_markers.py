@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.errors import Unrecognised
 
 
 def lose(folder: Path, name: str) -> None:
@@ -47,6 +49,14 @@ def cut(folder: Path, name: str) -> None:
         ("llama_consolidated", lose, "consolidated.01.pth", "rank-missing"),
         ("accelerate_rank_files", lose, "random_states_1.pkl", "rank-missing"),
         ("snapshot", cut, ".snapshot_metadata", "metadata-unreadable"),
+        ("snapshot", lose, ".snapshot_metadata", "save-unfinished"),
+        ("snapshot_batched", lose, ".snapshot_metadata", "save-unfinished"),
+        ("bytecheckpoint_ddp", lose, "extra_state_rank_1.pt", "rank-missing"),
+        ("bytecheckpoint_ddp", lose, "extra_state_rank_0.pt", "rank-missing"),
+        ("megatron_torch", lose, "latest_checkpointed_iteration.txt", "latest-unnamed"),
+        ("megatron_torch_dist", lose, "latest_checkpointed_iteration.txt", "latest-unnamed"),
+        ("deepspeed_zero_2", lose, "latest", "latest-unnamed"),
+        ("deepspeed_pipeline", lose, "latest", "latest-unnamed"),
     ],
 )
 def test_what_is_lost_has_a_code(
@@ -61,3 +71,42 @@ def test_what_is_lost_has_a_code(
     assert all(finding.severity.value == "info" for finding in before.findings)
     damage(folder, file)
     assert code in {finding.code for finding in verify(folder, VerifyOptions(quick=True)).findings}
+
+
+@pytest.mark.parametrize("name", ["megatron_torch", "deepspeed_zero_2"])
+def test_a_step_that_was_asked_for_by_itself_needs_no_tracker(
+    name: str, copy_of: Callable[[str], Path]
+) -> None:
+    run = copy_of(name)
+    lose(run, "latest*")
+    (step,) = run.iterdir()
+    assert not verify(step, VerifyOptions(quick=True)).findings
+
+
+def test_numbered_folders_are_no_snapshot(tmp_path: Path) -> None:
+    (tmp_path / "0" / "state").mkdir(parents=True)
+    (tmp_path / "0" / "state" / "w").write_bytes(bytes(8))
+    with pytest.raises(Unrecognised):
+        verify(tmp_path, VerifyOptions(quick=True))
+
+
+@pytest.mark.parametrize(
+    ("at", "quick", "codes"),
+    [(None, False, set()), (0.2, True, {"copy-damaged"}), (-0.5, False, {"copy-damaged"})],
+)
+def test_a_damaged_copy_that_is_not_read_is_a_warning(
+    at: float | None, quick: bool, codes: set[str], copy_of: Callable[[str], Path]
+) -> None:
+    folder = copy_of("megatron_local")
+    mine = next(folder.rglob("iter_*_0_local.pt"))
+    copied = mine.parent.parent / "1" / mine.name
+    shutil.copyfile(mine, copied)
+    data = bytearray(copied.read_bytes())
+    if at is not None and at < 0:
+        data[int(len(data) * -at)] ^= 1
+    elif at is not None:
+        data = data[: int(len(data) * at)]
+    copied.write_bytes(data)
+    report = verify(folder, VerifyOptions(quick=quick))
+    assert report.sound
+    assert {one.code for one in report.findings if one.severity.value != "info"} == codes

@@ -42,6 +42,11 @@ CODES: dict[str, Code] = {
         "a save that was never committed",
         "take the checkpoint before it; metadata is written last, once all data is safe",
     ),
+    "latest-unnamed": Code(
+        _INFO,
+        "nothing in a run's folder says which checkpoint is the latest",
+        "Megatron-LM and DeepSpeed resume by that file alone: write the step's name into it",
+    ),
     "torn-overwrite": Code(
         _ERROR,
         "data and metadata are of two saves",

@@ -13,6 +13,7 @@ from ckptool.engine.content import Span
 from ckptool.engine.sources import Files
 from ckptool.errors import CkptoolError, Damaged, Problem
 from ckptool.formats._archives import find_archives
+from ckptool.formats._nvrx_files import other_copies
 from ckptool.formats._pickle import Global
 from ckptool.formats._safetensors_file import read_safetensors
 from ckptool.formats._torch_file import is_legacy, is_zip, read_torch_file
@@ -150,7 +151,12 @@ class FileCheck:
         """The files that count: those of the catalog and metadata, or all where there is none."""
         if catalog is None:
             return list(self._source.files)
-        return [f for f in self._source.files if f in catalog.files or _PICKLES.fullmatch(f)]
+        spare = other_copies(self._source.files, catalog.files)
+        return [
+            file
+            for file in self._source.files
+            if file in catalog.files or file in spare or _PICKLES.fullmatch(file)
+        ]
 
     def _attempt(self, file: str, look: Callable[[str], None]) -> None:
         try:

@@ -19,6 +19,7 @@ from ckptool.commands.verify.files import FileCheck, name_problems, newer_than_m
 from ckptool.commands.verify.findings import Finding, Severity, VerifyReport, failing
 from ckptool.commands.verify.integrity import integrity_problems
 from ckptool.commands.verify.lost_ranks import lost_last_ranks
+from ckptool.commands.verify.markers import unnamed_latest
 from ckptool.commands.verify.objects import odd_values
 from ckptool.commands.verify.training import optimizer_problems, step_problems
 from ckptool.core.catalog import Catalog, Item, TensorEntry, coverage_problem, flat_name
@@ -29,6 +30,7 @@ from ckptool.engine.replicas import differing_replicas
 from ckptool.engine.run import RunOptions
 from ckptool.engine.sources import Files
 from ckptool.errors import UNCODED, CkptoolError, Problem
+from ckptool.formats._nvrx_files import other_copies
 
 Progress = Callable[[int], None]
 Started = Callable[[int], Progress]
@@ -65,7 +67,7 @@ def verify(path: Location, options: VerifyOptions, started: Started | None = Non
     """
     require_codes(options.ignore)
     check = _Check(survey(path, options.read), options)
-    check.structure()
+    check.structure(path)
     if not options.quick:
         check.content(started or (lambda total: lambda nbytes: None))
     return check.report()
@@ -82,13 +84,16 @@ class _Check:
         self._choices: dict[Item, bool] = {}
         self._files = FileCheck(surveyed.source, self._is_chosen)
         self._nbytes = 0
+        catalog = surveyed.catalog
+        self._spare = other_copies(surveyed.source.files, catalog.files) if catalog else set()
 
     @property
     def _catalog(self) -> Catalog | None:
         return self._survey.catalog
 
-    def structure(self) -> None:
-        """What metadata, names and sizes show."""
+    def structure(self, asked: Path) -> None:
+        """What metadata, names and sizes show; ``asked`` is the path that the user gave."""
+        self._found += unnamed_latest(asked, self._survey)
         self._found += name_problems(self._survey.source)
         self._found += newer_than_metadata(self._survey.source)
         self._files.look_at_metadata(self._catalog)
@@ -179,7 +184,8 @@ class _Check:
         return replace(report, sentence=_sentence(report, self._options))
 
     def _findings(self) -> tuple[Finding, ...]:
-        problems = [*self._survey.problems, *self._found, *self._files.problems]
+        looked_at = map(self._of_a_copy, [*self._found, *self._files.problems])
+        problems = [*self._survey.problems, *looked_at]
         unique = {_identity(problem): problem for problem in reversed(problems)}
         ignored = self._options.ignore
         found = [
@@ -189,6 +195,10 @@ class _Check:
         ]
         order = list(Severity)
         return tuple(sorted(found, key=lambda finding: order.index(finding.severity)))
+
+    def _of_a_copy(self, problem: Problem) -> Problem:
+        """Damage of a copy that is not read is no damage of the checkpoint."""
+        return problem.recoded("copy-damaged") if problem.file in self._spare else problem
 
     def _is_said_better(self, problem: Problem) -> bool:
         """Whether the look at the pickles themselves says where in the file it is."""
@@ -207,8 +217,8 @@ class _Check:
 
 
 def _identity(problem: Problem) -> tuple[object, ...]:
-    """What two problems share that are one; a lost file is one, however often it is named."""
-    lost = problem.code == "file-missing" and problem.file
+    """What two problems share that are one: a lost file or copy is, however often it is named."""
+    lost = problem.code in ("file-missing", "copy-damaged") and problem.file
     return (problem.code, problem.file, "" if lost else str(problem))
 
 
