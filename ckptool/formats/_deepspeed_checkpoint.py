@@ -73,7 +73,12 @@ def _grid(files: Files, first: State, optimizers: Mapping[Ranks, State]) -> Grid
         require_all(files.optimizers, data, model_ranks, "the file of optimizer states")
     tensor = _tensor_ranks(files, first, model_ranks)
     if model_ranks % tensor:
-        raise Damaged(f"{first.file.what}: {model_ranks} model ranks with {tensor} tensor ranks")
+        raise Damaged(
+            Problem(
+                f"{first.file.what}: {model_ranks} model ranks with {tensor} tensor ranks",
+                "ranks-disagree",
+            )
+        )
     return Grid(model_ranks // tensor, data, tensor)
 
 

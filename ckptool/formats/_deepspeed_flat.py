@@ -16,7 +16,7 @@ from itertools import accumulate
 
 from ckptool.core.box import flat_range, row_major_strides
 from ckptool.core.catalog import Chunk, Extent, Packed, Place
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, Problem
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Parameters by name, in the order in which a flat buffer holds them."""
@@ -49,8 +49,11 @@ def flat_runs(shapes: Shapes, paddings: Sequence[int], size: int, parts: int) ->
         offset += numel + padding
     if not 0 <= size * parts - offset < max(2 * parts, 1):
         raise Damaged(
-            f"{len(shapes):,} parameters of {offset:,} elements do not fit {parts:,} partitions"
-            f" of {size:,} elements"
+            Problem(
+                f"{len(shapes):,} parameters of {offset:,} elements do not fit {parts:,} partitions"
+                f" of {size:,} elements",
+                "storage-mismatch",
+            )
         )
 
 
@@ -71,11 +74,19 @@ def split_runs(shapes: Shapes, sizes: Sequence[int], part: int, parts: int) -> I
         crossed = bisect_right(ends, offset)
         offset += piece
         if crossed < len(ends) and ends[crossed] < offset:
-            raise Damaged(f"{name}: its piece of {piece:,} elements crosses the end of a sub group")
+            raise Damaged(
+                Problem(
+                    f"{name}: its piece of {piece:,} elements crosses the end of a sub group",
+                    "storage-mismatch",
+                )
+            )
     if offset != sum(sizes):
         raise Damaged(
-            f"{len(shapes):,} parameters take {offset:,} elements of rank {part}'s sub groups,"
-            f" which hold {sum(sizes):,}"
+            Problem(
+                f"{len(shapes):,} parameters take {offset:,} elements of rank {part}'s sub groups,"
+                f" which hold {sum(sizes):,}",
+                "storage-mismatch",
+            )
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, Path, flat_name
 from ckptool.core.dtype import DType
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, Problem
 from ckptool.formats._assemble import Leaf, PlainLeaf
 from ckptool.formats._deepspeed_read import Vector
 
@@ -41,8 +41,11 @@ class Holding:
         local = self.tensors.setdefault(name, Local(dtype, shape))
         if (local.dtype, local.shape) != (dtype, shape):
             raise Damaged(
-                f"{'.'.join(name)}: {local.dtype} {list(local.shape)} in one file,"
-                f" {dtype} {list(shape)} in another"
+                Problem(
+                    f"{'.'.join(name)}: {local.dtype} {list(local.shape)} in one file,"
+                    f" {dtype} {list(shape)} in another",
+                    "ranks-disagree",
+                )
             )
         local.chunks += chunks
 

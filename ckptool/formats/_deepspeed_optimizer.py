@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, Problem
 from ckptool.formats._deepspeed_flat import Shapes, flat_runs
 from ckptool.formats._deepspeed_local import Holding
 from ckptool.formats._deepspeed_read import State
@@ -40,7 +40,12 @@ def add_flat_groups(
     slots = [_in_order(_slots_of(rank.state), _group_names(rank.state), order) for rank in ranks]
     if any(len(held) != len(groups) for held in slots):
         counts = sorted({len(held) for held in slots})
-        raise Damaged(f"{ranks[0].state.file.what}: {counts} flat groups, {len(groups)} of names")
+        raise Damaged(
+            Problem(
+                f"{ranks[0].state.file.what}: {counts} flat groups, {len(groups)} of names",
+                "tensor-record",
+            )
+        )
     require_distinct_ranks(ranks, slots)
     counts = _partition_counts(ranks[0].state, len(groups), len(ranks))
     paddings = _paddings(ranks[0].state, groups)
@@ -84,7 +89,11 @@ def _partition_counts(state: State, groups: int, ranks: int) -> list[int]:
     counts = list(map(natural, stored if isinstance(stored, list | tuple) else [stored] * groups))
     if len(counts) != groups or any(not count or ranks % count for count in counts):
         raise Damaged(
-            f"{state.file.what}: partition_count {counts} for {groups} groups and {ranks} ranks"
+            Problem(
+                f"{state.file.what}: partition_count {counts} for {groups} groups and {ranks}"
+                " ranks",
+                "tensor-record",
+            )
         )
     return counts
 
@@ -95,7 +104,12 @@ def _paddings(state: State, groups: Sequence[Shapes]) -> list[list[int]]:
         return [[0] * len(group) for group in groups]
     stored = [list(map(natural, group)) for group in state.sequence("param_alignment_paddings")]
     if list(map(len, stored)) != list(map(len, groups)):
-        raise Damaged(f"{state.file.what}: param_alignment_paddings do not fit param_shapes")
+        raise Damaged(
+            Problem(
+                f"{state.file.what}: param_alignment_paddings do not fit param_shapes",
+                "tensor-record",
+            )
+        )
     return stored
 
 

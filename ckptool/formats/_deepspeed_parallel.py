@@ -94,7 +94,10 @@ def _shards(name: Name, held: Mapping[int, Local], grid: Grid) -> dict[int, Loca
     stages = sorted({mp // grid.tensor for mp in held})
     if len(stages) > 1 and not name[1].startswith(_TIED):
         raise Damaged(
-            f"{'.'.join(name)}: is held by the pipeline stages {stages}, but is no tied module"
+            Problem(
+                f"{'.'.join(name)}: is held by the pipeline stages {stages}, but is no tied module",
+                "ranks-disagree",
+            )
         )
     first = stages[0] * grid.tensor
     missing = [mp for mp in range(first, first + grid.tensor) if mp not in held]

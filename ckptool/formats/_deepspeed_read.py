@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool.core.catalog import Place
 from ckptool.core.dtype import DType
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, Problem
 from ckptool.formats._storage import StoredTensor, natural, place_of, plain_tensor, shown, sizes
 from ckptool.formats._torch_file import TorchFile, read_torch_file
 from ckptool.formats.base import Source
@@ -76,7 +76,7 @@ class State:
     def _typed(self, value: Any, kind: Any, key: str) -> Any:
         if isinstance(value, kind):
             return value
-        raise Damaged(f"{self.file.what}: {key} is {shown(value)}")
+        raise Damaged(Problem(f"{self.file.what}: {key} is {shown(value)}", "metadata-unreadable"))
 
 
 @contextmanager
@@ -85,14 +85,23 @@ def malformed_is_damaged(what: str) -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise Damaged(f"{what}: a state that DeepSpeed does not write: {error}") from None
+        raise Damaged(
+            Problem(
+                f"{what}: a state that DeepSpeed does not write: {error}", "metadata-unreadable"
+            )
+        ) from None
 
 
 def read_state(source: Source, file: str) -> State:
     """The dict in a file that torch.save wrote; Damaged where it is something else."""
     opened = read_torch_file(source, file)
     if not isinstance(opened.value, dict):
-        raise Damaged(f"{file}: holds {shown(opened.value)}, DeepSpeed writes a dict there")
+        raise Damaged(
+            Problem(
+                f"{file}: holds {shown(opened.value)}, DeepSpeed writes a dict there",
+                "file-unrecognised",
+            )
+        )
     return State(opened, opened.value)
 
 
@@ -106,7 +115,9 @@ def shape_groups(state: State, key: str = "param_shapes") -> list[dict[str, tupl
     found = []
     for group in groups:
         if not isinstance(group, dict):
-            raise Damaged(f"{state.file.what}: {key} holds {shown(group)}")
+            raise Damaged(
+                Problem(f"{state.file.what}: {key} holds {shown(group)}", "metadata-unreadable")
+            )
         found.append({str(name): sizes(shape) for name, shape in group.items()})
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptool.core.catalog import Catalog
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, Problem
 from ckptool.formats._assemble import Assembled
 from ckptool.formats._deepspeed_catalog import add_tied_masters, assembled, catalog_of
 from ckptool.formats._deepspeed_checkpoint import Checkpoint, read_checkpoint
@@ -38,13 +38,15 @@ def _miss_optimizers(checkpoint: Checkpoint, found: Assembled) -> None:
     what = checkpoint.model.file.what
     if checkpoint.files.stage_3:
         raise Damaged(
-            f"{what}: ZeRO 3 keeps weights in the files of optimizer states, and none of those is"
-            " there"
+            Problem(
+                f"{what}: ZeRO 3 keeps weights in the files of optimizer states, and none of those"
+                " is there",
+                "file-missing",
+            )
         )
-    found.conflicts[MASTER] = (
-        f"{what}: was trained with ZeRO, and all files of optimizer states are missing: no masters"
-        " and moments; --model-only converts the weights"
-    )
+    message = f"{what}: was trained with ZeRO, and all files of optimizer states are missing: no"
+    message += " masters and moments; --model-only converts the weights"
+    found.conflicts[MASTER] = Problem(message, "file-missing")
 
 
 def _other_tags(source: Source, folder: str) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, Problem
 from ckptool.formats._deepspeed_doubles import require_distinct
 from ckptool.formats._deepspeed_flat import Run, Shapes, run_chunks
 from ckptool.formats._deepspeed_local import Holding
@@ -50,7 +50,11 @@ def slot_of(state: State, master: Any, kept: Mapping[str, Any], padding: int) ->
     """
     vector = state.vector(master)
     if vector is None or not vector.is_flat:
-        raise Damaged(f"{state.file.what}: a flat group of masters is no flat tensor")
+        raise Damaged(
+            Problem(
+                f"{state.file.what}: a flat group of masters is no flat tensor", "tensor-record"
+            )
+        )
     slot, least = Slot({MASTER: vector}), vector.shape[0]
     for kind, value in kept.items():
         found = state.vector(value)
@@ -76,8 +80,11 @@ def add_run(
     held = vector.shape[0] if vector else 0
     if vector is None or run.at + run.stop - run.start > held:
         raise Damaged(
-            f"{partition.state.file.what}: {kind}.{name} needs elements {run.at:,} to"
-            f" {run.at + run.stop - run.start:,} of a partition that holds {held:,}"
+            Problem(
+                f"{partition.state.file.what}: {kind}.{name} needs elements {run.at:,} to"
+                f" {run.at + run.stop - run.start:,} of a partition that holds {held:,}",
+                "storage-mismatch",
+            )
         )
     shape = shapes[run.name]
     chunks = run_chunks(run, shape, vector.at, vector.dtype.itemsize, partition.rank)

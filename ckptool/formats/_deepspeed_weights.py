@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, Problem
 from ckptool.formats._deepspeed_flat import Run, run_chunks
 from ckptool.formats._deepspeed_local import Holding
 from ckptool.formats._deepspeed_read import State, Vector, all_tensors, named_tensors, shape_groups
@@ -86,7 +86,12 @@ def add_frozen_pieces(found: Holding, states: Iterable[Partition], parts: int) -
         pieces = named_tensors(partition.state, "frozen_param_fragments")
         if shapes.keys() - pieces.keys():
             missing = ", ".join(sorted(shapes.keys() - pieces.keys())[:3])
-            raise Damaged(f"{partition.state.file.what}: no fragment of the frozen {missing}")
+            raise Damaged(
+                Problem(
+                    f"{partition.state.file.what}: no fragment of the frozen {missing}",
+                    "data-missing",
+                )
+            )
         for name, shape in shapes.items():
             _add_piece(found, partition, name, shape, pieces[name], parts)
 
@@ -104,8 +109,11 @@ def _add_piece(
     lo, hi = min(partition.dp * piece, numel), min((partition.dp + 1) * piece, numel)
     if not vector.is_flat or vector.shape[0] < hi - lo:
         raise Damaged(
-            f"{partition.state.file.what}: frozen.{name} needs {hi - lo:,} elements, its fragment"
-            f" has the shape {list(vector.shape)}"
+            Problem(
+                f"{partition.state.file.what}: frozen.{name} needs {hi - lo:,} elements, its"
+                f" fragment has the shape {list(vector.shape)}",
+                "storage-mismatch",
+            )
         )
     run = Run(name, lo, hi, partition.dp, 0)
     chunks = run_chunks(run, shape, vector.at, vector.dtype.itemsize, partition.rank)
@@ -168,7 +176,10 @@ def _head(
     ]
     if len(fitting) > 1:
         raise Damaged(
-            f"layer {layer}: is one of the tied modules {', '.join(fitting)}, which are alike;"
-            " nothing says which"
+            Problem(
+                f"layer {layer}: is one of the tied modules {', '.join(fitting)}, which are alike;"
+                " nothing says which",
+                "sharding-unknown",
+            )
         )
     return f"tied_modules.{fitting[0]}" if fitting else str(layer)

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, Problem
 from ckptool.formats._deepspeed_flat import Run, Shapes, split_runs
 from ckptool.formats._deepspeed_local import Holding
 from ckptool.formats._deepspeed_read import State
@@ -46,13 +46,19 @@ def _require_plain_split(state: State, groups: int) -> None:
     param_groups = state.inner("optimizer_state_dict").fields.get("param_groups") or []
     if len(param_groups) > groups:
         raise Damaged(
-            f"{state.file.what}: {len(param_groups)} groups of parameters, whose order DeepSpeed"
-            " did not save before 0.5.4"
+            Problem(
+                f"{state.file.what}: {len(param_groups)} groups of parameters, whose order"
+                " DeepSpeed did not save before 0.5.4",
+                "sharding-unknown",
+            )
         )
     if state.fields.get("ds_zero_partition_groups"):
         raise Damaged(
-            f"{state.file.what}: ZeRO 3 with automatic expert parallelism cuts experts among groups"
-            " of ranks of their own; ckptool does not read that",
+            Problem(
+                f"{state.file.what}: ZeRO 3 with automatic expert parallelism cuts experts among"
+                " groups of ranks of their own; ckptool does not read that",
+                "sharding-unknown",
+            ),
             hint="deepspeed's ds_to_universal.py makes a universal checkpoint of it",
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, Problem
 from ckptool.formats._deepspeed_flat import Run, run_chunks
 from ckptool.formats._deepspeed_local import Holding
 from ckptool.formats._deepspeed_read import State, Vector
@@ -68,7 +68,11 @@ def _add_state(
         found.add_leaf(name, vector or value, 0)
         return
     if vector is None:
-        raise Damaged(f"{path}: holds {shown(value)}, a universal checkpoint a tensor")
+        raise Damaged(
+            Problem(
+                f"{path}: holds {shown(value)}, a universal checkpoint a tensor", "tensor-record"
+            )
+        )
     if isinstance(opened.value, dict) or shape is None or len(shape) == 1:
         found.add_whole(name, vector, 0)
         return
@@ -80,6 +84,11 @@ def _add_vector(
 ) -> None:
     numel = math.prod(shape)
     if not vector.is_flat or vector.shape != (numel,):
-        raise Damaged(f"{path}: {list(vector.shape)} for a parameter of shape {list(shape)}")
+        raise Damaged(
+            Problem(
+                f"{path}: {list(vector.shape)} for a parameter of shape {list(shape)}",
+                "tensor-record",
+            )
+        )
     chunks = run_chunks(Run(name[1], 0, numel, 0, 0), shape, vector.at, vector.dtype.itemsize, 0)
     found.add(name, vector.dtype, shape, chunks)

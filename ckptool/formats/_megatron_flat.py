@@ -14,7 +14,7 @@ from dataclasses import replace
 from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, TensorEntry
 from ckptool.core.view import pieces_of_run
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, Problem
 
 
 def unflattened(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
@@ -24,8 +24,11 @@ def unflattened(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
     whole = tuple(size * parts for size, parts in zip(local, grid, strict=False))
     if len(grid) != len(shape) or whole != shape or math.prod(local) != entry.shape[-1]:
         raise Damaged(
-            f"{entry.name}: stored as {list(entry.shape)}, which is no way to reformulate the"
-            f" {list(shape)} that mcore_data states"
+            Problem(
+                f"{entry.name}: stored as {list(entry.shape)}, which is no way to reformulate the"
+                f" {list(shape)} that mcore_data states",
+                "tensor-record",
+            )
         )
     chunks = [piece for chunk in entry.chunks for piece in _pieces(entry, chunk, local)]
     return replace(entry, shape=shape, chunks=tuple(chunks))
@@ -36,7 +39,11 @@ def _pieces(entry: TensorEntry, chunk: Chunk, local: tuple[int, ...]) -> Iterato
     *cell, start = chunk.box.lo
     stop = chunk.box.hi[-1]
     if math.prod(chunk.box.shape[:-1]) != 1:
-        raise Damaged(f"{entry.name}: chunk {chunk.box} spans several ranks' parts")
+        raise Damaged(
+            Problem(
+                f"{entry.name}: chunk {chunk.box} spans several ranks' parts", "sharding-unknown"
+            )
+        )
     origin = tuple(index * size for index, size in zip(cell, local, strict=True))
     itemsize = entry.source_dtype.itemsize
     for box, at in pieces_of_run(chunk.at, chunk.box.shape, start, stop, local, itemsize):

@@ -16,7 +16,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, Path, TensorEntry, flat_name, merge_copies
 from ckptool.core.dtype import DType
 from ckptool.core.tp_rules import Fit
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, Problem
 from ckptool.formats._assemble import Assembled, Leaf, assemble, read_leaves
 from ckptool.formats._megatron_buckets import Group, bucket_state, buckets_among, is_bucket
 from ckptool.formats._megatron_distrib import expected_buffers
@@ -146,7 +146,10 @@ def _add(
     known = ranks.kinds.setdefault(name, (dtype, whole))
     if known != (dtype, whole):
         raise Damaged(
-            f"{name}: ranks hold it as {known[0]} {list(known[1])} and {dtype} {list(whole)}"
+            Problem(
+                f"{name}: ranks hold it as {known[0]} {list(known[1])} and {dtype} {list(whole)}",
+                "ranks-disagree",
+            )
         )
     chunks = ranks.chunks.setdefault(name, [])
     if chunk is not None:
@@ -227,19 +230,28 @@ def _record(record: Call, file: TorchFile, rank: int) -> Sharded:
         box = Box.at(sizes(fields["global_offset"]), local)
     except (KeyError, TypeError, ValueError) as error:
         raise Damaged(
-            f"{file.what}: not a ShardedTensor as Megatron-core writes it: {error}"
+            Problem(
+                f"{file.what}: not a ShardedTensor as Megatron-core writes it: {error}",
+                "tensor-record",
+            )
         ) from None
     if fields.get("flattened_range") is not None:
         raise Damaged(
-            f"{file.what}: {key} is a flattened range, which is not read from local files"
+            Problem(
+                f"{file.what}: {key} is a flattened range, which is not read from local files",
+                "sharding-unknown",
+            )
         )
     tensor = plain_tensor(fields.get("data"))
     if tensor is None:
         return Sharded(key, dtype, whole, box, prepended, None)
     if (tensor.dtype, tensor.shape) != (dtype, local[prepended:]):
         raise Damaged(
-            f"{file.what}: {key} is {tensor.dtype} {list(tensor.shape)}, its record says {dtype}"
-            f" {list(local[prepended:])}"
+            Problem(
+                f"{file.what}: {key} is {tensor.dtype} {list(tensor.shape)}, its record says"
+                f" {dtype} {list(local[prepended:])}",
+                "tensor-record",
+            )
         )
     return Sharded(key, dtype, whole, box, prepended, Chunk(box, place_of(tensor, file), rank))
 

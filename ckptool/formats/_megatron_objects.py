@@ -32,7 +32,12 @@ def with_plain_names(catalog: Catalog) -> Catalog:
         for found in _unwrapped(entry):
             objects[found.name] = found
     if len(tensors) < len(catalog.tensors) or tensors.keys() & objects.keys():
-        raise Damaged("two ShardedObjects, or one and a tensor, have the same key and offset")
+        raise Damaged(
+            Problem(
+                "two ShardedObjects, or one and a tensor, have the same key and offset",
+                "items-overlap",
+            )
+        )
     return replace(catalog, tensors=tensors, objects=objects)
 
 
@@ -86,7 +91,9 @@ def with_common(source: Source, catalog: Catalog) -> Catalog:
     found = assemble({0: read_leaves(read_torch_file(source, COMMON), source)})
     twice = found.objects.keys() & catalog.objects.keys()
     if twice:
-        raise Damaged(f"{COMMON}: {sorted(twice)[0]!r} is a ShardedObject, too")
+        raise Damaged(
+            Problem(f"{COMMON}: {sorted(twice)[0]!r} is a ShardedObject, too", "items-overlap")
+        )
     tensors: dict[str, TensorEntry] = catalog.tensors | found.tensors
     files = catalog.files | {COMMON: source.files[COMMON]}
     return replace(catalog, tensors=tensors, objects=catalog.objects | found.objects, files=files)

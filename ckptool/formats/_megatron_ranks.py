@@ -71,7 +71,7 @@ def _rank(name: str, args: Arguments) -> Rank:
     match = _FOLDER.fullmatch(name)
     numbers = [int(part) for part in match.groups() if part] if match else []
     if max(numbers) > MOST_RANKS:
-        raise Damaged(f"{name}: rank {max(numbers):,}")
+        raise Damaged(Problem(f"{name}: rank {max(numbers):,}", "rank-missing"))
     if len(numbers) == 3:
         return numbers[0], numbers[1], numbers[2]
     if len(numbers) == 1:
@@ -79,8 +79,11 @@ def _rank(name: str, args: Arguments) -> Rank:
     pipeline, expert = args.degree("PP") > 1, args.degree("EP") > 1
     if pipeline == expert:
         raise Damaged(
-            f"{name}: {numbers[1]} may be a pipeline or an expert rank, and the arguments saved in"
-            f" it state PP {args.degree('PP')} and EP {args.degree('EP')}"
+            Problem(
+                f"{name}: {numbers[1]} may be a pipeline or an expert rank, and the arguments saved"
+                f" in it state PP {args.degree('PP')} and EP {args.degree('EP')}",
+                "sharding-unknown",
+            )
         )
     return (numbers[0], numbers[1], 0) if pipeline else (numbers[0], 0, numbers[1])
 
@@ -150,7 +153,7 @@ def _folder(source: Source, rank: Rank, number: int, file: TorchFile, name: str)
         elif not _is_state(leaf.path):
             rest[full] = leaf
     if not runs:
-        raise Damaged(f"{name}: no model in it")
+        raise Damaged(Problem(f"{name}: no model in it", "data-missing"))
     return RankFolder(rank, number, file, runs, rest, distributed)
 
 

@@ -45,7 +45,12 @@ def _reshaped(catalog: Catalog, parsed: dict[str, DcpMetadata]) -> Catalog:
     tensors = dict(catalog.tensors)
     for name, shape in chain(*(metadata.reformulated.items() for metadata in parsed.values())):
         if name not in tensors:
-            raise Damaged(f"{name}: mcore_data gives it the shape {list(shape)}, nothing stores it")
+            raise Damaged(
+                Problem(
+                    f"{name}: mcore_data gives it the shape {list(shape)}, nothing stores it",
+                    "data-missing",
+                )
+            )
         tensors[name] = unflattened(tensors[name], shape)
     return catalog.with_tensors(tensors)
 

@@ -32,7 +32,9 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
         local = read_local(source, stated)
     kinds = {_kind(file) for file in local.files.values()}
     if len(kinds) > 1:
-        raise Damaged(f"{source.root}: files of {' and of '.join(sorted(kinds))}")
+        raise Damaged(
+            Problem(f"{source.root}: files of {' and of '.join(sorted(kinds))}", "saves-mixed")
+        )
     notes = list(local.notes)
     if kinds == {ROOT}:
         if options.tp_rules:
@@ -74,7 +76,9 @@ def _hinted(why: str, name: str) -> str:
 def _kind(file: TorchFile) -> str:
     name = file.value.name.rpartition(".")[2] if isinstance(file.value, Call) else "something else"
     if name not in (ROOT, _PLAIN):
-        raise Damaged(f"{file.what}: holds {name}, no tensor-aware state dict")
+        raise Damaged(
+            Problem(f"{file.what}: holds {name}, no tensor-aware state dict", "file-unrecognised")
+        )
     return name
 
 

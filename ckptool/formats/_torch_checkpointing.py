@@ -7,6 +7,7 @@ nested_path_to_metadata: {json path: [{sharding_metadata, ranks}]}, rank_to_layo
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,19 @@ from ckptool.formats._storage import Storage, StoredTensor, natural, sizes
 from ckptool.formats.base import Source, read_metadata
 
 METADATA = "metadata.pkl"
+
+
+_SHARD = re.compile(r"(.+)_([0-9]{1,9})\.safetensors")
+
+
+def is_uncommitted(source: Source) -> bool:
+    """Whether there is no ``metadata.pkl``, but a safetensors and a JSON file for each rank."""
+    shards = [match for match in map(_SHARD.fullmatch, source.files) if match]
+    ranks = sorted({int(match[2]) for match in shards})
+    if METADATA in source.files or len(ranks) < 2 or ranks != list(range(len(ranks))):
+        return False
+    values = {name.removesuffix("_0.json") for name in source.files if name.endswith("_0.json")}
+    return any(all(f"{item}_{rank}.json" in source.files for rank in ranks) for item in values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,10 +188,19 @@ def _place(entry: TensorEntry, chunk: Chunk, at: Place, skeletons: Skeletons) ->
     what = f"{entry.name} {chunk.box} at byte {at.offset:,} of {at.file}"
     pickled = skeletons.get((at.file, at.offset, at.nbytes))
     if pickled is None:
-        raise Damaged(f"{what}: .metadata does not say how its bytes are strided")
+        raise Damaged(
+            Problem(
+                f"{what}: .metadata does not say how its bytes are strided", "metadata-unreadable"
+            )
+        )
     tensor = _skeleton(pickled)
     if tensor is None or (tensor.dtype, tensor.shape) != (entry.source_dtype, chunk.box.shape):
-        raise Damaged(f"{what}: no {entry.source_dtype} {list(chunk.box.shape)}, as it should be")
+        raise Damaged(
+            Problem(
+                f"{what}: no {entry.source_dtype} {list(chunk.box.shape)}, as it should be",
+                "item-mismatch",
+            )
+        )
     stored = StoredBytes(at.file, at.offset, at.nbytes, at.nbytes)
     file = TorchFile(what, None, {tensor.storage.key: stored}, "little", {}, len(pickled))
     return place_of(tensor, file)
@@ -217,7 +226,9 @@ def _flat_members(fields: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Mem
                 for flat, names in (told.get("fsdp_flat_param_to_fqns") or {}).items()
             }
         except (KeyError, TypeError, AttributeError, IndexError):
-            raise Damaged(f"{name}: what flat parameters are made of is unclear") from None
+            raise Damaged(
+                Problem(f"{name}: what flat parameters are made of is unclear", "parameters-flat")
+            ) from None
     return found
 
 

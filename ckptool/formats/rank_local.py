@@ -45,10 +45,14 @@ _STATE_OF_A_RANK = ("extra_state", "random_states", "rng_state")
 
 
 def _probe(source: Source) -> bool:
-    return bool(rank_files(source))
+    return bool(rank_files(source)) or _torch_checkpointing.is_uncommitted(source)
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
+    if _torch_checkpointing.is_uncommitted(source):
+        metadata = _torch_checkpointing.METADATA
+        message = f"{source.root}: no {metadata}, which alone says how the ranks' tensors are cut"
+        raise Damaged(Problem(message, "save-unfinished", file=metadata))
     files = rank_files(source)
     if not files:
         raise Damaged(f"{source.root}: no files that are one a rank")

@@ -148,7 +148,9 @@ class _Reader:
         if kind in CONTAINERS:
             return _value(path, [] if kind == "list" else {})
         if kind not in VALUES:
-            raise Damaged(f"an entry of the unknown type {kind!r:.40}")
+            raise Damaged(
+                Problem(f"an entry of the unknown type {kind!r:.40}", "metadata-unreadable")
+            )
         return _value(path, VALUES[kind](entry["serialized_value"]))
 
     def _tensor(self, path: Path, rank: int, entry: Fields) -> Catalog:
@@ -164,7 +166,7 @@ class _Reader:
         shards = {rank: entry["shards"] for rank, entry in held.items()}
         first = next((shard for some in shards.values() for shard in some), None)
         if first is None:
-            raise Damaged("a sharded tensor without a shard")
+            raise Damaged(Problem("a sharded tensor without a shard", "chunk-gap"))
         chunks = [chunk for rank, some in shards.items() for chunk in self._chunks(rank, some)]
         shape = tuple(max(ends) for ends in zip(*(c.box.hi for c in chunks), strict=True))
         path = self.manifest.path(logical, min(held))
@@ -225,7 +227,11 @@ class _Reader:
         opened = self._opened(file, start, length)
         tensor = plain_tensor(opened.value)
         if tensor is None or (tensor.dtype, tensor.shape) != (dtype, shape):
-            raise Damaged(f"{file} holds no {dtype} {list(shape)}, as the manifest says")
+            raise Damaged(
+                Problem(
+                    f"{file} holds no {dtype} {list(shape)}, as the manifest says", "item-mismatch"
+                )
+            )
         return place_of(tensor, opened)
 
     def _object(self, path: Path, entry: Fields) -> Catalog:

@@ -49,6 +49,7 @@ def cut(folder: Path, name: str) -> None:
         ("llama_consolidated", lose, "consolidated.01.pth", "rank-missing"),
         ("accelerate_rank_files", lose, "random_states_1.pkl", "rank-missing"),
         ("snapshot", cut, ".snapshot_metadata", "metadata-unreadable"),
+        ("torch_checkpointing_safetensors", lose, "metadata.pkl", "save-unfinished"),
         ("snapshot", lose, ".snapshot_metadata", "save-unfinished"),
         ("snapshot_batched", lose, ".snapshot_metadata", "save-unfinished"),
         ("bytecheckpoint_ddp", lose, "extra_state_rank_1.pt", "rank-missing"),

@@ -36,7 +36,7 @@ def _listed_by_md5sum(source: Source) -> list[Problem]:
         return []
     text = read_metadata(source, CHECKLIST).decode("utf-8", "replace")
     lines = [_MD5_LINE.fullmatch(line.strip()) for line in text.splitlines() if line.strip()]
-    if not lines or not all(lines):
+    if not all(lines):
         return [Problem(f"{CHECKLIST}: no list of MD5s", "index-unreadable", file=CHECKLIST)]
     files = {line[2]: line[1].lower() for line in lines if line is not None}
     return list(_differing(source, files, CHECKLIST, "md5"))

@@ -1,0 +1,27 @@
+"""What readers of the frameworks' own formats raise has a stable code."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import ckptool.formats
+
+FOLDER = Path(ckptool.formats.__file__).parent
+HEADS = ("deepspeed", "megatron", "bytecheckpoint", "torchsnapshot", "snapshot", "nvrx")
+READERS = [path for path in FOLDER.glob("*.py") if path.stem.lstrip("_").startswith(HEADS)]
+
+
+@pytest.mark.parametrize("path", READERS, ids=lambda path: path.stem)
+def test_no_damage_is_raised_as_text_alone(path: Path) -> None:
+    raised = [
+        node.lineno
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "Damaged"
+        and isinstance(node.args[0], ast.JoinedStr | ast.Constant)
+    ]
+    assert raised == []
