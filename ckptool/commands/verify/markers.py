@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from ckptool.commands.open import Survey
+from ckptool.engine.remote_path import Location
 from ckptool.errors import Problem
 from ckptool.formats._tracker import MEGATRON
 
 _ITERATION = re.compile(r"iter_[0-9]{7,}|release")
 
 
-def unnamed_latest(asked: Path, found: Survey) -> list[Problem]:
+def unnamed_latest(asked: Location, found: Survey) -> list[Problem]:
     """A run's folder that was asked for and does not say which of its checkpoints is the latest.
 
     Megatron-LM writes ``latest_checkpointed_iteration.txt`` and DeepSpeed ``latest``, and resume

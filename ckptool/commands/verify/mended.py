@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -57,7 +57,10 @@ class MendedSource:
     def __init__(self, source: Files, longer: Mapping[str, _Longer]) -> None:
         self._source, self._longer = source, longer
         self.root = source.root
-        self.files: Mapping[str, int] = source.files | {n: one.size for n, one in longer.items()}
+        self.files: Mapping[str, int] = {
+            **source.files,
+            **{name: one.size for name, one in longer.items()},
+        }
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
         """As the source reads; Damaged behind the end that the file should have."""
@@ -77,6 +80,9 @@ class MendedSource:
             if low < high:
                 data[low - offset : high - offset] = piece[low - start : high - start]
         return bytes(data)
+
+    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
+        """Not told: some of them are nowhere."""
 
     def narrowed(self, folder: str) -> MendedSource:
         """As the source narrows."""

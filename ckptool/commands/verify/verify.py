@@ -91,7 +91,7 @@ class _Check:
     def _catalog(self) -> Catalog | None:
         return self._survey.catalog
 
-    def structure(self, asked: Path) -> None:
+    def structure(self, asked: Location) -> None:
         """What metadata, names and sizes show; ``asked`` is the path that the user gave."""
         self._found += unnamed_latest(asked, self._survey)
         self._found += name_problems(self._survey.source)
