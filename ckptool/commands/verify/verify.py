@@ -15,21 +15,21 @@ from ckptool.commands.read_options import AS_DETECTED, ReadOptions
 from ckptool.commands.stats import not_finite_count
 from ckptool.commands.verify.codes import finding_of, require_codes
 from ckptool.commands.verify.content import Views, attach, located, scattered_not_finite
+from ckptool.commands.verify.contradictions import catalog_problems, replica_problems
 from ckptool.commands.verify.files import FileCheck, name_problems, newer_than_metadata
 from ckptool.commands.verify.findings import Finding, Severity, VerifyReport, failing
 from ckptool.commands.verify.integrity import integrity_problems
 from ckptool.commands.verify.lost_ranks import lost_last_ranks
 from ckptool.commands.verify.markers import unnamed_latest
 from ckptool.commands.verify.objects import odd_values
+from ckptool.commands.verify.sentence import sentence
 from ckptool.commands.verify.training import optimizer_problems, step_problems
-from ckptool.core.catalog import Catalog, Item, TensorEntry, coverage_problem, flat_name
+from ckptool.core.catalog import Catalog, Item, TensorEntry
 from ckptool.core.parts import part_of
 from ckptool.engine.content import Span, check_spans
 from ckptool.engine.remote_path import Location
-from ckptool.engine.replicas import differing_replicas
 from ckptool.engine.run import RunOptions
-from ckptool.engine.sources import Files
-from ckptool.errors import UNCODED, CkptoolError, Problem
+from ckptool.errors import Problem
 from ckptool.formats._nvrx_files import other_copies
 
 Progress = Callable[[int], None]
@@ -98,7 +98,7 @@ class _Check:
         self._found += newer_than_metadata(self._survey.source)
         self._files.look_at_metadata(self._catalog)
         if self._catalog is not None:
-            self._found += _catalog_problems(self._catalog)
+            self._found += catalog_problems(self._catalog)
             self._found += lost_last_ranks(self._survey.source, self._catalog)
             self._found += optimizer_problems(self._catalog)
             self._found += odd_values(self._catalog.objects.values())
@@ -120,7 +120,7 @@ class _Check:
             more, problems = scattered_not_finite(views, source)
             names |= more
             self._found += problems
-            self._found += _replica_problems(tensors.values(), source)
+            self._found += replica_problems(tensors.values(), source)
             if self._catalog is not None:
                 self._found += step_problems(self._catalog, tensors.values(), source)
         shown = (tensors[name] for name in sorted(names))
@@ -181,7 +181,7 @@ class _Check:
             len(catalog.files) if catalog else len(self._survey.source.files),
             len(catalog.tensors) if catalog else 0,
         )
-        return replace(report, sentence=_sentence(report, self._options))
+        return replace(report, sentence=sentence(report, self._options.sample, self._options.seed))
 
     def _findings(self) -> tuple[Finding, ...]:
         looked_at = map(self._of_a_copy, [*self._found, *self._files.problems])
@@ -220,62 +220,3 @@ def _identity(problem: Problem) -> tuple[object, ...]:
     """What two problems share that are one: a lost file or copy is, however often it is named."""
     lost = problem.code in ("file-missing", "copy-damaged") and problem.file
     return (problem.code, problem.file, "" if lost else str(problem))
-
-
-def _catalog_problems(catalog: Catalog) -> list[Problem]:
-    gaps = (coverage_problem(entry) for entry in catalog.tensors.values())
-    remarks = [p if isinstance(p, Problem) else Problem(p, "note") for p in catalog.notes]
-    for remark in remarks:
-        remark.code = "note" if remark.code == UNCODED else remark.code
-    conflicts = catalog.conflicts.values()
-    return [
-        *(p if isinstance(p, Problem) else Problem(p, "ranks-disagree") for p in conflicts),
-        *(gap for gap in gaps if gap is not None),
-        *_misnamed(catalog),
-        *remarks,
-    ]
-
-
-def _misnamed(catalog: Catalog) -> list[Problem]:
-    return [
-        Problem(
-            f"{entry.name}: its path spells {flat_name(entry.path)!r}",
-            "name-mismatch",
-            tensor=entry.name,
-        )
-        for entry in catalog.tensors.values()
-        if flat_name(entry.path) != entry.name
-    ]
-
-
-def _replica_problems(entries: Iterable[TensorEntry], source: Files) -> list[Problem]:
-    problems: list[Problem] = []
-    for entry in entries:
-        try:
-            problems += differing_replicas([entry], source)
-        except CkptoolError as error:
-            problems += error.problems
-    return problems
-
-
-_READ = {
-    "content": "every byte of its data was read",
-    "quick": "its metadata was read, not its data",
-}
-
-
-def _sentence(report: VerifyReport, options: VerifyOptions) -> str:
-    """The one sentence that ends the report."""
-    sampled = f"a sample of {options.sample:.3g} of its data was read (seed {options.seed})"
-    read = _READ.get(options.depth, sampled)
-    counts = [
-        f"{len(report.of(severity)):,} {severity.value}{'s' * (len(report.of(severity)) != 1)}"
-        for severity in (Severity.ERROR, Severity.WARNING)
-        if report.of(severity)
-    ]
-    if not report.sound:
-        rest = "" if options.depth == "content" else f"; {read}"
-        return f"Not sound: {' and '.join(counts)}{rest}."
-    unprotected = any(finding.code == "no-checksum" for finding in report.findings)
-    extent = " as far as files without checksums can show" if unprotected else ""
-    return f"Sound{extent}{', with ' + counts[0] if counts else ''}: {read}."
