@@ -64,7 +64,12 @@ _TABLE = (
 
 BY_NAME = {dtype.name: dtype for dtype in _TABLE}
 BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in _TABLE if dtype.safetensors}
-BY_STORAGE = {dtype.storage: dtype for dtype in _TABLE if dtype.storage}
+QUANTISED_STORAGES = {"QInt8Storage": "int8", "QUInt8Storage": "uint8", "QInt32Storage": "int32"}
+"""torch's storages of quantised tensors: what they hold are integers."""
+
+BY_STORAGE = {dtype.storage: dtype for dtype in _TABLE if dtype.storage} | {
+    storage: BY_NAME[name] for storage, name in QUANTISED_STORAGES.items()
+}
 
 SHORT_NAMES = {
     "fp64": "float64",

@@ -22,6 +22,7 @@ _KINDS = {
     "GPTQ": re.compile(r".*\.g_idx"),
     "compressed-tensors, packed": re.compile(r".*\.weight_packed"),
     "NVFP4": re.compile(r".*\.weight_scale_2"),
+    "by torch (int_repr)": re.compile(r"(.*\.)?int_repr"),
     "HQQ": re.compile(r".*\.W_q"),
 }
 _PACKED = re.compile(r"(.*)\.qweight")

@@ -24,6 +24,7 @@ from ckptool.core.shards import LocalShard, local_shards
 from ckptool.errors import CkptoolError, Damaged, Problem, coded
 from ckptool.formats._dtensor import DTensorShare, ShardedShare, sharded_share
 from ckptool.formats._pickle import Call
+from ckptool.formats._quantised import quantised_notes
 from ckptool.formats._storage import StoredTensor, place_of, plain_tensor
 from ckptool.formats._torch_file import TorchFile
 from ckptool.formats._tree import leaves, unique_names
@@ -118,6 +119,7 @@ def assemble(ranks: Mapping[int, RankLeaves], *, per_rank: bool = False) -> Asse
     """
     result = Assembled()
     names = dict.fromkeys(name for found in ranks.values() for name in found)
+    result.notes += quantised_notes(names)
     for name in names:
         held = {rank: found[name] for rank, found in ranks.items() if name in found}
         try:

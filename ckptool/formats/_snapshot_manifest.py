@@ -27,8 +27,12 @@ _LONGEST_NUMBER = 20
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """For each logical path of the state dicts, the entry of each rank that has one."""
+    """For each logical path of the state dicts, the entry of each rank that has one.
 
+    ``version`` is that of the package that wrote it.
+    """
+
+    version: str
     world_size: int
     entries: dict[str, dict[int, Fields]]
 
@@ -72,6 +76,7 @@ def read_manifest(source: Source) -> Manifest:
         )
     try:
         content = json.loads(text)
+        version = str(content.get("version", ""))
         world, manifest = content["world_size"], content["manifest"]
         entries: dict[str, dict[int, Fields]] = {}
         for key, entry in manifest.items():
@@ -85,7 +90,7 @@ def read_manifest(source: Source) -> Manifest:
         message = f"{METADATA}: an entry of rank {highest} in a world of {world!r:.20}"
         raise Damaged(Problem(message, "metadata-unreadable", file=METADATA))
     require_rank(world, METADATA)
-    return Manifest(world, entries)
+    return Manifest(version, world, entries)
 
 
 def _boolean(text: str) -> bool:

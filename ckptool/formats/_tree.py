@@ -8,6 +8,7 @@ from typing import Any
 from ckptool.core.catalog import Index, Path, RankStep, flat_name
 from ckptool.errors import CannotDo, Damaged, Problem
 from ckptool.formats._pickle import Call
+from ckptool.formats._quantised import quantised_parts
 
 _DEEPEST = 100
 _FEWEST_LEAVES = 100_000
@@ -17,8 +18,8 @@ def leaves(value: Any, *, what: str, pickled: int = 0) -> Iterator[tuple[Path, A
     """The leaves of a state dict with their paths, in order.
 
     As DCP flattens (torch 2.4 to 2.13): dicts are entered, lists where a dict or a tensor lies
-    inside. Tuples are entered where a tensor lies inside, which DCP would pickle whole. Everything
-    else, and an empty container, is a leaf.
+    inside. Tuples are entered where a tensor lies inside, which DCP would pickle whole, and so are
+    the parts of quantised tensors. Everything else, and an empty container, is a leaf.
 
     ``pickled`` is the size in bytes of the pickle. Raises Damaged where the nesting has no end, or
     where the pickle refers to its own parts so often that it unfolds to more values than it has
@@ -55,7 +56,8 @@ class _Walk:
         if isinstance(value, dict) and value:
             return list(value.items())
         if not isinstance(value, list | tuple):
-            return None
+            parts = quantised_parts(value)
+            return list(parts.items()) if parts else None
         if id(value) not in self._entered:
             self._entered[id(value)] = _is_entered(value, self._what)
         if not self._entered[id(value)]:

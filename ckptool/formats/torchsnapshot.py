@@ -1,7 +1,8 @@
 """TorchSnapshot folders: ``.snapshot_metadata`` and the files its manifest names.
 
 Read: torchsnapshot 0.1.0 and the head of its repository (df45917d, which adds DTensors). Tensors
-lie as raw little-endian bytes, by themselves or in batched slabs, or as torch.save archives.
+lie as raw little-endian bytes, by themselves or in batched slabs, or as torch.save archives, as
+quantised ones do (the serializers that the package has for those are used by none of its writers).
 Tensors that are neither replicated nor sharded belong to one rank: where there are several ranks,
 the rank is the first step of their names, as it is in the manifest, and so it is for values that
 differ between ranks. Version 0.1.0 stores bfloat16 tensors with an odd number of elements one
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,6 +37,7 @@ from ckptool.errors import Damaged, Problem
 from ckptool.formats._assemble import Leaf, assemble, read_leaves, same_value
 from ckptool.formats._dtensor import flat_ints
 from ckptool.formats._infer import with_inferred_mesh
+from ckptool.formats._quantised import INTEGERS, quantised_notes, quantised_parts
 from ckptool.formats._snapshot_manifest import (
     CONTAINERS,
     METADATA,
@@ -52,6 +55,8 @@ from ckptool.formats.torch_save import unread_notes
 
 _RAW = "buffer_protocol"
 _ARCHIVE = "torch_save"
+_QUANTISED = {"torch.qint8": "int8", "torch.quint8": "uint8", "torch.qint32": "int32"}
+_NOTHING = Catalog("", {}, {}, {})
 
 
 _DATA = re.compile(r"(replicated|sharded|batched|[0-9]{1,9})/.+")
@@ -99,7 +104,7 @@ def _catalog(source: Source, manifest: Manifest, reader: _Reader) -> Catalog:
         world_size=manifest.world_size,
         mesh=mesh,
         mesh_source="declared" if mesh else None,
-        info={"writer": "TorchSnapshot"},
+        info={"writer": "TorchSnapshot", "version": manifest.version},
         notes=tuple(dict.fromkeys([*reader.notes, *unread_notes(reader.objects)])),
     )
 
@@ -156,36 +161,52 @@ class _Reader:
     def _tensor(self, path: Path, rank: int, entry: Fields) -> Catalog:
         shape = sizes(entry["shape"])
         whole = {"offsets": [0] * len(shape), "sizes": shape, "tensor": entry}
-        chunks = self._chunks(rank, entry.get("chunks", [whole]))
+        shards = entry.get("chunks", [whole])
+        chunks = self._chunks(rank, shards)
         if not shape:
             chunks = [replace(chunk, box=Box((), ())) for chunk in chunks]
-        return self._entry(path, entry["dtype"], shape, chunks)
+        return self._entry(path, shards, shape, chunks)
 
     def _sharded(self, logical: str, held: dict[int, Fields]) -> Catalog:
         """A ShardedTensor or DTensor: the shards of all ranks that have some."""
-        shards = {rank: entry["shards"] for rank, entry in held.items()}
-        first = next((shard for some in shards.values() for shard in some), None)
-        if first is None:
+        shards = [shard for entry in held.values() for shard in entry["shards"]]
+        if not shards:
             raise Damaged(Problem("a sharded tensor without a shard", "chunk-gap"))
-        chunks = [chunk for rank, some in shards.items() for chunk in self._chunks(rank, some)]
+        chunks = [c for rank, entry in held.items() for c in self._chunks(rank, entry["shards"])]
         shape = tuple(max(ends) for ends in zip(*(c.box.hi for c in chunks), strict=True))
         path = self.manifest.path(logical, min(held))
-        catalog = self._entry(path, first["tensor"]["dtype"], shape, chunks)
+        catalog = self._entry(path, shards, shape, chunks)
         return _with_mesh(catalog, next(iter(held.values())))
 
     def _entry(
-        self, path: Path, dtype: str, shape: tuple[int, ...], chunks: list[Chunk]
+        self, path: Path, shards: list[Fields], shape: tuple[int, ...], chunks: list[Chunk]
     ) -> Catalog:
-        """The tensor of some chunks; none, and a note, where they are no plain tensors."""
-        name = flat_name(path)
-        kind = BY_NAME.get(dtype.removeprefix("torch."))
+        """The tensor of some shards; none, and a note, where it is of a kind that is not read."""
+        said = shards[0]["tensor"]["dtype"] if shards else "no shards"
+        kind, parameters = _element_type(said), _NOTHING
+        if said in _QUANTISED and chunks:
+            parameters = self._parameters(path, shards)
+            kind = kind if parameters is not _NOTHING else None
         if kind is None or not chunks:
-            message = f"not read: {name} ({dtype}) is no plain tensor"
-            self.notes.append(Problem(message, "tensor-unread", tensor=name))
-            return Catalog("", {}, {}, {})
-        return Catalog(
-            "", {name: TensorEntry(name, path, kind, shape, merge_copies(chunks))}, {}, {}
-        )
+            message = f"not read: {flat_name(path)} ({said}) is no plain tensor"
+            self.notes.append(Problem(message, "tensor-unread", tensor=flat_name(path)))
+            return _NOTHING
+        full = (*path, INTEGERS) if said in _QUANTISED else path
+        name = flat_name(full)
+        self.notes += quantised_notes({name, *parameters.tensors, *parameters.objects})
+        entry = TensorEntry(name, full, kind, shape, merge_copies(chunks))
+        return replace(parameters, tensors={name: entry} | parameters.tensors)
+
+    def _parameters(self, path: Path, shards: list[Fields]) -> Catalog:
+        """The scales and zero points of a quantised tensor; nothing where its shards differ."""
+        opened = [self._opened(*self._span(shard["tensor"])) for shard in shards]
+        found = [quantised_parts(file.value) or {} for file in opened]
+        rest = [{n: part for n, part in one.items() if n != INTEGERS} for one in found]
+        if len(rest) > 1 and not all(_are_numbers(one) and one == rest[0] for one in rest):
+            return _NOTHING
+        leaves = read_leaves(replace(opened[0], value=rest[0]), self.source, prefix=path)
+        parameters = assemble({0: leaves})
+        return Catalog("", parameters.tensors, parameters.objects, {}) if leaves else _NOTHING
 
     def _chunks(self, rank: int, shards: list[Fields]) -> list[Chunk]:
         chunks = []
@@ -198,7 +219,7 @@ class _Reader:
 
     def _place(self, entry: Fields, shape: tuple[int, ...]) -> Place | None:
         """Where a tensor's bytes lie; None where they are those of no plain tensor."""
-        dtype = BY_NAME.get(entry["dtype"].removeprefix("torch."))
+        dtype = _element_type(entry["dtype"])
         file, start, length = self._span(entry)
         if dtype is None or entry["serializer"] not in (_RAW, _ARCHIVE):
             return None
@@ -225,7 +246,8 @@ class _Reader:
         self, file: str, start: int, length: int, dtype: DType, shape: tuple[int, ...]
     ) -> Place:
         opened = self._opened(file, start, length)
-        tensor = plain_tensor(opened.value)
+        parts = quantised_parts(opened.value)
+        tensor = plain_tensor(parts[INTEGERS] if parts else opened.value)
         if tensor is None or (tensor.dtype, tensor.shape) != (dtype, shape):
             raise Damaged(
                 Problem(
@@ -244,6 +266,15 @@ class _Reader:
 
     def _opened(self, file: str, start: int, length: int) -> TorchFile:
         return read_torch_zip(Region(self.source, file, start, length))
+
+
+def _element_type(said: str) -> DType | None:
+    """The element type that an entry names; of quantised tensors that of their integers."""
+    return BY_NAME.get(_QUANTISED.get(said, said.removeprefix("torch.")))
+
+
+def _are_numbers(parameters: Mapping[str, Any]) -> bool:
+    return all(type(value) in (int, float) for value in parameters.values())
 
 
 def _value(path: Path, value: Any) -> Catalog:

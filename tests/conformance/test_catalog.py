@@ -112,7 +112,7 @@ def test_what_cannot_be_read_is_refused(one: Case, out) -> None:
 @pytest.mark.parametrize(
     ("name", "unread"),
     [
-        ("odd_kinds", ["quantized", "sparse", "compressed", "nested"]),
+        ("odd_kinds", ["halves", "sparse", "compressed", "nested"]),
         ("torchao", ["0.weight"]),
         ("rank_partial", ["addends"]),
     ],

@@ -154,7 +154,7 @@ def test_companions_are_carried_into_folders(out: Path) -> None:
 def test_values_that_are_no_plain_data_are_named(out: Path) -> None:
     report = convert_to("torch-save", case("odd_kinds").path, out / "m.pt")
     assert any("args" in note and "argparse.Namespace" in note for note in report.notes)
-    assert list(load_torch(out / "m.pt")) == ["w"]
+    assert list(load_torch(out / "m.pt")) == ["w", "quantized", "channels"]
 
 
 @pytest.mark.parametrize("name", ["m", "m.safetensors"])
