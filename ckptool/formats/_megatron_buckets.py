@@ -1,42 +1,32 @@
 """The state of Megatron's distributed optimizer as it lies in its buckets: ``dp_reshardable``.
 
-Each bucket of each model-parallel rank is a 1-d tensor ``[chained_K.]optimizer.distributed``
-``.dp_group_idx_G.gbuf_idx_N.dtype_(PARAM, GRAD).bucket_idx_B.STATE``, whose chunks are parameters'
-pieces and the padding between them (megatron-core 0.7 to 0.20; before 0.15 it was called
+Each bucket of each model-parallel rank is a 1-d tensor, whose chunks are parameters' pieces and the
+padding between them (megatron-core 0.7 to 0.20; before 0.15 it was called
 ``fully_sharded_bucket_space``). Nothing in it names a parameter.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from ckptool.core.catalog import TensorEntry
 from ckptool.formats._megatron_buffers import Bucket, slots_in_buckets
 from ckptool.formats._megatron_distrib import MASTER
+from ckptool.formats._megatron_padding import BUCKET
 from ckptool.formats._megatron_params import Found, Held, Stored, runs_between
 from ckptool.formats._megatron_state import Unnamed
 
-_BUCKET = re.compile(
-    r"(?:chained_([0-9]{1,3})\.)?optimizer\.distributed\.dp_group_idx_([0-9]{1,7})"
-    r"\.gbuf_idx_([0-9]{1,4})\.dtype_(.+)\.bucket_idx_([0-9]{1,7})\.(\w+)"
-)
 Group = tuple[int, int]
 """Which of several chained optimizers, and which group of data-parallel ranks."""
 Buffers = dict[int, dict[int, dict[str, TensorEntry]]]
 """By buffer, bucket and kind of state."""
 
 
-def is_bucket(name: str) -> bool:
-    """Whether a tensor is a bucket of the distributed optimizer."""
-    return _BUCKET.fullmatch(name) is not None
-
-
 def buckets_among(entries: Iterable[TensorEntry]) -> dict[Group, Buffers]:
     """All buckets, by the group of ranks that share them."""
     found: dict[Group, Buffers] = {}
     for entry in entries:
-        match = _BUCKET.fullmatch(entry.name)
+        match = BUCKET.fullmatch(entry.name)
         if match and len(entry.shape) == 1:
             group = int(match[1] or 0), int(match[2])
             buffers = found.setdefault(group, {})

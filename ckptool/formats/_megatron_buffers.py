@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
 _BUCKET_ALIGNMENT = 128
 _MOST_STEPS = 1_000_000
 
@@ -69,7 +69,7 @@ def _at_cuts(slot: Slot, buckets: Sequence[Bucket]) -> bool:
 
 
 def _aligned(position: int) -> int:
-    return -(-position // _ALIGNMENT) * _ALIGNMENT
+    return -(-position // ALIGNMENT) * ALIGNMENT
 
 
 def slots_in_run(
@@ -142,7 +142,7 @@ def _ways(
         if not way.left:
             if way.run == total:
                 yield list(way.slots[::-1])
-        elif 0 <= total - way.run - rest[way.left] < _ALIGNMENT * way.left:
+        elif 0 <= total - way.run - rest[way.left] < ALIGNMENT * way.left:
             open_ways += _next(way, numels[way.left - 1], way.left - 1 in alone, views)
     raise OverflowError
 

@@ -18,9 +18,10 @@ from ckptool.core.dtype import DType
 from ckptool.core.tp_rules import Fit
 from ckptool.errors import Damaged, Problem
 from ckptool.formats._assemble import Assembled, Leaf, assemble, read_leaves
-from ckptool.formats._megatron_buckets import Group, bucket_state, buckets_among, is_bucket
+from ckptool.formats._megatron_buckets import Group, bucket_state, buckets_among
 from ckptool.formats._megatron_distrib import expected_buffers
 from ckptool.formats._megatron_names import global_expert, global_layer, is_buffer, is_expert
+from ckptool.formats._megatron_padding import is_bucket
 from ckptool.formats._megatron_params import Found, Held, put_together
 from ckptool.formats._megatron_state import Unnamed
 from ckptool.formats._pickle import Call

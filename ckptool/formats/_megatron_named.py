@@ -10,8 +10,9 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.parts import part_of
 from ckptool.formats._dcp_metadata import Plan
 from ckptool.formats._megatron_args import arguments_among
-from ckptool.formats._megatron_buckets import Group, bucket_state, buckets_among, is_bucket
+from ckptool.formats._megatron_buckets import Group, bucket_state, buckets_among
 from ckptool.formats._megatron_distrib import Buffer, gathered_state, matched_buffers, param_dtype
+from ckptool.formats._megatron_padding import is_bucket
 from ckptool.formats._megatron_params import Found, Stored, put_together
 from ckptool.formats._megatron_stages import Stages
 from ckptool.formats._megatron_state import Unnamed

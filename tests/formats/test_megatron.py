@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ckptool.commands.read_options import ReadOptions
 from ckptool.commands.selection import Selection
 from ckptool.commands.verify.against import AgainstOptions, against
 from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.core.catalog import Extent
 from ckptool.core.tp_rules import parse_tp_rule, parse_tp_rules
 from ckptool.errors import Damaged, UsageError
 from ckptool.formats._megatron_args import Arguments, arguments
@@ -311,11 +313,7 @@ def test_the_state_of_a_layer_wise_optimizer_is_not_left_out_in_silence(
 def test_buckets_that_do_not_fit_the_model_stay_buckets(copy_of: Copy) -> None:
     run = copy_of("megatron_torch_dist")
 
-    def other_order(state: Any) -> Any:
-        state["args"].tensor_model_parallel_size = 2
-        return state
-
-    rewritten(run / "iter_0000100" / "common.pt", other_order)
+    rewritten(run / "iter_0000100" / "common.pt", with_tensor_parallelism)
     catalog = open_checkpoint(run).catalog
     assert any("kept by bucket" in note for note in catalog.notes)
     assert any("bucket_idx_0.exp_avg" in name for name in catalog.tensors)
@@ -343,3 +341,35 @@ def test_unstack_gives_each_layer_its_tensor(out: Path) -> None:
     stacked = one.truth["decoder.layers.mlp.linear_fc1.weight"]
     assert found["decoder.layers.0.mlp.linear_fc1.weight"][1:] == (stacked[1][1:], stacked[2])
     assert "decoder.layers.mlp.linear_fc1.weight" not in found
+
+
+WRONG = ("not-finite", "crc-mismatch")
+
+
+def overwritten(file: Path, at: Extent, values: bytes) -> None:
+    """Elements of a file that torch.save wrote replaced, and the checksum of their record."""
+    data = bytearray(file.read_bytes())
+    data[at.offset : at.offset + len(values)] = values
+    old, record = at.record.crc32, slice(at.record.offset, at.record.offset + at.record.nbytes)
+    new = zlib.crc32(data[record]).to_bytes(4, "little")
+    file.write_bytes(bytes(data).replace(old.to_bytes(4, "little"), new))
+
+
+@pytest.mark.parametrize(("start", "found"), [(0, True), (96, False), (134, False), (896, True)])
+def test_padding_in_buckets_may_hold_anything(start: int, found: bool, copy_of: Copy) -> None:
+    """Megatron leaves it as memory happens to be; what belongs to a parameter is looked at."""
+    run = copy_of("megatron_torch_dist")
+    rewritten(run / "iter_0000100" / "common.pt", with_tensor_parallelism)
+    opened = open_checkpoint(run)
+    name = next(name for name in opened.catalog.tensors if name.endswith("bucket_idx_0.exp_avg"))
+    entry = opened.located(opened.catalog).tensors[name]
+    chunk = next(c for c in entry.chunks if c.box.lo[0] <= start < c.box.hi[0])
+    overwritten(opened.path / chunk.at.file, chunk.at, b"\xff" * 4)
+    problems = [f for f in verify(run, VerifyOptions()).findings if f.code in WRONG]
+    assert [(f.code, f.tensor) for f in problems] == ([("not-finite", name)] if found else [])
+
+
+def with_tensor_parallelism(state: Any) -> Any:
+    """Arguments that do not fit the model, so that nothing says what is in the buckets."""
+    state["args"].tensor_model_parallel_size = 2
+    return state

@@ -30,6 +30,7 @@ from ckptool.engine.content import Span, check_spans
 from ckptool.engine.remote_path import Location
 from ckptool.engine.run import RunOptions
 from ckptool.errors import Problem
+from ckptool.formats._megatron_padding import without_padding
 from ckptool.formats._nvrx_files import other_copies
 
 Progress = Callable[[int], None]
@@ -107,7 +108,8 @@ class _Check:
         """Open every archive, then read every record and tensor once."""
         tensors = self._located()
         self._files.look_at_items(self._catalog)
-        views = Views.of(tensors.values())
+        meant = {name: without_padding(entry) for name, entry in tensors.items()}
+        views = Views.of(meant.values())
         spans = self._sampled([*self._files.spans, *attach(views, self._files.spans)])
         self._nbytes = sum(span.nbytes for span in spans)
         source = self._survey.source
@@ -123,7 +125,7 @@ class _Check:
             self._found += replica_problems(tensors.values(), source)
             if self._catalog is not None:
                 self._found += step_problems(self._catalog, tensors.values(), source)
-        shown = (tensors[name] for name in sorted(names))
+        shown = (meant[name] for name in sorted(names))
         self._found += [
             not_finite_count(entry, source)
             for entry in shown
