@@ -373,3 +373,22 @@ def with_tensor_parallelism(state: Any) -> Any:
     """Arguments that do not fit the model, so that nothing says what is in the buckets."""
     state["args"].tensor_model_parallel_size = 2
     return state
+
+
+@pytest.mark.parametrize("name", ["megatron_torch", "megatron_torch_dist"])
+def test_the_weights_of_a_release(name: str, copy_of: Copy, out: Path) -> None:
+    """A folder that is called ``release``, as converters to Megatron leave it."""
+    run = copy_of(name)
+    (run / "iter_0000100").rename(run / "release")
+    (run / "latest_checkpointed_iteration.txt").write_text("release")
+    assert open_checkpoint(run).path == run / "release"
+    convert_to("safetensors", run, out / "model", model_only=True)
+    found = read_back("safetensors", out / "model")
+    truth = case(name).truth
+    assert found == {tensor: truth[truth_name(name, tensor)] for tensor in found}
+    assert len(found) > 5
+    assert verify(run, VerifyOptions()).sound
+
+
+def truth_name(name: str, tensor: str) -> str:
+    return tensor if name == "megatron_torch_dist" else f"model.{tensor}"
