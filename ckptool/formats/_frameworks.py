@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from ckptool.core.catalog import ObjectEntry
+from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
+from ckptool.core.mesh import Shard
 from ckptool.errors import Damaged, Problem
 from ckptool.formats.base import Source, read_metadata
 
@@ -39,6 +42,30 @@ def framework_info(objects: Mapping[str, ObjectEntry]) -> dict[str, str]:
         parallelism = {"parallelism": f"DP {degree.value}"} if degree and known else {}
         return {"framework": "torchtitan"} | parallelism
     return {}
+
+
+def with_tensor_parallelism(catalog: Catalog) -> Catalog:
+    """torchtitan's catalog with the degree of tensor parallelism, where its chunks tell.
+
+    FSDP cuts torchtitan's dense tensors along dim 0; what the innermost mesh dim cuts along
+    another dim, the others cutting the rest among all data-parallel ranks, is tensor-parallel.
+    """
+    mesh, told = catalog.mesh, catalog.info.get("parallelism", "")
+    if catalog.info.get("framework") != "torchtitan" or mesh is None or len(mesh.shape) < 2:
+        return catalog
+    *data, tensor = mesh.shape
+    if told != f"DP {math.prod(data)}" or not any(
+        map(_is_cut_in_two_ways, catalog.tensors.values())
+    ):
+        return catalog
+    return replace(catalog, info=catalog.info | {"parallelism": f"{told}, TP {tensor}"})
+
+
+def _is_cut_in_two_ways(entry: TensorEntry) -> bool:
+    """Whether a dense tensor is cut along dim 0, and by the last mesh dim along another."""
+    placements = entry.placements or ()
+    dims = [placement.dim if isinstance(placement, Shard) else None for placement in placements]
+    return "experts" not in entry.name and bool(dims) and bool(dims[-1]) and 0 in dims[:-1]
 
 
 def read_config(source: Source) -> Mapping[str, Any]:

@@ -44,7 +44,7 @@ from ckptool.formats._assemble import (
 )
 from ckptool.formats._dcp_metadata import DcpMetadata, StoredItem, TensorMetadata
 from ckptool.formats._flat_params import HINT, is_flat, members_of, taken_apart
-from ckptool.formats._frameworks import framework_info
+from ckptool.formats._frameworks import framework_info, with_tensor_parallelism
 from ckptool.formats._infer import with_inferred_mesh
 from ckptool.formats._storage import place_of, plain_tensor
 from ckptool.formats._torch_file import TorchFile, is_zip, read_torch_file, read_torch_zip
@@ -108,7 +108,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
 
 def scan_folder(source: Source, options: ScanOptions) -> Catalog:
     """What the metadata of a folder that is laid out as DCP does says."""
-    return with_inferred_mesh(read_folder(source, options)[0])
+    return with_tensor_parallelism(with_inferred_mesh(read_folder(source, options)[0]))
 
 
 def read_folder(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from conftest import case
 from safetensors.torch import save_file
 
 from ckptool.commands.open import open_checkpoint
+from ckptool.formats._frameworks import with_tensor_parallelism
 
 LIGHTNING = {"pytorch-lightning_version": "2.6.6", "global_step": 4}
 TITAN = {
@@ -77,3 +79,26 @@ def test_a_config_beside_the_weights(
 )
 def test_the_degrees_that_deepspeed_records(name: str, degrees: str) -> None:
     assert open_checkpoint(case(name).path).catalog.info["parallelism"] == degrees
+
+
+@pytest.mark.parametrize(
+    ("name", "framework", "told", "wanted"),
+    [
+        ("dcp_fsdp2_tp", "torchtitan", "DP 2", "DP 2, TP 2"),
+        ("dcp_fsdp2_tp", "torchtitan", "DP 1", "DP 1"),
+        ("dcp_fsdp2_tp", "another", "DP 2", "DP 2"),
+        ("dcp_hsdp", "torchtitan", "DP 2", "DP 2"),
+        ("dcp_fsdp2", "torchtitan", "DP 2", "DP 2"),
+    ],
+)
+def test_tensor_parallelism_that_chunks_tell(
+    name: str, framework: str, told: str, wanted: str
+) -> None:
+    catalog = open_checkpoint(case(name).path).catalog
+    said = replace(catalog, info={"framework": framework, "parallelism": told})
+    assert with_tensor_parallelism(said).info["parallelism"] == wanted
+
+
+def test_the_version_that_torchsnapshot_records() -> None:
+    info = open_checkpoint(case("snapshot").path).catalog.info
+    assert info == {"writer": "TorchSnapshot", "version": "0.1.0"}
