@@ -60,11 +60,15 @@ def open_checkpoint(path: Location, options: ReadOptions = AS_DETECTED) -> Opene
     _require_there(path)
     found = _bounded(path, lambda: _recognise(path, options.format_name))
     catalog = _scanned(found, options.scan_options(found.format))
-    if not catalog.tensors and not catalog.objects:
+    if _is_empty(catalog):
         raise _nothing_in(found.path)
     if options.unstack:
         catalog = unstacked(catalog)
     return Opened(found.path, found.source, found.format, catalog)
+
+
+def _is_empty(catalog: Catalog) -> bool:
+    return not (catalog.tensors or catalog.objects or catalog.conflicts)
 
 
 def _scanned(found: Candidate, options: ScanOptions) -> Catalog:
@@ -103,7 +107,7 @@ def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
         raise
     except CkptoolError as error:
         problems += error.problems
-    if not problems and (catalog is None or not (catalog.tensors or catalog.objects)):
+    if not problems and (catalog is None or _is_empty(catalog)):
         raise _nothing_in(found.path)
     if catalog is not None and options.unstack:
         catalog = unstacked(catalog)

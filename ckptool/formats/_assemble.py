@@ -137,7 +137,7 @@ def _merge(name: str, held: dict[int, Leaf], result: Assembled, per_rank: bool) 
     first = next(iter(held.values()))
     if kinds == {"DTensor"}:
         with coded("dtensor-contradiction"):
-            _merge_dtensor(name, held, result)
+            _merge_dtensor(name, held, result, per_rank or first.rank_state)
     elif kinds == {"ShardedTensor"}:
         with coded("dtensor-contradiction"):
             _merge_sharded(name, held, result)
@@ -158,14 +158,80 @@ def _kind(value: Any) -> str:
 # DTensors
 
 
-def _merge_dtensor(name: str, held: dict[int, Leaf], result: Assembled) -> None:
-    shares = {rank: leaf.value.share for rank, leaf in held.items()}
-    first: DTensorShare = next(iter(shares.values()))
+def _merge_dtensor(name: str, held: dict[int, Leaf], result: Assembled, keep: bool) -> None:
+    first: DTensorShare = next(iter(held.values())).value.share
     partial = [p for p in first.placements if isinstance(p, Partial)]
     if partial:
         message = f"not read: {name} is {partial[0]}: each rank holds an addend, not the values"
         result.notes.append(Problem(message, "tensor-unread", tensor=name))
         return
+    stages = _stages(held)
+    if not _differ(stages):
+        result.tensors[name] = _dtensor_entry(name, held)
+    elif keep:
+        for stage in stages:
+            rank, leaf = next(iter(stage.items()))
+            one = f"{name}@rank{rank}"
+            entry = _dtensor_entry(one, stage)
+            result.tensors[one] = replace(entry, path=_at_rank(leaf.path, rank))
+    else:
+        ranks = " and ".join(_listed(stage) for stage in stages)
+        message = f"{name}: the DTensors of the device meshes of ranks {ranks} differ: pipeline"
+        message += " stages with names of their own, or replicas that went apart"
+        result.conflicts[name] = Problem(message, "replicas-differ", tensor=name)
+    result.meshes += dict.fromkeys(leaf.value.share.mesh for leaf in held.values())
+
+
+def _stages(held: dict[int, Leaf]) -> list[dict[int, Leaf]]:
+    """The ranks by their device mesh, where no rank is in two; else all together."""
+    by_mesh: dict[Mesh, dict[int, Leaf]] = {}
+    for rank, leaf in held.items():
+        by_mesh.setdefault(leaf.value.share.mesh, {})[rank] = leaf
+    ranks = [rank for mesh in by_mesh for rank in mesh.ranks]
+    return list(by_mesh.values()) if len(set(ranks)) == len(ranks) else [held]
+
+
+def _differ(stages: list[dict[int, Leaf]]) -> bool:
+    """Whether records or checksums prove that device meshes hold different tensors."""
+    first, *others = map(_by_position, stages)
+    return any(
+        one.kept_as != other[position].kept_as or one.differs_from(other[position])
+        for other in others
+        for position, one in first.items()
+        if position in other
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Local:
+    """What one rank of a mesh has of a DTensor."""
+
+    share: DTensorShare
+    place: Place
+
+    @property
+    def kept_as(self) -> tuple[object, ...]:
+        share = self.share
+        return (share.dtype, share.shape, share.mesh.shape, tuple(map(str, share.placements)))
+
+    def differs_from(self, other: _Local) -> bool:
+        one = PlainLeaf(self.place, self.share.local)
+        return same_bytes(one, PlainLeaf(other.place, other.share.local)) is False
+
+
+def _by_position(stage: dict[int, Leaf]) -> dict[int, _Local]:
+    """The local tensors of one device mesh by their place in it."""
+    return {
+        leaf.value.share.mesh.ranks.index(rank): _Local(leaf.value.share, leaf.value.places[0])
+        for rank, leaf in stage.items()
+        if rank in leaf.value.share.mesh.ranks
+    }
+
+
+def _dtensor_entry(name: str, held: dict[int, Leaf]) -> TensorEntry:
+    """The DTensor that ranks hold; Damaged where their records contradict one another."""
+    shares = {rank: leaf.value.share for rank, leaf in held.items()}
+    first: DTensorShare = next(iter(shares.values()))
     for rank, share in shares.items():
         if (share.dtype, share.shape) != (first.dtype, first.shape):
             message = f"rank {rank} says {share.dtype} {list(share.shape)},"
@@ -178,7 +244,7 @@ def _merge_dtensor(name: str, held: dict[int, Leaf], result: Assembled) -> None:
     chunks: list[Chunk] = []
     for mesh in dict.fromkeys(share.mesh for share in shares.values()):
         chunks += _dtensor_chunks(mesh, held)
-    entry = TensorEntry(
+    return TensorEntry(
         name,
         next(iter(held.values())).path,
         first.dtype,
@@ -187,8 +253,6 @@ def _merge_dtensor(name: str, held: dict[int, Leaf], result: Assembled) -> None:
         first.placements,
         first.mesh,
     )
-    result.tensors[name] = entry
-    result.meshes += dict.fromkeys(share.mesh for share in shares.values())
 
 
 def _dtensor_chunks(mesh: Mesh, held: dict[int, Leaf]) -> list[Chunk]:
