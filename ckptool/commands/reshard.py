@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ckptool.commands.assets import mapped, with_assets
 from ckptool.commands.load_cost import LoadCost, load_costs
 from ckptool.commands.map_report import MapOptions, MapReport, decided_by
+from ckptool.commands.model_facts import records
 from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.commands.plan_file import read_plan, read_tp_plan
 from ckptool.commands.rank_state import names_left_out, require_rank_state, settled
@@ -133,6 +137,11 @@ class PreparedReshard:
         return self.report
 
 
+def _config(opened: Opened, catalog: Catalog, options: ReshardOptions) -> Mapping[str, Any]:
+    """What is recorded of the model, the strongest record first."""
+    return ChainMap(*map(dict, records(opened.source, catalog, options.map.assets)))
+
+
 def prepare_reshard(
     source: Location, target: Location | None, options: ReshardOptions
 ) -> PreparedReshard:
@@ -156,7 +165,8 @@ def prepare_reshard(
     placer = replace(placer, rules=(*placer.rules, *CUTS.get(writer, ())))
     choices = placer.choose(catalog)
     placed = Placed(placer.mesh, {name: choice.placements for name, choice in choices.items()})
-    layout = WRITERS[writer](catalog, Request(target.name, placed=placed))
+    config = _config(opened, catalog, options) if writer == "sharded-state" else {}
+    layout = WRITERS[writer](catalog, Request(target.name, placed=placed, config=config))
     layout = with_assets(
         layout, options.map.assets, map_report, catalog, model=writer == "sharded-state"
     )

@@ -22,7 +22,7 @@ from ckptool.formats._outgoing import by_size, companion_files, extra_file
 from ckptool.formats._rank_write import placed_of
 from ckptool.formats._safetensors_file import OutgoingSlice, lay_out_safetensors
 from ckptool.formats._torch_write import ShardRef
-from ckptool.formats._vllm import PADDING, VOCABULARY
+from ckptool.formats._vllm import PADDING, VOCABULARY, sizes_of
 from ckptool.formats.base import Request
 from ckptool.formats.safetensors import extras, split_by_support
 
@@ -30,6 +30,7 @@ EXTRA = "model.extra.pt"
 _PART = re.compile(
     r"(?P<head>(.*\.)?)(?P<member>[qkv]_proj|gate_proj|up_proj)\.(?P<leaf>weight|bias)"
 )
+_KEYS_AND_VALUES = re.compile(r"(.*\.)?[kv]_proj\.(weight|bias)")
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 RULES = tuple(
@@ -74,7 +75,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     fitting, others = split_by_support(catalog)
     objects, notes = extras(catalog, others, EXTRA)
     named = _without_aliases(fitting)
-    joiner = _Joiner(named, placed)
+    joiner = _Joiner(named, placed, sizes_of(request.config).key_value_heads)
     files = companion_files(catalog)
     if others or objects:
         files.append(extra_file(EXTRA, others, objects))
@@ -102,8 +103,11 @@ def _without_aliases(entries: list[TensorEntry]) -> list[TensorEntry]:
 class _Joiner:
     """What each rank holds, fused and padded as vLLM has it."""
 
-    def __init__(self, entries: Sequence[TensorEntry], placed: Placed) -> None:
+    def __init__(
+        self, entries: Sequence[TensorEntry], placed: Placed, key_value_heads: int | None
+    ) -> None:
         self._ranks = placed.mesh.size
+        self._heads = key_value_heads
         self._placements = placed.placements
         self._shards = {entry.name: placed.shards(entry) for entry in entries}
         self._groups = self._grouped({entry.name: entry for entry in entries})
@@ -130,9 +134,22 @@ class _Joiner:
         """Whether all are cut by rows into equal parts, and alike in everything else."""
         kinds = {(entry.dtype, entry.shape[1:]) for entry in members}
         return len(kinds) == 1 and all(
-            entry.shape and self._by_rows(entry) and entry.shape[0] % self._ranks == 0
+            entry.shape and self._by_rows(entry) and entry.shape[0] % self._parts(entry) == 0
             for entry in members
         )
+
+    def _parts(self, entry: TensorEntry) -> int:
+        """Into how many parts ranks cut a tensor's rows: no key-value head is cut."""
+        heads = self._heads
+        if not heads or not _KEYS_AND_VALUES.fullmatch(entry.name):
+            return self._ranks
+        if max(heads, self._ranks) % min(heads, self._ranks):
+            raise CannotDo(
+                f"{entry.name}: {self._ranks} ranks cannot share {heads} key-value heads evenly, as"
+                " vLLM wants them",
+                hint=f"--mesh {heads}",
+            )
+        return min(heads, self._ranks)
 
     def _by_rows(self, entry: TensorEntry) -> bool:
         placement: Placement = self._placements[entry.name][0]
@@ -149,7 +166,7 @@ class _Joiner:
                 f"vLLM expects qkv_proj and gate_up_proj; {len(apart)} tensors such as {apart[0]}"
                 " are written as they are, not joined"
             )
-        if joined and self._ranks > 1:
+        if joined and self._ranks > 1 and not self._heads:
             notes.append(
                 f"keys and values are cut into {self._ranks} parts; where a model has fewer"
                 " key-value heads, vLLM expects copies of them instead"
@@ -162,11 +179,23 @@ class _Joiner:
             if VOCABULARY.fullmatch(name) and members[0].shape and self._by_rows(members[0]):
                 yield self._padded(members[0], position)
                 continue
-            refs = [ShardRef(entry, self._shards[entry.name][position]) for entry in members]
-            shape = refs[0].shape
-            if len(refs) > 1:
-                shape = (sum(ref.shape[0] for ref in refs), *shape[1:])
-            yield _Local(name, refs[0].dtype, shape, tuple(ref.content for ref in refs))
+            if len(members) > 1:
+                yield self._joined(name, members, position)
+                continue
+            ref = ShardRef(members[0], self._shards[members[0].name][position])
+            yield _Local(name, ref.dtype, ref.shape, (ref.content,))
+
+    def _joined(self, name: str, members: Sequence[TensorEntry], position: int) -> _Local:
+        """A rank's rows of each member; where heads are fewer than ranks, some hold the same."""
+        contents = []
+        for entry in members:
+            parts = self._parts(entry)
+            size, part = entry.shape[0] // parts, position * parts // self._ranks
+            box = Box.along(0, part * size, (size, *entry.shape[1:]))
+            contents.append(Data(entry.name, box, entry.dtype.itemsize))
+        first = members[0]
+        rows = sum(content.box.shape[0] for content in contents)
+        return _Local(name, first.dtype, (rows, *first.shape[1:]), tuple(contents))
 
     def _padded(self, entry: TensorEntry, position: int) -> _Local:
         """A rank's rows of the vocabulary, which zero rows fill up to a multiple of 64."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ckptool.core.catalog import Catalog
 from ckptool.core.placing import Placed
@@ -84,13 +84,14 @@ class Request:
 
     ``target`` is the last part of the target's path, ``max_shard_size`` the bytes of tensor data
     a file may hold, ``one_rank`` drops the source's own chunks, ``placed`` cuts the tensors for a
-    new mesh instead.
+    new mesh instead. ``config`` is what a Hugging Face config beside the source says of the model.
     """
 
     target: str
     max_shard_size: int = 5_000_000_000
     one_rank: bool = False
     placed: Placed | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -409,3 +409,29 @@ def test_a_lost_file_is_missed(lost: str, out: Path) -> None:
     (folder / f"{lost}.safetensors").unlink()
     with pytest.raises(Damaged, match=f"{lost}.safetensors is missing"):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(("world", "heads"), [(2, 2), (4, 4), (4, 2), (4, 1), (2, 4)])
+def test_ranks_hold_whole_key_value_heads_as_vllm_loads_them(
+    world: int, heads: int, out: Path
+) -> None:
+    """Where a model has fewer of them than ranks, several ranks hold the same one."""
+    model = hf_model(heads)
+    (out / "hf").mkdir()
+    save_file(model, out / "hf" / "model.safetensors")
+    (out / "hf" / "config.json").write_text(json.dumps(config_of(heads)))
+    options = ReshardOptions(mesh=parse_mesh(str(world)), to="sharded-state")
+    prepare_reshard(out / "hf", out / "vllm", options).run()
+    for rank, wanted in enumerate(as_vllm_holds(model, world, heads)):
+        held = as_vllm_loads(out / "vllm", rank)
+        assert {n: bits(t) for n, t in held.items()} == {n: bits(t) for n, t in wanted.items()}
+    assert values_of(out / "vllm", out / "back") == {n: bits(t) for n, t in model.items()}
+
+
+def test_ranks_that_cannot_share_heads_evenly_are_refused(out: Path) -> None:
+    (out / "hf").mkdir()
+    save_file(hf_model(2), out / "hf" / "model.safetensors")
+    (out / "hf" / "config.json").write_text(json.dumps(config_of(2)))
+    options = ReshardOptions(mesh=parse_mesh("3"), to="sharded-state")
+    with pytest.raises(CannotDo, match="3 ranks cannot share 2 key-value heads"):
+        prepare_reshard(out / "hf", out / "vllm", options)
