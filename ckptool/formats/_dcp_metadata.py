@@ -82,8 +82,9 @@ def _parsed(value: Any, named: dict[tuple[str, str], int], what: str) -> DcpMeta
     fields = value.fields
     try:
         entries = fields["state_dict_metadata"]
+        boxes = _Boxes()
         tensors = {
-            _text(name): _tensor(entry, f"{what}: {name}")
+            _text(name): _tensor(entry, f"{what}: {name}", boxes)
             for name, entry in entries.items()
             if entry.name.endswith(".TensorStorageMetadata")
         }
@@ -106,12 +107,12 @@ def _parsed(value: Any, named: dict[tuple[str, str], int], what: str) -> DcpMeta
     )
 
 
-def _tensor(entry: Call, what: str) -> TensorMetadata:
+def _tensor(entry: Call, what: str, boxes: _Boxes) -> TensorMetadata:
     fields = entry.fields
     try:
         properties = fields["properties"].state
         dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
-        chunks = tuple(_box(chunk.fields) for chunk in fields["chunks"])
+        chunks = tuple(map(boxes.of, fields["chunks"]))
         return TensorMetadata(dtype_of(dtype), sizes(fields["size"]), chunks)
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise Damaged(f"{what}: not as DCP writes it: {error}") from None
@@ -119,16 +120,41 @@ def _tensor(entry: Call, what: str) -> TensorMetadata:
         raise error.within(what) from None
 
 
-def _box(fields: dict[str, Any]) -> Box:
-    low, shape = sizes(fields["offsets"]), sizes(fields["sizes"])
-    if len(low) != len(shape):
-        raise ValueError(f"a chunk of {len(shape)} dims at an offset of {len(low)}")
-    return Box(low, tuple(map(add, low, shape)))
+class _Sizes(dict[Call, tuple[int, ...]]):
+    """The sizes that records hold, one and the same tuple for one and the same record."""
+
+    def __missing__(self, record: Call) -> tuple[int, ...]:
+        self[record] = found = sizes(record)
+        return found
+
+    def of(self, value: Any) -> tuple[int, ...]:
+        """A shape or strides of a pickle."""
+        return self[value] if type(value) is Call else sizes(value)
+
+
+class _Boxes(dict[tuple[tuple[int, ...], tuple[int, ...]], Box]):
+    """The boxes of chunks, one for each offset and shape."""
+
+    def __init__(self) -> None:
+        self._sizes = _Sizes()
+
+    def __missing__(self, key: tuple[tuple[int, ...], tuple[int, ...]]) -> Box:
+        low, shape = key
+        if len(low) != len(shape):
+            raise ValueError(f"a chunk of {len(shape)} dims at an offset of {len(low)}")
+        self[key] = found = Box(low, tuple(map(add, low, shape)))
+        return found
+
+    def of(self, chunk: Call) -> Box:
+        """The box of a ChunkStorageMetadata."""
+        fields = chunk.fields
+        return self[self._sizes.of(fields["offsets"]), self._sizes.of(fields["sizes"])]
 
 
 def _items(storage_data: Any) -> Iterator[tuple[Spot, StoredItem]]:
+    known = _Sizes()
     for index, info in storage_data.items():
-        spot, where = _spot(index), info.fields
+        spot, where = _spot(index, known), info.fields
         transforms = where.get("transform_descriptors") or ()
         file, start, length = where["relative_path"], where["offset"], where["length"]
         if not isinstance(file, str):
@@ -137,16 +163,17 @@ def _items(storage_data: Any) -> Iterator[tuple[Spot, StoredItem]]:
         yield spot, StoredItem(file, natural(start), natural(length), steps)
 
 
-def _spot(index: Call) -> Spot:
+def _spot(index: Call, known: _Sizes) -> Spot:
     offset = index.fields.get("offset")
-    return _text(index.fields["fqn"]), None if offset is None else sizes(offset)
+    return _text(index.fields["fqn"]), None if offset is None else known.of(offset)
 
 
 def _plans(value: Any) -> tuple[Plan, ...] | None:
     if not isinstance(value, list):
         return None
+    known = _Sizes()
     return tuple(
-        tuple(_spot(item.fields["index"]) for item in plan.fields.get("items") or ())
+        tuple(_spot(item.fields["index"], known) for item in plan.fields.get("items") or ())
         for plan in value
     )
 

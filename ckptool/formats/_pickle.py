@@ -15,97 +15,36 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.errors import Damaged, Hostile, Problem
+from ckptool.formats._pickle_globals import SHARDED_MODULE, can_run_code, is_name
+from ckptool.formats._pickle_records import (
+    TORCH_SIZE,
+    Call,
+    Global,
+    OrderedMapping,
+    Persistent,
+)
+from ckptool.formats._pickle_rows import Memo, Rows
+
+__all__ = [
+    "LARGEST",
+    "TORCH_SIZE",
+    "Call",
+    "Global",
+    "Loaded",
+    "OrderedMapping",
+    "Persistent",
+    "Truncated",
+    "can_run_code",
+    "is_name",
+    "load",
+    "named_globals",
+]
 
 LARGEST = 1 << 29
 """Bytes of the largest pickle that is read."""
 
 
-@dataclass(frozen=True, slots=True)
-class Global:
-    """A class or function that a pickle names. It is never imported."""
-
-    module: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
-
-
-TORCH_SIZE = Global("torch", "Size")
-
-
-class Call:
-    """What a pickle would have made by calling ``function`` with ``args``, left undone.
-
-    ``state`` is what BUILD would have set, ``items`` and ``entries`` what would have been appended
-    to or stored into the result.
-    """
-
-    __slots__ = ("_added", "_fields", "args", "function", "is_new", "state")
-
-    def __init__(self, function: Any, args: tuple[Any, ...], is_new: bool = False) -> None:
-        self.function = function
-        self.args = args
-        self.is_new = is_new
-        self.state: Any = None
-        self._added: tuple[list[Any], list[tuple[Any, Any]]] | None = None
-        self._fields: dict[str, Any] | None = None
-
-    def __repr__(self) -> str:
-        return f"<{self.name}>"
-
-    @property
-    def name(self) -> str:
-        """The dotted name of what would have been called."""
-        return str(self.function) if isinstance(self.function, Global) else "(computed)"
-
-    @property
-    def items(self) -> list[Any]:
-        """What would have been appended; few calls have any."""
-        return self._both[0]
-
-    @property
-    def entries(self) -> list[tuple[Any, Any]]:
-        """What would have been stored into the result."""
-        return self._both[1]
-
-    @property
-    def _both(self) -> tuple[list[Any], list[tuple[Any, Any]]]:
-        if self._added is None:
-            self._added = [], []
-        return self._added
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The attributes BUILD would have set, of plain and of slotted classes."""
-        if type(self.state) is dict:
-            return self.state
-        if self._fields is None:
-            states = self.state if isinstance(self.state, tuple) else (self.state,)
-            dicts = [state for state in states if isinstance(state, dict)]
-            self._fields = (
-                dicts[0] if len(dicts) == 1 else {k: v for d in dicts for k, v in d.items()}
-            )
-        return self._fields
-
-
-class Persistent:
-    """A persistent id: how torch.save refers to a storage."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
 _RECORDS = Global | Call | Persistent
-
-
-class OrderedMapping(dict[Any, Any]):
-    """A ``collections.OrderedDict``, with the attributes a pickle hung on it."""
-
-    __slots__ = ("state",)
-    state: Any
 
 
 _SAFE_KEYS = frozenset([str, Call])
@@ -184,86 +123,6 @@ def _follow(machine: _Machine) -> bool:
     return False
 
 
-_SHARDED_MODULE = "torch.distributed._shard.sharded_tensor.api"
-_SAFE_BUILTINS = frozenset(
-    "set frozenset complex bytearray range slice int float str bytes list dict tuple bool"
-    " object".split()
-)
-_CODE_MODULES = frozenset(
-    "IPython _ctypes _functools _operator _osx_support _pickle _posixsubprocess _socket"
-    " _thread aiohttp asyncio atexit bdb cProfile cffi cgitb cloudpickle code codeop commands"
-    " compileall concurrent ctypes curses dill distutils doctest ensurepip fabric fileinput"
-    " ftplib functools gc getpass glob http idlelib imp importlib inspect lib2to3 linecache"
-    " logging mailcap marshal mmap multiprocessing nt nturl2path numba operator os pandas"
-    " paramiko pdb pexpect pickle pip pkgutil platform plumbum popen2 posix profile pty"
-    " py_compile pydoc readline requests resource rlcompleter runpy sched setuptools sh shutil"
-    " signal site smtplib socket sqlite3 ssl subprocess sys tarfile telnetlib tempfile"
-    " threading timeit trace turtledemo types unittest urllib uuid venv webbrowser xmlrpc"
-    " zipfile zipimport".split()
-)
-_CODE_GLOBALS = frozenset(
-    [
-        ("torch.hub", ""),
-        ("torch.utils.collect_env", ""),
-        ("torch.utils.benchmark", ""),
-        ("torch.utils.bottleneck", ""),
-        ("torch.testing", ""),
-        ("torch.distributed.elastic", ""),
-        ("torch.distributed.launcher", ""),
-        ("torch.distributed.run", ""),
-        ("torch.jit", ""),
-        ("torch.utils.cpp_extension", ""),
-        ("torch.package", ""),
-        ("torch.serialization", "load"),
-        ("torch", "load"),
-        ("torch.storage", "_load_from_bytes"),
-        ("torch.fx.graph_module", "reduce_graph_module"),
-        ("numpy.testing", ""),
-        ("numpy.f2py", ""),
-        ("numpy", "load"),
-        ("joblib", "load"),
-        ("torch._dynamo.guards", ""),
-        ("torch.distributed.rpc", ""),
-        ("torch._inductor", ""),
-        ("_io", ""),
-        ("io", "open"),
-        ("io", "FileIO"),
-        ("io", "open_code"),
-    ]
-)
-
-
-_INERT = frozenset(
-    [("_io", "BytesIO"), ("io", "BytesIO"), ("signal", "Signals"), ("types", "SimpleNamespace")]
-)
-"""Plain holders of data whose modules also hold what runs code (Megatron-core's safe globals)."""
-
-_DOTTED = frozenset([Global(_SHARDED_MODULE, "ShardedTensor.ProcessGroupState")])
-"""Names with a dot that checkpoints really hold; any other walks from a class to what it hides."""
-
-
-def can_run_code(item: Global) -> bool:
-    """Whether calling this global could run code or touch the system."""
-    if item.module in ("builtins", "__builtin__", "__builtins__"):
-        return item.name not in _SAFE_BUILTINS and item.name != "getattr"
-    if ("." in item.name and item not in _DOTTED) or item.name.startswith("__"):
-        return True
-    if (item.module, item.name) in _INERT:
-        return False
-    steps = item.module.split(".")
-    modules = [".".join(steps[:count]) for count in range(1, len(steps) + 1)]
-    return (
-        steps[0] in _CODE_MODULES
-        or any((module, "") in _CODE_GLOBALS for module in modules)
-        or (item.module, item.name) in _CODE_GLOBALS
-    )
-
-
-def is_name(text: str) -> bool:
-    """Whether a text can be the dotted name of a module, class or function."""
-    return len(text) < 1000 and all(step.isidentifier() for step in text.split("."))
-
-
 class _Machine:
     def __init__(self, data: bytes, start: int, what: str, *, judges: bool = True) -> None:
         self._data = data
@@ -273,7 +132,8 @@ class _Machine:
         self._judges = judges
         self._stack: list[Any] = []
         self._marks: list[int] = []
-        self._memo: dict[int, Any] = {}
+        self._memo = Memo()
+        self._rows = Rows(data, self._stack, self._memo)
         self._budget = 4 * len(data) + (1 << 20)
         self._containers = len(data) // 3 + 10_000
         self.globals: dict[Global, int] = {}
@@ -285,21 +145,28 @@ class _Machine:
 
     def run(self) -> Any:
         """The object that the program leaves. Opcodes that come by the million are done here."""
-        data, table, memo, stack, pos = self._data, _TABLE, self._memo, self._stack, self.pos
-        last = len(data) - 5
+        data, table, stack, pos = self._data, _TABLE, self._stack, self.pos
+        memo, sparse = self._memo.dense, self._memo.sparse
+        last = len(data) - 6
         while True:
             opcode = data[pos]
             if pos < last:
-                if opcode == _BINGET and data[pos + 1] in memo:
-                    stack.append(memo[data[pos + 1]])
+                if opcode == _BINGET and (index := data[pos + 1]) < len(memo):
+                    if data[pos + 2] == _EMPTY_TUPLE and (end := self._instances(pos)) > pos:
+                        pos = end
+                        continue
+                    stack.append(memo[index])
                     pos += 2
                     continue
-                if opcode == _LONG_BINGET and (index := _UINT4(data, pos + 1)[0]) in memo:
+                if opcode == _LONG_BINGET and (index := _UINT4(data, pos + 1)[0]) < len(memo):
+                    if data[pos + 5] == _EMPTY_TUPLE and (end := self._instances(pos)) > pos:
+                        pos = end
+                        continue
                     stack.append(memo[index])
                     pos += 5
                     continue
-                if opcode == _MEMOIZE and stack and stack[-1] is not _MARK:
-                    memo[len(memo)] = stack[-1]
+                if opcode == _MEMOIZE and stack and stack[-1] is not _MARK and not sparse:
+                    memo.append(stack[-1])
                     pos += 1
                     continue
                 if opcode == _BININT1:
@@ -318,6 +185,15 @@ class _Machine:
                 raise self.malformed(f"unknown opcode 0x{opcode:02x}")
             handler(self)
             pos = self.pos
+
+    def _instances(self, pos: int) -> int:
+        """The offset after all instances that begin at ``pos`` and could be read at once."""
+        noted = len(self._memo)
+        end, instances = self._rows.read(pos)
+        self._containers -= instances
+        self._require_containers()
+        self.charge(len(self._memo) - noted)
+        return end
 
     # Reading arguments
 
@@ -413,9 +289,12 @@ class _Machine:
 
     def _container(self, empty: Any) -> None:
         self._containers -= _SET_COSTS if isinstance(empty, set) else 1
+        self._require_containers()
+        self._push(empty)
+
+    def _require_containers(self) -> None:
         if self._containers < 0:
             raise self.malformed("it builds more containers than a real pickle of its size")
-        self._push(empty)
 
     def _tuple(self, count: int) -> None:
         """A tuple of the last ``count`` values. Where it is a ``torch.Size`` at once, that."""
@@ -427,10 +306,9 @@ class _Machine:
             raise self.malformed("a mark where a value is expected")
         del stack[-count:]
         if stack and stack[-1] is TORCH_SIZE and self._follows(_SIZE):
-            memo, args = self._memo, (items,)
-            memo[len(memo)] = items
-            memo[len(memo)] = args
-            memo[len(memo)] = stack[-1] = self._made(Call(TORCH_SIZE, args))
+            args = (items,)
+            stack[-1] = self._made(Call(TORCH_SIZE, args))
+            self._memoize(items, args, stack[-1])
         else:
             stack.append(items)
 
@@ -448,14 +326,21 @@ class _Machine:
         if not self._follows(_BEGIN):
             stack.append(())
             return
-        memo = self._memo
-        memo[len(memo)] = stack[-1] = self._called(self._top(), (), is_new=True)
+        stack[-1] = self._called(self._top(), (), is_new=True)
+        self._memoize(stack[-1])
         self._container({})
-        memo[len(memo)] = stack[-1]
+        self._memoize(stack[-1])
         self._mark()
 
-    def _append(self, values: list[Any]) -> None:
+    def _changed(self) -> Any:
+        """What an opcode adds to: no torch.Size, for equal ones can be one record."""
         target = self._stack[-1]
+        if isinstance(target, Call) and target.function is TORCH_SIZE:
+            raise self.malformed("a torch.Size that is changed")
+        return target
+
+    def _append(self, values: list[Any]) -> None:
+        target = self._changed()
         if isinstance(target, list):
             target.extend(values)
         elif isinstance(target, Call):
@@ -466,7 +351,7 @@ class _Machine:
     def _set_items(self, values: list[Any]) -> None:
         if len(values) % 2:
             raise self.malformed("a key without a value")
-        target = self._stack[-1]
+        target = self._changed()
         keys = values[::2]
         pairs = zip(keys, values[1::2], strict=True)
         if isinstance(target, dict):
@@ -487,7 +372,7 @@ class _Machine:
 
     def _add_items(self) -> None:
         values = self._pop_mark()
-        target = self._stack[-1]
+        target = self._changed()
         if isinstance(target, set):
             target.update(map(self._key, values))
         elif isinstance(target, Call):
@@ -570,7 +455,7 @@ class _Machine:
 
     def _get_attribute(self, args: tuple[Any, ...]) -> Any:
         """ShardedTensor pickles reach one nested class through getattr: that pair, no other."""
-        sharded = Global(_SHARDED_MODULE, "ShardedTensor")
+        sharded = Global(SHARDED_MODULE, "ShardedTensor")
         if not self._judges:
             return Call(Global("builtins", "getattr"), args)
         if args != (sharded, "ProcessGroupState"):
@@ -604,7 +489,7 @@ class _Machine:
 
     def _build(self) -> None:
         state = self._pop()
-        target = self._stack[-1]
+        target = self._changed()
         if not isinstance(target, Call | OrderedMapping):
             raise self.malformed(f"BUILD on {type(target).__name__}")
         target.state = state
@@ -612,12 +497,18 @@ class _Machine:
     # Memo
 
     def _get(self, index: int) -> None:
-        if index not in self._memo:
-            raise self.malformed(f"memo {index} was never set")
-        self._push(self._memo[index])
+        try:
+            value = self._memo[index]
+        except LookupError:
+            raise self.malformed(f"memo {index} was never set") from None
+        self._push(value)
 
     def _put(self, index: int) -> None:
-        self._memo[index] = self._top()
+        self._memo.put(index, self._top())
+
+    def _memoize(self, *values: Any) -> None:
+        for value in values:
+            self._memo.put(len(self._memo), value)
 
     def _top(self) -> Any:
         value = self._stack[-1]
@@ -698,7 +589,7 @@ for _module in ("builtins", "__builtin__"):
 
 _SET_COSTS = 4
 """An empty set takes as much memory as four empty lists."""
-_STOP, _MEMOIZE = ord("."), 0x94
+_STOP, _EMPTY_TUPLE, _MEMOIZE = ord("."), ord(")"), 0x94
 _BINGET, _LONG_BINGET, _BININT1, _BININT2 = map(ord, "hjKM")
 _SIZE = b"\x94\x85\x94R\x94"
 """MEMOIZE, TUPLE1, MEMOIZE, REDUCE, MEMOIZE: behind a tuple of sizes, as protocol 4 writes it."""
@@ -771,7 +662,7 @@ def _table() -> dict[int, _Handler]:
         b"\x91": lambda s: push(s, frozenset(map(s._key, s._pop_mark()))),
         b"\x92": m._new_object_ex,
         b"\x93": m._stack_global,
-        b"\x94": lambda s: s._put(len(s._memo)),
+        b"\x94": lambda s: s._memoize(s._top()),
         b"\x95": m._frame,
         b"\x96": lambda s: push(s, bytearray(s._take(s._uint(8)))),
     }
