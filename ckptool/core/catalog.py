@@ -288,6 +288,9 @@ def proved_equal(one: Place, other: Place) -> bool:
 
 def merge_copies(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
     """One chunk a box: the first that holds it, with the others as its copies."""
+    chunks = tuple(chunks)
+    if len({chunk.box for chunk in chunks}) == len(chunks):
+        return tuple(replace(one, copies=()) if one.copies else one for one in chunks)
     merged: dict[Box, list[Chunk]] = {}
     for chunk in chunks:
         merged.setdefault(chunk.box, []).append(chunk)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Index, Path
+from ckptool.core.catalog import Index, Item, Path
 from ckptool.core.dtype import DType
 from ckptool.errors import Damaged, coded
 from ckptool.formats import _pickle
@@ -17,15 +17,6 @@ from ckptool.formats._storage import dtype_of, natural, sizes
 
 _MOST_STEPS = 100
 _CLASSES = ("Metadata", "MCoreMetadata")
-
-
-class StoredItem(NamedTuple):
-    """Where an item lies: ``length`` bytes of ``file`` from ``offset``, after ``transforms``."""
-
-    file: str
-    offset: int
-    length: int
-    transforms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +48,7 @@ class DcpMetadata:
 
     tensors: dict[str, TensorMetadata]
     bytes_names: tuple[str, ...]
-    items: dict[Spot, StoredItem]
+    items: dict[Spot, Item]
     paths: dict[str, Path]
     version: str | None
     named: dict[tuple[str, str], int]
@@ -151,7 +142,7 @@ class _Boxes(dict[tuple[tuple[int, ...], tuple[int, ...]], Box]):
         return self[self._sizes.of(fields["offsets"]), self._sizes.of(fields["sizes"])]
 
 
-def _items(storage_data: Any) -> Iterator[tuple[Spot, StoredItem]]:
+def _items(storage_data: Any) -> Iterator[tuple[Spot, Item]]:
     known = _Sizes()
     for index, info in storage_data.items():
         spot, where = _spot(index, known), info.fields
@@ -160,7 +151,7 @@ def _items(storage_data: Any) -> Iterator[tuple[Spot, StoredItem]]:
         if not isinstance(file, str):
             raise Damaged("a relative_path that is no text")
         steps = tuple(map(_text, transforms)) if transforms else ()
-        yield spot, StoredItem(file, natural(start), natural(length), steps)
+        yield spot, Item(file, natural(start), natural(length), steps)
 
 
 def _spot(index: Call, known: _Sizes) -> Spot:
@@ -194,7 +185,7 @@ def _text(value: Any) -> str:
 def _is_text(value: Any) -> bool:
     """Whether a value is text that can be written, and so no half of a surrogate pair."""
     try:
-        return isinstance(value, str) and bool(value.encode() or True)
+        return isinstance(value, str) and (value.isascii() or bool(value.encode()))
     except UnicodeEncodeError:
         return False
 

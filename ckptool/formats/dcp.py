@@ -42,7 +42,7 @@ from ckptool.formats._assemble import (
     assemble,
     read_leaves,
 )
-from ckptool.formats._dcp_metadata import DcpMetadata, StoredItem, TensorMetadata
+from ckptool.formats._dcp_metadata import DcpMetadata, TensorMetadata
 from ckptool.formats._flat_params import HINT, is_flat, members_of, taken_apart
 from ckptool.formats._frameworks import framework_info, with_tensor_parallelism
 from ckptool.formats._infer import with_inferred_mesh
@@ -243,14 +243,15 @@ def _collect(source: Source, file: str, metadata: DcpMetadata, found: _Found) ->
             message += f" {known.dtype} {list(known.shape)}"
             found.problems.append(Problem(message, "ranks-disagree", file=file, tensor=name))
         for box in entry.chunks:
-            item = metadata.items.get((name, box.lo))
+            spot = name, box.lo
+            item = metadata.items.get(spot)
             if item is None:
                 message = f"{name}: chunk {box} has no data ({file} says where of none)"
                 found.problems.append(Problem(message, "data-missing", file=file, tensor=name))
                 continue
-            used.add((name, box.lo))
-            at = _checked(source, file, name, item, found)
-            found.chunks[name].append(Chunk(box, at or _as_item(item), _rank_of(item.file)))
+            used.add(spot)
+            _has_its_bytes(source, file, name, item, found)
+            found.chunks[name].append(Chunk(box, item, _rank_of(item.file)))
     for name in metadata.bytes_names:
         item = metadata.items.get((name, None))
         if item is None:
@@ -258,49 +259,50 @@ def _collect(source: Source, file: str, metadata: DcpMetadata, found: _Found) ->
             found.problems.append(Problem(message, "data-missing", file=file, tensor=name))
             continue
         used.add((name, None))
-        at = _checked(source, file, name, item, found)
-        if at is None:
+        if _has_its_bytes(source, file, name, item, found):
+            found.values[name].append((_rank_of(item.file) or 0, item))
+        else:
             message = f"{name}: a value whose data in {item.file} is lost"
             found.problems.append(Problem(message, "data-missing", file=item.file, tensor=name))
-        else:
-            found.values[name].append((_rank_of(item.file) or 0, at))
     for name, offset in metadata.items.keys() - used:
         message = f"{name}: {file} stores an item at {offset} that no chunk claims"
         found.problems.append(Problem(message, "data-unclaimed", file=file, tensor=name))
 
 
-def _as_item(item: StoredItem) -> Item:
-    return Item(item.file, item.offset, item.length, item.transforms)
+def _has_its_bytes(source: Source, file: str, name: str, item: Item, found: _Found) -> bool:
+    """Whether an item can be opened as an archive; where not, it is noted why."""
+    found.extents.append((item.file, item.offset, item.nbytes, name))
+    size = source.files.get(item.file)
+    is_read = not item.transforms or set(item.transforms) == {_ZSTD}
+    if size and item.offset + item.nbytes <= size and is_read:
+        found.archives.append(item)
+        return True
+    problem = _why_lost(source, file, name, item)
+    is_of_file = problem.tensor is None
+    if not (is_of_file and item.file in found.lost):
+        found.problems.append(problem)
+    if is_of_file:
+        found.lost.add(item.file)
+    return False
 
 
-def _checked(source: Source, file: str, name: str, item: StoredItem, found: _Found) -> Item | None:
-    """The item as an archive to open; None where that cannot be, which is noted."""
-    found.extents.append((item.file, item.offset, item.length, name))
+def _why_lost(source: Source, file: str, name: str, item: Item) -> Problem:
+    """Why an item cannot be opened; one of no tensor is about the whole file."""
     try:
         size = require(source, item.file, wanted_by=file)
     except Damaged as error:
-        if item.file not in found.lost:
-            found.lost.add(item.file)
-            found.problems.append(error.message)
-        return None
+        return error.message
     if not size:
-        if item.file not in found.lost:
-            found.lost.add(item.file)
-            message = f"{item.file}: the file is empty (0 bytes); {file} puts {name} into it"
-            found.problems.append(Problem(message, "file-empty", file=item.file))
-        return None
-    if item.offset + item.length > size:
+        message = f"{item.file}: the file is empty (0 bytes); {file} puts {name} into it"
+        return Problem(message, "file-empty", file=item.file)
+    end = item.offset + item.nbytes
+    if end > size:
         message = f"{name}: {file} puts it at bytes {item.offset:,} to"
-        message += f" {item.offset + item.length:,} of {item.file}, which has {size:,} bytes"
-        found.problems.append(Problem(message, "file-truncated", file=item.file, tensor=name))
-        return None
+        message += f" {end:,} of {item.file}, which has {size:,} bytes"
+        return Problem(message, "file-truncated", file=item.file, tensor=name)
     unknown = [step for step in item.transforms if step != _ZSTD]
-    if unknown:
-        message = f"{name}: stored through {unknown[0]!r}, which ckptool cannot undo"
-        found.problems.append(Problem(message, "transform-unknown", file=item.file, tensor=name))
-        return None
-    found.archives.append(_as_item(item))
-    return found.archives[-1]
+    message = f"{name}: stored through {unknown[0]!r}, which ckptool cannot undo"
+    return Problem(message, "transform-unknown", file=item.file, tensor=name)
 
 
 def _shared_bytes(extents: list[tuple[str, int, int, str]]) -> list[Problem]:
