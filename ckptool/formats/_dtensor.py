@@ -84,8 +84,7 @@ def _dtensor(
     spec = _call_fields(fields.get("_spec"), "DTensorSpec")
     if local is None:
         raise Damaged(f"{file.what}: a DTensor whose local tensor is no plain tensor")
-    mesh_fields = _call_fields(spec.get("mesh"), "DeviceMesh")
-    mesh, rank = _mesh(mesh_fields, file, source)
+    mesh, rank = _mesh(spec.get("mesh"), file, source)
     placements = tuple(map(placement, spec.get("placements") or ()))
     if len(placements) != len(mesh.shape):
         raise Damaged(
@@ -137,8 +136,15 @@ def _shard_order(value: Any) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
     return tuple((natural(dim), sizes(mesh_dims)) for dim, mesh_dims in entries)
 
 
-def _mesh(fields: dict[str, Any], file: TorchFile, source: Source) -> tuple[Mesh, int | None]:
+def _mesh(record: Any, file: TorchFile, source: Source) -> tuple[Mesh, int | None]:
     """The mesh, and the rank that pickled it where the record says so."""
+    fields = _call_fields(record, "DeviceMesh")
+    if record not in file.meshes:
+        file.meshes[record] = _mesh_of(fields, file, source)
+    return file.meshes[record]
+
+
+def _mesh_of(fields: dict[str, Any], file: TorchFile, source: Source) -> tuple[Mesh, int | None]:
     names = fields.get("_mesh_dim_names", fields.get("mesh_dim_names"))
     names = tuple(map(_text, names)) if names else None
     coordinate = fields.get("_coordinate_on_dim")

@@ -8,6 +8,7 @@ called. Memory is bounded by the pickle's own size; a dict key can only be a sma
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Callable
 from contextlib import suppress
@@ -92,14 +93,35 @@ def load(data: bytes, *, what: str, start: int = 0) -> Loaded:
         raise machine.malformed("an opcode finds too little on the stack") from None
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError):
         raise machine.malformed("an opcode does not fit what it finds") from None
+    if not start:
+        _remember(data, machine.globals)
     return Loaded(value, machine.pos, machine.globals, machine.persistent)
+
+
+_MOST_REMEMBERED = 1024
+_named_lately: dict[bytes, dict[Global, int]] = {}
+"""What the pickles that were read last name, by the digest of their bytes."""
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=32).digest()
+
+
+def _remember(data: bytes, named: dict[Global, int]) -> None:
+    if len(_named_lately) >= _MOST_REMEMBERED:
+        _named_lately.clear()
+    _named_lately[_digest(data)] = dict(named)
 
 
 def named_globals(data: bytes, *, pickles: int = 1) -> dict[Global, int]:
     """Every global that ``pickles`` in a row name, and the offset in ``data`` where each first is.
 
-    Those that can run code are among them. A malformed pickle is followed up to where it breaks.
+    Those that can run code are among them. A malformed pickle is followed up to where it breaks,
+    one that ``load`` read lately not once more.
     """
+    known = _named_lately.get(_digest(data)) if pickles == 1 else None
+    if known is not None:
+        return dict(known)
     found: dict[Global, int] = {}
     start = 0
     for _ in range(pickles):
@@ -147,19 +169,19 @@ class _Machine:
         """The object that the program leaves. Opcodes that come by the million are done here."""
         data, table, stack, pos = self._data, _TABLE, self._stack, self.pos
         memo, sparse = self._memo.dense, self._memo.sparse
-        last = len(data) - 6
+        last = len(data) - 8
         while True:
             opcode = data[pos]
             if pos < last:
                 if opcode == _BINGET and (index := data[pos + 1]) < len(memo):
-                    if data[pos + 2] == _EMPTY_TUPLE and (end := self._instances(pos)) > pos:
+                    if data[pos + 4] == _MEMOIZE and (end := self._instances(pos)) > pos:
                         pos = end
                         continue
                     stack.append(memo[index])
                     pos += 2
                     continue
                 if opcode == _LONG_BINGET and (index := _UINT4(data, pos + 1)[0]) < len(memo):
-                    if data[pos + 5] == _EMPTY_TUPLE and (end := self._instances(pos)) > pos:
+                    if data[pos + 7] == _MEMOIZE and (end := self._instances(pos)) > pos:
                         pos = end
                         continue
                     stack.append(memo[index])
@@ -168,6 +190,16 @@ class _Machine:
                 if opcode == _MEMOIZE and stack and stack[-1] is not _MARK and not sparse:
                     memo.append(stack[-1])
                     pos += 1
+                    continue
+                if (
+                    opcode == _LONG_BINPUT
+                    and _UINT4(data, pos + 1)[0] == len(memo)
+                    and not sparse
+                    and stack
+                    and stack[-1] is not _MARK
+                ):
+                    memo.append(stack[-1])
+                    pos += 5
                     continue
                 if opcode == _BININT1:
                     stack.append(data[pos + 1])
@@ -589,8 +621,8 @@ for _module in ("builtins", "__builtin__"):
 
 _SET_COSTS = 4
 """An empty set takes as much memory as four empty lists."""
-_STOP, _EMPTY_TUPLE, _MEMOIZE = ord("."), ord(")"), 0x94
-_BINGET, _LONG_BINGET, _BININT1, _BININT2 = map(ord, "hjKM")
+_STOP, _MEMOIZE = ord("."), 0x94
+_BINGET, _LONG_BINGET, _LONG_BINPUT, _BININT1, _BININT2 = map(ord, "hjrKM")
 _SIZE = b"\x94\x85\x94R\x94"
 """MEMOIZE, TUPLE1, MEMOIZE, REDUCE, MEMOIZE: behind a tuple of sizes, as protocol 4 writes it."""
 _BEGIN = b"\x81\x94}\x94("

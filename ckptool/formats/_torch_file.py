@@ -10,13 +10,14 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from ckptool.core.codec import decode
+from ckptool.core.mesh import Mesh
 from ckptool.errors import CkptoolError, Damaged, Problem, Unrecognised, coded
 from ckptool.formats import _pickle
-from ckptool.formats._pickle import Global, Loaded
+from ckptool.formats._pickle import Call, Global, Loaded
 from ckptool.formats._storage import storage_of
 from ckptool.formats._zip import DEFLATED, Region, ZipRecord, read_directory
 from ckptool.formats.base import Source
@@ -47,7 +48,8 @@ class StoredBytes:
 class TorchFile:
     """A torch.save file: what it holds, its storages by key, and its byte order.
 
-    ``pickled`` is the size in bytes of its pickle.
+    ``pickled`` is the size in bytes of its pickle, ``meshes`` what its device meshes were read as,
+    with the rank that pickled each: most tensors share one record.
     """
 
     what: str
@@ -56,6 +58,7 @@ class TorchFile:
     byteorder: str
     globals: Mapping[Global, int]
     pickled: int
+    meshes: dict[Call, tuple[Mesh, int | None]] = field(default_factory=dict, compare=False)
 
 
 def is_zip(head: bytes) -> bool:

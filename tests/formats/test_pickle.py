@@ -15,7 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.errors import Damaged, Hostile, SourceError
-from ckptool.formats._pickle import Call, Global, OrderedMapping, Persistent, load
+from ckptool.formats import _pickle
+from ckptool.formats._pickle import (
+    Call,
+    Global,
+    OrderedMapping,
+    Persistent,
+    load,
+    named_globals,
+)
 from ckptool.formats._torch_write import dumps
 from ckptool.formats._values import foreign_globals
 
@@ -113,6 +121,24 @@ def test_inert_records_are_written_as_what_they_were(protocol: int) -> None:
     again = pickle.loads(dumps(read(pickle.dumps(Point(3), protocol)), protocol))
     assert isinstance(again, Point)
     assert again.x == 3
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_what_a_pickle_names_is_remembered_as_it_is(protocol: int) -> None:
+    data = pickle.dumps([Point(3), collections.OrderedDict(a=1), protocol], protocol)
+    _pickle._named_lately.clear()
+    followed = named_globals(data)
+    read(data)
+    assert followed == named_globals(data)
+    assert Global("collections", "OrderedDict") in followed
+    named_globals(data).clear()
+    assert followed == named_globals(data) == load(b"N." + data, what="p", start=2).globals
+
+
+def test_no_more_is_remembered_than_of_some_pickles() -> None:
+    for number in range(3000):
+        read(pickle.dumps(number))
+    assert len(_pickle._named_lately) <= 1024
 
 
 def test_persistent_ids() -> None:
