@@ -187,19 +187,12 @@ class _Machine:
                     stack.append(memo[index])
                     pos += 5
                     continue
-                if opcode == _MEMOIZE and stack and stack[-1] is not _MARK and not sparse:
+                is_next = opcode == _MEMOIZE or (
+                    opcode == _LONG_BINPUT and _UINT4(data, pos + 1)[0] == len(memo)
+                )
+                if is_next and stack and stack[-1] is not _MARK and not sparse:
                     memo.append(stack[-1])
-                    pos += 1
-                    continue
-                if (
-                    opcode == _LONG_BINPUT
-                    and _UINT4(data, pos + 1)[0] == len(memo)
-                    and not sparse
-                    and stack
-                    and stack[-1] is not _MARK
-                ):
-                    memo.append(stack[-1])
-                    pos += 5
+                    pos += 1 if opcode == _MEMOIZE else 5
                     continue
                 if opcode == _BININT1:
                     stack.append(data[pos + 1])
