@@ -144,6 +144,7 @@ HEAD = (
 
 
 SIZE, SIZED = b"h\x06", b"\x94\x85\x94R\x94"
+EVERY_NUMBER = [byte for number in range(22) for byte in (ord("h"), number)]
 
 
 def instance(value: bytes) -> bytes:
@@ -163,6 +164,10 @@ def instance(value: bytes) -> bytes:
         pytest.param(instance(SIZE + b"K\x01\x86" + SIZED) * 2 + b".", id="one size too few"),
         pytest.param(instance(b"h\x02K\x01\x85" + SIZED) * 2 + b".", id="no size"),
         pytest.param(b"Nr\0\1\0\x000" + instance(b"K\x01") * 3 + b".", id="a gap in the memo"),
+        pytest.param(
+            instance(SIZE + b"K\x01\x85" + SIZED) * 3 + b"(" + bytes(EVERY_NUMBER) + b"t.",
+            id="every number of the memo",
+        ),
         pytest.param(b"h\x03)\x81\x94}\x94(h\x03K\x01ub" * 2 + b".", id="no class"),
         pytest.param(b"h\x02)\x81\x94}\x94(h\x06K\x01ub" * 2 + b".", id="no name"),
     ],
