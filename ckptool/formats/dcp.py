@@ -187,7 +187,7 @@ def _metadata_files(source: Source, options: ScanOptions) -> dict[str, DcpMetada
         left = f"{_METADATA}.tmp"
         state = f"only {left} is there" if left in source.files else f"there is no {_METADATA}"
         message = (
-            f"{source.root}: a DCP folder whose save never finished: {state}, which alone names"
+            f"{source.root}: a DCP folder whose save never finished: {state}; nothing else names"
             f" what its data files hold ({_data_files(source)})"
         )
         raise Damaged(
