@@ -31,7 +31,7 @@ from ckptool.errors import CannotDo, Damaged, Problem
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _PIECE = 1 << 20
-_LONG_RUN = 1 << 10
+_LONG_RUN = 2 << 10
 _OVER_READ = 4
 
 
