@@ -80,10 +80,8 @@ class Worker:
 
         ``shared`` says that further tiles will need the same rows of the source.
         """
-        touch(self._records, tile)
-        runs = [run_of(tile, source) for source in tile.sources]
-        straight = [run for run in runs if run is not None]
-        if len(straight) == len(runs) and tile.entry.source_dtype == tile.entry.dtype:
+        straight = self._straight(tile)
+        if len(straight) == len(tile.sources) and tile.entry.source_dtype == tile.entry.dtype:
             pieces = [(run[2], run[3], self._copy(run, path, tile.offset)) for run in straight]
             return joined(pieces) if checked else None
         data = self._bytes_of(tile, straight, shared=shared)
@@ -92,10 +90,7 @@ class Worker:
 
     def data(self, tile: Tile) -> memoryview:
         """The bytes of a tile as they are to be written, until the next tile is asked for."""
-        touch(self._records, tile)
-        runs = [run_of(tile, source) for source in tile.sources]
-        straight = [run for run in runs if run is not None]
-        return self._bytes_of(tile, straight, shared=False)
+        return self._bytes_of(tile, self._straight(tile), shared=False)
 
     def holds_tile(self, tile: Tile, path: str, *, shared: bool) -> bool:
         """Whether the output file ``path`` holds a tile as the source has it."""
@@ -121,6 +116,12 @@ class Worker:
         if "_gatherer" in self.__dict__:
             self._gatherer.close()
         self._close_outputs()
+
+    def _straight(self, tile: Tile) -> list[Run]:
+        """The sources of a tile that are runs of bytes as they lie; its records are noted."""
+        touch(self._records, tile)
+        runs = (run_of(tile, source) for source in tile.sources)
+        return [run for run in runs if run is not None]
 
     def _copy(self, run: Run, path: str, offset: int) -> int:
         """Copy a run of bytes into the tile at ``offset`` of an output file; its CRC-32."""
