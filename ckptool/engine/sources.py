@@ -171,12 +171,12 @@ class LocalSource:
             raise missing(file)
         if offset < 0 or nbytes < 0 or offset + nbytes > self.files[file]:
             raise too_short(file, offset, nbytes, self.files[file])
-        reader = Reader(self.root)
         data = bytearray(nbytes)
+        descriptor = _opened(self.root, file)
         try:
-            reader.read_into(file, offset, memoryview(data))
+            _read_into(descriptor, file, offset, memoryview(data))
         finally:
-            reader.close()
+            os.close(descriptor)
         return bytes(data)
 
 
@@ -227,9 +227,24 @@ def too_short(file: str, offset: int, nbytes: int, size: int) -> Damaged:
     )
 
 
-def _opened(path: str) -> int:
+def _opened(root: str, file: str) -> int:
     """A descriptor to read from. A pipe that took the place of a file must not block."""
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        return os.open(f"{root}/{file}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise unreadable(file, error) from None
+
+
+def _read_into(descriptor: int, file: str, offset: int, buffer: memoryview) -> None:
+    done = 0
+    while done < len(buffer):
+        try:
+            count = os.preadv(descriptor, [buffer[done:]], offset + done)
+        except OSError as error:
+            raise unreadable(file, error) from None
+        if count == 0:
+            raise too_short(file, offset, len(buffer), offset + done)
+        done += count
 
 
 class _Walk:
@@ -291,16 +306,7 @@ class Reader:
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from ``offset``; Damaged where the file ends before."""
-        descriptor = self._descriptor(file)
-        done = 0
-        while done < len(buffer):
-            try:
-                count = os.preadv(descriptor, [buffer[done:]], offset + done)
-            except OSError as error:
-                raise unreadable(file, error) from None
-            if count == 0:
-                raise too_short(file, offset, len(buffer), offset + done)
-            done += count
+        _read_into(self._descriptor(file), file, offset, buffer)
 
     def read_runs(self, file: str, offset: int, step: int, runs: Sequence[memoryview]) -> None:
         """Fill each run, the first from ``offset``, each other ``step`` bytes after the last.
@@ -329,9 +335,5 @@ class Reader:
             return descriptor
         if len(self._open) >= self._limit:
             os.close(self._open.popitem(last=False)[1])
-        try:
-            descriptor = _opened(os.path.join(self._root, file))
-        except OSError as error:
-            raise unreadable(file, error) from None
-        self._open[file] = descriptor
+        descriptor = self._open[file] = _opened(self._root, file)
         return descriptor

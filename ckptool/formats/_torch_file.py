@@ -12,11 +12,13 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from ckptool.core.codec import decode
 from ckptool.core.mesh import Mesh
 from ckptool.errors import CkptoolError, Damaged, Problem, Unrecognised, coded
 from ckptool.formats import _pickle
+from ckptool.formats._alike import Traced, known, learn
 from ckptool.formats._pickle import Call, Global, Loaded
 from ckptool.formats._storage import storage_of
 from ckptool.formats._zip import DEFLATED, Region, ZipRecord, read_directory
@@ -29,8 +31,7 @@ _SMALL = 4096
 _MOST_INFLATED = 100
 
 
-@dataclass(frozen=True, slots=True)
-class StoredBytes:
+class StoredBytes(NamedTuple):
     """Where a storage's bytes lie: in the file, or in a deflated blob (``codec``).
 
     ``nbytes`` is the size of the bytes in the file, ``size`` once decoded.
@@ -87,26 +88,28 @@ def read_torch_file(source: Source, file: str) -> TorchFile:
 def read_torch_zip(region: Region) -> TorchFile:
     """Open the torch.save archive that fills a region."""
     with coded("archive-content", file=region.file):
-        return _read_archive(region)
+        return known(region) or _read_archive(region)
 
 
 def _read_archive(region: Region) -> TorchFile:
-    records = read_directory(region)
+    traced = Traced(region)
+    records = read_directory(traced)
     root = _root(region, records)
     data_pkl = records[f"{root}/data.pkl"]
-    loaded = _unpickled(record_bytes(region, data_pkl), f"{region.what} (data.pkl)")
+    loaded = _unpickled(record_bytes(traced, data_pkl), f"{region.what} (data.pkl)")
     has_crc = any(record.crc32 for record in records.values())
     prefix = f"{root}/data/"
-    storages = {
-        name[len(prefix) :]: _stored(region, record, has_crc)
-        for name, record in records.items()
-        if name.startswith(prefix)
-    }
+    stored = {name[len(prefix) :]: r for name, r in records.items() if name.startswith(prefix)}
+    storages = {key: _stored(region, record, has_crc) for key, record in stored.items()}
     order = records.get(f"{root}/byteorder")
-    byteorder = record_bytes(region, order).decode("ascii", "replace") if order else "little"
+    byteorder = record_bytes(traced, order).decode("ascii", "replace") if order else "little"
     if byteorder not in ("little", "big"):
         raise Damaged(f"{region.what}: unknown byte order {byteorder!r}")
-    return TorchFile(region.what, loaded.value, storages, byteorder, loaded.globals, loaded.end)
+    found = TorchFile(region.what, loaded.value, storages, byteorder, loaded.globals, loaded.end)
+    if data_pkl.crc32:
+        unread = [record for record in records.values() if record not in (data_pkl, order)]
+        learn(traced, found, stored, unread)
+    return found
 
 
 def _unpickled(data: bytes, what: str) -> Loaded:

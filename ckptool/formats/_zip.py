@@ -17,6 +17,7 @@ STORED, DEFLATED = 0, 8
 
 _LOCAL = struct.Struct("<4s5H3L2H")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
+_CRC32_AT = 16
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
@@ -62,8 +63,8 @@ class Region:
 class ZipRecord:
     """One record; ``offset`` is where its bytes begin, ``header`` where its local header does.
 
-    Both count from the start of the region; ``stored`` and ``size`` are bytes, in the file and
-    once decoded.
+    All count from the start of the region; ``stored`` and ``size`` are bytes, in the file and once
+    decoded. ``noted`` is where the directory holds the CRC-32, 0 where there is no directory.
     """
 
     name: str
@@ -74,6 +75,7 @@ class ZipRecord:
     offset: int
     header: int
     flags: int
+    noted: int = 0
 
 
 def read_directory(region: Region) -> dict[str, ZipRecord]:
@@ -92,7 +94,7 @@ def _directory(region: Region) -> dict[str, ZipRecord]:
     records: dict[str, ZipRecord] = {}
     position = 0
     for _ in range(count):
-        record, position = _central_entry(region, data, position)
+        record, position = _central_entry(region, data, start, position)
         if record.name in records:
             raise Damaged(f"{region.what}: two zip records are called {record.name!r}")
         records[record.name] = record
@@ -153,7 +155,8 @@ def _end_offset(region: Region) -> int:
     )
 
 
-def _central_entry(region: Region, data: bytes, position: int) -> tuple[ZipRecord, int]:
+def _central_entry(region: Region, data: bytes, start: int, position: int) -> tuple[ZipRecord, int]:
+    """A record, and where the next one's entry begins in a directory that begins at ``start``."""
     if position + _CENTRAL.size > len(data) or data[position : position + 4] != b"PK\x01\x02":
         raise Damaged(f"{region.what}: the zip directory is damaged at byte {position:,}")
     fields = _CENTRAL.unpack_from(data, position)
@@ -177,7 +180,8 @@ def _central_entry(region: Region, data: bytes, position: int) -> tuple[ZipRecor
             f" of {region.nbytes:,}"
         )
     end = at + name_length + extra_length + comment_length
-    return ZipRecord(name, method, crc, stored, size, offset, header, fields[3]), end
+    noted = start + position + _CRC32_AT
+    return ZipRecord(name, method, crc, stored, size, offset, header, fields[3], noted), end
 
 
 def _zip64(extra: bytes, size: int, stored: int, header: int) -> tuple[int, int, int]:

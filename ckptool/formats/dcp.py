@@ -357,18 +357,15 @@ def _open(source: Source, item: Item, what: str, limit: int, edge: int) -> _Open
     One that is packed is decoded, to ``limit`` bytes at most; the first and last ``edge`` of them
     are kept.
     """
-    if item.transforms:
-        region = item_region(source, item, what, limit, edge)
-        return _Opened(read_torch_zip(region), item, region.nbytes)
-    head = source.read(item.file, item.offset, min(item.nbytes, 9))
-    if not is_zip(head):
+    region = item_region(source, item, what, limit, edge)
+    head = region.read(0, min(region.nbytes, 9))
+    if not item.transforms and not is_zip(head):
         kind = (
             " (safetensors data, which torch itself cannot read back)" if head[8:] == b"{" else ""
         )
         message = f"{what}: no torch.save archive at byte {item.offset:,} of {item.file}{kind}"
         raise Damaged(Problem(message, "item-mismatch", file=item.file))
-    region = item_region(source, item, what, limit, edge)
-    return _Opened(read_torch_zip(region), item, item.nbytes)
+    return _Opened(read_torch_zip(region), item, region.nbytes)
 
 
 def _read_values(source: Source, name: str, items: list[tuple[int, Item]], path: Path) -> Assembled:
