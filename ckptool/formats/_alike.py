@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import starmap
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptool.formats._zip import Region, ZipRecord
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from ckptool.formats._torch_file import TorchFile
 
 _CRC32 = struct.Struct("<L")
-_LARGEST = 1 << 13
 _MOST_SIZES, _MOST_OF_A_SIZE = 256, 4
 
 _Spans = tuple[tuple[int, int], ...]
@@ -73,12 +73,12 @@ def known(region: Region) -> TorchFile | None:
 def learn(
     traced: Traced, file: TorchFile, storages: Mapping[str, ZipRecord], others: Iterable[ZipRecord]
 ) -> None:
-    """Remember what was found in an archive, by all that was read of it.
+    """Remember what was found in an archive, by all that was read of it, where that is at hand.
 
     ``storages`` are records whose bytes were not read, by the storages' keys; of them and of
     ``others`` the CRC-32 may differ.
     """
-    if sum(end - start for start, end in traced.spans) > _LARGEST or len(_KNOWN) >= _MOST_SIZES:
+    if len(_KNOWN) >= _MOST_SIZES or not all(starmap(traced.is_at_hand, traced.spans)):
         return
     alike = _KNOWN.setdefault(traced.nbytes, [])
     if len(alike) < _MOST_OF_A_SIZE:

@@ -39,6 +39,10 @@ class Region:
         """How errors call this region."""
         return self.file if self.offset == 0 else f"{self.file} at offset {self.offset:,}"
 
+    def is_at_hand(self, start: int, end: int) -> bool:
+        """Whether reading these bytes costs no further access."""
+        return end <= len(self._head) or start >= self.nbytes - len(self._tail)
+
     def expect(self, starts: Iterable[int]) -> None:
         """A local header is read next at each of these, those apart that are at hand."""
         low, high = len(self._head), self.nbytes - len(self._tail)
