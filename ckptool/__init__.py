@@ -13,16 +13,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckptool import dcp as dcp
     from ckptool import errors as errors
+    from ckptool.api.benching import bench as bench
+    from ckptool.api.benching import bench_changes as bench_changes
+    from ckptool.api.benching import bench_transfer as bench_transfer
     from ckptool.api.checkpoint import Checkpoint as Checkpoint
     from ckptool.api.checkpoint import open as open
-    from ckptool.api.commands import compare as compare
     from ckptool.api.commands import convert as convert
     from ckptool.api.commands import inspect as inspect
+    from ckptool.api.commands import list_formats as list_formats
+    from ckptool.api.commands import list_maps as list_maps
+    from ckptool.api.commands import map_text as map_text
     from ckptool.api.commands import reshard as reshard
-    from ckptool.api.commands import verify as verify
+    from ckptool.api.commands import stats as stats
     from ckptool.api.load import KeysDiffer as KeysDiffer
     from ckptool.api.load import LoadReport as LoadReport
     from ckptool.api.load import load as load
+    from ckptool.api.verifying import compare as compare
+    from ckptool.api.verifying import salvage as salvage
+    from ckptool.api.verifying import verify as verify
+    from ckptool.api.verifying import verify_run as verify_run
     from ckptool.core.box import Box as Box
     from ckptool.errors import CkptoolError as CkptoolError
 
@@ -34,13 +43,22 @@ _PLACES = {
     "CkptoolError": "errors.CkptoolError",
     "KeysDiffer": "api.load.KeysDiffer",
     "LoadReport": "api.load.LoadReport",
-    "compare": "api.commands.compare",
+    "bench": "api.benching.bench",
+    "bench_changes": "api.benching.bench_changes",
+    "bench_transfer": "api.benching.bench_transfer",
+    "compare": "api.verifying.compare",
     "convert": "api.commands.convert",
     "inspect": "api.commands.inspect",
+    "list_formats": "api.commands.list_formats",
+    "list_maps": "api.commands.list_maps",
     "load": "api.load.load",
+    "map_text": "api.commands.map_text",
     "open": "api.checkpoint.open",
     "reshard": "api.commands.reshard",
-    "verify": "api.commands.verify",
+    "salvage": "api.verifying.salvage",
+    "stats": "api.commands.stats",
+    "verify": "api.verifying.verify",
+    "verify_run": "api.verifying.verify_run",
 }
 
 __all__ = [*_PLACES, "__version__", "dcp", "errors"]

@@ -29,8 +29,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ckptool.api.checkpoint import Checkpoint, checkpoint_at, open
-from ckptool.api.keywords import AnyPath, Opening, location
+from ckptool.api.keywords import AnyPath, Opening
 from ckptool.api.memory import Staging, torch_dtype, why_not_filled
+from ckptool.api.said import location
 from ckptool.api.values import archived
 from ckptool.commands.open import holds_checkpoint
 from ckptool.core.box import Box
@@ -159,7 +160,7 @@ def _wanted(entry: TensorEntry, item: ReadItem, target: torch.Tensor, staging: S
         raise CannotDo(
             f"{entry.name} {box}: {entry.dtype} {list(box.shape)} in the checkpoint, {found[0]}"
             f" {list(found[1])} in the state dict",
-            hint="nothing is cast in silence: load it as it is, or ckptool convert --dtype",
+            hint="nothing is cast in silence: CheckpointReader(path, dtype='bf16') casts",
         )
     why = why_not_filled(target)
     if why is not None:

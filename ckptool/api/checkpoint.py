@@ -10,10 +10,13 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
-from ckptool.api.keywords import AnyPath, Keywords, Opening, location
+from ckptool.api.keywords import AnyPath, Opening
 from ckptool.api.places import Places
+from ckptool.api.said import Said, location
+from ckptool.api.signature import documented
 from ckptool.api.slices import Index, box_of
 from ckptool.commands.assets import mapped
+from ckptool.commands.casting import with_dtype, with_numbers
 from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.commands.selection import selected
 from ckptool.core.box import Box
@@ -161,19 +164,23 @@ class Checkpoint:
         return bits.view(entry.dtype.name)
 
 
+@documented(Opening)
 def open(path: AnyPath, **options: Unpack[Opening]) -> Checkpoint:
     """Open the checkpoint at ``path``: of any format, from its metadata alone.
 
-    The options are those of ``ckptool convert`` that say how to read it, what to take of it and
-    how to call that. Raises NotFound, Unrecognised, Damaged, Hostile or UsageError.
+    The keywords say how to read it, what to take of it, how to call that, and as which numbers.
+    Raises NotFound, Unrecognised, Damaged, Hostile, UsageError or CannotDo.
     """
-    said = Keywords("open", options, Opening)
+    said = Said("open", options, Opening)
     with _no_collecting():
         opened = open_checkpoint(location(path), said.reading())
-    catalog = selected(opened.catalog, said.selection())
+    dtype = said.get("dtype")
+    catalog, _ = with_numbers(opened, dtype, wanted=said.get("dequantize", False))
+    catalog = selected(catalog, said.selection())
     if said.mapping().name is not None:
         catalog = opened.located(catalog)
     catalog, _ = mapped(opened, catalog, said.mapping())
+    catalog, _ = with_dtype(catalog, dtype)
     return Checkpoint(opened, catalog)
 
 

@@ -2,52 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Unpack
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Unpack
 
-from ckptool.api.keywords import (
-    AnyPath,
-    Comparing,
-    Converting,
-    Keywords,
-    Reading,
-    Resharding,
-    Verifying,
-    location,
-)
+from ckptool.api.keywords import AnyPath, Converting, Inspecting, Resharding
+from ckptool.api.said import Said, location
+from ckptool.api.signature import documented
+from ckptool.commands import formats as _formats
 from ckptool.commands import inspect as _inspect
 from ckptool.commands.convert import ConvertOptions, ConvertReport, prepare
+from ckptool.commands.formats import KnownFormat
 from ckptool.commands.inspect import InspectReport
 from ckptool.commands.reshard import ReshardOptions, ReshardReport, prepare_reshard
-from ckptool.commands.verify import against as _against
-from ckptool.commands.verify import verify as _verify
-from ckptool.commands.verify.against import AgainstOptions, AgainstReport
-from ckptool.commands.verify.compare import Tolerance
-from ckptool.commands.verify.findings import VerifyReport
-from ckptool.commands.verify.verify import VerifyOptions
 from ckptool.engine.ranks import ranks
+
+if TYPE_CHECKING:
+    from ckptool.commands.stats import TensorStats
+    from ckptool.core.keymap import KeyMap
 
 Progress = Callable[[int], None]
 
 
-def _silent(nbytes: int) -> None:
+def silent(nbytes: int) -> None:
     """Tell nobody."""
 
 
-def inspect(path: AnyPath, **options: Unpack[Reading]) -> InspectReport:
+@documented(Inspecting)
+def inspect(path: AnyPath, **options: Unpack[Inspecting]) -> InspectReport:
     """Describe the checkpoint at ``path`` from its metadata alone.
 
     Raises NotFound, Unrecognised, Damaged or Hostile, as every function here does.
     """
-    return _inspect.inspect(location(path), Keywords("inspect", options, Reading).reading())
+    return _inspect.inspect(location(path), Said("inspect", options, Inspecting).reading())
 
 
+@documented(Inspecting)
+def stats(
+    path: AnyPath, tensors: str | Sequence[str] = "*", **options: Unpack[Inspecting]
+) -> list[TensorStats]:
+    """Read the tensors that match a glob: min, max, mean, std, zeros, NaN and Inf of each.
+
+    As ``ckptool inspect PATH --stats GLOB``; memory is bounded whatever their size.
+    """
+    from ckptool.commands.open import open_checkpoint
+    from ckptool.commands.stats import stats as _stats
+
+    opened = open_checkpoint(location(path), Said("stats", options, Inspecting).reading())
+    return _stats(opened, [tensors] if isinstance(tensors, str) else tensors)
+
+
+@documented(Converting)
 def convert(
     source: AnyPath,
     target: AnyPath,
     *,
     to: str,
-    progress: Progress = _silent,
+    progress: Progress = silent,
     **options: Unpack[Converting],
 ) -> ConvertReport:
     """Write ``source`` in the format ``to`` at ``target``, whole or not at all.
@@ -55,7 +65,7 @@ def convert(
     ``progress`` is told of bytes as they are written. Raises UsageError or CannotDo where it
     cannot be done as asked, TransferError where it fails midway: ``resume=True`` then continues.
     """
-    said = Keywords("convert", options, Converting)
+    said = Said("convert", options, Converting)
     asked = said.options(
         ConvertOptions,
         to=to,
@@ -68,11 +78,12 @@ def convert(
     return prepared.report if said.get("dry_run") else prepared.run(progress)
 
 
+@documented(Resharding)
 def reshard(
     source: AnyPath,
     target: AnyPath | None = None,
     *,
-    progress: Progress = _silent,
+    progress: Progress = silent,
     **options: Unpack[Resharding],
 ) -> ReshardReport:
     """Write ``source`` for a new device mesh at ``target``, or beside it, named after the mesh.
@@ -80,42 +91,42 @@ def reshard(
     Under torchrun the ranks share the work; there must be no process group yet. Raises as
     ``convert`` does, on every rank the same.
     """
-    said = Keywords("reshard", options, Resharding)
-    verify = said.get("verify")
+    said = Said("reshard", options, Resharding)
     asked = said.options(
         ReshardOptions,
         read=said.reading(),
         map=said.mapping(),
-        transfer=said.transfer(verify=verify is None or verify),
+        transfer=said.transfer(verify=said.get("verify", True)),
     )
     where = None if target is None else location(target)
     with ranks() as group:
         prepared = group.together(lambda: prepare_reshard(location(source), where, asked))
-        return prepared.report if said.get("dry_run") else prepared.run(progress, group)
+        if said.get("check"):
+            from ckptool.commands.check_loads.check import check_loads, require_loadable
+
+            group.together(lambda: require_loadable(prepared, group))
+        if said.get("dry_run"):
+            return prepared.report
+        report = prepared.run(progress, group)
+        if said.get("check"):
+            check_loads(prepared, group)
+        return report
 
 
-def verify(path: AnyPath, **options: Unpack[Verifying]) -> VerifyReport:
-    """Check that the checkpoint at ``path`` is whole, unchanged and safe: see ``sound``."""
-    return _verify.verify(location(path), _verifying(Keywords("verify", options, Verifying)))
+def list_formats() -> tuple[KnownFormat, ...]:
+    """Every format: whether it is read, and written by ``convert`` and by ``reshard``."""
+    return _formats.known_formats()
 
 
-def compare(path: AnyPath, other: AnyPath, **options: Unpack[Comparing]) -> AgainstReport:
-    """Compare two checkpoints of any formats, bit by bit, or as numbers where asked.
+def list_maps() -> Mapping[str, KeyMap]:
+    """The key maps that come with ckptool, by the name that ``map=`` takes."""
+    from ckptool.commands.maps import builtin_maps
 
-    As ``ckptool verify PATH --against OTHER``; ``verify.sound`` of the report says whether they
-    are the same.
-    """
-    said = Keywords("compare", options, Comparing)
-    tolerant = said.get("rtol") is not None or said.get("atol") is not None
-    asked = said.options(
-        AgainstOptions,
-        other=location(other),
-        selection=said.selection(),
-        tolerance=said.options(Tolerance) if tolerant else None,
-        verify=_verifying(said),
-    )
-    return _against.against(location(path), asked)
+    return dict(builtin_maps())
 
 
-def _verifying(said: Keywords) -> VerifyOptions:
-    return said.options(VerifyOptions, read=said.reading())
+def map_text(name: str) -> str:
+    """A built-in key map as the TOML file that it is, to begin one's own with."""
+    from ckptool.commands import maps
+
+    return maps.map_text(name)

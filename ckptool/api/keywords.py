@@ -1,165 +1,165 @@
-"""Keywords of the Python functions: named as the command line's options, typed, made values of."""
+"""Keywords of the Python functions: the command line's options, typed, each with what it means.
+
+``--tp-rule`` is ``tp_rule``; only ``--from`` and ``--all`` are called otherwise (``from_format``,
+``every``), for the words are Python's own.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
-from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
-from ckptool.commands.map_report import MapOptions
-from ckptool.commands.read_options import ReadOptions
-from ckptool.commands.selection import Selection
-from ckptool.commands.transfer import TransferOptions
-from ckptool.core.dtype import parse_dtype
-from ckptool.core.placing import parse_mesh, parse_rule
-from ckptool.core.tp_rules import parse_tp_rules
-from ckptool.engine import remote_path
-from ckptool.engine.remote_path import Location
-from ckptool.engine.run import RunOptions
+if TYPE_CHECKING:
+    import torch
 
-Options = TypeVar("Options")
+    AnyDType = str | torch.dtype
+else:
+    AnyDType = Any
+
 AnyPath = str | os.PathLike[str]
+"""A path or a URL."""
+
+Strings = str | Sequence[str]
+"""Several of an option, or the one by itself."""
+
+Size = int | str
+"""Bytes: a number, or as people write it (``"5GB"``, ``"512MiB"``)."""
 
 
-def location(path: AnyPath) -> Location:
-    """Where a checkpoint lies, or shall: a path or a URL."""
-    return remote_path.location(os.fspath(path))
+class Rules(TypedDict, total=False):
+    """How to read it, where its files alone leave that open."""
+
+    from_format: Annotated[str | None, "read as this format instead of detecting it (--from)"]
+    tp_rule: Annotated[Strings, "GLOB=RULE: how tensor-parallel ranks' parameters fit together"]
+    flat_params: Annotated[AnyPath | None, "JSON file of names and shapes, for FSDP1's flat ones"]
 
 
-class Reading(TypedDict, total=False):
-    """How to read: ``format_name`` is ``--from``, ``tp_rules`` are ``GLOB=RULE``."""
+class Reading(Rules, total=False):
+    """How to read it."""
 
-    format_name: str | None
-    per_rank: bool
-    flat_params: AnyPath | None
-    tp_rules: Sequence[str]
-    unstack: bool
+    per_rank: Annotated[bool, "keep plain tensors that differ between ranks, as NAME@rankR"]
+
+
+class Inspecting(Reading, total=False):
+    """What ``inspect`` takes."""
+
+    values: Annotated[bool, "read values that lie among the data, which costs a URL requests"]
 
 
 class Selecting(TypedDict, total=False):
-    """What to take, and how to call it: globs, and ``REGEX=REPLACEMENT`` in order."""
+    """What to take, and how to call it, in this order."""
 
-    select: Sequence[str]
-    drop: Sequence[str]
-    model_only: bool
-    strip_prefix: str | None
-    rename: Sequence[str]
+    select: Annotated[Strings, "globs: keep only what matches"]
+    drop: Annotated[Strings, "globs: leave out what matches"]
+    model_only: Annotated[bool, "keep the model, under its own names"]
+    strip_prefix: Annotated[str | None, "take off the names' beginning"]
+    rename: Annotated[Strings, "REGEX=REPLACEMENT, in order"]
 
 
 class KeyMapping(TypedDict, total=False):
-    """A key map: a built-in's name, a TOML file, or ``auto``; ``dims`` are its named sizes."""
+    """The names and layout of another framework."""
 
-    map: str | None
-    dims: Mapping[str, int]
-    inverse: bool | None
+    map: Annotated[str | None, "a built-in key map (list_maps), a TOML file, or auto"]
+    dim: Annotated[Mapping[str, int], "sizes of the map's named dims"]
+    inverse: Annotated[bool | None, "go from the map's to side to its from side"]
+    hf_assets: Annotated[AnyPath | None, "a folder with config.json and tokenizer files"]
 
 
-class Opening(Reading, Selecting, KeyMapping, total=False):
+class Casting(TypedDict, total=False):
+    """Other numbers than those that are stored, rounded as torch rounds."""
+
+    dtype: Annotated[AnyDType, "cast floating tensors: bf16, torch.bfloat16, ..."]
+    dequantize: Annotated[bool, "make numbers of FP8, INT8 and MXFP4: bf16, or what dtype says"]
+
+
+class Opening(Reading, Selecting, KeyMapping, Casting, total=False):
     """What ``open``, ``load`` and the DCP reader take."""
 
-
-class Writing(TypedDict, total=False):
-    """How to write. ``budget`` in bytes; ``assets`` is ``--hf-assets``; ``dry_run`` only plans."""
-
-    assets: AnyPath | None
-    overwrite: bool
-    resume: bool
-    workers: int
-    budget: int
-    fsync: bool
-    dry_run: bool
+    unstack: Annotated[bool, "one tensor a layer and expert, of stacked ones"]
 
 
-class Converting(Opening, Writing, total=False):
-    """What ``convert`` takes. ``max_shard_size`` in bytes, ``dtype`` such as ``"bf16"``."""
+class Moving(TypedDict, total=False):
+    """How to write."""
 
-    dtype: str | None
-    dequantize: bool
-    max_shard_size: int
-    one_rank: bool
-
-
-class Resharding(Reading, KeyMapping, Writing, total=False):
-    """What ``reshard`` takes: ``mesh`` such as ``"2x4"``, ``shard`` such as ``"*=Shard(0)"``."""
-
-    mesh: str | None
-    shard: Sequence[str]
-    plan: AnyPath | None
-    tp_plan: AnyPath | None
-    policy: str | None
-    to: str | None
-    rank_state: str
-    verify: bool
+    overwrite: Annotated[bool, "replace the target once all is written"]
+    resume: Annotated[bool, "continue what an interrupted run left"]
+    workers: Annotated[int, "threads that move bytes"]
+    budget: Annotated[Size, "memory for moving bytes"]
+    fsync: Annotated[bool, "wait until the disk has it all"]
+    dry_run: Annotated[bool, "report the plan and write nothing"]
 
 
-class Verifying(Reading, total=False):
-    """What ``verify`` takes: how deep to look, and what counts."""
+class Converting(Opening, Moving, total=False):
+    """What ``convert`` takes."""
 
-    quick: bool
-    sample: float
-    seed: int
-    finite: bool
-    strict: bool
-    ignore: Sequence[str]
-    workers: int
+    max_shard_size: Annotated[Size, "of a safetensors shard"]
+    one_rank: Annotated[bool, "write whole tensors as rank 0, not the source's chunks"]
 
 
-class Comparing(Verifying, Selecting, total=False):
+class Resharding(Rules, KeyMapping, Moving, total=False):
+    """What ``reshard`` takes."""
+
+    mesh: Annotated[str | None, "2x4, 8, or dp=2,tp=4"]
+    shard: Annotated[Strings, "GLOB=PLACEMENTS, first wins: Shard(0),Replicate() or colwise"]
+    plan: Annotated[AnyPath | None, "TOML file: a mesh and an ordered list of rules"]
+    tp_plan: Annotated[AnyPath | None, "a config.json with a transformers tp_plan"]
+    policy: Annotated[str | None, "fsdp, hsdp or replicate"]
+    to: Annotated[str | None, "a format that reshard writes; default: the source's own kind"]
+    unstack: Annotated[bool, "one tensor a layer and expert, of stacked ones"]
+    rank_state: Annotated[str, "what differs between ranks: stop, keep, drop, or a rank's number"]
+    verify: Annotated[bool, "read back and compare before it counts"]
+    check: Annotated[bool, "load the result through torch on every rank, and compare"]
+
+
+class Judging(Reading, total=False):
+    """What counts as wrong."""
+
+    strict: Annotated[bool, "warnings fail too"]
+    ignore: Annotated[Strings, "codes of findings to leave out"]
+    finite: Annotated[bool, "NaN and infinite values are errors"]
+    workers: Annotated[int, "threads that read"]
+
+
+class Checking(Judging, total=False):
+    """What ``verify_run`` takes."""
+
+    quick: Annotated[bool, "read metadata only, not the data"]
+    sample: Annotated[float | str, "read a share of the data, such as 0.05"]
+    seed: Annotated[int, "what sample chooses by"]
+
+
+class Verifying(Checking, total=False):
+    """What ``verify`` takes."""
+
+    manifest: Annotated[AnyPath | None, "prove by this manifest, of whatever format"]
+    write_manifest: Annotated[AnyPath | None, "write the SHA-256 of all, once all is sound"]
+    overwrite: Annotated[bool, "replace the manifest"]
+
+
+class Comparing(Judging, Selecting, total=False):
     """What ``compare`` takes; without a tolerance bits are compared."""
 
-    rtol: float | None
-    atol: float | None
-    cast: bool
+    against_from: Annotated[str | None, "read the other one as this format"]
+    rtol: Annotated[float | None, "allowed difference, times the other's number"]
+    atol: Annotated[float | None, "allowed difference"]
+    cast: Annotated[bool, "cast to the other's types, then compare"]
 
 
-_FIELDS = {"map": "name", "shard": "rules", "plan": "plan_file"}
-"""Keywords that the options' fields call otherwise."""
+class Salvaging(Reading, total=False):
+    """What ``salvage`` takes."""
 
-_PARSED: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("select", "drop", "rename", "ignore"), tuple),
-    **dict.fromkeys(("flat_params", "assets", "plan", "tp_plan"), Path),
-    "tp_rules": parse_tp_rules,
-    "mesh": parse_mesh,
-    "shard": lambda texts: tuple(map(parse_rule, texts)),
-    "dtype": parse_dtype,
-}
+    overwrite: Annotated[bool, "replace the target once all is written"]
+    workers: Annotated[int, "threads that move bytes"]
 
 
-class Keywords:
-    """The keywords of one call, taken one kind of options after another.
+class Benching(TypedDict, total=False):
+    """What ``bench`` takes."""
 
-    Raises TypeError for a keyword that the function does not have.
-    """
-
-    def __init__(self, function: str, keywords: Mapping[str, Any], known: type) -> None:
-        unknown = next((name for name in keywords if name not in known.__annotations__), None)
-        if unknown is not None:
-            raise TypeError(f"{function}() got an unexpected keyword argument {unknown!r}")
-        self._said = {
-            _FIELDS.get(name, name): _PARSED.get(name, lambda value: value)(value)
-            for name, value in keywords.items()
-            if value is not None
-        }
-
-    def get(self, name: str) -> Any:
-        """One value by itself, None where it is not given."""
-        return self._said.get(name)
-
-    def options(self, kind: Callable[..., Options], **more: Any) -> Options:
-        """The options of a kind: what is said of its fields, and what is given here."""
-        names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-        return kind(**{name: self._said[name] for name in names if name in self._said} | more)
-
-    def reading(self) -> ReadOptions:
-        return self.options(ReadOptions)
-
-    def selection(self) -> Selection:
-        return self.options(Selection)
-
-    def mapping(self) -> MapOptions:
-        return self.options(MapOptions)
-
-    def transfer(self, **more: Any) -> TransferOptions:
-        return self.options(TransferOptions, run=self.options(RunOptions), **more)
+    like: Annotated[AnyPath | None, "save tensors shaped as this checkpoint's"]
+    size: Annotated[Size, "of the state; 1GiB unless told"]
+    strategies: Annotated[Strings, "names, families or globs, or MODULE:CLASS; default: all"]
+    ranks: Annotated[int | None, "default: one an accelerator, or 2 on the CPU"]
+    repeat: Annotated[int, "saves after the first"]
+    out: Annotated[AnyPath, "where to work; all is removed at the end"]
+    abort: Annotated[bool, "also kill each strategy in mid-save"]

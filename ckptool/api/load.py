@@ -10,6 +10,7 @@ from ckptool.api.checkpoint import Checkpoint, checkpoint_at
 from ckptool.api.keywords import AnyPath, Opening
 from ckptool.api.local import local_pieces, local_tensor, why_not_held
 from ckptool.api.memory import Staging, why_not_filled
+from ckptool.api.signature import documented
 from ckptool.api.values import rebuilt
 from ckptool.core.catalog import TensorEntry
 from ckptool.engine.boxes import Wanted
@@ -46,6 +47,7 @@ class KeysDiffer(CannotDo):
     unexpected: tuple[str, ...] = ()
 
 
+@documented(Opening)
 def load(
     path: AnyPath | Checkpoint,
     state_dict: dict[str, Any],
@@ -158,7 +160,7 @@ def _require_alike(
     if problems:
         raise CannotDo(
             f"{checkpoint.path} cannot fill the state dict:\n  " + "\n  ".join(_shown(problems)),
-            hint="nothing is cast or cut in silence: ckptool convert --dtype makes another type",
+            hint="nothing is cast or cut in silence; dtype='bf16' casts, dequantize=True unpacks",
         )
 
 

@@ -98,8 +98,8 @@ def bench(
         )
     if like is not None and size is not None:
         raise UsageError("--like and --size contradict one another")
-    from ckptool.cli.options import parse_size
     from ckptool.commands.bench.run import BenchOptions
+    from ckptool.core.amounts import parse_size
 
     options = BenchOptions(
         size=parse_size(size or _STATE_SIZE, "--size"),
@@ -157,8 +157,8 @@ def _show(
 
 
 def _transfer(source: Path | None, size: str, out: Path, repeat: int, *, as_json: bool) -> None:
-    from ckptool.cli.options import parse_size
     from ckptool.commands.transfer_bench import transfer_bench
+    from ckptool.core.amounts import parse_size
     from ckptool.render.messages import print_json, show_step
     from ckptool.render.transfer_bench import show_transfer_bench, transfer_bench_json
 

@@ -56,8 +56,8 @@ def convert(
     Everything is kept unless an option leaves it out; what the target cannot hold goes into a side
     file or is named. The target appears whole or not at all.
     """
-    from ckptool.cli.options import parse_size
     from ckptool.commands.convert import ConvertOptions, prepare
+    from ckptool.core.amounts import parse_size
     from ckptool.core.dtype import parse_dtype
     from ckptool.engine.remote_path import location
     from ckptool.render.progress import progress

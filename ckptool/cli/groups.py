@@ -124,8 +124,8 @@ class KeyMap:
 
     def options(self) -> MapOptions:
         """What the command line says; UsageError where a dim is not NAME=SIZE."""
-        from ckptool.cli.options import parse_dims
         from ckptool.commands.map_report import MapOptions
+        from ckptool.core.amounts import parse_dims
 
         return MapOptions(self.key_map, parse_dims(self.dims or ()), self.hf_assets, self.inverse)
 
@@ -148,8 +148,8 @@ class Writing:
 
     def options(self, *, verify: bool = False) -> TransferOptions:
         """What the command line says, with the defaults where it says nothing."""
-        from ckptool.cli.options import parse_size
         from ckptool.commands.transfer import TransferOptions
+        from ckptool.core.amounts import parse_size
         from ckptool.engine.run import RunOptions
 
         workers, budget = self.workers or RunOptions().workers, parse_size(self.budget, "--budget")

@@ -75,8 +75,8 @@ def verify(
     of a run is the newest whole one, and what is left of a damaged one.
     Where GITHUB_ACTIONS is true, findings are annotations too (on stderr beside --json).
     """
-    from ckptool.cli.options import parse_share
     from ckptool.commands.verify.verify import VerifyOptions
+    from ckptool.core.amounts import parse_share
     from ckptool.engine.remote_path import location
     from ckptool.engine.run import RunOptions
     from ckptool.render import verify as render

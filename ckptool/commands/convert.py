@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections import Counter
 from dataclasses import dataclass, field
 
 from ckptool.commands.assets import mapped, with_assets
+from ckptool.commands.casting import with_dtype, with_numbers
 from ckptool.commands.map_report import MapOptions, MapReport, decided_by
-from ckptool.commands.numbers_config import as_numbers, block_size
-from ckptool.commands.open import Opened, open_checkpoint
+from ckptool.commands.numbers_config import as_numbers
+from ckptool.commands.open import open_checkpoint
 from ckptool.commands.read_options import AS_DETECTED, ReadOptions
 from ckptool.commands.selection import EVERYTHING, Selection, selected
 from ckptool.commands.transfer import (
@@ -21,14 +20,13 @@ from ckptool.commands.transfer import (
     require_apart,
     store_notes,
 )
-from ckptool.core import rewrite
 from ckptool.core.catalog import Catalog
-from ckptool.core.dtype import BY_NAME, DType
+from ckptool.core.dtype import DType
 from ckptool.core.layout import FileLayout
 from ckptool.core.plan import Plan
-from ckptool.core.quantised import dequantized, kinds, quantised_names
+from ckptool.core.quantised import kinds, quantised_names
 from ckptool.engine.remote_path import Location
-from ckptool.errors import CannotDo, UsageError
+from ckptool.errors import UsageError
 from ckptool.formats import CONVERTERS
 from ckptool.formats.base import Request
 
@@ -101,13 +99,13 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Prep
     writer = _writer(options.to, target)
     opened = open_checkpoint(source, options.read)
     require_apart(opened, target)
-    catalog, scaled = _numbers(opened, options)
+    catalog, scaled = with_numbers(opened, options.dtype, wanted=options.dequantize)
     kept = selected(catalog, options.selection)
     require_agreement(kept)
     if not kept.tensors and not kept.objects:
         raise UsageError("nothing is left to convert")
     catalog, map_report = mapped(opened, opened.located(kept), options.map)
-    catalog, cast = _cast(catalog, options.dtype)
+    catalog, cast = with_dtype(catalog, options.dtype)
     request = Request(target.name, options.max_shard_size, options.one_rank)
     layout = CONVERTERS[writer](catalog, request)
     layout = with_assets(layout, options.map.assets, map_report, catalog, model=writer == "hf")
@@ -152,18 +150,6 @@ def _writer(to: str, target: Location) -> str:
     return to
 
 
-def _numbers(opened: Opened, options: ConvertOptions) -> tuple[Catalog, dict[str, int]]:
-    """The catalog with numbers for quantised tensors where asked, and how many of each kind."""
-    if not options.dequantize:
-        return opened.catalog, {}
-    _require_torch("--dequantize")
-    wanted = quantised_names(opened.catalog)
-    inner = {name: entry for name, entry in opened.catalog.tensors.items() if name in wanted}
-    located = opened.located(opened.catalog.with_tensors(inner)).tensors
-    catalog = opened.catalog.with_tensors(opened.catalog.tensors | located)
-    return dequantized(catalog, options.dtype or BY_NAME["bfloat16"], block_size(opened))
-
-
 def _quantised_notes(catalog: Catalog, options: ConvertOptions) -> list[str]:
     """What a person should know of quantised tensors that are cast or made numbers of."""
     notes = []
@@ -171,20 +157,6 @@ def _quantised_notes(catalog: Catalog, options: ConvertOptions) -> list[str]:
         listed = ", ".join(f"{count} {kind}" for kind, count in kinds(catalog).items())
         notes.append(f"--dtype leaves quantised tensors as they are ({listed}); --dequantize")
     return notes
-
-
-def _require_torch(option: str) -> None:
-    if importlib.util.find_spec("torch") is None:
-        raise CannotDo(f"{option} needs torch", hint="pip install 'ckptool[torch]'")
-
-
-def _cast(catalog: Catalog, dtype: DType | None) -> tuple[Catalog, dict[str, int]]:
-    """The catalog with floating tensors as ``dtype``, and how many were cast from each type."""
-    if dtype is None:
-        return catalog, {}
-    _require_torch("--dtype")
-    catalog, changed = rewrite.cast(catalog, dtype, quantised_names(catalog))
-    return catalog, dict(Counter(entry.dtype.name for entry in changed))
 
 
 def _left_out(before: Catalog, after: Catalog, selection: Selection) -> tuple[str, ...]:

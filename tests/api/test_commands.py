@@ -2,20 +2,72 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from conftest import case, read_back
+from typer.main import get_command
 
 import ckptool
+from ckptool.cli.app import app
 from ckptool.errors import UsageError
 
 SOURCE = case("dcp_fsdp2_tp").path
+
+FUNCTIONS: dict[str, list[Callable[..., Any]]] = {
+    "inspect": [ckptool.inspect],
+    "convert": [ckptool.convert],
+    "reshard": [ckptool.reshard],
+    "verify": [ckptool.verify, ckptool.compare, ckptool.verify_run, ckptool.salvage],
+    "bench": [ckptool.bench, ckptool.bench_changes, ckptool.bench_transfer],
+    "formats": [ckptool.list_formats],
+    "maps": [ckptool.list_maps, ckptool.map_text],
+}
+ALL = [one for functions in FUNCTIONS.values() for one in functions] + [ckptool.open, ckptool.load]
+FOR_PEOPLE = {
+    *("json", "quiet", "debug", "verbose"),
+    *("inspect tensors", "inspect map", "inspect ranks", "inspect export"),
+    *("verify junit", "verify codes", "bench plot"),
+}
+"""Options of what is shown on the screen, and how."""
+
+QUESTIONS = {
+    *("inspect stats", "verify against", "verify latest_good", "verify salvage"),
+    *("bench transfer", "bench compare"),
+}
+"""Options that ask another question: functions of their own."""
+
+PYTHONS_OWN = {"from": "from_format", "all": "every"}
+NO_OPTIONS = {"progress", "path", "other", "source", "target", "run", "report", "name"}
+
+
+@pytest.mark.parametrize("command", FUNCTIONS)
+def test_every_option_is_a_keyword_and_the_other_way_round(command: str) -> None:
+    parameters = get_command(app).commands[command].params  # type: ignore[attr-defined]
+    long = [one.opts[0].removeprefix("--") for one in parameters if one.opts[0].startswith("--")]
+    options = {PYTHONS_OWN.get(one, one).replace("-", "_") for one in long}
+    for_python = {o for o in options if o not in FOR_PEOPLE and f"{command} {o}" not in FOR_PEOPLE}
+    functions = FUNCTIONS[command]
+    keywords = {name for one in functions for name in inspect.signature(one).parameters}
+    asked = {option for option in for_python if f"{command} {option}" in QUESTIONS}
+    assert for_python - asked == keywords - NO_OPTIONS - asked
 
 
 def test_inspect() -> None:
     report = ckptool.inspect(SOURCE)
     assert report.totals.tensors == len(case("dcp_fsdp2_tp").truth)
+
+
+def test_stats() -> None:
+    (found,) = ckptool.stats(SOURCE, "model.embed.weight")
+    truth = ckptool.open(SOURCE).read("model.embed.weight")
+    assert (found.minimum, found.maximum) == (truth.min().item(), truth.max().item())
 
 
 def test_convert(out: Path) -> None:
@@ -25,7 +77,7 @@ def test_convert(out: Path) -> None:
         nonlocal moved
         moved += nbytes
 
-    options = {"model_only": True, "dtype": "bf16", "fsync": False}
+    options: Any = {"model_only": True, "dtype": torch.bfloat16, "fsync": False, "budget": "64MiB"}
     report = ckptool.convert(SOURCE, out / "m", to="safetensors", progress=progress, **options)
     assert report.target_format == "hf"
     assert 0 < moved <= report.write_bytes
@@ -47,8 +99,103 @@ def test_reshard_and_verify_and_compare(out: Path) -> None:
     assert not ckptool.compare(out / "m", case("dcp_base").path).verify.sound
 
 
-def test_keywords_are_the_functions_own() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'mesh'"):
-        ckptool.verify(SOURCE, mesh="2")  # type: ignore[call-arg]
-    with pytest.raises(UsageError, match="no mesh"):
-        ckptool.reshard(SOURCE, mesh="two")
+def test_a_reshard_is_checked_through_torch(out: Path) -> None:
+    assert ckptool.reshard(SOURCE, out / "m", mesh="1", check=True, fsync=False).mesh.size == 1
+    with pytest.raises(ckptool.CkptoolError, match="the mesh has 2 ranks, this is a run of 1"):
+        ckptool.reshard(SOURCE, out / "n", mesh="2", check=True)
+    assert not (out / "n").exists()
+
+
+def test_a_comparison_of_what_was_cast(out: Path) -> None:
+    ckptool.convert(SOURCE, out / "m", to="dcp", dtype="bf16", fsync=False)
+    assert not ckptool.compare(SOURCE, out / "m").verify.sound
+    assert ckptool.compare(SOURCE, out / "m", cast=True, against_from="dcp").verify.sound
+    assert ckptool.compare(SOURCE, out / "m", rtol=0.01, select=["model.*"]).verify.findings
+
+
+def test_a_manifest_proves_other_formats(out: Path) -> None:
+    ckptool.convert(SOURCE, out / "m.pt", to="torch-save", fsync=False)
+    written = ckptool.verify(SOURCE, write_manifest=out / "m.json")
+    assert written.sound
+    assert ckptool.verify(out / "m.pt", manifest=str(out / "m.json")).sound
+    assert not ckptool.verify(case("dcp_base").path, manifest=out / "m.json").sound
+    with pytest.raises(ckptool.CkptoolError, match="exists"):
+        ckptool.verify(SOURCE, write_manifest=out / "m.json")
+    assert ckptool.verify(SOURCE, write_manifest=out / "m.json", overwrite=True).sound
+    with pytest.raises(UsageError, match="one at a time"):
+        ckptool.verify(SOURCE, manifest=out / "m.json", write_manifest=out / "n.json")
+
+
+@pytest.fixture
+def run(out: Path) -> Path:
+    """Three steps, of which the newest has lost a file's end."""
+    for step in (10, 20, 30):
+        shutil.copytree(SOURCE, out / "run" / f"step-{step}")
+    cut = max((out / "run" / "step-30").glob("*.distcp"))
+    cut.write_bytes(cut.read_bytes()[:-200])
+    return out / "run"
+
+
+def test_the_newest_good_step(run: Path) -> None:
+    found = ckptool.verify_run(run)
+    assert found.latest_good is not None
+    assert found.latest_good.step.path == run / "step-20"
+    assert [one.whole for one in ckptool.verify_run(run, every=True).verified] == [
+        False,
+        True,
+        True,
+    ]
+
+
+def test_what_is_left_of_a_damaged_one(run: Path, out: Path) -> None:
+    report = ckptool.salvage(run / "step-30", out / "left")
+    assert report.lost
+    kept = ckptool.open(out / "left").tensors
+    assert len(kept) == report.tensors > 0
+
+
+def test_formats_and_maps() -> None:
+    known = {one.name: one for one in ckptool.list_formats()}
+    assert known["dcp"].reads
+    assert known["dcp"].reshards
+    assert not known["deepspeed"].converts
+    assert all(ckptool.map_text(name).startswith(("#", "name")) for name in ckptool.list_maps())
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda: ckptool.verify(SOURCE, mesh="2"), TypeError, "unexpected .* 'mesh'"),  # type: ignore[call-arg]
+        (lambda: ckptool.open(SOURCE, modelonly=1), TypeError, "did you mean 'model_only'"),  # type: ignore[call-arg]
+        (lambda: ckptool.open(SOURCE, model_only="yes"), TypeError, "='yes'.: a str, .* bool"),  # type: ignore[typeddict-item]
+        (lambda: ckptool.open(SOURCE, select=[1]), TypeError, "globs: keep only"),  # type: ignore[list-item]
+        (lambda: ckptool.verify(SOURCE, workers="4"), TypeError, "a str, where it takes int"),  # type: ignore[arg-type]
+        (lambda: ckptool.verify(SOURCE, workers=True), TypeError, "a bool, where it takes int"),
+        (lambda: ckptool.verify(SOURCE, workers=0), UsageError, "workers 0: at least 1"),
+        (lambda: ckptool.verify(SOURCE, sample=1.5), UsageError, "sample '1.5' is no share"),
+        (lambda: ckptool.open(SOURCE, dtype="int8"), UsageError, "no floating type"),
+        (lambda: ckptool.open(SOURCE, dtype=torch.int8), UsageError, "no floating type"),
+        (lambda: ckptool.reshard(SOURCE, mesh="two"), UsageError, "no mesh"),
+        (lambda: ckptool.reshard(SOURCE, mesh=(2, 4)), TypeError, "2x4, 8, or dp=2,tp=4"),  # type: ignore[arg-type]
+        (lambda: ckptool.convert(SOURCE, "m", to="dcp", budget="much"), UsageError, "no size"),
+        (lambda: ckptool.map_text("llama"), UsageError, "no such map"),
+    ],
+)
+def test_what_makes_no_sense_is_said(call: Callable[[], Any], error: type, says: str) -> None:
+    with pytest.raises(error, match=says):
+        call()
+
+
+def test_one_glob_may_stand_by_itself() -> None:
+    assert ckptool.open(SOURCE, select="model.embed.weight").tensors.keys() == {
+        "model.embed.weight"
+    }
+
+
+@pytest.mark.parametrize("function", ALL)
+def test_help_tells_every_keyword(function: Callable[..., Any]) -> None:
+    told = inspect.getdoc(function) or ""
+    parameters = inspect.signature(function).parameters.values()
+    assert not [one for one in parameters if one.kind is inspect.Parameter.VAR_KEYWORD]
+    defaults = [one.name for one in parameters if str(one.default) == "default"]
+    assert [name for name in defaults if not re.search(rf"^ +{name}: \w", told, re.M)] == []

@@ -1,4 +1,4 @@
-"""Option values as people write them: sizes, shares and dims."""
+"""Amounts as people write them: sizes, shares and dims."""
 
 from __future__ import annotations
 

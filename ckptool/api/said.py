@@ -1,0 +1,155 @@
+"""What a call says by keyword: checked, and made the values that commands take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from functools import cache, partial
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from ckptool.api.keywords import AnyPath, Size
+from ckptool.commands.map_report import MapOptions
+from ckptool.commands.read_options import ReadOptions
+from ckptool.commands.selection import Selection
+from ckptool.commands.transfer import TransferOptions
+from ckptool.core.amounts import parse_share, parse_size
+from ckptool.core.dtype import parse_dtype
+from ckptool.core.placing import parse_mesh, parse_rule
+from ckptool.core.tp_rules import parse_tp_rules
+from ckptool.engine import remote_path
+from ckptool.engine.remote_path import Location
+from ckptool.engine.run import RunOptions
+from ckptool.errors import UsageError
+
+Options = TypeVar("Options")
+
+
+def location(path: AnyPath) -> Location:
+    """Where a checkpoint lies, or shall: a path or a URL."""
+    return remote_path.location(os.fspath(path))
+
+
+def _strings(value: str | Sequence[str]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _at_least(least: float, name: str, value: Any) -> Any:
+    if value < least:
+        raise UsageError(f"{name} {value}: at least {least}")
+    return value
+
+
+def _bytes(name: str, value: Size) -> int:
+    return parse_size(str(value), name)
+
+
+_PARSED: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("select", "drop", "rename", "ignore", "strategies"), _strings),
+    **dict.fromkeys(("flat_params", "hf_assets", "plan", "tp_plan", "like", "out"), Path),
+    **dict.fromkeys(("manifest", "write_manifest"), location),
+    **{name: partial(_at_least, 1, name) for name in ("workers", "ranks", "repeat")},
+    **{name: partial(_at_least, 0, name) for name in ("rtol", "atol")},
+    **{name: partial(_bytes, name) for name in ("budget", "max_shard_size", "size")},
+    "sample": lambda value: parse_share(str(value), "sample"),
+    "tp_rule": lambda texts: parse_tp_rules(_strings(texts)),
+    "mesh": parse_mesh,
+    "shard": lambda texts: tuple(map(parse_rule, _strings(texts))),
+    "dtype": lambda value: parse_dtype(str(value)),
+}
+
+_FIELDS = {
+    "from_format": "format_name",
+    "against_from": "other_format",
+    "tp_rule": "tp_rules",
+    "dim": "dims",
+    "hf_assets": "assets",
+    "map": "name",
+    "shard": "rules",
+    "plan": "plan_file",
+}
+"""Keywords that the fields of the commands' options call otherwise."""
+
+
+class Said:
+    """The keywords of one call, taken one kind of options after another.
+
+    None is as if nothing were said. Raises TypeError for a keyword that the function does not
+    have and for a value of another type, UsageError for a value that makes no sense.
+    """
+
+    def __init__(self, function: str, keywords: Mapping[str, Any], known: type) -> None:
+        hints = hints_of(known)
+        for name, value in keywords.items():
+            if name not in hints:
+                raise _unknown(function, name, list(hints))
+            kind, meaning = get_args(hints[name])
+            if value is not None and not _fits(value, kind):
+                said = f"{function}({name}={value!r}): a {type(value).__name__}"
+                raise TypeError(f"{said}, where it takes {told(kind)} ({meaning})")
+        self._said = {
+            _FIELDS.get(name, name): _PARSED.get(name, lambda value: value)(value)
+            for name, value in keywords.items()
+            if value is not None
+        }
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """One value by itself."""
+        return self._said.get(name, default)
+
+    def options(self, kind: Callable[..., Options], **more: Any) -> Options:
+        """The options of a kind: what is said of its fields, and what is given here."""
+        names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+        return kind(**{name: self._said[name] for name in names if name in self._said} | more)
+
+    def reading(self) -> ReadOptions:
+        return self.options(ReadOptions)
+
+    def selection(self) -> Selection:
+        return self.options(Selection)
+
+    def mapping(self) -> MapOptions:
+        return self.options(MapOptions)
+
+    def transfer(self, **more: Any) -> TransferOptions:
+        return self.options(TransferOptions, run=self.options(RunOptions), **more)
+
+
+@cache
+def hints_of(known: type) -> dict[str, Any]:
+    """Each keyword with its type and what it means."""
+    return get_type_hints(known, include_extras=True)
+
+
+def told(hint: Any) -> str:
+    """A type as people write it."""
+    arms = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    names = [str(arm) if get_args(arm) else arm.__name__ for arm in arms if arm is not NoneType]
+    return " | ".join(name.replace("collections.abc.", "") for name in names)
+
+
+def _unknown(function: str, name: str, known: Sequence[str]) -> TypeError:
+    close = get_close_matches(name, known, n=1)
+    hint = f"; did you mean {close[0]!r} ?" if close else ""
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type, as a type checker would say it."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, arm) for arm in inner)
+    if hint is Any:
+        return True
+    if hint in (int, float):
+        return isinstance(value, int | hint) and not isinstance(value, bool)
+    if origin is None:
+        return isinstance(value, hint)
+    if not isinstance(value, origin):
+        return False
+    if isinstance(value, Mapping):
+        return all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
+    return origin is not Sequence or all(_fits(one, inner[0]) for one in value)
