@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from ckptool.api.commands import map_text as map_text
     from ckptool.api.commands import reshard as reshard
     from ckptool.api.commands import stats as stats
-    from ckptool.api.load import KeysDiffer as KeysDiffer
     from ckptool.api.load import LoadReport as LoadReport
     from ckptool.api.load import load as load
+    from ckptool.api.names import KeysDiffer as KeysDiffer
     from ckptool.api.verifying import compare as compare
     from ckptool.api.verifying import salvage as salvage
     from ckptool.api.verifying import verify as verify
@@ -41,7 +41,7 @@ _PLACES = {
     "Box": "core.box.Box",
     "Checkpoint": "api.checkpoint.Checkpoint",
     "CkptoolError": "errors.CkptoolError",
-    "KeysDiffer": "api.load.KeysDiffer",
+    "KeysDiffer": "api.names.KeysDiffer",
     "LoadReport": "api.load.LoadReport",
     "bench": "api.benching.bench",
     "bench_changes": "api.benching.bench_changes",

@@ -29,15 +29,16 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ckptool.api.checkpoint import Checkpoint, checkpoint_at, open
+from ckptool.api.filling import Target, fill_targets
 from ckptool.api.keywords import AnyPath, Opening
-from ckptool.api.memory import Staging, torch_dtype, why_not_filled
-from ckptool.api.said import location
+from ckptool.api.load import cast_hint
+from ckptool.api.memory import torch_dtype, why_not_filled
+from ckptool.api.said import Said, location
 from ckptool.api.values import archived
 from ckptool.commands.open import holds_checkpoint
 from ckptool.core.box import Box
 from ckptool.core.catalog import Index, Path, TensorEntry
 from ckptool.core.rewrite import with_whole_lists
-from ckptool.engine.boxes import Wanted
 from ckptool.errors import CannotDo
 
 __all__ = ["CheckpointReader"]
@@ -56,6 +57,7 @@ class CheckpointReader(StorageReader):
         self, path: AnyPath | Checkpoint, *, workers: int | None = None, **options: Unpack[Opening]
     ) -> None:
         super().__init__()
+        Said("CheckpointReader", options, Opening)
         self._workers = workers
         self._options = options
         self._checkpoint: Checkpoint | None = None
@@ -129,18 +131,14 @@ class CheckpointReader(StorageReader):
 
     def _read_tensors(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         entries = [self.checkpoint.entry(item.storage_index.fqn) for item in items]
-        targets = [planner.resolve_tensor(item).detach() for item in items]
-        staging = Staging()
-        wanted = [
-            _wanted(entry, item, target, staging)
-            for entry, item, target in zip(entries, items, targets, strict=True)
+        tensors = [planner.resolve_tensor(item).detach() for item in items]
+        targets = [
+            _target(entry, item, tensor)
+            for entry, item, tensor in zip(entries, items, tensors, strict=True)
         ]
-        try:
-            self.checkpoint.fill(wanted, self._workers)
-        finally:
-            staging.finish()
-        for item, target in zip(items, targets, strict=True):
-            planner.commit_tensor(item, target)
+        fill_targets(self.checkpoint, targets, self._workers)
+        for item, tensor in zip(items, tensors, strict=True):
+            planner.commit_tensor(item, tensor)
 
 
 def _described(entry: TensorEntry) -> TensorStorageMetadata:
@@ -153,16 +151,16 @@ def _path(path: Path) -> tuple[str | int, ...]:
     return tuple(step.position if isinstance(step, Index) else str(step) for step in path)
 
 
-def _wanted(entry: TensorEntry, item: ReadItem, target: torch.Tensor, staging: Staging) -> Wanted:
+def _target(entry: TensorEntry, item: ReadItem, tensor: torch.Tensor) -> Target:
     box = Box.at(item.storage_offsets, item.lengths)
-    found = str(target.dtype).removeprefix("torch."), tuple(target.shape)
-    if found != (entry.dtype.name, box.shape):
+    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    if (dtype, shape) != (entry.dtype.name, box.shape):
         raise CannotDo(
-            f"{entry.name} {box}: {entry.dtype} {list(box.shape)} in the checkpoint, {found[0]}"
-            f" {list(found[1])} in the state dict",
-            hint="nothing is cast in silence: CheckpointReader(path, dtype='bf16') casts",
+            f"{entry.name} {box}: {entry.dtype} {list(box.shape)} in the checkpoint, {dtype}"
+            f" {list(shape)} in the state dict",
+            hint=cast_hint(entry, dtype),
         )
-    why = why_not_filled(target)
+    why = why_not_filled(tensor)
     if why is not None:
         raise CannotDo(f"{entry.name}: {why}")
-    return Wanted(entry, box, staging.memory(target))
+    return Target(entry, box, tensor)

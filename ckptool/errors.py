@@ -67,6 +67,8 @@ class CkptoolError(Exception):
         super().__init__(message)
         self.message = message if isinstance(message, Problem) else Problem(message)
         self.hint = hint
+        if hint is not None:
+            self.add_note(f"hint: {hint}")
         self.problems: tuple[Problem, ...] = (self.message,)
 
     def within(self, head: str, *, tensor: str | None = None) -> Self:

@@ -120,6 +120,11 @@ class Checkpoint:
             self._whole.add(name)
         return found
 
+    def has(self, name: str) -> bool:
+        """Whether a tensor or a value is called so."""
+        catalog = self._catalog
+        return any(name in held for held in (catalog.tensors, catalog.objects, catalog.conflicts))
+
     def fill(self, wanted: Sequence[Wanted], workers: int | None = None) -> None:
         """Read boxes of tensors into memory; see ``engine.boxes.fill``.
 
@@ -144,7 +149,8 @@ class Checkpoint:
     def _read_torch(self, entry: TensorEntry, box: Box) -> Any:
         import torch
 
-        from ckptool.api.memory import Staging, torch_dtype
+        from ckptool.api.memory import torch_dtype
+        from ckptool.api.staging import Staging
         from ckptool.engine.boxes import Wanted
 
         tensor = torch.empty(box.shape, dtype=torch_dtype(entry.dtype.name))

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from ckptool.api.checkpoint import Checkpoint, checkpoint_at
+from ckptool.api.filling import Target, fill_targets, memory_of
 from ckptool.api.keywords import AnyPath, Opening
 from ckptool.api.local import local_pieces, local_tensor, why_not_held
-from ckptool.api.memory import Staging, why_not_filled
+from ckptool.api.memory import why_not_filled
+from ckptool.api.names import Matched, keys_differ, listed, matched
 from ckptool.api.signature import documented
 from ckptool.api.values import rebuilt
 from ckptool.core.catalog import TensorEntry
-from ckptool.engine.boxes import Wanted
-from ckptool.errors import CannotDo
+from ckptool.core.dtype import BY_NAME, short_name
+from ckptool.errors import CannotDo, UsageError
 
 if TYPE_CHECKING:
     import torch
-
-_MOST_SHOWN = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +36,6 @@ class LoadReport:
     nbytes: int
 
 
-class KeysDiffer(CannotDo):
-    """The state dict and the checkpoint do not have the same names.
-
-    ``missing`` are those that only the state dict has, ``unexpected`` those that only the
-    checkpoint has.
-    """
-
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-
-
 @documented(Opening)
 def load(
     path: AnyPath | Checkpoint,
@@ -60,38 +49,34 @@ def load(
 
     Tensors and DTensors are filled where they lie, on the CPU or on a device; of a DTensor each
     rank reads its own boxes, and the ranks need not meet. Other values are replaced. A nested
-    state dict has the names that DCP gives it, its keys joined by dots. ``options`` say how to
-    open the checkpoint: ``model_only=True``, ``rename=[...]``, ``map="auto"`` fit its names to
-    the state dict's.
+    state dict has the names that DCP gives it, its keys joined by dots. A tied parameter is loaded
+    under any of its names. The keywords fit the checkpoint to the state dict: ``model_only=True``,
+    ``rename=[...]``, ``map="auto"``, ``dtype="bf16"``, ``dequantize=True``.
 
     Raises KeysDiffer where names differ and ``strict``, CannotDo where shapes, element types or
     kinds do, before anything is written; Damaged where the source's bytes are not as they were
-    written: what was filled then stays.
+    written, CannotDo where tied parameters are not the same in it: what was filled then stays.
     """
-    checkpoint = checkpoint_at(path, **options)
     items = _flattened(state_dict)
-    report = _matched(checkpoint, items, strict)
-    tensors = {n: items[n].value for n in report.loaded if n in checkpoint.tensors}
-    values = {n: rebuilt(checkpoint.catalog.objects[n]) for n in report.loaded if n not in tensors}
-    entries = {name: checkpoint.entry(name) for name in tensors}
-    _require_alike(checkpoint, entries, tensors, [items[name] for name in values])
-    staging = Staging()
-    wanted = [one for n, t in tensors.items() for one in _wanted(entries[n], t, staging)]
-    try:
-        checkpoint.fill(wanted, workers)
-    finally:
-        staging.finish()
+    checkpoint = checkpoint_at(path, **options)
+    found = _with_tied(matched(checkpoint, items), items)
+    if strict and (found.missing or found.unexpected):
+        raise keys_differ(checkpoint, found)
+    held = {name: items[name] for name in found.both if checkpoint.has(name)}
+    values = {n: rebuilt(entry) for n, entry in checkpoint.catalog.objects.items() if n in held}
+    entries = {name: checkpoint.entry(name) for name in held if name not in values}
+    _require_alike(checkpoint, entries, held)
+    targets = [target for n, e in entries.items() for target in _targets(e, held[n].value)]
+    fill_targets(checkpoint, targets, workers)
     for name, value in values.items():
-        items[name].replace(state_dict, value)
-    nbytes = sum(one.box.volume * one.entry.dtype.itemsize for one in wanted)
-    return LoadReport(report.loaded, report.missing, report.unexpected, nbytes)
+        held[name].replace(state_dict, value)
+    nbytes = sum(one.box.volume * one.entry.dtype.itemsize for one in targets)
+    return LoadReport(*found, nbytes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """A leaf of the state dict: its name, where it is, and what it is."""
+class _Item(NamedTuple):
+    """A leaf of the state dict: where it is, and what it is."""
 
-    name: str
     path: tuple[str | int, ...]
     value: Any
 
@@ -105,88 +90,97 @@ def _flattened(state_dict: dict[str, Any]) -> dict[str, _Item]:
     """The leaves by name, as ``torch.distributed.checkpoint`` names them."""
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-    flat, paths = flatten_state_dict(state_dict)
-    return {name: _Item(name, paths[name], value) for name, value in flat.items()}
+    if not isinstance(state_dict, dict):
+        raise TypeError(f"load() fills a dict, not {_kind(state_dict)}")
+    try:
+        flat, paths = flatten_state_dict(state_dict)
+    except ValueError as error:
+        raise UsageError(f"two names of the state dict are one with dots: {error}") from None
+    for name, value in flat.items():
+        if callable(getattr(value, "state_dict", None)):
+            raise TypeError(f"load() fills tensors, and {name} is {_kind(value)}")
+    return {name: _Item(paths[name], value) for name, value in flat.items()}
 
 
-def _matched(checkpoint: Checkpoint, items: Mapping[str, _Item], strict: bool) -> LoadReport:
-    """Which names both have; KeysDiffer where they must be the same and are not."""
-    catalog = checkpoint.catalog
-    held = {*catalog.tensors, *catalog.objects, *catalog.conflicts}
-    loaded = tuple(name for name in items if name in held)
-    missing = tuple(name for name in items if name not in held)
-    unexpected = tuple(sorted(held - items.keys()))
-    if strict and (missing or unexpected):
-        raise _keys_differ(checkpoint, missing, unexpected)
-    return LoadReport(loaded, missing, unexpected, 0)
+def _kind(value: Any) -> str:
+    """What a value is, and what to give in its place where it has a state dict."""
+    has = callable(getattr(value, "state_dict", None))
+    return f"a {type(value).__name__}" + ("; give its state_dict()" if has else "")
 
 
-def _keys_differ(
-    checkpoint: Checkpoint, missing: tuple[str, ...], unexpected: tuple[str, ...]
-) -> KeysDiffer:
-    lines = [
-        f"  {what} ({len(names):,}): {_listed(names)}"
-        for what, names in (("missing", missing), ("unexpected", unexpected))
-        if names
-    ]
-    error = KeysDiffer(
-        f"{checkpoint.path} and the state dict do not have the same names:\n" + "\n".join(lines),
-        hint="model_only=True, select, rename or map fit names; strict=False loads what both have",
-    )
-    error.missing, error.unexpected = missing, unexpected
-    return error
+def _with_tied(found: Matched, items: Mapping[str, _Item]) -> Matched:
+    """With names as loaded that only the state dict has, where another name loads their memory."""
+    if not found.missing:
+        return found
+    loaded = {_memory(items[name].value) for name in found.both} - {None}
+    missing = tuple(n for n in found.missing if _memory(items[n].value) not in loaded)
+    both = tuple(name for name in items if name not in {*missing})
+    return Matched(both, missing, found.unexpected)
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f", and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
-    return ", ".join(names[:_MOST_SHOWN]) + more
+def _memory(value: Any) -> tuple[Any, ...] | None:
+    """What tells a tensor's memory and which part of the whole it is; None of what has none."""
+    import torch
+
+    if not isinstance(value, torch.Tensor) or why_not_held(value) is not None:
+        return None
+    local = local_tensor(value)
+    return None if why_not_filled(local) else (value.shape, *memory_of(local))
 
 
 def _require_alike(
-    checkpoint: Checkpoint,
-    entries: Mapping[str, TensorEntry],
-    tensors: Mapping[str, Any],
-    values: Sequence[_Item],
+    checkpoint: Checkpoint, entries: Mapping[str, TensorEntry], items: Mapping[str, _Item]
 ) -> None:
     """CannotDo where what the state dict has cannot be filled with what the checkpoint has."""
     import torch
 
-    problems = [why for n, entry in entries.items() if (why := _why_not(entry, tensors[n]))]
-    problems += [
-        f"{item.name}: a value in the checkpoint, a tensor in the state dict"
-        for item in values
-        if isinstance(item.value, torch.Tensor)
+    problems = [
+        _Problem(f"{name}: a value in the checkpoint, a tensor in the state dict")
+        for name, item in items.items()
+        if name not in entries and isinstance(item.value, torch.Tensor)
     ]
+    problems += [why for n, entry in entries.items() if (why := _why_not(entry, items[n].value))]
     if problems:
+        lines = listed([problem.message for problem in problems])
         raise CannotDo(
-            f"{checkpoint.path} cannot fill the state dict:\n  " + "\n  ".join(_shown(problems)),
-            hint="nothing is cast or cut in silence; dtype='bf16' casts, dequantize=True unpacks",
+            f"{checkpoint.path} cannot fill the state dict:\n  " + "\n  ".join(lines),
+            hint=next((one.hint for one in problems if one.hint), None),
         )
 
 
-def _shown(problems: list[str]) -> list[str]:
-    more = len(problems) - _MOST_SHOWN
-    return [*problems[:_MOST_SHOWN], *([f"and {more} more"] if more > 0 else [])]
+class _Problem(NamedTuple):
+    message: str
+    hint: str | None = None
 
 
-def _why_not(entry: TensorEntry, tensor: Any) -> str | None:
+def _why_not(entry: TensorEntry, tensor: Any) -> _Problem | None:
     """Why the tensor cannot hold the entry, with both of what differs; None where it can."""
     import torch
 
     if not isinstance(tensor, torch.Tensor):
         kind = type(tensor).__name__
-        return f"{entry.name}: a tensor in the checkpoint, a {kind} in the state dict"
+        return _Problem(f"{entry.name}: a tensor in the checkpoint, a {kind} in the state dict")
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     if (shape, dtype) != (entry.shape, entry.dtype.name):
         there, here = f"{entry.dtype} {list(entry.shape)}", f"{dtype} {list(shape)}"
-        return f"{entry.name}: {there} in the checkpoint, {here} in the state dict"
+        message = f"{entry.name}: {there} in the checkpoint, {here} in the state dict"
+        return _Problem(message, cast_hint(entry, dtype) if shape == entry.shape else None)
     why = why_not_held(tensor) or why_not_filled(local_tensor(tensor))
-    return f"{entry.name}: {why}" if why else None
+    return _Problem(f"{entry.name}: {why}") if why else None
 
 
-def _wanted(entry: TensorEntry, tensor: torch.Tensor, staging: Staging) -> Iterator[Wanted]:
+def cast_hint(entry: TensorEntry, wanted: str) -> str:
+    """What to open the checkpoint with where the state dict has another element type."""
+    there, here = entry.dtype, BY_NAME.get(wanted)
+    if here is None or {there.kind, here.kind} != {"float"}:
+        return "nothing is cast in silence"
+    unpack = "; dequantize=True unpacks" if there.itemsize == 1 else ""
+    return f"nothing is cast in silence: dtype={short_name(wanted)!r} casts{unpack}"
+
+
+def _targets(entry: TensorEntry, tensor: torch.Tensor) -> Iterator[Target]:
     """The boxes that this rank holds, each with its part of the local memory."""
     local = local_tensor(tensor)
     for piece in local_pieces(tensor):
         inside = tuple(map(slice, piece.local.lo, piece.local.hi))
-        yield Wanted(entry, piece.box, staging.memory(local[inside] if inside else local))
+        yield Target(entry, piece.box, local[inside] if inside else local)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import torch.distributed.checkpoint as dcp
 from conftest import case
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 
 import ckptool
@@ -70,7 +74,101 @@ def test_another_checkpoint_after_a_reset(saved: Path, tmp_path: Path) -> None:
     assert reader.checkpoint_id == tmp_path / "other.pt"
 
 
-def failure(state: dict[str, Any], path: Path) -> BaseException:
+def trained(step: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(step)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 if step else 0.5)
+    if step:
+        model(torch.randn(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+class App(Stateful):
+    """What training loops hand to ``dcp.load`` whole."""
+
+    def __init__(self, step: bool) -> None:
+        self.model, self.optimizer = trained(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        model, optimizer = state["model"], state["optimizer"]
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer
+        )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run") / "m.pt"
+    torch.save({"app": App(step=True).state_dict(), "step": 3}, path)
+    return path
+
+
+def test_a_stateful_object_with_an_optimizer(run: Path) -> None:
+    there, here = App(step=True), App(step=False)
+    load({"app": here, "step": 0}, CheckpointReader(run))
+    assert all(
+        map(torch.equal, here.model.state_dict().values(), there.model.state_dict().values())
+    )
+    one, other = here.optimizer.state_dict(), there.optimizer.state_dict()
+    assert one["param_groups"] == other["param_groups"]
+    for number, state in other["state"].items():
+        assert all(torch.equal(tensor, one["state"][number][n]) for n, tensor in state.items())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"flatten_sharded_tensors": False}, {"allow_partial_load": True}, {}],
+    ids=["sharded as they are", "partial", "plain"],
+)
+def test_planners_with_options_of_their_own(run: Path, options: dict[str, bool]) -> None:
+    model = trained(step=False)[0]
+    load({"app": {"model": model.state_dict()}}, CheckpointReader(run), **options)
+    assert torch.equal(model[0].weight, trained(step=True)[0][0].weight)
+
+
+def test_names_that_are_flat_already(run: Path) -> None:
+    model = trained(step=False)[0]
+    state = {f"app.model.{name}": tensor for name, tensor in model.state_dict().items()}
+    load(state, CheckpointReader(run), flatten_state_dict=False)
+    assert torch.equal(model[0].weight, trained(step=True)[0][0].weight)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is unavailable")
+def test_a_part_is_rebuilt_by_its_keys(run: Path) -> None:
+    reader = CheckpointReader(run, select="app.model.*", rename=r"^app\.=")
+    found = _load_state_dict_from_keys({"model"}, storage_reader=reader)
+    assert found.keys() == {"model"}
+    assert torch.equal(found["model"]["0.weight"], trained(step=True)[0][0].weight)
+
+
+def test_memory_that_two_names_share(saved: Path, tmp_path: Path) -> None:
+    torch.save({"a": WEIGHT, "b": WEIGHT.clone(), "c": WEIGHT + 1}, tmp_path / "m.pt")
+    memory = torch.zeros(3, 4)
+    load({"a": memory, "b": memory}, CheckpointReader(tmp_path / "m.pt"))
+    assert torch.equal(memory, WEIGHT)
+    found = failure({"a": memory, "c": memory}, tmp_path / "m.pt")
+    assert "a and c share their memory" in found.message
+
+
+def test_a_keyword_that_is_none_is_said_at_once(saved: Path) -> None:
+    with pytest.raises(TypeError, match=r"CheckpointReader\(\) got an unexpected .* 'modelonly'"):
+        CheckpointReader(saved, modelonly=True)  # type: ignore[call-arg]
+
+
+def test_errors_travel_between_ranks(saved: Path) -> None:
+    found = failure({"model": {"w": torch.zeros(3, 4, dtype=torch.float16)}}, saved)
+    there = pickle.loads(pickle.dumps(found))
+    assert (type(there), there.message, there.hint) == (CannotDo, found.message, found.hint)
+    assert there.__notes__ == ["hint: nothing is cast in silence: dtype='fp16' casts"]
+
+
+def failure(state: dict[str, Any], path: Path) -> Any:
     """What the reader raised, which torch wraps for every rank."""
     with pytest.raises(CheckpointException) as caught:
         load(state, CheckpointReader(path))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from conftest import bits
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import ckptool
-from ckptool.errors import CannotDo
+from ckptool.dcp import CheckpointReader
+from ckptool.errors import CannotDo, UsageError
 
 STATE: dict[str, Any] = {
     "model": {"w": torch.arange(12.0).reshape(3, 4), "b": torch.arange(3.0)},
@@ -84,7 +89,7 @@ def test_only_the_model(saved: Path) -> None:
         (torch.zeros(3, 4, dtype=torch.float64), r"float32 \[3, 4\] in the .*, float64 \[3, 4\]"),
         (torch.zeros(4, 3), r"float32 \[3, 4\] in the checkpoint, float32 \[4, 3\]"),
         (torch.zeros(3, 4, device="meta"), "on the meta device"),
-        (torch.zeros(3, 1).expand(3, 4), "an expanded view"),
+        (torch.zeros(3, 1).expand(3, 4), "an expanded view or its like"),
         (torch.zeros(3, 4).to_sparse(), "sparse"),
         (1.5, "a tensor in the checkpoint, a float in the state dict"),
     ],
@@ -112,8 +117,10 @@ def test_a_value_is_no_tensor(saved: Path) -> None:
         lambda: torch.zeros(6, 8)[::2, ::2],
         lambda: torch.nn.Parameter(torch.zeros(3, 4)),
         lambda: torch.zeros(15)[3:].view(3, 4),
+        torch.inference_mode()(lambda: torch.zeros(3, 4)),
+        lambda: torch.zeros(3, 4, requires_grad=True),
     ],
-    ids=["transposed", "strided", "parameter", "offset"],
+    ids=["transposed", "strided", "parameter", "offset", "inference", "with a gradient"],
 )
 def test_memory_of_any_strides(saved: Path, make: Any) -> None:
     state = zeros(STATE)
@@ -122,9 +129,176 @@ def test_memory_of_any_strides(saved: Path, make: Any) -> None:
     assert torch.equal(tensor.detach(), STATE["model"]["w"])
 
 
-def test_an_unknown_option_is_a_type_error(saved: Path) -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'modelonly'"):
-        ckptool.load(saved, {}, modelonly=True)  # type: ignore[call-arg]
+class Tied(torch.nn.Module):
+    """A head that is the embedding, and buffers of both kinds."""
+
+    def __init__(self, fill: float = 0.0) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(5, 3)
+        self.embed.weight.data.fill_(fill)
+        self.head = torch.nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.full((3,), fill))
+        self.register_buffer("cache", torch.full((3,), fill), persistent=False)
+
+
+WEIGHT = torch.full((5, 3), 2.0)
+
+
+@pytest.mark.parametrize("names", [["embed"], ["head"], ["embed", "head"]], ids=" and ".join)
+def test_tied_parameters_are_loaded_under_any_name(tmp_path: Path, names: list[str]) -> None:
+    held = {f"{name}.weight": WEIGHT.clone() for name in names} | {"seen": torch.ones(3)}
+    save_file(held, tmp_path / "m.safetensors")
+    model = Tied()
+    report = ckptool.load(tmp_path / "m.safetensors", model.state_dict())
+    assert report.loaded == ("seen", "embed.weight", "head.weight")
+    assert torch.equal(model.head.weight, WEIGHT)
+    assert torch.equal(model.cache, torch.zeros(3))
+
+
+def test_tied_parameters_that_are_not_in_the_checkpoint(tmp_path: Path) -> None:
+    held = {"embed.weight": WEIGHT, "head.weight": WEIGHT + 1, "seen": torch.ones(3)}
+    save_file(held, tmp_path / "m.safetensors")
+    with pytest.raises(CannotDo, match=r"embed.weight and head.weight share their memory"):
+        ckptool.load(tmp_path / "m.safetensors", Tied().state_dict())
+    ckptool.load(tmp_path / "m.safetensors", Tied().state_dict(), drop="head.weight")
+
+
+def test_nothing_else_stands_for_a_missing_name(tmp_path: Path) -> None:
+    save_file({"x": WEIGHT}, tmp_path / "m.safetensors")
+    whole = torch.zeros(6, 3)
+    with pytest.raises(ckptool.KeysDiffer, match=r"missing \(1\): y"):
+        ckptool.load(tmp_path / "m.safetensors", {"x": whole[:5], "y": whole[1:]})
+
+
+def stepped(step: bool = True) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(3, 2)
+    groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.2}]
+    optimizer = torch.optim.AdamW(groups if step else [{"params": [p]} for p in model.parameters()])
+    if step:
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("form", ["torch-save", "dcp"])
+def test_an_optimizer_s_own_state_dict(tmp_path: Path, form: str) -> None:
+    model, optimizer = stepped()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
+    torch.save(state, tmp_path / "m.pt")
+    if form == "dcp":
+        dcp.save(state, checkpoint_id=tmp_path / "m", no_dist=True)
+    path = tmp_path / ("m" if form == "dcp" else "m.pt")
+    other, fresh = stepped()
+    filled = {"model": other.state_dict(), "optimizer": fresh.state_dict(), "step": 0}
+    ckptool.load(path, filled)
+    fresh.load_state_dict(filled["optimizer"])
+    assert alike(filled, state)
+    assert [group["lr"] for group in fresh.param_groups] == [0.1, 0.2]
+    other, fresh = stepped(False)
+    with pytest.raises(ckptool.KeysDiffer) as caught:
+        ckptool.load(path, filled | {"optimizer": fresh.state_dict()})
+    assert "has state once it has stepped" in str(caught.value.hint)
+    states = get_optimizer_state_dict(other, fresh)["state"]
+    assert states.keys() == {"weight", "bias"}
+
+
+def test_an_empty_dict_is_nothing_to_load(tmp_path: Path) -> None:
+    state = {"optimizer": torch.optim.SGD([torch.zeros(2)]).state_dict(), "none": None, "list": []}
+    torch.save(state, tmp_path / "m.pt")
+    filled = torch.optim.SGD([torch.zeros(2)], lr=0.5).state_dict()
+    ckptool.load(tmp_path / "m.pt", {"optimizer": filled, "none": 1, "list": []})
+    assert filled["param_groups"][0]["lr"] == state["optimizer"]["param_groups"][0]["lr"]  # type: ignore[index]
+
+
+KINDS = [
+    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+    *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+    *("complex32", "complex64", "complex128", "bool"),
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("shape", [(6,), (), (0, 4), (2, 3)], ids=str)
+def test_element_types_and_shapes(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    state = {}
+    for kind in KINDS:
+        dtype = getattr(torch, kind)
+        data = torch.randint(0, 2, (torch.Size(shape).numel() * dtype.itemsize,))
+        state[kind] = data.to(torch.uint8).view(dtype).reshape(shape)
+    torch.save(state, tmp_path / "m.pt")
+    for load in (ckptool.load, by_dcp):
+        filled = {n: torch.empty(shape, dtype=t.dtype) for n, t in state.items()}
+        load(tmp_path / "m.pt", filled)
+        assert {n: bits(t) for n, t in filled.items()} == {n: bits(t) for n, t in state.items()}
+
+
+def by_dcp(path: Path, state: dict[str, Any]) -> None:
+    dcp.load(state, storage_reader=CheckpointReader(path), no_dist=True)
+
+
+def under(head: str, *more: str) -> dict[str, Any]:
+    names = ("0.weight", "0.bias", "1.weight")
+    return {f"{head}{name}": torch.zeros(2) for name in names} | dict.fromkeys(more, 1)
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "keywords"),
+    [
+        (under(""), under("_orig_mod."), {"rename": ["^=_orig_mod."]}),
+        (under("module."), under(""), {"strip_prefix": "module"}),
+        (under("model."), under("model._orig_mod."), {"rename": [r"^model\.=model._orig_mod."]}),
+        (under("net.", "step"), under("model.", "step"), {"rename": [r"^net\.=model."]}),
+        (under("", "step"), under("module.", "step"), None),
+        ({"a": torch.zeros(2)}, {"b": torch.zeros(2)}, None),
+    ],
+)
+def test_the_keyword_that_fits_the_names_is_said(
+    tmp_path: Path, there: dict[str, Any], here: dict[str, Any], keywords: Any
+) -> None:
+    torch.save(there, tmp_path / "m.pt")
+    with pytest.raises(ckptool.KeysDiffer) as caught:
+        ckptool.load(tmp_path / "m.pt", here)
+    if keywords is None:
+        assert "fits the names" not in str(caught.value.hint)
+        return
+    ((name, value),) = keywords.items()
+    assert str(caught.value.hint).startswith(f"{name}={value!r} fits")
+    ckptool.load(tmp_path / "m.pt", here, **keywords)
+
+
+def test_many_names_stay_readable(saved: Path) -> None:
+    state = {f"layers.{n}.w": torch.zeros(1) for n in range(3000)}
+    with pytest.raises(ckptool.KeysDiffer, match="and 2,988 more") as caught:
+        ckptool.load(saved, state)
+    assert len(str(caught.value)) < 600
+    assert len(caught.value.missing) == 3000
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "says"),
+    [
+        (torch.nn.Linear(1, 1), TypeError, r"a Linear; give its state_dict\(\)"),
+        ([torch.zeros(1)], TypeError, "not a list"),
+        ({"model": torch.nn.Linear(1, 1)}, TypeError, "model is a Linear; give its state_dict"),
+        ({"a.b": 1, "a": {"b": 2}}, UsageError, "are one with dots"),
+    ],
+)
+def test_what_is_no_state_dict(saved: Path, state: Any, error: type, says: str) -> None:
+    with pytest.raises(error, match=says):
+        ckptool.load(saved, state)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hint"),
+    [(torch.bfloat16, "dtype='bf16' casts"), (torch.int32, "nothing is cast in silence$")],
+)
+def test_the_keyword_that_casts_is_said(saved: Path, dtype: torch.dtype, hint: str) -> None:
+    with pytest.raises(CannotDo) as caught:
+        ckptool.load(saved, {"w": torch.zeros(3, 4, dtype=dtype)}, model_only=True, strict=False)
+    assert re.search(hint, str(caught.value.hint))
+    assert caught.value.__notes__ == [f"hint: {caught.value.hint}"]
 
 
 def test_a_value_of_a_class_of_its_own_is_never_rebuilt(tmp_path: Path) -> None:

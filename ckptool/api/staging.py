@@ -1,0 +1,154 @@
+"""torch tensors as memory to fill: in place on the CPU, through pinned staging on a device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ckptool.api.memory import bits_of
+from ckptool.core.box import Box
+from ckptool.engine.boxes import ArrayMemory, Memory
+from ckptool.engine.gather import Array
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Staging:
+    """Pinned buffers between files and devices: two a thread and device, so that reads overlap.
+
+    Copies wait for what the calling thread's current stream of a device had been given before;
+    ``finish`` waits for them, so that any stream may use the tensors afterwards, and memory may be
+    given back. Where a device has no streams of its own, every copy is waited for.
+    """
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self._lanes: list[_Lane] = []
+        self._before: dict[torch.device, Any] = {}
+
+    def memory(self, tensor: torch.Tensor) -> Memory:
+        """Where to write the elements of a tensor that can be filled.
+
+        To be called by the thread that the tensor's user works in: streams are a thread's own.
+        """
+        import torch
+
+        tensor = tensor.detach()
+        if tensor.device.type == "cpu":
+            torch.autograd.graph.increment_version(tensor)
+            return ArrayMemory(bits_of(tensor))
+        if tensor.device not in self._before:
+            self._before[tensor.device] = _work_so_far(tensor.device)
+        return _DeviceMemory(tensor, self)
+
+    def lane(self, device: torch.device) -> _Lane:
+        """The buffers of this thread for a device."""
+        lanes: dict[Any, _Lane] = self._local.__dict__.setdefault("lanes", {})
+        if device not in lanes:
+            lanes[device] = _Lane(device, self._before[device])
+            self._lanes.append(lanes[device])
+        return lanes[device]
+
+    def finish(self) -> None:
+        """Wait until all that was staged has arrived."""
+        for lane in self._lanes:
+            lane.finish()
+
+
+class _DeviceMemory:
+    """A tensor on a device, filled a part at a time."""
+
+    def __init__(self, tensor: torch.Tensor, staging: Staging) -> None:
+        self._tensor = tensor
+        self._staging = staging
+
+    def part(self, where: Box) -> AbstractContextManager[Array]:
+        """A pinned array whose elements are copied to the device at the end."""
+        return self._staged(where)
+
+    @contextmanager
+    def _staged(self, where: Box) -> Iterator[Array]:
+        lane = self._staging.lane(self._tensor.device)
+        part = self._tensor[tuple(map(slice, where.lo, where.hi))]
+        staged = lane.buffer(part)
+        yield bits_of(staged)
+        lane.send(staged, part)
+
+
+def _module(device: torch.device) -> Any:
+    """torch's module of a kind of device, such as ``torch.cuda``."""
+    import torch
+
+    return getattr(torch, device.type, None)
+
+
+def _has_streams(device: torch.device) -> bool:
+    return hasattr(_module(device), "Stream")
+
+
+def _work_so_far(device: torch.device) -> Any:
+    """An event after all that this thread's current stream was given; None without streams."""
+    if not _has_streams(device):
+        return None
+    module = _module(device)
+    event = module.Event()
+    event.record(module.current_stream(device))
+    return event
+
+
+class _Lane:
+    """One thread's way to one device, for copies that come after ``before``."""
+
+    def __init__(self, device: torch.device, before: Any) -> None:
+        self._module = _module(device)
+        self._stream = self._module.Stream(device) if _has_streams(device) else None
+        if self._stream is not None:
+            self._stream.wait_event(before)
+        self._buffers: list[Any] = [None, None]
+        self._sent: list[Any] = [None, None]
+        self._turn = 0
+
+    def buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """A contiguous CPU tensor of this shape and type, once what it held has been sent."""
+        self._turn = 1 - self._turn
+        if self._sent[self._turn] is not None:
+            self._sent[self._turn].synchronize()
+        nbytes = like.numel() * like.element_size()
+        held = self._buffers[self._turn]
+        if held is None or held.numel() < nbytes:
+            held = _buffer(nbytes, self._stream is not None)
+            self._buffers[self._turn] = held
+        staged: torch.Tensor = held[:nbytes].view(like.dtype).view(like.shape)
+        return staged
+
+    def send(self, staged: torch.Tensor, part: torch.Tensor) -> None:
+        """Begin to copy what was staged last to the device.
+
+        Where the part is not contiguous, torch copies through memory of the device, on the same
+        stream. Tensors made for inference are written as such: the mode is a thread's own.
+        """
+        import torch
+
+        with torch.inference_mode(part.is_inference()):
+            if self._stream is None:
+                part.copy_(staged)
+                return
+            with self._module.stream(self._stream):
+                part.copy_(staged, non_blocking=True)
+                event = self._module.Event()
+                event.record(self._stream)
+        self._sent[self._turn] = event
+
+    def finish(self) -> None:
+        """Wait until all has arrived."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def _buffer(nbytes: int, pinned: bool) -> torch.Tensor:
+    import torch
+
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
