@@ -64,14 +64,16 @@ _PLACES = {
 __all__ = [*_PLACES, "__version__", "dcp", "errors"]
 
 
-def __getattr__(name: str) -> Any:
-    """What is imported when it is first used."""
-    if name in ("dcp", "errors"):
-        return import_module(f"ckptool.{name}")
-    if name not in _PLACES:
-        raise AttributeError(f"module 'ckptool' has no attribute {name!r}")
-    module, _, attribute = _PLACES[name].rpartition(".")
-    return getattr(import_module(f"ckptool.{module}"), attribute)
+if not TYPE_CHECKING:  # type checkers see the imports, and know no other name
+
+    def __getattr__(name: str) -> Any:
+        """What is imported when it is first used."""
+        if name in ("dcp", "errors"):
+            return import_module(f"ckptool.{name}")
+        if name not in _PLACES:
+            raise AttributeError(f"module 'ckptool' has no attribute {name!r}")
+        module, _, attribute = _PLACES[name].rpartition(".")
+        return getattr(import_module(f"ckptool.{module}"), attribute)
 
 
 def __dir__() -> list[str]:
