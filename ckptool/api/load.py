@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 from ckptool.api.checkpoint import Checkpoint, checkpoint_at
 from ckptool.api.filling import Target, fill_targets, memory_of
 from ckptool.api.keywords import AnyPath, Opening
+from ckptool.api.leaves import Leaf, leaves_of
 from ckptool.api.local import local_pieces, local_tensor, why_not_held
 from ckptool.api.memory import why_not_filled
 from ckptool.api.names import Matched, keys_differ, listed, matched
@@ -16,7 +17,7 @@ from ckptool.api.signature import documented
 from ckptool.api.values import rebuilt
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME, short_name
-from ckptool.errors import CannotDo, UsageError
+from ckptool.errors import CannotDo
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +58,7 @@ def load(
     kinds do, before anything is written; Damaged where the source's bytes are not as they were
     written, CannotDo where tied parameters are not the same in it: what was filled then stays.
     """
-    items = _flattened(state_dict)
+    items = leaves_of(state_dict)
     checkpoint = checkpoint_at(path, **options)
     found = _with_tied(matched(checkpoint, items), items)
     if strict and (found.missing or found.unexpected):
@@ -69,46 +70,12 @@ def load(
     targets = [target for n, e in entries.items() for target in _targets(e, held[n].value)]
     fill_targets(checkpoint, targets, workers)
     for name, value in values.items():
-        held[name].replace(state_dict, value)
+        held[name].replace(value)
     nbytes = sum(one.box.volume * one.entry.dtype.itemsize for one in targets)
     return LoadReport(*found, nbytes)
 
 
-class _Item(NamedTuple):
-    """A leaf of the state dict: where it is, and what it is."""
-
-    path: tuple[str | int, ...]
-    value: Any
-
-    def replace(self, state_dict: dict[str, Any], value: Any) -> None:
-        from torch.distributed.checkpoint._traverse import set_element
-
-        set_element(state_dict, self.path, value)
-
-
-def _flattened(state_dict: dict[str, Any]) -> dict[str, _Item]:
-    """The leaves by name, as ``torch.distributed.checkpoint`` names them."""
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-
-    if not isinstance(state_dict, dict):
-        raise TypeError(f"load() fills a dict, not {_kind(state_dict)}")
-    try:
-        flat, paths = flatten_state_dict(state_dict)
-    except ValueError as error:
-        raise UsageError(f"two names of the state dict are one with dots: {error}") from None
-    for name, value in flat.items():
-        if callable(getattr(value, "state_dict", None)):
-            raise TypeError(f"load() fills tensors, and {name} is {_kind(value)}")
-    return {name: _Item(paths[name], value) for name, value in flat.items()}
-
-
-def _kind(value: Any) -> str:
-    """What a value is, and what to give in its place where it has a state dict."""
-    has = callable(getattr(value, "state_dict", None))
-    return f"a {type(value).__name__}" + ("; give its state_dict()" if has else "")
-
-
-def _with_tied(found: Matched, items: Mapping[str, _Item]) -> Matched:
+def _with_tied(found: Matched, items: Mapping[str, Leaf]) -> Matched:
     """With names as loaded that only the state dict has, where another name loads their memory."""
     if not found.missing:
         return found
@@ -129,15 +96,21 @@ def _memory(value: Any) -> tuple[Any, ...] | None:
 
 
 def _require_alike(
-    checkpoint: Checkpoint, entries: Mapping[str, TensorEntry], items: Mapping[str, _Item]
+    checkpoint: Checkpoint, entries: Mapping[str, TensorEntry], items: Mapping[str, Leaf]
 ) -> None:
     """CannotDo where what the state dict has cannot be filled with what the checkpoint has."""
     import torch
 
+    values = {name: leaf for name, leaf in items.items() if name not in entries}
     problems = [
         _Problem(f"{name}: a value in the checkpoint, a tensor in the state dict")
-        for name, item in items.items()
-        if name not in entries and isinstance(item.value, torch.Tensor)
+        for name, leaf in values.items()
+        if isinstance(leaf.value, torch.Tensor)
+    ]
+    problems += [
+        _Problem(f"{name}: a value in a tuple, which cannot be replaced", "make it a list")
+        for name, leaf in values.items()
+        if leaf.is_fixed
     ]
     problems += [why for n, entry in entries.items() if (why := _why_not(entry, items[n].value))]
     if problems:

@@ -10,10 +10,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import bits
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import ckptool
+from ckptool.api.leaves import leaves_of
 from ckptool.dcp import CheckpointReader
 from ckptool.errors import CannotDo, UsageError
 
@@ -211,6 +215,14 @@ def test_an_empty_dict_is_nothing_to_load(tmp_path: Path) -> None:
     assert filled["param_groups"][0]["lr"] == state["optimizer"]["param_groups"][0]["lr"]  # type: ignore[index]
 
 
+trees = st.dictionaries(
+    st.sampled_from("abc"),
+    st.recursive(
+        st.integers() | st.builds(lambda: torch.ones(())) | st.tuples(st.integers()),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.integers(0, 3), inner),
+    ),
+)
+
 KINDS = [
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
     *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
@@ -268,6 +280,31 @@ def test_the_keyword_that_fits_the_names_is_said(
     ckptool.load(tmp_path / "m.pt", here, **keywords)
 
 
+def test_keys_that_are_no_words(tmp_path: Path) -> None:
+    state = {"state": {0: {"step": 5, "x": torch.ones(2)}, ("a", 1): 7}, "pair": (torch.ones(3),)}
+    torch.save(state, tmp_path / "m.pt")
+    filled: dict[str, Any] = {
+        "state": {0: {"step": 0, "x": torch.zeros(2)}, ("a", 1): 0},
+        "pair": (torch.zeros(3),),
+    }
+    ckptool.load(tmp_path / "m.pt", filled)
+    assert (filled["state"][0]["step"], filled["state"]["a", 1]) == (5, 7)
+    assert filled["state"].keys() == state["state"].keys()  # type: ignore[attr-defined]
+    assert torch.equal(filled["pair"][0], torch.ones(3))
+
+
+def test_a_value_in_a_tuple_cannot_be_replaced(tmp_path: Path) -> None:
+    torch.save({"pair": (torch.ones(3), 5)}, tmp_path / "m.pt")
+    with pytest.raises(CannotDo, match=r"pair\.1: a value in a tuple"):
+        ckptool.load(tmp_path / "m.pt", {"pair": (torch.zeros(3), 0)})
+
+
+@given(tree=trees)
+def test_leaves_are_called_as_dcp_calls_them(tree: dict[str, Any]) -> None:
+    wanted, _ = flatten_state_dict(tree)
+    assert {n: leaf.value for n, leaf in leaves_of(tree).items()} == wanted
+
+
 def test_many_names_stay_readable(saved: Path) -> None:
     state = {f"layers.{n}.w": torch.zeros(1) for n in range(3000)}
     with pytest.raises(ckptool.KeysDiffer, match="and 2,988 more") as caught:
@@ -282,7 +319,7 @@ def test_many_names_stay_readable(saved: Path) -> None:
         (torch.nn.Linear(1, 1), TypeError, r"a Linear; give its state_dict\(\)"),
         ([torch.zeros(1)], TypeError, "not a list"),
         ({"model": torch.nn.Linear(1, 1)}, TypeError, "model is a Linear; give its state_dict"),
-        ({"a.b": 1, "a": {"b": 2}}, UsageError, "are one with dots"),
+        ({"a.b": 1, "a": {"b": 2}}, UsageError, "two values .* are called 'a.b'"),
     ],
 )
 def test_what_is_no_state_dict(saved: Path, state: Any, error: type, says: str) -> None:
