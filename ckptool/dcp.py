@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ckptool.api.checkpoint import Checkpoint, checkpoint_at, open
+from ckptool.api.collecting import no_collecting
 from ckptool.api.filling import Target, fill_targets
 from ckptool.api.keywords import AnyPath, Opening
 from ckptool.api.load import cast_hint
@@ -130,12 +131,10 @@ class CheckpointReader(StorageReader):
         return done
 
     def _read_tensors(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        entries = [self.checkpoint.entry(item.storage_index.fqn) for item in items]
-        tensors = [planner.resolve_tensor(item).detach() for item in items]
-        targets = [
-            _target(entry, item, tensor)
-            for entry, item, tensor in zip(entries, items, tensors, strict=True)
-        ]
+        with no_collecting():
+            entries = [self.checkpoint.entry(item.storage_index.fqn) for item in items]
+            tensors = [planner.resolve_tensor(item).detach() for item in items]
+            targets = list(map(_target, entries, items, tensors))
         fill_targets(self.checkpoint, targets, self._workers)
         for item, tensor in zip(items, tensors, strict=True):
             planner.commit_tensor(item, tensor)

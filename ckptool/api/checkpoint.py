@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
+from ckptool.api.collecting import no_collecting
 from ckptool.api.keywords import AnyPath, Opening
 from ckptool.api.places import Places
 from ckptool.api.said import Said, location
@@ -133,7 +132,9 @@ class Checkpoint:
         from ckptool.engine.boxes import fill
 
         threads = workers or workers_of_this_rank()
-        fill(self._places.located(wanted), self._opened.source, threads)
+        with no_collecting():
+            located = self._places.located(wanted)
+        fill(located, self._opened.source, threads)
 
     def _require(self, name: str) -> None:
         if name in self._catalog.conflicts:
@@ -178,7 +179,7 @@ def open(path: AnyPath, **options: Unpack[Opening]) -> Checkpoint:
     Raises NotFound, Unrecognised, Damaged, Hostile, UsageError or CannotDo.
     """
     said = Said("open", options, Opening)
-    with _no_collecting():
+    with no_collecting():
         opened = open_checkpoint(location(path), said.reading())
     dtype = said.get("dtype")
     catalog, _ = with_numbers(opened, dtype, wanted=said.get("dequantize", False))
@@ -188,18 +189,6 @@ def open(path: AnyPath, **options: Unpack[Opening]) -> Checkpoint:
     catalog, _ = mapped(opened, catalog, said.mapping())
     catalog, _ = with_dtype(catalog, dtype)
     return Checkpoint(opened, catalog)
-
-
-@contextmanager
-def _no_collecting() -> Iterator[None]:
-    """No garbage collection: a catalog is many objects and no cycle, and torch is many more."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def checkpoint_at(path: AnyPath | Checkpoint, **options: Unpack[Opening]) -> Checkpoint:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ckptool.api.checkpoint import Checkpoint
+from ckptool.api.collecting import no_collecting
 from ckptool.api.memory import bits_of
 from ckptool.api.staging import Staging
 from ckptool.core.box import Box
@@ -47,11 +48,12 @@ def fill_targets(
     staging = Staging()
     first: dict[tuple[Any, ...], Target] = {}
     again: list[tuple[Target, Target]] = []
-    for target in targets:
-        held = first.setdefault(memory_of(target.tensor), target)
-        if (held.entry.chunks, held.box) != (target.entry.chunks, target.box):
-            again.append((held, target))
-    wanted = [Wanted(t.entry, t.box, staging.memory(t.tensor)) for t in first.values()]
+    with no_collecting():
+        for target in targets:
+            held = first.setdefault(memory_of(target.tensor), target)
+            if (held.entry.chunks, held.box) != (target.entry.chunks, target.box):
+                again.append((held, target))
+        wanted = [Wanted(t.entry, t.box, staging.memory(t.tensor)) for t in first.values()]
     try:
         checkpoint.fill(wanted, workers)
     finally:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from ckptool.api.checkpoint import Checkpoint, checkpoint_at
+from ckptool.api.collecting import no_collecting
 from ckptool.api.filling import Target, fill_targets, memory_of
 from ckptool.api.keywords import AnyPath, Opening
 from ckptool.api.leaves import Leaf, leaves_of
@@ -58,16 +59,17 @@ def load(
     kinds do, before anything is written; Damaged where the source's bytes are not as they were
     written, CannotDo where tied parameters are not the same in it: what was filled then stays.
     """
-    items = leaves_of(state_dict)
-    checkpoint = checkpoint_at(path, **options)
-    found = _with_tied(matched(checkpoint, items), items)
-    if strict and (found.missing or found.unexpected):
-        raise keys_differ(checkpoint, found)
-    held = {name: items[name] for name in found.both if checkpoint.has(name)}
-    values = {n: rebuilt(entry) for n, entry in checkpoint.catalog.objects.items() if n in held}
-    entries = {name: checkpoint.entry(name) for name in held if name not in values}
-    _require_alike(checkpoint, entries, held)
-    targets = [target for n, e in entries.items() for target in _targets(e, held[n].value)]
+    with no_collecting():
+        items = leaves_of(state_dict)
+        checkpoint = checkpoint_at(path, **options)
+        found = _with_tied(matched(checkpoint, items), items)
+        if strict and (found.missing or found.unexpected):
+            raise keys_differ(checkpoint, found)
+        held = {name: items[name] for name in found.both if checkpoint.has(name)}
+        values = {n: rebuilt(entry) for n, entry in checkpoint.catalog.objects.items() if n in held}
+        entries = {name: checkpoint.entry(name) for name in held if name not in values}
+        _require_alike(checkpoint, entries, held)
+        targets = [target for n, e in entries.items() for target in _targets(e, held[n].value)]
     fill_targets(checkpoint, targets, workers)
     for name, value in values.items():
         held[name].replace(value)

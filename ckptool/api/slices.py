@@ -27,8 +27,12 @@ def box_of(entry: TensorEntry, index: Index | None) -> Box:
 
 
 def _sliced(entry: TensorEntry, slices: Sequence[slice]) -> Box:
-    if len(slices) > len(entry.shape) or not all(isinstance(one, slice) for one in slices):
-        raise UsageError(f"{entry.name}: as many slices as its shape {list(entry.shape)} has dims")
+    are_slices = isinstance(slices, Sequence) and all(isinstance(one, slice) for one in slices)
+    if not are_slices or len(slices) > len(entry.shape):
+        raise UsageError(
+            f"{entry.name} {list(entry.shape)}: {slices!r} is no box of it",
+            hint="a slice for each dim, or for the first ones: (slice(0, 2), slice(8))",
+        )
     if any(one.step not in (None, 1) for one in slices):
         raise UsageError(f"{entry.name}: slices with steps are not read; take every element")
     rest = [slice(None)] * (len(entry.shape) - len(slices))

@@ -91,8 +91,10 @@ def test_slices_mean_what_torch_means(
     ("box", "says"),
     [
         ((slice(0, 2, 2),), "steps"),
-        ((slice(None),) * 4, "as many slices"),
-        ((1,), "as many slices"),
+        ((slice(None),) * 4, "no box of it"),
+        ((1,), "no box of it"),
+        (3, "3 is no box of it"),
+        (..., "Ellipsis is no box of it"),
         (ckptool.Box((0,), (2,)), "no box of shape"),
         (ckptool.Box((0, 0, 0), (8, 1, 1)), "no box of shape"),
         (ckptool.Box((2, 0, 0), (1, 1, 1)), "no box of shape"),
