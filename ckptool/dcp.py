@@ -32,7 +32,7 @@ from ckptool.api.checkpoint import Checkpoint, checkpoint_at, open
 from ckptool.api.collecting import no_collecting
 from ckptool.api.filling import Target, fill_targets
 from ckptool.api.keywords import AnyPath, Opening
-from ckptool.api.load import cast_hint
+from ckptool.api.load import cast_hint, dtype_of
 from ckptool.api.memory import torch_dtype, why_not_filled
 from ckptool.api.said import Said, location
 from ckptool.api.values import archived
@@ -52,13 +52,21 @@ class CheckpointReader(StorageReader):
     catalog's, as ``ckptool inspect`` shows them. Every tensor is one chunk of the metadata: its
     boxes are found in the source's own chunks, and only the bytes of these are read, by several
     threads. A value is rebuilt only where it is plain data; CannotDo where another is asked for.
+    ``cast`` makes floating tensors those of the state dict's types, which torch's reader does
+    unasked.
     """
 
     def __init__(
-        self, path: AnyPath | Checkpoint, *, workers: int | None = None, **options: Unpack[Opening]
+        self,
+        path: AnyPath | Checkpoint,
+        *,
+        cast: bool = False,
+        workers: int | None = None,
+        **options: Unpack[Opening],
     ) -> None:
         super().__init__()
         Said("CheckpointReader", options, Opening)
+        self._cast = cast
         self._workers = workers
         self._options = options
         self._checkpoint: Checkpoint | None = None
@@ -132,12 +140,16 @@ class CheckpointReader(StorageReader):
 
     def _read_tensors(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         with no_collecting():
-            entries = [self.checkpoint.entry(item.storage_index.fqn) for item in items]
             tensors = [planner.resolve_tensor(item).detach() for item in items]
+            entries = map(self._entry, items, tensors)
             targets = list(map(_target, entries, items, tensors))
         fill_targets(self.checkpoint, targets, self._workers)
         for item, tensor in zip(items, tensors, strict=True):
             planner.commit_tensor(item, tensor)
+
+    def _entry(self, item: ReadItem, tensor: torch.Tensor) -> TensorEntry:
+        wanted = dtype_of(tensor) if self._cast else None
+        return self.checkpoint.entry(item.storage_index.fqn, wanted)
 
 
 def _described(entry: TensorEntry) -> TensorStorageMetadata:

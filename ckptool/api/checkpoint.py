@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
@@ -19,8 +21,10 @@ from ckptool.commands.casting import with_dtype, with_numbers
 from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.commands.selection import selected
 from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
+from ckptool.core.catalog import Catalog, Scaled, TensorEntry, coverage_problem
+from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh
+from ckptool.core.quantised import quantised_names
 from ckptool.engine.remote_path import Location
 from ckptool.engine.run import RunOptions
 from ckptool.errors import CannotDo, Damaged, UsageError
@@ -77,6 +81,10 @@ class Checkpoint:
         """The device mesh it was written on, as far as it is known."""
         return self._catalog.mesh
 
+    @cached_property
+    def _quantised(self) -> set[str]:
+        return quantised_names(self._catalog)
+
     @overload
     def read(self, name: str, box: Index | None = None) -> torch.Tensor: ...
     @overload
@@ -104,11 +112,11 @@ class Checkpoint:
             return self._read_numpy(entry, where)
         raise UsageError(f"as_={as_!r}: torch or numpy")
 
-    def entry(self, name: str) -> TensorEntry:
-        """A tensor whose chunks tile it exactly.
+    def entry(self, name: str, dtype: DType | None = None) -> TensorEntry:
+        """A tensor whose chunks tile it exactly, cast where another floating type is given.
 
-        Raises UsageError for an unknown name, and Damaged where chunks are missing or ranks
-        contradict one another.
+        Other types are never cast, nor are quantised tensors and their scales. Raises UsageError
+        for an unknown name, and Damaged where chunks are missing or ranks contradict one another.
         """
         self._require(name)
         found = self._catalog.tensors[name]
@@ -117,7 +125,12 @@ class Checkpoint:
             if problem is not None:
                 raise Damaged(problem, hint="a shard is missing, or its metadata is wrong")
             self._whole.add(name)
-        return found
+        if dtype is None or dtype == found.dtype or {dtype.kind, found.dtype.kind} != {"float"}:
+            return found
+        if name in self._quantised:
+            return found
+        is_computed = any(isinstance(chunk.at, Scaled) for chunk in found.chunks)
+        return replace(found, dtype=dtype, stored=None if is_computed else found.source_dtype)
 
     def has(self, name: str) -> bool:
         """Whether a tensor or a value is called so."""

@@ -14,10 +14,11 @@ from ckptool.api.leaves import Leaf, leaves_of
 from ckptool.api.local import local_pieces, local_tensor, why_not_held
 from ckptool.api.memory import why_not_filled
 from ckptool.api.names import Matched, keys_differ, listed, matched
+from ckptool.api.said import Said
 from ckptool.api.signature import documented
 from ckptool.api.values import rebuilt
 from ckptool.core.catalog import TensorEntry
-from ckptool.core.dtype import BY_NAME, short_name
+from ckptool.core.dtype import BY_NAME, DType
 from ckptool.errors import CannotDo
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def load(
     state_dict: dict[str, Any],
     *,
     strict: bool = True,
+    cast: bool = False,
     workers: int | None = None,
     **options: Unpack[Opening],
 ) -> LoadReport:
@@ -52,14 +54,16 @@ def load(
     Tensors and DTensors are filled where they lie, on the CPU or on a device; of a DTensor each
     rank reads its own boxes, and the ranks need not meet. Other values are replaced. A nested
     state dict has the names that DCP gives it, its keys joined by dots. A tied parameter is loaded
-    under any of its names. The keywords fit the checkpoint to the state dict: ``model_only=True``,
-    ``rename=[...]``, ``map="auto"``, ``dtype="bf16"``, ``dequantize=True``.
+    under any of its names. ``cast`` makes floating tensors those of the state dict's types. The
+    keywords fit the checkpoint to the state dict: ``model_only=True``, ``rename=[...]``,
+    ``map="auto"``, ``dequantize=True``.
 
     Raises KeysDiffer where names differ and ``strict``, CannotDo where shapes, element types or
     kinds do, before anything is written; Damaged where the source's bytes are not as they were
     written, CannotDo where tied parameters are not the same in it: what was filled then stays.
     """
     with no_collecting():
+        Said("load", options, Opening)
         items = leaves_of(state_dict)
         checkpoint = checkpoint_at(path, **options)
         found = _with_tied(matched(checkpoint, items), items)
@@ -67,7 +71,11 @@ def load(
             raise keys_differ(checkpoint, found)
         held = {name: items[name] for name in found.both if checkpoint.has(name)}
         values = {n: rebuilt(entry) for n, entry in checkpoint.catalog.objects.items() if n in held}
-        entries = {name: checkpoint.entry(name) for name in held if name not in values}
+        entries = {
+            name: checkpoint.entry(name, dtype_of(leaf.value) if cast else None)
+            for name, leaf in held.items()
+            if name not in values
+        }
         _require_alike(checkpoint, entries, held)
         targets = [target for n, e in entries.items() for target in _targets(e, held[n].value)]
     fill_targets(checkpoint, targets, workers)
@@ -144,13 +152,19 @@ def _why_not(entry: TensorEntry, tensor: Any) -> _Problem | None:
     return _Problem(f"{entry.name}: {why}") if why else None
 
 
+def dtype_of(value: Any) -> DType | None:
+    """The element type of a tensor; None of what is none, or of a type of its own."""
+    return BY_NAME.get(str(getattr(value, "dtype", "")).removeprefix("torch."))
+
+
 def cast_hint(entry: TensorEntry, wanted: str) -> str:
-    """What to open the checkpoint with where the state dict has another element type."""
+    """What to say where the state dict has another element type."""
     there, here = entry.dtype, BY_NAME.get(wanted)
     if here is None or {there.kind, here.kind} != {"float"}:
         return "nothing is cast in silence"
-    unpack = "; dequantize=True unpacks" if there.itemsize == 1 else ""
-    return f"nothing is cast in silence: dtype={short_name(wanted)!r} casts{unpack}"
+    if there.itemsize == 1:
+        return "dequantize=True makes numbers of quantised tensors, cast=True casts others"
+    return "nothing is cast in silence: cast=True casts"
 
 
 def _targets(entry: TensorEntry, tensor: torch.Tensor) -> Iterator[Target]:

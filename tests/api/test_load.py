@@ -329,7 +329,7 @@ def test_what_is_no_state_dict(saved: Path, state: Any, error: type, says: str) 
 
 @pytest.mark.parametrize(
     ("dtype", "hint"),
-    [(torch.bfloat16, "dtype='bf16' casts"), (torch.int32, "nothing is cast in silence$")],
+    [(torch.bfloat16, "cast=True casts"), (torch.int32, "nothing is cast in silence$")],
 )
 def test_the_keyword_that_casts_is_said(saved: Path, dtype: torch.dtype, hint: str) -> None:
     with pytest.raises(CannotDo) as caught:

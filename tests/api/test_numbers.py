@@ -85,6 +85,36 @@ def test_a_cast_of_any_format(name: str, out: Path) -> None:
     assert {n: bits(one.read(n)) for n in one.tensors} == {n: bits(t) for n, t in wanted.items()}
 
 
+@pytest.mark.parametrize("way", ["load", "dcp"])
+def test_a_state_dict_of_several_types(tmp_path: Path, way: str) -> None:
+    """Every floating tensor is cast to its own type there; the rest is not."""
+    save_file(quantised(), tmp_path / "m.safetensors")
+    kinds = [torch.bfloat16, torch.float32, torch.float16]
+    asked = dict(zip(("deep.weight", "rows.weight", "norm.weight"), kinds, strict=True))
+    state = {}
+    for name, dtype in asked.items():
+        one = ckptool.open(tmp_path / "m.safetensors", dtype=dtype, dequantize=True)
+        state[name] = torch.zeros_like(one.read(name)), bits(one.read(name))
+    filled = {name: zeros for name, (zeros, _) in state.items()}
+    if way == "load":
+        options: Any = {"strict": False, "cast": True, "dequantize": True}
+        ckptool.load(tmp_path / "m.safetensors", filled, **options)
+    else:
+        reader = CheckpointReader(tmp_path / "m.safetensors", cast=True, dequantize=True)
+        dcp.load(filled, storage_reader=reader, no_dist=True)
+    assert {n: bits(t) for n, t in filled.items()} == {
+        n: wanted for n, (_, wanted) in state.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["steps", "deep.weight", "deep.weight_scale_inv"])
+def test_what_is_no_number_by_itself_is_not_cast(tmp_path: Path, name: str) -> None:
+    save_file(quantised(), tmp_path / "m.safetensors")
+    state = {name: torch.zeros(quantised()[name].shape, dtype=torch.float16)}
+    with pytest.raises(CannotDo, match=f"{name}: .* in the checkpoint, float16"):
+        ckptool.load(tmp_path / "m.safetensors", state, strict=False, cast=True)
+
+
 def test_quantised_weights_stay_as_they_are_under_a_cast(both: tuple[Path, Tensors, str]) -> None:
     one = ckptool.open(both[0], dtype="bf16")
     kinds = {name: entry.dtype.name for name, entry in one.tensors.items()}
