@@ -144,7 +144,9 @@ class Checkpoint:
         """
         from ckptool.engine.boxes import fill
 
-        threads = workers or workers_of_this_rank()
+        threads = workers_of_this_rank() if workers is None else workers
+        if threads < 1:
+            raise UsageError(f"workers {threads}: at least 1")
         with no_collecting():
             located = self._places.located(wanted)
         fill(located, self._opened.source, threads)

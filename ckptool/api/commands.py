@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from ckptool.api.keywords import AnyPath, Converting, Inspecting, Resharding
+from ckptool.api.keywords import AnyPath, Converting, Inspecting, Reading, Resharding
 from ckptool.api.said import Said, location
 from ckptool.api.signature import documented
 from ckptool.commands import formats as _formats
@@ -33,12 +35,14 @@ def inspect(path: AnyPath, **options: Unpack[Inspecting]) -> InspectReport:
 
     Raises NotFound, Unrecognised, Damaged or Hostile, as every function here does.
     """
-    return _inspect.inspect(location(path), Said("inspect", options, Inspecting).reading())
+    place, said = location(path), Said("inspect", options, Inspecting)
+    values = said.get("values", isinstance(place, Path))
+    return _inspect.inspect(place, replace(said.reading(), values=values))
 
 
-@documented(Inspecting)
+@documented(Reading)
 def stats(
-    path: AnyPath, tensors: str | Sequence[str] = "*", **options: Unpack[Inspecting]
+    path: AnyPath, tensors: str | Sequence[str] = "*", **options: Unpack[Reading]
 ) -> list[TensorStats]:
     """Read the tensors that match a glob: min, max, mean, std, zeros, NaN and Inf of each.
 
@@ -47,7 +51,7 @@ def stats(
     from ckptool.commands.open import open_checkpoint
     from ckptool.commands.stats import stats as _stats
 
-    opened = open_checkpoint(location(path), Said("stats", options, Inspecting).reading())
+    opened = open_checkpoint(location(path), Said("stats", options, Reading).reading())
     return _stats(opened, [tensors] if isinstance(tensors, str) else tensors)
 
 

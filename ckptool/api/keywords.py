@@ -44,7 +44,7 @@ class Reading(Rules, total=False):
 class Inspecting(Reading, total=False):
     """What ``inspect`` takes."""
 
-    values: Annotated[bool, "read values that lie among the data, which costs a URL requests"]
+    values: Annotated[bool, "also of a URL, read values that lie among the data"]
 
 
 class Selecting(TypedDict, total=False):

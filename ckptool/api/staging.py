@@ -38,7 +38,8 @@ class Staging:
 
         tensor = tensor.detach()
         if tensor.device.type == "cpu":
-            torch.autograd.graph.increment_version(tensor)
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
             return ArrayMemory(bits_of(tensor))
         if tensor.device not in self._before:
             self._before[tensor.device] = _work_so_far(tensor.device)

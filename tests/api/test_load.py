@@ -305,6 +305,12 @@ def test_leaves_are_called_as_dcp_calls_them(tree: dict[str, Any]) -> None:
     assert {n: leaf.value for n, leaf in leaves_of(tree).items()} == wanted
 
 
+@pytest.mark.parametrize("workers", [0, -1])
+def test_nobody_loads_nothing(saved: Path, workers: int) -> None:
+    with pytest.raises(UsageError, match=f"workers {workers}: at least 1"):
+        ckptool.load(saved, zeros(STATE), workers=workers)
+
+
 def test_many_names_stay_readable(saved: Path) -> None:
     state = {f"layers.{n}.w": torch.zeros(1) for n in range(3000)}
     with pytest.raises(ckptool.KeysDiffer, match="and 2,988 more") as caught:
