@@ -10,6 +10,7 @@ from ckptool.api.keywords import AnyPath, Benching, Size
 from ckptool.api.said import Said
 from ckptool.api.signature import documented
 from ckptool.core.amounts import parse_size
+from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
     from ckptool.commands.bench.compare import Change
@@ -32,6 +33,8 @@ def bench(
     from ckptool.commands.bench.run import BenchOptions, prepare_bench
 
     said = Said("bench", options, Benching)
+    if said.get("like") is not None and said.get("size") is not None:
+        raise UsageError("like and size contradict one another")
     asked = said.options(BenchOptions, size=said.get("size", 1 << 30))
     return prepare_bench(asked).run(progress)
 

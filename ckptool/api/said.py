@@ -47,9 +47,15 @@ def _bytes(name: str, value: Size) -> int:
     return parse_size(str(value), name)
 
 
+def _local(value: AnyPath) -> Path:
+    if "://" in os.fspath(value):
+        raise UsageError(f"{os.fspath(value)}: a path of this machine is wanted, no URL")
+    return Path(value)
+
+
 _PARSED: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("select", "drop", "rename", "ignore", "strategies"), _strings),
-    **dict.fromkeys(("flat_params", "hf_assets", "plan", "tp_plan", "like", "out"), Path),
+    **dict.fromkeys(("flat_params", "hf_assets", "plan", "tp_plan", "like", "out"), _local),
     **dict.fromkeys(("manifest", "write_manifest"), location),
     **{name: partial(_at_least, 1, name) for name in ("workers", "ranks", "repeat")},
     **{name: partial(_at_least, 0, name) for name in ("rtol", "atol")},

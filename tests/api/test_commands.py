@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from typer.main import get_command
 
 import ckptool
 from ckptool.cli.app import app
+from ckptool.commands.bench import run as run_module
+from ckptool.commands.bench.run import BenchOptions
 from ckptool.errors import UsageError
 
 SOURCE = case("dcp_fsdp2_tp").path
@@ -154,6 +157,18 @@ def test_what_is_left_of_a_damaged_one(run: Path, out: Path) -> None:
     assert len(kept) == report.tensors > 0
 
 
+def test_what_a_benchmark_is_asked(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
+    asked: list[BenchOptions] = []
+    report = SimpleNamespace(run=lambda progress: None)
+    monkeypatch.setattr(run_module, "prepare_bench", lambda one: asked.append(one) or report)
+    ckptool.bench(size="2MiB", strategies="dcp-*", ranks=1, repeat=2, out=out, abort=True)
+    ckptool.bench(like=SOURCE)
+    assert asked == [
+        BenchOptions(2 << 20, None, out, ("dcp-*",), 1, 2, True),
+        BenchOptions(1 << 30, SOURCE),
+    ]
+
+
 def test_formats_and_maps() -> None:
     known = {one.name: one for one in ckptool.list_formats()}
     assert known["dcp"].reads
@@ -178,6 +193,8 @@ def test_formats_and_maps() -> None:
         (lambda: ckptool.reshard(SOURCE, mesh="two"), UsageError, "no mesh"),
         (lambda: ckptool.reshard(SOURCE, mesh=(2, 4)), TypeError, "2x4, 8, or dp=2,tp=4"),  # type: ignore[arg-type]
         (lambda: ckptool.convert(SOURCE, "m", to="dcp", budget="much"), UsageError, "no size"),
+        (lambda: ckptool.bench(like=SOURCE, size=1), UsageError, "contradict one another"),
+        (lambda: ckptool.bench(out="s3://bucket/x"), UsageError, "no URL"),
         (lambda: ckptool.map_text("llama"), UsageError, "no such map"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 import typer
 from bench_samples import GIB, dirty, measured, report
 
+import ckptool
 from ckptool.cli.bench import _show
 from ckptool.commands.bench.abort import BROKEN, Left
 from ckptool.commands.bench.compare import Baseline, parse_tolerance
@@ -191,6 +192,7 @@ def test_what_is_slower_than_allowed_is_a_regression(
     changes = Baseline.read(old).changes(now, 0.10, ALL)
     assert {change.value for change in changes if change.regressed} == regressed
     assert {change.name for change in changes if change.regressed} <= {"fast"}
+    assert ckptool.bench_changes(now, old) == changes
 
 
 def test_what_is_dirty_or_fails_now_is_a_regression(old: Path) -> None:
