@@ -1,8 +1,15 @@
 """ckptool: see, prove, convert and reshard distributed PyTorch checkpoints.
 
-``open`` gives a :class:`Checkpoint`, ``load`` fills a state dict, the commands are functions, and
-``ckptool.dcp.CheckpointReader`` lets ``torch.distributed.checkpoint.load`` read every format.
-Each part is imported when it is first used.
+    checkpoint = ckptool.open(path)             # of any format, from its metadata alone
+    checkpoint.read("w", (slice(0, 8),))        # any part of a tensor, only its bytes
+    ckptool.load(path, model.state_dict())      # in place: each rank its own boxes
+    torch.distributed.checkpoint.load(state, storage_reader=ckptool.dcp.CheckpointReader(path))
+
+The commands are functions too, with the same options as keywords, and return their reports:
+``inspect`` and ``stats``; ``convert``, ``reshard``; ``verify``, ``compare``, ``verify_run`` (of a
+run's steps) and ``salvage``; ``bench``, ``bench_changes``, ``bench_transfer``; ``list_formats``,
+``list_maps`` and ``map_text``. ``help`` of each lists its keywords. What goes wrong is a
+``CkptoolError``, with a ``hint``. Each part is imported when it is first used.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ from ckptool.api.keywords import AnyPath, Opening
 from ckptool.api.load import cast_hint, dtype_of
 from ckptool.api.memory import torch_dtype, why_not_filled
 from ckptool.api.said import Said, location
+from ckptool.api.signature import documented
 from ckptool.api.values import archived
 from ckptool.commands.open import holds_checkpoint
 from ckptool.core.box import Box
@@ -56,6 +57,7 @@ class CheckpointReader(StorageReader):
     unasked.
     """
 
+    @documented(Opening)
     def __init__(
         self,
         path: AnyPath | Checkpoint,

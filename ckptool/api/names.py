@@ -9,7 +9,8 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from ckptool.api.checkpoint import Checkpoint
-from ckptool.errors import CannotDo
+from ckptool.commands.selection import only_model
+from ckptool.errors import CannotDo, CkptoolError
 
 _MOST_SHOWN = 12
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"}
@@ -56,7 +57,7 @@ def keys_differ(checkpoint: Checkpoint, found: Matched) -> KeysDiffer:
     ]
     error = KeysDiffer(
         f"{checkpoint.path} and the state dict do not have the same names:\n" + "\n".join(lines),
-        hint=_hint(found),
+        hint=_hint(checkpoint, found),
     )
     error.missing, error.unexpected = found.missing, found.unexpected
     return error
@@ -68,7 +69,9 @@ def listed(items: Sequence[str]) -> list[str]:
     return [*items[:_MOST_SHOWN], *([f"and {more:,} more"] if more > 0 else [])]
 
 
-def _hint(found: Matched) -> str:
+def _hint(checkpoint: Checkpoint, found: Matched) -> str:
+    if found.missing and {*found.both, *found.missing} <= _names_of_model(checkpoint):
+        return "model_only=True fits the names"
     prefix = _other_prefix(found)
     if prefix is not None:
         return f"{prefix.keyword} fits the names"
@@ -82,6 +85,14 @@ def _hint(found: Matched) -> str:
             " torch.distributed.checkpoint.state_dict makes it"
         )
     return "model_only=True, select=[GLOB] or drop=[GLOB] leave names out, strict=False all others"
+
+
+def _names_of_model(checkpoint: Checkpoint) -> set[str]:
+    """The names of a checkpoint's tensors under ``model_only``."""
+    try:
+        return set(only_model(checkpoint.catalog).tensors)
+    except CkptoolError:
+        return set()
 
 
 class _Prefix(NamedTuple):

@@ -34,7 +34,7 @@ def documented(known: type) -> Callable[[Function], Function]:
         ]
         plain = [one for one in said.parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
         function.__signature__ = said.replace(parameters=[*plain, *keywords])  # type: ignore[attr-defined]
-        function.__doc__ = f"{function.__doc__}\n{_listed(known)}"
+        function.__doc__ = f"{function.__doc__ or ''}\n{_listed(known)}"
         return function
 
     return with_names

@@ -32,7 +32,9 @@ FUNCTIONS: dict[str, list[Callable[..., Any]]] = {
     "formats": [ckptool.list_formats],
     "maps": [ckptool.list_maps, ckptool.map_text],
 }
-ALL = [one for functions in FUNCTIONS.values() for one in functions] + [ckptool.open, ckptool.load]
+ALL = [one for functions in FUNCTIONS.values() for one in functions] + [
+    *(ckptool.open, ckptool.load, ckptool.dcp.CheckpointReader.__init__)
+]
 FOR_PEOPLE = {
     *("json", "quiet", "debug", "verbose"),
     *("inspect tensors", "inspect map", "inspect ranks", "inspect export"),

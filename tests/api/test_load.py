@@ -258,6 +258,7 @@ def under(head: str, *more: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("there", "here", "keywords"),
     [
+        ({"model": under(""), "optimizer": STATE["optimizer"]}, under(""), {"model_only": True}),
         (under(""), under("_orig_mod."), {"rename": ["^=_orig_mod."]}),
         (under("module."), under(""), {"strip_prefix": "module"}),
         (under("model."), under("model._orig_mod."), {"rename": [r"^model\.=model._orig_mod."]}),
