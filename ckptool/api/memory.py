@@ -19,7 +19,8 @@ def why_not_filled(tensor: torch.Tensor) -> str | None:
     import torch
 
     if type(tensor.detach()) is not torch.Tensor:
-        return f"a {type(tensor).__name__}, whose memory is its own business"
+        kind = type(tensor).__name__
+        return f"a {kind}, a subclass with memory of its own: load plain tensors, then make these"
     if tensor.is_quantized:
         return "a quantized tensor"
     if tensor.layout != torch.strided:

@@ -60,10 +60,16 @@ class Staging:
 
 
 class _DeviceMemory:
-    """A tensor on a device, filled a part at a time."""
+    """A tensor on a device, filled a part at a time, as integers: devices copy those of any type.
+
+    Complex numbers of 16 bytes have no integers of their size.
+    """
 
     def __init__(self, tensor: torch.Tensor, staging: Staging) -> None:
-        self._tensor = tensor
+        import torch
+
+        of_its_size = _INTEGERS.get(tensor.element_size())
+        self._tensor = tensor.view(getattr(torch, of_its_size)) if of_its_size else tensor
         self._staging = staging
 
     def part(self, where: Box) -> AbstractContextManager[Array]:
@@ -77,6 +83,9 @@ class _DeviceMemory:
         staged = lane.buffer(part)
         yield bits_of(staged)
         lane.send(staged, part)
+
+
+_INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 def _module(device: torch.device) -> Any:

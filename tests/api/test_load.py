@@ -87,6 +87,10 @@ def test_only_the_model(saved: Path) -> None:
     assert alike(state, STATE["model"])
 
 
+class Subclass(torch.Tensor):
+    """As quantising libraries make them."""
+
+
 @pytest.mark.parametrize(
     ("other", "says"),
     [
@@ -95,6 +99,8 @@ def test_only_the_model(saved: Path) -> None:
         (torch.zeros(3, 4, device="meta"), "on the meta device"),
         (torch.zeros(3, 1).expand(3, 4), "an expanded view or its like"),
         (torch.zeros(3, 4).to_sparse(), "sparse"),
+        (torch.zeros(3, 4).as_subclass(Subclass), "a Subclass, a subclass with memory of its own"),
+        (torch.zeros(6).as_strided((3, 4), (1, 1)), "several of its elements share"),
         (1.5, "a tensor in the checkpoint, a float in the state dict"),
     ],
 )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -86,6 +87,21 @@ def test_a_device_without_streams(monkeypatch: pytest.MonkeyPatch, columns: int)
     fill(memory, target)
     made.finish()
     assert (target == torch.arange(1, 5)[:, None]).all()
+
+
+@pytest.mark.parametrize("kind", ["float4_e2m1fn_x2", "float8_e8m0fnu", "uint16", "complex128"])
+def test_parts_of_any_type(device: Device, kind: str) -> None:
+    dtype = getattr(torch, kind)
+    base = torch.zeros(4, 8 * dtype.itemsize, dtype=torch.uint8).view(dtype)
+    target = base[:, ::2]
+    made, memory = begun(target)
+    with memory.part(Box((1, 0), (3, 4))) as part:
+        part[...] = np.ones(part.shape, "u1").astype(part.dtype) if part.dtype.kind == "u" else b"1"
+    made.finish()
+    seen = base.view(torch.uint8).reshape(4, 8, dtype.itemsize)
+    assert seen[1:3, ::2].any(2).all()
+    assert not seen[[0, 3]].any()
+    assert not seen[:, 1::2].any()
 
 
 def test_a_buffer_is_used_again_once_it_has_arrived(device: Device) -> None:
