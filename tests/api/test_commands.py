@@ -16,6 +16,7 @@ from conftest import case, read_back
 from typer.main import get_command
 
 import ckptool
+from ckptool.api import commands
 from ckptool.cli.app import app
 from ckptool.commands.bench import run as run_module
 from ckptool.commands.bench.run import BenchOptions
@@ -67,6 +68,15 @@ def test_every_option_is_a_keyword_and_the_other_way_round(command: str) -> None
 def test_inspect() -> None:
     report = ckptool.inspect(SOURCE)
     assert report.totals.tensors == len(case("dcp_fsdp2_tp").truth)
+
+
+def test_a_url_is_asked_for_metadata_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(commands._inspect, "inspect", lambda _, read: asked.append(read.values))
+    ckptool.inspect(SOURCE)
+    ckptool.inspect("memory://bucket/step")
+    ckptool.inspect("memory://bucket/step", values=True)
+    assert asked == [True, False, True]
 
 
 def test_stats() -> None:
