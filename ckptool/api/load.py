@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class LoadReport:
     """What was loaded. ``nbytes`` is what this rank's tensors hold of it.
 
@@ -37,6 +37,10 @@ class LoadReport:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     nbytes: int
+
+    def __repr__(self) -> str:
+        counts = (f"{len(getattr(self, n)):,} {n}" for n in ("loaded", "missing", "unexpected"))
+        return f"<ckptool.LoadReport: {', '.join(counts)}, {self.nbytes:,} bytes>"
 
 
 @documented(Opening)
@@ -90,9 +94,9 @@ def _with_tied(found: Matched, items: Mapping[str, Leaf]) -> Matched:
     if not found.missing:
         return found
     loaded = {_memory(items[name].value) for name in found.both} - {None}
-    missing = tuple(n for n in found.missing if _memory(items[n].value) not in loaded)
-    both = tuple(name for name in items if name not in {*missing})
-    return Matched(both, missing, found.unexpected)
+    missing = {n: None for n in found.missing if _memory(items[n].value) not in loaded}
+    both = tuple(name for name in items if name not in missing)
+    return Matched(both, tuple(missing), found.unexpected)
 
 
 def _memory(value: Any) -> tuple[Any, ...] | None:

@@ -59,6 +59,7 @@ def test_a_nested_state_dict_is_filled_where_its_tensors_lie(saved: Path) -> Non
     assert state["model"]["w"] is weight
     assert (len(report.loaded), report.missing, report.unexpected) == (7, (), ())
     assert report.nbytes == 12 * 4 + 3 * 4 + 2 * 4 + 8
+    assert repr(report) == "<ckptool.LoadReport: 7 loaded, 0 missing, 0 unexpected, 76 bytes>"
 
 
 def test_a_model_is_loaded_through_its_own_state_dict(tmp_path: Path) -> None:
