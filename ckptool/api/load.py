@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
@@ -11,7 +11,7 @@ from ckptool.api.collecting import no_collecting
 from ckptool.api.filling import Target, fill_targets, memory_of
 from ckptool.api.keywords import AnyPath, Opening
 from ckptool.api.leaves import Leaf, leaves_of
-from ckptool.api.local import local_pieces, local_tensor, why_not_held
+from ckptool.api.local import local_parts, local_tensors, why_not_held
 from ckptool.api.memory import why_not_filled
 from ckptool.api.names import Matched, keys_differ, listed, matched
 from ckptool.api.said import Said
@@ -22,7 +22,7 @@ from ckptool.core.dtype import BY_NAME, DType
 from ckptool.errors import CannotDo
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -55,12 +55,12 @@ def load(
 ) -> LoadReport:
     """Fill ``state_dict`` in place from the checkpoint at ``path``, whatever its format and mesh.
 
-    Tensors and DTensors are filled where they lie, on the CPU or on a device; of a DTensor each
-    rank reads its own boxes, and the ranks need not meet. Other values are replaced. A nested
-    state dict has the names that DCP gives it, its keys joined by dots. A tied parameter is loaded
-    under any of its names. ``cast`` makes floating tensors those of the state dict's types. The
-    keywords fit the checkpoint to the state dict: ``model_only=True``, ``rename=[...]``,
-    ``map="auto"``, ``dequantize=True``.
+    Tensors and DTensors are filled where they lie, on the CPU or on a device; of a DTensor (or
+    FSDP1's ShardedTensor) each rank reads its own boxes, and the ranks need not meet. Other values
+    are replaced. A nested state dict has the names that DCP gives it, its keys joined by dots. A
+    tied parameter is loaded under any of its names. ``cast`` makes floating tensors those of the
+    state dict's types. The keywords fit the checkpoint to the state dict: ``model_only=True``,
+    ``rename=[...]``, ``map="auto"``, ``dequantize=True``.
 
     Raises KeysDiffer where names differ and ``strict``, CannotDo where shapes, element types or
     kinds do, before anything is written; Damaged where the source's bytes are not as they were
@@ -81,7 +81,11 @@ def load(
             if name not in values
         }
         _require_alike(checkpoint, entries, held)
-        targets = [target for n, e in entries.items() for target in _targets(e, held[n].value)]
+        targets = [
+            Target(entry, box, memory)
+            for name, entry in entries.items()
+            for box, memory in local_parts(held[name].value)
+        ]
     fill_targets(checkpoint, targets, workers)
     for name, value in values.items():
         held[name].replace(value)
@@ -105,8 +109,8 @@ def _memory(value: Any) -> tuple[Any, ...] | None:
 
     if not isinstance(value, torch.Tensor) or why_not_held(value) is not None:
         return None
-    local = local_tensor(value)
-    return None if why_not_filled(local) else (value.shape, *memory_of(local))
+    local = local_tensors(value)
+    return None if any(map(why_not_filled, local)) else (value.shape, *map(memory_of, local))
 
 
 def _require_alike(
@@ -152,7 +156,9 @@ def _why_not(entry: TensorEntry, tensor: Any) -> _Problem | None:
         there, here = f"{entry.dtype} {list(entry.shape)}", f"{dtype} {list(shape)}"
         message = f"{entry.name}: {there} in the checkpoint, {here} in the state dict"
         return _Problem(message, cast_hint(entry, dtype) if shape == entry.shape else None)
-    why = why_not_held(tensor) or why_not_filled(local_tensor(tensor))
+    why = why_not_held(tensor) or next(
+        filter(None, map(why_not_filled, local_tensors(tensor))), None
+    )
     return _Problem(f"{entry.name}: {why}") if why else None
 
 
@@ -169,11 +175,3 @@ def cast_hint(entry: TensorEntry, wanted: str) -> str:
     if there.itemsize == 1:
         return "dequantize=True makes numbers of quantised tensors, cast=True casts others"
     return "nothing is cast in silence: cast=True casts"
-
-
-def _targets(entry: TensorEntry, tensor: torch.Tensor) -> Iterator[Target]:
-    """The boxes that this rank holds, each with its part of the local memory."""
-    local = local_tensor(tensor)
-    for piece in local_pieces(tensor):
-        inside = tuple(map(slice, piece.local.lo, piece.local.hi))
-        yield Target(entry, piece.box, local[inside] if inside else local)

@@ -1,7 +1,8 @@
-"""What of a live torch tensor this rank holds: all of a plain one, its own boxes of a DTensor."""
+"""What of a live torch tensor this rank holds: all of a plain one, else its own boxes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ckptool.core.box import Box
@@ -17,15 +18,28 @@ def why_not_held(tensor: torch.Tensor) -> str | None:
     if _is_dtensor(tensor):
         partial = [one for one in _placements(tensor) if one is None]
         return "a partial placement: each rank holds an addend, not values" if partial else None
-    if hasattr(tensor, "local_shards"):
-        return "a ShardedTensor; use DTensor, or load it through ckptool.dcp.CheckpointReader"
     return None
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of this rank."""
+def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The memory of this rank: one tensor, or those of a ShardedTensor's own shards."""
+    if _is_sharded(tensor):
+        return [shard.tensor.detach() for shard in tensor.local_shards()]  # type: ignore[attr-defined]
     found: torch.Tensor = tensor._local_tensor if _is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-    return found.detach()
+    return [found.detach()]
+
+
+def local_parts(tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Which boxes of the global tensor this rank holds, each with its memory. See local_pieces."""
+    if _is_sharded(tensor):
+        for shard in tensor.local_shards():  # type: ignore[attr-defined]
+            place = shard.metadata
+            yield Box.at(place.shard_offsets, place.shard_sizes), shard.tensor.detach()
+        return
+    (local,) = local_tensors(tensor)
+    for piece in local_pieces(tensor):
+        inside = tuple(map(slice, piece.local.lo, piece.local.hi))
+        yield piece.box, local[inside] if inside else local
 
 
 def local_pieces(tensor: torch.Tensor) -> tuple[Piece, ...]:
@@ -50,9 +64,14 @@ def local_pieces(tensor: torch.Tensor) -> tuple[Piece, ...]:
         tuple(tensor.shape),
         tuple(mesh.shape),
         [one for one in _placements(tensor) if one is not None],
-        local_shape=tuple(local_tensor(tensor).shape),
+        local_shape=tuple(local_tensors(tensor)[0].shape),
         shard_order=[(one.tensor_dim, tuple(one.mesh_dims)) for one in order] if order else None,
     ).pieces
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is one of ``torch.distributed._shard``, as FSDP1's state dicts have them."""
+    return hasattr(tensor, "local_shards")
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:

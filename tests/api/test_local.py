@@ -12,6 +12,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import bits
 from safetensors.torch import save_file
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard as Shards
+from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -105,6 +109,22 @@ def test_two_cuts(saved: Path, rank: int, placements: list[Any]) -> None:
     }
     ckptool.load(saved, state, strict=False)
     right(state, mesh, placements)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_shards_of_fsdp1(saved: Path, rank: int) -> None:
+    """Two shards for rank 1, none for rank 3."""
+    owners = (0, 1, 1, 2, 0)
+    shards = [ShardMetadata([n, 0], [1, 4], f"rank:{owner}/cpu") for n, owner in enumerate(owners)]
+    kind = TensorProperties(dtype=torch.float32)
+    own = [Shards(torch.zeros(1, 4), one) for one in shards if one.placement.rank() == rank]
+    made = ShardedTensor._init_from_local_shards_and_global_metadata(
+        own, ShardedTensorMetadata(shards, torch.Size([5, 4]), kind)
+    )
+    ckptool.load(saved, {"embed.weight": made}, strict=False)
+    for shard in made.local_shards():
+        row = shard.metadata.shard_offsets[0]
+        assert torch.equal(shard.tensor, TRUTH["embed.weight"][row : row + 1])
 
 
 @pytest.mark.parametrize("rank", [0], indirect=True)
