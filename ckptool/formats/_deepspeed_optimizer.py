@@ -13,6 +13,7 @@ from typing import Any
 from ckptool.errors import Damaged, Problem
 from ckptool.formats._deepspeed_flat import Shapes, flat_runs
 from ckptool.formats._deepspeed_local import Holding
+from ckptool.formats._deepspeed_muon import Touched, touched_by, whole_runs, whole_states
 from ckptool.formats._deepspeed_read import State
 from ckptool.formats._deepspeed_slots import (
     Partition,
@@ -157,10 +158,10 @@ def _add_group(
     names: Mapping[str, str],
     paddings: Sequence[int],
 ) -> None:
-    kinds = dict.fromkeys(kind for _, slot in members for kind in slot.flat)
     size = max(vector.shape[0] for _, slot in members for vector in slot.flat.values())
     runs = list(flat_runs(shapes, paddings, size, len(members)))
-    for kind in kinds:
+    _add_whole_states(found, members, shapes, names, touched_by(runs, len(members)))
+    for kind in dict.fromkeys(kind for _, slot in members for kind in slot.flat):
         for name, shape in shapes.items():
             found.add((kind, names[name]), _dtype(members, kind), shape, [])
         for run in runs:
@@ -170,6 +171,20 @@ def _add_group(
         for kind, value in slot.scalars.items():
             for name in names.values():
                 found.add_leaf((kind, name), value, partition.rank)
+
+
+def _add_whole_states(
+    found: Holding,
+    members: Sequence[tuple[Partition, Slot]],
+    shapes: Shapes,
+    names: Mapping[str, str],
+    touched: Touched,
+) -> None:
+    """Add, and take out of the slots, the states that hold whole parameters."""
+    for kind, vectors in whole_states([slot for _, slot in members], touched, shapes):
+        for part, ((partition, _), vector) in enumerate(zip(members, vectors, strict=True)):
+            for run in whole_runs(touched[part], shapes, part):
+                add_run(found, partition, vector, kind, run, shapes, names[run.name])
 
 
 def _dtype(members: Sequence[tuple[Partition, Slot]], kind: str) -> Any:

@@ -1,0 +1,58 @@
+"""States that ZeRO 1 and 2 keep by whole parameters, as those of Muon are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import convert_to, read_back
+
+torch = pytest.importorskip("torch")
+SHAPES = {"a": (3, 5), "b": (5,), "c": (2, 3)}
+PARTITION = 14
+MOMENTUM = {name: torch.rand(shape).bfloat16() for name, shape in SHAPES.items()}
+
+
+def saved(folder: Path, kept: list[torch.Tensor]) -> Path:
+    """A checkpoint of two ranks, in whose partitions of 14 elements are a, and a, b and c."""
+    flat = torch.cat([torch.full(s, float(at)).flatten() for at, s in enumerate(SHAPES.values())])
+    folder.mkdir()
+    for rank, momentum in enumerate(kept):
+        optimizer = {
+            "zero_stage": 2,
+            "partition_count": [2],
+            "group_paddings": [(0, 2)[rank]],
+            "single_partition_of_fp32_groups": [flat[rank * PARTITION :][:PARTITION].clone()],
+            "base_optimizer_state": {
+                "state": {0: {"momentum_buffer": momentum}},
+                "param_groups": [{"params": [0], "use_muon": True}],
+            },
+        }
+        name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": optimizer}, folder / name)
+    sizes = {name: torch.Size(shape) for name, shape in SHAPES.items()}
+    model = {"module": {n: torch.zeros(s) for n, s in SHAPES.items()}, "param_shapes": [sizes]}
+    torch.save({**model, "dp_world_size": 2}, folder / "mp_rank_00_model_states.pt")
+    return folder
+
+
+def joined(*names: str) -> torch.Tensor:
+    return torch.cat([MOMENTUM[name].flatten() for name in names])
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        pytest.param([joined("a"), joined("a", "b", "c")], id="whole parameters"),
+        pytest.param(
+            [joined("a")[:14], torch.cat([joined("a")[14:], joined("b", "c", "b")[:13]])],
+            id="partitions, of an offloaded optimizer",
+        ),
+    ],
+)
+def test_the_momentum_of_muon(kept: list[torch.Tensor], tmp_path: Path) -> None:
+    convert_to("safetensors", saved(tmp_path / "step", kept), tmp_path / "out")
+    found = read_back("safetensors", tmp_path / "out")
+    for name, momentum in MOMENTUM.items():
+        wanted = momentum.view(torch.uint8).numpy().tobytes()
+        assert found[f"momentum_buffer.{name}"][2] == wanted
