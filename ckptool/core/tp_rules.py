@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
@@ -14,18 +14,20 @@ from ckptool.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class TpRule:
-    """Each rank holds a part along ``dim``, of each of ``blocks`` equal blocks; None: all of it.
+    """Each rank holds a part along ``dim`` of each of several blocks; None: all of it.
 
-    A gated ``linear_fc1`` has two blocks, gate and up: rank r holds ``[gate_r; up_r]``.
+    ``blocks`` are their sizes along ``dim``, as shares of a rank's part. A gated ``linear_fc1`` has
+    two equal ones, gate and up: rank r holds ``[gate_r; up_r]``.
     """
 
     dim: int | None = None
-    blocks: int = 1
+    blocks: tuple[int, ...] = (1,)
 
     def __str__(self) -> str:
         if self.dim is None:
             return "Replicate()"
-        return f"Shard({self.dim})" if self.blocks == 1 else f"Shard({self.dim}, {self.blocks})"
+        count = len(self.blocks)
+        return f"Shard({self.dim})" if count == 1 else f"Shard({self.dim}, {count})"
 
 
 REPLICATED = TpRule()
@@ -36,7 +38,7 @@ _WORDS = {
     "Replicate()": REPLICATED,
     "column": TpRule(0),
     "row": TpRule(1),
-    "gated": TpRule(0, 2),
+    "gated": TpRule(0, (1, 1)),
 }
 _SHARD = re.compile(r"Shard\(\s*([0-7])\s*(?:,\s*([1-9][0-9]?)\s*)?\)")
 
@@ -50,7 +52,7 @@ def parse_tp_rule(text: str) -> NamedRule:
     glob, _, right = text.rpartition("=")
     word = right.strip()
     match = _SHARD.fullmatch(word)
-    rule = TpRule(int(match[1]), int(match[2] or 1)) if match else _WORDS.get(word)
+    rule = TpRule(int(match[1]), (1,) * int(match[2] or 1)) if match else _WORDS.get(word)
     if not glob.strip() or rule is None:
         raise UsageError(
             f"--tp-rule {text!r} is not GLOB=RULE",
@@ -86,12 +88,15 @@ def require_matched(rules: Sequence[NamedRule], names: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One rank's share along one dim: the ``index``-th of ``degree``, of each of ``blocks``."""
+    """One rank's share along one dim: the ``index``-th of ``degree``, of each of ``blocks``.
+
+    ``blocks`` are their sizes, as shares of the rank's part.
+    """
 
     dim: int
     index: int
     degree: int
-    blocks: int = 1
+    blocks: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +116,23 @@ def fit(local: Sequence[int], cuts: Sequence[Cut]) -> Fit:
     whole = list(local)
     spans = [[(0, size, 0)] for size in local]
     for cut in cuts:
-        if cut.dim >= len(local) or local[cut.dim] % cut.blocks:
-            raise ValueError(f"{list(local)} has no {cut.blocks} equal blocks along dim {cut.dim}")
-        size = local[cut.dim] // cut.blocks
+        if cut.dim >= len(local) or local[cut.dim] % sum(cut.blocks):
+            shares = " : ".join(map(str, cut.blocks))
+            raise ValueError(f"{list(local)} has no blocks of {shares} along dim {cut.dim}")
         whole[cut.dim] = local[cut.dim] * cut.degree
-        spans[cut.dim] = [
-            (block * size, size, (block * cut.degree + cut.index) * size)
-            for block in range(cut.blocks)
-        ]
+        spans[cut.dim] = list(_spans(cut, local[cut.dim] // sum(cut.blocks)))
     pieces = []
     for combination in product(*spans):
         shape = [size for _, size, _ in combination]
         here = Box.at([start for start, _, _ in combination], shape)
         pieces.append((here, Box.at([start for _, _, start in combination], shape)))
     return Fit(tuple(local), tuple(whole), tuple(pieces))
+
+
+def _spans(cut: Cut, share: int) -> Iterator[tuple[int, int, int]]:
+    """For each block where it begins in the rank's part, its size, and where it belongs."""
+    before = 0
+    for block in cut.blocks:
+        size = block * share
+        yield before, size, before * cut.degree + cut.index * size
+        before += size

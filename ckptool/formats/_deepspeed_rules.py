@@ -45,9 +45,11 @@ def ruled(shapes: Sequence[_Shape], rule: TpRule) -> Fit:
     dim = rule.dim
     if dim is None:
         return replicated(shapes)
-    if any(len(shape) <= dim or shape[dim] % rule.blocks for shape in shapes):
+    total = sum(rule.blocks)
+    if any(len(shape) <= dim or shape[dim] % total for shape in shapes):
         raise Unknown(f"--tp-rule {rule} does not fit shards of {list(map(list, shapes))}")
-    return joined(shapes, dim, [[shape[dim] // rule.blocks for shape in shapes]] * rule.blocks)
+    widths = [[shape[dim] // total * share for shape in shapes] for share in rule.blocks]
+    return joined(shapes, dim, widths)
 
 
 class Unknown(Exception):

@@ -81,13 +81,14 @@ class Model:
     """What says how the ranks' parameters fit together.
 
     ``degrees`` are those of tensor, pipeline and expert parallelism; ``rules`` are the user's,
-    ``stated`` those that parameters were saved with.
+    ``stated`` those that parameters were saved with, ``shapes`` what a rank holds of each.
     """
 
     args: Arguments
     degrees: Rank
     rules: Sequence[NamedRule]
     stated: dict[str, TpRule] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def fit_of(self, held: Held) -> Fit | str:
         """Where a rank's parameter belongs in the whole one, or in words why nobody knows."""
@@ -105,7 +106,7 @@ class Model:
             return named
         if self._tensor_parallel(held)[1] == 1:
             return REPLICATED
-        return rule_of(held.name, held.local, self.stated.get(held.name), self.args)
+        return rule_of(held.name, self.shapes, self.stated.get(held.name), self.args)
 
     def _tensor_parallel(self, held: Held) -> tuple[int, int]:
         """Tensor-parallel rank and degree: experts may have a degree of their own."""

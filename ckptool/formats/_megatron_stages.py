@@ -226,6 +226,6 @@ def _cuts(
             continue
         if blocks not in (1, 2) or blocks * degree * part != size:
             raise Unnamed(f"{entry.name} is cut into {size} / {part} parts along dim {dim}")
-        cuts.append(Cut(dim, index, degree, blocks))
+        cuts.append(Cut(dim, index, degree, (1,) * blocks))
         local[dim] = part * blocks
     return cuts, tuple(local)

@@ -21,6 +21,7 @@ from ckptool.formats._torch_file import TorchFile
 
 MASTERS = "fp32_from_fp16_params"
 _HALVES = ("bfloat16", "float16")
+_MOST_BLOCKS = 100
 _EMBEDDINGS = (
     "embedding.word_embeddings.weight",
     "embedding.position_embeddings.weight",
@@ -158,6 +159,6 @@ def _stated(value: Any) -> TpRule | None:
     dim, stride = attributes.get("partition_dim"), attributes.get("partition_stride")
     if attributes.get("tensor_model_parallel") is not True:
         return None
-    if type(dim) is int and type(stride) is int and 0 <= dim < 8 and stride > 0:
-        return TpRule(dim, stride)
+    if type(dim) is int and type(stride) is int and 0 <= dim < 8 and 0 < stride < _MOST_BLOCKS:
+        return TpRule(dim, (1,) * stride)
     return None

@@ -114,6 +114,7 @@ def _read_model(folder: RankFolder, read: _Read) -> None:
         held = []
         for name, leaf in run.items():
             one = _held(_global(name, folder, virtual, read, experts), folder, leaf, experts)
+            read.model.shapes.setdefault(one.name, one.local)
             tensor = leaf.tensor
             stored = Stored(tensor.shape, tensor.dtype, leaf.place)
             read.add({("model", one.name): [(one, [stored])]})

@@ -99,8 +99,7 @@ class Merger:
     ) -> Iterator[TensorEntry]:
         rule = named_rule(self.rules, name)
         if rule is not None:
-            blocks = (1,) * rule.blocks
-            yield joined(name, (name,), parts, rule.dim, world=self.world, blocks=blocks)
+            yield joined(name, (name,), parts, rule.dim, world=self.world, blocks=rule.blocks)
             return
         fused, halved = QKV.fullmatch(name), GATE_UP.fullmatch(name)
         experts = EXPERTS.fullmatch(name)

@@ -147,7 +147,7 @@ class _Merger:
         world, path = len(self._ranks), next(iter(held.values())).path
         rule = named_rule(self._rules, name)
         if rule is not None:
-            cut = Cut(rule.dim, (1,) * rule.blocks)
+            cut = Cut(rule.dim, rule.blocks)
         else:
             cut = cut_of(name, next(iter(parts.values())).shape, self._sizes, world)
         if cut.dim is None:

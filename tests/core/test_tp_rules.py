@@ -26,9 +26,9 @@ from ckptool.errors import UsageError
         ("w=Replicate()", TpRule()),
         ("w=column", TpRule(0)),
         ("w=row", TpRule(1)),
-        ("w=gated", TpRule(0, 2)),
+        ("w=gated", TpRule(0, (1, 1))),
         ("w=Shard(2)", TpRule(2)),
-        ("w=Shard(1, 4)", TpRule(1, 4)),
+        ("w=Shard(1, 4)", TpRule(1, (1, 1, 1, 1))),
         ("a=b*=row", TpRule(1)),
     ],
 )
@@ -63,14 +63,15 @@ def test_a_rule_that_matches_nothing_is_a_mistake() -> None:
 def test_ranks_parts_make_the_whole(units: list[int], data: st.DataObject) -> None:
     """Cutting as Megatron does, block by block, and placing by the boxes gives the tensor back."""
     dim = data.draw(st.integers(0, len(units) - 1))
-    degree, blocks = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
-    shape = list(units)
-    shape[dim] *= degree * blocks
+    degree = data.draw(st.integers(1, 4))
+    blocks = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5)))
+    shape, unit = list(units), units[dim] * degree
+    shape[dim] = unit * sum(blocks)
     whole = np.arange(np.prod(shape)).reshape(shape)
     found = np.full(shape, -1)
     for index in range(degree):
-        halves = np.split(whole, blocks, dim)
-        local = np.concatenate([np.split(half, degree, dim)[index] for half in halves], dim)
+        each = np.split(whole, np.cumsum(blocks)[:-1] * unit, dim)
+        local = np.concatenate([np.split(block, degree, dim)[index] for block in each], dim)
         where = fit(local.shape, [Cut(dim, index, degree, blocks)])
         assert where.whole == tuple(shape)
         for here, there in where.pieces:
@@ -83,5 +84,5 @@ def spans(box: Box) -> tuple[slice, ...]:
 
 
 def test_blocks_that_a_dim_does_not_have() -> None:
-    with pytest.raises(ValueError, match="no 2 equal blocks"):
-        fit((3, 4), [Cut(0, 0, 2, 2)])
+    with pytest.raises(ValueError, match="no blocks of 1 : 1 along dim 0"):
+        fit((3, 4), [Cut(0, 0, 2, (1, 1))])

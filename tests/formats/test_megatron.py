@@ -18,7 +18,7 @@ from ckptool.commands.selection import Selection
 from ckptool.commands.verify.against import AgainstOptions, against
 from ckptool.commands.verify.verify import VerifyOptions, verify
 from ckptool.core.catalog import Extent
-from ckptool.core.tp_rules import parse_tp_rule, parse_tp_rules
+from ckptool.core.tp_rules import TpRule, parse_tp_rule, parse_tp_rules
 from ckptool.errors import Damaged, UsageError
 from ckptool.formats._megatron_args import Arguments, arguments
 from ckptool.formats._megatron_names import (
@@ -75,30 +75,84 @@ PLAIN = Arguments({"swiglu": False})
     ],
 )
 def test_how_megatron_partitions_a_parameter(name: str, rule: str) -> None:
-    assert str(rule_of(name, (8, 8), None, GATED)) == rule
+    assert str(rule_of(name, {name: (8, 8)}, None, GATED)) == rule
 
 
 def test_a_row_parallel_bias_is_replicated() -> None:
-    assert str(rule_of("layers.0.mlp.linear_fc2.bias", (8,), None, PLAIN)) == "Replicate()"
+    name = "layers.0.mlp.linear_fc2.bias"
+    assert str(rule_of(name, {name: (8,)}, None, PLAIN)) == "Replicate()"
 
 
 def test_a_linear_layer_that_is_not_gated() -> None:
-    assert str(rule_of("layers.0.mlp.linear_fc1.weight", (8, 8), None, PLAIN)) == "Shard(0)"
-    unsaid = rule_of("layers.0.mlp.linear_fc1.weight", (8, 8), None, Arguments({}))
-    assert "gate" in str(unsaid)
+    name = "layers.0.mlp.linear_fc1.weight"
+    assert str(rule_of(name, {name: (8, 8)}, None, PLAIN)) == "Shard(0)"
+    assert "gate" in str(rule_of(name, {name: (8, 8)}, None, Arguments({})))
+
+
+@pytest.mark.parametrize(
+    ("name", "down", "taken", "rule"),
+    [
+        ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight", (6, 8), "Shard(0)"),
+        ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight", (6, 4), "Shard(0, 2)"),
+        ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight", (6, 5), "Shard(0, 2)"),
+        ("mlp.linear_fc1.bias", "mlp.linear_fc2.weight", (6, 8), "Shard(0)"),
+        ("experts.linear_fc1.bias3", "experts.linear_fc2.weight3", (6, 8), "Shard(0)"),
+        ("experts.weight1", "experts.weight2", (3, 8, 6), "Shard(2)"),
+        ("experts.weight1", "experts.weight2", (3, 4, 6), "Shard(2, 2)"),
+    ],
+)
+def test_what_the_next_layer_takes_tells_a_gate_better_than_the_arguments(
+    name: str, down: str, taken: tuple[int, ...], rule: str
+) -> None:
+    """The arguments are those of the language model: a vision model beside it may differ."""
+    shapes = {name: (3, 6, 8) if name == "experts.weight1" else (8, 6), down: taken}
+    assert str(rule_of(name, shapes, None, GATED)) == rule
+
+
+@pytest.mark.parametrize(
+    ("leaf", "blocks"),
+    [
+        ("mixer.in_proj.weight", (12, 12, 4, 4, 6)),
+        ("mixer.conv1d.weight", (12, 4, 4)),
+        ("mixer.conv1d.bias", (12, 4, 4)),
+        ("mixer.A_log", (1,)),
+        ("mixer.D", (1,)),
+        ("mixer.dt_bias", (1,)),
+        ("mixer.norm.weight", (1,)),
+        ("self_attention.in_proj.weight", (4, 4, 12, 12, 3, 3)),
+        ("self_attention.conv1d.weight", (4, 4, 12)),
+        ("self_attention.A_log", (1,)),
+    ],
+)
+def test_a_mixer_joins_several_tensors_in_one(leaf: str, blocks: tuple[int, ...]) -> None:
+    """Mamba: z, x, B, C, dt; gated delta net: query, key, value, z, beta, alpha."""
+    mixer = {"in_proj.weight": (38, 8), "conv1d.weight": (20, 1, 4), "conv1d.bias": (20,)}
+    mixer |= {"out_proj.weight": (8, 12), "A_log": (6,), "D": (6,), "dt_bias": (6,)}
+    delta = mixer | {"in_proj.weight": (38, 8), "A_log": (3,)}
+    shapes = {f"mixer.{n}": s for n, s in (mixer | {"norm.weight": (12,)}).items()}
+    shapes |= {f"self_attention.{n}": s for n, s in delta.items()}
+    assert rule_of(leaf, shapes, None, PLAIN) == TpRule(0, blocks)
+
+
+def test_a_mixer_whose_sizes_contradict_is_not_joined() -> None:
+    shapes = {"mixer.in_proj.weight": (37, 8), "mixer.conv1d.weight": (20, 1, 4)}
+    assert "do not tell" in str(rule_of("mixer.in_proj.weight", shapes, None, PLAIN))
+    shapes |= {"mixer.out_proj.weight": (8, 12), "mixer.A_log": (6,)}
+    assert "tell of 38" in str(rule_of("mixer.in_proj.weight", shapes, None, PLAIN))
 
 
 @pytest.mark.parametrize(("rows", "rule"), [(24, "Replicate()"), (12, "Shard(0)"), (7, "it has 7")])
 def test_a_down_projection_is_known_by_its_rows(rows: int, rule: str) -> None:
     latent = {"kv_lora_rank": 16, "qk_pos_emb_head_dim": 8, "tensor_model_parallel_size": 2}
     name = "decoder.layers.0.self_attention.linear_kv_down_proj.weight"
-    assert str(rule_of(name, (rows, 4), None, Arguments(latent))).startswith(rule)
+    assert str(rule_of(name, {name: (rows, 4)}, None, Arguments(latent))).startswith(rule)
 
 
 def test_what_a_master_says_of_itself_counts_where_names_say_nothing() -> None:
     stated = parse_tp_rule("x=row")[1]
-    assert rule_of("my.own.weight", (4, 4), stated, PLAIN) == stated
-    assert "no parameter of Megatron" in str(rule_of("my.own.weight", (4, 4), None, PLAIN))
+    shapes = {"my.own.weight": (4, 4)}
+    assert rule_of("my.own.weight", shapes, stated, PLAIN) == stated
+    assert "no parameter of Megatron" in str(rule_of("my.own.weight", shapes, None, PLAIN))
 
 
 def test_grouped_experts_are_read_by_expert() -> None:
