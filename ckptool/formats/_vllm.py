@@ -30,11 +30,13 @@ PADDING = 64
 _PLAIN = ("float32", "bfloat16", "float16")
 
 QKV = re.compile(r"(?P<head>(.*\.)?)qkv_proj\.(?P<leaf>weight|bias)")
+_OUT = re.compile(r"(.*\.)?out_proj\.weight")
+_OUTPUT = re.compile(r"(?P<head>(.*\.)?)(o|out)_proj\.weight")
 GATE_UP = re.compile(r"(?P<head>(.*\.)?)gate_up_proj\.(?P<leaf>weight|bias)")
 _ROWS = re.compile(r"(.*\.)?(q|k|v|gate|up|q_b|kv_b)_proj\.(weight|bias)")
 _COLUMNS = re.compile(r"(.*\.)?(o|down)_proj\.weight")
 _COPIED = re.compile(
-    r"(.*\.)?(\w*norm\w*\.(weight|bias)|(o|down)_proj\.bias|rotary_emb\.inv_freq"
+    r"(.*\.)?(\w*norm\w*\.(weight|bias)|(o|out|down)_proj\.bias|rotary_emb\.inv_freq"
     r"|(gate|shared_expert_gate|q_a_proj|kv_a_proj_with_mqa|fused_qkv_a_proj)\.weight"
     r"|gate\.e_score_correction_bias)"
 )
@@ -84,7 +86,7 @@ class Merger:
     def merge(self, by_name: Mapping[str, Locals]) -> None:
         """All tensors, each with the local ones of all ranks that have it."""
         require_matched(self.rules, list(by_name))
-        queries = {n.rpartition("o_proj.")[0]: p for n, p in by_name.items() if "o_proj.w" in n}
+        queries = {m["head"]: p for n, p in by_name.items() if (m := _OUTPUT.fullmatch(n))}
         for name, parts in by_name.items():
             try:
                 for entry in self._joined(name, parts, queries):
@@ -113,6 +115,9 @@ class Merger:
         elif experts:
             self.notes += [NOTE] if NOTE not in self.notes else []
             yield from expert_entries(name, experts, parts, self.config.experts, self.world)
+        elif self.world > 1 and _OUT.fullmatch(name):
+            _require_part(name, parts, self.world)
+            yield self._entry(name, parts, 1)
         elif VOCABULARY.fullmatch(name):
             yield self._entry(name, self._without_padding(name, parts), 0)
         else:
@@ -131,7 +136,7 @@ class Merger:
         if keys < 1 or queries + 2 * keys != rows:
             message = f"{name}: {rows} rows are not {queries} of queries, and keys and values"
             raise Damaged(Problem(message, "config-mismatch", tensor=name))
-        holders = self._holders(name, keys)
+        holders = self._holders(name, queries, keys)
         for member, start, stop, held_by in (
             ("q_proj", 0, queries, 1),
             ("k_proj", queries, queries + keys, holders),
@@ -141,23 +146,28 @@ class Merger:
             yield self._entry(_member(found, member), piece, 0, held_by)
 
     def _query_rows(self, name: str, outputs: Locals | None) -> int:
-        """Rows of queries a rank: what the config says, else what the output projection takes."""
+        """Rows of queries a rank: what the output projection takes, else what the config says."""
         known = self.config
-        if known.heads and known.head_size:
-            if known.heads % self.world:
-                raise Damaged(
-                    f"{CONFIG} says {known.heads} heads, which {self.world} ranks cannot share"
-                )
-            return known.heads // self.world * known.head_size
         shapes = [part.shape for part in (outputs or {}).values()]
-        if not shapes or len(shapes[0]) != 2:
+        if shapes and len(shapes[0]) == 2:
+            stated = (known.heads or 0) * (known.head_size or 0)
+            if stated and shapes[0][1] * self.world != stated:
+                _require_part(name, outputs or {}, self.world)
+            return shapes[0][1]
+        if not known.heads or not known.head_size:
             raise CannotDo(f"{name}: without {CONFIG} nothing says which of its rows are queries")
-        return shapes[0][1]
+        if known.heads % self.world:
+            raise Damaged(
+                f"{CONFIG} says {known.heads} heads, which {self.world} ranks cannot share"
+            )
+        return known.heads // self.world * known.head_size
 
-    def _holders(self, name: str, keys: int) -> int:
-        """How many ranks hold the same key-value head."""
+    def _holders(self, name: str, queries: int, keys: int) -> int:
+        """How many ranks hold the same key-value head; the config is the language model's."""
         heads, size = self.config.key_value_heads, self.config.head_size
         if not heads or not size:
+            return 1
+        if queries == keys and queries * self.world != (self.config.heads or 0) * size:
             return 1
         holders = max(1, self.world // heads)
         if keys * self.world != heads * size * holders:
@@ -198,6 +208,16 @@ def _require_plain(name: str, parts: Locals) -> None:
                 f"{name}: {part.dtype}; vLLM repacks quantised weights before it saves them, and"
                 " the files do not say how"
             )
+
+
+def _require_part(name: str, outputs: Locals, world: int) -> None:
+    """CannotDo where an output projection may be whole: vision models are, at times."""
+    shape = next(iter(outputs.values())).shape
+    if world > 1 and (len(shape) != 2 or shape[1] * world != shape[0]):
+        raise CannotDo(
+            f"{name}: an output projection of {list(shape)} on each of {world} ranks may be cut or"
+            f" whole; --tp-rule '{name}=RULE' says it (replicate, row, Shard(0, 3))"
+        )
 
 
 def _cut_dim(name: str) -> int | None:

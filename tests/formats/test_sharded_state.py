@@ -403,6 +403,33 @@ def test_what_contradicts_itself_is_refused(kind: str, words: str, out: Path) ->
         open_checkpoint(saved(ranks, out / "vllm", config))
 
 
+def vision_model(rows: int, folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Two ranks' attention of a vision model, and what it is cut from."""
+    name = "vision_tower.layers.0.self_attn."
+    vision = {f"{name}{part}_proj.weight": torch.randn(rows, WIDTH) for part in "qkv"}
+    output = torch.randn(WIDTH, rows)
+    local = [
+        {
+            f"{name}qkv_proj.weight": torch.cat([t.chunk(2)[rank] for t in vision.values()]),
+            f"{name}out_proj.weight": output.chunk(2, 1)[rank].contiguous(),
+        }
+        for rank in range(2)
+    ]
+    return saved(local, folder, config_of()), vision | {f"{name}out_proj.weight": output}
+
+
+def test_a_vision_model_has_heads_of_its_own(out: Path) -> None:
+    """What its output projection takes tells them, not the language model's config."""
+    folder, wanted = vision_model(WIDTH, out / "vllm")
+    assert values_of(folder, out / "hf") == {n: bits(t) for n, t in wanted.items()}
+
+
+def test_a_vision_model_that_each_rank_may_hold_whole_is_not_joined(out: Path) -> None:
+    folder, _ = vision_model(2 * WIDTH, out / "vllm")
+    found = open_checkpoint(folder).catalog.conflicts
+    assert ["cut or whole" in why for why in found.values()] == [True, True]
+
+
 @pytest.mark.parametrize("lost", ["model-rank-0-part-0", "model-rank-1-part-0"])
 def test_a_lost_file_is_missed(lost: str, out: Path) -> None:
     folder = saved(as_vllm_holds(hf_model(4), 4, 4), out / "vllm", config_of(4))
