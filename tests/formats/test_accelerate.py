@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,6 +35,17 @@ def test_the_folder_names_of_old_versions(copy_of: Callable[[str], Path]) -> Non
     found = open_checkpoint(folder).catalog
     assert found.format == "accelerate"
     assert case("accelerate_folders").truth.keys() <= found.tensors.keys()
+
+
+def test_a_model_exported_into_deepspeeds_folder_does_not_hide_it(
+    copy_of: Callable[[str], Path],
+) -> None:
+    folder, other = copy_of("deepspeed_zero_2"), case("accelerate_whole").path
+    for name in ("model.safetensors", "random_states_0.pkl", "random_states_1.pkl"):
+        shutil.copy(other / name, folder)
+    found = open_checkpoint(folder).catalog
+    assert found.format == "deepspeed"
+    assert any("not read, beside it: model.safetensors" in note for note in found.notes)
 
 
 def tensor_of(value: Bits) -> torch.Tensor:
