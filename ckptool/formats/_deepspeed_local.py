@@ -54,11 +54,11 @@ class Holding:
         box = Box.whole(vector.shape)
         self.add(name, vector.dtype, vector.shape, [Chunk(box, vector.at, rank)])
 
-    def add_leaf(self, path: Path, value: Any, rank: int) -> None:
+    def add_leaf(self, path: Path, value: Any, rank: int, *, rank_state: bool = False) -> None:
         """Add a value, or a ``Vector``, that other ranks may hold as well."""
         if isinstance(value, Vector):
             value = PlainLeaf(value.at, value.tensor)
-        self.leaves.setdefault(rank, {})[flat_name(path)] = Leaf(path, value)
+        self.leaves.setdefault(rank, {})[flat_name(path)] = Leaf(path, value, rank_state)
 
     def add_leaves(self, leaves: Mapping[str, Leaf], rank: int) -> None:
         """Add values that are leaves already."""

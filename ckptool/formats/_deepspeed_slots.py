@@ -97,4 +97,5 @@ def add_other(
     """Keep what is neither flat nor a scalar for each rank, under the optimizer's own names."""
     for partition, slot in zip(ranks, held, strict=True):
         for kind, value in slot.other.items():
-            found.add_leaf(("optimizer", "state", number, kind), value, partition.rank)
+            path = ("optimizer", "state", number, kind)
+            found.add_leaf(path, value, partition.rank, rank_state=True)

@@ -1,4 +1,4 @@
-"""States that ZeRO 1 and 2 keep by whole parameters, as those of Muon are."""
+"""States that ZeRO 1 and 2 do not keep by partition: by whole parameters, as Muon, or by rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PARTITION = 14
 MOMENTUM = {name: torch.rand(shape).bfloat16() for name, shape in SHAPES.items()}
 
 
-def saved(folder: Path, kept: list[torch.Tensor]) -> Path:
+def saved(folder: Path, kept: list[torch.Tensor], kind: str = "momentum_buffer") -> Path:
     """A checkpoint of two ranks, in whose partitions of 14 elements are a, and a, b and c."""
     flat = torch.cat([torch.full(s, float(at)).flatten() for at, s in enumerate(SHAPES.values())])
     folder.mkdir()
@@ -24,7 +24,7 @@ def saved(folder: Path, kept: list[torch.Tensor]) -> Path:
             "group_paddings": [(0, 2)[rank]],
             "single_partition_of_fp32_groups": [flat[rank * PARTITION :][:PARTITION].clone()],
             "base_optimizer_state": {
-                "state": {0: {"momentum_buffer": momentum}},
+                "state": {0: {kind: momentum}},
                 "param_groups": [{"params": [0], "use_muon": True}],
             },
         }
@@ -56,3 +56,12 @@ def test_the_momentum_of_muon(kept: list[torch.Tensor], tmp_path: Path) -> None:
     for name, momentum in MOMENTUM.items():
         wanted = momentum.view(torch.uint8).numpy().tobytes()
         assert found[f"momentum_buffer.{name}"][2] == wanted
+
+
+def test_what_belongs_to_a_rank_is_kept_for_each(tmp_path: Path) -> None:
+    """As the errors of compressed communication, or the scales of an optimizer in 8 bits."""
+    errors = [torch.rand(3), torch.rand(3)]
+    convert_to("safetensors", saved(tmp_path / "step", errors, "worker_error"), tmp_path / "out")
+    found = read_back("safetensors", tmp_path / "out")
+    for rank, error in enumerate(errors):
+        assert found[f"optimizer.state.0.worker_error@rank{rank}"][2] == error.numpy().tobytes()
