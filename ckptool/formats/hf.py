@@ -43,7 +43,8 @@ _INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]+)-of-(?P<count>[0-9]+)\.safetensors")
 _DCP_SHARD = re.compile(r"shard-\d+-model-")
 _EXTRA = f"model{EXTRA}"
-_CONFIGS = ("config.json", "adapter_config.json")
+_ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_CONFIGS = ("config.json", _ADAPTER_CONFIG)
 
 
 def _weights(source: Source) -> list[str]:
@@ -184,7 +185,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     fitting, others = split_by_support(catalog)
     objects, notes = extras(catalog, others, _EXTRA)
     groups = by_size(fitting, request.max_shard_size)
-    names = _shard_names(len(groups))
+    names = [_ADAPTER] if _is_adapter(catalog, len(groups)) else _shard_names(len(groups))
     files = companion_files(catalog)
     if others or objects:
         files.append(extra_file(_EXTRA, others, objects))
@@ -194,6 +195,12 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     if len(groups) > 1:
         files.append(_index_file(names, groups))
     return Layout(tuple(files), folder=True, notes=(*notes, *tied_notes(catalog)))
+
+
+def _is_adapter(catalog: Catalog, files: int) -> bool:
+    """Whether what is written is PEFT's adapter, which it looks for in one file of that name."""
+    beside = [name for name in _CONFIGS if name in catalog.companions]
+    return files == 1 and beside == [_ADAPTER_CONFIG]
 
 
 def _shard_names(count: int) -> list[str]:

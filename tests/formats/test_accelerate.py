@@ -105,7 +105,7 @@ def test_a_trainers_folder_is_its_model(copy_of: Callable[[str], Path], out: Pat
     assert (out / "m/config.json").exists()
 
 
-def test_an_adapters_config_goes_along(copy_of: Callable[[str], Path], out: Path) -> None:
+def test_an_adapter_stays_one(copy_of: Callable[[str], Path], out: Path) -> None:
     folder = copy_of("accelerate_whole")
     for file in folder.iterdir():
         if file.name == "model.safetensors":
@@ -116,3 +116,5 @@ def test_an_adapters_config_goes_along(copy_of: Callable[[str], Path], out: Path
     assert open_checkpoint(folder).catalog.format == "hf"
     convert_to("dcp", folder, out / "m")
     assert (out / "m/adapter_config.json").exists()
+    convert_to("safetensors", folder, out / "again")
+    assert (out / "again/adapter_model.safetensors").exists()
