@@ -11,8 +11,9 @@ from ckptool.core.catalog import Chunk, RankStep, TensorEntry, merge_copies
 from ckptool.core.tp_rules import TpRule, named_rule, require_matched
 from ckptool.errors import Damaged, Problem
 from ckptool.formats._assemble import Assembled, shifted
+from ckptool.formats._deepspeed_fit import Fit, Unknown, ruled
 from ckptool.formats._deepspeed_local import Holding, Local, Name
-from ckptool.formats._deepspeed_rules import Fit, Unknown, fit_of, ruled
+from ckptool.formats._deepspeed_rules import fit_of
 from ckptool.formats.base import ScanOptions
 
 _TIED = "tied_modules."

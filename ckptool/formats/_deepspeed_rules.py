@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
-from ckptool.core.box import Box, row_major_strides
-from ckptool.core.tp_rules import TpRule
+from ckptool.core.tp_rules import how_to_say
 from ckptool.errors import CannotDo
+from ckptool.formats._deepspeed_fit import Fit, Unknown, affine_fit, joined, replicated
 from ckptool.formats._pickle import Call, Global
 from ckptool.formats._storage import natural, sizes
 
@@ -27,51 +25,19 @@ _SUB_PARAM_SHAPE = Global("deepspeed.checkpoint.universal_checkpoint", "Subparam
 _REPEATED_GROUP = re.compile(r"\)\s*[*+?{]")
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """How shards make a tensor of ``shape``.
-
-    ``pieces`` are boxes of each rank's shard with their boxes in the whole. ``replicated`` says
-    that each shard is the whole tensor.
-    """
-
-    shape: _Shape
-    pieces: tuple[tuple[tuple[Box, Box], ...], ...]
-    replicated: bool = False
-
-
-def ruled(shapes: Sequence[_Shape], rule: TpRule) -> Fit:
-    """How shards fit together by a rule that was given."""
-    dim = rule.dim
-    if dim is None:
-        return replicated(shapes)
-    total = sum(rule.blocks)
-    if any(len(shape) <= dim or shape[dim] % total for shape in shapes):
-        raise Unknown(f"--tp-rule {rule} does not fit shards of {list(map(list, shapes))}")
-    widths = [[shape[dim] // total * share for shape in shapes] for share in rule.blocks]
-    return joined(shapes, dim, widths)
-
-
-class Unknown(Exception):
-    """Nothing says how the shards of a parameter fit together; the text says why."""
-
-
 def fit_of(name: str, shapes: Sequence[_Shape], info: Mapping[str, Any]) -> Fit:
     """How the shards of ``shapes``, by tensor-parallel rank, make a parameter.
 
     Raises Unknown where the file does not tell, or tells what no copy of bytes can do.
     """
     if not info:
-        raise Unknown(
-            "no universal_checkpoint_info says how they were cut;"
-            f" --tp-rule '{name}=RULE' says it (replicate, column, row, gated, Shard(dim))"
-        )
+        raise Unknown(f"no universal_checkpoint_info says how they were cut; {how_to_say(name)}")
     for pattern, reason in _mapping(info, "autotp_unsupported_parameter_patterns").items():
         if _matches(str(pattern), name):
             raise Unknown(str(reason))
     affine = _matching_map(name, info)
     if affine is not None:
-        return _affine_fit(affine, shapes)
+        return affine_fit(affine, shapes)
     if _listed(name, info, "tp_replicated_parameter_patterns"):
         return replicated(shapes)
     if _listed(name, info, "parameter_to_average_patterns"):
@@ -85,38 +51,6 @@ def fit_of(name: str, shapes: Sequence[_Shape], info: Mapping[str, Any]) -> Fit:
     if any(len(shape) <= dim for shape in shapes):
         raise Unknown(f"it has no dim {dim} to be cut along")
     return joined(shapes, dim, [[shape[dim] for shape in shapes]])
-
-
-def replicated(shapes: Sequence[_Shape]) -> Fit:
-    """Each rank holds the whole tensor."""
-    if len(set(shapes)) != 1:
-        raise Unknown(f"it is replicated, but the ranks hold {sorted(set(map(list, shapes)))}")
-    whole = Box.whole(shapes[0])
-    return Fit(shapes[0], (((whole, whole),),) * len(shapes), replicated=True)
-
-
-def joined(shapes: Sequence[_Shape], dim: int, widths: Sequence[Sequence[int]]) -> Fit:
-    """Parts one after the other along ``dim``, each of which joins a piece of every rank.
-
-    ``widths`` are the sizes along ``dim`` by part and rank.
-    """
-    rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
-    held = [sum(part[rank] for part in widths) for rank in range(len(shapes))]
-    if len(rest) != 1 or held != [shape[dim] for shape in shapes]:
-        raise Unknown(f"shards of {[list(shape) for shape in shapes]} do not join along dim {dim}")
-    starts = [0, *accumulate(map(sum, widths))]
-    whole = (*shapes[0][:dim], starts[-1], *shapes[0][dim + 1 :])
-    pieces = []
-    for rank, shape in enumerate(shapes):
-        local = 0
-        found = []
-        for part, start in zip(widths, starts, strict=False):
-            size = (*shape[:dim], part[rank], *shape[dim + 1 :])
-            there = Box.along(dim, start + sum(part[:rank]), size)
-            found.append((Box.along(dim, local, size), there))
-            local += part[rank]
-        pieces.append(tuple(found))
-    return Fit(whole, tuple(pieces))
 
 
 # Parameters made of several parts
@@ -160,9 +94,6 @@ def _even_widths(spec: Any, total: int, shapes: Sequence[_Shape]) -> list[list[i
     return [[part // ranks] * ranks for part in parts]
 
 
-# Affine maps
-
-
 def _matching_map(name: str, info: Mapping[str, Any]) -> Mapping[str, Any] | None:
     stored = info.get("affine_map")
     params = stored.get("params") if isinstance(stored, dict) else None
@@ -170,46 +101,6 @@ def _matching_map(name: str, info: Mapping[str, Any]) -> Mapping[str, Any] | Non
         if _matches(str(pattern), name) and isinstance(entry, dict):
             return entry
     return None
-
-
-def _affine_fit(entry: Mapping[str, Any], shapes: Sequence[_Shape]) -> Fit:
-    """A map of strided views (``checkpoint/affine.py``, version 1), where all of them are boxes."""
-    whole, ranks = sizes(entry.get("logical_shape")), entry.get("ranks")
-    if not isinstance(ranks, dict) or {int(rank) for rank in ranks} != set(range(len(shapes))):
-        raise Unknown("its affine map is not one of these ranks")
-    by_rank = {int(rank): value for rank, value in ranks.items()}
-    pieces = []
-    for rank, shape in enumerate(shapes):
-        if sizes(by_rank[rank].get("shard_shape")) != shape:
-            raise Unknown("its affine map tells other shapes than the files")
-        solid = [piece for piece in by_rank[rank]["pieces"] if 0 not in sizes(piece["shape"])]
-        pieces.append(tuple(_piece_boxes(piece, shape, whole) for piece in solid))
-    everything = ((Box.whole(whole), Box.whole(whole)),)
-    return Fit(whole, tuple(pieces), replicated=all(own == everything for own in pieces))
-
-
-def _piece_boxes(piece: Mapping[str, Any], shard: _Shape, whole: _Shape) -> tuple[Box, Box]:
-    if piece.get("scale", 1.0) != 1.0:
-        raise Unknown("the ranks hold it scaled")
-    size = sizes(piece.get("shape"))
-    return _strided_box(size, piece["dest"], shard), _strided_box(size, piece["source"], whole)
-
-
-def _strided_box(size: _Shape, view: Any, shape: _Shape) -> Box:
-    """The box of ``shape`` that a view of offset and strides is; Unknown where it is none."""
-    offset, strides = view
-    wanted = row_major_strides(shape, 1)
-    left, lo = natural(offset), []
-    for stride in wanted:
-        lo.append(left // stride if stride else 0)
-        left -= lo[-1] * stride
-    fits = len(size) == len(shape) and all(
-        n == 1 or s == w for n, s, w in zip(size, sizes(strides), wanted, strict=True)
-    )
-    box = Box.at(lo, size) if fits else Box.whole(())
-    if not fits or left or not Box.whole(shape).contains(box):
-        raise Unknown("its affine map has views that are no boxes")
-    return box
 
 
 # Patterns

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.core.placing import Rule
+from ckptool.core.tp_rules import how_to_say
 from ckptool.errors import CannotDo
 from ckptool.formats._frameworks import size_in
 
@@ -128,8 +129,7 @@ def cut_of(name: str, shape: tuple[int, ...], sizes: Sizes, ranks: int) -> Cut:
     if _COPIED.fullmatch(name):
         return Cut(None)
     raise CannotDo(
-        f"{name}: no rule says how Meta's code cuts it for model parallelism;"
-        f" --tp-rule '{name}=RULE' says it (replicate, column, row, gated, Shard(dim))"
+        f"{name}: no rule says how Meta's code cuts it for model parallelism; {how_to_say(name)}"
     )
 
 

@@ -8,9 +8,8 @@ the parts that its data-parallel partners hold (megatron-core 0.11 to 0.20).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, Path, TensorEntry, flat_name, merge_copies
@@ -23,11 +22,10 @@ from ckptool.formats._megatron_distrib import expected_buffers
 from ckptool.formats._megatron_names import global_expert, global_layer, is_buffer, is_expert
 from ckptool.formats._megatron_padding import is_bucket
 from ckptool.formats._megatron_params import Found, Held, put_together
+from ckptool.formats._megatron_sharded import Sharded, sharded_records
 from ckptool.formats._megatron_state import Unnamed
 from ckptool.formats._pickle import Call
-from ckptool.formats._storage import dtype_of, natural, place_of, plain_tensor, sizes
 from ckptool.formats._torch_file import TorchFile
-from ckptool.formats._tree import leaves
 from ckptool.formats.base import Source
 
 ROOT = "MCoreTensorAwareStateDict"
@@ -37,21 +35,6 @@ _LAYER = re.compile(r"((?:.*?\.)?layers\.)([0-9]+)")
 _LOCAL_EXPERT = re.compile(r"(local_experts\.)[0-9]+|(linear_fc[12]\.(?:weight|bias))[0-9]+$")
 _EMBEDDING = "embedding.word_embeddings.weight"
 _STACKED_EXPERTS = ".experts.experts."
-
-
-@dataclass(frozen=True, slots=True)
-class Sharded:
-    """One ``ShardedTensor`` record: a rank's part of the tensor ``key``; its data if it has any.
-
-    ``whole`` and ``box`` have ``prepended`` dims more than the rank's tensor.
-    """
-
-    key: str
-    dtype: DType
-    whole: tuple[int, ...]
-    box: Box
-    prepended: int
-    chunk: Chunk | None
 
 
 @dataclass(slots=True)
@@ -117,7 +100,7 @@ def _read_rank(
     runs: dict[str, list[Held]] = {}
     groups: set[Group] = set()
     others = ranks.others.setdefault(rank, {})
-    for path, parts in _sharded(fields.get("sharded_state_dict"), file, rank):
+    for path, parts in sharded_records(fields.get("sharded_state_dict"), file, rank):
         if isinstance(parts, Leaf):
             inner = replace(file, value=parts.value)
             others |= read_leaves(inner, source, prefix=parts.path, rank_state=True)
@@ -205,65 +188,3 @@ def _whole_name(name: str, part: Sharded) -> str:
 
 def _with_expert(name: str, number: int) -> str:
     return global_expert(_LOCAL_EXPERT.sub(r"\g<1>\g<2>0", name), number)
-
-
-def _sharded(value: Any, file: TorchFile, rank: int) -> Iterator[tuple[Path, list[Sharded] | Leaf]]:
-    """The ShardedTensors of each place in a sharded state dict; objects as leaves."""
-    for path, leaf in leaves(value, what=file.what, pickled=file.pickled):
-        items = leaf if isinstance(leaf, list) else [leaf]
-        records = [item for item in items if isinstance(item, Call)]
-        if records and all(item.name.endswith(".ShardedTensor") for item in records):
-            yield path, [_record(item, file, rank) for item in records]
-        elif records and records[0].name.endswith(".ShardedObject"):
-            yield path, _object(records[0])
-        else:
-            yield path, Leaf(path, leaf)
-
-
-def _record(record: Call, file: TorchFile, rank: int) -> Sharded:
-    fields = record.fields
-    try:
-        key, prepended = str(fields["key"]), natural(fields["prepend_axis_num"])
-        dtype, whole = dtype_of(fields["dtype"]), sizes(fields["global_shape"])
-        if prepended > len(whole):
-            raise ValueError("more leading dims than dims")
-        local = (*(1,) * prepended, *sizes(fields["local_shape"]))
-        box = Box.at(sizes(fields["global_offset"]), local)
-    except (KeyError, TypeError, ValueError) as error:
-        raise Damaged(
-            Problem(
-                f"{file.what}: not a ShardedTensor as Megatron-core writes it: {error}",
-                "tensor-record",
-            )
-        ) from None
-    if fields.get("flattened_range") is not None:
-        raise Damaged(
-            Problem(
-                f"{file.what}: {key} is a flattened range, which is not read from local files",
-                "sharding-unknown",
-            )
-        )
-    tensor = plain_tensor(fields.get("data"))
-    if tensor is None:
-        return Sharded(key, dtype, whole, box, prepended, None)
-    if (tensor.dtype, tensor.shape) != (dtype, local[prepended:]):
-        raise Damaged(
-            Problem(
-                f"{file.what}: {key} is {tensor.dtype} {list(tensor.shape)}, its record says"
-                f" {dtype} {list(local[prepended:])}",
-                "tensor-record",
-            )
-        )
-    return Sharded(key, dtype, whole, box, prepended, Chunk(box, place_of(tensor, file), rank))
-
-
-def _object(record: Call) -> Leaf:
-    fields = record.fields
-    shape, offset = (
-        sizes(fields.get("global_shape") or ()),
-        sizes(fields.get("global_offset") or ()),
-    )
-    whole = all(size == 1 for size in shape)
-    key = str(fields.get("key"))
-    name = key if whole else f"{key}.{'.'.join(map(str, offset))}"
-    return Leaf((name,), fields.get("data"))

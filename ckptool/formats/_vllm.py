@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.core.catalog import TensorEntry
-from ckptool.core.tp_rules import NamedRule, named_rule, require_matched
+from ckptool.core.tp_rules import NamedRule, how_to_say, named_rule, require_matched
 from ckptool.errors import CannotDo, Damaged, Problem
 from ckptool.formats._frameworks import CONFIG, size_in
 from ckptool.formats._tensor_parallel import Locals, halves, joined, rows_of
@@ -216,7 +216,7 @@ def _require_part(name: str, outputs: Locals, world: int) -> None:
     if world > 1 and (len(shape) != 2 or shape[1] * world != shape[0]):
         raise CannotDo(
             f"{name}: an output projection of {list(shape)} on each of {world} ranks may be cut or"
-            f" whole; --tp-rule '{name}=RULE' says it (replicate, row, Shard(0, 3))"
+            f" whole; {how_to_say(name)}"
         )
 
 
@@ -228,6 +228,5 @@ def _cut_dim(name: str) -> int | None:
     if _COPIED.fullmatch(name):
         return None
     raise CannotDo(
-        f"{name}: no rule says how vLLM cuts it for tensor parallelism;"
-        f" --tp-rule '{name}=RULE' says it (replicate, column, row, gated, Shard(dim))"
+        f"{name}: no rule says how vLLM cuts it for tensor parallelism; {how_to_say(name)}"
     )

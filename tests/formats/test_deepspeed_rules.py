@@ -10,7 +10,8 @@ import pytest
 from ckptool.core.box import Box
 from ckptool.core.tp_rules import parse_tp_rule
 from ckptool.errors import CannotDo
-from ckptool.formats._deepspeed_rules import Fit, Unknown, fit_of, ruled
+from ckptool.formats._deepspeed_fit import Fit, Unknown, ruled
+from ckptool.formats._deepspeed_rules import fit_of
 
 WHOLE = np.arange(12 * 8).reshape(12, 8)
 
