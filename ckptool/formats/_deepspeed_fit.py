@@ -46,7 +46,7 @@ def ruled(shapes: Sequence[_Shape], rule: TpRule) -> Fit:
 def replicated(shapes: Sequence[_Shape]) -> Fit:
     """Each rank holds the whole tensor."""
     if len(set(shapes)) != 1:
-        raise Unknown(f"it is replicated, but the ranks hold {sorted(set(map(list, shapes)))}")
+        raise Unknown(f"it is replicated, but the ranks hold {sorted(map(list, set(shapes)))}")
     whole = Box.whole(shapes[0])
     return Fit(shapes[0], (((whole, whole),),) * len(shapes), replicated=True)
 

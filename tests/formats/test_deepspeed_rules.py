@@ -143,6 +143,11 @@ def test_a_given_rule_joins_shards(rule: str, shards: list[np.ndarray]) -> None:
     assert np.array_equal(joined(fit, shards), WHOLE)
 
 
+def test_replicas_of_several_shapes_are_unknown() -> None:
+    with pytest.raises(Unknown, match=r"hold \[\[6, 4\], \[12, 4\]\]"):
+        fit_of("w", [(12, 4), (6, 4)], {"tp_replicated_parameter_patterns": ["w"]})
+
+
 @pytest.mark.parametrize("rule", ["Shard(2)", "Shard(0, 5)"])
 def test_a_rule_that_does_not_fit_is_refused(rule: str) -> None:
     with pytest.raises(Unknown, match="does not fit"):
