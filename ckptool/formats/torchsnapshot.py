@@ -11,53 +11,23 @@ short; they are refused as damaged.
 
 from __future__ import annotations
 
-import math
 import re
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
 
-from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import (
     Catalog,
-    Chunk,
-    Extent,
-    ObjectEntry,
-    Path,
-    Place,
-    TensorEntry,
-    flat_name,
-    merge_copies,
 )
-from ckptool.core.dtype import BY_NAME, DType
-from ckptool.core.mesh import Mesh, Placement, Replicate, Shard
-from ckptool.core.rewrite import with_prefix
 from ckptool.errors import Damaged, Problem
-from ckptool.formats._assemble import Leaf, assemble, read_leaves, same_value
-from ckptool.formats._dtensor import flat_ints
 from ckptool.formats._infer import with_inferred_mesh
-from ckptool.formats._quantised import INTEGERS, quantised_notes, quantised_parts
 from ckptool.formats._snapshot_manifest import (
-    CONTAINERS,
     METADATA,
-    SHARDED,
-    VALUES,
-    Fields,
     Manifest,
     read_manifest,
 )
-from ckptool.formats._storage import natural, place_of, plain_tensor, sizes
-from ckptool.formats._torch_file import TorchFile, read_torch_zip
-from ckptool.formats._zip import Region
-from ckptool.formats.base import Format, ScanOptions, Source, require
+from ckptool.formats._snapshot_places import Places
+from ckptool.formats._snapshot_read import Reader
+from ckptool.formats.base import Format, ScanOptions, Source
 from ckptool.formats.torch_save import unread_notes
-
-_RAW = "buffer_protocol"
-_ARCHIVE = "torch_save"
-_QUANTISED = {"torch.qint8": "int8", "torch.quint8": "uint8", "torch.qint32": "int32"}
-_NOTHING = Catalog("", {}, {}, {})
-
 
 _DATA = re.compile(r"(replicated|sharded|batched|[0-9]{1,9})/.+")
 _SURE = ("replicated/", "sharded/", "batched/")
@@ -79,7 +49,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         message = f"{source.root}: no {METADATA}, which a snapshot gets once all its data is there"
         raise Damaged(Problem(message, "save-unfinished", file=METADATA))
     manifest = read_manifest(source)
-    reader = _Reader(source, manifest)
+    reader = Reader(Places(source), manifest)
     for logical, held in manifest.leaves():
         try:
             reader.read(logical, held)
@@ -92,7 +62,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     return with_inferred_mesh(_catalog(source, manifest, reader))
 
 
-def _catalog(source: Source, manifest: Manifest, reader: _Reader) -> Catalog:
+def _catalog(source: Source, manifest: Manifest, reader: Reader) -> Catalog:
     meshes = [entry.mesh for entry in reader.tensors.values() if entry.mesh is not None]
     full = [mesh for mesh in meshes if mesh.size == manifest.world_size]
     mesh = max(full, key=lambda one: len(one.shape), default=None)
@@ -100,223 +70,13 @@ def _catalog(source: Source, manifest: Manifest, reader: _Reader) -> Catalog:
         "torchsnapshot",
         reader.tensors,
         reader.objects,
-        {name: source.files[name] for name in (METADATA, *sorted(reader.used))},
+        {name: source.files[name] for name in (METADATA, *sorted(reader.places.used))},
         world_size=manifest.world_size,
         mesh=mesh,
         mesh_source="declared" if mesh else None,
         info={"writer": "TorchSnapshot", "version": manifest.version},
         notes=tuple(dict.fromkeys([*reader.notes, *unread_notes(reader.objects)])),
     )
-
-
-@dataclass(slots=True)
-class _Reader:
-    """Turns the entries of a manifest into tensors and values."""
-
-    source: Source
-    manifest: Manifest
-    tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    objects: dict[str, ObjectEntry] = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)
-    notes: list[str] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-
-    def read(self, logical: str, held: dict[int, Fields]) -> None:
-        """One logical path, with the entry of each rank that has one."""
-        sharded = {rank: entry for rank, entry in held.items() if entry["type"] in SHARDED}
-        if sharded:
-            self._add(self._sharded(logical, sharded))
-        rest = {rank: entry for rank, entry in held.items() if rank not in sharded}
-        shared = next((rank for rank, entry in rest.items() if entry.get("replicated")), None)
-        if shared is not None:
-            rest = {shared: rest[shared]}
-        found = {rank: self._of_rank(logical, rank, entry) for rank, entry in rest.items()}
-        if shared is not None or self.manifest.world_size == 1 or _alike(list(found.values())):
-            found = dict(list(found.items())[:1])
-            self._add(*found.values())
-        else:
-            self._add(*(with_prefix(catalog, str(rank)) for rank, catalog in found.items()))
-
-    def _add(self, *catalogs: Catalog) -> None:
-        for catalog in catalogs:
-            self.tensors |= catalog.tensors
-            self.objects |= catalog.objects
-
-    def _of_rank(self, logical: str, rank: int, entry: Fields) -> Catalog:
-        """What one rank has at a path."""
-        path = self.manifest.path(logical, rank)
-        kind = entry["type"]
-        if kind in ("Tensor", "ChunkedTensor"):
-            return self._tensor(path, rank, entry)
-        if kind == "object":
-            return self._object(path, entry)
-        if kind in CONTAINERS:
-            return _value(path, [] if kind == "list" else {})
-        if kind not in VALUES:
-            raise Damaged(
-                Problem(f"an entry of the unknown type {kind!r:.40}", "metadata-unreadable")
-            )
-        return _value(path, VALUES[kind](entry["serialized_value"]))
-
-    def _tensor(self, path: Path, rank: int, entry: Fields) -> Catalog:
-        shape = sizes(entry["shape"])
-        whole = {"offsets": [0] * len(shape), "sizes": shape, "tensor": entry}
-        shards = entry.get("chunks", [whole])
-        chunks = self._chunks(rank, shards)
-        if not shape:
-            chunks = [replace(chunk, box=Box((), ())) for chunk in chunks]
-        return self._entry(path, shards, shape, chunks)
-
-    def _sharded(self, logical: str, held: dict[int, Fields]) -> Catalog:
-        """A ShardedTensor or DTensor: the shards of all ranks that have some."""
-        shards = [shard for entry in held.values() for shard in entry["shards"]]
-        if not shards:
-            raise Damaged(Problem("a sharded tensor without a shard", "chunk-gap"))
-        chunks = [c for rank, entry in held.items() for c in self._chunks(rank, entry["shards"])]
-        shape = tuple(max(ends) for ends in zip(*(c.box.hi for c in chunks), strict=True))
-        path = self.manifest.path(logical, min(held))
-        catalog = self._entry(path, shards, shape, chunks)
-        return _with_mesh(catalog, next(iter(held.values())))
-
-    def _entry(
-        self, path: Path, shards: list[Fields], shape: tuple[int, ...], chunks: list[Chunk]
-    ) -> Catalog:
-        """The tensor of some shards; none, and a note, where it is of a kind that is not read."""
-        said = shards[0]["tensor"]["dtype"] if shards else "no shards"
-        kind, parameters = _element_type(said), _NOTHING
-        if said in _QUANTISED and chunks:
-            parameters = self._parameters(path, shards)
-            kind = kind if parameters is not _NOTHING else None
-        if kind is None or not chunks:
-            message = f"not read: {flat_name(path)} ({said}) is no plain tensor"
-            self.notes.append(Problem(message, "tensor-unread", tensor=flat_name(path)))
-            return _NOTHING
-        full = (*path, INTEGERS) if said in _QUANTISED else path
-        name = flat_name(full)
-        self.notes += quantised_notes({name, *parameters.tensors, *parameters.objects})
-        entry = TensorEntry(name, full, kind, shape, merge_copies(chunks))
-        return replace(parameters, tensors={name: entry} | parameters.tensors)
-
-    def _parameters(self, path: Path, shards: list[Fields]) -> Catalog:
-        """The scales and zero points of a quantised tensor; nothing where its shards differ."""
-        opened = [self._opened(*self._span(shard["tensor"])) for shard in shards]
-        found = [quantised_parts(file.value) or {} for file in opened]
-        rest = [{n: part for n, part in one.items() if n != INTEGERS} for one in found]
-        if len(rest) > 1 and not all(_are_numbers(one) and one == rest[0] for one in rest):
-            return _NOTHING
-        leaves = read_leaves(replace(opened[0], value=rest[0]), self.source, prefix=path)
-        parameters = assemble({0: leaves})
-        return Catalog("", parameters.tensors, parameters.objects, {}) if leaves else _NOTHING
-
-    def _chunks(self, rank: int, shards: list[Fields]) -> list[Chunk]:
-        chunks = []
-        for shard in shards:
-            box = Box.at(sizes(shard["offsets"]), sizes(shard["sizes"]))
-            place = self._place(shard["tensor"], box.shape)
-            if place is not None:
-                chunks.append(Chunk(box, place, rank))
-        return chunks
-
-    def _place(self, entry: Fields, shape: tuple[int, ...]) -> Place | None:
-        """Where a tensor's bytes lie; None where they are those of no plain tensor."""
-        dtype = _element_type(entry["dtype"])
-        file, start, length = self._span(entry)
-        if dtype is None or entry["serializer"] not in (_RAW, _ARCHIVE):
-            return None
-        if entry["serializer"] == _ARCHIVE:
-            return self._archived(file, start, length, dtype, shape)
-        nbytes = math.prod(shape) * dtype.itemsize
-        if length != nbytes:
-            message = f"{dtype} {list(shape)} needs {nbytes:,} bytes, {file} has {length:,} for it"
-            raise Damaged(Problem(message, "file-truncated", file=file))
-        return Extent(file, start, row_major_strides(shape, dtype.itemsize))
-
-    def _span(self, entry: Fields) -> tuple[str, int, int]:
-        """The file, offset and length in bytes of what an entry refers to."""
-        file = str(entry["location"])
-        size = require(self.source, file, wanted_by=METADATA)
-        self.used.add(file)
-        start, stop = map(natural, entry.get("byte_range") or (0, size))
-        if not start <= stop <= size:
-            message = f"bytes {start:,} to {stop:,} of {file}, which has {size:,} bytes"
-            raise Damaged(Problem(message, "file-truncated", file=file))
-        return file, start, stop - start
-
-    def _archived(
-        self, file: str, start: int, length: int, dtype: DType, shape: tuple[int, ...]
-    ) -> Place:
-        opened = self._opened(file, start, length)
-        parts = quantised_parts(opened.value)
-        tensor = plain_tensor(parts[INTEGERS] if parts else opened.value)
-        if tensor is None or (tensor.dtype, tensor.shape) != (dtype, shape):
-            raise Damaged(
-                Problem(
-                    f"{file} holds no {dtype} {list(shape)}, as the manifest says", "item-mismatch"
-                )
-            )
-        return place_of(tensor, opened)
-
-    def _object(self, path: Path, entry: Fields) -> Catalog:
-        """A value that torch.save wrote; tensors in it become tensors of their own."""
-        leaves = read_leaves(self._opened(*self._span(entry)), self.source, prefix=path)
-        found = assemble({0: leaves or {flat_name(path): Leaf(path, {})}})
-        self.problems += found.problems
-        self.notes += found.notes
-        return Catalog("", found.tensors, found.objects, {})
-
-    def _opened(self, file: str, start: int, length: int) -> TorchFile:
-        return read_torch_zip(Region(self.source, file, start, length))
-
-
-def _element_type(said: str) -> DType | None:
-    """The element type that an entry names; of quantised tensors that of their integers."""
-    return BY_NAME.get(_QUANTISED.get(said, said.removeprefix("torch.")))
-
-
-def _are_numbers(parameters: Mapping[str, Any]) -> bool:
-    return all(type(value) in (int, float) for value in parameters.values())
-
-
-def _value(path: Path, value: Any) -> Catalog:
-    name = flat_name(path)
-    return Catalog("", {}, {name: ObjectEntry(name, path, value)}, {})
-
-
-def _alike(catalogs: list[Catalog]) -> bool:
-    """Whether all ranks hold the same values at a path, and no tensor."""
-    first, *others = catalogs or [Catalog("", {}, {}, {})]
-    return not any(catalog.tensors for catalog in catalogs) and all(
-        other.objects.keys() == first.objects.keys()
-        and all(same_value(one.value, other.objects[n].value) for n, one in first.objects.items())
-        for other in others
-    )
-
-
-def _with_mesh(catalog: Catalog, entry: Fields) -> Catalog:
-    """With the mesh and placements that the entry of a DTensor records."""
-    if entry["type"] != "DTensor":
-        return catalog
-    mesh = _mesh(entry["mesh"])
-    by_dim = [flat_ints([dim for dim in dims if dim != -1]) for dims in entry["dim_map"]]
-    placements: list[Placement] = []
-    for mesh_dim in range(len(mesh.shape)):
-        dims = [dim for dim, mesh_dims in enumerate(by_dim) if mesh_dim in mesh_dims]
-        placements.append(Shard(dims[0]) if dims else Replicate())
-    return catalog.with_tensors(
-        {
-            name: replace(tensor, mesh=mesh, placements=tuple(placements))
-            for name, tensor in catalog.tensors.items()
-        }
-    )
-
-
-def _mesh(nested: Any) -> Mesh:
-    shape = []
-    inner = nested
-    while isinstance(inner, list):
-        shape.append(len(inner))
-        inner = inner[0]
-    return Mesh(tuple(shape), None, flat_ints(nested))
 
 
 FORMAT = Format("torchsnapshot", "TorchSnapshot folder (.snapshot_metadata)", _probe, _scan)

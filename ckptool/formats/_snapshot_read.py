@@ -1,0 +1,186 @@
+"""From the entries of a TorchSnapshot manifest to tensors and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import (
+    Catalog,
+    Chunk,
+    ObjectEntry,
+    Path,
+    TensorEntry,
+    flat_name,
+    merge_copies,
+)
+from ckptool.core.mesh import Mesh, Placement, Replicate, Shard
+from ckptool.core.rewrite import with_prefix
+from ckptool.errors import Damaged, Problem
+from ckptool.formats._assemble import Leaf, assemble, read_leaves, same_value
+from ckptool.formats._dtensor import flat_ints
+from ckptool.formats._quantised import INTEGERS, quantised_notes, quantised_parts
+from ckptool.formats._snapshot_manifest import CONTAINERS, SHARDED, VALUES, Fields, Manifest
+from ckptool.formats._snapshot_places import QUANTISED, Places, element_type
+from ckptool.formats._storage import sizes
+
+_NOTHING = Catalog("", {}, {}, {})
+
+
+@dataclass(slots=True)
+class Reader:
+    """Turns the entries of a manifest into tensors and values."""
+
+    places: Places
+    manifest: Manifest
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    objects: dict[str, ObjectEntry] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def read(self, logical: str, held: dict[int, Fields]) -> None:
+        """One logical path, with the entry of each rank that has one."""
+        sharded = {rank: entry for rank, entry in held.items() if entry["type"] in SHARDED}
+        if sharded:
+            self._add(self._sharded(logical, sharded))
+        rest = {rank: entry for rank, entry in held.items() if rank not in sharded}
+        shared = next((rank for rank, entry in rest.items() if entry.get("replicated")), None)
+        if shared is not None:
+            rest = {shared: rest[shared]}
+        found = {rank: self._of_rank(logical, rank, entry) for rank, entry in rest.items()}
+        if shared is not None or self.manifest.world_size == 1 or _alike(list(found.values())):
+            found = dict(list(found.items())[:1])
+            self._add(*found.values())
+        else:
+            self._add(*(with_prefix(catalog, str(rank)) for rank, catalog in found.items()))
+
+    def _add(self, *catalogs: Catalog) -> None:
+        for catalog in catalogs:
+            self.tensors |= catalog.tensors
+            self.objects |= catalog.objects
+
+    def _of_rank(self, logical: str, rank: int, entry: Fields) -> Catalog:
+        """What one rank has at a path."""
+        path = self.manifest.path(logical, rank)
+        kind = entry["type"]
+        if kind in ("Tensor", "ChunkedTensor"):
+            return self._tensor(path, rank, entry)
+        if kind == "object":
+            return self._object(path, entry)
+        if kind in CONTAINERS:
+            return _value(path, [] if kind == "list" else {})
+        if kind not in VALUES:
+            raise Damaged(
+                Problem(f"an entry of the unknown type {kind!r:.40}", "metadata-unreadable")
+            )
+        return _value(path, VALUES[kind](entry["serialized_value"]))
+
+    def _tensor(self, path: Path, rank: int, entry: Fields) -> Catalog:
+        shape = sizes(entry["shape"])
+        whole = {"offsets": [0] * len(shape), "sizes": shape, "tensor": entry}
+        shards = entry.get("chunks", [whole])
+        chunks = self.places.chunks(rank, shards)
+        if not shape:
+            chunks = [replace(chunk, box=Box((), ())) for chunk in chunks]
+        return self._entry(path, shards, shape, chunks)
+
+    def _sharded(self, logical: str, held: dict[int, Fields]) -> Catalog:
+        """A ShardedTensor or DTensor: the shards of all ranks that have some."""
+        shards = [shard for entry in held.values() for shard in entry["shards"]]
+        if not shards:
+            raise Damaged(Problem("a sharded tensor without a shard", "chunk-gap"))
+        chunks = [
+            c for rank, entry in held.items() for c in self.places.chunks(rank, entry["shards"])
+        ]
+        shape = tuple(max(ends) for ends in zip(*(c.box.hi for c in chunks), strict=True))
+        path = self.manifest.path(logical, min(held))
+        catalog = self._entry(path, shards, shape, chunks)
+        return _with_mesh(catalog, next(iter(held.values())))
+
+    def _entry(
+        self, path: Path, shards: list[Fields], shape: tuple[int, ...], chunks: list[Chunk]
+    ) -> Catalog:
+        """The tensor of some shards; none, and a note, where it is of a kind that is not read."""
+        said = shards[0]["tensor"]["dtype"] if shards else "no shards"
+        kind, parameters = element_type(said), _NOTHING
+        if said in QUANTISED and chunks:
+            parameters = self._parameters(path, shards)
+            kind = kind if parameters is not _NOTHING else None
+        if kind is None or not chunks:
+            message = f"not read: {flat_name(path)} ({said}) is no plain tensor"
+            self.notes.append(Problem(message, "tensor-unread", tensor=flat_name(path)))
+            return _NOTHING
+        full = (*path, INTEGERS) if said in QUANTISED else path
+        name = flat_name(full)
+        self.notes += quantised_notes({name, *parameters.tensors, *parameters.objects})
+        entry = TensorEntry(name, full, kind, shape, merge_copies(chunks))
+        return replace(parameters, tensors={name: entry} | parameters.tensors)
+
+    def _parameters(self, path: Path, shards: list[Fields]) -> Catalog:
+        """The scales and zero points of a quantised tensor; nothing where its shards differ."""
+        opened = [self.places.opened(*self.places.span(shard["tensor"])) for shard in shards]
+        found = [quantised_parts(file.value) or {} for file in opened]
+        rest = [{n: part for n, part in one.items() if n != INTEGERS} for one in found]
+        if len(rest) > 1 and not all(_are_numbers(one) and one == rest[0] for one in rest):
+            return _NOTHING
+        leaves = read_leaves(replace(opened[0], value=rest[0]), self.places.source, prefix=path)
+        parameters = assemble({0: leaves})
+        return Catalog("", parameters.tensors, parameters.objects, {}) if leaves else _NOTHING
+
+    def _object(self, path: Path, entry: Fields) -> Catalog:
+        """A value that torch.save wrote; tensors in it become tensors of their own."""
+        leaves = read_leaves(
+            self.places.opened(*self.places.span(entry)), self.places.source, prefix=path
+        )
+        found = assemble({0: leaves or {flat_name(path): Leaf(path, {})}})
+        self.problems += found.problems
+        self.notes += found.notes
+        return Catalog("", found.tensors, found.objects, {})
+
+
+def _are_numbers(parameters: Mapping[str, Any]) -> bool:
+    return all(type(value) in (int, float) for value in parameters.values())
+
+
+def _value(path: Path, value: Any) -> Catalog:
+    name = flat_name(path)
+    return Catalog("", {}, {name: ObjectEntry(name, path, value)}, {})
+
+
+def _alike(catalogs: list[Catalog]) -> bool:
+    """Whether all ranks hold the same values at a path, and no tensor."""
+    first, *others = catalogs or [Catalog("", {}, {}, {})]
+    return not any(catalog.tensors for catalog in catalogs) and all(
+        other.objects.keys() == first.objects.keys()
+        and all(same_value(one.value, other.objects[n].value) for n, one in first.objects.items())
+        for other in others
+    )
+
+
+def _with_mesh(catalog: Catalog, entry: Fields) -> Catalog:
+    """With the mesh and placements that the entry of a DTensor records."""
+    if entry["type"] != "DTensor":
+        return catalog
+    mesh = _mesh(entry["mesh"])
+    by_dim = [flat_ints([dim for dim in dims if dim != -1]) for dims in entry["dim_map"]]
+    placements: list[Placement] = []
+    for mesh_dim in range(len(mesh.shape)):
+        dims = [dim for dim, mesh_dims in enumerate(by_dim) if mesh_dim in mesh_dims]
+        placements.append(Shard(dims[0]) if dims else Replicate())
+    return catalog.with_tensors(
+        {
+            name: replace(tensor, mesh=mesh, placements=tuple(placements))
+            for name, tensor in catalog.tensors.items()
+        }
+    )
+
+
+def _mesh(nested: Any) -> Mesh:
+    shape = []
+    inner = nested
+    while isinstance(inner, list):
+        shape.append(len(inner))
+        inner = inner[0]
+    return Mesh(tuple(shape), None, flat_ints(nested))
