@@ -14,8 +14,9 @@ from ckptool.formats._megatron_args import Arguments
 
 _COLUMN = re.compile(
     r"(.*\.)?(word_embeddings|word_embeddings_for_head|output_layer|linear_qkv|linear_q|linear_kv"
-    r"|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|eh_proj|query_key_value|query|key_value"
-    r"|language_model\.output_layer)\.(weight|bias)|lm_head\.bias|(.*\.)?core_attention\.softmax_offset"
+    r"|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|eh_proj|vision_model\.embedder"
+    r"|query_key_value|query|key_value|language_model\.output_layer)\.(weight|bias)"
+    r"|lm_head\.bias|(.*\.)?core_attention\.softmax_offset"
 )
 _GATED = re.compile(r"(.*\.)?(linear_fc1|dense_h_to_4h)\.(weight|bias)[0-9]*")
 _ROW = re.compile(
@@ -28,13 +29,14 @@ _REPLICATED = re.compile(
     r"|(.*\.)?(linear_qkv|linear_q_up_proj|linear_kv_up_proj|linear_fc1|linear_q_proj)"
     r"\.layer_norm_(weight|bias)"
     r"|(.*\.)?(position_embeddings|tokentype_embeddings|pooler\.dense|lm_head\.dense|binary_head)"
-    r"(\.(weight|bias))?"
+    r"(\.(weight|bias))?|(.*\.)?vision_model\.(class_token|mask_token|conv1\.(weight|bias))"
 )
 _DOWN = re.compile(r"(.*\.)?linear_(q|kv)_down_proj\.(weight|bias)")
 _GROUPED = re.compile(r"((?:.*\.)?experts\.weight)([12])")
 _MIXER = re.compile(
     r"(?P<head>(?:.*\.)?(?P<module>mixer|self_attention)\.)"
-    r"(?P<leaf>in_proj\.weight|conv1d\.(?:weight|bias)|out_proj\.weight|A_log|D|dt_bias|norm\.weight)"
+    r"(?P<leaf>in_proj\.weight|conv1d\.(?:weight|bias)|out_proj\.weight|norm\.weight"
+    r"|A_log|D|dt_bias)"
 )
 
 Shapes = Mapping[str, tuple[int, ...]]
