@@ -22,7 +22,7 @@ from ckptool.formats._megatron_distrib import expected_buffers
 from ckptool.formats._megatron_names import global_expert, global_layer, is_buffer, is_expert
 from ckptool.formats._megatron_padding import is_bucket
 from ckptool.formats._megatron_params import Found, Held, put_together
-from ckptool.formats._megatron_sharded import Sharded, sharded_records
+from ckptool.formats._megatron_sharded import Sharded, sharded_records, side_by_side
 from ckptool.formats._megatron_state import Unnamed
 from ckptool.formats._pickle import Call
 from ckptool.formats._torch_file import TorchFile
@@ -142,6 +142,7 @@ def _add(
 
 def _parameter(path: Path, parts: Sequence[Sharded], rank: int, ranks: _Ranks) -> Held:
     """A parameter of the rank's model; one of several parts is joined along its first dim."""
+    parts = side_by_side(parts)
     first = parts[0]
     name = _whole_name(flat_name(path[1:2]), first)
     pieces, local = _joined(parts)

@@ -5,8 +5,9 @@ Local checkpoints are pickles of them (megatron-core 0.11 to 0.20, ``dist_checkp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from ckptool.core.box import Box
@@ -33,6 +34,33 @@ class Sharded:
     box: Box
     prepended: int
     chunk: Chunk | None
+
+
+def side_by_side(parts: Sequence[Sharded]) -> Sequence[Sharded]:
+    """Parts of several tensors as parts of one, which holds one tensor after the other.
+
+    So z, x, B, C and dt are kept apart that are one ``in_proj`` of Mamba's in the rank's model.
+    Raises Damaged where their dims differ.
+    """
+    if len(parts) == 1:
+        return parts
+    first = parts[0]
+    if any(
+        len(part.whole) != len(first.whole) or len(part.whole) <= part.prepended for part in parts
+    ):
+        raise Damaged(Problem(f"{first.key}: parts that cannot be joined", "tensor-record"))
+    dim = first.prepended
+    sizes_ = {part.key: part.whole[dim] for part in parts}
+    starts = dict(zip(sizes_, accumulate(sizes_.values(), initial=0), strict=False))
+    whole = (*first.whole[:dim], sum(sizes_.values()), *first.whole[dim + 1 :])
+    return [
+        replace(part, whole=whole, box=_moved(part.box, dim, starts[part.key])) for part in parts
+    ]
+
+
+def _moved(box: Box, dim: int, by: int) -> Box:
+    lo = [start + by * (at == dim) for at, start in enumerate(box.lo)]
+    return Box.at(lo, box.shape)
 
 
 def sharded_records(

@@ -10,7 +10,10 @@ import pytest
 from conftest import case, convert_to, read_back
 
 from ckptool.commands.open import open_checkpoint
+from ckptool.core.box import Box
+from ckptool.core.dtype import BY_NAME
 from ckptool.errors import Damaged
+from ckptool.formats._megatron_sharded import Sharded, side_by_side
 
 Copy = Callable[[str], Path]
 FIRST, SECOND = "iter_0000100_0_local.pt", "iter_0000100_1_local.pt"
@@ -60,3 +63,22 @@ def test_a_session_lies_below_the_folder_that_is_named(copy_of: Copy) -> None:
     shutil.move(folder, folder.parent / "session")
     (folder / "..").resolve().mkdir(exist_ok=True)
     assert open_checkpoint(folder.parent).path == folder.parent / "session"
+
+
+def part(key: str, whole: tuple[int, ...], lo: tuple[int, ...], shape: tuple[int, ...]) -> Sharded:
+    return Sharded(key, BY_NAME["float32"], whole, Box.at(lo, shape), 1, None)
+
+
+def test_tensors_that_are_one_in_the_model_lie_side_by_side() -> None:
+    """The second rank's z and B of one of Mamba's layers; a gate and its up projection are one."""
+    parts = [part("z", (3, 8, 5), (2, 4, 0), (1, 4, 5)), part("B", (3, 2, 5), (2, 1, 0), (1, 1, 5))]
+    found = side_by_side(parts)
+    assert [one.whole for one in found] == [(3, 10, 5), (3, 10, 5)]
+    assert [one.box.lo for one in found] == [(2, 4, 0), (2, 9, 0)]
+    gated = [part("fc1", (3, 8, 5), (2, at, 0), (1, 2, 5)) for at in (2, 6)]
+    assert side_by_side(gated) == gated
+
+
+def test_tensors_of_other_dims_are_not_joined() -> None:
+    with pytest.raises(Damaged, match="cannot be joined"):
+        side_by_side([part("z", (3, 8, 5), (0, 0, 0), (1, 4, 5)), part("B", (3,), (0,), (1,))])
