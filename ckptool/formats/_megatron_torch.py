@@ -106,10 +106,12 @@ def _prepared(folders: list[RankFolder], args: Arguments, rules: tuple[NamedRule
 
 
 def _read_model(folder: RankFolder, read: _Read) -> None:
+    """Add a rank's model; of a parameter with two names, the optimizer knows the first alone."""
     experts = local_experts(name for run in folder.runs.values() for name in run)
     stacked = read.model.args.integer("num_experts")
     if experts is None and stacked is not None:
         experts = stacked // read.model.degrees[2]
+    places = set()
     for virtual, run in sorted(folder.runs.items()):
         held = []
         for name, leaf in run.items():
@@ -118,8 +120,9 @@ def _read_model(folder: RankFolder, read: _Read) -> None:
             tensor = leaf.tensor
             stored = Stored(tensor.shape, tensor.dtype, leaf.place)
             read.add({("model", one.name): [(one, [stored])]})
-            if not is_buffer(name):
+            if not is_buffer(name) and leaf.place not in places:
                 held.append(one)
+            places.add(leaf.place)
         read.held.setdefault(folder.number, []).append(held)
 
 

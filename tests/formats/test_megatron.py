@@ -337,6 +337,25 @@ def test_a_tp_rule_for_a_format_that_needs_none() -> None:
         open_checkpoint(case("megatron_torch").path, ReadOptions(tp_rules=rules))
 
 
+def test_a_parameter_with_two_names_has_one_state(copy_of: Copy) -> None:
+    """As T5's position embeddings, which the model holds as a module of its own as well."""
+    run = copy_of("megatron_torch")
+
+    def named_twice(state: Any) -> Any:
+        for model in (state[key] for key in state if key.startswith("model")):
+            name = next(n for n in model if "layernorm" in n)
+            model[f"again.{name}"] = model[name]
+        return state
+
+    for file in run.rglob("model_optim_rng.pt"):
+        rewritten(file, named_twice)
+    catalog = open_checkpoint(run).catalog
+    assert not catalog.conflicts
+    states = {name for name in catalog.tensors if not name.startswith("model.")}
+    assert states == {n for n in case("megatron_torch").truth if not n.startswith("model.")}
+    assert any(name.startswith("model.again.") for name in catalog.tensors)
+
+
 def test_state_by_number_that_no_name_fits_is_a_conflict_of_the_optimizer(
     copy_of: Copy, out: Path
 ) -> None:
