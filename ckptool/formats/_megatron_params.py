@@ -104,7 +104,7 @@ class Model:
         named = named_rule(self.rules, held.name)
         if named is not None:
             return named
-        if self._tensor_parallel(held)[1] == 1:
+        if self._tensor_parallel(held)[1] == 1 or not self.shapes[held.name]:
             return REPLICATED
         return rule_of(held.name, self.shapes, self.stated.get(held.name), self.args)
 

@@ -18,7 +18,8 @@ from ckptool.commands.selection import Selection
 from ckptool.commands.verify.against import AgainstOptions, against
 from ckptool.commands.verify.verify import VerifyOptions, verify
 from ckptool.core.catalog import Extent
-from ckptool.core.tp_rules import TpRule, parse_tp_rule, parse_tp_rules
+from ckptool.core.dtype import BY_NAME
+from ckptool.core.tp_rules import TpRule, fit, parse_tp_rule, parse_tp_rules
 from ckptool.errors import Damaged, UsageError
 from ckptool.formats._megatron_args import Arguments, arguments
 from ckptool.formats._megatron_names import (
@@ -28,6 +29,7 @@ from ckptool.formats._megatron_names import (
     layer_offsets,
     local_experts,
 )
+from ckptool.formats._megatron_params import Held, Model
 from ckptool.formats._megatron_rules import experts_view, rule_of
 
 torch = pytest.importorskip("torch")
@@ -157,6 +159,12 @@ def test_what_a_master_says_of_itself_counts_where_names_say_nothing() -> None:
     shapes = {"my.own.weight": (4, 4)}
     assert rule_of("my.own.weight", shapes, stated, PLAIN) == stated
     assert "no parameter of Megatron" in str(rule_of("my.own.weight", shapes, None, PLAIN))
+
+
+def test_a_scalar_on_one_rank_is_a_contradiction_and_no_failure() -> None:
+    model = Model(GATED, (2, 1, 1), (), shapes={"mlp.linear_fc1.weight": ()})
+    held = Held("mlp.linear_fc1.weight", (1, 0, 0), 1, (8, 4), BY_NAME["bfloat16"])
+    assert model.fit_of(held) == fit((8, 4), ())
 
 
 def test_grouped_experts_are_read_by_expert() -> None:
