@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ckptool.core.box import Box
-from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
+from ckptool.core.cut_order import Order, placements_of
+from ckptool.core.mesh import Mesh, Placements, Replicate, StridedShard
 from ckptool.core.runs import chunk_bounds
 
 _MOST_DIMS = 3
 _MOST_RANKS = 1 << 17
-
-Placements = tuple[Placement, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +94,6 @@ def _world(signatures: Iterable[_Signature], seen: int) -> int:
 _Shape = tuple[int, ...]
 _Span = tuple[int, int]
 _Signature = tuple[_Shape, tuple[tuple[Box, int | None], ...]]
-_Order = tuple[int, ...]
-"""The mesh dims that cut a tensor dim, in the order they cut; () where it is whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +158,7 @@ class _Search:
 
     def __init__(self, tensors: set[_Evidence]) -> None:
         self._cut = [tensor for tensor in tensors if any(tensor)]
-        self._orders_known: dict[tuple[_CutDim, _Shape], tuple[_Order, ...]] = {}
+        self._orders_known: dict[tuple[_CutDim, _Shape], tuple[Order, ...]] = {}
         dims = itertools.chain.from_iterable(self._cut)
         self._lists_empty = any(dim.leaves_empty for dim in dims if dim is not None)
 
@@ -186,18 +183,18 @@ class _Search:
         """All placements that fit, the simplest of those that put the same rows on each rank."""
         fits = list(self._fits(tensor, shape))
         if len(fits) == 1:
-            return (_as_placements(fits[0], shape),)
+            return (placements_of(fits[0], shape),)
         simplest: dict[object, Placements] = {}
         for orders in fits:
             held = tuple(
                 _rows_held(dim.length, shape, order) if dim is not None else None
                 for dim, order in zip(tensor, orders, strict=True)
             )
-            found = _as_placements(orders, shape)
+            found = placements_of(orders, shape)
             simplest[held] = min(simplest.get(held, found), found, key=_complexity)
         return tuple(sorted(simplest.values(), key=_complexity))
 
-    def _fits(self, tensor: _Evidence, shape: _Shape) -> Iterator[tuple[_Order, ...]]:
+    def _fits(self, tensor: _Evidence, shape: _Shape) -> Iterator[tuple[Order, ...]]:
         """One order per tensor dim, no mesh dim in two of them."""
         options = [((),) if dim is None else self._orders(dim, shape) for dim in tensor]
         for orders in itertools.product(*options):
@@ -205,7 +202,7 @@ class _Search:
             if len(used) == len(set(used)):
                 yield orders
 
-    def _orders(self, dim: _CutDim, shape: _Shape) -> tuple[_Order, ...]:
+    def _orders(self, dim: _CutDim, shape: _Shape) -> tuple[Order, ...]:
         """The orders of mesh dims that cut the dim into its spans and agree with its writers."""
         key = (dim, shape)
         if key not in self._orders_known:
@@ -213,7 +210,7 @@ class _Search:
             self._orders_known[key] = tuple(orders)
         return self._orders_known[key]
 
-    def _cuts(self, dim: _CutDim, shape: _Shape, order: _Order) -> bool:
+    def _cuts(self, dim: _CutDim, shape: _Shape, order: Order) -> bool:
         """Whether the order gives the spans, and each rank what it wrote.
 
         Where the writer lists empty chunks, there must be some just where it lists one.
@@ -255,7 +252,7 @@ def _divisors(number: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=_MOST_DIMS)
-def _all_orders(dims: int) -> tuple[_Order, ...]:
+def _all_orders(dims: int) -> tuple[Order, ...]:
     return tuple(
         order
         for count in range(1, dims + 1)
@@ -263,7 +260,7 @@ def _all_orders(dims: int) -> tuple[_Order, ...]:
     )
 
 
-def _agrees(dim: _CutDim, shape: _Shape, order: _Order) -> bool:
+def _agrees(dim: _CutDim, shape: _Shape, order: Order) -> bool:
     """Whether each rank holds what it wrote."""
     held = _rows_held(dim.length, shape, order)
     return all(held[rank] == span for rank, span in dim.writers) and all(
@@ -272,14 +269,14 @@ def _agrees(dim: _CutDim, shape: _Shape, order: _Order) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _rows_held(length: int, shape: _Shape, order: _Order) -> tuple[_Span, ...]:
+def _rows_held(length: int, shape: _Shape, order: Order) -> tuple[_Span, ...]:
     """The rows that each rank of a mesh of ``shape`` holds."""
     bounds = chunk_bounds(length, tuple(shape[mesh_dim] for mesh_dim in order))
     return tuple(bounds[index] for index in _chunk_numbers(shape, order))
 
 
 @lru_cache(maxsize=256)
-def _chunk_numbers(shape: _Shape, order: _Order) -> tuple[int, ...]:
+def _chunk_numbers(shape: _Shape, order: Order) -> tuple[int, ...]:
     """For each rank the number of its chunk, counted row-major in the order of the cuts."""
     numbers = []
     for at in itertools.product(*map(range, shape)):
@@ -288,19 +285,6 @@ def _chunk_numbers(shape: _Shape, order: _Order) -> tuple[int, ...]:
             number = number * shape[mesh_dim] + at[mesh_dim]
         numbers.append(number)
     return tuple(numbers)
-
-
-def _as_placements(orders: Sequence[_Order], shape: _Shape) -> Placements:
-    """Placements that encode the orders as torch 2.13 and FSDP2 do.
-
-    A mesh dim is strided by the product of the sizes of the later mesh dims that cut before it.
-    """
-    placements: list[Placement] = [Replicate()] * len(shape)
-    for dim, order in enumerate(orders):
-        for index, mesh_dim in enumerate(order):
-            factor = math.prod(shape[other] for other in order[:index] if other > mesh_dim)
-            placements[mesh_dim] = StridedShard(dim, factor) if factor > 1 else Shard(dim)
-    return tuple(placements)
 
 
 def _complexity(placements: Placements) -> tuple[int, int, str]:

@@ -49,6 +49,7 @@ class Partial:
 
 
 Placement = Shard | StridedShard | Replicate | Partial
+Placements = tuple[Placement, ...]
 
 
 @dataclass(frozen=True, slots=True)

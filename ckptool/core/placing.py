@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.mesh import Mesh, Partial, Placement, Replicate, Shard, StridedShard
+from ckptool.core.cut_order import (
+    after_the_later,
+    cuts_by_dim,
+    encoded_order,
+    placements_of,
+)
+from ckptool.core.mesh import Mesh, Partial, Placement, Placements, Replicate, Shard, StridedShard
 from ckptool.core.shards import LocalShard, local_shards
 from ckptool.errors import CannotDo, UsageError
-
-Placements = tuple[Placement, ...]
 
 REPLICATED = ("dp_replicate", "replicate", "pp")
 SHARDED = ("fsdp", "dp_shard", "dp", "shard", "cp", "dp_cp", "dp_shard_cp")
@@ -241,10 +245,8 @@ class Placer:
             return None
         if any(isinstance(p, Partial) for p in entry.placements):
             raise CannotDo(f"{entry.name}: partial values cannot be placed")
-        pairs = _paired(source, entry.placements, self.mesh)
-        if pairs is None:
-            return None
-        return _with_split_factors(pairs, self.mesh)
+        places = _places(source, self.mesh)
+        return None if places is None else _carried(entry, source, self.mesh, places)
 
 
 def is_plain(entry: TensorEntry, catalog: Catalog) -> bool:
@@ -252,27 +254,25 @@ def is_plain(entry: TensorEntry, catalog: Catalog) -> bool:
     return entry.placements is None and catalog.mesh_source == "declared"
 
 
-def _paired(source: Mesh, placements: Placements, mesh: Mesh) -> Placements | None:
+def _places(source: Mesh, mesh: Mesh) -> tuple[int, ...] | None:
+    """Which dim of the new mesh each of the source's becomes; None where nothing tells."""
     if source.names and mesh.names and set(source.names) <= set(mesh.names):
-        by_name: Mapping[str, Placement] = dict(zip(source.names, placements, strict=True))
-        return tuple(by_name.get(name, Replicate()) for name in mesh.names)
-    if len(source.shape) == len(mesh.shape):
+        return tuple(map(mesh.names.index, source.names))
+    return tuple(range(len(mesh.shape))) if len(source.shape) == len(mesh.shape) else None
+
+
+def _carried(entry: TensorEntry, source: Mesh, mesh: Mesh, places: tuple[int, ...]) -> Placements:
+    """The source's placements on the new mesh, whose dims cut in the same order.
+
+    Split factors that encode no order stay on a mesh of the same shape; else strided shards cut
+    after the later dims, as FSDP2's do.
+    """
+    placements = entry.placements or ()
+    if source.shape == mesh.shape and places == tuple(range(len(mesh.shape))):
         return placements
-    return None
-
-
-def _with_split_factors(placements: Placements, mesh: Mesh) -> Placements:
-    """Strided shards split by the new sizes of the later dims that shard the same tensor dim."""
-    adjusted: list[Placement] = []
-    for at, placement in enumerate(placements):
-        if isinstance(placement, StridedShard):
-            factor = 1
-            for size, later in zip(mesh.shape[at + 1 :], placements[at + 1 :], strict=True):
-                if isinstance(later, Shard | StridedShard) and later.dim == placement.dim:
-                    factor *= size
-            placement = Shard(placement.dim) if factor == 1 else StridedShard(placement.dim, factor)
-        adjusted.append(placement)
-    return tuple(adjusted)
+    cuts = cuts_by_dim(len(entry.shape), source.shape, placements)
+    orders = [encoded_order(one) or after_the_later(one) for one in cuts]
+    return placements_of([[places[cut.mesh_dim] for cut in one] for one in orders], mesh.shape)
 
 
 def _fsdp_last(placements: Placements, mesh: Mesh, first: set[int]) -> Placements:

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from ckptool.core.box import Box
-from ckptool.core.mesh import Partial, Placement, Replicate, Shard, StridedShard, coordinate_of
+from ckptool.core.cut_order import cuts_by_dim, encoded_order
+from ckptool.core.mesh import Placement, coordinate_of
 from ckptool.core.runs import (
-    Cut,
     Cuts,
     Runs,
     Span,
@@ -31,7 +30,7 @@ from ckptool.core.runs import (
     total_length,
     whole,
 )
-from ckptool.errors import CannotDo, Damaged
+from ckptool.errors import Damaged
 
 _MOST_STRIPES = 1 << 16
 _MOST_STRIPES_A_POSITION = 8
@@ -164,7 +163,7 @@ def _decide(
 ) -> _Reading:
     """The reading that the recorded local shapes allow, the encoded order first."""
     sizes = tuple(mesh_shape)
-    cuts = _cuts_by_dim(len(shape), sizes, placements)
+    cuts = cuts_by_dim(len(shape), sizes, placements)
     _check_stripes(shape, sizes, cuts)
     found = local_shapes or {}
     _check_positions(found, sizes)
@@ -186,39 +185,6 @@ def _no_reading(
         f"mesh position {misfit.position} of {'x'.join(map(str, sizes))} holds a local tensor of "
         f"shape {misfit.found}, but [{names}] of a {tuple(shape)} tensor gives {misfit.expected}"
     )
-
-
-def _cuts_by_dim(
-    rank: int, sizes: tuple[int, ...], placements: Sequence[Placement]
-) -> tuple[Cuts, ...]:
-    """For each of ``rank`` tensor dims the mesh dims that cut it, from left to right."""
-    if len(placements) != len(sizes):
-        raise Damaged(f"{len(placements)} placements on a mesh of {len(sizes)} dims")
-    by_dim: list[list[Cut]] = [[] for _ in range(rank)]
-    for mesh_dim, (size, placement) in enumerate(zip(sizes, placements, strict=True)):
-        if isinstance(placement, Partial):
-            raise CannotDo(
-                f"{placement} on mesh dim {mesh_dim}: each rank holds an addend, not the values"
-            )
-        if not isinstance(placement, Replicate):
-            dim = _tensor_dim(placement, rank)
-            by_dim[dim].append(Cut(mesh_dim, size, _factor(placement)))
-    return tuple(map(tuple, by_dim))
-
-
-def _tensor_dim(placement: Shard | StridedShard, rank: int) -> int:
-    """The dim a placement cuts, negative ones counted from the end."""
-    if not -rank <= placement.dim < rank:
-        raise Damaged(f"{placement} of a tensor with {rank} dims")
-    return placement.dim % rank
-
-
-def _factor(placement: Shard | StridedShard) -> int:
-    if isinstance(placement, Shard):
-        return 1
-    if placement.split_factor < 1:
-        raise Damaged(f"{placement} has a split factor below 1")
-    return placement.split_factor
 
 
 def _check_stripes(shape: Sequence[int], sizes: Sequence[int], cuts: tuple[Cuts, ...]) -> None:
@@ -247,7 +213,7 @@ def _orders(
     fixed = tuple(
         _in_recorded_order(dim_cuts, recorded.get(dim)) for dim, dim_cuts in enumerate(cuts)
     )
-    encoded = [_in_encoded_order(dim_cuts) for dim_cuts in fixed]
+    encoded = [encoded_order(dim_cuts) for dim_cuts in fixed]
     if any(cut.factor > 1 for dim_cuts in fixed for cut in dim_cuts) and None not in encoded:
         yield tuple(dim_cuts or () for dim_cuts in encoded)
     yield fixed
@@ -264,23 +230,6 @@ def _in_recorded_order(cuts: Cuts, mesh_dims: Sequence[int] | None) -> Cuts:
             f"{tuple(by_mesh_dim)}"
         )
     return tuple(by_mesh_dim[mesh_dim] for mesh_dim in mesh_dims)
-
-
-def _in_encoded_order(cuts: Cuts) -> Cuts | None:
-    """The plain cuts in the order that the split factors encode, or None where they encode none.
-
-    A factor is the product of the sizes of the later mesh dims that cut earlier (torch 2.13,
-    ``DTensorSpec._maybe_convert_StridedShard_to_shard_order``).
-    """
-    if all(cut.factor == 1 for cut in cuts):
-        return cuts
-    order: list[Cut] = []
-    for cut in reversed(cuts):
-        products = list(itertools.accumulate((c.size for c in order), operator.mul, initial=1))
-        if cut.factor not in products:
-            return None
-        order.insert(products.index(cut.factor), Cut(cut.mesh_dim, cut.size, 1))
-    return tuple(order)
 
 
 def _piece(spans: tuple[Span, ...]) -> Piece:

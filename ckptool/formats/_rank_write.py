@@ -11,8 +11,8 @@ from typing import Any
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Path, TensorEntry, tied
 from ckptool.core.layout import FileLayout, Layout
-from ckptool.core.mesh import Shard, StridedShard
-from ckptool.core.placing import Placed, Placements
+from ckptool.core.mesh import Placements, Shard, StridedShard
+from ckptool.core.placing import Placed
 from ckptool.errors import CannotDo
 from ckptool.formats._dtensor_write import RankRecords
 from ckptool.formats._outgoing import companion_files, plain_objects

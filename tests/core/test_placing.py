@@ -214,6 +214,12 @@ def test_a_rule_that_does_not_fit(rule: str, words: str) -> None:
         ("2x2x2", (StridedShard(0, 4), STRIDED, S0), "2x3x5",
          "StridedShard(0, 15), StridedShard(0, 5), Shard(0)"),
         ("2x2", (STRIDED, S1), "2x4", "Shard(0), Shard(1)"),
+        ("2x2", (STRIDED, S1), "2x2", "StridedShard(0, 2), Shard(1)"),
+        ("2x2x2", (STRIDED, STRIDED, S0), "2x2x2",
+         "StridedShard(0, 2), StridedShard(0, 2), Shard(0)"),
+        ("2x2x2", (STRIDED, STRIDED, S0), "2x3x4",
+         "StridedShard(0, 4), StridedShard(0, 4), Shard(0)"),
+        ("tp=2,dp=2", (S0, S0), "dp=2,tp=4", "StridedShard(0, 4), Shard(0)"),
     ],
 )  # fmt: skip
 def test_kept(source: str, own: Placements, mesh: str, expected: str) -> None:
