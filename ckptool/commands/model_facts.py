@@ -105,7 +105,7 @@ def facts(key_map: KeyMap, found: Sequence[Record], given: Mapping[str, int]) ->
         )
     sizes = {**given}
     for name in key_map.sizes:
-        size = sizes.get(name) or _looked_up(name, key_map, merged, sizes, ())
+        size = sizes[name] if name in sizes else _looked_up(name, key_map, merged, sizes, ())
         if size is not None:
             sizes[name] = size
     return Facts(sizes, frozenset(n for n, value in merged.items() if value is True))

@@ -42,10 +42,11 @@ def parse_share(text: str, option: str) -> float:
 
 def parse_dims(texts: Sequence[str]) -> dict[str, int]:
     """Sizes of named dims; UsageError where one is not NAME=SIZE."""
-    sizes = {}
+    sizes: dict[str, int] = {}
     for text in texts:
-        dim, equals, size = text.partition("=")
-        if not equals or not size.strip().isdecimal():
+        dim, equals, size = map(str.strip, text.partition("="))
+        if not equals or not size.isdecimal():
             raise UsageError(f"--dim {text!r} is not NAME=SIZE", hint="such as --dim head=32")
-        sizes[dim.strip()] = int(size)
+        if sizes.setdefault(dim, int(size)) != int(size):
+            raise UsageError(f"--dim {dim}: both {sizes[dim]} and {size}")
     return sizes

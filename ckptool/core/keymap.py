@@ -183,6 +183,12 @@ class KeyMap:
         return found | offsets | self.sizes.keys()
 
     @property
+    def numbered(self) -> frozenset[str]:
+        """The axes whose indexes some name spells out."""
+        patterns = (p for rule in self.rules for p in (*rule.sources, *rule.targets))
+        return frozenset(axis for pattern in patterns for axis in pattern.spelled)
+
+    @property
     def inverse(self) -> KeyMap:
         """The map the other way."""
         return replace(

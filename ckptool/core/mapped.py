@@ -62,7 +62,8 @@ class _Application:
         self._matchers = {p: Matcher(key_map, facts, p) for p in ("model", "optimizer")}
         self._order = {n: at for at, n in enumerate((*catalog.tensors, *catalog.objects))}
         self._names: dict[object, list[str]] = {}
-        self._dims: dict[str, tuple[int, str]] = {}
+        self._numbered = key_map.numbered
+        self._sizes: dict[object, tuple[int, str]] = {}
         self._moves: list[Move] = []
         self._values: list[ObjectEntry] = []
         self._left_out: list[str] = []
@@ -162,15 +163,25 @@ class _Application:
 
     def _elements(self, rule: Rule, held: list[Held], *, exact: bool) -> list[Made]:
         sizes = group_sizes(rule, held, self._facts.sizes)
-        name = held[0].entry.name
-        for dim in self._map.sizes.keys() & sizes.keys():
-            size, seen = self._dims.setdefault(dim, (sizes[dim], name))
-            if size != sizes[dim]:
-                raise CannotDo(
-                    f"{dim} is {sizes[dim]:,} in {name} {list(held[0].entry.shape)},"
-                    f" but {size:,} in {seen}: the dims of the model are not what was said"
-                )
+        self._require_alike(rule, held[0], sizes)
         return carry(rule, held, sizes, exact=exact)
+
+    def _require_alike(self, rule: Rule, first: Held, sizes: Mapping[str, int]) -> None:
+        """CannotDo where a dim of the model, or what is numbered in names, has another size here.
+
+        What all names of a rule number, such as layers, may differ in its other numbers: experts.
+        """
+        within = tuple(first.binding[axis] for axis in rule.common)
+        mine = {name for axis in rule.axes for name in axis}
+        for name in (self._numbered & mine | self._map.sizes.keys()) & sizes.keys():
+            of = within if name in self._numbered else ()
+            size, seen = self._sizes.setdefault((name, of), (sizes[name], first.entry.name))
+            if size != sizes[name]:
+                raise CannotDo(
+                    f"{name} is {sizes[name]:,} in {first.entry.name} {list(first.entry.shape)},"
+                    f" but {size:,} in {seen}: a tensor is missing, or the dims of the model are"
+                    " not what was said"
+                )
 
     def _scalars(self, claims: list[Claim], held: list[Held]) -> list[Made]:
         names = self._names.get(claims[0].group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -338,6 +339,22 @@ def test_an_expert_that_is_missing_is_named(out: Path) -> None:
     del hf["model.layers.1.mlp.experts.1.up_proj.weight"]
     error = refusal(mapped, save(out / "a", hf), out / "b", MapOptions("torchtitan-qwen3"))
     assert "model.layers.1.mlp.experts.1.up_proj.weight" in error.message
+
+
+@pytest.mark.parametrize(
+    ("family", "last", "key_map", "words"),
+    [
+        ("qwen3_moe", "1.mlp.experts.2.", "torchtitan-qwen3", "expert is 3 in .*gate.*, but 2 in"),
+        ("llama3", "1.self_attn.o_proj", "megatron-gpt", "layer is 1 in .*o_proj.*, but 2 in"),
+    ],
+)
+def test_the_last_of_a_kind_that_is_missing_is_noticed(
+    family: str, last: str, key_map: str, words: str, out: Path
+) -> None:
+    hf = {n: t for n, t in state(family, "hf").items() if last not in n}
+    options = MapOptions(key_map, HEADS, inverse=True)
+    error = refusal(mapped, save(out / "a", hf), out / "b", options)
+    assert re.search(words, error.message)
 
 
 def test_shards_that_are_missing_are_damage_still(out: Path) -> None:

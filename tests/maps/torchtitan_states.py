@@ -86,7 +86,7 @@ def _counted(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
 
 def _few_experts(moe: Any) -> None:
     moe.num_experts = 3
-    moe.router.num_experts = 3
+    moe.router.num_experts = moe.router.gate.out_features = 3
     moe.routed_experts.inner_experts.num_experts = 3
 
 
