@@ -6,37 +6,38 @@ from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from ckptool.commands.convert import ConvertReport
 from ckptool.core.layout import FileLayout
 from ckptool.render.moves import moves_json, show_moves
-from ckptool.render.text import console, escaped, free, size
+from ckptool.render.text import columns, console, emit, free, plural, size, visible
 
 
 def show_convert(report: ConvertReport, *, dry_run: bool) -> None:
     """A line for the whole; for a dry run also the files and the figures."""
     screen = console()
     verb = "would write" if dry_run else "wrote"
-    screen.print(
-        f"{verb} [bold]{escaped(str(report.target))}[/] ({report.target_format}):"
-        f" {report.tensors:,} tensors, {report.objects:,} values, {size(report.write_bytes)}"
-        f" in {len(report.files):,} files, from {report.source_format}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    for dtype, count in report.cast.items():
-        screen.print(f"  cast: {count:,} tensors that were {dtype}", highlight=False)
-    for kind, count in report.dequantized.items():
-        screen.print(f"  dequantized: {count:,} tensors that were {kind}", highlight=False)
-    for line in report.left_out:
-        screen.print(f"  left out as asked: {line}", highlight=False)
-    if dry_run:
-        screen.print(
-            f"  reads {size(report.read_bytes)}, writes {size(report.write_bytes)}"
-            f"{free(report.free_bytes)}",
-            highlight=False,
+    lines = [
+        Text.assemble(
+            f"{verb} ",
+            (visible(str(report.target)), "bold"),
+            f" ({report.target_format}): {plural(report.tensors, 'tensor')},"
+            f" {plural(report.objects, 'value')}, {size(report.write_bytes)}"
+            f" in {plural(len(report.files), 'file')}, from {report.source_format}",
         )
+    ]
+    lines += [
+        Text(f"  {what}: {plural(count, 'tensor')} that {'was' if count == 1 else 'were'} {kind}")
+        for what, counts in (("cast", report.cast), ("dequantized", report.dequantized))
+        for kind, count in counts.items()
+    ]
+    lines += [Text(f"  left out as asked: {line}") for line in report.left_out]
+    if dry_run:
+        read, written = size(report.read_bytes), size(report.write_bytes)
+        lines.append(Text(f"  reads {read}, writes {written}{free(report.free_bytes)}"))
+    emit(screen, lines)
+    if dry_run:
         if report.map is not None:
             show_moves(report.map, screen)
         show_files(report.files, screen)
@@ -44,12 +45,8 @@ def show_convert(report: ConvertReport, *, dry_run: bool) -> None:
 
 def show_files(files: Iterable[FileLayout], screen: Console) -> None:
     """Every file with its size."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2), show_header=False)
-    table.add_column(justify="right")
-    table.add_column(overflow="fold")
-    for file in files:
-        table.add_row(size(file.nbytes), escaped(file.path))
-    screen.print(table)
+    rows = [[Text(size(file.nbytes)), Text(visible(file.path))] for file in files]
+    emit(screen, columns(screen, rows, "rl", cuts=1))
 
 
 def convert_json(report: ConvertReport, *, dry_run: bool) -> dict[str, Any]:

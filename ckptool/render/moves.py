@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def show_moves(report: MapReport, screen: Console) -> None:
     """One line for all tensors that are made alike and differ only in numbers of their names."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 1), show_header=False)
+    table = Table(box=None, padding=(0, 0, 0, 2), show_header=False)
     table.add_column(overflow="fold")
     table.add_column()
     table.add_column(overflow="fold")
@@ -33,9 +33,9 @@ def show_moves(report: MapReport, screen: Console) -> None:
         first = moves[0]
         shape = f"[{', '.join(map(str, first.entry.shape))}]"
         table.add_row(
-            escaped("\n".join(sources)),
+            "\n".join(map(escaped, sources)),
             "->",
-            escaped("\n".join(targets)),
+            "\n".join(map(escaped, targets)),
             escaped(shape),
             first.operation,
         )

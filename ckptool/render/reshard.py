@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
+
+from rich.text import Text
 
 from ckptool.commands.load_cost import LoadCost
 from ckptool.commands.reshard import Costs, ReshardReport
 from ckptool.core.mesh import Mesh
+from ckptool.core.placing import Choice
 from ckptool.render.convert import show_files
 from ckptool.render.moves import moves_json, show_moves
-from ckptool.render.text import console, escaped, free, size
+from ckptool.render.text import columns, console, emit, free, plural, size, visible
 
 
 def show_reshard(report: ReshardReport, costs: Costs | None) -> None:
@@ -19,30 +23,47 @@ def show_reshard(report: ReshardReport, costs: Costs | None) -> None:
     screen = console()
     verb = "would write" if dry_run else "wrote"
     lines = [
-        f"{verb} [bold]{escaped(str(report.target))}[/] ({report.target_format}) for mesh"
-        f" [bold]{mesh_text(report.mesh)}[/]: {len(report.choices):,} tensors, {report.objects:,}"
-        f" values, {size(report.write_bytes)} in {len(report.files):,} files",
-        *_reasons(report),
-        _ranks(report),
+        Text.assemble(
+            f"{verb} ",
+            (visible(str(report.target)), "bold"),
+            f" ({report.target_format}) for mesh ",
+            (visible(mesh_text(report.mesh)), "bold"),
+            f": {plural(len(report.choices), 'tensor')}, {plural(report.objects, 'value')},"
+            f" {size(report.write_bytes)} in {plural(len(report.files), 'file')}",
+        ),
+        *map(Text, _reasons(report)),
+        Text(_ranks(report)),
     ]
     if costs is not None:
-        lines += [
-            f"  reads {size(costs.read_bytes)} ({over_read(report, costs):.2f} x what the tensors"
-            f" hold), writes {size(report.write_bytes)}"
-            f"{free(report.free_bytes)}; {size(report.peak_memory)} of"
-            f" memory where {size(report.budget)} is allowed",
-            f"  to load it, a rank opens and reads {_loading(costs.from_target)}",
-            f"  from the source it would be {_loading(costs.from_source)}",
-        ]
-    for line in lines:
-        screen.print(line, highlight=False, soft_wrap=True)
+        lines += [Text(line) for line in _costs(report, costs)]
+    emit(screen, lines)
     if dry_run:
         if report.map is not None:
             show_moves(report.map, screen)
-        for name, choice in report.choices.items():
-            placed = ", ".join(map(str, choice.placements))
-            screen.print(f"    {escaped(name)}  {placed}  ({choice.reason})", soft_wrap=True)
+        emit(
+            screen,
+            columns(screen, [_chosen(*one) for one in report.choices.items()], "lll", cuts=0),
+        )
         show_files(report.files, screen)
+
+
+def _costs(report: ReshardReport, costs: Costs) -> list[str]:
+    return [
+        f"  reads {size(costs.read_bytes)} ({over_read(report, costs):.2f} x what the tensors"
+        f" hold), writes {size(report.write_bytes)}{free(report.free_bytes)};"
+        f" {size(report.peak_memory)} of memory where {size(report.budget)} is allowed",
+        f"  to load it, a rank opens and reads {_loading(costs.from_target)}",
+        f"  from the source it would be {_loading(costs.from_source)}",
+    ]
+
+
+def _chosen(name: str, choice: Choice) -> list[Text]:
+    placed = ", ".join(map(str, choice.placements))
+    return [
+        Text(f"  {visible(name)}"),
+        Text(placed, style="magenta"),
+        Text(f"({visible(choice.reason)})", style="dim"),
+    ]
 
 
 def mesh_text(mesh: Mesh) -> str:
@@ -58,7 +79,7 @@ def _reasons(report: ReshardReport) -> list[str]:
         for choice in report.choices.values()
     )
     return [
-        f"  {count:>6,} x {placements}  ({escaped(reason)})"
+        f"  {count:>6,} x {placements}  ({visible(reason)})"
         for (placements, reason), count in counts.most_common(8)
     ]
 
@@ -66,7 +87,15 @@ def _reasons(report: ReshardReport) -> list[str]:
 def _loading(costs: tuple[LoadCost, ...]) -> str:
     files = [cost.files for cost in costs]
     nbytes = [cost.nbytes for cost in costs]
-    return f"{min(files)} to {max(files)} files, {size(min(nbytes))} to {size(max(nbytes))}"
+    opened = plural(max(files), "file")
+    opened = opened if min(files) == max(files) else f"{min(files):,} to {opened}"
+    return f"{opened}, {_from_to(nbytes)}"
+
+
+def _from_to(nbytes: Sequence[int]) -> str:
+    """The least and the most of some sizes, once where they are the same."""
+    least, most = size(min(nbytes)), size(max(nbytes))
+    return most if least == most else f"{least} to {most}"
 
 
 def over_read(report: ReshardReport, costs: Costs) -> float:
@@ -78,7 +107,7 @@ def _ranks(report: ReshardReport) -> str:
     mean = sum(report.rank_bytes) / len(report.rank_bytes)
     most = max(report.rank_bytes)
     over = f", the fullest {most / mean - 1:.1%} above the mean" if mean and most > mean else ""
-    return f"  a rank holds {size(min(report.rank_bytes))} to {size(most)}{over}"
+    return f"  a rank holds {_from_to(report.rank_bytes)}{over}"
 
 
 def reshard_json(report: ReshardReport, costs: Costs | None) -> dict[str, Any]:

@@ -45,6 +45,7 @@ from ckptool.engine.run import RunOptions
 from ckptool.errors import CannotDo, Damaged, TransferError, UsageError
 from ckptool.formats import CUTS, WRITERS
 from ckptool.formats.base import Request
+from ckptool.render.reshard import show_reshard
 
 MESHES = ("2", "3", "2x2", "2x4", "2x2x2")
 OF_A_RANK = ("extra_state.", "random_states.", "rank")
@@ -615,6 +616,14 @@ def test_the_source_is_the_current_folder(source: Path, out: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "step-5-2x2" in done.stdout
     assert read_back("dcp", out / "step-5-2x2") == read_back("dcp", source)
+
+
+def test_a_rule_is_shown_as_it_was_said(
+    source: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = prepared(source, out / "r", "2", rules=(parse_rule("*[/a-z]*=Shard(0)"),))
+    show_reshard(planned.report, planned.costs())
+    assert "Shard(0)  (rule *[/a-z]*)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
