@@ -9,6 +9,7 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
+from ckptool.commands.input_file import text_of
 from ckptool.commands.map_report import MapOptions, MapReport
 from ckptool.commands.model_config import recorded_config
 from ckptool.commands.model_facts import Record, facts, records
@@ -50,8 +51,8 @@ def load_map(name: str) -> KeyMap:
         _require_known(name)
         return builtin_maps()[name]
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = tomllib.loads(text_of(path, "--map"))
+    except ValueError as error:
         raise UsageError(f"--map {name}: {error}") from None
     return parse_map(content, name)
 

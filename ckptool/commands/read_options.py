@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptool.commands.input_file import text_of
 from ckptool.core.tp_rules import NamedRule
 from ckptool.errors import Problem, UsageError
 from ckptool.formats.base import Format, ScanOptions
@@ -46,9 +47,9 @@ AS_DETECTED = ReadOptions()
 def _shapes_in(path: Path) -> Shapes:
     """Names and shapes, in order, of a JSON file; UsageError where it is none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(text_of(path, "--flat-params"))
         found = tuple((name, tuple(shape)) for name, shape in content.items())
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise UsageError(f"--flat-params {path}: {error}") from None
     if not all(type(n) is int and n >= 0 for _, shape in found for n in shape):
         raise UsageError(f"--flat-params {path}: a shape that is no list of sizes")

@@ -188,7 +188,10 @@ class Placer:
         """A choice for every tensor. UsageError where a rule does not fit mesh or tensor."""
         for rule in self.rules:
             if rule.required and not any(fnmatchcase(name, rule.glob) for name in catalog.tensors):
-                raise UsageError(f"--shard {rule.glob!r} matches no tensor")
+                raise UsageError(
+                    f"the rule {rule.glob!r} matches no tensor",
+                    hint="globs match whole names, as `ckptool inspect --tensors '*'` lists them",
+                )
         chosen = {name: self._choose(entry, catalog) for name, entry in catalog.tensors.items()}
         for name, choice in chosen.items():
             _require_fit(catalog.tensors[name], choice.placements)
@@ -215,7 +218,7 @@ class Placer:
         placements = rule.placements or ()
         if len(placements) != len(self.mesh.shape):
             raise UsageError(
-                f"--shard {rule.glob!r} has {len(placements)} placements, the mesh"
+                f"the rule {rule.glob!r} has {len(placements)} placements, the mesh"
                 f" {'x'.join(map(str, self.mesh.shape))} has {len(self.mesh.shape)} dims"
             )
         return placements

@@ -621,7 +621,7 @@ def test_the_source_is_the_current_folder(source: Path, out: Path) -> None:
 def test_a_rule_is_shown_as_it_was_said(
     source: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    planned = prepared(source, out / "r", "2", rules=(parse_rule("*[/a-z]*=Shard(0)"),))
+    planned = prepared(source, out / "r", "2", rules=("*[/a-z]*=Shard(0)",))
     show_reshard(planned.report, planned.costs())
     assert "Shard(0)  (rule *[/a-z]*)" in capsys.readouterr().out
 

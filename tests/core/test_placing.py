@@ -333,6 +333,12 @@ def test_a_plan_names_the_mesh_and_the_rules_in_order(tmp_path: Path) -> None:
     [
         ("mesh = ", "--plan"),
         ('mesh = "0x2"', "--mesh"),
+        ('mesh = [2, 4]', r"mesh = \[2, 4\] is no text"),
+        ('[[rules]]\ntensor = "w"\nplacements = ["Shard(0)"]', "'rules' is none of mesh, names"),
+        ('[[rule]]\ntensor = "w"\nplacements = "colwise"\nmesh = "2"', "'mesh' is none of tensor"),
+        ('[[rule]]\ntensor = "w"\nplacements = 7', "is no list of placements"),
+        ('mesh = "2x4"\nnames = ["dp", "dp"]', "is no list of names"),
+        ('mesh = "2"\nnames = "dp"', "is no list of names"),
         ('mesh = "2x4"\nnames = ["dp"]', "1 names for 2 mesh dims"),
         ('[[rule]]\ntensor = "w"', "needs tensor and placements"),
         ('[[rule]]\nplacements = ["Shard(0)"]', "needs tensor and placements"),
@@ -347,7 +353,7 @@ def test_a_plan_that_is_none(text: str, words: str, tmp_path: Path) -> None:
 
 
 def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="No such file"):
+    with pytest.raises(UsageError, match="no such file"):
         read_plan(tmp_path / "p.toml")
 
 
