@@ -17,9 +17,8 @@ from ckptool.api.said import Said, location
 from ckptool.api.signature import documented
 from ckptool.api.slices import Index, box_of
 from ckptool.commands.assets import mapped
-from ckptool.commands.casting import with_dtype, with_numbers
+from ckptool.commands.casting import taken, with_dtype
 from ckptool.commands.open import Opened, open_checkpoint
-from ckptool.commands.selection import selected
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Scaled, TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
@@ -197,8 +196,8 @@ def open(path: AnyPath, **options: Unpack[Opening]) -> Checkpoint:
     with no_collecting():
         opened = open_checkpoint(location(path), said.reading())
     dtype = said.get("dtype")
-    catalog, _ = with_numbers(opened, dtype, wanted=said.get("dequantize", False))
-    catalog = selected(catalog, said.selection())
+    wanted = said.get("dequantize", False)
+    catalog = taken(opened, said.selection(), dtype, dequantize=wanted).kept
     if said.mapping().name is not None:
         catalog = opened.located(catalog)
     catalog, _ = mapped(opened, catalog, said.mapping())

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ckptool.commands.assets import mapped, with_assets
-from ckptool.commands.casting import with_dtype, with_numbers
+from ckptool.commands.casting import taken, with_dtype
 from ckptool.commands.map_report import MapOptions, MapReport, decided_by
 from ckptool.commands.numbers_config import as_numbers
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.read_options import AS_DETECTED, ReadOptions
-from ckptool.commands.selection import EVERYTHING, Selection, selected
+from ckptool.commands.selection import EVERYTHING, Selection
 from ckptool.commands.transfer import (
     Progress,
     Transfer,
@@ -99,8 +99,8 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Prep
     writer = _writer(options.to, target)
     opened = open_checkpoint(source, options.read)
     require_apart(opened, target)
-    catalog, scaled = with_numbers(opened, options.dtype, wanted=options.dequantize)
-    kept = selected(catalog, options.selection)
+    found = taken(opened, options.selection, options.dtype, dequantize=options.dequantize)
+    kept = found.kept
     require_agreement(kept)
     if not kept.tensors and not kept.objects:
         raise UsageError("nothing is left to convert")
@@ -123,10 +123,10 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Prep
         read_bytes=plan.read_bytes,
         write_bytes=layout.nbytes,
         free_bytes=free_bytes(target.parent),
-        left_out=_left_out(opened.catalog, kept, options.selection),
+        left_out=_left_out(found.whole, kept, options.selection),
         map=map_report,
         cast=cast,
-        dequantized=scaled,
+        dequantized=found.dequantized,
         notes=(
             *catalog.notes,
             *layout.notes,
@@ -166,5 +166,7 @@ def _left_out(before: Catalog, after: Catalog, selection: Selection) -> tuple[st
     tensors = len(before.tensors) - len(after.tensors)
     values = len(before.objects) - len(after.objects)
     return tuple(
-        f"{count} {what}" for count, what in ((tensors, "tensors"), (values, "values")) if count
+        f"{count:,} {what}{'s' if count > 1 else ''}"
+        for count, what in ((tensors, "tensor"), (values, "value"))
+        if count
     )

@@ -85,13 +85,35 @@ def quantised_names(catalog: Catalog) -> set[str]:
     return {entry.name for pair in pairs(catalog) for entry in (pair.values, pair.scales)}
 
 
+@dataclass(frozen=True, slots=True)
+class Dequantized:
+    """A catalog with numbers in the place of values and scales.
+
+    ``kinds`` are those of the tensors that numbers are made of, ``unfit`` why values whose scales
+    do not fit cannot be: both by the identity of the entry's chunks, which selecting and renaming
+    leave as it is.
+    """
+
+    catalog: Catalog
+    kinds: dict[int, str]
+    unfit: dict[int, CannotDo]
+
+    def counts(self, kept: Catalog) -> dict[str, int]:
+        """How many of each kind a selection keeps; CannotDo where it keeps one that is unfit."""
+        chunks = [id(entry.chunks) for entry in kept.tensors.values()]
+        for one in chunks:
+            if one in self.unfit:
+                raise self.unfit[one]
+        return dict(Counter(self.kinds[one] for one in chunks if one in self.kinds))
+
+
 def dequantized(
     catalog: Catalog, dtype: DType, block: tuple[int, int] | None = None
-) -> tuple[Catalog, dict[str, int]]:
-    """With numbers of ``dtype`` in the place of values and scales, and how many of each kind.
+) -> Dequantized:
+    """With numbers of ``dtype`` in the place of values and scales.
 
     ``block`` is the size of an FP8 block where the model's config says it. Raises CannotDo where
-    no tensor is quantised in a known way, or shapes do not fit.
+    no tensor is quantised in a known way.
     """
     found = {pair.values.name: pair for pair in pairs(catalog)}
     if not found:
@@ -101,19 +123,30 @@ def dequantized(
             " X_scales",
         )
     gone = {pair.scales.name for pair in found.values()}
-    counts: dict[str, int] = {}
+    made = Dequantized(catalog, {}, {})
     tensors: dict[str, TensorEntry] = {}
     for name, entry in catalog.tensors.items():
         if name in gone:
             continue
         if name in found:
-            pair = found[name]
-            entry = _numbers(pair, dtype, block)
-            counts[pair.kind] = counts.get(pair.kind, 0) + 1
+            entry = _noted(made, found[name], dtype, block)
         if entry.name in tensors:
             raise CannotDo(f"--dequantize makes a second tensor called {entry.name}")
         tensors[entry.name] = entry
-    return catalog.with_tensors(tensors), counts
+    return replace(made, catalog=catalog.with_tensors(tensors))
+
+
+def _noted(
+    made: Dequantized, pair: Pair, dtype: DType, block: tuple[int, int] | None
+) -> TensorEntry:
+    """The numbers of a pair, or its values where they cannot be made."""
+    try:
+        entry = _numbers(pair, dtype, block)
+    except CannotDo as error:
+        made.unfit[id(pair.values.chunks)] = error
+        return pair.values
+    made.kinds[id(entry.chunks)] = pair.kind
+    return entry
 
 
 def _numbers(pair: Pair, dtype: DType, block: tuple[int, int] | None) -> TensorEntry:

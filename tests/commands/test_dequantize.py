@@ -333,6 +333,25 @@ def test_what_cannot_be_done(state: dict[str, torch.Tensor], words: str, out: Pa
 
 
 @pytest.mark.parametrize(
+    ("selection", "names", "left_out"),
+    [
+        ({"drop": ("odd.weight",)}, {"w.weight", "plain"}, ("1 tensor",)),
+        ({"select": ("w.*",), "rename": ("^w=x",)}, {"x.weight"}, ("2 tensors",)),
+    ],
+)
+def test_only_what_is_kept_must_fit_and_counts(
+    selection: Any, names: set[str], left_out: tuple[str, ...], out: Path
+) -> None:
+    values, scales = fp8(200, 200)
+    state = {"w.weight": values, "w.weight_scale_inv": scales, "plain": torch.ones(1)}
+    odd = {"odd.weight": values.clone(), "odd.weight_scale_inv": torch.ones(3, 7)}
+    source = saved(state | odd, out / "hf")
+    report = convert_to("safetensors", source, out / "m", dequantize=True, **selection)
+    assert set(read_back("safetensors", out / "m")) == names
+    assert (report.dequantized, report.left_out) == ({"FP8 in blocks": 1}, left_out)
+
+
+@pytest.mark.parametrize(
     ("names", "kind"),
     [
         (["a.weight", "a.weight.absmax", "a.weight.quant_state.bitsandbytes__nf4"], "bitsandbytes"),
