@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from ckptool.errors import CannotDo, CkptoolError, Damaged, TransferError
@@ -19,21 +20,38 @@ def main() -> NoReturn:
     would wait in loops beside those that work.
     """
     signal.signal(signal.SIGTERM, _terminate)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if not _writes_to_sockets(sys.argv, os.environ):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if any("://" in argument for argument in sys.argv):
         _give_memory_back()
     gc.disable()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    code = _run()
+    try:
+        code = _run()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (BrokenPipeError, SystemExit):
+        os._exit(_PIPE_CLOSED)
     if "torch" in sys.modules:
         sys.exit(code)
-    sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(code)
 
 
+def _writes_to_sockets(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Whether stores or other ranks are talked to.
+
+    Then a connection that the other side has closed must be an error, to be tried again or told:
+    SIGPIPE would end the process without a word.
+    """
+    return any("://" in one for one in arguments) or "WORLD_SIZE" in environment
+
+
 def _run() -> int:
-    """The exit code of the command that was asked for."""
+    """The exit code of the command that was asked for.
+
+    Raises BrokenPipeError, or the SystemExit that rich and typer make of it, where nobody reads
+    what is said.
+    """
     try:
         from ckptool.cli.app import app
 
@@ -41,9 +59,13 @@ def _run() -> int:
     except KeyboardInterrupt:
         return _interrupted(128 + signal.SIGINT, writes=False)
     except SystemExit as done:
+        if isinstance(done.__context__, BrokenPipeError):
+            raise
         if done.code in _INTERRUPTED:
             return _interrupted(done.code, writes=bool(_WRITING & set(sys.argv)))
         return done.code if isinstance(done.code, int) else 0
+    except BrokenPipeError:
+        raise
     except (CkptoolError, OSError, RecursionError, MemoryError) as error:
         if "--debug" in sys.argv:
             raise
@@ -62,6 +84,7 @@ def _interrupted(code: int, *, writes: bool) -> int:
     return code
 
 
+_PIPE_CLOSED = 128 + signal.SIGPIPE
 _WRITING = {"convert", "reshard"}
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
