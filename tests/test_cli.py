@@ -1,7 +1,8 @@
-"""The process itself: how it ends where nobody reads what it says."""
+"""The process itself: what it says of an error, and how it ends where nobody reads it."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from ckptool.cli import _writes_to_sockets
 
-FIXTURES = Path(__file__).parent.parent / "fixtures"
+DCP = Path(__file__).parent.parent / "fixtures" / "dcp_base" / "ckpt"
 
 
 @pytest.mark.parametrize(
@@ -32,8 +33,26 @@ def test_sigpipe_ends_only_what_has_no_sockets(
 def test_nobody_reads(said: str) -> None:
     reads, writes = os.pipe()
     os.close(reads)
-    line = [sys.executable, "-m", "ckptool", "inspect", str(FIXTURES / "dcp_base" / "ckpt"), said]
+    line = [sys.executable, "-m", "ckptool", "inspect", str(DCP), said]
     environment = {**os.environ, "WORLD_SIZE": "1"}
     with os.fdopen(writes) as nobody:
         done = subprocess.run(line, stdout=nobody, stderr=nobody, env=environment, check=False)
     assert done.returncode == 141
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("inspect", "nowhere"), 3, "nowhere: no such file or folder"),
+        (("inspect", "--bogus"), 2, "No such option: --bogus"),
+        (("inspect", str(DCP), "--map", "q"), 2, "--map 'q': no such tensor"),
+    ],
+)
+def test_an_error_is_an_answer_with_json(words: tuple[str, ...], code: int, message: str) -> None:
+    line = [sys.executable, "-m", "ckptool", *words, "--json"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    told = json.loads(done.stdout)
+    assert done.returncode == told["exit_code"] == code
+    assert told["schema"] == "ckptool.error/1"
+    assert told["message"].startswith(message)
+    assert message in done.stderr

@@ -173,6 +173,17 @@ def test_json_leaves_out_a_value_it_cannot_hold(value):
     assert "value" not in inspect_json(described(objects={"v": value}))["objects"][0]
 
 
+def test_json_has_the_views_that_are_asked_for():
+    held = described(tensor("a.w"), tensor("b.w"))
+    found = inspect_json(held, tensors=("a.*",), ranks=True, map_name="b.w")
+    assert [row["name"] for row in found["tensors"]] == ["a.w"]
+    assert found["totals"]["tensors"] == 2
+    assert [(one["from"], one["to"]) for one in found["map"]] == [([0, 0], [4, 2])]
+    assert found["ranks"] == [{"rank": 0, "chunks": 2, "nbytes": 64}]
+    with pytest.raises(UsageError, match="--tensors 'c' matches no tensor"):
+        inspect_json(held, tensors=("c",))
+
+
 def test_json_is_ascii_whatever_the_names_are():
     found = inspect_json(described(tensor("\ud800.\x1b[31m\u202e"), objects={"v": "\udfff"}))
     text = json.dumps(found, allow_nan=False)

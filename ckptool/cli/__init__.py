@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from ckptool.errors import CannotDo, CkptoolError, Damaged, TransferError
+from ckptool.errors import CannotDo, CkptoolError, Damaged, TransferError, UsageError
 
 
 def main() -> NoReturn:
@@ -63,6 +63,9 @@ def _run() -> int:
             raise
         if done.code in _INTERRUPTED:
             return _interrupted(done.code, writes=bool(_WRITING & set(sys.argv)))
+        said = getattr(done.__context__, "format_message", None)
+        if said is not None:
+            _answer(UsageError(said()))
         return done.code if isinstance(done.code, int) else 0
     except BrokenPipeError:
         raise
@@ -73,8 +76,17 @@ def _run() -> int:
 
         known = error if isinstance(error, CkptoolError) else _known(error)
         show_error(known)
+        _answer(known)
         return known.exit_code
     return 0
+
+
+def _answer(error: CkptoolError) -> None:
+    """With --json an error is an answer too: one object, from the first of several ranks."""
+    if "--json" in sys.argv and os.environ.get("RANK", "0") == "0":
+        from ckptool.render.messages import error_json, print_json
+
+        print_json(error_json(error))
 
 
 def _interrupted(code: int, *, writes: bool) -> int:

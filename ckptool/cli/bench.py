@@ -146,12 +146,12 @@ def _show(
     from ckptool.render.bench_json import bench_json
     from ckptool.render.messages import print_json
 
+    if plot is not None:
+        write_plot(report, plot)
     if as_json:
         print_json(bench_json(report, changes))
     else:
         show_bench(report, changes)
-    if plot is not None:
-        write_plot(report, plot)
     if any(change.regressed for change in changes or ()):
         raise typer.Exit(1)
 

@@ -9,7 +9,7 @@ import typer
 
 from ckptool.cli.arguments import AsJson, Debug, PerRank, SourcePath
 from ckptool.cli.groups import Reading
-from ckptool.errors import damaged
+from ckptool.errors import UsageError, damaged
 
 
 def inspect(
@@ -59,10 +59,15 @@ def inspect(
 
     from ckptool.commands.inspect import inspect as run_inspect
     from ckptool.engine.remote_path import location
+    from ckptool.render.export import require_exportable, write_export
     from ckptool.render.inspect import inspect_json, show, show_stats, show_traffic, stats_json
-    from ckptool.render.messages import print_json, show_notes
+    from ckptool.render.messages import print_json, show_error, show_notes
     from ckptool.render.text import console
 
+    if export is not None:
+        if as_json:
+            raise UsageError("--export keeps the screen, and --json leaves it empty: one of them")
+        require_exportable(export)
     place = location(source)
     asked = reading.options(per_rank=per_rank)
     report = run_inspect(place, replace(asked, values=values or isinstance(place, Path)))
@@ -72,7 +77,8 @@ def inspect(
 
         found = run_stats(report.opened, stats)
     if as_json:
-        print_json(inspect_json(report) | (stats_json(found) if found is not None else {}))
+        told = inspect_json(report, tensors=tensors or (), ranks=ranks, map_name=map_name)
+        print_json(told | (stats_json(found) if found is not None else {}))
     else:
         screen = console(record=export is not None)
         if found is not None:
@@ -82,11 +88,13 @@ def inspect(
                 report, screen, tensors=tensors or (), ranks=ranks, values=values, map_name=map_name
             )
         if export is not None:
-            from ckptool.render.export import write_export
-
             write_export(screen, export)
         show_notes(report.notes)
     if verbose:
         show_traffic(report)
     if report.problems:
-        raise damaged(list(report.problems), subject=str(report.path))
+        error = damaged(list(report.problems), subject=str(report.path))
+        if not as_json:
+            raise error
+        show_error(error)
+        raise typer.Exit(error.exit_code)

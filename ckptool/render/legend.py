@@ -22,7 +22,7 @@ _COLOURS = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Spot:
+class Spot:
     """One box in one file; ``remark`` says how the bytes lie if not plainly."""
 
     rank: int | None
@@ -44,8 +44,8 @@ def _colour(rank: int | None) -> str:
 
 def legend_lines(entry: TensorEntry, screen: Console) -> list[Text]:
     """A row a box, replicas included; where they are hundreds, a row for each rank and file."""
-    spots = list(_spots(entry))
-    rows = _one_by_one(spots) if len(spots) <= _MOST_BOXES else _by_file(spots)
+    found = list(spots(entry))
+    rows = _one_by_one(found) if len(found) <= _MOST_BOXES else _by_file(found)
     most = _MOST_LINES if screen.is_terminal else len(rows)
     heads = [Text(heading, style="dim") for heading in _HEADINGS]
     lines = columns(screen, [heads, *rows[:most]], "lrllrrl", cuts=2)
@@ -54,12 +54,13 @@ def legend_lines(entry: TensorEntry, screen: Console) -> list[Text]:
     return lines
 
 
-def _spots(entry: TensorEntry) -> Iterator[_Spot]:
+def spots(entry: TensorEntry) -> Iterator[Spot]:
+    """Every box of a tensor and where it is stored, replicas included."""
     itemsize = entry.source_dtype.itemsize
     for chunk in entry.chunks:
         for rank, at in ((chunk.rank, chunk.at), *((c.rank, c.at) for c in chunk.copies)):
             nbytes, remark = _stored(at, chunk.box, itemsize)
-            yield _Spot(rank, _colour(rank), chunk.box, at, nbytes, remark)
+            yield Spot(rank, _colour(rank), chunk.box, at, nbytes, remark)
 
 
 def _stored(at: Place, box: Box, itemsize: int) -> tuple[int, str]:
@@ -74,28 +75,28 @@ def _stored(at: Place, box: Box, itemsize: int) -> tuple[int, str]:
     return box.volume * itemsize, ", ".join([*(["strided"] if strided else []), *at.ops])
 
 
-def _one_by_one(spots: list[_Spot]) -> list[list[Text]]:
+def _one_by_one(spots: list[Spot]) -> list[list[Text]]:
     return [
         _row(spot, spot.at.file, _box(spot.box), f"{spot.at.offset:,}", spot.nbytes, spot.remark)
         for spot in spots
     ]
 
 
-def _by_file(spots: list[_Spot]) -> list[list[Text]]:
-    groups: dict[tuple[int | None, str], list[_Spot]] = {}
+def _by_file(spots: list[Spot]) -> list[list[Text]]:
+    groups: dict[tuple[int | None, str], list[Spot]] = {}
     for spot in spots:
         groups.setdefault((spot.rank, spot.at.file), []).append(spot)
     return [_file_row(file, group) for (_, file), group in groups.items()]
 
 
-def _file_row(file: str, group: list[_Spot]) -> list[Text]:
+def _file_row(file: str, group: list[Spot]) -> list[Text]:
     offsets = sorted(spot.at.offset for spot in group)
     boxes = _box(group[0].box) if len(group) == 1 else plural(len(group), "box")
     span = f"{offsets[0]:,}" + (f" .. {offsets[-1]:,}" if len(group) > 1 else "")
     return _row(group[0], file, boxes, span, sum(spot.nbytes for spot in group), "")
 
 
-def _row(spot: _Spot, file: str, box: str, offset: str, nbytes: int, remark: str) -> list[Text]:
+def _row(spot: Spot, file: str, box: str, offset: str, nbytes: int, remark: str) -> list[Text]:
     return [
         Text("  ", style=f"on {spot.colour}"),
         Text("?" if spot.rank is None else str(spot.rank), style="bold"),

@@ -23,13 +23,26 @@ _LONGEST_VALUE = 200
 
 def tensor_lines(catalog: Catalog, globs: Sequence[str], screen: Console) -> list[Text]:
     """Every tensor that matches, in natural order. UsageError where a glob matches none."""
-    for glob in globs:
-        if not any(matches(name, [glob]) for name in catalog.tensors):
-            raise no_such_tensor(f"--tensors {glob!r} matches no tensor", glob, catalog)
-    found = sorted((name for name in catalog.tensors if matches(name, globs)), key=natural)
+    found = sorted(matching(catalog, globs), key=natural)
     rows = [[Text(heading, style="dim") for heading in _HEADINGS]]
     rows += [_tensor(catalog.tensors[name]) for name in found]
     return columns(screen, rows, "llllrr", cuts=0)
+
+
+def matching(catalog: Catalog, globs: Sequence[str]) -> list[str]:
+    """The names of tensors that match; UsageError where a glob matches none."""
+    for glob in globs:
+        if not any(matches(name, [glob]) for name in catalog.tensors):
+            raise no_such_tensor(f"--tensors {glob!r} matches no tensor", glob, catalog)
+    return [name for name in catalog.tensors if matches(name, globs)]
+
+
+def tensor_named(catalog: Catalog, name: str) -> TensorEntry:
+    """The tensor that ``--map`` asks for; UsageError where there is no such one."""
+    entry = catalog.tensors.get(name)
+    if entry is None:
+        raise no_such_tensor(f"--map {name!r}: no such tensor", name, catalog)
+    return entry
 
 
 def _tensor(entry: TensorEntry) -> list[Text]:

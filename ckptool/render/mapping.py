@@ -12,7 +12,7 @@ from ckptool.core.catalog import Catalog, Chunk, TensorEntry
 from ckptool.core.plan import ChunkIndex
 from ckptool.render.axis import cut_dims, make_axis
 from ckptool.render.legend import colour_of, legend_lines
-from ckptool.render.listing import no_such_tensor
+from ckptool.render.listing import tensor_named
 from ckptool.render.text import plural, ranges, size, visible
 
 _WIDEST = 64
@@ -23,9 +23,7 @@ _MARGIN = 10
 
 def map_lines(catalog: Catalog, name: str, screen: Console) -> list[Text]:
     """The picture of one tensor and its legend. UsageError where there is no such tensor."""
-    entry = catalog.tensors.get(name)
-    if entry is None:
-        raise no_such_tensor(f"--map {name!r}: no such tensor", name, catalog)
+    entry = tensor_named(catalog, name)
     lines = [Text(visible(entry.name), style="bold"), _facts(entry), Text()]
     if entry.elements:
         lines += [*_Picture(entry, screen).lines(), Text()]

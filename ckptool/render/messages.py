@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ckptool.errors import CkptoolError
+from ckptool.errors import CkptoolError, SourceError
 from ckptool.render.text import console, escaped
 
 
@@ -17,6 +17,26 @@ def show_error(error: CkptoolError) -> None:
     screen.print(f"[bold red]error:[/] {_lines(error.message)}", highlight=False, soft_wrap=True)
     if error.hint:
         screen.print(f"[bold cyan]hint:[/] {_lines(error.hint)}", highlight=False, soft_wrap=True)
+
+
+def error_json(error: CkptoolError) -> dict[str, Any]:
+    """The error as ``ckptool.error/1``: what it says, the exit code, and each of its problems."""
+    damaged = isinstance(error, SourceError)
+    return {
+        "schema": "ckptool.error/1",
+        "message": str(error.message),
+        "hint": error.hint,
+        "exit_code": error.exit_code,
+        "problems": [
+            {
+                "message": str(one),
+                "code": one.code if damaged else None,
+                "file": one.file,
+                "tensor": one.tensor,
+            }
+            for one in error.problems
+        ],
+    }
 
 
 def show_notes(notes: Iterable[str]) -> None:
