@@ -134,12 +134,15 @@ def coded(code: str, *, file: str | None = None, tensor: str | None = None) -> I
 
 
 def damaged(problems: Sequence[str], *, subject: str, hint: str | None = None) -> Damaged:
-    """One error for several problems of one kind, all of them shown (at most twelve in full)."""
-    if len(problems) == 1:
-        return Damaged(problems[0], hint=hint)
-    shown = [f"  - {problem}" for problem in problems[:12]]
-    if len(problems) > len(shown):
-        shown.append(f"  - and {len(problems) - len(shown)} more")
-    error = Damaged(f"{len(problems)} problems in {subject}:\n" + "\n".join(shown), hint=hint)
+    """One error for several problems of one kind: each that differs is shown, up to twelve."""
+    different = list(dict.fromkeys(problems))
+    if len(different) == 1:
+        error = Damaged(different[0], hint=hint)
+    else:
+        shown = [f"  - {problem}" for problem in different[:12]]
+        if len(different) > len(shown):
+            shown.append(f"  - and {len(different) - len(shown)} more")
+        listed = "\n".join(shown)
+        error = Damaged(f"{len(different)} problems in {subject}:\n{listed}", hint=hint)
     error.problems = tuple(p if isinstance(p, Problem) else Problem(p) for p in problems)
     return error

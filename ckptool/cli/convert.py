@@ -56,10 +56,10 @@ def convert(
     Everything is kept unless an option leaves it out; what the target cannot hold goes into a side
     file or is named. The target appears whole or not at all.
     """
+    from ckptool.cli.places import parse_place
     from ckptool.commands.convert import ConvertOptions, prepare
     from ckptool.core.amounts import parse_size
     from ckptool.core.dtype import parse_dtype
-    from ckptool.engine.remote_path import location
     from ckptool.render.progress import progress
 
     options = ConvertOptions(
@@ -67,13 +67,13 @@ def convert(
         read=reading.options(per_rank=per_rank, unstack=unstack),
         selection=selecting.options(),
         map=key_map.options(),
-        dtype=parse_dtype(dtype) if dtype else None,
+        dtype=None if dtype is None else parse_dtype(dtype),
         dequantize=dequantize,
         max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
         one_rank=one_rank,
         transfer=writing.options(),
     )
-    prepared = prepare(location(source), location(target), options)
+    prepared = prepare(parse_place(source, "SRC"), parse_place(target, "DST"), options)
     if not quiet:
         from ckptool.render.messages import show_notes
 

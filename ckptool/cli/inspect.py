@@ -57,8 +57,8 @@ def inspect(
     """
     from dataclasses import replace
 
+    from ckptool.cli.places import parse_place
     from ckptool.commands.inspect import inspect as run_inspect
-    from ckptool.engine.remote_path import location
     from ckptool.render.export import require_exportable, write_export
     from ckptool.render.inspect import inspect_json, show, show_stats, show_traffic, stats_json
     from ckptool.render.messages import print_json, show_error, show_notes
@@ -68,7 +68,7 @@ def inspect(
         if as_json:
             raise UsageError("--export keeps the screen, and --json leaves it empty: one of them")
         require_exportable(export)
-    place = location(source)
+    place = parse_place(source, "SRC")
     asked = reading.options(per_rank=per_rank)
     report = run_inspect(place, replace(asked, values=values or isinstance(place, Path)))
     found = None

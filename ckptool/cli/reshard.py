@@ -83,14 +83,15 @@ def reshard(
     The first that applies places a tensor: --shard and --plan, --policy, the source's own
     placements, conventional mesh dim names, fsdp. Needs no GPU and no model.
     """
+    from ckptool.cli.places import parse_place
     from ckptool.commands.reshard import ReshardOptions, prepare_reshard
     from ckptool.core.placing import parse_mesh, parse_rule
     from ckptool.engine.ranks import ranks
-    from ckptool.engine.remote_path import Location, location
+    from ckptool.engine.remote_path import Location
     from ckptool.render.progress import progress
 
     options = ReshardOptions(
-        mesh=parse_mesh(mesh) if mesh else None,
+        mesh=None if mesh is None else parse_mesh(mesh),
         rules=tuple(map(parse_rule, shard or ())),
         policy=policy,
         plan_file=plan,
@@ -103,7 +104,8 @@ def reshard(
     )
 
     def ends() -> tuple[Location, Location | None]:
-        return location(source), location(target) if target else None
+        there = None if target is None else parse_place(target, "DST")
+        return parse_place(source, "SRC"), there
 
     with ranks() as group:
         prepared = group.together(lambda: prepare_reshard(*ends(), options))

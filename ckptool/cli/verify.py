@@ -75,6 +75,7 @@ def verify(
     of a run is the newest whole one, and what is left of a damaged one.
     Where GITHUB_ACTIONS is true, findings are annotations too (on stderr beside --json).
     """
+    from ckptool.cli.places import parse_place
     from ckptool.commands.verify.verify import VerifyOptions
     from ckptool.core.amounts import parse_share
     from ckptool.engine.remote_path import location
@@ -97,7 +98,7 @@ def verify(
         require_against(comparing, selecting)
     elif quick or sample:
         raise UsageError("--against compares every byte: not with --quick or --sample")
-    place = location(source)
+    place = parse_place(source, "SRC")
     options = VerifyOptions(
         read=reading.options(per_rank=per_rank),
         quick=quick,

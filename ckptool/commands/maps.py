@@ -40,7 +40,8 @@ def builtin_maps() -> dict[str, KeyMap]:
 
 def map_text(name: str) -> str:
     """The TOML of a built-in map; UsageError where there is none of that name."""
-    _require_known(name)
+    if name not in builtin_maps():
+        raise UsageError(f"{name!r}: no such map", hint=_nearest(name) or _known_maps())
     return resources.files("ckptool").joinpath("maps", f"{name}.toml").read_text("utf-8")
 
 
@@ -59,14 +60,21 @@ def load_map(name: str) -> KeyMap:
 
 def _require_known(name: str) -> None:
     if name not in builtin_maps():
-        import difflib
-
-        close = difflib.get_close_matches(name, [AUTO, *builtin_maps()], n=1)
-        known = f"auto, one of {', '.join(builtin_maps())}, or a TOML file"
         raise UsageError(
             f"--map {name!r}: no such map and no such file",
-            hint=f"did you mean {close[0]} ?" if close else known,
+            hint=_nearest(name) or f"{AUTO}, {_known_maps()}, or a TOML file",
         )
+
+
+def _known_maps() -> str:
+    return f"one of {', '.join(builtin_maps())}"
+
+
+def _nearest(name: str) -> str | None:
+    import difflib
+
+    close = difflib.get_close_matches(name, [AUTO, *builtin_maps()], n=1)
+    return f"did you mean {close[0]} ?" if close else None
 
 
 def map_checkpoint(

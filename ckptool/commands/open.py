@@ -147,6 +147,9 @@ def _require_there(path: Location) -> None:
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
+        if path.is_symlink():
+            target = os.readlink(path)
+            raise NotFound(f"{path}: a link to {target}: {_reason(error)}") from None
         raise NotFound(f"{path}: {_reason(error)}", hint=_similar(path)) from None
     except ValueError:
         raise NotFound(f"{str(path)!r}: no path, for it holds a null character") from None

@@ -36,7 +36,7 @@ def selected(catalog: Catalog, selection: Selection) -> Catalog:
         catalog = rewrite.drop(catalog, selection.drop)
     if selection.model_only:
         catalog = only_model(catalog)
-    if selection.strip_prefix:
+    if selection.strip_prefix is not None:
         catalog = rewrite.strip_prefix(catalog, selection.strip_prefix)
     for rule in selection.rename:
         catalog = rewrite.rename(catalog, rewrite.substitution(rule))

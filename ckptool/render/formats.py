@@ -13,8 +13,9 @@ from ckptool.render.text import console
 def show_formats() -> None:
     """One row a format: its name, what reads and writes it, and what it is."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("format", "read", "convert", "reshard", "what it is"):
-        table.add_column(heading)
+    for heading in ("format", "read", "convert", "reshard"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("what it is", overflow="fold")
     for name, *marks, summary in known_formats():
         table.add_row(str(name), *("yes" if mark else "-" for mark in marks), str(summary))
     console().print(table)

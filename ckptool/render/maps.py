@@ -15,8 +15,9 @@ from ckptool.render.text import console
 def show_maps() -> None:
     """One row a map: its name, and what it maps."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("map", "from and to", "dims it may need"):
-        table.add_column(heading)
+    table.add_column("map", no_wrap=True)
+    for heading in ("from and to", "dims it may need"):
+        table.add_column(heading, overflow="fold")
     for found in builtin_maps().values():
         table.add_row(found.name, found.summary, ", ".join(_asked(found.sizes)))
     console().print(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -68,4 +69,5 @@ def print_json(content: Mapping[str, Any]) -> None:
 
 
 def _lines(text: str) -> str:
-    return "\n".join(escaped(line) for line in text.split("\n"))
+    """Untrusted text on its lines: those of a list are indented; any other break is spelled out."""
+    return "\n".join(escaped(line) for line in re.split(r"\n(?=  )", text))
