@@ -22,7 +22,7 @@ PerRank = Annotated[
     typer.Option("--per-rank", help="Keep plain tensors that differ between ranks, as NAME@rankR."),
 ]
 Unstack = Annotated[
-    bool, typer.Option("--unstack", help="One tensor a layer and expert, of stacked ones.")
+    bool, typer.Option("--unstack", help="Take stacked layers and experts apart: a tensor each.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")]
@@ -30,7 +30,11 @@ Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the target once all is written.")
 ]
 Workers = Annotated[
-    int | None, typer.Option("--workers", min=1, max=256, help="Threads that move bytes.")
+    int | None,
+    typer.Option("--workers", metavar="N", min=1, max=256, help="Use N threads, 256 at most."),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes.")]
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", help="Show no progress and no notes."),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

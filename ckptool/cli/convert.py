@@ -12,22 +12,24 @@ from ckptool.cli.groups import KeyMap, Reading, Selecting, Writing
 
 def convert(
     source: SourcePath,
-    target: Annotated[str, typer.Argument(metavar="DST", help="Where the result shall be.")],
+    target: Annotated[
+        str, typer.Argument(metavar="DST", help="Where to write it: a path or a URL.")
+    ],
     to: Annotated[
         str,
         typer.Option(
             "--to",
             metavar="FORMAT",
-            help="safetensors (a .safetensors file, or else a Hugging Face folder), torch-save,"
-            " dcp, dcp-safetensors, deepspeed-universal or megatron-torch_dist.",
+            help="Write safetensors (a .safetensors file, or else a Hugging Face folder),"
+            " torch-save, dcp, dcp-safetensors, deepspeed-universal or megatron-torch_dist.",
         ),
     ],
     *,
-    reading: Reading,
+    reading: Annotated[Reading, "How to read SRC"],
     unstack: Unstack = False,
     per_rank: PerRank = False,
-    selecting: Selecting,
-    key_map: KeyMap,
+    selecting: Annotated[Selecting, "What to keep, and how to call it"],
+    key_map: Annotated[KeyMap, "Names and layout of another framework"],
     dtype: Annotated[
         str | None,
         typer.Option("--dtype", metavar="DTYPE", help="Cast floating tensors, e.g. bf16."),
@@ -35,17 +37,20 @@ def convert(
     dequantize: Annotated[
         bool,
         typer.Option(
-            "--dequantize", help="Make numbers of FP8 blocks and MXFP4: bf16, or what --dtype says."
+            "--dequantize", help="Make numbers of FP8, INT8 and MXFP4: bf16, or what --dtype says."
         ),
     ] = False,
     max_shard_size: Annotated[
-        str, typer.Option("--max-shard-size", metavar="SIZE", help="Of a safetensors shard.")
+        str,
+        typer.Option(
+            "--max-shard-size", metavar="SIZE", help="Begin a new safetensors file beyond this."
+        ),
     ] = "5GB",
     one_rank: Annotated[
         bool,
         typer.Option("--one-rank", help="Write whole tensors as rank 0, not the source's chunks."),
     ] = False,
-    writing: Writing,
+    writing: Annotated[Writing, "How to write DST"],
     dry_run: DryRun = False,
     as_json: AsJson = False,
     quiet: Quiet = False,

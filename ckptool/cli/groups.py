@@ -27,8 +27,8 @@ class Reading:
         typer.Option(
             "--tp-rule",
             metavar="GLOB=RULE",
-            help="How tensor-parallel ranks' parameters fit together, where the files do not say:"
-            " replicate, column, row, gated, Shard(dim) (repeatable, first wins).",
+            help="Say how tensor-parallel ranks' parameters fit together, where the files do not:"
+            " replicate, column, row, gated or Shard(dim) (repeatable, first wins).",
         ),
     ] = None
     flat_params: Annotated[
@@ -36,7 +36,7 @@ class Reading:
         typer.Option(
             "--flat-params",
             metavar="FILE",
-            help="JSON of the model's parameters and shapes, in order, for FSDP1's flat ones.",
+            help="Take FSDP1's flat parameters apart by this JSON of names and shapes, in order.",
         ),
     ] = None
 
@@ -66,12 +66,14 @@ class Selecting:
     ] = False
     strip_prefix: Annotated[
         str | None,
-        typer.Option("--strip-prefix", metavar="PREFIX", help="Take off SRC's names' beginning."),
+        typer.Option("--strip-prefix", metavar="PREFIX", help="Take PREFIX off the names of SRC."),
     ] = None
     rename: Annotated[
         list[str] | None,
         typer.Option(
-            "--rename", metavar="REGEX=REPLACEMENT", help="Rename SRC's, in order (repeatable)."
+            "--rename",
+            metavar="REGEX=REPLACEMENT",
+            help="Rename in SRC what matches (repeatable, in order).",
         ),
     ] = None
 
@@ -103,13 +105,18 @@ class KeyMap:
     ] = None
     dims: Annotated[
         list[str] | None,
-        typer.Option("--dim", metavar="NAME=SIZE", help="A named dim of the --map (repeatable)."),
+        typer.Option(
+            "--dim",
+            metavar="NAME=SIZE",
+            help="Give the size of a dim that the --map names (repeatable).",
+        ),
     ] = None
     inverse: Annotated[
         bool | None,
         typer.Option(
             "--inverse/--no-inverse",
-            help="Go from the --map's to side to its from side; default: as the names fit.",
+            help="Apply the --map backwards, from its `to` names to its `from` names; default:"
+            " as the names fit.",
             show_default=False,
         ),
     ] = None
@@ -118,7 +125,7 @@ class KeyMap:
         typer.Option(
             "--hf-assets",
             metavar="FOLDER",
-            help="Carry along its config.json and tokenizer files; the --map reads the dims there.",
+            help="Copy the config.json and tokenizer files of FOLDER; the --map reads dims there.",
         ),
     ] = None
 
@@ -140,10 +147,10 @@ class Writing:
     ] = False
     workers: Workers = None
     budget: Annotated[
-        str, typer.Option("--budget", metavar="SIZE", help="Memory for moving bytes.")
+        str, typer.Option("--budget", metavar="SIZE", help="Move bytes within this much memory.")
     ] = "1GiB"
     fsync: Annotated[
-        bool, typer.Option("--fsync/--no-fsync", help="Wait until the disk has it all.")
+        bool, typer.Option("--fsync/--no-fsync", help="Wait until the disk has everything.")
     ] = True
 
     def options(self, *, verify: bool = False) -> TransferOptions:

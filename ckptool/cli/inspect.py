@@ -17,7 +17,9 @@ def inspect(
     *,
     tensors: Annotated[
         list[str] | None,
-        typer.Option("--tensors", metavar="GLOB", help="List every matching tensor in full."),
+        typer.Option(
+            "--tensors", metavar="GLOB", help="List every matching tensor in full (repeatable)."
+        ),
     ] = None,
     map_name: Annotated[
         str | None,
@@ -28,23 +30,26 @@ def inspect(
         ),
     ] = None,
     ranks: Annotated[
-        bool, typer.Option("--ranks", help="Bytes a rank, and the imbalance.")
+        bool, typer.Option("--ranks", help="Show the bytes of each rank, and the imbalance.")
     ] = False,
     values: Annotated[bool, typer.Option("--values", help="Show the non-tensor values.")] = False,
     stats: Annotated[
         list[str] | None,
         typer.Option(
-            "--stats", metavar="GLOB", help="Read tensors: min, max, mean, std, NaN, Inf."
+            "--stats",
+            metavar="GLOB",
+            help="Read what matches: min, max, mean, std, NaN, Inf (repeatable).",
         ),
     ] = None,
     export: Annotated[
         Path | None,
-        typer.Option("--export", metavar="FILE", help="Keep the screen as .svg or .html."),
+        typer.Option("--export", metavar="FILE", help="Also keep the screen as .svg or .html."),
     ] = None,
-    reading: Reading,
+    reading: Annotated[Reading, "How to read SRC"],
     per_rank: PerRank = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Of a URL: how much was asked of the store.")
+        bool,
+        typer.Option("--verbose", "-v", help="Say how much was asked of the store, for a URL."),
     ] = False,
     as_json: AsJson = False,
     debug: Debug = False,

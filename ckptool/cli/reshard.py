@@ -15,11 +15,16 @@ def reshard(
     source: SourcePath = ".",
     target: Annotated[
         str | None,
-        typer.Argument(metavar="DST", help="Default: beside SRC, named after the mesh."),
+        typer.Argument(
+            metavar="DST", help="Where to write it; default: beside SRC, named after the mesh."
+        ),
     ] = None,
     *,
     mesh: Annotated[
-        str | None, typer.Option("--mesh", metavar="MESH", help="2x4, 8, or dp=2,tp=4.")
+        str | None,
+        typer.Option(
+            "--mesh", metavar="MESH", help="Write for this device mesh: 2x4, 8, or dp=2,tp=4."
+        ),
     ] = None,
     shard: Annotated[
         list[str] | None,
@@ -31,38 +36,42 @@ def reshard(
     ] = None,
     plan: Annotated[
         Path | None,
-        typer.Option("--plan", metavar="FILE", help="TOML: a mesh and an ordered list of rules."),
+        typer.Option(
+            "--plan", metavar="FILE", help="Take the mesh and ordered rules of a TOML file."
+        ),
     ] = None,
     tp_plan: Annotated[
         Path | None,
         typer.Option(
-            "--tp-plan", metavar="FILE", help="A config.json with a transformers tp_plan."
+            "--tp-plan", metavar="FILE", help="Place by the transformers tp_plan of a config.json."
         ),
     ] = None,
     policy: Annotated[
-        str | None, typer.Option("--policy", metavar="NAME", help="fsdp, hsdp or replicate.")
+        str | None,
+        typer.Option("--policy", metavar="NAME", help="Place all else by fsdp, hsdp or replicate."),
     ] = None,
     to: Annotated[
         str | None,
         typer.Option(
             "--to",
             metavar="FORMAT",
-            help="dcp, rank-local, torch-checkpointing, dcp-safetensors, sharded-state or llama;"
-            " default: the source's own kind.",
+            help="Write dcp, rank-local, torch-checkpointing, dcp-safetensors, sharded-state or"
+            " llama; default: the source's own kind.",
         ),
     ] = None,
-    reading: Reading,
+    reading: Annotated[Reading, "How to read SRC"],
     unstack: Unstack = False,
     rank_state: Annotated[
         str,
         typer.Option(
             "--rank-state",
             metavar="WHAT",
-            help="State that differs between ranks: stop, keep, drop, or the rank to take it from.",
+            help="Do this with state that differs between ranks: stop, keep, drop, or the rank to"
+            " take it from.",
         ),
     ] = "stop",
-    key_map: KeyMap,
-    writing: Writing,
+    key_map: Annotated[KeyMap, "Names and layout of another framework"],
+    writing: Annotated[Writing, "How to write DST"],
     dry_run: DryRun = False,
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Read back and compare before it counts.")
