@@ -9,7 +9,8 @@ from typing import Any
 
 from ckptool.commands.input_file import text_of
 from ckptool.core.mesh import Mesh
-from ckptool.core.placing import STYLES, Rule, parse_mesh, rule_of, split_placements
+from ckptool.core.placement_styles import STYLES
+from ckptool.core.placing import Rule, parse_mesh, rule_of, split_placements
 from ckptool.errors import UsageError
 
 _KEYS, _RULE_KEYS = ("mesh", "names", "rule"), ("tensor", "placements")

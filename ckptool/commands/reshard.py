@@ -29,8 +29,8 @@ from ckptool.commands.transfer import (
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout
 from ckptool.core.mesh import Mesh
+from ckptool.core.placement_styles import POLICIES
 from ckptool.core.placing import (
-    POLICIES,
     Choice,
     Placed,
     Placer,

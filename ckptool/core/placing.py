@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -16,11 +15,19 @@ from ckptool.core.cut_order import (
     placements_of,
 )
 from ckptool.core.mesh import Mesh, Partial, Placement, Placements, Replicate, Shard, StridedShard
+from ckptool.core.placement_styles import (
+    POLICIES,
+    STYLES,
+    by_dim_name,
+    conventional_style,
+    fsdp,
+    fsdp_last,
+    is_conventional,
+    replicate,
+)
 from ckptool.core.shards import LocalShard, local_shards
 from ckptool.errors import CannotDo, UsageError
 
-REPLICATED = ("dp_replicate", "replicate", "pp")
-SHARDED = ("fsdp", "dp_shard", "dp", "shard", "cp", "dp_cp", "dp_shard_cp")
 _MOST_RANKS = 131_072
 
 
@@ -104,75 +111,6 @@ def split_placements(text: str) -> list[str]:
     return re.split(r",(?![^(]*\))", text)
 
 
-def colwise(entry: TensorEntry) -> Placement:
-    """Output features are sharded: the first dim of weight and bias."""
-    return Shard(0) if entry.shape else Replicate()
-
-
-def rowwise(entry: TensorEntry) -> Placement:
-    """Input features are sharded: the second dim of a weight; a bias is replicated."""
-    return Shard(1) if len(entry.shape) > 1 else Replicate()
-
-
-def _replicated(entry: TensorEntry) -> Placement:
-    return Replicate()
-
-
-STYLES: dict[str, Callable[[TensorEntry], Placement]] = {
-    "colwise": colwise,
-    "rowwise": rowwise,
-    "colwise_rep": colwise,
-    "colwise_gather_output": colwise,
-    "rowwise_rep": rowwise,
-    "rowwise_split_input": rowwise,
-    "local_colwise": colwise,
-    "local_rowwise": rowwise,
-    "sequence_parallel": _replicated,
-    "replicated_with_grad_allreduce": _replicated,
-    "replicate": _replicated,
-}
-"""The words of transformers' ``tp_plan`` (transformers 5) that say how a parameter is sharded."""
-
-_COLWISE = re.compile(
-    r"(.*\.)?(wq|wk|wv|w1|w3|q_proj|k_proj|v_proj|gate_proj|up_proj)\.(weight|bias)"
-)
-_ROWWISE = re.compile(r"(.*\.)?(wo|w2|o_proj|down_proj)\.(weight|bias)")
-_VOCABULARY = re.compile(r"(.*\.)?(tok_embeddings|embed_tokens|output|lm_head|wte)\.weight")
-
-
-def conventional_style(name: str) -> str:
-    """How tensor parallelism shards a parameter of a Llama-like model, by its usual name."""
-    stem = re.sub(r"\.(exp_avg|exp_avg_sq|max_exp_avg_sq)$", "", name)
-    if _COLWISE.fullmatch(stem) or _VOCABULARY.fullmatch(stem):
-        return "colwise"
-    return "rowwise" if _ROWWISE.fullmatch(stem) else "replicate"
-
-
-# Policies
-
-
-def fsdp(entry: TensorEntry, mesh: Mesh) -> Placements:
-    """Rows over all mesh dims, nested from left to right."""
-    return (Shard(0) if entry.shape else Replicate(),) * len(mesh.shape)
-
-
-def hsdp(entry: TensorEntry, mesh: Mesh) -> Placements:
-    """A replica a step of the first mesh dim, rows over the others."""
-    return (Replicate(), *fsdp(entry, mesh)[1:])
-
-
-def replicate(entry: TensorEntry, mesh: Mesh) -> Placements:
-    """The whole tensor on every rank."""
-    return (Replicate(),) * len(mesh.shape)
-
-
-POLICIES: dict[str, Callable[[TensorEntry, Mesh], Placements]] = {
-    "fsdp": fsdp,
-    "hsdp": hsdp,
-    "replicate": replicate,
-}
-
-
 # Choosing
 
 
@@ -208,7 +146,7 @@ class Placer:
         kept = self._kept(entry, catalog)
         if kept is not None:
             return Choice(kept, "kept from the source")
-        if _is_conventional(self.mesh):
+        if is_conventional(self.mesh):
             return Choice(self._by_dim_names(entry), "mesh dim names")
         return Choice(fsdp(entry, self.mesh), "policy fsdp, the default")
 
@@ -228,18 +166,18 @@ class Placer:
         names = self.mesh.names or ()
         tp = names.index("tp") if "tp" in names else len(self.mesh.shape) - 1
         placed = [
-            _by_dim_name(names[dim] if names else "fsdp", entry)
+            by_dim_name(names[dim] if names else "fsdp", entry)
             for dim in range(len(self.mesh.shape))
         ]
         placed[tp] = STYLES[style](entry)
-        return _fsdp_last(tuple(placed), self.mesh, {tp})
+        return fsdp_last(tuple(placed), self.mesh, {tp})
 
     def _by_dim_names(self, entry: TensorEntry) -> Placements:
         names = self.mesh.names or ()
         if "tp" in names:
             return self._by_style(conventional_style(entry.name), entry)
-        placed = tuple(_by_dim_name(name, entry) for name in names)
-        return _fsdp_last(placed, self.mesh, {at for at, name in enumerate(names) if name == "ep"})
+        placed = tuple(by_dim_name(name, entry) for name in names)
+        return fsdp_last(placed, self.mesh, {at for at, name in enumerate(names) if name == "ep"})
 
     def _kept(self, entry: TensorEntry, catalog: Catalog) -> Placements | None:
         """The source's placements, by dim name or, where the dims agree in number, by position."""
@@ -276,33 +214,6 @@ def _carried(entry: TensorEntry, source: Mesh, mesh: Mesh, places: tuple[int, ..
     cuts = cuts_by_dim(len(entry.shape), source.shape, placements)
     orders = [encoded_order(one) or after_the_later(one) for one in cuts]
     return placements_of([[places[cut.mesh_dim] for cut in one] for one in orders], mesh.shape)
-
-
-def _fsdp_last(placements: Placements, mesh: Mesh, first: set[int]) -> Placements:
-    """FSDP cuts what the mesh dims ``first`` (tensor or expert parallel) left of a tensor dim.
-
-    So its shards of the same dim, written before theirs, become strided.
-    """
-    adjusted = list(placements)
-    for at, placement in enumerate(placements):
-        factor = math.prod(mesh.shape[f] for f in first if f > at and placements[f] == placement)
-        if at not in first and isinstance(placement, Shard) and factor > 1:
-            adjusted[at] = StridedShard(placement.dim, factor)
-    return tuple(adjusted)
-
-
-def _is_conventional(mesh: Mesh) -> bool:
-    known = (*REPLICATED, *SHARDED, "tp", "ep")
-    return mesh.names is not None and all(name in known for name in mesh.names)
-
-
-def _by_dim_name(name: str, entry: TensorEntry) -> Placement:
-    """What a conventional mesh dim (torchtitan 0.3) does to a parameter."""
-    if name in REPLICATED or not entry.shape:
-        return Replicate()
-    if name == "ep":
-        return Shard(0) if ".experts." in entry.name and len(entry.shape) > 2 else Replicate()
-    return Shard(0) if name in SHARDED else Replicate()
 
 
 def _require_fit(entry: TensorEntry, placements: Placements) -> None:

@@ -116,13 +116,6 @@ def permute(entry: TensorEntry, dims: Sequence[int]) -> TensorEntry:
     return _with(entry, turned(entry.shape), chunks)
 
 
-def transpose(entry: TensorEntry, first: int = 0, second: int = 1) -> TensorEntry:
-    """With two dims exchanged."""
-    dims = list(range(len(entry.shape)))
-    dims[first], dims[second] = dims[second], dims[first]
-    return permute(entry, dims)
-
-
 def pad(entry: TensorEntry, dim: int, size: int) -> TensorEntry:
     """Lengthened to ``size`` indexes along a dim by repeating the last one.
 

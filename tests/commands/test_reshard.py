@@ -36,7 +36,8 @@ from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Data
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
-from ckptool.core.placing import POLICIES, Placed, parse_mesh, parse_rule
+from ckptool.core.placement_styles import POLICIES
+from ckptool.core.placing import Placed, parse_mesh, parse_rule
 from ckptool.engine import stage as stage_module
 from ckptool.engine.digest import digests
 from ckptool.engine.gather import Gatherer

@@ -11,11 +11,10 @@ from ckptool.commands.plan_file import read_plan, read_tp_plan
 from ckptool.commands.reshard import ReshardOptions, _placer
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import BY_NAME
-from ckptool.core.mesh import Mesh, Partial, Placement, Replicate, Shard, StridedShard
+from ckptool.core.mesh import Mesh, Partial, Placement, Placements, Replicate, Shard, StridedShard
 from ckptool.core.placing import (
     Choice,
     Placed,
-    Placements,
     Placer,
     Rule,
     parse_mesh,

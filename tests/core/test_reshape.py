@@ -35,7 +35,6 @@ from ckptool.core.reshape import (
     split,
     split_dim,
     stack,
-    transpose,
     unstack,
 )
 from ckptool.errors import CannotDo
@@ -163,12 +162,6 @@ def test_permute(made: tuple[Files, TensorEntry, Array], data: st.DataObject) ->
     files, entry, values = made
     dims = data.draw(st.permutations(range(values.ndim)))
     require_equal(files, permute(entry, dims), values.transpose(dims))
-
-
-@given(tensors(SOLID.filter(lambda shape: len(shape) > 1)))
-def test_transpose(made: tuple[Files, TensorEntry, Array]) -> None:
-    files, entry, values = made
-    require_equal(files, transpose(entry), values.swapaxes(0, 1))
 
 
 @given(tensors(SOLID), st.integers(0, 5), st.data())
