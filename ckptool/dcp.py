@@ -37,7 +37,7 @@ from ckptool.api.memory import torch_dtype, why_not_filled
 from ckptool.api.said import Said, location
 from ckptool.api.signature import documented
 from ckptool.api.values import archived
-from ckptool.commands.open import holds_checkpoint
+from ckptool.commands.recognise import holds_checkpoint
 from ckptool.core.box import Box
 from ckptool.core.catalog import Index, Path, TensorEntry
 from ckptool.core.rewrite import with_whole_lists

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptool import __version__
-from ckptool.commands.open import Opened, holds_checkpoint
+from ckptool.commands.open import Opened
+from ckptool.commands.recognise import holds_checkpoint
 from ckptool.core.catalog import Catalog, TensorEntry, tied
 from ckptool.core.plan import Plan
 from ckptool.core.written import written_entries

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptool.commands.open import Candidate, below, natural_key
+from ckptool.commands.recognise import Candidate, below, natural_key
 from ckptool.engine.remote_path import Location, within
 from ckptool.errors import Unrecognised
 
