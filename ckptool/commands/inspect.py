@@ -13,10 +13,8 @@ from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.commands.read_options import AS_DETECTED, ReadOptions
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
-from ckptool.core.parts import part_of, weights
+from ckptool.core.parts import PARTS, part_of, weights
 from ckptool.engine.remote_path import Location
-
-PARTS = ("model", "optimizer", "other")
 
 _STEP_NAMES = (
     "train_state.step",

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from ckptool.commands.read_options import AS_DETECTED, ReadOptions
 from ckptool.commands.recognise import Candidate, bounded, recognise
 from ckptool.core.catalog import Catalog
-from ckptool.core.unstack import unstacked
 from ckptool.engine.remote_path import Location
 from ckptool.engine.sources import Files
 from ckptool.errors import CkptoolError, Problem, Unrecognised, UsageError
@@ -41,9 +40,8 @@ def open_checkpoint(path: Location, options: ReadOptions = AS_DETECTED) -> Opene
     catalog = _scanned(found, options.scan_options(found.format))
     if _is_empty(catalog):
         raise _nothing_in(found.path)
-    if options.unstack:
-        catalog = unstacked(catalog)
-    return Opened(found.path, found.source, found.format, catalog)
+    whole = _taken_apart(catalog, options)
+    return Opened(found.path, found.source, found.format, whole)
 
 
 def _is_empty(catalog: Catalog) -> bool:
@@ -87,9 +85,17 @@ def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
         problems += error.problems
     if not problems and (catalog is None or _is_empty(catalog)):
         raise _nothing_in(found.path)
-    if catalog is not None and options.unstack:
-        catalog = unstacked(catalog)
-    return Survey(found.path, found.source, found.format, catalog, tuple(problems))
+    whole = None if catalog is None else _taken_apart(catalog, options)
+    return Survey(found.path, found.source, found.format, whole, tuple(problems))
+
+
+def _taken_apart(catalog: Catalog, options: ReadOptions) -> Catalog:
+    """The catalog, with a tensor for each layer and expert where that is asked for."""
+    if not options.unstack:
+        return catalog
+    from ckptool.core.unstack import unstacked
+
+    return unstacked(catalog)
 
 
 def _nothing_in(path: Location) -> Unrecognised:

@@ -6,12 +6,10 @@ from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptool.commands.assets import mapped, with_assets
-from ckptool.commands.load_cost import LoadCost, load_costs
 from ckptool.commands.map_report import MapOptions, MapReport, decided_by
-from ckptool.commands.model_facts import records
 from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.commands.plan_file import read_plan, read_tp_plan
 from ckptool.commands.rank_state import names_left_out, require_rank_state, settled
@@ -37,13 +35,15 @@ from ckptool.core.placing import (
     Rule,
 )
 from ckptool.core.plan import Plan
-from ckptool.core.written import written_entries
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.remote_path import Location
 from ckptool.engine.run import peak_memory
 from ckptool.errors import CannotDo, UsageError
 from ckptool.formats import CUTS, WRITERS
 from ckptool.formats.base import Request
+
+if TYPE_CHECKING:
+    from ckptool.commands.load_cost import LoadCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +115,8 @@ class PreparedReshard:
 
     def costs(self) -> Costs:
         """What the reshard will read, and what each rank of the new mesh will at load."""
+        from ckptool.commands.load_cost import load_costs
+        from ckptool.core.written import written_entries
         from ckptool.engine.cost import bytes_to_read
 
         plan = self.transfer.plan
@@ -139,6 +141,8 @@ class PreparedReshard:
 
 def _config(opened: Opened, catalog: Catalog, options: ReshardOptions) -> Mapping[str, Any]:
     """What is recorded of the model, the strongest record first."""
+    from ckptool.commands.model_facts import records
+
     return ChainMap(*map(dict, records(opened.source, catalog, options.map.assets)))
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 from ckptool.core.catalog import Catalog, Path
 
+PARTS = ("model", "optimizer", "other")
+
 _OPTIMIZER = re.compile(
     r"(optim|optimizer|optimizers|optimizer_states?|opt|adam|chained)(_?\d+)?"
     r"|fp32|exp_avg|exp_avg_sq|exp_inf|max_exp_avg_sq|momentum_buffer|square_avg"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
-from ckptool.commands.convert import ConvertReport
 from ckptool.core.layout import FileLayout
 from ckptool.render.moves import moves_json, show_moves
 from ckptool.render.text import columns, console, emit, free, plural, size, visible
+
+if TYPE_CHECKING:
+    from ckptool.commands.convert import ConvertReport
 
 
 def show_convert(report: ConvertReport, *, dry_run: bool) -> None:

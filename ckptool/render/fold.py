@@ -7,9 +7,8 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ckptool.commands.inspect import PARTS
 from ckptool.core.catalog import TensorEntry
-from ckptool.core.parts import part_of
+from ckptool.core.parts import PARTS, part_of
 from ckptool.render.text import ranges
 
 _NUMBER = re.compile(r"((?:(?<![^.])|(?<=@rank))(?:0|[1-9][0-9]{0,8})(?![^.@]))")

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from ckptool.commands.inspect import PARTS
 from ckptool.commands.map_report import MapReport
-from ckptool.core.parts import part_of
+from ckptool.core.parts import PARTS, part_of
 from ckptool.render.fold import Numbers, natural, split_numbers, with_numbers
 from ckptool.render.text import escaped
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from ckptool.commands.load_cost import LoadCost
-from ckptool.commands.reshard import Costs, ReshardReport
-from ckptool.core.mesh import Mesh
-from ckptool.core.placing import Choice
 from ckptool.render.convert import show_files
 from ckptool.render.moves import moves_json, show_moves
 from ckptool.render.text import columns, console, emit, free, plural, size, visible
+
+if TYPE_CHECKING:
+    from ckptool.commands.load_cost import LoadCost
+    from ckptool.commands.reshard import Costs, ReshardReport
+    from ckptool.core.mesh import Mesh
+    from ckptool.core.placing import Choice
 
 
 def show_reshard(report: ReshardReport, costs: Costs | None) -> None:
