@@ -85,7 +85,10 @@ def verify(
     from ckptool.render.progress import started_progress
 
     if codes:
-        render.show_codes()
+        if as_json:
+            print_json(render.codes_json())
+        else:
+            render.show_codes()
         return
     _require_one_question(
         against is not None,

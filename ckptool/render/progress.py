@@ -27,13 +27,21 @@ def started_progress(*, quiet: bool) -> Iterator[Callable[[int], Callable[[int],
         BarColumn,
         DownloadColumn,
         Progress,
+        ProgressColumn,
+        Task,
         TimeRemainingColumn,
-        TransferSpeedColumn,
     )
+    from rich.text import Text
 
-    from ckptool.render.text import console
+    from ckptool.render.text import console, size
 
-    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    class Speed(ProgressColumn):
+        """In units of 1024, as all sizes are; rich's own counts by the thousand."""
+
+        def render(self, task: Task) -> Text:
+            return Text("" if task.speed is None else f"{size(int(task.speed))}/s")
+
+    columns = (BarColumn(), DownloadColumn(binary_units=True), Speed())
     with Progress(
         *columns, TimeRemainingColumn(), console=console(stderr=True), transient=True
     ) as bar:

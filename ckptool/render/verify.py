@@ -153,3 +153,12 @@ def show_codes() -> None:
     screen = console()
     for line in codes_text():
         screen.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def codes_json() -> dict[str, Any]:
+    """The codes as ``ckptool.codes/1``."""
+    rows = [
+        {"code": name, "severity": one.severity.value, "meaning": one.meaning, "hint": one.hint}
+        for name, one in CODES.items()
+    ]
+    return {"schema": "ckptool.codes/1", "codes": rows}

@@ -500,6 +500,8 @@ def test_annotations_cannot_be_forged(tmp_path: Path) -> None:
 def test_the_codes_are_listed() -> None:
     lines = ran("--codes").stdout.splitlines()
     assert [line.split()[0] for line in lines] == list(CODES)
+    told = json.loads(ran("--codes", "--json").stdout)
+    assert [row["code"] for row in told["codes"]] == list(CODES)
 
 
 def test_verify_leaves_the_checkpoint_alone(copy_of: Callable[[str], Path]) -> None:
