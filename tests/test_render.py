@@ -12,6 +12,7 @@ from rich.text import Text
 
 from ckptool.commands.inspect import report
 from ckptool.commands.open import Opened
+from ckptool.commands.stats import TensorStats
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import (
     Catalog,
@@ -170,6 +171,13 @@ def test_tensors_lists_matches_in_full():
     assert head == ["name", "dtype", "shape", "placements", "chunks", "bytes"]
     assert nine == ["l.9.w", "float32", "[4,", "2]", "-", "1", "32"]
     assert ten == ["l.10.w", "float32", "[4,", "2]", "Shard(0)", "2", "32"]
+
+
+def test_statistics_come_with_the_other_views():
+    one = tensor("w")
+    shown = screen(one, stats=[TensorStats(one)], values=True)
+    assert shown.splitlines()[0].split()[:4] == ["name", "shape", "dtype", "min"]
+    assert shown.splitlines()[-1] == "  no values besides tensors"
 
 
 @pytest.mark.parametrize("view", [{"map_name": "l.wq"}, {"tensors": ["l.wq"]}])

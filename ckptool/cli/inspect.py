@@ -65,7 +65,7 @@ def inspect(
     from ckptool.cli.places import parse_place
     from ckptool.commands.inspect import inspect as run_inspect
     from ckptool.render.export import require_exportable, write_export
-    from ckptool.render.inspect import inspect_json, show, show_stats, show_traffic, stats_json
+    from ckptool.render.inspect import inspect_json, show, show_traffic, stats_json
     from ckptool.render.messages import print_json, show_error, show_notes
     from ckptool.render.text import console
 
@@ -86,12 +86,15 @@ def inspect(
         print_json(told | (stats_json(found) if found is not None else {}))
     else:
         screen = console(record=export is not None)
-        if found is not None:
-            show_stats(found, screen)
-        else:
-            show(
-                report, screen, tensors=tensors or (), ranks=ranks, values=values, map_name=map_name
-            )
+        show(
+            report,
+            screen,
+            tensors=tensors or (),
+            ranks=ranks,
+            values=values,
+            map_name=map_name,
+            stats=found or (),
+        )
         if export is not None:
             write_export(screen, export)
         show_notes(report.notes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -13,11 +14,14 @@ from ckptool.render.listing import tensor_lines, value_lines
 from ckptool.render.mapping import map_lines
 from ckptool.render.overview import overview
 from ckptool.render.ranks import rank_lines
-from ckptool.render.stats import show_stats, stats_json
+from ckptool.render.stats import stats_json, stats_lines
 from ckptool.render.text import console as standard_console
 from ckptool.render.text import emit, plural, size
 
-__all__ = ["inspect_json", "show", "show_stats", "stats_json"]
+if TYPE_CHECKING:
+    from ckptool.commands.stats import TensorStats
+
+__all__ = ["inspect_json", "show", "stats_json"]
 
 
 def show(
@@ -28,9 +32,12 @@ def show(
     ranks: bool = False,
     values: bool = False,
     map_name: str | None = None,
+    stats: Sequence[TensorStats] = (),
 ) -> None:
     """Print the whole picture, or only the views that are asked for."""
     views = list(_views(report, console, tensors, ranks, values, map_name))
+    if stats:
+        views.insert(0, stats_lines(stats, console))
     if not views:
         emit(console, overview(report, console))
         return

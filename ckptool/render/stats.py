@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ckptool.core.dtype import short_name
-from ckptool.render.text import columns, emit, visible
+from ckptool.render.text import columns, visible
 
 if TYPE_CHECKING:
     from ckptool.commands.stats import Number, TensorStats
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 _HEADINGS = ("name", "shape", "dtype", "min", "max", "mean", "std", "zeros", "nan", "inf")
 
 
-def show_stats(stats: Sequence[TensorStats], console: Console) -> None:
+def stats_lines(stats: Sequence[TensorStats], console: Console) -> list[Text]:
     """One row a tensor; NaN and Inf in red where there are any."""
     rows = [[Text(heading, style="dim") for heading in _HEADINGS]]
     rows += [_row(item) for item in stats]
     lines = columns(console, rows, "lllrrrrrrr", cuts=0)
     if any(item.entry.dtype.kind == "complex" for item in stats):
         lines.append(Text("  of complex numbers: the magnitudes", style="dim"))
-    emit(console, lines)
+    return lines
 
 
 def _row(item: TensorStats) -> list[Text]:
