@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,8 @@ from ckptool.core.reshape import (
     unstack,
 )
 from ckptool.errors import CannotDo
+
+_MOST_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,24 +127,37 @@ def _cut_at(entry: TensorEntry, dim: int, edges: Sequence[int]) -> Iterator[Chun
 def _require_all(rule: Rule, group: Sequence[Held], common: Binding, sizes: Sizes) -> None:
     """CannotDo where one of the sources that belong together is not there."""
     there = {(id(held.pattern), *sorted(held.binding.items())) for held in group}
-    missing = [
+    lacks = sum(_count(rule, pattern, sizes) for pattern in rule.sources) - len(there)
+    if lacks <= 0:
+        return
+    missing = (
         pattern.name(common | binding, sizes)
         for pattern in rule.sources
-        for binding in _indexes(rule, pattern, sizes)
+        for binding in _indexes(rule, pattern, sizes, len(there) + _MOST_NAMED)
         if (id(pattern), *sorted((common | binding).items())) not in there
-    ]
-    if missing:
-        more = f", and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise CannotDo(
-            f"{group[0].entry.name} is there, but not {', '.join(missing[:3])}{more}, with which"
-            f" it becomes {rule.targets[0].text}"
-        )
+    )
+    named = ", ".join(itertools.islice(missing, _MOST_NAMED))
+    more = f", and {lacks - _MOST_NAMED:,} more" if lacks > _MOST_NAMED else ""
+    raise CannotDo(
+        f"{group[0].entry.name} is there, but not {named}{more}, with which"
+        f" it becomes {rule.targets[0].text}"
+    )
 
 
-def _indexes(rule: Rule, pattern: Pattern, sizes: Sizes) -> Iterator[Binding]:
-    """Every index of the axes that this pattern's names spell out, and not all names do."""
-    spelled = [axis for axis in pattern.spelled if axis not in rule.common]
-    for indexes in itertools.product(*(range(sizes[axis]) for axis in spelled)):
+def _spelled(rule: Rule, pattern: Pattern) -> list[str]:
+    """The axes that this pattern's names spell out, and not all names do."""
+    return [axis for axis in pattern.spelled if axis not in rule.common]
+
+
+def _count(rule: Rule, pattern: Pattern, sizes: Sizes) -> int:
+    """How many tensors have names of this pattern."""
+    return math.prod(sizes[axis] for axis in _spelled(rule, pattern))
+
+
+def _indexes(rule: Rule, pattern: Pattern, sizes: Sizes, most: int) -> Iterator[Binding]:
+    """The indexes of the axes that tell this pattern's names apart, below ``most`` each."""
+    spelled = _spelled(rule, pattern)
+    for indexes in itertools.product(*(range(min(most, sizes[axis])) for axis in spelled)):
         yield dict(zip(spelled, indexes, strict=True))
 
 
@@ -150,8 +166,7 @@ def _assembled(rule: Rule, group: Sequence[Held], sizes: Sizes) -> TensorEntry:
     chunks: list[Chunk] = []
     for held in group:
         entry, axes = _apart(held, rule, sizes)
-        spelled = [axis for axis in held.pattern.spelled if axis not in rule.common]
-        for axis in reversed(spelled):
+        for axis in reversed(_spelled(rule, held.pattern)):
             entry, axes = insert_dim(entry, 0), [(axis,), *axes]
         places = [_place_of(axis, axes) for axis in rule.axes]
         entry = permute(entry, places)

@@ -341,6 +341,13 @@ def test_an_expert_that_is_missing_is_named(out: Path) -> None:
     assert "model.layers.1.mlp.experts.1.up_proj.weight" in error.message
 
 
+def test_a_number_past_all_reason_is_refused_at_once(out: Path) -> None:
+    hf = state("qwen3_moe", "hf")
+    hf["model.layers.1.mlp.experts.999999999.up_proj.weight"] = torch.zeros(4, 8)
+    error = refusal(mapped, save(out / "a", hf), out / "b", MapOptions("torchtitan-qwen3"))
+    assert "experts.5.up_proj.weight, and 999,999,993 more" in error.message
+
+
 @pytest.mark.parametrize(
     ("family", "last", "key_map", "words"),
     [
