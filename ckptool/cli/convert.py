@@ -80,9 +80,11 @@ def convert(
     )
     prepared = prepare(parse_place(source, "SRC"), parse_place(target, "DST"), options)
     if not quiet:
-        from ckptool.render.messages import show_notes
+        from ckptool.render.messages import show_notes, show_obstacle
 
         show_notes(prepared.report.notes)
+        if dry_run:
+            show_obstacle(prepared.transfer.obstacle())
     if not dry_run:
         with progress(prepared.nbytes, quiet=quiet) as advance:
             prepared.run(advance)

@@ -120,9 +120,11 @@ def reshard(
         prepared = group.together(lambda: prepare_reshard(*ends(), options))
         quiet = quiet or group.rank > 0
         if not quiet:
-            from ckptool.render.messages import show_notes
+            from ckptool.render.messages import show_notes, show_obstacle
 
             show_notes(prepared.report.notes)
+            if dry_run:
+                show_obstacle(prepared.transfer.obstacle())
         if check:
             from ckptool.commands.check_loads.check import require_loadable
 

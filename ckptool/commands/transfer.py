@@ -125,6 +125,20 @@ class Transfer:
         written = self.plan.layout.nbytes
         return written + 2 * self.plan.read_bytes if self.options.verify else written
 
+    def obstacle(self) -> str | None:
+        """Why a run would be refused as the target is now; None where it would not.
+
+        Nothing is asked of a store.
+        """
+        if not isinstance(self.target, Path):
+            return None
+        stage = stage_at(self.target, self.plan.layout, self._stage_options())
+        try:
+            stage.require_possible()
+        except CannotDo as error:
+            return f"{error.message}; {error.hint}" if error.hint else error.message
+        return None
+
     def run(self, progress: Progress = no_progress, ranks: Ranks | None = None) -> None:
         """Write the layout at the target, whole or not at all, sharing the work with ``ranks``.
 
@@ -139,7 +153,8 @@ class Transfer:
             stage.discard(resumed=True)
             raise
         except (OSError, TransferError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error.message
+            told = error.strerror if isinstance(error, OSError) else error.message
+            reason = told or str(error)
             raise TransferError(f"{self.target}: {reason}", hint=RESUME_HINT) from error
         except CkptoolError:
             stage.discard()

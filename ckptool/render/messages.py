@@ -47,6 +47,12 @@ def show_notes(notes: Iterable[str]) -> None:
         screen.print(f"[yellow]note:[/] {_lines(note)}", highlight=False, soft_wrap=True)
 
 
+def show_obstacle(reason: str | None) -> None:
+    """Why a run would be refused that has only been planned, if it would."""
+    if reason is not None:
+        show_notes([f"a run would be refused now: {reason}"])
+
+
 def show_interrupted(*, writes: bool) -> None:
     """What an interruption leaves, of a command that ``writes`` and of one that does not."""
     left = "; what was being written continues with --resume" if writes else ""

@@ -359,6 +359,15 @@ def test_a_dry_run_writes_nothing(source: Path, out: Path) -> None:
     assert report.read_bytes > 0
 
 
+def test_a_dry_run_says_what_is_in_the_way(source: Path, out: Path) -> None:
+    planned = prepared(source, out / "no" / "r", "2").transfer
+    assert planned.obstacle() == f"{out}/no: no such folder to write into; mkdir -p {out}/no"
+    (out / "no").mkdir()
+    assert planned.obstacle() is None
+    (out / "no" / "r").mkdir()
+    assert "r exists already; --overwrite" in (planned.obstacle() or "")
+
+
 def test_the_dry_run_is_what_is_written(source: Path, out: Path) -> None:
     planned = prepared(source, out / "r", "2x4", policy="hsdp")
     planned.run()
