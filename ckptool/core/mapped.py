@@ -171,7 +171,7 @@ class _Application:
 
         What all names of a rule number, such as layers, may differ in its other numbers: experts.
         """
-        within = tuple(first.binding[axis] for axis in rule.common)
+        within = tuple((axis, first.binding[axis]) for axis in rule.common)
         mine = {name for axis in rule.axes for name in axis}
         for name in (self._numbered & mine | self._map.sizes.keys()) & sizes.keys():
             of = within if name in self._numbered else ()

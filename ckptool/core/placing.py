@@ -60,7 +60,7 @@ def parse_mesh(text: str) -> Mesh:
     if not all(re.fullmatch(r"\s*0*[1-9]\d{0,8}\s*", size) for size in sizes):
         raise UsageError(f"--mesh {text!r} is no mesh", hint="such as 8, 2x4 or dp=2,tp=4")
     if names is not None and (len(set(names)) != len(names) or not all(names)):
-        raise UsageError(f"--mesh {text!r}: the dim names must differ")
+        raise UsageError(f"--mesh {text!r}: each dim needs a name of its own")
     shape = [int(size) for size in sizes]
     total = 1
     for size in shape:

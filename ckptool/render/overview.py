@@ -83,9 +83,9 @@ def _mesh(catalog: Catalog) -> str:
 
 def _holds(report: InspectReport) -> str:
     totals = report.totals
-    parameters = magnitude(totals.parameters)
+    parameters = magnitude(totals.parameters) + " parameter" + "s" * (totals.parameters != 1)
     return (
-        f"{plural(totals.tensors, 'tensor')}, {parameters} parameters, {size(totals.nbytes)}"
+        f"{plural(totals.tensors, 'tensor')}, {parameters}, {size(totals.nbytes)}"
         f" in {plural(totals.files, 'file')}"
     )
 
