@@ -233,6 +233,25 @@ def header_problems(region: Region, records: Iterable[ZipRecord]) -> list[Proble
     return problems
 
 
+def unclaimed_bytes(region: Region, records: Iterable[ZipRecord]) -> int:
+    """Bytes of the region that belong to no record, nor to the directory and its end records.
+
+    Descriptors are as long as they may be: what is hidden in less is not noticed.
+    """
+    start, size, _ = _find_directory(region)
+    end = _end_offset(region)
+    spare, position = 0, 0
+    for record in sorted(records, key=lambda record: record.header):
+        spare += max(0, record.header - position)
+        position = record.offset + record.stored + (24 if record.flags & _STREAMED else 0)
+    spare += max(0, start - position)
+    wide = region.read(end - _LOCATOR64.size, 4) == b"PK\x06\x07"
+    ends = _END64.size + _LOCATOR64.size if wide else 0
+    comment = _END.unpack(region.read(end, _END.size))[7]
+    spare += max(0, end - ends - start - size)
+    return spare + max(0, region.nbytes - end - _END.size - comment)
+
+
 def _local_problem(region: Region, record: ZipRecord) -> str | None:
     fields = _LOCAL.unpack(region.read(record.header, _LOCAL.size))
     flags, method, crc, stored, size = fields[2], fields[3], fields[6], fields[7], fields[8]

@@ -282,6 +282,19 @@ def test_a_descriptor_that_contradicts_the_directory(
     assert "zip-headers" in codes(checked(folder))
 
 
+@pytest.mark.parametrize("more", [b"left over", None])
+def test_bytes_behind_an_archive_belong_to_nothing(
+    more: bytes | None, copy_of: Callable[[str], Path]
+) -> None:
+    """Also another archive, whose end record says nothing of the first one's directory."""
+    folder = copy_of("rank_base")
+    data = (folder / "checkpoint_1.pt").read_bytes()
+    (folder / "checkpoint_1.pt").write_bytes(data + (more or data))
+    report = checked(folder)
+    assert codes(report) == {"bytes-unclaimed"}
+    assert f"{len(more or data):,} of its" in report.findings[0].message
+
+
 # Training state
 
 

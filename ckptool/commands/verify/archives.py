@@ -10,7 +10,14 @@ from ckptool.engine.content import Packing, Span
 from ckptool.errors import CkptoolError, Problem, coded
 from ckptool.formats._archives import item_region
 from ckptool.formats._torch_file import record_bytes
-from ckptool.formats._zip import DEFLATED, Region, ZipRecord, header_problems, read_directory
+from ckptool.formats._zip import (
+    DEFLATED,
+    Region,
+    ZipRecord,
+    header_problems,
+    read_directory,
+    unclaimed_bytes,
+)
 from ckptool.formats.base import Source
 
 _EDGE = 1 << 16
@@ -42,6 +49,7 @@ class ArchiveCheck:
             self.problems += error.problems
             return False
         self.problems += header_problems(region, _in_reach(region, records.values()))
+        self.problems += _unclaimed(region, records.values())
         has_crc = any(record.crc32 for record in records.values())
         if not has_crc:
             self.unchecked.add(item.file)
@@ -69,6 +77,14 @@ class ArchiveCheck:
             return
         stored = record.method != DEFLATED and not item.transforms
         self._pickles.look_at(data, item.file, region.offset + record.offset if stored else None)
+
+
+def _unclaimed(region: Region, records: Iterable[ZipRecord]) -> list[Problem]:
+    spare = unclaimed_bytes(region, records)
+    if not spare:
+        return []
+    message = f"{region.what}: {spare:,} of its {region.nbytes:,} bytes belong to no record"
+    return [Problem(message, "bytes-unclaimed", file=region.file)]
 
 
 def _in_reach(region: Region, records: Iterable[ZipRecord]) -> Iterator[ZipRecord]:
