@@ -96,13 +96,15 @@ def _read_archive(region: Region) -> TorchFile:
     records = read_directory(traced)
     root = _root(region, records)
     data_pkl = records[f"{root}/data.pkl"]
-    loaded = _unpickled(record_bytes(traced, data_pkl), f"{region.what} (data.pkl)")
     has_crc = any(record.crc32 for record in records.values())
+    loaded = _unpickled(record_bytes(traced, data_pkl, has_crc), f"{region.what} (data.pkl)")
     prefix = f"{root}/data/"
     stored = {name[len(prefix) :]: r for name, r in records.items() if name.startswith(prefix)}
     storages = {key: _stored(region, record, has_crc) for key, record in stored.items()}
     order = records.get(f"{root}/byteorder")
-    byteorder = record_bytes(traced, order).decode("ascii", "replace") if order else "little"
+    byteorder = "little"
+    if order:
+        byteorder = record_bytes(traced, order, has_crc).decode("ascii", "replace")
     if byteorder not in ("little", "big"):
         raise Damaged(f"{region.what}: unknown byte order {byteorder!r}")
     found = TorchFile(region.what, loaded.value, storages, byteorder, loaded.globals, loaded.end)
@@ -137,8 +139,11 @@ def _root(region: Region, records: Mapping[str, ZipRecord]) -> str:
     return roots[0]
 
 
-def record_bytes(region: Region, record: ZipRecord) -> bytes:
-    """A small record, decoded; Damaged where it is too large or not what was checksummed."""
+def record_bytes(region: Region, record: ZipRecord, has_crc: bool) -> bytes:
+    """A small record, decoded; Damaged where it is too large or not what was checksummed.
+
+    ``has_crc`` says that its archive has checksums: where none is stored, all are 0.
+    """
     if record.size > _pickle.LARGEST:
         raise Damaged(
             f"{region.what}: record {record.name!r} claims {record.size:,} bytes; ckptool reads"
@@ -152,7 +157,7 @@ def record_bytes(region: Region, record: ZipRecord) -> bytes:
     data = region.read(record.offset, record.stored)
     if record.method == DEFLATED:
         data = decode(data, "deflate", record.size, what=f"{region.what}: {record.name}")
-    if len(data) != record.size or (record.crc32 and zlib.crc32(data) != record.crc32):
+    if len(data) != record.size or (has_crc and zlib.crc32(data) != record.crc32):
         message = f"{region.what}: record {record.name!r} differs from its recorded CRC-32"
         raise Damaged(Problem(message, "crc-mismatch", file=region.file))
     return data

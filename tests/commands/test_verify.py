@@ -273,6 +273,17 @@ def test_every_record_of_an_archive_is_checked(record: str, copy_of: Callable[[s
     assert "crc-mismatch" in codes(checked(folder))
 
 
+def test_a_checksum_of_zero_is_one_where_others_are_stored(copy_of: Callable[[str], Path]) -> None:
+    """A pickle that was changed cannot pass by a checksum that says nothing."""
+    path = copy_of("rank_base") / "checkpoint_1.pt"
+    data = bytearray(path.read_bytes())
+    name = data.index(b"data.pkl", data.index(b"PK\x01\x02")) - len("checkpoint_1/")
+    descriptor = data.index(b"PK\x07\x08")
+    data[name - 46 + 16 : name - 46 + 20] = data[descriptor + 4 : descriptor + 8] = bytes(4)
+    path.write_bytes(data)
+    assert "crc-mismatch" in codes(checked(path.parent))
+
+
 @pytest.mark.parametrize("field", range(4, 16))
 def test_a_descriptor_that_contradicts_the_directory(
     field: int, copy_of: Callable[[str], Path]

@@ -56,7 +56,7 @@ class ArchiveCheck:
         for record in records.values():
             is_small = record.name.endswith(".pkl") or record.size <= _SMALL
             if is_small and "/data/" not in record.name:
-                self._look_at_small(item, region, record)
+                self._look_at_small(item, region, record, has_crc)
             elif record.size:
                 self.spans.append(_span(item, region, record, has_crc))
         return True
@@ -65,11 +65,13 @@ class ArchiveCheck:
         limit = max(_LEAST_LIMIT, _MOST_INFLATED * item.nbytes)
         return item_region(self._source, item, "an item", limit, _EDGE)
 
-    def _look_at_small(self, item: Item, region: Region, record: ZipRecord) -> None:
+    def _look_at_small(
+        self, item: Item, region: Region, record: ZipRecord, has_crc: bool
+    ) -> None:
         """What is no storage is read at once: the pickle, and notes such as the byte order."""
         try:
             with coded("archive-content", file=item.file):
-                data = record_bytes(region, record)
+                data = record_bytes(region, record, has_crc)
         except CkptoolError as error:
             self.problems += error.problems
             return
