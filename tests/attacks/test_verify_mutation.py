@@ -1,9 +1,10 @@
 """Seeded damage to real checkpoints of every format: verify reports whatever changes what is read.
 
-A mutation flips or replaces a byte, cuts, empties, zeroes, drops, swaps or copies over a file. The
-specification is exact: what a mutation changed is judged by reading the checkpoint back (names,
-shapes, element types, and the SHA-256 of each tensor). It must be reported unless the mutated byte
-is one that nothing in the files protects, and those bytes are listed in ``UNPROTECTED``:
+A mutation flips, replaces, adds or takes away a byte, cuts, empties, zeroes, drops, swaps or copies
+over a file. The specification is exact: what a mutation changed is judged by reading the checkpoint
+back (names, shapes, element types, the SHA-256 of each tensor and of each value). It must be
+reported unless the mutated byte is one that nothing in the files protects, and those bytes are
+listed in ``UNPROTECTED``:
 
 - the data of formats without a checksum: safetensors, the legacy torch.save stream, archives saved
   without CRC-32;
@@ -39,6 +40,7 @@ from conftest import case
 
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.verify.proving import ProvingOptions, prove, write
+from ckptool.commands.verify.values import value_digest
 from ckptool.commands.verify.verify import VerifyOptions, verify
 from ckptool.engine.digest import digests
 from ckptool.engine.gather import Gatherer
@@ -51,7 +53,7 @@ SECONDS = 20.0
 MEMORY = 1 << 30
 
 Read = dict[str, tuple[str, tuple[int, ...], str]]
-"""Name to element type, shape and SHA-256 of the values."""
+"""Name to element type (or that it is a value), shape and SHA-256 of the content."""
 
 
 def nothing(file: str) -> bool:
@@ -108,8 +110,8 @@ UNPROTECTED: dict[str, Callable[[str], bool]] = {
 }
 """Fixture to its files whose bytes, where they change what is read, may do so unseen."""
 
-NAMED_BY_NOTHING = ("meta.pt",)
-"""Files that no other file promises, so that their loss cannot be seen: Lightning's."""
+NAMED_BY_NOTHING = ("meta.pt", "scheduler.bin")
+"""Files that no other file promises, so that their loss cannot be seen."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,10 @@ class Mutation:
     exchanged: bool = False
 
 
+KINDS = ["byte", "insert", "remove", "append", "cut", "zero", "tail", "empty"]
+KINDS += ["lose", "swap", "copy"]
+
+
 def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
@@ -128,7 +134,7 @@ def files_of(folder: Path) -> list[Path]:
 def mutate(folder: Path, dice: random.Random) -> Mutation:
     """Damage one file of a copy, or two."""
     files = files_of(folder)
-    kind = dice.choice(["flip"] * 8 + ["byte", "cut", "zero", "empty", "lose", "swap", "copy"])
+    kind = dice.choice(["flip"] * 8 + KINDS)
     victim = dice.choices(files, [path.stat().st_size + 1 for path in files])[0]
     name, data = str(victim.relative_to(folder)), victim.read_bytes()
     other = dice.choice(files)
@@ -154,6 +160,15 @@ def changed_bytes(kind: str, data: bytes, dice: random.Random) -> tuple[str, byt
     if kind == "zero":
         end = min(len(data), spot + dice.choice([1, 16, 4096]))
         return f"zeros from {spot} to {end}", data[:spot] + bytes(end - spot) + data[end:]
+    if kind == "tail":
+        page = spot // 512 * 512
+        return f"zeros from {page} to the end", data[:page] + bytes(len(data) - page)
+    if kind == "append":
+        return "with bytes behind it", data + dice.randbytes(dice.choice([1, 16, 4096]))
+    if kind == "insert":
+        return f"one byte more at {spot}", data[:spot] + dice.randbytes(1) + data[spot:]
+    if kind == "remove":
+        return f"one byte less at {spot}", data[:spot] + data[spot + 1 :]
     new = dice.randrange(256) if kind == "byte" else data[spot] ^ 1 << dice.randrange(8)
     return f"{kind} at {spot}", data[:spot] + bytes([new]) + data[spot + 1 :]
 
@@ -168,7 +183,9 @@ def read(folder: Path) -> Read | None:
         found = digests(located.values(), lambda: Gatherer(opened.source), 1)
     except CkptoolError:
         return None
-    return {n: (e.dtype.name, e.shape, found[n]) for n, e in located.items()}
+    tensors = {n: (e.dtype.name, e.shape, found[n]) for n, e in located.items()}
+    values = opened.catalog.objects.items()
+    return tensors | {n: ("value", (), value_digest(e.value, n)) for n, e in values}
 
 
 class TooLate(BaseException):
@@ -231,7 +248,7 @@ def test_mutations(name: str, tmp_path: Path) -> None:
         mutation = mutate(folder, dice)
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         found, reported = read(folder), reported_beyond(folder, usual)
-        proved = is_proved(folder, tmp_path / "manifest.json")
+        proved = is_proved(folder, tmp_path / "manifest.json", usual)
         signal.setitimer(signal.ITIMER_PROF, 0)
         if not reported:
             judged(mutation, name, changes(truth, found), differs=found != truth, told=told)
@@ -259,9 +276,9 @@ def manifest_of(source: Path, target: Path) -> set[str]:
     return {str((root / name).relative_to(source)) for name in files}
 
 
-def is_proved(folder: Path, manifest: Path) -> bool:
+def is_proved(folder: Path, manifest: Path, usual: Counter[str]) -> bool:
     try:
-        options = VerifyOptions(workers=1, quick=True)
+        options = VerifyOptions(workers=1, quick=True, strict=True, ignore=tuple(usual))
         return prove(folder, ProvingOptions(manifest, verify=options)).sound
     except CkptoolError:
         return False

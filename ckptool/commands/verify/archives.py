@@ -65,9 +65,7 @@ class ArchiveCheck:
         limit = max(_LEAST_LIMIT, _MOST_INFLATED * item.nbytes)
         return item_region(self._source, item, "an item", limit, _EDGE)
 
-    def _look_at_small(
-        self, item: Item, region: Region, record: ZipRecord, has_crc: bool
-    ) -> None:
+    def _look_at_small(self, item: Item, region: Region, record: ZipRecord, has_crc: bool) -> None:
         """What is no storage is read at once: the pickle, and notes such as the byte order."""
         try:
             with coded("archive-content", file=item.file):

@@ -190,9 +190,17 @@ class FileCheck:
             self.unchecked.add(file)
             data = self._source.read(file, 0, min(size, _LEGACY_HEAD))
             self._pickles.look_at(data, file, 0, pickles=5)
-            read_torch_file(self._source, file)
+            self._require_all_claimed(file, size)
         elif file.endswith(_WEIGHTS):
             read_torch_file(self._source, file)
+
+    def _require_all_claimed(self, file: str, size: int) -> None:
+        """Bytes behind the last storage of a legacy stream."""
+        held = read_torch_file(self._source, file).storages.values()
+        spare = size - max((one.offset + one.nbytes for one in held), default=size)
+        if spare:
+            message = f"{file}: {spare:,} of its {size:,} bytes belong to no storage"
+            self._problems.append(Problem(message, "bytes-unclaimed", file=file))
 
     def _look_for_archives(self, file: str) -> None:
         held = 0
