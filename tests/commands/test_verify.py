@@ -545,6 +545,24 @@ def test_verify_leaves_the_checkpoint_alone(copy_of: Callable[[str], Path]) -> N
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+@pytest.mark.parametrize("change", [Path.unlink, Path.touch])
+def test_a_file_that_changes_meanwhile(
+    change: Callable[[Path], None], copy_of: Callable[[str], Path]
+) -> None:
+    """What was read before and after is of no one save."""
+    folder = copy_of("rank_base")
+
+    def started(total: int) -> Callable[[int], None]:
+        os.utime(folder / "checkpoint_2.pt", (1, 1))
+        change(folder / "checkpoint_2.pt")
+        return lambda nbytes: None
+
+    report = verify(folder, VerifyOptions(workers=1), started)
+    first = report.findings[0]
+    assert (first.code, first.file) == ("file-changed", "checkpoint_2.pt")
+    assert not report.sound
+
+
 def test_a_file_that_cannot_be_read(copy_of: Callable[[str], Path]) -> None:
     folder = copy_of("dcp_base")
     (folder / "__1_0.distcp").chmod(0)

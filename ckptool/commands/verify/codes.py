@@ -28,6 +28,9 @@ CODES: dict[str, Code] = {
     "file-truncated": Code(_ERROR, "a file ends before what it should hold", _AGAIN),
     "file-unrecognised": Code(_ERROR, "a file is not what its name says", _AGAIN),
     "file-unreadable": Code(_ERROR, "the system refuses to read a file"),
+    "file-changed": Code(
+        _ERROR, "a file was changed while it was read", "verify again once nothing writes into it"
+    ),
     "file-extra": Code(_WARNING, "a data file that no metadata names", "delete it, or leave it"),
     "file-unfinished": Code(_WARNING, "a file whose name says that its writing never ended"),
     "bytes-unclaimed": Code(

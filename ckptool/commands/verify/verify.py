@@ -24,6 +24,7 @@ from ckptool.commands.verify.markers import unnamed_latest
 from ckptool.commands.verify.objects import odd_values
 from ckptool.commands.verify.sentence import sentence
 from ckptool.commands.verify.training import optimizer_problems, step_problems
+from ckptool.commands.verify.watched import Watched
 from ckptool.core.catalog import Catalog, Item, TensorEntry
 from ckptool.core.parts import part_of
 from ckptool.engine.content import Span, check_spans
@@ -86,6 +87,7 @@ class _Check:
         self._files = FileCheck(surveyed.source, self._is_chosen)
         self._nbytes = 0
         catalog = surveyed.catalog
+        self._watched = Watched(surveyed.source, (catalog or surveyed.source).files)
         self._spare = other_copies(surveyed.source.files, catalog.files) if catalog else set()
 
     @property
@@ -187,7 +189,7 @@ class _Check:
 
     def _findings(self) -> tuple[Finding, ...]:
         looked_at = map(self._of_a_copy, [*self._found, *self._files.problems])
-        problems = [*self._survey.problems, *looked_at]
+        problems = [*self._watched.problems(), *self._survey.problems, *looked_at]
         unique = {_identity(problem): problem for problem in reversed(problems)}
         ignored = self._options.ignore
         found = [
