@@ -169,7 +169,7 @@ class _Check:
         return [Problem(message, "no-checksum", file=files[0])]
 
     def report(self) -> VerifyReport:
-        """All findings, the gravest first, and what they come to."""
+        """All findings, the gravest first and causes before effects, and what they come to."""
         findings = self._findings()
         severities = failing(self._options.strict)
         sound = not any(finding.severity in severities for finding in findings)
@@ -198,7 +198,8 @@ class _Check:
             if problem.code not in ignored and not self._is_said_better(problem)
         ]
         order = list(Severity)
-        return tuple(sorted(found, key=lambda finding: order.index(finding.severity)))
+        # A file that is cut shows in each of its tensors.
+        return tuple(sorted(found, key=lambda one: (order.index(one.severity), bool(one.tensor))))
 
     def _of_a_copy(self, problem: Problem) -> Problem:
         """Damage of a copy that is not read is no damage of the checkpoint."""
