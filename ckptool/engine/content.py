@@ -6,6 +6,7 @@ is no slower than many small ones.
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,12 +23,16 @@ _TILE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A run of a span that is a tensor's elements: ``start`` and ``nbytes`` in bytes."""
+    """A run of a span that is a tensor's elements: ``start`` and ``nbytes`` in bytes.
+
+    ``row`` is the bytes of one index of all dims but the last, 0 where there is only one dim.
+    """
 
     start: int
     nbytes: int
     dtype: DType
     tensor: str
+    row: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -62,10 +67,21 @@ class Packing:
 
 @dataclass(slots=True)
 class Found:
-    """``problems`` of the bytes, and the tensors with a value that is NaN or infinite."""
+    """``problems`` of the bytes, and the tensors with a value that is NaN or infinite.
+
+    ``written`` says of each file with bytes that no checksum covers where the last of those ends
+    that is not zero.
+    """
 
     problems: list[Problem] = field(default_factory=list)
     not_finite: set[str] = field(default_factory=set)
+    written: dict[str, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def note_written(self, file: str, end: int) -> None:
+        """A byte that is not zero ends there."""
+        with self._lock:
+            self.written[file] = max(end, self.written.get(file, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +105,8 @@ def check_spans(
                 _look(tile, data, found)
                 if tile.span.crc32 is not None:
                     pieces[id(tile.span)].append((tile.start, tile.nbytes, crc32(data)))
+                elif tile.span.packing is None:
+                    found.note_written(tile.span.file, _written_end(tile, data))
                 progress(tile.nbytes)
         except CkptoolError as error:
             found.problems.extend(error.problems)
@@ -125,6 +143,12 @@ def _look(tile: _Tile, data: memoryview, found: Found) -> None:
         low, high = max(tile.start, view.start), min(end, view.start + view.nbytes)
         if low < high and not all_finite(data[low - tile.start : high - tile.start], view.dtype):
             found.not_finite.add(view.tensor)
+
+
+def _written_end(tile: _Tile, data: memoryview) -> int:
+    """Where in the file the last byte ends that is not zero; 0 where all are."""
+    held = len(data) if data[-1] else len(bytes(data).rstrip(b"\0"))
+    return tile.span.offset + tile.start + held if held else 0
 
 
 def _crc_problem(span: Span, pieces: list[tuple[int, int, int]]) -> Problem | None:

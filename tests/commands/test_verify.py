@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from conftest import CASES, GOOD, Case, by_name, case
 from recipes.damage import DAMAGE
 from recipes.hostile import HOSTILE
@@ -320,6 +321,41 @@ def test_bytes_behind_what_torch_saved_belong_to_nothing(
     report = checked(path.parent)
     unclaimed = [one for one in report.findings if one.code == "bytes-unclaimed"]
     assert [f"{len(more or data):,} of its" in one.message for one in unclaimed] == [True]
+
+
+# Zeros
+
+
+def weights(zeros_from: int) -> dict[str, Any]:
+    """Two tensors of 64 KiB and a bias, the last rows of the second zero, and the bias too."""
+    dice = np.random.default_rng(1)
+    second = dice.standard_normal((64, 256), np.float32)
+    second[zeros_from:] = 0
+    first = dice.standard_normal((64, 256), np.float32)
+    return {"a": first, "b": second, "c": np.zeros(3000, np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("rows", "page", "found"),
+    [
+        (64, 4, {"zeros-at-end"}),
+        (64, 17, {"zeros-at-end"}),
+        (40, 17, {"zeros-at-end"}),
+        (64, None, set()),
+        (40, None, set()),
+        (0, None, set()),
+    ],
+)
+def test_zeros_from_a_page_to_the_end(
+    rows: int, page: int | None, found: set[str], tmp_path: Path
+) -> None:
+    """As a crash leaves a file that was sized and not written; rows of zeros are no damage."""
+    path = tmp_path / "model.safetensors"
+    data = safetensors.numpy.save(weights(rows))
+    start = len(data) if page is None else page * 4096
+    path.write_bytes(data[:start] + bytes(len(data) - start))
+    assert codes(checked(path)) == found
+    assert codes(checked(path, sample=0.5)) == set()
 
 
 # Training state

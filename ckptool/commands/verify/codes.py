@@ -38,6 +38,11 @@ CODES: dict[str, Code] = {
         "bytes of a data file that belong to nothing",
         "harmless alone: a longer file of an earlier save was overwritten, or bytes were appended",
     ),
+    "zeros-at-end": Code(
+        _WARNING,
+        "a file is zeros from a page to its end, as after a crash before all was written",
+        _AGAIN,
+    ),
     "path-outside": Code(_ERROR, "metadata names a path outside the checkpoint", "do not load it"),
     # The whole
     "save-unfinished": Code(

@@ -76,7 +76,8 @@ class Views:
             self.scattered.append((entry, box, at))
         else:
             where, start, nbytes = run
-            self.runs[where].append(View(start, nbytes, dtype, entry.name))
+            row = box.shape[-1] * dtype.itemsize if len(box.shape) > 1 else 0
+            self.runs[where].append(View(start, nbytes, dtype, entry.name, row))
 
 
 def _run(at: Place, shape: tuple[int, ...], itemsize: int) -> tuple[_Where, int, int] | None:

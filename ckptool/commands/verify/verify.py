@@ -25,6 +25,7 @@ from ckptool.commands.verify.objects import odd_values
 from ckptool.commands.verify.sentence import sentence
 from ckptool.commands.verify.training import optimizer_problems, step_problems
 from ckptool.commands.verify.watched import Watched
+from ckptool.commands.verify.zeros import unwritten_ends
 from ckptool.core.catalog import Catalog, Item, TensorEntry
 from ckptool.core.parts import part_of
 from ckptool.engine.content import Span, check_spans
@@ -124,6 +125,7 @@ class _Check:
             more, problems = scattered_not_finite(views, source)
             names |= more
             self._found += problems
+            self._found += unwritten_ends(spans, found.written, source.files)
             self._found += replica_problems(tensors.values(), source)
             if self._catalog is not None:
                 self._found += step_problems(self._catalog, tensors.values(), source)
