@@ -247,7 +247,7 @@ def unclaimed_bytes(region: Region, records: Iterable[ZipRecord]) -> int:
     spare += max(0, start - position)
     wide = region.read(end - _LOCATOR64.size, 4) == b"PK\x06\x07"
     ends = _END64.size + _LOCATOR64.size if wide else 0
-    comment = _END.unpack(region.read(end, _END.size))[7]
+    comment = int(_END.unpack(region.read(end, _END.size))[7])
     spare += max(0, end - ends - start - size)
     return spare + max(0, region.nbytes - end - _END.size - comment)
 

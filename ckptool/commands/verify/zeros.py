@@ -38,6 +38,6 @@ def _cut(span: Span, start: int, end: int) -> Iterator[View]:
     """The views of a span of which ``start`` is no beginning of a row, just behind a value."""
     for view in span.views:
         held = start - span.offset - view.start
-        if 0 < held < view.nbytes and start - end < view.dtype.itemsize:
-            if not view.row or held % view.row:
-                yield view
+        inside = 0 < held < view.nbytes and (not view.row or held % view.row)
+        if inside and start - end < view.dtype.itemsize:
+            yield view
