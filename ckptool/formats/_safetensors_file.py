@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Extent
 from ckptool.core.dtype import BY_SAFETENSORS, DType
 from ckptool.core.layout import Data, FileLayout, Literal, Part
-from ckptool.errors import CannotDo, Damaged, Problem, coded
+from ckptool.errors import UNCODED, CannotDo, Damaged, Problem, coded
 from ckptool.formats.base import Source
 
 LONGEST_HEADER = 100_000_000
@@ -48,27 +48,43 @@ def looks_like_safetensors(head: bytes, size: int) -> bool:
     return len(head) >= 9 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 40
 
 
-def read_safetensors(source: Source, file: str) -> SafetensorsFile:
-    """Read and check a header. Raises Damaged where it breaks one of the format's rules."""
+def read_safetensors(
+    source: Source, file: str, found: list[Problem] | None = None
+) -> SafetensorsFile:
+    """Read and check a header. Raises Damaged where it breaks one of the format's rules.
+
+    Where there is a list ``found``, entries that do are noted there and left out, as far as the
+    others are whole for all that; so are two that share bytes, of which neither can be trusted.
+    """
     with coded("safetensors-header", file=file):
-        return _read(source, file)
+        return _read(source, file, found)
 
 
 def promised_size(source: Source, file: str) -> int:
     """Bytes that a file should have by its header; Damaged where that is no whole header."""
     with coded("safetensors-header", file=file):
-        _, tensors, start = _header(source, file)
+        _, tensors, start = _header(source, file, [])
     return max((item.at.offset + _nbytes(item) for item in tensors.values()), default=start)
 
 
-def _read(source: Source, file: str) -> SafetensorsFile:
-    metadata, tensors, start = _header(source, file)
+def _read(source: Source, file: str, found: list[Problem] | None) -> SafetensorsFile:
+    before = len(found or ())
+    metadata, tensors, start = _header(source, file, found)
     ordered = dict(sorted(tensors.items(), key=lambda pair: (pair[1].at.offset, _nbytes(pair[1]))))
-    _require_no_holes(file, ordered, start, source.files[file])
+    _step_over_overlaps(file, ordered, found)
+    is_whole = len(found or ()) == before
+    try:
+        _require_no_holes(file, ordered, start, source.files[file], is_whole=is_whole)
+    except Damaged as error:
+        if found is None or error.message.code == "file-truncated":
+            raise
+        found += _within(error, file)
     return SafetensorsFile(ordered, metadata)
 
 
-def _header(source: Source, file: str) -> tuple[dict[str, str], dict[str, StoredSlice], int]:
+def _header(
+    source: Source, file: str, found: list[Problem] | None
+) -> tuple[dict[str, str], dict[str, StoredSlice], int]:
     """What a header holds, and where it ends."""
     size = source.files[file]
     if not size:
@@ -83,8 +99,22 @@ def _header(source: Source, file: str) -> tuple[dict[str, str], dict[str, Stored
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise Damaged(f"{file}: __metadata__ does not map text to text")
-    tensors = {name: _slice(file, name, entry, 8 + length) for name, entry in header.items()}
+    tensors = {}
+    for name, entry in header.items():
+        try:
+            tensors[name] = _slice(file, name, entry, 8 + length)
+        except Damaged as error:
+            if found is None:
+                raise
+            found += _within(error, file, name)
     return metadata, tensors, 8 + length
+
+
+def _within(error: Damaged, file: str, name: str | None = None) -> Iterator[Problem]:
+    """The problems of an error, which lie in one entry of the header or in all of it."""
+    for problem in error.problems:
+        code = "safetensors-header" if problem.code == UNCODED else problem.code
+        yield Problem(str(problem), code, file=file, tensor=name or problem.tensor)
 
 
 def _parsed(text: bytes, file: str) -> dict[str, Any]:
@@ -150,32 +180,54 @@ def _nbytes(item: StoredSlice) -> int:
     return math.prod(item.shape) * item.dtype.itemsize
 
 
-def _require_no_holes(file: str, tensors: Mapping[str, StoredSlice], start: int, size: int) -> None:
-    _require_no_overlap(file, tensors)
+def _require_no_holes(
+    file: str, tensors: Mapping[str, StoredSlice], start: int, size: int, *, is_whole: bool
+) -> None:
+    """Damaged where bytes belong to no tensor, or are not there. Without entries that were left
+    out (``is_whole`` is False) there are holes, and only what is not there is damage."""
     position = start
     for name, item in tensors.items():
-        if item.at.offset != position:
+        if item.at.offset != position and is_whole:
             message = f"{file}: {name} begins at byte {item.at.offset:,}, the tensor before it ends"
             message += f" at {position:,}: a hole before it"
             raise Damaged(Problem(message, "safetensors-hole", tensor=name))
-        position += _nbytes(item)
-    if position != size:
+        position = item.at.offset + _nbytes(item)
+    if position > size or (is_whole and position != size):
         message = f"{file}: the header describes {position:,} bytes, the file has {size:,};"
         code = "file-truncated" if position > size else "safetensors-hole"
         reason = "it is truncated or has bytes that belong to no tensor"
         raise Damaged(Problem(f"{message} {reason}", code))
 
 
-def _require_no_overlap(file: str, tensors: Mapping[str, StoredSlice]) -> None:
-    solid = [(name, item) for name, item in tensors.items() if _nbytes(item)]
-    for (name, item), (other, next_item) in itertools.pairwise(solid):
-        end = item.at.offset + _nbytes(item)
-        if next_item.at.offset < end:
-            message = (
-                f"{file}: {other} begins at byte {next_item.at.offset:,}, inside {name}, which"
-            )
-            message += f" ends at {end:,}: bytes shared with the one before it"
+def _step_over_overlaps(
+    file: str, tensors: dict[str, StoredSlice], found: list[Problem] | None
+) -> None:
+    """Leave out tensors that share bytes with others; the first two are Damaged without a list."""
+    shared: set[str] = set()
+    for name, other, at, end in _overlaps(tensors):
+        message = f"{file}: {other} begins at byte {at:,}, inside {name}, which"
+        message += f" ends at {end:,}: bytes shared with the one before it"
+        if found is None:
             raise Damaged(Problem(message, "safetensors-overlap", tensor=other))
+        for one in (name, other):
+            found.append(Problem(message, "safetensors-overlap", file=file, tensor=one))
+            shared.add(one)
+    for name in shared:
+        del tensors[name]
+
+
+def _overlaps(tensors: Mapping[str, StoredSlice]) -> Iterator[tuple[str, str, int, int]]:
+    """Each tensor, in the order of their bytes, that begins inside another: that one's name, its
+    own, where it begins and where that one ends."""
+    widest, end = "", 0
+    for name, item in tensors.items():
+        if not _nbytes(item):
+            continue
+        at = item.at.offset
+        if at < end:
+            yield widest, name, at, end
+        if at + _nbytes(item) > end:
+            widest, end = name, at + _nbytes(item)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     expect_heads(source, (match.string for match in shards))
     for match in shards:
         require_rank(int(match["rank"]), match.string)
-        read = partial(_read_shard, source, match.string, int(match["rank"]) - 1, found)
+        read = partial(_read_shard, source, match.string, int(match["rank"]) - 1, found, options)
         if not options.attempt(read) and match is max(shards, key=_rank):
             found.problems += _of_unknown_shape(found, match.string)
     tensors = {}
@@ -135,9 +135,9 @@ def _of_unknown_shape(found: _Found, file: str) -> list[Problem]:
     ]
 
 
-def _read_shard(source: Source, file: str, rank: int, found: _Found) -> bool:
+def _read_shard(source: Source, file: str, rank: int, found: _Found, options: ScanOptions) -> bool:
     """Take in the tensors of one shard; returns whether their places are known."""
-    header = read_safetensors(source, file)
+    header = read_safetensors(source, file, options.found)
     try:
         info = json.loads(header.metadata["DCP_SHARDING_INFO"])
         offsets = {name: _offsets(info[name]["saved_offsets"]) for name in header.tensors}

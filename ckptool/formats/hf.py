@@ -81,7 +81,9 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     tensors, where, infos, problems = _read_all(source, files, wanted_by, options)
     notes: list[str] = []
     if weight_map is not None:
-        problems += _against_index(weight_map, where, indexes[0])
+        stepped_over = {problem.tensor for problem in options.found or ()}
+        listed = {n: file for n, file in weight_map.items() if n not in stepped_over}
+        problems += _against_index(listed, where, indexes[0])
         notes += _index_notes(source, indexes[0], tensors, weight_map)
     options.report(problems, subject=source.root)
     spare = sorted(set(_weights(source)) - set(files))
@@ -125,7 +127,7 @@ def _read_all(
     problems: list[str] = []
     expect_heads(source, files)
     for file in files:
-        read = partial(_read_shard, source, file, wanted_by)
+        read = partial(_read_shard, source, file, wanted_by, options)
         found, metadata = options.attempt(read) or ({}, {})
         infos.append(metadata)
         for name, entry in found.items():
@@ -137,10 +139,10 @@ def _read_all(
 
 
 def _read_shard(
-    source: Source, file: str, wanted_by: str
+    source: Source, file: str, wanted_by: str, options: ScanOptions
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     require(source, file, wanted_by=wanted_by)
-    return whole_tensors(source, file)
+    return whole_tensors(source, file, options)
 
 
 def _against_index(weight_map: dict[str, str], where: dict[str, str], index: str) -> list[str]:

@@ -39,7 +39,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     file = _main_file(source)
     if file is None:
         raise Unrecognised(f"{source.root}: not one safetensors file")
-    tensors, metadata = whole_tensors(source, file)
+    tensors, metadata = whole_tensors(source, file, options)
     info = {"writer": "safetensors"} | {f"metadata.{k}": v for k, v in metadata.items()}
     catalog = Catalog("safetensors", tensors, {}, {file: source.files[file]}, 1, info=info)
     return with_extra(catalog, source, file.removesuffix(".safetensors") + EXTRA)
@@ -62,9 +62,11 @@ def with_extra(catalog: Catalog, source: Source, extra: str) -> Catalog:
     )
 
 
-def whole_tensors(source: Source, file: str) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+def whole_tensors(
+    source: Source, file: str, options: ScanOptions
+) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """The tensors of a file that holds whole ones, and the file's metadata."""
-    header = read_safetensors(source, file)
+    header = read_safetensors(source, file, options.found)
     tensors = {
         name: TensorEntry(
             name, (name,), item.dtype, item.shape, (Chunk(Box.whole(item.shape), item.at),)

@@ -83,6 +83,10 @@ def test_a_whole_checkpoint_loses_nothing(target: str, out: Path) -> None:
         ("chunk_gap", {"w"}),
         ("rank_flipped", {"w"}),
         ("replicas_differ", {"plain"}),
+        ("dtype_unknown", {"blocks.0.down.weight"}),
+        ("shape_lies", {"blocks.0.down.weight"}),
+        ("offsets_negative", {"blocks.0.down.weight"}),
+        ("bytes_shared", {"embed.weight", "three"}),
     ],
 )
 def test_one_wrong_tensor_costs_no_other(
@@ -92,6 +96,21 @@ def test_one_wrong_tensor_costs_no_other(
     assert report.lost.keys() == lost
     truth = case(DAMAGE[name].source).truth
     assert read_back("dcp", out / "m") == {n: truth[n] for n in truth if n not in report.lost}
+
+
+def test_one_wrong_entry_of_a_shard_costs_no_other(
+    copy_of: Callable[[str], Path], out: Path
+) -> None:
+    """Of a file that an index lists too; the entry is blamed, once, not what it leads to."""
+    folder = copy_of("hf_shards")
+    file = folder / "model-00002-of-00004.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'"dtype":"BF16"', b'"dtype":"BF17"', 1))
+    report = salvage(folder, out / "m")
+    ((lost, why),) = report.lost.items()
+    assert "unknown element type 'BF17'" in why
+    assert not report.problems
+    truth = case("hf_shards").truth
+    assert read_back("dcp", out / "m") == {n: truth[n] for n in truth if n != lost}
 
 
 def test_a_damaged_replica_is_taken_from_another_rank(

@@ -192,11 +192,13 @@ class _Check:
     def _findings(self) -> tuple[Finding, ...]:
         looked_at = map(self._of_a_copy, [*self._found, *self._files.problems])
         problems = [*self._watched.problems(), *self._survey.problems, *looked_at]
-        unique = {_identity(problem): problem for problem in reversed(problems)}
+        unique: dict[tuple[object, ...], Problem] = {}
+        for problem in problems:
+            unique.setdefault(_identity(problem), problem)
         ignored = self._options.ignore
         found = [
             self._finding(problem)
-            for problem in reversed(unique.values())
+            for problem in unique.values()
             if problem.code not in ignored and not self._is_said_better(problem)
         ]
         order = list(Severity)

@@ -74,7 +74,9 @@ def _blamed(catalog: Catalog, problems: list[Problem]) -> dict[str, str]:
             hint="move the files of each save into a folder of their own",
         )
     lost = {name: str(why) for name, why in catalog.conflicts.items()}
-    lost |= {p.tensor: str(p) for p in problems if p.tensor is not None}
+    for problem in problems:
+        if problem.tensor is not None:
+            lost.setdefault(problem.tensor, str(problem))
     known = Foreign()
     for name, value in catalog.objects.items():
         if "torch storage" in known.of(value.value):
