@@ -29,23 +29,39 @@ _Where = str | Packing
 def located(
     format_: Format, source: Files, catalog: Catalog, chosen: Callable[[Item], bool]
 ) -> tuple[dict[str, TensorEntry], list[Problem]]:
-    """The tensors with their containers opened one by one; what cannot be opened is left out."""
+    """The tensors with their containers opened; what cannot be opened is left out."""
     problems: list[Problem] = []
     tensors = {}
+    bare = replace(catalog, objects={})
     for name, entry in catalog.tensors.items():
-        chunks: list[Chunk] = []
-        for chunk in entry.chunks:
-            if not isinstance(chunk.at, Item):
-                chunks.append(chunk)
-            elif format_.locate is not None and chosen(chunk.at):
-                one = replace(entry, chunks=(chunk,))
-                part = replace(catalog, tensors={name: one}, objects={})
-                try:
-                    chunks += format_.locate(source, part).tensors[name].chunks
-                except CkptoolError as error:
-                    problems += error.problems
-        tensors[name] = replace(entry, chunks=tuple(chunks))
+        kept = tuple(c for c in entry.chunks if not isinstance(c.at, Item) or chosen(c.at))
+        whole = replace(entry, chunks=kept)
+        try:
+            tensors[name] = _opened(format_, source, bare, whole)
+        except CkptoolError:
+            found, wrong = _opened_one_by_one(format_, source, bare, whole)
+            tensors[name] = replace(entry, chunks=tuple(found))
+            problems += wrong
     return tensors, problems
+
+
+def _opened(format_: Format, source: Files, catalog: Catalog, entry: TensorEntry) -> TensorEntry:
+    if format_.locate is None or not any(isinstance(chunk.at, Item) for chunk in entry.chunks):
+        return entry
+    return format_.locate(source, catalog.with_tensors({entry.name: entry})).tensors[entry.name]
+
+
+def _opened_one_by_one(
+    format_: Format, source: Files, catalog: Catalog, entry: TensorEntry
+) -> tuple[list[Chunk], list[Problem]]:
+    chunks: list[Chunk] = []
+    problems: list[Problem] = []
+    for chunk in entry.chunks:
+        try:
+            chunks += _opened(format_, source, catalog, replace(entry, chunks=(chunk,))).chunks
+        except CkptoolError as error:
+            problems += error.problems
+    return chunks, problems
 
 
 @dataclass(slots=True)
