@@ -14,6 +14,8 @@ from ckptool.errors import Damaged, Problem, coded
 from ckptool.formats.base import EDGE, Source
 
 STORED, DEFLATED = 0, 8
+STREAMED = 8
+"""The flag of a record that has a descriptor behind its bytes."""
 
 _LOCAL = struct.Struct("<4s5H3L2H")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
@@ -243,7 +245,7 @@ def unclaimed_bytes(region: Region, records: Iterable[ZipRecord]) -> int:
     spare, position = 0, 0
     for record in sorted(records, key=lambda record: record.header):
         spare += max(0, record.header - position)
-        position = record.offset + record.stored + (24 if record.flags & _STREAMED else 0)
+        position = record.offset + record.stored + (24 if record.flags & STREAMED else 0)
     spare += max(0, start - position)
     wide = region.read(end - _LOCATOR64.size, 4) == b"PK\x06\x07"
     ends = _END64.size + _LOCATOR64.size if wide else 0
@@ -258,7 +260,7 @@ def _local_problem(region: Region, record: ZipRecord) -> str | None:
     if (flags, method) != (record.flags, record.method):
         return "its local header states another method or other flags than the directory"
     noted = (crc, stored, size)
-    if flags & _STREAMED and noted == (0, 0, 0):
+    if flags & STREAMED and noted == (0, 0, 0):
         return None
     wanted = (record.crc32, record.stored, record.size)
     pairs = zip(noted, wanted, strict=True)
@@ -268,7 +270,7 @@ def _local_problem(region: Region, record: ZipRecord) -> str | None:
 
 
 def _descriptor_problem(region: Region, record: ZipRecord) -> str | None:
-    if not record.flags & _STREAMED:
+    if not record.flags & STREAMED:
         return None
     start = record.offset + record.stored
     data = region.read(start, min(24, region.nbytes - start)).removeprefix(b"PK\x07\x08")
@@ -280,5 +282,4 @@ def _descriptor_problem(region: Region, record: ZipRecord) -> str | None:
     return "the descriptor behind it states another CRC-32 or size than the directory"
 
 
-_STREAMED = 8
 _IN_EXTRA = 0xFFFFFFFF

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ckptool.commands.verify.pickles import PickleAudit
+from ckptool.commands.verify.sound_archives import SoundArchives
 from ckptool.core.catalog import Item
 from ckptool.engine.content import Packing, Span
 from ckptool.errors import CkptoolError, Problem, coded
@@ -38,45 +39,65 @@ class ArchiveCheck:
         self.problems: list[Problem] = []
         self.spans: list[Span] = []
         self.unchecked: set[str] = set()
+        self._sound = SoundArchives()
 
     def look_at(self, item: Item) -> bool:
         """Check one archive; whether its directory could be read."""
         try:
             with coded("zip-structure", file=item.file):
                 region = self._region(item)
-                records = read_directory(region)
+                alike = self._sound.again(region)
+                if alike is None:
+                    self._look_at_all(item, region, list(read_directory(region).values()))
+                else:
+                    self._look_into(item, region, alike, has_crc=True)
         except CkptoolError as error:
             self.problems += error.problems
             return False
-        self.problems += header_problems(region, _in_reach(region, records.values()))
-        self.problems += _unclaimed(region, records.values())
-        has_crc = any(record.crc32 for record in records.values())
+        return True
+
+    def _look_at_all(self, item: Item, region: Region, records: list[ZipRecord]) -> None:
+        """Everything about an archive that is like none before it."""
+        before = len(self.problems)
+        self.problems += header_problems(region, _in_reach(region, records))
+        self.problems += _unclaimed(region, records)
+        has_crc = any(record.crc32 for record in records)
         if not has_crc:
             self.unchecked.add(item.file)
-        for record in records.values():
-            is_small = record.name.endswith(".pkl") or record.size <= _SMALL
-            if is_small and "/data/" not in record.name:
-                self._look_at_small(item, region, record, has_crc)
-            elif record.size:
-                self.spans.append(_span(item, region, record, has_crc))
-        return True
+        is_plain = self._look_into(item, region, records, has_crc=has_crc)
+        if has_crc and is_plain and len(self.problems) == before:
+            self._sound.learn(region, records)
 
     def _region(self, item: Item) -> Region:
         limit = max(_LEAST_LIMIT, _MOST_INFLATED * item.nbytes)
         return item_region(self._source, item, "an item", limit, _EDGE)
 
-    def _look_at_small(self, item: Item, region: Region, record: ZipRecord, has_crc: bool) -> None:
+    def _look_into(
+        self, item: Item, region: Region, records: Iterable[ZipRecord], *, has_crc: bool
+    ) -> bool:
+        """Small records now, the others as spans; whether all that pickles name belongs there."""
+        is_plain = True
+        for record in records:
+            is_small = record.name.endswith(".pkl") or record.size <= _SMALL
+            if is_small and "/data/" not in record.name:
+                is_plain &= self._look_at_small(item, region, record, has_crc)
+            elif record.size:
+                self.spans.append(_span(item, region, record, has_crc))
+        return is_plain
+
+    def _look_at_small(self, item: Item, region: Region, record: ZipRecord, has_crc: bool) -> bool:
         """What is no storage is read at once: the pickle, and notes such as the byte order."""
         try:
             with coded("archive-content", file=item.file):
                 data = record_bytes(region, record, has_crc)
         except CkptoolError as error:
             self.problems += error.problems
-            return
+            return False
         if not record.name.endswith(".pkl"):
-            return
+            return True
         stored = record.method != DEFLATED and not item.transforms
-        self._pickles.look_at(data, item.file, region.offset + record.offset if stored else None)
+        offset = region.offset + record.offset if stored else None
+        return self._pickles.look_at(data, item.file, offset)
 
 
 def _unclaimed(region: Region, records: Iterable[ZipRecord]) -> list[Problem]:

@@ -22,17 +22,25 @@ class PickleAudit:
         self._reported: set[tuple[str, Global]] = set()
         self._small: dict[bytes, dict[Global, int]] = {}
 
-    def look_at(self, data: bytes, file: str, offset: int | None, *, pickles: int = 1) -> None:
-        """``pickles`` in a row, from ``offset`` of the file; None where they are compressed."""
-        self.note(self._named(data, pickles), file, offset)
+    def look_at(self, data: bytes, file: str, offset: int | None, *, pickles: int = 1) -> bool:
+        """``pickles`` in a row, from ``offset`` of the file; None where they are compressed.
 
-    def note(self, named: Mapping[Global, int], file: str, offset: int | None) -> None:
+        Returns whether all that they name belongs there.
+        """
+        return self.note(self._named(data, pickles), file, offset)
+
+    def note(self, named: Mapping[Global, int], file: str, offset: int | None) -> bool:
         """What a pickle was seen to name, as ``look_at`` does."""
+        belongs = True
         for item, at in named.items():
             hostile = can_run_code(item) and item.name != "getattr"
-            if (hostile or not is_known(item)) and (file, item) not in self._reported:
+            if not hostile and is_known(item):
+                continue
+            belongs = False
+            if (file, item) not in self._reported:
                 self._reported.add((file, item))
                 self.problems.append(_problem(item, file, offset, at, hostile=hostile))
+        return belongs
 
     def _named(self, data: bytes, pickles: int) -> dict[Global, int]:
         """Small pickles are alike by the thousand, so what they name is remembered."""
