@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import subprocess
 from collections.abc import Callable
@@ -63,6 +64,45 @@ def test_a_checkpoint_is_proved_by_its_own_manifest(one: Case, manifest: Path) -
     for name, (dtype, shape, data) in one.truth.items():
         proof = {"dtype": dtype, "shape": list(shape), "sha256": hashlib.sha256(data).hexdigest()}
         assert recorded[name] == proof
+    deep = manifest.with_name("deep.json")
+    assert write(one.path, deep, verify=VerifyOptions()).sound
+    assert deep.read_text() == manifest.read_text()
+
+
+def test_a_manifest_costs_two_readings(
+    manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the files, their checksums and their values, one of the tensors in their own order."""
+    path = tmp_path / "model.pt"
+    torch.save({"a": torch.rand(1 << 20), "b": torch.rand(300, 2000).t()}, path)
+    read = []
+
+    def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        read.append(os_preadv(descriptor, buffers, offset))
+        return read[-1]
+
+    os_preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert write(path, manifest, verify=VerifyOptions(workers=1)).sound
+    assert 2 <= sum(read) / path.stat().st_size < 2.1
+
+
+def test_a_file_that_changes_meanwhile_has_no_manifest(
+    copy_of: Callable[[str], Path], manifest: Path
+) -> None:
+    folder = copy_of("dcp_base")
+    asked = ProvingOptions(manifest, verify=VerifyOptions())
+    totals = []
+
+    def started(total: int) -> Callable[[int], None]:
+        totals.append(total)
+        if len(totals) == 2:
+            os.utime(folder / "__1_0.distcp", (1, 1))
+        return lambda nbytes: None
+
+    report = proving.write(folder, asked, started)
+    assert "file-changed" in codes(report)
+    assert not manifest.exists()
 
 
 @pytest.mark.parametrize("target", ["safetensors", "torch-save", "dcp", "dcp-safetensors"])

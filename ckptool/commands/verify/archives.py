@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from ckptool.commands.verify.pickles import PickleAudit
 from ckptool.commands.verify.sound_archives import SoundArchives
 from ckptool.core.catalog import Item
-from ckptool.engine.content import Packing, Span
+from ckptool.engine.spans import Packing, Span
 from ckptool.errors import CkptoolError, Problem, coded
 from ckptool.formats._archives import item_region
 from ckptool.formats._torch_file import record_bytes

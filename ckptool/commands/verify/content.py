@@ -14,10 +14,10 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Item, Packed, Place, Scaled, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.layout import tiles
-from ckptool.engine.content import Packing, Span, View
 from ckptool.engine.finite import all_finite, can_be_not_finite
 from ckptool.engine.gather import Gatherer, raw, unit
 from ckptool.engine.sources import Files
+from ckptool.engine.spans import Packing, Span, View
 from ckptool.errors import CkptoolError, Problem
 from ckptool.formats.base import Format
 

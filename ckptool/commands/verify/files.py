@@ -9,8 +9,8 @@ from collections.abc import Callable
 from ckptool.commands.verify.archives import ArchiveCheck
 from ckptool.commands.verify.pickles import PickleAudit
 from ckptool.core.catalog import Catalog, Item
-from ckptool.engine.content import Span
 from ckptool.engine.sources import Files
+from ckptool.engine.spans import Span
 from ckptool.errors import CkptoolError, Damaged, Problem
 from ckptool.formats._archives import find_archives
 from ckptool.formats._nvrx_files import other_copies

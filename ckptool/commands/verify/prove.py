@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ckptool.commands.open import Opened
@@ -22,6 +23,7 @@ from ckptool.commands.verify.verify import Progress
 from ckptool.core.catalog import Catalog
 from ckptool.engine.checked import CheckedReads
 from ckptool.engine.digest import digests, file_digests
+from ckptool.engine.gather import Gatherer
 from ckptool.engine.remote_path import Location
 from ckptool.engine.replicas import differing_replicas
 from ckptool.errors import CannotDo, CkptoolError, Problem
@@ -55,21 +57,25 @@ def measure(
     progress: Progress = lambda nbytes: None,
     *,
     files: Collection[str],
+    known: Mapping[str, str],
 ) -> Measured:
     """Read all tensors of a checkpoint and digest them, and these of its ``files``.
 
-    Every record's checksum is checked on the way, and copies are compared. What cannot be read has
-    no digest and is a problem. Raises CannotDo where a value is too large to be written down.
+    Every record's checksum is checked on the way, and copies are compared, unless that was done
+    when the digests of files that are ``known`` were made. What cannot be read has no digest and is
+    a problem. Raises CannotDo where a value is too large to be written down.
     """
     catalog, lost = readable(opened, opened.catalog)
     reads = CheckedReads(opened.source)
     entries = list(catalog.tensors.values())
     problems: list[Problem] = [*_contradictions(opened.catalog), *lost.values()]
     found: dict[str, str] = {}
+    start = partial(Gatherer, opened.source) if known else reads.gatherer
     try:
-        found = digests(entries, reads.gatherer, workers, progress)
-        problems += reads.problems(entries, workers)
-        problems += differing_replicas(entries, opened.source)
+        found = digests(entries, start, workers, progress)
+        if not known:
+            problems += reads.problems(entries, workers)
+            problems += differing_replicas(entries, opened.source)
     except CkptoolError as error:
         problems += error.problems
     tensors = {
@@ -78,9 +84,14 @@ def measure(
         if entry.name in found
     }
     values, unproved = _values(opened.catalog)
-    proofs = _files(opened, files, workers, progress)
+    unread = [name for name in files if name not in known]
+    sizes, found = (
+        file_sizes(opened.catalog),
+        file_digests(unread, opened.source, workers, progress),
+    )
+    proofs = {name: FileProof(sizes[name], sha) for name, sha in (found | dict(known)).items()}
     manifest = Manifest(opened.format.name, tensors, values, unproved, proofs)
-    return Measured(manifest, tuple(problems), measured_bytes(opened.catalog, files))
+    return Measured(manifest, tuple(problems), measured_bytes(opened.catalog, unread))
 
 
 def _contradictions(catalog: Catalog) -> Iterator[Problem]:
@@ -117,14 +128,6 @@ def _values(catalog: Catalog) -> tuple[dict[str, ValueProof], dict[str, str]]:
 def file_sizes(catalog: Catalog) -> dict[str, int]:
     """The checkpoint's files, those that go with a model included, with their sizes in bytes."""
     return catalog.files | catalog.companions
-
-
-def _files(
-    opened: Opened, files: Collection[str], workers: int, progress: Progress
-) -> dict[str, FileProof]:
-    sizes = file_sizes(opened.catalog)
-    found = file_digests(files, opened.source, workers, progress)
-    return {name: FileProof(sizes[name], found[name]) for name in found}
 
 
 def write_manifest(manifest: Manifest, path: Location, *, overwrite: bool) -> None:

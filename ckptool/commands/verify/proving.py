@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckptool.commands.open import Opened, open_checkpoint
@@ -18,7 +18,7 @@ from ckptool.commands.verify.prove import (
     require_writable,
     write_manifest,
 )
-from ckptool.commands.verify.verify import Started, VerifyOptions, verify
+from ckptool.commands.verify.verify import Started, VerifyOptions, examine
 from ckptool.engine.remote_path import Location
 from ckptool.errors import Damaged, Hostile, Problem
 
@@ -41,16 +41,17 @@ def write(path: Location, options: ProvingOptions, started: Started | None = Non
     Raises as verify does, CannotDo where the manifest cannot be written.
     """
     require_writable(options.manifest, overwrite=options.overwrite)
-    report = verify(path, options.verify, started)
-    opened = _opened(path, options)
+    examined = examine(path, options.verify, started, digest=True)
+    report, opened = examined.report, _opened(path, options)
     if not report.sound or opened is None:
         return _not_written(report, options)
-    measured = _measured(opened, sorted(file_sizes(opened.catalog)), options, started)
-    incomplete = [
+    files = sorted(file_sizes(opened.catalog))
+    measured = _measured(opened, files, options, started, examined.digests)
+    found = [
         Problem(f"{name}: {why}", "manifest-incomplete", tensor=name)
         for name, why in measured.manifest.unproved.items()
     ]
-    report = _with(report, measured, incomplete, options.verify)
+    report = _with(report, measured, [*examined.watched.problems(), *found], options.verify)
     if not report.sound:
         return _not_written(report, options)
     write_manifest(measured.manifest, options.manifest, overwrite=options.overwrite)
@@ -64,15 +65,15 @@ def prove(path: Location, options: ProvingOptions, started: Started | None = Non
     Raises as verify does, NotFound or Damaged where there is no manifest to prove by.
     """
     recorded = read_manifest(options.manifest)
-    report = verify(path, options.verify, started)
-    opened = _opened(path, options)
+    examined = examine(path, options.verify, started)
+    report, opened = examined.report, _opened(path, options)
     if opened is None:
         sentence = f"Not proved by {options.manifest}; it cannot be read."
         return replace(report, sound=False, sentence=sentence)
     files = recorded_files(recorded, opened.catalog)
-    measured = _measured(opened, files, options, started)
+    measured = _measured(opened, files, options, started, {})
     found = differences(recorded, measured.manifest, opened.catalog)
-    report = _with(report, measured, found, options.verify)
+    report = _with(report, measured, [*examined.watched.problems(), *found], options.verify)
     if not report.sound:
         count = len(report.fails(options.verify.strict))
         counted = f"{count:,} thing{' is' if count == 1 else 's are'}"
@@ -90,11 +91,15 @@ def _opened(path: Location, options: ProvingOptions) -> Opened | None:
 
 
 def _measured(
-    opened: Opened, files: list[str], options: ProvingOptions, started: Started | None
+    opened: Opened,
+    files: list[str],
+    options: ProvingOptions,
+    started: Started | None,
+    known: Mapping[str, str],
 ) -> Measured:
-    total = measured_bytes(opened.catalog, files)
+    total = measured_bytes(opened.catalog, [name for name in files if name not in known])
     progress = started(total) if started is not None else lambda nbytes: None
-    return measure(opened, options.verify.workers, progress, files=files)
+    return measure(opened, options.verify.workers, progress, files=files, known=known)
 
 
 def _with(

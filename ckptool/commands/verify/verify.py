@@ -7,7 +7,7 @@ and then the content is read once.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ckptool.commands.open import Survey, survey
@@ -28,9 +28,10 @@ from ckptool.commands.verify.watched import Watched
 from ckptool.commands.verify.zeros import unwritten_ends
 from ckptool.core.catalog import Catalog, Item, TensorEntry
 from ckptool.core.parts import part_of
-from ckptool.engine.content import Span, check_spans
+from ckptool.engine.content import check_spans
 from ckptool.engine.remote_path import Location
 from ckptool.engine.run import RunOptions
+from ckptool.engine.spans import Span
 from ckptool.errors import Problem
 from ckptool.formats._megatron_padding import without_padding
 from ckptool.formats._nvrx_files import other_copies
@@ -62,18 +63,34 @@ class VerifyOptions:
         return "quick" if self.quick else "sample" if self.sample < 1 else "content"
 
 
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A report, the SHA-256 (hex) of files that were read whole, and whether those stay as then."""
+
+    report: VerifyReport
+    digests: Mapping[str, str]
+    watched: Watched
+
+
 def verify(path: Location, options: VerifyOptions, started: Started | None = None) -> VerifyReport:
     """Check the checkpoint at ``path``; all findings are collected.
 
     ``started`` is told how many bytes will be read, and returns what is told of them as they are.
     Raises NotFound and Unrecognised where there is no checkpoint, UsageError for an unknown code.
     """
+    return examine(path, options, started).report
+
+
+def examine(
+    path: Location, options: VerifyOptions, started: Started | None = None, *, digest: bool = False
+) -> Examined:
+    """As ``verify``; where all content is read, its files are digested too if that is asked."""
     require_codes(options.ignore)
     check = _Check(survey(path, options.read), options)
     check.structure(path)
     if not options.quick:
-        check.content(started or (lambda total: lambda nbytes: None))
-    return check.report()
+        check.content(started or (lambda total: lambda nbytes: None), digest=digest)
+    return Examined(check.report(), check.digests, check.watched)
 
 
 class _Check:
@@ -88,7 +105,9 @@ class _Check:
         self._files = FileCheck(surveyed.source, self._is_chosen)
         self._nbytes = 0
         catalog = surveyed.catalog
-        self._watched = Watched(surveyed.source, (catalog or surveyed.source).files)
+        files = catalog.files | catalog.companions if catalog else surveyed.source.files
+        self.watched = Watched(surveyed.source, files)
+        self.digests: Mapping[str, str] = {}
         self._spare = other_copies(surveyed.source.files, catalog.files) if catalog else set()
 
     @property
@@ -107,18 +126,22 @@ class _Check:
             self._found += optimizer_problems(self._catalog)
             self._found += odd_values(self._catalog.objects.values())
 
-    def content(self, started: Started) -> None:
-        """Open every archive, then read every record and tensor once."""
+    def content(self, started: Started, *, digest: bool) -> None:
+        """Open every archive, then read every record and tensor once, or every file."""
         tensors = self._located()
         self._files.look_at_items(self._catalog)
         meant = {name: without_padding(entry) for name, entry in tensors.items()}
         views = Views.of(meant.values())
         spans = self._sampled([*self._files.spans, *attach(views, self._files.spans)])
-        self._nbytes = sum(span.nbytes for span in spans)
+        whole = self._whole() if digest else {}
+        apart = (span.nbytes for span in spans if span.packing or span.file not in whole)
+        self._nbytes = sum(apart) + sum(whole.values())
         source = self._survey.source
         if self._options.sample >= 1:
             self._found += integrity_problems(source)
-        found = check_spans(spans, source, self._options.workers, started(self._nbytes))
+        progress = started(self._nbytes)
+        found = check_spans(spans, source, self._options.workers, progress, whole)
+        self.digests = found.digests
         self._found += found.problems
         names = found.not_finite
         if self._options.sample >= 1:
@@ -136,6 +159,11 @@ class _Check:
             if part_of(entry.name, entry.path) != "other"
         ]
         self._found += self._without_checksum(spans)
+
+    def _whole(self) -> dict[str, int]:
+        """The files of the checkpoint with their sizes, unless only a sample is read."""
+        catalog = self._catalog if self._options.sample >= 1 else None
+        return catalog.files | catalog.companions if catalog else {}
 
     def _located(self) -> dict[str, TensorEntry]:
         if self._catalog is None:
@@ -191,7 +219,7 @@ class _Check:
 
     def _findings(self) -> tuple[Finding, ...]:
         looked_at = map(self._of_a_copy, [*self._found, *self._files.problems])
-        problems = [*self._watched.problems(), *self._survey.problems, *looked_at]
+        problems = [*self.watched.problems(), *self._survey.problems, *looked_at]
         unique: dict[tuple[object, ...], Problem] = {}
         for problem in problems:
             unique.setdefault(_identity(problem), problem)

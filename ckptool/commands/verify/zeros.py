@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from ckptool.engine.content import Span, View
+from ckptool.engine.spans import Span, View
 from ckptool.errors import Problem
 
 PAGE = 4096
