@@ -23,6 +23,8 @@ _CRC32_AT = 16
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
+_BLOCK = 512
+"""Bytes between the edges that are read at once."""
 
 
 class Region:
@@ -35,6 +37,7 @@ class Region:
         else:
             self._head = source.read(file, offset, EDGE)
             self._tail = source.read(file, offset + nbytes - EDGE, EDGE)
+        self._at, self._block = 0, b""
 
     @property
     def what(self) -> str:
@@ -62,7 +65,19 @@ class Region:
         behind = start - (self.nbytes - len(self._tail))
         if self._tail and behind >= 0:
             return self._tail[behind : behind + nbytes]
-        return self.source.read(self.file, self.offset + start, nbytes)
+        return self._from_block(start, nbytes)
+
+    def _from_block(self, start: int, nbytes: int) -> bytes:
+        """What lies between the edges: a descriptor, the header behind it and its name at once."""
+        at = start - self._at
+        if at < 0 or at + nbytes > len(self._block):
+            end = min(start + max(nbytes, _BLOCK), self.nbytes - len(self._tail))
+            try:
+                block = self.source.read(self.file, self.offset + start, max(nbytes, end - start))
+            except Damaged:  # of a packed item not everything is at hand
+                return self.source.read(self.file, self.offset + start, nbytes)
+            self._at, self._block, at = start, block, 0
+        return self._block[at : at + nbytes]
 
 
 @dataclass(frozen=True, slots=True)

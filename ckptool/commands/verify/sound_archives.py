@@ -7,7 +7,7 @@ byte but for these: what was looked at in the one need not be looked at in the n
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import starmap
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from ckptool.formats._zip import STREAMED, Region, ZipRecord
 _CRC32 = struct.Struct("<L")
 _IN_LOCAL_HEADER = 14
 _DESCRIPTOR = b"PK\x07\x08"
-_MOST_SIZES, _MOST_OF_A_SIZE = 256, 4
+_MOST_SIZES, _MOST_OF_A_SIZE, _MOST_RECORDS = 256, 4, 32
 
 
 class _Sound(NamedTuple):
@@ -37,10 +37,11 @@ class SoundArchives:
     def __init__(self) -> None:
         self._known: dict[int, list[_Sound]] = {}
 
-    def learn(self, region: Region, records: Iterable[ZipRecord]) -> None:
-        """Remember an archive, where all but the bytes of its storages is at hand."""
+    def learn(self, region: Region, records: Collection[ZipRecord]) -> None:
+        """Remember an archive of one tensor, where all but its bytes is at hand."""
         alike = self._known.get(region.nbytes, [])
-        if len(self._known) >= _MOST_SIZES or len(alike) >= _MOST_OF_A_SIZE:
+        is_full = len(self._known) >= _MOST_SIZES or len(alike) >= _MOST_OF_A_SIZE
+        if is_full or len(records) > _MOST_RECORDS:
             return
         loose = tuple((record, _noted(region, record)) for record in records if _is_loose(record))
         free = [(at, at + _CRC32.size) for _, noted in loose for at in noted]
