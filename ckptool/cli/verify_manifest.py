@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptool.errors import UsageError
+from ckptool.cli.verify_told import Told, told_of
 
 if TYPE_CHECKING:
-    from ckptool.commands.verify.findings import VerifyReport
     from ckptool.commands.verify.verify import Started, VerifyOptions
     from ckptool.engine.remote_path import Location
 
@@ -35,24 +34,23 @@ ByManifest = Annotated[
 ]
 
 
+def run_writing(
+    source: Location, target: Location, options: VerifyOptions, started: Started, *, overwrite: bool
+) -> Told:
+    """Write a manifest of what is sound."""
+    from ckptool.commands.verify.proving import ProvingOptions, write
+
+    return told_of(write(source, ProvingOptions(target, overwrite, options), started))
+
+
 def run_proving(
-    source: Location,
-    *,
-    written: Location | None,
-    read: Location | None,
-    overwrite: bool,
-    options: VerifyOptions,
-    started: Started,
-) -> VerifyReport:
-    """Write a manifest, or prove by one; every byte is read for the digests in any case."""
+    source: Location, manifest: Location, options: VerifyOptions, started: Started
+) -> Told:
+    """Prove by a manifest; every byte is read for the digests in any case."""
     from dataclasses import replace
 
-    from ckptool.commands.verify.proving import ProvingOptions, prove, write
+    from ckptool.commands.verify.proving import ProvingOptions, prove
 
-    if written is not None:
-        return write(source, ProvingOptions(written, overwrite, options), started)
-    if read is None:
-        raise UsageError("--manifest needs a FILE")
     if options.sample == 1 and not options.finite:
         options = replace(options, quick=True)
-    return prove(source, ProvingOptions(read, verify=options), started)
+    return told_of(prove(source, ProvingOptions(manifest, verify=options), started))
