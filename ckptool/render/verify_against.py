@@ -8,7 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ckptool.commands.verify.against import SIDES, AgainstReport, DifferingTensor
+from ckptool.commands.verify.against import SIDES, AgainstReport
+from ckptool.commands.verify.differing import DifferingTensor
 from ckptool.render.text import columns, console, emit, plural, size, visible
 from ckptool.render.verify import show_findings, show_sentence, verify_json
 

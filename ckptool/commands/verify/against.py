@@ -9,7 +9,8 @@ from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.commands.read_options import ReadOptions
 from ckptool.commands.selection import EVERYTHING, Selection, selected
 from ckptool.commands.verify.codes import finding_of, require_codes
-from ckptool.commands.verify.compare import Difference, Pair, Tolerance, compare
+from ckptool.commands.verify.compare import Pair, Tolerance, compare
+from ckptool.commands.verify.differing import DifferingTensor, described
 from ckptool.commands.verify.findings import VerifyReport
 from ckptool.commands.verify.readable import readable
 from ckptool.commands.verify.structure import (
@@ -22,9 +23,7 @@ from ckptool.commands.verify.structure import (
 )
 from ckptool.commands.verify.verify import Progress, Started, VerifyOptions
 from ckptool.core import rewrite
-from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.plan import ChunkIndex
+from ckptool.core.catalog import Catalog
 from ckptool.engine.checked import CheckedReads
 from ckptool.engine.remote_path import Location
 from ckptool.engine.replicas import differing_replicas
@@ -48,43 +47,6 @@ class AgainstOptions:
     cast: bool = False
     verify: VerifyOptions = field(default_factory=VerifyOptions)
     other_format: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """Who holds an element: the file, and the rank that wrote it if known."""
-
-    file: str
-    rank: int | None
-
-    def __str__(self) -> str:
-        return self.file if self.rank is None else f"rank {self.rank}, {self.file}"
-
-
-@dataclass(frozen=True, slots=True)
-class DifferingTensor:
-    """A tensor whose values differ: how, and who holds the first differing element, here and there.
-
-    ``elements`` is the number of all elements of the tensor.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    elements: int
-    difference: Difference
-    holders: tuple[Holder, Holder]
-
-    @property
-    def problem(self) -> Problem:
-        """The difference in one line."""
-        found = self.difference
-        largest = "" if found.largest is None else f", largest difference {found.largest:.6g}"
-        message = (
-            f"{self.name}: {found.elements:,} of {self.elements:,} elements differ, first at"
-            f" {list(found.first)}: {found.values[0]} here ({self.holders[0]}),"
-            f" {found.values[1]} there ({self.holders[1]}){largest}"
-        )
-        return Problem(message, "tensor-differs", file=self.holders[0].file, tensor=self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +185,7 @@ class _Comparison:
         for name, error in found.unreadable.items():
             self._note(name, error.problems)
         self._differing = [
-            _described(pair, found.differences[pair.one.name])
+            described(pair, found.differences[pair.one.name])
             for pair in self._pairs
             if pair.one.name in found.differences
         ]
@@ -276,14 +238,3 @@ class _Comparison:
 
 def _counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def _described(pair: Pair, difference: Difference) -> DifferingTensor:
-    one, other = (_holder(entry, difference.first) for entry in (pair.one, pair.other))
-    entry = pair.one
-    return DifferingTensor(entry.name, entry.shape, entry.elements, difference, (one, other))
-
-
-def _holder(entry: TensorEntry, at: tuple[int, ...]) -> Holder:
-    chunk, _ = next(ChunkIndex(entry).find(Box.at(at, (1,) * len(at))))
-    return Holder(chunk.at.file, chunk.rank)

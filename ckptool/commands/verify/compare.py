@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckptool.commands.numbers import Array, can_round, decoded, is_numeric, rounded
+from ckptool.commands.numbers import Array, can_round, is_numeric, rounded
+from ckptool.commands.verify.distance import are_apart, both_nan, largest_gap, numbers_of, shown
 from ckptool.commands.verify.verify import Progress
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
-from ckptool.core.dtype import BY_NAME, DType
+from ckptool.core.dtype import DType
 from ckptool.core.layout import tiles
 from ckptool.engine.checked import CheckedReads
 from ckptool.engine.gather import Gatherer, cast, raw
@@ -21,7 +22,6 @@ from ckptool.errors import CkptoolError
 
 _TILE = 1 << 20
 _TILES_A_JOB = 8
-_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +176,14 @@ def _difference(
     if tolerance is None or not all(map(is_numeric, types)):
         differ = _bits(*flat)
         if pair.cast and is_numeric(types[1]):
-            differ &= ~_both_nan(_parts(flat[0], types[0]), _parts(flat[1], types[1]))
+            differ &= ~both_nan(*_numbers(flat, types))
     else:
-        differ = _apart(_parts(flat[0], types[0]), _parts(flat[1], types[1]), tolerance)
+        differ = are_apart(*_numbers(flat, types), tolerance.rtol, tolerance.atol)
     return _described(flat, types, differ, one.shape)
+
+
+def _numbers(flat: tuple[Array, Array], types: tuple[DType, DType]) -> tuple[Array, Array]:
+    return numbers_of(flat[0], types[0]), numbers_of(flat[1], types[1])
 
 
 def _cast(values: Array, stored: DType, wanted: DType) -> Array:
@@ -212,70 +216,8 @@ def _described(
         return None
     at = int(differ.argmax())
     first = tuple(int(step) for step in np.unravel_index(at, shape))
-    values = [_shown(side[at : at + 1], dtype) for side, dtype in zip(flat, types, strict=True)]
+    values = [shown(side[at : at + 1], dtype) for side, dtype in zip(flat, types, strict=True)]
     largest = None
     if all(map(is_numeric, types)):
-        parts = [_parts(side[differ], dtype) for side, dtype in zip(flat, types, strict=True)]
-        largest = _largest(parts[0], parts[1])
+        largest = largest_gap(*_numbers((flat[0][differ], flat[1][differ]), types))
     return Difference(count, first, (values[0], values[1]), largest)
-
-
-def _parts(flat: Array, dtype: DType) -> Array:
-    """The numbers of flat elements, one row an element: complex ones have two."""
-    part = BY_NAME[_PARTS.get(dtype.name, dtype.name)]
-    stored = flat.view("u1").view(f"u{part.itemsize}")
-    return decoded(stored, part).reshape(len(flat), -1)
-
-
-def _both_nan(one: Array, other: Array) -> Array:
-    return np.asarray((_is_nan(one) == _is_nan(other)).all(axis=1) & _is_nan(one).any(axis=1))
-
-
-def _is_nan(values: Array) -> Array:
-    return np.isnan(values) if values.dtype.kind == "f" else np.zeros(values.shape, bool)
-
-
-def _apart(one: Array, other: Array, tolerance: Tolerance) -> Array:
-    """Whether elements are further apart than allowed; equal infinities and NaN are not apart."""
-    if one.shape[1] != other.shape[1]:
-        one, other = _as_complex(one), _as_complex(other)
-    with np.errstate(invalid="ignore", over="ignore"):
-        size = np.abs(other.astype(np.float64))
-        near = _distance(one, other) <= tolerance.atol + tolerance.rtol * size
-        near &= np.isfinite(size)
-    near |= one == other
-    near |= _is_nan(one) & _is_nan(other)
-    return np.asarray(~near.all(axis=1))
-
-
-def _as_complex(parts: Array) -> Array:
-    """Real numbers with a zero imaginary part."""
-    return parts if parts.shape[1] == 2 else np.hstack([parts, np.zeros_like(parts)])
-
-
-def _distance(one: Array, other: Array) -> Array:
-    """How far numbers are apart: exact where both are integers of one type."""
-    if one.dtype == other.dtype and one.dtype.kind in "iu":
-        gap = np.maximum(one, other) - np.minimum(one, other)
-        return gap.view(f"u{gap.itemsize}")
-    with np.errstate(invalid="ignore", over="ignore"):
-        return np.asarray(np.abs(one.astype(np.float64) - other.astype(np.float64)))
-
-
-def _largest(one: Array, other: Array) -> float | None:
-    if one.shape[1] != other.shape[1]:
-        one, other = _as_complex(one), _as_complex(other)
-    gaps = _distance(one, other)
-    known = gaps[~_is_nan(gaps)]
-    return known.max().item() if known.size else None
-
-
-def _shown(element: Array, dtype: DType) -> str:
-    """One element as people write it; its bits where it is no number."""
-    if not is_numeric(dtype):
-        return f"0x{raw(element).hex()}"
-    if dtype.kind == "bool":
-        return {0: "False", 1: "True"}.get(int(element[0]), f"0x{raw(element).hex()}")
-    parts = [f"{part:.9g}" if isinstance(part, float) else str(part)
-             for part in _parts(element, dtype)[0].tolist()]  # fmt: skip
-    return parts[0] if len(parts) == 1 else f"{parts[0]}{float(parts[1]):+.9g}j"
