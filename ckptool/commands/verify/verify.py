@@ -6,29 +6,30 @@ and then the content is read once.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ckptool.commands.open import Survey, survey
 from ckptool.commands.read_options import AS_DETECTED, ReadOptions
 from ckptool.commands.stats import not_finite_count
-from ckptool.commands.verify.codes import finding_of, require_codes
+from ckptool.commands.verify.codes import require_codes
 from ckptool.commands.verify.content import Views, attach, located, scattered_not_finite
 from ckptool.commands.verify.contradictions import catalog_problems, replica_problems
 from ckptool.commands.verify.files import FileCheck, name_problems, newer_than_metadata
-from ckptool.commands.verify.findings import Finding, Severity, VerifyReport, failing
+from ckptool.commands.verify.findings import Finding, VerifyReport, failing
 from ckptool.commands.verify.integrity import integrity_problems
+from ckptool.commands.verify.judgement import findings_of
 from ckptool.commands.verify.lost_ranks import lost_last_ranks
 from ckptool.commands.verify.markers import unnamed_latest
 from ckptool.commands.verify.objects import odd_values
+from ckptool.commands.verify.sample import Sample
 from ckptool.commands.verify.sentence import sentence
 from ckptool.commands.verify.training import optimizer_problems, step_problems
 from ckptool.commands.verify.watched import Watched
 from ckptool.commands.verify.zeros import unwritten_ends
-from ckptool.core.catalog import Catalog, Item, TensorEntry
+from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.parts import part_of
-from ckptool.engine.content import check_spans
+from ckptool.engine.content import Found, check_spans
 from ckptool.engine.remote_path import Location
 from ckptool.engine.run import RunOptions
 from ckptool.engine.spans import Span
@@ -100,9 +101,8 @@ class _Check:
         self._survey = surveyed
         self._options = options
         self._found: list[Problem] = []
-        self._chance = random.Random(options.seed)
-        self._choices: dict[Item, bool] = {}
-        self._files = FileCheck(surveyed.source, self._is_chosen)
+        self._sample = Sample(options.sample, options.seed)
+        self._files = FileCheck(surveyed.source, self._sample.takes)
         self._nbytes = 0
         catalog = surveyed.catalog
         files = catalog.files | catalog.companions if catalog else surveyed.source.files
@@ -132,29 +132,17 @@ class _Check:
         self._files.look_at_items(self._catalog)
         meant = {name: without_padding(entry) for name, entry in tensors.items()}
         views = Views.of(meant.values())
-        spans = self._sampled([*self._files.spans, *attach(views, self._files.spans)])
-        whole = self._whole() if digest else {}
-        apart = (span.nbytes for span in spans if span.packing or span.file not in whole)
-        self._nbytes = sum(apart) + sum(whole.values())
-        source = self._survey.source
-        if self._options.sample >= 1:
-            self._found += integrity_problems(source)
-        progress = started(self._nbytes)
-        found = check_spans(spans, source, self._options.workers, progress, whole)
-        self.digests = found.digests
-        self._found += found.problems
+        inner = {item.file for item in self._catalog.archives} if self._catalog else set()
+        spans = [*self._files.spans, *attach(views, self._files.spans)]
+        spans = self._sample.of(spans, inner)
+        found = self._read(spans, started, self._whole() if digest else {})
         names = found.not_finite
-        if self._options.sample >= 1:
-            more, problems = scattered_not_finite(views, source)
-            names |= more
-            self._found += problems
-            self._found += unwritten_ends(spans, found.written, source.files)
-            self._found += replica_problems(tensors.values(), source)
-            if self._catalog is not None:
-                self._found += step_problems(self._catalog, tensors.values(), source)
-        shown = (meant[name] for name in sorted(names))
+        if self._sample.is_all:
+            self._found += unwritten_ends(spans, found.written, self._survey.source.files)
+            names |= self._read_again(views, tensors)
+        shown = [meant[name] for name in sorted(names)]
         self._found += [
-            not_finite_count(entry, source)
+            not_finite_count(entry, self._survey.source)
             for entry in shown
             if part_of(entry.name, entry.path) != "other"
         ]
@@ -162,7 +150,7 @@ class _Check:
 
     def _whole(self) -> dict[str, int]:
         """The files of the checkpoint with their sizes, unless only a sample is read."""
-        catalog = self._catalog if self._options.sample >= 1 else None
+        catalog = self._catalog if self._sample.is_all else None
         return catalog.files | catalog.companions if catalog else {}
 
     def _located(self) -> dict[str, TensorEntry]:
@@ -170,25 +158,33 @@ class _Check:
             return {}
         surveyed = self._survey
         tensors, problems = located(
-            surveyed.format, surveyed.source, self._catalog, self._is_chosen
+            surveyed.format, surveyed.source, self._catalog, self._sample.takes
         )
         self._found += problems
         return tensors
 
-    def _is_chosen(self, item: Item) -> bool:
-        if self._options.sample >= 1:
-            return True
-        if item not in self._choices:
-            self._choices[item] = self._chance.random() < self._options.sample
-        return self._choices[item]
+    def _read(self, spans: list[Span], started: Started, whole: Mapping[str, int]) -> Found:
+        """Read spans once, or files where they are to be digested."""
+        source = self._survey.source
+        apart = (span.nbytes for span in spans if span.packing or span.file not in whole)
+        self._nbytes = sum(apart) + sum(whole.values())
+        if self._sample.is_all:
+            self._found += integrity_problems(source)
+        progress = started(self._nbytes)
+        found = check_spans(spans, source, self._options.workers, progress, whole)
+        self.digests = found.digests
+        self._found += found.problems
+        return found
 
-    def _sampled(self, spans: list[Span]) -> list[Span]:
-        """Of whole files, as many spans as the sample asks for; what lies in chosen items stays."""
-        inner = {item.file for item in self._catalog.archives} if self._catalog else set()
-        if self._options.sample >= 1:
-            return spans
-        share = self._options.sample
-        return [s for s in spans if s.file in inner or self._chance.random() < share]
+    def _read_again(self, views: Views, tensors: Mapping[str, TensorEntry]) -> set[str]:
+        """What needs elements and not bytes; the tensors with NaN or infinity among them."""
+        source = self._survey.source
+        names, problems = scattered_not_finite(views, source)
+        self._found += problems
+        self._found += replica_problems(tensors.values(), source)
+        if self._catalog is not None:
+            self._found += step_problems(self._catalog, tensors.values(), source)
+        return names
 
     def _without_checksum(self, spans: Iterable[Span]) -> list[Problem]:
         files = sorted({span.file for span in spans if span.crc32 is None and span.nbytes})
@@ -199,7 +195,7 @@ class _Check:
         return [Problem(message, "no-checksum", file=files[0])]
 
     def report(self) -> VerifyReport:
-        """All findings, the gravest first and causes before effects, and what they come to."""
+        """All findings, and what they come to."""
         findings = self._findings()
         severities = failing(self._options.strict)
         sound = not any(finding.severity in severities for finding in findings)
@@ -219,41 +215,13 @@ class _Check:
 
     def _findings(self) -> tuple[Finding, ...]:
         looked_at = map(self._of_a_copy, [*self._found, *self._files.problems])
-        problems = [*self.watched.problems(), *self._survey.problems, *looked_at]
-        unique: dict[tuple[object, ...], Problem] = {}
-        for problem in problems:
-            unique.setdefault(_identity(problem), problem)
-        ignored = self._options.ignore
-        found = [
-            self._finding(problem)
-            for problem in unique.values()
-            if problem.code not in ignored and not self._is_said_better(problem)
-        ]
-        order = list(Severity)
-        # A file that is cut shows in each of its tensors.
-        return tuple(sorted(found, key=lambda one: (order.index(one.severity), bool(one.tensor))))
+        return findings_of(
+            [*self.watched.problems(), *self._survey.problems, *looked_at],
+            self._files.pickle_problems,
+            ignore=self._options.ignore,
+            finite=self._options.finite,
+        )
 
     def _of_a_copy(self, problem: Problem) -> Problem:
         """Damage of a copy that is not read is no damage of the checkpoint."""
         return problem.recoded("copy-damaged") if problem.file in self._spare else problem
-
-    def _is_said_better(self, problem: Problem) -> bool:
-        """Whether the look at the pickles themselves says where in the file it is."""
-        if problem.code != "hostile-global" or problem in self._files.pickle_problems:
-            return False
-        return any(
-            other.code == problem.code and other.file == problem.file
-            for other in self._files.pickle_problems
-        )
-
-    def _finding(self, problem: Problem) -> Finding:
-        finding = finding_of(problem)
-        if problem.code == "not-finite" and self._options.finite:
-            return replace(finding, severity=Severity.ERROR)
-        return finding
-
-
-def _identity(problem: Problem) -> tuple[object, ...]:
-    """What two problems share that are one: a lost file or copy is, however often it is named."""
-    lost = problem.code in ("file-missing", "copy-damaged") and problem.file
-    return (problem.code, problem.file, "" if lost else str(problem))
