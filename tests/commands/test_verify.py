@@ -294,6 +294,31 @@ def test_a_checksum_of_zero_is_one_where_others_are_stored(copy_of: Callable[[st
     assert "crc-mismatch" in codes(checked(path.parent))
 
 
+@pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [
+        (
+            "deepspeed_zero_3",
+            "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+            "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        ),
+        ("llama_consolidated", "consolidated.00.pth", "consolidated.01.pth"),
+    ],
+)
+def test_ranks_that_took_each_others_place(
+    name: str, one: str, other: str, copy_of: Callable[[str], Path]
+) -> None:
+    """No record says which rank wrote these; the archives are called as they were saved."""
+    folder = copy_of(name)
+    (first,), (second,) = (list(folder.rglob(file)) for file in (one, other))
+    data = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(data)
+    shutil.copyfile(first, first.with_name("best.pt"))
+    report = checked(folder)
+    assert [f.code for f in report.findings if f.severity is Severity.ERROR] == ["rank-copied"] * 2
+
+
 @pytest.mark.parametrize("field", range(4, 16))
 def test_a_descriptor_that_contradicts_the_directory(
     field: int, copy_of: Callable[[str], Path]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 
 from ckptool.commands.verify.pickles import PickleAudit
@@ -21,6 +22,7 @@ from ckptool.formats._zip import (
 )
 from ckptool.formats.base import Source
 
+_DIGITS = re.compile("[0-9]+")
 _EDGE = 1 << 16
 _SMALL = 1 << 20
 _MOST_INFLATED = 1000
@@ -59,13 +61,15 @@ class ArchiveCheck:
     def _look_at_all(self, item: Item, region: Region, records: list[ZipRecord]) -> None:
         """Everything about an archive that is like none before it."""
         before = len(self.problems)
+        is_file = item.nbytes == self._source.files.get(item.file)
+        self.problems += _of_another_name(item.file, records, self._source) if is_file else []
         self.problems += header_problems(region, _in_reach(region, records))
         self.problems += _unclaimed(region, records)
         has_crc = any(record.crc32 for record in records)
         if not has_crc:
             self.unchecked.add(item.file)
         is_plain = self._look_into(item, region, records, has_crc=has_crc)
-        if has_crc and is_plain and len(self.problems) == before:
+        if has_crc and is_plain and not is_file and len(self.problems) == before:
             self._sound.learn(region, records)
 
     def _region(self, item: Item) -> Region:
@@ -98,6 +102,23 @@ class ArchiveCheck:
         stored = record.method != DEFLATED and not item.transforms
         offset = region.offset + record.offset if stored else None
         return self._pickles.look_at(data, item.file, offset)
+
+
+def _of_another_name(file: str, records: list[ZipRecord], source: Source) -> list[Problem]:
+    """A rank's file whose records say that it was saved as another's, which lies beside it.
+
+    torch.save calls the records of a file after it, without what follows the last dot (1.6 to
+    2.13). Only the numbers in the names may differ: any other name is a person's choice.
+    """
+    saved_as = records[0].name.partition("/")[0] if records else ""
+    folder, slash, name = file.rpartition("/")
+    stem, dot, ending = name.rpartition(".")
+    other = f"{folder}{slash}{saved_as}{dot}{ending}"
+    is_alike = _DIGITS.sub("0", saved_as) == _DIGITS.sub("0", stem)
+    if saved_as == stem or not is_alike or other not in source.files:
+        return []
+    message = f"{file}: its records are called as those of {other}: a copied or renamed file"
+    return [Problem(message, "rank-copied", file=file)]
 
 
 def _unclaimed(region: Region, records: Iterable[ZipRecord]) -> list[Problem]:

@@ -36,9 +36,9 @@ def findings_of(
 
 
 def _identity(problem: Problem) -> tuple[object, ...]:
-    """What two problems share that are one: a lost file or copy is, however often it is named."""
-    lost = problem.code in ("file-missing", "copy-damaged") and problem.file
-    return (problem.code, problem.file, "" if lost else str(problem))
+    """What two problems share that are one: what is wrong with a whole file, however it shows."""
+    of_a_file = problem.code in ("file-missing", "copy-damaged", "rank-copied") and problem.file
+    return (problem.code, problem.file, "" if of_a_file else str(problem))
 
 
 def _is_said_better(problem: Problem, pickle_problems: Collection[Problem]) -> bool:
