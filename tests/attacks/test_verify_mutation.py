@@ -181,11 +181,11 @@ def read(folder: Path) -> Read | None:
             return None
         located = opened.located(opened.catalog).tensors
         found = digests(located.values(), lambda: Gatherer(opened.source), 1)
+        values = {n: value_digest(e.value, n) for n, e in opened.catalog.objects.items()}
     except CkptoolError:
         return None
     tensors = {n: (e.dtype.name, e.shape, found[n]) for n, e in located.items()}
-    values = opened.catalog.objects.items()
-    return tensors | {n: ("value", (), value_digest(e.value, n)) for n, e in values}
+    return tensors | {n: ("value", (), digest) for n, digest in values.items()}
 
 
 class TooLate(BaseException):
