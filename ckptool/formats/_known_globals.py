@@ -51,7 +51,7 @@ _PLAIN = {
 _KNOWN = frozenset(f"{module}.{name}" for module, names in _PLAIN.items() for name in names.split())
 _BUILTINS = frozenset(
     "set frozenset complex bytearray range slice int float str bytes list dict tuple bool object"
-    " getattr".split()
+    " xrange long unicode Ellipsis NotImplemented getattr".split()
 )
 _KNOWN_PACKAGES = (
     "torch.distributed.tensor",

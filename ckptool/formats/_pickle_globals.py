@@ -7,8 +7,9 @@ from ckptool.formats._pickle_records import Global
 SHARDED_MODULE = "torch.distributed._shard.sharded_tensor.api"
 _SAFE_BUILTINS = frozenset(
     "set frozenset complex bytearray range slice int float str bytes list dict tuple bool"
-    " object".split()
+    " object xrange long unicode Ellipsis NotImplemented".split()
 )
+"""Those of Python 3, and what protocol 2 calls ``range``, ``int`` and ``str``."""
 _CODE_MODULES = frozenset(
     "IPython _ctypes _functools _operator _osx_support _pickle _posixsubprocess _socket"
     " _thread aiohttp asyncio atexit bdb cProfile cffi cgitb cloudpickle code codeop commands"
@@ -54,9 +55,21 @@ _CODE_GLOBALS = frozenset(
 
 
 _INERT = frozenset(
-    [("_io", "BytesIO"), ("io", "BytesIO"), ("signal", "Signals"), ("types", "SimpleNamespace")]
+    [
+        ("_io", "BytesIO"),
+        ("io", "BytesIO"),
+        ("signal", "Signals"),
+        ("types", "SimpleNamespace"),
+        ("functools", "partial"),
+        ("uuid", "UUID"),
+        ("uuid", "SafeUUID"),
+    ]
 )
-"""Plain holders of data whose modules also hold what runs code (Megatron-core's safe globals)."""
+"""Plain holders of data whose modules also hold what runs code.
+
+Of Megatron-core's safe globals, and of the hyperparameters that Lightning saves. What a partial
+would call is a global too, and judged by itself.
+"""
 
 _DOTTED = frozenset([Global(SHARDED_MODULE, "ShardedTensor.ProcessGroupState")])
 """Names with a dot that checkpoints really hold; any other walks from a class to what it hides."""

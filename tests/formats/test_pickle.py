@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import functools
 import io
 import os
 import pickle
 import pickletools
+import uuid
 from contextlib import suppress
 from typing import Any
 
@@ -257,6 +259,29 @@ def test_malformed_programs_say_why(program: bytes, words: str) -> None:
 
 def test_a_global_is_only_a_name() -> None:
     assert read(b"\x80\x02cno.such.module\nThing\n.") == Global("no.such.module", "Thing")
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize(
+    "value",
+    [
+        range(3),
+        int,
+        str,
+        ...,
+        collections.defaultdict(int, {"a": 1}),
+        functools.partial(dict, a=1),
+        uuid.UUID(int=3),
+    ],
+    ids=repr,
+)
+def test_harmless_python_is_never_hostile(value: Any, protocol: int) -> None:
+    read(pickle.dumps({"value": value}, protocol))
+
+
+def test_what_a_partial_would_call_is_judged() -> None:
+    with pytest.raises(Hostile, match=r"os\.system|posix\.system"):
+        read(pickle.dumps(functools.partial(os.system, "true")))
 
 
 def test_plain_holders_of_data_are_inert_though_their_modules_can_run_code() -> None:
