@@ -17,9 +17,10 @@ _FEWEST_LEAVES = 100_000
 def leaves(value: Any, *, what: str, pickled: int = 0) -> Iterator[tuple[Path, Any]]:
     """The leaves of a state dict with their paths, in order.
 
-    As DCP flattens (torch 2.4 to 2.13): dicts are entered, lists where a dict or a tensor lies
-    inside. Tuples are entered where a tensor lies inside, which DCP would pickle whole, and so are
-    the parts of quantised tensors. Everything else, and an empty container, is a leaf.
+    As DCP flattens (torch 2.4 to 2.13): dicts are entered, defaultdicts as well, lists where a dict
+    or a tensor lies inside. Tuples are entered where a tensor lies inside, which DCP would pickle
+    whole, and so are the parts of quantised tensors. Everything else, and an empty container, is a
+    leaf.
 
     ``pickled`` is the size in bytes of the pickle. Raises Damaged where the nesting has no end, or
     where the pickle refers to its own parts so often that it unfolds to more values than it has
@@ -53,8 +54,8 @@ class _Walk:
 
     def _steps(self, value: Any) -> list[tuple[Any, Any]] | None:
         """The steps into a container that is entered; None for a leaf."""
-        if isinstance(value, dict) and value:
-            return list(value.items())
+        if entries := _entries(value):
+            return entries
         if not isinstance(value, list | tuple):
             parts = quantised_parts(value)
             return list(parts.items()) if parts else None
@@ -66,23 +67,32 @@ class _Walk:
         return [(Index(i, container), item) for i, item in enumerate(value)]
 
 
+def _entries(value: Any) -> list[tuple[Any, Any]]:
+    """The keys and values of a dict or defaultdict; none for every other value."""
+    if isinstance(value, dict):
+        return list(value.items())
+    is_default = isinstance(value, Call) and value.name == "collections.defaultdict"
+    return value.entries if is_default else []
+
+
 def _is_entered(value: Any, what: str) -> bool:
     """Whether a list holds a dict or a tensor, or a tuple a tensor, at any depth."""
     seen: set[int] = set()
     stack = [(value, 0)]
     while stack:
         item, depth = stack.pop()
-        if not isinstance(item, list | tuple) or id(item) in seen:
+        inside = item if isinstance(item, list | tuple) else [v for _, v in _entries(item)]
+        if not inside or id(item) in seen:
             continue
         if depth > _DEEPEST:
             message = f"{what}: a value is nested more than {_DEEPEST} deep"
             raise Damaged(Problem(message, "pickle-bomb"))
         seen.add(id(item))
-        if any(_is_tensor(inner) for inner in item):
+        if any(_is_tensor(inner) for inner in inside):
             return True
         if isinstance(item, list) and any(isinstance(inner, dict) for inner in item):
             return True
-        stack += [(inner, depth + 1) for inner in item]
+        stack += [(inner, depth + 1) for inner in inside]
     return False
 
 

@@ -75,6 +75,27 @@ def test_names_are_those_of_dcp(tree: Any) -> None:
     assert {name for name, leaf in ours.items() if leaf != {}} == theirs
 
 
+def defaultdict_of(**entries: Any) -> Call:
+    call = Call(Global("collections", "defaultdict"), (Global("__builtin__", "dict"),))
+    call.entries.extend(entries.items())
+    return call
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        pytest.param((3, {"w": TENSOR}, {}), ["0", "1.w", "2"], id="epoch, model, optimizer"),
+        pytest.param({"a": ([{"w": TENSOR}],)}, ["a.0.0.w"], id="tuple of lists of dicts"),
+        pytest.param({"a": (1, {"b": 2})}, ["a"], id="tuple without tensors"),
+        pytest.param(defaultdict_of(a=TENSOR, b={"c": 1}), ["a", "b.c"], id="defaultdict"),
+        pytest.param({"t": (defaultdict_of(w=TENSOR),)}, ["t.0.w"], id="defaultdict in a tuple"),
+        pytest.param({"d": defaultdict_of()}, ["d"], id="empty defaultdict"),
+    ],
+)
+def test_every_container_that_holds_a_tensor_is_entered(value: Any, names: list[str]) -> None:
+    assert [flat_name(path) for path, _ in leaves(value, what="test")] == names
+
+
 def test_two_paths_of_one_name_are_an_error() -> None:
     with pytest.raises(CannotDo, match=r"two values are called 'a\.b'"):
         unique_names(leaves({"a": {"b": 1}, "a.b": 2}, what="test"), what="test")
