@@ -72,19 +72,17 @@ def _probe(source: Source) -> bool:
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
-    indexes = _indexes(source)
-    if len(indexes) > 1:
-        raise Damaged(f"{source.root}: several indexes: {', '.join(indexes)}")
-    weight_map = read_weight_map(source, indexes[0]) if indexes else None
+    index = _index(source)
+    weight_map = read_weight_map(source, index) if index else None
     files = sorted(set(weight_map.values())) if weight_map is not None else _unindexed(source)
-    wanted_by = indexes[0] if indexes else "the other shards' names"
+    wanted_by = index or "the other shards' names"
     tensors, where, infos, problems = _read_all(source, files, wanted_by, options)
     notes: list[str] = []
-    if weight_map is not None:
+    if index and weight_map is not None:
         stepped_over = {problem.tensor for problem in options.found or ()}
         listed = {n: file for n, file in weight_map.items() if n not in stepped_over}
-        problems += _against_index(listed, where, indexes[0])
-        notes += _index_notes(source, indexes[0], tensors, weight_map)
+        problems += _against_index(listed, where, index)
+        notes += _index_notes(source, index, tensors, weight_map)
     options.report(problems, subject=source.root)
     spare = sorted(set(_weights(source)) - set(files))
     notes += [Problem(f"not part of the checkpoint: {n}", "file-extra", file=n) for n in spare]
@@ -93,13 +91,21 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         "hf",
         tensors,
         {},
-        {file: source.files[file] for file in (*files, *indexes) if file in source.files},
+        {file: source.files[file] for file in (*files, index or "") if file in source.files},
         world_size=1,
         info={"writer": _writer(infos)} | config_info(source),
         notes=tuple(notes),
         companions=companions(source),
     )
     return with_extra(catalog, source, _EXTRA)
+
+
+def _index(source: Source) -> str | None:
+    """The index that is read: where there are several, transformers' own."""
+    indexes = _indexes(source)
+    if len(indexes) > 1 and _INDEX not in indexes:
+        raise Damaged(f"{source.root}: several indexes: {', '.join(indexes)}")
+    return _INDEX if _INDEX in indexes else next(iter(indexes), None)
 
 
 def _unindexed(source: Source) -> list[str]:

@@ -1,0 +1,38 @@
+"""Which of a folder's safetensors files are the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import ckptool
+from ckptool.errors import CkptoolError
+
+
+def with_index(folder: Path, stem: str, *names: str) -> None:
+    """One shard for each tensor, and their index."""
+    files = {name: f"{stem}-{name}.safetensors" for name in names}
+    for name, file in files.items():
+        save_file({name: np.zeros(2, np.uint8)}, folder / file)
+    index = json.dumps({"weight_map": files})
+    (folder / f"{stem}.safetensors.index.json").write_text(index)
+
+
+def test_the_index_of_transformers_is_read_and_not_that_beside_it(tmp_path: Path) -> None:
+    """As in the folders of Mistral's models, which hold their own format too."""
+    with_index(tmp_path, "consolidated", "a", "b")
+    with_index(tmp_path, "model", "c", "d")
+    checkpoint = ckptool.open(tmp_path)
+    assert list(checkpoint.tensors) == ["c", "d"]
+    assert len([note for note in checkpoint.catalog.notes if "consolidated-" in note]) == 2
+
+
+def test_of_two_other_indexes_none_is_taken(tmp_path: Path) -> None:
+    with_index(tmp_path, "one", "a")
+    with_index(tmp_path, "two", "b")
+    with pytest.raises(CkptoolError, match=r"several indexes: one.* two"):
+        ckptool.open(tmp_path)
