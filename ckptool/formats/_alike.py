@@ -48,11 +48,14 @@ class _Known(NamedTuple):
 
     def again(self, region: Region) -> TorchFile:
         """What another archive holds of which the same was read."""
+        crcs = {key: _crc(region, at) for key, at in self.noted.items()}
+        are_checked = any(crcs.values())
+        moved = region.offset - self.offset
         storages = {
             key: stored._replace(
                 file=region.file,
-                offset=stored.offset - self.offset + region.offset,
-                crc32=_CRC32.unpack(region.read(self.noted[key], _CRC32.size))[0],
+                offset=stored.offset + moved,
+                crc32=crcs[key] if are_checked else None,
             )
             for key, stored in self.file.storages.items()
         }
@@ -85,6 +88,10 @@ def learn(
         noted = {key: record.noted for key, record in storages.items()}
         spans = _spans(traced.spans, {*noted.values(), *(record.noted for record in others)})
         alike.append(_Known(spans, _bytes(traced, spans), file, traced.offset, noted))
+
+
+def _crc(region: Region, at: int) -> int:
+    return int(_CRC32.unpack(region.read(at, _CRC32.size))[0])
 
 
 def _bytes(region: Region, spans: _Spans) -> bytes:

@@ -21,7 +21,7 @@ from ckptool.formats import _pickle
 from ckptool.formats._alike import Traced, known, learn
 from ckptool.formats._pickle import Call, Global, Loaded
 from ckptool.formats._storage import storage_of
-from ckptool.formats._zip import DEFLATED, Region, ZipRecord, read_directory
+from ckptool.formats._zip import DEFLATED, Region, ZipRecord, has_checksums, read_directory
 from ckptool.formats.base import Source
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -96,11 +96,12 @@ def _read_archive(region: Region) -> TorchFile:
     records = read_directory(traced)
     root = _root(region, records)
     data_pkl = records[f"{root}/data.pkl"]
-    has_crc = any(record.crc32 for record in records.values())
+    has_crc = has_checksums(records.values())
     loaded = _unpickled(record_bytes(traced, data_pkl, has_crc), f"{region.what} (data.pkl)")
     prefix = f"{root}/data/"
     stored = {name[len(prefix) :]: r for name, r in records.items() if name.startswith(prefix)}
-    storages = {key: _stored(region, record, has_crc) for key, record in stored.items()}
+    are_checked = has_checksums(stored.values())
+    storages = {key: _stored(region, record, are_checked) for key, record in stored.items()}
     order = records.get(f"{root}/byteorder")
     byteorder = "little"
     if order:

@@ -98,6 +98,20 @@ class ZipRecord:
     flags: int
     noted: int = 0
 
+    @property
+    def is_storage(self) -> bool:
+        """Whether torch.save put a storage into it."""
+        return "/data/" in self.name
+
+
+def has_checksums(records: Iterable[ZipRecord]) -> bool:
+    """Whether the CRC-32 of some of these is stored; a 0 then is one, else it stands for none.
+
+    torch stores none at all under ``set_crc32_options(False)``, and none of storages under
+    ``skip_data()``, which someone else fills (GPUDirect Storage).
+    """
+    return any(record.crc32 for record in records)
+
 
 def read_directory(region: Region) -> dict[str, ZipRecord]:
     """All records of the archive that fills the region, in the directory's order.

@@ -16,6 +16,7 @@ from ckptool.formats._zip import (
     DEFLATED,
     Region,
     ZipRecord,
+    has_checksums,
     header_problems,
     read_directory,
     unclaimed_bytes,
@@ -65,9 +66,7 @@ class ArchiveCheck:
         self.problems += _of_another_name(item.file, records, self._source) if is_file else []
         self.problems += header_problems(region, _in_reach(region, records))
         self.problems += _unclaimed(region, records)
-        has_crc = any(record.crc32 for record in records)
-        if not has_crc:
-            self.unchecked.add(item.file)
+        has_crc = has_checksums(records)
         is_plain = self._look_into(item, region, records, has_crc=has_crc)
         if has_crc and is_plain and not is_file and len(self.problems) == before:
             self._sound.learn(region, records)
@@ -77,15 +76,21 @@ class ArchiveCheck:
         return item_region(self._source, item, "an item", limit, _EDGE)
 
     def _look_into(
-        self, item: Item, region: Region, records: Iterable[ZipRecord], *, has_crc: bool
+        self, item: Item, region: Region, records: list[ZipRecord], *, has_crc: bool
     ) -> bool:
         """Small records now, the others as spans; whether all that pickles name belongs there."""
         is_plain = True
+        storages = [record for record in records if record.is_storage and record.size]
+        are_checked = has_checksums(storages)
+        if not has_crc or (storages and not are_checked):
+            self.unchecked.add(item.file)
+        self.spans += [_span(item, region, record, are_checked) for record in storages]
         for record in records:
-            is_small = record.name.endswith(".pkl") or record.size <= _SMALL
-            if is_small and "/data/" not in record.name:
+            if record.is_storage:
+                continue
+            if record.name.endswith(".pkl") or record.size <= _SMALL:
                 is_plain &= self._look_at_small(item, region, record, has_crc)
-            elif record.size:
+            else:
                 self.spans.append(_span(item, region, record, has_crc))
         return is_plain
 

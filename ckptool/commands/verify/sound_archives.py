@@ -62,7 +62,7 @@ class SoundArchives:
 
 def _is_loose(record: ZipRecord) -> bool:
     """Storages, and the checksum over all of them."""
-    return "/data/" in record.name or record.name.endswith("/.data/serialization_id")
+    return record.is_storage or record.name.endswith("/.data/serialization_id")
 
 
 def _noted(region: Region, record: ZipRecord) -> tuple[int, ...]:

@@ -1,0 +1,36 @@
+"""Files that torch.save wrote with options of its own, or of kinds no fixture has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptool
+from ckptool.errors import CkptoolError
+
+
+def save_unfilled(path: Path, value: float) -> None:
+    """``skip_data`` leaves a storage's bytes to someone else, GPUDirect Storage for one."""
+    with torch.serialization.skip_data():
+        torch.save({"w": torch.empty(3)}, path)
+    where = torch._C.PyTorchFileReader(str(path)).get_record_offset("data/0")
+    with path.open("r+b") as file:
+        file.seek(where)
+        file.write(torch.full((3,), value).numpy().tobytes())
+
+
+def test_a_storage_that_was_filled_later_has_no_checksum(tmp_path: Path) -> None:
+    save_unfilled(tmp_path / "model.pt", 2.0)
+    assert ckptool.verify(tmp_path / "model.pt").sound
+    assert torch.equal(ckptool.open(tmp_path / "model.pt").read("w"), torch.full((3,), 2.0))
+
+
+def test_replicas_that_were_filled_later_are_compared(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for rank in range(2):
+        save_unfilled(source / f"model_rank{rank}.pt", float(rank))
+    with pytest.raises(CkptoolError, match="rank 0 and rank 1 hold different values"):
+        ckptool.convert(source, tmp_path / "whole.pt", to="torch-save")
