@@ -122,7 +122,10 @@ class _Walk:
         start = position + _HEADER.size + header[9] + header[10]
         described = bool(header[2] & _HAS_DESCRIPTOR)
         size = self._size_of(name, start) if described else header[7]
-        crc, end = self._descriptor(name, start, size) if described else (header[6], start + size)
+        crc, end = header[6], start + size
+        if described:
+            wide = size >= _ZIP64 or position >= _ZIP64
+            crc, end = self._descriptor(name, end, size, _DESCRIPTOR64 if wide else _DESCRIPTOR)
         if name.endswith("/data.pkl") and self._sizes is None:
             self._open(name, start, size, crc)
         self._require_named(name, size, end)
@@ -175,11 +178,9 @@ class _Walk:
                     raise
                 length = min(self._size - start, length * 4, _pickle.LARGEST)
 
-    def _descriptor(self, name: str, start: int, size: int) -> tuple[int, int]:
+    def _descriptor(self, name: str, at: int, size: int, form: struct.Struct) -> tuple[int, int]:
         """The CRC-32 that stands behind a record, and where the next record begins."""
-        large = size >= _ZIP64 or start >= _ZIP64
-        form = _DESCRIPTOR64 if large else _DESCRIPTOR
-        mark, crc, stored, plain = form.unpack(self._read(start + size, form.size))
+        mark, crc, stored, plain = form.unpack(self._read(at, form.size))
         if mark != b"PK\x07\x08" or (stored, plain) != (size, size):
             raise Damaged(f"{self._file}: record {name!r} does not end where it should")
-        return int(crc), start + size + form.size
+        return int(crc), at + form.size

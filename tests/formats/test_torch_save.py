@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import ckptool
+from ckptool.engine.sources import LocalSource
 from ckptool.errors import CkptoolError
+from ckptool.formats._torch_recover import recovered
 
 
 def save_unfilled(path: Path, value: float) -> None:
@@ -19,6 +21,19 @@ def save_unfilled(path: Path, value: float) -> None:
     with path.open("r+b") as file:
         file.seek(where)
         file.write(torch.full((3,), value).numpy().tobytes())
+
+
+def test_a_record_that_begins_right_before_4_gib_is_recovered(tmp_path: Path) -> None:
+    """Where its header begins decides how wide the sizes behind it are."""
+    path, descriptor, behind = tmp_path / "model.pt", 16, 40
+    size = 1
+    for _ in range(2):
+        with torch.serialization.skip_data():
+            torch.save({"a": torch.empty(size, dtype=torch.uint8), "b": torch.arange(5)}, path)
+        reader = torch._C.PyTorchFileReader(str(path))
+        size = (1 << 32) - reader.get_record_offset("data/0") - descriptor - behind
+    assert reader.get_record_offset("data/1") > 1 << 32
+    assert not recovered(LocalSource.file(path), "model.pt").lost
 
 
 def test_a_storage_that_was_filled_later_has_no_checksum(tmp_path: Path) -> None:
