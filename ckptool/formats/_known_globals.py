@@ -7,8 +7,8 @@ torch's own ``weights_only`` list. None is ever imported or called.
 
 from __future__ import annotations
 
-from ckptool.core.dtype import BY_NAME
 from ckptool.formats._pickle import Global
+from ckptool.formats._values import is_dtype
 
 _PLAIN = {
     "argparse": "Namespace",
@@ -70,7 +70,7 @@ def is_known(item: Global) -> bool:
     """Whether real checkpoints name this global, so that naming it is nothing to report."""
     if item.module in ("builtins", "__builtin__"):
         return item.name in _BUILTINS
-    if item.module == "torch" and (item.name in BY_NAME or item.name.endswith("Storage")):
+    if is_dtype(item) or (item.module == "torch" and item.name.endswith("Storage")):
         return True
     within = (item.module == top or item.module.startswith(f"{top}.") for top in _KNOWN_PACKAGES)
     return str(item) in _KNOWN or any(within)

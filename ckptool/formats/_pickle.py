@@ -50,6 +50,7 @@ _RECORDS = Global | Call | Persistent
 
 _SAFE_KEYS = frozenset([str, Call])
 _LONGEST_INTEGER = 1024
+_MOST_DIGITS = 3 * _LONGEST_INTEGER
 _LARGEST_KEY = 10_000
 
 
@@ -287,10 +288,12 @@ class _Machine:
 
     def _text_int(self) -> None:
         line = self._line()
+        if len(line) > _MOST_DIGITS:
+            raise self.malformed(f"an integer of {len(line):,} digits")
         if line in (b"00", b"01"):
             self._push(line == b"01")
         else:
-            self._push(int(line[:_LONGEST_INTEGER].rstrip(b"L"), 10))
+            self._push(int(line.rstrip(b"L"), 10))
 
     def _long(self, size: int) -> None:
         count = self._uint(size)

@@ -8,6 +8,11 @@ from ckptool.core.dtype import BY_NAME
 from ckptool.formats._pickle import Call, Global, Persistent
 
 _PLAIN_CALLS = frozenset(["torch.Size", "torch.device", "torch.serialization._get_layout"])
+_DTYPES = frozenset(BY_NAME) | frozenset(
+    ["qint8", "quint8", "qint32", "quint4x2", "quint2x4"]
+    + [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)]
+)
+"""Element types that can be a value; those of the second line are of no tensor that is read."""
 
 
 def _class_name(value: Any) -> str:
@@ -57,8 +62,13 @@ def foreign_globals(value: Any) -> set[str]:
     return found
 
 
+def is_dtype(item: Global) -> bool:
+    """Whether a global is one of torch's element types."""
+    return item.module == "torch" and item.name in _DTYPES
+
+
 def _plain_global(item: Global) -> bool:
-    return str(item) in _PLAIN_CALLS or (item.module == "torch" and item.name in BY_NAME)
+    return str(item) in _PLAIN_CALLS or is_dtype(item)
 
 
 def type_name(value: Any) -> str:
@@ -75,6 +85,8 @@ def type_name(value: Any) -> str:
         if value.name.endswith("_reconstruct") and value.args:
             return _class_name(value.args[0])
         return value.name
+    if isinstance(value, Persistent):
+        return "torch storage"
     if isinstance(value, Global):
         return "torch.dtype" if _plain_global(value) else "class or function"
     return "NoneType" if value is None else type(value).__name__.replace("Mapping", "Dict")

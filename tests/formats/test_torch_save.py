@@ -49,3 +49,18 @@ def test_replicas_that_were_filled_later_are_compared(tmp_path: Path) -> None:
         save_unfilled(source / f"model_rank{rank}.pt", float(rank))
     with pytest.raises(CkptoolError, match="rank 0 and rank 1 hold different values"):
         ckptool.convert(source, tmp_path / "whole.pt", to="torch-save")
+
+
+@pytest.mark.parametrize("name", ["qint8", "quint4x2", "uint3", "int7", "float8_e8m0fnu", "half"])
+def test_every_element_type_can_be_a_value(name: str, tmp_path: Path) -> None:
+    """The modules that torch quantised keep theirs in their state."""
+    source, target = tmp_path / "a.pt", tmp_path / "b.pt"
+    torch.save({"dtype": getattr(torch, name), "w": torch.ones(1)}, source)
+    ckptool.convert(source, target, to="torch-save")
+    assert torch.load(target, weights_only=True)["dtype"] is getattr(torch, name)
+
+
+def test_a_storage_by_itself_is_called_what_it_is(tmp_path: Path) -> None:
+    torch.save({"s": torch.ones(3).untyped_storage()}, tmp_path / "s.pt")
+    (note,) = ckptool.open(tmp_path / "s.pt").catalog.notes
+    assert note == "not read: s (torch storage) is no plain tensor"
