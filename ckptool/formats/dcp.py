@@ -96,6 +96,10 @@ class _Found:
 
     def add(self, more: Assembled) -> None:
         self.problems += [*more.problems, *more.conflicts.values()]
+        self.problems += [
+            Problem(f"{name}: a tensor, and one inside another value", tensor=name)
+            for name in more.tensors.keys() & self.tensors.keys()
+        ]
         self.notes += more.notes
         self.tensors |= more.tensors
         self.objects |= more.objects
@@ -403,6 +407,15 @@ def _catalog(source: Source, parsed: dict[str, DcpMetadata], found: _Found) -> C
     notes = [
         Problem(f"{name} is named by no metadata (left by another save)", "file-extra", file=name)
         for name in stale
+    ]
+    notes += [
+        Problem(
+            f"{name} is not read: {_METADATA} is there too, of another save",
+            "file-extra",
+            file=name,
+        )
+        for name in source.files
+        if _RANK_METADATA.fullmatch(name) and name not in parsed and _METADATA in parsed
     ]
     version = next((m.version for m in parsed.values() if m.version), None)
     lightning = _LIGHTNING in source.files

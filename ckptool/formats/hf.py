@@ -114,6 +114,13 @@ def _unindexed(source: Source) -> list[str]:
     matches = [m for name in weights if (m := _SHARD.fullmatch(name))]
     if not matches:
         return ["model.safetensors"] if "model.safetensors" in weights else weights
+    counts = {match["count"] for match in matches}
+    if len(counts) > 1:
+        message = f"{source.root}: file names state {', '.join(sorted(counts))} shards"
+        raise Damaged(
+            Problem(f"{message}, and no index says which are the model", "saves-mixed"),
+            hint="move the shards of the other save away",
+        )
     first = matches[0]
     count, width, number = int(first["count"]), len(first["count"]), len(first["number"])
     if count > 100_000:
