@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Extent
@@ -149,7 +149,7 @@ def _mesh_of(fields: dict[str, Any], file: TorchFile, source: Source) -> tuple[M
     names = tuple(map(_text, names)) if names else None
     coordinate = fields.get("_coordinate_on_dim")
     at = sizes(coordinate) if isinstance(coordinate, tuple | list) else None
-    if "_layout" in fields:
+    if "mesh" not in fields:
         return _mesh_of_layout(fields, names, at, file, source)
     shape, ranks = _ints(fields.get("mesh"), file, source)
     mesh = Mesh(shape, names, tuple(ranks))
@@ -237,8 +237,9 @@ def _ints(value: Any, file: TorchFile, source: Source) -> tuple[tuple[int, ...],
         sum(i * stride for i, stride in zip(index, place.strides, strict=True))
         for index in itertools.product(*map(range, tensor.shape))
     ]
+    order: Literal["little", "big"] = "big" if "byteswap" in place.ops else "little"
     return tensor.shape, [
-        int.from_bytes(data[start : start + itemsize], "little", signed=True) for start in starts
+        int.from_bytes(data[start : start + itemsize], order, signed=True) for start in starts
     ]
 
 
