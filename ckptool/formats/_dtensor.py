@@ -5,22 +5,19 @@ Records were read from files by torch 2.1, 2.4 and 2.13; the mesh record differs
 
 from __future__ import annotations
 
-import itertools
-import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Extent
 from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh, Partial, Placement, Replicate, Shard, StridedShard
 from ckptool.errors import Damaged
+from ckptool.formats._mesh_records import as_text, call_fields, mesh_of
 from ckptool.formats._pickle import Call, Global
 from ckptool.formats._storage import (
     StoredTensor,
     dtype_of,
     natural,
-    place_of,
     plain_tensor,
     shown,
     sizes,
@@ -28,8 +25,6 @@ from ckptool.formats._storage import (
 )
 from ckptool.formats._torch_file import TorchFile
 from ckptool.formats.base import Source
-
-_MOST_RANKS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +76,10 @@ def _dtensor(
 ) -> DTensorShare:
     fields = _fields(state)
     local = plain_tensor(fields.get("_local_tensor"))
-    spec = _call_fields(fields.get("_spec"), "DTensorSpec")
+    spec = call_fields(fields.get("_spec"), "DTensorSpec")
     if local is None:
         raise Damaged(f"{file.what}: a DTensor whose local tensor is no plain tensor")
-    mesh, rank = _mesh(spec.get("mesh"), file, source)
+    mesh, rank = mesh_of(spec.get("mesh"), file, source)
     placements = tuple(map(placement, spec.get("placements") or ()))
     if len(placements) != len(mesh.shape):
         raise Damaged(
@@ -113,19 +108,13 @@ def placement(value: Any) -> Placement:
     if name == "Replicate":
         return Replicate()
     if name in ("Partial", "_Partial"):
-        return Partial(_text(fields.get("reduce_op")))
+        return Partial(as_text(fields.get("reduce_op")))
     raise Damaged(f"unknown placement {shown(value) if name is None else name}")
 
 
 def _dim(value: Any) -> int:
     if type(value) is not int or abs(value) > 64:
         raise Damaged(f"{shown(value)} where a tensor dim is expected")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise Damaged(f"{shown(value)} where a name is expected")
     return value
 
 
@@ -136,125 +125,18 @@ def _shard_order(value: Any) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
     return tuple((natural(dim), sizes(mesh_dims)) for dim, mesh_dims in entries)
 
 
-def _mesh(record: Any, file: TorchFile, source: Source) -> tuple[Mesh, int | None]:
-    """The mesh, and the rank that pickled it where the record says so."""
-    fields = _call_fields(record, "DeviceMesh")
-    if record not in file.meshes:
-        file.meshes[record] = _mesh_of(fields, file, source)
-    return file.meshes[record]
-
-
-def _mesh_of(fields: dict[str, Any], file: TorchFile, source: Source) -> tuple[Mesh, int | None]:
-    names = fields.get("_mesh_dim_names", fields.get("mesh_dim_names"))
-    names = tuple(map(_text, names)) if names else None
-    coordinate = fields.get("_coordinate_on_dim")
-    at = sizes(coordinate) if isinstance(coordinate, tuple | list) else None
-    if "mesh" not in fields:
-        return _mesh_of_layout(fields, names, at, file, source)
-    shape, ranks = _ints(fields.get("mesh"), file, source)
-    mesh = Mesh(shape, names, tuple(ranks))
-    return mesh, next((rank for rank in ranks if mesh.coordinate(rank) == at), None)
-
-
-def _mesh_of_layout(
-    fields: dict[str, Any],
-    names: tuple[str, ...] | None,
-    at: tuple[int, ...] | None,
-    file: TorchFile,
-    source: Source,
-) -> tuple[Mesh, int | None]:
-    """A mesh by layout and rank map, as torch 2.10 to 2.13 records it."""
-    flat = fields.get("_flatten_rank_map")
-    ranks = (
-        flat_ints(flat) if flat is not None else tuple(_ints(fields["_rank_map"], file, source)[1])
-    )
-    axes = _axes(fields["_layout"], len(ranks))
-    shape = tuple(len(axis) for axis in axes)
-    offsets = [sum(steps) for steps in itertools.product(*axes)]
-    rank = fields.get("_rank")
-    base = 0
-    if len(offsets) < len(ranks):
-        if not isinstance(rank, int) or at is None or len(at) != len(axes) or rank not in ranks:
-            raise Damaged(f"{file.what}: a sub-mesh that does not say which rank pickled it")
-        base = ranks.index(rank) - sum(axis[i] for axis, i in zip(axes, at, strict=True))
-    if base < 0 or base + max(offsets) >= len(ranks):
-        raise Damaged(f"{file.what}: a mesh layout that leaves its {len(ranks)} ranks")
-    members = tuple(int(ranks[base + offset]) for offset in offsets)
-    return Mesh(shape, names, members), rank if isinstance(rank, int) else None
-
-
-def _axes(layout: Any, ranks: int) -> list[list[int]]:
-    """For each mesh dim, the offset into the map of ``ranks`` ranks of each step along it."""
-    fields = _call_fields(layout, "_MeshLayout")
-    if "axes" in fields:
-        flat = [_call_fields(axis, "_FlatLayout") for axis in fields["axes"]]
-        pairs = [(axis["shape"], axis["stride"]) for axis in flat]
-    else:
-        shape, stride = fields["shape"], fields["stride"]
-        pairs = (
-            [(shape, stride)] if isinstance(shape, int) else list(zip(shape, stride, strict=True))
-        )
-    flat_pairs = [(flat_ints(shape), flat_ints(stride)) for shape, stride in pairs]
-    if math.prod(math.prod(shape) for shape, _ in flat_pairs) > ranks:
-        raise Damaged(f"a mesh layout of more than its {ranks:,} ranks")
-    return [_axis_offsets(shape, stride) for shape, stride in flat_pairs]
-
-
-def flat_ints(value: Any) -> tuple[int, ...]:
-    """The ints of a nested tuple, in order."""
-    found: list[int] = []
-    stack = [value]
-    left = _MOST_RANKS
-    while stack:
-        item = stack.pop()
-        left -= 1
-        if isinstance(item, tuple | list):
-            left -= len(item)
-            stack += reversed(item)
-        else:
-            found.append(natural(item))
-        if left < 0:
-            raise Damaged(f"a mesh of more than {_MOST_RANKS:,} ranks")
-    return tuple(found)
-
-
-def _axis_offsets(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
-    steps = [[i * s for i in range(n)] for n, s in zip(shape, stride, strict=True)]
-    return [sum(step) for step in itertools.product(*steps)]
-
-
-def _ints(value: Any, file: TorchFile, source: Source) -> tuple[tuple[int, ...], list[int]]:
-    """Shape and values, row-major, of the small integer tensor an older mesh is recorded as."""
-    tensor = plain_tensor(value)
-    if tensor is None or tensor.dtype.kind != "int" or len(tensor.shape) > 8:
-        raise Damaged(f"{file.what}: a device mesh without its ranks")
-    place = place_of(tensor, file)
-    if not isinstance(place, Extent) or math.prod(tensor.shape) > _MOST_RANKS:
-        raise Damaged(f"{file.what}: a device mesh of {list(tensor.shape)} in {place.file}")
-    itemsize = tensor.dtype.itemsize
-    data = source.read(place.file, place.offset, tensor.storage.nbytes - tensor.offset * itemsize)
-    starts = [
-        sum(i * stride for i, stride in zip(index, place.strides, strict=True))
-        for index in itertools.product(*map(range, tensor.shape))
-    ]
-    order: Literal["little", "big"] = "big" if "byteswap" in place.ops else "little"
-    return tensor.shape, [
-        int.from_bytes(data[start : start + itemsize], order, signed=True) for start in starts
-    ]
-
-
 def _sharded_tensor(arguments: tuple[Any, ...], state: Any) -> ShardedShare:
     if not isinstance(state, tuple) or len(state) < 3 or not isinstance(state[0], list):
         raise Damaged("a ShardedTensor record without its shards")
     local = []
     for shard in state[0]:
-        fields = _call_fields(shard, "Shard")
+        fields = call_fields(shard, "Shard")
         tensor = plain_tensor(fields.get("tensor"))
         if tensor is None:
             raise Damaged("a ShardedTensor shard that is no plain tensor")
         local.append((_shard_box(fields.get("metadata"))[0], tensor))
-    metadata = _call_fields(state[1], "ShardedTensorMetadata")
-    group = _call_fields(state[2], "ProcessGroupState")
+    metadata = call_fields(state[1], "ShardedTensorMetadata")
+    group = call_fields(state[2], "ProcessGroupState")
     return ShardedShare(
         dtype_of(arguments[1]),
         sizes(arguments[2]),
@@ -266,17 +148,11 @@ def _sharded_tensor(arguments: tuple[Any, ...], state: Any) -> ShardedShare:
 
 
 def _shard_box(value: Any) -> tuple[Box, int | None]:
-    fields = _call_fields(value, "ShardMetadata")
+    fields = call_fields(value, "ShardMetadata")
     where = fields.get("placement")
     rank = where.fields.get("_rank") if isinstance(where, Call) else None
     box = Box.at(sizes(fields.get("shard_offsets")), sizes(fields.get("shard_sizes")))
     return box, rank if isinstance(rank, int) else None
-
-
-def _call_fields(value: Any, expected: str) -> dict[str, Any]:
-    if not isinstance(value, Call):
-        raise Damaged(f"{type(value).__name__} where a {expected} record is expected")
-    return value.fields
 
 
 def _fields(state: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ckptool.core.mesh import Mesh, Placement, Replicate, Shard
 from ckptool.core.rewrite import with_prefix
 from ckptool.errors import Damaged, Problem
 from ckptool.formats._assemble import Leaf, assemble, read_leaves, same_value
-from ckptool.formats._dtensor import flat_ints
+from ckptool.formats._mesh_records import flat_ints
 from ckptool.formats._quantised import INTEGERS, quantised_notes, quantised_parts
 from ckptool.formats._snapshot_manifest import CONTAINERS, SHARDED, VALUES, Fields, Manifest
 from ckptool.formats._snapshot_places import QUANTISED, Places, element_type

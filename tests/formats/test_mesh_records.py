@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckptool.engine.sources import LocalSource
-from ckptool.formats._dtensor import _mesh_of
+from ckptool.formats._mesh_records import read_mesh
 from ckptool.formats._pickle import Call, Global
 from ckptool.formats._torch_file import read_torch_file
 
@@ -27,7 +27,7 @@ def test_ranks_in_a_tensor_are_read(
     torch.save(ranks if byteorder == "little" else swapped, tmp_path / "mesh.pt")
     source = LocalSource.file(tmp_path / "mesh.pt")
     file = replace(read_torch_file(source, "mesh.pt"), byteorder=byteorder)
-    mesh, rank = _mesh_of(
+    mesh, rank = read_mesh(
         {**fields, "mesh": file.value, "_coordinate_on_dim": [1, 1]}, file, source
     )
     assert (mesh.shape, mesh.ranks, rank) == ((2, 2), (4, 6, 5, 700), 700)
