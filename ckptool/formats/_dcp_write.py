@@ -17,7 +17,8 @@ from ckptool.core.layout import Data, FileLayout, Layout, Literal, Part
 from ckptool.core.rewrite import with_whole_lists
 from ckptool.formats._dcp_pickle import WrittenChunk, WrittenTensor, WrittenValue, metadata_pickle
 from ckptool.formats._outgoing import Cutter, companion_files, tied_notes
-from ckptool.formats._torch_write import TensorRef, offset_parts, torch_archive
+from ckptool.formats._pickle_write import TensorRef
+from ckptool.formats._torch_write import offset_parts, torch_archive
 from ckptool.formats._values import Foreign
 from ckptool.formats.base import Request
 

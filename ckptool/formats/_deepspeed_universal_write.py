@@ -20,7 +20,8 @@ from ckptool.formats._deepspeed_slots import MASTER
 from ckptool.formats._deepspeed_values import CLIENT
 from ckptool.formats._outgoing import plain_objects
 from ckptool.formats._pickle import Call, Global, OrderedMapping
-from ckptool.formats._torch_write import TensorRef, torch_archive
+from ckptool.formats._pickle_write import TensorRef
+from ckptool.formats._torch_write import torch_archive
 from ckptool.formats._tree import nest
 from ckptool.formats.base import Request
 

@@ -19,7 +19,7 @@ from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from ckptool.core.shards import LocalShard
 from ckptool.errors import CannotDo
 from ckptool.formats._pickle import Call, Global
-from ckptool.formats._torch_write import KnownTensor, ShardRef, contiguous_strides, dtype_global
+from ckptool.formats._pickle_write import KnownTensor, ShardRef, contiguous_strides, dtype_global
 
 _SPEC, _LAYOUT = "torch.distributed.tensor._dtensor_spec", "torch.distributed._mesh_layout"
 _DTENSOR = Global("torch.distributed.tensor", "DTensor")

@@ -10,7 +10,8 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, ObjectEntry, Path, TensorEntry, tied
 from ckptool.core.layout import FileLayout, Verbatim
 from ckptool.core.placing import Placed
-from ckptool.formats._torch_write import TensorRef, torch_archive
+from ckptool.formats._pickle_write import TensorRef
+from ckptool.formats._torch_write import torch_archive
 from ckptool.formats._tree import nest
 from ckptool.formats._values import Foreign, type_name
 from ckptool.formats.base import Request

@@ -16,7 +16,8 @@ from ckptool.core.placing import Placed
 from ckptool.errors import CannotDo
 from ckptool.formats._dtensor_write import RankRecords
 from ckptool.formats._outgoing import companion_files, plain_objects
-from ckptool.formats._torch_write import TensorRef, torch_archive
+from ckptool.formats._pickle_write import TensorRef
+from ckptool.formats._torch_write import torch_archive
 from ckptool.formats._tree import nest
 from ckptool.formats.base import Request
 

@@ -19,9 +19,10 @@ from ckptool.core.mesh import Mesh, Placement, Shard, StridedShard
 from ckptool.core.placing import Placed
 from ckptool.errors import CannotDo
 from ckptool.formats._outgoing import companion_files, plain_objects
+from ckptool.formats._pickle_write import contiguous_strides
 from ckptool.formats._rank_write import RankTensors, placed_of
 from ckptool.formats._torch_checkpointing import METADATA
-from ckptool.formats._torch_write import contiguous_strides, torch_archive
+from ckptool.formats._torch_write import torch_archive
 from ckptool.formats._tree import nest
 from ckptool.formats.base import Request
 

@@ -19,9 +19,9 @@ from ckptool.core.mesh import Placement, Shard
 from ckptool.core.placing import Placed, Rule
 from ckptool.errors import CannotDo
 from ckptool.formats._outgoing import by_size, companion_files, extra_file
+from ckptool.formats._pickle_write import ShardRef
 from ckptool.formats._rank_write import placed_of
 from ckptool.formats._safetensors_file import OutgoingSlice, lay_out_safetensors
-from ckptool.formats._torch_write import ShardRef
 from ckptool.formats._vllm import PADDING, VOCABULARY, sizes_of
 from ckptool.formats.base import Request
 from ckptool.formats.safetensors import extras, split_by_support

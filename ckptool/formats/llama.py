@@ -24,10 +24,11 @@ from ckptool.formats._companions import companions
 from ckptool.formats._frameworks import read_json_object
 from ckptool.formats._llama_rules import Cut, Sizes, cut_of, is_embedding, sizes_of
 from ckptool.formats._outgoing import companion_files, plain_objects
+from ckptool.formats._pickle_write import ShardRef
 from ckptool.formats._rank_write import placed_of
 from ckptool.formats._tensor_parallel import Local, Locals, joined, tp_mesh
 from ckptool.formats._torch_file import read_torch_file
-from ckptool.formats._torch_write import ShardRef, torch_archive
+from ckptool.formats._torch_write import torch_archive
 from ckptool.formats.base import (
     Format,
     Request,

@@ -26,7 +26,7 @@ from ckptool.formats._pickle import (
     load,
     named_globals,
 )
-from ckptool.formats._torch_write import dumps
+from ckptool.formats._pickle_write import dumps
 from ckptool.formats._values import foreign_globals
 
 PROTOCOLS = range(6)

@@ -19,7 +19,8 @@ from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Chunk, Extent, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Data, Literal
-from ckptool.formats._torch_write import TensorRef, torch_archive
+from ckptool.formats._pickle_write import TensorRef
+from ckptool.formats._torch_write import torch_archive
 
 DTYPES = [name for name in BY_NAME if hasattr(torch, name) and BY_NAME[name].kind != "bits"]
 
