@@ -1,4 +1,4 @@
-"""Places of a tensor's parts: narrowed, and cut out of a flat run of elements."""
+"""Places of a tensor's parts: shifted, narrowed, and cut out of a flat run of elements."""
 
 from __future__ import annotations
 
@@ -7,6 +7,19 @@ from dataclasses import replace
 
 from ckptool.core.box import Box, flat_range, row_major_strides
 from ckptool.core.catalog import Extent, Packed, Part, Place
+
+
+def shifted(at: Place, start: tuple[int, ...]) -> Place:
+    """The place of the part of a tensor that begins at index ``start``."""
+    if isinstance(at, Extent):
+        return replace(at, offset=at.offset + _distance(start, at.strides))
+    if isinstance(at, Packed):
+        return replace(at, start=at.start + _distance(start, at.strides))
+    raise TypeError(f"{at} cannot be shifted")
+
+
+def _distance(start: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    return sum(i * s for i, s in zip(start, strides, strict=True))
 
 
 def part_of_place(

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptool.core.catalog import Catalog, ObjectEntry
 from ckptool.errors import damaged
-from ckptool.formats._assemble import Assembled, assemble
+from ckptool.formats._assemble import assemble
 from ckptool.formats._companions import companions, unread_beside
 from ckptool.formats._deepspeed_checkpoint import Checkpoint
 from ckptool.formats._deepspeed_experts import expert_degrees
@@ -16,6 +16,7 @@ from ckptool.formats._deepspeed_local import Holding
 from ckptool.formats._deepspeed_parallel import merge_into
 from ckptool.formats._deepspeed_slots import MASTER
 from ckptool.formats._deepspeed_values import param_groups, training_facts
+from ckptool.formats._leaves import Assembled
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.torch_save import unread_notes
 

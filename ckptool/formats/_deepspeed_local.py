@@ -10,8 +10,8 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, Path, flat_name
 from ckptool.core.dtype import DType
 from ckptool.errors import Damaged, Problem
-from ckptool.formats._assemble import Leaf, PlainLeaf
 from ckptool.formats._deepspeed_read import Vector
+from ckptool.formats._leaves import Leaf, PlainLeaf
 
 Name = tuple[str, str]
 """A kind (``fp32``, ``exp_avg``, ``module``, ...) and a parameter."""

@@ -9,11 +9,12 @@ from typing import Any
 
 from ckptool.core.catalog import Chunk, RankStep, TensorEntry, merge_copies
 from ckptool.core.tp_rules import TpRule, named_rule, require_matched
+from ckptool.core.view import shifted
 from ckptool.errors import Damaged, Problem
-from ckptool.formats._assemble import Assembled, shifted
 from ckptool.formats._deepspeed_fit import Fit, Unknown, ruled
 from ckptool.formats._deepspeed_local import Holding, Local, Name
 from ckptool.formats._deepspeed_rules import fit_of
+from ckptool.formats._leaves import Assembled
 from ckptool.formats.base import ScanOptions
 
 _TIED = "tied_modules."

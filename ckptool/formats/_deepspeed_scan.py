@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ckptool.core.catalog import Catalog
 from ckptool.errors import Damaged, Problem
-from ckptool.formats._assemble import Assembled
 from ckptool.formats._deepspeed_catalog import add_tied_masters, assembled, catalog_of
 from ckptool.formats._deepspeed_checkpoint import Checkpoint, read_checkpoint
 from ckptool.formats._deepspeed_files import (
@@ -16,6 +15,7 @@ from ckptool.formats._deepspeed_files import (
 from ckptool.formats._deepspeed_holding import holding_of
 from ckptool.formats._deepspeed_slots import MASTER
 from ckptool.formats._deepspeed_weights import trained_shapes
+from ckptool.formats._leaves import Assembled
 from ckptool.formats.base import ScanOptions, Source
 
 

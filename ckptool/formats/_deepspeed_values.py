@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptool.formats._assemble import Leaf, read_leaves
 from ckptool.formats._deepspeed_read import State
+from ckptool.formats._leaves import Leaf, read_leaves
 from ckptool.formats._pickle import Call
 from ckptool.formats.base import Source
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from ckptool.core.box import flat_range, row_major_strides
 from ckptool.core.catalog import Chunk, Copy, Extent, Packed, Path, Place, TensorEntry, flat_name
+from ckptool.core.view import shifted
 from ckptool.errors import CannotDo, Damaged
-from ckptool.formats._assemble import shifted
 
 FLAT = "_flat_param"
 _ALIGNMENT = 16

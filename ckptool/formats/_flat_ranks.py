@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from ckptool.core.catalog import Path, TensorEntry, flat_name
 from ckptool.errors import Problem
-from ckptool.formats._assemble import Assembled, PlainLeaf, RankLeaves, assemble
+from ckptool.formats._assemble import assemble
 from ckptool.formats._flat_params import Member, is_flat, members_of, taken_apart
+from ckptool.formats._leaves import Assembled, PlainLeaf, RankLeaves
 from ckptool.formats.base import ScanOptions
 
 

@@ -16,7 +16,8 @@ from ckptool.core.catalog import Chunk, Path, TensorEntry, flat_name, merge_copi
 from ckptool.core.dtype import DType
 from ckptool.core.tp_rules import Fit
 from ckptool.errors import Damaged, Problem
-from ckptool.formats._assemble import Assembled, Leaf, assemble, read_leaves
+from ckptool.formats._assemble import assemble
+from ckptool.formats._leaves import Assembled, Leaf, read_leaves
 from ckptool.formats._megatron_buckets import Group, bucket_state, buckets_among
 from ckptool.formats._megatron_distrib import expected_buffers
 from ckptool.formats._megatron_names import global_expert, global_layer, is_buffer, is_expert

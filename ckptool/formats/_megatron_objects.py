@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from ckptool.core.catalog import Catalog, Index, ObjectEntry, Path, TensorEntry, flat_name
 from ckptool.errors import Damaged, Problem
-from ckptool.formats._assemble import assemble, read_leaves
+from ckptool.formats._assemble import assemble
+from ckptool.formats._leaves import read_leaves
 from ckptool.formats._torch_file import read_torch_file
 from ckptool.formats._tree import leaves, unique_names
 from ckptool.formats.base import ScanOptions, Source

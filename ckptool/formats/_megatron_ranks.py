@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptool.core.catalog import Index
 from ckptool.errors import Damaged, Problem
-from ckptool.formats._assemble import Leaf, PlainLeaf, read_leaves
+from ckptool.formats._leaves import Leaf, PlainLeaf, read_leaves
 from ckptool.formats._megatron_args import Arguments, arguments
 from ckptool.formats._megatron_params import Rank
 from ckptool.formats._torch_file import TorchFile, read_torch_file

@@ -14,7 +14,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, Path
 from ckptool.core.dtype import DType
 from ckptool.errors import Damaged, Problem
-from ckptool.formats._assemble import Leaf
+from ckptool.formats._leaves import Leaf
 from ckptool.formats._pickle import Call
 from ckptool.formats._storage import dtype_of, natural, place_of, plain_tensor, sizes
 from ckptool.formats._torch_file import TorchFile

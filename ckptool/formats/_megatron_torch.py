@@ -8,7 +8,8 @@ from typing import Any
 from ckptool.core.catalog import Catalog, Path, flat_name
 from ckptool.core.tp_rules import NamedRule, require_matched
 from ckptool.errors import damaged
-from ckptool.formats._assemble import Leaf, PlainLeaf, assemble
+from ckptool.formats._assemble import assemble
+from ckptool.formats._leaves import Leaf, PlainLeaf
 from ckptool.formats._megatron_args import Arguments, with_first_arguments
 from ckptool.formats._megatron_distrib import (
     expected_buffers,

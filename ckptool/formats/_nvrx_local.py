@@ -8,8 +8,9 @@ from dataclasses import replace
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry, proved_equal
 from ckptool.core.tp_rules import NamedRule, how_to_say, named_rule, require_matched
 from ckptool.errors import Damaged, Problem, UsageError, damaged
-from ckptool.formats._assemble import Assembled, Leaf, PlainLeaf, assemble, read_leaves
+from ckptool.formats._assemble import assemble
 from ckptool.formats._infer import with_inferred_mesh
+from ckptool.formats._leaves import Assembled, Leaf, PlainLeaf, read_leaves
 from ckptool.formats._megatron_args import Arguments, arguments, with_first_arguments
 from ckptool.formats._megatron_local import ROOT, read_megatron
 from ckptool.formats._megatron_params import Found, Held, Model, Stored, put_together

@@ -19,12 +19,14 @@ from ckptool.core.catalog import (
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard
 from ckptool.core.rewrite import with_prefix
 from ckptool.errors import Damaged, Problem
-from ckptool.formats._assemble import Leaf, assemble, read_leaves, same_value
+from ckptool.formats._assemble import assemble
+from ckptool.formats._leaves import Leaf, read_leaves
 from ckptool.formats._mesh_records import flat_ints
 from ckptool.formats._quantised import INTEGERS, quantised_notes, quantised_parts
 from ckptool.formats._snapshot_manifest import CONTAINERS, SHARDED, VALUES, Fields, Manifest
 from ckptool.formats._snapshot_places import QUANTISED, Places, element_type
 from ckptool.formats._storage import sizes
+from ckptool.formats._values import same_value
 
 _NOTHING = Catalog("", {}, {}, {})
 

@@ -9,8 +9,8 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, Path, Place, TensorEntry, merge_copies
 from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh, Replicate, Shard
+from ckptool.core.view import shifted
 from ckptool.errors import CannotDo, Damaged, Problem
-from ckptool.formats._assemble import shifted
 
 
 @dataclass(frozen=True, slots=True)

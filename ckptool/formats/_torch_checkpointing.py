@@ -16,8 +16,8 @@ from ckptool.core.box import row_major_strides
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from ckptool.errors import Damaged, Problem, coded
 from ckptool.formats import _pickle
-from ckptool.formats._assemble import Leaf, PlainLeaf, ShareLeaf
 from ckptool.formats._dtensor import DTensorShare
+from ckptool.formats._leaves import Leaf, PlainLeaf, ShareLeaf
 from ckptool.formats._mesh_records import flat_ints
 from ckptool.formats._safetensors_file import StoredSlice, read_safetensors
 from ckptool.formats._storage import Storage, StoredTensor, natural, sizes

@@ -1,4 +1,4 @@
-"""Non-tensor values of a checkpoint: which are plain, what to call them, how to show them."""
+"""Non-tensor values of a checkpoint: which are plain, what to call them, which are equal."""
 
 from __future__ import annotations
 
@@ -90,3 +90,37 @@ def type_name(value: Any) -> str:
     if isinstance(value, Global):
         return "torch.dtype" if _plain_global(value) else "class or function"
     return "NoneType" if value is None else type(value).__name__.replace("Mapping", "Dict")
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two values read from pickles are equal, inert records included."""
+    compared: set[tuple[int, int]] = set()
+    stack = [(one, other)]
+    while stack:
+        a, b = stack.pop()
+        if a is b or (id(a), id(b)) in compared:
+            continue
+        if type(a) is not type(b):
+            return False
+        compared.add((id(a), id(b)))
+        inner = _pairs(a, b)
+        if inner is None:
+            return False
+        stack += inner
+    return True
+
+
+def _pairs(one: Any, other: Any) -> list[tuple[Any, Any]] | None:
+    """What must be equal inside two values of one type; None where they differ themselves."""
+    if isinstance(one, Call):
+        parts = ("function", "args", "state", "items", "entries")
+        return [(getattr(one, part), getattr(other, part)) for part in parts]
+    if isinstance(one, dict):
+        if one.keys() != other.keys():
+            return None
+        return [(value, other[key]) for key, value in one.items()]
+    if isinstance(one, list | tuple):
+        return list(zip(one, other, strict=True)) if len(one) == len(other) else None
+    if isinstance(one, float):
+        return [] if one == other or (one != one and other != other) else None
+    return [] if one == other else None

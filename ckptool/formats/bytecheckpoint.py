@@ -17,9 +17,10 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.rewrite import with_prefix
 from ckptool.errors import Damaged, Problem
 from ckptool.formats import _pickle, dcp
-from ckptool.formats._assemble import assemble, read_leaves
+from ckptool.formats._assemble import assemble
 from ckptool.formats._bytecheckpoint_flat import apart, flat_members
 from ckptool.formats._bytecheckpoint_places import placed, skeletons_of
+from ckptool.formats._leaves import read_leaves
 from ckptool.formats._pickle import Call
 from ckptool.formats._relocate import relocated, scanned_below, together
 from ckptool.formats._torch_file import read_torch_file

@@ -35,17 +35,12 @@ from ckptool.core.view import part_of_place
 from ckptool.errors import UNCODED, CkptoolError, Damaged, Problem, coded, damaged
 from ckptool.formats import _dcp_metadata
 from ckptool.formats._archives import item_region
-from ckptool.formats._assemble import (
-    Assembled,
-    Leaf,
-    PlainLeaf,
-    assemble,
-    read_leaves,
-)
+from ckptool.formats._assemble import assemble
 from ckptool.formats._dcp_metadata import DcpMetadata, TensorMetadata
 from ckptool.formats._flat_params import HINT, is_flat, members_of, taken_apart
 from ckptool.formats._frameworks import framework_info, with_tensor_parallelism
 from ckptool.formats._infer import with_inferred_mesh
+from ckptool.formats._leaves import Assembled, Leaf, PlainLeaf, read_leaves
 from ckptool.formats._storage import place_of, plain_tensor
 from ckptool.formats._torch_file import TorchFile, is_zip, read_torch_file, read_torch_zip
 from ckptool.formats._values import type_name

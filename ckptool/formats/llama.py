@@ -19,9 +19,10 @@ from ckptool.core.layout import FileLayout, Layout
 from ckptool.core.mesh import Shard
 from ckptool.core.tp_rules import NamedRule, named_rule, require_matched
 from ckptool.errors import CannotDo, Damaged, Problem
-from ckptool.formats._assemble import Leaf, PlainLeaf, RankLeaves, assemble, read_leaves
+from ckptool.formats._assemble import assemble
 from ckptool.formats._companions import companions
 from ckptool.formats._frameworks import read_json_object
+from ckptool.formats._leaves import Leaf, PlainLeaf, RankLeaves, read_leaves
 from ckptool.formats._llama_rules import Cut, Sizes, cut_of, is_embedding, sizes_of
 from ckptool.formats._outgoing import companion_files, plain_objects
 from ckptool.formats._pickle_write import ShardRef

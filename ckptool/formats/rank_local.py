@@ -17,16 +17,11 @@ from functools import partial
 from ckptool.core.catalog import Catalog, Path
 from ckptool.errors import Damaged, Problem
 from ckptool.formats import _torch_checkpointing
-from ckptool.formats._assemble import (
-    Assembled,
-    Leaf,
-    ShareLeaf,
-    read_leaves,
-)
 from ckptool.formats._companions import companions
 from ckptool.formats._flat_params import HINT, is_flat
 from ckptool.formats._flat_ranks import assembled
 from ckptool.formats._infer import with_inferred_mesh
+from ckptool.formats._leaves import Assembled, Leaf, ShareLeaf, read_leaves
 from ckptool.formats._rank_files import RankFile, has_fsdp_folder, is_single, rank_files
 from ckptool.formats._torch_file import read_torch_file
 from ckptool.formats.base import (

@@ -8,7 +8,8 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, ObjectEntry, TensorEntry
 from ckptool.core.layout import Layout
 from ckptool.errors import Unrecognised, damaged
-from ckptool.formats._assemble import assemble, read_leaves
+from ckptool.formats._assemble import assemble
+from ckptool.formats._leaves import read_leaves
 from ckptool.formats._outgoing import extra_file, plain_objects, tied_notes
 from ckptool.formats._safetensors_file import (
     OutgoingSlice,

@@ -13,9 +13,10 @@ from functools import partial
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.layout import FileLayout, Layout
 from ckptool.errors import Damaged, Problem, Unrecognised
-from ckptool.formats._assemble import Leaf, ShareLeaf, assemble, read_leaves
+from ckptool.formats._assemble import assemble
 from ckptool.formats._companions import companions, unread_beside
 from ckptool.formats._frameworks import config_info, framework_info
+from ckptool.formats._leaves import Leaf, ShareLeaf, read_leaves
 from ckptool.formats._outgoing import nested_state, plain_objects
 from ckptool.formats._torch_file import is_legacy, is_zip, read_torch_file
 from ckptool.formats._torch_write import torch_archive

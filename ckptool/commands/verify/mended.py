@@ -14,7 +14,7 @@ from itertools import islice
 
 from ckptool.engine.sources import Files
 from ckptool.errors import CkptoolError, Damaged, Problem
-from ckptool.formats._assemble import read_leaves
+from ckptool.formats._leaves import read_leaves
 from ckptool.formats._safetensors_file import promised_size, read_safetensors
 from ckptool.formats._torch_file import is_legacy, is_zip, read_torch_file
 from ckptool.formats._torch_recover import Recovered, legacy_counts, recovered

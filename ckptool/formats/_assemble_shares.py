@@ -1,0 +1,195 @@
+"""Put DTensors and ShardedTensors together from the ranks' shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import Chunk, Extent, Path, Place, RankStep, TensorEntry, merge_copies
+from ckptool.core.mesh import Mesh, Partial
+from ckptool.core.shards import LocalShard, local_shards
+from ckptool.core.view import shifted
+from ckptool.errors import Damaged, Problem
+from ckptool.formats._dtensor import DTensorShare, ShardedShare
+from ckptool.formats._leaves import Assembled, Leaf, PlainLeaf
+
+
+def merge_dtensor(name: str, held: dict[int, Leaf], result: Assembled, keep: bool) -> None:
+    """Take in the DTensor that ranks hold.
+
+    Where device meshes hold different ones it is a conflict, or with ``keep`` one tensor a mesh. A
+    partial one is only noted. Raises Damaged where records contradict one another.
+    """
+    first: DTensorShare = next(iter(held.values())).value.share
+    partial = [p for p in first.placements if isinstance(p, Partial)]
+    if partial:
+        message = f"not read: {name} is {partial[0]}: each rank holds an addend, not the values"
+        result.notes.append(Problem(message, "tensor-unread", tensor=name))
+        return
+    stages = _stages(held)
+    if not _differ(stages):
+        result.tensors[name] = _dtensor_entry(name, held)
+    elif keep:
+        for stage in stages:
+            rank, leaf = next(iter(stage.items()))
+            one = f"{name}@rank{rank}"
+            entry = _dtensor_entry(one, stage)
+            result.tensors[one] = replace(entry, path=at_rank(leaf.path, rank))
+    else:
+        ranks = " and ".join(_listed(stage) for stage in stages)
+        message = f"{name}: the DTensors of the device meshes of ranks {ranks} differ: pipeline"
+        message += " stages with names of their own, or replicas that went apart"
+        result.conflicts[name] = Problem(message, "replicas-differ", tensor=name)
+    result.meshes += dict.fromkeys(leaf.value.share.mesh for leaf in held.values())
+
+
+def _stages(held: dict[int, Leaf]) -> list[dict[int, Leaf]]:
+    """The ranks by their device mesh, where no rank is in two; else all together."""
+    by_mesh: dict[Mesh, dict[int, Leaf]] = {}
+    for rank, leaf in held.items():
+        by_mesh.setdefault(leaf.value.share.mesh, {})[rank] = leaf
+    ranks = [rank for mesh in by_mesh for rank in mesh.ranks]
+    return list(by_mesh.values()) if len(set(ranks)) == len(ranks) else [held]
+
+
+def _differ(stages: list[dict[int, Leaf]]) -> bool:
+    """Whether records or checksums prove that device meshes hold different tensors."""
+    first, *others = map(_by_position, stages)
+    return any(
+        one.kept_as != other[position].kept_as or one.differs_from(other[position])
+        for other in others
+        for position, one in first.items()
+        if position in other
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Local:
+    """What one rank of a mesh has of a DTensor."""
+
+    share: DTensorShare
+    place: Place
+
+    @property
+    def kept_as(self) -> tuple[object, ...]:
+        share = self.share
+        return (share.dtype, share.shape, share.mesh.shape, tuple(map(str, share.placements)))
+
+    def differs_from(self, other: _Local) -> bool:
+        one = PlainLeaf(self.place, self.share.local)
+        return same_bytes(one, PlainLeaf(other.place, other.share.local)) is False
+
+
+def _by_position(stage: dict[int, Leaf]) -> dict[int, _Local]:
+    """The local tensors of one device mesh by their place in it."""
+    return {
+        leaf.value.share.mesh.ranks.index(rank): _Local(leaf.value.share, leaf.value.places[0])
+        for rank, leaf in stage.items()
+        if rank in leaf.value.share.mesh.ranks
+    }
+
+
+def _dtensor_entry(name: str, held: dict[int, Leaf]) -> TensorEntry:
+    """The DTensor that ranks hold; Damaged where their records contradict one another."""
+    shares = {rank: leaf.value.share for rank, leaf in held.items()}
+    first: DTensorShare = next(iter(shares.values()))
+    for rank, share in shares.items():
+        if (share.dtype, share.shape) != (first.dtype, first.shape):
+            message = f"rank {rank} says {share.dtype} {list(share.shape)},"
+            message += f" another {first.dtype} {list(first.shape)}"
+            raise Damaged(Problem(message, "ranks-disagree"))
+        if share.local.dtype != share.dtype:
+            raise Damaged(f"rank {rank} holds {share.local.dtype}, its record says {share.dtype}")
+        if tuple(map(str, share.placements)) != tuple(map(str, first.placements)):
+            raise Damaged(f"rank {rank} has other placements than the rest")
+    chunks: list[Chunk] = []
+    for mesh in dict.fromkeys(share.mesh for share in shares.values()):
+        chunks += _dtensor_chunks(mesh, held)
+    return TensorEntry(
+        name,
+        next(iter(held.values())).path,
+        first.dtype,
+        first.shape,
+        merge_copies(chunks),
+        first.placements,
+        first.mesh,
+    )
+
+
+def _dtensor_chunks(mesh: Mesh, held: dict[int, Leaf]) -> list[Chunk]:
+    members = {
+        position: held[rank]
+        for position, rank in enumerate(mesh.ranks)
+        if rank in held and held[rank].value.share.mesh == mesh
+    }
+    if not members:
+        raise Damaged(f"its device mesh {list(mesh.ranks)} has none of the ranks that hold it")
+    share: DTensorShare = next(iter(members.values())).value.share
+    found = local_shards(
+        share.shape,
+        mesh.shape,
+        share.placements,
+        local_shapes={p: leaf.value.share.local.shape for p, leaf in members.items()},
+        shard_order=share.shard_order,
+    )
+    chunks: list[Chunk] = []
+    for position, leaf in members.items():
+        chunks += _pieces(found[position], leaf.value.places[0], mesh.ranks[position], share.shape)
+    return chunks
+
+
+def _pieces(shard: LocalShard, at: Place, rank: int, shape: tuple[int, ...]) -> list[Chunk]:
+    if not shard.pieces:
+        return [Chunk(_empty_box(shape, shard.shape), at, rank)]
+    return [Chunk(piece.box, shifted(at, piece.local.lo), rank) for piece in shard.pieces]
+
+
+def _empty_box(shape: tuple[int, ...], local: tuple[int, ...]) -> Box:
+    """A box without elements, at the far edge of the dims a rank holds nothing of."""
+    lo = tuple(n if m == 0 else 0 for n, m in zip(shape, local, strict=True))
+    return Box(lo, tuple(l + m for l, m in zip(lo, local, strict=True)))
+
+
+def merge_sharded(name: str, held: dict[int, Leaf], result: Assembled) -> None:
+    """Take in the ShardedTensor that ranks hold; Damaged where one's shards are not there."""
+    first: ShardedShare = next(iter(held.values())).value.share
+    chunks: list[Chunk] = []
+    for rank, leaf in held.items():
+        share: ShardedShare = leaf.value.share
+        if (share.dtype, share.shape, share.boxes) != (first.dtype, first.shape, first.boxes):
+            raise Damaged(f"rank {rank}'s record of all shards differs from the other ranks'")
+        for (box, tensor), place in zip(share.local, leaf.value.places, strict=True):
+            if tensor.shape != box.shape or tensor.dtype != share.dtype:
+                raise Damaged(
+                    f"rank {rank} holds {tensor.dtype} {list(tensor.shape)} where its record says"
+                    f" {share.dtype} {list(box.shape)}"
+                )
+            chunks.append(Chunk(box, place, rank))
+    missing = {owner for _, owner in first.boxes if owner is not None} - set(held)
+    if missing:
+        raise Damaged(Problem(f"the shards of rank {_listed(missing)} are missing", "rank-missing"))
+    path = next(iter(held.values())).path
+    entry = TensorEntry(name, path, first.dtype, first.shape, merge_copies(chunks))
+    result.tensors[name] = entry
+
+
+def same_bytes(one: PlainLeaf, other: PlainLeaf) -> bool | None:
+    """Whether the recorded checksums prove two tensors equal (True) or different (False)."""
+    a, b = one.place, other.place
+    if not isinstance(a, Extent) or not isinstance(b, Extent) or not a.record or not b.record:
+        return None
+    if a.record.crc32 == b.record.crc32 and a.record.nbytes == b.record.nbytes:
+        same = (a.offset - a.record.offset, a.strides, a.ops)
+        return True if same == (b.offset - b.record.offset, b.strides, b.ops) else None
+    whole = one.tensor.fills_storage and other.tensor.fills_storage and a.ops == b.ops
+    return False if whole else None
+
+
+def at_rank(path: Path, rank: int) -> Path:
+    """The path of a value as one rank has it."""
+    return (*path[:-1], RankStep(path[-1], rank)) if path else (RankStep("value", rank),)
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
