@@ -7,19 +7,17 @@ checksums; its name, its place in the global tensor and the global shape lie in 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Item, ObjectEntry, TensorEntry
 from ckptool.errors import CkptoolError, Problem
 from ckptool.formats._archives import find_archives
+from ckptool.formats._dcp_collect import DATA, rank_of
 from ckptool.formats._storage import place_of, plain_tensor
 from ckptool.formats._torch_file import read_torch_zip
 from ckptool.formats._zip import Region
 from ckptool.formats.base import Source
-
-_DATA_FILE = re.compile(r"([^/]*?__([0-9]{1,9})_[0-9]+)\.distcp")
 
 
 def rebuilt(source: Source) -> tuple[Catalog, list[Problem]]:
@@ -31,7 +29,7 @@ def rebuilt(source: Source) -> tuple[Catalog, list[Problem]]:
     tensors: dict[str, TensorEntry] = {}
     objects: dict[str, ObjectEntry] = {}
     problems: list[Problem] = []
-    files = [file for file in sorted(source.files) if _DATA_FILE.fullmatch(file)]
+    files = [file for file in sorted(source.files) if DATA.fullmatch(file)]
     for file in files:
         items = find_archives(source, file)
         problems += _gaps(source, file, items)
@@ -63,14 +61,9 @@ def _entry(region: Region, name: str) -> TensorEntry | ObjectEntry:
     tensor = plain_tensor(opened.value)
     if tensor is None:
         return ObjectEntry(name, (name,), opened.value)
-    chunk = Chunk(Box.whole(tensor.shape), place_of(tensor, opened), _rank(region.file))
+    chunk = Chunk(Box.whole(tensor.shape), place_of(tensor, opened), rank_of(region.file))
     return TensorEntry(name, (name,), tensor.dtype, tensor.shape, (chunk,))
 
 
 def _stem(file: str) -> str:
     return file.removesuffix(".distcp")
-
-
-def _rank(file: str) -> int | None:
-    match = _DATA_FILE.fullmatch(file)
-    return int(match[2]) if match else None

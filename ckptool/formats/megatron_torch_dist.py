@@ -39,7 +39,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
 
 
 def _locate(source: Source, catalog: Catalog) -> Catalog:
-    from ckptool.formats.dcp import locate
+    from ckptool.formats._dcp_items import locate
 
     return locate(source, catalog)
 
