@@ -10,14 +10,16 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ckptool.errors import Damaged, Problem, coded
+from ckptool.errors import Damaged, coded
 from ckptool.formats.base import EDGE, Source
 
 STORED, DEFLATED = 0, 8
 STREAMED = 8
 """The flag of a record that has a descriptor behind its bytes."""
+IN_EXTRA = 0xFFFFFFFF
+"""Stands where a size or offset is in the zip64 extra field."""
 
-_LOCAL = struct.Struct("<4s5H3L2H")
+LOCAL = struct.Struct("<4s5H3L2H")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _CRC32_AT = 16
 _END = struct.Struct("<4s4H2LH")
@@ -52,7 +54,7 @@ class Region:
         """A local header is read next at each of these, those apart that are at hand."""
         low, high = len(self._head), self.nbytes - len(self._tail)
         far = (start for start in starts if low <= start < high)
-        self.source.expect((self.file, self.offset + start, _LOCAL.size) for start in far)
+        self.source.expect((self.file, self.offset + start, LOCAL.size) for start in far)
 
     def read(self, start: int, nbytes: int) -> bytes:
         """``nbytes`` from ``start`` bytes into the region; Damaged beyond its end."""
@@ -172,7 +174,7 @@ def _find_directory(region: Region) -> tuple[int, int, int]:
 
 def _require_same_end(region: Region, narrow: Sequence[int], wide: Sequence[int]) -> None:
     """Damaged where the two end records differ in what the narrow one can hold."""
-    for one, other, limit in zip(narrow, wide, (0xFFFF, 0xFFFF, _IN_EXTRA, _IN_EXTRA), strict=True):
+    for one, other, limit in zip(narrow, wide, (0xFFFF, 0xFFFF, IN_EXTRA, IN_EXTRA), strict=True):
         if one not in (other, limit):
             raise Damaged(f"{region.what}: the two end records of the zip contradict each other")
 
@@ -227,41 +229,23 @@ def _zip64(extra: bytes, size: int, stored: int, header: int) -> tuple[int, int,
         if kind == 1:
             body = extra[position + 4 : position + 4 + length]
             values = iter(struct.unpack(f"<{len(body) // 8}Q", body[: len(body) // 8 * 8]))
-            size = next(values, size) if size == 0xFFFFFFFF else size
-            stored = next(values, stored) if stored == 0xFFFFFFFF else stored
-            header = next(values, header) if header == 0xFFFFFFFF else header
+            size = next(values, size) if size == IN_EXTRA else size
+            stored = next(values, stored) if stored == IN_EXTRA else stored
+            header = next(values, header) if header == IN_EXTRA else header
         position += 4 + length
     return size, stored, header
 
 
 def _data_offset(region: Region, name: str, header: int) -> int:
-    fields = _LOCAL.unpack(region.read(header, _LOCAL.size))
+    fields = LOCAL.unpack(region.read(header, LOCAL.size))
     if fields[0] != b"PK\x03\x04":
         raise Damaged(f"{region.what}: record {name!r} has no header at byte {header:,}")
-    local_name = region.read(header + _LOCAL.size, fields[9]).decode("utf-8", "replace")
+    local_name = region.read(header + LOCAL.size, fields[9]).decode("utf-8", "replace")
     if local_name != name:
         raise Damaged(
             f"{region.what}: the directory calls a record {name!r}, its header {local_name!r}"
         )
-    return header + _LOCAL.size + int(fields[9]) + int(fields[10])
-
-
-def header_problems(region: Region, records: Iterable[ZipRecord]) -> list[Problem]:
-    """Where what stands beside the records contradicts the directory.
-
-    That is a record's local header, and the descriptor behind its bytes where flag bit 3 promises
-    one. No reader of tensors looks at either.
-    """
-    problems = []
-    for record in records:
-        try:
-            reason = _local_problem(region, record) or _descriptor_problem(region, record)
-        except Damaged as error:
-            reason = error.message
-        if reason:
-            message = f"{region.what}: record {record.name!r}: {reason}"
-            problems.append(Problem(message, "zip-headers", file=region.file))
-    return problems
+    return header + LOCAL.size + int(fields[9]) + int(fields[10])
 
 
 def unclaimed_bytes(region: Region, records: Iterable[ZipRecord]) -> int:
@@ -281,34 +265,3 @@ def unclaimed_bytes(region: Region, records: Iterable[ZipRecord]) -> int:
     comment = int(_END.unpack(region.read(end, _END.size))[7])
     spare += max(0, end - ends - start - size)
     return spare + max(0, region.nbytes - end - _END.size - comment)
-
-
-def _local_problem(region: Region, record: ZipRecord) -> str | None:
-    fields = _LOCAL.unpack(region.read(record.header, _LOCAL.size))
-    flags, method, crc, stored, size = fields[2], fields[3], fields[6], fields[7], fields[8]
-    if (flags, method) != (record.flags, record.method):
-        return "its local header states another method or other flags than the directory"
-    noted = (crc, stored, size)
-    if flags & STREAMED and noted == (0, 0, 0):
-        return None
-    wanted = (record.crc32, record.stored, record.size)
-    pairs = zip(noted, wanted, strict=True)
-    if any(one not in (other, _IN_EXTRA) for one, other in pairs):
-        return f"its local header states {noted} (CRC-32, bytes), the directory {wanted}"
-    return None
-
-
-def _descriptor_problem(region: Region, record: ZipRecord) -> str | None:
-    if not record.flags & STREAMED:
-        return None
-    start = record.offset + record.stored
-    data = region.read(start, min(24, region.nbytes - start)).removeprefix(b"PK\x07\x08")
-    wanted = (record.crc32, record.stored, record.size)
-    if data[:12] == struct.pack("<3L", *(n & 0xFFFFFFFF for n in wanted)):
-        return None
-    if data[:20] == struct.pack("<L2Q", *wanted):
-        return None
-    return "the descriptor behind it states another CRC-32 or size than the directory"
-
-
-_IN_EXTRA = 0xFFFFFFFF

@@ -52,7 +52,8 @@ def fuzz_metadata(data: bytes) -> None:
 def fuzz_zip(data: bytes) -> None:
     from ckptool.formats._archives import find_archives
     from ckptool.formats._torch_file import read_torch_zip
-    from ckptool.formats._zip import Region, header_problems, read_directory
+    from ckptool.formats._zip import Region, read_directory
+    from ckptool.formats._zip_headers import header_problems
 
     source = Bytes(data, "fuzz.pt")
     list(find_archives(source, "fuzz.pt"))

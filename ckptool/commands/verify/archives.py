@@ -17,10 +17,10 @@ from ckptool.formats._zip import (
     Region,
     ZipRecord,
     has_checksums,
-    header_problems,
     read_directory,
     unclaimed_bytes,
 )
+from ckptool.formats._zip_headers import header_problems
 from ckptool.formats.base import Source
 
 _DIGITS = re.compile("[0-9]+")
