@@ -12,11 +12,12 @@ from ckptool.core.catalog import Index, Item, Path
 from ckptool.core.dtype import DType
 from ckptool.errors import Damaged, coded
 from ckptool.formats import _pickle
-from ckptool.formats._pickle import Call
+from ckptool.formats._pickle import Call, Global
 from ckptool.formats._storage import dtype_of, natural, sizes
 
 _MOST_STEPS = 100
 _CLASSES = ("Metadata", "MCoreMetadata")
+_QUANTISED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +78,12 @@ def _parsed(value: Any, named: dict[tuple[str, str], int], what: str) -> DcpMeta
         tensors = {
             _text(name): _tensor(entry, f"{what}: {name}", boxes)
             for name, entry in entries.items()
-            if entry.name.endswith(".TensorStorageMetadata")
+            if entry.name.endswith(".TensorStorageMetadata") and not _is_quantised(entry)
         }
         bytes_names = tuple(_text(name) for name in entries if name not in tensors)
         items = dict(_items(fields["storage_data"]))
+        if whole := {name for name in bytes_names if entries[name].fields.get("chunks")}:
+            items = {(n, None if n in whole else at): item for (n, at), item in items.items()}
         paths = _paths(fields.get("planner_data"))
         plans = _plans(fields.get("all_local_plans"))
         reformulated = dict(_reformulated(fields.get("mcore_data")))
@@ -98,11 +101,24 @@ def _parsed(value: Any, named: dict[tuple[str, str], int], what: str) -> DcpMeta
     )
 
 
+def _is_quantised(entry: Call) -> bool:
+    """Whether a tensor is one that torch quantised: its one item is read as a value's is."""
+    try:
+        dtype = _dtype(entry)
+    except (KeyError, TypeError, AttributeError, IndexError):
+        return False
+    return isinstance(dtype, Global) and dtype.module == "torch" and dtype.name in _QUANTISED
+
+
+def _dtype(entry: Call) -> Any:
+    properties = entry.fields["properties"].state
+    return properties["dtype"] if isinstance(properties, dict) else properties[0]
+
+
 def _tensor(entry: Call, what: str, boxes: _Boxes) -> TensorMetadata:
     fields = entry.fields
     try:
-        properties = fields["properties"].state
-        dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
+        dtype = _dtype(entry)
         chunks = tuple(map(boxes.of, fields["chunks"]))
         return TensorMetadata(dtype_of(dtype), sizes(fields["size"]), chunks)
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
