@@ -33,7 +33,8 @@ _PLAIN = {
     "torch._utils": "_rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter"
     " _rebuild_parameter_with_state _rebuild_qtensor _rebuild_sparse_tensor"
     " _rebuild_sparse_csr_tensor _rebuild_nested_tensor _rebuild_meta_tensor_no_storage"
-    " _rebuild_wrapper_subclass _rebuild_device_tensor_from_numpy",
+    " _rebuild_wrapper_subclass _rebuild_device_tensor_from_numpy"
+    " _rebuild_device_tensor_from_cpu_tensor",
     "torch.nested._internal.nested_tensor": "_rebuild_njt NestedTensor",
     "torch.nn.parameter": "Parameter Buffer UninitializedParameter",
     "torch.serialization": "_get_layout",

@@ -99,21 +99,29 @@ def unwrapped(value: Any) -> Any:
 _PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 
 
-def plain_tensor(value: Any) -> StoredTensor | None:
-    """The tensor that a call would rebuild, or None where it is no plain strided tensor."""
+def plain_tensor(value: Any, depth: int = 4) -> StoredTensor | None:
+    """The tensor that a call would rebuild, or None where it is no plain strided tensor.
+
+    ``depth`` is how many calls may wrap one another.
+    """
     value = unwrapped(value)
-    if not isinstance(value, Call) or not isinstance(value.function, Global):
+    if not depth or not isinstance(value, Call) or not isinstance(value.function, Global):
         return None
     module, name = value.function.module, value.function.name
     if module == "torch._utils" and name in _REBUILD_TENSOR:
         return _strided_tensor(value.args, name)
+    if (module, name) == _FROM_CPU and len(value.args) == 4:
+        copied = plain_tensor(value.args[0], depth - 1)
+        return copied if copied and copied.dtype == dtype_of(value.args[1]) else None
     if module == "torch._tensor" and name == "_rebuild_from_type_v2" and len(value.args) == 4:
         function, cls, args, _ = value.args
         if isinstance(cls, Global) and str(cls) in _TENSOR_CLASSES:
-            return plain_tensor(Call(function, args))
+            return plain_tensor(Call(function, args), depth - 1)
     return None
 
 
+_FROM_CPU = ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor")
+"""Devices whose tensors have no storage (XLA): a copy on the CPU, its element type, the device."""
 _TENSOR_CLASSES = frozenset(
     ["torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch
 import ckptool
 from ckptool.engine.sources import LocalSource
 from ckptool.errors import CkptoolError
+from ckptool.formats._pickle import Call, Global
+from ckptool.formats._storage import plain_tensor
 from ckptool.formats._torch_recover import recovered
 
 
@@ -64,3 +67,31 @@ def test_a_storage_by_itself_is_called_what_it_is(tmp_path: Path) -> None:
     torch.save({"s": torch.ones(3).untyped_storage()}, tmp_path / "s.pt")
     (note,) = ckptool.open(tmp_path / "s.pt").catalog.notes
     assert note == "not read: s (torch storage) is no plain tensor"
+
+
+class OnXla:
+    """A tensor of a device whose tensors have no storage, as torch 2.13 reduces it."""
+
+    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        self.arguments = (tensor, dtype, "cpu", False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch._utils._rebuild_device_tensor_from_cpu_tensor, self.arguments
+
+
+def test_a_tensor_of_an_accelerator_without_storages_is_its_copy(tmp_path: Path) -> None:
+    path, tensor = tmp_path / "xla.pt", torch.arange(6.0).reshape(2, 3)
+    torch.save({"w": OnXla(tensor, torch.float32), "cast": OnXla(tensor, torch.half)}, path)
+    assert torch.equal(torch.load(path)["w"], tensor)
+    checkpoint = ckptool.open(path)
+    assert torch.equal(checkpoint.read("w"), tensor)
+    assert list(checkpoint.tensors) == ["w"]
+
+
+def test_calls_that_wrap_one_another_without_end_are_no_tensor() -> None:
+    """Wherever a tensor is expected, also where an item of a DCP folder is opened."""
+    rebuild = Global("torch._tensor", "_rebuild_from_type_v2")
+    args: tuple[Any, ...] = (Global("torch._utils", "_rebuild_tensor_v2"), None, (), None)
+    for _ in range(30_000):
+        args = (rebuild, Global("torch", "Tensor"), args, None)
+    assert plain_tensor(Call(rebuild, args)) is None
