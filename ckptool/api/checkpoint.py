@@ -25,7 +25,7 @@ from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh
 from ckptool.core.quantised import quantised_names
 from ckptool.engine.remote_path import Location
-from ckptool.engine.run import RunOptions
+from ckptool.engine.sources import Files, LocalSource
 from ckptool.errors import CannotDo, Damaged, UsageError
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Checkpoint:
         """
         from ckptool.engine.boxes import fill
 
-        threads = workers_of_this_rank() if workers is None else workers
+        threads = workers_of_this_rank(self._opened.source) if workers is None else workers
         if threads < 1:
             raise UsageError(f"workers {threads}: at least 1")
         with no_collecting():
@@ -214,7 +214,9 @@ def checkpoint_at(path: AnyPath | Checkpoint, **options: Unpack[Opening]) -> Che
     return path
 
 
-def workers_of_this_rank() -> int:
-    """Threads for this process, where torchrun started several on this machine."""
+def workers_of_this_rank(source: Files) -> int:
+    """Threads for this process: the ranks that torchrun started here share a disk's, no store's."""
+    if not isinstance(source, LocalSource):
+        return source.workers
     beside = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, RunOptions().workers // int(beside if beside.isdecimal() else 1))
+    return max(1, source.workers // int(beside if beside.isdecimal() else 1))

@@ -31,7 +31,13 @@ Overwrite = Annotated[
 ]
 Workers = Annotated[
     int | None,
-    typer.Option("--workers", metavar="N", min=1, max=256, help="Use N threads, 256 at most."),
+    typer.Option(
+        "--workers",
+        metavar="N",
+        min=1,
+        max=256,
+        help="Use N threads, 256 at most; default: one a core, 8 at most, and 16 for a URL.",
+    ),
 ]
 Quiet = Annotated[
     bool,

@@ -159,6 +159,5 @@ class Writing:
         from ckptool.core.amounts import parse_size
         from ckptool.engine.run import RunOptions
 
-        workers, budget = self.workers or RunOptions().workers, parse_size(self.budget, "--budget")
-        run = RunOptions(workers, budget, self.fsync)
+        run = RunOptions(self.workers, parse_size(self.budget, "--budget"), self.fsync)
         return TransferOptions(self.overwrite, self.resume, verify, run)

@@ -37,7 +37,6 @@ class Looking:
         """What the command line says; UsageError where the share is none."""
         from ckptool.commands.verify.verify import VerifyOptions
         from ckptool.core.amounts import parse_share
-        from ckptool.engine.run import RunOptions
 
         return VerifyOptions(
             read=read,
@@ -47,5 +46,5 @@ class Looking:
             finite=self.finite,
             strict=self.strict,
             ignore=tuple(self.ignore or ()),
-            workers=workers or RunOptions().workers,
+            workers=workers,
         )

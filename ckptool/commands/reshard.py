@@ -187,7 +187,9 @@ def prepare_reshard(
         write_bytes=layout.nbytes,
         free_bytes=free_bytes(target.parent),
         rank_bytes=_rank_bytes(catalog, placed),
-        peak_memory=peak_memory(plan, options.transfer.run, local=isinstance(target, Path)),
+        peak_memory=peak_memory(
+            plan, opened.source, options.transfer.run, local=isinstance(target, Path)
+        ),
         budget=options.transfer.run.budget,
         objects=len(catalog.objects),
         map=map_report,

@@ -258,7 +258,8 @@ class Transfer:
         }
         written = written_entries(self.plan.layout, mine)
         mine = self._without_aliases(mine, written)
-        source, staged, workers = self.opened.source, stage.written, self.options.run.workers
+        source, staged = self.opened.source, stage.written
+        workers = self.options.run.workers or max(source.workers, staged.workers)
         wanted = digests(mine.values(), partial(Gatherer, source), workers, progress)
         found = digests(written.values(), partial(Gatherer, staged), workers, progress)
         wrong = [name for name in wanted if found.get(name) != wanted[name]]

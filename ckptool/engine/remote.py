@@ -12,6 +12,9 @@ from ckptool.engine.sources import by_folder, missing, too_short, within_folder
 from ckptool.engine.store import Info
 from ckptool.errors import NotFound, Problem
 
+AT_ONCE = 16
+"""Requests that are on their way together: a store's answers take long, however many there are."""
+
 
 class RemoteSource:
     """A folder of a store, or some of its files, readable at any offset.
@@ -22,6 +25,7 @@ class RemoteSource:
 
     tile = piece = 2 << 20
     block = BLOCK
+    workers = AT_ONCE
 
     def __init__(self, place: RemotePath, infos: Mapping[str, Info]) -> None:
         self.root = str(place)

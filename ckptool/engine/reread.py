@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckptool.core.plan import Plan, Tile
 from ckptool.engine.checksum import RecordCheck
-from ckptool.engine.run import RunOptions, within_budget
+from ckptool.engine.run import RunOptions, workers_within_budget
 from ckptool.engine.sources import Files
 from ckptool.engine.threads import share_jobs
 from ckptool.engine.worker import Worker
@@ -39,6 +39,6 @@ def differing_files(
 
     groups = chain.from_iterable(plan.groups(batch, source.tile) for batch in plan.batches(numbers))
     jobs = chain.from_iterable(plan.jobs(group, source.tile) for group in groups)
-    workers = within_budget(plan, options).workers
+    workers = workers_within_budget(plan, source, options)
     share_jobs(jobs, workers, lambda: Worker(source, folder, RecordCheck()), work)
     return sorted(wrong)

@@ -27,10 +27,10 @@ _MINIMUM_PER_WORKER = 16 << 20
 class RunOptions:
     """``budget`` in bytes of memory for tiles, source spans and decoded blobs together.
 
-    More workers than cores only wait for each other: reads from a disk are the kernel's to order.
+    ``workers`` is None for as many as suit the source and the target.
     """
 
-    workers: int = min(8, os.cpu_count() or 1)
+    workers: int | None = None
     budget: int = 1 << 30
     fsync: bool = True
 
@@ -55,23 +55,21 @@ def run(
     mine = range(len(plan.layout.files)) if numbers is None else numbers
     finished = [n for n in mine if _is_finished(plan.layout.files[n], folder, journal)]
     todo = [n for n in mine if n not in set(finished)]
-    _Transfer(plan, source, folder, within_budget(plan, options), progress).run(
-        todo, finished, journal
-    )
+    transfer = _Transfer(plan, source, folder, options, progress)
+    transfer.run(todo, finished, journal)
 
 
-def peak_memory(plan: Plan, options: RunOptions, *, local: bool = True) -> int:
+def peak_memory(plan: Plan, source: Files, options: RunOptions, *, local: bool = True) -> int:
     """The most bytes of memory that a run takes for tiles, source spans and decoded blobs.
 
     Uploads to a store, where the target is not ``local``, take what they may.
     """
     if not local:
         return options.budget
-    workers = within_budget(plan, options).workers
-    return workers * (TILE + 2 * SPAN + plan.largest_blob)
+    return workers_within_budget(plan, source, options) * (TILE + 2 * SPAN + plan.largest_blob)
 
 
-def within_budget(plan: Plan, options: RunOptions) -> RunOptions:
+def workers_within_budget(plan: Plan, source: Files, options: RunOptions) -> int:
     """Fewer workers where the budget is small; CannotDo where not even one fits."""
     per_worker = _MINIMUM_PER_WORKER + plan.largest_blob
     if per_worker > options.budget:
@@ -79,8 +77,7 @@ def within_budget(plan: Plan, options: RunOptions) -> RunOptions:
             f"a budget of {options.budget:,} bytes is too small: one worker needs {per_worker:,}",
             hint=f"--budget {-(-per_worker // (1 << 20))}MiB",
         )
-    workers = max(1, min(options.workers, options.budget // per_worker))
-    return RunOptions(workers, options.budget, options.fsync)
+    return max(1, min(options.workers or source.workers, options.budget // per_worker))
 
 
 def _is_finished(file: FileLayout, folder: Path, journal: Journal) -> bool:
@@ -103,7 +100,8 @@ class _Transfer:
         self._files = plan.layout.files
         self._source = source
         self._folder = folder
-        self._options = options
+        self._workers = workers_within_budget(plan, source, options)
+        self._fsync = options.fsync
         self._progress = progress
         self._records = RecordCheck()
         self._crcs: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
@@ -118,11 +116,11 @@ class _Transfer:
         self._progress(sum(self._files[number].nbytes for number in finished))
         share_jobs(
             self._write_jobs(todo),
-            self._options.workers,
+            self._workers,
             lambda: Worker(self._source, self._folder, self._records),
             self._write_tiles,
         )
-        require_intact(self._records, self._source, self._options.workers)
+        require_intact(self._records, self._source, self._workers)
         for number in todo:
             if self._left[number] == 0:
                 self._finish(number)
@@ -196,7 +194,7 @@ class _Transfer:
                     self._progress(part.nbytes)
                 offset += part.nbytes
             stream.flush()
-            if self._options.fsync:
+            if self._fsync:
                 os.fsync(stream.fileno())
         self._journal.done(file.path)
 

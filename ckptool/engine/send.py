@@ -14,16 +14,29 @@ from queue import SimpleQueue
 from ckptool.core.layout import Data, FileLayout, Literal, Part, Scattered, Verbatim
 from ckptool.core.plan import Group, Plan, Spot, Tile
 from ckptool.engine.checksum import RecordCheck, crc32
+from ckptool.engine.remote import AT_ONCE
 from ckptool.engine.remote_path import RemotePath
 from ckptool.engine.run import RunOptions, patched, require_intact, touch_files, verbatim
 from ckptool.engine.sources import SPAN, Files
 from ckptool.engine.threads import share_jobs
-from ckptool.engine.upload import MEMORY, Upload
+from ckptool.engine.upload import Upload, memory_of_part
 from ckptool.engine.worker import Worker
 from ckptool.errors import CannotDo, TransferError
 
 HELD = 4 << 20
 """Bytes of a part that are kept where its checksum has to be written before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the memory budget has room for.
+
+    ``files`` that are sent at once; for each of them threads that read, and parts that are held.
+    """
+
+    files: int
+    readers: int
+    parts: int
 
 
 @dataclass(slots=True)
@@ -34,7 +47,7 @@ class Sending:
     source: Files
     folder: RemotePath
     progress: Callable[[int], None]
-    readers: int = 1
+    room: Room
     records: RecordCheck = field(default_factory=RecordCheck)
     stop: threading.Event = field(default_factory=threading.Event)
 
@@ -58,16 +71,18 @@ def send(
     todo = [number for number in numbers if files[number].path not in finished]
     last = [number for number in todo if number == len(files) - 1]
     first = [number for number in todo if number not in last]
-    streams, readers = within_budget(plan, source, options, len(todo))
-    sending = Sending(plan, source, folder, progress, readers)
+    room = within_budget(plan, source, options, todo)
+    sending = Sending(plan, source, folder, progress, room)
     done = [number for number in numbers if number not in todo]
     touch_files(plan, done, sending.records)
     progress(sum(files[number].nbytes for number in done))
-    share_jobs(iter(first), streams, lambda: _Stream(sending), _Stream.send, sending.stop)
+    share_jobs(iter(first), room.files, lambda: _Stream(sending), _Stream.send, sending.stop)
     with closing(_Stream(sending)) as stream:
         uploads = [stream.upload(number) for number in last]
     try:
-        require_intact(sending.records, source, options.workers)
+        for upload in uploads:
+            upload.finish()
+        require_intact(sending.records, source, options.workers or source.workers)
     except BaseException:
         for upload in uploads:
             upload.abort()
@@ -76,24 +91,28 @@ def send(
         upload.close()
 
 
-def within_budget(plan: Plan, source: Files, options: RunOptions, count: int) -> tuple[int, int]:
-    """How many of ``count`` files are sent at once, and how many threads read for each.
+def within_budget(plan: Plan, source: Files, options: RunOptions, numbers: Collection[int]) -> Room:
+    """What there is room for while files of the layout, those of ``numbers``, are sent.
 
-    CannotDo where the budget has not even room for one of each.
+    CannotDo where there is none for one file, one thread that reads and one part.
     """
     cached = options.budget // 8
-    stream, reader = MEMORY + HELD, 2 * source.tile + 2 * SPAN + plan.largest_blob
-    left = options.budget - cached
-    if stream + reader > left:
-        needed = (stream + reader) * 8 // 7
+    part = memory_of_part(max((plan.layout.files[number].nbytes for number in numbers), default=0))
+    reader = 2 * source.tile + 2 * SPAN + plan.largest_blob
+    least, left = HELD + part + reader, options.budget - cached
+    if least > left:
+        needed = least * 8 // 7
         raise CannotDo(
             f"a budget of {options.budget:,} bytes is too small: an upload needs {needed:,}",
             hint=f"--budget {-(-needed // (1 << 20))}MiB",
         )
     source.keep(cached)
-    streams = max(1, min(count, options.workers, left // (stream + reader)))
-    readers = min(-(-options.workers // streams), (left // streams - stream) // reader)
-    return streams, max(1, readers)
+    reading, sending = options.workers or source.workers, options.workers or AT_ONCE
+    files = max(1, min(len(numbers), sending, left // least))
+    spare = left // files - least
+    readers = min(-(-reading // files) - 1, spare // 2 // reader)
+    parts = min(-(-sending // files), (spare - readers * reader) // part)
+    return Room(files, 1 + readers, 1 + parts)
 
 
 class _Stream:
@@ -101,9 +120,9 @@ class _Stream:
 
     def __init__(self, sending: Sending) -> None:
         self._sending = sending
-        self._pool = ThreadPoolExecutor(sending.readers, "ckptool-read")
+        self._pool = ThreadPoolExecutor(sending.room.readers, "ckptool-read")
         self._idle: SimpleQueue[Worker] = SimpleQueue()
-        for _ in range(sending.readers):
+        for _ in range(sending.room.readers):
             self._idle.put(Worker(sending.source, Path(), sending.records))
 
     def close(self) -> None:
@@ -118,7 +137,8 @@ class _Stream:
     def upload(self, number: int) -> Upload:
         """Write all bytes of one file of the layout, which appears when the upload is closed."""
         file = self._sending.plan.layout.files[number]
-        upload = Upload(self._sending.folder / file.path, file.nbytes)
+        place = self._sending.folder / file.path
+        upload = Upload(place, file.nbytes, self._sending.room.parts)
         try:
             for data in _Content(file, number, self).pieces():
                 if self._sending.stop.is_set():
@@ -135,7 +155,7 @@ class _Stream:
         waiting: deque[Future[bytes]] = deque()
         for tiles in self._sending.plan.jobs(group, self._sending.source.tile):
             waiting.append(self._pool.submit(self._gathered, tiles[0]))
-            if len(waiting) > self._sending.readers:
+            if len(waiting) > self._sending.room.readers:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()

@@ -19,6 +19,8 @@ SPAN = 4 << 20
 """Bytes that are read at once to gather elements that lie apart."""
 TILE = 1 << 20
 """Bytes that are moved at a time on a disk, as long as one element is not larger."""
+CORES = min(8, os.cpu_count() or 1)
+"""Threads that read a disk: more only wait for each other, its reads are the kernel's to order."""
 _DEPTH = 8
 _MOST_ENTRIES = 200_000
 _MOST_VISITS = 200
@@ -41,7 +43,8 @@ class Files(Protocol):
     """A folder of files, or some of them, wherever it lies.
 
     ``tile`` is how many bytes are moved at a time, ``piece`` how many are read at once, ``block``
-    those that a read costs at least: gaps shorter than it are read over.
+    those that a read costs at least: gaps shorter than it are read over. ``workers`` is how many
+    threads move its bytes best, unless a user says it.
     """
 
     @property
@@ -58,6 +61,8 @@ class Files(Protocol):
     def piece(self) -> int: ...
     @property
     def block(self) -> int: ...
+    @property
+    def workers(self) -> int: ...
 
     def narrowed(self, folder: str) -> Files:
         """The part below a subfolder, as a source of its own."""
@@ -97,6 +102,7 @@ class LocalSource:
     tile = TILE
     piece = 1 << 19  # read, checked and written while the processor's cache holds it
     block = 1
+    workers = CORES
 
     def __init__(self, root: Path, files: Mapping[str, int]) -> None:
         self.root = str(root)

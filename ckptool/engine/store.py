@@ -29,6 +29,7 @@ _EXTRAS = {
     "http": "http",
     "https": "http",
 }
+_CONNECTIONS = 64
 _WHOLE_OR_NOT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf"}
 
 
@@ -77,7 +78,7 @@ class Store:
         try:
             from fsspec.core import url_to_fs
 
-            return cls(url_to_fs(url)[0], scheme)
+            return cls(url_to_fs(url, **_wide(scheme))[0], scheme)
         except ImportError as error:
             extra = _EXTRAS.get(scheme)
             hint = f"pip install 'ckptool[{extra}]'" if extra else str(error)
@@ -104,6 +105,7 @@ class Store:
         """A file was written: forget what was read of it."""
         self._sizes[key] = nbytes
         self.blocks.clear()
+        self.fs.invalidate_cache()
 
     def url(self, key: str) -> str:
         """A place of the store as messages show it."""
@@ -171,9 +173,14 @@ class Store:
         """One ranged request; OSError where fewer bytes came than there are."""
         data = self._part(key, start, end)
         self.traffic.count(len(data))
-        if len(data) < end - start and self._timed("_info", key)["size"] > start + len(data):
+        if len(data) < end - start and self._size_now(key) > start + len(data):
             raise OSError(f"only {len(data):,} bytes came")
         return data
+
+    def _size_now(self, key: str) -> int:
+        """The size of a file as the store says it, not as it was listed."""
+        self.fs.invalidate_cache()
+        return int(self._timed("_info", key)["size"] or 0)
 
     def _part(self, key: str, start: int, end: int) -> bytes:
         if self.scheme not in web.SCHEMES:
@@ -216,6 +223,16 @@ class Store:
     def ask(self, what: str, work: Callable[[], _T]) -> _T:
         """The answer to a request. NotFound or NoAnswer where there is none."""
         return ask(self.patience, what, work)
+
+
+def _wide(scheme: str) -> dict[str, Any]:
+    """What lets as many requests of a store go together as are made: botocore keeps it to 10."""
+    if _EXTRAS.get(scheme) != "s3":
+        return {}
+    from fsspec.config import conf
+
+    theirs = conf.get("s3", {}).get("config_kwargs", {})
+    return {"config_kwargs": {"max_pool_connections": _CONNECTIONS} | theirs}
 
 
 def _info(info: dict[str, Any]) -> Info:

@@ -2,57 +2,73 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
-from typing import Any
+from typing import TypeVar
 
+from ckptool.engine.parts import Parts, part_of, parts_of
 from ckptool.engine.patience import said
 from ckptool.engine.remote_path import RemotePath
-from ckptool.errors import TransferError
+from ckptool.errors import CkptoolError, TransferError
 
-PART = 8 << 20
-"""Bytes of one part of an upload; S3 wants 5 MiB at least, and at most 10,000 of them."""
-MEMORY = 2 * PART
-"""Bytes that one upload holds."""
-_MOST_PARTS = 9_000
+_T = TypeVar("_T")
+
+
+def memory_of_part(nbytes: int) -> int:
+    """Bytes that an upload of ``nbytes`` takes for each part it holds, with the client's copy."""
+    return 2 * part_of(nbytes)
 
 
 class Upload:
-    """One upload, in parts. The store's own client tries again where a part fails.
+    """One upload, in parts; there is ``room`` for so many in memory, with that which is filled.
 
     A store whose files grow as they are written gets them under a hidden name first.
     """
 
-    def __init__(self, place: RemotePath, nbytes: int) -> None:
+    def __init__(self, place: RemotePath, nbytes: int, room: int = 1) -> None:
         self._place = place
         self._nbytes = nbytes
         self._store = place.store
-        self._part = max(PART, -(-nbytes // _MOST_PARTS))
         self._done = 0
         whole = self._store.whole_or_not
         self._hidden = None if whole else place.with_name(f".{place.name}.partial").key
         if not whole:
             self._attempt(lambda: self._store.fs.makedirs(place.parent.key, exist_ok=True))
-        self._stream: Any = self._attempt(
-            lambda: self._store.fs.open(self._hidden or place.key, "wb", block_size=self._part)
-        )
+        key = self._hidden or place.key
+        self._parts: Parts = self._attempt(lambda: parts_of(self._store, key, nbytes, room))
+        self._pool = ThreadPoolExecutor(self._parts.together, "ckptool-send")
+        self._sending: deque[Future[None]] = deque()
+        self._number = 0
+        self._part = bytearray()
 
     def write(self, data: memoryview | bytes) -> None:
-        """Append bytes; a full part is sent. TransferError where that fails."""
+        """Append bytes; a full part is sent. TransferError where that, or one before, fails."""
         view = memoryview(data)
         while view:
-            room = self._part - self._done % self._part
-            self._attempt(partial(self._stream.write, view[:room]))
-            self._done += len(view[:room])
-            view = view[room:]
+            taken = view[: self._parts.part - len(self._part)]
+            self._part += taken
+            self._done += len(taken)
+            view = view[len(taken) :]
+            if len(self._part) == self._parts.part:
+                self._send()
+
+    def finish(self) -> None:
+        """Send what is left, and wait until all was taken; ``close`` then makes the file appear."""
+        if self._part:
+            self._send()
+        self._wait(0)
 
     def close(self) -> None:
         """Make the file appear. TransferError where it is not what was written."""
         try:
-            self._attempt(self._stream.close)
+            self.finish()
+            self._attempt(self._parts.complete)
         except BaseException:
             self.abort()
             raise
+        self._pool.shutdown()
         if self._hidden is not None:
             self._attempt(lambda: self._store.fs.mv(self._hidden, self._place.key))
         self._store.changed(self._place.key, self._nbytes)
@@ -61,21 +77,32 @@ class Upload:
             raise TransferError(f"{self._place}: has {size['size']:,} bytes, not {self._nbytes:,}")
 
     def abort(self) -> None:
-        """Leave nothing behind: the parts that were sent are thrown away."""
-        with suppress(Exception):
-            self._stream.discard()
-        with suppress(Exception):
-            self._stream.closed = True
+        """Leave nothing behind: once no part is on its way, those sent are thrown away."""
+        self._pool.shutdown(cancel_futures=True)
+        self._parts.discard()
         if self._hidden is not None:
             with suppress(Exception):
                 self._store.fs.rm_file(self._hidden)
 
-    def _attempt(self, work: Any) -> Any:
+    def _send(self) -> None:
+        """Send the part that was filled; as many stay on their way as there is room for."""
+        number, data = self._number, self._part
+        self._number, self._part = number + 1, bytearray()
+        self._sending.append(self._pool.submit(self._parts.put, number, data))
+        del data
+        self._wait(self._parts.held - 1)
+
+    def _wait(self, most: int) -> None:
+        while len(self._sending) > most:
+            self._attempt(self._sending.popleft().result)
+
+    def _attempt(self, work: Callable[[], _T]) -> _T:
         try:
             return work()
         except NotImplementedError:
             raise TransferError(f"{self._place}: this kind of store cannot be written to") from None
         except Exception as error:
+            reason = error.message if isinstance(error, CkptoolError) else said(error)
             raise TransferError(
-                f"{self._place}: byte {self._done:,} cannot be written: {said(error)}"
+                f"{self._place}: byte {self._done:,} cannot be written: {reason}"
             ) from None

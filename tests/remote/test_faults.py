@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -113,6 +114,43 @@ def test_an_upload_that_fails_leaves_no_checkpoint_and_no_parts(
     assert "--resume" in (why.value.hint or "")
     s3.fault = None
     assert ".metadata" not in s3.get("m")
+    assert not s3.uploads()
+
+
+def test_parts_of_one_file_are_on_their_way_together_and_end_up_in_order(s3: S3, out: Path) -> None:
+    source = big(out, 4)
+    meeting = threading.Barrier(3)
+
+    def together(environ: Environ, start: Any) -> None:
+        if "partNumber=" in environ["QUERY_STRING"] and int(environ["CONTENT_LENGTH"]) > 1 << 20:
+            number = meeting.wait(timeout=30)
+            time.sleep(0.05 * number)
+
+    s3.fault = some(together, lambda environ: "partNumber=" in environ["QUERY_STRING"], times=3)
+    resharded(source, s3.url("m"), "1")
+    s3.fault = None
+    resharded(source, out / "m", "1")
+    assert s3.get("m") == files_of(out / "m")
+    assert not s3.uploads()
+
+
+def test_no_part_arrives_after_an_upload_was_aborted(s3: S3, out: Path) -> None:
+    source = big(out, 4)
+    denied = answer("403 Forbidden", "AccessDenied")
+
+    def first_fails(environ: Environ, start: Any) -> Any:
+        if "partNumber=1&" in environ["QUERY_STRING"] + "&":
+            return denied(environ, start)
+        if "partNumber=" in environ["QUERY_STRING"]:
+            time.sleep(0.3)
+        return None
+
+    s3.fault = first_fails
+    with pytest.raises(TransferError, match="part 1: access is denied"):
+        resharded(source, s3.url("m"), "1")
+    s3.fault = None
+    aborted = [one.method for one in s3.requests if "uploadId" in one.query]
+    assert aborted[-1] == "DELETE"
     assert not s3.uploads()
 
 

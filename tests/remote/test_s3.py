@@ -21,7 +21,7 @@ from ckptool.commands.transfer import TransferOptions
 from ckptool.commands.verify.against import AgainstOptions, against
 from ckptool.core.placing import parse_mesh
 from ckptool.engine.remote_path import location
-from ckptool.engine.upload import PART
+from ckptool.engine.parts import PART
 
 SOURCES = ["dcp_fsdp2_tp", "hf_shards", "rank_experimental", "zip_zoo", "dcp_zstd"]
 TARGETS = {"safetensors": "", "torch-save": ".pt", "dcp": "", "dcp-safetensors": ""}

@@ -170,7 +170,8 @@ class _Comparison:
         """Compare every element of the tensors that both sides have."""
         if not self._sides:
             return
-        workers, progress = self._options.verify.workers, started(self._nbytes)
+        best = max(side.opened.source.workers for side in self._sides)
+        workers, progress = self._options.verify.workers or best, started(self._nbytes)
         self._compare(workers, progress)
         for side in self._sides:
             self._check(side, workers)

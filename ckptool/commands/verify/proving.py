@@ -99,7 +99,8 @@ def _measured(
 ) -> Measured:
     total = measured_bytes(opened.catalog, [name for name in files if name not in known])
     progress = started(total) if started is not None else lambda nbytes: None
-    return measure(opened, options.verify.workers, progress, files=files, known=known)
+    workers = options.verify.workers or opened.source.workers
+    return measure(opened, workers, progress, files=files, known=known)
 
 
 def _with(

@@ -103,7 +103,8 @@ def plan_salvage(path: Location, target: Location, options: SalvageOptions) -> S
     listing = target.with_name(f"{target.name}.salvage.json")
     if listing.exists() and not options.transfer.overwrite:
         raise CannotDo(f"{listing} exists already", hint="--overwrite replaces it")
-    whole = whole_part(opened, rebuilt.problems, options.transfer.run.workers)
+    workers = options.transfer.run.workers or opened.source.workers
+    whole = whole_part(opened, rebuilt.problems, workers)
     if not whole.catalog.tensors and not whole.catalog.objects:
         raise CannotDo(
             f"{found.path}: nothing in it is whole",

@@ -31,7 +31,6 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.parts import part_of
 from ckptool.engine.content import Found, check_spans
 from ckptool.engine.remote_path import Location
-from ckptool.engine.run import RunOptions
 from ckptool.engine.spans import Span
 from ckptool.errors import Problem
 from ckptool.formats._megatron_padding import without_padding
@@ -47,7 +46,7 @@ class VerifyOptions:
 
     ``quick`` reads metadata only; ``sample`` is the share of the data that is read, chosen by
     ``seed``. ``strict`` makes warnings failures, ``finite`` makes NaN and infinity errors,
-    ``ignore`` are codes that are left out.
+    ``ignore`` are codes that are left out, ``workers`` is None for as many as suit where it lies.
     """
 
     read: ReadOptions = AS_DETECTED
@@ -57,7 +56,7 @@ class VerifyOptions:
     finite: bool = False
     strict: bool = False
     ignore: tuple[str, ...] = ()
-    workers: int = RunOptions().workers
+    workers: int | None = None
 
     @property
     def depth(self) -> str:
@@ -171,7 +170,8 @@ class _Check:
         if self._sample.is_all:
             self._found += integrity_problems(source)
         progress = started(self._nbytes)
-        found = check_spans(spans, source, self._options.workers, progress, whole)
+        workers = self._options.workers or source.workers
+        found = check_spans(spans, source, workers, progress, whole)
         self.digests = found.digests
         self._found += found.problems
         return found
