@@ -17,6 +17,7 @@ from ckptool.commands.recognise import holds_checkpoint
 from ckptool.core.catalog import Catalog, TensorEntry, tied
 from ckptool.core.plan import Plan
 from ckptool.core.written import written_entries
+from ckptool.engine.patience import Denied
 from ckptool.engine.ranks import Ranks, share
 from ckptool.engine.replicas import differing_replicas
 from ckptool.engine.run import RunOptions
@@ -152,7 +153,7 @@ class Transfer:
         except NotVerified:
             stage.discard(resumed=True)
             raise
-        except (OSError, TransferError) as error:
+        except (OSError, TransferError, Denied) as error:
             told = error.strerror if isinstance(error, OSError) else error.message
             reason = told or str(error)
             raise TransferError(f"{self.target}: {reason}", hint=RESUME_HINT) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 from ckptool.engine.store import Store
@@ -75,6 +76,8 @@ class _InOrder:
             self._stream.discard()
         with suppress(Exception):
             self._stream.closed = True
+        with suppress(Exception):  # huggingface_hub (2.4) keeps on disk what it has not sent
+            Path(self._stream.temp_file.name).unlink()
 
 
 class _S3Parts:
@@ -92,6 +95,7 @@ class _S3Parts:
         self._sent: dict[int, dict[str, Any]] = {}
         stream.loc = nbytes
         stream._initiate_upload()
+        stream.closed = True  # else it would write what it holds, nothing, when it is forgotten
 
     def put(self, number: int, data: bytearray) -> None:
         answer = self._store.ask(f"part {number + 1}", lambda: self._answer(number + 1, data))
@@ -112,9 +116,7 @@ class _S3Parts:
     def complete(self) -> None:
         self._stream.parts = [self._sent[number] for number in sorted(self._sent)]
         self._stream.commit()
-        self._stream.closed = True
 
     def discard(self) -> None:
         with suppress(Exception):
             self._stream.discard()
-        self._stream.closed = True

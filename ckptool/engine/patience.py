@@ -1,18 +1,26 @@
-"""Asking a store patiently, and what is said where that is vain."""
+"""Asking a store patiently, and what is said where that is vain.
+
+Each client of fsspec has errors of its own (s3fs 2026.9, gcsfs 2026.10, adlfs 2026.8, and 2.4 of
+huggingface_hub): what they share is the answer's status, in them or in what caused them.
+"""
 
 from __future__ import annotations
 
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ckptool.errors import CkptoolError, NotFound
 
 _T = TypeVar("_T")
-_LASTING = (FileNotFoundError, PermissionError, NotImplementedError, ValueError, TypeError)
+_LASTING = (FileNotFoundError, PermissionError, NotImplementedError, ValueError)
+_DENIED = (401, 403)
+_GONE = (404, 410)
+_REFUSED = (*_DENIED, *_GONE, 301, 405, 412, 416, 501)
+_LONGEST_WISH = 120.0
 
 
 class NoAnswer(OSError):
@@ -21,6 +29,10 @@ class NoAnswer(OSError):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.strerror = message
+
+
+class Denied(NotFound):
+    """A store refuses, or no longer accepts, who asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,38 +53,108 @@ class Patience:
 def ask(patience: Patience, what: str, work: Callable[[], _T]) -> _T:
     """The answer to a request, tried again where that may help.
 
-    NotFound where nothing is there or access is denied, NoAnswer where the store gives none.
+    NotFound where nothing is there, Denied where access is, NoAnswer where the store gives none.
+    An error of our own code is no answer, and is raised as it is.
     """
+    wished = 0.0
     for attempt in range(1, patience.attempts + 1):
         if attempt > 1:
-            time.sleep(patience.before(attempt))
+            time.sleep(max(wished, patience.before(attempt)))
         try:
             return work()
         except CkptoolError:
             raise
-        except _LASTING as error:
-            raise unreachable(what, error) from None
         except Exception as error:
-            if _lacks_credentials(error):
+            if is_ours(error):
+                raise
+            if _lasts(error):
                 raise unreachable(what, error) from None
-            reason = said(error)
+            reason, wished = said(error), _wished_pause(error)
     raise NoAnswer(f"{what}: no answer in {patience.attempts} attempts: {reason}")
 
 
 def unreachable(what: str, error: Exception) -> NotFound:
     """What an error that lasts says of a place."""
-    if isinstance(error, FileNotFoundError):
-        return NotFound(f"{what}: no such file or folder ({said(error)})")
     hint = "the store's own tools say what credentials it takes"
+    status = status_of(error)
+    if isinstance(error, FileNotFoundError) or status in _GONE:
+        return NotFound(f"{what}: no such file or folder ({said(error)})")
     if _lacks_credentials(error):
-        return NotFound(f"{what}: no credentials were found", hint=hint)
-    if isinstance(error, PermissionError):
-        return NotFound(f"{what}: access is denied ({said(error)})", hint=hint)
+        return Denied(f"{what}: no credentials were found", hint=hint)
+    if isinstance(error, PermissionError) or status in _DENIED or _is_forbidden(error):
+        return Denied(f"{what}: access is denied ({said(error)})", hint=hint)
     return NotFound(f"{what}: cannot be read: {said(error)}")
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether our own code raised an error, or called what does not fit: no answer of a store."""
+    at = error.__traceback__
+    if isinstance(error, OSError | CkptoolError) or at is None:
+        return False
+    if isinstance(error, TypeError):
+        return True
+    while at.tb_next is not None:
+        at = at.tb_next
+    return str(at.tb_frame.f_globals.get("__name__")).startswith("ckptool.")
+
+
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status of the answer that an error stands for, None where it tells none."""
+    for one in _causes(error):
+        for holder in (one, getattr(one, "response", None)):
+            if isinstance(holder, Mapping):
+                told: Iterator[object] = iter([_boto(holder).get("HTTPStatusCode")])
+            else:
+                told = (getattr(holder, name, None) for name in ("status_code", "status", "code"))
+            found = next((text for text in map(str, told) if text.isdecimal()), None)
+            if found is not None:
+                return int(found)
+    return None
+
+
+def _lasts(error: Exception) -> bool:
+    if isinstance(error, _LASTING) or _lacks_credentials(error) or _is_forbidden(error):
+        return True
+    return status_of(error) in _REFUSED
+
+
+def _wished_pause(error: Exception) -> float:
+    """The seconds that a store asks to wait, 0 where it does not."""
+    for one in _causes(error):
+        response: Any = getattr(one, "response", one)
+        if isinstance(response, Mapping):
+            headers = _boto(response).get("HTTPHeaders", {})
+        else:
+            headers = getattr(response, "headers", None) or {}
+        wish = str(headers.get("retry-after") or headers.get("Retry-After") or "")
+        if wish.isdecimal():
+            return min(float(wish), _LONGEST_WISH)
+    return 0.0
+
+
+def _boto(response: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What botocore tells of an answer."""
+    found: Mapping[str, Any] = response.get("ResponseMetadata", {})
+    return found
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, and those that it was raised for."""
+    found: BaseException | None = error
+    for _ in range(8):
+        if found is None:
+            return
+        yield found
+        found = found.__cause__ or found.__context__
 
 
 def _lacks_credentials(error: Exception) -> bool:
     return "credentials" in type(error).__name__.lower()
+
+
+def _is_forbidden(error: Exception) -> bool:
+    """gcsfs (2024.6 to 2026.10) has no class for a 403."""
+    return type(error) is OSError and str(error).startswith("Forbidden:")
 
 
 def said(error: BaseException) -> str:

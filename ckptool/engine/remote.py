@@ -105,7 +105,8 @@ class RemoteSource:
             done = self._place.store.blocks.read_into(self._key(file), offset, buffer)
         except NotFound as error:
             message = f"{file}: cannot be read: {error.message}"
-            raise NotFound(Problem(message, "file-unreadable", file=file)) from None
+            problem = Problem(message, "file-unreadable", file=file)
+            raise type(error)(problem, hint=error.hint) from None
         if done < len(buffer):
             raise too_short(file, offset, len(buffer), offset + done)
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from ckptool.engine.parts import Parts, part_of, parts_of
-from ckptool.engine.patience import said
+from ckptool.engine.patience import is_ours, said
 from ckptool.engine.remote_path import RemotePath
 from ckptool.errors import CkptoolError, TransferError
 
@@ -102,6 +102,8 @@ class Upload:
         except NotImplementedError:
             raise TransferError(f"{self._place}: this kind of store cannot be written to") from None
         except Exception as error:
+            if is_ours(error):
+                raise
             reason = error.message if isinstance(error, CkptoolError) else said(error)
             raise TransferError(
                 f"{self._place}: byte {self._done:,} cannot be written: {reason}"

@@ -20,8 +20,8 @@ from ckptool.commands.reshard import ReshardOptions, prepare_reshard
 from ckptool.commands.transfer import TransferOptions
 from ckptool.commands.verify.against import AgainstOptions, against
 from ckptool.core.placing import parse_mesh
-from ckptool.engine.remote_path import location
 from ckptool.engine.parts import PART
+from ckptool.engine.remote_path import location
 
 SOURCES = ["dcp_fsdp2_tp", "hf_shards", "rank_experimental", "zip_zoo", "dcp_zstd"]
 TARGETS = {"safetensors": "", "torch-save": ".pt", "dcp": "", "dcp-safetensors": ""}

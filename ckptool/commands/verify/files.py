@@ -17,7 +17,7 @@ from ckptool.formats._nvrx_files import other_copies
 from ckptool.formats._pickle import Global
 from ckptool.formats._safetensors_file import read_safetensors
 from ckptool.formats._torch_file import is_legacy, is_zip, read_torch_file
-from ckptool.formats.base import Source, read_metadata
+from ckptool.formats.base import Source, expect_edges, read_metadata
 from ckptool.formats.torch_save import read_weight_map
 
 _UNFINISHED = re.compile(r".*(\.tmp|\.dirty|\.incomplete|\.partial|\.part|\.dirty\.pt)")
@@ -142,7 +142,9 @@ class FileCheck:
         for item in catalog.archives:
             by_file.setdefault(item.file, []).append(item)
         for file, items in by_file.items():
-            whole = [self._archives.look_at(item) for item in items if self._chosen(item)]
+            chosen = [item for item in items if self._chosen(item)]
+            expect_edges(self._source, ((file, item.offset, item.nbytes) for item in chosen))
+            whole = [self._archives.look_at(item) for item in chosen]
             if not all(whole):
                 self._compare_with_found(file, items)
             self._require_claimed(file, items)
