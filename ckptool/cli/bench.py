@@ -27,8 +27,12 @@ def bench(
         typer.Argument(metavar="[SRC]", help="With --transfer: what to measure with."),
     ] = None,
     like: Annotated[
-        Path | None,
-        typer.Option("--like", metavar="CKPT", help="Save tensors shaped as this checkpoint's."),
+        str | None,
+        typer.Option(
+            "--like",
+            metavar="CKPT",
+            help="Save tensors shaped as this checkpoint's; a path or a URL.",
+        ),
     ] = None,
     size: Annotated[
         str | None,
@@ -85,8 +89,7 @@ def bench(
     steps, memory and disk is measured beside what the hardware can do; then parameters are changed
     during a save, and what was saved is loaded back and compared.
     """
-    if any(_URL.match(str(place)) for place in (source, like, out)):
-        raise UsageError("bench measures this machine's disks: it takes paths, no URLs")
+    _require_paths(source=source, out=out, plot=plot, compare=compare)
     if transfer:
         if any((like, strategies, ranks, abort, plot, compare)):
             raise UsageError("--transfer goes with --size, --repeat, --out and --json alone")
@@ -100,10 +103,11 @@ def bench(
         raise UsageError("--like and --size contradict one another")
     from ckptool.commands.bench.run import BenchOptions
     from ckptool.core.amounts import parse_size
+    from ckptool.engine.remote_path import location
 
     options = BenchOptions(
         size=parse_size(size or _STATE_SIZE, "--size"),
-        like=like,
+        like=location(like) if like else None,
         out=out,
         strategies=tuple(word.strip() for word in (strategies or "").split(",") if word.strip()),
         ranks=ranks,
@@ -113,6 +117,17 @@ def bench(
     report, changes = _measured(options, plot, compare, tolerance, quiet=quiet)
     if report is not None:
         _show(report, changes, plot, as_json=as_json)
+
+
+def _require_paths(**places: Path | None) -> None:
+    """UsageError for a URL: strategies fsync, and are compared with what this disk can do."""
+    for name, place in places.items():
+        if _URL.match(str(place)):
+            said = "--transfer" if name == "source" else f"--{name}"
+            raise UsageError(
+                f"{said} takes a path, no URL: bench measures this machine's disks",
+                hint="--like takes the URL of a checkpoint to be shaped as",
+            )
 
 
 def _measured(

@@ -123,7 +123,7 @@ class PreparedReshard:
         sources = {entry.name: entry for entry in plan.entries}
         written = written_entries(plan.layout, sources)
         return Costs(
-            bytes_to_read(plan),
+            bytes_to_read(plan, self.transfer.opened.source),
             load_costs(plan.entries, self.placed),
             load_costs(written.values(), self.placed),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,8 +21,12 @@ from ckptool.cli.app import app
 from ckptool.commands.inspect import inspect
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.read_options import ReadOptions
+from ckptool.commands.reshard import ReshardOptions, prepare_reshard
+from ckptool.commands.transfer import TransferOptions
+from ckptool.core.placing import parse_mesh, parse_rule
 from ckptool.engine.blocks import BLOCK
 from ckptool.engine.remote_path import location
+from ckptool.engine.run import RunOptions
 
 QUICK = ReadOptions(values=False)
 
@@ -154,6 +159,26 @@ def test_a_checkpoint_of_a_terabyte_on_256_ranks(zeros: type[Zeros]) -> None:
     assert len(zeros.asked) <= 4
     assert {path for path, _ in zeros.asked} == {"find", "/run/step-9/.metadata"}
     assert sum(nbytes for _, nbytes in zeros.asked) <= len(written) + BLOCK
+
+
+@pytest.mark.parametrize("mesh", ["1", "3"])
+@pytest.mark.parametrize("rule", ["*=Shard(0)", "*=Shard(1)"])
+def test_a_dry_run_counts_the_blocks_that_will_be_read(mesh: str, rule: str, out: Path) -> None:
+    wide = {f"wide.{n}": torch.ones(24, 80_000) for n in range(2)}  # a row is longer than a block
+    small = {f"small.{n}": torch.ones(9, 9) for n in range(50)}
+    save_file(wide | small | {"long": torch.ones(3000, 900)}, out / "m.safetensors")
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    memory.pipe_file("/run/m.safetensors", (out / "m.safetensors").read_bytes())
+    place = location("memory://run/m.safetensors")
+    transfer = TransferOptions(run=RunOptions(1, fsync=False))
+    options = ReshardOptions(parse_mesh(mesh), rules=(parse_rule(rule),), to="dcp")
+    prepared = prepare_reshard(place, out / "m", replace(options, transfer=transfer))
+    told = prepared.costs().read_bytes
+    before = place.store.traffic.received
+    place.store.blocks.clear()
+    prepared.run()
+    assert told == pytest.approx(place.store.traffic.received - before, rel=0.02)
 
 
 def test_verbose_says_what_was_asked(s3: S3) -> None:

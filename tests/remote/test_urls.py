@@ -114,7 +114,13 @@ ENDS: dict[str, tuple[list[Any], int, list[str]]] = {
         4,
         ["cannot be written to"],
     ),
-    "bench": (["bench", "--like", "s3://b/m"], 2, ["paths, no URLs"]),
+    "bench to a URL": (["bench", "--out", "s3://b/m"], 2, ["--out takes a path, no URL"]),
+    "bench of a URL": (["bench", "--transfer", "s3://b/m"], 2, ["--transfer takes a path, no"]),
+    "bench like a key that is not": (
+        ["bench", "--like", "s3://BUCKET/no"],
+        3,
+        ["no such file or folder"],
+    ),
     "no checkpoint": (["inspect", "s3://BUCKET/letters"], 3, ["letter.txt"]),
 }
 

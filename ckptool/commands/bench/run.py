@@ -23,6 +23,7 @@ from ckptool.commands.bench.strategies import chosen
 from ckptool.commands.bench.strategies.base import version
 from ckptool.commands.bench.task import Task
 from ckptool.commands.bench_machine import machine, versions
+from ckptool.engine.remote_path import Location
 from ckptool.errors import CannotDo, TransferError
 
 _CPU_RANKS = 2
@@ -44,7 +45,7 @@ class BenchOptions:
     """
 
     size: int
-    like: Path | None = None
+    like: Location | None = None
     out: Path = Path()
     strategies: tuple[str, ...] = ()
     ranks: int | None = None

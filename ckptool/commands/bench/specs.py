@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from ckptool.commands.bench_torch import parameter_shapes
 from ckptool.commands.open import open_checkpoint
 from ckptool.core.catalog import Catalog
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.parts import part_of
+from ckptool.engine.remote_path import Location
 from ckptool.errors import CannotDo
 
 _STEP = 8
@@ -51,7 +51,7 @@ def _adamw(model: dict[str, TensorSpec]) -> Iterator[TensorSpec]:
         yield TensorSpec((*head, "step"), (), "float32")
 
 
-def as_in(path: Path) -> list[TensorSpec]:
+def as_in(path: Location) -> list[TensorSpec]:
     """The tensors of a checkpoint by its catalog; AdamW's state too where it has none.
 
     Raises what ``open_checkpoint`` raises, and CannotDo where it holds no tensor.
