@@ -17,6 +17,7 @@ from ckptool.commands.recognise import holds_checkpoint
 from ckptool.core.catalog import Catalog, TensorEntry, tied
 from ckptool.core.plan import Plan
 from ckptool.core.written import written_entries
+from ckptool.engine.output import Output
 from ckptool.engine.patience import Denied
 from ckptool.engine.ranks import Ranks, share
 from ckptool.engine.replicas import differing_replicas
@@ -27,14 +28,11 @@ from ckptool.errors import CannotDo, CkptoolError, NotVerified, TransferError, U
 if TYPE_CHECKING:
     from ckptool.core.layout import Layout
     from ckptool.engine.remote_path import Location
-    from ckptool.engine.remote_stage import RemoteStage
-
-    AnyStage = Stage | RemoteStage
 
 Progress = Callable[[int], None]
 
 
-def stage_at(target: Location, layout: Layout, options: StageOptions) -> AnyStage:
+def stage_at(target: Location, layout: Layout, options: StageOptions) -> Output:
     """Where output is made that shall stand at the target."""
     if isinstance(target, Path):
         return Stage(target, layout, options)
@@ -163,7 +161,7 @@ class Transfer:
         finally:
             stage.journal.close()
 
-    def _staged(self, ranks: Ranks) -> AnyStage:
+    def _staged(self, ranks: Ranks) -> Output:
         """The stage of this rank; Damaged where replicas differ, CannotDo where plans differ."""
         options = ranks.together(self._stage_options)
         if len(set(ranks.gather((options.plan, options.source)))) > 1:
@@ -179,7 +177,7 @@ class Transfer:
         if problems:
             raise damaged(problems, subject="the replicas", hint="--drop NAME leaves a tensor out")
 
-    def _write(self, stage: AnyStage, progress: Progress, ranks: Ranks) -> None:
+    def _write(self, stage: Output, progress: Progress, ranks: Ranks) -> None:
         ranks.together(lambda: stage.begin() if ranks.rank == 0 else None)
         token = ranks.gather(os.urandom(8).hex())[0]
         ranks.together(lambda: stage.mark(token) if ranks.rank == 0 else None)
@@ -195,10 +193,10 @@ class Transfer:
             ranks.together(lambda: self._verify(stage, progress, ranks, shared=shared))
         ranks.together(lambda: self._commit(stage, progress) if leads else None)
 
-    def _move(self, stage: AnyStage, progress: Progress, numbers: Collection[int]) -> None:
+    def _move(self, stage: Output, progress: Progress, numbers: Collection[int]) -> None:
         stage.write(self.plan, self.opened.source, self.options.run, progress, numbers)
 
-    def _commit(self, stage: AnyStage, progress: Progress) -> None:
+    def _commit(self, stage: Output, progress: Progress) -> None:
         if stage.held:
             self._move(stage, progress, stage.held)
         stage.commit()
@@ -238,14 +236,14 @@ class Transfer:
             found.update(repr((value.name, value.path)).encode())
         return found.hexdigest()
 
-    def _verify(self, stage: AnyStage, progress: Progress, ranks: Ranks, *, shared: bool) -> None:
+    def _verify(self, stage: Output, progress: Progress, ranks: Ranks, *, shared: bool) -> None:
         """Read the output back. Raises NotVerified where it is not what it should be."""
         if shared or not isinstance(stage, Stage):
             self._compare_content(stage, progress, ranks)
         else:
             self._compare_files(stage, progress, ranks)
 
-    def _compare_content(self, stage: AnyStage, progress: Progress, ranks: Ranks) -> None:
+    def _compare_content(self, stage: Output, progress: Progress, ranks: Ranks) -> None:
         """Compare the content of this rank's share of tensors, as it lies on disk, with the source.
 
         The content is hashed in row-major order of the whole tensor, so that it does not depend on

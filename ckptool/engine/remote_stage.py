@@ -17,13 +17,14 @@ from ckptool.engine.sources import Files
 from ckptool.engine.stage import StageOptions
 from ckptool.engine.store import Info
 from ckptool.engine.web import SCHEMES
-from ckptool.errors import CannotDo, CkptoolError, NotFound
+from ckptool.engine.writer import described, is_here, is_running, this_writer
+from ckptool.errors import CannotDo, CkptoolError, NotFound, TransferError
 
 _MARKS = (".metadata", ".json", ".pkl", "latest", "meta.pt")
 
 
 class RemoteStage:
-    """The target itself, and beside it a small object that says which run's output it holds.
+    """The target itself, and beside it a small object: which run's output it holds, and who writes.
 
     A file of a store appears once it is whole, so that those that are there with their size are
     finished. ``held`` are the files that are written last and make it a checkpoint; none where
@@ -40,6 +41,7 @@ class RemoteStage:
         self._store = target.store
         self._note = target.with_name(f".{target.name}.partial.journal")
         self._is_new = False
+        self._writer: object = None
         self._finished: frozenset[str] = frozenset()
         last = len(layout.files) - 1
         tensors = any(isinstance(part, Data | Scattered) for part in layout.files[last].parts)
@@ -52,12 +54,10 @@ class RemoteStage:
         """
         self.require_possible()
         self._abort_old_uploads()
+        there = self._there()
+        self._write_note()
         if self._options.resume:
             return
-        there = self._there()
-        head = journal_head(self._options.plan, self._options.source)
-        content = json.dumps(head | {"files": [file.path for file in self._layout.files]})
-        self._writing(lambda: self._note.write_bytes(content.encode()))
         self._is_new = True
         if not self._replaced_at_once(there):
             self._remove(there)
@@ -69,6 +69,7 @@ class RemoteStage:
         if self._store.whole_or_not and not self.target.parent.name:
             raise CannotDo(f"{self.target}: is a whole bucket", hint="name a folder in it")
         note = self._read_note()
+        self._require_left(note)
         if self._options.resume:
             if note is None:
                 raise CannotDo(f"{self.target}: there is no partial output to resume")
@@ -86,7 +87,8 @@ class RemoteStage:
             raise CannotDo(f"{self.target}: is no checkpoint, and is not replaced")
 
     def join(self, rank: int = 0) -> None:
-        """Look what an earlier run finished, after ``begin``."""
+        """Look who begun, and what an earlier run finished, after ``begin``."""
+        self._writer = (self._read_note() or {}).get("writer")
         if self._options.resume:
             sizes = {file.path: file.nbytes for file in self._layout.files[:-1]}
             there = self._there()
@@ -116,10 +118,15 @@ class RemoteStage:
         """Write files of the plan, those of ``numbers``."""
         from ckptool.engine.send import send
 
+        self._require_mine()
         send(plan, source, self.folder, options, progress, numbers=numbers, finished=self._finished)
 
     def commit(self) -> None:
         """All is written: there is nothing partial any more."""
+        self._require_mine()
+        self._forget()
+
+    def _forget(self) -> None:
         self._store.remove([self._note.key], str(self._note))
 
     def discard(self, *, resumed: bool = False) -> None:
@@ -127,8 +134,36 @@ class RemoteStage:
         if not self._is_new and not resumed:
             return
         with suppress(CkptoolError):
+            self._require_mine()
             self._remove(self._there())
-            self.commit()
+            self._forget()
+
+    def _write_note(self) -> None:
+        writer = this_writer()
+        head: dict[str, Any] = dict(journal_head(self._options.plan, self._options.source))
+        head |= {"files": [file.path for file in self._layout.files], "writer": writer}
+        self._writing(lambda: self._note.write_bytes(json.dumps(head).encode()))
+        self._writer = writer
+
+    def _require_left(self, note: dict[str, Any] | None) -> None:
+        """CannotDo where another run may still be writing here."""
+        writer = note.get("writer") if note is not None else None
+        if not isinstance(writer, dict):
+            return
+        if is_running(writer):
+            raise CannotDo(f"{self.target}: another ckptool is writing it: {described(writer)}")
+        if not is_here(writer) and not self._options.resume and not self._options.overwrite:
+            raise CannotDo(
+                f"{self.target}: holds the unfinished output of {described(writer)}",
+                hint="once that has ended, --resume continues it and --overwrite starts afresh",
+            )
+
+    def _require_mine(self) -> None:
+        """TransferError where another run has begun to write here since."""
+        writer = (self._read_note() or {}).get("writer")
+        if writer != self._writer:
+            who = described(writer) if isinstance(writer, dict) else "it is no longer noted"
+            raise TransferError(f"{self.target}: another ckptool writes it too: {who}")
 
     def _there(self) -> dict[str, Info]:
         """The files at the place of the output, by their paths in it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -169,7 +170,7 @@ def test_a_resumed_upload_writes_only_what_is_missing(s3: S3, out: Path) -> None
     s3.requests.clear()
     resharded(source, s3.url("m"), "4", resume=True)
     written = {one.path.rpartition("/")[2] for one in s3.requests if one.method == "PUT"}
-    assert written == {"__2_0.distcp", "__3_0.distcp", ".metadata"}
+    assert written == {".m.partial.journal", "__2_0.distcp", "__3_0.distcp", ".metadata"}
     assert s3.get("m") == files_of(out / "m")
     assert ".m.partial.journal" not in s3.get("")
 
@@ -214,6 +215,59 @@ def test_a_process_that_is_ended_leaves_no_checkpoint_and_is_resumed(
     resharded(source, out / "m", "1")
     assert s3.get("m") == files_of(out / "m")
     assert not s3.uploads()
+
+
+# Two writers
+
+
+def leave_unfinished(s3: S3) -> dict[str, Any]:
+    """An upload that failed at its end; what its note says."""
+    denied = answer("403 Forbidden", "AccessDenied")
+    s3.fault = some(denied, lambda e: writes(e) and e["PATH_INFO"].endswith(".metadata"))
+    with pytest.raises(TransferError):
+        resharded(case("dcp_fsdp2_tp").path, s3.url("m"), "2")
+    s3.fault = None
+    note: dict[str, Any] = json.loads(s3.get(".m.partial.journal")[""])
+    return note
+
+
+def noted(s3: S3, note: dict[str, Any], **writer: object) -> None:
+    """Put the note of another writer there."""
+    note = note | {"writer": note["writer"] | writer}
+    s3.fs.pipe_file(f"{s3.bucket}/.m.partial.journal", json.dumps(note).encode())
+
+
+@pytest.mark.parametrize("more", [{}, {"resume": True}, {"overwrite": True}])
+def test_a_run_on_this_machine_that_has_not_ended_keeps_others_out(
+    more: dict[str, Any], s3: S3
+) -> None:
+    started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+    noted(s3, leave_unfinished(s3), process=os.getppid(), started=started)
+    with pytest.raises(CannotDo, match=rf"another ckptool is writing it: process {os.getppid()}"):
+        resharded(case("dcp_fsdp2_tp").path, s3.url("m"), "2", **more)
+
+
+def test_what_another_machine_left_is_not_taken_for_ones_own(s3: S3) -> None:
+    noted(s3, leave_unfinished(s3), host="elsewhere")
+    with pytest.raises(CannotDo, match=r"unfinished output of process .* on elsewhere") as caught:
+        resharded(case("dcp_fsdp2_tp").path, s3.url("m"), "2")
+    assert "--resume continues it" in (caught.value.hint or "")
+    resharded(case("dcp_fsdp2_tp").path, s3.url("m"), "2", resume=True)
+    assert ".metadata" in s3.get("m")
+
+
+def test_a_second_writer_is_noticed_before_the_checkpoint_appears(s3: S3) -> None:
+    note = leave_unfinished(s3)
+
+    def comes_between(environ: Environ, start: Any) -> None:
+        s3.fault = None
+        noted(s3, note, host="elsewhere", token="another")
+
+    data = some(comes_between, lambda e: writes(e) and e["PATH_INFO"].endswith("1_0.distcp"))
+    s3.fault = data
+    with pytest.raises(TransferError, match=r"another ckptool writes it too: .* on elsewhere"):
+        resharded(case("dcp_fsdp2_tp").path, s3.url("m"), "2")
+    assert ".metadata" not in s3.get("m")
 
 
 # What a listing says is not always so

@@ -1,0 +1,57 @@
+"""What a transfer asks of the place that it writes to, on a disk or in a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from ckptool.core.plan import Plan
+from ckptool.engine.journal import Journal
+from ckptool.engine.run import RunOptions
+from ckptool.engine.sources import Files
+
+
+class Output(Protocol):
+    """Where a transfer writes, so that it appears whole or not at all.
+
+    One process begins it; others that write into it join. ``held`` are the layout's files that
+    are written last of all, by one process, for they make it a checkpoint.
+    """
+
+    held: tuple[int, ...]
+    journal: Journal
+
+    def begin(self) -> None:
+        """Make the place, or with ``resume`` take what an earlier run left; CannotDo where not."""
+
+    def require_possible(self) -> None:
+        """CannotDo where ``begin`` would refuse what stands at the target."""
+
+    def join(self, rank: int = 0) -> None:
+        """Take part as this rank, after ``begin``."""
+
+    def mark(self, token: str) -> None:
+        """Leave a mark for the other ranks."""
+
+    def is_marked(self, token: str) -> bool:
+        """Whether the mark is seen here: the ranks write into one place."""
+
+    @property
+    def written(self) -> Files:
+        """What was written, to be read back."""
+
+    def write(
+        self,
+        plan: Plan,
+        source: Files,
+        options: RunOptions,
+        progress: Callable[[int], None],
+        numbers: Collection[int],
+    ) -> None:
+        """Write files of the plan, those of ``numbers``."""
+
+    def commit(self) -> None:
+        """Make what was written the target."""
+
+    def discard(self, *, resumed: bool = False) -> None:
+        """Remove what was written; an output that was resumed only where that is asked."""
