@@ -13,9 +13,11 @@ from ckptool.errors import NotFound, UsageError
 if TYPE_CHECKING:
     from ckptool.engine.store import Info, Store
 
-_URL = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
+_URL = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]+)://(?P<rest>.*)", re.DOTALL)
 _HALF_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/[^/]")
 _WEB = ("http", "https")
+_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf", *_WEB)
+"""Schemes whose URLs begin with a bucket, container, repository or host."""
 
 
 class RemotePath:
@@ -159,7 +161,19 @@ def location(text: str | Path) -> Location:
         return Path(text)
     if match["scheme"].lower() in ("file", "local"):
         return Path(match["rest"])
-    return RemotePath.parse(text)
+    return RemotePath.parse(_sound(match["scheme"].lower(), match["rest"]))
+
+
+def _sound(scheme: str, rest: str) -> str:
+    """A URL with its scheme as fsspec knows it. UsageError where it names what cannot be read."""
+    if scheme in _BUCKETS and not rest.partition("/")[0]:
+        raise UsageError(f"{scheme}://{rest}: names no bucket or host", hint=f"{scheme}://NAME/...")
+    if "?versionid=" in rest.lower() and scheme not in _WEB:
+        raise UsageError(
+            f"{scheme}://{rest}: versions of objects are not read",
+            hint="copy the version to a key of its own",
+        )
+    return f"{scheme}://{rest}"
 
 
 def shown(url: str) -> str:

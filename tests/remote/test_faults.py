@@ -217,6 +217,21 @@ def test_a_process_that_is_ended_leaves_no_checkpoint_and_is_resumed(
     assert not s3.uploads()
 
 
+def test_credentials_that_expire_midway_keep_what_was_written(s3: S3) -> None:
+    place = location(s3.put(case("dcp_fsdp2_tp").path, "source"))
+    options = ReshardOptions(parse_mesh("4"), rank_state="drop")
+    prepared = prepare_reshard(place, location(s3.url("m")), options)
+    place.store.blocks.clear()
+    expired = answer("400 Bad Request", "ExpiredToken")
+    s3.fault = some(expired, lambda e: e["PATH_INFO"].endswith("source/__3_0.distcp"))
+    with pytest.raises(TransferError, match="access is denied") as caught:
+        prepared.run()
+    assert "--resume" in (caught.value.hint or "")
+    s3.fault = None
+    resharded(s3.url("source"), s3.url("m"), "4", resume=True)
+    assert ".metadata" in s3.get("m")
+
+
 # Two writers
 
 
@@ -296,6 +311,16 @@ def test_a_file_that_is_shorter_than_listed(s3: S3, out: Path) -> None:
     s3.fs.pipe_file(f"{s3.bucket}/source/__0_0.distcp", bytes(100))
     place.store.blocks.clear()
     with pytest.raises(Damaged, match=r"__0_0.distcp: .* has [\d,]+ bytes; it is truncated"):
+        prepared.run()
+
+
+def test_a_file_that_ends_before_what_is_read(s3: S3, out: Path) -> None:
+    place = location(s3.put(big(out, 1), "source"))
+    prepared = prepare(place, out / "m", ConvertOptions("dcp"))
+    s3.fs.pipe_file(f"{s3.bucket}/source/__0_0.distcp", bytes(100))
+    s3.fs.pipe_file(f"{s3.bucket}/source/__1_0.distcp", bytes(100))
+    place.store.blocks.clear()
+    with pytest.raises(Damaged, match=r"_0.distcp: .* bytes; it is truncated"):
         prepared.run()
 
 

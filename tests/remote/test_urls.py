@@ -13,6 +13,7 @@ import fsspec
 import pytest
 import torch
 from conftest import case
+from safetensors.torch import save_file
 from store_server import S3, answer, of_data, s3, server, some
 from test_s3 import files_of, resharded
 from typer.testing import CliRunner
@@ -68,6 +69,21 @@ def test_parts_of_a_url(url: str, parts: tuple[str, str, str]) -> None:
     assert str(place.parents[-1]) == "memory://"
 
 
+def test_schemes_are_written_in_any_case(s3: S3) -> None:
+    url = s3.put(SOURCE, "m")
+    assert location("S3" + url.removeprefix("s3")) == location(url)
+    assert location("c://models/m") == Path("c://models/m")
+
+
+@pytest.mark.parametrize("folder", ["", "a/b", "a b#1%20+ü", "a//b"])
+@pytest.mark.parametrize("end", ["", "/"])
+def test_a_checkpoint_lies_under_any_name(folder: str, end: str, s3: S3) -> None:
+    for file in SOURCE.iterdir():
+        s3.fs.pipe_file("/".join(filter(None, (s3.bucket, folder, file.name))), file.read_bytes())
+    place = location(f"s3://{'/'.join(filter(None, (s3.bucket, folder)))}{end}")
+    assert open_checkpoint(place).catalog.tensors == open_checkpoint(SOURCE).catalog.tensors
+
+
 def test_a_file_url_is_a_path(tmp_path: Path) -> None:
     assert location(f"file://{tmp_path}") == tmp_path
     assert location(tmp_path) == tmp_path
@@ -102,6 +118,9 @@ ENDS: dict[str, tuple[list[Any], int, list[str]]] = {
     "a key that is not": (["inspect", "s3://BUCKET/no"], 3, ["no such file or folder"]),
     "half a URL": (["inspect", "s3:/bucket/m"], 2, ["did you mean s3://bucket/m ?"]),
     "half a URL as target": (["convert", SOURCE, "s3:/b/m", "--to", "dcp"], 2, ["s3://b/m ?"]),
+    "no bucket": (["inspect", "s3://"], 2, ["s3://: names no bucket"]),
+    "no bucket but a key": (["inspect", "s3:///m"], 2, ["names no bucket", "s3://NAME"]),
+    "a version": (["inspect", "s3://b/m.pt?versionId=3"], 2, ["versions of objects", "copy"]),
     "no such store": (["inspect", "sb://bucket/m"], 2, ["no store is called sb://"]),
     "a chained URL": (["inspect", "simplecache::s3://b/m"], 2, ["chained"]),
     "a target bucket that is not": (
@@ -181,11 +200,28 @@ def test_a_store_that_shows_files_while_they_grow(memory: Any, out: Path) -> Non
 
 class Web(http.server.SimpleHTTPRequestHandler):
     ranges = True
+    heads = True
+    sizes = True
 
     def log_message(self, *said: Any) -> None:
         pass
 
+    def do_HEAD(self) -> None:
+        if self.heads:
+            super().do_HEAD()
+        else:
+            self.send_error(403)
+
+    def send_header(self, keyword: str, value: str) -> None:
+        if self.sizes or keyword != "Content-Length":
+            super().send_header(keyword, value)
+
     def do_GET(self) -> None:
+        if self.path.startswith("/moved/"):
+            self.send_response(302)
+            self.send_header("Location", self.path.removeprefix("/moved"))
+            self.end_headers()
+            return
         asked = self.headers.get("Range")
         if not (self.ranges and asked):
             super().do_GET()
@@ -206,7 +242,6 @@ class Web(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture
 def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     pytest.importorskip("aiohttp")
-    monkeypatch.setattr(Web, "ranges", True)
     served = http.server.ThreadingHTTPServer(
         ("127.0.0.1", 0), lambda *a: Web(*a, directory=str(tmp_path))
     )
@@ -225,6 +260,27 @@ def test_the_web_is_read_by_the_names_that_metadata_has(
     url = f"{web}/{path.relative_to(tmp_path)}"
     found, wanted = open_checkpoint(location(url)), open_checkpoint(path)
     assert found.catalog.tensors == wanted.catalog.tensors
+
+
+@pytest.mark.parametrize("head", [True, False])
+@pytest.mark.parametrize("path", ["m.safetensors?X-Sig=a%2Fb&y=/z", "moved/m.safetensors"])
+def test_a_signed_url_and_one_that_leads_elsewhere(
+    path: str, head: bool, web: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Web, "heads", head)
+    save_file({"a": torch.ones(3)}, tmp_path / "m.safetensors")
+    opened = open_checkpoint(location(f"{web}/{path}"))
+    assert opened.catalog.tensors["a"].shape == (3,)
+    assert "X-Sig" not in str(opened.path)
+
+
+def test_a_server_that_tells_no_size(
+    web: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Web, "sizes", False)
+    save_file({"a": torch.ones(3)}, tmp_path / "m.safetensors")
+    with pytest.raises(CannotDo, match="does not say how large it is"):
+        open_checkpoint(location(f"{web}/m.safetensors"))
 
 
 def test_a_server_that_gives_no_parts_of_files(
