@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import case
-from store_server import S3, s3, server
-from test_s3 import files_of, resharded
+from store_server import S3, of_data, s3, server, some
+from test_s3 import big, files_of, resharded
 from typer.testing import CliRunner
 
+from ckptool.api.checkpoint import workers_of_this_rank
 from ckptool.cli.app import app
+from ckptool.commands.convert import ConvertOptions, prepare
+from ckptool.commands.open import open_checkpoint
+from ckptool.engine.remote_path import location
 
 SOURCE = case("dcp_fsdp2_tp").path
 
@@ -105,6 +110,29 @@ def test_loading_through_torch_is_for_disks(s3: S3) -> None:
     done = told("reshard", SOURCE, s3.url("m"), "--mesh", "1", "--check")
     assert "loads through torch from a disk" in str(done.exception)
     assert s3.get("m") == {}
+
+
+def test_reads_go_together_where_nobody_says_how_many(s3: S3, out: Path) -> None:
+    source = s3.put(big(out, 4), "m")
+    place = location(source)
+    prepared = prepare(place, out / "m.safetensors", ConvertOptions("safetensors"))
+    place.store.blocks.clear()
+    meeting = threading.Barrier(8)
+
+    def together(environ: Any, start: Any) -> None:
+        meeting.wait(timeout=30)
+
+    s3.fault = some(together, of_data, times=8)
+    prepared.run()
+    assert not meeting.broken
+
+
+def test_ranks_beside_one_another_share_cores_and_no_answers(
+    s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
+    assert workers_of_this_rank(open_checkpoint(SOURCE).source) == 1
+    assert workers_of_this_rank(open_checkpoint(location(s3.put(SOURCE, "m"))).source) == 16
 
 
 def test_the_python_interface_takes_urls(s3: S3) -> None:
