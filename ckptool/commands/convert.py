@@ -26,8 +26,9 @@ from ckptool.core.layout import FileLayout
 from ckptool.core.plan import Plan
 from ckptool.core.quantised import kinds, quantised_names
 from ckptool.engine.remote_path import Location
-from ckptool.errors import UsageError
+from ckptool.errors import CannotDo, UsageError
 from ckptool.formats import CONVERTERS
+from ckptool.formats._values import UNREAD_TENSOR, Foreign, type_name
 from ckptool.formats.base import Request
 
 TARGETS = (
@@ -104,6 +105,7 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Prep
     require_agreement(kept)
     if not kept.tensors and not kept.objects:
         raise UsageError("nothing is left to convert")
+    _require_readable(opened.path, kept)
     catalog, map_report = mapped(opened, opened.located(kept), options.map)
     catalog, cast = with_dtype(catalog, options.dtype)
     request = Request(target.name, options.max_shard_size, options.one_rank)
@@ -136,6 +138,19 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Prep
     )
     decided = (writer, options.max_shard_size, options.one_rank, decided_by(map_report))
     return Prepared(Transfer(opened, plan, target, options.transfer, decided), report)
+
+
+def _require_readable(source: Location, kept: Catalog) -> None:
+    """CannotDo where there are only tensors of kinds that are not read, such as whole modules."""
+    foreign = Foreign()
+    values = kept.objects.values()
+    if kept.tensors or not all(UNREAD_TENSOR in foreign.of(entry.value) for entry in values):
+        return
+    names = ", ".join(f"{entry.name} ({type_name(entry.value)})" for entry in [*values][:3])
+    raise CannotDo(
+        f"{source}: no tensor in it can be read: {names}",
+        hint="of a module save its state: torch.save(module.state_dict(), FILE)",
+    )
 
 
 def _writer(to: str, target: Location) -> str:

@@ -19,7 +19,7 @@ from ckptool.formats._dcp_pickle import WrittenChunk, WrittenTensor, WrittenValu
 from ckptool.formats._outgoing import Cutter, companion_files, tied_notes
 from ckptool.formats._pickle_write import TensorRef
 from ckptool.formats._torch_write import offset_parts, torch_archive
-from ckptool.formats._values import Foreign
+from ckptool.formats._values import UNREAD_TENSOR, Foreign
 from ckptool.formats.base import Request
 
 
@@ -98,10 +98,10 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     values = [
         file_of(0).add_value(entry)
         for entry in catalog.objects.values()
-        if "torch storage" not in known.of(entry.value)
+        if UNREAD_TENSOR not in known.of(entry.value)
     ]
     names = {name for entry in catalog.objects.values() for name in known.of(entry.value)}
-    foreign = sorted(names - {"torch storage"})
+    foreign = sorted(names - {UNREAD_TENSOR})
     cutter = Cutter(request)
     tensors = []
     for entry in catalog.tensors.values():

@@ -13,7 +13,7 @@ from ckptool.core.placing import Placed
 from ckptool.formats._pickle_write import TensorRef
 from ckptool.formats._torch_write import torch_archive
 from ckptool.formats._tree import nest
-from ckptool.formats._values import Foreign, type_name
+from ckptool.formats._values import UNREAD_TENSOR, Foreign, type_name
 from ckptool.formats.base import Request
 
 
@@ -26,7 +26,7 @@ def plain_objects(catalog: Catalog) -> tuple[list[ObjectEntry], list[str]]:
     known = Foreign()
     for entry in catalog.objects.values():
         foreign = known.of(entry.value)
-        if "torch storage" in foreign:
+        if UNREAD_TENSOR in foreign:
             continue
         if foreign:
             what = type_name(entry.value)

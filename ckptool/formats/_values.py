@@ -15,6 +15,10 @@ _DTYPES = frozenset(BY_NAME) | frozenset(
 """Element types that can be a value; those of the second line are of no tensor that is read."""
 
 
+UNREAD_TENSOR = "torch storage"
+"""Stands among the foreign globals of a value that holds a tensor of a kind that is not read."""
+
+
 def _class_name(value: Any) -> str:
     return str(value) if isinstance(value, Global) else "unknown"
 
@@ -52,7 +56,7 @@ def foreign_globals(value: Any) -> set[str]:
             if not _plain_global(item):
                 found.add(str(item))
         elif isinstance(item, Persistent):
-            found.add("torch storage")
+            found.add(UNREAD_TENSOR)
         elif isinstance(item, dict):
             stack += [*item.keys(), *item.values()]
         elif isinstance(item, list | tuple | set | frozenset):
@@ -86,7 +90,7 @@ def type_name(value: Any) -> str:
             return _class_name(value.args[0])
         return value.name
     if isinstance(value, Persistent):
-        return "torch storage"
+        return UNREAD_TENSOR
     if isinstance(value, Global):
         return "torch.dtype" if _plain_global(value) else "class or function"
     return "NoneType" if value is None else type(value).__name__.replace("Mapping", "Dict")

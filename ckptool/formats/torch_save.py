@@ -20,7 +20,7 @@ from ckptool.formats._leaves import Leaf, ShareLeaf, read_leaves
 from ckptool.formats._outgoing import nested_state, plain_objects
 from ckptool.formats._torch_file import is_legacy, is_zip, read_torch_file
 from ckptool.formats._torch_write import torch_archive
-from ckptool.formats._values import Foreign, type_name
+from ckptool.formats._values import UNREAD_TENSOR, Foreign, type_name
 from ckptool.formats.base import (
     Format,
     Request,
@@ -99,7 +99,7 @@ def unread_notes(objects: Mapping[str, ObjectEntry]) -> list[str]:
             tensor=entry.name,
         )
         for entry in objects.values()
-        if "torch storage" in known.of(entry.value)
+        if UNREAD_TENSOR in known.of(entry.value)
     ]
 
 

@@ -295,3 +295,9 @@ def test_dcp_loads_though_a_list_lost_a_member(tmp_path: Path, out: Path) -> Non
     torch.save({"list": [torch.ones(1), torch.zeros(2)], "w": torch.ones(3)}, tmp_path / "m.pt")
     convert_to("dcp", tmp_path / "m.pt", out / "m", drop=("list.0",))
     assert set(read_back("dcp", out / "m")) == {"list.1", "w"}
+
+
+def test_a_pickled_module_is_refused(tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 3), tmp_path / "model.pt")
+    with pytest.raises(CannotDo, match=r"no tensor in it can be read: value \(torch.*Linear\)"):
+        prepare(tmp_path / "model.pt", tmp_path / "out.safetensors", ConvertOptions("safetensors"))

@@ -27,7 +27,7 @@ from ckptool.engine.gather import Gatherer
 from ckptool.engine.remote_path import Location
 from ckptool.engine.replicas import differing_replicas
 from ckptool.errors import CannotDo, CkptoolError, Problem
-from ckptool.formats._values import Foreign, type_name
+from ckptool.formats._values import UNREAD_TENSOR, Foreign, type_name
 
 _LONGEST_JSON = 1024
 
@@ -116,7 +116,7 @@ def _values(catalog: Catalog) -> tuple[dict[str, ValueProof], dict[str, str]]:
     proofs, unproved = {}, {str(note.tensor): str(note) for note in unread_notes(catalog)}
     unproved |= _unplaced(catalog)
     for name, entry in catalog.objects.items():
-        if "torch storage" in known.of(entry.value):
+        if UNREAD_TENSOR in known.of(entry.value):
             unproved[name] = f"a {type_name(entry.value)}, whose bytes ckptool does not read"
             continue
         text = value_text(entry.value, name)

@@ -14,7 +14,7 @@ from ckptool.engine.digest import file_digests
 from ckptool.engine.intact import Intact
 from ckptool.engine.replicas import differing_replicas
 from ckptool.errors import CannotDo, Problem
-from ckptool.formats._values import Foreign, type_name
+from ckptool.formats._values import UNREAD_TENSOR, Foreign, type_name
 
 _SPOILS_ITS_FILE = frozenset(["rank-copied", "torn-overwrite", "item-mismatch"])
 _SPOILS_ALL = frozenset(["saves-mixed"])
@@ -79,7 +79,7 @@ def _blamed(catalog: Catalog, problems: list[Problem]) -> dict[str, str]:
             lost.setdefault(problem.tensor, str(problem))
     known = Foreign()
     for name, value in catalog.objects.items():
-        if "torch storage" in known.of(value.value):
+        if UNREAD_TENSOR in known.of(value.value):
             lost[name] = f"a {type_name(value.value)}, which ckptool does not read"
     return lost | {str(note.tensor): str(note) for note in unread_notes(catalog)}
 
