@@ -161,5 +161,5 @@ class Benching(TypedDict, total=False):
     strategies: Annotated[Strings, "names, families or globs, or MODULE:CLASS; default: all"]
     ranks: Annotated[int | None, "default: one an accelerator, or 2 on the CPU"]
     repeat: Annotated[int, "saves after the first"]
-    out: Annotated[AnyPath, "where to work; all is removed at the end"]
+    out: Annotated[AnyPath, "where to save, a folder or a URL; all is removed at the end"]
     abort: Annotated[bool, "also kill each strategy in mid-save"]

@@ -55,8 +55,8 @@ def _local(value: AnyPath) -> Path:
 
 _PARSED: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("select", "drop", "rename", "ignore", "strategies"), _strings),
-    **dict.fromkeys(("flat_params", "hf_assets", "plan", "tp_plan", "out"), _local),
-    **dict.fromkeys(("manifest", "write_manifest", "like"), location),
+    **dict.fromkeys(("flat_params", "hf_assets", "plan", "tp_plan"), _local),
+    **dict.fromkeys(("manifest", "write_manifest", "like", "out"), location),
     **{name: partial(_at_least, 1, name) for name in ("workers", "ranks", "repeat")},
     **{name: partial(_at_least, 0, name) for name in ("rtol", "atol")},
     **{name: partial(_bytes, name) for name in ("budget", "max_shard_size", "size")},

@@ -59,8 +59,13 @@ def bench(
         int, typer.Option("--repeat", min=1, help="Saves after the first; with --transfer, rounds.")
     ] = 5,
     out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Where to work; all is removed at the end.")
-    ] = Path(),
+        str,
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="Where to save, a folder or a URL; all is removed at the end.",
+        ),
+    ] = ".",
     abort: Annotated[
         bool,
         typer.Option("--abort", help="Also kill each strategy in mid-save: what is left then?"),
@@ -89,11 +94,12 @@ def bench(
     steps, memory and disk is measured beside what the hardware can do; then parameters are changed
     during a save, and what was saved is loaded back and compared.
     """
-    _require_paths(source=source, out=out, plot=plot, compare=compare)
+    _require_paths(source=source, plot=plot, compare=compare)
     if transfer:
+        _require_paths(out=out)
         if any((like, strategies, ranks, abort, plot, compare)):
             raise UsageError("--transfer goes with --size, --repeat, --out and --json alone")
-        _transfer(source, size or _TRANSFER_SIZE, out, repeat, as_json=as_json)
+        _transfer(source, size or _TRANSFER_SIZE, Path(out), repeat, as_json=as_json)
         return
     if source is not None:
         raise UsageError(
@@ -108,7 +114,7 @@ def bench(
     options = BenchOptions(
         size=parse_size(size or _STATE_SIZE, "--size"),
         like=location(like) if like else None,
-        out=out,
+        out=location(out),
         strategies=tuple(word.strip() for word in (strategies or "").split(",") if word.strip()),
         ranks=ranks,
         repeat=repeat,
@@ -119,14 +125,14 @@ def bench(
         _show(report, changes, plot, as_json=as_json)
 
 
-def _require_paths(**places: Path | None) -> None:
-    """UsageError for a URL: strategies fsync, and are compared with what this disk can do."""
+def _require_paths(**places: str | Path | None) -> None:
+    """UsageError for a URL."""
     for name, place in places.items():
         if _URL.match(str(place)):
             said = "--transfer" if name == "source" else f"--{name}"
             raise UsageError(
-                f"{said} takes a path, no URL: bench measures this machine's disks",
-                hint="--like takes the URL of a checkpoint to be shaped as",
+                f"{said} takes a path, no URL",
+                hint="without --transfer, --like and --out take URLs",
             )
 
 

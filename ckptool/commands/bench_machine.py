@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 
 from ckptool import __version__
+from ckptool.engine.remote_path import Location
 
 
-def machine(workdir: Path) -> dict[str, str | int]:
+def machine(workdir: Location) -> dict[str, str | int]:
     """What the figures depend on."""
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -32,8 +33,10 @@ def _field(file: str, name: str) -> str | None:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
 
 
-def _filesystem(path: Path) -> str:
-    """The type of the file system that a folder lies on, where the system says."""
+def _filesystem(path: Location) -> str:
+    """The type of the file system that a folder lies on, where the system says; a URL's scheme."""
+    if not isinstance(path, Path):
+        return f"{path.store.scheme}://"
     try:
         mounts = [line.split() for line in Path("/proc/mounts").read_text("utf-8").splitlines()]
     except OSError:

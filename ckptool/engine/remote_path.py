@@ -59,6 +59,11 @@ class RemotePath:
         return self.store.key(self._base + self._query)
 
     @property
+    def url(self) -> str:
+        """The URL as it was given, credentials and all: for other libraries, not for messages."""
+        return self._base + self._query
+
+    @property
     def name(self) -> str:
         """The last part of the URL."""
         return self._base.rpartition("/")[2]

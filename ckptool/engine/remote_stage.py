@@ -208,13 +208,6 @@ class RemoteStage:
             ) from None
 
     def _abort_old_uploads(self) -> None:
-        """Throw away the parts that a killed run left, where the store can list them."""
-        uploads = getattr(self._store.fs, "list_multipart_uploads", None)
-        if uploads is None:
-            return
+        """Throw away the parts that a killed run left."""
         keys = {(self.folder / file.path).key for file in self._layout.files}
-        bucket = self.target.key.partition("/")[0]
-        with suppress(Exception):
-            for one in uploads(bucket):
-                if f"{bucket}/{one['Key']}" in keys:
-                    self._store.fs.abort_mpu(bucket, one["Key"], one["UploadId"])
+        self._store.abort_uploads(self.target.key, keys.__contains__)

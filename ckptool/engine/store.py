@@ -238,6 +238,20 @@ class Store:
             with suppress(NotFound):
                 self.ask(what, partial(self.fs.rm_file, key))
 
+    def abort_uploads(self, key: str, chosen: Callable[[str], bool]) -> None:
+        """Throw away the parts of unfinished files in the bucket of ``key`` whose keys are chosen.
+
+        Where the store cannot list them, as all but S3, none are.
+        """
+        uploads = getattr(self.fs, "list_multipart_uploads", None)
+        if uploads is None:
+            return
+        bucket = key.partition("/")[0]
+        with suppress(Exception):
+            for one in uploads(bucket):
+                if chosen(f"{bucket}/{one['Key']}"):
+                    self.fs.abort_mpu(bucket, one["Key"], one["UploadId"])
+
     def ask(self, what: str, work: Callable[[], _T]) -> _T:
         """The answer to a request. NotFound or NoAnswer where there is none."""
         return ask(self.patience, what, work)

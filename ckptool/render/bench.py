@@ -64,6 +64,7 @@ def _heading(report: BenchReport) -> list[Text]:
         "pageable copy": report.limits.get("device_to_host_pageable"),
         "memory copy": report.limits.get("memory_copy"),
         "raw write and fsync": report.limits.get("write"),
+        "raw upload": report.limits.get("upload"),
     }
     shown = ", ".join(f"{name} {rate(value)}" for name, value in limits.items() if value)
     return [

@@ -31,7 +31,8 @@ def bars(report: BenchReport, screen: Console) -> list[Text]:
     for shade, (colour, name) in zip(shades, _NAMES.items(), strict=True):
         legend.append(shade, colour).append(f" {name}  ")
     staging = "pinned" if report.limits.get("device_to_host_pinned") else "memory"
-    heads = ("", "", f"of {staging} copy", "of raw write")
+    writing = "upload" if report.limits.get("upload") else "write"
+    heads = ("", "", f"of {staging} copy", f"of raw {writing}")
     rows = [[Text(head, "dim") for head in heads]]
     width = _width(report, screen)
     for result in report.ranked:
@@ -93,10 +94,10 @@ def write_plot(report: BenchReport, path: Path) -> None:
     axes.set_yticks(range(len(results)), [_label(result) for result in results])
     axes.set_xlabel("seconds after the call (median of the steady saves)")
     axes.set_title(_title(report), loc="left", fontsize=10)
-    write = report.limits.get("write")
-    if write:
-        raw = report.settings.nbytes / write
-        axes.axvline(raw, color="#555555", linestyle="--", linewidth=1, label="raw write and fsync")
+    if report.write_limit:
+        raw = report.settings.nbytes / report.write_limit
+        label = "raw upload" if report.limits.get("upload") else "raw write and fsync"
+        axes.axvline(raw, color="#555555", linestyle="--", linewidth=1, label=label)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="y", length=0)

@@ -15,7 +15,7 @@ from conftest import case
 
 from ckptool.commands.bench.child import Child, orphans
 from ckptool.commands.bench.device import Accelerators, Device
-from ckptool.commands.bench.files import disk_usage, holds_bytes, left_shared, shared_entries
+from ckptool.commands.bench.files import holds_bytes, left_shared, shared_entries, usage
 from ckptool.commands.bench.processes import descendants, resident
 from ckptool.commands.bench.room import memory_available, require_room
 from ckptool.commands.bench.specs import as_in, by_size, total
@@ -286,4 +286,4 @@ def test_files_of_a_folder(tmp_path: Path) -> None:
     assert not holds_bytes(tmp_path)
     (tmp_path / "b").write_bytes(b"xyz")
     assert holds_bytes(tmp_path)
-    assert disk_usage(tmp_path) == {"nbytes": 3, "files": 2, "names": ["a/empty", "b"]}
+    assert usage(tmp_path) == {"nbytes": 3, "files": 2, "names": ["a/empty", "b"]}

@@ -54,6 +54,15 @@ def test_staging_is_measured_against_pinned_copies_where_there_are_such() -> Non
     assert found.durable_fraction(FAST) is None
 
 
+def test_saves_to_a_store_are_measured_against_uploads(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(FAST, limits={"memory_copy": 9.0, "write": None, "upload": 0.5 * GIB})
+    assert found.durable_fraction(FAST) == pytest.approx(0.5)
+    screen = shown(found, capsys)
+    assert "raw upload 512 MiB/s" in screen
+    assert "of raw upload" in screen
+    assert "raw write" not in screen
+
+
 def test_the_slowdown_is_of_median_steps_beside_steady_saves() -> None:
     assert FAST.slowdown == pytest.approx(0.2)
     assert SYNC.slowdown is None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ckptool.commands.bench.files import make_durable, remove
 from ckptool.commands.bench.strategies.base import State, Strategy
 from ckptool.commands.bench.training import Training, shards
+from ckptool.commands.bench.uploads import named
+from ckptool.engine.remote_path import Location
 
 CONSISTENT, DIRTY = "consistent", "DIRTY"
 _LOOK = 0.005
@@ -32,7 +33,7 @@ class Consistency:
     at_once: int | None = None
 
 
-def check_consistency(strategy: Strategy, training: Training, path: Path) -> Consistency:
+def check_consistency(strategy: Strategy, training: Training, path: Location) -> Consistency:
     """Save, change every bit, finish, load back and compare, all ranks together."""
     changed = "once staged" if strategy.must_wait else "after the call"
     dirty = _dirty(strategy, training, path, wait=strategy.must_wait)
@@ -43,13 +44,15 @@ def check_consistency(strategy: Strategy, training: Training, path: Path) -> Con
     return Consistency(verdict, changed, dirty, len(shards(training.state)), at_once)
 
 
-def _dirty(strategy: Strategy, training: Training, path: Path, *, wait: bool) -> tuple[str, ...]:
+def _dirty(
+    strategy: Strategy, training: Training, path: Location, *, wait: bool
+) -> tuple[str, ...]:
     """The tensors that are not what they were at the call."""
     import torch.distributed as dist
 
     before = snapshot(training.state)
     dist.barrier()
-    handle = strategy.save(training.state, path)
+    handle = strategy.save(training.state, named(path))
     if wait:
         handle.staged()
     training.change_everything()
@@ -59,7 +62,7 @@ def _dirty(strategy: Strategy, training: Training, path: Path, *, wait: bool) ->
     handle.commit()
     make_durable(path)
     dist.barrier()
-    different = differing(before, strategy.load(training.empty_state(), path))
+    different = differing(before, strategy.load(training.empty_state(), named(path)))
     dist.barrier()
     remove(path)
     dist.barrier()

@@ -10,14 +10,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ckptool.commands.bench.uploads import listed, remove_uploaded
+from ckptool.engine.remote_path import Location
+
 SHARED = Path("/dev/shm")
 _PAUSES = (0.02, 0.1, 0.5, 1.0, 0.0)
 
 
-def disk_usage(folder: Path) -> dict[str, Any]:
+def usage(folder: Location) -> dict[str, Any]:
     """The bytes, number and names of the files below a folder."""
-    sizes = [file.stat().st_size for file in _files(folder)]
-    return {"nbytes": sum(sizes), "files": len(sizes), "names": names(folder)}
+    if isinstance(folder, Path):
+        sizes = {name: (folder / name).stat().st_size for name in names(folder)}
+    else:
+        sizes = listed(folder)
+    return {"nbytes": sum(sizes.values()), "files": len(sizes), "names": list(sizes)}
 
 
 def names(folder: Path) -> list[str]:
@@ -36,8 +42,13 @@ def _files(folder: Path) -> Iterator[Path]:
     return (Path(top, name) for top, _, names in os.walk(folder) for name in names)
 
 
-def make_durable(folder: Path) -> None:
-    """Fsync every file and folder below, the folder itself, and its parent's entry for it."""
+def make_durable(folder: Location) -> None:
+    """Fsync every file and folder below, the folder itself, and its parent's entry for it.
+
+    A store has nothing to sync: a file that is there is safe.
+    """
+    if not isinstance(folder, Path):
+        return
     for path in [*_files(folder), *(Path(top) for top, _, _ in os.walk(folder)), folder.parent]:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -46,9 +57,11 @@ def make_durable(folder: Path) -> None:
             os.close(descriptor)
 
 
-def remove(path: Path) -> None:
+def remove(path: Location) -> None:
     """Remove a file or a folder with all in it, as far as it is there, also while it is filled."""
-    if path.is_dir() and not path.is_symlink():
+    if not isinstance(path, Path):
+        remove_uploaded(path)
+    elif path.is_dir() and not path.is_symlink():
         for pause in _PAUSES:
             shutil.rmtree(path, ignore_errors=True)
             if not path.exists():

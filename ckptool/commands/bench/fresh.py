@@ -52,18 +52,20 @@ class Fresh:
         nbytes, folder = total(self.task.specs), Path(self.task.scratch)
         place = Place(device, self.meeting.size, nbytes, shared_free(), folder)
         chosen = strategy(name)
+        if self.task.store and not getattr(chosen, "to_urls", False):
+            return ["saves to disks only", None]
         reason = chosen.unavailable(place)
         return [reason, None if reason else chosen.remark(place)]
 
     def limits(self, device: Device, tell: Tell) -> dict[str, float | None]:
         """What the hardware can do with this rank's share."""
         share = total(self.task.specs) // self.meeting.size
-        return limits(share, device, self.task.folder("limits"))
+        return limits(share, device, self.task.place("limits"))
 
     def measure(self, name: str, device: Device, tell: Tell) -> dict[str, Any]:
         """The whole measurement of a strategy."""
         training = Training.begin(self.task.specs, device)
-        return measure(strategy(name), training, self.task.folder(name), self.task.saves, tell)
+        return measure(strategy(name), training, self.task.place(name), self.task.saves, tell)
 
     def save_once(self, name: str, path: Path, device: Device, tell: Tell) -> None:
         """Save, and train on until it is over, for as long as nobody kills it."""

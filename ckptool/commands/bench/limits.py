@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ckptool.commands.bench.device import Device
+from ckptool.commands.bench.uploads import remove_uploaded, upload
+from ckptool.engine.remote_path import Location
 
 _ROUNDS = 3
 _WRITE = 16 << 20
@@ -17,11 +20,12 @@ _MOST = 4 << 30
 Probe = Callable[[], object]
 
 
-def limits(nbytes: int, device: Device, folder: Path) -> dict[str, float | None]:
+def limits(nbytes: int, device: Device, folder: Location) -> dict[str, float | None]:
     """Bytes a second of all ranks together, the best of three rounds; None where there is no such.
 
     ``nbytes`` is one rank's share, of which at most 4 GiB are moved. Ranks work at the same time.
-    ``write`` is sequential into a file a rank, fsync included.
+    ``write`` is sequential into a file a rank, fsync included; ``upload``, where a store is written
+    to, by fsspec alone, until the file is closed.
     """
     import torch
 
@@ -30,10 +34,17 @@ def limits(nbytes: int, device: Device, folder: Path) -> dict[str, float | None]
     copied = torch.empty_like(host)
     found: dict[str, float | None] = {
         "memory_copy": _rate(nbytes, lambda: copied.copy_(host)),
-        "write": _rate(nbytes, lambda: _write(host, folder)),
+        "write": None,
+        "upload": None,
         "device_to_host_pageable": None,
         "device_to_host_pinned": None,
     }
+    data, file = memoryview(host.numpy().data), folder / f"raw-{os.environ['RANK']}"
+    if isinstance(file, Path):
+        found["write"] = _rate(nbytes, partial(_write, data, file))
+    else:
+        found["upload"] = _rate(nbytes, partial(upload, data, file))
+        remove_uploaded(file)
     if device.is_accelerator:
         there = host.to(device.torch_device)
         found["device_to_host_pageable"] = _rate(nbytes, _copy(there, copied, device))
@@ -49,9 +60,7 @@ def _copy(source: Any, target: Any, device: Device) -> Probe:
     return copy
 
 
-def _write(data: Any, folder: Path) -> None:
-    path = folder / f"raw-{os.environ['RANK']}"
-    view = memoryview(data.numpy())
+def _write(view: memoryview, path: Path) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         for start in range(0, len(view), _WRITE):

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ckptool.commands.bench.consistency import check_consistency
-from ckptool.commands.bench.files import disk_usage, make_durable, remove
+from ckptool.commands.bench.files import make_durable, remove, usage
 from ckptool.commands.bench.strategies.base import Handle, Strategy
 from ckptool.commands.bench.training import Training
+from ckptool.commands.bench.uploads import named
+from ckptool.engine.remote_path import Location
 
 STEPS_BEFORE = 6
 
@@ -38,7 +39,7 @@ class Clocked:
 
 
 def measure(
-    strategy: Strategy, training: Training, folder: Path, saves: int, tell: Tell
+    strategy: Strategy, training: Training, folder: Location, saves: int, tell: Tell
 ) -> dict[str, Any]:
     """Save ``saves`` times within a step loop, then check what is saved; all ranks together.
 
@@ -70,28 +71,33 @@ def _steps_before(training: Training, clocked: Clocked, tell: Tell) -> int:
 
 
 def _saves(
-    strategy: Strategy, training: Training, folder: Path, saves: int, clocked: Clocked, tell: Tell
+    strategy: Strategy,
+    training: Training,
+    folder: Location,
+    saves: int,
+    clocked: Clocked,
+    tell: Tell,
 ) -> dict[str, Any]:
-    """Save and train; what the last save left on disk."""
+    """Save and train; what the last save left there."""
     disk: dict[str, Any] = {}
     for number in range(saves):
         tell("save", number)
         path = folder / f"save-{number}"
         _one_save(strategy, training, path, clocked)
         clocked.after.append(training.step()[0])
-        disk = disk_usage(path)
+        disk = usage(path)
         _together(partial(remove, path))
     return disk
 
 
-def _one_save(strategy: Strategy, training: Training, path: Path, clocked: Clocked) -> None:
+def _one_save(strategy: Strategy, training: Training, path: Location, clocked: Clocked) -> None:
     """Save once, and train until every rank's bytes are written; then make them durable."""
     import torch.distributed as dist
 
     training.device.synchronize()
     dist.barrier()
     begin = time.perf_counter()
-    handle = strategy.save(training.state, path)
+    handle = strategy.save(training.state, named(path))
     handle.staged()
     training.device.synchronize_stream()
     blocked = time.perf_counter() - begin

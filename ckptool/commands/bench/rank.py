@@ -74,7 +74,8 @@ class Rank:
         found = self.child("limits", self.fresh.limits)
         self._emit({"event": "limits", "limits": found.value, "failure": found.failure})
         if found.value:
-            self.task = dataclasses.replace(self.task, write_rate=found.value["write"])
+            rate = found.value["write"] or found.value["upload"]
+            self.task = dataclasses.replace(self.task, write_rate=rate)
             self.fresh = Fresh(self.task, self.meeting)
         for name in self.task.strategies:
             self._emit({"event": "begin", "name": name})

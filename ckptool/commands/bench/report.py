@@ -15,8 +15,8 @@ SCHEMA = "ckptool.bench/1"
 _Sample = TypeVar("_Sample")
 
 Limits = Mapping[str, float | None]
-"""``memory_copy``, ``write``, ``device_to_host_pageable`` and ``_pinned``: bytes a second of all
-ranks together; None where there is no such."""
+"""``memory_copy``, ``write`` (to disk), ``upload`` (to a store), ``device_to_host_pageable`` and
+``_pinned``: bytes a second of all ranks together; None where there is no such."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +144,18 @@ class BenchReport:
         pinned = self.limits.get("device_to_host_pinned")
         return pinned or self.limits.get("memory_copy")
 
+    @property
+    def write_limit(self) -> float | None:
+        """Raw writing and syncing; where a store is saved to, raw uploading."""
+        return self.limits.get("write") or self.limits.get("upload")
+
     def blocked_fraction(self, result: Measured) -> float | None:
         """The rate at which state is taken from the loop, as a part of ``staging_limit``."""
         return self._fraction(self.staging_limit, result.blocked_median)
 
     def durable_fraction(self, result: Measured) -> float | None:
-        """The rate at which bytes become safe, as a part of raw writing and syncing."""
-        return self._fraction(self.limits.get("write"), result.durable_median)
+        """The rate at which bytes become safe, as a part of ``write_limit``."""
+        return self._fraction(self.write_limit, result.durable_median)
 
     def _fraction(self, limit: float | None, seconds: float) -> float | None:
         return self.settings.nbytes / seconds / limit if limit else None

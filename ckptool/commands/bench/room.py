@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from ckptool.commands.bench.device import Accelerators
+from ckptool.engine.remote_path import Location
 from ckptool.errors import CannotDo
 
 _RANK_BYTES = 400 << 20
@@ -21,19 +22,13 @@ _DEVICE_COPIES = 3
 loaded."""
 
 
-def require_room(out: Path, nbytes: int, ranks: int, here: Accelerators) -> None:
+def require_room(out: Location, nbytes: int, ranks: int, here: Accelerators) -> None:
     """CannotDo, with the numbers, where a run with ``nbytes`` of state would not fit.
 
-    One checkpoint at a time lies on disk, or the raw file that is as large.
+    One checkpoint at a time lies on disk, or the raw file that is as large. A store is not asked.
     """
-    if not out.is_dir():
-        raise CannotDo(f"{out}: no such folder to work in", hint=f"mkdir -p {out}")
-    needed, free = nbytes * 21 // 20 + (64 << 20), shutil.disk_usage(out).free
-    if needed > free:
-        raise CannotDo(
-            f"{out}: {needed:,} bytes of disk are needed, {free:,} are free",
-            hint="a smaller --size, or another --out",
-        )
+    if isinstance(out, Path):
+        _require_disk(out, nbytes)
     copies = _HOST_COPIES["accelerator" if here.count else "cpu"]
     memory, available = nbytes * copies + ranks * _RANK_BYTES, memory_available()
     if memory > available:
@@ -43,6 +38,17 @@ def require_room(out: Path, nbytes: int, ranks: int, here: Accelerators) -> None
             hint="a smaller --size",
         )
     _require_device_room(-(-nbytes // ranks), here)
+
+
+def _require_disk(out: Path, nbytes: int) -> None:
+    if not out.is_dir():
+        raise CannotDo(f"{out}: no such folder to work in", hint=f"mkdir -p {out}")
+    needed, free = nbytes * 21 // 20 + (64 << 20), shutil.disk_usage(out).free
+    if needed > free:
+        raise CannotDo(
+            f"{out}: {needed:,} bytes of disk are needed, {free:,} are free",
+            hint="a smaller --size, or another --out",
+        )
 
 
 def _require_device_room(share: int, here: Accelerators) -> None:

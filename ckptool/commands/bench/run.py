@@ -16,14 +16,15 @@ from ckptool.commands.bench.processes import require_proc
 from ckptool.commands.bench.rank import Emit, accelerators_here, run_rank
 from ckptool.commands.bench.report import BenchReport, Settings
 from ckptool.commands.bench.room import require_room
-from ckptool.commands.bench.scratch import scratch, scratch_of_all
+from ckptool.commands.bench.scratch import Folders, scratch, scratch_of_all
 from ckptool.commands.bench.specs import TensorSpec, as_in, by_size, total
 from ckptool.commands.bench.store import Meeting
 from ckptool.commands.bench.strategies import chosen
 from ckptool.commands.bench.strategies.base import version
 from ckptool.commands.bench.task import Task
+from ckptool.commands.bench.uploads import clients, require_savable
 from ckptool.commands.bench_machine import machine, versions
-from ckptool.engine.remote_path import Location
+from ckptool.engine.remote_path import Location, RemotePath
 from ckptool.errors import CannotDo, TransferError
 
 _CPU_RANKS = 2
@@ -46,7 +47,7 @@ class BenchOptions:
 
     size: int
     like: Location | None = None
-    out: Path = Path()
+    out: Location = Path()
     strategies: tuple[str, ...] = ()
     ranks: int | None = None
     repeat: int = 5
@@ -60,6 +61,7 @@ class PreparedBench:
     settings: Settings
     specs: list[TensorSpec]
     names: list[str]
+    out: Location
 
     def run(self, progress: Progress = lambda event: None) -> BenchReport | None:
         """Measure; None on all torchrun ranks but the first.
@@ -84,28 +86,28 @@ class PreparedBench:
         """Have all ranks do the task; whether this process is the one that reports."""
         if _under_torchrun():
             meeting = Meeting()
-            with scratch_of_all(self.settings.folder, meeting) as folders:
+            with scratch_of_all(self.out, meeting) as folders:
                 run_rank(self._task(folders), meeting, emit)
             return meeting.rank == 0
-        with scratch(self.settings.folder) as folders:
+        with scratch(self.out) as folders:
             launch(self._task(folders), self.settings.ranks, emit)
         return True
 
-    def _task(self, folders: list[str]) -> Task:
+    def _task(self, folders: Folders) -> Task:
         told = self.settings
-        scratch, temporary = folders
         saves = told.repeat + 1
-        return Task(self.specs, self.names, saves, told.abort, told.device, scratch, temporary)
+        return Task(self.specs, self.names, saves, told.abort, told.device, *folders)
 
     def _report(self, heard: Heard) -> BenchReport:
         if not heard.results:
             reasons = (heard.failed | heard.left_out).items()
-            told = "\n".join(f"  - {name}: {reason}" for name, reason in reasons)
-            raise TransferError(f"nothing could be measured\n{told}".rstrip())
-        libraries = {name: found for name in _LIBRARIES if (found := version(name))}
+            lines = "\n".join(f"  - {name}: {reason}" for name, reason in reasons)
+            raise TransferError(f"nothing could be measured\n{lines}".rstrip())
+        told = _LIBRARIES if isinstance(self.out, Path) else (*_LIBRARIES, *clients(self.out))
+        libraries = {name: found for name in told if (found := version(name))}
         return BenchReport(
             settings=self.settings,
-            machine=machine(Path(self.settings.folder)),
+            machine=machine(self.out),
             versions={k: v for k, v in versions().items() if k != "cp"} | libraries,
             limits=heard.limits,
             results=tuple(heard.results),
@@ -121,6 +123,8 @@ def prepare_bench(options: BenchOptions) -> PreparedBench:
     ``open_checkpoint`` raises for ``like``.
     """
     names = chosen(options.strategies)
+    if isinstance(options.out, RemotePath):
+        require_savable(options.out, abort=options.abort)
     require_proc()
     _require_torch()
     specs = as_in(options.like) if options.like else by_size(options.size)
@@ -137,7 +141,7 @@ def prepare_bench(options: BenchOptions) -> PreparedBench:
         folder=str(options.out.resolve()),
         abort=options.abort,
     )
-    return PreparedBench(settings, specs, names)
+    return PreparedBench(settings, specs, names, options.out.resolve())
 
 
 def _under_torchrun() -> bool:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from ckptool.commands.bench.specs import TensorSpec, total
+from ckptool.engine.remote_path import Location, location
 
 _PATIENCE = 240.0
 _SLOWEST = 10e6
@@ -20,6 +21,7 @@ _SLACK = 20
 class Task:
     """What the ranks are to do. ``scratch`` is theirs alone; ``temporary`` is their TMPDIR.
 
+    ``store``: the URL that checkpoints are saved below; None to save them in ``scratch``.
     ``write_rate``: bytes a second that all ranks write together, where that is known.
     """
 
@@ -30,6 +32,7 @@ class Task:
     device_type: str
     scratch: str
     temporary: str
+    store: str | None = None
     write_rate: float = _SLOWEST * _SLACK
 
     @staticmethod
@@ -54,6 +57,12 @@ class Task:
     def folder(self, job: str) -> Path:
         """Where a job of the ranks may write."""
         return Path(self.scratch) / job.replace("/", "_")
+
+    def place(self, job: str) -> Location:
+        """Where a job of the ranks saves."""
+        if self.store is None:
+            return self.folder(job)
+        return location(self.store) / job.replace("/", "_")
 
     def log(self, job: str, rank: int) -> Path:
         """Where the words of a job's processes go."""

@@ -58,7 +58,8 @@ class Strategy(Protocol):
 
     ``name`` is ``FAMILY`` or ``FAMILY/VARIANT``, ``says`` what a person would call it.
     ``background`` tells whether training goes on during the save, ``must_wait`` whether the library
-    wants ``Handle.staged`` awaited before the state changes.
+    wants ``Handle.staged`` awaited before the state changes. One that can save to a URL also has
+    ``to_urls = True``; others save to disks only.
     """
 
     name: str
@@ -76,10 +77,13 @@ class Strategy(Protocol):
     def set_up(self, device: Device) -> None:
         """Make ready for the first save; the process group is up."""
 
-    def save(self, state: State, path: Path) -> Handle:
-        """Save to a folder that does not exist yet; all ranks call it at once."""
+    def save(self, state: State, path: Any) -> Handle:
+        """Save to a folder that does not exist yet; all ranks call it at once.
 
-    def load(self, state: State, path: Path) -> State:
+        ``path`` is a ``Path``, or with ``to_urls`` maybe a URL as ``str``.
+        """
+
+    def load(self, state: State, path: Any) -> State:
         """Load a checkpoint back as the library does it; ``state`` is zeros, to load into."""
 
     def finish(self) -> None:
@@ -139,6 +143,7 @@ class Basis:
     library = "torch"
     background = False
     must_wait = False
+    to_urls = False
 
     def unavailable(self, place: Place) -> str | None:
         """Nothing stands against it."""

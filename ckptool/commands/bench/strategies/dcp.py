@@ -12,21 +12,22 @@ class DcpSync(Basis):
 
     name = "dcp-sync"
     says = "DCP's synchronous save"
+    to_urls = True
 
-    def save(self, state: State, path: Path) -> Written:
-        """Plan together, write, commit the metadata."""
+    def save(self, state: State, path: Path | str) -> Written:
+        """Plan together, write, commit the metadata; torch writes to URLs by fsspec."""
         from torch.distributed.checkpoint.state_dict_saver import save
 
         save(state, checkpoint_id=path)
         return Written()
 
-    def load(self, state: State, path: Path) -> State:
+    def load(self, state: State, path: Path | str) -> State:
         """Load into ``state``, each rank its shards."""
         return load_dcp(state, path)
 
 
-def load_dcp(state: State, path: Path) -> State:
-    """``torch.distributed.checkpoint.load`` into ``state``."""
+def load_dcp(state: State, path: Path | str) -> State:
+    """``torch.distributed.checkpoint.load`` into ``state``; torch reads URLs by fsspec."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
     load(state, checkpoint_id=path)

@@ -39,6 +39,7 @@ class DcpAsync(Basis):
     staging: str
     cached: bool
     background = True
+    to_urls = True
 
     def __post_init__(self) -> None:
         suffix = "+cached" if self.cached else ""
@@ -79,7 +80,7 @@ class DcpAsync(Basis):
             )
         )
 
-    def save(self, state: State, path: Path) -> Handle:
+    def save(self, state: State, path: Path | str) -> Handle:
         """Stage, and leave the rest to the thread or process."""
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
         from torch.distributed.checkpoint.state_dict_saver import (
@@ -100,7 +101,7 @@ class DcpAsync(Basis):
             return Pending(told.upload_completion, told.staging_completion)
         return Pending(told)
 
-    def load(self, state: State, path: Path) -> State:
+    def load(self, state: State, path: Path | str) -> State:
         """As DCP loads."""
         return load_dcp(state, path)
 

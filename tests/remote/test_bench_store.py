@@ -1,0 +1,84 @@
+"""``ckptool bench --out URL``: saves to a store are measured, and nothing of them stays there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from store_server import S3, Environ, answer, s3, server, some  # the fixtures
+
+from ckptool.commands.bench.uploads import emptied, listed
+from ckptool.engine.remote_path import RemotePath
+from ckptool.errors import CkptoolError
+
+KEPT = {"run/mine": b"mine", "run/work-too/mine": b"mine"}
+
+
+def test_saves_to_a_store_are_measured_and_removed(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    s3.fs.pipe({f"{s3.bucket}/{key}": data for key, data in KEPT.items()})
+    chosen = "dcp-async-thread/default,torch-save"
+    words = ["--size", "1MB", "--ranks", "2", "--repeat", "1", "--strategies", chosen, "--json"]
+    command = [sys.executable, "-m", "ckptool", "bench", "--out", s3.url("run"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["left_out"] == {"torch-save": "saves to disks only"}
+    assert told["failed"] == {}
+    assert told["settings"]["folder"] == s3.url("run")
+    assert {"fsspec", "s3fs"} <= set(told["versions"])
+    assert told["limits"]["write"] is None
+    assert told["limits"]["upload"] > 0
+    [row] = told["strategies"]
+    assert row["name"] == "dcp-async-thread/default"
+    assert row["consistency"]["verdict"] == "consistent"
+    assert told["settings"]["nbytes"] <= row["disk"]["bytes"] < 2 * told["settings"]["nbytes"]
+    assert row["disk"]["files"] == 3
+    assert row["durable"]["median"] >= row["written"]["median"] > 0
+    assert row["durable"]["of_limit"] > 0
+    written = {one.path.rpartition("/")[2] for one in s3.requests if one.method == "PUT"}
+    assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} <= written
+    assert s3.get("") == KEPT
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_saved_and_what_was_begun_is_removed_after_an_interruption(s3: S3) -> None:
+    s3.fs.pipe({f"{s3.bucket}/{key}": data for key, data in KEPT.items()})
+    mine = s3.fs.call_s3("create_multipart_upload", Bucket=s3.bucket, Key="run/work-too/begun")
+    with pytest.raises(KeyboardInterrupt):
+        save_until_interrupted(s3)
+    assert s3.get("") == KEPT
+    assert [one["UploadId"] for one in s3.uploads()] == [mine["UploadId"]]
+
+
+def save_until_interrupted(s3: S3) -> None:
+    with emptied(RemotePath.parse(s3.url("run/work"))) as place:
+        (place / "save-0" / "__0_0.distcp").write_bytes(b"half")
+        s3.fs.call_s3("create_multipart_upload", Bucket=s3.bucket, Key="run/work/save-0/begun")
+        assert listed(place) == {"save-0/__0_0.distcp": 4}
+        raise KeyboardInterrupt
+
+
+def is_write(environ: Environ) -> bool:
+    return environ["REQUEST_METHOD"] == "PUT"
+
+
+def is_removal(environ: Environ) -> bool:
+    return environ["REQUEST_METHOD"] == "DELETE" or "delete" in environ["QUERY_STRING"]
+
+
+@pytest.mark.parametrize(
+    ("denied", "said"), [(is_write, "cannot be written to"), (is_removal, "cannot be removed")]
+)
+def test_a_place_that_cannot_be_written_or_emptied_is_refused_first(
+    denied: Callable[[Environ], bool], said: str, s3: S3
+) -> None:
+    s3.fault = some(answer("403 Forbidden", "AccessDenied"), denied)
+    with pytest.raises(CkptoolError, match=said), emptied(RemotePath.parse(s3.url("run/work"))):
+        pytest.fail("began to measure")
