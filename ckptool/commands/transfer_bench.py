@@ -138,7 +138,7 @@ def transfer_bench(
     opened, nbytes, dcp = (None, size, True) if source is None else _given(source)
     _require_space(workdir, nbytes, generated=source is None)
     with tempfile.TemporaryDirectory(prefix="ckptool-bench-", dir=workdir) as scratch:
-        paths = _paths(opened, size, Path(scratch), has_torch, progress)
+        paths = _paths(rows, opened, size, Path(scratch), has_torch, progress)
         todo, left_out = _possible(rows, paths, has_torch=has_torch, dcp=dcp)
         results = _measure(todo, paths, repeat, left_out, progress)
         there = Path(paths["{source}"])
@@ -184,7 +184,12 @@ def _require_space(workdir: Path, nbytes: int, *, generated: bool) -> None:
 
 
 def _paths(
-    opened: Path | None, size: int, scratch: Path, has_torch: bool, progress: Progress
+    rows: tuple[Row, ...],
+    opened: Path | None,
+    size: int,
+    scratch: Path,
+    has_torch: bool,
+    progress: Progress,
 ) -> dict[str, str]:
     """What the placeholders of the rows stand for; checkpoints that are not there are written."""
     outputs = scratch / "outputs"
@@ -196,10 +201,14 @@ def _paths(
         wanted = {}
     if has_torch:
         wanted["{light}"] = _LIGHT_BYTES
+    used = {word for row in rows for word in row.command}
+    if has_torch and "{many}" in used:
         progress("writing what 64 ranks save of 1,000 tensors")
         paths["{many}"] = str(scratch / "many")
         run_sample((*TORCH_SIDE, "write-many", paths["{many}"]))
     for mark, nbytes in wanted.items():
+        if mark not in used and mark != "{source}":
+            continue
         progress(f"writing a checkpoint of {nbytes:,} bytes with torch on {RANKS} gloo ranks")
         paths[mark] = str(scratch / mark.strip("{}"))
         task = "write-wide" if mark == "{wide}" else "write"

@@ -25,7 +25,12 @@ from ckptool.errors import CannotDo, TransferError
 from ckptool.render.transfer_bench import show_transfer_bench, transfer_bench_json
 
 SIZE = 4_000_000
-MEASURED = tuple(row for row in ROWS if not row.name.startswith("plan "))
+ALIKE = (
+    *("plan ", "dcp.load, row shards", "dcp.load, columns,", "verify, 1,000 tensors"),
+    *("reshard --mesh 2x4, a quarter", "reshard --mesh 2x4, three", "inspect, 1,000 tensors"),
+)
+"""How rows begin that differ from others in size or dim alone."""
+MEASURED = tuple(row for row in ROWS if not row.name.startswith(ALIKE))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +69,7 @@ def test_light_commands_leave_torch_alone(report: TransferBenchReport) -> None:
 
 def test_loads_tell_what_they_read(report: TransferBenchReport) -> None:
     read = {one.row.name: one.read_bytes for one in report.results if one.row.measure == "load"}
-    assert len(read) == 6
+    assert len(read) == 2
     assert all(nbytes >= SIZE / 2 for nbytes in read.values())
     ours, theirs = (
         f"dcp.load, columns of long rows, {who} reader" for who in ("ckptool's", "torch's")

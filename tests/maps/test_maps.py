@@ -27,7 +27,7 @@ WEIGHT = "layers.0.feed_forward.w1.weight"
 
 
 def state(family: str = "llama3", side: str = "trainer") -> dict[str, torch.Tensor]:
-    return {n: torch.from_numpy(a).float() for n, a in recorded(family)[side].items()}
+    return {n: torch.from_numpy(a).float() for n, a in sorted(recorded(family)[side].items())}
 
 
 def save(folder: Path, content: dict[str, Any]) -> Path:
@@ -343,9 +343,9 @@ def test_an_expert_that_is_missing_is_named(out: Path) -> None:
 
 def test_a_number_past_all_reason_is_refused_at_once(out: Path) -> None:
     hf = state("qwen3_moe", "hf")
-    hf["model.layers.1.mlp.experts.999999999.up_proj.weight"] = torch.zeros(4, 8)
+    hf["model.layers.1.mlp.experts.999999999.down_proj.weight"] = torch.zeros(8, 4)
     error = refusal(mapped, save(out / "a", hf), out / "b", MapOptions("torchtitan-qwen3"))
-    assert "experts.5.up_proj.weight, and 999,999,993 more" in error.message
+    assert "experts.5.down_proj.weight, and 999,999,993 more" in error.message
 
 
 @pytest.mark.parametrize(
