@@ -7,18 +7,16 @@ never looks at: where all that it did look at is the same, so is what it found.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import starmap
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptool.formats._zip import Region, ZipRecord
+from ckptool.formats._zip import CRC32_NBYTES, Region, ZipRecord
 
 if TYPE_CHECKING:
     from ckptool.formats._torch_file import TorchFile
 
-_CRC32 = struct.Struct("<L")
 _MOST_SIZES, _MOST_OF_A_SIZE = 256, 4
 
 _Spans = tuple[tuple[int, int], ...]
@@ -48,7 +46,7 @@ class _Known(NamedTuple):
 
     def again(self, region: Region) -> TorchFile:
         """What another archive holds of which the same was read."""
-        crcs = {key: _crc(region, at) for key, at in self.noted.items()}
+        crcs = {key: region.crc32_at(at) for key, at in self.noted.items()}
         are_checked = any(crcs.values())
         moved = region.offset - self.offset
         storages = {
@@ -68,7 +66,7 @@ _KNOWN: dict[int, list[_Known]] = {}
 def known(region: Region) -> TorchFile | None:
     """What the archive in a region holds, where one that is alike was read before."""
     for one in _KNOWN.get(region.nbytes, ()):
-        if _bytes(region, one.spans) == one.read:
+        if region.joined(one.spans) == one.read:
             return one.again(region)
     return None
 
@@ -87,21 +85,13 @@ def learn(
     if len(alike) < _MOST_OF_A_SIZE:
         noted = {key: record.noted for key, record in storages.items()}
         spans = _spans(traced.spans, {*noted.values(), *(record.noted for record in others)})
-        alike.append(_Known(spans, _bytes(traced, spans), file, traced.offset, noted))
-
-
-def _crc(region: Region, at: int) -> int:
-    return int(_CRC32.unpack(region.read(at, _CRC32.size))[0])
-
-
-def _bytes(region: Region, spans: _Spans) -> bytes:
-    return b"".join([region.read(start, end - start) for start, end in spans])
+        alike.append(_Known(spans, traced.joined(spans), file, traced.offset, noted))
 
 
 def _spans(read: Iterable[tuple[int, int]], free: Iterable[int]) -> _Spans:
     """All bytes that were read, each once and in order, but for the CRC-32 at each of ``free``."""
     held = {at for start, end in read for at in range(start, end)}
-    held -= {at for start in free for at in range(start, start + _CRC32.size)}
+    held -= {at for start in free for at in range(start, start + CRC32_NBYTES)}
     starts = sorted(at for at in held if at - 1 not in held)
     ends = sorted(at + 1 for at in held if at + 1 not in held)
     return tuple(zip(starts, ends, strict=True))

@@ -22,6 +22,7 @@ IN_EXTRA = 0xFFFFFFFF
 LOCAL = struct.Struct("<4s5H3L2H")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _CRC32_AT = 16
+CRC32_NBYTES = 4
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
@@ -55,6 +56,14 @@ class Region:
         low, high = len(self._head), self.nbytes - len(self._tail)
         far = (start for start in starts if low <= start < high)
         self.source.expect((self.file, self.offset + start, LOCAL.size) for start in far)
+
+    def joined(self, spans: Iterable[tuple[int, int]]) -> bytes:
+        """The bytes from each start to its end, one after another."""
+        return b"".join([self.read(start, end - start) for start, end in spans])
+
+    def crc32_at(self, start: int) -> int:
+        """The CRC-32 that is noted there."""
+        return int.from_bytes(self.read(start, CRC32_NBYTES), "little")
 
     def read(self, start: int, nbytes: int) -> bytes:
         """``nbytes`` from ``start`` bytes into the region; Damaged beyond its end."""

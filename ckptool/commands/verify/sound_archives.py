@@ -6,15 +6,13 @@ byte but for these: what was looked at in the one need not be looked at in the n
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import starmap
 from typing import NamedTuple
 
-from ckptool.formats._zip import STREAMED, Region, ZipRecord
+from ckptool.formats._zip import CRC32_NBYTES, STREAMED, Region, ZipRecord
 
-_CRC32 = struct.Struct("<L")
 _IN_LOCAL_HEADER = 14
 _DESCRIPTOR = b"PK\x07\x08"
 _MOST_SIZES, _MOST_OF_A_SIZE, _MOST_RECORDS = 256, 4, 32
@@ -44,17 +42,17 @@ class SoundArchives:
         if is_full or len(records) > _MOST_RECORDS:
             return
         loose = tuple((record, _noted(region, record)) for record in records if _is_loose(record))
-        free = [(at, at + _CRC32.size) for _, noted in loose for at in noted]
+        free = [(at, at + CRC32_NBYTES) for _, noted in loose for at in noted]
         free += [(record.offset, record.offset + record.stored) for record, _ in loose]
         spans = tuple(_between(sorted(free), region.nbytes))
-        stated = all(_crc(region, at) == record.crc32 for record, noted in loose for at in noted)
+        stated = all(region.crc32_at(at) == record.crc32 for record, noted in loose for at in noted)
         if stated and all(starmap(region.is_at_hand, spans)):
-            self._known[region.nbytes] = [*alike, _Sound(spans, _bytes(region, spans), loose)]
+            self._known[region.nbytes] = [*alike, _Sound(spans, region.joined(spans), loose)]
 
     def again(self, region: Region) -> list[ZipRecord] | None:
         """What must still be read of an archive that is alike; None where none is known."""
         for known in self._known.get(region.nbytes, ()):
-            if _bytes(region, known.spans) == known.fixed:
+            if region.joined(known.spans) == known.fixed:
                 found = [_as_here(region, *loose) for loose in known.loose]
                 return None if None in found else [record for record in found if record]
         return None
@@ -76,16 +74,8 @@ def _noted(region: Region, record: ZipRecord) -> tuple[int, ...]:
 
 def _as_here(region: Region, record: ZipRecord, noted: tuple[int, ...]) -> ZipRecord | None:
     """The record with the CRC-32 of this archive, if all places state one."""
-    first, *others = (_crc(region, at) for at in noted)
+    first, *others = (region.crc32_at(at) for at in noted)
     return replace(record, crc32=first) if all(other == first for other in others) else None
-
-
-def _crc(region: Region, at: int) -> int:
-    return int(_CRC32.unpack(region.read(at, _CRC32.size))[0])
-
-
-def _bytes(region: Region, spans: Iterable[tuple[int, int]]) -> bytes:
-    return b"".join([region.read(start, end - start) for start, end in spans])
 
 
 def _between(free: Iterable[tuple[int, int]], nbytes: int) -> Iterator[tuple[int, int]]:
