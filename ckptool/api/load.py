@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 from ckptool.api.checkpoint import Checkpoint, checkpoint_at
 from ckptool.api.collecting import no_collecting
@@ -20,9 +20,6 @@ from ckptool.api.values import rebuilt
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.errors import CannotDo
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True, repr=False)
