@@ -178,7 +178,8 @@ def flat_name(path: Path) -> str:
 class TensorEntry:
     """One tensor: global shape, element type, and the chunks that tile it.
 
-    ``stored`` is the element type in the files where a rewrite asks for another ``dtype``.
+    ``stored`` is the element type in the files where a rewrite asks for another ``dtype``; ``part``
+    is ``model``, ``optimizer`` or ``other`` where that was decided from the whole catalog.
     """
 
     name: str
@@ -189,6 +190,7 @@ class TensorEntry:
     placements: tuple[Placement, ...] | None = None
     mesh: Mesh | None = None
     stored: DType | None = None
+    part: str | None = None
 
     @property
     def source_dtype(self) -> DType:
@@ -207,11 +209,15 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class ObjectEntry:
-    """A non-tensor value. ``value`` is plain data or holds inert pickle records."""
+    """A non-tensor value. ``value`` is plain data or holds inert pickle records.
+
+    ``part`` is as a tensor's.
+    """
 
     name: str
     path: Path
     value: Any
+    part: str | None = None
 
 
 class Unread:
@@ -232,9 +238,12 @@ class Catalog:
     ``declared`` or ``inferred``. ``notes`` are things a person should know that stop nothing;
     ``conflicts`` are the names that cannot be read because ranks contradict one another, and why.
     ``companions`` are files that belong to the model but hold no tensor (config.json, tokenizer),
-    with their sizes in bytes. ``archives`` are the torch.save archives inside larger files, opened
-    or not, those of values included. ``named`` is what its metadata files, pickles all, name: for
-    each file, module and name of classes and functions, and the byte where each first is.
+    with their sizes in bytes. ``copies`` are files that hold again what others do and are not read.
+    ``bare`` are those of ``files`` without a structure of their own: elements lie in them where
+    metadata says, whatever their first bytes or their names look like. ``archives`` are the
+    torch.save archives inside larger files, opened or not, those of values included. ``named`` is
+    what its metadata files, pickles all, name: for each file, module and name of classes and
+    functions, and the byte where each first is.
 
     ``info`` is what the files record of their making, as short texts, and nothing that is only
     likely. ``writer`` is the code that wrote the files; ``framework`` what trained or serves the
@@ -256,6 +265,8 @@ class Catalog:
     notes: tuple[str, ...] = ()
     conflicts: dict[str, str] = field(default_factory=dict)
     companions: dict[str, int] = field(default_factory=dict)
+    copies: frozenset[str] = frozenset()
+    bare: frozenset[str] = frozenset()
     archives: tuple[Item, ...] = ()
     named: dict[str, dict[tuple[str, str], int]] = field(default_factory=dict)
 

@@ -72,7 +72,7 @@ def framed(catalog: Catalog, known: Known, known_state: Known) -> tuple[Framed, 
 
 
 def _by_part(catalog: Catalog) -> tuple[list[str], list[str]]:
-    model = [n for n, e in catalog.tensors.items() if part_of(n, e.path) == "model"]
+    model = [n for n, e in catalog.tensors.items() if part_of(e) == "model"]
     mine = set(model)
     others = [n for n in catalog.tensors if n not in mine]
     return model, [*others, *catalog.objects]

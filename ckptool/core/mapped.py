@@ -237,7 +237,7 @@ class _Application:
         left = [
             name
             for name, entry in self._catalog.tensors.items()
-            if name not in handled and part_of(name, entry.path) == "optimizer"
+            if name not in handled and part_of(entry) == "optimizer"
         ]
         refused = [*self._refused, *left]
         if refused:
@@ -268,7 +268,7 @@ class _Application:
 
 def _is_list_of_names(entry: ObjectEntry) -> bool:
     """Whether a value of the optimizer is a list of texts."""
-    if part_of(entry.name, entry.path) != "optimizer" or not isinstance(entry.value, list | tuple):
+    if part_of(entry) != "optimizer" or not isinstance(entry.value, list | tuple):
         return False
     return bool(entry.value) and all(isinstance(item, str) for item in entry.value)
 

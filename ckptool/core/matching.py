@@ -98,7 +98,7 @@ class Matcher:
 
 def kinds_of(catalog: Catalog) -> frozenset[str]:
     """The model's names with ``#`` for each number; there are few, however many the tensors."""
-    names = [n for n, e in catalog.tensors.items() if part_of(n, e.path) == "model"]
+    names = [n for n, e in catalog.tensors.items() if part_of(e) == "model"]
     return frozenset(found[0] if (found := abstract(name)) else name for name in names)
 
 

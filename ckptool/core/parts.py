@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TypeVar
 
-from ckptool.core.catalog import Catalog, Path
+from ckptool.core.catalog import Catalog, ObjectEntry, Path, TensorEntry
 
 PARTS = ("model", "optimizer", "other")
 
-_OPTIMIZER = re.compile(
-    r"(optim|optimizer|optimizers|optimizer_states?|opt|adam|chained)(_?\d+)?"
-    r"|fp32|exp_avg|exp_avg_sq|exp_inf|max_exp_avg_sq|momentum_buffer|square_avg"
-)
+_KIND = "fp32|exp_avg|exp_avg_sq|exp_inf|max_exp_avg_sq|momentum_buffer|square_avg"
+_KINDS = re.compile(_KIND)
+_STATE_DICT = r"(\w*_)?optim(izers?)?([A-Z_0-9]\w*)?"
+"""A step that holds an optimizer's state dict, such as ``optimizer_state_dict`` and ``optimG``."""
+_OPTIMIZER = re.compile(rf"{_STATE_DICT}|(opt|adam|chained)(_?\d+)?|{_KIND}")
 _OTHER = re.compile(
-    r"(lr_?)?schedulers?(_\d+)?|lr_scheduler(_\d+)?|train_state|train|trainer|dataloader|data_loader"
+    r"(\w*_)?schedulers?([A-Z_0-9]\w*)?|train_state|train|trainer|dataloader|data_loader"
     r"|rng(_state)?|rng_states|extra_state|random_states|scaler|loss_scaler|sampler|meta|callbacks"
     r"|opt_param_scheduler|rerun_state_machine|checkpoint_version|iteration|content_metadata"
     r"|loops|step|epoch|global_step|config|cfg|args|progress|stateful|metrics|client_state"
@@ -22,16 +26,144 @@ _OTHER = re.compile(
     r"|universal_checkpoint_info|data_sampler|random_ltd|shared_params|num_experts"
 )
 _WRAPPER = re.compile(r"model|models|state_dict|model_state_dict|module|network|net|actor|ema")
+_OF_AN_OPTIMIZER = re.compile(
+    rf"(.+\.)?{_STATE_DICT}(\.[^.]+)?\.(state|param_groups|base_optimizer_state)(\..+)?"
+    rf"|(.+\.)?state\..+\.({_KIND}|step)"
+)
+"""Names that say it in their middle: a state dict of an optimizer lies somewhere in another."""
+_GROUPS = ".param_groups"
+_OF_A_LAYER = re.compile(r".+\.(weight|bias|running_mean|running_var|num_batches_tracked)")
 
 
-def part_of(name: str, path: Path) -> str:
-    """``model``, ``optimizer`` or ``other``, by the first step of a name."""
+def part_of(entry: TensorEntry | ObjectEntry) -> str:
+    """``model``, ``optimizer`` or ``other``: as the whole catalog shows it, else by the name."""
+    return entry.part or part_of_name(entry.name, entry.path)
+
+
+def part_of_name(name: str, path: Path) -> str:
+    """``model``, ``optimizer`` or ``other``, by a name alone."""
     first = (str(path[0]) if path else name).partition(".")[0].partition("@")[0]
-    if _OPTIMIZER.fullmatch(first):
+    return _part_of_step(first) or ("optimizer" if _is_of_optimizer(name) else "model")
+
+
+def _is_of_optimizer(name: str) -> bool:
+    return "state" in name and _OF_AN_OPTIMIZER.fullmatch(name) is not None
+
+
+def _part_of_step(step: str) -> str | None:
+    if _OPTIMIZER.fullmatch(step):
         return "optimizer"
-    if _OTHER.fullmatch(first):
-        return "other"
-    return "model"
+    return "other" if _OTHER.fullmatch(step) else None
+
+
+# What the whole catalog shows
+
+Entry = TypeVar("Entry", TensorEntry, ObjectEntry)
+
+
+def with_parts(catalog: Catalog) -> Catalog:
+    """The catalog with the ``part`` of its entries where their names do not tell it."""
+    return _parted(catalog, _unlike_their_names(catalog))
+
+
+def with_every_part(catalog: Catalog) -> Catalog:
+    """The catalog with the ``part`` of each entry, which stays known when names change.
+
+    Masters are the model where they are its only weights.
+    """
+    parts = {name: part_of(entry) for name, entry in catalog.tensors.items()}
+    parts |= {name: part_of(entry) for name, entry in catalog.objects.items()}
+    return _parted(catalog, parts | dict.fromkeys(weights(catalog), "model"))
+
+
+def _parted(catalog: Catalog, parts: Mapping[str, str]) -> Catalog:
+    if not parts:
+        return catalog
+    return replace(
+        catalog, tensors=_marked(catalog.tensors, parts), objects=_marked(catalog.objects, parts)
+    )
+
+
+def _marked(entries: Mapping[str, Entry], parts: Mapping[str, str]) -> dict[str, Entry]:
+    return {
+        name: replace(entry, part=parts[name]) if name in parts else entry
+        for name, entry in entries.items()
+    }
+
+
+def _unlike_their_names(catalog: Catalog) -> dict[str, str]:
+    """The part of each tensor and value that its name alone does not tell."""
+    found: dict[str, str] = {}
+    groups: dict[str, list[str]] = defaultdict(list)
+    for entries in (catalog.tensors, catalog.objects):
+        for name, entry in entries.items():
+            if entry.part is None:
+                groups[_head(name)].append(name)
+    for head, names in groups.items():
+        if _part_of_step(head) is None:
+            found |= _inside_container(head, names)
+        elif _is_of_model(head, names, groups, catalog):
+            found |= dict.fromkeys(names, "model")
+    return found | dict.fromkeys(_beside_param_groups(catalog), "optimizer")
+
+
+def _inside_container(head: str, names: list[str]) -> dict[str, str]:
+    """The parts of a state dict that holds a model and an optimizer, as one of several or alone.
+
+    Composer saves ``state.model`` and ``state.optimizers``, torch's own tutorial ``app.model`` and
+    ``app.optim``.
+    """
+    inner = {name: _head(name[len(head) + 1 :]) for name in names}
+    steps = set(inner.values())
+    has_optimizer = any(_part_of_step(s) == "optimizer" and not _KINDS.fullmatch(s) for s in steps)
+    if not has_optimizer or not any(map(_WRAPPER.fullmatch, steps)):
+        return {}
+    return {name: _part_of_step(step) or "model" for name, step in inner.items()}
+
+
+def _beside_param_groups(catalog: Catalog) -> Iterator[str]:
+    """The tensors of ``X.state`` where there is ``X.param_groups``: an optimizer's, whatever X."""
+    names = (name for entries in (catalog.objects, catalog.tensors) for name in entries)
+    found = {f".{name}".partition(_GROUPS)[0] for name in names if _GROUPS in f".{name}"}
+    heads = tuple(f"{head}.state."[1:] for head in found)
+    return (name for name in catalog.tensors if heads and name.startswith(heads))
+
+
+def _is_of_model(
+    head: str, names: list[str], groups: Mapping[str, list[str]], catalog: Catalog
+) -> bool:
+    """Whether a module or a parameter of the model is called as other checkpoints call a part."""
+    if not all(name in catalog.tensors for name in names):
+        return False
+    if _KINDS.fullmatch(head):
+        return not _is_state(head, names, groups, catalog)
+    if catalog.objects or any(map(_WRAPPER.fullmatch, groups)):
+        return False
+    if names == [head]:
+        return _part_of_step(head) == "optimizer"
+    return all(_OF_A_LAYER.fullmatch(n) and not _is_of_optimizer(n) for n in names)
+
+
+def _is_state(
+    head: str, names: list[str], groups: Mapping[str, list[str]], catalog: Catalog
+) -> bool:
+    """Whether ``exp_avg.NAME`` and the like stand for a parameter that other names stand for too.
+
+    They do as well where nothing but such state is there, and what DeepSpeed saves beside it.
+    """
+    if names == [head]:
+        return False
+    if all(_part_of_step(_head(n)) or _head(n) in _OF_A_MODULE for n in catalog.tensors):
+        return True
+    kinds = [kind for kind in (*groups, "model.module") if kind != head and _is_prefix(kind)]
+    tails = (name[len(head) + 1 :] for name in names)
+    alike = (other for tail in tails for other in (tail, *(f"{kind}.{tail}" for kind in kinds)))
+    return any(other in catalog.tensors for other in alike)
+
+
+def _is_prefix(step: str) -> bool:
+    known = _KINDS.fullmatch(step) or _WRAPPER.fullmatch(step) or step in _OF_A_MODULE
+    return bool(known) or step == "model.module"
 
 
 _MASTERS = "fp32"
@@ -43,7 +175,7 @@ def weights(catalog: Catalog) -> list[str]:
 
     DeepSpeed's ZeRO 3 saves no weights but the masters, ``fp32.<parameter>``.
     """
-    names = [n for n, e in catalog.tensors.items() if part_of(n, e.path) == "model"]
+    names = [n for n, e in catalog.tensors.items() if part_of(e) == "model"]
     if {_head(name) for name in names} <= _OF_A_MODULE - {"module"}:
         names += [name for name in catalog.tensors if _head(name) == _MASTERS]
     return names
@@ -51,16 +183,27 @@ def weights(catalog: Catalog) -> list[str]:
 
 def model_prefixes(catalog: Catalog) -> tuple[str, ...]:
     """The steps that wrap the names of the model's tensors; empty where nothing wraps them."""
-    heads = {_head(name) for name in weights(catalog)}
+    names = weights(catalog)
+    heads = {_head(name) for name in names}
     everything = {_head(name) for name in catalog.tensors}
     if heads <= _OF_A_MODULE | {_MASTERS} and everything & {_MASTERS, "frozen", "buffer"}:
         return tuple(sorted(heads))
-    prefix = model_prefix(catalog)
+    prefix = model_prefix(catalog) or _prefix_in_container(names, catalog)
     return (prefix,) if prefix else ()
 
 
+def _prefix_in_container(names: Collection[str], catalog: Catalog) -> str | None:
+    """``app.model`` where a model is wrapped so, beside what is none of it."""
+    if len(names) == len(catalog.tensors) or not names:
+        return None
+    wrappers = {".".join(name.split(".")[:2]) for name in names if name.count(".") > 1}
+    wrapper = next(iter(wrappers)) if len(wrappers) == 1 else ""
+    is_whole = all(name.startswith(wrapper + ".") for name in names)
+    return wrapper if is_whole and _WRAPPER.fullmatch(wrapper.rpartition(".")[2]) else None
+
+
 def _head(name: str) -> str:
-    return name.partition(".")[0]
+    return name.partition(".")[0].partition("@")[0]
 
 
 def model_prefix(catalog: Catalog) -> str | None:
@@ -69,8 +212,7 @@ def model_prefix(catalog: Catalog) -> str | None:
     A name such as Hugging Face's ``model.layers.0`` is no wrapped one: the step must be a level
     of its own in the nested state dict, or the checkpoint must hold more than a model.
     """
-    tensors = catalog.tensors.values()
-    paths = [entry.path for entry in tensors if part_of(entry.name, entry.path) == "model"]
+    paths = [entry.path for entry in _of_model(catalog)]
     first = {str(path[0]) for path in paths}
     if len(first) == 1 and all(len(path) > 1 for path in paths):
         wrapper = next(iter(first))
@@ -80,6 +222,10 @@ def model_prefix(catalog: Catalog) -> str | None:
     heads = {str(path[0]).partition(".")[0] for path in paths if len(path) == 1}
     wrapper = next(iter(heads)) if len(heads) == 1 and len(paths) else ""
     return wrapper if _WRAPPER.fullmatch(wrapper) and not _is_flat(paths) else None
+
+
+def _of_model(catalog: Catalog) -> Iterator[TensorEntry]:
+    return (entry for entry in catalog.tensors.values() if part_of(entry) == "model")
 
 
 def _is_flat(paths: Iterable[Path]) -> bool:

@@ -25,6 +25,7 @@ _KINDS = {
     "by torch (int_repr)": re.compile(r"(.*\.)?int_repr"),
     "HQQ": re.compile(r".*\.W_q"),
 }
+_DEEPEST = 3
 _PACKED = re.compile(r"(.*)\.qweight")
 
 
@@ -81,8 +82,37 @@ def kinds(catalog: Catalog) -> dict[str, int]:
 
 
 def quantised_names(catalog: Catalog) -> set[str]:
-    """The names of quantised tensors with known scales, and of the scales."""
-    return {entry.name for pair in pairs(catalog) for entry in (pair.values, pair.scales)}
+    """The names of quantised tensors and of their scales, also where no numbers are made of them.
+
+    Of a module that is quantised in another way than by pairs, that is all but its bias.
+    """
+    found = {entry.name for pair in pairs(catalog) for entry in (pair.values, pair.scales)}
+    modules = {_module(name) for name in catalog.tensors if _is_marked(name)} - {""}
+    if not modules:
+        return found
+    return found | {
+        name
+        for name in catalog.tensors
+        if not name.endswith(".bias") and not modules.isdisjoint(_parents(name))
+    }
+
+
+def _is_marked(name: str) -> bool:
+    patterns = (*_KINDS.values(), _PACKED)
+    return any(pattern.fullmatch(name) for pattern in patterns)
+
+
+def _module(name: str) -> str:
+    """The module that a name of a quantised tensor belongs to."""
+    head, state, _ = name.partition(".weight.quant_state.")
+    return head if state else name.rpartition(".")[0]
+
+
+def _parents(name: str) -> Iterator[str]:
+    """The names that a name lies in, from the nearest."""
+    for _ in range(_DEEPEST):
+        name = name.rpartition(".")[0]
+        yield name
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,14 @@
-"""Catalog -> catalog: select, drop, rename, cast. No byte is moved."""
+"""Catalog -> catalog: select, drop, rename. No byte is moved."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from ckptool.core.catalog import Catalog, Index, Path, RankStep, TensorEntry, flat_name
-from ckptool.core.dtype import DType
-from ckptool.errors import UsageError
+from ckptool.core.catalog import Catalog, Index, ObjectEntry, Path, RankStep, TensorEntry, flat_name
+from ckptool.errors import Problem, UsageError
 
 
 def matches(name: str, globs: Sequence[str]) -> bool:
@@ -46,8 +45,9 @@ def _require_used(catalog: Catalog, globs: Sequence[str], option: str) -> None:
 
 
 def is_used(catalog: Catalog, glob: str) -> bool:
-    """Whether a glob matches any name of a catalog."""
-    names = (*catalog.tensors, *catalog.objects, *catalog.conflicts)
+    """Whether a glob matches any name of a catalog, be it of a tensor that is not read."""
+    unread = [n.tensor for n in catalog.notes if isinstance(n, Problem) and n.tensor]
+    names = (*catalog.tensors, *catalog.objects, *catalog.conflicts, *unread)
     return any(fnmatchcase(name, glob) for name in names)
 
 
@@ -120,29 +120,54 @@ def renamed_path(path: Path, new: str) -> Path:
     return (*path[:head], *((middle,) if middle else ()), *path[tail:])
 
 
-def with_whole_lists(catalog: Catalog) -> Catalog:
-    """With the steps into a list of which positions were left out as names.
+_Entry = TensorEntry | ObjectEntry
 
-    torch's loader (2.13) rebuilds lists by position and finds no key where one is missing.
+
+def with_loadable_paths(catalog: Catalog) -> Catalog:
+    """With the paths under which torch's DCP loader (2.4 to 2.15) rebuilds every entry's name.
+
+    It makes a dict of all and flattens that again. So a list at the root, or one of which positions
+    were left out, becomes a dict of positions; and what lies at the root itself, under an empty
+    key, or at a path that another entry has the name of, lies under its name.
     """
     positions: dict[Path, set[int]] = {}
-    paths = [entry.path for entry in catalog.tensors.values()]
-    for path in (*paths, *(entry.path for entry in catalog.objects.values())):
-        for at, step in enumerate(path):
+    entries = _entries(catalog)
+    for entry in entries:
+        for at, step in enumerate(entry.path):
             if isinstance(step, Index):
-                positions.setdefault(path[:at], set()).add(step.position)
-    broken = {head for head, seen in positions.items() if seen != set(range(len(seen)))}
-    if not broken:
+                positions.setdefault(entry.path[:at], set()).add(step.position)
+    broken = {head for head, seen in positions.items() if not head or seen != set(range(len(seen)))}
+    if not broken and all(flat_name(entry.path) == entry.name for entry in entries):
         return catalog
 
-    def mended(path: Path) -> Path:
+    def path_of(entry: _Entry) -> Path:
+        if flat_name(entry.path) != entry.name:
+            return (entry.name,)
+        path = entry.path
         return tuple(str(s) if path[:at] in broken else s for at, s in enumerate(path))
 
     return replace(
         catalog,
-        tensors={n: replace(e, path=mended(e.path)) for n, e in catalog.tensors.items()},
-        objects={n: replace(e, path=mended(e.path)) for n, e in catalog.objects.items()},
+        tensors={n: replace(e, path=path_of(e)) for n, e in catalog.tensors.items()},
+        objects={n: replace(e, path=path_of(e)) for n, e in catalog.objects.items()},
     )
+
+
+def _entries(catalog: Catalog) -> list[_Entry]:
+    return [*catalog.tensors.values(), *catalog.objects.values()]
+
+
+def root_problem(catalog: Catalog) -> str | None:
+    """What DCP cannot hold of the catalog's root, and what stands for it; None where it can."""
+    for entry in _entries(catalog):
+        if not entry.path:
+            return f"DCP holds dicts alone: the one value is written as {{{entry.name!r}: ...}}"
+        if isinstance(entry.path[0], Index):
+            kind = entry.path[0].container
+            return f"DCP holds dicts alone: the {kind} is written as a dict of its positions"
+        if not flat_name(entry.path):
+            return f"DCP has no empty names: the value under '' is written as {entry.name!r}"
+    return None
 
 
 def strip_prefix(catalog: Catalog, prefix: str) -> Catalog:
@@ -171,7 +196,11 @@ def with_prefix(catalog: Catalog, prefix: str) -> Catalog:
         f"{prefix}.{name}": replace(entry, name=f"{prefix}.{name}", path=(prefix, *entry.path))
         for name, entry in catalog.objects.items()
     }
-    return replace(catalog, tensors=tensors, objects=objects)
+    conflicts = {
+        f"{prefix}.{name}": why.of_tensor(f"{prefix}.{name}") if isinstance(why, Problem) else why
+        for name, why in catalog.conflicts.items()
+    }
+    return replace(catalog, tensors=tensors, objects=objects, conflicts=conflicts)
 
 
 def substitution(rule: str) -> Callable[[str], str]:
@@ -185,18 +214,3 @@ def substitution(rule: str) -> Callable[[str], str]:
         return lambda name: compiled.sub(replacement, name)
     except (re.error, IndexError) as error:
         raise UsageError(f"--rename {rule!r}: {error}") from None
-
-
-def cast(
-    catalog: Catalog, dtype: DType, keep: Collection[str] = ()
-) -> tuple[Catalog, list[TensorEntry]]:
-    """With floating tensors as ``dtype``, and the entries (as they were) that this changes.
-
-    Those named in ``keep`` stay as they are.
-    """
-    floating = [e for e in catalog.tensors.values() if e.dtype.kind == "float"]
-    changed = [e for e in floating if e.dtype != dtype and e.name not in keep]
-    tensors = dict(catalog.tensors)
-    for entry in changed:
-        tensors[entry.name] = replace(entry, dtype=dtype, stored=entry.source_dtype)
-    return catalog.with_tensors(tensors), changed

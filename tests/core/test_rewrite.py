@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 from ckptool.core.catalog import Catalog, Index, ObjectEntry, Path, TensorEntry, flat_name
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.rewrite import (
-    cast,
     drop,
     rename,
     renamed_path,
     select,
     strip_prefix,
     substitution,
+    with_loadable_paths,
     with_prefix,
-    with_whole_lists,
 )
 from ckptool.errors import UsageError
 
@@ -128,21 +127,10 @@ def test_prefixes() -> None:
         strip_prefix(whole, "mod")
 
 
-def test_cast_changes_floating_tensors_alone() -> None:
-    whole = catalog(("w",))
-    integer = TensorEntry("n", ("n",), BY_NAME["int64"], (1,), ())
-    whole = whole.with_tensors(whole.tensors | {"n": integer})
-    changed, entries = cast(whole, BY_NAME["bfloat16"])
-    assert [entry.name for entry in entries] == ["w"]
-    assert changed.tensors["w"].dtype.name == "bfloat16"
-    assert changed.tensors["w"].source_dtype.name == "float32"
-    assert changed.tensors["n"] == integer
-
-
 def test_a_list_with_holes_becomes_names() -> None:
     whole = (("a", Index(0)), ("a", Index(1)))
     holed = (("b", Index(1), "w"), ("b", Index(2), "w"))
-    found = with_whole_lists(catalog(*whole, *holed, values=(("b", Index(3)),)))
+    found = with_loadable_paths(catalog(*whole, *holed, values=(("b", Index(3)),)))
     paths = [entry.path for entry in (*found.tensors.values(), *found.objects.values())]
     assert paths == [*whole, ("b", "1", "w"), ("b", "2", "w"), ("b", "3")]
     assert list(found.tensors) == list(map(flat_name, (*whole, *holed)))

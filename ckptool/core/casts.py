@@ -1,0 +1,144 @@
+"""Which tensors are cast, and to what: the model's weights, and whatever a glob asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from ckptool.core.catalog import Catalog, Scaled, TensorEntry
+from ckptool.core.dtype import DType, parse_dtype
+from ckptool.core.parts import part_of
+from ckptool.core.quantised import quantised_names
+from ckptool.errors import UsageError
+
+_FEW = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Casts:
+    """The type that the ``model``'s weights get, and ``rules`` of a glob and the type it asks for.
+
+    The first rule that matches a name decides, whatever the tensor is.
+    """
+
+    model: DType | None = None
+    rules: tuple[tuple[str, DType], ...] = ()
+
+    def wanted(self, entry: TensorEntry) -> DType | None:
+        """The type that is asked for a tensor; None where nothing is."""
+        for glob, dtype in self.rules:
+            if fnmatchcase(entry.name, glob):
+                return dtype
+        return self.model if part_of(entry) == "model" else None
+
+
+NO_CASTS = Casts()
+
+
+def parse_casts(texts: Sequence[str]) -> Casts:
+    """What ``bf16`` and ``GLOB=bf16`` ask for together; UsageError where they make no sense."""
+    model: DType | None = None
+    rules: list[tuple[str, DType]] = []
+    for text in texts:
+        glob, equals, name = text.rpartition("=")
+        dtype = parse_dtype(name.strip())
+        if equals and not glob.strip():
+            raise UsageError(f"--dtype {text!r} is neither DTYPE nor GLOB=DTYPE")
+        if equals:
+            rules.append((glob.strip(), dtype))
+        elif model is not None and model != dtype:
+            raise UsageError(
+                f"--dtype {model} and --dtype {dtype}: one for the model's weights",
+                hint=f"--dtype 'GLOB={dtype}' is for the tensors that match",
+            )
+        else:
+            model = dtype
+    return Casts(model, tuple(rules))
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """A catalog with its casts, the entries as they were before, and what is to be said of it."""
+
+    catalog: Catalog
+    changed: tuple[TensorEntry, ...]
+    notes: tuple[str, ...]
+
+
+def cast(catalog: Catalog, casts: Casts) -> Cast:
+    """Cast floating tensors as asked.
+
+    Integers and tensors without dims, such as step counters, are never cast, nor are quantised
+    tensors and their scales. UsageError where a glob matches nothing that can be.
+    """
+    if casts == NO_CASTS:
+        return Cast(catalog, (), ())
+    keep = quantised_names(catalog)
+    able = {n: e for n, e in catalog.tensors.items() if can_cast(e) and n not in keep}
+    _require_used(catalog, casts, able)
+    wanted = {name: casts.wanted(entry) for name, entry in able.items()}
+    tensors, changed = dict(catalog.tensors), []
+    for name, dtype in wanted.items():
+        if dtype is not None and dtype != able[name].dtype:
+            tensors[name] = as_type(able[name], dtype)
+            changed.append(able[name])
+    notes = _left_notes(catalog, casts, wanted)
+    return Cast(catalog.with_tensors(tensors), tuple(changed), notes)
+
+
+def can_cast(entry: TensorEntry) -> bool:
+    """Whether a tensor is one of floating numbers with dims."""
+    return entry.dtype.kind == "float" and bool(entry.shape)
+
+
+def as_type(entry: TensorEntry, dtype: DType) -> TensorEntry:
+    """A tensor with its numbers in another type; those that are computed are rounded once."""
+    is_computed = any(isinstance(chunk.at, Scaled) for chunk in entry.chunks)
+    return replace(entry, dtype=dtype, stored=None if is_computed else entry.source_dtype)
+
+
+def _require_used(catalog: Catalog, casts: Casts, able: dict[str, TensorEntry]) -> None:
+    for glob, dtype in casts.rules:
+        if any(fnmatchcase(name, glob) for name in able):
+            continue
+        matched = [name for name in catalog.tensors if fnmatchcase(name, glob)]
+        if matched:
+            raise UsageError(
+                f"--dtype {glob!r}={dtype}: {matched[0]} is never cast",
+                hint="integers, tensors without dims and quantised tensors stay as they are",
+            )
+        raise UsageError(
+            f"--dtype {glob!r}={dtype}: the glob matches none of the"
+            f" {len(catalog.tensors):,} tensors",
+            hint="globs match whole names, as they are written: after --model-only, --rename"
+            " and --map",
+        )
+
+
+def _left_notes(catalog: Catalog, casts: Casts, wanted: dict[str, DType | None]) -> tuple[str, ...]:
+    """What floating tensors of other types are left by the type that the model gets."""
+    if casts.model is None:
+        return ()
+    others = [e for e in catalog.tensors.values() if _has_other_type(e, casts.model)]
+    beside = [e.name for e in others if e.name in wanted and wanted[e.name] is None]
+    scalars = [e.name for e in others if not e.shape and part_of(e) == "model"]
+    notes = []
+    if beside:
+        notes.append(
+            f"--dtype {casts.model} casts the model's weights; as they are stay"
+            f" {_counted(beside)}; --dtype 'GLOB={casts.model}' casts what matches"
+        )
+    if scalars:
+        notes.append(f"never cast, as they have no dims: {_counted(scalars)}")
+    return tuple(notes)
+
+
+def _has_other_type(entry: TensorEntry, dtype: DType) -> bool:
+    return entry.dtype.kind == "float" and entry.dtype != dtype
+
+
+def _counted(names: Sequence[str]) -> str:
+    more = ", ..." if len(names) > _FEW else ""
+    count = f"{len(names):,} tensor{'s' if len(names) > 1 else ''}"
+    return f"{count} ({', '.join(names[:_FEW])}{more})"

@@ -1,0 +1,85 @@
+"""Which names are the model, which the optimizer, which something else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
+from ckptool.core.dtype import BY_NAME
+from ckptool.core.parts import model_prefixes, part_of, weights, with_every_part, with_parts
+
+
+def catalog(tensors: list[str], values: dict[str, Any] | None = None) -> Catalog:
+    return with_parts(
+        Catalog(
+            "dcp",
+            {n: TensorEntry(n, (n,), BY_NAME["float32"], (1,), ()) for n in tensors},
+            {n: ObjectEntry(n, (n,), value) for n, value in (values or {}).items()},
+            {},
+        )
+    )
+
+
+def parts(tensors: list[str], *values: str) -> dict[str, str]:
+    whole = catalog(tensors, dict.fromkeys(values, 1))
+    return {name: part_of(entry) for name, entry in (whole.tensors | whole.objects).items()}
+
+
+LAYER = ["layers.0.weight", "layers.0.bias"]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "values"),
+    [
+        (["fp32", "bf16"], []),
+        (["fp32.weight", "bf16.weight"], []),
+        ([*LAYER, "opt.weight", "opt.bias"], []),
+        ([*LAYER, "scaler.weight"], []),
+        (["encoder.optimizer.weight", "encoder.state.weight"], []),
+        (["model.layers.0.weight", "fp32.weight"], []),
+    ],
+)
+def test_a_models_own_names(tensors: list[str], values: list[str]) -> None:
+    assert set(parts(tensors, *values).values()) == {"model"}
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "values"),
+    [
+        (["model_state_dict.w"], ["optimizer_state_dict.state.0.exp_avg"], []),
+        (["netG.w", "netD.w"], ["optimizerG.state.0.exp_avg", "optimD.state.0.step"], []),
+        (["w"], ["muon.state.0.buffer"], ["muon.param_groups.0.lr"]),
+        ([], ["state.0.anything"], ["param_groups.0.lr"]),
+        ([], ["state.w.exp_avg", "state.w.step"], []),
+        (["app.model.w"], ["app.optim.state.w.exp_avg", "app.optim.state.w.step"], []),
+        (["state.model.w"], ["state.optimizers.Adam.state.w.exp_avg"], ["state.callbacks"]),
+        (["gen.model.w", "dis.model.w"], ["gen.optimizer.moments.w"], []),
+        (["module.a.weight"], ["fp32.a.weight", "exp_avg.a.weight"], []),
+        (["decoder.a.weight"], ["fp32.decoder.a.weight"], []),
+        (["model.module.a.weight"], ["fp32.a.weight"], []),
+        (["buffer.scale"], ["exp_avg.a.weight", "fp32.a.weight"], ["client_state.x"]),
+        (["layers.0.weight"], ["optimizer.state.layers.0.weight.exp_avg"], []),
+        (["model.0.weight"], ["optim.moments.0.weight"], []),
+    ],
+)
+def test_an_optimizers_state(model: list[str], optimizer: list[str], values: list[str]) -> None:
+    found = parts([*model, *optimizer], *values)
+    assert {name for name in model if found[name] != "model"} == set()
+    assert {name for name in optimizer if found[name] != "optimizer"} == set()
+
+
+def test_a_model_inside_of_a_container_loses_both_steps() -> None:
+    whole = catalog(["app.model.w.weight", "app.optim.state.w.weight.exp_avg"])
+    assert weights(whole) == ["app.model.w.weight"]
+    assert model_prefixes(whole) == ("app.model",)
+
+
+def test_masters_are_the_weights_where_there_are_no_others() -> None:
+    whole = with_every_part(catalog(["fp32.a.weight", "exp_avg.a.weight", "buffer.x"]))
+    assert {n: e.part for n, e in whole.tensors.items()} == {
+        "fp32.a.weight": "model",
+        "exp_avg.a.weight": "optimizer",
+        "buffer.x": "model",
+    }
