@@ -7,14 +7,23 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 BLOCK = 256 << 10
 """Bytes that are fetched at least. Most headers, directories and small tensors fit."""
 _AHEAD = 16
 
-Key = tuple[str, int]
+
+class Pinned(NamedTuple):
+    """A file as it was listed: its key, and its version (an ETag or a time; empty if unknown)."""
+
+    key: str
+    version: str
+
+
+Key = tuple[Pinned, int]
 """A file and the number of a block in it."""
-Fetch = Callable[[str, int, int], bytes]
+Fetch = Callable[[Pinned, int, int], bytes]
 
 
 class Blocks:
@@ -33,7 +42,7 @@ class Blocks:
         self._unread: set[Key] = set()
         self._pool: ThreadPoolExecutor | None = None
 
-    def read_into(self, file: str, offset: int, buffer: memoryview) -> int:
+    def read_into(self, file: Pinned, offset: int, buffer: memoryview) -> int:
         """Fill a buffer from ``offset``; the bytes that there are. Raises what ``fetch`` raises."""
         if not buffer:
             return 0
@@ -46,7 +55,7 @@ class Blocks:
             done += len(piece)
         return done
 
-    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
+    def expect(self, spans: Iterable[tuple[Pinned, int, int]]) -> None:
         """Fetch what is read next ahead, several blocks at a time: file, offset and bytes of each.
 
         Spans longer than a block are left out: they are requests of their own.
@@ -68,7 +77,7 @@ class Blocks:
             self._unread.clear()
             self._queue.clear()
 
-    def _futures(self, file: str, numbers: range) -> list[Future[bytes]]:
+    def _futures(self, file: Pinned, numbers: range) -> list[Future[bytes]]:
         """The blocks of a file, those that nobody fetches yet fetched here."""
         mine: list[int] = []
         with self._lock:
@@ -88,7 +97,7 @@ class Blocks:
         self._fetch_ahead()
         return found
 
-    def _fill(self, file: str, numbers: list[int], futures: list[Future[bytes]]) -> None:
+    def _fill(self, file: Pinned, numbers: list[int], futures: list[Future[bytes]]) -> None:
         """Fetch neighbouring blocks with one request."""
         try:
             data = self._fetch(file, numbers[0] * BLOCK, (numbers[-1] + 1) * BLOCK)
@@ -121,7 +130,7 @@ class Blocks:
                 self._pool = self._pool or ThreadPoolExecutor(_AHEAD, "ckptool-ahead")
                 self._pool.submit(self._fill_ahead, file, number, future)
 
-    def _fill_ahead(self, file: str, number: int, future: Future[bytes]) -> None:
+    def _fill_ahead(self, file: Pinned, number: int, future: Future[bytes]) -> None:
         """Fetch one block that is expected; an error waits for who reads it."""
         try:
             self._fill(file, [number], [future])

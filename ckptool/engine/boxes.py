@@ -12,7 +12,8 @@ from ckptool.core.catalog import Chunk, Packed, TensorEntry, stored_places
 from ckptool.core.layout import tiles
 from ckptool.core.plan import ChunkIndex
 from ckptool.engine.checked import CheckedReads
-from ckptool.engine.gather import Array, Gatherer, cast
+from ckptool.engine.gather import Array, Gatherer
+from ckptool.engine.rounding import cast
 from ckptool.engine.sources import Files
 from ckptool.engine.threads import share_jobs
 from ckptool.errors import damaged

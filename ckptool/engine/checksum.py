@@ -5,17 +5,33 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Collection
+from pathlib import Path
 
 from isal.isal_zlib import crc32, crc32_combine
 
 from ckptool.core.catalog import Record
+from ckptool.engine.disk import is_real_file
 from ckptool.engine.sources import Bytes
 from ckptool.errors import Problem
 
-__all__ = ["RecordCheck", "crc32", "crc32_combine", "joined", "record_crc"]
+__all__ = ["Piece", "RecordCheck", "crc32", "crc32_combine", "file_crc", "joined", "record_crc"]
+
+Piece = tuple[int, int, int]
+"""A run of bytes: its offset, how many they are, and their CRC-32."""
 
 
-def joined(pieces: list[tuple[int, int, int]]) -> int:
+def file_crc(path: Path, nbytes: int, buffer: memoryview) -> int | None:
+    """The CRC-32 of a file of ``nbytes``, read through ``buffer``; None if it is no such file."""
+    if not is_real_file(path) or path.stat().st_size != nbytes:
+        return None
+    total = 0
+    with open(path, "rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            total = crc32(buffer[:count], total)
+    return total
+
+
+def joined(pieces: list[Piece]) -> int:
     """The CRC-32 of adjoining pieces ``(offset, nbytes, crc32)``, in order of offset."""
     total = 0
     for _, nbytes, crc in sorted(pieces):

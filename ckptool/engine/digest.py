@@ -19,7 +19,7 @@ def digests(
     workers: int,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> dict[str, str]:
-    """The SHA-256 (hex) of each tensor's stored elements in row-major order, by name.
+    """The SHA-256 (hex) of each tensor's elements in row-major order, by name.
 
     ``start`` makes the gatherer of a worker. Bounded memory: a tile a worker. The chunks
     must tile each tensor exactly; the largest are begun first.
@@ -57,7 +57,6 @@ def file_digests(
 def _digest(entry: TensorEntry, gatherer: Gatherer, progress: Callable[[int], None]) -> str:
     total = hashlib.sha256()
     for tile in tiles(Box.whole(entry.shape), entry.source_dtype.itemsize, gatherer.tile):
-        values = gatherer.gathered(entry, tile)
-        total.update(raw(values))
-        progress(values.nbytes)
+        total.update(raw(gatherer.values(entry, tile)))
+        progress(tile.volume * entry.source_dtype.itemsize)
     return total.hexdigest()

@@ -24,9 +24,10 @@ from ckptool.core.codec import decode
 from ckptool.core.dtype import DType
 from ckptool.core.plan import ChunkIndex
 from ckptool.engine.checksum import record_crc
+from ckptool.engine.rounding import cast
 from ckptool.engine.rows import Noted, Rows
 from ckptool.engine.sources import SPAN, Files
-from ckptool.errors import CannotDo, Damaged, Problem
+from ckptool.errors import Damaged, Problem
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -133,6 +134,16 @@ class Gatherer:
         values: Array = np.empty(box.shape, unit(entry.source_dtype.itemsize))
         self.gather_into(values, entry, box)
         return values
+
+    def values(self, entry: TensorEntry, box: Box) -> Array:
+        """As ``gathered``, in the element type that a rewrite asks for.
+
+        Raises CannotDo where that needs torch and it is not there.
+        """
+        stored = self.gathered(entry, box)
+        if entry.source_dtype == entry.dtype:
+            return stored
+        return cast(stored, entry.source_dtype, entry.dtype)
 
     def gather_into(self, values: Array, entry: TensorEntry, box: Box) -> None:
         """As ``gathered``, into an array of the box's shape."""
@@ -287,15 +298,3 @@ _REPAIRS: dict[str, Callable[[Array, DType], None]] = {
     "conj": _conjugate,
     "neg": _negate,
 }
-
-
-def cast(values: Array, stored: DType, wanted: DType) -> Array:
-    """The same numbers in another element type, rounded as torch rounds them."""
-    try:
-        import torch
-    except ImportError:
-        raise CannotDo("a cast needs torch", hint="pip install 'ckptool[torch]'") from None
-    flat = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view("u1"))
-    typed = flat.view(getattr(torch, stored.name)).to(getattr(torch, wanted.name))
-    result = typed.view(torch.uint8).numpy().view(unit(wanted.itemsize))
-    return result.reshape(values.shape)

@@ -4,44 +4,68 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO
 
+from ckptool.engine.disk import begins_with, in_the_way, is_real_file, open_unfollowed
 from ckptool.errors import CannotDo
+
+_SCHEMA = "ckptool.journal/1"
+_MARK = f'{{"schema": "{_SCHEMA}"'.encode()
 
 
 class Journal:
     """An append-only list of finished files, kept beside the folder that they are staged in.
 
-    The first line holds the digests of the plan and of the source's files; each further line a
-    finished file. The open file is locked: two processes never write one stage.
+    The first line holds the digests of the plan and of the source's files, and in the first
+    process's the files that are to be written with their sizes; each further line a finished file
+    with the CRC-32 of its bytes. The open file is locked: two processes never write
+    one stage.
     """
 
-    def __init__(self, stream: IO[str] | None, finished: frozenset[str] = frozenset()) -> None:
+    def __init__(self, stream: IO[str] | None, finished: Mapping[str, int] | None = None) -> None:
         self._stream = stream
-        self._finished = finished
+        self._finished = finished or {}
         self._lock = threading.Lock()
 
     @classmethod
     def start(cls, path: Path, plan: str, source: str) -> Journal:
         """A new journal. CannotDo where another process holds it."""
-        stream = _locked(path)
-        stream.truncate(0)
-        journal = cls(stream)
-        journal._append(journal_head(plan, source))
+        journal = cls.lock(path)
+        journal.begin(plan, source)
         return journal
 
     @classmethod
-    def resume(cls, path: Path, plan: str, source: str, others: Iterable[Path] = ()) -> Journal:
+    def lock(cls, path: Path) -> Journal:
+        """The journal as it is, kept from other processes. CannotDo where one has it."""
+        return cls(_locked(path))
+
+    def begin(self, plan: str, source: str, files: Mapping[str, int] | None = None) -> None:
+        """Forget what was noted, and begin with these digests and the sizes of these files."""
+        if self._stream is not None:
+            self._stream.truncate(0)
+        self._append(journal_head(plan, source) | ({} if files is None else {"files": {**files}}))
+
+    @classmethod
+    def resume(
+        cls,
+        path: Path,
+        plan: str,
+        source: str,
+        others: Iterable[Path] = (),
+        files: Mapping[str, int] | None = None,
+    ) -> Journal:
         """The journal of an earlier run of the same plan over the same source.
 
-        ``others`` are journals that further ranks kept of the same output. CannotDo where plan or
+        ``others`` are journals that further ranks kept of the same output, ``files`` the sizes of
+        those that are to be written, to be noted if they are not. CannotDo where plan or
         source are not those of the earlier run.
         """
         stream = _locked(path)
-        finished: set[str] = set()
+        finished: dict[str, int] = {}
         try:
             begun = [one for one in {path, *others} if one.stat().st_size]
             for one in begun:
@@ -49,24 +73,24 @@ class Journal:
         except CannotDo:
             stream.close()
             raise
-        journal = cls(stream, frozenset(finished))
+        journal = cls(stream, finished)
         if path not in begun:
-            journal._append(journal_head(plan, source))
+            journal.begin(plan, source, files)
         return journal
 
-    def has(self, path: str) -> bool:
-        """Whether an earlier run finished this file."""
-        return path in self._finished
+    def crc_of(self, path: str) -> int | None:
+        """The CRC-32 of a file that an earlier run finished; None where none did."""
+        return self._finished.get(path)
 
-    def done(self, path: str) -> None:
-        """This file is written (and synced, where that was asked)."""
-        self._append({"done": path})
+    def done(self, path: str, crc: int) -> None:
+        """This file is written (and synced, where that was asked); its bytes have this CRC-32."""
+        self._append({"done": path, "crc32": crc})
 
     def close(self) -> None:
         if self._stream is not None:
             self._stream.close()
 
-    def _append(self, line: dict[str, str]) -> None:
+    def _append(self, line: Mapping[str, object]) -> None:
         if self._stream is None:
             return
         with self._lock:
@@ -77,12 +101,37 @@ class Journal:
 NO_JOURNAL = Journal(None)
 
 
-def journal_head(plan: str, source: str) -> dict[str, str]:
-    return {"schema": "ckptool.journal/1", "plan": plan, "source": source}
+def journal_head(plan: str, source: str) -> dict[str, object]:
+    return {"schema": _SCHEMA, "plan": plan, "source": source}
+
+
+def is_journal(path: Path) -> bool:
+    """Whether a file is a journal, or one that a killed run had only just made."""
+    return is_real_file(path) and begins_with(path, _MARK)
+
+
+def noted_sizes(paths: Iterable[Path], expected: Mapping[str, int]) -> dict[str, int]:
+    """The files that journals say are being written, with the larger of the sizes.
+
+    ``expected`` are those of a run that begins afresh: a journal that was cut short names none.
+    """
+    sizes = dict(expected)
+    for path in paths:
+        with open(path, encoding="utf-8") as stream:
+            files = _parsed(stream.readline()).get("files")
+        if isinstance(files, dict):
+            for name, size in files.items():
+                if isinstance(size, int):
+                    sizes[name] = max(size, sizes.get(name, 0))
+    return sizes
 
 
 def _locked(path: Path) -> IO[str]:
-    stream = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (kept open for its lock)
+    descriptor = open_unfollowed(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    if not is_journal(path):
+        os.close(descriptor)
+        raise in_the_way(path)
+    stream = open(descriptor, "a+", encoding="utf-8")  # noqa: SIM115 (kept open for its lock)
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -91,12 +140,13 @@ def _locked(path: Path) -> IO[str]:
     return stream
 
 
-def _finished(path: Path, expected: dict[str, str]) -> set[str]:
-    """The files that a journal lists, once its head is what is expected."""
+def _finished(path: Path, expected: dict[str, str]) -> dict[str, int]:
+    """The files that a journal lists with their CRC-32, once its head is what is expected."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     head = _parsed(lines[0]) if lines else {}
     require_same_run(str(path), head, expected)
-    return {str(_parsed(line).get("done")) for line in lines[1:]}
+    found = ((line.get("done"), line.get("crc32")) for line in map(_parsed, lines[1:]))
+    return {name: crc for name, crc in found if isinstance(name, str) and isinstance(crc, int)}
 
 
 def require_same_run(path: str, head: Mapping[str, object], expected: Mapping[str, str]) -> None:

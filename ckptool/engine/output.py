@@ -21,6 +21,15 @@ class Output(Protocol):
     held: tuple[int, ...]
     journal: Journal
 
+    def finish_earlier(self) -> bool:
+        """Finish what an earlier run was killed in, as far as no data is missing for it.
+
+        Whether ``resume`` has nothing left to do: the very output that it would write stands.
+        """
+
+    def stands(self) -> bool:
+        """Whether something stands at the target."""
+
     def begin(self) -> None:
         """Make the place, or with ``resume`` take what an earlier run left; CannotDo where not."""
 
@@ -50,8 +59,11 @@ class Output(Protocol):
     ) -> None:
         """Write files of the plan, those of ``numbers``."""
 
-    def commit(self) -> None:
-        """Make what was written the target."""
+    def commit(self) -> str | None:
+        """Make what was written the target; a remark where that was not one step."""
+
+    def is_partial(self) -> bool:
+        """Whether there is something that a run with ``resume`` continues."""
 
     def discard(self, *, resumed: bool = False) -> None:
         """Remove what was written; an output that was resumed only where that is asked."""

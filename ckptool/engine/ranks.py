@@ -9,9 +9,15 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from ckptool.core.layout import Layout
+from ckptool.engine.launch import Launch, launch_of
+from ckptool.engine.patience import said
+from ckptool.engine.threads import wait_for
 from ckptool.errors import CannotDo, CkptoolError, TransferError
 
 Value = TypeVar("Value")
+
+MEETING = 120.0
+"""Seconds after which ranks that were started together must have met."""
 
 
 class Ranks:
@@ -31,22 +37,35 @@ class Ranks:
 
 
 class TorchRanks(Ranks):
-    """The ranks of a torchrun job, over gloo."""
+    """The ranks of a torchrun job, over gloo.
 
-    def __init__(self) -> None:
+    torch waits beyond the reach of signals: it does so on threads of its own.
+    """
+
+    def __init__(self, launch: Launch) -> None:
         import torch.distributed as distributed
         import torch.distributed.nn  # noqa: F401 (must precede the group: it keeps WORLD in defaults)
 
         self._distributed = distributed
-        distributed.init_process_group("gloo")
-        self.rank = distributed.get_rank()
-        self.size = distributed.get_world_size()
-        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.rank, self.size = launch.rank, launch.size
+        self.local_rank = launch.local_rank
+        try:
+            wait_for(lambda: distributed.init_process_group("gloo"), MEETING)
+        except TimeoutError:
+            raise _no_meeting(launch, f"within {MEETING:g} s") from None
+        except (RuntimeError, ValueError, OSError) as error:
+            raise _no_meeting(launch, f"({said(error)})") from None
 
     def gather(self, value: Value) -> list[Value]:
         """What every rank passed, in the order of ranks."""
         values: list[Value | None] = [None] * self.size
-        self._distributed.all_gather_object(values, value)
+        try:
+            wait_for(lambda: self._distributed.all_gather_object(values, value))
+        except RuntimeError as error:
+            raise TransferError(
+                f"rank {self.rank}: the other ranks are lost: {said(error)}",
+                hint="what they say tells why; the same command with --resume continues",
+            ) from None
         return values  # type: ignore[return-value]
 
     def together(self, work: Callable[[], Value]) -> Value:
@@ -80,20 +99,35 @@ def _as_report(error: CkptoolError | None) -> tuple[type[CkptoolError], str, str
 
 @contextmanager
 def ranks() -> Iterator[Ranks]:
-    """The ranks torchrun started this process among, or this process alone."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    """The ranks torchrun started this process among, or this process alone.
+
+    Raises UsageError where the environment that torchrun sets makes no sense, CannotDo where the
+    other ranks cannot be met.
+    """
+    launch = launch_of(os.environ)
+    if launch is None:
         yield Ranks()
         return
     try:
-        group = TorchRanks()
+        group = TorchRanks(launch)
     except ImportError:
         raise CannotDo(
             "under torchrun ckptool needs torch", hint="pip install 'ckptool[torch]'"
         ) from None
     try:
         yield group
-    finally:
+    except Exception:
         group.close()
+        raise
+    # A signal leaves the group as it is: a thread may still wait in it.
+    group.close()
+
+
+def _no_meeting(launch: Launch, why: str) -> CannotDo:
+    return CannotDo(
+        f"rank {launch.rank} of {launch.size} meets no other rank at {launch.address} {why}",
+        hint="start it with torchrun; to work alone, unset RANK and WORLD_SIZE",
+    )
 
 
 def share(layout: Layout, rank: int, size: int, mesh_size: int | None) -> list[int]:

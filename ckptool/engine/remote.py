@@ -6,14 +6,18 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from ckptool.engine.blocks import BLOCK
+from ckptool.engine.blocks import BLOCK, Pinned
+from ckptool.engine.file_status import changed
 from ckptool.engine.remote_path import RemotePath
 from ckptool.engine.sources import by_folder, missing, too_short, within_folder
 from ckptool.engine.store import Info
-from ckptool.errors import NotFound, Problem
+from ckptool.engine.web import SCHEMES
+from ckptool.errors import Changed, NotFound, Problem
 
 AT_ONCE = 16
 """Requests that are on their way together: a store's answers take long, however many there are."""
+_FEW = 2
+"""Files that are asked for one by one: a file by itself, and that beside it."""
 
 
 class RemoteSource:
@@ -30,6 +34,7 @@ class RemoteSource:
     def __init__(self, place: RemotePath, infos: Mapping[str, Info]) -> None:
         self.root = str(place)
         self.files = {name: info.nbytes for name, info in infos.items()}
+        self.unlisted: Mapping[str, Problem] = {}
         self._place = place
         self._infos = infos
 
@@ -75,6 +80,27 @@ class RemoteSource:
             found.update(repr((name, info.nbytes, info.version)).encode())
         return found.hexdigest()
 
+    def changed(self, files: Iterable[str]) -> list[str]:
+        """Those of the files that were replaced or removed since they were listed.
+
+        Nothing is asked where every read names the version that was listed.
+        """
+        known = [name for name in files if name in self._infos]
+        asked = [n for n in known if not self._place.store.reads_version(self._infos[n].version)]
+        now = self._listed_now(asked)
+        return [name for name in asked if now.get(name) != self._infos[name]]
+
+    def _listed_now(self, files: Sequence[str]) -> Mapping[str, Info]:
+        """Some of the files as the store lists them now."""
+        store = self._place.store
+        if len(files) > _FEW and store.scheme not in SCHEMES:
+            return store.find(self._place.key, self.root)
+        found = {}
+        for name in files:
+            with suppress(NotFound, KeyError):
+                found[name] = store.find(self._key(name), name)[""]
+        return found
+
     def modified(self, file: str) -> float:
         """When a file was last modified, in seconds since the epoch; 0 where that is not told."""
         return self._infos[file].modified
@@ -82,7 +108,7 @@ class RemoteSource:
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
         """Fetch ahead what is read next: file, offset and bytes of each."""
         self._place.store.blocks.expect(
-            (self._key(file), offset, nbytes) for file, offset, nbytes in spans
+            (self._pinned(file), offset, nbytes) for file, offset, nbytes in spans
         )
 
     def keep(self, nbytes: int) -> None:
@@ -102,7 +128,9 @@ class RemoteSource:
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from ``offset``; Damaged where the file ends before."""
         try:
-            done = self._place.store.blocks.read_into(self._key(file), offset, buffer)
+            done = self._place.store.blocks.read_into(self._pinned(file), offset, buffer)
+        except Changed:
+            raise changed([file]) from None
         except NotFound as error:
             message = f"{file}: cannot be read: {error.message}"
             problem = Problem(message, "file-unreadable", file=file)
@@ -121,6 +149,11 @@ class RemoteSource:
 
     def close(self) -> None:
         """Nothing is held but memory."""
+
+    def _pinned(self, file: str) -> Pinned:
+        """A file, in the version that was listed; one that was not is asked for as it is."""
+        info = self._infos.get(file)
+        return Pinned(self._key(file), info.version if info is not None else "")
 
     def _key(self, file: str) -> str:
         return (self._place / file).key

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,23 +12,26 @@ from ckptool.core.plan import Plan
 from ckptool.engine.journal import NO_JOURNAL, journal_head, require_same_run
 from ckptool.engine.remote import RemoteSource
 from ckptool.engine.remote_path import RemotePath
+from ckptool.engine.replaced import require_no_conflict
 from ckptool.engine.run import RunOptions
 from ckptool.engine.sources import Files
 from ckptool.engine.stage import StageOptions
 from ckptool.engine.store import Info
+from ckptool.engine.upload import hidden_name
 from ckptool.engine.web import SCHEMES
-from ckptool.engine.writer import described, is_here, is_running, this_writer
+from ckptool.engine.writer import UNFINISHED, described, is_here, is_running, this_writer
 from ckptool.errors import CannotDo, CkptoolError, NotFound, TransferError
 
 _MARKS = (".metadata", ".json", ".pkl", "latest", "meta.pt")
 
 
 class RemoteStage:
-    """The target itself, and beside it a small object: which run's output it holds, and who writes.
+    """The target itself, and a small object: which run's output it holds, and who writes.
 
-    A file of a store appears once it is whole, so that those that are there with their size are
-    finished. ``held`` are the files that are written last and make it a checkpoint; none where
-    that file holds tensors.
+    It lies in a folder, where all who read that see it, and beside a single file. A file of a
+    store appears once it is whole, so that those that are there with their size are finished.
+    ``held`` are the files that are written last and make it a checkpoint; none where that file
+    holds tensors.
     """
 
     journal = NO_JOURNAL
@@ -39,13 +42,23 @@ class RemoteStage:
         self._layout = layout
         self._options = options
         self._store = target.store
-        self._note = target.with_name(f".{target.name}.partial.journal")
+        beside = target.with_name(f".{target.name}.partial.journal")
+        self._note = target / UNFINISHED if layout.folder else beside
         self._is_new = False
         self._writer: object = None
         self._finished: frozenset[str] = frozenset()
+        self._old: frozenset[str] = frozenset()
         last = len(layout.files) - 1
         tensors = any(isinstance(part, Data | Scattered) for part in layout.files[last].parts)
         self.held: tuple[int, ...] = () if tensors else (last,)
+
+    def finish_earlier(self) -> bool:
+        """What a killed run left in a store is either resumed or begun afresh."""
+        return False
+
+    def stands(self) -> bool:
+        """Whether there is something at the target."""
+        return bool(self._there())
 
     def begin(self) -> None:
         """Note whose output this is and clear the place, or with ``resume`` take what is there.
@@ -60,7 +73,7 @@ class RemoteStage:
             return
         self._is_new = True
         if not self._replaced_at_once(there):
-            self._remove(there)
+            self._remove(self._old & there.keys())
 
     def require_possible(self) -> None:
         """CannotDo where something is there that may not be replaced, or nothing to resume."""
@@ -76,15 +89,36 @@ class RemoteStage:
             expected = {"source": self._options.source, "plan": self._options.plan}
             require_same_run(str(self._note), note, expected)
             return
-        partial = set(note.get("files", ())) if note else set()
-        there = [name for name in self._there() if name not in partial]
-        if there and not self._options.overwrite:
+        there = self._there()
+        self._old = self._noted_files(note) & there.keys()
+        others = [name for name in there if name not in self._old]
+        if others and not self._options.overwrite:
             raise CannotDo(
-                f"{self.target} exists already ({len(there):,} files, such as {there[0]})",
-                hint="--overwrite removes it before the new one is written",
+                f"{self.target} exists already ({len(others):,} files, such as {others[0]})",
+                hint="--overwrite removes its checkpoint before the new one is written",
             )
-        if there and self._layout.folder and not self._options.replaceable:
+        if others:
+            self._require_replaceable(others, begun=note is not None)
+
+    def _noted_files(self, note: Mapping[str, Any] | None) -> frozenset[str]:
+        """The files that an unfinished run wrote, and those of the checkpoint that it replaced."""
+        if note is None:
+            return frozenset()
+        written = list(map(str, note.get("files", ())))
+        return frozenset([*written, *map(hidden_name, written), *map(str, note.get("old", ()))])
+
+    def _require_replaceable(self, there: Collection[str], *, begun: bool) -> None:
+        """CannotDo where something is no checkpoint's, and would be replaced.
+
+        Once it is ``begun`` the old checkpoint may be gone, and others' files stay.
+        """
+        own = frozenset(self._options.own() or ())
+        is_whole = bool(own) if self._layout.folder else own >= frozenset(there)
+        if not (is_whole or begun):
             raise CannotDo(f"{self.target}: is no checkpoint, and is not replaced")
+        self._old |= own & frozenset(there)
+        names = {file.path for file in self._layout.files}
+        require_no_conflict(self.target, sorted(names & frozenset(there) - self._old))
 
     def join(self, rank: int = 0) -> None:
         """Look who begun, and what an earlier run finished, after ``begin``."""
@@ -128,6 +162,11 @@ class RemoteStage:
 
     def _forget(self) -> None:
         self._store.remove([self._note.key], str(self._note))
+        self._writer = None
+
+    def is_partial(self) -> bool:
+        """Whether there is something that a run with ``resume`` continues."""
+        return self._writer is not None
 
     def discard(self, *, resumed: bool = False) -> None:
         """Remove what was written; an output that was resumed only where that is asked."""
@@ -135,13 +174,18 @@ class RemoteStage:
             return
         with suppress(CkptoolError):
             self._require_mine()
-            self._remove(self._there())
+            names = [file.path for file in self._layout.files]
+            mine = {*names, *map(hidden_name, names)}
+            self._remove(mine & self._there().keys())
             self._forget()
 
     def _write_note(self) -> None:
         writer = this_writer()
+        if not self._store.whole_or_not:
+            self._writing(lambda: self._store.make_folder(self.folder.key, str(self.folder)))
         head: dict[str, Any] = dict(journal_head(self._options.plan, self._options.source))
         head |= {"files": [file.path for file in self._layout.files], "writer": writer}
+        head["old"] = sorted(self._old)
         self._writing(lambda: self._note.write_bytes(json.dumps(head).encode()))
         self._writer = writer
 
@@ -195,7 +239,11 @@ class RemoteStage:
 
     def _remove(self, files: Collection[str]) -> None:
         """Remove files of the output, first those without which the others are no checkpoint."""
-        ordered: Sequence[str] = sorted(files, key=lambda name: not name.endswith(_MARKS))
+
+        def comes_later(name: str) -> bool:
+            return name != self.target.name and not name.endswith(_MARKS)
+
+        ordered: Sequence[str] = sorted(files, key=comes_later)
         keys = [(self.folder / name).key for name in ordered]
         self._writing(lambda: self._store.remove(keys, str(self.target)))
 

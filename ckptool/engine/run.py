@@ -9,13 +9,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 from ckptool.core.layout import FileLayout, Literal, Part, Verbatim
 from ckptool.core.plan import Plan, Tile
 from ckptool.engine.allocate import allocate
-from ckptool.engine.checksum import RecordCheck, joined
+from ckptool.engine.checksum import Piece, RecordCheck, crc32, file_crc, joined
+from ckptool.engine.disk import open_unfollowed
 from ckptool.engine.journal import NO_JOURNAL, Journal
-from ckptool.engine.sources import SPAN, TILE, Files, LocalSource, pieces
+from ckptool.engine.sources import CORES, SPAN, TILE, Files, LocalSource, pieces
 from ckptool.engine.threads import share_jobs
 from ckptool.engine.worker import Worker, touch
 from ckptool.errors import CannotDo, Damaged, damaged
@@ -53,8 +55,8 @@ def run(
     file ends early, TransferError where writing fails, CannotDo where the budget is too small.
     """
     mine = range(len(plan.layout.files)) if numbers is None else numbers
-    finished = [n for n in mine if _is_finished(plan.layout.files[n], folder, journal)]
-    todo = [n for n in mine if n not in set(finished)]
+    finished = _finished(plan, mine, folder, options, journal)
+    todo = [number for number in mine if number not in finished]
     transfer = _Transfer(plan, source, folder, options, progress)
     transfer.run(todo, finished, journal)
 
@@ -80,9 +82,31 @@ def workers_within_budget(plan: Plan, source: Files, options: RunOptions) -> int
     return max(1, min(options.workers or source.workers, options.budget // per_worker))
 
 
-def _is_finished(file: FileLayout, folder: Path, journal: Journal) -> bool:
-    path = folder / file.path
-    return journal.has(file.path) and path.is_file() and path.stat().st_size == file.nbytes
+def _finished(
+    plan: Plan, numbers: Collection[int], folder: Path, options: RunOptions, journal: Journal
+) -> list[int]:
+    """Those of the files that an earlier run finished, and that still are as it wrote them."""
+    files = plan.layout.files
+    begun = [number for number in numbers if journal.crc_of(files[number].path) is not None]
+    same: list[int] = []
+
+    def check(buffer: _Buffer, number: int) -> None:
+        file = files[number]
+        if file_crc(folder / file.path, file.nbytes, buffer.memory) == journal.crc_of(file.path):
+            same.append(number)
+
+    share_jobs(iter(begun), options.workers or CORES, _Buffer, check)
+    return sorted(same)
+
+
+class _Buffer:
+    """What one thread reads files through."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(bytearray(TILE))
+
+    def close(self) -> None:
+        """Give nothing back: the memory goes with it."""
 
 
 class _Transfer:
@@ -104,10 +128,9 @@ class _Transfer:
         self._fsync = options.fsync
         self._progress = progress
         self._records = RecordCheck()
-        self._crcs: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+        self._crcs: dict[int, dict[int, list[Piece]]] = defaultdict(lambda: defaultdict(list))
         self._lock = threading.Lock()
         self._left: dict[int, int] = {}
-        self._wanted: set[tuple[int, int]] = set()
 
     def run(self, todo: Sequence[int], finished: Sequence[int], journal: Journal) -> None:
         """Write the files ``todo``; what the ``finished`` ones were made from is checked again."""
@@ -136,14 +159,8 @@ class _Transfer:
         """The jobs of some files with their parts."""
         tile = self._source.tile
         groups = self._plan.groups(batch, tile)
-        for number, parts in batch:
+        for number, _ in batch:
             self._left[number] = 0
-            self._wanted |= {
-                (number, patch.part)
-                for part in parts
-                if isinstance(part, Literal)
-                for patch in part.patches
-            }
         for group in groups:
             for number, count in group.tile_counts(tile):
                 self._left[number] += count
@@ -153,26 +170,22 @@ class _Transfer:
     def _create(self, file: FileLayout) -> None:
         path = self._folder / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "wb") as stream:
+        path.unlink(missing_ok=True)
+        descriptor = open_unfollowed(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        with open(descriptor, "wb") as stream:
             allocate(stream.fileno(), file.nbytes)
 
     def _write_tiles(self, worker: Worker, tiles: list[Tile]) -> None:
         worker.forget_rows()
         for tile in tiles:
-            crc = worker.write_tile(
-                tile,
-                self._files[tile.file].path,
-                shared=len(tiles) > 1,
-                checked=(tile.file, tile.part) in self._wanted,
-            )
+            crc = worker.write_tile(tile, self._files[tile.file].path, shared=len(tiles) > 1)
             self._count(tile, crc)
 
-    def _count(self, tile: Tile, crc: int | None) -> None:
+    def _count(self, tile: Tile, crc: int) -> None:
         """One tile more is written, with this CRC-32; the last of a file finishes it."""
         self._progress(tile.nbytes)
         with self._lock:
-            if crc is not None:
-                self._crcs[tile.file, tile.part].append((tile.offset, tile.nbytes, crc))
+            self._crcs[tile.file][tile.part].append((tile.offset, tile.nbytes, crc))
             self._left[tile.file] -= 1
             last = not self._left[tile.file]
         if last:
@@ -181,22 +194,31 @@ class _Transfer:
 
     def _finish(self, number: int) -> None:
         """Write what is not tensor data, sync the file, and note that it is done."""
-        file = self._files[number]
+        file, crcs = self._files[number], self._crcs.pop(number, defaultdict(list))
         with open(self._folder / file.path, "r+b") as stream:
             offset = 0
-            for part in file.parts:
+            for at, part in enumerate(file.parts):
+                stream.seek(offset)
                 if isinstance(part, Literal):
-                    stream.seek(offset)
-                    stream.write(patched(part, lambda at: joined(self._crcs[number, at])))
+                    data = patched(part, lambda at: joined(crcs[at]))
+                    stream.write(data)
+                    crcs[at] = [(offset, part.nbytes, crc32(data))]
                 elif isinstance(part, Verbatim):
-                    stream.seek(offset)
-                    stream.writelines(verbatim(part, self._source))
+                    crcs[at] = [(offset, part.nbytes, self._copy_file(part, stream))]
                     self._progress(part.nbytes)
                 offset += part.nbytes
             stream.flush()
             if self._fsync:
                 os.fsync(stream.fileno())
-        self._journal.done(file.path)
+        self._journal.done(file.path, joined([piece for at in crcs.values() for piece in at]))
+
+    def _copy_file(self, part: Verbatim, stream: IO[bytes]) -> int:
+        """Copy a file as it is; its CRC-32."""
+        crc = 0
+        for piece in verbatim(part, self._source):
+            stream.write(piece)
+            crc = crc32(piece, crc)
+        return crc
 
 
 def touch_files(plan: Plan, numbers: Sequence[int], records: RecordCheck) -> None:

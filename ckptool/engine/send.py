@@ -16,9 +16,16 @@ from ckptool.core.plan import Group, Plan, Spot, Tile
 from ckptool.engine.checksum import RecordCheck, crc32
 from ckptool.engine.remote import AT_ONCE
 from ckptool.engine.remote_path import RemotePath
-from ckptool.engine.run import RunOptions, patched, require_intact, touch_files, verbatim
+from ckptool.engine.run import (
+    RunOptions,
+    patched,
+    require_intact,
+    touch_files,
+    verbatim,
+)
 from ckptool.engine.sources import SPAN, Files
 from ckptool.engine.threads import share_jobs
+from ckptool.engine.unchanged import require_unchanged
 from ckptool.engine.upload import Upload, memory_of_part
 from ckptool.engine.worker import Worker
 from ckptool.errors import CannotDo, TransferError
@@ -64,8 +71,8 @@ def send(
 ) -> None:
     """Write those of the plan's files in ``numbers`` that are not ``finished`` yet.
 
-    The layout's last file appears after all others, and once the source's checksums are found to
-    be right. Raises as ``run`` does.
+    The layout's last file appears after all others, and once the source is found to be unchanged
+    and its checksums right. Raises as ``run`` does.
     """
     files = plan.layout.files
     todo = [number for number in numbers if files[number].path not in finished]
@@ -83,6 +90,8 @@ def send(
         for upload in uploads:
             upload.finish()
         require_intact(sending.records, source, options.workers or source.workers)
+        if last:
+            require_unchanged(plan.catalog, source)
     except BaseException:
         for upload in uploads:
             upload.abort()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import repeat
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from ckptool.engine.commit_file import side_file, side_name
+from ckptool.engine.file_status import FileStatus, changed, status_now
+from ckptool.engine.walk import DEPTH, Walk
 from ckptool.errors import Damaged, NotFound, Problem
 
 _T = TypeVar("_T")
@@ -21,9 +23,6 @@ TILE = 1 << 20
 """Bytes that are moved at a time on a disk, as long as one element is not larger."""
 CORES = min(8, os.cpu_count() or 1)
 """Threads that read a disk: more only wait for each other, its reads are the kernel's to order."""
-_DEPTH = 8
-_MOST_ENTRIES = 200_000
-_MOST_VISITS = 200
 
 
 class Bytes(Protocol):
@@ -56,6 +55,10 @@ class Files(Protocol):
         """Every file by its relative path with ``/``, and its size in bytes."""
 
     @property
+    def unlisted(self) -> Mapping[str, Problem]:
+        """Why files and folders below are not in ``files`` nor what they hold, by their paths."""
+
+    @property
     def tile(self) -> int: ...
     @property
     def piece(self) -> int: ...
@@ -74,7 +77,10 @@ class Files(Protocol):
         """One of the files by itself, with the ``.extra.pt`` file beside it."""
 
     def fingerprint(self, files: Iterable[str]) -> str:
-        """A SHA-256 over what changes when some of the files do."""
+        """A SHA-256 over what changes when some of the files do, as they were listed."""
+
+    def changed(self, files: Iterable[str]) -> list[str]:
+        """Those of the files that were written, replaced or removed since they were listed."""
 
     def modified(self, file: str) -> float:
         """When a file was last modified, in seconds since the epoch."""
@@ -95,8 +101,10 @@ class Files(Protocol):
 class LocalSource:
     """A local folder, or some of its files, readable at any offset.
 
-    ``files`` maps relative paths to sizes in bytes. Links are followed; a loop of them ends the
-    walk where it closes.
+    ``files`` maps relative paths to sizes in bytes, ``listed`` to what each file was when it was
+    listed: one that is another when it is opened is not read. ``places`` are those of them that lie
+    elsewhere below the root, ``unlisted`` what could not be looked at, and why. Links are followed;
+    a loop of them ends the walk where it closes.
     """
 
     tile = TILE
@@ -104,40 +112,64 @@ class LocalSource:
     block = 1
     workers = CORES
 
-    def __init__(self, root: Path, files: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        files: Mapping[str, int],
+        listed: Mapping[str, FileStatus] | None = None,
+        places: Mapping[str, str] | None = None,
+        unlisted: Mapping[str, Problem] | None = None,
+    ) -> None:
         self.root = str(root)
         self.files = files
+        self.unlisted = unlisted or {}
+        self._listed = listed or {}
+        self._places = places or {}
+
+    @classmethod
+    def of(
+        cls, root: Path, listed: Mapping[str, FileStatus], unlisted: Mapping[str, Problem]
+    ) -> LocalSource:
+        """Return files of a folder as they were listed."""
+        sizes = {name: status.nbytes for name, status in listed.items()}
+        return cls(root, sizes, listed, unlisted=unlisted)
 
     @classmethod
     def folder(cls, root: Path) -> LocalSource:
-        """Everything below ``root`` that can be read, eight folders deep."""
-        walk = _Walk(root)
+        """Everything below ``root``; ``unlisted`` names the folders that lie too deep."""
+        walk = Walk(root)
         try:
-            walk.enter("", (), _DEPTH)
+            walk.enter("", (), DEPTH)
         except OSError as error:
             raise NotFound(f"{root}: cannot be listed: {error.strerror}") from None
-        return cls(root, dict(sorted(walk.files.items())))
+        return cls.of(root, dict(sorted(walk.files.items())), dict(sorted(walk.unlisted.items())))
 
     @classmethod
     def file(cls, path: Path) -> LocalSource:
         """One file by itself; with a safetensors file goes the ``.extra.pt`` file beside it."""
-        try:
-            files = {path.name: path.stat().st_size}
-        except OSError as error:
-            raise unreadable(str(path), error) from None
-        extra = path.with_name(path.name.removesuffix(".safetensors") + ".extra.pt")
-        if path.suffix == ".safetensors" and os.path.isfile(extra):
-            files[extra.name] = extra.stat().st_size
-        return cls(path.parent, files)
+        listed, places = {path.name: _status(path)}, {}
+        side = side_file(path)
+        if side is not None:
+            name = str(side_name(path.name))
+            listed[name] = _status(side)
+            places[name] = str(side.relative_to(path.parent))
+        sizes = {name: status.nbytes for name, status in listed.items()}
+        return cls(path.parent, sizes, listed, places)
 
     def narrowed(self, folder: str) -> LocalSource:
         """The part below a subfolder, as a source of its own."""
-        return LocalSource(Path(self.root, folder), within_folder(self.files, folder))
+        listed = within_folder(self._listed, folder)
+        return LocalSource.of(Path(self.root, folder), listed, within_folder(self.unlisted, folder))
 
     def subfolders(self) -> dict[str, LocalSource]:
         """Every folder below, at any depth, as a source of its own."""
-        grouped = by_folder(self.files)
-        return {name: LocalSource(Path(self.root, name), files) for name, files in grouped.items()}
+        listed, unlisted = by_folder(self._listed), by_folder(self.unlisted)
+        return {
+            name: LocalSource.of(
+                Path(self.root, name), listed.get(name, {}), unlisted.get(name, {})
+            )
+            for name in dict.fromkeys([*listed, *unlisted])
+        }
 
     def alone(self, name: str) -> LocalSource:
         """One of the files by itself, with the ``.extra.pt`` file beside it."""
@@ -151,25 +183,31 @@ class LocalSource:
 
     def reader(self) -> Reader:
         """What one thread reads with."""
-        return Reader(self.root)
+        return Reader(self.root, self._listed, self._places)
 
     def fingerprint(self, files: Iterable[str]) -> str:
-        """A SHA-256 over names, sizes and modification times of some of the files."""
+        """A SHA-256 over names, sizes and modification times of some files, as they were listed."""
         found = hashlib.sha256()
         for name in sorted(files):
-            try:
-                status = os.stat(Path(self.root, name))
-            except OSError as error:
-                raise unreadable(name, error) from None
-            found.update(repr((name, status.st_size, status.st_mtime_ns)).encode())
+            status = self._listed.get(name)
+            if status is None:
+                raise missing(name)
+            found.update(repr((name, status.nbytes, status.modified)).encode())
         return found.hexdigest()
+
+    def changed(self, files: Iterable[str]) -> list[str]:
+        """Those of the files that were written, replaced or removed since they were listed."""
+        found = []
+        for name in files:
+            before = self._listed.get(name)
+            now = None if before is None else status_now(self._path(name))
+            if before is not None and (now is None or not now.has_content_of(before)):
+                found.append(name)
+        return found
 
     def modified(self, file: str) -> float:
         """When a file was last modified, in seconds since the epoch."""
-        try:
-            return os.stat(Path(self.root, file)).st_mtime
-        except OSError as error:
-            raise unreadable(file, error) from None
+        return _status(Path(self._path(file))).modified / 1e9
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
         """Exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
@@ -178,12 +216,15 @@ class LocalSource:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.files[file]:
             raise too_short(file, offset, nbytes, self.files[file])
         data = bytearray(nbytes)
-        descriptor = _opened(self.root, file)
+        descriptor = _opened(self._path(file), file, self._listed.get(file))
         try:
             _read_into(descriptor, file, offset, memoryview(data))
         finally:
             os.close(descriptor)
         return bytes(data)
+
+    def _path(self, file: str) -> str:
+        return f"{self.root}/{self._places.get(file, file)}"
 
 
 def within_folder(files: Mapping[str, _T], folder: str) -> dict[str, _T]:
@@ -233,12 +274,30 @@ def too_short(file: str, offset: int, nbytes: int, size: int) -> Damaged:
     )
 
 
-def _opened(root: str, file: str) -> int:
-    """A descriptor to read from. A pipe that took the place of a file must not block."""
+def _status(path: Path) -> FileStatus:
     try:
-        return os.open(f"{root}/{file}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        return FileStatus.of(path.stat())
+    except OSError as error:
+        raise unreadable(str(path), error) from None
+
+
+def _opened(path: str, file: str, listed: FileStatus | None) -> int:
+    """A descriptor to read from, of the file that was listed. Changed where it is another.
+
+    A pipe that took the place of a file must not block.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise unreadable(file, error) from None
+    try:
+        if listed is None or FileStatus.of(os.fstat(descriptor)).has_content_of(listed):
+            return descriptor
+    except OSError as error:
+        os.close(descriptor)
+        raise unreadable(file, error) from None
+    os.close(descriptor)
+    raise changed([file])
 
 
 def _read_into(descriptor: int, file: str, offset: int, buffer: memoryview) -> None:
@@ -253,60 +312,22 @@ def _read_into(descriptor: int, file: str, offset: int, buffer: memoryview) -> N
         done += count
 
 
-class _Walk:
-    """The files below ``root``, with a bound on all that is looked at."""
-
-    def __init__(self, root: Path) -> None:
-        self.files: dict[str, int] = {}
-        self._root = root
-        self._seen = 0
-        self._visits: Counter[tuple[int, int]] = Counter()
-
-    def enter(self, head: str, parents: tuple[tuple[int, int], ...], depth: int) -> None:
-        """Note the files of one folder and of those below. OSError where it cannot be listed."""
-        folder = self._root / head
-        status = os.stat(folder)
-        identity = (status.st_dev, status.st_ino)
-        if identity in parents:
-            return
-        self._visits[identity] += 1
-        if self._visits[identity] > _MOST_VISITS:
-            raise NotFound(
-                f"{self._root}: more than {_MOST_VISITS} links lead to {folder};"
-                " name the checkpoint itself"
-            )
-        with os.scandir(folder) as entries:
-            names = [entry for entry in entries if self._count()]
-        for entry in names:
-            # What vanishes, or is another user's, is not this checkpoint's.
-            with suppress(OSError):
-                self._note(entry, head, (*parents, identity), depth)
-
-    def _note(
-        self, entry: os.DirEntry[str], head: str, parents: tuple[tuple[int, int], ...], depth: int
-    ) -> None:
-        name = head + entry.name
-        if entry.is_dir():
-            if depth > 0:
-                self.enter(name + "/", parents, depth - 1)
-        elif entry.is_file():
-            self.files[name] = entry.stat().st_size
-
-    def _count(self) -> bool:
-        self._seen += 1
-        if self._seen > _MOST_ENTRIES:
-            raise NotFound(
-                f"{self._root}: more than {_MOST_ENTRIES:,} files and folders;"
-                " name the checkpoint itself"
-            )
-        return True
-
-
 class Reader:
-    """Positioned reads for one thread, with a bounded number of open files."""
+    """Positioned reads for one thread, with a bounded number of open files.
 
-    def __init__(self, root: str, limit: int = 64) -> None:
+    A file that is not as it was ``listed`` is not read.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        listed: Mapping[str, FileStatus] | None = None,
+        places: Mapping[str, str] | None = None,
+        limit: int = 64,
+    ) -> None:
         self._root = root
+        self._listed = listed or {}
+        self._places = places or {}
         self._limit = limit
         self._open: OrderedDict[str, int] = OrderedDict()
 
@@ -341,5 +362,6 @@ class Reader:
             return descriptor
         if len(self._open) >= self._limit:
             os.close(self._open.popitem(last=False)[1])
-        descriptor = self._open[file] = _opened(self._root, file)
+        path = f"{self._root}/{self._places.get(file, file)}"
+        descriptor = self._open[file] = _opened(path, file, self._listed.get(file))
         return descriptor

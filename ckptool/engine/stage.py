@@ -1,19 +1,35 @@
-"""Output appears whole or not at all: staged beside the target, synced, renamed."""
+"""Output appears whole or not at all: staged beside the target, synced, then put in its place."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from ckptool.core.layout import Layout
 from ckptool.core.plan import Plan
-from ckptool.engine.journal import Journal
+from ckptool.engine.commit import Commit, CommitNote, NoteFile
+from ckptool.engine.commit_file import FileCommit, note_path, side_name, staging_folder
+from ckptool.engine.commit_folder import FolderCommit, aside_of
+from ckptool.engine.disk import (
+    first_stranger,
+    identity,
+    in_the_way,
+    is_real_file,
+    is_real_folder,
+    open_unfollowed,
+    sync_folder,
+)
+from ckptool.engine.journal import Journal, is_journal, noted_sizes
+from ckptool.engine.known import remove_staged, require_no_foreign, stamps
+from ckptool.engine.replaced import in_conflict, require_no_conflict
 from ckptool.engine.run import RunOptions, run
 from ckptool.engine.sources import Files, LocalSource
-from ckptool.errors import CannotDo
+from ckptool.errors import CannotDo, Committed
 
 RESUME_HINT = "the finished files are kept; the same command with --resume continues"
 
@@ -22,8 +38,8 @@ RESUME_HINT = "the finished files are kept; the same command with --resume conti
 class StageOptions:
     """``overwrite`` replaces an existing target at the end; ``resume`` continues a partial one.
 
-    ``plan`` and ``source`` are the digests that a resumed run must share with the first;
-    ``replaceable`` says that what stands at the target is a checkpoint.
+    ``plan`` and ``source`` are the digests that a resumed run must share with the first; ``own``
+    returns the files of the checkpoint at the target, which are replaced; None where none is there.
     """
 
     plan: str
@@ -31,7 +47,7 @@ class StageOptions:
     overwrite: bool = False
     resume: bool = False
     fsync: bool = True
-    replaceable: bool = False
+    own: Callable[[], Collection[str] | None] = lambda: None
 
 
 class Stage:
@@ -45,43 +61,109 @@ class Stage:
 
     def __init__(self, target: Path, layout: Layout, options: StageOptions) -> None:
         self.target = target
-        self.folder = target.parent / f".{target.name}.partial"
+        self.folder = staging_folder(target)
         self._layout = layout
         self._options = options
         self.journal = Journal(None)
         self._is_new = False
         self._first = Journal(None)
+        self._note = NoteFile(note_path(target), fsync=options.fsync)
+
+    def finish_earlier(self) -> bool:
+        """Finish the commit that an earlier run was killed in.
+
+        Whether ``resume`` has nothing left to do: the very output that it would write stands.
+        """
+        note = self._note.read()
+        if note is None:
+            return False
+        options = self._options
+        self._first = Journal.lock(self._journal_path(0))
+        try:
+            commit = self._commit(folder=note.folder)
+            done = commit.roll(note)
+            if done:
+                commit.clear(note)
+                self._forget()
+            else:
+                self._note.remove()
+        except OSError as error:
+            raise _unfinished(self.target, error) from None
+        finally:
+            self._first.close()
+        asked = (options.plan, options.source)
+        return done and options.resume and (note.plan, note.source) == asked
+
+    def stands(self) -> bool:
+        """Whether something stands at the target."""
+        return os.path.lexists(self.target)
 
     def begin(self) -> None:
         """Make the folder, or with ``resume`` take the one an earlier run left.
 
         Raises CannotDo where the target exists, does not fit, or there is nothing to resume.
         """
+        self.finish_earlier()
         self.require_possible()
         if self._options.resume:
-            if not self.folder.is_dir() or not self._journals():
-                raise CannotDo(f"{self.target}: there is no partial output to resume")
+            self._require_no_link()
             return
         try:
-            first = self._journal_path(0)
-            self._first = Journal.start(first, self._options.plan, self._options.source)
+            self._first = Journal.lock(self._journal_path(0))
+            self._remove_earlier()
             self._is_new = True
-            shutil.rmtree(self.folder, ignore_errors=True)
-            for path in self._journals():
-                if path != first:
-                    path.unlink()
+            self._first.begin(self._options.plan, self._options.source, self._sizes)
             self.folder.mkdir()
         except OSError as error:
             raise CannotDo(
                 f"{self.target.parent}: cannot be written to: {error.strerror}"
             ) from None
+        finally:
+            if not self._is_new:
+                self._first.close()
+
+    def _remove_earlier(self) -> None:
+        """Remove what an earlier run staged. CannotDo where something else lies there."""
+        journals = self._journals()
+        if is_real_folder(self.folder):
+            remove_staged(self.folder, noted_sizes(journals, self._sizes))
+        for path in journals:
+            if path != self._journal_path(0):
+                path.unlink()
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        """The files that this run writes, with their bytes."""
+        return {file.path: file.nbytes for file in self._layout.files}
+
+    def _require_no_link(self) -> None:
+        """CannotDo where something in the folder would be written through."""
+        self.folder.mkdir(exist_ok=True)
+        stranger = first_stranger(self.folder)
+        if stranger is not None:
+            raise in_the_way(stranger)
 
     def require_possible(self) -> None:
         """CannotDo where the target exists and may not be replaced, or does not fit."""
-        expected = self.outputs()
-        self._refuse_existing(expected[-1:] if self._options.resume else expected)
+        self._require_ours()
+        self._refuse_existing()
         if not self._options.resume:
             self._require_space()
+        elif not self.is_partial():
+            raise CannotDo(f"{self.target}: there is no partial output to resume")
+
+    def _require_ours(self) -> None:
+        """CannotDo where something that ckptool did not make has a name that it needs."""
+        journals = self._journals()
+        for path in journals:
+            if not is_journal(path):
+                raise in_the_way(path)
+        if os.path.lexists(self.folder) and not (journals and is_real_folder(self.folder)):
+            raise in_the_way(self.folder)
+        if os.path.lexists(self._mark) and not (journals and is_real_file(self._mark)):
+            raise in_the_way(self._mark)
+        if os.path.lexists(aside_of(self.target)):
+            raise in_the_way(aside_of(self.target))
 
     def join(self, rank: int = 0) -> None:
         """Open this rank's journal, after ``begin``."""
@@ -90,7 +172,10 @@ class Stage:
             self.journal = self._first
         elif options.resume:
             others = self._journals()
-            self.journal = Journal.resume(path, options.plan, options.source, others)
+            sizes = self._sizes if rank == 0 else None
+            self.journal = Journal.resume(path, options.plan, options.source, others, sizes)
+            if rank == 0:
+                require_no_foreign(self.folder, self._sizes)
         else:
             self.journal = Journal.start(path, options.plan, options.source)
 
@@ -112,7 +197,9 @@ class Stage:
 
     def mark(self, token: str) -> None:
         """Leave a mark that whoever shares this disk can see."""
-        self._mark.write_text(token)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        with open(open_unfollowed(self._mark, flags), "w", encoding="ascii") as stream:
+            stream.write(token)
 
     def is_marked(self, token: str) -> bool:
         """Whether the mark is seen here."""
@@ -122,44 +209,75 @@ class Stage:
     def _mark(self) -> Path:
         return self.folder.with_name(f"{self.folder.name}.journal.mark")
 
-    def commit(self) -> None:
-        """Make the staged files the target; the file that commits comes last."""
-        expected = self.outputs()
-        self._refuse_existing(expected[-1:] if self._options.resume else expected)
+    @cached_property
+    def own(self) -> Collection[str] | None:
+        """The files of the checkpoint at the target, once that is known to stand."""
+        return self._options.own()
+
+    def _commit(self, *, folder: bool) -> Commit:
+        if folder:
+            return FolderCommit(self.target, self.folder, self._note, fsync=self._options.fsync)
+        return FileCommit(self.target, self.folder, self._note, overwrite=self._options.overwrite)
+
+    def commit(self) -> str | None:
+        """Make the staged files the target; a remark where that took more than one step.
+
+        An error before that leaves the old one as it is; one after it is Committed.
+        """
+        self._refuse_existing()
+        require_no_foreign(self.folder, self._sizes)
         if self._options.fsync:
             for path, _, _ in os.walk(self.folder):
-                _sync_folder(Path(path))
-        if self._layout.folder:
-            _swap_folder(self.folder, self.target)
-        else:
-            self._side_file.unlink(missing_ok=True)
-            for file in self._layout.files:
-                os.replace(self.folder / file.path, self.target.parent / file.path)
-            self.folder.rmdir()
-        if self._options.fsync:
-            _sync_folder(self.target.parent)
-        self._forget()
+                sync_folder(Path(path))
+        commit, note = self._commit(folder=self._layout.folder), self._new_note()
+        remark = commit.replace(note)
+        try:
+            if self._options.fsync:
+                sync_folder(self.target.parent)
+            commit.clear(self._note.read() or note)
+            if self._options.fsync:
+                sync_folder(self.target.parent)
+            self._forget()
+        except OSError as error:
+            raise _unfinished(self.target, error) from None
+        return remark
+
+    def _new_note(self) -> CommitNote:
+        options = self._options
+        names = [file.path for file in self._layout.files]
+        staged = self.folder if self._layout.folder else self.folder / names[-1]
+        new, old = identity(staged) or 0, identity(self.target)
+        there = self.target if self._layout.folder else self.target.parent
+        own = {} if self.own is None else stamps(there, sorted(self.own))
+        files = stamps(self.folder, names)
+        return CommitNote(options.plan, options.source, self._layout.folder, new, old, own, files)
+
+    def is_partial(self) -> bool:
+        """Whether there is something that a run with ``resume`` continues."""
+        return bool(self._journals())
 
     def discard(self, *, resumed: bool = False) -> None:
-        """Remove what this process staged; an output that it resumed only where that is asked."""
+        """Remove what this process staged; an output that it resumed only where that is asked.
+
+        Where something else lies in it all of it stays, and the next run names that.
+        """
         self.journal.close()
         if not self._is_new and not resumed:
             return
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self._forget()
+        with suppress(OSError, CannotDo):
+            if is_real_folder(self.folder):
+                remove_staged(self.folder, self._sizes)
+            self._forget()
 
     def outputs(self) -> list[Path]:
         """What will stand at the end: the target folder, or the target file and those beside it."""
         if self._layout.folder:
             return [self.target]
         files = [self.target.parent / file.path for file in self._layout.files]
-        return files if self._side_file in files else [self._side_file, *files]
-
-    @property
-    def _side_file(self) -> Path:
-        """What an earlier conversion may have put beside a single file, to be read with it."""
-        name = self.target.name.removesuffix(".safetensors")
-        return self.target.with_name(f"{name}.extra.pt")
+        side = side_name(self.target.name)
+        if side is None or self.target.with_name(side) in files:
+            return files
+        return [self.target.with_name(side), *files]
 
     def _journal_path(self, rank: int) -> Path:
         return self.folder.with_name(f"{self.folder.name}.journal.{rank}")
@@ -169,30 +287,43 @@ class Stage:
         return sorted(found)
 
     def _forget(self) -> None:
-        for path in self._journals():
-            path.unlink(missing_ok=True)
+        """Remove all that was noted of this output, the commit last."""
         self._mark.unlink(missing_ok=True)
+        for path in reversed(self._journals()):
+            path.unlink(missing_ok=True)
+        self._note.remove()
         self.journal.close()
         self._first.close()
 
-    def _refuse_existing(self, paths: list[Path]) -> None:
-        there = [str(path) for path in paths if path.exists() or path.is_symlink()]
+    def _refuse_existing(self) -> None:
+        paths = self.outputs()[-1:] if self._options.resume else self.outputs()
+        there = [path for path in paths if os.path.lexists(path)]
         if there and not self._options.overwrite:
             raise CannotDo(
-                f"{', '.join(there)} exists already",
+                f"{', '.join(map(str, there))} exists already",
                 hint="--overwrite replaces it once all is written",
             )
-
         for path in there:
-            self._require_replaceable(Path(path))
+            self._require_replaceable(path)
 
     def _require_replaceable(self, path: Path) -> None:
-        """--overwrite replaces a file by a file, and a folder only where a checkpoint is in it."""
+        """--overwrite replaces a checkpoint's files, and nothing that another program made."""
         if path.is_dir() != self._layout.folder:
             kinds = ("a folder", "a file") if path.is_dir() else ("a file", "a folder")
             raise CannotDo(f"{path}: is {kinds[0]}, and {kinds[1]} would be written")
-        if path.is_dir() and any(path.iterdir()) and not self._options.replaceable:
-            raise CannotDo(f"{path}: is no checkpoint, and is not replaced")
+        own = self.own
+        if not self._layout.folder:
+            if own is None or path.name not in own:
+                raise _no_checkpoint(path)
+            return
+        if path.is_symlink():
+            raise CannotDo(
+                f"{path}: is a link, and is not replaced", hint=f"name the folder {path.resolve()}"
+            )
+        if any(path.iterdir()) and own is None:
+            raise _no_checkpoint(path)
+        names = [file.path for file in self._layout.files]
+        require_no_conflict(path, in_conflict(path, own or (), names))
 
     def _require_space(self) -> None:
         folder, needed = self.target.parent, self._layout.nbytes
@@ -203,30 +334,20 @@ class Stage:
             raise CannotDo(f"{folder}: {needed:,} bytes are needed, {free:,} are free")
 
 
+def _no_checkpoint(path: Path) -> CannotDo:
+    return CannotDo(
+        f"{path}: is no checkpoint, and is not replaced",
+        hint=f"write elsewhere, or move it away: mv {path} ELSEWHERE",
+    )
+
+
+def _unfinished(target: Path, error: OSError) -> Committed:
+    """The error after the commit: what failed is only what follows it."""
+    return Committed(
+        f"{target}: the new one stands, whole; but what follows failed: {error.strerror or error}",
+        hint="the next command that writes there, such as the same with --resume, finishes it",
+    )
+
+
 def _glob_escape(name: str) -> str:
     return "".join(f"[{char}]" if char in "*?[" else char for char in name)
-
-
-def _swap_folder(folder: Path, target: Path) -> None:
-    if not target.exists():
-        os.rename(folder, target)
-        return
-    import tempfile
-
-    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.old-", dir=target.parent))
-    os.rename(target, aside / "replaced")
-    try:
-        os.rename(folder, target)
-    except BaseException:
-        os.rename(aside / "replaced", target)
-        aside.rmdir()
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 from ckptool.engine import web
-from ckptool.engine.blocks import Blocks
+from ckptool.engine.blocks import Blocks, Pinned
 from ckptool.engine.patience import Patience, ask, said, status_of, unreachable
 from ckptool.engine.remote_path import shown
-from ckptool.errors import CannotDo, NotFound, UsageError
+from ckptool.errors import CannotDo, Changed, NotFound, UsageError
 
 _T = TypeVar("_T")
 _EXTRAS = {
@@ -31,6 +31,7 @@ _EXTRAS = {
 }
 _CONNECTIONS = 64
 _BEHIND_THE_END = 416
+_ANOTHER_VERSION = 412
 _WHOLE_OR_NOT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf"}
 
 
@@ -141,43 +142,46 @@ class Store:
         """A file, or the files of a folder as far as they can be known."""
         head, mark, query = key.partition("?")
         if web.is_file(key):
-            return {key: {"size": size}} if (size := self._web_size(key)) is not None else {}
+            return {key: info} if (info := self._web_info(key)) is not None else {}
 
         def full(name: str) -> str:
             return f"{head.rstrip('/')}/{name}{mark}{query}"
 
-        def size_of(name: str) -> int | None:
-            return self._web_size(full(name))
+        def info_of(name: str) -> dict[str, Any] | None:
+            return self._web_info(full(name))
 
-        names = web.names_below(size_of, lambda name: self.get(full(name), full(name)))
-        return {
-            f"{head.rstrip('/')}/{name}": {"size": size}
-            for name, size in web.sizes(names, size_of).items()
-            if size is not None
-        }
+        names = web.names_below(info_of, lambda name: self.get(full(name), full(name)))
+        found = web.infos(names, info_of)
+        return {f"{head.rstrip('/')}/{name}": info for name, info in found.items()}
 
-    def _web_size(self, key: str) -> int | None:
-        """The size of a file in bytes; None where there is none."""
+    def _web_info(self, key: str) -> dict[str, Any] | None:
+        """What the server says of a file, its size at least; None where there is none."""
         self.traffic.count()
         try:
-            size: int | None = self.ask(shown(key), lambda: self._timed("_info", key))["size"]
+            info: dict[str, Any] = self.ask(shown(key), lambda: self._timed("_info", key))
         except NotFound:
             return None
-        if size is None:
+        if info["size"] is None:
             raise CannotDo(f"{shown(key)}: the server does not say how large it is")
-        return size
+        return info
 
-    def _fetch(self, key: str, start: int, end: int) -> bytes:
-        """The bytes of a file from ``start`` to ``end``, fewer where it ends before."""
-        end = min(end, self._sizes.get(key, end))
-        what = f"{self.url(key)}: bytes {start:,} to {end:,}"
-        return self.ask(what, lambda: self._range(key, start, end))
+    def _fetch(self, file: Pinned, start: int, end: int) -> bytes:
+        """The bytes of a file from ``start`` to ``end``, fewer where it ends before.
 
-    def _range(self, key: str, start: int, end: int) -> bytes:
+        Changed where the store knows that it is no longer the file that was listed.
+        """
+        end = min(end, self._sizes.get(file.key, end))
+        what = f"{self.url(file.key)}: bytes {start:,} to {end:,}"
+        return self.ask(what, lambda: self._range(file, start, end))
+
+    def _range(self, file: Pinned, start: int, end: int) -> bytes:
         """One ranged request; OSError where fewer bytes came than there are."""
+        key = file.key
         try:
-            data = self._part(key, start, end)
+            data = self._part(file, start, end)
         except Exception as error:
+            if status_of(error) == _ANOTHER_VERSION:
+                raise Changed(f"{self.url(key)}: it was replaced while it was read") from None
             if status_of(error) != _BEHIND_THE_END:
                 raise
             data = b""
@@ -191,7 +195,15 @@ class Store:
         self.fs.invalidate_cache()
         return int(self._timed("_info", key)["size"] or 0)
 
-    def _part(self, key: str, start: int, end: int) -> bytes:
+    def reads_version(self, version: str) -> bool:
+        """Whether a read that names this version of a file fails where another is there."""
+        return hasattr(self.fs, "_call_s3") and version.startswith('"')
+
+    def _part(self, file: Pinned, start: int, end: int) -> bytes:
+        key = file.key
+        if start < end and self.reads_version(file.version):
+            found: bytes = self._synced(_version_of_s3(self.fs, file, start, end))
+            return found
         if self.scheme not in web.SCHEMES:
             plain = {"cache_type": "none", "size": self._sizes.get(key)} if self._is_plain else {}
             data: bytes = self._timed("_cat_file", key, start=start, end=end, **plain)
@@ -217,10 +229,17 @@ class Store:
         """A call of the file system, given up after a time where it lets itself be given up."""
         if not self.fs.async_impl:
             return getattr(self.fs, method.removeprefix("_"))(*arguments, **named)
+        return self._synced(getattr(self.fs, method)(*arguments, **named))
+
+    def _synced(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """What a coroutine of the file system returns, given up after a time."""
         from fsspec.asyn import sync
 
-        work = getattr(self.fs, method)
-        return sync(self.fs.loop, work, *arguments, timeout=self.patience.timeout, **named)
+        return sync(self.fs.loop, lambda: work, timeout=self.patience.timeout)
+
+    def make_folder(self, key: str, what: str) -> None:
+        """Make a folder, where the store has some."""
+        self.ask(what, lambda: self.fs.makedirs(key, exist_ok=True))
 
     def put(self, key: str, data: bytes, what: str) -> None:
         """Write a small file."""
@@ -267,8 +286,20 @@ def _wide(scheme: str) -> dict[str, Any]:
     return {"config_kwargs": {"max_pool_connections": _CONNECTIONS} | theirs}
 
 
+async def _version_of_s3(fs: Any, file: Pinned, start: int, end: int) -> bytes:
+    """Read a range of an object, in the version that was listed; s3fs itself has no such read."""
+    bucket, key, _ = fs.split_path(file.key)
+    where = {"Bucket": bucket, "Key": key, "Range": f"bytes={start}-{end - 1}"}
+    answer = await fs._call_s3("get_object", **where, IfMatch=file.version)
+    try:
+        data: bytes = await answer["Body"].read()
+        return data
+    finally:
+        answer["Body"].close()
+
+
 def _info(info: dict[str, Any]) -> Info:
-    told = map(info.get, ("ETag", "etag", "md5Hash", "sha256", "blob_id"))
+    told = map(info.get, ("ETag", "etag", "md5Hash", "sha256", "blob_id", "Last-Modified"))
     version = next(filter(None, told), None)
     modified = info.get("LastModified") or info.get("last_modified") or info.get("mtime")
     modified = modified or info.get("updated") or info.get("created") or 0

@@ -21,6 +21,12 @@ def memory_of_part(nbytes: int) -> int:
     return 2 * part_of(nbytes)
 
 
+def hidden_name(path: str) -> str:
+    """What a file is called until it is whole, where a store shows files that are not."""
+    folder, slash, name = path.rpartition("/")
+    return f"{folder}{slash}.{name}.partial"
+
+
 class Upload:
     """One upload, in parts; there is ``room`` for so many in memory, with that which is filled.
 
@@ -33,7 +39,7 @@ class Upload:
         self._store = place.store
         self._done = 0
         whole = self._store.whole_or_not
-        self._hidden = None if whole else place.with_name(f".{place.name}.partial").key
+        self._hidden = None if whole else place.with_name(hidden_name(place.name)).key
         if not whole:
             self._attempt(lambda: self._store.fs.makedirs(place.parent.key, exist_ok=True))
         key = self._hidden or place.key

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from ckptool.errors import NotFound
 
@@ -22,18 +23,21 @@ _INDEXES = _KNOWN[:3]
 _NAMED = re.compile(rb"[\w.\-]+\.(?:distcp|safetensors|bin)\b")
 _AT_ONCE = 16
 
+InfoOf = Callable[[str], dict[str, Any] | None]
+"""What a server says of a file by its name."""
+
 
 def is_file(url: str) -> bool:
     """Whether a URL names a file, by how it ends."""
     return url.partition("?")[0].endswith(_FILES)
 
 
-def names_below(size_of: Callable[[str], int | None], read: Callable[[str], bytes]) -> list[str]:
+def names_below(info_of: InfoOf, read: Callable[[str], bytes]) -> list[str]:
     """The files of a folder: those that many have, and those that an index or ``.metadata`` names.
 
-    ``size_of`` is None for a file that is not there. NotFound where none of them is.
+    ``info_of`` is None for a file that is not there. NotFound where none of them is.
     """
-    found = [name for name, size in sizes(_KNOWN, size_of).items() if size is not None]
+    found = infos(_KNOWN, info_of)
     if not found:
         raise NotFound("the web lists no files, and no index and no .metadata is there")
     named = {
@@ -42,8 +46,9 @@ def names_below(size_of: Callable[[str], int | None], read: Callable[[str], byte
     return sorted({*found, *named})
 
 
-def sizes(names: Iterable[str], size_of: Callable[[str], int | None]) -> dict[str, int | None]:
-    """The sizes of some files in bytes, several asked for at once."""
+def infos(names: Iterable[str], info_of: InfoOf) -> dict[str, dict[str, Any]]:
+    """What the server says of those of the files that are there, several asked for at once."""
     names = list(names)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return dict(zip(names, pool.map(size_of, names), strict=True))
+        answers = zip(names, pool.map(info_of, names), strict=True)
+        return {name: info for name, info in answers if info is not None}

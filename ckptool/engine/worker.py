@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ckptool.core.catalog import Extent, Record, contiguous, stored_places
 from ckptool.core.plan import Source, Tile
 from ckptool.engine.checksum import RecordCheck, crc32, joined, record_crc
+from ckptool.engine.disk import open_unfollowed
 from ckptool.engine.rows import Rows
 from ckptool.engine.sources import Files
 from ckptool.errors import TransferError
@@ -75,29 +76,23 @@ class Worker:
 
         return Gatherer(self._source, self._note)
 
-    def write_tile(self, tile: Tile, path: str, *, shared: bool, checked: bool) -> int | None:
-        """Write a tile into the output file ``path``; its CRC-32 where it is to be ``checked``.
+    def write_tile(self, tile: Tile, path: str, *, shared: bool) -> int:
+        """Write a tile into the output file ``path``, and return the CRC-32 of its bytes.
 
         ``shared`` says that further tiles will need the same rows of the source.
         """
         straight = self._straight(tile)
         if len(straight) == len(tile.sources) and tile.entry.source_dtype == tile.entry.dtype:
-            pieces = [(run[2], run[3], self._copy(run, path, tile.offset)) for run in straight]
-            return joined(pieces) if checked else None
+            return joined(
+                [(run[2], run[3], self._copy(run, path, tile.offset)) for run in straight]
+            )
         data = self._bytes_of(tile, straight, shared=shared)
         self._write(path, tile.offset, data)
-        return crc32(data) if checked else None
+        return crc32(data)
 
     def data(self, tile: Tile) -> memoryview:
         """The bytes of a tile as they are to be written, until the next tile is asked for."""
         return self._bytes_of(tile, self._straight(tile), shared=False)
-
-    def holds_tile(self, tile: Tile, path: str, *, shared: bool) -> bool:
-        """Whether the output file ``path`` holds a tile as the source has it."""
-        wanted = self._bytes_of(tile, [], shared=shared)
-        with open(f"{self._folder}/{path}", "rb", buffering=0) as stream:
-            stream.seek(tile.offset)
-            return stream.read(len(wanted)) == wanted
 
     def forget_rows(self) -> None:
         """The tiles to come share no rows of the source with those before."""
@@ -157,7 +152,7 @@ class Worker:
 
     def _target_values(self, tile: Tile, values: Array) -> Array:
         """The gathered values in the element type that is written."""
-        from ckptool.engine.gather import cast
+        from ckptool.engine.rounding import cast
 
         if tile.entry.source_dtype == tile.entry.dtype:
             return values
@@ -183,7 +178,7 @@ class Worker:
         if descriptor is None:
             if len(self._open) >= _MOST_OPEN:
                 self._close_outputs()
-            descriptor = os.open(f"{self._folder}/{path}", os.O_WRONLY | os.O_CLOEXEC)
+            descriptor = open_unfollowed(Path(f"{self._folder}/{path}"), os.O_WRONLY)
             self._open[path] = descriptor
         done = 0
         while done < len(data):

@@ -10,6 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+UNFINISHED = ".ckptool-unfinished.json"
+"""The note that lies in a folder of a store from the first byte on until all is written."""
+
 
 def this_writer() -> dict[str, Any]:
     """What a note says of this process; no two runs say the same."""

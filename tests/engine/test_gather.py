@@ -17,7 +17,8 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, Extent, Packed, Place
 from ckptool.core.dtype import BY_NAME
 from ckptool.engine import gather
-from ckptool.engine.gather import Gatherer, cast, unit
+from ckptool.engine.gather import Gatherer, unit
+from ckptool.engine.rounding import cast
 from ckptool.engine.sources import LocalSource
 from ckptool.errors import Damaged
 

@@ -1,0 +1,137 @@
+"""Numbers in another floating type, bit for bit as torch's ``.to()`` makes them, without torch.
+
+Where torch itself makes other NaNs at other places of a tensor (its vector code and the code for
+the rest of a row differ), NaNs are those of the vector code (torch 2.13 on x86).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ckptool.core.dtype import DType
+from ckptool.errors import CannotDo
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+_BY_NUMPY = frozenset(["float64", "float32", "float16", "bfloat16"])
+_PIECE = 1 << 16
+"""Elements at a time, which the processor's cache holds."""
+_NAN, _NAN_OF_HALF = 0xFFFF, 0x7FC0
+"""What torch makes of a NaN in bfloat16, the second where it comes from float16."""
+_QUIET, _QUIET_HALF = np.uint32(0x0040_0000), np.uint32(0x7E00)
+_INFINITY, _SIZE = np.uint32(0x7F80_0000), np.uint32(0x7FFF_FFFF)
+_LEAST_HALF, _BEYOND_HALF = np.uint32(113 << 23), np.uint32(143 << 23)
+"""The least normal half, and the least number whose exponent is beyond those of halves."""
+
+
+def needs_torch(stored: DType, wanted: DType) -> bool:
+    """Whether only torch casts the one type to the other: those of 8 bits and less."""
+    return stored != wanted and not {stored.name, wanted.name} <= _BY_NUMPY
+
+
+def cast(values: Array, stored: DType, wanted: DType) -> Array:
+    """The same numbers in another element type, rounded to the nearest even as torch does.
+
+    ``values`` are stored bits of any shape, and so is the result. CannotDo where only torch does
+    it and it is not there.
+    """
+    if stored == wanted:
+        return values
+    flat = np.ascontiguousarray(values).reshape(-1)
+    if needs_torch(stored, wanted):
+        return _cast_by_torch(flat, stored, wanted).reshape(values.shape)
+    result: Array = np.empty(flat.size, f"u{wanted.itemsize}")
+    with np.errstate(all="ignore"):
+        for start in range(0, flat.size, _PIECE):
+            piece = slice(start, start + _PIECE)
+            result[piece] = _rounded(flat[piece], stored.name, wanted.name)
+    return result.reshape(values.shape)
+
+
+def _rounded(bits: Array, stored: str, wanted: str) -> Array:
+    """The bits in the other type; what is not 64 bits wide on both sides goes through 32."""
+    if stored == "float64":
+        single = bits.view(np.float64).astype(np.float32).view(np.uint32)
+    elif stored == "bfloat16":
+        single = bits.astype(np.uint32) << np.uint32(16)
+    elif stored == "float16":
+        single = _from_half(bits)
+    else:
+        single = bits.view(np.uint32)
+    if wanted == "float64":
+        return single.view(np.float32).astype(np.float64).view(np.uint64)
+    if wanted == "bfloat16":
+        return _to_bfloat16(single, _NAN_OF_HALF if stored == "float16" else _NAN)
+    return _to_half(single) if wanted == "float16" else single
+
+
+def _from_half(bits: Array) -> Array:
+    """Halves as floats of 32 bits; NaNs become quiet."""
+    wide = bits.astype(np.uint32)
+    single: Array = (wide & np.uint32(0x7FFF)) << np.uint32(13)
+    single += np.uint32(112 << 23)
+    odd = (wide & np.uint32(0x7C00)) - np.uint32(0x0400) >= np.uint32(0x7800)
+    if odd.any():
+        single[odd] = (bits[odd] & 0x7FFF).view(np.float16).astype(np.float32).view(np.uint32)
+    wide &= np.uint32(0x8000)
+    wide <<= np.uint32(16)
+    single |= wide
+    nan = _is_nan(single)
+    if nan.any():
+        single[nan] |= _QUIET
+    return single
+
+
+def _to_bfloat16(single: Array, quiet: int) -> Array:
+    rounded = single >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += single
+    rounded >>= np.uint32(16)
+    halves = rounded.astype(np.uint16)
+    nan = _is_nan(single)
+    if nan.any():
+        halves[nan] = quiet
+    return halves
+
+
+def _to_half(single: Array) -> Array:
+    """Floats of 32 bits as halves; NaNs become quiet and keep the upper bits of their payload.
+
+    Normal numbers are rounded as integers, for numpy's own way is slow.
+    """
+    size = single & _SIZE
+    rounded = size >> np.uint32(13)
+    rounded &= np.uint32(1)
+    rounded += size
+    rounded -= np.uint32((112 << 23) - 0x0FFF)
+    rounded >>= np.uint32(13)
+    halves = rounded.astype(np.uint16)
+    odd = size - _LEAST_HALF >= _BEYOND_HALF - _LEAST_HALF
+    if odd.any():
+        halves[odd] = size[odd].view(np.float32).astype(np.float16).view(np.uint16)
+    halves |= (single >> np.uint32(16)).astype(np.uint16) & np.uint16(0x8000)
+    nan = size > _INFINITY
+    if nan.any():
+        payload = single[nan]
+        halves[nan] = (payload & ~_SIZE) >> 16 | _QUIET_HALF | (payload & (_QUIET - 1)) >> 13
+    return halves
+
+
+def _is_nan(single: Array) -> Array:
+    return (single & _SIZE) > _INFINITY
+
+
+def _cast_by_torch(flat: Array, stored: DType, wanted: DType) -> Array:
+    try:
+        import torch
+    except ImportError:
+        raise CannotDo(
+            f"a cast of {stored} to {wanted} needs torch", hint="pip install 'ckptool[torch]'"
+        ) from None
+    bits = torch.from_numpy(flat.view("u1"))
+    typed = bits.view(getattr(torch, stored.name)).to(getattr(torch, wanted.name))
+    result: Array = typed.view(torch.uint8).numpy().view(f"u{wanted.itemsize}")
+    return result
