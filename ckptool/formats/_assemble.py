@@ -7,13 +7,21 @@ from typing import Any
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, ObjectEntry, Path, TensorEntry, merge_copies
-from ckptool.errors import CkptoolError, Damaged, Problem, coded
-from ckptool.formats._assemble_shares import at_rank, merge_dtensor, merge_sharded, same_bytes
-from ckptool.formats._dtensor import DTensorShare
+from ckptool.errors import CkptoolError, Damaged, Problem, Refusal, coded
+from ckptool.formats._assemble_shares import (
+    at_rank,
+    merge_declared,
+    merge_dtensor,
+    merge_sharded,
+    same_bytes,
+)
+from ckptool.formats._dtensor import DeclaredShare, DTensorShare
 from ckptool.formats._leaves import Assembled, Leaf, PlainLeaf, RankLeaves, ShareLeaf
 from ckptool.formats._quantised import quantised_notes
 from ckptool.formats._storage import StoredTensor
 from ckptool.formats._values import same_value
+
+_MOST_SHOWN = 12
 
 
 def assemble(ranks: Mapping[int, RankLeaves], *, per_rank: bool = False) -> Assembled:
@@ -25,7 +33,8 @@ def assemble(ranks: Mapping[int, RankLeaves], *, per_rank: bool = False) -> Asse
     """
     result = Assembled()
     names = dict.fromkeys(name for found in ranks.values() for name in found)
-    result.notes += quantised_notes(names)
+    said = (leaf.note for found in ranks.values() for leaf in found.values() if leaf.note)
+    result.notes += [*dict.fromkeys(said), *quantised_notes(names), *_attribute_notes(ranks)]
     for name in names:
         held = {rank: found[name] for rank, found in ranks.items() if name in found}
         try:
@@ -36,6 +45,10 @@ def assemble(ranks: Mapping[int, RankLeaves], *, per_rank: bool = False) -> Asse
 
 
 def _merge(name: str, held: dict[int, Leaf], result: Assembled, per_rank: bool) -> None:
+    refused = {r: leaf.value for r, leaf in held.items() if isinstance(leaf.value, Refusal)}
+    if refused:
+        _merge_refused(name, held, refused, result)
+        return
     kinds = {_kind(leaf.value) for leaf in held.values()}
     if len(kinds) > 1:
         message = f"is {' on some ranks, '.join(sorted(kinds))} on others"
@@ -47,18 +60,65 @@ def _merge(name: str, held: dict[int, Leaf], result: Assembled, per_rank: bool) 
     elif kinds == {"ShardedTensor"}:
         with coded("dtensor-contradiction"):
             merge_sharded(name, held, result)
+    elif kinds == {"tensor with shards of its own"}:
+        with coded("dtensor-contradiction"):
+            merge_declared(name, held, result)
     elif kinds == {"plain tensor"}:
         _merge_plain(name, held, result, per_rank or first.rank_state)
     else:
         _merge_object(name, held, result)
 
 
+def _merge_refused(
+    name: str, held: dict[int, Leaf], refused: dict[int, Refusal], result: Assembled
+) -> None:
+    """Keep why a value is refused; of values that differ, as ``NAME@rankR`` for each rank."""
+    others = (leaf.value for rank, leaf in held.items() if rank not in refused)
+    if any(why.may_be_tensor for why in refused.values()) or any(map(_is_tensor, others)):
+        result.conflicts[name] = next(iter(refused.values()))
+        return
+    values = [refused[r].record if r in refused else leaf.value for r, leaf in held.items()]
+    if all(same_value(values[0], value) for value in values[1:]):
+        result.conflicts[name] = next(iter(refused.values()))
+        return
+    result.conflicts |= {f"{name}@rank{rank}": why for rank, why in refused.items()}
+    for rank, leaf in held.items():
+        if rank not in refused:
+            _keep_value(name, rank, leaf, result)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, PlainLeaf | ShareLeaf)
+
+
 def _kind(value: Any) -> str:
     if isinstance(value, PlainLeaf):
         return "plain tensor"
     if isinstance(value, ShareLeaf):
+        if isinstance(value.share, DeclaredShare):
+            return "tensor with shards of its own"
         return "DTensor" if isinstance(value.share, DTensorShare) else "ShardedTensor"
     return "no tensor"
+
+
+def _attribute_notes(ranks: Mapping[int, RankLeaves]) -> list[str]:
+    """Return one note for all attributes of tensors that are not carried; none where none are."""
+    found: dict[str, set[str]] = {}
+    for leaves in ranks.values():
+        for name, leaf in leaves.items():
+            if isinstance(leaf.value, PlainLeaf | ShareLeaf):
+                for attribute in leaf.value.attributes:
+                    found.setdefault(attribute, set()).add(name)
+    if not found:
+        return []
+    shown = sorted(found)[:_MOST_SHOWN]
+    counts = [f"{attribute} of {_counted(found[attribute])}" for attribute in shown]
+    more = [f"{len(found) - len(shown):,} more"] if len(found) > len(shown) else []
+    return [f"attributes of tensors are not carried: {', '.join([*counts, *more])}"]
+
+
+def _counted(names: set[str]) -> str:
+    return min(names) if len(names) == 1 else f"{len(names):,} tensors"
 
 
 def _merge_plain(name: str, held: dict[int, Leaf], result: Assembled, keep: bool) -> None:
@@ -105,5 +165,10 @@ def _merge_object(name: str, held: dict[int, Leaf], result: Assembled) -> None:
         result.objects[name] = ObjectEntry(name, first.path, first.value)
         return
     for rank, leaf in held.items():
-        one = f"{name}@rank{rank}"
-        result.objects[one] = ObjectEntry(one, at_rank(leaf.path, rank), leaf.value)
+        _keep_value(name, rank, leaf, result)
+
+
+def _keep_value(name: str, rank: int, leaf: Leaf, result: Assembled) -> None:
+    """Keep a value as one rank's own."""
+    one = f"{name}@rank{rank}"
+    result.objects[one] = ObjectEntry(one, at_rank(leaf.path, rank), leaf.value)

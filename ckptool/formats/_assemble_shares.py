@@ -1,4 +1,4 @@
-"""Put DTensors and ShardedTensors together from the ranks' shares."""
+"""Put sharded tensors together from the ranks' shares."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptool.core.mesh import Mesh, Partial
 from ckptool.core.shards import LocalShard, local_shards
 from ckptool.core.view import shifted
 from ckptool.errors import Damaged, Problem
-from ckptool.formats._dtensor import DTensorShare, ShardedShare
+from ckptool.formats._dtensor import DeclaredShare, DTensorShare, ShardedShare
 from ckptool.formats._leaves import Assembled, Leaf, PlainLeaf
 
 
@@ -172,6 +172,27 @@ def merge_sharded(name: str, held: dict[int, Leaf], result: Assembled) -> None:
     path = next(iter(held.values())).path
     entry = TensorEntry(name, path, first.dtype, first.shape, merge_copies(chunks))
     result.tensors[name] = entry
+
+
+def merge_declared(name: str, held: dict[int, Leaf], result: Assembled) -> None:
+    """Take in the tensor whose shards the ranks' attributes declare.
+
+    Raises Damaged where ranks disagree on what the whole is.
+    """
+    (first_rank, leaf), *_ = held.items()
+    first: DeclaredShare = leaf.value.share
+    chunks: list[Chunk] = []
+    for rank, one in held.items():
+        share: DeclaredShare = one.value.share
+        if (share.dtype, share.shape) != (first.dtype, first.shape):
+            message = f"{first.dtype} {list(first.shape)} on rank {first_rank},"
+            message += f" {share.dtype} {list(share.shape)} on rank {rank}"
+            raise Damaged(Problem(message, "ranks-disagree"))
+        at = one.value.places[0]
+        chunks += [Chunk(piece.box, shifted(at, piece.local.lo), rank) for piece in share.pieces]
+    result.tensors[name] = TensorEntry(
+        name, leaf.path, first.dtype, first.shape, merge_copies(chunks)
+    )
 
 
 def same_bytes(one: PlainLeaf, other: PlainLeaf) -> bool | None:

@@ -26,7 +26,7 @@ def flat_members(fields: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Memb
                 flat: list(_members(flat, names, told))
                 for flat, names in (told.get("fsdp_flat_param_to_fqns") or {}).items()
             }
-        except (KeyError, TypeError, AttributeError, IndexError):
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError):
             raise Damaged(
                 Problem(f"{name}: what flat parameters are made of is unclear", "parameters-flat")
             ) from None
@@ -65,6 +65,8 @@ def apart(catalog: Catalog, flat: Mapping[str, list[Member]]) -> Catalog:
 
 def _whose(entry: TensorEntry, flat: Mapping[str, list[Member]]) -> list[Member]:
     """The members of a flat parameter, or of an optimizer's state for one; none of others."""
+    if not entry.path:
+        return []
     *head, last = map(str, entry.path)
     name, found, state = last.partition(FLAT)
     members = flat.get(name + found, []) if len(entry.shape) == 1 else []

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
-from ckptool.core.catalog import Catalog, Chunk, Item, Place, TensorEntry
+from ckptool.core.catalog import Catalog, Chunk, Item, Place, TensorEntry, places
 from ckptool.errors import Damaged, Problem, coded
 from ckptool.formats import _pickle
 from ckptool.formats._pickle import Call
@@ -52,7 +52,8 @@ def placed(catalog: Catalog, skeletons: Skeletons, options: ScanOptions) -> Cata
         chunks = options.attempt(partial(_chunks, entry, skeletons))
         if chunks is not None:
             tensors[name] = replace(entry, chunks=chunks)
-    return replace(catalog, tensors=tensors, archives=())
+    bare = {at.file for entry in tensors.values() for at in places(entry)}
+    return replace(catalog, tensors=tensors, bare=frozenset(bare), archives=())
 
 
 def _chunks(entry: TensorEntry, skeletons: Skeletons) -> tuple[Chunk, ...]:

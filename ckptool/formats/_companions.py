@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from ckptool.formats.base import Source
 
 _NAMES = frozenset(
@@ -14,7 +12,7 @@ _NAMES = frozenset(
     " quantize_config.json hf_quant_config.json quant_config.json adapter_config.json".split()
 )
 _SUFFIXES = (".py", ".tiktoken")
-_TENSORS = (".pt", ".pth", ".bin", ".safetensors")
+_PROSE = frozenset("README.md LICENSE LICENSE.txt USE_POLICY.md NOTICE".split())
 
 
 def companions(source: Source, folder: str = "") -> dict[str, int]:
@@ -30,13 +28,7 @@ def _is_companion(name: str) -> bool:
     return name in _NAMES or ("/" not in name and name.endswith(_SUFFIXES))
 
 
-def unread_beside(source: Source, files: Collection[str]) -> list[str]:
-    """One note for files beside ``files`` that hold tensors as well, as a trainer leaves them."""
-    folders = {file.rpartition("/")[0] for file in files}
-    beside = [
-        name
-        for name in source.files
-        if name.endswith(_TENSORS) and name not in files and name.rpartition("/")[0] in folders
-    ]
-    more = f", and {len(beside) - 8} more" if len(beside) > 8 else ""
-    return [f"not read, beside it: {', '.join(beside[:8])}{more}"] if beside else []
+def is_of_model(path: str) -> bool:
+    """Whether only a model's own files have this name, and no code or text that a person wrote."""
+    name = path.rpartition("/")[2]
+    return name in _NAMES - _PROSE or name.endswith(".tiktoken")

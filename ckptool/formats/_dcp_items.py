@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import (
@@ -18,13 +19,25 @@ from ckptool.core.catalog import (
     TensorEntry,
     places,
 )
+from ckptool.core.dtype import DType
 from ckptool.core.view import part_of_place
-from ckptool.errors import UNCODED, CkptoolError, Damaged, Problem, coded, damaged
+from ckptool.errors import (
+    UNCODED,
+    CannotDo,
+    CkptoolError,
+    Damaged,
+    Problem,
+    Refusal,
+    SourceError,
+    coded,
+    damaged,
+)
 from ckptool.formats._archives import item_region
 from ckptool.formats._assemble import assemble
 from ckptool.formats._dcp_collect import DAMAGE_HINT
-from ckptool.formats._leaves import Assembled, Leaf, PlainLeaf, read_leaves
+from ckptool.formats._leaves import Assembled, Leaf, PlainLeaf, ShareLeaf, read_leaves
 from ckptool.formats._storage import place_of, plain_tensor
+from ckptool.formats._subclasses import is_tensor_record, outer_of
 from ckptool.formats._torch_file import TorchFile, is_zip, read_torch_zip
 from ckptool.formats._values import type_name
 from ckptool.formats.base import Source, expect_edges
@@ -55,43 +68,138 @@ class _Opened:
         )  # fmt: skip
 
 
-def read_values(source: Source, name: str, items: list[tuple[int, Item]], path: Path) -> Assembled:
-    """Read a bytes item, of one rank or of each. Tensors inside become tensors of their own."""
+def read_values(
+    source: Source,
+    name: str,
+    items: list[tuple[int, Item]],
+    path: Path,
+    *,
+    refuse: bool = False,
+) -> Assembled:
+    """Read a bytes item, of one rank or of each. Tensors inside become tensors of their own.
+
+    Raises a SourceError where it cannot be read, or must not be; with ``refuse`` that is a
+    conflict under the item's name.
+    """
     ranks: dict[int, dict[str, Leaf]] = {}
     for rank, item in items:
-        with coded(UNCODED, tensor=name):
-            opened = _open(source, item, name, _LARGEST_VALUE, _LARGEST_VALUE)
-            leaves = read_leaves(opened.file, source, prefix=path)
-        if any(isinstance(leaf.value, PlainLeaf) for leaf in leaves.values()):
-            ranks[rank] = {n: _placed(leaf, opened) for n, leaf in leaves.items()}
-        else:
-            ranks[rank] = {name: Leaf(path, opened.file.value)}
+        try:
+            with coded(UNCODED, tensor=name):
+                ranks[rank] = _value_leaves(source, name, item, path, refuse=refuse)
+        except SourceError as error:
+            if not refuse:
+                raise
+            problem = error.message
+            return Assembled(conflicts={name: _refusal(name, problem)})
     return assemble(ranks)
 
 
+def _refusal(name: str, problem: Problem) -> Refusal:
+    shown = problem if problem.startswith(name) else f"{name}: {problem}"
+    return Refusal(shown, problem.code, file=problem.file, tensor=name)
+
+
+def _value_leaves(
+    source: Source, name: str, item: Item, path: Path, *, refuse: bool
+) -> dict[str, Leaf]:
+    """Return what an item holds; where some of it is refused, the item is, as it is one value."""
+    opened = _open(source, item, name, _LARGEST_VALUE, _LARGEST_VALUE)
+    leaves = read_leaves(opened.file, source, prefix=path, refuse=refuse)
+    refused = [leaf.value for leaf in leaves.values() if isinstance(leaf.value, Refusal)]
+    if refused:
+        whole = _refusal(name, refused[0])
+        whole.record = opened.file.inert
+        whole.may_be_tensor = any(why.may_be_tensor for why in refused) or any(
+            isinstance(leaf.value, PlainLeaf | ShareLeaf) for leaf in leaves.values()
+        )
+        return {name: Leaf(path, whole)}
+    if any(isinstance(leaf.value, PlainLeaf | ShareLeaf) for leaf in leaves.values()):
+        return {n: _placed(leaf, opened) for n, leaf in leaves.items()}
+    return {name: Leaf(path, opened.file.value)}
+
+
 def _placed(leaf: Leaf, opened: _Opened) -> Leaf:
-    if not isinstance(leaf.value, PlainLeaf):
-        return leaf
-    return replace(leaf, value=replace(leaf.value, place=opened.place(leaf.value.place)))
+    if isinstance(leaf.value, PlainLeaf):
+        return replace(leaf, value=replace(leaf.value, place=opened.place(leaf.value.place)))
+    if isinstance(leaf.value, ShareLeaf):
+        places = tuple(map(opened.place, leaf.value.places))
+        return replace(leaf, value=replace(leaf.value, places=places))
+    return leaf
+
+
+class _NoPlainTensor(CannotDo):
+    """An item holds a tensor of another kind, where the metadata has only its type and shape."""
 
 
 def locate(source: Source, catalog: Catalog) -> Catalog:
-    """Open the items of the catalog's tensors and check them against the metadata."""
-    problems: list[str] = []
-    tensors = {}
+    """Open the items of the catalog's tensors and check them against the metadata.
+
+    The metadata does not tell a tensor subclass that wraps others from a plain tensor: one that
+    lies in one item is replaced by the tensors in it. Raises CannotDo where one lies in several, or
+    is of a kind that is not read, Damaged where an item is not what the metadata says.
+    """
+    problems: list[Problem] = []
+    unread: list[Problem] = []
+    found = Assembled()
     expect_edges(source, _items_of(catalog))
     for name, entry in catalog.tensors.items():
-        chunks = []
-        for chunk in entry.chunks:
-            try:
-                chunks.append(_located(source, entry, chunk))
-            except CkptoolError as error:
-                problems.append(error.message)
-                error.message.tensor = name
-        tensors[name] = replace(entry, chunks=tuple(chunks))
+        try:
+            found.tensors[name] = _opened_entry(source, entry)
+        except _NoPlainTensor as error:
+            inner = _inner_tensors(source, entry)
+            if inner is None or not inner.tensors.keys().isdisjoint(catalog.tensors):
+                unread.append(error.message)
+            else:
+                found.tensors |= inner.tensors
+                found.objects |= inner.objects
+                found.notes += inner.notes
+        except CkptoolError as error:
+            problems += error.problems
     if problems:
         raise damaged(problems, subject="the items", hint=DAMAGE_HINT)
-    return catalog.with_tensors(tensors)
+    if unread:
+        raise _unread(unread)
+    objects, notes = catalog.objects | found.objects, (*catalog.notes, *found.notes)
+    return replace(catalog, tensors=found.tensors, objects=objects, notes=notes)
+
+
+def _opened_entry(source: Source, entry: TensorEntry) -> TensorEntry:
+    """The tensor with its items opened; one error for all of its chunks that cannot be."""
+    chunks: list[Chunk] = []
+    problems: list[Problem] = []
+    for chunk in entry.chunks:
+        try:
+            chunks.append(_located(source, entry, chunk))
+        except _NoPlainTensor:
+            raise
+        except CkptoolError as error:
+            error.message.tensor = entry.name
+            problems.append(error.message)
+    if problems:
+        raise damaged(problems, subject=entry.name)
+    return replace(entry, chunks=tuple(chunks))
+
+
+def _inner_tensors(source: Source, entry: TensorEntry) -> Assembled | None:
+    """What the one item of a tensor holds that wraps others; None where that is not all of it."""
+    chunk = entry.chunks[0]
+    item = chunk.at
+    is_one = len(entry.chunks) == 1 and not chunk.copies and entry.stored is None
+    if not is_one or not isinstance(item, Item) or item.part or chunk.box.shape != entry.shape:
+        return None
+    found = read_values(source, entry.name, [(chunk.rank or 0, item)], entry.path)
+    return found if found.tensors and not found.problems else None
+
+
+def _unread(problems: list[Problem]) -> CannotDo:
+    """One error for all tensors of kinds that are not read."""
+    more = f"\n  and {len(problems) - 1:,} more such tensors" if len(problems) > 1 else ""
+    error = CannotDo(
+        Problem(f"{problems[0]}{more}", problems[0].code, tensor=problems[0].tensor),
+        hint="--drop NAME leaves one out; in torch: save tensors made plain",
+    )
+    error.problems = tuple(problems)
+    return error
 
 
 def _items_of(catalog: Catalog) -> Iterator[tuple[str, int, int]]:
@@ -118,8 +226,9 @@ def _located_place(source: Source, entry: TensorEntry, box: Box, at: Place) -> P
     opened = _open(source, at, what, limit, _EDGE)
     tensor = plain_tensor(opened.file.value)
     if tensor is None:
-        message = f"{what}: its item in {at.file} holds {type_name(opened.file.value)}"
-        raise Damaged(Problem(f"{message}, no plain tensor", "item-mismatch", file=at.file))
+        raise _why_no_tensor(
+            opened.file.value, f"{what}: its item in {at.file}", at, (dtype, shape)
+        )
     if (tensor.dtype, tensor.shape) != (dtype, shape):
         message = f"{what}: its item at byte {at.offset:,} of {at.file} is {tensor.dtype}"
         message += f" {list(tensor.shape)}, the metadata says {dtype} {list(shape)}"
@@ -133,6 +242,19 @@ def _located_place(source: Source, entry: TensorEntry, box: Box, at: Place) -> P
     except ValueError as error:
         message = f"{what}: its item in {at.file} is {error}"
         raise Damaged(Problem(message, "item-mismatch", file=at.file)) from None
+
+
+def _why_no_tensor(
+    value: Any, what: str, item: Item, meant: tuple[DType, tuple[int, ...]]
+) -> CkptoolError:
+    """Why an item is no plain tensor of the type and shape that are ``meant``."""
+    outer = outer_of(value) if is_tensor_record(value) else meant
+    what = f"{what}: its item in {item.file}"
+    if not is_tensor_record(value) or outer not in (None, meant):
+        message = f"{what} holds {type_name(value)}, no plain tensor"
+        return Damaged(Problem(message, "item-mismatch", file=item.file))
+    message = f"{what} holds a tensor of a kind that is not read ({type_name(value)})"
+    return _NoPlainTensor(Problem(message, "tensor-unread", file=item.file))
 
 
 def _open(source: Source, item: Item, what: str, limit: int, edge: int) -> _Opened:

@@ -1,4 +1,4 @@
-"""The ``.metadata`` pickle of torch.distributed.checkpoint, torch 2.1 to 2.13."""
+"""The ``.metadata`` pickle of torch.distributed.checkpoint, torch 2.1 to 2.15."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Index, Path, TensorEntry
-from ckptool.formats._tree import holed_lists
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _BATCH = 1000
@@ -116,18 +115,14 @@ class _Writer:
     def _paths(
         self, tensors: list[WrittenTensor], values: list[WrittenValue]
     ) -> Iterable[tuple[bytes, bytes]]:
-        """The path of each name. A list that is not whole becomes a dict, so that it loads."""
-        named = [(t.entry.name, t.entry.path) for t in tensors]
-        named += [(v.name, v.path) for v in values]
-        holed = holed_lists(path for _, path in named)
-        for name, path in named:
+        """The path of each name, which torch's loader must be able to rebuild."""
+        entries: list[TensorEntry | WrittenValue] = [tensor.entry for tensor in tensors]
+        for entry in [*entries, *values]:
             steps = b"".join(
-                _integer(step.position)
-                if isinstance(step, Index) and path[:at] not in holed
-                else self._text(str(step))
-                for at, step in enumerate(path)
+                _integer(step.position) if isinstance(step, Index) else self._text(str(step))
+                for step in entry.path
             )
-            yield self._text(name), pickle.MARK + steps + pickle.TUPLE
+            yield self._text(entry.name), pickle.MARK + steps + pickle.TUPLE
 
     def _storage(
         self, tensors: list[WrittenTensor], values: list[WrittenValue]

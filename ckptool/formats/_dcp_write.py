@@ -14,12 +14,12 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Data, FileLayout, Layout, Literal, Part
-from ckptool.core.rewrite import with_whole_lists
+from ckptool.core.rewrite import root_problem, with_loadable_paths
 from ckptool.formats._dcp_pickle import WrittenChunk, WrittenTensor, WrittenValue, metadata_pickle
 from ckptool.formats._outgoing import Cutter, companion_files, tied_notes
 from ckptool.formats._pickle_write import TensorRef
 from ckptool.formats._torch_write import offset_parts, torch_archive
-from ckptool.formats._values import UNREAD_TENSOR, Foreign
+from ckptool.formats._values import NUMPY, UNREAD_TENSOR, Foreign
 from ckptool.formats.base import Request
 
 
@@ -86,7 +86,8 @@ def _length(parts: list[Part] | tuple[Part, ...]) -> int:
 
 def lay_out(catalog: Catalog, request: Request) -> Layout:
     """The files of a DCP folder: cut for the request's mesh, or in the source's own chunks."""
-    catalog = with_whole_lists(catalog)
+    changed_root = root_problem(catalog)
+    catalog = with_loadable_paths(catalog)
     files: dict[int, _File] = {}
 
     def file_of(rank: int) -> _File:
@@ -101,7 +102,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
         if UNREAD_TENSOR not in known.of(entry.value)
     ]
     names = {name for entry in catalog.objects.values() for name in known.of(entry.value)}
-    foreign = sorted(names - {UNREAD_TENSOR})
+    foreign = sorted(names - {UNREAD_TENSOR, NUMPY})
     cutter = Cutter(request)
     tensors = []
     for entry in catalog.tensors.values():
@@ -113,7 +114,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
         for rank in sorted(files)
     ]
     layouts.append(FileLayout(".metadata", (Literal(metadata_pickle(tensors, values)),)))
-    notes = tied_notes(catalog)
+    notes = [*([changed_root] if changed_root else []), *tied_notes(catalog)]
     if foreign:
         notes.append(f"carried as they are, for those who trust the source: {', '.join(foreign)}")
     return Layout(tuple(layouts), folder=True, notes=tuple(notes))

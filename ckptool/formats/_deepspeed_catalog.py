@@ -9,13 +9,12 @@ from typing import Any
 from ckptool.core.catalog import Catalog, ObjectEntry
 from ckptool.errors import damaged
 from ckptool.formats._assemble import assemble
-from ckptool.formats._companions import companions, unread_beside
+from ckptool.formats._companions import companions
 from ckptool.formats._deepspeed_checkpoint import Checkpoint
-from ckptool.formats._deepspeed_experts import expert_degrees
 from ckptool.formats._deepspeed_local import Holding
 from ckptool.formats._deepspeed_parallel import merge_into
 from ckptool.formats._deepspeed_slots import MASTER
-from ckptool.formats._deepspeed_values import param_groups, training_facts
+from ckptool.formats._deepspeed_values import expert_degrees, param_groups, training_facts
 from ckptool.formats._leaves import Assembled
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.torch_save import unread_notes
@@ -68,8 +67,7 @@ def catalog_of(
     info["parallelism"] = f"TP {grid.tensor}, PP {grid.pipeline}, DP {grid.data}{experts}"
     files = list(files)
     carried = {n: size for n, size in companions(source).items() if not n.startswith("zero_to_")}
-    notes = [*checkpoint.notes, *unread_beside(source, files), *found.notes]
-    notes += unread_notes(found.objects)
+    notes = [*checkpoint.notes, *found.notes, *unread_notes(found.objects)]
     return Catalog(
         name,
         found.tensors,

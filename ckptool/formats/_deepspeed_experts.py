@@ -7,36 +7,38 @@ groups of parameters that hold experts are called ``ep_size_N`` by their degree.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from typing import Any
 
 from ckptool.formats._deepspeed_checkpoint import Checkpoint
+from ckptool.formats._deepspeed_expert_files import require_own_names
 from ckptool.formats._deepspeed_local import Holding
 from ckptool.formats._deepspeed_read import State, Vector, all_tensors, read_state
-from ckptool.formats._deepspeed_values import optimizer_leaves, param_groups, raw_leaves
+from ckptool.formats._deepspeed_values import (
+    expert_degrees,
+    optimizer_leaves,
+    param_groups,
+    raw_leaves,
+)
 from ckptool.formats._deepspeed_weights import module_weights
 from ckptool.formats._deepspeed_whole import add_whole_optimizer
 
-_DEGREE = re.compile(r"ep_size_([0-9]{1,6})")
 Experts = Mapping[tuple[int, int], Mapping[str, Vector]]
 """Tensors by name, of each MoE layer's expert of a global number."""
 
 
 def experts_of(checkpoint: Checkpoint, mp: int) -> Experts:
-    """The weights of all experts, as one model-parallel rank holds them."""
-    return {
-        (layer, expert): all_tensors(read_state(checkpoint.source, file))
+    """The weights of all experts, as one model-parallel rank holds them.
+
+    Raises Damaged where a file holds another expert than its name says.
+    """
+    files = {
+        (layer, expert): file
         for (layer, expert, model_rank), file in sorted(checkpoint.files.experts.items())
         if model_rank == mp
     }
-
-
-def expert_degrees(groups: Any) -> set[int]:
-    """The degrees of expert parallelism that an optimizer's groups of experts are called by."""
-    names = (group.get("name") for group in groups or [] if isinstance(group, dict))
-    matches = (_DEGREE.match(name) for name in names if isinstance(name, str))
-    return {int(match[1]) for match in matches if match}
+    found = {key: all_tensors(read_state(checkpoint.source, file)) for key, file in files.items()}
+    require_own_names(found, files, list(checkpoint.models[0, mp].mapping("module")))
+    return found
 
 
 def add_expert_optimizers(found: Holding, checkpoint: Checkpoint, mp: int) -> set[str] | None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from ckptool.formats._deepspeed_checkpoint import Checkpoint
+from ckptool.formats._deepspeed_expert_files import lost_optimizers
 from ckptool.formats._deepspeed_experts import add_expert_optimizers, experts_of
 from ckptool.formats._deepspeed_local import Holding
 from ckptool.formats._deepspeed_optimizer import add_flat_groups
 from ckptool.formats._deepspeed_read import read_state, shape_groups
 from ckptool.formats._deepspeed_slots import Partition
-from ckptool.formats._deepspeed_values import engine_leaves, optimizer_leaves, raw_leaves
+from ckptool.formats._deepspeed_values import (
+    engine_leaves,
+    optimizer_leaves,
+    raw_leaves,
+    refused_leaves,
+)
 from ckptool.formats._deepspeed_weights import (
     add_frozen_pieces,
     add_layers,
@@ -68,7 +74,8 @@ def _add_module_and_optimizer(found: Holding, checkpoint: Checkpoint, mp: int) -
 def _add_layers(found: Holding, checkpoint: Checkpoint, tensor: int) -> None:
     """Add the layers of all stages that are of one tensor-parallel rank."""
     files, source, grid = checkpoint.files, checkpoint.source, checkpoint.grid
-    layers = {n: read_state(source, file) for (n, t), file in files.layers.items() if t == tensor}
+    own = {n: file for (n, t), file in files.layers.items() if t == tensor}
+    layers = {n: read_state(source, file, named=True) for n, file in own.items()}
     trained: dict[str, tuple[int, ...]] = {}
     buffers: set[str] = set()
     ranks = dict.fromkeys(layers, checkpoint.rank(0, tensor))
@@ -79,11 +86,16 @@ def _add_layers(found: Holding, checkpoint: Checkpoint, tensor: int) -> None:
         heads = {name.partition(".")[0] for name in shapes}
         ranks |= {n: checkpoint.rank(0, mp) for n in layers if str(n) in heads}
     add_layers(found, layers, trained, buffers, ranks)
+    for n, state in layers.items():
+        refused = refused_leaves(state, state.fields, source, ("module", str(n)))
+        found.add_leaves(refused, ranks[n])
 
 
 def _add_whole_optimizer(found: Holding, checkpoint: Checkpoint, mp: int) -> set[str] | None:
     """Add the optimizer of ZeRO 0; the trained parameters, None where nothing tells them."""
     state, source = checkpoint.models[0, mp], checkpoint.source
+    if lost_optimizers(checkpoint) is not None:
+        return None
     if checkpoint.files.expert_optimizers:
         named_experts = add_expert_optimizers(found, checkpoint, mp)
         checkpoint.notes.append(_UNNAMED if named_experts is None else _BY_ORDER)

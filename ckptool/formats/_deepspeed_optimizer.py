@@ -6,11 +6,11 @@ tell the offsets of another order than the one the partitions have. ``param_shap
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptool.errors import Damaged, Problem
+from ckptool.formats._deepspeed_expert_files import EXPERT
 from ckptool.formats._deepspeed_flat import Shapes, flat_runs
 from ckptool.formats._deepspeed_local import Holding
 from ckptool.formats._deepspeed_muon import Touched, touched_by, whole_runs, whole_states
@@ -26,7 +26,6 @@ from ckptool.formats._deepspeed_slots import (
 from ckptool.formats._storage import natural
 
 _ANY = 1 << 62
-_EXPERT = re.compile(r"(?P<head>.*\bdeepspeed_experts\.)(?P<number>\d+)(?P<tail>\..*)")
 
 
 def add_flat_groups(
@@ -196,7 +195,7 @@ def _global_names(shapes: Shapes, expert_rank: int) -> dict[str, str]:
 
     DeepSpeed numbers experts by expert-parallel rank, then by their number on the rank.
     """
-    matches = {name: _EXPERT.fullmatch(name) for name in shapes}
+    matches = {name: EXPERT.fullmatch(name) for name in shapes}
     local: dict[str, int] = {}
     for match in filter(None, matches.values()):
         local[match["head"]] = max(local.get(match["head"], 0), int(match["number"]) + 1)

@@ -10,9 +10,20 @@ from typing import Any
 from ckptool.core.catalog import Place
 from ckptool.core.dtype import DType
 from ckptool.errors import Damaged, Problem
+from ckptool.formats._pickle import require_harmless
 from ckptool.formats._storage import StoredTensor, natural, place_of, plain_tensor, shown, sizes
 from ckptool.formats._torch_file import TorchFile, read_torch_file
 from ckptool.formats.base import Source
+
+LAYOUT = frozenset(
+    "module optimizer param_shapes frozen_param_shapes frozen_param_fragments buffer_names"
+    " shared_params".split()
+)
+PARTITIONS = frozenset(
+    "base_optimizer_state optimizer_state_dict single_partition_of_fp32_groups fp32_flat_groups"
+    " fp32_groups fp32_groups_flat group_paddings param_alignment_paddings partition_count"
+    " param_slice_mappings state param_groups".split()
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +103,39 @@ def malformed_is_damaged(what: str) -> Iterator[None]:
         ) from None
 
 
-def read_state(source: Source, file: str) -> State:
-    """The dict in a file that torch.save wrote; Damaged where it is something else."""
+def read_state(source: Source, file: str, *, named: bool = False) -> State:
+    """The dict in a file that torch.save wrote; Damaged where it is something else.
+
+    Raises Hostile for what the layout of tensors depends on; of other values, who reads them does,
+    and of those in a module, which the whole dict is where it is ``named`` values.
+    """
     opened = read_torch_file(source, file)
-    if not isinstance(opened.value, dict):
+    if not isinstance(opened.inert, dict):
         raise Damaged(
             Problem(
-                f"{file}: holds {shown(opened.value)}, DeepSpeed writes a dict there",
+                f"{file}: holds {shown(opened.inert)}, DeepSpeed writes a dict there",
                 "file-unrecognised",
             )
         )
-    return State(opened, opened.value)
+    structure = {} if named else dict(_structure(opened.inert))
+    module = opened.inert if named else structure.pop("module", {})
+    values = list(module.values()) if isinstance(module, dict) else []
+    of_values = opened.narrowed(values).hostile
+    beside = {
+        item: why for item, why in opened.narrowed(module).hostile.items() if item not in of_values
+    }
+    require_harmless({**opened.narrowed(structure).hostile, **beside})
+    return State(opened, opened.inert)
+
+
+def _structure(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a file's dict that holds tensors, or says how they lie."""
+    inner = fields.get("optimizer_state_dict")
+    if isinstance(inner, dict):
+        return {key: value for key, value in inner.items() if key in PARTITIONS}
+    if "module" in fields:
+        return {key: value for key, value in fields.items() if key in LAYOUT}
+    return fields
 
 
 def shape_groups(state: State, key: str = "param_shapes") -> list[dict[str, tuple[int, ...]]]:

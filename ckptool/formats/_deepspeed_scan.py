@@ -6,12 +6,13 @@ from ckptool.core.catalog import Catalog
 from ckptool.errors import Damaged, Problem
 from ckptool.formats._deepspeed_catalog import add_tied_masters, assembled, catalog_of
 from ckptool.formats._deepspeed_checkpoint import Checkpoint, read_checkpoint
+from ckptool.formats._deepspeed_expert_files import lost_optimizers, require_experts
 from ckptool.formats._deepspeed_files import (
     LATEST,
     find_files,
     tag_folder,
-    tags,
 )
+from ckptool.formats._deepspeed_frozen import note_excluded
 from ckptool.formats._deepspeed_holding import holding_of
 from ckptool.formats._deepspeed_slots import MASTER
 from ckptool.formats._deepspeed_weights import trained_shapes
@@ -23,12 +24,17 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
     """The catalog of the latest tag, or of the tag whose folder the source is."""
     folder = tag_folder(source, LATEST)
     checkpoint = read_checkpoint(source, find_files(source.files, folder))
+    if not checkpoint.files.stage_3:
+        require_experts(checkpoint)
     holdings = [holding_of(checkpoint, mp) for mp in range(checkpoint.grid.model)]
     found = assembled(checkpoint, holdings, options)
     add_tied_masters(found, checkpoint.aliases)
+    note_excluded(checkpoint, found)
     if not checkpoint.optimizers and trained_shapes(checkpoint.model):
         _miss_optimizers(checkpoint, found)
-    checkpoint.notes += _other_tags(source, folder)
+    lost = lost_optimizers(checkpoint)
+    if lost is not None:
+        found.conflicts[MASTER] = lost
     files = [*checkpoint.files.all, *([LATEST] if folder else [])]
     return catalog_of("deepspeed", checkpoint, found, files)
 
@@ -47,8 +53,3 @@ def _miss_optimizers(checkpoint: Checkpoint, found: Assembled) -> None:
     message = f"{what}: was trained with ZeRO, and all files of optimizer states are missing: no"
     message += " masters and moments; --model-only converts the weights"
     found.conflicts[MASTER] = Problem(message, "file-missing")
-
-
-def _other_tags(source: Source, folder: str) -> list[str]:
-    others = [tag for tag in tags(source) if f"{tag}/" != folder]
-    return [f"{folder[:-1]} is the latest tag; also here: {', '.join(others)}"] if others else []

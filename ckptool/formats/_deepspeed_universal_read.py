@@ -15,6 +15,7 @@ from ckptool.formats._deepspeed_files import (
     tag_folder,
     without_copies,
 )
+from ckptool.formats._deepspeed_frozen import note_excluded
 from ckptool.formats._deepspeed_holding import holding_of
 from ckptool.formats._deepspeed_local import Holding
 from ckptool.formats._deepspeed_parallel import whole_entries
@@ -37,6 +38,7 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
     found = assembled(checkpoint, holdings, options)
     found.tensors |= whole_entries(states)
     add_tied_masters(found, checkpoint.aliases)
+    note_excluded(checkpoint, found)
     kept = [path for _, _, path in state_files(source, folder)]
     paths = [*files.all, *kept, folder + OPTIMIZER_STATE, *([LATEST_UNIVERSAL] if folder else [])]
     return catalog_of("deepspeed-universal", checkpoint, found, paths)

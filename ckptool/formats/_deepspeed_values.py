@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from ckptool.formats._deepspeed_read import State
+from ckptool.core.catalog import Path
+from ckptool.formats._deepspeed_read import LAYOUT, PARTITIONS, State
 from ckptool.formats._leaves import Leaf, read_leaves
 from ckptool.formats._pickle import Call
 from ckptool.formats.base import Source
 
 CLIENT = "client_state"
-_LAYOUT = frozenset(
-    "module optimizer param_shapes frozen_param_shapes frozen_param_fragments buffer_names"
-    " shared_params".split()
-)
 _ENGINE = frozenset(
     "lr_scheduler data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size"
     " mp_world_size checkpoint_parallel_dimensions ds_config ds_version num_experts"
     " ds_autoep_layers csr_tensor_module_names sparse_tensor_module_names"
     " universal_checkpoint_info".split()
 )
-_PARTITIONS = frozenset(
-    "base_optimizer_state optimizer_state_dict single_partition_of_fp32_groups fp32_flat_groups"
-    " fp32_groups fp32_groups_flat group_paddings param_alignment_paddings partition_count"
-    " param_slice_mappings state param_groups".split()
-)
+_DEGREE = re.compile(r"ep_size_([0-9]{1,6})")
 _LOSS_SCALERS = "deepspeed.runtime.fp16.loss_scaler."
 _ENUMS = "deepspeed.runtime.zero.config."
 
@@ -36,28 +29,39 @@ def engine_leaves(state: State, source: Source) -> dict[str, Leaf]:
     found: dict[Any, Any] = {}
     client: dict[Any, Any] = {}
     for key, value in state.fields.items():
-        if key not in _LAYOUT:
+        if key not in LAYOUT:
             (found if key in _ENGINE else client)[key] = value
     if client:
         found[CLIENT] = client
-    return read_leaves(replace(state.file, value=found), source)
+    leaves = read_leaves(state.file.narrowed(found), source, refuse=True)
+    module = state.fields.get("module")
+    return leaves | refused_leaves(state, module, source, ("module",))
+
+
+def refused_leaves(state: State, module: Any, source: Source, prefix: Path) -> dict[str, Leaf]:
+    """The values of a module that can run code, each refused by its name."""
+    if not state.file.hostile or not isinstance(module, dict):
+        return {}
+    found = {key: value for key, value in module.items() if state.file.narrowed(value).hostile}
+    return read_leaves(state.file.narrowed(found), source, prefix=prefix, refuse=True)
 
 
 def optimizer_leaves(optimizer: State, source: Source) -> dict[str, Leaf]:
     """The values of an optimizer that belong to no parameter: its groups, the loss scale, ..."""
-    found = {key: plain(v) for key, v in optimizer.fields.items() if key not in _PARTITIONS}
+    found = {key: plain(v) for key, v in optimizer.fields.items() if key not in PARTITIONS}
     groups = param_groups(optimizer)
     if groups:
         found["param_groups"] = groups
     if not found:
         return {}
-    return read_leaves(replace(optimizer.file, value=found), source, prefix=("optimizer",))
+    file = optimizer.file.narrowed(found)
+    return read_leaves(file, source, prefix=("optimizer",), refuse=True)
 
 
 def raw_leaves(optimizer: Any, state: State, source: Source) -> dict[str, Leaf]:
     """An optimizer's state dict as it is, for each rank."""
-    file = replace(state.file, value=optimizer)
-    return read_leaves(file, source, prefix=("optimizer",), rank_state=True)
+    file = state.file.narrowed(optimizer)
+    return read_leaves(file, source, prefix=("optimizer",), rank_state=True, refuse=True)
 
 
 def param_groups(optimizer: State) -> Any:
@@ -69,6 +73,13 @@ def param_groups(optimizer: State) -> Any:
     return optimizer.fields.get("param_groups")
 
 
+def expert_degrees(groups: Any) -> set[int]:
+    """The degrees of expert parallelism that an optimizer's groups of experts are called by."""
+    names = (group.get("name") for group in groups or [] if isinstance(group, dict))
+    matches = (_DEGREE.match(name) for name in names if isinstance(name, str))
+    return {int(match[1]) for match in matches if match}
+
+
 def plain(value: Any) -> Any:
     """A loss scaler as the dict of its attributes, an enum's member as its value."""
     if isinstance(value, Call) and value.name.startswith(_LOSS_SCALERS):
@@ -78,16 +89,23 @@ def plain(value: Any) -> Any:
     return value
 
 
+def zero_stage(model: State, optimizer: State | None) -> int | None:
+    """The stage of ZeRO, by the optimizer's file or the configuration; None where it is odd."""
+    stage = plain(optimizer.fields.get("zero_stage")) if optimizer else None
+    zero = _mapping(_mapping(model.fields.get("ds_config")).get("zero_optimization"))
+    stage = zero.get("stage", 0) if stage is None else stage
+    return stage if isinstance(stage, int) else None
+
+
 def training_facts(model: State, optimizer: State | None) -> dict[str, str]:
     """What a person wants to know of a run: version, stage, precision, offloading."""
     version = model.fields.get("ds_version")
     config = _mapping(model.fields.get("ds_config"))
     zero = _mapping(config.get("zero_optimization"))
-    stage = plain(optimizer.fields.get("zero_stage")) if optimizer else None
-    stage = zero.get("stage", 0) if stage is None else stage
+    stage = zero_stage(model, optimizer)
     facts = {"writer": "DeepSpeed"}
     facts |= {"version": version} if isinstance(version, str) else {}
-    facts["ZeRO"] = f"stage {stage}" if isinstance(stage, int) else "stage unknown"
+    facts["ZeRO"] = "stage unknown" if stage is None else f"stage {stage}"
     for precision in ("bf16", "bfloat16", "fp16"):
         if _mapping(config.get(precision)).get("enabled") is True:
             facts["precision"] = precision

@@ -8,6 +8,7 @@ none: frozen parameters, buffers and tied names, rounded; the model file has tho
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 
 from ckptool.errors import Damaged, Problem
@@ -21,10 +22,26 @@ from ckptool.formats.base import Source
 
 _STEP = "step"
 _SUFFIX = ".pt"
+_STATES = frozenset(
+    "fp32 exp_avg exp_avg_sq step max_exp_avg_sq exp_inf momentum_buffer sum square_avg grad_avg"
+    " acc_delta worker_error server_error".split()
+)
+"""What DeepSpeed's and torch's optimizers call the state of a parameter."""
 
 
-def state_files(source: Source, folder: str) -> Iterator[tuple[str, str, str]]:
-    """Parameter, kind and path of each file below ``zero``."""
+def state_files(source: Source, folder: str) -> list[tuple[str, str, str]]:
+    """Return parameter, kind and path of each state below ``zero``.
+
+    A file is none that only one of several parameters has, unless optimizers call a state so.
+    """
+    files = list(_files_of_parameters(source, folder))
+    counts = Counter(kind for _, kind, _ in files)
+    several = len({name for name, _, _ in files}) > 1
+    return [one for one in files if not several or one[1] in _STATES or counts[one[1]] > 1]
+
+
+def _files_of_parameters(source: Source, folder: str) -> Iterator[tuple[str, str, str]]:
+    """Yield parameter, name without suffix and path of each file below ``zero``."""
     head = f"{folder}zero/"
     for path in source.files:
         name, slash, file = path.removeprefix(head).rpartition("/")
@@ -44,7 +61,7 @@ def add_states(
     ``shapes`` are those of the parameters, for the vectors that have none.
     """
     left_out = []
-    files = list(state_files(source, folder))
+    files = state_files(source, folder)
     with_moments = {name for name, kind, _ in files if kind != MASTER}
     for name, kind, path in files:
         if name in rounded and name not in with_moments:

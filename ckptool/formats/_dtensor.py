@@ -1,6 +1,7 @@
-"""DTensors and ShardedTensors as torch pickles them: one rank's share and the whole it is part of.
+"""One rank's share of a tensor as torch pickles it, and the whole that it is part of.
 
-Records were read from files by torch 2.1, 2.4 and 2.13; the mesh record differs between them.
+DTensors and ShardedTensors were read from files by torch 2.1, 2.4 and 2.13, whose mesh records
+differ; tensors whose attributes declare their shards from files by torch 2.15.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.core.box import Box
+from ckptool.core.declared_shards import SHARD_ATTRIBUTES, declared_pieces
 from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh, Partial, Placement, Replicate, Shard, StridedShard
+from ckptool.core.shards import Piece
 from ckptool.errors import Damaged
 from ckptool.formats._mesh_records import as_text, call_fields, mesh_of
 from ckptool.formats._pickle import Call, Global
 from ckptool.formats._storage import (
     StoredTensor,
+    attributes_of,
     dtype_of,
     natural,
     plain_tensor,
@@ -23,6 +27,7 @@ from ckptool.formats._storage import (
     sizes,
     unwrapped,
 )
+from ckptool.formats._subclasses import is_tensor_record
 from ckptool.formats._torch_file import TorchFile
 from ckptool.formats.base import Source
 
@@ -52,10 +57,48 @@ class ShardedShare:
     world_size: int
 
 
+@dataclass(frozen=True, slots=True)
+class DeclaredShare:
+    """One rank's part of a tensor whose attributes say which boxes of the whole it holds."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    local: StoredTensor
+    pieces: tuple[Piece, ...]
+    rank: None = None
+
+
+OF_DTENSORS = ("_local_tensor", "_spec")
+"""The attributes that make a DTensor."""
+Share = DTensorShare | ShardedShare | DeclaredShare
+
+
+def declared_share(value: Any, tensor: StoredTensor) -> DeclaredShare | None:
+    """Return the share that a plain tensor's attributes declare, or None where they do not.
+
+    Raises Damaged where they contradict one another.
+    """
+    attributes = attributes_of(value)
+    if not attributes.keys() >= {*SHARD_ATTRIBUTES}:
+        return None
+    shape, *lists = (attributes[name] for name in SHARD_ATTRIBUTES)
+    whole = sizes(shape)
+    try:
+        above, inside, lengths = (tuple(map(sizes, one)) for one in lists)
+        pieces = declared_pieces(whole, above, inside, lengths, tensor.shape)
+    except (TypeError, ValueError) as error:
+        names = ", ".join(SHARD_ATTRIBUTES)
+        raise Damaged(f"attributes {names} that contradict one another: {error}") from None
+    return DeclaredShare(tensor.dtype, whole, tensor, pieces)
+
+
 def sharded_share(
     value: Any, file: TorchFile, source: Source
 ) -> DTensorShare | ShardedShare | None:
-    """The share that a pickled tensor subclass describes, or None where it is something else."""
+    """The share that a pickled tensor subclass describes, or None where it is something else.
+
+    None too of a DTensor whose local tensors are of a kind that is not read.
+    """
     value = unwrapped(value)
     if not isinstance(value, Call) or len(value.args) != 4:
         return None
@@ -65,6 +108,9 @@ def sharded_share(
     if not isinstance(cls, Global) or not isinstance(arguments, tuple) or len(arguments) < 3:
         return None
     if cls.name == "DTensor" and cls.module.startswith("torch.distributed."):
+        local = _fields(state).get("_local_tensor")
+        if is_tensor_record(local) and plain_tensor(local) is None:
+            return None
         return _dtensor(arguments, state, file, source)
     if cls.name == "ShardedTensor" and cls.module.startswith("torch.distributed._shard."):
         return _sharded_tensor(arguments, state)

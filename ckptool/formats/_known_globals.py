@@ -7,12 +7,33 @@ torch's own ``weights_only`` list. None is ever imported or called.
 
 from __future__ import annotations
 
+from ckptool.formats._numpy_records import is_numpy
 from ckptool.formats._pickle import Global
 from ckptool.formats._values import is_dtype
 
 _PLAIN = {
     "argparse": "Namespace",
-    "collections": "OrderedDict Counter defaultdict",
+    "collections": "OrderedDict Counter defaultdict deque",
+    "decimal": "Decimal",
+    "fractions": "Fraction",
+    "functools": "partial",
+    "random": "Random",
+    "typing": "Any",
+    "uuid": "UUID SafeUUID",
+    "omegaconf.dictconfig": "DictConfig",
+    "omegaconf.listconfig": "ListConfig",
+    "omegaconf.base": "ContainerMetadata Metadata",
+    "omegaconf.nodes": "AnyNode StringNode IntegerNode FloatNode BooleanNode BytesNode PathNode"
+    " EnumNode InterpolationResultNode",
+    "lightning.fabric.utilities.data": "AttributeDict",
+    "lightning_fabric.utilities.data": "AttributeDict",
+    "lightning.pytorch.utilities.parsing": "AttributeDict",
+    "pytorch_lightning.utilities.parsing": "AttributeDict",
+    "torch.nn.functional": "gelu relu silu softplus sigmoid tanh",
+    "torch._C._nn": "gelu silu",
+    "torch.nn.init": "normal_ zeros_ ones_ xavier_uniform_ xavier_normal_ kaiming_uniform_",
+    "megatron.core.activations": "squared_relu quick_gelu fast_gelu",
+    "megatron.core.utils": "init_method_normal scaled_init_method_normal",
     "pathlib": "Path PosixPath PurePosixPath WindowsPath PureWindowsPath",
     "pathlib._local": "PosixPath WindowsPath",
     "datetime": "datetime date timedelta timezone",
@@ -21,11 +42,6 @@ _PLAIN = {
     "_io": "BytesIO",
     "_codecs": "encode",
     "copyreg": "_reconstructor",
-    "numpy": "ndarray dtype",
-    "numpy.core.multiarray": "_reconstruct scalar",
-    "numpy._core.multiarray": "_reconstruct scalar",
-    "numpy.core.numeric": "_frombuffer",
-    "numpy._core.numeric": "_frombuffer",
     "numpy.dtypes": "UInt32DType",
     "torch": "Size device Tensor Generator per_tensor_affine per_channel_affine strided",
     "torch._C": "Generator",
@@ -65,13 +81,34 @@ _KNOWN_PACKAGES = (
     "nvidia_resiliency_ext.checkpointing",
     "bytecheckpoint.checkpointer",
 )
+_HARMLESS_PACKAGES = frozenset(
+    "__torch__ accelerate addict composer datasets deepspeed diffusers easydict enum fairseq"
+    " lightning lightning_fabric megatron ml_collections nemo numpy omegaconf peft"
+    " pytorch_lightning safetensors timm tokenizers torch torchao torchtitan torchtune"
+    " torchvision transformers transformer_engine trl verl yacs".split()
+)
+"""Packages whose classes are records of settings, modules and tensors, whatever one is called."""
 
 
 def is_known(item: Global) -> bool:
     """Whether real checkpoints name this global, so that naming it is nothing to report."""
     if item.module in ("builtins", "__builtin__"):
         return item.name in _BUILTINS
-    if is_dtype(item) or (item.module == "torch" and item.name.endswith("Storage")):
+    if (
+        is_numpy(item)
+        or is_dtype(item)
+        or (item.module == "torch" and item.name.endswith("Storage"))
+    ):
         return True
     within = (item.module == top or item.module.startswith(f"{top}.") for top in _KNOWN_PACKAGES)
-    return str(item) in _KNOWN or any(within)
+    return str(item) in _KNOWN or (_is_class(item) and any(within))
+
+
+def is_harmless(item: Global) -> bool:
+    """Whether a global is by its name a class of a package whose classes hold data."""
+    return item.module.partition(".")[0] in _HARMLESS_PACKAGES and _is_class(item)
+
+
+def _is_class(item: Global) -> bool:
+    """Whether a name is spelt as that of a class, not of a function."""
+    return item.name.lstrip("_")[:1].isupper()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, Path, TensorEntry, flat_name, merge_copies
@@ -97,14 +97,14 @@ def _state(tensors: Mapping[str, TensorEntry], ranks: _Ranks) -> dict[str, Tenso
 def _read_rank(
     source: Source, rank: int, file: TorchFile, ranks: _Ranks, expert_parallel: bool
 ) -> None:
-    fields = file.value.fields if isinstance(file.value, Call) else {}
+    fields = file.inert.fields if isinstance(file.inert, Call) else {}
     runs: dict[str, list[Held]] = {}
     groups: set[Group] = set()
     others = ranks.others.setdefault(rank, {})
     for path, parts in sharded_records(fields.get("sharded_state_dict"), file, rank):
         if isinstance(parts, Leaf):
-            inner = replace(file, value=parts.value)
-            others |= read_leaves(inner, source, prefix=parts.path, rank_state=True)
+            inner = file.narrowed(parts.value)
+            others |= read_leaves(inner, source, prefix=parts.path, rank_state=True, refuse=True)
         elif _MODEL.fullmatch(str(path[0])):
             held = _parameter(path, parts, rank, ranks)
             if not is_buffer(held.name):
@@ -113,7 +113,7 @@ def _read_rank(
             for part in parts:
                 _add(ranks, part.key, part.dtype, part.whole, part.chunk)
                 groups |= set(buckets_among([_empty(part)]))
-    others |= read_leaves(replace(file, value=fields.get("common")), source)
+    others |= read_leaves(file.narrowed(fields.get("common")), source, refuse=True)
     for group in groups:
         ranks.runs[group] = [
             [one for one in run if (group[0] > 0) == (expert_parallel and is_expert(one.name))]

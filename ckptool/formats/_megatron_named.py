@@ -34,7 +34,7 @@ def with_named_state(source: Source, catalog: Catalog, plans: list[Plan]) -> Cat
     if not state:
         return catalog
     rest = {name: entry for name, entry in catalog.tensors.items() if name not in state}
-    model = {name: entry for name, entry in rest.items() if part_of(name, entry.path) == "model"}
+    model = {name: entry for name, entry in rest.items() if part_of(entry) == "model"}
     writers = _writers(state.values())
     args = arguments_among(catalog.objects.values())
     stages = Stages(model, plans, args, writers, {})

@@ -11,7 +11,7 @@ import re
 from dataclasses import replace
 
 from ckptool.core.catalog import Catalog, Index, ObjectEntry, Path, TensorEntry, flat_name
-from ckptool.errors import Damaged, Problem
+from ckptool.errors import Damaged, Problem, damaged
 from ckptool.formats._assemble import assemble
 from ckptool.formats._leaves import read_leaves
 from ckptool.formats._torch_file import read_torch_file
@@ -62,7 +62,7 @@ def _unwrapped(entry: ObjectEntry) -> list[ObjectEntry]:
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
     if path:
         return [ObjectEntry(flat_name(path), path, value)]
-    named = unique_names(leaves(value, what=entry.name, pickled=1 << 20), what=entry.name)
+    named = unique_names(leaves(value, what=entry.name, pickled=1 << 20))
     return [ObjectEntry(name, path, leaf) for name, (path, leaf) in named.items()]
 
 
@@ -73,6 +73,7 @@ def require_common(source: Source, catalog: Catalog, options: ScanOptions) -> No
     """
     paths = [entry.path for entry in catalog.objects.values()]
     paths += [entry.path for entry in catalog.tensors.values()]
+    paths += [(name,) for name in catalog.conflicts]
     if COMMON in source.files or any(str(path[0]).startswith(f"{_STATE}/") for path in paths):
         return
     message = (
@@ -89,7 +90,9 @@ def with_common(source: Source, catalog: Catalog) -> Catalog:
     """The catalog with the values and tensors of ``common.pt``."""
     if COMMON not in source.files:
         return catalog
-    found = assemble({0: read_leaves(read_torch_file(source, COMMON), source)})
+    found = assemble({0: read_leaves(read_torch_file(source, COMMON), source, refuse=True)})
+    if found.problems:
+        raise damaged(found.problems, subject=COMMON)
     twice = found.objects.keys() & catalog.objects.keys()
     if twice:
         raise Damaged(
@@ -97,4 +100,10 @@ def with_common(source: Source, catalog: Catalog) -> Catalog:
         )
     tensors: dict[str, TensorEntry] = catalog.tensors | found.tensors
     files = catalog.files | {COMMON: source.files[COMMON]}
-    return replace(catalog, tensors=tensors, objects=catalog.objects | found.objects, files=files)
+    return replace(
+        catalog,
+        tensors=tensors,
+        objects=catalog.objects | found.objects,
+        conflicts=catalog.conflicts | found.conflicts,
+        files=files,
+    )

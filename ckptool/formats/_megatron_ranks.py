@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise
+from math import prod
 from typing import Any
 
 from ckptool.core.catalog import Index
-from ckptool.errors import Damaged, Problem
+from ckptool.errors import Damaged, Problem, Refusal, refused
 from ckptool.formats._leaves import Leaf, PlainLeaf, read_leaves
 from ckptool.formats._megatron_args import Arguments, arguments
 from ckptool.formats._megatron_params import Rank
@@ -44,7 +45,7 @@ class RankFolder:
 
     def values(self, key: str) -> Any:
         """What the state dict holds under a key, or None."""
-        return self.file.value.get(key) if isinstance(self.file.value, dict) else None
+        return self.file.inert.get(key) if isinstance(self.file.inert, dict) else None
 
 
 def read_folders(source: Source) -> tuple[list[RankFolder], Arguments]:
@@ -55,10 +56,11 @@ def read_folders(source: Source) -> tuple[list[RankFolder], Arguments]:
     names = sorted(name for name in source.files if _FOLDER.fullmatch(name))
     expect_archives(source, names)
     files = {name: read_torch_file(source, name) for name in names}
-    first = files[names[0]].value
+    first = files[names[0]].inert
     args = arguments(first.get("args") if isinstance(first, dict) else None)
     ranks = {_rank(name, args): name for name in names}
     _require_all(ranks, args)
+    _require_own(ranks, {name: _written_by(file) for name, file in files.items()})
     ordered = sorted(ranks, key=lambda rank: rank[::-1])
     _require_optimizers(source, [ranks[rank].replace(STATE, OPTIMIZER) for rank in ordered], args)
     return [
@@ -116,15 +118,61 @@ def degrees(ranks: Mapping[Rank, object] | list[Rank]) -> Rank:
     return sizes[0], sizes[1], sizes[2]
 
 
+def _written_by(file: TorchFile) -> int | None:
+    """The global rank that wrote a folder, as the arguments saved in it say; None where not."""
+    args = arguments(file.inert.get("args") if isinstance(file.inert, dict) else None)
+    rank = args.values.get("rank")
+    return rank if type(rank) is int else None
+
+
+def _require_own(ranks: Mapping[Rank, str], writers: Mapping[str, int | None]) -> None:
+    """Damaged where folders took each other's place.
+
+    Global ranks grow with each of the three, in whatever order they are counted. Tools that write
+    all folders in one process save the same rank in each.
+    """
+    known = {rank: n for rank, name in ranks.items() if (n := writers[name]) is not None}
+    if len(set(known.values())) < len(ranks):
+        return
+    for rank, other in _neighbours(known):
+        if known[rank] > known[other]:
+            message = f"{ranks[rank]} was written by rank {known[rank]}, {ranks[other]} by rank"
+            message += f" {known[other]}: folders took each other's place"
+            raise Damaged(Problem(message, "rank-copied", file=ranks[rank]))
+
+
+def _neighbours(ranks: Iterable[Rank]) -> Iterator[tuple[Rank, Rank]]:
+    """Yield each rank with the next one along each axis, that is, with the other two the same."""
+    for axis in range(3):
+        lines: dict[tuple[int, ...], list[Rank]] = {}
+        for rank in ranks:
+            lines.setdefault(rank[:axis] + rank[axis + 1 :], []).append(rank)
+        for line in lines.values():
+            yield from pairwise(sorted(line))
+
+
 def _require_all(ranks: Mapping[Rank, str], args: Arguments) -> None:
     stated = tuple(args.integer(f"{axis}_model_parallel_size") for axis in _AXES)
+    for rank, name in ranks.items():
+        if any(said and n >= said for n, said in zip(rank, stated, strict=True)):
+            degrees_ = " x ".join(
+                f"{k} {said or 1}" for k, said in zip(_DEGREES, stated, strict=True)
+            )
+            message = f"{name} is of no rank of {degrees_}, which the arguments in it state"
+            raise Damaged(
+                Problem(message, "saves-mixed", file=name),
+                hint="an earlier save with more ranks left it behind? move it away",
+            )
     sizes = [max(size, said or 1) for size, said in zip(degrees(ranks), stated, strict=True)]
-    missing = [rank for rank in product(*map(range, sizes)) if rank not in ranks]
+    lacking = prod(sizes) - len(ranks)
     own = args.integer("expert_tensor_parallel_size")
-    if missing and (own is None or own == sizes[0] or sizes[2] == 1):
-        what = ", ".join(f"{k} rank {n}" for k, n in zip(_DEGREES, missing[0], strict=True))
+    if lacking and (own is None or own == sizes[0] or sizes[2] == 1):
+        tensor, pipeline, expert = map(range, sizes)  # a product would hold every number stated
+        every = ((t, p, e) for t in tensor for p in pipeline for e in expert)
+        missing = next(rank for rank in every if rank not in ranks)
+        what = ", ".join(f"{k} rank {n}" for k, n in zip(_DEGREES, missing, strict=True))
         message = (
-            f"the folder of {what} is missing ({len(missing)} of"
+            f"the folder of {what} is missing ({lacking} of"
             f" {' x '.join(map(str, sizes))} model-parallel ranks)"
         )
         raise Damaged(Problem(message, "rank-missing"))
@@ -146,14 +194,22 @@ def _folder(source: Source, rank: Rank, number: int, file: TorchFile, name: str)
     distributed = read_torch_file(source, beside) if beside in source.files else None
     runs: dict[int, dict[str, PlainLeaf]] = {}
     rest: dict[str, Leaf] = {}
-    for full, leaf in read_leaves(file, source).items():
+    for full, leaf in read_leaves(file, source, refuse=True).items():
         virtual = virtual_stage(str(leaf.path[0])) if len(leaf.path) > 1 else None
+        if isinstance(leaf.value, Refusal):
+            if virtual is not None:
+                raise refused([leaf.value], subject=name)
+            rest[full] = leaf
+            continue
         if virtual is not None and isinstance(leaf.value, PlainLeaf):
             runs.setdefault(virtual, {})[full.partition(".")[2]] = leaf.value
         elif not _is_state(leaf.path):
             rest[full] = leaf
     if not runs:
         raise Damaged(Problem(f"{name}: no model in it", "data-missing"))
+    if distributed is not None:
+        state = read_leaves(distributed, source, prefix=("optimizer", "state"), refuse=True)
+        rest |= {full: leaf for full, leaf in state.items() if isinstance(leaf.value, Refusal)}
     return RankFolder(rank, number, file, runs, rest, distributed)
 
 

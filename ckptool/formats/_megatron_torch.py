@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptool.core.catalog import Catalog, Path, flat_name
 from ckptool.core.tp_rules import NamedRule, require_matched
-from ckptool.errors import damaged
+from ckptool.errors import Refusal, damaged
 from ckptool.formats._assemble import assemble
 from ckptool.formats._leaves import Leaf, PlainLeaf
 from ckptool.formats._megatron_args import Arguments, with_first_arguments
@@ -26,8 +26,6 @@ from ckptool.formats._megatron_names import (
 )
 from ckptool.formats._megatron_params import Found, Held, Model, Stored, put_together
 from ckptool.formats._megatron_ranks import (
-    OPTIMIZER,
-    STATE,
     RankFolder,
     degrees,
     layer_wise_conflict,
@@ -42,6 +40,7 @@ from ckptool.formats.torch_save import unread_notes
 
 FORMAT_NAME = "megatron-torch"
 _RANDOM = "rng_state"
+_STATE = "optimizer.state"
 _HEADS = ("output_layer.weight", "word_embeddings_for_head.weight")
 
 
@@ -67,14 +66,20 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
     read = _prepared(folders, args, options.tp_rules)
     for folder in folders:
         _read_model(folder, read)
-    for folder in folders:
-        _read_optimizer(source, folder, read)
+    if any(_is_refused(folder) for folder in folders):
+        read.conflicts[_STATE] = f"{_STATE}: not placed, as some of the optimizer cannot be read"
+    else:
+        for folder in folders:
+            _read_optimizer(source, folder, read)
     require_matched(options.tp_rules, [path[-1] for path in read.found])
     whole = put_together(read.model.fit_of, read.found)
     others = assemble(_others(folders, read))
-    if others.problems or others.conflicts:
-        raise damaged([*others.problems, *others.conflicts.values()], subject=source.root)
-    names = [name for name in source.files if name.endswith((STATE, OPTIMIZER))]
+    refusals = {n: why for n, why in others.conflicts.items() if isinstance(why, Refusal)}
+    problems = [why for name, why in others.conflicts.items() if name not in refusals]
+    if others.problems or problems:
+        raise damaged([*others.problems, *problems], subject=source.root)
+    opened = [file for folder in folders for file in (folder.file, folder.distributed) if file]
+    names = [file.what for file in opened]
     catalog = Catalog(
         FORMAT_NAME,
         whole.tensors | others.tensors,
@@ -83,7 +88,7 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
         world_size=args.integer("world_size") or len(folders),
         info={"writer": "Megatron-LM, one folder a model-parallel rank"} | args.info(),
         notes=(*others.notes, *unread_notes(others.objects)),
-        conflicts=read.conflicts | whole.conflicts | layer_wise_conflict(source),
+        conflicts=refusals | read.conflicts | whole.conflicts | layer_wise_conflict(source),
     )
     return with_first_arguments(catalog)
 
@@ -158,11 +163,16 @@ def _read_optimizer(source: Source, folder: RankFolder, read: _Read) -> None:
             read.add(found)
             read.model.stated |= stated
     except Unnamed as error:
-        name = "optimizer.state"
-        read.conflicts[name] = (
-            f"{name}: which parameters the optimizer's state belongs to is not known: {error}"
+        read.conflicts[_STATE] = (
+            f"{_STATE}: which parameters the optimizer's state belongs to is not known: {error}"
             f" ({(folder.distributed or folder.file).what})"
         )
+
+
+def _is_refused(folder: RankFolder) -> bool:
+    """Return whether some of a rank's optimizer cannot be read, so that none of it is placed."""
+    leaves = folder.rest.values()
+    return any(leaf.path[0] == "optimizer" and isinstance(leaf.value, Refusal) for leaf in leaves)
 
 
 def _has_state(value: Any) -> bool:

@@ -24,12 +24,11 @@ from ckptool.formats._megatron_torch_dist import CONFIG
 from ckptool.formats._outgoing import companion_files, plain_objects
 from ckptool.formats._pickle import Call, Global
 from ckptool.formats._torch_write import torch_archive
-from ckptool.formats._tracker import MEGATRON
+from ckptool.formats._tracker import MEGATRON, RELEASE
 from ckptool.formats._tree import nest
 from ckptool.formats.base import Request
 
 _ARGUMENTS = "args"
-_FOLDER = "release"
 _BACKENDS = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -61,15 +60,15 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     common = {_ARGUMENTS: arguments.value if arguments else _of_one_rank(), **_COMMON, **common}
     files = (
         *map(_within, inner.files),
-        FileLayout(f"{_FOLDER}/{COMMON}", tuple(torch_archive(common, root="common"))),
-        FileLayout(f"{_FOLDER}/{CONFIG}", (Literal(json.dumps(_BACKENDS).encode()),)),
-        FileLayout(MEGATRON, (Literal(_FOLDER.encode()),)),
+        FileLayout(f"{RELEASE}/{COMMON}", tuple(torch_archive(common, root="common"))),
+        FileLayout(f"{RELEASE}/{CONFIG}", (Literal(json.dumps(_BACKENDS).encode()),)),
+        FileLayout(MEGATRON, (Literal(RELEASE.encode()),)),
     )
     return Layout((*companion_files(catalog), *files), folder=True, notes=(*inner.notes, *notes))
 
 
 def _within(file: FileLayout) -> FileLayout:
-    path = f"{_FOLDER}/{file.path}"
+    path = f"{RELEASE}/{file.path}"
     return FileLayout.lazy(path, file.nbytes, lambda: file.parts, file.rank)
 
 
@@ -79,7 +78,7 @@ def _require_model(catalog: Catalog) -> None:
             "no tensor has a name of Megatron-core's GPT, such as embedding.word_embeddings.weight",
             hint="--map megatron-gpt, or another that `ckptool maps` lists, gives it; --model-only",
         )
-    odd = [n for n, e in catalog.tensors.items() if part_of(n, e.path) != "model"]
+    odd = [n for n, e in catalog.tensors.items() if part_of(e) != "model"]
     if odd:
         raise CannotDo(
             f"a release of Megatron-LM's holds the model alone, and {odd[0]} is none of it",

@@ -52,10 +52,14 @@ def read_local(source: Source, world_size: int | None = None) -> Local:
         mine = [copy for copy in copies if copy.iteration == iteration]
         files, notes = _opened(source, mine)
         missing = first_missing(files, expected)
-        if not missing:
+        others = [owner for owner in files if owner >= expected]
+        if not missing and not others:
             skipped = (f"{lack}; iteration {iteration:,} is read" for lack in failed)
             return Local(iteration, files, (*skipped, *notes))
-        failed.append(_lacks(iteration, missing, mine, notes))
+        if others:
+            failed.append(f"iteration {iteration:,} has a file of rank {max(others)}")
+        else:
+            failed.append(_lacks(iteration, missing, mine, notes))
     lacks = "\n".join(f"  - {lack}" for lack in failed)
     raise Damaged(
         Problem(f"{source.root}: no iteration is whole:\n{lacks}", "rank-missing"),

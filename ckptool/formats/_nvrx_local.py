@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry, proved_equal
 from ckptool.core.tp_rules import NamedRule, how_to_say, named_rule, require_matched
-from ckptool.errors import Damaged, Problem, UsageError, damaged
+from ckptool.errors import Damaged, Problem, Refusal, UsageError, damaged
 from ckptool.formats._assemble import assemble
 from ckptool.formats._infer import with_inferred_mesh
 from ckptool.formats._leaves import Assembled, Leaf, PlainLeaf, read_leaves
 from ckptool.formats._megatron_args import Arguments, arguments, with_first_arguments
 from ckptool.formats._megatron_local import ROOT, read_megatron
 from ckptool.formats._megatron_params import Found, Held, Model, Stored, put_together
-from ckptool.formats._nvrx_files import Local, files_used, read_local
+from ckptool.formats._nvrx_files import Local, files_used, other_copies, read_local
 from ckptool.formats._pickle import Call
 from ckptool.formats._torch_file import TorchFile
 from ckptool.formats.base import ScanOptions, Source
@@ -22,13 +22,18 @@ from ckptool.formats.torch_save import unread_notes
 
 FORMAT_NAME = "nvrx-local"
 _PLAIN = "BasicTensorAwareStateDict"
+_RANKS_UNKNOWN = (
+    "the number of ranks is not recorded: it is that of the highest rank seen; --world-size says it"
+)
 
 
 def scan(source: Source, options: ScanOptions) -> Catalog:
     """The catalog of the newest iteration that is whole; Damaged where none is."""
-    local = read_local(source)
+    local = read_local(source, options.world_size)
     args = _arguments(local)
     stated = args.integer("world_size")
+    if stated is not None and options.world_size not in (None, stated):
+        raise UsageError(f"--world-size {options.world_size}: the files say {stated}")
     if stated is not None and stated > len(local.files):
         local = read_local(source, stated)
     kinds = {_kind(file) for file in local.files.values()}
@@ -45,9 +50,11 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
             notes.append(f"the optimizer's state is kept by bucket: {reason}")
     else:
         found = _read_plain(source, local.files, options)
-        notes.append("the number of ranks is not recorded: it is that of the highest rank seen")
+        if options.world_size is None:
+            notes.append(_RANKS_UNKNOWN)
     if found.problems:
         raise damaged(found.problems, subject=source.root)
+    used = dict(files_used(source, local))
     objects = {"iteration": ObjectEntry("iteration", ("iteration",), local.iteration)}
     return with_inferred_mesh(
         with_first_arguments(
@@ -55,11 +62,12 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
                 FORMAT_NAME,
                 found.tensors,
                 objects | found.objects,
-                dict(files_used(source, local)),
+                used,
                 world_size=len(local.files),
                 info={"writer": "nvidia-resiliency-ext LocalCheckpointManager"} | _info(args),
                 notes=(*notes, *found.notes, *unread_notes(found.objects)),
                 conflicts={n: _hinted(why, n) for n, why in found.conflicts.items()},
+                copies=frozenset(other_copies(source.files, used)),
             )
         )
     )
@@ -70,12 +78,14 @@ def _info(args: Arguments) -> dict[str, str]:
 
 
 def _hinted(why: str, name: str) -> str:
+    if isinstance(why, Refusal):
+        return why
     code = why.code if isinstance(why, Problem) else "ranks-unplaced"
     return Problem(f"{why}; {how_to_say(name)}", code, tensor=name)
 
 
 def _kind(file: TorchFile) -> str:
-    name = file.value.name.rpartition(".")[2] if isinstance(file.value, Call) else "something else"
+    name = file.inert.name.rpartition(".")[2] if isinstance(file.inert, Call) else "something else"
     if name not in (ROOT, _PLAIN):
         raise Damaged(
             Problem(f"{file.what}: holds {name}, no tensor-aware state dict", "file-unrecognised")
@@ -85,7 +95,7 @@ def _kind(file: TorchFile) -> str:
 
 def _arguments(local: Local) -> Arguments:
     """Megatron's arguments, where the files hold its state."""
-    first = next(iter(local.files.values())).value
+    first = next(iter(local.files.values())).inert
     common = first.fields.get("common") if isinstance(first, Call) else None
     return arguments(common.get("args") if isinstance(common, dict) else None)
 
@@ -94,8 +104,9 @@ def _read_plain(source: Source, files: Mapping[int, TorchFile], options: ScanOpt
     """Plain state dicts: the user's rules place tensors, all else must be the same everywhere."""
     ranks: dict[int, dict[str, Leaf]] = {}
     for rank, file in files.items():
-        fields = file.value.fields if isinstance(file.value, Call) else {}
-        ranks[rank] = read_leaves(replace(file, value=fields.get("state_dict")), source)
+        fields = file.inert.fields if isinstance(file.inert, Call) else {}
+        state = file.narrowed(fields.get("state_dict"))
+        ranks[rank] = read_leaves(state, source, refuse=True)
     names = [n for leaves in ranks.values() for n, x in leaves.items() if _is_plain(x)]
     plain_names = set(names)
     require_matched(options.tp_rules, names)
@@ -114,6 +125,8 @@ def _read_plain(source: Source, files: Mapping[int, TorchFile], options: ScanOpt
         del found.tensors[name]
         found.conflicts[name] = f"{name}: nothing says how the ranks' plain tensors fit together"
     for name in plain_names & found.conflicts.keys():
+        if isinstance(found.conflicts[name], Refusal):
+            continue
         found.conflicts[name] = Problem(found.conflicts[name], "ranks-unplaced", tensor=name)
     found.tensors = placed | found.tensors
     found.conflicts |= conflicts

@@ -10,31 +10,46 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, ObjectEntry, Path, TensorEntry, tied
 from ckptool.core.layout import FileLayout, Verbatim
 from ckptool.core.placing import Placed
+from ckptool.errors import Problem
 from ckptool.formats._pickle_write import TensorRef
 from ckptool.formats._torch_write import torch_archive
 from ckptool.formats._tree import nest
-from ckptool.formats._values import UNREAD_TENSOR, Foreign, type_name
+from ckptool.formats._values import NUMPY, UNREAD_TENSOR, Foreign, type_name
 from ckptool.formats.base import Request
 
+NOT_CARRIED = "value-not-carried"
+"""The code of a note on what no writer carries over, or only one that writes pickles of its own."""
 
-def plain_objects(catalog: Catalog) -> tuple[list[ObjectEntry], list[str]]:
+
+def plain_objects(catalog: Catalog, *, numpy: bool = True) -> tuple[list[ObjectEntry], list[str]]:
     """The values that are plain data, and one note for each that is not and stays behind.
 
-    Tensors of a kind that is not read need no note: the catalog has one for each.
+    ``numpy`` says that its arrays, scalars and generators are plain. Tensors of a kind that is not
+    read need no note: the catalog has one for each.
     """
-    plain, notes = [], []
+    plain: list[ObjectEntry] = []
+    notes: list[str] = []
+    of_numpy: list[str] = []
+    carried = {NUMPY} if numpy else set()
     known = Foreign()
     for entry in catalog.objects.values():
         foreign = known.of(entry.value)
         if UNREAD_TENSOR in foreign:
             continue
-        if foreign:
-            what = type_name(entry.value)
-            notes.append(
-                f"not carried: {entry.name} ({what}) is made of {', '.join(sorted(foreign))}"
-            )
-        else:
-            plain.append(entry)
+        if foreign - carried:
+            what = f"{entry.name} ({type_name(entry.value)})"
+            made_of = ", ".join(sorted(foreign - carried))
+            note = f"not carried: {what} is made of {made_of}"
+            notes.append(Problem(note, NOT_CARRIED, tensor=entry.name))
+            continue
+        plain.append(entry)
+        of_numpy += [entry.name] * bool(foreign)
+    if of_numpy:
+        listed = ", ".join(of_numpy[:8]) + (", ..." if len(of_numpy) > 8 else "")
+        notes.append(
+            f"holds numpy data, as the source does: {listed}; torch.load(weights_only=True) wants"
+            " torch.serialization.add_safe_globals for it"
+        )
     return plain, notes
 
 

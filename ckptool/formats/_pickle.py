@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ckptool.errors import Damaged, Hostile, Problem
 from ckptool.formats._pickle_globals import can_run_code, is_name
-from ckptool.formats._pickle_machine import Machine
+from ckptool.formats._pickle_machine import HOSTILE_HINT, Machine
 from ckptool.formats._pickle_records import TORCH_SIZE, Call, Global, OrderedMapping, Persistent
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "is_name",
     "load",
     "named_globals",
+    "require_harmless",
 ]
 
 LARGEST = 1 << 29
@@ -47,33 +49,53 @@ class Loaded:
     """What a pickle holds.
 
     ``value`` is the object, ``end`` the offset after its STOP, ``globals`` the offset of the first
-    opcode that names each global, ``persistent`` all persistent ids.
+    opcode that names each global, ``persistent`` all persistent ids, ``hostile`` what is wrong with
+    globals that can run code, where they were let through.
     """
 
     value: Any
     end: int
     globals: dict[Global, int]
     persistent: list[Persistent]
+    hostile: dict[Global, Problem]
 
 
-def load(data: bytes, *, what: str, start: int = 0) -> Loaded:
+def load(data: bytes, *, what: str, start: int = 0, judges: bool = True) -> Loaded:
     """Read the pickle that begins at ``start``; ``what`` names it in errors.
 
-    Raises Hostile where it names a global that can run code, Damaged where it is malformed.
+    Raises Damaged where it is malformed and, where it ``judges``, Hostile where it names a global
+    that can run code.
     """
-    machine = Machine(data, start, what)
+    machine = Machine(data, start, what, judges=judges)
     try:
-        value = machine.run()
+        value = _run(machine, len(data))
+    except Truncated:
+        raise
+    except Damaged:
+        require_harmless(machine.hostile)
+        raise
+    if not start:
+        _remember(data, machine.globals)
+    return Loaded(value, machine.pos, machine.globals, machine.persistent, machine.hostile)
+
+
+def require_harmless(hostile: Mapping[Global, Problem]) -> None:
+    """Raise Hostile for the first of the globals that can run code, where there is one."""
+    for problem in hostile.values():
+        raise Hostile(problem, hint=HOSTILE_HINT)
+
+
+def _run(machine: Machine, size: int) -> Any:
+    what = machine.what
+    try:
+        return machine.run()
     except (IndexError, struct.error):
-        if machine.pos >= len(data):
+        if machine.pos >= size:
             message = f"{what}: the pickle ends before its last opcode"
             raise Truncated(Problem(message, "pickle-malformed")) from None
         raise machine.malformed("an opcode finds too little on the stack") from None
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError):
         raise machine.malformed("an opcode does not fit what it finds") from None
-    if not start:
-        _remember(data, machine.globals)
-    return Loaded(value, machine.pos, machine.globals, machine.persistent)
 
 
 _MOST_REMEMBERED = 1024

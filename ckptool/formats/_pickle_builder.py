@@ -10,10 +10,14 @@ from ckptool.formats._pickle_stack import MARK, Stack
 
 _RECORDS = Global | Call | Persistent
 
-_SAFE_KEYS = frozenset([str, Call])
+_TEXT, _RECORD = {str}, {Call}
 _LONGEST_INTEGER = 1024
 _MOST_DIGITS = 3 * _LONGEST_INTEGER
 _LARGEST_KEY = 10_000
+_COST = 4
+"""A part of a key takes as long as four other values."""
+_AT_ONCE = 6
+"""Text is compared 2**6 characters at a time, as far as it costs."""
 _SET_COSTS = 4
 """An empty set takes as much memory as four empty lists."""
 _SIZE = b"\x94\x85\x94R\x94"
@@ -32,6 +36,8 @@ class Builder(Stack):
         self._memo = Memo()
         self._budget = 4 * len(data) + (1 << 20)
         self._containers = len(data) // 3 + 10_000
+        self._tuples: set[int] = set()
+        self._collisions: dict[int, int] = {}
 
     def _proto(self) -> None:
         version = self._uint(1)
@@ -124,9 +130,7 @@ class Builder(Stack):
         keys = values[::2]
         pairs = zip(keys, values[1::2], strict=True)
         if isinstance(target, dict):
-            if not _SAFE_KEYS.issuperset(map(type, keys)):
-                for key in keys:
-                    self.key(key)
+            self._require_keys(keys)
             target.update(pairs)
         elif isinstance(target, Call):
             target.entries.extend(pairs)
@@ -154,14 +158,38 @@ class Builder(Stack):
         else:
             raise self.malformed(f"ADDITEMS to {type(target).__name__}")
 
+    def _require_keys(self, keys: list[Any]) -> None:
+        """As ``key``, for many: most are all text, or all records."""
+        kinds = set(map(type, keys))
+        if kinds == _TEXT:
+            self.charge(sum(map(len, keys)) >> _AT_ONCE)
+        elif kinds != _RECORD:
+            for key in keys:
+                self.key(key)
+
     def key(self, key: Any) -> Any:
-        """A value that may key a dict: plain, small, and of no type whose hash can be chosen."""
+        """A value that may key a dict: plain and small, and what hashing and comparing it costs.
+
+        Text and records have hashes that no pickle can choose, numbers collide by the dozen.
+        """
         left = [_LARGEST_KEY]
         self._require_key(key, left, 0)
+        cost = _LARGEST_KEY - left[0]
+        self.charge(_COST * cost)
+        if isinstance(key, tuple):
+            self.charge(_COST * cost * self._collided(key))
         return key
 
+    def _collided(self, key: tuple[Any, ...]) -> int:
+        """How many other tuples have had the hash of this one, which a pickle can choose."""
+        found, known = hash(key), hash(repr(key))
+        if known not in self._tuples:
+            self._tuples.add(known)
+            self._collisions[found] = self._collisions.get(found, -1) + 1
+        return self._collisions.get(found, 0)
+
     def _require_key(self, key: Any, left: list[int], depth: int) -> None:
-        left[0] -= 1
+        left[0] -= 1 + (len(key) >> _AT_ONCE if isinstance(key, str | bytes) else 0)
         if isinstance(key, tuple) and depth < 4 and left[0] >= len(key):
             for item in key:
                 self._require_key(item, left, depth + 1)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+from ckptool.formats._numpy_records import is_numpy
 from ckptool.formats._pickle_records import Global
 
+GETATTR = Global("builtins", "getattr")
+"""Sound pickles name it, and call it with one pair of arguments; others can run code with it."""
 SHARDED_MODULE = "torch.distributed._shard.sharded_tensor.api"
 _SAFE_BUILTINS = frozenset(
     "set frozenset complex bytearray range slice int float str bytes list dict tuple bool"
@@ -25,6 +30,17 @@ _CODE_MODULES = frozenset(
 _CODE_GLOBALS = frozenset(
     [
         ("torch.hub", ""),
+        ("torch.ops", ""),
+        ("torch._ops", ""),
+        ("torch.classes", ""),
+        ("torch._classes", ""),
+        ("torch.multiprocessing", ""),
+        ("torch.utils.model_zoo", ""),
+        ("torch.utils.data._utils", ""),
+        ("torch.utils.data.datapipes", ""),
+        ("torch.distributed.checkpoint.state_dict_loader", ""),
+        ("torch.distributed.checkpoint.state_dict_saver", ""),
+        ("torch.distributed.checkpoint.format_utils", ""),
         ("torch.utils.collect_env", ""),
         ("torch.utils.benchmark", ""),
         ("torch.utils.bottleneck", ""),
@@ -79,17 +95,21 @@ def can_run_code(item: Global) -> bool:
     """Whether calling this global could run code or touch the system."""
     if item.module in ("builtins", "__builtin__", "__builtins__"):
         return item.name not in _SAFE_BUILTINS and item.name != "getattr"
+    if is_numpy(item):
+        return False
     if ("." in item.name and item not in _DOTTED) or item.name.startswith("__"):
         return True
     if (item.module, item.name) in _INERT:
         return False
-    steps = item.module.split(".")
-    modules = [".".join(steps[:count]) for count in range(1, len(steps) + 1)]
-    return (
-        steps[0] in _CODE_MODULES
-        or any((module, "") in _CODE_GLOBALS for module in modules)
-        or (item.module, item.name) in _CODE_GLOBALS
-    )
+    return (item.module, item.name) in _CODE_GLOBALS or _is_code(item.module)
+
+
+@lru_cache(maxsize=4096)
+def _is_code(module: str) -> bool:
+    """Whether all that a module holds could run code. Hostile pickles name one a million times."""
+    steps = module.split(".")
+    outer = (".".join(steps[:count]) for count in range(1, len(steps) + 1))
+    return steps[0] in _CODE_MODULES or any((one, "") in _CODE_GLOBALS for one in outer)
 
 
 def is_name(text: str) -> bool:

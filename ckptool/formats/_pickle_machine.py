@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptool.errors import Hostile, Problem
 from ckptool.formats._pickle_builder import Builder
-from ckptool.formats._pickle_globals import SHARDED_MODULE, can_run_code, is_name
+from ckptool.formats._pickle_globals import GETATTR, SHARDED_MODULE, can_run_code, is_name
 from ckptool.formats._pickle_plain import PLAIN
 from ckptool.formats._pickle_records import TORCH_SIZE, Call, Global, Persistent
 from ckptool.formats._pickle_rows import Rows
@@ -18,13 +18,15 @@ _STOP, _MEMOIZE = ord("."), 0x94
 _BINGET, _LONG_BINGET, _LONG_BINPUT, _BININT1, _BININT2 = map(ord, "hjrKM")
 _BEGIN = b"\x81\x94}\x94("
 """NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK: behind the empty tuple that makes an object."""
+HOSTILE_HINT = "do not load this file with torch.load(weights_only=False) or pickle"
 _UINT4 = struct.Struct("<I").unpack_from
 
 
 class Machine(Builder):
     """Follows one program. With ``judges`` it raises Hostile at a global that can run code.
 
-    ``globals`` are the byte of the opcode that first names each, ``persistent`` all persistent ids.
+    ``globals`` are the byte of the opcode that first names each, ``persistent`` all persistent ids,
+    ``hostile`` what is wrong with each global that can run code, where it does not judge.
     """
 
     def __init__(self, data: bytes, start: int, what: str, *, judges: bool = True) -> None:
@@ -33,6 +35,7 @@ class Machine(Builder):
         self._rows = Rows(data, self._stack, self._memo)
         self.globals: dict[Global, int] = {}
         self.persistent: list[Persistent] = []
+        self.hostile: dict[Global, Problem] = {}
 
     def run(self) -> Any:
         """The object that the program leaves. Opcodes that come by the million are done here."""
@@ -104,21 +107,22 @@ class Machine(Builder):
     def _name_global(self, module: Any, name: Any, at: int) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
             raise self.malformed("a global whose name is not text")
-        if not is_name(module) or not is_name(name):
-            raise self.malformed("a global whose name is no dotted name")
         item = Global(module, name)
         item = TORCH_SIZE if item == TORCH_SIZE else item
-        self.globals.setdefault(item, at)
-        if self._judges and can_run_code(item):
-            raise Hostile(
-                Problem(
-                    f"{self._what}: the pickle names {item} at byte {at:,}, which can run code;"
-                    " nothing was called",
-                    "hostile-global",
-                ),
-                hint="do not load this file with torch.load(weights_only=False) or pickle",
-            )
+        if item not in self.globals:
+            if not is_name(module) or not is_name(name):
+                raise self.malformed("a global whose name is no dotted name")
+            self.globals[item] = at
+            if can_run_code(item):
+                self._accuse(item, f"names {item} at byte {at:,}, which can run code")
         self._push(item)
+
+    def _accuse(self, item: Global, deed: str) -> None:
+        """Raise Hostile, or note what the pickle does with this global."""
+        problem = Problem(f"{self.what}: the pickle {deed}; nothing was called", "hostile-global")
+        if self._judges:
+            raise Hostile(problem, hint=HOSTILE_HINT)
+        self.hostile.setdefault(item, problem)
 
     def _stack_global(self) -> None:
         at = self.pos - 1 - self._start
@@ -131,6 +135,10 @@ class Machine(Builder):
         self._name_global(module, name, at)
 
     def _refer(self, value: Any) -> None:
+        """A persistent id; that of a module's class, as the legacy format has it, is the class."""
+        if isinstance(value, tuple) and len(value) == 4 and value[0] == "module":
+            self._push(value[1])
+            return
         self.persistent.append(Persistent(value))
         self._push(self.persistent[-1])
 
@@ -154,13 +162,10 @@ class Machine(Builder):
     def _get_attribute(self, args: tuple[Any, ...]) -> Any:
         """ShardedTensor pickles reach one nested class through getattr: that pair, no other."""
         sharded = Global(SHARDED_MODULE, "ShardedTensor")
-        if not self._judges:
-            return Call(Global("builtins", "getattr"), args)
-        if args != (sharded, "ProcessGroupState"):
-            place = f"at byte {self.pos - self._start:,}"
-            message = f"{self._what}: the pickle would call getattr {place}; nothing was called"
-            raise Hostile(Problem(message, "hostile-global"))
-        return Global(sharded.module, "ShardedTensor.ProcessGroupState")
+        if args == (sharded, "ProcessGroupState"):
+            return Global(sharded.module, "ShardedTensor.ProcessGroupState")
+        self._accuse(GETATTR, f"would call getattr at byte {self.pos - self._start:,}")
+        return self._made(Call(GETATTR, args))
 
     def _new_object(self) -> None:
         args, cls = self._pop(), self._pop()

@@ -24,12 +24,12 @@ class Stack:
         self._data = data
         self.pos = start
         self._start = start
-        self._what = what
+        self.what = what
         self._stack: list[Any] = []
         self._marks: list[int] = []
 
     def malformed(self, reason: str) -> Damaged:
-        place = f"{self._what}: malformed pickle at byte {self.pos - self._start:,}"
+        place = f"{self.what}: malformed pickle at byte {self.pos - self._start:,}"
         return Damaged(Problem(f"{place}: {reason}", "pickle-malformed"))
 
     def _take(self, count: int) -> bytes:

@@ -37,9 +37,9 @@ def rank_files(source: Source) -> list[RankFile]:
     """The rank files directly in the source's folder; empty where they are none."""
     pattern = _ITEM_FILE if _torch_checkpointing.METADATA in source.files else _RANK_FILE
     found = [parsed for file in source.files if (parsed := _parse(file, pattern)) is not None]
-    by_family: dict[str, list[RankFile]] = {}
+    by_family: dict[tuple[str, int | None], list[RankFile]] = {}
     for item in found:
-        by_family.setdefault(item.family, []).append(item)
+        by_family.setdefault((item.family, item.world), []).append(item)
     ranked = [item for items in by_family.values() if _is_family(items, source) for item in items]
     single = [
         RankFile(match.string, _single_family(match), 0, None, True)

@@ -16,7 +16,18 @@ def relocated(catalog: Catalog, folder: str) -> Catalog:
     files = {f"{folder}/{name}": size for name, size in catalog.files.items()}
     archives = tuple(replace(at, file=f"{folder}/{at.file}") for at in catalog.archives)
     named = {f"{folder}/{name}": found for name, found in catalog.named.items()}
-    return replace(catalog, tensors=tensors, files=files, archives=archives, named=named)
+    copies, bare = (
+        frozenset(f"{folder}/{name}" for name in names) for names in (catalog.copies, catalog.bare)
+    )
+    return replace(
+        catalog,
+        tensors=tensors,
+        files=files,
+        copies=copies,
+        bare=bare,
+        archives=archives,
+        named=named,
+    )
 
 
 Scan = Callable[[Source, ScanOptions], Catalog]
@@ -72,6 +83,8 @@ def together(first: Catalog, *others: Catalog) -> Catalog:
         notes=tuple(dict.fromkeys(note for catalog in catalogs for note in catalog.notes)),
         conflicts={n: why for catalog in catalogs for n, why in catalog.conflicts.items()},
         companions={n: size for catalog in catalogs for n, size in catalog.companions.items()},
+        copies=frozenset(name for catalog in catalogs for name in catalog.copies),
+        bare=frozenset(name for catalog in catalogs for name in catalog.bare),
         archives=tuple(at for catalog in catalogs for at in catalog.archives),
         named={file: found for catalog in catalogs for file, found in catalog.named.items()},
     )

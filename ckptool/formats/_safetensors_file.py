@@ -18,11 +18,15 @@ from ckptool.core.catalog import Extent
 from ckptool.core.dtype import BY_SAFETENSORS, DType
 from ckptool.core.layout import Data, FileLayout, Literal, Part
 from ckptool.errors import UNCODED, CannotDo, Damaged, Problem, coded
+from ckptool.formats._file_kinds import kind_of, not_a, read_head
 from ckptool.formats.base import Source
 
 LONGEST_HEADER = 100_000_000
 """Bytes; the safetensors library refuses longer ones."""
+_MOST_ENTRIES = 300_000
+_MOST_TOKENS = 32 * _MOST_ENTRIES
 _MOST_DIMS = 64
+_FEWER = "fewer tensors in a file keep within it (of convert: a smaller --max-shard-size)"
 _MOST_DIGITS = 20
 
 
@@ -91,6 +95,9 @@ def _header(
         raise Damaged(Problem(f"{file}: the file is empty (0 bytes): truncated", "file-empty"))
     length = int.from_bytes(source.read(file, 0, 8), "little") if size >= 8 else 0
     if size < 8 or length > size - 8:
+        head = read_head(source, file)
+        if kind_of(head, file) is not None:
+            raise not_a("a safetensors file", source, file)
         message = f"{file}: the header should have {length:,} bytes, but the file has {size:,};"
         raise Damaged(f"{message} it is truncated or no safetensors file")
     if length > LONGEST_HEADER:
@@ -120,11 +127,25 @@ def _within(error: Damaged, file: str, name: str | None = None) -> Iterator[Prob
 def _parsed(text: bytes, file: str) -> dict[str, Any]:
     if text[:1] != b"{":
         raise Damaged(f"{file}: the header is no JSON object")
+    _require_within_limits(text, file)
     try:
         header = json.loads(text.decode(), object_pairs_hook=_unique, parse_int=_number)
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{file}: the header is no JSON: {error}") from None
     return cast(dict[str, Any], header)
+
+
+def _require_within_limits(text: bytes, file: str) -> None:
+    """CannotDo where a header has more in it than ckptool reads, which also bounds what it writes.
+
+    A name that has such characters in it counts for more.
+    """
+    entries = text.count(b"{")
+    tokens = sum(map(text.count, (b'"', b"[", b",", b":")), entries)
+    if entries > _MOST_ENTRIES or tokens > _MOST_TOKENS:
+        message = f"{file}: a header of {entries:,} entries and {tokens:,} tokens; ckptool reads up"
+        message += f" to {_MOST_ENTRIES:,} and {_MOST_TOKENS:,}"
+        raise CannotDo(Problem(message, "limit-exceeded", file=file), hint=_FEWER)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -256,6 +277,11 @@ def lay_out_safetensors(
     parts: list[Part] = []
     position = 0
     for item in ordered:
+        if item.name == "__metadata__":
+            raise CannotDo(f"{path}: safetensors cannot hold a tensor that is called __metadata__")
+        if len(item.box.shape) > _MOST_DIMS:
+            message = f"{path}: {item.name} has {len(item.box.shape):,} dims;"
+            raise CannotDo(f"{message} ckptool reads up to {_MOST_DIMS}")
         header[item.name] = {
             "dtype": item.dtype.safetensors,
             "shape": _header_shape(item),
@@ -265,7 +291,16 @@ def lay_out_safetensors(
         position += item.nbytes
     text = _encoded(header)
     text += b" " * (-len(text) % 8)
+    _require_readable(text, path)
     return FileLayout(path, (Literal(len(text).to_bytes(8, "little") + text), *parts), rank)
+
+
+def _require_readable(text: bytes, path: str) -> None:
+    """CannotDo where a header would be refused when it is read."""
+    if len(text) > LONGEST_HEADER:
+        message = f"{path}: a header of {len(text):,} bytes; the format allows {LONGEST_HEADER:,}"
+        raise CannotDo(Problem(message, "limit-exceeded", file=path), hint=_FEWER)
+    _require_within_limits(text, path)
 
 
 def _encoded(header: dict[str, Any]) -> bytes:

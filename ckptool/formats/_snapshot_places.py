@@ -23,10 +23,14 @@ QUANTISED = {"torch.qint8": "int8", "torch.quint8": "uint8", "torch.qint32": "in
 
 @dataclass(slots=True)
 class Places:
-    """Finds what entries of a manifest refer to; ``used`` fills up with the files."""
+    """Finds what entries of a manifest refer to.
+
+    ``used`` fills up with the files, ``archives`` with those that torch.save wrote.
+    """
 
     source: Source
     used: set[str] = field(default_factory=set)
+    archives: set[str] = field(default_factory=set)
 
     def chunks(self, rank: int, shards: list[Fields]) -> list[Chunk]:
         """Where the shards of one rank lie; none for those of no plain tensor."""
@@ -79,6 +83,7 @@ class Places:
 
     def opened(self, file: str, start: int, length: int) -> TorchFile:
         """The torch.save archive that lies there."""
+        self.archives.add(file)
         return read_torch_zip(Region(self.source, file, start, length))
 
 

@@ -18,7 +18,7 @@ from ckptool.core.catalog import (
 )
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard
 from ckptool.core.rewrite import with_prefix
-from ckptool.errors import Damaged, Problem
+from ckptool.errors import Damaged, Problem, Refusal, SourceError
 from ckptool.formats._assemble import assemble
 from ckptool.formats._leaves import Leaf, read_leaves
 from ckptool.formats._mesh_records import flat_ints
@@ -41,6 +41,7 @@ class Reader:
     objects: dict[str, ObjectEntry] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    conflicts: dict[str, str] = field(default_factory=dict)
 
     def read(self, logical: str, held: dict[int, Fields]) -> None:
         """One logical path, with the entry of each rank that has one."""
@@ -62,6 +63,7 @@ class Reader:
         for catalog in catalogs:
             self.tensors |= catalog.tensors
             self.objects |= catalog.objects
+            self.conflicts |= catalog.conflicts
 
     def _of_rank(self, logical: str, rank: int, entry: Fields) -> Catalog:
         """What one rank has at a path."""
@@ -127,19 +129,23 @@ class Reader:
         rest = [{n: part for n, part in one.items() if n != INTEGERS} for one in found]
         if len(rest) > 1 and not all(_are_numbers(one) and one == rest[0] for one in rest):
             return _NOTHING
-        leaves = read_leaves(replace(opened[0], value=rest[0]), self.places.source, prefix=path)
+        leaves = read_leaves(replace(opened[0], inert=rest[0]), self.places.source, prefix=path)
         parameters = assemble({0: leaves})
         return Catalog("", parameters.tensors, parameters.objects, {}) if leaves else _NOTHING
 
     def _object(self, path: Path, entry: Fields) -> Catalog:
         """A value that torch.save wrote; tensors in it become tensors of their own."""
-        leaves = read_leaves(
-            self.places.opened(*self.places.span(entry)), self.places.source, prefix=path
-        )
+        try:
+            opened = self.places.opened(*self.places.span(entry))
+            leaves = read_leaves(opened, self.places.source, prefix=path, refuse=True)
+        except SourceError as error:
+            name, why = flat_name(path), error.message
+            refusal = Refusal(f"{name}: {why}", why.code, file=why.file, tensor=name)
+            leaves = {name: Leaf(path, refusal)}
         found = assemble({0: leaves or {flat_name(path): Leaf(path, {})}})
         self.problems += found.problems
         self.notes += found.notes
-        return Catalog("", found.tensors, found.objects, {})
+        return Catalog("", found.tensors, found.objects, {}, conflicts=found.conflicts)
 
 
 def _are_numbers(parameters: Mapping[str, Any]) -> bool:
@@ -156,6 +162,7 @@ def _alike(catalogs: list[Catalog]) -> bool:
     first, *others = catalogs or [Catalog("", {}, {}, {})]
     return not any(catalog.tensors for catalog in catalogs) and all(
         other.objects.keys() == first.objects.keys()
+        and other.conflicts.keys() == first.conflicts.keys()
         and all(same_value(one.value, other.objects[n].value) for n, one in first.objects.items())
         for other in others
     )

@@ -13,6 +13,7 @@ from ckptool.formats._pickle import TORCH_SIZE, Call, Global, Persistent
 
 _LONGEST_KEY = 200
 _MOST_DIMS = 64
+_MOST_ATTRIBUTES = 256
 _LIMIT = 1 << 63
 
 
@@ -66,7 +67,8 @@ def storage_of(item: Persistent) -> Storage:
     if not isinstance(value, tuple) or len(value) not in (5, 6) or value[0] != "storage":
         raise Damaged("a persistent id that is not a torch storage")
     cls, key, numel = value[1], value[2], value[4]
-    if not isinstance(key, str | int) or len(str(key)[:_LONGEST_KEY]) == _LONGEST_KEY:
+    is_short = isinstance(key, int) and abs(key) < _LIMIT
+    if not is_short and not (isinstance(key, str) and len(key) < _LONGEST_KEY):
         raise Damaged("a storage whose key is no short text")
     if not isinstance(cls, Global) or type(numel) is not int or not 0 <= numel < 1 << 63:
         raise Damaged(f"storage {key!r} has no class or no size")
@@ -120,6 +122,24 @@ def plain_tensor(value: Any, depth: int = 4) -> StoredTensor | None:
     return None
 
 
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return the attributes that a tensor's record sets on it, a parameter's own among them.
+
+    Raises Damaged where there are more than any tensor has.
+    """
+    found: dict[str, Any] = {}
+    for record in (value, unwrapped(value)):
+        if isinstance(record, Call) and record.name in _WITH_STATE and len(record.args) == 4:
+            state = record.args[3]
+            parts = state[:2] if isinstance(state, tuple) else (state,)
+            for part in [part for part in parts if isinstance(part, dict)]:
+                if len(part) > _MOST_ATTRIBUTES:
+                    raise Damaged(f"a tensor with {len(part):,} attributes")
+                found |= part
+    return found
+
+
+_WITH_STATE = (_PARAMETER[1], "torch._tensor._rebuild_from_type_v2")
 _FROM_CPU = ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor")
 """Devices whose tensors have no storage (XLA): a copy on the CPU, its element type, the device."""
 _TENSOR_CLASSES = frozenset(

@@ -7,10 +7,12 @@ count and bytes.
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,13 +21,18 @@ from ckptool.core.mesh import Mesh
 from ckptool.errors import CkptoolError, Damaged, Problem, Unrecognised, coded
 from ckptool.formats import _pickle
 from ckptool.formats._alike import Traced, known, learn
+from ckptool.formats._file_kinds import not_a, unrecognised_zip
 from ckptool.formats._pickle import Call, Global, Loaded
 from ckptool.formats._storage import storage_of
+from ckptool.formats._values import globals_in
 from ckptool.formats._zip import DEFLATED, Region, ZipRecord, has_checksums, read_directory
 from ckptool.formats.base import Source
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
-_LEGACY_HEAD = b"\x80\x02\x8a\n\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
+_LEGACY_HEAD = re.compile(
+    rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\n\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\.", re.DOTALL
+)
+"""The magic number as the pickle protocols 2 to 5 write it, the later ones in a frame."""
 
 _SMALL = 4096
 _MOST_INFLATED = 100
@@ -50,16 +57,32 @@ class TorchFile:
     """A torch.save file: what it holds, its storages by key, and its byte order.
 
     ``pickled`` is the size in bytes of its pickle, ``meshes`` what its device meshes were read as,
-    with the rank that pickled each: most tensors share one record.
+    with the rank that pickled each: most tensors share one record. ``inert`` is what it holds
+    whatever that names; ``hostile`` says of each global in it that can run code what is wrong.
     """
 
     what: str
-    value: object
+    inert: object
     storages: Mapping[str, StoredBytes]
     byteorder: str
     globals: Mapping[Global, int]
     pickled: int
+    hostile: Mapping[Global, Problem] = field(default_factory=dict)
     meshes: dict[Call, tuple[Mesh, int | None]] = field(default_factory=dict, compare=False)
+
+    @property
+    def value(self) -> object:
+        """What the file holds; Hostile where it names a global that can run code."""
+        _pickle.require_harmless(self.hostile)
+        return self.inert
+
+    def narrowed(self, part: object) -> TorchFile:
+        """Return the file as if it held a part of its value alone, with what is hostile in that."""
+        if not self.hostile:
+            return replace(self, inert=part)
+        inside = globals_in(part)
+        hostile = {item: why for item, why in self.hostile.items() if item in inside}
+        return replace(self, inert=part, hostile=hostile)
 
 
 def is_zip(head: bytes) -> bool:
@@ -67,7 +90,7 @@ def is_zip(head: bytes) -> bool:
 
 
 def is_legacy(head: bytes) -> bool:
-    return head[: len(_LEGACY_HEAD)] == _LEGACY_HEAD
+    return _LEGACY_HEAD.match(head) is not None
 
 
 def read_torch_file(source: Source, file: str) -> TorchFile:
@@ -81,8 +104,7 @@ def read_torch_file(source: Source, file: str) -> TorchFile:
         return read_torch_zip(Region(source, file, 0, size))
     if not size:
         raise Damaged(Problem(f"{file}: the file is empty (0 bytes)", "file-empty", file=file))
-    message = f"{file}: not a torch.save file (it begins with {head[:8].hex(' ')})"
-    raise Damaged(Problem(message, "file-unrecognised", file=file))
+    raise not_a("a torch.save file", source, file)
 
 
 def read_torch_zip(region: Region) -> TorchFile:
@@ -108,8 +130,10 @@ def _read_archive(region: Region) -> TorchFile:
         byteorder = record_bytes(traced, order, has_crc).decode("ascii", "replace")
     if byteorder not in ("little", "big"):
         raise Damaged(f"{region.what}: unknown byte order {byteorder!r}")
-    found = TorchFile(region.what, loaded.value, storages, byteorder, loaded.globals, loaded.end)
-    if data_pkl.crc32:
+    found = TorchFile(
+        region.what, loaded.value, storages, byteorder, loaded.globals, loaded.end, loaded.hostile
+    )
+    if data_pkl.crc32 and not loaded.hostile:
         unread = [record for record in records.values() if record not in (data_pkl, order)]
         learn(traced, found, stored, unread)
     return found
@@ -117,10 +141,10 @@ def _read_archive(region: Region) -> TorchFile:
 
 def _unpickled(data: bytes, what: str) -> Loaded:
     """A pickle's content. A DCP folder has a pickle an item, most of them the same few."""
-    try:
-        return _read_before(data) if len(data) <= _SMALL else _pickle.load(data, what=what)
-    except CkptoolError:
-        return _pickle.load(data, what=what)
+    if len(data) <= _SMALL:
+        with suppress(CkptoolError):
+            return _read_before(data)
+    return _pickle.load(data, what=what, judges=False)
 
 
 @lru_cache(maxsize=1024)
@@ -135,8 +159,14 @@ def _root(region: Region, records: Mapping[str, ZipRecord]) -> str:
             f"{region.what}: a TorchScript archive: it holds a program, not a state dict",
             hint="in torch: torch.save(torch.jit.load(FILE).state_dict(), 'state.pt')",
         )
+    if not roots and any(name.endswith("/.data/serialization_id") for name in records):
+        message = f"{region.what}: torch.save failed before it wrote the object: the archive has"
+        message += f" {len(records)} records, and no data.pkl; nothing of it can be salvaged"
+        raise Damaged(
+            Problem(message, "save-unfinished", file=region.file), hint="take another checkpoint"
+        )
     if len(roots) != 1:
-        raise Unrecognised(f"{region.what}: a zip archive, but not one that torch.save wrote")
+        raise unrecognised_zip(records, region.what)
     return roots[0]
 
 
@@ -177,11 +207,17 @@ def _stored(region: Region, record: ZipRecord, has_crc: bool) -> StoredBytes:
 
 def _read_legacy(source: Source, file: str) -> TorchFile:
     size = source.files[file]
-    loaded = legacy_pickles(source, file)
+    loaded = legacy_pickles(source, file, judges=False)
+    for one in (*loaded[:3], loaded[4]):
+        _pickle.require_harmless(one.hostile)
     magic, version, system, value, keys = (item.value for item in loaded)
     if magic != LEGACY_MAGIC or version != 1001 or not isinstance(system, dict):
         raise Damaged(f"{file}: not a legacy torch.save file of version 1001")
-    sizes = {s.key: s.itemsize for s in map(storage_of, loaded[3].persistent)}
+    try:
+        sizes = {s.key: s.itemsize for s in map(storage_of, loaded[3].persistent)}
+    except Damaged:
+        _pickle.require_harmless(loaded[3].hostile)
+        raise
     storages: dict[str, StoredBytes] = {}
     position = loaded[4].end
     if not isinstance(keys, list):
@@ -198,11 +234,16 @@ def _read_legacy(source: Source, file: str) -> TorchFile:
         storages[key] = StoredBytes(file, position, nbytes, nbytes)
         position += nbytes
     byteorder = "little" if system.get("little_endian", True) else "big"
-    return TorchFile(file, value, storages, byteorder, loaded[3].globals, loaded[3].end)
+    return TorchFile(
+        file, value, storages, byteorder, loaded[3].globals, loaded[3].end, loaded[3].hostile
+    )
 
 
-def legacy_pickles(source: Source, file: str) -> list[Loaded]:
-    """The five pickles at the file's start; the file is read in growing pieces until they end."""
+def legacy_pickles(source: Source, file: str, *, judges: bool = True) -> list[Loaded]:
+    """The five pickles at the file's start; the file is read in growing pieces until they end.
+
+    Where it ``judges``, it raises Hostile at a global that can run code.
+    """
     size = source.files[file]
     length = min(size, 1 << 16)
     while True:
@@ -211,7 +252,7 @@ def legacy_pickles(source: Source, file: str) -> list[Loaded]:
             found: list[Loaded] = []
             start = 0
             for _ in range(5):
-                found.append(_pickle.load(data, what=file, start=start))
+                found.append(_pickle.load(data, what=file, start=start, judges=judges))
                 start = found[-1].end
             return found
         except _pickle.Truncated:

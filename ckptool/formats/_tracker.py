@@ -6,6 +6,7 @@ from ckptool.errors import Damaged
 from ckptool.formats.base import Source
 
 MEGATRON = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
 _LONGEST = 64
 
 
@@ -19,9 +20,9 @@ def latest_folder(source: Source) -> str | None:
     if size is None or size > _LONGEST:
         return None
     text = source.read(MEGATRON, 0, size).decode("ascii", "replace").strip()
-    if text != "release" and not text.isdecimal():
+    if text != RELEASE and not text.isdecimal():
         return None
-    names = [text] if text == "release" else [f"iter_{int(text):07d}", f"global_step_{int(text)}"]
+    names = [text] if text == RELEASE else [f"iter_{int(text):07d}", f"global_step_{int(text)}"]
     folders = {file.partition("/")[0] for file in source.files if "/" in file}
     found = next((name for name in names if name in folders), None)
     if found is None:

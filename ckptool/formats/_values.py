@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from ckptool.core.dtype import BY_NAME
+from ckptool.formats._numpy_records import class_name, holds_objects, is_numpy
 from ckptool.formats._pickle import Call, Global, Persistent
 
 _PLAIN_CALLS = frozenset(["torch.Size", "torch.device", "torch.serialization._get_layout"])
@@ -16,7 +19,21 @@ _DTYPES = frozenset(BY_NAME) | frozenset(
 
 
 UNREAD_TENSOR = "torch storage"
-"""Stands among the foreign globals of a value that holds a tensor of a kind that is not read."""
+"""Stands among the foreign globals of a value that is not read, such as a tensor of some kinds."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Repeated:
+    """Stands for a value that is one of those it lies in: a dict that holds itself."""
+
+    outer: str
+
+    def __repr__(self) -> str:
+        return f"<{self.outer} again>"
+
+
+NUMPY = "numpy data"
+"""Stands there for all of numpy's arrays, scalars and generators, which writers carry."""
 
 
 def _class_name(value: Any) -> str:
@@ -41,29 +58,51 @@ def foreign_globals(value: Any) -> set[str]:
 
     Plain is what ``torch.load(weights_only=True)`` rebuilds without further permission.
     """
-    found: set[str] = set()
+    return {name for item in _parts(value) if (name := _foreign_name(item)) is not None}
+
+
+def _foreign_name(item: Any) -> str | None:
+    """Return what is foreign in a part of a value, the parts inside it apart."""
+    if isinstance(item, Call):
+        if holds_objects(item):
+            return "numpy elements that are Python objects"
+        return None if isinstance(item.function, Global) else item.name
+    if isinstance(item, Global):
+        if _plain_global(item):
+            return None
+        return NUMPY if is_numpy(item) else str(item)
+    if isinstance(item, Persistent | Repeated):
+        return UNREAD_TENSOR
+    return "frozenset" if isinstance(item, frozenset) else None
+
+
+def globals_in(value: Any) -> set[Global]:
+    """Return every class and function that a value names, wherever in it."""
+    return {item for item in _parts(value, hidden=True) if isinstance(item, Global)}
+
+
+def _parts(value: Any, *, hidden: bool = False) -> Iterator[Any]:
+    """Yield a value and all that lies in it, each once.
+
+    With ``hidden`` also what persistent ids name, and the attributes of dicts.
+    """
     stack, seen = [value], set()
     while stack:
         item = stack.pop()
         if id(item) in seen:
             continue
         seen.add(id(item))
+        yield item
         if isinstance(item, Call):
-            if item.name not in _PLAIN_CALLS:
-                found.add(item.name)
             stack += [item.args, item.state, item.items, item.entries, item.function]
-        elif isinstance(item, Global):
-            if not _plain_global(item):
-                found.add(str(item))
-        elif isinstance(item, Persistent):
-            found.add(UNREAD_TENSOR)
         elif isinstance(item, dict):
             stack += [*item.keys(), *item.values()]
         elif isinstance(item, list | tuple | set | frozenset):
-            if isinstance(item, frozenset):
-                found.add("frozenset")
             stack += list(item)
-    return found
+        if hidden and isinstance(item, Persistent):
+            stack.append(item.value)
+        if hidden and isinstance(item, dict):
+            stack.append(getattr(item, "state", None))
 
 
 def is_dtype(item: Global) -> bool:
@@ -73,6 +112,18 @@ def is_dtype(item: Global) -> bool:
 
 def _plain_global(item: Global) -> bool:
     return str(item) in _PLAIN_CALLS or is_dtype(item)
+
+
+def _of_subclass(record: Call) -> str:
+    """Of a DTensor, the class of its local tensor where that is a subclass too."""
+    state = record.args[3] if len(record.args) == 4 else None
+    parts = state if isinstance(state, tuple) else (state,)
+    found = (
+        part["_local_tensor"] for part in parts if isinstance(part, dict) if "_local_tensor" in part
+    )
+    local = next(found, None)
+    is_one = isinstance(local, Call) and local.name == record.name and len(local.args) > 1
+    return f" of {_class_name(local.args[1])}" if isinstance(local, Call) and is_one else ""
 
 
 def type_name(value: Any) -> str:
@@ -85,12 +136,15 @@ def type_name(value: Any) -> str:
         if value.name.endswith("_rebuild_nested_tensor"):
             return "nested tensor"
         if value.name == "torch._tensor._rebuild_from_type_v2" and len(value.args) > 1:
-            return _class_name(value.args[1])
-        if value.name.endswith("_reconstruct") and value.args:
-            return _class_name(value.args[0])
+            return _class_name(value.args[1]) + _of_subclass(value)
+        numpy_name = class_name(value)
+        if numpy_name is not None:
+            return numpy_name
         return value.name
     if isinstance(value, Persistent):
         return UNREAD_TENSOR
+    if isinstance(value, Repeated):
+        return "reference"
     if isinstance(value, Global):
         return "torch.dtype" if _plain_global(value) else "class or function"
     return "NoneType" if value is None else type(value).__name__.replace("Mapping", "Dict")

@@ -76,4 +76,5 @@ FORMAT = Format(
     _probe,
     _scan,
     locate=dcp.FORMAT.locate,
+    takes_world_size=True,
 )

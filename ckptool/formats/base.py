@@ -11,6 +11,7 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.placing import Placed
 from ckptool.core.tp_rules import NamedRule
 from ckptool.errors import CkptoolError, Damaged, Problem, damaged
+from ckptool.formats._file_kinds import HEAD, hint_for, stand_in
 from ckptool.formats._pickle import LARGEST
 
 _T = TypeVar("_T")
@@ -44,7 +45,8 @@ class ScanOptions:
     ``per_rank`` keeps plain tensors that differ between ranks as one tensor a rank;
     ``flat_params`` are the model's parameters with their shapes, in its own order, where FSDP1's
     flat ones shall be taken apart; ``tp_rules`` say, by glob, how tensor-parallel ranks'
-    parameters fit together.
+    parameters fit together; ``world_size`` is the number of ranks whose files are read, where
+    several saves lie in one folder or no file records it.
 
     Without ``values`` those that lie among the data are left ``UNREAD`` where a format can.
 
@@ -57,6 +59,7 @@ class ScanOptions:
     tp_rules: tuple[NamedRule, ...] = ()
     found: list[Problem] | None = None
     values: bool = True
+    world_size: int | None = None
 
     def report(self, problems: Sequence[str], *, subject: str, hint: str | None = None) -> None:
         """Raise one Damaged for all problems, or note them; nothing where there is none."""
@@ -104,6 +107,7 @@ class Format:
       catalog it is given; None where ``scan`` leaves none.
     - ``reads`` is False where the format is only recognised, to say why it cannot be read.
     - ``takes_tp_rules`` says that ``scan`` heeds ``ScanOptions.tp_rules``.
+    - ``takes_world_size`` says that ``scan`` heeds ``ScanOptions.world_size``.
     """
 
     name: str
@@ -113,6 +117,7 @@ class Format:
     locate: Callable[[Source, Catalog], Catalog] | None = None
     reads: bool = True
     takes_tp_rules: bool = False
+    takes_world_size: bool = False
 
 
 def require(source: Source, file: str, *, wanted_by: str) -> int:
@@ -138,7 +143,14 @@ def read_metadata(source: Source, file: str) -> bytes:
     size = source.files[file]
     if size > LARGEST:
         raise Damaged(f"{file}: {size:,} bytes; metadata is read up to {LARGEST:,} bytes")
-    return source.read(file, 0, size)
+    data = source.read(file, 0, size)
+    kind = stand_in(data[:HEAD])
+    if kind is not None:
+        raise Damaged(
+            Problem(f"{file}: {kind.what}", "file-unrecognised", file=file),
+            hint=hint_for(kind, file),
+        )
+    return data
 
 
 def expect_heads(source: Source, files: Iterable[str]) -> None:

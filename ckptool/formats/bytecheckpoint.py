@@ -108,7 +108,11 @@ def _extra_state(source: Source, options: ScanOptions, world: int) -> list[Catal
     require_rank(max(files), _EXTRA.pattern)
     ranks = {
         rank: read_leaves(
-            read_torch_file(source, file), source, prefix=("extra_state",), rank_state=True
+            read_torch_file(source, file),
+            source,
+            prefix=("extra_state",),
+            rank_state=True,
+            refuse=True,
         )
         for rank, file in sorted(files.items())
     }
@@ -116,7 +120,12 @@ def _extra_state(source: Source, options: ScanOptions, world: int) -> list[Catal
     options.report(found.problems, subject="extra_state")
     sizes_ = {file: source.files[file] for file in files.values()}
     notes = (*found.notes, *unread_notes(found.objects), *_lost_extra_state(files, world))
-    return [Catalog("", found.tensors, found.objects, sizes_, len(files), notes=notes)]
+    return [
+        Catalog(
+            "", found.tensors, found.objects, sizes_, len(files), notes=notes,
+            conflicts=found.conflicts,
+        )
+    ]  # fmt: skip
 
 
 def _lost_extra_state(files: Mapping[int, str], world: int) -> list[Problem]:

@@ -1,6 +1,6 @@
 """torch.distributed.checkpoint folders: ``.metadata`` and ``__{rank}_{n}.distcp`` files.
 
-Read: torch 2.1 to 2.13, by any writer that keeps to it (FSDP1 and 2, torchtitan, Lightning with its
+Read: torch 2.1 to 2.15, by any writer that keeps to it (FSDP1 and 2, torchtitan, Lightning with its
 ``meta.pt``, nvidia-resiliency-ext), several files a rank, one file an item, zstd stream
 extension, and saves without collectives (one ``__{rank}.metadata`` a rank). Each item is a
 torch.save archive of one chunk or one value. Written: as torch 2.13 does, one file a rank.
@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from ckptool.core.catalog import UNREAD, Catalog, ObjectEntry, TensorEntry, merge_copies
-from ckptool.errors import Problem
+from ckptool.errors import Problem, Refusal
 from ckptool.formats._assemble import assemble
 from ckptool.formats._dcp_collect import (
     DAMAGE_HINT,
@@ -30,6 +31,7 @@ from ckptool.formats._frameworks import framework_info, with_tensor_parallelism
 from ckptool.formats._infer import with_inferred_mesh
 from ckptool.formats._leaves import Assembled, read_leaves
 from ckptool.formats._torch_file import read_torch_file
+from ckptool.formats._tree import free_name
 from ckptool.formats.base import Format, ScanOptions, Source, expect_edges
 from ckptool.formats.torch_save import unread_notes
 
@@ -47,21 +49,22 @@ def _probe(source: Source) -> bool:
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
-    catalog, _ = read_folder(source, options, values=options.values)
+    catalog, _ = read_folder(source, options, values=options.values, refuse=True)
     return _apart(source, with_inferred_mesh(catalog), options)
 
 
 def scan_folder(source: Source, options: ScanOptions) -> Catalog:
     """What the metadata of a folder that is laid out as DCP does says."""
-    return with_tensor_parallelism(with_inferred_mesh(read_folder(source, options)[0]))
+    return with_tensor_parallelism(with_inferred_mesh(read_folder(source, options, refuse=True)[0]))
 
 
 def read_folder(
-    source: Source, options: ScanOptions, *, values: bool = True
+    source: Source, options: ScanOptions, *, values: bool = True, refuse: bool = False
 ) -> tuple[Catalog, dict[str, DcpMetadata]]:
     """The catalog of a DCP folder, with no mesh yet, and its metadata files as they were read.
 
-    Without ``values`` nothing is read but metadata: values are ``UNREAD``.
+    Without ``values`` nothing is read but metadata: values are ``UNREAD``. With ``refuse`` a value
+    that cannot be read, or must not be, is a conflict of its own.
     """
     parsed = metadata_files(source, options)
     stored = collected(source, parsed)
@@ -72,21 +75,24 @@ def read_folder(
         tensor = TensorEntry(name, stored.path(name), entry.dtype, entry.shape, chunks)
         found.tensors[name] = tensor
     if values:
-        _add_values(source, options, stored, found)
+        _add_values(source, options, stored, found, refuse=refuse)
     elif stored.values:
         _leave_unread(stored, found)
     if _LIGHTNING in source.files:
-        _add(found, options.attempt(partial(_read_lightning, source)))
-    problems = [*found.problems, *found.conflicts.values()]
-    options.report(problems, subject=source.root, hint=DAMAGE_HINT)
+        _add(found, options.attempt(partial(_read_lightning, source, refuse=refuse)))
+    conflicts = [why for why in found.conflicts.values() if not isinstance(why, Refusal)]
+    options.report([*found.problems, *conflicts], subject=source.root, hint=DAMAGE_HINT)
+    found.conflicts = {n: why for n, why in found.conflicts.items() if isinstance(why, Refusal)}
     return _catalog(source, parsed, stored, found), parsed
 
 
-def _add_values(source: Source, options: ScanOptions, stored: Collected, found: Assembled) -> None:
+def _add_values(
+    source: Source, options: ScanOptions, stored: Collected, found: Assembled, *, refuse: bool
+) -> None:
     held = [item for items in stored.values.values() for _, item in items]
     expect_edges(source, ((item.file, item.offset, item.nbytes) for item in held))
     for name, items in stored.values.items():
-        work = partial(read_values, source, name, items, stored.path(name))
+        work = partial(read_values, source, name, items, stored.path(name), refuse=refuse)
         _add(found, options.attempt(work))
 
 
@@ -102,14 +108,20 @@ def _add(found: Assembled, more: Assembled | None) -> None:
     if more is None:
         return
     found.problems += more.problems
-    found.problems += [
-        Problem(f"{name}: a tensor, and one inside another value", tensor=name)
-        for name in more.tensors.keys() & found.tensors.keys()
-    ]
+    for entries in (more.tensors, more.objects):
+        _rename_repeated(entries, {*found.tensors, *found.objects}, more)
     found.conflicts |= more.conflicts
     found.notes += more.notes
     found.tensors |= more.tensors
     found.objects |= more.objects
+
+
+def _rename_repeated(entries: dict[str, Any], taken: set[str], more: Assembled) -> None:
+    """Give what a value held a name of its own where another has it."""
+    for name in entries.keys() & taken:
+        free = free_name(name, {*taken, *more.tensors, *more.objects})
+        entries[free] = replace(entries.pop(name), name=free)
+        more.notes.append(f"{free} lies inside a value; another is called {name!r}")
 
 
 def _apart(source: Source, catalog: Catalog, options: ScanOptions) -> Catalog:
@@ -127,10 +139,10 @@ def _apart(source: Source, catalog: Catalog, options: ScanOptions) -> Catalog:
     return with_inferred_mesh(replace(catalog, tensors=tensors, mesh=None))
 
 
-def _read_lightning(source: Source) -> Assembled:
+def _read_lightning(source: Source, *, refuse: bool) -> Assembled:
     """Lightning's ``meta.pt``, a family of its own beside the DCP files."""
     file = read_torch_file(source, _LIGHTNING)
-    return assemble({0: read_leaves(file, source, prefix=("meta",))})
+    return assemble({0: read_leaves(file, source, prefix=("meta",), refuse=refuse)})
 
 
 def _catalog(
@@ -166,6 +178,7 @@ def _catalog(
         world_size=max([planned, *(rank + 1 for rank in ranks)], default=1),
         info=info | framework_info(found.objects),
         notes=(*notes, *found.notes, *unread_notes(found.objects)),
+        conflicts=found.conflicts,
         archives=tuple(stored.archives),
         named={file: metadata.named for file, metadata in parsed.items()},
     )

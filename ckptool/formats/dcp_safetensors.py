@@ -84,7 +84,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         tensors[name] = _entry(name, dtype, chunks)
     found.problems += [p for p in map(coverage_problem, tensors.values()) if p is not None]
     found.problems += _shorter_than_configured(source, tensors)
-    notes = _consolidated_notes(source, shards, tensors, found.problems)
+    notes, copies = _consolidated(source, shards, tensors, found.problems)
     hint = "a shard file is missing or from another save"
     options.report(found.problems, subject=source.root, hint=hint)
     world = max(int(match["rank"]) for match in shards)
@@ -98,6 +98,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
             info={"writer": "torch HuggingFaceStorageWriter"},
             notes=tuple(notes),
             companions=companions(source),
+            copies=copies,
         )
     )
     return with_extra(catalog, source, _EXTRA)
@@ -193,23 +194,27 @@ def _shorter_than_configured(source: Source, tensors: dict[str, TensorEntry]) ->
     ]
 
 
-def _consolidated_notes(
+def _consolidated(
     source: Source,
     shards: list[re.Match[str]],
     tensors: dict[str, TensorEntry],
     problems: list[str],
-) -> list[str]:
-    """Compare with a consolidated copy in the same folder; say what nothing here can show."""
+) -> tuple[list[str], frozenset[str]]:
+    """Compare with a consolidated copy in the same folder; say what nothing here can show.
+
+    Returns what a person should know, and the files of the copy.
+    """
     if not HF.probe(source):
         world = max(int(match["rank"]) for match in shards)
         message = f"nothing here records the number of ranks: if there were more than {world},"
         reason = "their shards are lost and the shapes too small"
-        return [Problem(f"{message} {reason}", "world-unrecorded")]
+        return [Problem(f"{message} {reason}", "world-unrecorded")], frozenset()
     try:
-        whole = HF.scan(source, ScanOptions()).tensors
+        whole = HF.scan(source, ScanOptions())
     except CkptoolError as error:
-        return [error.message.within("the consolidated copy beside the shards is damaged")]
-    for name, entry in whole.items():
+        damage = error.message.within("the consolidated copy beside the shards is damaged")
+        return [damage], frozenset()
+    for name, entry in whole.tensors.items():
         mine = tensors.get(name)
         if mine is None:
             message = f"{name}: in the consolidated copy, but in no shard"
@@ -218,7 +223,8 @@ def _consolidated_notes(
             message = f"{name}: {list(entry.shape)} in the consolidated copy"
             message += f", {list(mine.shape)} in the shards"
             problems.append(Problem(message, "chunk-gap", tensor=name))
-    return ["read from the shards; the consolidated copy beside them is not used"]
+    note = "read from the shards; the consolidated copy beside them is not used"
+    return [note], frozenset(whole.files)
 
 
 def lay_out(catalog: Catalog, request: Request) -> Layout:

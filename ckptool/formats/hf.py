@@ -16,7 +16,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.errors import Damaged, Problem
-from ckptool.formats._companions import companions, unread_beside
+from ckptool.formats._companions import companions
 from ckptool.formats._frameworks import config_info
 from ckptool.formats._outgoing import by_size, companion_files, extra_file, tied_notes
 from ckptool.formats._safetensors_file import OutgoingSlice, lay_out_safetensors
@@ -32,6 +32,7 @@ from ckptool.formats.base import (
 )
 from ckptool.formats.safetensors import (
     extras,
+    header_notes,
     split_by_support,
     whole_tensors,
     with_extra,
@@ -77,16 +78,13 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     files = sorted(set(weight_map.values())) if weight_map is not None else _unindexed(source)
     wanted_by = index or "the other shards' names"
     tensors, where, infos, problems = _read_all(source, files, wanted_by, options)
-    notes: list[str] = []
+    notes: list[str] = [*header_notes(dict(zip(files, infos, strict=True)))]
     if index and weight_map is not None:
         stepped_over = {problem.tensor for problem in options.found or ()}
         listed = {n: file for n, file in weight_map.items() if n not in stepped_over}
         problems += _against_index(listed, where, index)
         notes += _index_notes(source, index, tensors, weight_map)
     options.report(problems, subject=source.root)
-    spare = sorted(set(_weights(source)) - set(files))
-    notes += [Problem(f"not part of the checkpoint: {n}", "file-extra", file=n) for n in spare]
-    notes += unread_beside(source, [*files, *spare, _EXTRA])
     catalog = Catalog(
         "hf",
         tensors,

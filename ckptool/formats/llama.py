@@ -18,7 +18,7 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout
 from ckptool.core.mesh import Shard
 from ckptool.core.tp_rules import NamedRule, named_rule, require_matched
-from ckptool.errors import CannotDo, Damaged, Problem
+from ckptool.errors import CannotDo, Damaged, Problem, Refusal
 from ckptool.formats._assemble import assemble
 from ckptool.formats._companions import companions
 from ckptool.formats._frameworks import read_json_object
@@ -95,7 +95,7 @@ def _info(sizes: Sizes, world: int) -> dict[str, str]:
 
 
 def _leaves(source: Source, file: str) -> dict[str, Leaf]:
-    return read_leaves(read_torch_file(source, file), source)
+    return read_leaves(read_torch_file(source, file), source, refuse=True)
 
 
 def _without(leaves: RankLeaves, names: set[str]) -> RankLeaves:
@@ -130,6 +130,10 @@ class _Merger:
             if isinstance(leaf.value, PlainLeaf)
         }
         require_matched(self._rules, list(names))
+        for leaves in self._ranks.values():
+            for name, leaf in leaves.items():
+                if isinstance(leaf.value, Refusal):
+                    names.pop(name, None)
         for name in names if len(self._ranks) > 1 else ():
             held = {rank: leaves[name] for rank, leaves in self._ranks.items() if name in leaves}
             try:

@@ -31,4 +31,5 @@ FORMAT = Format(
     _probe,
     _scan,
     takes_tp_rules=True,
+    takes_world_size=True,
 )

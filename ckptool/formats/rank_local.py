@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 
-from ckptool.core.catalog import Catalog, Path
+from ckptool.core.catalog import Catalog
 from ckptool.errors import Damaged, Problem
 from ckptool.formats import _torch_checkpointing
 from ckptool.formats._companions import companions
@@ -22,7 +23,9 @@ from ckptool.formats._flat_params import HINT, is_flat
 from ckptool.formats._flat_ranks import assembled
 from ckptool.formats._infer import with_inferred_mesh
 from ckptool.formats._leaves import Assembled, Leaf, ShareLeaf, read_leaves
+from ckptool.formats._numbered_files import numbered_files
 from ckptool.formats._rank_files import RankFile, has_fsdp_folder, is_single, rank_files
+from ckptool.formats._rank_numbers import STATES_OF_A_RANK, of_processes
 from ckptool.formats._torch_file import read_torch_file
 from ckptool.formats.base import (
     Format,
@@ -33,14 +36,16 @@ from ckptool.formats.base import (
     read_metadata,
     require_rank,
 )
-from ckptool.formats.torch_save import unread_notes
+from ckptool.formats.torch_save import INDEX, unread_notes
 
 _VERL_CONFIG = "fsdp_config.json"
-_STATE_OF_A_RANK = ("extra_state", "random_states", "rng_state")
+_STEP = re.compile(r"(?:step|iter|epoch)[a-z]*[-_=.]?([0-9]{1,18})", re.IGNORECASE)
 
 
 def _probe(source: Source) -> bool:
-    return bool(rank_files(source)) or _torch_checkpointing.is_uncommitted(source)
+    if INDEX in source.files:
+        return False
+    return bool(_files(source)) or _torch_checkpointing.is_uncommitted(source)
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
@@ -48,11 +53,15 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         metadata = _torch_checkpointing.METADATA
         message = f"{source.root}: no {metadata}, which alone says how the ranks' tensors are cut"
         raise Damaged(Problem(message, "save-unfinished", file=metadata))
-    files = rank_files(source)
+    files = _files(source, options.world_size)
     if not files:
         raise Damaged(f"{source.root}: no files that are one a rank")
+    _require_one_file_a_rank(files)
     declared = _torch_checkpointing.read(source)
-    problems = _missing_ranks(files, declared.world_size if declared else None)
+    if options.world_size is None:
+        _require_one_world_size(source.root, files)
+    _require_one_step(source.root, files)
+    problems = _missing_ranks(files, declared.world_size if declared else options.world_size)
     ranks: dict[int, dict[str, Leaf]] = {}
     families = list(dict.fromkeys(item.family for item in files))
     several = len(families) > 1 or declared is not None or has_fsdp_folder(source)
@@ -67,6 +76,30 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     problems += found.problems + flat + _absent_members(found, ranks)
     options.report(problems, subject=source.root, hint=HINT if flat else None)
     return _catalog(source, files, found, declared is not None)
+
+
+def _files(source: Source, world: int | None = None) -> list[RankFile]:
+    """The rank files, by names that are known, and by numbers in others where contents agree."""
+    named = rank_files(source)
+    if _torch_checkpointing.METADATA not in source.files:
+        numbered = numbered_files(source, {item.file for item in named} - _of_two_numbers(named))
+        claimed = {item.file for item in numbered}
+        named = [*(item for item in named if item.file not in claimed), *numbered]
+        named = of_processes(source, named)
+    return [item for item in named if world is None or _is_of(item, world)]
+
+
+def _is_of(item: RankFile, world: int) -> bool:
+    """Whether a file is one of so many ranks, by the size in its name or else by its rank."""
+    return item.rank < world if item.world is None else item.world == world
+
+
+def _of_two_numbers(files: list[RankFile]) -> set[str]:
+    """The files that seem to be of kinds which differ in a number, such as another rank's."""
+    kinds: dict[str, set[str]] = {}
+    for item in files:
+        kinds.setdefault(re.sub(r"[0-9]+", "#", item.file), set()).add(item.family)
+    return {item.file for item in files if len(kinds[re.sub(r"[0-9]+", "#", item.file)]) > 1}
 
 
 def _catalog(
@@ -103,20 +136,74 @@ def _writer(files: list[RankFile]) -> str:
     return "torch.save, one file a rank"
 
 
-def _missing_ranks(files: list[RankFile], world: int | None) -> list[Problem]:
-    """Ranks that the names or the metadata promise and no file holds, family by family."""
+def _require_one_world_size(root: str, files: list[RankFile]) -> None:
+    """Damaged where the names state several numbers of ranks, as after a relaunch with others."""
+    stated: dict[int, list[str]] = {}
+    for item in files:
+        if item.world:
+            stated.setdefault(item.world, []).append(item.file)
+    if len(stated) < 2:
+        return
+    most = max(stated, key=lambda world: len(stated[world]))
+    raise Damaged(
+        Problem(f"{root}: rank files of several world sizes: {_counted(stated)}", "saves-mixed"),
+        hint=f"--world-size {most} reads those of {most} ranks; move the others away",
+    )
+
+
+def _require_one_step(root: str, files: list[RankFile]) -> None:
+    """Damaged where files of one kind are of several steps, by their names."""
+    kinds: dict[str, dict[int, list[str]]] = {}
+    for item in files:
+        if match := _STEP.search(item.family):
+            kind = item.family[: match.start(1)] + item.family[match.end(1) :]
+            kinds.setdefault(kind, {}).setdefault(int(match[1]), []).append(item.file)
+    for steps in kinds.values():
+        if len(steps) > 1:
+            message = f"{root}: rank files of several steps: {_counted(steps)}"
+            raise Damaged(
+                Problem(message, "saves-mixed"),
+                hint="move the files of each step into a folder of their own",
+            )
+
+
+def _require_one_file_a_rank(files: list[RankFile]) -> None:
+    """Damaged where two files of one kind are of the same rank, and of the same number of ranks."""
+    known: dict[object, str] = {}
+    for item in files:
+        other = known.setdefault((item.family, item.rank, item.world), item.file)
+        if other != item.file:
+            message = f"{other} and {item.file} are both the {item.family} of rank {item.rank}"
+            raise Damaged(
+                Problem(message, "saves-mixed", file=item.file),
+                hint="move the files of one of the two saves away",
+            )
+
+
+def _counted(files: Mapping[int, list[str]]) -> str:
+    return ", ".join(
+        f"{number} ({len(names):,} file{'s' * (len(names) > 1)}, such as {names[0]})"
+        for number, names in sorted(files.items())
+    )
+
+
+def _missing_ranks(files: list[RankFile], known: int | None) -> list[Problem]:
+    """Ranks that the names promise and no file holds, family by family.
+
+    ``known`` is the number of ranks where no name states it.
+    """
     problems: list[Problem] = []
+    known = None if any(item.world for item in files) else known
     for family in dict.fromkeys(item.family for item in files):
         mine = [item for item in files if item.family == family]
         if is_single(mine[0].file):
             continue
-        worlds = {item.world for item in mine if item.world} or ({world} if world else set())
-        if len(worlds) > 1:
-            message = f"{family}: file names state the world sizes {sorted(worlds)}"
-            problems.append(Problem(message, "saves-mixed"))
-        highest = max(item.rank for item in mine)
-        expected = max(worlds or {highest + 1})
-        require_rank(max(expected, highest), mine[0].family)
+        last = max(mine, key=lambda item: item.rank)
+        expected = last.world or known or last.rank + 1
+        require_rank(max(expected, last.rank), mine[0].family)
+        if last.rank >= expected:
+            message = f"{last.file}: a file of rank {last.rank}, and there are {expected} ranks"
+            problems.append(Problem(message, "saves-mixed", file=last.file))
         missing = first_missing({item.rank for item in mine}, expected)
         if missing:
             what = ", ".join(map(str, missing))
@@ -135,8 +222,9 @@ def _read(
         return _torch_checkpointing.safetensors_leaves(
             source, item.file, item.family, item.rank, declared
         )
-    state = item.family.startswith(_STATE_OF_A_RANK) or _is_flat_optimizer(source, item)
-    return read_leaves(read_torch_file(source, item.file), source, rank_state=state)
+    state = item.family.startswith(STATES_OF_A_RANK) or _is_flat_optimizer(source, item)
+    opened = read_torch_file(source, item.file)
+    return read_leaves(opened, source, rank_state=state, refuse=True)
 
 
 def _json_leaves(source: Source, file: str) -> dict[str, Leaf]:
@@ -164,10 +252,9 @@ def _renamed(
         if not several:
             yield name, leaf
         elif leaf.path == ():
-            yield item.family, Leaf((item.family,), leaf.value, leaf.rank_state)
+            yield item.family, replace(leaf, path=(item.family,))
         else:
-            path: Path = (item.family, *leaf.path)
-            yield f"{item.family}.{name}", Leaf(path, leaf.value, leaf.rank_state)
+            yield f"{item.family}.{name}", replace(leaf, path=(item.family, *leaf.path))
 
 
 def _strip_repeated(
@@ -186,7 +273,7 @@ def _unprefixed(leaves: Mapping[str, Leaf], family: str) -> Iterator[tuple[str, 
     head = f"{family}."
     for name, leaf in leaves.items():
         if name.startswith(head):
-            yield name[len(head) :], Leaf(leaf.path[1:], leaf.value, leaf.rank_state)
+            yield name[len(head) :], replace(leaf, path=leaf.path[1:])
         else:
             yield name, leaf
 
@@ -230,4 +317,5 @@ FORMAT = Format(
     "one file a rank (torch _experimental, torch_checkpointing, verl, accelerate, FSDP)",
     _probe,
     _scan,
+    takes_world_size=True,
 )

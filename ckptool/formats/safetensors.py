@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, ObjectEntry, TensorEntry
 from ckptool.core.layout import Layout
-from ckptool.errors import Unrecognised, damaged
+from ckptool.errors import Problem, Unrecognised, damaged
 from ckptool.formats._assemble import assemble
 from ckptool.formats._leaves import read_leaves
-from ckptool.formats._outgoing import extra_file, plain_objects, tied_notes
+from ckptool.formats._outgoing import NOT_CARRIED, extra_file, plain_objects, tied_notes
 from ckptool.formats._safetensors_file import (
     OutgoingSlice,
     lay_out_safetensors,
@@ -42,7 +43,15 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         raise Unrecognised(f"{source.root}: not one safetensors file")
     tensors, metadata = whole_tensors(source, file, options)
     info = {"writer": "safetensors"} | {f"metadata.{k}": v for k, v in metadata.items()}
-    catalog = Catalog("safetensors", tensors, {}, {file: source.files[file]}, 1, info=info)
+    catalog = Catalog(
+        "safetensors",
+        tensors,
+        {},
+        {file: source.files[file]},
+        1,
+        info=info,
+        notes=header_notes({file: metadata}),
+    )
     return with_extra(catalog, source, file.removesuffix(".safetensors") + EXTRA)
 
 
@@ -50,7 +59,7 @@ def with_extra(catalog: Catalog, source: Source, extra: str) -> Catalog:
     """The catalog with the tensors and values of the extra file, where there is one."""
     if extra not in source.files:
         return catalog
-    found = assemble({0: read_leaves(read_torch_file(source, extra), source)})
+    found = assemble({0: read_leaves(read_torch_file(source, extra), source, refuse=True)})
     twice = sorted(found.tensors.keys() & catalog.tensors.keys())
     if found.problems or twice:
         problems = [*found.problems, *(f"{n}: also in the main file" for n in twice)]
@@ -59,7 +68,21 @@ def with_extra(catalog: Catalog, source: Source, extra: str) -> Catalog:
         catalog,
         tensors=catalog.tensors | found.tensors,
         objects=catalog.objects | found.objects,
+        conflicts=catalog.conflicts | found.conflicts,
         files=catalog.files | {extra: source.files[extra]},
+    )
+
+
+_WRITTEN_ANEW = frozenset(["format", "DCP_VERSION", "DCP_SHARDING_INFO"])
+
+
+def header_notes(metadata: Mapping[str, Mapping[str, str]]) -> tuple[Problem, ...]:
+    """A note for each file whose header says more than what writers of the format say."""
+    said = {file: sorted(of.keys() - _WRITTEN_ANEW) for file, of in metadata.items()}
+    return tuple(
+        Problem(f"not carried: metadata of {file}: {_some(names)}", NOT_CARRIED, file=file)
+        for file, names in said.items()
+        if names
     )
 
 
@@ -92,7 +115,7 @@ def extras(
     catalog: Catalog, others: list[TensorEntry], path: str
 ) -> tuple[list[ObjectEntry], list[str]]:
     """The values that go into the extra file ``path``, and notes on all that is out of place."""
-    objects, notes = plain_objects(catalog)
+    objects, notes = plain_objects(catalog, numpy=False)
     kept = [entry.name for entry in objects]
     if kept:
         notes.append(f"{len(kept)} non-tensor values are in {path}: {_some(kept)}")

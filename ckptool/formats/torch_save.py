@@ -7,20 +7,21 @@ Read: zip archives by torch 1.6 to 2.13, the legacy stream before, deflated and 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from functools import partial
 
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.layout import FileLayout, Layout
-from ckptool.errors import Damaged, Problem, Unrecognised
+from ckptool.errors import Damaged, Problem, Refusal, Unrecognised
 from ckptool.formats._assemble import assemble
-from ckptool.formats._companions import companions, unread_beside
+from ckptool.formats._companions import companions
 from ckptool.formats._frameworks import config_info, framework_info
 from ckptool.formats._leaves import Leaf, ShareLeaf, read_leaves
 from ckptool.formats._outgoing import nested_state, plain_objects
 from ckptool.formats._torch_file import is_legacy, is_zip, read_torch_file
 from ckptool.formats._torch_write import torch_archive
-from ckptool.formats._values import UNREAD_TENSOR, Foreign, type_name
+from ckptool.formats._values import UNREAD_TENSOR, Foreign, Repeated, type_name
 from ckptool.formats.base import (
     Format,
     Request,
@@ -35,6 +36,9 @@ INDEX = "pytorch_model.bin.index.json"
 
 
 _MODEL = "pytorch_model.bin"
+
+
+_OF_A_RANK = re.compile(r"rank[._-]?[1-9]", re.IGNORECASE)
 
 
 def _is_model_folder(source: Source) -> bool:
@@ -60,15 +64,17 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     if len(source.files) != 1 and not is_model:
         raise Unrecognised(f"{source.root}: not one torch.save file")
     file = _MODEL if is_model else next(iter(source.files))
-    leaves = read_leaves(read_torch_file(source, file), source)
+    leaves = read_leaves(read_torch_file(source, file), source, refuse=True)
     found = assemble({_rank_of(leaves): leaves}, per_rank=options.per_rank)
     options.report(found.problems, subject=file)
-    if not found.tensors and not found.objects:
+    if not found.tensors and not found.objects and not found.conflicts:
         raise Unrecognised(f"{file}: an empty state dict: no tensor and no value in it")
     world = {mesh.size for mesh in found.meshes}
     notes = list(found.notes)
     if world - {1}:
         notes.append(f"{file} holds one rank's part of a checkpoint of {max(world)} ranks")
+    if _OF_A_RANK.search(file):
+        notes.append(f"{file} is read by itself: nothing in it says that it is one rank's part")
     return Catalog(
         "torch-save",
         found.tensors,
@@ -76,7 +82,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         {file: source.files[file]},
         world_size=1,
         info={"writer": "torch.save"} | framework_info(found.objects),
-        notes=(*notes, *unread_notes(found.objects), *unread_beside(source, [file])),
+        notes=(*notes, *unread_notes(found.objects)),
         conflicts=found.conflicts,
         companions=companions(source) if is_model else {},
     )
@@ -90,17 +96,19 @@ def _rank_of(leaves: Mapping[str, Leaf]) -> int:
 
 
 def unread_notes(objects: Mapping[str, ObjectEntry]) -> list[str]:
-    """One note for each tensor of a kind that is not read, such as quantized or sparse ones."""
+    """One note for each value that is not read, such as a sparse tensor or a dict in itself."""
     known = Foreign()
     return [
-        Problem(
-            f"not read: {entry.name} ({type_name(entry.value)}) is no plain tensor",
-            "tensor-unread",
-            tensor=entry.name,
-        )
+        Problem(_why_unread(entry), "tensor-unread", tensor=entry.name)
         for entry in objects.values()
         if UNREAD_TENSOR in known.of(entry.value)
     ]
+
+
+def _why_unread(entry: ObjectEntry) -> str:
+    if isinstance(entry.value, Repeated):
+        return f"not read: {entry.name} is {entry.value.outer} again, in which it lies"
+    return f"not read: {entry.name} ({type_name(entry.value)}) is no plain tensor"
 
 
 def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
@@ -110,11 +118,14 @@ def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
     objects: dict[str, ObjectEntry] = {}
     problems: list[str] = []
     notes: list[str] = []
+    refusals: dict[str, Refusal] = {}
     expect_archives(source, files)
     for file in files:
         leaves = options.attempt(partial(_shard_leaves, source, file)) or {}
         found = assemble({0: leaves}, per_rank=options.per_rank)
-        problems += [*found.problems, *found.conflicts.values()]
+        refused = {n: why for n, why in found.conflicts.items() if isinstance(why, Refusal)}
+        problems += [*found.problems]
+        problems += [why for name, why in found.conflicts.items() if name not in refused]
         problems += [
             Problem(f"{name} is in two files", "index-mismatch", file=file, tensor=name)
             for name in found.tensors.keys() & tensors.keys()
@@ -122,6 +133,7 @@ def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
         notes += found.notes
         tensors |= found.tensors
         objects |= found.objects
+        refusals |= refused
     problems += [
         Problem(
             f"{name}, which {INDEX} puts into {file}, is not there",
@@ -130,7 +142,7 @@ def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
             tensor=name,
         )
         for name, file in weight_map.items()
-        if name not in tensors
+        if name not in tensors and name not in refusals
     ]
     options.report(problems, subject=source.root)
     ordered = {name: tensors.pop(name) for name in weight_map if name in tensors} | tensors
@@ -142,13 +154,14 @@ def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
         world_size=1,
         info={"writer": "transformers (pytorch_model.bin shards)"} | config_info(source),
         notes=(*notes, *unread_notes(objects)),
+        conflicts=dict(refusals),
         companions=companions(source),
     )
 
 
 def _shard_leaves(source: Source, file: str) -> dict[str, Leaf]:
     require(source, file, wanted_by=INDEX)
-    return read_leaves(read_torch_file(source, file), source)
+    return read_leaves(read_torch_file(source, file), source, refuse=True)
 
 
 def read_weight_map(source: Source, index: str) -> dict[str, str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Collection
 
 from ckptool.core.catalog import (
     Catalog,
@@ -74,9 +75,24 @@ def _catalog(source: Source, manifest: Manifest, reader: Reader) -> Catalog:
         world_size=manifest.world_size,
         mesh=mesh,
         mesh_source="declared" if mesh else None,
+        conflicts=reader.conflicts,
         info={"writer": "TorchSnapshot", "version": manifest.version},
-        notes=tuple(dict.fromkeys([*reader.notes, *unread_notes(reader.objects)])),
+        bare=frozenset(reader.places.used - reader.places.archives),
+        notes=(
+            *dict.fromkeys([*reader.notes, *unread_notes(reader.objects)]),
+            *_unnamed(source, reader.places.used),
+        ),
     )
+
+
+def _unnamed(source: Source, used: Collection[str]) -> list[Problem]:
+    """A note of data files, which have no suffix, that the manifest does not name."""
+    names = [name for name in source.files if _DATA.fullmatch(name) and name not in used]
+    if not names:
+        return []
+    more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+    message = f"not read: {names[0]}{more}, which {METADATA} does not name"
+    return [Problem(message, "file-extra", file=names[0])]
 
 
 FORMAT = Format("torchsnapshot", "TorchSnapshot folder (.snapshot_metadata)", _probe, _scan)

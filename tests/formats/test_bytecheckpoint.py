@@ -23,7 +23,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptool.commands.open import open_checkpoint
+from ckptool.core.box import Box
+from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry
+from ckptool.core.dtype import BY_NAME
 from ckptool.errors import Damaged, Hostile
+from ckptool.formats._bytecheckpoint_flat import apart, flat_members
 
 MODULE = "bytecheckpoint.checkpointer.meta_type"
 WHOLE = torch.arange(6, dtype=torch.float32).reshape(2, 3)
@@ -122,3 +126,22 @@ def test_a_family_without_its_metadata_is_not_left_out(copy_of: Callable[[str], 
     with pytest.raises(Damaged, match=r"optimizer/\.metadata is missing") as error:
         open_checkpoint(folder)
     assert error.value.problems[0].code == "file-missing"
+
+
+def test_a_tensor_without_a_name_is_no_flat_parameter() -> None:
+    """A save of a bare tensor beside what flat parameters are made of."""
+    chunk = Chunk(Box((0,), (2,)), Extent("f", 0, (4,)))
+    bare = TensorEntry("", (), BY_NAME["float32"], (2,), (chunk,))
+    catalog = Catalog("dcp", {"": bare}, {}, {})
+    assert apart(catalog, {"_flat_param": []}) == catalog
+
+
+def test_shapes_that_are_fewer_than_names_are_damage() -> None:
+    told = {
+        "fsdp_flat_param_to_fqns": {"_flat_param": ["a", "b"]},
+        "fsdp_shapes": {"_flat_param": [(2,)]},
+        "fsdp_numels_with_padding": {"_flat_param": [2, 2]},
+        "fsdp_is_padding_mask": {"_flat_param": [False, False]},
+    }
+    with pytest.raises(Damaged, match="what flat parameters are made of is unclear"):
+        flat_members({"model/.metadata": {"user_defined_dict": told}})

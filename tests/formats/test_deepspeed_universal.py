@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 from conftest import bits, case, convert_to, load_torch, read_back
 
 from ckptool.commands.open import open_checkpoint
-from ckptool.errors import CannotDo
+from ckptool.errors import CannotDo, Problem
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
 
@@ -85,3 +87,22 @@ def test_other_names_have_no_place(out: Path) -> None:
     with pytest.raises(CannotDo, match=r"fp32\.<parameter>"):
         convert_to("deepspeed-universal", case("safetensors_file").path, out / "u")
     assert not list(out.iterdir())
+
+
+def test_a_stray_file_of_one_parameter_is_no_state(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("deepspeed_universal")
+    before = open_checkpoint(folder).catalog.tensors.keys()
+    state = min(folder.rglob("exp_avg.pt"))
+    shutil.copy(state, state.with_name("exp_avg_backup.pt"))
+    catalog = open_checkpoint(folder).catalog
+    assert catalog.tensors.keys() == before
+    told = [n.file for n in catalog.notes if isinstance(n, Problem) and n.code == "file-extra"]
+    assert [Path(file or "").name for file in told] == ["exp_avg_backup.pt"]
+
+
+def test_a_state_that_several_parameters_have_is_read(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("deepspeed_universal")
+    for state in sorted(folder.rglob("exp_avg.pt"))[:2]:
+        shutil.copy(state, state.with_name("slow_average.pt"))
+    names = open_checkpoint(folder).catalog.tensors
+    assert sum(name.startswith("slow_average.") for name in names) == 2

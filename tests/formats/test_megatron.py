@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import operator
 import shutil
 import zlib
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import case, convert_to, read_back
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.read_options import ReadOptions
+from ckptool.commands.rewriting import RewriteOptions
 from ckptool.commands.selection import Selection
 from ckptool.commands.verify.against import AgainstOptions, against
 from ckptool.commands.verify.verify import VerifyOptions, verify
@@ -30,6 +35,7 @@ from ckptool.formats._megatron_names import (
     local_experts,
 )
 from ckptool.formats._megatron_params import Held, Model
+from ckptool.formats._megatron_ranks import _require_all, _require_own
 from ckptool.formats._megatron_rules import experts_view, rule_of
 
 torch = pytest.importorskip("torch")
@@ -214,7 +220,7 @@ def test_arguments_that_are_no_namespace() -> None:
 def test_inspect_tells_the_degrees_and_the_step() -> None:
     opened = open_checkpoint(case("megatron_torch").path)
     assert opened.path.name == "iter_0000100"
-    assert opened.catalog.info["parallelism"] == "TP 2, PP 1, DP 1"
+    assert opened.catalog.info["parallelism"] == "TP 2, PP 1, DP 1, EP 1"
     assert opened.catalog.objects["iteration"].value == 100
 
 
@@ -237,6 +243,65 @@ def test_a_rank_without_its_folder(copy_of: Copy) -> None:
     shutil.rmtree(run / "iter_0000100" / "mp_rank_01")
     with pytest.raises(Damaged, match=r"TP rank 1, PP rank 0, EP rank 0 is missing \(1 of 2 x 1"):
         open_checkpoint(run)
+
+
+def test_a_folder_of_a_rank_there_is_none_of(copy_of: Copy) -> None:
+    run = copy_of("megatron_torch") / "iter_0000100"
+    shutil.copytree(run / "mp_rank_01", run / "mp_rank_02")
+    with pytest.raises(Damaged, match=r"mp_rank_02/.* is of no rank of TP 2 x PP 1 x EP 1"):
+        open_checkpoint(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [
+        ("megatron_torch", "mp_rank_00", "mp_rank_01"),
+        ("megatron_torch_distributed", "mp_rank_00_000", "mp_rank_00_001"),
+    ],
+)
+def test_folders_that_took_each_others_place(
+    name: str, one: str, other: str, copy_of: Copy
+) -> None:
+    run = copy_of(name) / "iter_0000100"
+    for old, new in ((one, "between"), (other, one), ("between", other)):
+        (run / old).rename(run / new)
+    with pytest.raises(Damaged, match=f"{one}/.* written by rank 1, {other}/.* by rank 0"):
+        open_checkpoint(run)
+
+
+@given(st.permutations(range(12)), st.sets(st.integers(0, 11)))
+def test_neighbours_alone_tell_folders_that_took_each_others_place(
+    writers: list[int], lacking: set[int]
+) -> None:
+    """As every pair of folders that differ in one of the three would."""
+    places = [place for at, place in enumerate(product(range(2), range(3), range(2)))
+              if at not in lacking]  # fmt: skip
+    known = dict(zip(places, writers, strict=False))
+    wrong = any(
+        sum(map(operator.ne, one, other)) == 1 and one < other and known[one] > known[other]
+        for one, other in product(known, known)
+    )
+    try:
+        _require_own({rank: str(rank) for rank in known}, {str(r): n for r, n in known.items()})
+    except Damaged:
+        assert wrong
+    else:
+        assert not wrong
+
+
+def test_thousands_of_folders_are_compared_at_once() -> None:
+    places = list(product(range(8), range(64), range(64)))
+    ranks = {rank: str(rank) for rank in places}
+    _require_own(ranks, {str(rank): number for number, rank in enumerate(places)})
+    stated = Arguments({"tensor_model_parallel_size": 1 << 30})
+    with pytest.raises(Damaged, match=r"TP rank 8, PP rank 0, EP rank 0 is missing"):
+        _require_all(ranks, stated)
+
+
+def test_a_file_that_no_rank_has(copy_of: Copy) -> None:
+    run = copy_of("megatron_torch_distributed") / "iter_0000100"
+    shutil.copy(run / "mp_rank_00_000" / "distrib_optim.pt", run / "distrib_optim.pt")
+    assert "file-extra" in {one.code for one in verify(run, VerifyOptions()).findings}
 
 
 def test_a_number_that_may_be_a_pipeline_or_an_expert_rank(copy_of: Copy) -> None:
@@ -329,7 +394,7 @@ def test_a_rule_that_nobody_knows_is_a_conflict_that_tp_rule_settles(
     convert_to("safetensors", run, out / "model", tp_rules=rules)
     verifying = VerifyOptions(ReadOptions(tp_rules=rules))
     assert verify(run, verifying).sound
-    one = Selection(select=("model.my.own.weight",))
+    one = RewriteOptions(Selection(select=("model.my.own.weight",)))
     assert against(run, AgainstOptions(out / "model", one, verify=verifying)).verify.sound
     wanted = case("megatron_torch").truth[
         "model.decoder.layers.0.self_attention.linear_proj.weight"

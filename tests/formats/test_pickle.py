@@ -291,3 +291,8 @@ def test_plain_holders_of_data_are_inert_though_their_modules_can_run_code() -> 
     assert held.name == "_io.BytesIO"
     with pytest.raises(Hostile):
         load(b"c_io\nFileIO\n(S'f'\ntR.", what="p")
+
+
+def test_keys_that_are_tuples_are_read_by_the_thousand() -> None:
+    value = {(number, f"layer.{number}", (number, -number)): number for number in range(20_000)}
+    assert read(pickle.dumps([value, set(value)], 4)) == [value, set(value)]

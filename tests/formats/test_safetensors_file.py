@@ -13,7 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import deserialize
 from safetensors.torch import save
+from typer.testing import CliRunner
 
+import ckptool
+from ckptool.cli.app import app
+from ckptool.commands.verify.verify import VerifyOptions, verify
 from ckptool.core.box import Box
 from ckptool.core.dtype import BY_NAME, BY_SAFETENSORS
 from ckptool.core.layout import Data
@@ -102,6 +106,7 @@ def test_the_good_one_is_good() -> None:
         (b"", "truncated"),
         (bytes(7), "truncated"),
         ((99).to_bytes(8, "little"), "truncated"),
+        ((0x280).to_bytes(8, "little") + b'{"a":', "the header should have 640 bytes"),
         (file_of(b"{"), "no JSON"),
         (file_of(b"\xff\xfe"), "no JSON"),
         (file_of([]), "no JSON object"),
@@ -169,3 +174,57 @@ def test_a_name_that_is_no_unicode_cannot_be_written() -> None:
     item = OutgoingSlice("a\ud800", "a", BY_NAME["uint8"], Box.whole((1,)))
     with pytest.raises(CannotDo, match="Unicode"):
         lay_out_safetensors("x.safetensors", [item], {})
+
+
+def header_of(entries: bytes) -> bytes:
+    return len(entries).to_bytes(8, "little") + entries
+
+
+@pytest.mark.parametrize("piece", [b'"a":{},', b'"a":"",', b'"a":[[],[]],', b'"a":[0,0,0],'])
+def test_a_header_of_too_many_entries_is_refused(piece: bytes, tmp_path: Path) -> None:
+    many = piece * 2_000_000
+    (tmp_path / "a.safetensors").write_bytes(header_of(b"{" + many[:-1] + b"}"))
+    with pytest.raises(CannotDo, match=r"ckptool reads up to 300,000 and 9,600,000"):
+        ckptool.open(tmp_path / "a.safetensors")
+
+
+def test_a_header_beyond_the_limits_is_not_called_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    one = '"%d":{"dtype":"U8","shape":[1],"data_offsets":[%d,%d]}'
+    text = ",".join(one % (n, n, n + 1) for n in range(300_001))
+    path.write_bytes(header_of(b"{" + text.encode() + b"}") + bytes(300_001))
+    for command in (["inspect", path], ["convert", path, tmp_path / "m", "--to", "dcp"]):
+        error = CliRunner().invoke(app, list(map(str, command))).exception
+        assert isinstance(error, CannotDo)
+        assert "300,002 entries" in error.message
+    codes = [one.code for one in verify(path, VerifyOptions()).findings]
+    assert "limit-exceeded" in codes
+    assert "safetensors-header" not in codes
+
+
+@pytest.mark.parametrize(
+    ("names", "shape"),
+    [
+        ([f"w{n}" for n in range(300_000)], ()),
+        (["{" * 300_000], ()),
+        (["w" * 100_000_000], ()),
+        (["__metadata__"], ()),
+        (["w"], (1,) * 65),
+    ],
+    ids=["entries", "braces", "bytes", "metadata", "dims"],
+)
+def test_nothing_is_written_that_could_not_be_read(
+    names: list[str], shape: tuple[int, ...]
+) -> None:
+    box = Box.whole(shape)
+    items = [OutgoingSlice(name, name, BY_NAME["uint8"], box) for name in names]
+    with pytest.raises(CannotDo, match=r"ckptool reads up to|the format allows|__metadata__"):
+        lay_out_safetensors("x.safetensors", items, {"format": "pt"})
+
+
+def test_a_hundred_thousand_tensors_are_read(tmp_path: Path) -> None:
+    one = '"layers.%d.weight":{"dtype":"U8","shape":[1],"data_offsets":[%d,%d]}'
+    text = ",".join(one % (n, n, n + 1) for n in range(100_000))
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(header_of(b"{" + text.encode() + b"}") + bytes(100_000))
+    assert len(read_safetensors(LocalSource.file(path), path.name).tensors) == 100_000

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.core.catalog import Index, flat_name
+from ckptool.core.catalog import flat_name
 from ckptool.errors import CannotDo, Damaged
 from ckptool.formats._pickle import Call, Global
-from ckptool.formats._tree import holed_lists, leaves, nest, unique_names
+from ckptool.formats._tree import leaves, nest, unique_names
+from ckptool.formats._values import Repeated
 
 TENSOR = Call(Global("torch._utils", "_rebuild_tensor_v2"), ())
 LEAVES = st.one_of(st.integers(), st.text(max_size=3), st.none(), st.just(TENSOR))
@@ -96,14 +97,50 @@ def test_every_container_that_holds_a_tensor_is_entered(value: Any, names: list[
     assert [flat_name(path) for path, _ in leaves(value, what="test")] == names
 
 
-def test_two_paths_of_one_name_are_an_error() -> None:
-    with pytest.raises(CannotDo, match=r"two values are called 'a\.b'"):
-        unique_names(leaves({"a": {"b": 1}, "a.b": 2}, what="test"), what="test")
+COLLIDING = {"a": {"b": 1, "c": {"d": 2}}, "a.b": 3, "a.c": {"d": 4}, 1: 5, "1": 6, "1@2": 7}
 
 
-def test_a_dict_that_holds_itself_has_no_end() -> None:
-    tree: dict[str, Any] = {}
+@pytest.mark.parametrize("backwards", [False, True])
+def test_paths_of_one_name_get_names_of_their_own_in_any_order(backwards: bool) -> None:
+    found = list(leaves(COLLIDING, what="test"))
+    named = unique_names(found[::-1] if backwards else found)
+    assert {name: leaf for name, (_, leaf) in named.items()} == {
+        "a.b": 3,
+        "a.b@2": 1,
+        "a.c.d": 4,
+        "a.c.d@2": 2,
+        "1": 6,
+        "1@2": 7,
+        "1@3": 5,
+    }
+    assert nest(named.values()) == COLLIDING
+
+
+def test_a_value_in_itself_is_one_that_is_repeated() -> None:
+    tree: dict[str, Any] = {"w": TENSOR}
     tree["again"] = tree
+    tree["deep"] = inner = {"list": [tree, {"x": 1}]}
+    inner["up"] = inner
+    found = {flat_name(path): leaf for path, leaf in leaves(tree, what="test")}
+    assert found == {
+        "w": TENSOR,
+        "again": Repeated("the whole value"),
+        "deep.list.0": Repeated("the whole value"),
+        "deep.list.1.x": 1,
+        "deep.up": Repeated("deep"),
+    }
+
+
+def test_one_dict_in_several_places_is_not_in_itself() -> None:
+    shared = {"w": TENSOR}
+    tree = {"a": shared, "b": [shared, shared]}
+    assert {flat_name(path) for path, _ in leaves(tree, what="test")} == {"a.w", "b.0.w", "b.1.w"}
+
+
+def test_what_unfolds_without_end_is_a_bomb() -> None:
+    tree: dict[str, Any] = {"x": 1}
+    for _ in range(40):
+        tree = {"a": tree, "b": tree}
     with pytest.raises(Damaged, match="nested"):
         list(leaves(tree, what="test"))
 
@@ -118,10 +155,7 @@ def test_a_value_inside_another_is_an_error() -> None:
         nest([(("a",), 1), (("a", "b"), 2)])
 
 
-def test_a_list_with_a_hole_is_told_from_a_whole_one() -> None:
-    whole = [("a", Index(0)), ("a", Index(1), "x")]
-    assert holed_lists(whole) == set()
-    assert holed_lists([*whole, ("b", Index(1)), ("a", Index(1), "y", Index(2))]) == {
-        ("b",),
-        ("a", Index(1), "y"),
-    }
+def test_a_value_without_a_name_beside_others_is_an_error() -> None:
+    with pytest.raises(CannotDo, match="a value without a name"):
+        nest([((), 1), (("a",), 2)])
+    assert nest([((), 1)]) == 1

@@ -1,0 +1,104 @@
+"""Files of experts that were lost, exchanged or renumbered: never another expert's moments."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import case, convert_to, read_back
+
+from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.errors import Damaged
+
+Copy = Callable[[str], Path]
+BOTH = ("deepspeed_experts", "deepspeed_experts_zero_2")
+
+
+def expert(layer: int, number: int) -> str:
+    return f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt"
+
+
+def expert_rank(number: int) -> str:
+    return f"expp_rank_{number}_mp_rank_00_optim_states.pt"
+
+
+def move(folder: Path, moves: dict[str, str | None]) -> None:
+    """Give files other names, all at once; None removes one."""
+    for old in moves:
+        (folder / old).rename(folder / f"{old}.old")
+    for old, new in moves.items():
+        if new is None:
+            (folder / f"{old}.old").unlink()
+        else:
+            (folder / f"{old}.old").rename(folder / new)
+
+
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize(
+    ("moves", "words"),
+    [
+        pytest.param({expert(0, 3): None}, r"layer_0_expert_3 are missing: 5 of 6", id="last lost"),
+        pytest.param({expert(0, 1): None}, r"layer_0_expert_1 are missing: 5 of 6", id="lost"),
+        pytest.param(
+            {expert(1, 0): None, expert(1, 1): None},
+            r"layer_1_expert_0, layer_1_expert_1 are missing: 4 of 6",
+            id="a layer lost",
+        ),
+        pytest.param({expert(0, 3): expert(0, 7)}, r"expert_3 are missing", id="renumbered"),
+        pytest.param(
+            {expert(0, 0): expert(0, 1), expert(0, 1): expert(0, 0)},
+            r"holds moe.*1.weight, not expert 0",
+            id="exchanged",
+        ),
+        pytest.param(
+            {expert(0, 1): expert(1, 1), expert(1, 1): expert(0, 1)}, r"holds more.*, not expert 1",
+            id="exchanged between layers",
+        ),
+    ],
+)  # fmt: skip
+def test_the_file_of_an_expert_that_is_not_its_own(
+    name: str, moves: dict[str, str | None], words: str, copy_of: Copy, out: Path
+) -> None:
+    folder = copy_of(name)
+    move(folder / "global_step1", moves)
+    with pytest.raises(Damaged, match=words):
+        convert_to("safetensors", folder, out / "m", model_only=True)
+    assert not verify(folder, VerifyOptions(workers=1)).sound
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_file_of_one_expert_too_many(name: str, copy_of: Copy, out: Path) -> None:
+    folder = copy_of(name)
+    shutil.copy(folder / "global_step1" / expert(1, 1), folder / "global_step1" / expert(1, 2))
+    with pytest.raises(
+        Damaged, match=r"of no expert of this model, whose MoE layers have \[4, 2\]"
+    ):
+        convert_to("safetensors", folder, out / "m")
+
+
+@pytest.mark.parametrize(
+    ("moves", "words"),
+    [
+        pytest.param({expert_rank(0): None}, r"expp_rank_0 are missing: 1 of 2", id="first lost"),
+        pytest.param({expert_rank(1): None}, r"expp_rank_1 are missing: 1 of 2", id="last lost"),
+        pytest.param({expert_rank(1): expert_rank(2)}, r"_rank_2.* no rank of 2", id="other"),
+        pytest.param(
+            {expert_rank(0): None, expert_rank(1): None}, r"expp_rank_0 are missing: 0 of 1",
+            id="all lost",
+        ),
+    ],
+)  # fmt: skip
+def test_the_optimizer_of_experts_is_whole_or_left_out(
+    moves: dict[str, str | None], words: str, copy_of: Copy, out: Path
+) -> None:
+    folder = copy_of("deepspeed_experts")
+    move(folder / "global_step1", moves)
+    with pytest.raises(Damaged, match=words):
+        convert_to("safetensors", folder, out / "m")
+    assert not verify(folder, VerifyOptions(workers=1)).sound
+    convert_to("safetensors", folder, out / "m", model_only=True)
+    truth = case("deepspeed_experts").truth
+    weights = {n.removeprefix("module."): t for n, t in truth.items() if n.startswith("module.")}
+    assert read_back("safetensors", out / "m") == weights
