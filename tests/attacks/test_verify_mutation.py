@@ -12,7 +12,8 @@ listed in ``UNPROTECTED``:
   the same size, equal numbers exchanged. These are DCP's ``.metadata``, the header of a safetensors
   file, ``metadata.pkl``, the pickles of a legacy stream;
 - files that no other file promises, where they are lost (``NAMED_BY_NOTHING``), and files that took
-  each other's place and are whole, which is another checkpoint.
+  each other's place and are whole, which is another checkpoint, unless ``ckptool/docs/verify.md``
+  says that it is always seen.
 
 With a manifest that was written before, none of these passes: whatever changes what is read is
 reported, and so is every byte of every file. What verify alone rightly says nothing of, because no
@@ -30,11 +31,12 @@ import resource
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from attack_files import FileMutation, mutations, said_in_docs
 from attack_harness import CANARY, place_canary
 from conftest import case
 
@@ -95,11 +97,13 @@ UNPROTECTED: dict[str, Callable[[str], bool]] = {
     "accelerate_rank_files": nothing,
     "bytecheckpoint_ddp": everything,
     "bytecheckpoint_flat": everything,
+    "deepspeed_experts": ends("latest"),
     "deepspeed_pipeline": ends("latest"),
     "deepspeed_universal": ends("latest", "latest_universal"),
     "deepspeed_zero_2": ends("latest"),
     "deepspeed_zero_3": ends("latest"),
     "llama_consolidated": ends(".json"),
+    "megatron_fsdp_dtensor": ends(".metadata", ".txt"),
     "megatron_local": ends(".txt"),
     "megatron_torch": ends(".txt"),
     "megatron_torch_dist": ends(".metadata", ".json"),
@@ -110,31 +114,40 @@ UNPROTECTED: dict[str, Callable[[str], bool]] = {
 }
 """Fixture to its files whose bytes, where they change what is read, may do so unseen."""
 
+SAID_IN_DOCS = said_in_docs()
 NAMED_BY_NOTHING = ("meta.pt", "scheduler.bin")
 """Files that no other file promises, so that their loss cannot be seen."""
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """``what`` was done to ``file``; ``exchanged`` where whole files took each other's place."""
+    """``what`` was done to ``file``; ``exchanged`` where whole files took each other's place.
+
+    ``kind`` is one of ``attack_files.KINDS`` where it is one of theirs.
+    """
 
     what: str
     file: str
     exchanged: bool = False
+    kind: str = ""
 
 
 KINDS = ["byte", "insert", "remove", "append", "cut", "zero", "tail", "empty"]
-KINDS += ["lose", "swap", "copy"]
+KINDS += ["lose", "swap", "copy", "whole", "whole"]
 
 
 def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def mutate(folder: Path, dice: random.Random) -> Mutation:
-    """Damage one file of a copy, or two."""
+def mutate(folder: Path, dice: random.Random, whole: Sequence[FileMutation]) -> Mutation:
+    """Damage one file of a copy, or two; ``whole`` is what can happen to whole files."""
     files = files_of(folder)
     kind = dice.choice(["flip"] * 8 + KINDS)
+    if kind == "whole" and whole:
+        chosen = dice.choice(whole)
+        chosen.change(folder)
+        return Mutation(chosen.kind, chosen.what, exchanged=True, kind=chosen.kind)
     victim = dice.choices(files, [path.stat().st_size + 1 for path in files])[0]
     name, data = str(victim.relative_to(folder)), victim.read_bytes()
     other = dice.choice(files)
@@ -152,7 +165,7 @@ def mutate(folder: Path, dice: random.Random) -> Mutation:
 
 
 def changed_bytes(kind: str, data: bytes, dice: random.Random) -> tuple[str, bytes]:
-    if kind == "empty" or not data:
+    if kind in ("empty", "whole") or not data:
         return "emptied", b""
     spot = dice.randrange(len(data))
     if kind == "cut":
@@ -229,10 +242,17 @@ class Told:
 def judged(mutation: Mutation, name: str, changed: str, *, differs: bool, told: Told) -> None:
     """Note a mutation that verify said nothing of."""
     alone = mutation.what == "lost" and mutation.file in NAMED_BY_NOTHING
-    if not differs:
+    if not differs or alone:
         told.nowhere[mutation.file] += 1
-    elif not (UNPROTECTED[name](mutation.file) or mutation.exchanged or alone):
+    elif is_said_to_be_seen(mutation, name) or not (
+        UNPROTECTED[name](mutation.file) or mutation.exchanged
+    ):
         told.unseen.append(f"{mutation}: {changed}")
+
+
+def is_said_to_be_seen(mutation: Mutation, name: str) -> bool:
+    row = SAID_IN_DOCS[case(name).facts["format"]]
+    return bool(mutation.kind) and row[mutation.kind] == "yes"
 
 
 @pytest.mark.parametrize("name", UNPROTECTED)
@@ -240,12 +260,13 @@ def test_mutations(name: str, tmp_path: Path) -> None:
     source, truth, usual = case(name).path, read(case(name).path), noise(case(name).path)
     assert truth is not None
     recorded, held = manifest_of(source, tmp_path / "manifest.json"), contents(source)
+    whole = list(mutations(source, 2))
     dice = random.Random(f"{SEED} {name}")
     told = Told([], [], Counter())
     for _ in range(max(1, COUNT // len(UNPROTECTED))):
         folder = tmp_path / "mutated"
         shutil.copytree(source, folder)
-        mutation = mutate(folder, dice)
+        mutation = mutate(folder, dice, whole)
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         found, reported = read(folder), reported_beyond(folder, usual)
         proved = is_proved(folder, tmp_path / "manifest.json", usual)

@@ -66,8 +66,8 @@ def test_a_good_checkpoint_is_sound_without_a_warning(one: Case, depth: dict[str
 def test_what_is_not_read_is_a_warning(one: Case) -> None:
     report = checked(one.path)
     assert report.sound
-    assert codes(report) <= {"tensor-unread", "unknown-global"}
-    assert "tensor-unread" in codes(report)
+    unread = {"tensor-unread"} if one.name != "torchao" else set()
+    assert codes(report) - {"unknown-global"} == unread
 
 
 # Damage: the code of each way to damage a checkpoint

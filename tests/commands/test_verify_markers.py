@@ -81,7 +81,8 @@ def test_a_step_that_was_asked_for_by_itself_needs_no_tracker(
     run = copy_of(name)
     lose(run, "latest*")
     (step,) = run.iterdir()
-    assert not verify(step, VerifyOptions(quick=True)).findings
+    codes = {finding.code for finding in verify(step, VerifyOptions(quick=True)).findings}
+    assert codes <= {"note", "value-not-carried"}
 
 
 def test_numbered_folders_are_no_snapshot(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +19,14 @@ from recipes.damage import DAMAGE
 from typer.testing import CliRunner
 
 from ckptool.cli.app import app
+from ckptool.commands import recognise
+from ckptool.commands.read_options import ReadOptions
+from ckptool.commands.verify import run_folder
 from ckptool.commands.verify.run_folder import RunReport, verify_run
 from ckptool.commands.verify.steps import steps_of
-from ckptool.commands.verify.verify import VerifyOptions
-from ckptool.errors import NotFound, Unrecognised
+from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.engine.patience import NoAnswer
+from ckptool.errors import CannotDo, Changed, CkptoolError, NotFound, Unrecognised, UsageError
 
 
 def saved(run: Path, *names: str) -> Path:
@@ -169,3 +176,162 @@ def test_the_table_and_its_json(tmp_path: Path) -> None:
     assert content["latest_good"] == str(run / "step-1")
     assert [one["sound"] for one in content["verified"]] == [False, True]
     assert "1 of 2 steps" in CliRunner().invoke(app, ["verify", str(run), "--all"]).stdout
+
+
+def unreadable(at: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fails where a file below a folder is opened, looked at or listed."""
+    for name in ("open", "stat", "scandir"):
+        real = getattr(os, name)
+
+        def failing(path: Any, *rest: Any, real: Any = real, **more: Any) -> Any:
+            if isinstance(path, str | os.PathLike) and str(path).startswith(str(at)):
+                raise OSError(number, os.strerror(number), str(path))
+            return real(path, *rest, **more)
+
+        monkeypatch.setattr(os, name, failing)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize(
+    ("names", "at"),
+    [
+        (("step-1", "step-2"), "step-2"),
+        (("step-1", "step-2"), "step-2/.metadata"),
+        (("step-1", "step-2"), "step-2/__1_0.distcp"),
+        (("step-1.pt", "step-2.pt"), "step-2.pt"),
+        (("step-1/actor", "step-1/critic", "step-2/actor", "step-2/critic"), "step-2/critic"),
+    ],
+)
+def test_a_step_that_cannot_be_read_is_passed_over(
+    names: tuple[str, ...],
+    at: str,
+    number: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = saved(tmp_path, *names)
+    unreadable(run / at, number, monkeypatch)
+    assert str(latest(run)).startswith("step-1")
+
+
+STEPS = ("step-1", "step-2", "step-3")
+
+
+@pytest.mark.parametrize("kind", [CannotDo, UsageError, Changed, NotFound, CkptoolError, OSError])
+def test_no_error_of_one_step_ends_the_answer(
+    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = saved(tmp_path, *STEPS)
+
+    def failing(part: Path, options: VerifyOptions) -> Any:
+        if part.name == "step-3":
+            raise kind("more than can be done")
+        return verify(part, options)
+
+    monkeypatch.setattr(run_folder, "verify", failing)
+    assert latest(run) == "step-2"
+    report = checked(run)
+    assert [one.whole for one in report.verified] == [False, True, True]
+    assert report.verified[0].reasons == ("more than can be done",)
+
+
+def test_a_store_that_gives_no_answer_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(part: Path, options: VerifyOptions) -> Any:
+        raise NoAnswer("no answer")
+
+    monkeypatch.setattr(run_folder, "verify", failing)
+    with pytest.raises(NoAnswer):
+        latest(saved(tmp_path, *STEPS))
+
+
+@pytest.mark.parametrize(
+    "options", [VerifyOptions(ignore=("bogus",)), VerifyOptions(ReadOptions(format_name="bogus"))]
+)
+def test_options_that_make_no_sense_are_no_fault_of_a_step(
+    options: VerifyOptions, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match="no such"):
+        verify_run(saved(tmp_path, *STEPS), options, every=True)
+
+
+@pytest.mark.parametrize("point", ["listed", "detected", "verified"])
+@pytest.mark.parametrize("gone", [".metadata", "__0_0.distcp", ""])
+def test_steps_that_rotate(
+    gone: str, point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest step goes, whole or in part, after it was seen."""
+    run = saved(tmp_path, *STEPS)
+
+    def rotate() -> None:
+        if gone:
+            (run / "step-3" / gone).unlink(missing_ok=True)
+        else:
+            shutil.rmtree(run / "step-3", ignore_errors=True)
+
+    module, name = {
+        "listed": (recognise, "folder_at"),
+        "detected": (recognise, "detect"),
+        "verified": (run_folder, "verify"),
+    }[point]
+    real = getattr(module, name)
+
+    def rotating(*arguments: Any) -> Any:
+        if point == "listed":
+            found = real(*arguments)
+            rotate()
+            return found
+        rotate()
+        return real(*arguments)
+
+    monkeypatch.setattr(module, name, rotating)
+    assert latest(run) == "step-2"
+    report = checked(run)
+    assert {one.step.path.name for one in report.verified if one.whole} == {"step-1", "step-2"}
+    assert len(report.verified) == (3 if gone else 2)
+
+
+def test_a_step_that_is_saved_meanwhile_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = saved(tmp_path, *STEPS)
+    scan = run_folder.verify
+
+    def writing(part: Any, options: Any) -> Any:
+        def started(total: int) -> Any:
+            file = run / "step-3" / "__0_0.distcp"
+            file.write_bytes(file.read_bytes())
+            return lambda nbytes: None
+
+        return scan(part, options, started if part.name == "step-3" else None)
+
+    monkeypatch.setattr(run_folder, "verify", writing)
+    assert latest(run) == "step-2"
+
+
+def test_the_form_of_the_readme_is_safe_in_a_shell(tmp_path: Path) -> None:
+    """Where no step is whole the trainer is not started, and not given an empty path."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    line = next(one for one in readme.splitlines() if "--latest-good)" in one)
+    line = line.partition("run: ")[2].replace("runs/", "run")
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    script = f'#!/bin/sh\nexec {sys.executable} -m ckptool "$@"\n'
+    for name, text in {"ckptool": script, "torchrun": '#!/bin/sh\necho "started $*"\n'}.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"}
+
+    def ran() -> tuple[int, str]:
+        done = subprocess.run(
+            ["sh", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        return done.returncode, done.stdout
+
+    run = saved(tmp_path / "run", "step-1")
+    assert ran() == (0, "started ... --resume run/step-1\n")
+    (run / "step-1" / ".metadata").write_bytes(b"")
+    assert ran() == (1, "")
+    shutil.rmtree(run)
+    assert ran() == (3, "")

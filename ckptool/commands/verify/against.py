@@ -7,27 +7,41 @@ from dataclasses import dataclass, field, replace
 
 from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.commands.read_options import ReadOptions
-from ckptool.commands.selection import EVERYTHING, Selection, selected
+from ckptool.commands.rewriting import RewriteOptions, Rewritten, rewrite
 from ckptool.commands.verify.codes import finding_of, require_codes
+from ckptool.commands.verify.companions import differing_companions
 from ckptool.commands.verify.compare import Pair, Tolerance, compare
+from ckptool.commands.verify.coverage import (
+    Amount,
+    Coverage,
+    catalog_coverage,
+    counted,
+    left_out,
+    not_chosen,
+    rewritten_coverage,
+)
 from ckptool.commands.verify.differing import DifferingTensor, described
-from ckptool.commands.verify.findings import VerifyReport
-from ckptool.commands.verify.readable import readable
+from ckptool.commands.verify.findings import Severity, VerifyReport
+from ckptool.commands.verify.readable import readable, stored_tensors
 from ckptool.commands.verify.structure import (
+    Counterpart,
+    applicable,
     common_values,
     counterpart,
     differing_names,
     differing_type,
+    differing_unread,
     differing_values,
-    unread_notes,
 )
+from ckptool.commands.verify.unfold import Unfolded, unfolded
 from ckptool.commands.verify.verify import Progress, Started, VerifyOptions
-from ckptool.core import rewrite
+from ckptool.commands.verify.watched import Watched
 from ckptool.core.catalog import Catalog
 from ckptool.engine.checked import CheckedReads
 from ckptool.engine.remote_path import Location
 from ckptool.engine.replicas import differing_replicas
 from ckptool.errors import CkptoolError, Damaged, Hostile, Problem, UsageError
+from ckptool.formats._outgoing import NOT_CARRIED
 
 SIDES = ("here", "there")
 
@@ -36,13 +50,14 @@ SIDES = ("here", "there")
 class AgainstOptions:
     """What to compare with, of what, and how.
 
-    The selection applies to the first side. Without a ``tolerance`` and without ``cast``, element
-    types must be equal and values are compared bit by bit. Of ``verify.read``, only ``per_rank``
-    applies to the other side too; ``other_format`` is the format to read that as.
+    The first side is rewritten as ``convert`` does before it is compared, so that with the same
+    options an export is the same as what it was made of. Without a ``tolerance`` and without
+    ``cast``, element types must be equal and values are compared bit by bit. Of ``verify.read``,
+    only ``per_rank`` applies to the other side too; ``other_format`` is the format to read that as.
     """
 
     other: Location
-    selection: Selection = EVERYTHING
+    rewrite: RewriteOptions = field(default_factory=RewriteOptions)
     tolerance: Tolerance | None = None
     cast: bool = False
     verify: VerifyOptions = field(default_factory=VerifyOptions)
@@ -51,13 +66,17 @@ class AgainstOptions:
 
 @dataclass(frozen=True, slots=True)
 class AgainstReport:
-    """What the comparison found. ``verify.nbytes`` were read of both sides together."""
+    """What the comparison found. ``verify.nbytes`` were read of both sides together.
+
+    ``coverage`` is how much of either side was compared, None where one cannot be read.
+    """
 
     verify: VerifyReport
     other: Location
     other_format: str | None
     values: int
     differing: tuple[DifferingTensor, ...]
+    coverage: tuple[Coverage, Coverage] | None
 
 
 def against(
@@ -77,12 +96,14 @@ def against(
 
 @dataclass(slots=True)
 class _Side:
-    """One of the two: what is chosen of it, what of that can be read, and how it is read."""
+    """One of the two: what is ``chosen``, what of that can be read, how, and if it stays so."""
 
     where: str
     opened: Opened
+    chosen: Catalog
     catalog: Catalog
     reads: CheckedReads
+    watched: Watched
 
 
 class _Comparison:
@@ -95,6 +116,9 @@ class _Comparison:
         self._differing: list[DifferingTensor] = []
         self._pairs: list[Pair] = []
         self._values = 0
+        self._whole_values = 0, 0
+        self._made: Rewritten | None = None
+        self._theirs: Counterpart | None = None
         here = options.verify.read
         reads = (here, ReadOptions(options.other_format, per_rank=here.per_rank))
         paths = (path, options.other)
@@ -103,7 +127,7 @@ class _Comparison:
 
     def _open(self, path: Location, options: ReadOptions, where: str) -> Opened | None:
         try:
-            return open_checkpoint(path, options)
+            return open_checkpoint(path, options, whole=False)
         except (Damaged, Hostile) as error:
             self._note(where, error.problems)
             return None
@@ -116,38 +140,59 @@ class _Comparison:
         one, other = self._opened
         if one is None or other is None:
             return
-        mine = selected(one.catalog, self._selection(one.catalog, other.catalog))
-        theirs, left = counterpart(other.catalog, mine, self._options.selection)
+        self._made = made = self._rewritten(one, other.catalog)
+        if made is None:
+            return
+        mine = made.catalog
         if not mine.tensors and not mine.objects and not mine.conflicts:
             raise UsageError("nothing is left to compare")
-        if left:
-            message = f"{left:,} names of {other.path} are not in what was chosen"
-            self._found.append(Problem(message, "not-chosen"))
-        self._found += differing_names(mine, theirs)
-        self._found += differing_values(mine, theirs)
-        self._values = len(common_values(mine, theirs))
-        self._sides = [self._side(0, one, mine), self._side(1, other, theirs)]
-        self._pair_up(mine, theirs)
+        selection = self._options.rewrite.selection
+        self._theirs = theirs = counterpart(other.catalog, mine, selection)
+        self._found += left_out(made, one.path)
+        kept = set(theirs.names.values())
+        gone = [entry for name, entry in other.catalog.tensors.items() if name not in kept]
+        values = len(other.catalog.objects) - len(theirs.catalog.objects)
+        if gone or values:
+            self._found.append(not_chosen(other.path, gone, values))
+        self._found += differing_unread(mine, theirs.catalog, selection)
+        self._compare_values(unfolded(mine, theirs.catalog), unfolded(theirs.catalog, mine))
+        self._found += differing_companions(one, other, self._options.rewrite.map.assets)
+        self._sides = [self._side(0, one, mine), self._side(1, other, theirs.catalog)]
+        self._pair_up(mine, theirs.catalog)
 
-    def _selection(self, mine: Catalog, theirs: Catalog) -> Selection:
-        """What is asked, without what is to be dropped and only the other side has."""
-        asked = self._options.selection
-        unused = [glob for glob in asked.drop if not rewrite.is_used(mine, glob)]
-        only = {glob for glob in unused if rewrite.is_used(theirs, glob)}
-        return replace(asked, drop=tuple(glob for glob in asked.drop if glob not in only))
+    def _compare_values(self, mine: Unfolded, theirs: Unfolded) -> None:
+        """Compare names, and the values besides tensors."""
+        self._found += differing_names(mine.catalog, theirs.catalog)
+        found = list(differing_values(mine.catalog, theirs.catalog))
+        self._found += found
+        unread = {problem.tensor for problem in found if problem.code == "value-not-compared"}
+        compared = {*common_values(mine.catalog, theirs.catalog)} - unread
+        self._values = len(compared)
+        self._whole_values = mine.whole(compared), theirs.whole(compared)
+
+    def _rewritten(self, one: Opened, theirs: Catalog) -> Rewritten | None:
+        """The first side as it is asked for, None where damage keeps it from being so."""
+        try:
+            return rewrite(one, applicable(self._options.rewrite, one.catalog, theirs))
+        except (Damaged, Hostile) as error:
+            self._note(SIDES[0], error.problems)
+            return None
 
     def _side(self, number: int, opened: Opened, catalog: Catalog) -> _Side:
         for name, why in catalog.conflicts.items():
-            self._note(SIDES[number], [Problem(why, "ranks-disagree", tensor=name)])
-        for note in unread_notes(catalog):
-            self._note(SIDES[number], [Problem(note, "value-not-compared", tensor=note.tensor)])
-        return _Side(SIDES[number], opened, catalog, CheckedReads(opened.source))
+            problem = Problem(why, "ranks-disagree", tensor=name)
+            if isinstance(why, Problem) and finding_of(why).severity is Severity.ERROR:
+                problem = why
+            self._note(SIDES[number], [problem])
+        notes = [note for note in catalog.notes if isinstance(note, Problem)]
+        self._note(SIDES[number], [n for n in notes if n.code in ("file-extra", NOT_CARRIED)])
+        watched = Watched(opened.source, [*opened.catalog.files, *opened.catalog.companions])
+        reads = CheckedReads(opened.source)
+        return _Side(SIDES[number], opened, catalog, catalog, reads, watched)
 
     def _pair_up(self, mine: Catalog, theirs: Catalog) -> None:
         """Find the tensors whose values can be compared."""
         alike = [name for name in mine.tensors if self._is_alike(name, mine, theirs)]
-        if not alike and not self._values:
-            self._found.append(Problem("no name of the one is in the other", "nothing-compared"))
         for side in self._sides:
             wanted = {name: side.catalog.tensors[name] for name in alike}
             side.catalog, lost = readable(side.opened, side.catalog.with_tensors(wanted))
@@ -160,9 +205,9 @@ class _Comparison:
         """Whether the values of a tensor can be compared; where types differ, that is noted."""
         if name not in theirs.tensors:
             return False
-        as_numbers = self._options.cast or self._options.tolerance is not None
+        as_numbers = self._options.tolerance is not None
         one, other = mine.tensors[name], theirs.tensors[name]
-        found = differing_type(one, other, as_numbers=as_numbers)
+        found = differing_type(one, other, cast=self._options.cast, as_numbers=as_numbers)
         self._found += [found] if found is not None else []
         return found is None
 
@@ -175,6 +220,7 @@ class _Comparison:
         self._compare(workers, progress)
         for side in self._sides:
             self._check(side, workers)
+            self._note(side.where, side.watched.problems())
 
     @property
     def _nbytes(self) -> int:
@@ -194,7 +240,8 @@ class _Comparison:
     def _check(self, side: _Side, workers: int) -> None:
         """The checksums of what was read of a side, and its copies that differ from one another."""
         names = {pair.one.name for pair in self._pairs}
-        entries = [entry for name, entry in side.catalog.tensors.items() if name in names]
+        chosen = [entry for name, entry in side.catalog.tensors.items() if name in names]
+        entries = [stored for entry in chosen for stored in stored_tensors(entry)]
         try:
             self._note(side.where, side.reads.problems(entries, workers))
             self._note(side.where, differing_replicas(entries, side.opened.source))
@@ -204,6 +251,8 @@ class _Comparison:
     def report(self) -> AgainstReport:
         """All that was found, and what it comes to."""
         options = self._options
+        if self._sides and not self._compared:
+            self._found.append(Problem("no name of the one is in the other", "nothing-compared"))
         problems = [*self._found, *(tensor.problem for tensor in self._differing)]
         ignored = options.verify.ignore
         findings = tuple(finding_of(one) for one in problems if one.code not in ignored)
@@ -218,24 +267,48 @@ class _Comparison:
             tensors=len(self._pairs),
         )
         failures = len(report.fails(options.verify.strict))
-        report = replace(report, sound=not failures, sentence=self._sentence(report, failures))
+        coverage = self._coverage()
+        sound = not failures and coverage is not None and self._compared
+        report = replace(report, sound=sound, sentence=self._sentence(failures, coverage))
         return AgainstReport(
-            report, options.other, formats[1], self._values, tuple(self._differing)
+            report, options.other, formats[1], self._values, tuple(self._differing), coverage
         )
 
-    def _sentence(self, report: VerifyReport, failures: int) -> str:
-        if not self._sides:
+    @property
+    def _compared(self) -> bool:
+        """Whether anything was compared: tensors, or values where there are no tensors."""
+        any_tensor = any(side.chosen.tensors for side in self._sides)
+        return bool(self._pairs) or (bool(self._values) and not any_tensor)
+
+    def _coverage(self) -> tuple[Coverage, Coverage] | None:
+        other = self._opened[1]
+        if not self._sides or self._made is None or self._theirs is None or other is None:
+            return None
+        names = {pair.one.name for pair in self._pairs}
+        theirs = {self._theirs.names[name] for name in names}
+        return (
+            rewritten_coverage(self._made, names, self._whole_values[0]),
+            catalog_coverage(other.catalog, theirs, self._whole_values[1]),
+        )
+
+    def _sentence(self, failures: int, coverage: tuple[Coverage, Coverage] | None) -> str:
+        if coverage is None:
             return "Not compared; what is damaged cannot be."
-        if failures:
-            return f"Not the same; {_counted(failures, 'difference')}."
+        if failures or not self._compared:
+            return f"Not the same; {counted(failures, 'difference')}."
+        rests = [
+            f"{one.rest} of {path}"
+            for one, path in zip(coverage, (self._path, self._options.other), strict=True)
+            if one.rest != Amount()
+        ]
+        but = f"; not compared: {', '.join(rests)}" if rests else ""
+        return f"The same: {self._what()}{but}."
+
+    def _what(self) -> str:
+        """What was compared, and how."""
         how = "within the tolerance" if self._options.tolerance else "bit by bit"
-        cast = ", cast to the other's type" if self._options.cast else ""
-        told = f"{_counted(report.tensors, 'tensor')} {how}{cast}"
-        values = f", {_counted(self._values, 'value')} besides" if self._values else ""
-        skipped = {"value-not-compared", "values-not-held"} & {f.code for f in report.findings}
-        but = ", as far as they can be compared" if skipped else ""
-        return f"The same{but}: {told}{values}."
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+        compared = sum(pair.one.nbytes for pair in self._pairs)
+        cast = sum(pair.is_cast for pair in self._pairs)
+        once = f", {cast:,} of them cast to the other's type" if cast else ""
+        values = f", {counted(self._values, 'value')} besides" if self._values else ""
+        return f"{counted(len(self._pairs), 'tensor')} ({compared:,} bytes) {how}{once}{values}"

@@ -31,7 +31,14 @@ CODES: dict[str, Code] = {
     "file-changed": Code(
         _ERROR, "a file was changed while it was read", "verify again once nothing writes into it"
     ),
-    "file-extra": Code(_WARNING, "a data file that no metadata names", "delete it, or leave it"),
+    "file-extra": Code(
+        _WARNING,
+        "a file that looks like part of a checkpoint, and that nothing read",
+        "convert and reshard leave it out: read it by its own path, or move it away",
+    ),
+    "checkpoint-beside": Code(
+        _INFO, "another checkpoint lies below the folder", "name its folder to read it"
+    ),
     "file-unfinished": Code(_WARNING, "a file whose name says that its writing never ended"),
     "bytes-unclaimed": Code(
         _WARNING,
@@ -73,7 +80,13 @@ CODES: dict[str, Code] = {
     "copy-damaged": Code(
         _WARNING, "one of several copies of a rank's file is damaged; another is read", _AGAIN
     ),
-    "config-mismatch": Code(_ERROR, "tensors have other sizes than the model's config", _MIXED),
+    "config-mismatch": Code(
+        _ERROR, "a model's config says otherwise than its tensors", "take the config of this model"
+    ),
+    "config-missing": Code(
+        _INFO, "a model's folder without config.json", "transformers loads no model without it"
+    ),
+    "adapter-alone": Code(_INFO, "an adapter without the model that it belongs to"),
     "rank-copied": Code(_ERROR, "a rank's file was written by another rank", _AGAIN),
     "saves-mixed": Code(_ERROR, "files of several saves lie together", _MIXED),
     "world-unrecorded": Code(_INFO, "nothing in the files records the number of ranks"),
@@ -84,6 +97,10 @@ CODES: dict[str, Code] = {
     "crc-mismatch": Code(
         _ERROR, "bytes are not those whose checksum the writer recorded", _AGAIN
     ),
+    "sha256-mismatch": Code(
+        _ERROR, "a file is not the one whose SHA-256 is listed beside it", _AGAIN
+    ),
+    "md5-mismatch": Code(_ERROR, "a file is not the one whose MD5 is listed beside it", _AGAIN),
     "codec-corrupt": Code(_ERROR, "compressed data cannot be decoded", _AGAIN),
     "transform-unknown": Code(
         _ERROR, "data went through a transform that ckptool cannot undo, so it cannot be checked"
@@ -112,6 +129,13 @@ CODES: dict[str, Code] = {
     "items-overlap": Code(_ERROR, "two items share bytes of a file", _MIXED),
     "item-mismatch": Code(
         _ERROR, "what lies at an item's place is not what the metadata says", _MIXED
+    ),
+    "frozen-excluded": Code(
+        _WARNING, "frozen parameters were left out when the checkpoint was saved",
+        "they are those that training began with; --drop frozen converts what is there",
+    ),
+    "frozen-unrecorded": Code(
+        _INFO, "nothing records whether frozen parameters were left out when it was saved"
     ),
     "sharding-unknown": Code(_ERROR, "nothing says where a tensor's part belongs", _MIXED),
     "ranks-disagree": Code(_ERROR, "ranks differ in a tensor's shape, type or kind", _MIXED),
@@ -153,6 +177,11 @@ CODES: dict[str, Code] = {
         _WARNING, "a pickle names a class or function that checkpoints do not normally hold",
         "torch.load(weights_only=True) refuses it; load it only where you trust its writer",
     ),
+    "unknown-callable": Code(
+        _ERROR, "a pickle names a class or function that is not known to be data",
+        "torch.load(weights_only=False) calls it; where you trust its writer, --ignore"
+        " unknown-callable",
+    ),
     "pickle-bomb": Code(_ERROR, "a pickle unfolds to far more than it is", "do not load it"),
     "value-odd": Code(_WARNING, "a value that no writer of checkpoints makes", "do not load it"),
     "pickle-malformed": Code(_ERROR, "a pickle is malformed", _AGAIN),
@@ -162,7 +191,7 @@ CODES: dict[str, Code] = {
     "shape-differs": Code(_ERROR, "a tensor of another shape"),
     "dtype-differs": Code(
         _ERROR, "a tensor of another element type",
-        "--cast compares after casting; --rtol and --atol compare numbers",
+        "--cast compares the model's weights after casting; --rtol and --atol compare numbers",
     ),
     "tensor-differs": Code(_ERROR, "a tensor with other values"),
     "value-missing": Code(_ERROR, "a value besides tensors that the other does not have"),
@@ -172,8 +201,13 @@ CODES: dict[str, Code] = {
         _WARNING, "what ckptool does not read, and so does not compare",
         "--drop NAME leaves it out",
     ),
-    "values-not-held": Code(_INFO, "values besides tensors, where a format holds tensors alone"),
-    "not-chosen": Code(_INFO, "names of the other that the choice leaves out"),
+    "companion-missing": Code(_WARNING, "a file that goes with the model, which the other lacks"),
+    "companion-differs": Code(_WARNING, "a file that goes with the model and is another one"),
+    "values-not-held": Code(
+        _ERROR, "values besides tensors, where a format holds tensors alone",
+        "--model-only compares the model alone; --drop 'GLOB' leaves values out",
+    ),
+    "not-chosen": Code(_INFO, "what the options leave out: it is not compared, nor proved"),
     "nothing-compared": Code(
         _ERROR, "the two have no tensor and no value in common",
         "--model-only, --strip-prefix and --rename change the names on this side",
@@ -191,12 +225,18 @@ CODES: dict[str, Code] = {
         _INFO, "other files than the manifest was made of; tensors and values are what counts"
     ),
     # What cannot be known
+    "limit-exceeded": Code(
+        _ERROR, "more than ckptool reads; whether it is whole is not known",
+    ),
     "files-only": Code(
         _INFO, "a format whose tensors ckptool does not put together; its files are checked"
     ),
     "no-checksum": Code(
         _INFO, "the format stores no checksum, so that changed values cannot be seen",
         "a manifest proves them",
+    ),
+    "value-not-carried": Code(
+        _INFO, "what convert and reshard leave behind, though dcp takes any value",
     ),
     "note": Code(_INFO, "a remark"),
     "damaged": Code(_ERROR, "a contradiction of another kind", _MIXED),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckptool.commands.numbers import Array, can_round, is_numeric, rounded
+from ckptool.commands.numbers import Array, is_numeric
 from ckptool.commands.verify.distance import are_apart, both_nan, largest_gap, numbers_of, shown
 from ckptool.commands.verify.verify import Progress
 from ckptool.core.box import Box
@@ -16,7 +16,8 @@ from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.layout import tiles
 from ckptool.engine.checked import CheckedReads
-from ckptool.engine.gather import Gatherer, cast, raw
+from ckptool.engine.gather import Gatherer, raw
+from ckptool.engine.rounding import cast
 from ckptool.engine.threads import share_jobs
 from ckptool.errors import CkptoolError
 
@@ -43,7 +44,17 @@ class Pair:
     @property
     def nbytes(self) -> int:
         """Bytes that are read to compare the two."""
-        return sum(e.elements * e.source_dtype.itemsize for e in (self.one, self.other))
+        return self.one.elements * self.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes that are read for an element of each."""
+        return self.one.source_dtype.itemsize + self.other.source_dtype.itemsize
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the first is rounded, or widened, to the second's element type."""
+        return self.cast and self.one.dtype != self.other.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +148,13 @@ class _Comparison:
             return
         for box in job.boxes:
             try:
-                one = sides.one.gathered(pair.one, box)
-                other = sides.other.gathered(pair.other, box)
+                one = sides.one.values(pair.one, box)
+                other = sides.other.values(pair.other, box)
             except CkptoolError as error:
                 with self._lock:
                     self.unreadable.setdefault(pair.one.name, error)
                 return
-            self._progress(one.nbytes + other.nbytes)
+            self._progress(box.volume * pair.itemsize)
             self._note(pair, box, _difference(pair, one, other, self._tolerance))
 
     def _note(self, pair: Pair, box: Box, found: Difference | None) -> None:
@@ -167,15 +178,15 @@ def _difference(
     pair: Pair, one: Array, other: Array, tolerance: Tolerance | None
 ) -> Difference | None:
     """How a tile of a pair differs, with ``first`` counted from the tile's own start."""
-    types = pair.one.source_dtype, pair.other.source_dtype
-    if pair.cast and types[0] != types[1]:
-        one, types = _cast(one, *types), (types[1], types[1])
+    types = pair.one.dtype, pair.other.dtype
+    if pair.is_cast:
+        one, types = cast(one, *types), (types[1], types[1])
     if types[0] == types[1] and _same_bits(one, other):
         return None
     flat = one.reshape(-1), other.reshape(-1)
     if tolerance is None or not all(map(is_numeric, types)):
         differ = _bits(*flat)
-        if pair.cast and is_numeric(types[1]):
+        if pair.is_cast and is_numeric(types[1]):
             differ &= ~both_nan(*_numbers(flat, types))
     else:
         differ = are_apart(*_numbers(flat, types), tolerance.rtol, tolerance.atol)
@@ -184,13 +195,6 @@ def _difference(
 
 def _numbers(flat: tuple[Array, Array], types: tuple[DType, DType]) -> tuple[Array, Array]:
     return numbers_of(flat[0], types[0]), numbers_of(flat[1], types[1])
-
-
-def _cast(values: Array, stored: DType, wanted: DType) -> Array:
-    """The same numbers in another type; by numpy where it rounds as torch does."""
-    if can_round(stored, wanted):
-        return rounded(values.reshape(-1), stored, wanted).reshape(values.shape)
-    return cast(values, stored, wanted)
 
 
 def _same_bits(one: Array, other: Array) -> bool:

@@ -31,13 +31,15 @@ def located(
 ) -> tuple[dict[str, TensorEntry], list[Problem]]:
     """The tensors with their containers opened; what cannot be opened is left out."""
     problems: list[Problem] = []
-    tensors = {}
+    tensors: dict[str, TensorEntry] = {}
     bare = replace(catalog, objects={})
     for name, entry in catalog.tensors.items():
         kept = tuple(c for c in entry.chunks if not isinstance(c.at, Item) or chosen(c.at))
         whole = replace(entry, chunks=kept)
         try:
-            tensors[name] = _opened(format_, source, bare, whole)
+            opened = _opened(format_, source, bare, whole)
+            tensors |= opened.tensors
+            problems += [Problem(note, "note") for note in opened.notes[len(bare.notes) :]]
         except CkptoolError:
             found, wrong = _opened_one_by_one(format_, source, bare, whole)
             tensors[name] = replace(entry, chunks=tuple(found))
@@ -45,10 +47,12 @@ def located(
     return tensors, problems
 
 
-def _opened(format_: Format, source: Files, catalog: Catalog, entry: TensorEntry) -> TensorEntry:
+def _opened(format_: Format, source: Files, catalog: Catalog, entry: TensorEntry) -> Catalog:
+    """The catalog of one tensor, or of those that it turns out to wrap."""
+    catalog = catalog.with_tensors({entry.name: entry})
     if format_.locate is None or not any(isinstance(chunk.at, Item) for chunk in entry.chunks):
-        return entry
-    return format_.locate(source, catalog.with_tensors({entry.name: entry})).tensors[entry.name]
+        return catalog
+    return format_.locate(source, catalog)
 
 
 def _opened_one_by_one(
@@ -58,7 +62,8 @@ def _opened_one_by_one(
     problems: list[Problem] = []
     for chunk in entry.chunks:
         try:
-            chunks += _opened(format_, source, catalog, replace(entry, chunks=(chunk,))).chunks
+            one = _opened(format_, source, catalog, replace(entry, chunks=(chunk,)))
+            chunks += one.tensors[entry.name].chunks
         except CkptoolError as error:
             problems += error.problems
     return chunks, problems

@@ -8,6 +8,7 @@ from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem, flat_na
 from ckptool.engine.replicas import differing_replicas
 from ckptool.engine.sources import Files
 from ckptool.errors import UNCODED, CkptoolError, Problem
+from ckptool.formats._outgoing import NOT_CARRIED, plain_objects
 
 
 def catalog_problems(catalog: Catalog) -> list[Problem]:
@@ -21,8 +22,15 @@ def catalog_problems(catalog: Catalog) -> list[Problem]:
         *(p if isinstance(p, Problem) else Problem(p, "ranks-disagree") for p in conflicts),
         *(gap for gap in gaps if gap is not None),
         *_misnamed(catalog),
+        *_not_carried(catalog),
         *remarks,
     ]
+
+
+def _not_carried(catalog: Catalog) -> list[Problem]:
+    """What convert and reshard say that they leave behind."""
+    _, notes = plain_objects(catalog)
+    return [note for note in notes if isinstance(note, Problem) and note.code == NOT_CARRIED]
 
 
 def _misnamed(catalog: Catalog) -> list[Problem]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
+from ckptool.commands.selection import Selection
 from ckptool.commands.verify.manifest import Manifest, ValueProof
-from ckptool.commands.verify.structure import holds_no_values
-from ckptool.core.catalog import Catalog
+from ckptool.commands.verify.structure import counterpart, holds_no_values
+from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
+from ckptool.core.dtype import BY_NAME
 from ckptool.errors import Problem
 
 
@@ -14,6 +17,44 @@ def recorded_files(manifest: Manifest, catalog: Catalog) -> list[str]:
     """The files a manifest was made of that are here with the sizes it records."""
     sizes = catalog.files | catalog.companions
     return [name for name, proof in manifest.files.items() if sizes.get(name) == proof.nbytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Narrowed:
+    """What of a manifest a selection is about, and the tensors and values that it leaves out."""
+
+    manifest: Manifest
+    tensors: list[TensorEntry]
+    values: int
+
+
+def narrowed(manifest: Manifest, catalog: Catalog, selection: Selection) -> Narrowed:
+    """What of a manifest a selection that ``catalog`` is left of is about, as ``counterpart``.
+
+    No file is: the tensors and values are what counts.
+    """
+    whole = manifest_catalog(manifest)
+    theirs = counterpart(whole, catalog, selection)
+    names = set(theirs.names.values())
+    kept = replace(
+        manifest,
+        tensors={new: manifest.tensors[old] for new, old in theirs.names.items()},
+        values={name: manifest.values[name] for name in theirs.catalog.objects},
+        unproved={name: manifest.unproved[name] for name in theirs.catalog.conflicts},
+        files={},
+    )
+    gone = [entry for name, entry in whole.tensors.items() if name not in names]
+    return Narrowed(kept, gone, len(manifest.values) - len(kept.values))
+
+
+def manifest_catalog(manifest: Manifest) -> Catalog:
+    """The names of a manifest as a catalog that holds nothing."""
+    tensors = {
+        name: TensorEntry(name, (name,), BY_NAME[proof.dtype], proof.shape, ())
+        for name, proof in manifest.tensors.items()
+    }
+    values = {name: ObjectEntry(name, (name,), None) for name in manifest.values}
+    return Catalog(manifest.format, tensors, values, {}, conflicts=dict(manifest.unproved))
 
 
 def differences(recorded: Manifest, found: Manifest, catalog: Catalog) -> Iterator[Problem]:
@@ -24,9 +65,9 @@ def differences(recorded: Manifest, found: Manifest, catalog: Catalog) -> Iterat
     yield from _differing_tensors(recorded, found)
     yield from _differing_values(recorded, found)
     changed = [name for name, proof in recorded.files.items() if found.files.get(name) != proof]
-    if not changed:
+    if recorded.files and not changed:
         return
-    if _is_another_writing(recorded, found, changed, catalog):
+    if changed and _is_another_writing(recorded, found, changed, catalog):
         message = f"{len(recorded.files):,} files are recorded; those here are not the same"
         yield Problem(message, "manifest-other-files")
     else:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from ckptool.commands.data_names import unfinished_file
 from ckptool.commands.verify.archives import ArchiveCheck
 from ckptool.commands.verify.pickles import PickleAudit
 from ckptool.core.catalog import Catalog, Item
@@ -13,14 +14,12 @@ from ckptool.engine.sources import Files
 from ckptool.engine.spans import Span
 from ckptool.errors import CkptoolError, Damaged, Problem
 from ckptool.formats._archives import find_archives
-from ckptool.formats._nvrx_files import other_copies
 from ckptool.formats._pickle import Global
 from ckptool.formats._safetensors_file import read_safetensors
 from ckptool.formats._torch_file import is_legacy, is_zip, read_torch_file
 from ckptool.formats.base import Source, expect_edges, read_metadata
 from ckptool.formats.torch_save import read_weight_map
 
-_UNFINISHED = re.compile(r".*(\.tmp|\.dirty|\.incomplete|\.partial|\.part|\.dirty\.pt)")
 _WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _PICKLES = re.compile(r"(.*/)?(__\d+)?\.metadata|(.*/)?metadata\.pkl")
 _LEGACY_HEAD = 1 << 24
@@ -29,33 +28,37 @@ _CLOCK = 2.0
 """Seconds that the clocks of hosts which write one checkpoint may differ."""
 
 
-def name_problems(source: Source) -> list[Problem]:
-    """What names and sizes alone show: empty weights, and files whose writing never ended."""
+def name_problems(source: Source, catalog: Catalog | None) -> list[Problem]:
+    """What names and sizes alone show: empty weights, and files whose writing never ended.
+
+    Names of files that a catalog calls bare show nothing: they are tensors' names.
+    """
+    bare = catalog.bare if catalog else frozenset()
+    files = {file: size for file, size in source.files.items() if file not in bare}
     problems = []
-    for file, size in source.files.items():
+    for file, size in files.items():
         folder, _, name = file.rpartition("/")
         whole = f"{folder}/.metadata" if folder else ".metadata"
         if name == ".metadata.tmp" and whole in source.files:
             message = f"{file} lies beside {whole}: a later save into this folder never finished"
             problems.append(Problem(message, "torn-overwrite", file=file))
-        elif name != ".metadata.tmp" and _UNFINISHED.fullmatch(name):
-            message = f"{file}: by its name, its writing never ended"
-            problems.append(Problem(message, "file-unfinished", file=file))
+        elif name != ".metadata.tmp" and (unfinished := unfinished_file(file)):
+            problems.append(unfinished)
         elif not size and name.endswith(_WEIGHTS):
             message = f"{file}: the file is empty (0 bytes)"
             problems.append(Problem(message, "file-empty", file=file))
-    return [*problems, *_without_metadata(source), *_unreadable_json(source)]
+    return [*problems, *_without_metadata(files), *_unreadable_json(source, files)]
 
 
-def _without_metadata(source: Source) -> list[Problem]:
+def _without_metadata(files: Mapping[str, int]) -> list[Problem]:
     """Subfolders of DCP items without the metadata that is written last; empty metadata."""
     folders: dict[str, set[str]] = {}
-    for file in source.files:
+    for file in files:
         folder, _, name = file.rpartition("/")
         folders.setdefault(folder, set()).add(name)
     problems = [
         Problem(f"{file}: the file is empty (0 bytes)", "file-empty", file=file)
-        for file, size in source.files.items()
+        for file, size in files.items()
         if not size and (_PICKLES.fullmatch(file) or file.endswith("metadata.json"))
     ]
     for folder, names in folders.items():
@@ -66,10 +69,10 @@ def _without_metadata(source: Source) -> list[Problem]:
     return problems
 
 
-def _unreadable_json(source: Source) -> list[Problem]:
+def _unreadable_json(source: Source, files: Mapping[str, int]) -> list[Problem]:
     """Metadata of Megatron, small JSON files by name, that is none."""
     problems = []
-    for file, size in source.files.items():
+    for file, size in files.items():
         if file.rpartition("/")[2] == "metadata.json" and 0 < size < _SMALL_JSON:
             try:
                 json.loads(read_metadata(source, file))
@@ -123,7 +126,7 @@ class FileCheck:
 
     def look_at_metadata(self, catalog: Catalog | None) -> None:
         """Metadata files, and whole-file archives: what ``--quick`` reads too."""
-        inner = {item.file for item in catalog.archives} if catalog else set()
+        inner = {item.file for item in catalog.archives} | catalog.bare if catalog else set()
         named = catalog.named if catalog else {}
         for file, found in named.items():
             self._pickles.note({Global(*name): at for name, at in found.items()}, file, 0)
@@ -153,11 +156,10 @@ class FileCheck:
         """The files that count: those of the catalog and metadata, or all where there is none."""
         if catalog is None:
             return list(self._source.files)
-        spare = other_copies(self._source.files, catalog.files)
         return [
             file
             for file in self._source.files
-            if file in catalog.files or file in spare or _PICKLES.fullmatch(file)
+            if file in catalog.files or file in catalog.copies or _PICKLES.fullmatch(file)
         ]
 
     def _attempt(self, file: str, look: Callable[[str], None]) -> None:

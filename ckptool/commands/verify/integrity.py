@@ -26,7 +26,7 @@ _BLOCK = 1 << 22
 def integrity_problems(source: Source) -> list[Problem]:
     """The files that are missing, or whose bytes are not those that were listed.
 
-    Every listed file is read once. Nothing where the list names another algorithm: it is not known.
+    Every listed file is read once. A remark where the list names another algorithm: it is unknown.
     """
     return [*_listed_by_megatron(source), *_listed_by_md5sum(source)]
 
@@ -52,8 +52,10 @@ def _listed_by_megatron(source: Source) -> list[Problem]:
     files = listed.get("files") if isinstance(listed, dict) else None
     if not isinstance(files, dict) or not isinstance(listed, dict):
         return [Problem(f"{LISTED}: no list of files", "index-unreadable", file=LISTED)]
-    known = listed.get("algorithm") == _ALGORITHM
-    return list(_differing(source, files, LISTED, _ALGORITHM)) if known else []
+    if listed.get("algorithm") != _ALGORITHM:
+        message = f"{LISTED}: {str(listed.get('algorithm'))[:40]!r} is unknown; nothing is compared"
+        return [Problem(message, "note", file=LISTED)]
+    return list(_differing(source, files, LISTED, _ALGORITHM))
 
 
 def _differing(
@@ -68,7 +70,7 @@ def _differing(
             continue
         if found != digest:
             message = f"{file}: {algorithm} {found[:16]}..., {listed} says {str(digest)[:16]}..."
-            yield Problem(message, "crc-mismatch", file=file)
+            yield Problem(message, f"{algorithm}-mismatch", file=file)
 
 
 def _digest(source: Source, file: str, size: int, algorithm: str) -> str:

@@ -45,7 +45,9 @@ def _is_said_better(problem: Problem, pickle_problems: Collection[Problem]) -> b
     """Whether the look at the pickles themselves says where in the file it is."""
     if problem.code != "hostile-global" or problem in pickle_problems:
         return False
-    return any(one.code == problem.code and one.file == problem.file for one in pickle_problems)
+    return any(
+        one.code == problem.code and problem.file in (None, one.file) for one in pickle_problems
+    )
 
 
 def _finding(problem: Problem, *, finite: bool) -> Finding:

@@ -34,6 +34,8 @@ from ckptool.engine.remote_path import Location
 from ckptool.errors import Damaged, NotFound
 
 SCHEMA = "ckptool.manifest/1"
+MARK = b'{\n"schema": "ckptool.manifest/'
+"""How every manifest begins."""
 _LARGEST = 1 << 30
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 

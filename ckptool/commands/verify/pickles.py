@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckptool.errors import Problem
-from ckptool.formats._known_globals import is_known
+from ckptool.formats._known_globals import is_harmless, is_known
 from ckptool.formats._pickle import Global, can_run_code, named_globals
 
 _SMALL = 4096
@@ -55,6 +55,9 @@ def _problem(item: Global, file: str, offset: int | None, at: int, *, hostile: b
     place = f"at byte {at:,} of its compressed pickle"
     if offset is not None:
         place = f"at byte {offset + at:,}"
-    meaning = "can run code; nothing was called" if hostile else "is no part of a plain checkpoint"
-    message = f"{file}: the pickle {place} names {item}, which {meaning}"
-    return Problem(message, "hostile-global" if hostile else "unknown-global", file=file)
+    code, meaning = "unknown-callable", "is on no list of known data; nothing was called"
+    if hostile:
+        code, meaning = "hostile-global", "can run code; nothing was called"
+    elif is_harmless(item):
+        code, meaning = "unknown-global", "is no part of a plain checkpoint"
+    return Problem(f"{file}: the pickle {place} names {item}, which {meaning}", code, file=file)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -10,19 +9,21 @@ from pathlib import Path
 
 from ckptool.commands.open import Opened
 from ckptool.commands.verify.manifest import (
+    MARK,
     FileProof,
     Manifest,
     TensorProof,
     ValueProof,
     manifest_text,
 )
-from ckptool.commands.verify.readable import readable
+from ckptool.commands.verify.readable import readable, stored_tensors
 from ckptool.commands.verify.structure import unread_notes
 from ckptool.commands.verify.values import text_digest, value_text
 from ckptool.commands.verify.verify import Progress
 from ckptool.core.catalog import Catalog
 from ckptool.engine.checked import CheckedReads
 from ckptool.engine.digest import digests, file_digests
+from ckptool.engine.disk import require_marked, write_whole
 from ckptool.engine.gather import Gatherer
 from ckptool.engine.remote_path import Location
 from ckptool.engine.replicas import differing_replicas
@@ -53,6 +54,7 @@ def measured_bytes(catalog: Catalog, files: Collection[str]) -> int:
 
 def measure(
     opened: Opened,
+    catalog: Catalog,
     workers: int,
     progress: Progress = lambda nbytes: None,
     *,
@@ -61,21 +63,23 @@ def measure(
 ) -> Measured:
     """Read all tensors of a checkpoint and digest them, and these of its ``files``.
 
+    ``catalog`` is that of ``opened``, rewritten or not.
     Every record's checksum is checked on the way, and copies are compared, unless that was done
     when the digests of files that are ``known`` were made. What cannot be read has no digest and is
     a problem. Raises CannotDo where a value is too large to be written down.
     """
-    catalog, lost = readable(opened, opened.catalog)
+    held, lost = readable(opened, catalog)
     reads = CheckedReads(opened.source)
-    entries = list(catalog.tensors.values())
-    problems: list[Problem] = [*_contradictions(opened.catalog), *lost.values()]
+    entries = list(held.tensors.values())
+    problems: list[Problem] = [*_contradictions(catalog), *lost.values()]
     found: dict[str, str] = {}
     start = partial(Gatherer, opened.source) if known else reads.gatherer
     try:
         found = digests(entries, start, workers, progress)
         if not known:
-            problems += reads.problems(entries, workers)
-            problems += differing_replicas(entries, opened.source)
+            stored = [one for entry in entries for one in stored_tensors(entry)]
+            problems += reads.problems(stored, workers)
+            problems += differing_replicas(stored, opened.source)
     except CkptoolError as error:
         problems += error.problems
     tensors = {
@@ -83,7 +87,7 @@ def measure(
         for entry in entries
         if entry.name in found
     }
-    values, unproved = _values(opened.catalog)
+    values, unproved = _values(catalog)
     unread = [name for name in files if name not in known]
     sizes, found = (
         file_sizes(opened.catalog),
@@ -91,7 +95,7 @@ def measure(
     )
     proofs = {name: FileProof(sizes[name], sha) for name, sha in (found | dict(known)).items()}
     manifest = Manifest(opened.format.name, tensors, values, unproved, proofs)
-    return Measured(manifest, tuple(problems), measured_bytes(opened.catalog, unread))
+    return Measured(manifest, tuple(problems), measured_bytes(catalog, unread))
 
 
 def _contradictions(catalog: Catalog) -> Iterator[Problem]:
@@ -136,16 +140,7 @@ def write_manifest(manifest: Manifest, path: Location, *, overwrite: bool) -> No
     if not isinstance(path, Path):
         path.write_bytes(manifest_text(manifest).encode())
         return
-    part = path.with_name(f".{path.name}.partial")
-    try:
-        with open(part, "w", encoding="utf-8") as stream:
-            stream.write(manifest_text(manifest))
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(part, path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise CannotDo(f"{path}: cannot be written: {error.strerror}") from None
+    write_whole(path, manifest_text(manifest).encode(), mark=MARK)
 
 
 def require_writable(path: Location, *, overwrite: bool) -> None:
@@ -156,3 +151,5 @@ def require_writable(path: Location, *, overwrite: bool) -> None:
         raise CannotDo(f"{path.parent}: no such folder to write into")
     if (path.exists() or (isinstance(path, Path) and path.is_symlink())) and not overwrite:
         raise CannotDo(f"{path} exists already", hint="--overwrite replaces it")
+    if isinstance(path, Path):
+        require_marked(path, MARK, noun="manifest")

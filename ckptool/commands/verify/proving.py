@@ -6,9 +6,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckptool.commands.open import Opened, open_checkpoint
-from ckptool.commands.verify.codes import finding_of
-from ckptool.commands.verify.differences import differences, recorded_files
-from ckptool.commands.verify.findings import VerifyReport
+from ckptool.commands.rewriting import RewriteOptions, rewrite
+from ckptool.commands.verify.codes import CODES, finding_of, require_codes
+from ckptool.commands.verify.coverage import (
+    Amount,
+    amount,
+    left_out,
+    not_chosen,
+    rewritten_coverage,
+)
+from ckptool.commands.verify.differences import (
+    Narrowed,
+    differences,
+    manifest_catalog,
+    narrowed,
+    recorded_files,
+)
+from ckptool.commands.verify.findings import Severity, VerifyReport
 from ckptool.commands.verify.manifest import Manifest, read_manifest
 from ckptool.commands.verify.prove import (
     Measured,
@@ -18,7 +32,9 @@ from ckptool.commands.verify.prove import (
     require_writable,
     write_manifest,
 )
+from ckptool.commands.verify.structure import applicable
 from ckptool.commands.verify.verify import Started, VerifyOptions, examine
+from ckptool.core.catalog import Catalog
 from ckptool.engine.remote_path import Location
 from ckptool.errors import Damaged, Hostile, Problem
 
@@ -27,35 +43,51 @@ from ckptool.errors import Damaged, Hostile, Problem
 class ProvingOptions:
     """``manifest`` is the file to prove by, or to write; ``overwrite`` replaces one.
 
-    ``verify`` says how deep to look beside that: digests need every byte in any case.
+    ``verify`` says how deep to look beside that: digests need every byte in any case. ``rewrite``
+    is done to the checkpoint first, as ``convert`` does it; the manifest is then of the result, and
+    of no file.
     """
 
     manifest: Location
     overwrite: bool = False
     verify: VerifyOptions = field(default_factory=lambda: VerifyOptions(quick=True))
+    rewrite: RewriteOptions = field(default_factory=RewriteOptions)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the checkpoint is taken as it is."""
+        return self.rewrite == RewriteOptions()
 
 
 def write(path: Location, options: ProvingOptions, started: Started | None = None) -> VerifyReport:
     """Verify the checkpoint at ``path``, read all of it, and write its manifest where it is sound.
 
-    Raises as verify does, CannotDo where the manifest cannot be written.
+    Errors count though they are to be ignored. Raises as verify does, CannotDo where the manifest
+    cannot be written.
     """
     require_writable(options.manifest, overwrite=options.overwrite)
+    # Damage that is ignored would be taken for the truth from then on.
+    options = replace(options, verify=replace(options.verify, ignore=_harmless(options.verify)))
     examined = examine(path, options.verify, started, digest=True)
     report, opened = examined.report, _opened(path, options)
     if not report.sound or opened is None:
         return _not_written(report, options)
-    files = sorted(file_sizes(opened.catalog))
-    measured = _measured(opened, files, options, started, examined.digests)
+    made = rewrite(opened, options.rewrite)
+    files = sorted(file_sizes(opened.catalog)) if options.is_whole else []
+    known = examined.digests if options.is_whole else {}
+    measured = _measured(opened, made.catalog, files, options, started, known)
     found = [
         Problem(f"{name}: {why}", "manifest-incomplete", tensor=name)
         for name, why in measured.manifest.unproved.items()
     ]
+    found += left_out(made, opened.path)
     report = _with(report, measured, [*examined.watched.problems(), *found], options.verify)
-    if not report.sound:
+    if not report.sound or made.catalog.tensors.keys() - measured.manifest.tensors.keys():
         return _not_written(report, options)
     write_manifest(measured.manifest, options.manifest, overwrite=options.overwrite)
-    sentence = f"Sound: wrote {options.manifest}, {_told(measured.manifest)}."
+    written = measured.manifest
+    rest = rewritten_coverage(made, written.tensors, len(written.values)).rest
+    sentence = f"Sound: wrote {options.manifest}, {_told(written)}{_but(rest, path)}."
     return replace(report, sentence=sentence)
 
 
@@ -64,23 +96,54 @@ def prove(path: Location, options: ProvingOptions, started: Started | None = Non
 
     Raises as verify does, NotFound or Damaged where there is no manifest to prove by.
     """
-    recorded = read_manifest(options.manifest)
+    manifest = read_manifest(options.manifest)
     examined = examine(path, options.verify, started)
     report, opened = examined.report, _opened(path, options)
     if opened is None:
         sentence = f"Not proved by {options.manifest}; it cannot be read."
         return replace(report, sound=False, sentence=sentence)
+    asked = applicable(options.rewrite, opened.catalog, manifest_catalog(manifest))
+    made = rewrite(opened, asked)
+    chosen = Narrowed(manifest, [], 0)
+    if not options.is_whole:
+        chosen = narrowed(manifest, made.catalog, options.rewrite.selection)
+    recorded = chosen.manifest
     files = recorded_files(recorded, opened.catalog)
-    measured = _measured(opened, files, options, started, {})
-    found = differences(recorded, measured.manifest, opened.catalog)
+    measured = _measured(opened, made.catalog, files, options, started, {})
+    found = [
+        *differences(recorded, measured.manifest, opened.catalog),
+        *left_out(made, opened.path),
+    ]
+    if chosen.tensors or chosen.values:
+        found.append(not_chosen(options.manifest, chosen.tensors, chosen.values))
     report = _with(report, measured, [*examined.watched.problems(), *found], options.verify)
+    alike = [name for name in recorded.tensors if name in measured.manifest.tensors]
+    values = len(recorded.values.keys() & measured.manifest.values.keys())
+    if not alike and (measured.manifest.tensors or not values):
+        nothing = finding_of(Problem("no name of the one is in the other", "nothing-compared"))
+        report = replace(report, findings=(*report.findings, nothing), sound=False)
     if not report.sound:
         count = len(report.fails(options.verify.strict))
-        counted = f"{count:,} thing{' is' if count == 1 else 's are'}"
-        sentence = f"Not proved by {options.manifest}; {counted} not as it should be."
+        thing = f"{count:,} thing{' is' if count == 1 else 's are'}"
+        sentence = f"Not proved by {options.manifest}; {thing} not as it should be."
         return replace(report, sentence=sentence)
-    sentence = f"Proved by {options.manifest}: {_told(measured.manifest)}."
+    but = _but(rewritten_coverage(made, alike, values).rest, path)
+    but += _but(amount(chosen.tensors, chosen.values), options.manifest)
+    found_files = measured.manifest.files
+    same = {name: file for name, file in recorded.files.items() if found_files.get(name) == file}
+    sentence = f"Proved by {options.manifest}: {_told(replace(recorded, files=same))}{but}."
     return replace(report, sentence=sentence)
+
+
+def _harmless(options: VerifyOptions) -> tuple[str, ...]:
+    """The codes to ignore that are no errors."""
+    require_codes(options.ignore)
+    return tuple(code for code in options.ignore if CODES[code].severity is not Severity.ERROR)
+
+
+def _but(rest: Amount, path: Location) -> str:
+    """What of a checkpoint or manifest was left out."""
+    return "" if rest == Amount() else f"; left out: {rest} of {path}"
 
 
 def _opened(path: Location, options: ProvingOptions) -> Opened | None:
@@ -92,15 +155,16 @@ def _opened(path: Location, options: ProvingOptions) -> Opened | None:
 
 def _measured(
     opened: Opened,
+    catalog: Catalog,
     files: list[str],
     options: ProvingOptions,
     started: Started | None,
     known: Mapping[str, str],
 ) -> Measured:
-    total = measured_bytes(opened.catalog, [name for name in files if name not in known])
+    total = measured_bytes(catalog, [name for name in files if name not in known])
     progress = started(total) if started is not None else lambda nbytes: None
     workers = options.verify.workers or opened.source.workers
-    return measure(opened, workers, progress, files=files, known=known)
+    return measure(opened, catalog, workers, progress, files=files, known=known)
 
 
 def _with(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptool.commands.open import Opened
-from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
-from ckptool.errors import Damaged, Hostile, Problem
+from ckptool.core.catalog import Catalog, Scaled, TensorEntry, coverage_problem
+from ckptool.errors import CannotDo, Damaged, Hostile, Problem
 
 
 def readable(opened: Opened, catalog: Catalog) -> tuple[Catalog, dict[str, Problem]]:
@@ -19,7 +20,7 @@ def readable(opened: Opened, catalog: Catalog) -> tuple[Catalog, dict[str, Probl
     tiled = {name: entry for name, entry in catalog.tensors.items() if name not in lost}
     try:
         return opened.located(replace(catalog, tensors=tiled)), lost
-    except (Damaged, Hostile):
+    except (CannotDo, Damaged, Hostile):
         return _one_by_one(opened, replace(catalog, tensors=tiled), lost)
 
 
@@ -31,6 +32,14 @@ def _one_by_one(
     for name, entry in catalog.tensors.items():
         try:
             found |= opened.located(replace(catalog, tensors={name: entry})).tensors
-        except (Damaged, Hostile) as error:
+        except (CannotDo, Damaged, Hostile) as error:
             lost[name] = error.problems[0]
     return replace(catalog, tensors=found), lost
+
+
+def stored_tensors(entry: TensorEntry) -> Iterator[TensorEntry]:
+    """The tensors in files that a tensor is made of: itself, or its values and their scales."""
+    made_of = [chunk.at for chunk in entry.chunks if isinstance(chunk.at, Scaled)]
+    if not made_of:
+        yield entry
+    yield from {id(one): one for at in made_of for one in (at.values, at.scales)}.values()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from ckptool.commands.recognise import require_known
+from ckptool.commands.verify.codes import require_codes
 from ckptool.commands.verify.findings import VerifyReport
 from ckptool.commands.verify.steps import Step, steps_of
 from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.engine.patience import NoAnswer
 from ckptool.engine.remote_path import Location, within
-from ckptool.errors import SourceError
+from ckptool.errors import CkptoolError, NotFound
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +50,17 @@ class RunReport:
 def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunReport:
     """Verify the steps of a run from the newest to the first whole one, or ``every`` step.
 
-    Raises NotFound or Unrecognised where the folder holds no checkpoint.
+    A step that cannot be read is not whole, one that is removed meanwhile is none. Raises NotFound
+    or Unrecognised where the folder holds no checkpoint, UsageError for options that no step can
+    be verified with, NoAnswer where a store gives none.
     """
+    require_codes(options.ignore)
+    require_known(options.read.format_name)
     steps = steps_of(run)
     verified = []
     for report in _reports(steps, options):
+        if not report.whole and _is_gone(report.step.path):
+            continue
         verified.append(report)
         if report.whole and not every:
             break
@@ -68,8 +79,11 @@ def _report(step: Step, older: Sequence[Step], options: VerifyOptions) -> StepRe
         where = "" if part == step.path else f"{within(part, step.path)}: "
         try:
             report = verify(part, options)
-        except SourceError as error:
-            reasons.append(where + error.message)
+        except NoAnswer:
+            raise
+        except (CkptoolError, OSError) as error:
+            said = error.message if isinstance(error, CkptoolError) else str(error)
+            reasons.append(where + said)
             continue
         reports.append(report)
         if not report.sound:
@@ -80,14 +94,34 @@ def _report(step: Step, older: Sequence[Step], options: VerifyOptions) -> StepRe
 def _missing_parts(step: Step, older: Sequence[Step]) -> Iterator[str]:
     """What a step lacks: any checkpoint, or some of those that every older one beside it has."""
     if not step.parts:
-        is_empty = step.path.is_dir() and not any(step.path.iterdir())
-        yield "the folder is empty" if is_empty else "no checkpoint that ckptool knows is in it"
+        yield _nothing_in(step.path)
         return
     beside = [one.names for one in older if one.path.parent == step.path.parent and one.parts]
     common = frozenset[str]().union(*beside).intersection(*beside) if beside else frozenset()
     if step.names < common:
         missing = ", ".join(sorted(common - step.names))
         yield f"{missing} is missing, which every earlier step has"
+
+
+def _nothing_in(path: Location) -> str:
+    try:
+        is_empty = path.is_dir() and not any(path.iterdir())
+    except (NotFound, OSError) as error:
+        return f"cannot be listed: {error}"
+    return "the folder is empty" if is_empty else "no checkpoint that ckptool knows is in it"
+
+
+def _is_gone(path: Location) -> bool:
+    """Whether a folder of a disk is no longer there, as old steps of a run are removed."""
+    if not isinstance(path, Path):
+        return False
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _reason(report: VerifyReport, options: VerifyOptions) -> str:

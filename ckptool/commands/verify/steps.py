@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptool.commands.recognise import Candidate, below, natural_key
+from ckptool.commands.recognise import below, natural_key
 from ckptool.engine.remote_path import Location, within
-from ckptool.errors import Unrecognised
+from ckptool.errors import NotFound, Unrecognised
 
 _NUMBERS = tuple(
     re.compile(pattern, re.IGNORECASE)
@@ -50,7 +50,7 @@ def steps_of(run: Location) -> list[Step]:
     """
     whole, found = below(run)
     if whole is not None:
-        found = [one for one in found if _is_step(one.path, run)] or [whole]
+        found = [place for place in found if _is_step(place, run)] or [whole]
     if not found:
         raise Unrecognised(
             f"{run}: no checkpoint is below this folder",
@@ -66,10 +66,10 @@ def _is_step(path: Location, run: Location) -> bool:
     Files that are numbered from 0 without a gap are one a rank, not one a step.
     """
     place = _place(within(path, run).parts)
-    if place is None or path.is_dir():
+    if place is None or _is_folder(path):
         return place is not None
-    beside = [_place((name,)) for name in (one.name for one in path.parent.iterdir())
-              if _pattern(name) == _pattern(path.name)]  # fmt: skip
+    alike = [name for name in _names_in(path.parent) if _pattern(name) == _pattern(path.name)]
+    beside = [_place((name,)) for name in alike]
     numbers = {found[1] for found in beside if found is not None}
     return numbers != set(range(len(numbers)))
 
@@ -88,15 +88,15 @@ def _place(parts: tuple[str, ...]) -> tuple[int, int] | None:
     return (len(parts) - 1, int(found[1])) if found else None
 
 
-def _grouped(run: Location, candidates: Iterable[Candidate]) -> list[Step]:
-    """Candidates that lie in one step's folder, as one step."""
+def _grouped(run: Location, candidates: Iterable[Location]) -> list[Step]:
+    """Checkpoints that lie in one step's folder, as one step."""
     grouped: dict[Location, tuple[int | None, list[Location]]] = {}
     for one in candidates:
-        parts = within(one.path, run).parts
+        parts = within(one, run).parts
         place = _place(parts)
-        path = one.path if place is None else run.joinpath(*parts[: place[0] + 1])
+        path = one if place is None else run.joinpath(*parts[: place[0] + 1])
         number = None if place is None else place[1]
-        grouped.setdefault(path, (number, []))[1].append(one.path)
+        grouped.setdefault(path, (number, []))[1].append(one)
     return [Step(path, number, tuple(parts)) for path, (number, parts) in grouped.items()]
 
 
@@ -105,11 +105,26 @@ def _without_checkpoint(steps: Iterable[Step]) -> Iterator[Step]:
     known = {step.path for step in steps}
     patterns = {(path.parent, _pattern(path.name)) for path in known if _place((path.name,))}
     for parent in dict.fromkeys(parent for parent, _ in patterns):
-        for name in (one.name for one in parent.iterdir()):
+        for name in _names_in(parent):
             path = parent / name
             if path not in known and (parent, _pattern(name)) in patterns:
                 place = _place((name,))
                 yield Step(path, place[1] if place else None, ())
+
+
+def _is_folder(path: Location) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
+def _names_in(folder: Location) -> list[str]:
+    """What lies directly in a folder; nothing where it is gone or cannot be listed."""
+    try:
+        return [one.name for one in folder.iterdir()]
+    except (NotFound, OSError):
+        return []
 
 
 def _pattern(name: str) -> str:

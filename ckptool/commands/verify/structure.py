@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckptool.commands.numbers import is_numeric
-from ckptool.commands.selection import Selection, only_model
+from ckptool.commands.rewriting import RewriteOptions
+from ckptool.commands.selection import EVERYTHING, Selection, only_model
 from ckptool.commands.verify.values import value_digest
+from ckptool.core.casts import can_cast
 from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.parts import part_of
-from ckptool.core.rewrite import matches
+from ckptool.core.parts import part_of, part_of_name, weights
+from ckptool.core.rewrite import is_used, matches
 from ckptool.errors import CannotDo, Problem
 from ckptool.formats._values import UNREAD_TENSOR, Foreign, type_name
 
@@ -18,15 +20,29 @@ _HOLD_NO_VALUES = frozenset(["safetensors", "hf", "dcp-safetensors", "sharded-st
 _LONGEST_SHOWN = 60
 
 
-def counterpart(catalog: Catalog, mine: Catalog, selection: Selection) -> tuple[Catalog, int]:
-    """What of another catalog a selection of ``mine`` is about, and how many names it is not about.
+def applicable(asked: RewriteOptions, mine: Catalog, theirs: Catalog) -> RewriteOptions:
+    """What is asked of ``mine``, without what is to be dropped and only ``theirs`` has."""
+    kept = [g for g in asked.selection.drop if is_used(mine, g) or not is_used(theirs, g)]
+    return replace(asked, selection=replace(asked.selection, drop=tuple(kept)))
+
+
+@dataclass(frozen=True, slots=True)
+class Counterpart:
+    """What of another checkpoint is to be compared; ``names`` are what it calls these tensors."""
+
+    catalog: Catalog
+    names: dict[str, str]
+
+
+def counterpart(catalog: Catalog, mine: Catalog, selection: Selection) -> Counterpart:
+    """What of another catalog a selection of ``mine`` is about.
 
     It is not about names that it would leave out, unless ``mine`` has them once renamed.
     """
     wanted = {*mine.tensors, *mine.objects, *mine.conflicts}
-    before = len(catalog.tensors) + len(catalog.objects)
+    found = Counterpart(catalog, {name: name for name in catalog.tensors})
     if selection.model_only:
-        catalog = _model_like(catalog, wanted)
+        found = _model_like(catalog, wanted)
 
     def kept(name: str) -> bool:
         chosen_too = not selection.select or matches(name, selection.select)
@@ -34,22 +50,34 @@ def counterpart(catalog: Catalog, mine: Catalog, selection: Selection) -> tuple[
 
     narrowed = replace(
         catalog,
-        tensors={name: entry for name, entry in catalog.tensors.items() if kept(name)},
-        objects={name: entry for name, entry in catalog.objects.items() if kept(name)},
-        conflicts={name: why for name, why in catalog.conflicts.items() if kept(name)},
+        tensors={name: entry for name, entry in found.catalog.tensors.items() if kept(name)},
+        objects={name: entry for name, entry in found.catalog.objects.items() if kept(name)},
+        conflicts={name: why for name, why in found.catalog.conflicts.items() if kept(name)},
     )
-    return narrowed, before - len(narrowed.tensors) - len(narrowed.objects)
+    return Counterpart(narrowed, {name: found.names[name] for name in narrowed.tensors})
 
 
-def _model_like(catalog: Catalog, wanted: set[str]) -> Catalog:
+def _model_like(catalog: Catalog, wanted: set[str]) -> Counterpart:
     """The model's tensors, under their own names or the bare ones, whichever are wanted."""
-    names = [n for n, e in catalog.tensors.items() if part_of(n, e.path) == "model"]
-    plain = replace(catalog, tensors={name: catalog.tensors[name] for name in names}, objects={})
+    names = [n for n, e in catalog.tensors.items() if part_of(e) == "model"]
+    plain = replace(
+        catalog,
+        tensors={name: catalog.tensors[name] for name in names},
+        objects={},
+        conflicts={
+            name: why
+            for name, why in catalog.conflicts.items()
+            if part_of_name(name, ()) == "model"
+        },
+    )
+    found = Counterpart(plain, {name: name for name in names})
     try:
         bare = only_model(catalog)
     except CannotDo:
-        return plain
-    return max((plain, bare), key=lambda one: len(wanted & one.tensors.keys()))
+        return found
+    if len(wanted & bare.tensors.keys()) <= len(wanted & plain.tensors.keys()):
+        return found
+    return Counterpart(bare, dict(zip(bare.tensors, weights(catalog), strict=True)))
 
 
 def differing_names(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:
@@ -81,23 +109,58 @@ def _has(catalog: Catalog, name: str) -> bool:
     return name in catalog.tensors or name in catalog.objects
 
 
-def unread_notes(catalog: Catalog) -> list[Problem]:
-    """What a scan noted of tensors that it does not read at all."""
+def unread_notes(catalog: Catalog, selection: Selection = EVERYTHING) -> list[Problem]:
+    """What a scan noted of selected tensors that it does not read at all."""
     notes = [note for note in catalog.notes if isinstance(note, Problem)]
-    unread = [note for note in notes if note.code == "tensor-unread"]
-    return [note for note in unread if note.tensor not in catalog.objects]
+    unread = [note for note in notes if note.code == "tensor-unread" and note.tensor]
+    return [
+        note
+        for note in unread
+        if note.tensor not in catalog.objects and _is_chosen(str(note.tensor), selection)
+    ]
 
 
-def differing_type(one: TensorEntry, other: TensorEntry, *, as_numbers: bool) -> Problem | None:
+def _is_chosen(name: str, selection: Selection) -> bool:
+    if selection.model_only and part_of_name(name, ()) != "model":
+        return False
+    chosen = not selection.select or matches(name, selection.select)
+    return chosen and not matches(name, selection.drop)
+
+
+def differing_unread(mine: Catalog, theirs: Catalog, selection: Selection) -> Iterator[Problem]:
+    """One problem for each tensor that a scan does not read: it is there too, or it is missing."""
+    notes = [
+        {str(note.tensor): note for note in unread_notes(catalog, selection)}
+        for catalog in (mine, theirs)
+    ]
+    for name in notes[0].keys() | notes[1].keys():
+        if all(
+            name in side or _has(c, name) for side, c in zip(notes, (mine, theirs), strict=True)
+        ):
+            note = notes[0].get(name) or notes[1][name]
+            yield Problem(str(note), "value-not-compared", tensor=name)
+            continue
+        here, there = ("here", "there") if name in notes[0] else ("there", "here")
+        message = f"{name}: a tensor that ckptool does not read {here}, missing {there}"
+        code = "tensor-missing" if name in notes[0] else "tensor-extra"
+        yield Problem(message, code, tensor=name)
+
+
+def differing_type(
+    one: TensorEntry, other: TensorEntry, *, cast: bool, as_numbers: bool
+) -> Problem | None:
     """How the shapes or element types of two tensors differ, None where values can be compared.
 
-    ``as_numbers`` says that numbers of different types will do.
+    ``as_numbers`` says that numbers of different types will do, ``cast`` that floating types of the
+    model's weights will. Single numbers, such as a step counter, are never cast.
     """
     if one.shape != other.shape:
         message = f"{one.name}: shape {list(one.shape)} here, {list(other.shape)} there"
         return Problem(message, "shape-differs", tensor=one.name)
-    types = one.source_dtype, other.source_dtype
+    types = one.dtype, other.dtype
     if types[0] == types[1] or (as_numbers and all(map(is_numeric, types))):
+        return None
+    if cast and can_cast(one) and part_of(one) == "model" and other.dtype.kind == "float":
         return None
     message = f"{one.name}: {types[0]} here, {types[1]} there"
     return Problem(message, "dtype-differs", tensor=one.name)

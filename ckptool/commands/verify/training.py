@@ -41,7 +41,7 @@ def _states(catalog: Catalog) -> dict[str, dict[str, TensorEntry]]:
     states: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
     for entry in catalog.tensors.values():
         head, _, kind = entry.name.rpartition(".")
-        if kind in _KINDS and head and part_of(entry.name, entry.path) == "optimizer":
+        if kind in _KINDS and head and part_of(entry) == "optimizer":
             states[head][kind] = entry
     return states
 
@@ -100,7 +100,7 @@ def _models_by_tail(catalog: Catalog) -> dict[str, TensorEntry]:
     """The model's tensors by their names, and by their names without the first step."""
     found: dict[str, TensorEntry] = {}
     for entry in catalog.tensors.values():
-        if part_of(entry.name, entry.path) == "model":
+        if part_of(entry) == "model":
             found[entry.name] = entry
             found.setdefault(entry.name.partition(".")[2], entry)
     return found
@@ -139,7 +139,7 @@ def _differing_tensors(located: Iterable[TensorEntry], source: Files) -> list[Pr
     gatherer = Gatherer(source)
     try:
         for entry in located:
-            if entry.name.endswith(".step") and part_of(entry.name, entry.path) == "optimizer":
+            if entry.name.endswith(".step") and part_of(entry) == "optimizer":
                 value = _only_value(entry, gatherer)
                 if value is not None:
                     values[value].append(entry.name)

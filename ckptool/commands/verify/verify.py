@@ -12,15 +12,16 @@ from dataclasses import dataclass, replace
 from ckptool.commands.open import Survey, survey
 from ckptool.commands.read_options import AS_DETECTED, ReadOptions
 from ckptool.commands.stats import not_finite_count
-from ckptool.commands.verify.codes import require_codes
+from ckptool.commands.verify.codes import CODES, require_codes
 from ckptool.commands.verify.content import Views, attach, located, scattered_not_finite
 from ckptool.commands.verify.contradictions import catalog_problems, replica_problems
 from ckptool.commands.verify.files import FileCheck, name_problems, newer_than_metadata
-from ckptool.commands.verify.findings import Finding, VerifyReport, failing
+from ckptool.commands.verify.findings import Finding, Severity, VerifyReport, failing
 from ckptool.commands.verify.integrity import integrity_problems
 from ckptool.commands.verify.judgement import findings_of
 from ckptool.commands.verify.lost_ranks import lost_last_ranks
 from ckptool.commands.verify.markers import unnamed_latest
+from ckptool.commands.verify.model_folder import folder_problems
 from ckptool.commands.verify.objects import odd_values
 from ckptool.commands.verify.sample import Sample
 from ckptool.commands.verify.sentence import sentence
@@ -34,7 +35,6 @@ from ckptool.engine.remote_path import Location
 from ckptool.engine.spans import Span
 from ckptool.errors import Problem
 from ckptool.formats._megatron_padding import without_padding
-from ckptool.formats._nvrx_files import other_copies
 
 Progress = Callable[[int], None]
 Started = Callable[[int], Progress]
@@ -107,7 +107,7 @@ class _Check:
         files = catalog.files | catalog.companions if catalog else surveyed.source.files
         self.watched = Watched(surveyed.source, files)
         self.digests: Mapping[str, str] = {}
-        self._spare = other_copies(surveyed.source.files, catalog.files) if catalog else set()
+        self._spare = catalog.copies if catalog else frozenset()
 
     @property
     def _catalog(self) -> Catalog | None:
@@ -116,13 +116,14 @@ class _Check:
     def structure(self, asked: Location) -> None:
         """What metadata, names and sizes show; ``asked`` is the path that the user gave."""
         self._found += unnamed_latest(asked, self._survey)
-        self._found += name_problems(self._survey.source)
+        self._found += name_problems(self._survey.source, self._catalog)
         self._found += newer_than_metadata(self._survey.source)
         self._files.look_at_metadata(self._catalog)
         if self._catalog is not None:
             self._found += catalog_problems(self._catalog)
             self._found += lost_last_ranks(self._survey.source, self._catalog)
             self._found += optimizer_problems(self._catalog)
+            self._found += folder_problems(self._survey.source, self._catalog)
             self._found += odd_values(self._catalog.objects.values())
 
     def content(self, started: Started, *, digest: bool) -> None:
@@ -143,7 +144,7 @@ class _Check:
         self._found += [
             not_finite_count(entry, self._survey.source)
             for entry in shown
-            if part_of(entry.name, entry.path) != "other"
+            if part_of(entry) != "other"
         ]
         self._found += self._without_checksum(spans)
 
@@ -224,4 +225,6 @@ class _Check:
 
     def _of_a_copy(self, problem: Problem) -> Problem:
         """Damage of a copy that is not read is no damage of the checkpoint."""
-        return problem.recoded("copy-damaged") if problem.file in self._spare else problem
+        is_error = CODES[problem.code].severity is Severity.ERROR
+        of_a_copy = is_error and problem.file in self._spare
+        return problem.recoded("copy-damaged") if of_a_copy else problem
