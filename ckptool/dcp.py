@@ -40,7 +40,7 @@ from ckptool.api.values import archived
 from ckptool.commands.recognise import holds_checkpoint
 from ckptool.core.box import Box
 from ckptool.core.catalog import Index, Path, TensorEntry
-from ckptool.core.rewrite import with_whole_lists
+from ckptool.core.rewrite import with_loadable_paths
 from ckptool.errors import CannotDo
 
 __all__ = ["CheckpointReader"]
@@ -103,7 +103,7 @@ class CheckpointReader(StorageReader):
 
         torch 2.13 tries again for metadata of one rank where there is a parameter ``kwargs``.
         """
-        catalog = with_whole_lists(self.checkpoint.catalog)
+        catalog = with_loadable_paths(self.checkpoint.catalog)
         held: dict[str, Any] = {n: _described(entry) for n, entry in catalog.tensors.items()}
         held |= {name: BytesStorageMetadata() for name in catalog.objects}
         paths = {n: _path(entry.path) for n, entry in (catalog.tensors | catalog.objects).items()}

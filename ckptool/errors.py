@@ -8,8 +8,11 @@
     │   ├── Damaged            a checkpoint that is not whole or contradicts itself
     │   └── Hostile            a pickle that names a global able to run code
     ├── CannotDo          4    the source is fine, but what is asked cannot be done with it
-    └── TransferError     5    reading or writing failed midway
-        └── NotVerified        what was written is not what should have been
+    ├── TransferError     5    reading or writing failed midway
+    │   ├── Changed            the source was changed while it was read
+    │   ├── NotVerified        what was written is not what should have been
+    │   └── Committed          all was written and stands; what follows that failed
+    └── InternalError    70    a fault of ckptool itself
 
 An error says the thing, the problem and the numbers; ``hint`` is the next command or step.
 """
@@ -47,12 +50,30 @@ class Problem(str):
 
     def within(self, head: str, *, tensor: str | None = None) -> Problem:
         """The same problem, introduced by what it lies in."""
-        message = f"{head}: {self}"
-        return Problem(message, self.code, file=self.file, tensor=tensor or self.tensor)
+        return self._like(f"{head}: {self}", tensor=tensor or self.tensor)
 
     def recoded(self, code: str) -> Problem:
         """The same problem under another code."""
-        return Problem(str(self), code, file=self.file, tensor=self.tensor)
+        return self._like(str(self), code=code)
+
+    def of_tensor(self, tensor: str) -> Problem:
+        """The same problem of a tensor, or value, that is called otherwise."""
+        return self._like(str(self), tensor=tensor)
+
+    def _like(self, message: str, **changes: object) -> Problem:
+        made = type(self)(message)
+        vars(made).update(vars(self), **changes)
+        return made
+
+
+class Refusal(Problem):
+    """Why one tensor or value cannot be read, or must not be, while all else can.
+
+    ``may_be_tensor`` is False where it is known to be a value; ``record`` is then what it holds.
+    """
+
+    may_be_tensor = True
+    record: object = None
 
 
 class CkptoolError(Exception):
@@ -116,8 +137,22 @@ class TransferError(CkptoolError):
     exit_code = 5
 
 
+class Changed(TransferError):
+    """The source was changed while it was read: what was read is of no one save."""
+
+
 class NotVerified(TransferError):
     """What was written is not what should have been; it was thrown away."""
+
+
+class Committed(TransferError):
+    """What was written stands at the target, whole; only what follows that failed."""
+
+
+class InternalError(CkptoolError):
+    """A fault of ckptool itself: no input is to blame."""
+
+    exit_code = 70
 
 
 @contextmanager
@@ -131,6 +166,17 @@ def coded(code: str, *, file: str | None = None, tensor: str | None = None) -> I
             problem.file = file if problem.file is None else problem.file
             problem.tensor = tensor if problem.tensor is None else problem.tensor
         raise
+
+
+def refused(problems: Sequence[Problem], *, subject: str) -> SourceError:
+    """One error for what cannot be read, or must not be: Hostile where some of it can run code."""
+    hostile = [problem for problem in problems if problem.code == "hostile-global"]
+    if not hostile:
+        return damaged(problems, subject=subject)
+    hint = "do not load this file with torch.load(weights_only=False) or pickle"
+    error = Hostile(hostile[0], hint=hint)
+    error.problems = tuple(hostile)
+    return error
 
 
 def damaged(problems: Sequence[str], *, subject: str, hint: str | None = None) -> Damaged:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from difflib import get_close_matches
 from functools import cached_property
 from types import MappingProxyType
@@ -16,16 +15,18 @@ from ckptool.api.places import Places
 from ckptool.api.said import Said, location
 from ckptool.api.signature import documented
 from ckptool.api.slices import Index, box_of
-from ckptool.commands.assets import mapped
-from ckptool.commands.casting import taken, with_dtype
 from ckptool.commands.open import Opened, open_checkpoint
+from ckptool.commands.rewriting import rewrite
 from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Scaled, TensorEntry, coverage_problem
+from ckptool.core.casts import as_type
+from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh
+from ckptool.core.parts import part_of
 from ckptool.core.quantised import quantised_names
 from ckptool.engine.remote_path import Location
 from ckptool.engine.sources import Files, LocalSource
+from ckptool.engine.unchanged import require_unchanged
 from ckptool.errors import CannotDo, Damaged, UsageError
 
 if TYPE_CHECKING:
@@ -114,8 +115,9 @@ class Checkpoint:
     def entry(self, name: str, dtype: DType | None = None) -> TensorEntry:
         """A tensor whose chunks tile it exactly, cast where another floating type is given.
 
-        Other types are never cast, nor are quantised tensors and their scales. Raises UsageError
-        for an unknown name, and Damaged where chunks are missing or ranks contradict one another.
+        Other types are never cast, nor are quantised tensors and their scales, nor what has no
+        dims and is none of the model, such as a step counter. Raises UsageError for an unknown
+        name, and Damaged where chunks are missing or ranks contradict one another.
         """
         self._require(name)
         found = self._catalog.tensors[name]
@@ -126,10 +128,9 @@ class Checkpoint:
             self._whole.add(name)
         if dtype is None or dtype == found.dtype or {dtype.kind, found.dtype.kind} != {"float"}:
             return found
-        if name in self._quantised:
+        if name in self._quantised or not (found.shape or part_of(found) == "model"):
             return found
-        is_computed = any(isinstance(chunk.at, Scaled) for chunk in found.chunks)
-        return replace(found, dtype=dtype, stored=None if is_computed else found.source_dtype)
+        return as_type(found, dtype)
 
     def has(self, name: str) -> bool:
         """Whether a tensor or a value is called so."""
@@ -149,6 +150,10 @@ class Checkpoint:
         with no_collecting():
             located = self._places.located(wanted)
         fill(located, self._opened.source, threads)
+
+    def require_unchanged(self) -> None:
+        """Raise Changed where its files were written or replaced since it was opened."""
+        require_unchanged(self._catalog, self._opened.source)
 
     def _require(self, name: str) -> None:
         if name in self._catalog.conflicts:
@@ -194,15 +199,8 @@ def open(path: AnyPath, **options: Unpack[Opening]) -> Checkpoint:
     """
     said = Said("open", options, Opening)
     with no_collecting():
-        opened = open_checkpoint(location(path), said.reading())
-    dtype = said.get("dtype")
-    wanted = said.get("dequantize", False)
-    catalog = taken(opened, said.selection(), dtype, dequantize=wanted).kept
-    if said.mapping().name is not None:
-        catalog = opened.located(catalog)
-    catalog, _ = mapped(opened, catalog, said.mapping())
-    catalog, _ = with_dtype(catalog, dtype)
-    return Checkpoint(opened, catalog)
+        opened = open_checkpoint(location(path), said.reading(), whole=False)
+    return Checkpoint(opened, rewrite(opened, said.rewriting()).catalog)
 
 
 def checkpoint_at(path: AnyPath | Checkpoint, **options: Unpack[Opening]) -> Checkpoint:

@@ -74,8 +74,7 @@ def convert(
         ConvertOptions,
         to=to,
         read=said.reading(),
-        selection=said.selection(),
-        map=said.mapping(),
+        rewrite=said.rewriting(),
         transfer=said.transfer(),
     )
     prepared = prepare(location(source), location(target), asked)

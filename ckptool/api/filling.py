@@ -43,7 +43,8 @@ def fill_targets(
     """Read every box into its tensor, done when it returns.
 
     Of several boxes for the same memory one is read into it and the others are compared with it.
-    Raises CannotDo where they are not the same, else as ``Checkpoint.fill`` does.
+    Raises CannotDo where they are not the same, Changed where the checkpoint did not stay as it
+    was, else as ``Checkpoint.fill`` does.
     """
     staging = Staging()
     first: dict[tuple[Any, ...], Target] = {}
@@ -59,6 +60,7 @@ def fill_targets(
     finally:
         staging.finish()
     _require_same(checkpoint, again, workers)
+    checkpoint.require_unchanged()
 
 
 def _require_same(

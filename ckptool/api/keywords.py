@@ -33,6 +33,7 @@ class Rules(TypedDict, total=False):
     from_format: Annotated[str | None, "read as this format instead of detecting it (--from)"]
     tp_rule: Annotated[Strings, "GLOB=RULE: how tensor-parallel ranks' parameters fit together"]
     flat_params: Annotated[AnyPath | None, "JSON file of names and shapes, for FSDP1's flat ones"]
+    world_size: Annotated[int | None, "number of ranks whose files are read, of several saves"]
 
 
 class Reading(Rules, total=False):
@@ -69,7 +70,10 @@ class KeyMapping(TypedDict, total=False):
 class Casting(TypedDict, total=False):
     """Other numbers than those that are stored, rounded as torch rounds."""
 
-    dtype: Annotated[AnyDType, "cast floating tensors: bf16, torch.bfloat16, ..."]
+    dtype: Annotated[
+        AnyDType | Sequence[AnyDType],
+        "cast the model's weights: bf16, torch.bfloat16, ...; 'GLOB=bf16' casts what matches",
+    ]
     dequantize: Annotated[bool, "make numbers of FP8, INT8 and MXFP4: bf16, or what dtype says"]
 
 
@@ -129,21 +133,21 @@ class Checking(Judging, total=False):
     seed: Annotated[int, "what sample chooses by"]
 
 
-class Verifying(Checking, total=False):
-    """What ``verify`` takes."""
+class Verifying(Checking, Opening, total=False):
+    """What ``verify`` takes; what ``open`` takes beside reading goes with a manifest."""
 
     manifest: Annotated[AnyPath | None, "prove by this manifest, of whatever format"]
     write_manifest: Annotated[AnyPath | None, "write the SHA-256 of all, once all is sound"]
     overwrite: Annotated[bool, "replace the manifest"]
 
 
-class Comparing(Judging, Selecting, total=False):
-    """What ``compare`` takes; without a tolerance bits are compared."""
+class Comparing(Judging, Opening, total=False):
+    """What ``compare`` takes: what ``open`` makes of the first; without a tolerance bits count."""
 
     against_from: Annotated[str | None, "read the other one as this format"]
     rtol: Annotated[float | None, "allowed difference, times the other's number"]
     atol: Annotated[float | None, "allowed difference"]
-    cast: Annotated[bool, "cast to the other's types, then compare"]
+    cast: Annotated[bool, "cast the model's weights to the other's types, then compare"]
 
 
 class Salvaging(Reading, total=False):

@@ -11,7 +11,7 @@ from ckptool.api.collecting import no_collecting
 from ckptool.api.filling import Target, fill_targets, memory_of
 from ckptool.api.keywords import AnyPath, Opening
 from ckptool.api.leaves import Leaf, leaves_of
-from ckptool.api.local import local_parts, local_tensors, why_not_held
+from ckptool.api.local import declared_boxes, global_shape, local_parts, local_tensors, why_not_held
 from ckptool.api.memory import why_not_filled
 from ckptool.api.names import Matched, keys_differ, listed, matched
 from ckptool.api.said import Said
@@ -19,6 +19,7 @@ from ckptool.api.signature import documented
 from ckptool.api.values import rebuilt
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
+from ckptool.core.parts import part_of
 from ckptool.errors import CannotDo
 
 
@@ -53,11 +54,11 @@ def load(
     """Fill ``state_dict`` in place from the checkpoint at ``path``, whatever its format and mesh.
 
     Tensors and DTensors are filled where they lie, on the CPU or on a device; of a DTensor (or
-    FSDP1's ShardedTensor) each rank reads its own boxes, and the ranks need not meet. Other values
-    are replaced. A nested state dict has the names that DCP gives it, its keys joined by dots. A
-    tied parameter is loaded under any of its names. ``cast`` makes floating tensors those of the
-    state dict's types. The keywords fit the checkpoint to the state dict: ``model_only=True``,
-    ``rename=[...]``, ``map="auto"``, ``dequantize=True``.
+    FSDP1's ShardedTensor, or torch 2.15's CheckpointableTensor) each rank reads its own boxes, and
+    the ranks need not meet. Other values are replaced. A nested state dict has the names that DCP
+    gives it, its keys joined by dots. A tied parameter is loaded under any of its names. ``cast``
+    makes floating tensors those of the state dict's types. The keywords fit the checkpoint to the
+    state dict: ``model_only=True``, ``rename=[...]``, ``map="auto"``, ``dequantize=True``.
 
     Raises KeysDiffer where names differ and ``strict``, CannotDo where shapes, element types or
     kinds do, before anything is written; Damaged where the source's bytes are not as they were
@@ -107,7 +108,9 @@ def _memory(value: Any) -> tuple[Any, ...] | None:
     if not isinstance(value, torch.Tensor) or why_not_held(value) is not None:
         return None
     local = local_tensors(value)
-    return None if any(map(why_not_filled, local)) else (value.shape, *map(memory_of, local))
+    if any(map(why_not_filled, local)):
+        return None
+    return (global_shape(value), declared_boxes(value), *map(memory_of, local))
 
 
 def _require_alike(
@@ -148,14 +151,15 @@ def _why_not(entry: TensorEntry, tensor: Any) -> _Problem | None:
     if not isinstance(tensor, torch.Tensor):
         kind = type(tensor).__name__
         return _Problem(f"{entry.name}: a tensor in the checkpoint, a {kind} in the state dict")
-    shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    why = why_not_held(tensor)
+    if why is not None:
+        return _Problem(f"{entry.name}: {why}")
+    shape, dtype = global_shape(tensor), str(tensor.dtype).removeprefix("torch.")
     if (shape, dtype) != (entry.shape, entry.dtype.name):
         there, here = f"{entry.dtype} {list(entry.shape)}", f"{dtype} {list(shape)}"
         message = f"{entry.name}: {there} in the checkpoint, {here} in the state dict"
         return _Problem(message, cast_hint(entry, dtype) if shape == entry.shape else None)
-    why = why_not_held(tensor) or next(
-        filter(None, map(why_not_filled, local_tensors(tensor))), None
-    )
+    why = next(filter(None, map(why_not_filled, local_tensors(tensor))), None)
     return _Problem(f"{entry.name}: {why}") if why else None
 
 
@@ -169,6 +173,8 @@ def cast_hint(entry: TensorEntry, wanted: str) -> str:
     there, here = entry.dtype, BY_NAME.get(wanted)
     if here is None or {there.kind, here.kind} != {"float"}:
         return "nothing is cast in silence"
+    if not entry.shape and part_of(entry) != "model":
+        return "what has no dims and is none of the model, such as a step counter, is never cast"
     if there.itemsize == 1:
         return "dequantize=True makes numbers of quantised tensors, cast=True casts others"
     return "nothing is cast in silence: cast=True casts"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ckptool.core.box import Box
+from ckptool.core.box import Box, overlapping_pair
+from ckptool.core.declared_shards import SHARD_ATTRIBUTES, declared_pieces
 from ckptool.core.mesh import Placement, Replicate, Shard, StridedShard
 from ckptool.core.shards import Piece, shard_at
 
@@ -18,7 +19,29 @@ def why_not_held(tensor: torch.Tensor) -> str | None:
     if _is_dtensor(tensor):
         partial = [one for one in _placements(tensor) if one is None]
         return "a partial placement: each rank holds an addend, not values" if partial else None
-    return None
+    return _why_not_declared(tensor) if _declares_shards(tensor) else None
+
+
+def _why_not_declared(tensor: torch.Tensor) -> str | None:
+    """Why its attributes do not say which values it holds; None where they do."""
+    try:
+        pieces = local_pieces(tensor)
+    except (TypeError, ValueError) as error:
+        return f"its attributes {', '.join(SHARD_ATTRIBUTES)} contradict one another: {error}"
+    pair = overlapping_pair([piece.local for piece in pieces])
+    return f"two of its shards share elements: {pair[0]} and {pair[1]}" if pair else None
+
+
+def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of the whole tensor of which this rank may hold a part."""
+    return tuple(tensor.global_shape if _declares_shards(tensor) else tensor.shape)  # type: ignore[attr-defined]
+
+
+def declared_boxes(tensor: torch.Tensor) -> tuple[Box, ...] | None:
+    """The boxes of the whole tensor that its own attributes name; None where it has none such."""
+    if not _declares_shards(tensor):
+        return None
+    return tuple(piece.box for piece in local_pieces(tensor))
 
 
 def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -45,9 +68,13 @@ def local_parts(tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
 def local_pieces(tensor: torch.Tensor) -> tuple[Piece, ...]:
     """Which boxes of the global tensor lie where in this rank's memory.
 
-    None where the rank is not on the mesh. Strided shards are read as FSDP2 cuts them, where this
+    None where the rank is not on the mesh. ValueError where its attributes declare shards that do
+    not fit. Strided shards are read as FSDP2 cuts them, where this
     rank's local shape fits that. Damaged where it fits no reading.
     """
+    if _declares_shards(tensor):
+        whole_shape, above, inside, lengths = (getattr(tensor, n) for n in SHARD_ATTRIBUTES)
+        return declared_pieces(whole_shape, above, inside, lengths, tuple(tensor.shape))
     if not _is_dtensor(tensor):
         whole = Box.whole(tuple(tensor.shape))
         return (Piece(whole, whole),)
@@ -76,6 +103,13 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "_local_tensor")
+
+
+def _declares_shards(tensor: torch.Tensor) -> bool:
+    """Whether it is a CheckpointableTensor of torch 2.15: a plain one that says what it is."""
+    if _is_dtensor(tensor) or _is_sharded(tensor):
+        return False
+    return all(hasattr(tensor, name) for name in SHARD_ATTRIBUTES)
 
 
 def _placements(tensor: Any) -> list[Placement | None]:

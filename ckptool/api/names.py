@@ -55,6 +55,8 @@ def keys_differ(checkpoint: Checkpoint, found: Matched) -> KeysDiffer:
         for what, names in (("missing", found.missing), ("unexpected", found.unexpected))
         if names
     ]
+    conflicts = checkpoint.catalog.conflicts
+    lines += [f"  {conflicts[name]}" for name in found.unexpected if name in conflicts]
     error = KeysDiffer(
         f"{checkpoint.path} and the state dict do not have the same names:\n" + "\n".join(lines),
         hint=_hint(checkpoint, found),

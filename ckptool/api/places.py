@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ckptool.commands.open import Opened
 from ckptool.core.catalog import Catalog, Chunk, TensorEntry
 from ckptool.core.plan import ChunkIndex
+from ckptool.errors import CannotDo
 
 if TYPE_CHECKING:
     from ckptool.engine.boxes import Wanted
@@ -61,6 +62,12 @@ class Places:
             n: replace(e, chunks=tuple(replace(c, copies=()) for c in chunks[n]))
             for n, e in tensors.items()
         }
-        for name, entry in self._opened.located(self._catalog.with_tensors(alone)).tensors.items():
-            for chunk, found in zip(chunks[name], entry.chunks, strict=True):
+        located = self._opened.located(self._catalog.with_tensors(alone)).tensors
+        for name in alone:
+            if name not in located:
+                raise CannotDo(
+                    f"{name}: a tensor subclass that wraps others, no plain tensor",
+                    hint="convert gives the tensors in it names of their own",
+                )
+            for chunk, found in zip(chunks[name], located[name].chunks, strict=True):
                 self._found[id(chunk)] = found

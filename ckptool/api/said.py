@@ -14,10 +14,11 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from ckptool.api.keywords import AnyPath, Size
 from ckptool.commands.map_report import MapOptions
 from ckptool.commands.read_options import ReadOptions
+from ckptool.commands.rewriting import RewriteOptions
 from ckptool.commands.selection import Selection
 from ckptool.commands.transfer import TransferOptions
 from ckptool.core.amounts import parse_share, parse_size
-from ckptool.core.dtype import parse_dtype
+from ckptool.core.casts import NO_CASTS, Casts, parse_casts
 from ckptool.core.placing import parse_mesh, parse_rule
 from ckptool.core.tp_rules import parse_tp_rules
 from ckptool.engine import remote_path
@@ -35,6 +36,10 @@ def location(path: AnyPath) -> Location:
 
 def _strings(value: str | Sequence[str]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _several(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else (value,)
 
 
 def _at_least(least: float, name: str, value: Any) -> Any:
@@ -57,14 +62,14 @@ _PARSED: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("select", "drop", "rename", "ignore", "strategies"), _strings),
     **dict.fromkeys(("flat_params", "hf_assets", "plan", "tp_plan"), _local),
     **dict.fromkeys(("manifest", "write_manifest", "like", "out"), location),
-    **{name: partial(_at_least, 1, name) for name in ("workers", "ranks", "repeat")},
+    **{name: partial(_at_least, 1, name) for name in ("workers", "ranks", "repeat", "world_size")},
     **{name: partial(_at_least, 0, name) for name in ("rtol", "atol")},
     **{name: partial(_bytes, name) for name in ("budget", "max_shard_size", "size")},
     "sample": lambda value: parse_share(str(value), "sample"),
     "tp_rule": lambda texts: parse_tp_rules(_strings(texts)),
     "mesh": parse_mesh,
     "shard": lambda texts: tuple(map(parse_rule, _strings(texts))),
-    "dtype": lambda value: parse_dtype(str(value)),
+    "dtype": lambda value: parse_casts([str(one) for one in _several(value)]),
 }
 
 _FIELDS = {
@@ -114,11 +119,18 @@ class Said:
     def reading(self) -> ReadOptions:
         return self.options(ReadOptions)
 
-    def selection(self) -> Selection:
-        return self.options(Selection)
-
     def mapping(self) -> MapOptions:
         return self.options(MapOptions)
+
+    def rewriting(self) -> RewriteOptions:
+        casts: Casts = self.get("dtype", NO_CASTS)
+        return self.options(
+            RewriteOptions,
+            selection=self.options(Selection),
+            map=self.mapping(),
+            dtype=casts.model,
+            dtype_rules=casts.rules,
+        )
 
     def transfer(self, **more: Any) -> TransferOptions:
         return self.options(TransferOptions, run=self.options(RunOptions), **more)

@@ -9,6 +9,7 @@ from ckptool.api.commands import Progress, silent
 from ckptool.api.keywords import AnyPath, Checking, Comparing, Salvaging, Verifying
 from ckptool.api.said import Said, location
 from ckptool.api.signature import documented
+from ckptool.commands.rewriting import RewriteOptions
 from ckptool.commands.verify import verify as _verify
 from ckptool.commands.verify.findings import VerifyReport
 from ckptool.commands.verify.verify import VerifyOptions
@@ -32,18 +33,22 @@ def verify(
     """
     said = Said("verify", options, Verifying)
     asked, written, read = _options(said), said.get("write_manifest"), said.get("manifest")
+    rewrite = said.rewriting()
     if written is None and read is None:
+        if rewrite != RewriteOptions():
+            raise UsageError("what to take of it and how needs a manifest, or compare()")
         return _verify.verify(location(path), asked, lambda total: progress)
     if written is not None and read is not None:
         raise UsageError("manifest and write_manifest: one at a time")
     from ckptool.commands.verify.proving import ProvingOptions, prove, write
 
     if written is not None:
-        proving = ProvingOptions(written, said.get("overwrite", False), asked)
+        proving = ProvingOptions(written, said.get("overwrite", False), asked, rewrite)
         return write(location(path), proving, lambda total: progress)
     if asked.sample == 1 and not asked.finite:
         asked = replace(asked, quick=True)
-    return prove(location(path), ProvingOptions(read, verify=asked), lambda total: progress)
+    proving = ProvingOptions(read, verify=asked, rewrite=rewrite)
+    return prove(location(path), proving, lambda total: progress)
 
 
 @documented(Comparing)
@@ -63,7 +68,7 @@ def compare(
     asked = said.options(
         AgainstOptions,
         other=location(other),
-        selection=said.selection(),
+        rewrite=said.rewriting(),
         tolerance=said.options(Tolerance) if tolerant else None,
         verify=_options(said),
     )

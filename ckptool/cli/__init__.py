@@ -6,10 +6,13 @@ import gc
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from ckptool.errors import CannotDo, CkptoolError, Damaged, TransferError, UsageError
+from ckptool.cli.last_resort import known_error
+from ckptool.cli.signals import end_on_signals
+from ckptool.errors import CkptoolError, UsageError
 
 
 def main() -> NoReturn:
@@ -17,9 +20,11 @@ def main() -> NoReturn:
 
     Catalogs hold millions of objects and no cycles: neither collecting garbage nor taking them
     apart at the end is worth its time. numpy only copies here: threads for its linear algebra
-    would wait in loops beside those that work.
+    would wait in loops beside those that work. Only a command that is done leaves the rest to the
+    interpreter, as torch needs it: after an error a thread may wait for ranks that never come.
     """
-    signal.signal(signal.SIGTERM, _terminate)
+    _open_closed_streams()
+    end_on_signals()
     if not _writes_to_sockets(sys.argv, os.environ):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if any("://" in argument for argument in sys.argv):
@@ -32,9 +37,19 @@ def main() -> NoReturn:
         sys.stderr.flush()
     except (BrokenPipeError, SystemExit):
         os._exit(_PIPE_CLOSED)
-    if "torch" in sys.modules:
+    if "torch" in sys.modules and code == 0:
         sys.exit(code)
     os._exit(code)
+
+
+def _open_closed_streams() -> None:
+    """Let standard streams that were closed (``>&-``) lead nowhere.
+
+    Else the next file that is opened has their number, and what is said goes into it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _writes_to_sockets(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
@@ -56,29 +71,39 @@ def _run() -> int:
         from ckptool.cli.app import app
 
         app()
-    except KeyboardInterrupt:
-        return _interrupted(128 + signal.SIGINT, writes=False)
+    except KeyboardInterrupt as error:
+        return _interrupted(128 + signal.SIGINT, error)
     except SystemExit as done:
         if isinstance(done.__context__, BrokenPipeError):
             raise
         if done.code in _INTERRUPTED:
-            return _interrupted(done.code, writes=bool(_WRITING & set(sys.argv)))
+            return _interrupted(done.code, done)
         said = getattr(done.__context__, "format_message", None)
         if said is not None:
             _answer(UsageError(said()))
         return done.code if isinstance(done.code, int) else 0
     except BrokenPipeError:
         raise
-    except (CkptoolError, OSError, RecursionError, MemoryError) as error:
+    except Exception as error:
+        return _failed(error)
+    return 0
+
+
+def _failed(error: Exception) -> int:
+    """Say what went wrong, in plain text where there is no memory for more; the exit code."""
+    known = known_error(error)
+    try:
         if "--debug" in sys.argv:
-            raise
+            traceback.print_exception(error)
         from ckptool.render.messages import show_error
 
-        known = error if isinstance(error, CkptoolError) else _known(error)
         show_error(known)
         _answer(known)
-        return known.exit_code
-    return 0
+    except BrokenPipeError:
+        raise
+    except (Exception, RecursionError):
+        os.write(2, f"error: {ascii(str(known.message))[1:-1]}\n".encode())
+    return known.exit_code
 
 
 def _answer(error: CkptoolError) -> None:
@@ -89,10 +114,15 @@ def _answer(error: CkptoolError) -> None:
         print_json(error_json(error))
 
 
-def _interrupted(code: int, *, writes: bool) -> int:
+def _interrupted(code: int, error: BaseException | None) -> int:
+    """Say what an interruption left, as is noted on it or on what it was raised for."""
     from ckptool.render.messages import show_interrupted
 
-    show_interrupted(writes=writes)
+    notes: list[str] = []
+    while error is not None and not notes:
+        notes = getattr(error, "__notes__", [])
+        error = error.__cause__ or error.__context__
+    show_interrupted(notes if _WRITING & set(sys.argv) else ())
     return code
 
 
@@ -115,16 +145,3 @@ def _give_memory_back() -> None:
 
 _MMAP_THRESHOLD = -3
 """``M_MMAP_THRESHOLD`` of glibc's malloc.h."""
-
-
-def _terminate(number: int, frame: object) -> NoReturn:
-    """Unwind as on Ctrl-C, so that what is written can be resumed."""
-    sys.exit(128 + number)
-
-
-def _known(error: BaseException) -> CkptoolError:
-    if isinstance(error, OSError):
-        return TransferError(error.strerror or str(error))
-    if isinstance(error, RecursionError):
-        return Damaged("the source is nested too deep to be read")
-    return CannotDo("there is not enough memory for this", hint="a smaller --budget needs less")

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ckptool.cli.arguments import AsJson, Debug, DryRun, PerRank, Quiet, SourcePath, Unstack
-from ckptool.cli.groups import KeyMap, Reading, Selecting, Writing
+from ckptool.cli.groups import Casting, KeyMap, Reading, Selecting, Writing, rewrite_options
 
 
 def convert(
@@ -30,16 +30,7 @@ def convert(
     per_rank: PerRank = False,
     selecting: Annotated[Selecting, "What to keep, and how to call it"],
     key_map: Annotated[KeyMap, "Names and layout of another framework"],
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", metavar="DTYPE", help="Cast floating tensors, e.g. bf16."),
-    ] = None,
-    dequantize: Annotated[
-        bool,
-        typer.Option(
-            "--dequantize", help="Make numbers of FP8, INT8 and MXFP4: bf16, or what --dtype says."
-        ),
-    ] = False,
+    casting: Casting,
     max_shard_size: Annotated[
         str,
         typer.Option(
@@ -64,16 +55,12 @@ def convert(
     from ckptool.cli.places import parse_place
     from ckptool.commands.convert import ConvertOptions, prepare
     from ckptool.core.amounts import parse_size
-    from ckptool.core.dtype import parse_dtype
     from ckptool.render.progress import progress
 
     options = ConvertOptions(
         to=to,
         read=reading.options(per_rank=per_rank, unstack=unstack),
-        selection=selecting.options(),
-        map=key_map.options(),
-        dtype=None if dtype is None else parse_dtype(dtype),
-        dequantize=dequantize,
+        rewrite=rewrite_options(selecting, key_map, casting),
         max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
         one_rank=one_rank,
         transfer=writing.options(),
@@ -85,14 +72,17 @@ def convert(
         show_notes(prepared.report.notes)
         if dry_run:
             show_obstacle(prepared.transfer.obstacle())
+    report = prepared.report
     if not dry_run:
         with progress(prepared.nbytes, quiet=quiet) as advance:
-            prepared.run(advance)
+            report = prepared.run(advance)
     if as_json or dry_run or not quiet:
         from ckptool.render.convert import convert_json, show_convert
-        from ckptool.render.messages import print_json
+        from ckptool.render.messages import print_json, show_notes
 
+        if not quiet:
+            show_notes(report.notes[len(prepared.report.notes) :])
         if as_json:
-            print_json(convert_json(prepared.report, dry_run=dry_run))
+            print_json(convert_json(report, dry_run=dry_run))
         else:
-            show_convert(prepared.report, dry_run=dry_run)
+            show_convert(report, dry_run=dry_run)

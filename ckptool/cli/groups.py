@@ -13,6 +13,7 @@ from ckptool.cli.arguments import From, Overwrite, Workers
 if TYPE_CHECKING:
     from ckptool.commands.map_report import MapOptions
     from ckptool.commands.read_options import ReadOptions
+    from ckptool.commands.rewriting import RewriteOptions
     from ckptool.commands.selection import Selection
     from ckptool.commands.transfer import TransferOptions
 
@@ -39,6 +40,16 @@ class Reading:
             help="Take FSDP1's flat parameters apart by this JSON of names and shapes, in order.",
         ),
     ] = None
+    world_size: Annotated[
+        int | None,
+        typer.Option(
+            "--world-size",
+            metavar="N",
+            min=1,
+            help="Read the files of N ranks, where rank files of several saves lie together, or"
+            " nothing records how many there were.",
+        ),
+    ] = None
 
     def options(self, *, per_rank: bool = False, unstack: bool = False) -> ReadOptions:
         """What the command line says; UsageError where a rule makes no sense."""
@@ -46,7 +57,14 @@ class Reading:
         from ckptool.core.tp_rules import parse_tp_rules
 
         rules = parse_tp_rules(self.tp_rule)
-        return ReadOptions(self.from_format, per_rank, self.flat_params, rules, unstack)
+        return ReadOptions(
+            self.from_format,
+            per_rank,
+            self.flat_params,
+            rules,
+            unstack,
+            world_size=self.world_size,
+        )
 
 
 @dataclass(frozen=True)
@@ -135,6 +153,38 @@ class KeyMap:
         from ckptool.core.amounts import parse_dims
 
         return MapOptions(self.key_map, parse_dims(self.dims or ()), self.hf_assets, self.inverse)
+
+
+@dataclass(frozen=True)
+class Casting:
+    """As which numbers to take the source."""
+
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--dtype",
+            metavar="DTYPE|GLOB=DTYPE",
+            help="Cast the model's weights, e.g. bf16; with a GLOB what matches, whatever it is"
+            " (repeatable, first wins). Integers and tensors without dims are never cast.",
+        ),
+    ] = None
+    dequantize: Annotated[
+        bool,
+        typer.Option(
+            "--dequantize", help="Make numbers of FP8, INT8 and MXFP4: bf16, or what --dtype says."
+        ),
+    ] = False
+
+
+def rewrite_options(selecting: Selecting, key_map: KeyMap, casting: Casting) -> RewriteOptions:
+    """What the command line says of the rewriting of SRC; UsageError where it makes no sense."""
+    from ckptool.commands.rewriting import RewriteOptions
+    from ckptool.core.casts import parse_casts
+
+    casts = parse_casts(casting.dtype or ())
+    return RewriteOptions(
+        selecting.options(), key_map.options(), casts.model, casts.rules, casting.dequantize
+    )
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,8 @@ def inspect(
 
     from ckptool.cli.places import parse_place
     from ckptool.commands.inspect import inspect as run_inspect
-    from ckptool.render.export import require_exportable, write_export
+    from ckptool.engine.disk import require_marked, write_whole
+    from ckptool.render.export import export_mark, exported, require_exportable
     from ckptool.render.inspect import inspect_json, show, show_traffic, stats_json
     from ckptool.render.messages import print_json, show_error, show_notes
     from ckptool.render.text import console
@@ -73,6 +74,7 @@ def inspect(
         if as_json:
             raise UsageError("--export keeps the screen, and --json leaves it empty: one of them")
         require_exportable(export)
+        require_marked(export, export_mark(export), noun="screen that ckptool exported")
     place = parse_place(source, "SRC")
     asked = reading.options(per_rank=per_rank)
     report = run_inspect(place, replace(asked, values=values or isinstance(place, Path)))
@@ -96,7 +98,7 @@ def inspect(
             stats=found or (),
         )
         if export is not None:
-            write_export(screen, export)
+            write_whole(export, exported(screen, export), mark=export_mark(export))
         show_notes(report.notes)
     if verbose:
         show_traffic(report)

@@ -129,19 +129,23 @@ def reshard(
             from ckptool.commands.check_loads.check import require_loadable
 
             group.together(lambda: require_loadable(prepared, group))
+        report = prepared.report
         if not dry_run:
             with progress(prepared.nbytes, quiet=quiet) as advance:
-                prepared.run(advance, group)
+                report = prepared.run(advance, group)
             if check:
                 from ckptool.commands.check_loads.check import check_loads
 
                 check_loads(prepared, group)
         if group.rank == 0 and (as_json or dry_run or not quiet):
-            from ckptool.render.messages import print_json
+            from ckptool.render.messages import print_json, show_notes
             from ckptool.render.reshard import reshard_json, show_reshard
+
+            if not quiet:
+                show_notes(report.notes[len(prepared.report.notes) :])
 
             costs = prepared.costs() if dry_run else None
             if as_json:
-                print_json(reshard_json(prepared.report, costs))
+                print_json(reshard_json(report, costs))
             else:
-                show_reshard(prepared.report, costs)
+                show_reshard(report, costs)

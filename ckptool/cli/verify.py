@@ -6,9 +6,15 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from ckptool.cli.arguments import Debug, Overwrite, PerRank, SourcePath, Workers
-from ckptool.cli.groups import Reading, Selecting
-from ckptool.cli.verify_against import PANEL, Against, Comparing, require_against, run_against
+from ckptool.cli.arguments import Debug, Overwrite, PerRank, SourcePath, Unstack, Workers
+from ckptool.cli.groups import Casting, KeyMap, Reading, Selecting, rewrite_options
+from ckptool.cli.verify_against import (
+    Against,
+    Comparing,
+    require_against,
+    require_other,
+    run_against,
+)
 from ckptool.cli.verify_looking import Looking
 from ckptool.cli.verify_manifest import ByManifest, WriteManifest, run_proving, run_writing
 from ckptool.cli.verify_run import All, LatestGood, run_steps
@@ -21,6 +27,9 @@ if TYPE_CHECKING:
     from ckptool.engine.remote_path import Location
 
 
+REWRITING = "What of SRC, under which names and as which numbers, as `ckptool convert` makes it"
+
+
 def verify(
     source: SourcePath = ".",
     *,
@@ -28,7 +37,10 @@ def verify(
     codes: Annotated[bool, typer.Option("--codes", help="List the codes and end.")] = False,
     against: Against = None,
     comparing: Comparing,
-    selecting: Annotated[Selecting, PANEL],
+    selecting: Annotated[Selecting, REWRITING],
+    key_map: Annotated[KeyMap, REWRITING],
+    casting: Annotated[Casting, REWRITING],
+    unstack: Unstack = False,
     write_manifest: WriteManifest = None,
     manifest: ByManifest = None,
     latest_good: LatestGood = False,
@@ -45,7 +57,8 @@ def verify(
 
     Reads everything once. Exits 0 where it is sound, 1 where it is not, 3 where there is none.
     Other questions, one at a time: is it the same as OTHER, is it what a manifest says, which step
-    of a run is the newest whole one, and what is left of a damaged one.
+    of a run is the newest whole one, and what is left of a damaged one. With the options that
+    `ckptool convert SRC DST` took, `--against DST` proves that DST is what it should be.
     Where GITHUB_ACTIONS is true, findings are annotations too (on stderr beside --json).
     """
     if codes:
@@ -53,7 +66,9 @@ def verify(
         return
     _require_one_question(against, write_manifest, manifest, latest_good or every, salvage)
     if against is None:
-        require_against(comparing, selecting)
+        require_against(comparing)
+        if manifest is None and write_manifest is None:
+            require_other(selecting, key_map, casting)
     elif looking.quick or looking.sample:
         raise UsageError("--against compares every byte: not with --quick or --sample")
     from ckptool.cli.places import parse_place
@@ -61,7 +76,8 @@ def verify(
     from ckptool.render.progress import started_progress
 
     place = parse_place(source, "SRC")
-    options = looking.options(reading.options(per_rank=per_rank), workers)
+    options = looking.options(reading.options(per_rank=per_rank, unstack=unstack), workers)
+    rewriting = rewrite_options(selecting, key_map, casting)
     how = {"as_json": telling.as_json, "quiet": telling.quiet}
     if salvage is not None:
         _end(run_salvage(place, location(salvage), options, overwrite=overwrite, **how))
@@ -69,12 +85,12 @@ def verify(
         _end(run_steps(place, options, every=every, **how))
     with started_progress(quiet=telling.quiet) as started:
         if against is not None:
-            told = run_against(place, location(against), comparing, selecting, options, started)
+            told = run_against(place, location(against), comparing, rewriting, options, started)
         elif write_manifest is not None:
             written = location(write_manifest)
-            told = run_writing(place, written, options, started, overwrite=overwrite)
+            told = run_writing(place, written, rewriting, options, started, overwrite=overwrite)
         elif manifest is not None:
-            told = run_proving(place, location(manifest), options, started)
+            told = run_proving(place, location(manifest), rewriting, options, started)
         else:
             told = _verified(place, options, started)
     telling.tell(told, strict=looking.strict)

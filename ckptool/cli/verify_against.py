@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptool.cli.groups import Selecting
+from ckptool.cli.groups import Casting, KeyMap, Selecting
 from ckptool.cli.verify_told import Told
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
+    from ckptool.commands.rewriting import RewriteOptions
     from ckptool.commands.verify.compare import Tolerance
     from ckptool.commands.verify.verify import Started, VerifyOptions
     from ckptool.engine.remote_path import Location
@@ -45,7 +46,11 @@ class Comparing:
     ] = None
     cast: Annotated[
         bool,
-        typer.Option("--cast", rich_help_panel=PANEL, help="Cast to OTHER's types, then compare."),
+        typer.Option(
+            "--cast",
+            rich_help_panel=PANEL,
+            help="Cast the model's weights to OTHER's types, then compare.",
+        ),
     ] = False
 
     against_from: Annotated[
@@ -67,20 +72,30 @@ class Comparing:
         return Tolerance(self.rtol or 0, self.atol or 0)
 
 
-def require_against(*groups: Comparing | Selecting) -> None:
+def require_against(comparing: Comparing) -> None:
     """UsageError where something is said that makes sense only with --against."""
+    _require_unsaid("it needs --against OTHER", comparing)
+
+
+def require_other(*groups: Selecting | KeyMap | Casting) -> None:
+    """UsageError where a rewriting is asked for and there is nothing to compare its result with."""
+    _require_unsaid("it needs --against OTHER, --manifest or --write-manifest", *groups)
+
+
+def _require_unsaid(needs: str, *groups: Comparing | Selecting | KeyMap | Casting) -> None:
     for group in groups:
         for field in fields(group):
             if getattr(group, field.name) not in (field.default, []):
-                option = "--" + field.name.replace("_", "-")
-                raise UsageError(f"{option} says what to compare: it needs --against OTHER")
+                name = {"key_map": "map", "dims": "dim"}.get(field.name, field.name)
+                option = "--" + name.replace("_", "-")
+                raise UsageError(f"{option} says what to compare: {needs}")
 
 
 def run_against(
     source: Location,
     other: Location,
     comparing: Comparing,
-    selecting: Selecting,
+    rewriting: RewriteOptions,
     options: VerifyOptions,
     started: Started,
 ) -> Told:
@@ -90,7 +105,7 @@ def run_against(
 
     asked = AgainstOptions(
         other,
-        selecting.options(),
+        rewriting,
         comparing.tolerance(),
         comparing.cast,
         options,

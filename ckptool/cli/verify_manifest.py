@@ -9,6 +9,7 @@ import typer
 from ckptool.cli.verify_told import Told, told_of
 
 if TYPE_CHECKING:
+    from ckptool.commands.rewriting import RewriteOptions
     from ckptool.commands.verify.verify import Started, VerifyOptions
     from ckptool.engine.remote_path import Location
 
@@ -35,16 +36,26 @@ ByManifest = Annotated[
 
 
 def run_writing(
-    source: Location, target: Location, options: VerifyOptions, started: Started, *, overwrite: bool
+    source: Location,
+    target: Location,
+    rewriting: RewriteOptions,
+    options: VerifyOptions,
+    started: Started,
+    *,
+    overwrite: bool,
 ) -> Told:
     """Write a manifest of what is sound."""
     from ckptool.commands.verify.proving import ProvingOptions, write
 
-    return told_of(write(source, ProvingOptions(target, overwrite, options), started))
+    return told_of(write(source, ProvingOptions(target, overwrite, options, rewriting), started))
 
 
 def run_proving(
-    source: Location, manifest: Location, options: VerifyOptions, started: Started
+    source: Location,
+    manifest: Location,
+    rewriting: RewriteOptions,
+    options: VerifyOptions,
+    started: Started,
 ) -> Told:
     """Prove by a manifest; every byte is read for the digests in any case."""
     from dataclasses import replace
@@ -53,4 +64,5 @@ def run_proving(
 
     if options.sample == 1 and not options.finite:
         options = replace(options, quick=True)
-    return told_of(prove(source, ProvingOptions(manifest, verify=options), started))
+    asked = ProvingOptions(manifest, verify=options, rewrite=rewriting)
+    return told_of(prove(source, asked, started))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ckptool.commands.map_report import MapOptions, MapReport
 from ckptool.commands.open import Opened
+from ckptool.commands.unlisted import require_listed, unlisted_problems
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout, Literal, Verbatim
 from ckptool.engine.sources import LocalSource
@@ -61,7 +62,14 @@ def with_assets(
 
 
 def _asset_files(folder: Path) -> list[FileLayout]:
-    """config.json, tokenizer files and their like in a folder, to be copied as they are.
+    """The files of ``--hf-assets``, to be copied as they are."""
+    root = folder.resolve()
+    _, found = assets_in(folder)
+    return [FileLayout(name, (Verbatim(str(root / name), size),)) for name, size in found.items()]
+
+
+def assets_in(folder: Path) -> tuple[LocalSource, dict[str, int]]:
+    """A folder, and the sizes of config.json, tokenizer files and their like in it.
 
     UsageError where it is no folder, or holds none of them.
     """
@@ -70,11 +78,11 @@ def _asset_files(folder: Path) -> list[FileLayout]:
     if not folder.is_dir():
         raise UsageError(f"--hf-assets {folder}: no such folder")
     source = LocalSource.folder(folder)
+    require_listed(unlisted_problems(source.unlisted))
     found = companions(source)
     if not found:
         raise UsageError(
             f"--hf-assets {folder}: no config.json and no tokenizer file among its"
             f" {len(source.files):,} files"
         )
-    root = folder.resolve()
-    return [FileLayout(name, (Verbatim(str(root / name), size),)) for name, size in found.items()]
+    return source, found

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptool.commands.numbers_config import block_size
 from ckptool.commands.open import Opened
 from ckptool.commands.selection import Selection, selected
-from ckptool.core import rewrite
+from ckptool.core.casts import Casts, cast
 from ckptool.core.catalog import Catalog
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.quantised import dequantized, quantised_names
+from ckptool.engine.rounding import needs_torch
 from ckptool.errors import CannotDo
 
 
@@ -43,16 +44,18 @@ def taken(opened: Opened, selection: Selection, dtype: DType | None, *, dequanti
     return Taken(made.catalog, kept, made.counts(kept))
 
 
-def with_dtype(catalog: Catalog, dtype: DType | None) -> tuple[Catalog, dict[str, int]]:
-    """The catalog with floating tensors as ``dtype``, and how many were cast from each type.
+def with_casts(catalog: Catalog, casts: Casts) -> tuple[Catalog, dict[str, int]]:
+    """The catalog with its casts and notes on them, and how many were cast from each type.
 
-    Quantised tensors and their scales stay as they are. CannotDo without torch.
+    CannotDo where a cast needs torch and it is not there.
     """
-    if dtype is None:
-        return catalog, {}
-    _require_torch("--dtype")
-    catalog, changed = rewrite.cast(catalog, dtype, quantised_names(catalog))
-    return catalog, dict(Counter(entry.dtype.name for entry in changed))
+    done = cast(catalog, casts)
+    for entry in done.changed:
+        wanted = done.catalog.tensors[entry.name].dtype
+        if needs_torch(entry.source_dtype, wanted):
+            _require_torch(f"--dtype {wanted} of {entry.source_dtype}")
+    noted = replace(done.catalog, notes=(*done.catalog.notes, *done.notes))
+    return noted, dict(Counter(entry.dtype.name for entry in done.changed))
 
 
 def _require_torch(option: str) -> None:

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from ckptool.commands.assets import mapped, with_assets
-from ckptool.commands.casting import taken, with_dtype
-from ckptool.commands.map_report import MapOptions, MapReport, decided_by
+from ckptool.commands.assets import with_assets
+from ckptool.commands.map_report import MapReport, decided_by
 from ckptool.commands.numbers_config import as_numbers
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.read_options import AS_DETECTED, ReadOptions
-from ckptool.commands.selection import EVERYTHING, Selection
+from ckptool.commands.rewriting import RewriteOptions, rewrite
+from ckptool.commands.selection import Selection
 from ckptool.commands.transfer import (
     Progress,
     Transfer,
     TransferOptions,
     free_bytes,
+    named_target,
     require_agreement,
     require_apart,
-    store_notes,
+    target_notes,
 )
+from ckptool.commands.true_config import with_true_config
 from ckptool.core.catalog import Catalog
-from ckptool.core.dtype import DType
 from ckptool.core.layout import FileLayout
 from ckptool.core.plan import Plan
 from ckptool.core.quantised import kinds, quantised_names
@@ -40,14 +41,11 @@ TARGETS = (
 
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
-    """How to read it, what to keep, how to name and write it. ``max_shard_size`` in bytes."""
+    """How to read it, what to make of it, and how to write it. ``max_shard_size`` in bytes."""
 
     to: str
     read: ReadOptions = AS_DETECTED
-    selection: Selection = EVERYTHING
-    map: MapOptions = field(default_factory=MapOptions)
-    dtype: DType | None = None
-    dequantize: bool = False
+    rewrite: RewriteOptions = field(default_factory=RewriteOptions)
     max_shard_size: int = 5_000_000_000
     one_rank: bool = False
     transfer: TransferOptions = field(default_factory=TransferOptions)
@@ -88,8 +86,8 @@ class Prepared:
 
     def run(self, progress: Progress = lambda nbytes: None) -> ConvertReport:
         """Write the target. Raises as a transfer does; the target is whole or not there."""
-        self.transfer.run(progress)
-        return self.report
+        notes = self.transfer.run(progress)
+        return replace(self.report, notes=(*self.report.notes, *notes))
 
 
 def prepare(source: Location, target: Location, options: ConvertOptions) -> Prepared:
@@ -97,22 +95,28 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Prep
 
     Raises UsageError, CannotDo or a SourceError where it cannot be done as asked.
     """
+    target = named_target(target)
     writer = _writer(options.to, target)
-    opened = open_checkpoint(source, options.read)
+    opened = open_checkpoint(source, options.read, whole=False)
     require_apart(opened, target)
-    found = taken(opened, options.selection, options.dtype, dequantize=options.dequantize)
-    kept = found.kept
-    require_agreement(kept)
-    if not kept.tensors and not kept.objects:
-        raise UsageError("nothing is left to convert")
-    _require_readable(opened.path, kept)
-    catalog, map_report = mapped(opened, opened.located(kept), options.map)
-    catalog, cast = with_dtype(catalog, options.dtype)
+    found = rewrite(
+        opened, options.rewrite, locate=True, check=lambda kept: _require_some(opened.path, kept)
+    )
+    catalog = found.catalog
     request = Request(target.name, options.max_shard_size, options.one_rank)
     layout = CONVERTERS[writer](catalog, request)
-    layout = with_assets(layout, options.map.assets, map_report, catalog, model=writer == "hf")
-    if options.dequantize:
+    assets = options.rewrite.map.assets
+    layout = with_assets(layout, assets, found.map, catalog, model=writer == "hf")
+    if options.rewrite.dequantize:
         layout = as_numbers(opened, catalog, layout)
+    chosen = options.rewrite.selection
+    layout = with_true_config(
+        opened,
+        catalog,
+        layout,
+        cast=bool(found.cast or found.dequantized),
+        partial=bool(chosen.select or chosen.drop),
+    )
     plan = Plan(catalog, layout)
     report = ConvertReport(
         source=opened.path,
@@ -125,23 +129,31 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Prep
         read_bytes=plan.read_bytes,
         write_bytes=layout.nbytes,
         free_bytes=free_bytes(target.parent),
-        left_out=_left_out(found.whole, kept, options.selection),
-        map=map_report,
-        cast=cast,
+        left_out=_left_out(found.whole, found.kept, options.rewrite.selection),
+        map=found.map,
+        cast=found.cast,
         dequantized=found.dequantized,
         notes=(
             *catalog.notes,
             *layout.notes,
-            *_quantised_notes(catalog, options),
-            *store_notes(target, layout, options.transfer),
+            *_quantised_notes(catalog, options.rewrite),
+            *target_notes(opened, target, layout, options.transfer),
         ),
     )
-    decided = (writer, options.max_shard_size, options.one_rank, decided_by(map_report))
+    decided = (writer, options.max_shard_size, options.one_rank, decided_by(found.map))
     return Prepared(Transfer(opened, plan, target, options.transfer, decided), report)
 
 
+def _require_some(source: Location, kept: Catalog) -> None:
+    """Raise where ranks contradict one another, or nothing that can be read was selected."""
+    require_agreement(kept)
+    if not kept.tensors and not kept.objects:
+        raise UsageError("nothing is left to convert")
+    _require_readable(source, kept)
+
+
 def _require_readable(source: Location, kept: Catalog) -> None:
-    """CannotDo where there are only tensors of kinds that are not read, such as whole modules."""
+    """CannotDo where there are only tensors of kinds that are not read, such as sparse ones."""
     foreign = Foreign()
     values = kept.objects.values()
     if kept.tensors or not all(UNREAD_TENSOR in foreign.of(entry.value) for entry in values):
@@ -149,7 +161,7 @@ def _require_readable(source: Location, kept: Catalog) -> None:
     names = ", ".join(f"{entry.name} ({type_name(entry.value)})" for entry in [*values][:3])
     raise CannotDo(
         f"{source}: no tensor in it can be read: {names}",
-        hint="of a module save its state: torch.save(module.state_dict(), FILE)",
+        hint="in torch: make plain tensors of them, and save these",
     )
 
 
@@ -165,7 +177,7 @@ def _writer(to: str, target: Location) -> str:
     return to
 
 
-def _quantised_notes(catalog: Catalog, options: ConvertOptions) -> list[str]:
+def _quantised_notes(catalog: Catalog, options: RewriteOptions) -> list[str]:
     """What a person should know of quantised tensors that are cast or made numbers of."""
     notes = []
     if options.dtype is not None and quantised_names(catalog):

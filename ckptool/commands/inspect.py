@@ -89,7 +89,8 @@ class InspectReport:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return self.catalog.notes
+        said = {str(why) for why in self.catalog.conflicts.values()}
+        return tuple(note for note in self.catalog.notes if str(note) not in said)
 
 
 def inspect(path: Location, options: ReadOptions = AS_DETECTED) -> InspectReport:
@@ -114,7 +115,7 @@ def shares_of(entries: Iterable[TensorEntry]) -> tuple[Share, ...]:
     """Tensors summed up by part and element type, the largest type of a part first."""
     groups: dict[tuple[str, DType], list[TensorEntry]] = {}
     for entry in entries:
-        groups.setdefault((part_of(entry.name, entry.path), entry.dtype), []).append(entry)
+        groups.setdefault((part_of(entry), entry.dtype), []).append(entry)
     shares = [
         Share(
             part,

@@ -2,17 +2,21 @@
 
 It is written only where everything that decides the model's values is recorded. Meta's params.json
 says it for Llama 1 to 3 (not for the scaled rotary embeddings of 3.1 and later), Megatron-LM's
-arguments (core 0.7 to 0.20) for models with RMSNorm, SwiGLU and plain rotary embeddings.
+arguments (core 0.7 to 0.20) for models with RMSNorm, SwiGLU and plain rotary embeddings, where each
+argument is understood or known to change nothing, and the tensors are exactly the architecture's.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ckptool.commands.architectures import names_of
+from ckptool.commands.config_check import main_dtype
+from ckptool.commands.megatron_arguments import HARMLESS
 from ckptool.commands.model_facts import Record
 from ckptool.core.catalog import Catalog
+from ckptool.core.parts import part_of
 
 Config = dict[str, Any]
 
@@ -34,18 +38,15 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "swiglu": (True,),
     "add_bias_linear": (False,),
     "rotary_percent": (1.0,),
-    "use_rope_scaling": (False, None),
-    "rotary_interleaved": (False, None),
-    "apply_layernorm_1p": (False, None),
-    "multi_latent_attention": (False, None),
-    "attention_output_gate": (False, None),
-    "qk_l2_norm": (False, None),
-    "quick_geglu": (False, None),
     "softmax_type": ("vanilla", None),
-    "window_size": (None,),
-    "no_rope_freq": (None,),
-    "rotary_seq_len_interpolation_factor": (None,),
+    "glu_linear_offset": (0.0, None),
+    "hybrid_attention_ratio": (0.0, None),
+    "hybrid_mlp_ratio": (0.0, None),
+    "mtp_num_layers": (0, None),
 }
+_SHOWN_BY_NAMES = ("qk_layernorm", "add_qkv_bias")
+_SIZES = ("num_query_groups", "group_query_attention", "untie_embeddings_and_output_weights")
+_SIZES_OF_EXPERTS = ("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq")
 _OF_EXPERTS: dict[str, tuple[Any, ...]] = {
     "moe_router_score_function": ("softmax",),
     "moe_router_pre_softmax": (False,),
@@ -67,9 +68,9 @@ def recorded_config(found: Sequence[Record], catalog: Catalog) -> tuple[Config |
 
 
 def with_dtype(config: Config, catalog: Catalog) -> Config:
-    """With the element type that most of the weights have."""
-    types = Counter(e.dtype.name for e in catalog.tensors.values() if e.dtype.kind == "float")
-    return {**config, "torch_dtype": types.most_common(1)[0][0]} if types else config
+    """With the element type of most of the weights' elements."""
+    main = main_dtype(catalog)
+    return config if main is None else {**config, "torch_dtype": main}
 
 
 def _of_meta(record: Record, catalog: Catalog) -> tuple[Config | None, str]:
@@ -84,17 +85,11 @@ def _of_meta(record: Record, catalog: Catalog) -> tuple[Config | None, str]:
         "rope_theta": record.get("rope_theta", 10000.0),
         "tie_word_embeddings": False,
     }
-    return _finished("llama", "LlamaForCausalLM", config, catalog), ""
+    return _finished("llama", "LlamaForCausalLM", config, catalog)
 
 
 def _of_megatron(record: Record, catalog: Catalog) -> tuple[Config | None, str]:
-    experts = record.get("num_experts")
-    wanted = {**_MUST_BE, **(_OF_EXPERTS if experts else {})}
-    odd = [
-        f"{name} is {record.get(name)!r}"
-        for name, values in wanted.items()
-        if record.get(name) not in values
-    ]
+    odd = [*_unfit(record), *_not_understood(record)]
     odd += [f"{name} is not recorded" for name in _MEGATRON if record.get(name) is None]
     if odd:
         return None, "of Megatron's arguments " + ", ".join(odd[:4])
@@ -102,7 +97,34 @@ def _of_megatron(record: Record, catalog: Catalog) -> tuple[Config | None, str]:
     groups = record.get("num_query_groups") or record["num_attention_heads"]
     config["num_key_value_heads"] = groups
     kind, architecture, more = _kind(record, catalog)
-    return _finished(kind, architecture, config | more, catalog), ""
+    return _finished(kind, architecture, config | more, catalog)
+
+
+def _unfit(record: Record) -> list[str]:
+    """The arguments that say what none of the models here computes."""
+    wanted = {**_MUST_BE, **(_OF_EXPERTS if record.get("num_experts") else {})}
+    return [
+        f"{name} is {record.get(name)!r}"
+        for name, values in wanted.items()
+        if record.get(name) not in values
+    ]
+
+
+def _not_understood(record: Record) -> list[str]:
+    """The arguments that say something, and nothing here knows what it does to the model."""
+    known = {*_MEGATRON, *_MUST_BE, *_SHOWN_BY_NAMES, *_SIZES, *_SIZES_OF_EXPERTS, *_OF_EXPERTS}
+    known |= HARMLESS
+    has_experts = bool(record.get("num_experts"))
+    return [
+        f"{name} is {value!r}, which is not understood"
+        for name, value in record.items()
+        if name not in known and not _is_off(value) and (has_experts or not name.startswith("moe_"))
+    ]
+
+
+def _is_off(value: Any) -> bool:
+    """Whether an argument says nothing; a zero may say something."""
+    return value is None or value is False or (isinstance(value, str | list | tuple) and not value)
 
 
 def _kind(record: Record, catalog: Catalog) -> tuple[str, str, Config]:
@@ -140,11 +162,20 @@ def _dense_layers(record: Record) -> list[int]:
     return [at for at in layers if at % said]
 
 
-def _finished(kind: str, architecture: str, config: Config, catalog: Catalog) -> Config:
-    """With what the tensors themselves say."""
+def _finished(
+    kind: str, architecture: str, config: Config, catalog: Catalog
+) -> tuple[Config | None, str]:
+    """With what the tensors themselves say; None where they are not exactly the architecture's."""
     found: Mapping[str, Any] = {name: e.shape for name, e in catalog.tensors.items()}
     embedding = found.get("model.embed_tokens.weight")
     gate = found.get("model.layers.0.mlp.gate_proj.weight")
     shapes = {"vocab_size": embedding[0]} if embedding else {}
     shapes |= {"intermediate_size": gate[0]} if gate else {}
-    return {"architectures": [architecture], "model_type": kind, **config, **shapes}
+    made = {"architectures": [architecture], "model_type": kind, **config, **shapes}
+    wanted = names_of(made)
+    model = {name for name, entry in catalog.tensors.items() if part_of(entry) == "model"}
+    if model == wanted:
+        return made, ""
+    odd = sorted(model - wanted) or sorted(wanted - model)
+    what = "has no" if model - wanted else "wants"
+    return None, f"{architecture} {what} {', '.join(odd[:3])}{', ...' if len(odd) > 3 else ''}"

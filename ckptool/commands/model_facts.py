@@ -30,11 +30,11 @@ def records(source: Files, catalog: Catalog, assets: Path | None) -> list[Record
     that Megatron-LM saves. UsageError where a file of ``assets`` cannot be read.
     """
     asked = [_of_file(assets / CONFIG)] if assets is not None else []
-    beside = [_beside(source, name) for name in (CONFIG, _PARAMS)]
+    beside = [read_beside(source, name) for name in (CONFIG, _PARAMS)]
     return [*asked, *beside, *map(_of_megatron, _arguments(catalog))]
 
 
-def _beside(source: Files, name: str) -> Record:
+def read_beside(source: Files, name: str) -> Record:
     """What a file of the checkpoint says; empty where there is no such file."""
     size = source.files.get(name)
     if size is None:

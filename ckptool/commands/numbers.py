@@ -36,26 +36,6 @@ def decoded(stored: Array, dtype: DType) -> Array:
     return _DECODERS[dtype.name](stored)
 
 
-_ROUNDED = frozenset(["float64", "float32", "float16", "bfloat16"])
-
-
-def can_round(stored: DType, wanted: DType) -> bool:
-    """Whether ``rounded`` turns the one into the other as torch does."""
-    both = {stored.name, wanted.name}
-    return both <= _ROUNDED and both != {"float64", "float16"}
-
-
-def rounded(stored: Array, dtype: DType, wanted: DType) -> Array:
-    """The bits of the same numbers in another type, rounded to the nearest even as torch does."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        values = decoded(stored, dtype)
-        if wanted.name != "bfloat16":
-            return values.astype(wanted.name).view(f"u{wanted.itemsize}")
-        bits = values.astype(np.float32).view(np.uint32)
-    halves = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-    return np.where(bits << 1 > 0xFF000000, 0x7FC0, halves).astype(np.uint16)
-
-
 def _bfloat16(stored: Array) -> Array:
     return (stored.astype(np.uint32) << 16).view(np.float32)
 

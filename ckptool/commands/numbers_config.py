@@ -51,7 +51,7 @@ def as_numbers(opened: Opened, catalog: Catalog, layout: Layout) -> Layout:
 
 def _plain(opened: Opened, file: FileLayout) -> FileLayout:
     """A config.json that is to be copied, without what it says of quantised weights."""
-    config = _content(opened, file.parts[0])
+    config = content_of(opened, file.parts[0])
     says = [part for part in _with_parts(config) if any(key in part for key in _SAYS)]
     if not says:
         return file
@@ -66,15 +66,17 @@ def _config(opened: Opened) -> dict[str, Any]:
     """The content of the model's config.json; empty where there is none that can be read."""
     companions = opened.catalog.companions
     name = next((n for n in companions if n.rpartition("/")[2] == CONFIG), None)
-    return {} if name is None else _content(opened, Verbatim(name, companions[name]))
+    return {} if name is None else content_of(opened, Verbatim(name, companions[name]))
 
 
-def _content(opened: Opened, part: Part) -> dict[str, Any]:
+def content_of(opened: Opened, part: Part) -> dict[str, Any]:
     """The JSON object of a file of the source, or of ``--hf-assets``; empty where it is none."""
-    if not isinstance(part, Verbatim) or part.nbytes > _LARGEST:
+    if not isinstance(part, Verbatim | Literal) or part.nbytes > _LARGEST:
         return {}
     try:
-        if Path(part.file).is_absolute():
+        if isinstance(part, Literal):
+            content = json.loads(part.data)
+        elif Path(part.file).is_absolute():
             content = json.loads(Path(part.file).read_bytes())
         else:
             content = json.loads(opened.source.read(part.file, 0, part.nbytes))

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptool.commands.read_options import AS_DETECTED, ReadOptions
-from ckptool.commands.recognise import Candidate, bounded, recognise
+from ckptool.commands.recognise import Candidate, bounded, recognise, require_finished, unfinished
+from ckptool.commands.stand_ins import explained, with_cause
+from ckptool.commands.unlisted import require_listed, unlisted_notes, unlisted_problems
+from ckptool.commands.unread_files import unread_files
 from ckptool.core.catalog import Catalog
+from ckptool.core.parts import with_parts
 from ckptool.engine.remote_path import Location
 from ckptool.engine.sources import Files
-from ckptool.errors import CkptoolError, Problem, Unrecognised, UsageError
+from ckptool.errors import (
+    CkptoolError,
+    Damaged,
+    Problem,
+    Refusal,
+    Unrecognised,
+    UsageError,
+    refused,
+)
 from ckptool.formats.base import Format, ScanOptions
 
 
@@ -30,18 +42,32 @@ class Opened:
         return bounded(self.path, lambda: locate(self.source, catalog))
 
 
-def open_checkpoint(path: Location, options: ReadOptions = AS_DETECTED) -> Opened:
+def open_checkpoint(
+    path: Location, options: ReadOptions = AS_DETECTED, *, whole: bool = True
+) -> Opened:
     """Recognise the checkpoint at ``path`` and scan its metadata.
 
     ``path`` may be the checkpoint, a file inside it, its parent folder, or a run's folder that
-    holds just one. Raises NotFound, Unrecognised (with what is there), Damaged or Hostile.
+    holds just one. Raises NotFound, Unrecognised (with what is there), Damaged or Hostile. Not
+    ``whole``, single tensors and values that cannot be read, or must not be, are refusals among
+    the catalog's conflicts, for ``require_readable`` to raise once it is known what is wanted.
     """
     found = recognise(path, options.format_name)
+    require_finished(found.source)
+    require_listed(unlisted_problems(found.unlisted))
     catalog = _scanned(found, options.scan_options(found.format))
     if _is_empty(catalog):
         raise _nothing_in(found.path)
-    whole = _taken_apart(catalog, options)
-    return Opened(found.path, found.source, found.format, whole)
+    if whole:
+        require_readable(catalog, str(found.path))
+    return Opened(found.path, found.source, found.format, _taken_apart(catalog, options))
+
+
+def require_readable(catalog: Catalog, subject: str) -> None:
+    """Raise for the refusals in a catalog: Hostile where something can run code, else Damaged."""
+    refusals = [why for why in catalog.conflicts.values() if isinstance(why, Refusal)]
+    if refusals:
+        raise refused(refusals, subject=subject)
 
 
 def _is_empty(catalog: Catalog) -> bool:
@@ -49,7 +75,14 @@ def _is_empty(catalog: Catalog) -> bool:
 
 
 def _scanned(found: Candidate, options: ScanOptions) -> Catalog:
-    return bounded(found.path, lambda: found.format.scan(found.source, options))
+    """The catalog, with a note on each file beside it that looks like part of a checkpoint."""
+    try:
+        catalog = bounded(found.path, lambda: found.format.scan(found.source, options))
+    except Damaged as error:
+        raise explained(found.source, error) from None
+    unread = bounded(found.path, lambda: unread_files(found, catalog, options.found or ()))
+    gone = unlisted_notes(found.unlisted)
+    return replace(catalog, notes=(*catalog.notes, *unread, *gone))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +107,8 @@ def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
     asked, and nothing for damage.
     """
     found = recognise(path, options.format_name)
-    problems: list[Problem] = []
+    problems = [problem] if (problem := unfinished(found.source)) is not None else []
+    problems += unlisted_problems(found.unlisted)
     asked = options.scan_options(found.format, problems)
     catalog = None
     try:
@@ -83,14 +117,21 @@ def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
         raise
     except CkptoolError as error:
         problems += error.problems
+    problems = with_cause(found.source, problems)
     if not problems and (catalog is None or _is_empty(catalog)):
         raise _nothing_in(found.path)
+    if catalog is not None:
+        refusals = {n: why for n, why in catalog.conflicts.items() if isinstance(why, Refusal)}
+        problems += refusals.values()
+        others = {n: why for n, why in catalog.conflicts.items() if n not in refusals}
+        catalog = replace(catalog, conflicts=others)
     whole = None if catalog is None else _taken_apart(catalog, options)
     return Survey(found.path, found.source, found.format, whole, tuple(problems))
 
 
 def _taken_apart(catalog: Catalog, options: ReadOptions) -> Catalog:
-    """The catalog, with a tensor for each layer and expert where that is asked for."""
+    """The catalog with its parts, and a tensor for each layer and expert where that is asked."""
+    catalog = with_parts(catalog)
     if not options.unstack:
         return catalog
     from ckptool.core.unstack import unstacked

@@ -25,11 +25,11 @@ def settled(catalog: Catalog, what: str) -> Catalog:
     ``what`` is ``drop``, ``keep``, ``stop`` or the number of a rank. CannotDo, with the list, where
     there is such state and it is ``stop``; UsageError where that rank has none.
     """
+    if what == "drop":
+        return rewrite.drop_names(catalog, filter(_RANK_STATE.fullmatch, _names(catalog)))
     names = [n for n in (*catalog.tensors, *catalog.objects) if _RANK_STATE.fullmatch(n)]
     if not names or what == "keep":
         return catalog
-    if what == "drop":
-        return rewrite.drop_names(catalog, names)
     if what == "stop":
         kinds = Counter(_RANK_STATE.sub(r"\g<name>", name) for name in names)
         listed = ", ".join(list(kinds)[:8]) + (" ..." if len(kinds) > 8 else "")
@@ -43,16 +43,22 @@ def settled(catalog: Catalog, what: str) -> Catalog:
 
 def names_left_out(before: Catalog, after: Catalog) -> list[str]:
     """One note that names the state of ranks which --rank-state leaves out."""
-    kept = {*after.tensors, *after.objects}
-    gone = [n for n in (*before.tensors, *before.objects) if n not in kept]
+    kept = set(_names(after))
+    gone = [name for name in _names(before) if name not in kept]
     gone = [name for name in gone if _RANK_STATE.sub(r"\g<name>", name) not in kept]
     listed = ", ".join(gone[:8]) + (f", and {len(gone) - 8} more" if len(gone) > 8 else "")
     return [f"left out, as it belongs to one rank: {listed}"] if gone else []
+
+
+def _names(catalog: Catalog) -> tuple[str, ...]:
+    """The names of all tensors and values, and of those that cannot be read."""
+    return (*catalog.tensors, *catalog.objects, *catalog.conflicts)
 
 
 def _taken_from(catalog: Catalog, names: list[str], rank: str) -> Catalog:
     mine = {name for name in names if name.endswith(f"@rank{rank}")}
     if not mine:
         raise UsageError(f"--rank-state {rank!r}: stop, keep, drop or a rank of the source")
-    kept = rewrite.drop_names(catalog, [name for name in names if name not in mine])
+    others = [name for name in _names(catalog) if _RANK_STATE.fullmatch(name)]
+    kept = rewrite.drop_names(catalog, [n for n in others if not n.endswith(f"@rank{rank}")])
     return rewrite.without_rank(kept, mine)

@@ -23,7 +23,7 @@ class ReadOptions:
     parameters and their shapes, in order, by which FSDP1's flat ones are taken apart. ``tp_rules``
     say how tensor-parallel ranks' parameters fit together. ``unstack`` makes one tensor a layer
     and expert of stacked ones. Without ``values`` those that lie among the data may be left
-    ``UNREAD``.
+    ``UNREAD``. ``world_size`` is the number of ranks whose files are read.
     """
 
     format_name: str | None = None
@@ -32,13 +32,18 @@ class ReadOptions:
     tp_rules: tuple[NamedRule, ...] = ()
     unstack: bool = False
     values: bool = True
+    world_size: int | None = None
 
     def scan_options(self, of: Format, found: list[Problem] | None = None) -> ScanOptions:
         """What a scan of that format is asked for; UsageError where it cannot heed it."""
         if self.tp_rules and not of.takes_tp_rules:
             raise UsageError(f"--tp-rule: {of.name} says itself how its ranks fit together")
+        if self.world_size is not None and not of.takes_world_size:
+            raise UsageError(f"--world-size: {of.name} says itself how many ranks there are")
         shapes = _shapes_in(self.flat_params) if self.flat_params else ()
-        return ScanOptions(self.per_rank, shapes, self.tp_rules, found, self.values)
+        return ScanOptions(
+            self.per_rank, shapes, self.tp_rules, found, self.values, self.world_size
+        )
 
 
 AS_DETECTED = ReadOptions()

@@ -19,10 +19,11 @@ from ckptool.commands.transfer import (
     Transfer,
     TransferOptions,
     free_bytes,
+    named_target,
     no_progress,
     require_agreement,
     require_apart,
-    store_notes,
+    target_notes,
 )
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout
@@ -135,8 +136,8 @@ class PreparedReshard:
 
     def run(self, progress: Progress = no_progress, ranks: Ranks | None = None) -> ReshardReport:
         """Write the target. Raises as a transfer does; the target is whole or not there."""
-        self.transfer.run(progress, ranks)
-        return self.report
+        notes = self.transfer.run(progress, ranks)
+        return replace(self.report, notes=(*self.report.notes, *notes))
 
 
 def _config(opened: Opened, catalog: Catalog, options: ReshardOptions) -> Mapping[str, Any]:
@@ -156,8 +157,8 @@ def prepare_reshard(
     """
     require_rank_state(options.rank_state)
     placer = _placer(options)
-    opened = open_checkpoint(source, replace(options.read, per_rank=True))
-    target = target or _sibling(opened.path, placer.mesh)
+    opened = open_checkpoint(source, replace(options.read, per_rank=True), whole=False)
+    target = named_target(target or _sibling(opened.path, placer.mesh))
     require_apart(opened, target)
     catalog = settled(opened.catalog, options.rank_state)
     left_out = names_left_out(opened.catalog, catalog)
@@ -197,7 +198,7 @@ def prepare_reshard(
             *catalog.notes,
             *left_out,
             *layout.notes,
-            *store_notes(target, layout, options.transfer),
+            *target_notes(opened, target, layout, options.transfer),
         ),
     )
     decided = (writer, placed, decided_by(map_report))

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from ckptool.core import rewrite
 from ckptool.core.catalog import Catalog
-from ckptool.core.parts import model_prefixes, part_of, weights
-from ckptool.errors import CannotDo
+from ckptool.core.parts import model_prefixes, part_of_name, weights, with_every_part
+from ckptool.errors import CannotDo, Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,11 @@ EVERYTHING = Selection()
 
 
 def selected(catalog: Catalog, selection: Selection) -> Catalog:
-    """What is selected of a catalog, renamed as asked. UsageError where that makes no sense."""
+    """What is selected of a catalog, renamed as asked. UsageError where that makes no sense.
+
+    Every entry keeps the ``part`` that it had under its own name.
+    """
+    catalog = with_every_part(catalog)
     if selection.select:
         catalog = rewrite.select(catalog, selection.select)
     if selection.drop:
@@ -43,6 +47,12 @@ def selected(catalog: Catalog, selection: Selection) -> Catalog:
     return catalog
 
 
+def _may_be_of_model(name: str, why: str) -> bool:
+    """Return whether what cannot be read may be a tensor of the model: its values are left out."""
+    is_value = isinstance(why, Refusal) and not why.may_be_tensor
+    return part_of_name(name, ()) == "model" and not is_value
+
+
 def only_model(catalog: Catalog) -> Catalog:
     """The model's tensors, under the names the model itself gives them."""
     prefixes = model_prefixes(catalog)
@@ -51,8 +61,8 @@ def only_model(catalog: Catalog) -> Catalog:
         raise CannotDo("--model-only: no tensor here looks like a part of a model")
     model = replace(
         catalog,
-        tensors={name: catalog.tensors[name] for name in names},
+        tensors={name: replace(catalog.tensors[name], part="model") for name in names},
         objects={},
-        conflicts={n: why for n, why in catalog.conflicts.items() if part_of(n, ()) == "model"},
+        conflicts={n: why for n, why in catalog.conflicts.items() if _may_be_of_model(n, why)},
     )
     return rewrite.strip_prefixes(model, prefixes) if prefixes else model

@@ -16,6 +16,7 @@ from ckptool.core.layout import tiles
 from ckptool.core.rewrite import matches
 from ckptool.engine.gather import Gatherer
 from ckptool.engine.sources import Files
+from ckptool.engine.unchanged import require_unchanged
 from ckptool.errors import CkptoolError, Problem, UsageError, damaged
 
 _TILE_ELEMENTS = 1 << 20
@@ -93,7 +94,8 @@ class _Moments:
 def stats(opened: Opened, globs: Sequence[str]) -> list[TensorStats]:
     """Statistics of every tensor that matches a glob, in the order of the catalog.
 
-    Raises UsageError where a glob matches no tensor, Damaged where chunks are missing.
+    Raises UsageError where a glob matches no tensor, Damaged where chunks are missing, Changed
+    where the files were written to meanwhile.
     """
     catalog = opened.catalog
     for glob in globs:
@@ -110,12 +112,14 @@ def stats(opened: Opened, globs: Sequence[str]) -> list[TensorStats]:
     located = opened.located(replace(catalog, tensors=numeric, objects={})).tensors
     gatherer = Gatherer(opened.source)
     try:
-        return [
+        found = [
             _of(located[name], gatherer) if name in located else TensorStats(entry)
             for name, entry in wanted.items()
         ]
     finally:
         gatherer.close()
+    require_unchanged(catalog, opened.source)
+    return found
 
 
 def not_finite_count(entry: TensorEntry, source: Files) -> Problem:

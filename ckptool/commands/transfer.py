@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -12,18 +11,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptool import __version__
-from ckptool.commands.open import Opened
-from ckptool.commands.recognise import holds_checkpoint
+from ckptool.commands.open import Opened, require_readable
+from ckptool.commands.replacing import kept_note, own_files, require_unmixed
 from ckptool.core.catalog import Catalog, TensorEntry, tied
 from ckptool.core.plan import Plan
 from ckptool.core.written import written_entries
+from ckptool.engine.nodes import Node, begin
 from ckptool.engine.output import Output
 from ckptool.engine.patience import Denied
 from ckptool.engine.ranks import Ranks, share
 from ckptool.engine.replicas import differing_replicas
 from ckptool.engine.run import RunOptions
 from ckptool.engine.stage import RESUME_HINT, Stage, StageOptions
-from ckptool.errors import CannotDo, CkptoolError, NotVerified, TransferError, UsageError, damaged
+from ckptool.engine.unchanged import require_unchanged
+from ckptool.errors import (
+    CannotDo,
+    Changed,
+    CkptoolError,
+    Committed,
+    NotVerified,
+    Problem,
+    SourceError,
+    TransferError,
+    UsageError,
+    damaged,
+)
 
 if TYPE_CHECKING:
     from ckptool.core.layout import Layout
@@ -60,7 +72,20 @@ class TransferOptions:
 
 
 def require_agreement(catalog: Catalog) -> None:
-    """Damaged where ranks contradict one another on something that is to be written."""
+    """Damaged where ranks contradict one another on something that is to be written.
+
+    Hostile where that names what can run code, CannotDo where all that is missing was left out
+    when the checkpoint was saved.
+    """
+    require_readable(catalog, "what was selected")
+    reasons = catalog.conflicts.values()
+    codes = {why.code if isinstance(why, Problem) else "" for why in reasons}
+    if codes == {"frozen-excluded"}:
+        raise CannotDo(
+            "; ".join(reasons),
+            hint=f"`ckptool convert --drop {next(iter(catalog.conflicts))}` writes what is there,"
+            " without them",
+        )
     if catalog.conflicts:
         raise damaged(
             list(catalog.conflicts.values()),
@@ -80,13 +105,32 @@ def require_apart(opened: Opened, target: Location) -> None:
         raise UsageError(f"{target}: lies in the source {opened.path}, or holds it")
 
 
-def store_notes(target: Location, layout: Layout, options: TransferOptions) -> tuple[str, ...]:
-    """What a person should know of writing into a store."""
+def named_target(target: Location) -> Location:
+    """The target by a name that others can be put beside: the folder that ``.`` or ``..`` is.
+
+    UsageError where it has none, as the root of a disk.
+    """
+    if not isinstance(target, Path) or target.name not in ("", ".."):
+        return target
+    named = target.resolve()
+    if not named.name:
+        raise UsageError(f"{target}: is the root of the disk", hint="name a folder in it")
+    return named
+
+
+def target_notes(
+    opened: Opened, target: Location, layout: Layout, options: TransferOptions
+) -> tuple[str, ...]:
+    """What a person should know of the place that is written to, and of what stands there."""
+    kept = kept_note(target, layout, opened.source) if options.overwrite else None
+    notes = [] if kept is None else [kept]
     if isinstance(target, Path):
-        return ()
-    notes = []
+        return tuple(notes)
     if options.overwrite and len(layout.files) > 1:
-        notes.append(f"{target} is removed before the new one is written: stores have no rename")
+        notes.append(
+            f"the checkpoint at {target} is removed before the new one is written: stores have no"
+            " rename"
+        )
     if target.store.scheme == "hf":
         notes.append("hf:// keeps each file on this machine until it is sent whole")
     return tuple(notes)
@@ -102,13 +146,25 @@ def free_bytes(folder: Location) -> int | None:
         return 0
 
 
+def _is_finished_by(stage: Output, ranks: Ranks) -> bool:
+    """Finish what an earlier run was killed in: whether nothing is left to be done.
+
+    The first rank does so, then the first of each other node, whose disk may be another.
+    """
+    first = ranks.together(lambda: ranks.rank == 0 and stage.finish_earlier())
+    node = ranks.rank > 0 and ranks.local_rank == 0
+    ranks.together(lambda: node and stage.finish_earlier())
+    return ranks.gather(first)[0] and all(ranks.gather(stage.stands()))
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """A transfer that is planned and checked, but not begun.
 
     ``decided`` is what the command was asked for and chose, beyond what the layout shows; a run
     can only be resumed where it is the same. ``mesh_size`` is the number of ranks that the output
-    is cut for, None where it is cut for none.
+    is cut for, None where it is cut for none. ``before_commit`` is called when all is written, just
+    before it takes its place.
     """
 
     opened: Opened
@@ -117,6 +173,7 @@ class Transfer:
     options: TransferOptions
     decided: object = None
     mesh_size: int | None = None
+    before_commit: Callable[[], None] = lambda: None
 
     @property
     def nbytes(self) -> int:
@@ -138,35 +195,55 @@ class Transfer:
             return f"{error.message}; {error.hint}" if error.hint else error.message
         return None
 
-    def run(self, progress: Progress = no_progress, ranks: Ranks | None = None) -> None:
+    def run(self, progress: Progress = no_progress, ranks: Ranks | None = None) -> tuple[str, ...]:
         """Write the layout at the target, whole or not at all, sharing the work with ``ranks``.
 
-        Raises Damaged where the source contradicts itself, TransferError where writing fails or
-        what was written is not what should have been.
+        Returns what a person should know of how it took its place. Raises Damaged where the source
+        contradicts itself, Changed where it is another than was planned for, TransferError where
+        writing fails or what was written is not what should have been.
         """
         ranks = ranks or Ranks()
         stage = self._staged(ranks)
+        if stage is None:
+            return ()
         try:
-            self._write(stage, progress, ranks)
-        except NotVerified:
+            return self._write_unchanged(stage, progress, ranks)
+        except (NotVerified, Changed):
             stage.discard(resumed=True)
             raise
+        except Committed:
+            raise
         except (OSError, TransferError, Denied) as error:
-            told = error.strerror if isinstance(error, OSError) else error.message
-            reason = told or str(error)
-            raise TransferError(f"{self.target}: {reason}", hint=RESUME_HINT) from error
+            raise self._failed(error) from error
         except CkptoolError:
             stage.discard()
+            raise
+        except (KeyboardInterrupt, SystemExit) as error:
+            if stage.is_partial():
+                error.add_note(RESUME_HINT)
             raise
         finally:
             stage.journal.close()
 
-    def _staged(self, ranks: Ranks) -> Output:
-        """The stage of this rank; Damaged where replicas differ, CannotDo where plans differ."""
+    def _failed(self, error: OSError | CkptoolError) -> TransferError:
+        """The error that says which target it was, and what leads on."""
+        head = f"{self.target}: "
+        if isinstance(error, OSError):
+            return TransferError(head + (error.strerror or str(error)), hint=RESUME_HINT)
+        message = head + error.message.removeprefix(head)
+        return TransferError(message, hint="; ".join(filter(None, (error.hint, RESUME_HINT))))
+
+    def _staged(self, ranks: Ranks) -> Output | None:
+        """The stage of this rank, None where an earlier run wrote all that is asked for.
+
+        Damaged where replicas differ, CannotDo where plans differ.
+        """
         options = ranks.together(self._stage_options)
         if len(set(ranks.gather((options.plan, options.source)))) > 1:
             raise CannotDo("the ranks see different sources or plan differently")
         stage = stage_at(self.target, self.plan.layout, options)
+        if _is_finished_by(stage, ranks):
+            return None
         ranks.together(lambda: stage.require_possible() if ranks.rank == 0 else None)
         ranks.together(lambda: self._require_equal_replicas(ranks))
         return stage
@@ -177,29 +254,40 @@ class Transfer:
         if problems:
             raise damaged(problems, subject="the replicas", hint="--drop NAME leaves a tensor out")
 
-    def _write(self, stage: Output, progress: Progress, ranks: Ranks) -> None:
-        ranks.together(lambda: stage.begin() if ranks.rank == 0 else None)
-        token = ranks.gather(os.urandom(8).hex())[0]
-        ranks.together(lambda: stage.mark(token) if ranks.rank == 0 else None)
-        shared = all(ranks.gather(stage.is_marked(token)))
-        leads = ranks.rank == 0 or (not shared and ranks.local_rank == 0)
-        if not shared:
-            ranks.together(lambda: stage.begin() if leads and ranks.rank else None)
+    def _write_unchanged(self, stage: Output, progress: Progress, ranks: Ranks) -> tuple[str, ...]:
+        """Write; Changed where a source that was changed looks damaged for it."""
+        try:
+            return self._write(stage, progress, ranks)
+        except (SourceError, NotVerified) as error:
+            if not isinstance(error, Denied):
+                require_unchanged(self.plan.catalog, self.opened.source)
+            raise
+
+    def _write(self, stage: Output, progress: Progress, ranks: Ranks) -> tuple[str, ...]:
+        node = begin(stage, ranks)
         ranks.together(lambda: stage.join(ranks.rank))
-        mine = share(self.plan.layout, ranks.rank, ranks.size, self.mesh_size)
+        mine = share(self.plan.layout, node.position, node.size, self.mesh_size)
         mine = [number for number in mine if number not in stage.held]
         ranks.together(lambda: self._move(stage, progress, mine))
         if self.options.verify:
-            ranks.together(lambda: self._verify(stage, progress, ranks, shared=shared))
-        ranks.together(lambda: self._commit(stage, progress) if leads else None)
+            ranks.together(lambda: self._verify(stage, progress, node))
+        ranks.together(lambda: require_unchanged(self.plan.catalog, self.opened.source))
+        remark = ranks.together(lambda: self._commit(stage, progress) if node.leads else None)
+        remarks = [remark] if remark is not None else []
+        if node.places > 1:
+            remarks.append(f"{self.target} is on {node.places} disks, one a node, whole on each")
+        return tuple(remarks)
 
     def _move(self, stage: Output, progress: Progress, numbers: Collection[int]) -> None:
         stage.write(self.plan, self.opened.source, self.options.run, progress, numbers)
 
-    def _commit(self, stage: Output, progress: Progress) -> None:
+    def _commit(self, stage: Output, progress: Progress) -> str | None:
         if stage.held:
             self._move(stage, progress, stage.held)
-        stage.commit()
+        if isinstance(stage, Stage) and self.plan.layout.folder and stage.target.is_dir():
+            require_unmixed(stage.target, stage.folder, stage.own or ())
+        self.before_commit()
+        return stage.commit()
 
     def _stage_options(self) -> StageOptions:
         catalog = self.plan.catalog
@@ -209,8 +297,13 @@ class Transfer:
             self.options.overwrite,
             self.options.resume,
             self.options.run.fsync,
-            self.options.overwrite and holds_checkpoint(self.target),
+            self._own_files,
         )
+
+    def _own_files(self) -> Collection[str] | None:
+        if not self.options.overwrite:
+            return None
+        return own_files(self.target, self.plan.layout, self.opened.source)
 
     def _without_aliases(
         self, mine: dict[str, TensorEntry], written: dict[str, TensorEntry]
@@ -236,24 +329,17 @@ class Transfer:
             found.update(repr((value.name, value.path)).encode())
         return found.hexdigest()
 
-    def _verify(self, stage: Output, progress: Progress, ranks: Ranks, *, shared: bool) -> None:
-        """Read the output back. Raises NotVerified where it is not what it should be."""
-        if shared or not isinstance(stage, Stage):
-            self._compare_content(stage, progress, ranks)
-        else:
-            self._compare_files(stage, progress, ranks)
-
-    def _compare_content(self, stage: Output, progress: Progress, ranks: Ranks) -> None:
+    def _verify(self, stage: Output, progress: Progress, node: Node) -> None:
         """Compare the content of this rank's share of tensors, as it lies on disk, with the source.
 
         The content is hashed in row-major order of the whole tensor, so that it does not depend on
-        how either side is sharded.
+        how either side is sharded. Raises NotVerified where it is not what it should be.
         """
         from ckptool.engine.digest import digests
         from ckptool.engine.gather import Gatherer
 
         mine: dict[str, TensorEntry] = {
-            entry.name: entry for entry in self.plan.entries[ranks.rank :: ranks.size]
+            entry.name: entry for entry in self.plan.entries[node.position :: node.size]
         }
         written = written_entries(self.plan.layout, mine)
         mine = self._without_aliases(mine, written)
@@ -267,13 +353,3 @@ class Transfer:
         copies = differing_replicas(written.values(), staged)
         if copies:
             raise NotVerified(f"{len(copies)} copies differ once written: {copies[0]}")
-
-    def _compare_files(self, stage: Stage, progress: Progress, ranks: Ranks) -> None:
-        """Compare this rank's files with the source: no rank sees a whole tensor of the output."""
-        from ckptool.engine.reread import differing_files
-
-        mine = share(self.plan.layout, ranks.rank, ranks.size, self.mesh_size)
-        source, options = self.opened.source, self.options.run
-        wrong = differing_files(self.plan, source, stage.folder, options, progress, numbers=mine)
-        if wrong:
-            raise NotVerified(f"{len(wrong)} files differ once written, first {wrong[0]}")

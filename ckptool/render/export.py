@@ -6,7 +6,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ckptool.errors import CannotDo, UsageError
+from ckptool.errors import UsageError
+
+_HTML = b'<!DOCTYPE html>\n<html>\n<head>\n<meta charset="UTF-8">\n<style>\n'
 
 
 def require_exportable(path: Path) -> None:
@@ -15,11 +17,13 @@ def require_exportable(path: Path) -> None:
         raise UsageError(f"--export {path}: the file must end in .svg or .html")
 
 
-def write_export(screen: Console, path: Path) -> None:
-    """Write what ``screen`` recorded as SVG or HTML, by the suffix of ``path``."""
+def exported(screen: Console, path: Path) -> bytes:
+    """Return what ``screen`` recorded as SVG or HTML, by the suffix of ``path``."""
     svg = path.suffix == ".svg"
     text = screen.export_svg(title="ckptool") if svg else screen.export_html(inline_styles=True)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CannotDo(f"{path}: cannot be written: {error.strerror}") from None
+    return text.encode()
+
+
+def export_mark(path: Path) -> bytes:
+    """Return how every export begins that has the suffix of ``path``."""
+    return b'<svg class="rich-terminal"' if path.suffix == ".svg" else _HTML

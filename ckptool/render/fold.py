@@ -40,7 +40,7 @@ def fold(entries: Collection[TensorEntry]) -> list[Folded]:
     kinds: dict[_Kind, dict[Numbers, TensorEntry]] = {}
     for entry in entries:
         words, numbers = split_numbers(entry.name)
-        kind = _Kind(part_of(entry.name, entry.path), words, _looks(entry))
+        kind = _Kind(part_of(entry), words, _looks(entry))
         kinds.setdefault(kind, {})[numbers] = entry
     lines = [line for kind, members in kinds.items() for line in _lines(kind, members)]
     lines.sort(key=lambda line: (PARTS.index(line.part), natural(line.entry.name)))

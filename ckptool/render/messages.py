@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ckptool.errors import CkptoolError, SourceError
+from ckptool.errors import UNCODED, CkptoolError, Damaged
 from ckptool.render.text import console, escaped
 
 
@@ -22,7 +22,7 @@ def show_error(error: CkptoolError) -> None:
 
 def error_json(error: CkptoolError) -> dict[str, Any]:
     """The error as ``ckptool.error/1``: what it says, the exit code, and each of its problems."""
-    damaged = isinstance(error, SourceError)
+    damaged = isinstance(error, Damaged)
     return {
         "schema": "ckptool.error/1",
         "message": str(error.message),
@@ -31,7 +31,7 @@ def error_json(error: CkptoolError) -> dict[str, Any]:
         "problems": [
             {
                 "message": str(one),
-                "code": one.code if damaged else None,
+                "code": one.code if damaged or one.code != UNCODED else None,
                 "file": one.file,
                 "tensor": one.tensor,
             }
@@ -53,13 +53,10 @@ def show_obstacle(reason: str | None) -> None:
         show_notes([f"a run would be refused now: {reason}"])
 
 
-def show_interrupted(*, writes: bool) -> None:
-    """What an interruption leaves, of a command that ``writes`` and of one that does not."""
-    left = "; what was being written continues with --resume" if writes else ""
-    untouched = ": the target is untouched" if writes else ""
-    console(stderr=True).print(
-        f"[yellow]interrupted[/]{untouched}{left}", highlight=False, soft_wrap=True
-    )
+def show_interrupted(left: Iterable[str]) -> None:
+    """That a command was interrupted, and what it left behind."""
+    said = "".join(f": {escaped(one)}" for one in left)
+    console(stderr=True).print(f"[yellow]interrupted[/]{said}", highlight=False, soft_wrap=True)
 
 
 def show_step(text: str) -> None:

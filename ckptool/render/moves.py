@@ -53,7 +53,7 @@ def _alike(moves: Iterable[Move]) -> list[list[Move]]:
 
 def _order(move: Move) -> tuple[int, object]:
     name = move.sources[0]
-    return PARTS.index(part_of(name, move.entry.path)), natural(name)
+    return PARTS.index(part_of(move.entry)), natural(name)
 
 
 def _folded(names: Iterable[str]) -> list[str]:

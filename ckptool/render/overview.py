@@ -160,7 +160,7 @@ def _values(catalog: Catalog, screen: Console) -> list[Text]:
     if not catalog.objects:
         return []
     entries = catalog.objects.values()
-    parts = [part_of(entry.name, entry.path) for entry in entries]
+    parts = [part_of(entry) for entry in entries]
     counted = ", ".join(f"{parts.count(part):,} {part}" for part in dict.fromkeys(parts))
     title = Text.assemble(
         (f"  {plural(len(parts), 'value')} besides tensors", "bold"),

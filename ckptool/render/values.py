@@ -104,7 +104,7 @@ def telling(entries: Iterable[ObjectEntry], most: int = 8) -> list[tuple[str, st
     others: list[ObjectEntry] = []
     optimizer: list[ObjectEntry] = []
     for entry in entries:
-        is_optimizer = part_of(entry.name, entry.path) == "optimizer"
+        is_optimizer = part_of(entry) == "optimizer"
         (optimizer if is_optimizer else others).append(entry)
     short = [entry for entry in others if isinstance(entry.value, int | float | str)]
     short.sort(key=lambda entry: len(entry.path))

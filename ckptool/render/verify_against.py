@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ckptool.commands.verify.against import SIDES, AgainstReport
+from ckptool.commands.verify.coverage import Amount, Coverage
 from ckptool.commands.verify.differing import DifferingTensor
 from ckptool.render.text import columns, console, emit, plural, size, visible
 from ckptool.render.verify import show_findings, show_sentence, verify_json
@@ -30,13 +31,28 @@ def _show_heads(report: AgainstReport, screen: Console) -> None:
     """The two that are compared, and how much of them."""
     paths = report.verify.path, report.other
     formats = report.verify.format, report.other_format
+    covered = report.coverage or (None, None)
     rows = [
-        [Text(where, "dim"), Text(visible(str(path)), "bold"), Text(name or "not readable")]
-        for where, path, name in zip(SIDES, paths, formats, strict=True)
+        [
+            Text(where, "dim"),
+            Text(visible(str(path)), "bold"),
+            Text(name or "not readable"),
+            Text(_of_all(coverage), "dim"),
+        ]
+        for where, path, name, coverage in zip(SIDES, paths, formats, covered, strict=True)
     ]
-    emit(screen, columns(screen, rows, "lll"))
-    compared = f"{plural(report.verify.tensors, 'tensor')} compared"
-    emit(screen, [Text(f"  {compared}, {size(report.verify.nbytes)} read", "dim")])
+    emit(screen, columns(screen, rows, "llll"))
+
+
+def _of_all(coverage: Coverage | None) -> str:
+    """Such as ``34 of 136 tensors, 8.13 MiB of 24.4 MiB, 0 of 16 values compared``."""
+    if coverage is None:
+        return ""
+    one, all_of = coverage.compared, coverage.total
+    told = f"{one.tensors:,} of {plural(all_of.tensors, 'tensor')}"
+    told += f", {size(one.nbytes)} of {size(all_of.nbytes)}"
+    values = f", {one.values:,} of {plural(all_of.values, 'value')}" if all_of.values else ""
+    return f"{told}{values} compared"
 
 
 def _show_differing(tensors: tuple[DifferingTensor, ...], screen: Console) -> None:
@@ -80,9 +96,24 @@ def against_json(report: AgainstReport) -> dict[str, Any]:
             "format": report.other_format,
             "tensors_compared": report.verify.tensors,
             "values_compared": report.values,
+            "coverage": _coverage_json(report),
             "differing": [_tensor_json(tensor) for tensor in report.differing],
         }
     }
+
+
+def _coverage_json(report: AgainstReport) -> dict[str, Any] | None:
+    """What was compared of all that either side holds."""
+    if report.coverage is None:
+        return None
+    return {
+        where: {"compared": _amount_json(one.compared), "total": _amount_json(one.total)}
+        for where, one in zip(SIDES, report.coverage, strict=True)
+    }
+
+
+def _amount_json(amount: Amount) -> dict[str, int]:
+    return {"tensors": amount.tensors, "bytes": amount.nbytes, "values": amount.values}
 
 
 def _tensor_json(tensor: DifferingTensor) -> dict[str, Any]:

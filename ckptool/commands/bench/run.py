@@ -24,6 +24,7 @@ from ckptool.commands.bench.strategies.base import version
 from ckptool.commands.bench.task import Task
 from ckptool.commands.bench.uploads import clients, require_savable
 from ckptool.commands.bench_machine import machine, versions
+from ckptool.engine.launch import launch_of, number_in
 from ckptool.engine.remote_path import Location, RemotePath
 from ckptool.errors import CannotDo, TransferError
 
@@ -145,7 +146,7 @@ def prepare_bench(options: BenchOptions) -> PreparedBench:
 
 
 def _under_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return launch_of(os.environ) is not None
 
 
 def _require_torch() -> None:
@@ -163,7 +164,7 @@ def _require_torch() -> None:
 def _ranks(asked: int | None, here: Accelerators) -> int:
     """How many ranks train; CannotDo where this machine has too few devices for its own."""
     if _under_torchrun():
-        ranks, local = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        ranks, local = (number_in(os.environ, n) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         if asked not in (None, ranks):
             raise CannotDo(f"--ranks {asked}: torchrun started {ranks}")
     else:

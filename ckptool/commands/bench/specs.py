@@ -73,7 +73,7 @@ def _of_part(catalog: Catalog, part: str) -> dict[str, TensorSpec]:
     return {
         entry.name: TensorSpec((part, entry.name), entry.shape, _plain(entry.dtype))
         for entry in catalog.tensors.values()
-        if part_of(entry.name, entry.path) == part
+        if part_of(entry) == part
     }
 
 

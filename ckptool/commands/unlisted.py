@@ -1,0 +1,57 @@
+"""What a folder has and its listing lacks: links to nothing, and what cannot be looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ckptool.commands.data_names import MARKS, is_data
+from ckptool.errors import Changed, NotFound, Problem
+
+_LOST_AND_FOUND = "lost+found"
+
+
+def unlisted_problems(unlisted: Mapping[str, Problem]) -> list[Problem]:
+    """Return what is wrong for what is not listed and may be part of a checkpoint.
+
+    A link to nothing may be where its name is one that data is stored under, anything else
+    unless it is hidden.
+    """
+    return [_problem(name, why) for name, why in unlisted.items() if _may_belong(name, why)]
+
+
+def unlisted_notes(unlisted: Mapping[str, Problem]) -> list[Problem]:
+    """Return a note for each link to nothing that is no part of a checkpoint."""
+    return [
+        _problem(name, why).recoded("note")
+        for name, why in unlisted.items()
+        if why.code == "file-missing" and not _may_belong(name, why)
+    ]
+
+
+def require_listed(problems: Iterable[Problem]) -> None:
+    """Raise NotFound for what cannot be read, Changed for what vanished."""
+    problems = list(problems)
+    lasting = [problem for problem in problems if problem.code != "file-changed"]
+    if not problems:
+        return
+    first, *others = lasting or problems
+    message = f"{first}, and {len(others):,} more like it" if others else str(first)
+    shown = Problem(message, first.code, file=first.file)
+    if not lasting:
+        raise Changed(shown, hint="run the same command again once nothing writes to the source")
+    hint = "if it is no part of the checkpoint, name the checkpoint itself, or move it away"
+    error = NotFound(shown, hint=hint)
+    error.problems = tuple(lasting)
+    raise error
+
+
+def _problem(name: str, why: Problem) -> Problem:
+    return Problem(f"{name}: {why}", why.code, file=name)
+
+
+def _may_belong(name: str, why: Problem) -> bool:
+    if why.code == "file-missing":
+        return is_data(name)
+    *folders, last = name.split("/")
+    is_hidden = any(part.startswith(".") for part in folders)
+    return not (is_hidden or last == _LOST_AND_FOUND or (last[:1] == "." and last not in MARKS))

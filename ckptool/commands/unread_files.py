@@ -1,0 +1,99 @@
+"""Files that look like part of a checkpoint, and that nothing read: none is left out unsaid."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePosixPath
+
+from ckptool.commands.data_names import is_data, unfinished_file
+from ckptool.commands.recognise import Candidate, detect_folder
+from ckptool.core.catalog import Catalog
+from ckptool.errors import CkptoolError, Problem
+
+_STEP = re.compile(r"(?:step|iter|epoch|checkpoint|ckpt)[a-z]*[-_=.]?[0-9]", re.IGNORECASE)
+_TENSORLESS = {"training_args.bin": "the arguments of transformers' Trainer, and no tensor"}
+_MOST_FOLDERS = 200
+_MOST_SHOWN = 8
+
+
+def unread_files(found: Candidate, catalog: Catalog, reported: Iterable[Problem]) -> list[Problem]:
+    """What of the files below a checkpoint its catalog leaves out, though it looks like data.
+
+    ``reported`` are problems of the scan: a file that one of them names is no news.
+    """
+    sizes = found.source.files
+    said = {note.file for note in catalog.notes if isinstance(note, Problem)}
+    known = {*catalog.files, *catalog.companions, *catalog.copies, *said}
+    known |= {problem.file for problem in reported}
+    left = [name for name, size in sizes.items() if size and name not in known and is_data(name)]
+    left += [name for name in found.beside if is_data(name)]
+    if not left:
+        return []
+    unfinished = [problem for name in left if (problem := unfinished_file(name))]
+    left = [name for name in left if unfinished_file(name) is None]
+    folders = dict(_checkpoints(found, catalog.files, left))
+    loose = [name for name in left if not any(name.startswith(f"{one}/") for one in folders)]
+    return [*unfinished, *_of_folders(found, folders), *_of_files(loose)]
+
+
+def _checkpoints(
+    found: Candidate, used: Iterable[str], left: Iterable[str]
+) -> Iterator[tuple[str, str]]:
+    """The folders of files that are left which are checkpoints by themselves, and their formats."""
+    taken = {str(parent) for name in used for parent in PurePosixPath(name).parents}
+    beside = set(found.beside)
+    inside = (PurePosixPath(name).parents for name in left if name not in beside)
+    folders = dict.fromkeys(str(one) for parents in inside for one in reversed(parents))
+    covered: list[str] = []
+    for folder in [one for one in folders if one not in taken and one != "."][:_MOST_FOLDERS]:
+        if any(folder.startswith(f"{one}/") for one in covered):
+            continue
+        try:
+            item = detect_folder(found.source.narrowed(folder))
+        except (CkptoolError, OSError):
+            continue
+        if item is not None:
+            covered.append(folder)
+            yield folder, item.name
+
+
+def _of_folders(found: Candidate, folders: Mapping[str, str]) -> Iterator[Problem]:
+    """One remark for all steps, and one for each part that is a checkpoint by itself."""
+    steps = [folder for folder in folders if _STEP.search(folder.rpartition("/")[2])]
+    parts = [folder for folder in folders if folder not in steps]
+    if steps:
+        message = f"also here, each a checkpoint of its own: {_some(steps)}"
+        yield Problem(message, "checkpoint-beside", file=steps[0])
+    for like in _alike(parts):
+        message = f"not read: {_and_more(like, '/')}, a checkpoint of its own ({folders[like[0]]});"
+        message += f" ckptool inspect {found.path / like[0]} reads it"
+        yield Problem(message, "file-extra", file=like[0])
+
+
+def _of_files(names: list[str]) -> Iterator[Problem]:
+    for like in _alike(names):
+        what = _TENSORLESS.get(like[0].rpartition("/")[2])
+        if what is not None:
+            yield Problem(f"not read: {_and_more(like)}: {what}", "note", file=like[0])
+        else:
+            message = f"not read: {_and_more(like)}, which looks like part of a checkpoint"
+            yield Problem(message, "file-extra", file=like[0])
+
+
+def _alike(names: Iterable[str]) -> list[list[str]]:
+    """Names that differ in numbers only, together."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(re.sub(r"[0-9]+", "#", name), []).append(name)
+    return list(groups.values())
+
+
+def _and_more(like: list[str], end: str = "") -> str:
+    more = f" and {len(like) - 1:,} more like it" if len(like) > 1 else ""
+    return f"{like[0]}{end}{more}"
+
+
+def _some(names: list[str]) -> str:
+    more = f", and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
+    return ", ".join(names[:_MOST_SHOWN]) + more
