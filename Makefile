@@ -6,7 +6,7 @@ SECONDS := 60
 READY := .venv/ready-$(shell (pwd; cat pyproject.toml) | cksum | cut -d' ' -f1)
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
-.PHONY: help test check lint demo bench fuzz mutations clean
+.PHONY: help test check lint demo bench fuzz mutations faults clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z]*\):.*## /  make \1 - /p' Makefile
@@ -48,6 +48,10 @@ fuzz: $(READY) ## Fuzz each parser for a minute; what crashes one lies in tests/
 mutations: $(READY) ## Damage checkpoints of every format in 5,000 ways; the tests do it in 500.
 	@CKPTOOL_VERIFY_MUTATIONS=5000 CKPTOOL_MUTATIONS=500 $(BIN)/python -m pytest -n 2 -q -rP \
 		tests/attacks/test_verify_mutation.py tests/attacks/test_mutation.py
+
+faults: $(READY) ## Kill and fail each command at every system call that changes the disk (needs strace).
+	@command -v strace > /dev/null || { echo "make faults needs strace: apt-get install strace"; exit 1; }
+	@CKPTOOL_FAULTS=1 $(BIN)/python -m pytest -n 2 -q tests/commands/test_disk_faults.py
 
 clean: ## Remove all that make makes.
 	@rm -rf .venv demo bench-out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

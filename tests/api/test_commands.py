@@ -122,9 +122,11 @@ def test_a_reshard_is_checked_through_torch(out: Path) -> None:
 
 
 def test_a_comparison_of_what_was_cast(out: Path) -> None:
-    ckptool.convert(SOURCE, out / "m", to="dcp", dtype="bf16", fsync=False)
-    assert not ckptool.compare(SOURCE, out / "m").verify.sound
-    assert ckptool.compare(SOURCE, out / "m", cast=True, against_from="dcp").verify.sound
+    ckptool.convert(SOURCE, out / "m", to="dcp", dtype="bf16", model_only=True, fsync=False)
+    model = {"model_only": True}
+    assert not ckptool.compare(SOURCE, out / "m", **model).verify.sound
+    assert ckptool.compare(SOURCE, out / "m", cast=True, against_from="dcp", **model).verify.sound
+    assert ckptool.compare(SOURCE, out / "m", dtype="bf16", **model).verify.sound
     assert ckptool.compare(SOURCE, out / "m", rtol=0.01, select=["model.*"]).verify.findings
 
 

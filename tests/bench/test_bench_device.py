@@ -138,7 +138,8 @@ def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_torchruns_ranks_each_need_a_device_of_their_machine(
     local: str, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": local}.items():
+    launch = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in {**launch, "LOCAL_WORLD_SIZE": local}.items():
         monkeypatch.setenv(name, value)
     if fits:
         assert _ranks(None, TWO) == 8

@@ -19,6 +19,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conftest import Bits, read_back
 
+from ckptool import cli
+from ckptool.commands import convert
 from ckptool.commands.convert import ConvertOptions, Prepared, prepare
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.reshard import PreparedReshard, ReshardOptions, prepare_reshard
@@ -158,12 +160,32 @@ def test_interrupted(
     _, words = process.communicate(timeout=60)
     assert process.returncode == code, words
     assert "Traceback" not in words
+    assert ("--resume" in words) is has_partial(tmp_path)
     assert not (tmp_path / COMMANDS[kind][0]).exists()
     again = ("--resume",) if has_partial(tmp_path) else ()
     done, words = finish(kind, large, tmp_path, *again)
     assert done == 0, words
     assert assert_whole_or_not_there(kind, tmp_path, truth)
     assert [path.name for path in tmp_path.iterdir()] == [COMMANDS[kind][0]]
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt(), SystemExit(143)])
+def test_interrupted_before_anything_is_begun(
+    ending: BaseException,
+    source: Path,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(*args: Any) -> Any:
+        raise ending
+
+    monkeypatch.setattr(convert, "prepare", interrupted)
+    command = ["ckptool", "convert", str(source), str(out / "m"), "--to", "safetensors"]
+    monkeypatch.setattr(sys, "argv", command)
+    assert cli._run() in (130, 143)
+    assert capsys.readouterr().err == "interrupted\n"
+    assert not list(out.iterdir())
 
 
 # Runs that stop on the way, in this process
@@ -208,7 +230,7 @@ def stopped(source: Path, out: Path) -> Path:
 
 def test_finished_files_are_not_written_again(source: Path, out: Path, stopped: Path) -> None:
     journal = out / ".r.partial.journal.0"
-    done = [name for name in os.listdir(stopped) if f'"{name}"' in journal.read_text()]
+    done = [name for name in os.listdir(stopped) if f'"done": "{name}"' in journal.read_text()]
     assert 0 < len(done) < len(os.listdir(stopped))
     before = {name: (stopped / name).stat().st_mtime_ns for name in done}
     ready(source, out / "r", resume=True).run()
@@ -270,7 +292,12 @@ def test_stopped_before_the_first_byte(
 
 
 def test_a_run_without_resume_starts_afresh(source: Path, out: Path, stopped: Path) -> None:
-    (stopped / "stale").write_text("left by another run")
+    (stopped / "stale").write_text("put there by hand")
+    before = sorted(os.listdir(stopped))
+    with pytest.raises(CannotDo, match="holds stale, which ckptool did not write"):
+        ready(source, out / "r", "2").run()
+    assert sorted(os.listdir(stopped)) == before
+    (stopped / "stale").unlink()
     ready(source, out / "r", "2").run()
     assert sorted(os.listdir(out / "r")) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
     assert os.listdir(out) == ["r"]

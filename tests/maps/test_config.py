@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import convert_to, flat, load_dcp
+from safetensors import safe_open
 
+from ckptool.commands.architectures import names_of
 from ckptool.commands.map_report import MapOptions
 from ckptool.errors import CannotDo
 
@@ -158,6 +161,13 @@ def test_a_model_whose_values_mean_something_else_is_refused(name: str, out: Pat
         ({"use_rope_scaling": True}, "use_rope_scaling is True"),
         ({"multi_latent_attention": True}, "multi_latent_attention is True"),
         ({"window_size": (128, 0)}, "window_size is"),
+        ({"use_mup": True}, "use_mup is True, which is not understood"),
+        ({"glu_linear_offset": 1.0}, "glu_linear_offset is 1.0"),
+        ({"activation_func_clamp_value": 7.0}, "activation_func_clamp_value is 7.0"),
+        (EXPERTS | {"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input is True"),
+        ({"of_next_year": 3}, "of_next_year is 3, which is not understood"),
+        ({"of_next_year": 0.0}, "of_next_year is 0.0, which is not understood"),
+        ({"of_next_year": None, "lr": 1e-4, "moe_router_topk": 2}, "LlamaForCausalLM wants"),
     ],
 )
 def test_no_config_is_made_where_not_enough_is_recorded(
@@ -173,3 +183,55 @@ def test_no_config_is_made_where_not_enough_is_recorded(
     assert [path.name for path in (out / "b").iterdir()] == ["model.safetensors"]
     assert any("no config.json" in note and words in note for note in report.notes)
     assert report.map.moves[0].entry.shape == (103, 32)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_the_names_of_an_architecture_are_those_that_transformers_writes(
+    family: str, out: Path
+) -> None:
+    folder = original(family, out / "original")
+    config = json.loads((folder / "config.json").read_text())
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert names_of({"mlp_only_layers": [], "num_experts": 4} | config) == set(file.keys())
+
+
+def without(*ends: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda state: {n: t for n, t in state.items() if not n.endswith(ends)}
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "more", "change", "words"),
+    [
+        (
+            "qwen3_moe",
+            "megatron-moe",
+            EXPERTS,
+            without("q_layernorm.weight", "k_layernorm.weight"),
+            "Qwen3MoeForCausalLM wants model.layers.0.self_attn.k_norm.weight",
+        ),
+        (
+            "qwen3",
+            "megatron-gpt",
+            {"add_qkv_bias": True},
+            lambda state: (
+                state
+                | {
+                    f"decoder.layers.{i}.self_attention.linear_qkv.bias": torch.ones(64)
+                    for i in (0, 1)
+                }
+            ),
+            "Qwen3ForCausalLM has no model.layers.0.self_attn.k_proj.bias",
+        ),
+    ],
+)
+def test_no_config_is_made_of_an_architecture_with_other_parameters(
+    family: str, name: str, more: dict[str, Any], change: Any, words: str, out: Path
+) -> None:
+    source = original(family, out / "original")
+    convert_to("dcp", source, out / "there", map=MapOptions(name, {"extra": 9}))
+    state = change(flat(load_dcp(out / "there"))) | {"args": argparse.Namespace(**ARGS | more)}
+    dcp.save(state, checkpoint_id=out / "trained", no_dist=True)
+    options = {"map": MapOptions(name), "model_only": True}
+    report = convert_to("safetensors", out / "trained", out / "back", **options)
+    assert [path.name for path in (out / "back").iterdir()] == ["model.safetensors"]
+    assert any(words in note for note in report.notes), report.notes

@@ -27,7 +27,8 @@ from ckptool.core.placing import parse_mesh
 from ckptool.engine.patience import NoAnswer
 from ckptool.engine.remote_path import location
 from ckptool.engine.run import RunOptions
-from ckptool.errors import CannotDo, CkptoolError, Damaged, NotFound, TransferError
+from ckptool.engine.writer import UNFINISHED
+from ckptool.errors import CannotDo, Changed, CkptoolError, Damaged, NotFound, TransferError
 
 SLOW_DOWN = answer("503 Slow Down", "SlowDown")
 INTERNAL = answer("500 Internal Server Error", "InternalError")
@@ -164,15 +165,14 @@ def test_a_resumed_upload_writes_only_what_is_missing(s3: S3, out: Path) -> None
         resharded(source, s3.url("m"), "4", run=RunOptions(1))
     s3.fault = None
     done = set(s3.get("m"))
-    assert done == {"__0_0.distcp", "__1_0.distcp"}
+    assert done == {UNFINISHED, "__0_0.distcp", "__1_0.distcp"}
     with pytest.raises(CannotDo, match="plan is not the one"):
         resharded(source, s3.url("m"), "2", resume=True)
     s3.requests.clear()
     resharded(source, s3.url("m"), "4", resume=True)
     written = {one.path.rpartition("/")[2] for one in s3.requests if one.method == "PUT"}
-    assert written == {".m.partial.journal", "__2_0.distcp", "__3_0.distcp", ".metadata"}
+    assert written == {UNFINISHED, "__2_0.distcp", "__3_0.distcp", ".metadata"}
     assert s3.get("m") == files_of(out / "m")
-    assert ".m.partial.journal" not in s3.get("")
 
 
 def test_without_resume_what_was_left_is_written_anew(s3: S3, out: Path) -> None:
@@ -207,7 +207,7 @@ def test_a_process_that_is_ended_leaves_no_checkpoint_and_is_resumed(
     process.send_signal(number)
     _, told = process.communicate(timeout=60)
     s3.fault = None
-    assert s3.get("m") == {}
+    assert set(s3.get("m")) == {UNFINISHED}
     if number != signal.SIGKILL:
         assert process.returncode == 128 + number, told
         assert not s3.uploads()
@@ -242,14 +242,14 @@ def leave_unfinished(s3: S3) -> dict[str, Any]:
     with pytest.raises(TransferError):
         resharded(case("dcp_fsdp2_tp").path, s3.url("m"), "2")
     s3.fault = None
-    note: dict[str, Any] = json.loads(s3.get(".m.partial.journal")[""])
+    note: dict[str, Any] = json.loads(s3.get("m")[UNFINISHED])
     return note
 
 
 def noted(s3: S3, note: dict[str, Any], **writer: object) -> None:
     """Put the note of another writer there."""
     note = note | {"writer": note["writer"] | writer}
-    s3.fs.pipe_file(f"{s3.bucket}/.m.partial.journal", json.dumps(note).encode())
+    s3.fs.pipe_file(f"{s3.bucket}/m/{UNFINISHED}", json.dumps(note).encode())
 
 
 @pytest.mark.parametrize("more", [{}, {"resume": True}, {"overwrite": True}])
@@ -305,23 +305,35 @@ def test_a_file_that_metadata_names_and_no_listing(s3: S3, out: Path) -> None:
         open_checkpoint(location(source))
 
 
-def test_a_file_that_is_shorter_than_listed(s3: S3, out: Path) -> None:
+def test_an_object_that_is_replaced_is_not_read(s3: S3, out: Path) -> None:
+    """Each read names the version that was listed: no second listing is needed."""
     place = location(s3.put(case("dcp_fsdp2_tp").path, "source"))
     prepared = prepare(place, out / "m", ConvertOptions("dcp"))
-    s3.fs.pipe_file(f"{s3.bucket}/source/__0_0.distcp", bytes(100))
+    data = s3.fs.cat_file(f"{s3.bucket}/source/__0_0.distcp")
+    s3.fs.pipe_file(f"{s3.bucket}/source/__0_0.distcp", data[:-1] + b"x")
     place.store.blocks.clear()
-    with pytest.raises(Damaged, match=r"__0_0.distcp: .* has [\d,]+ bytes; it is truncated"):
+    s3.requests.clear()
+    with pytest.raises(Changed, match=r"__0_0.distcp: it was changed while it was read"):
         prepared.run()
+    assert not any(one.lists for one in s3.requests)
+    assert not (out / "m").exists()
 
 
-def test_a_file_that_ends_before_what_is_read(s3: S3, out: Path) -> None:
-    place = location(s3.put(big(out, 1), "source"))
-    prepared = prepare(place, out / "m", ConvertOptions("dcp"))
-    s3.fs.pipe_file(f"{s3.bucket}/source/__0_0.distcp", bytes(100))
-    s3.fs.pipe_file(f"{s3.bucket}/source/__1_0.distcp", bytes(100))
-    place.store.blocks.clear()
-    with pytest.raises(Damaged, match=r"_0.distcp: .* bytes; it is truncated"):
+def test_an_object_that_is_replaced_between_two_of_its_parts(s3: S3, out: Path) -> None:
+    source = big(out, 3)
+    s3.put(source, "source")
+    newer = {f"{s3.bucket}/source/{n}": bytes(len(d)) for n, d in files_of(source).items()}
+
+    def comes_between(environ: Environ, start: Any) -> None:
+        s3.fault = None
+        s3.fs.pipe({name: data for name, data in newer.items() if name.endswith("0_0.distcp")})
+
+    place = location(s3.url("source"))
+    prepared = prepare(place, location(s3.url("m")), ConvertOptions("dcp"))
+    s3.fault = some(comes_between, lambda e: of_data(e) and e["PATH_INFO"].endswith("0_0.distcp"))
+    with pytest.raises(Changed, match=r"__0_0.distcp: it was changed while it was read"):
         prepared.run()
+    assert not s3.get("m")
 
 
 # What stands at the target
@@ -347,8 +359,8 @@ def test_the_old_checkpoint_is_no_longer_one_before_the_new_one_is_written(s3: S
         for one in s3.requests
         if one.method in ("PUT", "DELETE")
     ]
-    assert steps[:2] == [("PUT", ".m.partial.journal"), ("DELETE", ".metadata")]
-    assert steps[-2:] == [("PUT", ".metadata"), ("DELETE", ".m.partial.journal")]
+    assert steps[:2] == [("PUT", UNFINISHED), ("DELETE", ".metadata")]
+    assert steps[-2:] == [("PUT", ".metadata"), ("DELETE", UNFINISHED)]
 
 
 def test_a_folder_that_is_no_checkpoint_is_not_replaced(s3: S3) -> None:

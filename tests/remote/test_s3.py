@@ -21,7 +21,8 @@ from ckptool.commands.transfer import TransferOptions
 from ckptool.commands.verify.against import AgainstOptions, against
 from ckptool.core.placing import parse_mesh
 from ckptool.engine.parts import PART
-from ckptool.engine.remote_path import location
+from ckptool.engine.remote_path import RemotePath, location
+from ckptool.engine.writer import UNFINISHED
 
 SOURCES = ["dcp_fsdp2_tp", "hf_shards", "rank_experimental", "zip_zoo", "dcp_zstd"]
 TARGETS = {"safetensors": "", "torch-save": ".pt", "dcp": "", "dcp-safetensors": ""}
@@ -79,9 +80,28 @@ def test_reshard_writes_the_same_bytes(name: str, mesh: str, s3: S3, out: Path) 
 def test_what_commits_is_written_last_and_data_before_it(s3: S3) -> None:
     resharded(case("dcp_fsdp2_tp").path, s3.url("m"), "2x2")
     written = [one.path.rpartition("/")[2] for one in s3.requests if one.method == "PUT"]
-    assert written[0] == ".m.partial.journal"
+    assert written[0] == UNFINISHED
     assert written[-1] == ".metadata"
     assert sorted(written[1:-1]) == [f"__{rank}_0.distcp" for rank in range(4)]
+
+
+def test_overwrite_keeps_what_no_checkpoint_writer_made(s3: S3, out: Path) -> None:
+    source, target = case("dcp_fsdp2_tp").path, s3.url("run/m")
+    resharded(source, target, "4")
+    foreign = {
+        "train.py": b"import torch",
+        "src/model/net.py": b"class Net: ...",
+        "wandb/run.bin": bytes(range(256)),
+        "__2_0.distcp.bak": b"a copy",
+        "notes/.metadata": b"of another folder",
+    }
+    for name, data in foreign.items():
+        place = location(f"{target}/{name}")
+        assert isinstance(place, RemotePath)
+        place.write_bytes(data)
+    resharded(source, target, "2", overwrite=True)
+    resharded(source, out / "m", "2")
+    assert s3.get("run/m") == files_of(out / "m") | foreign
 
 
 def big(path: Path, count: int) -> Path:

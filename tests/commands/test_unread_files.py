@@ -1,0 +1,181 @@
+"""No file that looks like part of a checkpoint is left out without a note, and verify counts it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import case, convert_to
+from safetensors.numpy import save_file
+from typer.testing import CliRunner
+
+from ckptool.cli.app import app
+from ckptool.commands.open import open_checkpoint
+from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.errors import CkptoolError, Problem
+
+FORMATS = [
+    *("accelerate_folders", "accelerate_rank_files", "accelerate_whole", "bin_shards"),
+    *("bytecheckpoint_ddp", "dcp_base", "dcp_lightning", "dcp_no_collectives", "deepspeed_zero_2"),
+    *("deepspeed_universal", "hf_consolidated", "hf_full", "hf_sharded", "hf_shards"),
+    *("llama_consolidated", "megatron_local", "megatron_torch_dist", "rank_experimental"),
+    *("snapshot", "torch_checkpointing", "vllm_sharded_state"),
+]
+STRAYS = [
+    *("stray.npz", "ema.model.pt"),
+    *("consolidated-of-another.safetensors", "stray_rank_3", "model.safetensors.gz"),
+]
+
+
+def notes_of(folder: Path) -> dict[str, str]:
+    """Code and first file of the notes on files, with their words."""
+    notes = open_checkpoint(folder).catalog.notes
+    return {f"{n.code} {n.file}": str(n) for n in notes if isinstance(n, Problem) and n.file}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_stray_file_is_named(name: str, copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of(name)
+    before, told = notes_of(folder), verify(folder, VerifyOptions(quick=True)).findings
+    assert not any(key.startswith("file-extra") for key in before), before
+    for stray in STRAYS:
+        (folder / stray).parent.mkdir(exist_ok=True)
+        (folder / stray).write_bytes(b"x" * 64)
+    after = notes_of(folder)
+    assert [stray for stray in STRAYS if f"file-extra {stray}" not in after] == []
+    found = verify(folder, VerifyOptions(quick=True))
+    new = {f.file for f in found.findings if f.code == "file-extra"}
+    assert new == set(STRAYS)
+    assert found.sound
+    assert len(found.findings) == len(told) + len(STRAYS)
+    assert not verify(folder, VerifyOptions(quick=True, strict=True)).sound
+
+
+def test_what_is_no_part_of_a_checkpoint_is_not_named(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("hf_shards")
+    others = [
+        *(".git/objects/model.pt", ".cache/huggingface/model.safetensors.metadata"),
+        *("wandb/run.log", "events.out.tfevents.1", "train.py", "trainer_state.json", "notes.txt"),
+        *("rank_0.log", "metrics_rank_1.json"),
+    ]
+    for name in others:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"x")
+    (folder / "empty.pt").touch()
+    assert notes_of(folder) == {}
+
+
+def sentence_transformer(folder: Path) -> Path:
+    """As sentence-transformers 5 saves a model with a dense layer behind the pooling."""
+    folder.mkdir()
+    (folder / "modules.json").write_text("[]")
+    (folder / "config.json").write_text("{}")
+    save_file({"embeddings.weight": np.ones((4, 2), np.float32)}, folder / "model.safetensors")
+    for part in ("1_Pooling", "2_Dense"):
+        (folder / part).mkdir()
+        (folder / part / "config.json").write_text("{}")
+    save_file(
+        {"linear.weight": np.ones((2, 2), np.float32)}, folder / "2_Dense" / "model.safetensors"
+    )
+    return folder
+
+
+def test_a_part_in_a_folder_of_its_own_is_named_with_what_reads_it(
+    tmp_path: Path, out: Path
+) -> None:
+    folder = sentence_transformer(tmp_path / "st")
+    (said,) = notes_of(folder).values()
+    assert said.startswith("not read: 2_Dense/, a checkpoint of its own (hf)")
+    command = said.partition("; ckptool ")[2].removesuffix(" reads it").split()
+    result = CliRunner().invoke(app, [*command, "--json"])
+    assert result.exit_code == 0
+    assert [one["name"] for one in json.loads(result.stdout)["tensors"]] == ["linear.weight"]
+    assert said in convert_to("safetensors", folder, out / "m").notes
+    result = CliRunner().invoke(app, ["verify", str(folder), "--json", "--strict"])
+    assert result.exit_code == 1
+    (finding,) = [f for f in json.loads(result.stdout)["findings"] if f["severity"] == "warning"]
+    assert (finding["code"], finding["file"]) == ("file-extra", "2_Dense")
+
+
+def test_the_parts_of_a_pipeline_are_all_named(tmp_path: Path) -> None:
+    """As diffusers saves one: the folder itself holds no tensor, or a whole model beside it."""
+    for part in ("unet", "vae", "text_encoder"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "config.json").write_text("{}")
+        save_file({"w": np.ones(2, np.float32)}, tmp_path / part / f"{part}.safetensors")
+    (tmp_path / "model_index.json").write_text("{}")
+    with pytest.raises(CkptoolError, match="3 checkpoints are below this folder"):
+        open_checkpoint(tmp_path)
+    save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    assert notes_of(tmp_path).keys() == {
+        "file-extra unet",
+        "file-extra vae",
+        "file-extra text_encoder",
+    }
+
+
+def test_a_comparison_says_what_it_left_out(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("hf_shards")
+    np.savez(folder / "optimizer.npz", m=np.ones(3))
+    line = ["verify", str(case("hf_shards").path), "--against", str(folder), "--json"]
+    result = CliRunner().invoke(app, line)
+    assert result.exit_code == 0
+    assert [f["code"] for f in json.loads(result.stdout)["findings"]] == ["file-extra"]
+
+
+def test_steps_below_a_model_are_other_checkpoints(tmp_path: Path) -> None:
+    """The output folder of transformers' Trainer: the last model, and a folder for each step."""
+    for folder in (tmp_path, tmp_path / "checkpoint-500", tmp_path / "checkpoint-1000"):
+        folder.mkdir(exist_ok=True)
+        save_file({"w": np.ones(2, np.float32)}, folder / "model.safetensors")
+        torch.save({"lr": 0.1}, folder / "training_args.bin")
+    notes = notes_of(tmp_path)
+    assert notes.keys() == {"checkpoint-beside checkpoint-1000", "note training_args.bin"}
+    assert "checkpoint-1000, checkpoint-500" in notes["checkpoint-beside checkpoint-1000"]
+    assert verify(tmp_path, VerifyOptions(strict=True)).sound
+
+
+def test_files_beside_the_only_checkpoint_of_a_folder(tmp_path: Path) -> None:
+    shutil.copytree(case("dcp_base").path, tmp_path / "weights")
+    np.savez(tmp_path / "optimizer.npz", m=np.ones(3))
+    (tmp_path / "log.txt").write_text("x")
+    assert notes_of(tmp_path).keys() == {"file-extra optimizer.npz"}
+    shutil.rmtree(tmp_path / "weights")
+    save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    torch.save({"v": torch.ones(1)}, tmp_path / "model.extra.pt")
+    assert notes_of(tmp_path).keys() == {"file-extra optimizer.npz"}
+
+
+def test_random_states_of_ranks_do_not_hide_the_model(copy_of: Callable[[str], Path]) -> None:
+    """As transformers' Trainer saved several processes' states beside a model in shards."""
+    folder = copy_of("bin_shards")
+    before = open_checkpoint(folder).catalog.tensors.keys()
+    for rank in range(2):
+        torch.save({"cpu": torch.arange(4) + rank}, folder / f"rng_state_{rank}.pth")
+    assert open_checkpoint(folder).catalog.tensors.keys() == before
+    assert notes_of(folder).keys() == {"file-extra rng_state_0.pth"}
+
+
+def test_a_file_that_was_never_finished(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("hf_shards")
+    (folder / "model-00009-of-00009.safetensors.incomplete").write_bytes(b"x")
+    key = "file-unfinished model-00009-of-00009.safetensors.incomplete"
+    assert notes_of(folder).keys() == {key}
+    found = verify(folder, VerifyOptions(quick=True)).findings
+    assert [f.code for f in found if f.file and f.file.endswith("incomplete")] == [
+        "file-unfinished"
+    ]
+
+
+def test_an_older_iteration_is_named(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("megatron_local")
+    for rank in "01":
+        name = f"iter_0000100_{rank}_local.pt"
+        shutil.copy(folder / rank / name, folder / rank / name.replace("100", "090"))
+    (said,) = notes_of(folder).values()
+    assert said.startswith("not read: 0/iter_0000090_0_local.pt and 1 more like it")

@@ -1,0 +1,135 @@
+"""An upload that was killed at any file is no checkpoint for anybody, until it is completed."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import case
+from test_s3 import files_of
+
+from ckptool.commands.convert import ConvertOptions, prepare
+from ckptool.commands.open import open_checkpoint
+from ckptool.commands.reshard import ReshardOptions, prepare_reshard
+from ckptool.commands.transfer import TransferOptions
+from ckptool.commands.verify.run_folder import verify_run
+from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.core.placing import parse_mesh
+from ckptool.engine.remote_path import RemotePath, location
+from ckptool.engine.run import RunOptions
+from ckptool.engine.upload import Upload
+from ckptool.engine.writer import UNFINISHED
+from ckptool.errors import CannotDo, CkptoolError, Damaged, SourceError, Unrecognised
+
+SOURCE = case("dcp_fsdp2_tp").path
+
+
+def planned(kind: str, target: Path | RemotePath, **more: Any) -> Any:
+    transfer = TransferOptions(run=RunOptions(workers=1, fsync=False), **more)
+    if kind in ("hf", "dcp"):
+        to = "safetensors" if kind == "hf" else kind
+        options = ConvertOptions(to, max_shard_size=20_000, transfer=transfer)
+        return prepare(SOURCE, target, options)
+    asked = ReshardOptions(parse_mesh("2"), to=kind, rank_state="drop", transfer=transfer)
+    return prepare_reshard(SOURCE, target, asked)
+
+
+def place() -> RemotePath:
+    found = location(f"memory://{uuid.uuid4().hex}/run/step-2")
+    assert isinstance(found, RemotePath)
+    return found
+
+
+def killed_at(close: int, monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> None:
+    """Do the work until this file would appear."""
+    closed = []
+    real = Upload.close
+
+    def counting(upload: Upload) -> None:
+        closed.append(upload)
+        if len(closed) > close:
+            raise KeyboardInterrupt
+        real(upload)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Upload, "close", counting)
+        with pytest.raises(KeyboardInterrupt):
+            work()
+
+
+def is_refused(target: RemotePath) -> bool:
+    """Whether every way to read a folder sees that it is not finished."""
+    with pytest.raises(Damaged, match="ckptool has not finished writing it"):
+        open_checkpoint(location(target.url))
+    try:
+        report = verify(location(target.url), VerifyOptions())
+    except SourceError:
+        return True
+    return not report.sound and "save-unfinished" in {one.code for one in report.findings}
+
+
+@pytest.mark.parametrize("kind", ["hf", "dcp", "dcp-safetensors", "rank-local"])
+def test_killed_before_any_file(kind: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned(kind, out / "m").run()
+    whole = files_of(out / "m")
+    for close in range(len(whole)):
+        target = place()
+        killed_at(close, monkeypatch, planned(kind, target).run)
+        assert is_refused(target)
+        planned(kind, target, resume=True).run()
+        found = {name: (target / name).read_bytes() for name in location(target.url).listing}
+        assert found == whole
+
+
+def test_killed_when_only_the_note_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptool.engine.remote_stage import RemoteStage
+
+    def stop(stage: RemoteStage) -> None:
+        raise KeyboardInterrupt
+
+    target = place()
+    with monkeypatch.context() as patched:
+        patched.setattr(RemoteStage, "_forget", stop)
+        with pytest.raises(KeyboardInterrupt):
+            planned("hf", target).run()
+    assert is_refused(target)
+    planned("hf", target, resume=True).run()
+    assert open_checkpoint(location(target.url)).catalog.tensors
+
+
+def test_a_run_does_not_count_it_as_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = place()
+    older = target.with_name("step-1")
+    planned("hf", older).run()
+    for close in (0, 1):
+        killed_at(close, monkeypatch, planned("hf", target, overwrite=close > 0).run)
+        report = verify_run(location(target.parent.url), VerifyOptions(), every=False)
+        assert report.latest_good is not None
+        assert report.latest_good.step.number == 1
+
+
+def test_a_copy_of_it_on_a_disk_says_so_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = place()
+    killed_at(1, monkeypatch, planned("hf", target).run)
+    for name in location(target.url).listing:  # type: ignore[union-attr]
+        (tmp_path / name).write_bytes((target / name).read_bytes())
+    assert (tmp_path / UNFINISHED).exists()
+    with pytest.raises(Damaged, match="has not finished"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_file_is_removed_before_what_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old file without the values beside it would be read as whole."""
+    target = place().with_name("m.safetensors")
+    prepare(SOURCE, target, ConvertOptions("safetensors")).run()
+    removed: list[str] = []
+    monkeypatch.setattr(type(target.store.fs), "rm_file", lambda fs, key: removed.append(key))
+    options = ConvertOptions("safetensors", transfer=TransferOptions(overwrite=True))
+    prepare(SOURCE, location(target.url), options).run()
+    names = [name.rpartition("/")[2] for name in removed]
+    assert names[:2] == ["m.safetensors", "m.extra.pt"]
