@@ -22,6 +22,7 @@ _EMBEDDING = re.compile(rf"{_MODEL}(?:embed_tokens|wte|embed_in)\.weight")
 _HEAD = re.compile(r"(?:language_model\.)?lm_head\.weight")
 _NORM = re.compile(rf"{_MODEL}(?:norm|ln_f|final_layer_norm)\.weight")
 _LAYER = re.compile(rf"({_MODEL})(?:layers|h)\.(\d+)\..+")
+_PREDICTING = re.compile(rf"{_MODEL}layers\.(\d+)\.eh_proj\.weight")
 _PROJECTION = re.compile(r".+\.layers\.\d+\.self_attn\.([qk])_proj\.weight")
 _GATE = re.compile(r".+\.layers\.\d+\.mlp\.gate_proj\.weight")
 
@@ -93,13 +94,18 @@ def _listed(said: Mapping[str, object]) -> str:
 
 
 def _layers(config: Config, catalog: Catalog) -> Iterator[Difference]:
-    """How many layers there are, with those that predict further tokens or without."""
+    """How many layers there are, with those that predict further tokens or without.
+
+    Those that predict join the last hidden state with an embedding by ``eh_proj`` (DeepSeek V3,
+    GLM 4.5); transformers skips them, and its config need not count them.
+    """
     said = _numbers(config, _LAYERS)
     matches = [match for name in catalog.tensors if (match := _LAYER.fullmatch(name))]
     numbers = {int(match[2]) for match in matches}
     if not said or len({match[1] for match in matches}) != 1:
         return
-    more = max(_numbers(config, _MORE_LAYERS).values(), default=0)
+    predicting = {int(m[1]) for name in catalog.tensors if (m := _PREDICTING.fullmatch(name))}
+    more = max(_numbers(config, _MORE_LAYERS).values(), default=len(predicting))
     if not any(len(numbers) in (n, n + more) for n in said.values()):
         yield f"{_listed(said)}, but there are tensors of {len(numbers):,} layers", None
 

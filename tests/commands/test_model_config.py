@@ -125,6 +125,13 @@ def test_layers_that_predict_further_tokens_may_be_there_or_not(out: Path) -> No
         assert codes(path) == []
 
 
+def test_layers_that_predict_further_tokens_need_not_be_counted(out: Path) -> None:
+    """As transformers saves DeepSeek's config: it skips the tensors of those layers."""
+    config = CONFIG | {"num_hidden_layers": 1}
+    predicting = {"model.layers.1.eh_proj.weight": torch.ones(16, 32)}
+    assert codes(folder(out / "m", config, **llama(), **predicting)) == []
+
+
 def test_what_is_not_there_is_said(out: Path) -> None:
     assert codes(folder(out / "m", None)) == ["config-missing"]
     adapter = out / "adapter"
