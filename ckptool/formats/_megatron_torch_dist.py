@@ -30,7 +30,7 @@ def scan(source: Source, config: dict[str, Any] | None, options: ScanOptions) ->
             " ckptool reads torch_dist",
             hint="Megatron-core up to 0.13 loads it and saves it with --ckpt-format torch_dist",
         )
-    catalog, parsed = dcp.read_folder(source, options, refuse=True)
+    catalog, parsed = dcp.read_folder(source, options)
     require_common(source, catalog, options)
     catalog = with_common(source, with_plain_names(_reshaped(catalog, parsed)))
     plans = [plan for metadata in parsed.values() for plan in metadata.plans or ()]

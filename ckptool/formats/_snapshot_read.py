@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import struct
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ckptool.core.box import Box
@@ -23,12 +25,21 @@ from ckptool.formats._assemble import assemble
 from ckptool.formats._leaves import Leaf, read_leaves
 from ckptool.formats._mesh_records import flat_ints
 from ckptool.formats._quantised import INTEGERS, quantised_notes, quantised_parts
-from ckptool.formats._snapshot_manifest import CONTAINERS, SHARDED, VALUES, Fields, Manifest
+from ckptool.formats._snapshot_manifest import (
+    CONTAINERS,
+    METADATA,
+    SHARDED,
+    VALUES,
+    Fields,
+    Manifest,
+)
 from ckptool.formats._snapshot_places import QUANTISED, Places, element_type
 from ckptool.formats._storage import sizes
 from ckptool.formats._values import same_value
 
 _NOTHING = Catalog("", {}, {}, {})
+_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, struct.error)
+"""What is raised where an entry of the manifest lacks something, or has it in another form."""
 
 
 @dataclass(slots=True)
@@ -44,15 +55,22 @@ class Reader:
     conflicts: dict[str, str] = field(default_factory=dict)
 
     def read(self, logical: str, held: dict[int, Fields]) -> None:
-        """One logical path, with the entry of each rank that has one."""
+        """One logical path, with the entry of each rank that has one.
+
+        What cannot be read, or must not be, becomes a conflict by its name.
+        """
         sharded = {rank: entry for rank, entry in held.items() if entry["type"] in SHARDED}
         if sharded:
-            self._add(self._sharded(logical, sharded))
+            work = partial(self._sharded, logical, sharded)
+            self._add(self._read_or_refuse(logical, min(sharded), work))
         rest = {rank: entry for rank, entry in held.items() if rank not in sharded}
         shared = next((rank for rank, entry in rest.items() if entry.get("replicated")), None)
         if shared is not None:
             rest = {shared: rest[shared]}
-        found = {rank: self._of_rank(logical, rank, entry) for rank, entry in rest.items()}
+        found = {
+            rank: self._read_or_refuse(logical, rank, partial(self._of_rank, logical, rank, entry))
+            for rank, entry in rest.items()
+        }
         if shared is not None or self.manifest.world_size == 1 or _alike(list(found.values())):
             found = dict(list(found.items())[:1])
             self._add(*found.values())
@@ -64,6 +82,19 @@ class Reader:
             self.tensors |= catalog.tensors
             self.objects |= catalog.objects
             self.conflicts |= catalog.conflicts
+
+    def _read_or_refuse(self, logical: str, rank: int, work: Callable[[], Catalog]) -> Catalog:
+        """Return what ``work`` reads at a path, or why that is refused."""
+        name = flat_name(self.manifest.path(logical, rank))
+        try:
+            return work()
+        except SourceError as error:
+            why = error.message
+        except _MALFORMED:
+            message = "an entry that is not as TorchSnapshot writes it"
+            why = Problem(message, "metadata-unreadable", file=METADATA)
+        refusal = Refusal(f"{name}: {why}", why.code, file=why.file, tensor=name)
+        return replace(_NOTHING, conflicts={name: refusal})
 
     def _of_rank(self, logical: str, rank: int, entry: Fields) -> Catalog:
         """What one rank has at a path."""
@@ -135,13 +166,8 @@ class Reader:
 
     def _object(self, path: Path, entry: Fields) -> Catalog:
         """A value that torch.save wrote; tensors in it become tensors of their own."""
-        try:
-            opened = self.places.opened(*self.places.span(entry))
-            leaves = read_leaves(opened, self.places.source, prefix=path, refuse=True)
-        except SourceError as error:
-            name, why = flat_name(path), error.message
-            refusal = Refusal(f"{name}: {why}", why.code, file=why.file, tensor=name)
-            leaves = {name: Leaf(path, refusal)}
+        opened = self.places.opened(*self.places.span(entry))
+        leaves = read_leaves(opened, self.places.source, prefix=path, refuse=True)
         found = assemble({0: leaves or {flat_name(path): Leaf(path, {})}})
         self.problems += found.problems
         self.notes += found.notes
@@ -158,14 +184,19 @@ def _value(path: Path, value: Any) -> Catalog:
 
 
 def _alike(catalogs: list[Catalog]) -> bool:
-    """Whether all ranks hold the same values at a path, and no tensor."""
-    first, *others = catalogs or [Catalog("", {}, {}, {})]
-    return not any(catalog.tensors for catalog in catalogs) and all(
+    """Whether all ranks hold the same values at a path, and nothing that is or may be a tensor."""
+    first, *others = catalogs or [_NOTHING]
+    return not any(map(_may_hold_tensor, catalogs)) and all(
         other.objects.keys() == first.objects.keys()
         and other.conflicts.keys() == first.conflicts.keys()
         and all(same_value(one.value, other.objects[n].value) for n, one in first.objects.items())
         for other in others
     )
+
+
+def _may_hold_tensor(catalog: Catalog) -> bool:
+    refused = [why for why in catalog.conflicts.values() if isinstance(why, Refusal)]
+    return bool(catalog.tensors) or any(why.may_be_tensor for why in refused)
 
 
 def _with_mesh(catalog: Catalog, entry: Fields) -> Catalog:

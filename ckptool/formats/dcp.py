@@ -49,22 +49,22 @@ def _probe(source: Source) -> bool:
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
-    catalog, _ = read_folder(source, options, values=options.values, refuse=True)
+    catalog, _ = read_folder(source, options, values=options.values)
     return _apart(source, with_inferred_mesh(catalog), options)
 
 
 def scan_folder(source: Source, options: ScanOptions) -> Catalog:
     """What the metadata of a folder that is laid out as DCP does says."""
-    return with_tensor_parallelism(with_inferred_mesh(read_folder(source, options, refuse=True)[0]))
+    return with_tensor_parallelism(with_inferred_mesh(read_folder(source, options)[0]))
 
 
 def read_folder(
-    source: Source, options: ScanOptions, *, values: bool = True, refuse: bool = False
+    source: Source, options: ScanOptions, *, values: bool = True
 ) -> tuple[Catalog, dict[str, DcpMetadata]]:
     """The catalog of a DCP folder, with no mesh yet, and its metadata files as they were read.
 
-    Without ``values`` nothing is read but metadata: values are ``UNREAD``. With ``refuse`` a value
-    that cannot be read, or must not be, is a conflict of its own.
+    Without ``values`` nothing is read but metadata: values are ``UNREAD``. A value that cannot be
+    read, or must not be, is a conflict of its own.
     """
     parsed = metadata_files(source, options)
     stored = collected(source, parsed)
@@ -75,24 +75,22 @@ def read_folder(
         tensor = TensorEntry(name, stored.path(name), entry.dtype, entry.shape, chunks)
         found.tensors[name] = tensor
     if values:
-        _add_values(source, options, stored, found, refuse=refuse)
+        _add_values(source, options, stored, found)
     elif stored.values:
         _leave_unread(stored, found)
     if _LIGHTNING in source.files:
-        _add(found, options.attempt(partial(_read_lightning, source, refuse=refuse)))
+        _add(found, options.attempt(partial(_read_lightning, source)))
     conflicts = [why for why in found.conflicts.values() if not isinstance(why, Refusal)]
     options.report([*found.problems, *conflicts], subject=source.root, hint=DAMAGE_HINT)
     found.conflicts = {n: why for n, why in found.conflicts.items() if isinstance(why, Refusal)}
     return _catalog(source, parsed, stored, found), parsed
 
 
-def _add_values(
-    source: Source, options: ScanOptions, stored: Collected, found: Assembled, *, refuse: bool
-) -> None:
+def _add_values(source: Source, options: ScanOptions, stored: Collected, found: Assembled) -> None:
     held = [item for items in stored.values.values() for _, item in items]
     expect_edges(source, ((item.file, item.offset, item.nbytes) for item in held))
     for name, items in stored.values.items():
-        work = partial(read_values, source, name, items, stored.path(name), refuse=refuse)
+        work = partial(read_values, source, name, items, stored.path(name), refuse=True)
         _add(found, options.attempt(work))
 
 
@@ -139,10 +137,10 @@ def _apart(source: Source, catalog: Catalog, options: ScanOptions) -> Catalog:
     return with_inferred_mesh(replace(catalog, tensors=tensors, mesh=None))
 
 
-def _read_lightning(source: Source, *, refuse: bool) -> Assembled:
+def _read_lightning(source: Source) -> Assembled:
     """Lightning's ``meta.pt``, a family of its own beside the DCP files."""
     file = read_torch_file(source, _LIGHTNING)
-    return assemble({0: read_leaves(file, source, prefix=("meta",), refuse=refuse)})
+    return assemble({0: read_leaves(file, source, prefix=("meta",), refuse=True)})
 
 
 def _catalog(

@@ -12,7 +12,6 @@ short; they are refused as damaged.
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Collection
 
 from ckptool.core.catalog import (
@@ -54,10 +53,8 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     for logical, held in manifest.leaves():
         try:
             reader.read(logical, held)
-        except Damaged as error:
-            reader.problems += [problem.within(logical) for problem in error.problems]
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, struct.error):
-            message = f"{logical}: an entry that is not as TorchSnapshot writes it"
+        except (TypeError, ValueError):
+            message = f"{logical}: lies in a container that is not as TorchSnapshot writes it"
             reader.problems.append(Problem(message, "metadata-unreadable", file=METADATA))
     options.report(reader.problems, subject=source.root)
     return with_inferred_mesh(_catalog(source, manifest, reader))

@@ -213,6 +213,55 @@ def test_one_value_of_a_snapshot_stops_only_who_wants_it(
     assert not ckptool.verify(source).sound
 
 
+TENSOR_FILES = {
+    "hostile archive": ("snapshot_quantised", "replicated/state/one", "state.one"),
+    "archive of several chunks": ("snapshot_quantised", "replicated/state/chunks_0_0", "state.chu"),
+    "cut archive": ("snapshot_quantised", "replicated/state/channels", "state.channels"),
+    "cut shard": ("snapshot", "sharded/state/rows_*", "state.rows"),
+    "lost file": ("snapshot", "replicated/state/model/half", "state.model.half"),
+}
+
+
+@pytest.mark.parametrize("kind", TENSOR_FILES)
+def test_one_tensor_of_a_snapshot_stops_only_who_wants_it(
+    kind: str, tmp_path: Path, copy_of: Callable[[str], Path]
+) -> None:
+    fixture, pattern, start = TENSOR_FILES[kind]
+    source = copy_of(fixture)
+    file = min(source.glob(pattern))
+    if kind.startswith("cut"):
+        file.write_bytes(file.read_bytes()[:-1])
+    elif kind.startswith("lost"):
+        file.unlink()
+    else:
+        torch.save(Trap(), file)
+    with pytest.raises(Damaged if kind[:4] in ("cut ", "lost") else Hostile) as raised:
+        ckptool.convert(source, tmp_path / "b.pt", to="torch-save")
+    name = raised.value.problems[0].tensor
+    assert name is not None
+    assert name.startswith(start)
+    ckptool.convert(source, tmp_path / "a.pt", to="torch-save", drop=[f"{name}*"])
+    expected = [n for n in ckptool.open(case(fixture).path).tensors if not n.startswith(name)]
+    assert sorted(ckptool.open(source, drop=[f"{name}*"]).tensors) == sorted(expected)
+    report = ckptool.verify(source)
+    assert raised.value.problems[0].code in {finding.code for finding in report.findings}
+    assert not report.sound
+
+
+def test_one_item_of_megatron_fsdp_stops_only_who_wants_it(tmp_path: Path) -> None:
+    model = {f"model.module.{name}": tensor for name, tensor in MODEL.items()}
+    groups = {"optimizer.param_to_group_meta.layer.weight": {"lr": 0.1}}
+    source = tmp_path / "dcp"
+    dcp.save(model | groups | {"hook": Trap()}, checkpoint_id=source, no_dist=True)
+    with pytest.raises(Hostile, match="hook"):
+        ckptool.convert(source, tmp_path / "b.pt", to="torch-save")
+    ckptool.convert(source, tmp_path / "a.pt", to="torch-save", drop=["hook"])
+    assert len(ckptool.open(source, model_only=True).tensors) == 1
+    report = ckptool.verify(source)
+    assert report.format == "megatron-fsdp_dtensor"
+    assert "hostile-global" in {finding.code for finding in report.findings}
+
+
 @pytest.mark.parametrize("kind", ["hostile", "damaged"])
 def test_a_value_in_a_distributed_optimizer_stops_only_who_wants_it(
     kind: str, tmp_path: Path, copy_of: Callable[[str], Path]
