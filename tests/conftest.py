@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import Forked
 from hypothesis import settings
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -218,18 +219,24 @@ class Ended:
 
 
 def on_ranks(
-    world: int, words: Sequence[str | Path], folders: Sequence[Path] | None = None
+    world: int,
+    words: Sequence[str | Path],
+    folders: Sequence[Path] | None = None,
+    *,
+    fresh: bool = False,
 ) -> list[Ended]:
-    """Start a python command once a rank, with torchrun's environment.
+    """Run a python command once a rank, with torchrun's environment.
 
     With ``folders`` each rank works in one, and the ranks of a node are those that share theirs.
+    With ``fresh`` each rank starts a Python of its own, which takes seconds: nothing is shared
+    then, not the seed of hashes either.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    processes = []
+    processes: list[Any] = []
     for rank in range(world):
-        environment = {
+        environment = os.environ | {
             "RANK": str(rank),
             "WORLD_SIZE": str(world),
             "LOCAL_RANK": str(folders[:rank].count(folders[rank]) if folders else rank),
@@ -237,22 +244,26 @@ def on_ranks(
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
         }
-        line = [sys.executable, *map(str, words)]
-        process = subprocess.Popen(
-            line,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | environment,
-            cwd=folders[rank] if folders else None,
-        )
-        processes.append(process)
+        begin = _start if fresh else Forked
+        place = folders[rank] if folders else Path.cwd()
+        processes.append(begin([*map(str, words)], environment, place))
     try:
         found = [process.communicate(timeout=300) for process in processes]
     finally:
         for process in processes:
             process.kill()
     return [Ended(p.returncode, *text) for p, text in zip(processes, found, strict=True)]
+
+
+def _start(words: list[str], environment: dict[str, str], cwd: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=cwd,
+    )
 
 
 @pytest.fixture

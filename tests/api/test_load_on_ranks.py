@@ -42,7 +42,7 @@ def test_every_rank_gets_its_own_boxes(world: int, tmp_path: Path) -> None:
     sources = {FIXTURES / n / "ckpt": FIXTURES / n / "truth.safetensors" for n in SOURCES}
     sources |= {tmp_path / "uneven" / "model.pt": tmp_path / "uneven" / "truth.safetensors"}
     given = json.dumps({str(path): str(truth) for path, truth in sources.items()})
-    ended = on_ranks(world, [WORKERS, given, tmp_path, json.dumps(MESHES[world])])
+    ended = on_ranks(world, [WORKERS, given, tmp_path, json.dumps(MESHES[world])], fresh=world == 2)
     assert [one.code for one in ended] == [0] * world, ended[0].stderr
     for rank in range(world):
         found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
