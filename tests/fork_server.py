@@ -7,15 +7,18 @@ what the import leaves behind, and the seed of hashes.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import types
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -41,23 +44,21 @@ _LARGEST = 1 << 17
 
 
 class Forked:
-    """A command that a fork of the server runs, with a pipe on which its end is heard."""
+    """A command that a fork of the server runs, as a connection to the server.
+
+    It says the process and then its exit code; where it is closed before, the process is killed.
+    """
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str], cwd: Path) -> None:
         self._said = [os.memfd_create(name) for name in ("stdout", "stderr")]
-        heard, told = os.pipe()
-        request = {"words": words, "environment": dict(environment), "cwd": str(cwd)}
-        socket.send_fds(_server(), [json.dumps(request).encode()], [*self._said, told])
-        os.close(told)
-        self._heard = os.fdopen(heard, "rb", buffering=0)
-        self.pid = int(self._heard.read(8))
+        self._connection = _ask(_server(), words, environment, cwd, self._said)
+        self.pid = int(self._connection.recv(16))
         self.returncode: int | None = None
 
     def communicate(self, timeout: float) -> tuple[str, str]:
         """Wait for the end; what the command wrote."""
-        if not select.select([self._heard], [], [], timeout)[0]:
-            raise TimeoutError(f"process {self.pid} runs for more than {timeout:g} s")
-        self.returncode = int(self._heard.read(8))
+        self._connection.settimeout(timeout)
+        self.returncode = int(self._connection.recv(16))
         return self._text(self._said[0]), self._text(self._said[1])
 
     def _text(self, file: int) -> str:
@@ -65,67 +66,114 @@ class Forked:
 
     def kill(self) -> None:
         """End the command if it runs, and let go of all that is its."""
-        if self.returncode is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-        self._heard.close()
+        self._connection.close()
         for file in self._said:
             os.close(file)
 
 
+def forking_python(folder: Path) -> Path:
+    """Make a program that is used as ``python`` is, and lets the server run what it is given."""
+    program = folder / "python"
+    lines = (
+        f"#!{sys.executable} -IS",
+        "import sys",
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})",
+        "import fork_server",
+        f"fork_server.forward({_server()!r})",
+    )
+    program.write_text("\n".join(lines))
+    program.chmod(0o755)
+    return program
+
+
+def forward(place: str) -> None:
+    """Let the server at ``place`` run what this program was given, and end as that does."""
+    words = sys.argv[2:] if sys.argv[1] == "-u" else sys.argv[1:]
+    connection = _ask(place, words, os.environ, Path.cwd(), [1, 2])
+    process = int(connection.recv(16))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: os.kill(process, number))
+    code = int(connection.recv(16))
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
+def _ask(
+    place: str, words: Sequence[str], environment: Mapping[str, str], cwd: Path, given: list[int]
+) -> socket.socket:
+    request = {"words": words, "environment": dict(environment), "cwd": str(cwd)}
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(place)
+    socket.send_fds(connection, [json.dumps(request).encode()], given)
+    return connection
+
+
 @cache
-def _server() -> socket.socket:
-    """The way to a server of this process, which ends with it."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def _server() -> str:
+    """The address of a server that this process starts, and that ends with it."""
+    place = f"{tempfile.mkdtemp(prefix='forks-')}/socket"
+    atexit.register(shutil.rmtree, Path(place).parent, ignore_errors=True)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.bind(place)
+    listening.listen()
+    ended, alive = os.pipe()
+    os.set_inheritable(alive, False)
     subprocess.Popen(
-        [sys.executable, __file__, str(theirs.fileno())],
+        [sys.executable, __file__, str(listening.fileno()), str(ended)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        pass_fds=[theirs.fileno()],
+        pass_fds=[listening.fileno(), ended],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-    theirs.close()
-    return ours
+    os.close(ended)
+    return place
 
 
-def _serve(requests: socket.socket) -> dict[str, Any]:
+def _serve(listening: socket.socket, ended: int) -> dict[str, Any]:
     """Fork a process for each request; the request, in that process alone."""
-    running: dict[int, int] = {}
+    running: dict[int, socket.socket] = {}
     wake, wakened = os.pipe()
     os.set_blocking(wakened, False)
     signal.set_wakeup_fd(wakened)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     while True:
-        readable, _, _ = select.select([requests, wake], [], [])
+        readable = select.select([listening, ended, wake, *running.values()], [], [])[0]
+        if ended in readable:
+            os._exit(0)
         if wake in readable:
             os.read(wake, 512)
             _reap(running)
-        if requests in readable:
-            data, given, _, _ = socket.recv_fds(requests, _LARGEST, 3)
-            if not data:
-                os._exit(0)
+        for process in [process for process, asked in running.items() if asked in readable]:
+            os.kill(process, signal.SIGKILL)  # who asked for it is gone
+            os.waitpid(process, 0)
+            running.pop(process).close()
+        if listening in readable:
+            asked = listening.accept()[0]
+            data, given, _, _ = socket.recv_fds(asked, _LARGEST, 2)
             process = os.fork()
             if process == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                _become(given, [wake, wakened, requests.detach(), *running.values()])
+                for connection in (listening, asked, *running.values()):
+                    connection.close()
+                _become(given, [wake, wakened, ended])
                 return json.loads(data)
-            os.write(given[2], f"{process:8}".encode())
-            running[process] = given[2]
-            os.close(given[0])
-            os.close(given[1])
+            asked.send(str(process).encode())
+            running[process] = asked
+            for file in given:
+                os.close(file)
 
 
-def _reap(running: dict[int, int]) -> None:
+def _reap(running: dict[int, socket.socket]) -> None:
     """Tell the ends of processes."""
     while running:
         process, status = os.waitpid(-1, os.WNOHANG)
         if not process:
             return
-        told = running.pop(process)
-        with suppress(BrokenPipeError):
-            os.write(told, f"{os.waitstatus_to_exitcode(status):8}".encode())
-        os.close(told)
+        with running.pop(process) as asked, suppress(BrokenPipeError):
+            asked.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
 def _become(given: list[int], unused: list[int]) -> None:
@@ -151,12 +199,12 @@ def _prepare(request: dict[str, Any]) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    _requests = socket.socket(fileno=int(sys.argv[1]))
+    _listening, _ended = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     for _name in IMPORTED:
         import_module(_name)
     gc.collect()
     gc.freeze()
-    _way, _what = _prepare(_serve(_requests))
+    _way, _what = _prepare(_serve(_listening, _ended))
     if _way == "-m":
         runpy.run_module(_what, run_name="__main__", alter_sys=True)
     elif _way == "script":

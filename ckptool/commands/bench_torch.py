@@ -32,18 +32,25 @@ def parameter_shapes(dim: int = 16) -> dict[str, tuple[int, ...]]:
 
 def write_checkpoint(folder: str, size: int) -> None:
     """Save about ``size`` bytes: bf16 parameters and AdamW's two fp32 moments of each."""
-    from torch.multiprocessing.spawn import spawn
-
     dim = max(16, round((size / _BYTES_PER_SQUARE) ** 0.5 / 16) * 16)
-    spawn(_save_rank, (folder, dim), nprocs=RANKS)  # type: ignore[no-untyped-call]
+    _on_ranks(folder, dim)
 
 
 def write_wide_checkpoint(folder: str, size: int) -> None:
     """Save about ``size`` bytes of fp32 tensors whose rows have 128 KiB."""
-    from torch.multiprocessing.spawn import spawn
-
     rows = max(1, round(size / _WIDE_TENSORS / _WIDE_ROW / 4 / RANKS))
-    spawn(_save_rank, (folder, rows, True), nprocs=RANKS)  # type: ignore[no-untyped-call]
+    _on_ranks(folder, rows, True)
+
+
+def _on_ranks(folder: str, *words: int) -> None:
+    """Save on ranks that are forked: torch is imported once for all of them."""
+    import torch.distributed.checkpoint.state_dict_saver
+    import torch.distributed.tensor  # noqa: F401
+    from torch.multiprocessing.spawn import start_processes
+
+    start_processes(  # type: ignore[no-untyped-call]
+        _save_rank, (folder, *words), nprocs=RANKS, start_method="fork"
+    )
 
 
 def _save_rank(rank: int, folder: str, dim: int, wide: bool = False) -> None:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from fork_server import forking_python
 
 from ckptool.commands.bench_plan import plan
 from ckptool.commands.bench_rows import ROWS, Row
@@ -39,10 +40,13 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def report(workdir: Path) -> TransferBenchReport:
+def report(workdir: Path, tmp_path_factory: pytest.TempPathFactory) -> TransferBenchReport:
     pytest.importorskip("torch")
     pytest.importorskip("safetensors")
-    return transfer_bench(None, SIZE, workdir, 1, rows=MEASURED)
+    with pytest.MonkeyPatch.context() as patch:
+        forking = forking_python(tmp_path_factory.mktemp("bin"))
+        patch.setenv("PYTHON_EXEC", str(forking))  # what torchrun starts its ranks with
+        return transfer_bench(None, SIZE, workdir, 1, rows=MEASURED)
 
 
 def test_every_row_is_measured(report: TransferBenchReport) -> None:
