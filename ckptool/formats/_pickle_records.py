@@ -48,6 +48,11 @@ class Call:
         return str(self.function) if isinstance(self.function, Global) else "(computed)"
 
     @property
+    def is_filled(self) -> bool:
+        """Whether anything may have been appended to the result, or stored into it."""
+        return self._added is not None
+
+    @property
     def items(self) -> list[Any]:
         """What would have been appended; few calls have any."""
         return self._both[0]

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import TensorEntry
-from ckptool.core.dtype import DType
+from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.layout import Data, Literal, Scattered
 from ckptool.core.shards import LocalShard
 from ckptool.errors import CannotDo
@@ -129,12 +129,12 @@ class _RecordPickler(_PurePickler):  # type: ignore[misc]
         self.save(_rebuild_call(ref, str(key)))
 
     def save_named(self, item: Global) -> None:
-        if not is_name(item.module) or not is_name(item.name):
-            raise CannotDo("a global whose name is no dotted name cannot be written")
         known = self.memo.get(id(self._globals.setdefault(item, item)))
         if known is not None:
             self.write(self.get(known[0]))
             return
+        if not is_name(item.module) or not is_name(item.name):
+            raise CannotDo("a global whose name is no dotted name cannot be written")
         if self.proto >= 4:
             self.save(item.module)
             self.save(item.name)
@@ -148,14 +148,15 @@ class _RecordPickler(_PurePickler):  # type: ignore[misc]
         self.save(call.args)
         self.write(pickle.NEWOBJ if call.is_new else pickle.REDUCE)
         self.memoize(call)
-        self._batch_appends(call.items)
-        self._batch_setitems(call.entries)
+        if call.is_filled:
+            self._batch_appends(call.items)
+            self._batch_setitems(call.entries)
         if call.state is not None:
             self.save(call.state)
             self.write(pickle.BUILD)
 
     def save_ordered(self, mapping: OrderedMapping) -> None:
-        self.save(Global("collections", "OrderedDict"))
+        self.save(_ORDERED)
         self.save(())
         self.write(pickle.REDUCE)
         self.memoize(mapping)
@@ -171,20 +172,23 @@ class _RecordPickler(_PurePickler):  # type: ignore[misc]
     dispatch[OrderedMapping] = save_ordered
 
 
+_ORDERED = Global("collections", "OrderedDict")
+_REBUILD_TYPED = Global("torch._utils", "_rebuild_tensor_v2")
+_REBUILD_UNTYPED = Global("torch._utils", "_rebuild_tensor_v3")
+_UNTYPED = Global("torch.storage", "UntypedStorage")
+_TYPED = {name: Global("torch", dtype.storage) for name, dtype in BY_NAME.items() if dtype.storage}
+
+
 def _rebuild_call(ref: AnyRef, key: str) -> Call:
     """The call that rebuilds a contiguous tensor from storage ``key``."""
     dtype, shape = ref.dtype, ref.shape
-    typed = dtype.storage is not None
+    typed = _TYPED.get(dtype.name)
     numel = math.prod(shape) if typed else math.prod(shape) * dtype.itemsize
-    cls = (
-        Global("torch", dtype.storage or "") if typed else Global("torch.storage", "UntypedStorage")
-    )
-    storage = Persistent(("storage", cls, key, "cpu", numel))
-    hooks = Call(Global("collections", "OrderedDict"), ())
-    args = (storage, 0, shape, contiguous_strides(shape), False, hooks)
+    storage = Persistent(("storage", typed or _UNTYPED, key, "cpu", numel))
+    args = (storage, 0, shape, contiguous_strides(shape), False, Call(_ORDERED, ()))
     if typed:
-        return Call(Global("torch._utils", "_rebuild_tensor_v2"), args)
-    return Call(Global("torch._utils", "_rebuild_tensor_v3"), (*args, dtype_global(dtype)))
+        return Call(_REBUILD_TYPED, args)
+    return Call(_REBUILD_UNTYPED, (*args, dtype_global(dtype)))
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -28,6 +29,8 @@ _MOST_TOKENS = 32 * _MOST_ENTRIES
 _MOST_DIMS = 64
 _FEWER = "fewer tensors in a file keep within it (of convert: a smaller --max-shard-size)"
 _MOST_DIGITS = 20
+_LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (_MOST_DIGITS + 1))
+"""What only a number of too many digits has in it, or a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,11 @@ def _parsed(text: bytes, file: str) -> dict[str, Any]:
         raise Damaged(f"{file}: the header is no JSON object")
     _require_within_limits(text, file)
     try:
-        header = json.loads(text.decode(), object_pairs_hook=_unique, parse_int=_number)
+        header = json.loads(
+            text.decode(),
+            object_pairs_hook=_unique_unicode if b"\\u" in text else _unique,
+            parse_int=_number if _LONG_NUMBER.search(text) else None,
+        )
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{file}: the header is no JSON: {error}") from None
     return cast(dict[str, Any], header)
@@ -152,6 +159,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a name appears twice")
+    return found
+
+
+def _unique_unicode(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """As ``_unique``; ValueError as well where an escape stands for half a character."""
+    found = _unique(pairs)
     for text in itertools.chain(found, (v for v in found.values() if isinstance(v, str))):
         text.encode()
     return found

@@ -96,8 +96,9 @@ def file_of(header: Any, data: bytes = bytes(8)) -> bytes:
     return len(text).to_bytes(8, "little") + text + data
 
 
-def test_the_good_one_is_good() -> None:
-    assert list(read(file_of(GOOD)).tensors) == ["a"]
+@pytest.mark.parametrize("name", ["a", "9" * 21, "\u00e9", "\U0001f600"])
+def test_the_good_one_is_good(name: str) -> None:
+    assert list(read(file_of({name: GOOD["a"]})).tensors) == [name]
 
 
 @pytest.mark.parametrize(
@@ -126,6 +127,8 @@ def test_the_good_one_is_good() -> None:
         (file_of({**GOOD, "b": GOOD["a"]}), "shared"),
         (file_of({"__metadata__": {"a": 1}, **GOOD}), "text to text"),
         (file_of(b'{"a":1,"a":1}'), "twice"),
+        (file_of(b'{"\\ud800":{}}'), "no JSON"),
+        (file_of({"a": {**GOOD["a"], "more": int("9" * 21)}}), "a number of 21 digits"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
