@@ -72,10 +72,10 @@ def load(data: bytes, *, what: str, start: int = 0, judges: bool = True) -> Load
     except Truncated:
         raise
     except Damaged:
+        _remember(data, start, machine.globals)
         require_harmless(machine.hostile)
         raise
-    if not start:
-        _remember(data, machine.globals)
+    _remember(data, start, machine.globals)
     return Loaded(value, machine.pos, machine.globals, machine.persistent, machine.hostile)
 
 
@@ -107,7 +107,10 @@ def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=32).digest()
 
 
-def _remember(data: bytes, named: dict[Global, int]) -> None:
+def _remember(data: bytes, start: int, named: dict[Global, int]) -> None:
+    """Note what the first pickle of ``data`` names, up to where it breaks."""
+    if start:
+        return
     if len(_named_lately) >= _MOST_REMEMBERED:
         _named_lately.clear()
     _named_lately[_digest(data)] = dict(named)
@@ -116,8 +119,8 @@ def _remember(data: bytes, named: dict[Global, int]) -> None:
 def named_globals(data: bytes, *, pickles: int = 1) -> dict[Global, int]:
     """Every global that ``pickles`` in a row name, and the offset in ``data`` where each first is.
 
-    Those that can run code are among them. A malformed pickle is followed up to where it breaks,
-    one that ``load`` read lately not once more.
+    Those that can run code are among them. A malformed pickle is followed up to where it breaks.
+    One that ``load`` read lately, whole or not, is not followed once more.
     """
     known = _named_lately.get(_digest(data)) if pickles == 1 else None
     if known is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ckptool.formats._pickle_records import TORCH_SIZE, Call, Global, OrderedMapping, Persistent
@@ -10,7 +11,8 @@ from ckptool.formats._pickle_stack import MARK, Stack
 
 _RECORDS = Global | Call | Persistent
 
-_TEXT, _RECORD = {str}, {Call}
+_TEXT, _RECORD, _INTEGER = {str}, {Call}, {int}
+_WIDEST_KEY = 1 << 64
 _LONGEST_INTEGER = 1024
 _MOST_DIGITS = 3 * _LONGEST_INTEGER
 _LARGEST_KEY = 10_000
@@ -130,7 +132,7 @@ class Builder(Stack):
         keys = values[::2]
         pairs = zip(keys, values[1::2], strict=True)
         if isinstance(target, dict):
-            self._require_keys(keys)
+            self.require_keys(keys)
             target.update(pairs)
         elif isinstance(target, Call):
             target.entries.extend(pairs)
@@ -158,11 +160,14 @@ class Builder(Stack):
         else:
             raise self.malformed(f"ADDITEMS to {type(target).__name__}")
 
-    def _require_keys(self, keys: list[Any]) -> None:
-        """As ``key``, for many: most are all text, or all records."""
+    def require_keys(self, keys: list[Any]) -> None:
+        """As ``key``, for many: most are all text, all records, or all integers."""
         kinds = set(map(type, keys))
         if kinds == _TEXT:
             self.charge(sum(map(len, keys)) >> _AT_ONCE)
+        elif kinds == _INTEGER:
+            self._require_integers(keys)
+            self.charge(_COST * len(keys))
         elif kinds != _RECORD:
             for key in keys:
                 self.key(key)
@@ -191,12 +196,20 @@ class Builder(Stack):
     def _require_key(self, key: Any, left: list[int], depth: int) -> None:
         left[0] -= 1 + (len(key) >> _AT_ONCE if isinstance(key, str | bytes) else 0)
         if isinstance(key, tuple) and depth < 4 and left[0] >= len(key):
+            if set(map(type, key)) == _INTEGER:
+                self._require_integers(key)
+                left[0] -= len(key)
+                return
             for item in key:
                 self._require_key(item, left, depth + 1)
-        elif isinstance(key, int) and abs(key) > 1 << 64:
-            raise self.malformed("a huge integer as a key")
+        elif isinstance(key, int):
+            self._require_integers((key,))
         elif key is not None and not isinstance(key, str | int | float | bytes | _RECORDS):
             raise self.malformed(f"a {type(key).__name__} as a key")
+
+    def _require_integers(self, keys: Sequence[int]) -> None:
+        if max(keys) > _WIDEST_KEY or min(keys) < -_WIDEST_KEY:
+            raise self.malformed("a huge integer as a key")
 
     def _build(self) -> None:
         state = self._pop()

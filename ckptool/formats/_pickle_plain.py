@@ -29,7 +29,8 @@ def _encoded(builder: Builder, args: tuple[Any, ...]) -> bytes:
 def _set(builder: Builder, args: tuple[Any, ...]) -> set[Any]:
     items = list(args[0]) if args else []
     builder.charge(len(items))
-    return {builder.key(item) for item in items}
+    builder.require_keys(items)
+    return set(items)
 
 
 def _frozenset(builder: Builder, args: tuple[Any, ...]) -> frozenset[Any]:

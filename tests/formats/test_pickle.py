@@ -9,6 +9,7 @@ import os
 import pickle
 import pickletools
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -135,6 +136,39 @@ def test_what_a_pickle_names_is_remembered_as_it_is(protocol: int) -> None:
     assert Global("collections", "OrderedDict") in followed
     named_globals(data).clear()
     assert followed == named_globals(data) == load(b"N." + data, what="p", start=2).globals
+
+
+@pytest.mark.parametrize("end", [b"\xff", b"(."])
+def test_what_a_broken_pickle_names_is_remembered_too(end: bytes) -> None:
+    data = b"ccollections\nOrderedDict\n" + end + b"cos\nsystem\n."
+    _pickle._named_lately.clear()
+    followed = named_globals(data)
+    with pytest.raises(Damaged):
+        load(data, what="p", judges=False)
+    assert _pickle._named_lately
+    assert followed == named_globals(data) == {Global("collections", "OrderedDict"): 0}
+
+
+@pytest.mark.parametrize("number", [1 << 64, -1 << 64])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda n: {n: 0},
+        lambda n: {1, n},
+        lambda n: frozenset([1, n]),
+        lambda n: {(1, n): 0},
+        lambda n: {((n, 1), "a"): 0},
+    ],
+    ids=["key", "set", "frozenset", "tuple", "tuple in a tuple"],
+)
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_integers_are_keys_up_to_a_size(
+    wrap: Callable[[int], Any], number: int, protocol: int
+) -> None:
+    assert read(pickle.dumps(wrap(number), protocol)) == wrap(number)
+    beyond = number + (1 if number > 0 else -1)
+    with pytest.raises(Damaged, match="a huge integer as a key"):
+        read(pickle.dumps(wrap(beyond), protocol))
 
 
 def test_no_more_is_remembered_than_of_some_pickles() -> None:
