@@ -58,7 +58,8 @@ class Unfolding:
 def inner_parts(value: Any) -> list[Any]:
     """Return what a value refers to."""
     if isinstance(value, Call):
-        return [value.function, value.args, value.state, value.items, value.entries]
+        made = [value.function, value.args, value.state]
+        return [*made, value.items, value.entries] if value.is_filled else made
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
     return list(value) if isinstance(value, list | tuple | set | frozenset) else []

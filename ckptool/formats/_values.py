@@ -94,7 +94,9 @@ def _parts(value: Any, *, hidden: bool = False) -> Iterator[Any]:
         seen.add(id(item))
         yield item
         if isinstance(item, Call):
-            stack += [item.args, item.state, item.items, item.entries, item.function]
+            stack += [item.args, item.state]
+            stack += [item.items, item.entries] if item.is_filled else []
+            stack.append(item.function)
         elif isinstance(item, dict):
             stack += [*item.keys(), *item.values()]
         elif isinstance(item, list | tuple | set | frozenset):
