@@ -182,6 +182,9 @@ def _become(given: list[int], unused: list[int]) -> None:
         os.dup2(given[number - 1], number)
     for number in (*given, *unused):
         os.close(number)
+    # the streams at hand believe that they still are what the server began with
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
 
 
 def _prepare(request: dict[str, Any]) -> tuple[str, str]:

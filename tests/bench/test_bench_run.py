@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import forking_python
 
 from ckptool.commands.bench.files import left_shared, shared_entries
 
@@ -212,7 +213,8 @@ def test_interrupted_it_leaves_nothing(folder: Path) -> None:
     test_nothing_is_left_behind(ran)
 
 
-def test_torchruns_ranks_are_used(folder: Path) -> None:
+def test_torchruns_ranks_are_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHON_EXEC", str(forking_python(folder)))  # starts the ranks
     launcher = ("torch.distributed.run", "--nproc-per-node", "2", "-m")
     ran = bench(folder, "--strategies", "torch-save", launcher=launcher)
     assert ran.code == 0, ran.stderr

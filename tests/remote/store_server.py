@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import uuid
@@ -137,6 +138,9 @@ def server() -> Iterator[tuple[S3, str]]:
     app = pytest.importorskip("moto.moto_server.werkzeug_app")
     serving = pytest.importorskip("werkzeug.serving")
     logging.getLogger("werkzeug").disabled = True
+    session = pytest.importorskip("botocore.session")
+    loader = session.create_loader  # each client of a test would parse the whole of S3's API anew
+    session.create_loader = functools.cache(loader)
     s3 = S3()
     main = _Front(app.DomainDispatcherApplication(app.create_backend_app), s3)
     running = serving.make_server("127.0.0.1", 0, main, threaded=True)
@@ -145,6 +149,7 @@ def server() -> Iterator[tuple[S3, str]]:
     yield s3, f"http://127.0.0.1:{running.server_port}"
     running.shutdown()
     thread.join()
+    session.create_loader = loader
 
 
 @pytest.fixture

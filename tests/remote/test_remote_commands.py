@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import case
+from fork_server import forking_python
 from store_server import S3, of_data, s3, server, some
 from test_s3 import big, files_of, resharded
 from typer.testing import CliRunner
@@ -95,7 +96,10 @@ def test_inspect_reads_tensors_and_values_where_asked(s3: S3) -> None:
         assert there.stdout == here.stdout
 
 
-def test_under_torchrun_both_sides_may_be_urls(s3: S3, out: Path) -> None:
+def test_under_torchrun_both_sides_may_be_urls(
+    s3: S3, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHON_EXEC", str(forking_python(tmp_path)))  # starts the ranks
     resharded(SOURCE, out / "m", "2")
     url = s3.put(SOURCE, "m")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
