@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from ckptool.commands.numbers_config import block_size
 from ckptool.commands.open import Opened
 from ckptool.commands.selection import Selection, selected
-from ckptool.core.casts import Casts, cast
+from ckptool.core.casts import Casts, cast, needs_torch
 from ckptool.core.catalog import Catalog
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.quantised import dequantized, quantised_names
-from ckptool.engine.rounding import needs_torch
 from ckptool.errors import CannotDo
 
 

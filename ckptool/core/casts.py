@@ -13,6 +13,7 @@ from ckptool.core.quantised import quantised_names
 from ckptool.errors import UsageError
 
 _FEW = 3
+_WITHOUT_TORCH = frozenset(["float64", "float32", "float16", "bfloat16"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,11 @@ def cast(catalog: Catalog, casts: Casts) -> Cast:
 def can_cast(entry: TensorEntry) -> bool:
     """Whether a tensor is one of floating numbers with dims."""
     return entry.dtype.kind == "float" and bool(entry.shape)
+
+
+def needs_torch(stored: DType, wanted: DType) -> bool:
+    """Whether only torch casts the one type to the other: those of 8 bits and less."""
+    return stored != wanted and not {stored.name, wanted.name} <= _WITHOUT_TORCH
 
 
 def as_type(entry: TensorEntry, dtype: DType) -> TensorEntry:

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from ckptool.core.casts import needs_torch
 from ckptool.core.dtype import DType
 from ckptool.errors import CannotDo
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_BY_NUMPY = frozenset(["float64", "float32", "float16", "bfloat16"])
 _PIECE = 1 << 16
 """Elements at a time, which the processor's cache holds."""
 _NAN, _NAN_OF_HALF = 0xFFFF, 0x7FC0
@@ -24,11 +24,6 @@ _QUIET, _QUIET_HALF = np.uint32(0x0040_0000), np.uint32(0x7E00)
 _INFINITY, _SIZE = np.uint32(0x7F80_0000), np.uint32(0x7FFF_FFFF)
 _LEAST_HALF, _BEYOND_HALF = np.uint32(113 << 23), np.uint32(143 << 23)
 """The least normal half, and the least number whose exponent is beyond those of halves."""
-
-
-def needs_torch(stored: DType, wanted: DType) -> bool:
-    """Whether only torch casts the one type to the other: those of 8 bits and less."""
-    return stored != wanted and not {stored.name, wanted.name} <= _BY_NUMPY
 
 
 def cast(values: Array, stored: DType, wanted: DType) -> Array:

@@ -192,6 +192,17 @@ def test_casts_need_no_torch(dtype: str, code: int, out: Path) -> None:
     assert code == 0 or "needs torch" in done.stderr
 
 
+def test_what_is_copied_as_it_is_needs_no_numpy(out: Path) -> None:
+    save_file({"w": torch.zeros(4)}, out / "m.safetensors")
+    words = ["convert", out / "m.safetensors", out / "m.pt", "--to", "torch-save"]
+    without = WITHOUT_TORCH.replace("torch", "numpy")
+    done = subprocess.run(
+        [sys.executable, "-c", without, *map(str, words)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(torch.load(out / "m.pt")["w"], torch.zeros(4))
+
+
 def test_what_is_so_already_is_no_cast_and_needs_nothing(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptool.core.casts import needs_torch
 from ckptool.core.dtype import BY_NAME
-from ckptool.engine.rounding import cast, needs_torch
+from ckptool.engine.rounding import cast
 
 TYPES = ("float64", "float32", "float16", "bfloat16")
 PAIRS = [(one, other) for one in TYPES for other in TYPES if one != other]
