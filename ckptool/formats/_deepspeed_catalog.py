@@ -24,8 +24,11 @@ def assembled(
     checkpoint: Checkpoint, holdings: Sequence[Holding], options: ScanOptions
 ) -> Assembled:
     """All model-parallel ranks' tensors and values. Raises Damaged where they contradict."""
-    leaves = {rank: held for holding in holdings for rank, held in holding.leaves.items()}
-    found = assemble(leaves, per_rank=options.per_rank)
+    every = Holding()
+    for holding in holdings:
+        for rank, held in holding.leaves.items():
+            every.add_leaves(held, rank)
+    found = assemble(every.leaves, per_rank=options.per_rank)
     info = _universal_info(checkpoint)
     merge_into(found, holdings, checkpoint.grid, info, options)
     aliases = checkpoint.aliases

@@ -1,7 +1,8 @@
-"""States that ZeRO 1 and 2 do not keep by partition: by whole parameters, as Muon, or by rank."""
+"""What DeepSpeed does not keep by partition: states by whole parameter or rank, and buffers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,21 @@ def test_what_belongs_to_a_rank_is_kept_for_each(tmp_path: Path) -> None:
     found = read_back("safetensors", tmp_path / "out")
     for rank, error in enumerate(errors):
         assert found[f"optimizer.state.0.worker_error@rank{rank}"][2] == error.numpy().tobytes()
+
+
+def test_buffers_of_every_stage_of_a_pipeline(
+    tmp_path: Path, copy_of: Callable[[str], Path]
+) -> None:
+    source = copy_of("deepspeed_pipeline")
+    for file in source.rglob("layer_*"):
+        layer = int(file.name[6:8])
+        torch.save(torch.load(file) | {"running": torch.full((2,), float(layer))}, file)
+    for file in source.rglob("mp_rank_*"):
+        state = torch.load(file, weights_only=False)
+        state["buffer_names"] = [f"{layer}.running" for layer in range(3)]
+        torch.save(state, file)
+    convert_to("safetensors", source, tmp_path / "out")
+    found = read_back("safetensors", tmp_path / "out")
+    for name, layer in (("tied_modules.embed", 0), ("1", 1), ("2", 2)):
+        wanted = torch.full((2,), float(layer)).numpy().tobytes()
+        assert found[f"buffer.{name}.running"][2] == wanted
