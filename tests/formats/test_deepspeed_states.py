@@ -48,8 +48,8 @@ def test_a_changed_state_is_refused_or_read(name: str, monkeypatch: pytest.Monke
         opened = files[file]
         if file != target:
             return opened
-        path = chosen.choice(list(places(opened.value)))
-        return replace(opened, value=changed(opened.value, path, chosen.choice(ODD)))
+        path = chosen.choice(list(places(opened.inert)))
+        return replace(opened, inert=changed(opened.inert, path, chosen.choice(ODD)))
 
     for module in (_deepspeed_read, _deepspeed_zero_folder):
         monkeypatch.setattr(module, "read_torch_file", read)
