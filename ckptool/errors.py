@@ -60,7 +60,7 @@ class Problem(str):
         """The same problem of a tensor, or value, that is called otherwise."""
         return self._like(str(self), tensor=tensor)
 
-    def _like(self, message: str, **changes: object) -> Problem:
+    def _like(self, message: str, **changes: object) -> Self:
         made = type(self)(message)
         vars(made).update(vars(self), **changes)
         return made
@@ -70,10 +70,28 @@ class Refusal(Problem):
     """Why one tensor or value cannot be read, or must not be, while all else can.
 
     ``may_be_tensor`` is False where it is known to be a value; ``record`` is then what it holds.
+    ``part`` is ``model`` or ``optimizer`` where that is known, whatever the name says. ``derived``
+    says that it only follows from another refusal of the same checkpoint.
     """
 
     may_be_tensor = True
     record: object = None
+    part: str | None = None
+    derived = False
+
+    @property
+    def reason(self) -> str:
+        """Why, without the name of what is refused."""
+        return self.removeprefix(f"{self.tensor}: ")
+
+    def called(self, name: str) -> Self:
+        """The refusal under another name of what is refused."""
+        return self._like(f"{name}: {self.reason}", tensor=name)
+
+    def derived_for(self, name: str, because: str = "") -> Self:
+        """The refusal of something else, maybe a tensor, that depends on what is refused."""
+        changes = {"tensor": name, "derived": True, "may_be_tensor": True}
+        return self._like(f"{name}: {because}{self.reason}", **changes)
 
 
 class CkptoolError(Exception):

@@ -122,7 +122,7 @@ def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
         raise _nothing_in(found.path)
     if catalog is not None:
         refusals = {n: why for n, why in catalog.conflicts.items() if isinstance(why, Refusal)}
-        problems += refusals.values()
+        problems += [why for why in refusals.values() if not why.derived]
         others = {n: why for n, why in catalog.conflicts.items() if n not in refusals}
         catalog = replace(catalog, conflicts=others)
     whole = None if catalog is None else _taken_apart(catalog, options)

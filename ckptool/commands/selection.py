@@ -6,7 +6,14 @@ from dataclasses import dataclass, replace
 
 from ckptool.core import rewrite
 from ckptool.core.catalog import Catalog
-from ckptool.core.parts import model_prefixes, part_of_name, weights, with_every_part
+from ckptool.core.parts import (
+    is_master,
+    masters_are_weights,
+    model_prefixes,
+    part_of_name,
+    weights,
+    with_every_part,
+)
 from ckptool.errors import CannotDo, Refusal
 
 
@@ -49,20 +56,27 @@ def selected(catalog: Catalog, selection: Selection) -> Catalog:
 
 def _may_be_of_model(name: str, why: str) -> bool:
     """Return whether what cannot be read may be a tensor of the model: its values are left out."""
-    is_value = isinstance(why, Refusal) and not why.may_be_tensor
-    return part_of_name(name, ()) == "model" and not is_value
+    if not isinstance(why, Refusal):
+        return part_of_name(name, ()) == "model"
+    return why.may_be_tensor and (why.part or part_of_name(name, ())) == "model"
 
 
 def only_model(catalog: Catalog) -> Catalog:
     """The model's tensors, under the names the model itself gives them."""
     prefixes = model_prefixes(catalog)
     names = weights(catalog)
-    if not names:
+    masters = masters_are_weights(catalog)
+    conflicts = {
+        name: why
+        for name, why in catalog.conflicts.items()
+        if _may_be_of_model(name, why) or (masters and is_master(name))
+    }
+    if not names and not any(isinstance(why, Refusal) for why in conflicts.values()):
         raise CannotDo("--model-only: no tensor here looks like a part of a model")
     model = replace(
         catalog,
         tensors={name: replace(catalog.tensors[name], part="model") for name in names},
         objects={},
-        conflicts={n: why for n, why in catalog.conflicts.items() if _may_be_of_model(n, why)},
+        conflicts=conflicts,
     )
     return rewrite.strip_prefixes(model, prefixes) if prefixes else model

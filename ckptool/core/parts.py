@@ -177,8 +177,19 @@ def weights(catalog: Catalog) -> list[str]:
     """
     names = [n for n, e in catalog.tensors.items() if part_of(e) == "model"]
     if {_head(name) for name in names} <= _OF_A_MODULE - {"module"}:
-        names += [name for name in catalog.tensors if _head(name) == _MASTERS]
+        names += filter(is_master, catalog.tensors)
     return names
+
+
+def masters_are_weights(catalog: Catalog) -> bool:
+    """Whether masters are the model's only weights, be they read or not."""
+    heads = {_head(name) for name in weights(catalog)}
+    return heads <= (_OF_A_MODULE - {"module"}) | {_MASTERS}
+
+
+def is_master(name: str) -> bool:
+    """Whether a name is that of a master, or of all masters."""
+    return _head(name) == _MASTERS
 
 
 def model_prefixes(catalog: Catalog) -> tuple[str, ...]:

@@ -11,9 +11,8 @@ from ckptool.errors import damaged
 from ckptool.formats._assemble import assemble
 from ckptool.formats._companions import companions
 from ckptool.formats._deepspeed_checkpoint import Checkpoint
-from ckptool.formats._deepspeed_local import Holding
+from ckptool.formats._deepspeed_local import MASTER, Holding
 from ckptool.formats._deepspeed_parallel import merge_into
-from ckptool.formats._deepspeed_slots import MASTER
 from ckptool.formats._deepspeed_values import expert_degrees, param_groups, training_facts
 from ckptool.formats._leaves import Assembled
 from ckptool.formats.base import ScanOptions
@@ -29,7 +28,7 @@ def assembled(
         for rank, held in holding.leaves.items():
             every.add_leaves(held, rank)
     found = assemble(every.leaves, per_rank=options.per_rank)
-    info = _universal_info(checkpoint)
+    info = _universal_info(checkpoint) if checkpoint.grid.tensor > 1 else {}
     merge_into(found, holdings, checkpoint.grid, info, options)
     aliases = checkpoint.aliases
     if aliases:
@@ -65,7 +64,8 @@ def catalog_of(
     source, grid = checkpoint.source, checkpoint.grid
     optimizer = checkpoint.partitions(0)[0].state if checkpoint.optimizers else None
     info = training_facts(checkpoint.model, optimizer)
-    degrees = expert_degrees(param_groups(optimizer or checkpoint.model.inner("optimizer")))
+    stored = optimizer.stored if optimizer else checkpoint.model.stored.get("optimizer")
+    degrees = expert_degrees(param_groups(stored))
     experts = f", EP {max(degrees)}" if degrees else ""
     info["parallelism"] = f"TP {grid.tensor}, PP {grid.pipeline}, DP {grid.data}{experts}"
     files = list(files)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from ckptool.errors import Damaged, Problem
 from ckptool.formats._deepspeed_files import Files, Ranks, require_all
 from ckptool.formats._deepspeed_parallel import Grid
-from ckptool.formats._deepspeed_read import State, read_state
+from ckptool.formats._deepspeed_read import State, read_optimizer, read_state
 from ckptool.formats._deepspeed_slots import Partition
+from ckptool.formats._refusing import Barred
 from ckptool.formats.base import Source
 
 
@@ -58,7 +59,7 @@ def read_checkpoint(source: Source, files: Files) -> Checkpoint:
         raise Damaged(Problem(message, "file-missing"))
     models = {ranks: read_state(source, file) for ranks, file in files.models.items()}
     first = models[min(models)]
-    optimizers = {ranks: read_state(source, file) for ranks, file in files.optimizers.items()}
+    optimizers = {ranks: read_optimizer(source, file) for ranks, file in files.optimizers.items()}
     grid = _grid(files, first, optimizers)
     return Checkpoint(source, files, models, optimizers, grid)
 
@@ -83,14 +84,25 @@ def _grid(files: Files, first: State, optimizers: Mapping[Ranks, State]) -> Grid
 
 
 def _data_ranks(files: Files, first: State, optimizers: Mapping[Ranks, State]) -> int:
-    """The number of data-parallel ranks, which partition_count tells for each group of them."""
+    """The number of data-parallel ranks, which partition_count tells for each group of them.
+
+    Where that cannot be read, the files are counted: nothing of an optimizer is placed then.
+    """
     if not optimizers:
         ranks = 1 + max(dp for dp, _ in files.models)
         return ranks if files.stage_3 else first.count("dp_world_size")
     state = optimizers[min(optimizers)].inner("optimizer_state_dict")
-    counts = state.fields.get("partition_count")
+    try:
+        return _stated_ranks(files, first, state)
+    except Barred:
+        return 1 + max(dp for dp, _ in files.optimizers)
+
+
+def _stated_ranks(files: Files, first: State, state: State) -> int:
+    """The number of data-parallel ranks by ``partition_count``."""
+    counts = state.get("partition_count")
     if isinstance(counts, list | tuple) and counts and all(type(c) is int for c in counts):
-        experts_only = first.count("dp_world_size") if first.fields.get("num_experts") else 1
+        experts_only = first.count("dp_world_size") if first.get("num_experts") else 1
         return max([*map(int, counts), experts_only])
     return state.count("partition_count", 1 + max(dp for dp, _ in files.optimizers))
 

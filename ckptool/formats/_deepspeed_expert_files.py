@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 
 from ckptool.errors import Damaged, Problem
 from ckptool.formats._deepspeed_checkpoint import Checkpoint
-from ckptool.formats._deepspeed_read import State, Vector, read_state
+from ckptool.formats._deepspeed_read import State, read_optimizer
 from ckptool.formats._deepspeed_values import expert_degrees, param_groups
 from ckptool.formats._deepspeed_weights import trained_shapes
 from ckptool.formats.base import first_missing
@@ -45,7 +45,7 @@ def _counts(model: State, found: Collection[tuple[int, int]]) -> list[int]:
 
     The first versions recorded one number for all layers.
     """
-    recorded = model.fields.get("num_experts")
+    recorded = model.get("num_experts")
     layers = range(1 + max((layer for layer, _ in found), default=-1))
     if isinstance(recorded, list) and all(type(count) is int for count in recorded):
         return recorded
@@ -55,7 +55,7 @@ def _counts(model: State, found: Collection[tuple[int, int]]) -> list[int]:
 
 
 def require_own_names(
-    experts: Mapping[tuple[int, int], Mapping[str, Vector]], files: Mapping[tuple[int, int], str],
+    experts: Mapping[tuple[int, int], Collection[str]], files: Mapping[tuple[int, int], str],
     module: Collection[str],
 ) -> None:  # fmt: skip
     """Damaged where a file holds another expert, or one of another layer, than its name says."""
@@ -93,8 +93,8 @@ def lost_optimizers(checkpoint: Checkpoint) -> Problem | None:
     ranks = {rank for rank, _ in files.expert_optimizers}
     degrees: set[int] = set()
     if ranks:
-        state = read_state(checkpoint.source, next(iter(files.expert_optimizers.values())))
-        degrees = expert_degrees(param_groups(state.inner("optimizer")))
+        state = read_optimizer(checkpoint.source, next(iter(files.expert_optimizers.values())))
+        degrees = expert_degrees(param_groups(state.inner("optimizer").stored))
     degree = max(degrees, default=1 + max(ranks, default=0))
     stray = [file for (rank, _), file in files.expert_optimizers.items() if rank >= degree]
     if stray:

@@ -7,27 +7,36 @@ groups of parameters that hold experts are called ``ep_size_N`` by their degree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from ckptool.formats._deepspeed_checkpoint import Checkpoint
 from ckptool.formats._deepspeed_expert_files import require_own_names
 from ckptool.formats._deepspeed_local import Holding
-from ckptool.formats._deepspeed_read import State, Vector, all_tensors, read_state
+from ckptool.formats._deepspeed_read import (
+    State,
+    Vector,
+    all_tensors,
+    read_optimizer,
+    read_state,
+    require_all_tensors,
+)
 from ckptool.formats._deepspeed_values import (
     expert_degrees,
     optimizer_leaves,
-    param_groups,
     raw_leaves,
+    refused_leaves,
 )
 from ckptool.formats._deepspeed_weights import module_weights
 from ckptool.formats._deepspeed_whole import add_whole_optimizer
+from ckptool.formats._leaves import Leaf
 
 Experts = Mapping[tuple[int, int], Mapping[str, Vector]]
 """Tensors by name, of each MoE layer's expert of a global number."""
 
 
-def experts_of(checkpoint: Checkpoint, mp: int) -> Experts:
-    """The weights of all experts, as one model-parallel rank holds them.
+def experts_of(checkpoint: Checkpoint, mp: int) -> Mapping[tuple[int, int], State]:
+    """The files of all experts, as one model-parallel rank holds them.
 
     Raises Damaged where a file holds another expert than its name says.
     """
@@ -36,8 +45,9 @@ def experts_of(checkpoint: Checkpoint, mp: int) -> Experts:
         for (layer, expert, model_rank), file in sorted(checkpoint.files.experts.items())
         if model_rank == mp
     }
-    found = {key: all_tensors(read_state(checkpoint.source, file)) for key, file in files.items()}
-    require_own_names(found, files, list(checkpoint.models[0, mp].mapping("module")))
+    found = {key: read_state(checkpoint.source, file) for key, file in files.items()}
+    names = {key: [*map(str, state.fields)] for key, state in found.items()}
+    require_own_names(names, files, list(checkpoint.models[0, mp].inner("module").fields))
     return found
 
 
@@ -46,19 +56,23 @@ def add_expert_optimizers(found: Holding, checkpoint: Checkpoint, mp: int) -> se
 
     None where their names are not known: what the files hold is then added under its numbers.
     """
-    weights = module_weights(checkpoint.models[0, mp])
-    experts = experts_of(checkpoint, mp)
+    model = checkpoint.models[0, mp]
+    files = experts_of(checkpoint, mp)
+    require_all_tensors(model.inner("module"), *files.values())
+    weights = module_weights(model)
+    experts = {key: all_tensors(state) for key, state in files.items()}
     trained: set[str] = set()
     unnamed = False
     for (expert_rank, model_rank), file in checkpoint.files.expert_optimizers.items():
         if model_rank != mp:
             continue
-        held = read_state(checkpoint.source, file)
+        held = read_optimizer(checkpoint.source, file)
         inner, rank = held.inner("optimizer"), checkpoint.rank(expert_rank, mp)
         own = _experts_of_rank(experts, inner, expert_rank)
         named = None if own is None else add_whole_optimizer(found, inner, weights, rank, own)
         if named is None:
-            leaves = raw_leaves(inner.fields, held, checkpoint.source)
+            require_all_tensors(model.inner("module"), *files.values(), values=True)
+            leaves = raw_leaves(inner.stored, held, checkpoint.source)
             unnamed = True
         else:
             leaves = optimizer_leaves(inner, checkpoint.source)
@@ -67,12 +81,26 @@ def add_expert_optimizers(found: Holding, checkpoint: Checkpoint, mp: int) -> se
     return None if unnamed else trained
 
 
+def refused_of_experts(checkpoint: Checkpoint, mp: int) -> Iterator[tuple[int, dict[str, Leaf]]]:
+    """Yield what is refused of each expert-parallel rank's optimizer, with the rank."""
+    for (expert_rank, model_rank), file in checkpoint.files.expert_optimizers.items():
+        if model_rank == mp:
+            leaves = refused_leaves(read_optimizer(checkpoint.source, file), ("optimizer",))
+            yield checkpoint.rank(expert_rank, mp), leaves
+
+
+def _naming_groups(optimizer: State) -> list[dict[str, Any]]:
+    """The groups of torch's own optimizer, or of the one that DeepSpeed wraps."""
+    inner = optimizer.inner("optimizer_state_dict")
+    return inner.groups() if inner.stored else optimizer.groups()
+
+
 def _experts_of_rank(experts: Experts, optimizer: State, rank: int) -> dict[str, Vector] | None:
     """The parameters of one rank's experts, in the order of the module.
 
     None where layers are spread over several numbers of ranks: nothing says which over how many.
     """
-    degrees = expert_degrees(param_groups(optimizer))
+    degrees = expert_degrees(_naming_groups(optimizer))
     if len(degrees) != 1:
         return None
     degree = degrees.pop()

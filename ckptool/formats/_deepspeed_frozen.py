@@ -51,7 +51,7 @@ def _certain(checkpoint: Checkpoint, state: State) -> Problem | None:
     bare = _bare_modules(state)
     optimizer = checkpoint.partitions(0)[0].state if checkpoint.optimizers else None
     stage = 3 if checkpoint.files.stage_3 else zero_stage(state, optimizer) or 0
-    recorded = state.fields.get(_KEY, {})
+    recorded = state.get(_KEY, {})
     wrapped = [module for module in bare if module.rpartition(".")[2] in _WRAPPED]
     if not (stage >= _GRADIENTS and recorded is None) and not wrapped:
         return None
@@ -90,7 +90,7 @@ def _likely(state: State) -> Problem | None:
 def _of_layers(checkpoint: Checkpoint) -> Problem | None:
     """A remark where layers of a pipeline hold less than layers like them, or nothing."""
     layers = {
-        file: set(map(str, read_state(checkpoint.source, file, named=True).fields))
+        file: set(map(str, read_state(checkpoint.source, file).fields))
         for (_, tensor), file in sorted(checkpoint.files.layers.items())
         if tensor == 0
     }
@@ -123,7 +123,7 @@ def _modules(state: State) -> list[str]:
 
 
 def _stored(state: State) -> set[str]:
-    return set(map(str, state.mapping("module")))
+    return set(map(str, state.inner("module").fields))
 
 
 def _bare_modules(state: State) -> list[str]:

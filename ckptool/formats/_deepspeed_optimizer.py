@@ -14,12 +14,13 @@ from ckptool.formats._deepspeed_expert_files import EXPERT
 from ckptool.formats._deepspeed_flat import Shapes, flat_runs
 from ckptool.formats._deepspeed_local import Holding
 from ckptool.formats._deepspeed_muon import Touched, touched_by, whole_runs, whole_states
-from ckptool.formats._deepspeed_read import State
+from ckptool.formats._deepspeed_read import State, require_shallow
 from ckptool.formats._deepspeed_slots import (
     Partition,
     Slot,
     add_other,
     add_run,
+    refuse_kinds,
     require_distinct_ranks,
     slot_of,
 )
@@ -52,19 +53,22 @@ def add_flat_groups(
     for number, shapes in enumerate(groups):
         held = [slot[number] for slot in slots]
         parts = counts[number]
-        for expert_rank in range(len(ranks) // parts):
+        experts = len(ranks) // parts
+        named = [_global_names(shapes, expert_rank) for expert_rank in range(experts)]
+        every = [name for names in named for name in names.values()]
+        refuse_kinds(found, held, every, ranks[0].rank)
+        for expert_rank, names in enumerate(named):
             chosen = _members(len(ranks), parts, expert_rank, data_first)
             members = [(ranks[dp], held[dp]) for dp in chosen]
-            names = _global_names(shapes, expert_rank)
             _add_group(found, members, shapes, names, paddings[number])
         add_other(found, ranks, held, number)
 
 
 def _group_names(state: State) -> list[tuple[Any, int]]:
     """The names of the optimizer's groups, as groups of experts have them, each with its count."""
-    base = state.fields.get("base_optimizer_state")
-    groups = base.get("param_groups") if isinstance(base, dict) else None
-    names = [group.get("name") for group in groups or [] if isinstance(group, dict)]
+    if not isinstance(state.stored.get("base_optimizer_state"), dict):
+        return []
+    names = [group.get("name") for group in state.inner("base_optimizer_state").groups()]
     return [(name, names[:at].count(name)) for at, name in enumerate(names)]
 
 
@@ -85,7 +89,7 @@ def _members(ranks: int, parts: int, expert_rank: int, data_first: bool) -> list
 
 
 def _partition_counts(state: State, groups: int, ranks: int) -> list[int]:
-    stored = state.fields.get("partition_count")
+    stored = state.get("partition_count")
     counts = list(map(natural, stored if isinstance(stored, list | tuple) else [stored] * groups))
     if len(counts) != groups or any(not count or ranks % count for count in counts):
         raise Damaged(
@@ -100,7 +104,7 @@ def _partition_counts(state: State, groups: int, ranks: int) -> list[int]:
 
 def _paddings(state: State, groups: Sequence[Shapes]) -> list[list[int]]:
     """The elements left free after each parameter, by group (since 0.19.8; none before)."""
-    if not state.fields.get("param_alignment_paddings"):
+    if not state.get("param_alignment_paddings"):
         return [[0] * len(group) for group in groups]
     stored = [list(map(natural, group)) for group in state.sequence("param_alignment_paddings")]
     if list(map(len, stored)) != list(map(len, groups)):
@@ -121,7 +125,7 @@ def _slots_of(state: State) -> list[Slot]:
     rank's, 0.5 does not tell it.
     """
     masters = state.sequence("single_partition_of_fp32_groups")
-    paddings = list(map(natural, state.fields.get("group_paddings") or [_ANY] * len(masters)))
+    paddings = list(map(natural, state.get("group_paddings") or [_ANY] * len(masters)))
     kept = _kept_states(state, len(masters))
     slots = []
     for master, padding, values in zip(masters, paddings, kept, strict=False):
@@ -132,19 +136,19 @@ def _slots_of(state: State) -> list[Slot]:
 def _kept_states(state: State, groups: int) -> list[Mapping[str, Any]]:
     base = state.fields.get("base_optimizer_state")
     if isinstance(base, list):
-        kept = [value if isinstance(value, dict) else {} for value in base]
+        kept = [value if isinstance(value, dict) else {} for value in map(require_shallow, base)]
         return [*kept, *[{}] * (groups - len(kept))]
     inner = state.inner("base_optimizer_state")
-    by_index = inner.mapping("state")
-    indices = _indices(inner, groups)
-    return [value if isinstance(value := by_index.get(i), dict) else {} for i in indices]
+    by_index = inner.inner("state").fields
+    values = [require_shallow(by_index.get(index)) for index in _indices(inner, groups)]
+    return [value if isinstance(value, dict) else {} for value in values]
 
 
 def _indices(base: State, groups: int) -> list[Any]:
     """The index that the optimizer's state gives to each group's one flat parameter."""
     found: list[Any] = list(range(groups))
-    for number, group in enumerate(base.fields.get("param_groups") or []):
-        params = group.get("params") if isinstance(group, dict) else None
+    for number, group in enumerate(base.groups()):
+        params = group.get("params")
         if number < groups and isinstance(params, list) and params:
             found[number] = params[0]
     return found

@@ -10,7 +10,7 @@ from typing import Any
 from ckptool.core.catalog import Chunk, RankStep, TensorEntry, merge_copies
 from ckptool.core.tp_rules import TpRule, named_rule, require_matched
 from ckptool.core.view import shifted
-from ckptool.errors import Damaged, Problem
+from ckptool.errors import Damaged, Problem, Refusal
 from ckptool.formats._deepspeed_fit import Fit, Unknown, ruled
 from ckptool.formats._deepspeed_local import Holding, Local, Name
 from ckptool.formats._deepspeed_rules import fit_of
@@ -53,18 +53,36 @@ def merge_into(
     """Add the tensors of all model-parallel ranks to what was assembled.
 
     Shards that nothing says how to join become conflicts, or ``NAME@rankR`` with ``per_rank``.
-    A rule that was given decides before ``info`` does.
+    A rule that was given decides before ``info`` does. What a rank has refused is left out.
     """
     names = {name[1] for holding in holdings for name in holding.tensors}
+    refused = {n for n, why in result.conflicts.items() if isinstance(why, Refusal)}
     require_matched(options.tp_rules, sorted(names))
     for name in dict.fromkeys(name for holding in holdings for name in holding.tensors):
-        shards = _shards(name, _held(name, holdings), grid)
+        if ".".join(name) in refused:
+            continue
+        try:
+            shards = _shards(name, _held(name, holdings), grid)
+        except Damaged as error:
+            if not refused:
+                raise
+            result.conflicts[".".join(name)] = _lacking(name, error)
+            continue
         try:
             entry = _joined(name, shards, info, named_rule(options.tp_rules, name[1]))
         except Unknown as why:
             _keep_apart(result, name, shards, grid, str(why), options.per_rank)
         else:
             result.tensors[entry.name] = entry
+
+
+def _lacking(name: Name, error: Damaged) -> Refusal:
+    """Why a tensor is refused of which a rank has no shard, where ranks have some refused."""
+    text, why = ".".join(name), error.message
+    found = Refusal(why, why.code, file=why.file, tensor=text)
+    found.part = "model" if name[0] in ("module", "frozen", "buffer") else "optimizer"
+    found.derived = True
+    return found
 
 
 def _held(name: Name, holdings: Sequence[Holding]) -> dict[int, Local]:

@@ -13,8 +13,8 @@ from ckptool.formats._deepspeed_files import (
     tag_folder,
 )
 from ckptool.formats._deepspeed_frozen import note_excluded
-from ckptool.formats._deepspeed_holding import holding_of
-from ckptool.formats._deepspeed_slots import MASTER
+from ckptool.formats._deepspeed_holding import all_holdings
+from ckptool.formats._deepspeed_local import MASTER
 from ckptool.formats._deepspeed_weights import trained_shapes
 from ckptool.formats._leaves import Assembled
 from ckptool.formats.base import ScanOptions, Source
@@ -26,7 +26,7 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
     checkpoint = read_checkpoint(source, find_files(source.files, folder))
     if not checkpoint.files.stage_3:
         require_experts(checkpoint)
-    holdings = [holding_of(checkpoint, mp) for mp in range(checkpoint.grid.model)]
+    holdings = all_holdings(checkpoint)
     found = assembled(checkpoint, holdings, options)
     add_tied_masters(found, checkpoint.aliases)
     note_excluded(checkpoint, found)

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptool.errors import Damaged, Problem
+from ckptool.errors import Damaged, Problem, Refusal
 from ckptool.formats._deepspeed_doubles import require_distinct
 from ckptool.formats._deepspeed_flat import Run, Shapes, run_chunks
-from ckptool.formats._deepspeed_local import Holding
+from ckptool.formats._deepspeed_local import MASTER, Holding
 from ckptool.formats._deepspeed_read import State, Vector
+from ckptool.formats._refusing import refusal_in
 
-MASTER = "fp32"
+STATES = frozenset(
+    "fp32 exp_avg exp_avg_sq step max_exp_avg_sq exp_inf momentum_buffer sum square_avg grad_avg"
+    " acc_delta worker_error server_error".split()
+)
+"""What DeepSpeed's and torch's optimizers call the state of a parameter."""
 
 
 @dataclass(slots=True)
 class Slot:
-    """What one rank keeps of one flat group: partitions by kind, and values of the whole group."""
+    """What one rank keeps of one flat group: partitions by kind, and values of the whole group.
+
+    ``refused`` says of the kinds that cannot be read, or must not be, why.
+    """
 
     flat: dict[str, Vector] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
     other: dict[str, Any] = field(default_factory=dict)
+    refused: dict[str, Refusal] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +66,32 @@ def slot_of(state: State, master: Any, kept: Mapping[str, Any], padding: int) ->
         )
     slot, least = Slot({MASTER: vector}), vector.shape[0]
     for kind, value in kept.items():
-        found = state.vector(value)
-        if found is not None and found.is_flat and least <= found.shape[0] <= least + padding:
+        why, found = refusal_in(value), state.vector(value)
+        if why is not None:
+            slot.refused[kind] = why
+        elif found is not None and found.is_flat and least <= found.shape[0] <= least + padding:
             slot.flat[kind] = found
         elif (found is not None and found.shape == ()) or isinstance(value, int | float):
             slot.scalars[kind] = found or value
         else:
             slot.other[kind] = found or value
     return slot
+
+
+def refuse_kinds(found: Holding, slots: Sequence[Slot], names: Iterable[str], rank: int) -> None:
+    """Refuse the state of these parameters that some slot cannot read, and others hold of them.
+
+    It is taken out of all slots. What no optimizer keeps of a parameter, as far as is known, and no
+    slot does, has no name but its own.
+    """
+    refused = {kind: why for slot in slots for kind, why in slot.refused.items()}
+    for kind, why in refused.items():
+        if kind in STATES or any(kind in slot.flat or kind in slot.scalars for slot in slots):
+            for name in names:
+                found.add_leaf((kind, name), why, rank)
+        for slot in slots:
+            slot.flat.pop(kind, None)
+            slot.scalars.pop(kind, None)
 
 
 def add_run(

@@ -16,14 +16,14 @@ from ckptool.formats._deepspeed_files import (
     without_copies,
 )
 from ckptool.formats._deepspeed_frozen import note_excluded
-from ckptool.formats._deepspeed_holding import holding_of
-from ckptool.formats._deepspeed_local import Holding
+from ckptool.formats._deepspeed_holding import all_holdings
+from ckptool.formats._deepspeed_local import MASTER, Holding
 from ckptool.formats._deepspeed_parallel import whole_entries
-from ckptool.formats._deepspeed_read import State, read_state
-from ckptool.formats._deepspeed_slots import MASTER
-from ckptool.formats._deepspeed_values import optimizer_leaves
+from ckptool.formats._deepspeed_read import State, read_optimizer, require_shallow
+from ckptool.formats._deepspeed_values import optimizer_leaves, refused_leaves
 from ckptool.formats._deepspeed_weights import trained_shapes
 from ckptool.formats._deepspeed_zero_folder import add_states, state_files
+from ckptool.formats._refusing import Barred
 from ckptool.formats.base import ScanOptions, Source
 
 
@@ -32,7 +32,7 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
     folder = tag_folder(source, LATEST_UNIVERSAL)
     files = find_files(without_copies(source.files), folder)
     checkpoint = read_checkpoint(source, files)
-    holdings = [holding_of(checkpoint, mp) for mp in range(checkpoint.grid.model)]
+    holdings = all_holdings(checkpoint)
     states = _states(checkpoint, holdings, folder)
     holdings[0].add_leaves(states.leaves.get(0, {}), 0)
     found = assembled(checkpoint, holdings, options)
@@ -50,7 +50,7 @@ def _states(checkpoint: Checkpoint, holdings: list[Holding], folder: str) -> Hol
     if folder + OPTIMIZER_STATE not in source.files:
         message = f"{folder}{OPTIMIZER_STATE} is missing: the conversion to a universal checkpoint"
         raise Damaged(Problem(f"{message} was not finished", "save-unfinished"))
-    optimizer = read_state(source, folder + OPTIMIZER_STATE)
+    optimizer = read_optimizer(source, folder + OPTIMIZER_STATE)
     shapes = {
         n: s for state in checkpoint.models.values() for n, s in trained_shapes(state).items()
     }
@@ -60,12 +60,15 @@ def _states(checkpoint: Checkpoint, holdings: list[Holding], folder: str) -> Hol
             f"not carried: masters of {', '.join(left_out)}, which are rounded copies of what the"
             " model file holds"
         )
-    missing = [name for name in shapes if (MASTER, name) not in found.tensors]
+    refused = found.leaves.get(0, {})
+    held = {name for name in shapes if f"{MASTER}.{name}" in refused}
+    missing = [n for n in shapes if (MASTER, n) not in found.tensors and n not in held]
     if missing:
         message = f"{folder}zero/{missing[0]}/{MASTER}.pt is missing ({len(missing)} such)"
         raise Damaged(Problem(message, "file-missing", tensor=missing[0]))
     _add_common_step(found, optimizer, shapes)
     found.add_leaves(optimizer_leaves(optimizer, source), 0)
+    found.add_leaves(refused_leaves(optimizer, ("optimizer",)), 0)
     return found
 
 
@@ -75,14 +78,19 @@ def _rounded(
     """Names that are not trained, but that the converter wrote masters of all the same."""
     in_model = {name for holding in holdings for _, name in holding.tensors}
     leaves = [leaf for h in holdings for held in h.leaves.values() for leaf in held.values()]
-    buffers = {str(leaf.path[1]) for leaf in leaves if leaf.path[0] == "buffer"}
-    return (in_model | buffers | checkpoint.aliases.keys()) - set(trained) if trained else ()
+    others = {
+        str(leaf.path[1]) for leaf in leaves if leaf.path[0] in ("module", "frozen", "buffer")
+    }
+    return (in_model | others | checkpoint.aliases.keys()) - set(trained) if trained else ()
 
 
 def _add_common_step(found: Holding, optimizer: State, names: Iterable[str]) -> None:
     """The step that ZeRO 3 keeps for all parameters, in what is left of rank 0's optimizer."""
-    kept = optimizer.inner("optimizer_state_dict").mapping("state").get(0)
-    step = kept.get("step") if isinstance(kept, dict) else None
+    try:
+        kept = require_shallow(optimizer.inner("optimizer_state_dict").inner("state").fields.get(0))
+        step = kept.get("step") if isinstance(kept, dict) else None
+    except Barred as error:
+        step = error.refusal
     if step is not None and not any(name.startswith("step.") for name in found.leaves.get(0, {})):
         for name in names:
             found.add_leaf(("step", name), optimizer.vector(step) or step, 0)

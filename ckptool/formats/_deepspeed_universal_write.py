@@ -15,8 +15,8 @@ from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.errors import CannotDo
 from ckptool.formats._deepspeed_files import LATEST_UNIVERSAL, OPTIMIZER_STATE
+from ckptool.formats._deepspeed_local import MASTER
 from ckptool.formats._deepspeed_rules import kept_rows, tensor_parallel_layout
-from ckptool.formats._deepspeed_slots import MASTER
 from ckptool.formats._deepspeed_values import CLIENT
 from ckptool.formats._outgoing import plain_objects
 from ckptool.formats._pickle import Call, Global, OrderedMapping

@@ -6,13 +6,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ckptool.core.catalog import Path
-from ckptool.formats._deepspeed_read import LAYOUT, PARTITIONS, State
+from ckptool.core.catalog import Path, flat_name
+from ckptool.formats._deepspeed_read import LAYOUT, PARTITIONS, State, require_shallow
 from ckptool.formats._leaves import Leaf, read_leaves
 from ckptool.formats._pickle import Call
 from ckptool.formats.base import Source
 
 CLIENT = "client_state"
+_WRAPPERS = ("base_optimizer_state", "optimizer_state_dict")
+"""What DeepSpeed keeps torch's own optimizer under."""
 _ENGINE = frozenset(
     "lr_scheduler data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size"
     " mp_world_size checkpoint_parallel_dimensions ds_config ds_version num_experts"
@@ -28,28 +30,40 @@ def engine_leaves(state: State, source: Source) -> dict[str, Leaf]:
     """The values of a model file. Keys that DeepSpeed does not know are the script's own."""
     found: dict[Any, Any] = {}
     client: dict[Any, Any] = {}
-    for key, value in state.fields.items():
+    for key, value in state.stored.items():
         if key not in LAYOUT:
             (found if key in _ENGINE else client)[key] = value
     if client:
         found[CLIENT] = client
-    leaves = read_leaves(state.file.narrowed(found), source, refuse=True)
-    module = state.fields.get("module")
-    return leaves | refused_leaves(state, module, source, ("module",))
+    return read_leaves(state.file.narrowed(found), source, refuse=True)
 
 
-def refused_leaves(state: State, module: Any, source: Source, prefix: Path) -> dict[str, Leaf]:
-    """The values of a module that can run code, each refused by its name."""
-    if not state.file.hostile or not isinstance(module, dict):
-        return {}
-    found = {key: value for key, value in module.items() if state.file.narrowed(value).hostile}
-    return read_leaves(state.file.narrowed(found), source, prefix=prefix, refuse=True)
+def refused_leaves(
+    state: State, prefix: Path = (), kinds: Mapping[str, str] | None = None
+) -> dict[str, Leaf]:
+    """What is refused of a file's tensors and of their layout, each part by its name.
+
+    Without a ``prefix`` that is a model file's; ``kinds`` say which names in its module are those
+    of a ``buffer`` or of a ``frozen`` parameter. Other values are ``engine_leaves`` and
+    ``optimizer_leaves``, which refuse theirs.
+    """
+    found: dict[str, Leaf] = {}
+    for path, why in state.refused.items():
+        is_value = path[:1] == ("optimizer_state_dict",) and {*path[1:2]} - PARTITIONS
+        if is_value or not (prefix or path[0] in LAYOUT):
+            continue
+        inner = path[1:] if path[:1] == prefix else path
+        full = (*prefix, *(step for step in inner if step not in _WRAPPERS))
+        if kinds and path[0] == "module":
+            full = (kinds[str(path[1])], *path[1:])
+        found[flat_name(full)] = Leaf(full, why.called(flat_name(full)), bool(why.part))
+    return found
 
 
 def optimizer_leaves(optimizer: State, source: Source) -> dict[str, Leaf]:
     """The values of an optimizer that belong to no parameter: its groups, the loss scale, ..."""
-    found = {key: plain(v) for key, v in optimizer.fields.items() if key not in PARTITIONS}
-    groups = param_groups(optimizer)
+    found = {key: plain(v) for key, v in optimizer.stored.items() if key not in PARTITIONS}
+    groups = param_groups(optimizer.stored)
     if groups:
         found["param_groups"] = groups
     if not found:
@@ -64,18 +78,20 @@ def raw_leaves(optimizer: Any, state: State, source: Source) -> dict[str, Leaf]:
     return read_leaves(file, source, prefix=("optimizer",), rank_state=True, refuse=True)
 
 
-def param_groups(optimizer: State) -> Any:
-    """torch's param_groups, wherever the kind of optimizer keeps them."""
-    for key in ("base_optimizer_state", "optimizer_state_dict"):
-        inner = optimizer.fields.get(key)
+def param_groups(optimizer: Any) -> Any:
+    """torch's param_groups as they are stored, wherever the kind of optimizer keeps them."""
+    stored = _mapping(optimizer)
+    for key in _WRAPPERS:
+        inner = stored.get(key)
         if isinstance(inner, dict):
             return inner.get("param_groups")
-    return optimizer.fields.get("param_groups")
+    return stored.get("param_groups")
 
 
 def expert_degrees(groups: Any) -> set[int]:
     """The degrees of expert parallelism that an optimizer's groups of experts are called by."""
-    names = (group.get("name") for group in groups or [] if isinstance(group, dict))
+    listed = groups if isinstance(groups, list | tuple) else []
+    names = (group.get("name") for group in listed if isinstance(group, dict))
     matches = (_DEGREE.match(name) for name in names if isinstance(name, str))
     return {int(match[1]) for match in matches if match}
 
@@ -90,17 +106,23 @@ def plain(value: Any) -> Any:
 
 
 def zero_stage(model: State, optimizer: State | None) -> int | None:
-    """The stage of ZeRO, by the optimizer's file or the configuration; None where it is odd."""
-    stage = plain(optimizer.fields.get("zero_stage")) if optimizer else None
-    zero = _mapping(_mapping(model.fields.get("ds_config")).get("zero_optimization"))
-    stage = zero.get("stage", 0) if stage is None else stage
+    """The stage of ZeRO, by the optimizer's file or the configuration; None where it is odd.
+
+    Raises Barred where the latter is refused, and the former does not tell it.
+    """
+    stage = plain(optimizer.stored.get("zero_stage")) if optimizer else None
+    if isinstance(stage, int):
+        return stage
+    config = _mapping(require_shallow(model.fields.get("ds_config")))
+    zero = _mapping(require_shallow(config.get("zero_optimization")))
+    stage = require_shallow(zero.get("stage", 0))
     return stage if isinstance(stage, int) else None
 
 
 def training_facts(model: State, optimizer: State | None) -> dict[str, str]:
     """What a person wants to know of a run: version, stage, precision, offloading."""
-    version = model.fields.get("ds_version")
-    config = _mapping(model.fields.get("ds_config"))
+    version = model.stored.get("ds_version")
+    config = _mapping(model.stored.get("ds_config"))
     zero = _mapping(config.get("zero_optimization"))
     stage = zero_stage(model, optimizer)
     facts = {"writer": "DeepSpeed"}

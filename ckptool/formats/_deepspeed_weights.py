@@ -5,11 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 
-from ckptool.errors import Damaged, Problem
+from ckptool.errors import Damaged, Problem, Refusal
 from ckptool.formats._deepspeed_flat import Run, run_chunks
 from ckptool.formats._deepspeed_local import Holding
-from ckptool.formats._deepspeed_read import State, Vector, all_tensors, named_tensors, shape_groups
+from ckptool.formats._deepspeed_read import (
+    State,
+    Vector,
+    all_tensors,
+    named_tensors,
+    refused_entries,
+    shape_groups,
+)
 from ckptool.formats._deepspeed_slots import Partition
+from ckptool.formats._refusing import Barred
 from ckptool.formats._storage import sizes
 
 _Shapes = Mapping[str, tuple[int, ...]]
@@ -43,6 +51,24 @@ def add_module(
             found.add_whole(("module", name), vector, rank)
         else:
             found.add_whole(("frozen", name), vector, rank)
+
+
+def refused_kinds(
+    state: State, aliases: Mapping[str, str], trained: Collection[str] | None
+) -> dict[str, str]:
+    """What each name in ``module`` that is refused stands for: ``module``, ``buffer``, ``frozen``.
+
+    As ``add_module`` decides it: a tensor is what is trained or a buffer, whatever stands for it
+    now, and what is neither, and no tensor, is not frozen.
+    """
+    buffers = set(state.names("buffer_names"))
+    found = {}
+    for name, why in refused_entries(state.inner("module")).items():
+        is_trained = not {name, aliases.get(name)}.isdisjoint(trained or ())
+        why.may_be_tensor = why.may_be_tensor or is_trained or name in buffers
+        is_frozen = trained is not None and not is_trained and why.may_be_tensor
+        found[name] = "buffer" if name in buffers else "frozen" if is_frozen else "module"
+    return found
 
 
 def module_weights(state: State) -> dict[str, Vector]:
@@ -84,6 +110,10 @@ def add_frozen_pieces(found: Holding, states: Iterable[Partition], parts: int) -
         stored = partition.state.mapping("frozen_param_shapes")
         shapes = {str(name): sizes(shape) for name, shape in stored.items()}
         pieces = named_tensors(partition.state, "frozen_param_fragments")
+        refused = refused_entries(partition.state.inner("frozen_param_fragments"))
+        for name in shapes.keys() & refused.keys():
+            found.add_leaf(("frozen", name), refused[name], partition.rank)
+            del shapes[name]
         if shapes.keys() - pieces.keys():
             missing = ", ".join(sorted(shapes.keys() - pieces.keys())[:3])
             raise Damaged(
@@ -139,7 +169,11 @@ def add_layers(
     tied = _tied_modules(trained)
     for layer, state in sorted(layers.items()):
         vectors = all_tensors(state)
-        head = _head(layer, vectors, trained, tied)
+        refused = refused_entries(state)
+        for name, why in refused.items():
+            full = f"{layer}.{name}"
+            why.may_be_tensor = why.may_be_tensor or full in trained or full in buffers
+        head = _head(layer, vectors, refused, trained, tied)
         for name, vector in vectors.items():
             full = f"{head}.{name}"
             if full in buffers or f"{layer}.{name}" in buffers:
@@ -163,11 +197,15 @@ def _tied_modules(trained: _Shapes) -> dict[str, dict[str, tuple[int, ...]]]:
 def _head(
     layer: int,
     vectors: Mapping[str, Vector],
+    refused: Mapping[str, Refusal],
     trained: _Shapes,
     tied: Mapping[str, _Shapes],
 ) -> str:
-    """What the names of a layer's parameters begin with."""
-    if any(f"{layer}.{name}" in trained for name in vectors):
+    """What the names of a layer's parameters begin with.
+
+    Raises Barred where that of a tied one cannot be told, as a parameter is refused.
+    """
+    if any(f"{layer}.{name}" in trained for name in (*vectors, *refused)):
         return str(layer)
     fitting = [
         key
@@ -182,4 +220,9 @@ def _head(
                 "sharding-unknown",
             )
         )
-    return f"tied_modules.{fitting[0]}" if fitting else str(layer)
+    if fitting:
+        return f"tied_modules.{fitting[0]}"
+    for name, why in refused.items():
+        if any(name in shapes for shapes in tied.values()):
+            raise Barred(why)
+    return str(layer)

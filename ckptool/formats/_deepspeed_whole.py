@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptool.formats._deepspeed_flat import Run, run_chunks
-from ckptool.formats._deepspeed_local import Holding
+from ckptool.formats._deepspeed_local import MASTER, Holding
 from ckptool.formats._deepspeed_order import names_by_order
-from ckptool.formats._deepspeed_read import State, Vector
-from ckptool.formats._deepspeed_slots import MASTER
+from ckptool.formats._deepspeed_read import State, Vector, require_shallow
 
 _Shape = tuple[int, ...]
 _Shapes = Mapping[str, _Shape]
@@ -33,15 +32,15 @@ def add_whole_optimizer(
     added, where order and shapes do not tell the names.
     """
     torch_state = state.inner("optimizer_state_dict") if _wraps(state) else state
-    stored = torch_state.sequence("param_groups")
+    stored = torch_state.groups()
     groups = [group.get("params", []) for group in stored]
     every = {**weights, **(experts or {})}
     shapes = {name: vector.shape for name, vector in every.items()}
-    flats = state.fields.get("fp32_groups_flat")
+    flats = state.get("fp32_groups_flat")
     if isinstance(flats, list):
         return None if experts else _add_flat(found, state, torch_state, flats, shapes, rank)
     masters = _masters(state, groups)
-    kept = torch_state.mapping("state")
+    kept = {i: require_shallow(own) for i, own in torch_state.inner("state").fields.items()}
     wanted = [[_shape(torch_state, kept.get(i), masters.get(i)) for i in group] for group in groups]
     of_experts = [experts is not None and group.get("moe") is True for group in stored]
     named = _named(weights, experts or {}, wanted, of_experts)
@@ -86,7 +85,7 @@ def _wraps(state: State) -> bool:
 
 
 def _masters(state: State, groups: Sequence[Sequence[Any]]) -> dict[Any, Vector]:
-    stored = state.fields.get("fp32_groups") or []
+    stored = state.get("fp32_groups") or []
     found = {}
     for group, values in zip(groups, stored, strict=False):
         for index, value in zip(group, values if isinstance(values, list) else [], strict=False):
@@ -124,7 +123,7 @@ def _add_flat(
     total = sum(math.prod(shape) for shape in shapes.values())
     if len(vectors) != 1 or vectors[0].shape != (total,):
         return None
-    kept = torch_state.mapping("state").get(0)
+    kept = require_shallow(torch_state.inner("state").fields.get(0))
     kinds: dict[str, Vector] = {MASTER: vectors[0]}
     for kind, value in (kept if isinstance(kept, dict) else {}).items():
         vector = torch_state.vector(value)

@@ -8,26 +8,29 @@ from itertools import accumulate
 
 from ckptool.errors import Damaged, Problem
 from ckptool.formats._deepspeed_flat import Run, Shapes, split_runs
-from ckptool.formats._deepspeed_local import Holding
-from ckptool.formats._deepspeed_read import State
+from ckptool.formats._deepspeed_local import MASTER, Holding
+from ckptool.formats._deepspeed_read import State, require_shallow
 from ckptool.formats._deepspeed_slots import (
-    MASTER,
     Partition,
     Slot,
     add_other,
     add_run,
+    refuse_kinds,
     require_distinct_ranks,
     slot_of,
 )
 
 
 def add_split_groups(found: Holding, ranks: Sequence[Partition], groups: Sequence[Shapes]) -> None:
-    """Add the tensors of ZeRO 3."""
+    """Add the tensors of ZeRO 3; none where it has no ranks, as in a universal checkpoint."""
+    if not ranks:
+        return
     shapes = {name: shape for group in groups for name, shape in group.items()}
     for partition in ranks:
         _require_plain_split(partition.state, len(groups))
     held = [_sub_groups(partition.state) for partition in ranks]
     require_distinct_ranks(ranks, held)
+    refuse_kinds(found, [slot for slots in held for slot in slots], shapes, ranks[0].rank)
     for partition, slots in zip(ranks, held, strict=True):
         sizes = [slot.flat[MASTER].shape[0] for slot in slots]
         starts = [0, *accumulate(sizes)]
@@ -43,7 +46,8 @@ def add_split_groups(found: Holding, ranks: Sequence[Partition], groups: Sequenc
 
 
 def _require_plain_split(state: State, groups: int) -> None:
-    param_groups = state.inner("optimizer_state_dict").fields.get("param_groups") or []
+    state.get("partition_count")
+    param_groups = state.inner("optimizer_state_dict").groups()
     if len(param_groups) > groups:
         raise Damaged(
             Problem(
@@ -52,7 +56,7 @@ def _require_plain_split(state: State, groups: int) -> None:
                 "sharding-unknown",
             )
         )
-    if state.fields.get("ds_zero_partition_groups"):
+    if state.get("ds_zero_partition_groups"):
         raise Damaged(
             Problem(
                 f"{state.file.what}: ZeRO 3 with automatic expert parallelism cuts experts among"
@@ -65,9 +69,9 @@ def _require_plain_split(state: State, groups: int) -> None:
 
 def _sub_groups(state: State) -> list[Slot]:
     masters = state.sequence("fp32_flat_groups")
-    kept = state.inner("optimizer_state_dict").mapping("state")
+    kept = state.inner("optimizer_state_dict").inner("state").fields
     slots = []
     for number, master in enumerate(masters):
-        values = kept.get(number)
+        values = require_shallow(kept.get(number))
         slots.append(slot_of(state, master, values if isinstance(values, dict) else {}, 0))
     return slots

@@ -11,22 +11,18 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 
-from ckptool.errors import Damaged, Problem
+from ckptool.errors import Damaged, Problem, SourceError
 from ckptool.formats._deepspeed_flat import Run, run_chunks
-from ckptool.formats._deepspeed_local import Holding
-from ckptool.formats._deepspeed_read import State, Vector
-from ckptool.formats._deepspeed_slots import MASTER
+from ckptool.formats._deepspeed_local import MASTER, Holding
+from ckptool.formats._deepspeed_read import State, Vector, refusal_of_error
+from ckptool.formats._deepspeed_slots import STATES
+from ckptool.formats._leaves import Leaf
 from ckptool.formats._storage import shown
 from ckptool.formats._torch_file import read_torch_file
 from ckptool.formats.base import Source
 
 _STEP = "step"
 _SUFFIX = ".pt"
-_STATES = frozenset(
-    "fp32 exp_avg exp_avg_sq step max_exp_avg_sq exp_inf momentum_buffer sum square_avg grad_avg"
-    " acc_delta worker_error server_error".split()
-)
-"""What DeepSpeed's and torch's optimizers call the state of a parameter."""
 
 
 def state_files(source: Source, folder: str) -> list[tuple[str, str, str]]:
@@ -37,7 +33,7 @@ def state_files(source: Source, folder: str) -> list[tuple[str, str, str]]:
     files = list(_files_of_parameters(source, folder))
     counts = Counter(kind for _, kind, _ in files)
     several = len({name for name, _, _ in files}) > 1
-    return [one for one in files if not several or one[1] in _STATES or counts[one[1]] > 1]
+    return [one for one in files if not several or one[1] in STATES or counts[one[1]] > 1]
 
 
 def _files_of_parameters(source: Source, folder: str) -> Iterator[tuple[str, str, str]]:
@@ -58,6 +54,8 @@ def add_states(
 ) -> list[str]:
     """Add all states; ``rounded`` are left out, and those of them that were there returned.
 
+    A state that cannot be read, or must not be, is refused by its name.
+
     ``shapes`` are those of the parameters, for the vectors that have none.
     """
     left_out = []
@@ -67,7 +65,12 @@ def add_states(
         if name in rounded and name not in with_moments:
             left_out.append(name)
             continue
-        _add_state(found, source, (kind, name), path, shapes.get(name))
+        try:
+            _add_state(found, source, (kind, name), path, shapes.get(name))
+        except SourceError as error:
+            why = refusal_of_error(error, f"{kind}.{name}")
+            why.part = None if kind == MASTER else "optimizer"
+            found.add_leaves({f"{kind}.{name}": Leaf((kind, name), why)}, 0)
     return left_out
 
 
@@ -80,7 +83,7 @@ def _add_state(
 ) -> None:
     opened = read_torch_file(source, path)
     value = opened.value.get("param") if isinstance(opened.value, dict) else opened.value
-    vector = State(opened, {}).vector(value)
+    vector = State(opened, {}, {}, {}).vector(value)
     if name[0] == _STEP and (vector is None or not vector.shape):
         found.add_leaf(name, vector or value, 0)
         return

@@ -153,6 +153,13 @@ def _accused(
     return refusal
 
 
+def refusal_of(value: Any, file: TorchFile, source: Source, name: str) -> Refusal | None:
+    """Return why a value of a file cannot be read, or must not be; None where it can."""
+    why = _accused(value, file.hostile, name, {}) if file.hostile else None
+    found = why or _classified_or_refused(value, file, source, name, refuse=True)
+    return found if isinstance(found, Refusal) else None
+
+
 def _classified_or_refused(
     value: Any, file: TorchFile, source: Source, name: str, *, refuse: bool
 ) -> Any:
