@@ -28,6 +28,7 @@ def assembled(
         for rank, held in holding.leaves.items():
             every.add_leaves(held, rank)
     found = assemble(every.leaves, per_rank=options.per_rank)
+    found.notes += [note for holding in holdings for note in holding.notes]
     info = _universal_info(checkpoint) if checkpoint.grid.tensor > 1 else {}
     merge_into(found, holdings, checkpoint.grid, info, options)
     aliases = checkpoint.aliases

@@ -30,6 +30,7 @@ from ckptool.formats._deepspeed_values import (
 from ckptool.formats._deepspeed_weights import module_weights
 from ckptool.formats._deepspeed_whole import add_whole_optimizer
 from ckptool.formats._leaves import Leaf
+from ckptool.formats._values import stray_notes
 
 Experts = Mapping[tuple[int, int], Mapping[str, Vector]]
 """Tensors by name, of each MoE layer's expert of a global number."""
@@ -67,6 +68,7 @@ def add_expert_optimizers(found: Holding, checkpoint: Checkpoint, mp: int) -> se
         if model_rank != mp:
             continue
         held = read_optimizer(checkpoint.source, file)
+        found.notes += stray_notes(file, held.stored.keys() - {"optimizer"})
         inner, rank = held.inner("optimizer"), checkpoint.rank(expert_rank, mp)
         own = _experts_of_rank(experts, inner, expert_rank)
         named = None if own is None else add_whole_optimizer(found, inner, weights, rank, own)

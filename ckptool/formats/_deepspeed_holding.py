@@ -22,6 +22,7 @@ from ckptool.formats._deepspeed_read import (
     require_all_tensors,
     require_shallow,
     shape_groups,
+    values_of,
 )
 from ckptool.formats._deepspeed_slots import Partition
 from ckptool.formats._deepspeed_values import (
@@ -41,6 +42,10 @@ from ckptool.formats._deepspeed_weights import (
 )
 from ckptool.formats._deepspeed_whole import add_whole_optimizer
 from ckptool.formats._deepspeed_zero_3 import add_split_groups
+from ckptool.formats._values import stray_notes
+
+_OPTIMIZER_FILE = frozenset("optimizer_state_dict ds_config ds_version param_shapes".split())
+"""What DeepSpeed writes in a file of optimizer states; shapes up to 0.4."""
 
 
 def all_holdings(checkpoint: Checkpoint) -> list[Holding]:
@@ -69,6 +74,11 @@ def _holding_of(checkpoint: Checkpoint, mp: int, barred: Refusal | None) -> Hold
             found.add_leaves(engine_leaves(state, checkpoint.source), checkpoint.rank(dp, mp))
             kinds = refused_kinds(state, checkpoint.aliases, trained)
             found.add_leaves(refused_leaves(state, (), kinds), checkpoint.rank(dp, mp))
+    for (_, model_rank), optimizer in checkpoint.optimizers.items():
+        if model_rank == mp:
+            found.notes += stray_notes(
+                optimizer.file.what, optimizer.stored.keys() - _OPTIMIZER_FILE
+            )
     for partition in checkpoint.partitions(mp):
         found.add_leaves(optimizer_leaves(partition.state, checkpoint.source), partition.rank)
         found.add_leaves(refused_leaves(partition.state, ("optimizer",)), partition.rank)
@@ -108,6 +118,7 @@ def _add_module_and_optimizer(found: Holding, checkpoint: Checkpoint, mp: int) -
         for name, vector in all_tensors(expert).items():
             found.add_whole(("module", name), vector, rank)
         found.add_leaves(refused_leaves(expert, ("module",)), rank)
+        found.notes += stray_notes(expert.file.what, values_of(expert))
     return trained
 
 

@@ -35,11 +35,12 @@ class Holding:
     """What the files of one model-parallel rank hold.
 
     ``leaves`` are values and tensors that every rank holds alike, by rank and flat name.
-    ``barred`` says why masters and moments cannot be placed.
+    ``notes`` say what is not carried, ``barred`` why masters and moments cannot be placed.
     """
 
     tensors: dict[Name, Local] = field(default_factory=dict)
     leaves: dict[int, dict[str, Leaf]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     barred: Refusal | None = None
 
     def add(self, name: Name, dtype: DType, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
@@ -94,6 +95,7 @@ class Holding:
             self.add(name, local.dtype, local.shape, local.chunks)
         for rank, leaves in more.leaves.items():
             self.add_leaves(leaves, rank)
+        self.notes += more.notes
         return found
 
     def refuse_masters(self, part: str) -> None:

@@ -224,6 +224,12 @@ def all_tensors(state: State) -> dict[str, Vector]:
     return {name: vector for name, vector in found.items() if vector is not None}
 
 
+def values_of(state: State) -> list[Any]:
+    """Return the names in a state of what is no plain tensor, but for what is refused."""
+    tensors, refused = all_tensors(state), refused_entries(state)
+    return [name for name in state.fields if str(name) not in tensors and str(name) not in refused]
+
+
 def refused_entries(state: State) -> dict[str, Refusal]:
     """Why entries of a state are refused, by their names."""
     found = {str(k): refusal_in(v) for k, v in state.fields.items()} if state.refused else {}

@@ -35,6 +35,7 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
     holdings = all_holdings(checkpoint)
     states = _states(checkpoint, holdings, folder)
     holdings[0].add_leaves(states.leaves.get(0, {}), 0)
+    holdings[0].notes += states.notes
     found = assembled(checkpoint, holdings, options)
     found.tensors |= whole_entries(states)
     add_tied_masters(found, checkpoint.aliases)

@@ -19,10 +19,13 @@ from ckptool.formats._deepspeed_slots import STATES
 from ckptool.formats._leaves import Leaf
 from ckptool.formats._storage import shown
 from ckptool.formats._torch_file import read_torch_file
+from ckptool.formats._values import stray_notes
 from ckptool.formats.base import Source
 
 _STEP = "step"
 _SUFFIX = ".pt"
+_FIELDS = frozenset("param cat_dim param_n_sub_params sub_param_shape vocab_tensor".split())
+"""A parameter's state, and how it was cut for tensor parallelism, which is undone."""
 
 
 def state_files(source: Source, folder: str) -> list[tuple[str, str, str]]:
@@ -82,7 +85,10 @@ def _add_state(
     shape: tuple[int, ...] | None,
 ) -> None:
     opened = read_torch_file(source, path)
-    value = opened.value.get("param") if isinstance(opened.value, dict) else opened.value
+    value = opened.value
+    if isinstance(value, dict):
+        found.notes += stray_notes(path, value.keys() - _FIELDS)
+        value = value.get("param")
     vector = State(opened, {}, {}, {}).vector(value)
     if name[0] == _STEP and (vector is None or not vector.shape):
         found.add_leaf(name, vector or value, 0)

@@ -22,6 +22,7 @@ from ckptool.formats._storage import StoredTensor, plain_tensor
 from ckptool.formats.base import Source
 
 MASTER = "param"
+_LAYOUT = ("buckets_coalesced", "per_bucket_numel", "per_bucket_numel_unpadded")
 SHARED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
@@ -44,6 +45,13 @@ def saved_buffers(value: Any, place: Any) -> list[list[Buffer] | None]:
     """
     optimizers = value if isinstance(value, list) else [value]
     return [list(_buffers(one, place)) if isinstance(one, dict) else None for one in optimizers]
+
+
+def stray_keys(value: Any) -> list[Any]:
+    """Return the keys of the file's dicts that are neither numbers of buffers nor the layout's."""
+    optimizers = value if isinstance(value, list) else [value]
+    keys = [key for one in optimizers if isinstance(one, dict) for key in one]
+    return [key for key in keys if type(key) is not int and key not in _LAYOUT]
 
 
 def _buffers(optimizer: dict[Any, Any], place: Any) -> Iterator[Buffer]:

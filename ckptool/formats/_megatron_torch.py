@@ -16,6 +16,7 @@ from ckptool.formats._megatron_distrib import (
     gathered_state,
     matched_buffers,
     saved_buffers,
+    stray_keys,
 )
 from ckptool.formats._megatron_names import (
     global_expert,
@@ -35,6 +36,7 @@ from ckptool.formats._megatron_ranks import (
 from ckptool.formats._megatron_rules import experts_view
 from ckptool.formats._megatron_state import Unnamed, numbered_state
 from ckptool.formats._storage import place_of
+from ckptool.formats._values import stray_notes
 from ckptool.formats.base import ScanOptions, Source
 from ckptool.formats.torch_save import unread_notes
 
@@ -53,6 +55,7 @@ class _Read:
     tied: dict[str, str]
     found: Found = field(default_factory=dict)
     conflicts: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     held: dict[int, list[list[Held]]] = field(default_factory=dict)
 
     def add(self, more: Found) -> None:
@@ -87,7 +90,7 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
         {name: source.files[name] for name in names},
         world_size=args.integer("world_size") or len(folders),
         info={"writer": "Megatron-LM, one folder a model-parallel rank"} | args.info(),
-        notes=(*others.notes, *unread_notes(others.objects)),
+        notes=(*others.notes, *read.notes, *unread_notes(others.objects)),
         conflicts=refusals | read.conflicts | whole.conflicts | layer_wise_conflict(source),
     )
     return with_first_arguments(catalog)
@@ -153,6 +156,7 @@ def _read_optimizer(source: Source, folder: RankFolder, read: _Read) -> None:
     try:
         if folder.distributed is not None:
             file = folder.distributed
+            read.notes += stray_notes(file.what, stray_keys(file.value))
             saved = saved_buffers(file.value, lambda tensor: place_of(tensor, file))
             expected = expected_buffers(runs, expert_parallel)
             buffers = matched_buffers(saved, expected)

@@ -120,6 +120,7 @@ def _read_archive(region: Region) -> TorchFile:
     data_pkl = records[f"{root}/data.pkl"]
     has_crc = has_checksums(records.values())
     loaded = _unpickled(record_bytes(traced, data_pkl, has_crc), f"{region.what} (data.pkl)")
+    _require_in_value(loaded)
     prefix = f"{root}/data/"
     stored = {name[len(prefix) :]: r for name, r in records.items() if name.startswith(prefix)}
     are_checked = has_checksums(stored.values())
@@ -145,6 +146,13 @@ def _unpickled(data: bytes, what: str) -> Loaded:
         with suppress(CkptoolError):
             return _read_before(data)
     return _pickle.load(data, what=what, judges=False)
+
+
+def _require_in_value(loaded: Loaded) -> None:
+    """Raise Hostile for what can run code and lies in no value, so that none can be left out."""
+    if loaded.hostile:
+        inside = globals_in(loaded.value)
+        _pickle.require_harmless({g: why for g, why in loaded.hostile.items() if g not in inside})
 
 
 @lru_cache(maxsize=1024)
@@ -210,6 +218,7 @@ def _read_legacy(source: Source, file: str) -> TorchFile:
     loaded = legacy_pickles(source, file, judges=False)
     for one in (*loaded[:3], loaded[4]):
         _pickle.require_harmless(one.hostile)
+    _require_in_value(loaded[3])
     magic, version, system, value, keys = (item.value for item in loaded)
     if magic != LEGACY_MAGIC or version != 1001 or not isinstance(system, dict):
         raise Damaged(f"{file}: not a legacy torch.save file of version 1001")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,12 @@ def _foreign_name(item: Any) -> str | None:
     if isinstance(item, Persistent | Repeated):
         return UNREAD_TENSOR
     return "frozenset" if isinstance(item, frozenset) else None
+
+
+def stray_notes(file: str, keys: Iterable[Any]) -> list[str]:
+    """Return a note on what lies in a file under keys that its format does not have, if any."""
+    names = ", ".join(repr(key)[:80] for key in keys)
+    return [f"not carried: {names} of {file}, which its format does not have"] if names else []
 
 
 def globals_in(value: Any) -> set[Global]:
