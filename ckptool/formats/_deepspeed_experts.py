@@ -72,8 +72,9 @@ def add_expert_optimizers(found: Holding, checkpoint: Checkpoint, mp: int) -> se
         inner, rank = held.inner("optimizer"), checkpoint.rank(expert_rank, mp)
         own = _experts_of_rank(experts, inner, expert_rank)
         named = None if own is None else add_whole_optimizer(found, inner, weights, rank, own)
-        if named is None:
+        if len(named or ()) < len(weights) + len(own or ()):
             require_all_tensors(model.inner("module"), *files.values(), values=True)
+        if named is None:
             leaves = raw_leaves(inner.stored, held, checkpoint.source)
             unnamed = True
         else:

@@ -163,9 +163,11 @@ def _add_whole_optimizer(checkpoint: Checkpoint, mp: int, found: Holding) -> set
         return None
     inner, rank = state.inner("optimizer"), checkpoint.rank(0, mp)
     require_all_tensors(state.inner("module"))
-    named = add_whole_optimizer(found, inner, module_weights(state), rank)
-    if named is None:
+    weights = module_weights(state)
+    named = add_whole_optimizer(found, inner, weights, rank)
+    if len(named or ()) < len(weights):
         require_all_tensors(state.inner("module"), values=True)
+    if named is None:
         found.add_leaves(raw_leaves(optimizer, state, source), rank)
         checkpoint.notes.append(_UNNAMED)
         return None

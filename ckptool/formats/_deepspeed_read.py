@@ -239,7 +239,7 @@ def refused_entries(state: State) -> dict[str, Refusal]:
 def require_all_tensors(*states: State, values: bool = False) -> None:
     """Raise Barred where an entry of the states is refused that may be a tensor.
 
-    With ``values``, also where it is surely none.
+    With ``values``, also where it is none now: another name could fit in its place.
     """
     for state in states:
         for why in refused_entries(state).values():

@@ -9,10 +9,11 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
-from ckptool.core.catalog import Index
+from ckptool.core.catalog import Index, flat_name
 from ckptool.errors import Damaged, Problem, Refusal, refused
 from ckptool.formats._leaves import Leaf, PlainLeaf, read_leaves
 from ckptool.formats._megatron_args import Arguments, arguments
+from ckptool.formats._megatron_names import layer_counts, local_experts
 from ckptool.formats._megatron_params import Rank
 from ckptool.formats._torch_file import TorchFile, read_torch_file
 from ckptool.formats.base import MOST_RANKS, Source, expect_archives
@@ -197,20 +198,38 @@ def _folder(source: Source, rank: Rank, number: int, file: TorchFile, name: str)
     for full, leaf in read_leaves(file, source, refuse=True).items():
         virtual = virtual_stage(str(leaf.path[0])) if len(leaf.path) > 1 else None
         if isinstance(leaf.value, Refusal):
-            if virtual is not None:
-                raise refused([leaf.value], subject=name)
             rest[full] = leaf
-            continue
-        if virtual is not None and isinstance(leaf.value, PlainLeaf):
+        elif virtual is not None and isinstance(leaf.value, PlainLeaf):
             runs.setdefault(virtual, {})[full.partition(".")[2]] = leaf.value
         elif not _is_state(leaf.path):
             rest[full] = leaf
+    _require_numbers(runs, rest, name)
     if not runs:
         raise Damaged(Problem(f"{name}: no model in it", "data-missing"))
     if distributed is not None:
         state = read_leaves(distributed, source, prefix=("optimizer", "state"), refuse=True)
         rest |= {full: leaf for full, leaf in state.items() if isinstance(leaf.value, Refusal)}
     return RankFolder(rank, number, file, runs, rest, distributed)
+
+
+def _require_numbers(
+    runs: Mapping[int, Mapping[str, object]], rest: Mapping[str, Leaf], file: str
+) -> None:
+    """Raise where what is refused of a model may be all that tells of a layer or an expert.
+
+    The numbers of those in later stages, and on other ranks, follow from how many there are.
+    """
+    for leaf in rest.values():
+        virtual = virtual_stage(str(leaf.path[0])) if len(leaf.path) > 1 else None
+        if virtual is None or not isinstance(leaf.value, Refusal):
+            continue
+        known = list(runs.get(virtual, ()))
+        every = [*known, flat_name(leaf.path[1:])]
+        if (layer_counts(known), local_experts(known)) != (
+            layer_counts(every),
+            local_experts(every),
+        ):
+            raise refused([leaf.value], subject=file)
 
 
 def _is_state(path: tuple[Any, ...]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,13 +71,15 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
     for folder in folders:
         _read_model(folder, read)
     if any(_is_refused(folder) for folder in folders):
-        read.conflicts[_STATE] = f"{_STATE}: not placed, as some of the optimizer cannot be read"
+        read.conflicts[_STATE] = (
+            f"{_STATE}: not placed, as some of the optimizer or its model cannot be read"
+        )
     else:
         for folder in folders:
             _read_optimizer(source, folder, read)
     require_matched(options.tp_rules, [path[-1] for path in read.found])
-    whole = put_together(read.model.fit_of, read.found)
     others = assemble(_others(folders, read))
+    whole = put_together(read.model.fit_of, _without_refused(read.found, others.conflicts))
     refusals = {n: why for n, why in others.conflicts.items() if isinstance(why, Refusal)}
     problems = [why for name, why in others.conflicts.items() if name not in refusals]
     if others.problems or problems:
@@ -96,6 +99,15 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
     return with_first_arguments(catalog)
 
 
+def _without_refused(found: Found, conflicts: Mapping[str, str]) -> Found:
+    """Return what no rank refuses; what only some refuse is a tensor, as the others show."""
+    for path in found:
+        why = conflicts.get(flat_name(path))
+        if isinstance(why, Refusal):
+            why.may_be_tensor = True
+    return {path: parts for path, parts in found.items() if flat_name(path) not in conflicts}
+
+
 def _prepared(folders: list[RankFolder], args: Arguments, rules: tuple[NamedRule, ...]) -> _Read:
     """The model's degrees, layer numbers, and names of tied parameters."""
     runs = {
@@ -105,6 +117,7 @@ def _prepared(folders: list[RankFolder], args: Arguments, rules: tuple[NamedRule
     }
     sizes = degrees([folder.rank for folder in folders])
     names = {name for run in runs.values() for name in run}
+    names |= {name for folder in folders for name in _refused_names(folder)}
     word = next((n for n in names if n.endswith("embedding.word_embeddings.weight")), None)
     tied = (
         {}
@@ -174,9 +187,21 @@ def _read_optimizer(source: Source, folder: RankFolder, read: _Read) -> None:
 
 
 def _is_refused(folder: RankFolder) -> bool:
-    """Return whether some of a rank's optimizer cannot be read, so that none of it is placed."""
+    """Return whether a part of a rank's optimizer cannot be read, so that none of it is placed.
+
+    The optimizer lists the parameters in the order of the model, of which a part may be refused.
+    """
     leaves = folder.rest.values()
-    return any(leaf.path[0] == "optimizer" and isinstance(leaf.value, Refusal) for leaf in leaves)
+    refused = [leaf for leaf in leaves if isinstance(leaf.value, Refusal)]
+    return any(leaf.path[0] == "optimizer" for leaf in refused) or any(_refused_names(folder))
+
+
+def _refused_names(folder: RankFolder) -> Iterator[str]:
+    """Yield the names, on the rank, of what is refused of its model."""
+    for leaf in folder.rest.values():
+        is_model = len(leaf.path) > 1 and virtual_stage(str(leaf.path[0])) is not None
+        if is_model and isinstance(leaf.value, Refusal):
+            yield flat_name(leaf.path[1:])
 
 
 def _has_state(value: Any) -> bool:
@@ -195,7 +220,10 @@ def _others(folders: list[RankFolder], read: _Read) -> dict[int, dict[str, Leaf]
         for leaf in folder.rest.values():
             path = _of_whole(leaf.path, folder, read, experts)
             rank_state = isinstance(leaf.value, PlainLeaf)
-            mine[flat_name(path)] = Leaf(path, leaf.value, rank_state)
+            value = leaf.value
+            if isinstance(value, Refusal):
+                value = value.called(flat_name(path))
+            mine[flat_name(path)] = Leaf(path, value, rank_state)
     return found
 
 

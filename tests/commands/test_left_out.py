@@ -254,6 +254,55 @@ def test_a_value_in_a_distributed_optimizer_stops_only_who_wants_it(
     assert code in {finding.code for finding in ckptool.verify(source).findings}
 
 
+PARTS_OF_MEGATRON = {
+    "a value": ("decoder.layers.0.mlp.linear_fc1._extra_state", "hostile", False),
+    "a value of mine": ("hook_of_mine", "hostile", False),
+    "a weight of one rank": ("decoder.layers.0.mlp.linear_fc2.weight", "hostile", True),
+    "a damaged weight": ("decoder.layers.0.mlp.linear_fc1.weight", "damaged", True),
+    "the embedding": ("embedding.word_embeddings.weight", "damaged", True),
+}
+
+
+@pytest.mark.parametrize("what", PARTS_OF_MEGATRON)
+def test_a_part_of_megatrons_model_stops_only_who_wants_it(
+    what: str, tmp_path: Path, copy_of: Callable[[str], Path]
+) -> None:
+    key, kind, is_weight = PARTS_OF_MEGATRON[what]
+    source = copy_of("megatron_torch")
+    value, error, code = REFUSED[kind]
+    file = min(source.rglob("model_optim_rng.pt"))
+    state = torch.load(file, weights_only=False)
+    state["model"][key] = Trap() if kind == "hostile" else value["exp_avg"]
+    torch.save(state, file)
+    with pytest.raises(error, match=re.escape(f"model.{key}")):
+        ckptool.convert(source, tmp_path / "b.pt", to="torch-save")
+    known = ckptool.open(case("megatron_torch").path, model_only=True).tensors
+    ckptool.convert(source, tmp_path / "a.pt", to="torch-save", select=["iteration"])
+    found = ckptool.open(source, drop=[f"model.{key}*", "optimizer*"]).tensors
+    assert {name.removeprefix("model.") for name in found} == known.keys() - {key}
+    if is_weight:
+        with pytest.raises(error):
+            ckptool.open(source, model_only=True)
+    else:
+        assert ckptool.open(source, model_only=True).tensors.keys() == known.keys()
+    report = ckptool.verify(source)
+    assert code in {finding.code for finding in report.findings}
+    assert not report.sound
+
+
+def test_what_may_be_all_of_a_layer_stops_all(
+    tmp_path: Path, copy_of: Callable[[str], Path]
+) -> None:
+    """The layers of the stages that follow are numbered from there."""
+    source = copy_of("megatron_torch_distributed")
+    file = min(source.rglob("mp_rank_00_000/model_optim_rng.pt"))
+    state = torch.load(file, weights_only=False)
+    state["model"]["decoder.layers.1.hook"] = Trap()
+    torch.save(state, file)
+    with pytest.raises(Hostile, match=r"layers\.1\.hook"):
+        ckptool.convert(source, tmp_path / "b.pt", to="torch-save", select=["iteration"])
+
+
 MODULES = {
     "deepspeed_zero_2": "mp_rank_00_model_states.pt",
     "deepspeed_zero_3": "zero_pp_rank_0_mp_rank_00_model_states.pt",
