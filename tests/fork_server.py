@@ -192,6 +192,8 @@ def _prepare(request: dict[str, Any]) -> tuple[str, str]:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["cwd"])
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [path for path in given if path and path not in sys.path]
     way, *words = request["words"]
     if way not in ("-m", "-c"):
         sys.path[0], sys.argv = str(Path(way).parent), [way, *words]

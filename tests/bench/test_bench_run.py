@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fork_server import forking_python
+from fork_server import Forked, forking_python
 
 from ckptool.commands.bench.files import left_shared, shared_entries
 
@@ -50,24 +48,22 @@ class Ran:
         return next(row for row in self.told["strategies"] if row["name"] == name)
 
 
-def start(folder: Path, *words: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """The command as a process of its own; its TMPDIR and its folder to work in are below."""
+def start(folder: Path, *words: str, launcher: tuple[str, ...] = ()) -> Forked:
+    """The command as a process of its own; its TMPDIR and its folder to work in are below.
+
+    The ranks that it starts are not forked: they are its children, to be found and ended.
+    """
     for name in ("work", "tmp"):
         (folder / name).mkdir()
     paths = (ROOT, HERE, os.environ.get("PYTHONPATH", ""))
     environment = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "TMPDIR": str(folder / "tmp")}
     size = () if "--like" in words else ("--size", SIZE)
-    line = [sys.executable, "-m", *launcher, "ckptool", "bench", *size, "--repeat", "1"]
-    return subprocess.Popen(
-        [*line, "--out", str(folder / "work"), *words],
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    line = ["-m", *launcher, "ckptool", "bench", *size, "--repeat", "1"]
+    line += ["--out", str(folder / "work"), *words]
+    return Forked(line, os.environ | environment, Path.cwd())
 
 
-def finish(process: subprocess.Popen[str], folder: Path, shared: set[str]) -> Ran:
+def finish(process: Forked, folder: Path, shared: set[str]) -> Ran:
     """Wait for its end, and look what it leaves."""
     try:
         stdout, stderr = process.communicate(timeout=600)
@@ -205,7 +201,7 @@ def test_interrupted_it_leaves_nothing(folder: Path) -> None:
     deadline = time.monotonic() + 300
     while not list(folder.glob("work/*/*/save-0/*")) and time.monotonic() < deadline:
         time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
+    os.kill(process.pid, signal.SIGINT)
     ran = finish(process, folder, shared)
     assert ran.code == 130
     assert "Traceback" not in ran.stderr

@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fork_server import forking_python
 
+from ckptool.commands import transfer_bench as bench
 from ckptool.commands.bench_plan import plan
 from ckptool.commands.bench_rows import ROWS, Row
 from ckptool.commands.transfer_bench import (
@@ -34,6 +36,13 @@ ALIKE = (
 MEASURED = tuple(row for row in ROWS if not row.name.startswith(ALIKE))
 
 
+def forked(row: Row, python: str) -> Row:
+    """The row, with the Python that forks where what it runs would import torch."""
+    if not row.torch:
+        return row
+    return replace(row, command=tuple(python if w == sys.executable else w for w in row.command))
+
+
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("work")
@@ -44,14 +53,16 @@ def report(workdir: Path, tmp_path_factory: pytest.TempPathFactory) -> TransferB
     pytest.importorskip("torch")
     pytest.importorskip("safetensors")
     with pytest.MonkeyPatch.context() as patch:
-        forking = forking_python(tmp_path_factory.mktemp("bin"))
-        patch.setenv("PYTHON_EXEC", str(forking))  # what torchrun starts its ranks with
-        return transfer_bench(None, SIZE, workdir, 1, rows=MEASURED)
+        python = str(forking_python(tmp_path_factory.mktemp("bin")))
+        patch.setenv("PYTHON_EXEC", python)  # what torchrun starts its ranks with
+        patch.setattr(bench, "TORCH_SIDE", (python, *bench.TORCH_SIDE[1:]))
+        rows = tuple(forked(row, python) for row in MEASURED)
+        return transfer_bench(None, SIZE, workdir, 1, rows=rows)
 
 
 def test_every_row_is_measured(report: TransferBenchReport) -> None:
     assert not report.left_out
-    assert [result.row for result in report.results] == list(MEASURED)
+    assert [result.row.name for result in report.results] == [row.name for row in MEASURED]
     for result in report.results:
         assert len(result.samples) == 1
         assert result.median > 0
