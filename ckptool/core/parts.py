@@ -171,13 +171,17 @@ _OF_A_MODULE = frozenset(["module", "frozen", "buffer"])
 
 
 def weights(catalog: Catalog) -> list[str]:
-    """The names of the model's tensors: its part, or masters where those are the only weights.
+    """The names of the model's tensors: its part, and masters that are a parameter's only weight.
 
-    DeepSpeed's ZeRO 3 saves no weights but the masters, ``fp32.<parameter>``.
+    DeepSpeed's ZeRO 3 saves no weights of partitioned parameters but the masters,
+    ``fp32.<parameter>``; those that are not partitioned lie in ``module``.
     """
     names = [n for n, e in catalog.tensors.items() if part_of(e) == "model"]
-    if {_head(name) for name in names} <= _OF_A_MODULE - {"module"}:
-        names += filter(is_master, catalog.tensors)
+    if {_head(name) for name in names} <= _OF_A_MODULE:
+        refused = (name for name in catalog.conflicts if _head(name) in _OF_A_MODULE)
+        parameters = {name.partition(".")[2] for name in (*names, *refused)}
+        masters = filter(is_master, catalog.tensors)
+        names += [name for name in masters if name.partition(".")[2] not in parameters]
     return names
 
 

@@ -83,3 +83,9 @@ def test_masters_are_the_weights_where_there_are_no_others() -> None:
         "exp_avg.a.weight": "optimizer",
         "buffer.x": "model",
     }
+
+
+def test_a_master_is_a_weight_where_it_is_the_only_one_of_its_parameter() -> None:
+    """ZeRO 3 with a parameter that is not partitioned: the module has that one alone."""
+    whole = catalog(["module.a.w", "fp32.a.w", "fp32.b.w", "exp_avg.b.w"])
+    assert weights(whole) == ["module.a.w", "fp32.b.w"]
