@@ -20,11 +20,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckptool import dcp as dcp
     from ckptool import errors as errors
-    from ckptool.api.benching import bench as bench
-    from ckptool.api.benching import bench_changes as bench_changes
-    from ckptool.api.benching import bench_transfer as bench_transfer
-    from ckptool.api.checkpoint import Checkpoint as Checkpoint
-    from ckptool.api.checkpoint import open as open
+    from ckptool.api.bench import bench as bench
+    from ckptool.api.bench import bench_changes as bench_changes
+    from ckptool.api.bench import bench_transfer as bench_transfer
     from ckptool.api.commands import convert as convert
     from ckptool.api.commands import inspect as inspect
     from ckptool.api.commands import list_formats as list_formats
@@ -34,11 +32,13 @@ if TYPE_CHECKING:
     from ckptool.api.commands import stats as stats
     from ckptool.api.load import LoadReport as LoadReport
     from ckptool.api.load import load as load
-    from ckptool.api.names import KeysDiffer as KeysDiffer
-    from ckptool.api.verifying import compare as compare
-    from ckptool.api.verifying import salvage as salvage
-    from ckptool.api.verifying import verify as verify
-    from ckptool.api.verifying import verify_run as verify_run
+    from ckptool.api.open import Checkpoint as Checkpoint
+    from ckptool.api.open import open as open
+    from ckptool.api.state_dict import KeysDiffer as KeysDiffer
+    from ckptool.api.verify import compare as compare
+    from ckptool.api.verify import salvage as salvage
+    from ckptool.api.verify import verify as verify
+    from ckptool.api.verify import verify_run as verify_run
     from ckptool.core.box import Box as Box
     from ckptool.errors import CkptoolError as CkptoolError
 
@@ -46,26 +46,26 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "Box": "core.box.Box",
-    "Checkpoint": "api.checkpoint.Checkpoint",
+    "Checkpoint": "api.open.Checkpoint",
     "CkptoolError": "errors.CkptoolError",
-    "KeysDiffer": "api.names.KeysDiffer",
+    "KeysDiffer": "api.state_dict.KeysDiffer",
     "LoadReport": "api.load.LoadReport",
-    "bench": "api.benching.bench",
-    "bench_changes": "api.benching.bench_changes",
-    "bench_transfer": "api.benching.bench_transfer",
-    "compare": "api.verifying.compare",
+    "bench": "api.bench.bench",
+    "bench_changes": "api.bench.bench_changes",
+    "bench_transfer": "api.bench.bench_transfer",
+    "compare": "api.verify.compare",
     "convert": "api.commands.convert",
     "inspect": "api.commands.inspect",
     "list_formats": "api.commands.list_formats",
     "list_maps": "api.commands.list_maps",
     "load": "api.load.load",
     "map_text": "api.commands.map_text",
-    "open": "api.checkpoint.open",
+    "open": "api.open.open",
     "reshard": "api.commands.reshard",
-    "salvage": "api.verifying.salvage",
+    "salvage": "api.verify.salvage",
     "stats": "api.commands.stats",
-    "verify": "api.verifying.verify",
-    "verify_run": "api.verifying.verify_run",
+    "verify": "api.verify.verify",
+    "verify_run": "api.verify.verify_run",
 }
 
 __all__ = [*_PLACES, "__version__", "dcp", "errors"]

@@ -28,16 +28,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ckptool.api.checkpoint import Checkpoint, checkpoint_at, open
-from ckptool.api.collecting import no_collecting
-from ckptool.api.filling import Target, fill_targets
+from ckptool.api.commands import no_collecting
+from ckptool.api.fill import Target, fill_targets
 from ckptool.api.keywords import AnyPath, Opening
 from ckptool.api.load import cast_hint, dtype_of
-from ckptool.api.memory import torch_dtype, why_not_filled
-from ckptool.api.said import Said, location
-from ckptool.api.signature import documented
+from ckptool.api.open import Checkpoint, checkpoint_at, open
+from ckptool.api.options import Said, documented, location
+from ckptool.api.staging import torch_dtype, why_not_filled
 from ckptool.api.values import archived
-from ckptool.commands.recognise import holds_checkpoint
+from ckptool.commands.detect import holds_checkpoint
 from ckptool.core.box import Box
 from ckptool.core.catalog import Index, Path, TensorEntry
 from ckptool.core.rewrite import with_loadable_paths

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from ckptool.formats import CONVERTERS, FORMATS, WRITERS
@@ -13,13 +14,15 @@ PACKAGE = Path(__file__).parent.parent / "ckptool"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 ALLOWED = {
-    "cli": {"commands", "core", "engine", "formats", "render"},
-    "render": {"commands", "core", "formats"},
-    "dcp": {"api", "commands", "core", "engine"},
-    "api": {"commands", "core", "engine", "formats"},
-    "commands": {"core", "engine", "formats"},
-    "engine": {"core"},
-    "formats": {"core"},
+    "cli": {"commands", "core", "engine", "formats", "render", "storage"},
+    "render": {"commands", "core", "formats", "serialization"},
+    "dcp": {"api", "commands", "core", "engine", "storage"},
+    "api": {"commands", "core", "engine", "formats", "serialization", "storage"},
+    "commands": {"core", "engine", "formats", "serialization", "storage"},
+    "engine": {"core", "storage"},
+    "formats": {"core", "serialization"},
+    "serialization": {"core"},
+    "storage": set(),
     "core": set(),
     "errors": set(),
     "__main__": {"cli"},
@@ -27,7 +30,7 @@ ALLOWED = {
 }
 """What each layer may import beside itself and ``errors``."""
 
-PROGRAMS = {"commands/bench_load.py": {"dcp"}}
+PROGRAMS = {"commands/bench/transfer/load.py": {"dcp"}}
 """Modules that are only run, each in a process of its own: what they use as any user would."""
 
 HEAVY = {"torch", "transformers", "safetensors", "tensorflow", "jax"}
@@ -101,6 +104,84 @@ def test_imports_point_down() -> None:
         return layers_imported(module) - {layer, "errors"} - used - ALLOWED[layer]
 
     assert not breaking(MODULES, upward)
+
+
+def names_of(module: Path) -> str:
+    parts = ("ckptool", *module.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def modules_imported(module: Path, nodes: Iterable[ast.AST]) -> set[str]:
+    """The package's own modules that import statements name."""
+    named = {
+        name for n in nodes if isinstance(n, ast.Import | ast.ImportFrom) for name in imports(n)
+    }
+    return named & NAMES.keys() - {names_of(module)}
+
+
+NAMES = {names_of(module): module for module in MODULES}
+
+
+def test_no_modules_import_each_other_as_they_are_imported() -> None:
+    graph: dict[str, set[str]] = {}
+    for name, module in NAMES.items():
+        nodes = [n for n in at_import_time(tree_of(module)) if isinstance(n, ast.ImportFrom)]
+        exact = {f"{n.module}.{a.name}" for n in nodes for a in n.names} & NAMES.keys()
+        whole = {
+            n.module or ""
+            for n in nodes
+            if any(f"{n.module}.{alias.name}" not in NAMES for alias in n.names)
+        }
+        graph[name] = (exact | whole & NAMES.keys()) - {name}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as circle:
+        raise AssertionError(" <- ".join(circle.args[1])) from None
+
+
+MOST_LINES, MOST_ENTRIES = 400, 17
+
+
+def test_files_and_folders_stay_small() -> None:
+    long = {by_path(m): n for m in MODULES if (n := len(m.read_text().splitlines())) > MOST_LINES}
+    assert not long
+    folders: dict[Path, set[Path]] = {}
+    for module in MODULES:
+        path = module if module.name != "__init__.py" else module.parent
+        if path != PACKAGE:
+            folders.setdefault(path.parent, set()).add(path)
+    assert not {by_path(f): len(e) for f, e in folders.items() if len(e) > MOST_ENTRIES}
+
+
+DEEPER = {
+    "commands/verify/salvage/repair.py": {"dcp.inventory"},
+    "commands/verify/verify.py": {"megatron.optimizer.buckets"},
+    "formats/megatron/__init__.py": {"dcp.items"},
+    "formats/megatron/optimizer/named.py": {"dcp.metadata"},
+    "formats/megatron/optimizer/order.py": {"dcp.metadata"},
+    "formats/megatron/optimizer/stages.py": {"dcp.metadata"},
+    "formats/megatron/torch_dist.py": {"dcp.metadata"},
+    "formats/megatron/torch_dist_write.py": {"dcp.write"},
+    "formats/nvrx/scan.py": {"megatron.arguments", "megatron.local", "megatron.parameters"},
+    "formats/rank_files/accelerate.py": {"safetensors.huggingface"},
+}
+"""What is imported of a format's folder beside its package, and by whom: fewer with time."""
+
+
+def test_a_family_of_formats_is_one_package_to_others() -> None:
+    families = {names_of(m.parent / "__init__.py") for m in MODULES if m.match("formats/*/*.py")}
+
+    def deeper(module: Path) -> set[str]:
+        own = names_of(module) + "."
+        named = modules_imported(module, ast.walk(tree_of(module)))
+        return {
+            name.removeprefix("ckptool.formats.")
+            for name in named
+            for family in families
+            if name.startswith(family + ".") and not own.startswith(family + ".")
+        } - DEEPER.get(by_path(module), set())
+
+    assert not breaking(MODULES, deeper)
 
 
 def test_frameworks_are_imported_where_they_are_needed_and_never_before() -> None:

@@ -1,26 +1,30 @@
-"""The commands as functions: the same options as keywords, the commands' own reports."""
+"""The commands as functions: the same options as keywords, the commands' own reports.
+
+Work on many objects at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from ckptool.api.keywords import AnyPath, Converting, Inspecting, Reading, Resharding
-from ckptool.api.said import Said, location
-from ckptool.api.signature import documented
-from ckptool.commands import formats as _formats
-from ckptool.commands import inspect as _inspect
+from ckptool.api.options import Said, documented, location
 from ckptool.commands.convert import ConvertOptions, ConvertReport, prepare
-from ckptool.commands.formats import KnownFormat
-from ckptool.commands.inspect import InspectReport
-from ckptool.commands.reshard import ReshardOptions, ReshardReport, prepare_reshard
+from ckptool.commands.formats import KnownFormat, known_formats
+from ckptool.commands.inspect import inspect as _inspect
+from ckptool.commands.inspect.inspect import InspectReport
+from ckptool.commands.reshard.reshard import ReshardOptions, ReshardReport, prepare_reshard
 from ckptool.engine.ranks import ranks
 
 if TYPE_CHECKING:
-    from ckptool.commands.stats import TensorStats
-    from ckptool.core.keymap import KeyMap
+    from ckptool.commands.inspect.stats import TensorStats
+    from ckptool.core.keymap.model import KeyMap
+
 
 Progress = Callable[[int], None]
 
@@ -48,8 +52,8 @@ def stats(
 
     As ``ckptool inspect PATH --stats GLOB``; memory is bounded whatever their size.
     """
+    from ckptool.commands.inspect.stats import stats as _stats
     from ckptool.commands.open import open_checkpoint
-    from ckptool.commands.stats import stats as _stats
 
     opened = open_checkpoint(location(path), Said("stats", options, Reading).reading())
     return _stats(opened, [tensors] if isinstance(tensors, str) else tensors)
@@ -105,7 +109,7 @@ def reshard(
     with ranks() as group:
         prepared = group.together(lambda: prepare_reshard(location(source), where, asked))
         if said.get("check"):
-            from ckptool.commands.check_loads.check import check_loads, require_loadable
+            from ckptool.commands.reshard.load_check import check_loads, require_loadable
 
             group.together(lambda: require_loadable(prepared, group))
         if said.get("dry_run"):
@@ -118,18 +122,30 @@ def reshard(
 
 def list_formats() -> tuple[KnownFormat, ...]:
     """Every format: whether it is read, and written by ``convert`` and by ``reshard``."""
-    return _formats.known_formats()
+    return known_formats()
 
 
 def list_maps() -> Mapping[str, KeyMap]:
     """The key maps that come with ckptool, by the name that ``map=`` takes."""
-    from ckptool.commands.maps import builtin_maps
+    from ckptool.commands.keymap.builtin import builtin_maps
 
     return dict(builtin_maps())
 
 
 def map_text(name: str) -> str:
     """A built-in key map as the TOML file that it is, to begin one's own with."""
-    from ckptool.commands import maps
+    from ckptool.commands.keymap import builtin as maps
 
     return maps.map_text(name)
+
+
+@contextmanager
+def no_collecting() -> Iterator[None]:
+    """No garbage collection: a catalog is many objects and no cycle, and torch is many more."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

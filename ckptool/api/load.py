@@ -6,16 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Unpack
 
-from ckptool.api.checkpoint import Checkpoint, checkpoint_at
-from ckptool.api.collecting import no_collecting
-from ckptool.api.filling import Target, fill_targets, memory_of
+from ckptool.api.commands import no_collecting
+from ckptool.api.fill import Target, fill_targets, memory_of
 from ckptool.api.keywords import AnyPath, Opening
-from ckptool.api.leaves import Leaf, leaves_of
 from ckptool.api.local import declared_boxes, global_shape, local_parts, local_tensors, why_not_held
-from ckptool.api.memory import why_not_filled
-from ckptool.api.names import Matched, keys_differ, listed, matched
-from ckptool.api.said import Said
-from ckptool.api.signature import documented
+from ckptool.api.open import Checkpoint, checkpoint_at
+from ckptool.api.options import Said, documented
+from ckptool.api.staging import why_not_filled
+from ckptool.api.state_dict import Leaf, Matched, keys_differ, leaves_of, listed, matched
 from ckptool.api.values import rebuilt
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME, DType

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ckptool.core.box import Box, overlapping_pair
-from ckptool.core.declared_shards import SHARD_ATTRIBUTES, declared_pieces
 from ckptool.core.mesh import Placement, Replicate, Shard, StridedShard
-from ckptool.core.shards import Piece, shard_at
+from ckptool.core.sharding.declared import SHARD_ATTRIBUTES, declared_pieces
+from ckptool.core.sharding.dtensor import Piece, shard_at
 
 if TYPE_CHECKING:
     import torch

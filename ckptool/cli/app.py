@@ -9,10 +9,9 @@ import typer
 from ckptool import __version__
 from ckptool.cli.bench import bench
 from ckptool.cli.convert import convert
-from ckptool.cli.formats import formats
-from ckptool.cli.grouping import with_groups
+from ckptool.cli.formats import formats, maps
 from ckptool.cli.inspect import inspect
-from ckptool.cli.maps import maps
+from ckptool.cli.options import with_groups
 from ckptool.cli.reshard import reshard
 from ckptool.cli.verify import verify
 

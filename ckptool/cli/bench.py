@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptool.cli.arguments import AsJson, Debug, Quiet
+from ckptool.cli.options import AsJson, Debug, Quiet
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckptool.commands.bench.compare import Change
-    from ckptool.commands.bench.report import BenchReport
+    from ckptool.commands.bench.report import BenchReport, Change
     from ckptool.commands.bench.run import BenchOptions
 
 _TRANSFER_SIZE, _STATE_SIZE = "2GB", "1GiB"
@@ -108,8 +107,8 @@ def bench(
     if like is not None and size is not None:
         raise UsageError("--like and --size contradict one another")
     from ckptool.commands.bench.run import BenchOptions
-    from ckptool.core.amounts import parse_size
-    from ckptool.engine.remote_path import location
+    from ckptool.core.units import parse_size
+    from ckptool.storage.url import location
 
     options = BenchOptions(
         size=parse_size(size or _STATE_SIZE, "--size"),
@@ -140,10 +139,10 @@ def _measured(
     options: BenchOptions, plot: Path | None, compare: Path | None, tolerance: str, *, quiet: bool
 ) -> tuple[BenchReport | None, list[Change] | None]:
     """The report, and the changes against an earlier run; what is wrong is said before the run."""
-    from ckptool.commands.bench.compare import Baseline, parse_tolerance
+    from ckptool.commands.bench.report import Baseline, parse_tolerance
     from ckptool.commands.bench.run import prepare_bench
-    from ckptool.render.bench_bars import require_plottable
-    from ckptool.render.bench_progress import bench_progress
+    from ckptool.render.bench.bars import require_plottable
+    from ckptool.render.bench.progress import bench_progress
 
     baseline, allowed = Baseline.read(compare) if compare else None, parse_tolerance(tolerance)
     if plot is not None:
@@ -162,9 +161,8 @@ def _show(
     report: BenchReport, changes: list[Change] | None, plot: Path | None, *, as_json: bool
 ) -> None:
     """Exit 1 where something has become slower than it may."""
-    from ckptool.render.bench import show_bench
-    from ckptool.render.bench_bars import write_plot
-    from ckptool.render.bench_json import bench_json
+    from ckptool.render.bench.bars import write_plot
+    from ckptool.render.bench.report import bench_json, show_bench
     from ckptool.render.messages import print_json
 
     if plot is not None:
@@ -178,10 +176,10 @@ def _show(
 
 
 def _transfer(source: Path | None, size: str, out: Path, repeat: int, *, as_json: bool) -> None:
-    from ckptool.commands.transfer_bench import transfer_bench
-    from ckptool.core.amounts import parse_size
+    from ckptool.commands.bench.transfer.run import transfer_bench
+    from ckptool.core.units import parse_size
+    from ckptool.render.bench.transfer import show_transfer_bench, transfer_bench_json
     from ckptool.render.messages import print_json, show_step
-    from ckptool.render.transfer_bench import show_transfer_bench, transfer_bench_json
 
     report = transfer_bench(source, parse_size(size, "--size"), out, repeat, progress=show_step)
     if as_json:

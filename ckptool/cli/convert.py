@@ -6,8 +6,21 @@ from typing import Annotated
 
 import typer
 
-from ckptool.cli.arguments import AsJson, Debug, DryRun, PerRank, Quiet, SourcePath, Unstack
-from ckptool.cli.groups import Casting, KeyMap, Reading, Selecting, Writing, rewrite_options
+from ckptool.cli.options import (
+    AsJson,
+    Casting,
+    Debug,
+    DryRun,
+    KeyMap,
+    PerRank,
+    Quiet,
+    Reading,
+    Selecting,
+    SourcePath,
+    Unstack,
+    Writing,
+    rewrite_options,
+)
 
 
 def convert(
@@ -52,9 +65,9 @@ def convert(
     Everything is kept unless an option leaves it out; what the target cannot hold goes into a side
     file or is named. The target appears whole or not at all.
     """
-    from ckptool.cli.places import parse_place
+    from ckptool.cli.options import parse_place
     from ckptool.commands.convert import ConvertOptions, prepare
-    from ckptool.core.amounts import parse_size
+    from ckptool.core.units import parse_size
     from ckptool.render.progress import progress
 
     options = ConvertOptions(

@@ -1,8 +1,15 @@
-"""``ckptool formats``."""
+"""``ckptool formats``.
+
+``ckptool maps``.
+"""
 
 from __future__ import annotations
 
-from ckptool.cli.arguments import AsJson
+from typing import Annotated
+
+import typer
+
+from ckptool.cli.options import AsJson
 
 
 def formats(as_json: AsJson = False) -> None:
@@ -14,3 +21,21 @@ def formats(as_json: AsJson = False) -> None:
         print_json(formats_json())
     else:
         show_formats()
+
+
+def maps(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Print this map, a TOML file.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the key maps that --map of convert and reshard takes by name, or print one."""
+    from ckptool.render.formats import maps_json, show_map, show_maps
+    from ckptool.render.messages import print_json
+
+    if as_json:
+        print_json(maps_json(name))
+    elif name is None:
+        show_maps()
+    else:
+        show_map(name)

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ckptool.cli.arguments import AsJson, Debug, PerRank, SourcePath
-from ckptool.cli.groups import Reading
+from ckptool.cli.options import AsJson, Debug, PerRank, Reading, SourcePath
 from ckptool.errors import UsageError, damaged
 
 
@@ -62,13 +61,20 @@ def inspect(
     """
     from dataclasses import replace
 
-    from ckptool.cli.places import parse_place
-    from ckptool.commands.inspect import inspect as run_inspect
-    from ckptool.engine.disk import require_marked, write_whole
-    from ckptool.render.export import export_mark, exported, require_exportable
-    from ckptool.render.inspect import inspect_json, show, show_traffic, stats_json
+    from ckptool.cli.options import parse_place
+    from ckptool.commands.inspect.inspect import inspect as run_inspect
+    from ckptool.render.inspect.report import (
+        export_mark,
+        exported,
+        inspect_json,
+        require_exportable,
+        show,
+        show_traffic,
+    )
+    from ckptool.render.inspect.stats import stats_json
     from ckptool.render.messages import print_json, show_error, show_notes
     from ckptool.render.text import console
+    from ckptool.storage.disk import require_marked, write_whole
 
     if export is not None:
         if as_json:
@@ -80,7 +86,7 @@ def inspect(
     report = run_inspect(place, replace(asked, values=values or isinstance(place, Path)))
     found = None
     if stats:
-        from ckptool.commands.stats import stats as run_stats
+        from ckptool.commands.inspect.stats import stats as run_stats
 
         found = run_stats(report.opened, stats)
     if as_json:

@@ -7,8 +7,17 @@ from typing import Annotated
 
 import typer
 
-from ckptool.cli.arguments import AsJson, Debug, DryRun, Quiet, SourcePath, Unstack
-from ckptool.cli.groups import KeyMap, Reading, Writing
+from ckptool.cli.options import (
+    AsJson,
+    Debug,
+    DryRun,
+    KeyMap,
+    Quiet,
+    Reading,
+    SourcePath,
+    Unstack,
+    Writing,
+)
 
 
 def reshard(
@@ -92,12 +101,12 @@ def reshard(
     The first that applies places a tensor: --shard and --plan, --policy, the source's own
     placements, conventional mesh dim names, fsdp. Needs no GPU and no model.
     """
-    from ckptool.cli.places import parse_place
-    from ckptool.commands.reshard import ReshardOptions, prepare_reshard
-    from ckptool.core.placing import parse_mesh, parse_rule
+    from ckptool.cli.options import parse_place
+    from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
+    from ckptool.core.sharding.placement import parse_mesh, parse_rule
     from ckptool.engine.ranks import ranks
-    from ckptool.engine.remote_path import Location
     from ckptool.render.progress import progress
+    from ckptool.storage.url import Location
 
     options = ReshardOptions(
         mesh=None if mesh is None else parse_mesh(mesh),
@@ -126,7 +135,7 @@ def reshard(
             if dry_run:
                 show_obstacle(prepared.transfer.obstacle())
         if check:
-            from ckptool.commands.check_loads.check import require_loadable
+            from ckptool.commands.reshard.load_check import require_loadable
 
             group.together(lambda: require_loadable(prepared, group))
         report = prepared.report
@@ -134,7 +143,7 @@ def reshard(
             with progress(prepared.nbytes, quiet=quiet) as advance:
                 report = prepared.run(advance, group)
             if check:
-                from ckptool.commands.check_loads.check import check_loads
+                from ckptool.commands.reshard.load_check import check_loads
 
                 check_loads(prepared, group)
         if group.rank == 0 and (as_json or dry_run or not quiet):

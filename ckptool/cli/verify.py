@@ -1,30 +1,53 @@
-"""``ckptool verify``."""
+"""``ckptool verify``.
+
+How deep ``ckptool verify`` looks, and what fails.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from ckptool.cli.arguments import Debug, Overwrite, PerRank, SourcePath, Unstack, Workers
-from ckptool.cli.groups import Casting, KeyMap, Reading, Selecting, rewrite_options
-from ckptool.cli.verify_against import (
+from ckptool.cli.options import (
+    Casting,
+    Debug,
+    KeyMap,
+    Overwrite,
+    PerRank,
+    Reading,
+    Selecting,
+    SourcePath,
+    Unstack,
+    Workers,
+    rewrite_options,
+)
+from ckptool.cli.verify_modes import (
     Against,
+    All,
+    ByManifest,
     Comparing,
+    LatestGood,
+    SalvageTo,
+    Telling,
+    Told,
+    WriteManifest,
     require_against,
     require_other,
     run_against,
+    run_proving,
+    run_salvage,
+    run_steps,
+    run_writing,
+    told_of,
 )
-from ckptool.cli.verify_looking import Looking
-from ckptool.cli.verify_manifest import ByManifest, WriteManifest, run_proving, run_writing
-from ckptool.cli.verify_run import All, LatestGood, run_steps
-from ckptool.cli.verify_salvage import SalvageTo, run_salvage
-from ckptool.cli.verify_told import Telling, Told, told_of
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
+    from ckptool.commands.open import ReadOptions
     from ckptool.commands.verify.verify import Started, VerifyOptions
-    from ckptool.engine.remote_path import Location
+    from ckptool.storage.url import Location
 
 
 REWRITING = "What of SRC, under which names and as which numbers, as `ckptool convert` makes it"
@@ -71,9 +94,9 @@ def verify(
             require_other(selecting, key_map, casting)
     elif looking.quick or looking.sample:
         raise UsageError("--against compares every byte: not with --quick or --sample")
-    from ckptool.cli.places import parse_place
-    from ckptool.engine.remote_path import location
+    from ckptool.cli.options import parse_place
     from ckptool.render.progress import started_progress
+    from ckptool.storage.url import location
 
     place = parse_place(source, "SRC")
     options = looking.options(reading.options(per_rank=per_rank, unstack=unstack), workers)
@@ -112,4 +135,42 @@ def _require_one_question(*asked: str | bool | None) -> None:
         raise UsageError(
             "--against, --write-manifest, --manifest, --latest-good or --all, and --salvage:"
             " one at a time"
+        )
+
+
+@dataclass(frozen=True)
+class Looking:
+    """How deep to look, and what counts."""
+
+    quick: Annotated[bool, typer.Option("--quick", help="Read metadata only, not the data.")] = (
+        False
+    )
+    sample: Annotated[
+        str | None,
+        typer.Option("--sample", metavar="SHARE", help="Read a share of the data, such as 5%."),
+    ] = None
+    seed: Annotated[int, typer.Option("--seed", help="What --sample chooses by.")] = 0
+    finite: Annotated[
+        bool, typer.Option("--finite", help="NaN and infinite values are errors.")
+    ] = False
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings fail too.")] = False
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option("--ignore", metavar="CODE", help="Leave out what has this code (repeatable)."),
+    ] = None
+
+    def options(self, read: ReadOptions, workers: int | None) -> VerifyOptions:
+        """What the command line says; UsageError where the share is none."""
+        from ckptool.commands.verify.verify import VerifyOptions
+        from ckptool.core.units import parse_share
+
+        return VerifyOptions(
+            read=read,
+            quick=self.quick,
+            sample=parse_share(self.sample, "--sample") if self.sample else 1.0,
+            seed=self.seed,
+            finite=self.finite,
+            strict=self.strict,
+            ignore=tuple(self.ignore or ()),
+            workers=workers,
         )

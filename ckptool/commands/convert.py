@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from ckptool.commands.assets import with_assets
-from ckptool.commands.map_report import MapReport, decided_by
-from ckptool.commands.numbers_config import as_numbers
-from ckptool.commands.open import open_checkpoint
-from ckptool.commands.read_options import AS_DETECTED, ReadOptions
-from ckptool.commands.rewriting import RewriteOptions, rewrite
+from ckptool.commands.keymap.assets import with_assets
+from ckptool.commands.keymap.options import MapReport, decided_by
+from ckptool.commands.keymap.written_config import as_numbers, with_true_config
+from ckptool.commands.open import AS_DETECTED, ReadOptions, open_checkpoint
+from ckptool.commands.rewrite import RewriteOptions, rewrite
 from ckptool.commands.selection import Selection
 from ckptool.commands.transfer import (
     Progress,
@@ -21,16 +20,15 @@ from ckptool.commands.transfer import (
     require_apart,
     target_notes,
 )
-from ckptool.commands.true_config import with_true_config
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout
 from ckptool.core.plan import Plan
-from ckptool.core.quantised import kinds, quantised_names
-from ckptool.engine.remote_path import Location
+from ckptool.core.quantization import kinds, quantised_names
 from ckptool.errors import CannotDo, UsageError
 from ckptool.formats import CONVERTERS
-from ckptool.formats._values import UNREAD_TENSOR, Foreign, type_name
 from ckptool.formats.base import Request
+from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
+from ckptool.storage.url import Location
 
 TARGETS = (
     *("safetensors", "torch-save", "dcp", "dcp-safetensors"),

@@ -1,18 +1,22 @@
-"""From what the user points at to a source, its format and its catalog."""
+"""From what the user points at to a source, its format and its catalog.
+
+How to read a checkpoint, where its files alone leave that open.
+
+Small text files that options name: plans, maps, shapes.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from ckptool.commands.read_options import AS_DETECTED, ReadOptions
-from ckptool.commands.recognise import Candidate, bounded, recognise, require_finished, unfinished
-from ckptool.commands.stand_ins import explained, with_cause
+from ckptool.commands.detect import Candidate, bounded, recognise, require_finished, unfinished
 from ckptool.commands.unlisted import require_listed, unlisted_notes, unlisted_problems
-from ckptool.commands.unread_files import unread_files
+from ckptool.commands.unread_files import explained, unread_files, with_cause
 from ckptool.core.catalog import Catalog
 from ckptool.core.parts import with_parts
-from ckptool.engine.remote_path import Location
-from ckptool.engine.sources import Files
+from ckptool.core.sharding.tensor_parallel import NamedRule
 from ckptool.errors import (
     CkptoolError,
     Damaged,
@@ -23,6 +27,57 @@ from ckptool.errors import (
     refused,
 )
 from ckptool.formats.base import Format, ScanOptions
+from ckptool.storage.local import Files
+from ckptool.storage.url import Location
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """How to read a checkpoint.
+
+    ``format_name`` reads it as that format instead of detecting it. ``per_rank`` keeps plain
+    tensors that differ between ranks, as NAME@rankR. ``flat_params`` is a JSON file of the model's
+    parameters and their shapes, in order, by which FSDP1's flat ones are taken apart. ``tp_rules``
+    say how tensor-parallel ranks' parameters fit together. ``unstack`` makes one tensor a layer
+    and expert of stacked ones. Without ``values`` those that lie among the data may be left
+    ``UNREAD``. ``world_size`` is the number of ranks whose files are read.
+    """
+
+    format_name: str | None = None
+    per_rank: bool = False
+    flat_params: Path | None = None
+    tp_rules: tuple[NamedRule, ...] = ()
+    unstack: bool = False
+    values: bool = True
+    world_size: int | None = None
+
+    def scan_options(self, of: Format, found: list[Problem] | None = None) -> ScanOptions:
+        """What a scan of that format is asked for; UsageError where it cannot heed it."""
+        if self.tp_rules and not of.takes_tp_rules:
+            raise UsageError(f"--tp-rule: {of.name} says itself how its ranks fit together")
+        if self.world_size is not None and not of.takes_world_size:
+            raise UsageError(f"--world-size: {of.name} says itself how many ranks there are")
+        shapes = _shapes_in(self.flat_params) if self.flat_params else ()
+        return ScanOptions(
+            self.per_rank, shapes, self.tp_rules, found, self.values, self.world_size
+        )
+
+
+AS_DETECTED = ReadOptions()
+
+
+def _shapes_in(path: Path) -> Shapes:
+    """Names and shapes, in order, of a JSON file; UsageError where it is none."""
+    try:
+        content = json.loads(text_of(path, "--flat-params"))
+        found = tuple((name, tuple(shape)) for name, shape in content.items())
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise UsageError(f"--flat-params {path}: {error}") from None
+    if not all(type(n) is int and n >= 0 for _, shape in found for n in shape):
+        raise UsageError(f"--flat-params {path}: a shape that is no list of sizes")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +189,23 @@ def _taken_apart(catalog: Catalog, options: ReadOptions) -> Catalog:
     catalog = with_parts(catalog)
     if not options.unstack:
         return catalog
-    from ckptool.core.unstack import unstacked
+    from ckptool.core.rewrite import unstacked
 
     return unstacked(catalog)
 
 
 def _nothing_in(path: Location) -> Unrecognised:
     return Unrecognised(f"{path}: no tensor and no value in it")
+
+
+def text_of(path: Path, option: str) -> str:
+    """The text of a file; UsageError, beginning with the option, where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"{option} {path}: no such file") from None
+    except OSError as error:
+        reason = (error.strerror or "unknown reason").lower()
+        raise UsageError(f"{option} {path}: cannot be read: {reason}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{option} {path}: no UTF-8 text: {error.reason}") from None

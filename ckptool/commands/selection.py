@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ckptool.core import rewrite
 from ckptool.core.catalog import Catalog
 from ckptool.core.parts import (
     is_master,
@@ -14,6 +13,7 @@ from ckptool.core.parts import (
     weights,
     with_every_part,
 )
+from ckptool.core.rewrite import drop, rename, select, strip_prefix, strip_prefixes, substitution
 from ckptool.errors import CannotDo, Refusal
 
 
@@ -42,15 +42,15 @@ def selected(catalog: Catalog, selection: Selection) -> Catalog:
     """
     catalog = with_every_part(catalog)
     if selection.select:
-        catalog = rewrite.select(catalog, selection.select)
+        catalog = select(catalog, selection.select)
     if selection.drop:
-        catalog = rewrite.drop(catalog, selection.drop)
+        catalog = drop(catalog, selection.drop)
     if selection.model_only:
         catalog = only_model(catalog)
     if selection.strip_prefix is not None:
-        catalog = rewrite.strip_prefix(catalog, selection.strip_prefix)
+        catalog = strip_prefix(catalog, selection.strip_prefix)
     for rule in selection.rename:
-        catalog = rewrite.rename(catalog, rewrite.substitution(rule))
+        catalog = rename(catalog, substitution(rule))
     return catalog
 
 
@@ -79,4 +79,4 @@ def only_model(catalog: Catalog) -> Catalog:
         objects={},
         conflicts=conflicts,
     )
-    return rewrite.strip_prefixes(model, prefixes) if prefixes else model
+    return strip_prefixes(model, prefixes) if prefixes else model

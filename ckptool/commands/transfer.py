@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING
 
 from ckptool import __version__
 from ckptool.commands.open import Opened, require_readable
-from ckptool.commands.replacing import kept_note, own_files, require_unmixed
+from ckptool.commands.overwrite import kept_note, own_files, require_unmixed
 from ckptool.core.catalog import Catalog, TensorEntry, tied
+from ckptool.core.layout import written_entries
 from ckptool.core.plan import Plan
-from ckptool.core.written import written_entries
+from ckptool.engine.check.replicas import differing_replicas
+from ckptool.engine.check.unchanged import require_unchanged
 from ckptool.engine.nodes import Node, begin
-from ckptool.engine.output import Output
-from ckptool.engine.patience import Denied
 from ckptool.engine.ranks import Ranks, share
-from ckptool.engine.replicas import differing_replicas
-from ckptool.engine.run import RunOptions
-from ckptool.engine.stage import RESUME_HINT, Stage, StageOptions
-from ckptool.engine.unchanged import require_unchanged
+from ckptool.engine.write.output import Output
+from ckptool.engine.write.run import RunOptions
+from ckptool.engine.write.stage import RESUME_HINT, Stage, StageOptions
 from ckptool.errors import (
     CannotDo,
     Changed,
@@ -36,10 +35,11 @@ from ckptool.errors import (
     UsageError,
     damaged,
 )
+from ckptool.storage.retry import Denied
 
 if TYPE_CHECKING:
     from ckptool.core.layout import Layout
-    from ckptool.engine.remote_path import Location
+    from ckptool.storage.url import Location
 
 Progress = Callable[[int], None]
 
@@ -48,7 +48,7 @@ def stage_at(target: Location, layout: Layout, options: StageOptions) -> Output:
     """Where output is made that shall stand at the target."""
     if isinstance(target, Path):
         return Stage(target, layout, options)
-    from ckptool.engine.remote_stage import RemoteStage
+    from ckptool.engine.write.remote_stage import RemoteStage
 
     return RemoteStage(target, layout, options)
 
@@ -335,8 +335,8 @@ class Transfer:
         The content is hashed in row-major order of the whole tensor, so that it does not depend on
         how either side is sharded. Raises NotVerified where it is not what it should be.
         """
-        from ckptool.engine.digest import digests
-        from ckptool.engine.gather import Gatherer
+        from ckptool.engine.check.digest import digests
+        from ckptool.engine.read.gather import Gatherer
 
         mine: dict[str, TensorEntry] = {
             entry.name: entry for entry in self.plan.entries[node.position :: node.size]

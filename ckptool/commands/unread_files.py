@@ -1,4 +1,7 @@
-"""Files that look like part of a checkpoint, and that nothing read: none is left out unsaid."""
+"""Files that look like part of a checkpoint, and that nothing read: none is left out unsaid.
+
+Small files in the place of large ones: pointers that were never followed, a server's answers.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
 
-from ckptool.commands.data_names import is_data, unfinished_file
-from ckptool.commands.recognise import Candidate, detect_folder
+from ckptool.commands.detect import Candidate, detect_folder
+from ckptool.commands.unlisted import is_data, unfinished_file
 from ckptool.core.catalog import Catalog
-from ckptool.errors import CkptoolError, Problem
+from ckptool.errors import CkptoolError, Damaged, Problem
+from ckptool.serialization.file_kinds import FileKind, hint_for, read_head, stand_in
+from ckptool.storage.local import Files
 
 _STEP = re.compile(r"(?:step|iter|epoch|checkpoint|ckpt)[a-z]*[-_=.]?[0-9]", re.IGNORECASE)
 _TENSORLESS = {"training_args.bin": "the arguments of transformers' Trainer, and no tensor"}
@@ -97,3 +102,44 @@ def _and_more(like: list[str], end: str = "") -> str:
 def _some(names: list[str]) -> str:
     more = f", and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
     return ", ".join(names[:_MOST_SHOWN]) + more
+
+
+_LARGEST = 4096
+_TEXTS = (".html", ".htm", ".xhtml", ".xml", ".svg", ".md")
+"""What is called so is what it looks like: a report, a drawing."""
+_MOST = 64
+"""Files that are looked at: where one is a pointer, nearly all are."""
+
+
+def explained(source: Files, error: Damaged) -> Damaged:
+    """The error, or that files stand in for others where that is what lies behind it."""
+    found = list(_stand_ins(source))
+    if not found:
+        return error
+    file, kind = found[0]
+    return Damaged(_problem(found), hint=hint_for(kind, file))
+
+
+def with_cause(source: Files, problems: Iterable[Problem]) -> list[Problem]:
+    """The problems, behind the one that explains them: files that stand in for others."""
+    problems = list(problems)
+    found = list(_stand_ins(source)) if problems else []
+    return [_problem(found), *problems] if found else problems
+
+
+def _problem(found: list[tuple[str, FileKind]]) -> Problem:
+    file, kind = found[0]
+    more = f" and {len(found) - 1:,} more" if len(found) > 1 else ""
+    return Problem(f"{file}{more}: {kind.what}", "file-unrecognised", file=file)
+
+
+def _stand_ins(source: Files) -> Iterator[tuple[str, FileKind]]:
+    sizes = source.files.items()
+    small = [n for n, size in sizes if 0 < size <= _LARGEST and not n.lower().endswith(_TEXTS)]
+    for name in small[:_MOST]:
+        try:
+            kind = stand_in(read_head(source, name))
+        except CkptoolError:
+            continue
+        if kind is not None:
+            yield name, kind

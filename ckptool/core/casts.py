@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from ckptool.core.catalog import Catalog, Scaled, TensorEntry
 from ckptool.core.dtype import DType, parse_dtype
 from ckptool.core.parts import part_of
-from ckptool.core.quantised import quantised_names
+from ckptool.core.quantization import quantised_names
 from ckptool.errors import UsageError
 
 _FEW = 3

@@ -10,9 +10,9 @@ from pathlib import Path
 from isal.isal_zlib import crc32, crc32_combine
 
 from ckptool.core.catalog import Record
-from ckptool.engine.disk import is_real_file
-from ckptool.engine.sources import Bytes
 from ckptool.errors import Problem
+from ckptool.storage.disk import is_real_file
+from ckptool.storage.local import Bytes
 
 __all__ = ["Piece", "RecordCheck", "crc32", "crc32_combine", "file_crc", "joined", "record_crc"]
 

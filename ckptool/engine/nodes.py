@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from ckptool.engine.output import Output
 from ckptool.engine.ranks import Ranks
+from ckptool.engine.write.output import Output
 from ckptool.errors import TransferError
 
 

@@ -10,9 +10,9 @@ from typing import TypeVar
 
 from ckptool.core.layout import Layout
 from ckptool.engine.launch import Launch, launch_of
-from ckptool.engine.patience import said
 from ckptool.engine.threads import wait_for
 from ckptool.errors import CannotDo, CkptoolError, TransferError
+from ckptool.storage.retry import said
 
 Value = TypeVar("Value")
 

@@ -8,8 +8,9 @@ from typing import TypeVar
 
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import Layout
-from ckptool.core.placing import Rule
-from ckptool.formats.base import Format, Request, Source
+from ckptool.core.sharding.placement import Rule
+from ckptool.formats.base import Format, Request
+from ckptool.serialization.source import Source
 
 _T = TypeVar("_T")
 
@@ -41,20 +42,20 @@ class _Lazy(Mapping[str, _T]):
 FORMATS: Mapping[str, Format] = _Lazy(
     {
         "bytecheckpoint": "bytecheckpoint.FORMAT",
-        "megatron-torch_dist": "megatron_torch_dist.FORMAT",
-        "megatron-fsdp_dtensor": "megatron_fsdp_dtensor.FORMAT",
+        "megatron-torch_dist": "megatron.TORCH_DIST_FORMAT",
+        "megatron-fsdp_dtensor": "megatron.FSDP_DTENSOR_FORMAT",
         "dcp": "dcp.FORMAT",
-        "deepspeed-universal": "deepspeed_universal.FORMAT",
+        "deepspeed-universal": "deepspeed.UNIVERSAL_FORMAT",
         "deepspeed": "deepspeed.FORMAT",
-        "accelerate": "accelerate.FORMAT",
+        "accelerate": "rank_files.accelerate.FORMAT",
         "torchsnapshot": "torchsnapshot.FORMAT",
-        "dcp-safetensors": "dcp_safetensors.FORMAT",
-        "sharded-state": "sharded_state.FORMAT",
-        "hf": "hf.FORMAT",
+        "dcp-safetensors": "safetensors.dcp_shards.FORMAT",
+        "sharded-state": "vllm.FORMAT",
+        "hf": "safetensors.huggingface.FORMAT",
         "llama": "llama.FORMAT",
-        "megatron-torch": "megatron_torch.FORMAT",
-        "nvrx-local": "nvrx_local.FORMAT",
-        "rank-local": "rank_local.FORMAT",
+        "megatron-torch": "megatron.TORCH_FORMAT",
+        "nvrx-local": "nvrx.FORMAT",
+        "rank-local": "rank_files.FORMAT",
         "safetensors": "safetensors.FORMAT",
         "torch-save": "torch_save.FORMAT",
         "orbax": "orbax.FORMAT",
@@ -67,30 +68,30 @@ LayOut = Callable[[Catalog, Request], Layout]
 CONVERTERS: Mapping[str, LayOut] = _Lazy(
     {
         "safetensors": "safetensors.lay_out",
-        "hf": "hf.lay_out",
+        "hf": "safetensors.huggingface.lay_out",
         "torch-save": "torch_save.lay_out",
-        "dcp": "_dcp_write.lay_out",
-        "dcp-safetensors": "dcp_safetensors.lay_out",
-        "deepspeed-universal": "_deepspeed_universal_write.lay_out",
-        "megatron-torch_dist": "_megatron_write.lay_out",
+        "dcp": "dcp.write.lay_out",
+        "dcp-safetensors": "safetensors.dcp_shards.lay_out",
+        "deepspeed-universal": "deepspeed.universal_write.lay_out",
+        "megatron-torch_dist": "megatron.torch_dist_write.lay_out",
     }
 )
 """What lays a checkpoint out in another format."""
 
 WRITERS: Mapping[str, LayOut] = _Lazy(
     {
-        "dcp": "_dcp_write.lay_out",
-        "rank-local": "_rank_write.lay_out_rank_files",
-        "torch-checkpointing": "_torch_checkpointing_write.lay_out_torch_checkpointing",
-        "dcp-safetensors": "dcp_safetensors.lay_out",
-        "sharded-state": "_vllm_write.lay_out",
+        "dcp": "dcp.write.lay_out",
+        "rank-local": "rank_files.write.lay_out_rank_files",
+        "torch-checkpointing": "rank_files.write.lay_out_torch_checkpointing",
+        "dcp-safetensors": "safetensors.dcp_shards.lay_out",
+        "sharded-state": "vllm.write.lay_out",
         "llama": "llama.lay_out",
     }
 )
 """What writes a checkpoint cut for a mesh."""
 
 CUTS: Mapping[str, tuple[Rule, ...]] = _Lazy(
-    {"llama": "_llama_rules.RULES", "sharded-state": "_vllm_write.RULES"}
+    {"llama": "llama.RULES", "sharded-state": "vllm.write.RULES"}
 )
 """How a format cuts tensors by their names, where it leaves no choice."""
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from ckptool.core.catalog import Catalog
 from ckptool.errors import Unrecognised
-from ckptool.formats.base import Format, ScanOptions, Source
+from ckptool.formats.base import Format, ScanOptions
+from ckptool.serialization.source import Source
 
 _MARKS = ("_METADATA", "manifest.ocdbt", "_CHECKPOINT_METADATA")
 _ITEM_DEPTH = 1

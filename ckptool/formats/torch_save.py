@@ -14,23 +14,15 @@ from functools import partial
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.layout import FileLayout, Layout
 from ckptool.errors import Damaged, Problem, Refusal, Unrecognised
-from ckptool.formats._assemble import assemble
-from ckptool.formats._companions import companions
-from ckptool.formats._frameworks import config_info, framework_info
-from ckptool.formats._leaves import Leaf, ShareLeaf, read_leaves
-from ckptool.formats._outgoing import nested_state, plain_objects
-from ckptool.formats._torch_file import is_legacy, is_zip, read_torch_file
-from ckptool.formats._torch_write import torch_archive
-from ckptool.formats._values import UNREAD_TENSOR, Foreign, Repeated, type_name
-from ckptool.formats.base import (
-    Format,
-    Request,
-    ScanOptions,
-    Source,
-    expect_archives,
-    read_metadata,
-    require,
-)
+from ckptool.formats.base import Format, Request, ScanOptions
+from ckptool.formats.companions import companions, config_info, framework_info
+from ckptool.formats.writing import nested_state, plain_objects
+from ckptool.serialization.archive.read import is_legacy, is_zip, read_torch_file
+from ckptool.serialization.archive.write import torch_archive
+from ckptool.serialization.source import Source, expect_archives, read_metadata, require
+from ckptool.serialization.state_dict.assemble import assemble
+from ckptool.serialization.state_dict.leaves import Leaf, ShareLeaf, read_leaves
+from ckptool.serialization.state_dict.values import unread_notes
 
 INDEX = "pytorch_model.bin.index.json"
 
@@ -93,22 +85,6 @@ def _rank_of(leaves: Mapping[str, Leaf]) -> int:
     shares = [leaf.value.share for leaf in leaves.values() if isinstance(leaf.value, ShareLeaf)]
     said = {share.rank for share in shares if share.rank is not None}
     return said.pop() if len(said) == 1 else 0
-
-
-def unread_notes(objects: Mapping[str, ObjectEntry]) -> list[str]:
-    """One note for each value that is not read, such as a sparse tensor or a dict in itself."""
-    known = Foreign()
-    return [
-        Problem(_why_unread(entry), "tensor-unread", tensor=entry.name)
-        for entry in objects.values()
-        if UNREAD_TENSOR in known.of(entry.value)
-    ]
-
-
-def _why_unread(entry: ObjectEntry) -> str:
-    if isinstance(entry.value, Repeated):
-        return f"not read: {entry.name} is {entry.value.outer} again, in which it lies"
-    return f"not read: {entry.name} ({type_name(entry.value)}) is no plain tensor"
 
 
 def _scan_shards(source: Source, options: ScanOptions) -> Catalog:

@@ -1,12 +1,18 @@
-"""The table of formats."""
+"""The table of formats.
+
+The key maps that come with ckptool.
+"""
 
 from __future__ import annotations
 
+import re
+import sys
 from typing import Any
 
 from rich.table import Table
 
 from ckptool.commands.formats import known_formats
+from ckptool.commands.keymap.builtin import builtin_maps, map_text
 from ckptool.render.text import console
 
 
@@ -25,3 +31,36 @@ def formats_json() -> dict[str, Any]:
     """The table as ``ckptool.formats/1``."""
     rows = [row._asdict() for row in known_formats()]
     return {"schema": "ckptool.formats/1", "formats": rows}
+
+
+def show_maps() -> None:
+    """One row a map: its name, and what it maps."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("map", no_wrap=True)
+    for heading in ("from and to", "dims it may need"):
+        table.add_column(heading, overflow="fold")
+    for found in builtin_maps().values():
+        table.add_row(found.name, found.summary, ", ".join(_asked(found.sizes)))
+    console().print(table)
+
+
+def _asked(sizes: Any) -> list[str]:
+    """The dims that are looked up, and neither fixed nor computed."""
+    return [n for n, found in sizes.items() if found and re.fullmatch("[a-z_]+", str(found[0]))]
+
+
+def show_map(name: str) -> None:
+    """The TOML of a map, as it is."""
+    sys.stdout.write(map_text(name))
+
+
+def maps_json(name: str | None) -> dict[str, Any]:
+    """The maps as ``ckptool.maps/1``; with ``name`` just that one, with its text."""
+    chosen = builtin_maps() if name is None else {name: builtin_maps().get(name)}
+    texts = {} if name is None else {"toml": map_text(name)}
+    rows = [
+        {"name": m.name, "summary": m.summary, "from": m.source, "to": m.target, **texts}
+        for m in chosen.values()
+        if m is not None
+    ]
+    return {"schema": "ckptool.maps/1", "maps": rows}

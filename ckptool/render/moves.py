@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from ckptool.commands.map_report import MapReport
+from ckptool.commands.keymap.options import MapReport
 from ckptool.core.parts import PARTS, part_of
-from ckptool.render.fold import Numbers, natural, split_numbers, with_numbers
+from ckptool.render.inspect.listing import Numbers, natural, split_numbers, with_numbers
 from ckptool.render.text import escaped
 
 if TYPE_CHECKING:
-    from ckptool.core.mapped import Move
+    from ckptool.core.keymap.apply import Move
 
 
 def show_moves(report: MapReport, screen: Console) -> None:

@@ -13,10 +13,9 @@ from ckptool.render.moves import moves_json, show_moves
 from ckptool.render.text import columns, console, emit, free, plural, size, visible
 
 if TYPE_CHECKING:
-    from ckptool.commands.load_cost import LoadCost
-    from ckptool.commands.reshard import Costs, ReshardReport
+    from ckptool.commands.reshard.reshard import Costs, LoadCost, ReshardReport
     from ckptool.core.mesh import Mesh
-    from ckptool.core.placing import Choice
+    from ckptool.core.sharding.placement import Choice
 
 
 def show_reshard(report: ReshardReport, costs: Costs | None) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import ckptool
-from ckptool.api.leaves import leaves_of
+from ckptool.api.state_dict import leaves_of
 from ckptool.dcp import CheckpointReader
 from ckptool.errors import CannotDo, UsageError
 

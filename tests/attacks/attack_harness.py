@@ -21,15 +21,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptool.commands.convert import ConvertOptions, prepare
-from ckptool.commands.inspect import inspect
-from ckptool.commands.read_options import ReadOptions
+from ckptool.commands.inspect.inspect import inspect
+from ckptool.commands.open import ReadOptions
 from ckptool.commands.transfer import TransferOptions
-from ckptool.commands.verify.findings import Severity
+from ckptool.commands.verify.report import Severity
 from ckptool.commands.verify.verify import VerifyOptions, verify
-from ckptool.engine.run import RunOptions
+from ckptool.engine.write.run import RunOptions
 from ckptool.errors import CkptoolError, TransferError
-from ckptool.render.inspect import inspect_json
-from ckptool.render.verify import verify_json
+from ckptool.render.inspect.report import inspect_json
+from ckptool.render.verify.report import verify_json
 
 MEMORY = 1 << 30
 """Bytes by which the address space may grow."""

@@ -41,11 +41,11 @@ from attack_harness import CANARY, place_canary
 from conftest import case
 
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.verify.proving import ProvingOptions, prove, write
-from ckptool.commands.verify.values import value_digest
+from ckptool.commands.verify.compare.values import value_digest
+from ckptool.commands.verify.manifest.check import ProvingOptions, prove, write
 from ckptool.commands.verify.verify import VerifyOptions, verify
-from ckptool.engine.digest import digests
-from ckptool.engine.gather import Gatherer
+from ckptool.engine.check.digest import digests
+from ckptool.engine.read.gather import Gatherer
 from ckptool.errors import CkptoolError
 
 COUNT = int(os.environ.get("CKPTOOL_VERIFY_MUTATIONS", "500"))

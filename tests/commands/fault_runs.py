@@ -72,11 +72,11 @@ def be_child(
     try:
         sys.stdout = sys.stderr = said
         sys.argv = ["ckptool", *words]
-        from ckptool import cli
+        from ckptool.cli import _run
 
         if faults is not None:
             faults.install()
-        code = cli._run()
+        code = _run()
         if counted is not None and faults is not None:
             calls = faults.calls
             counted.write_text(str(calls))
@@ -98,7 +98,7 @@ class Faults:
 
     def install(self) -> None:
         """Befall the calls of this process from now on."""
-        from ckptool.engine import disk
+        from ckptool.storage import disk
 
         for name in CHANGING:
             setattr(os, name, self._wrapped(getattr(os, name), name))
@@ -152,7 +152,7 @@ class Trial:
 
 def _content(root: Path, target: Path) -> Iterator[tuple[str, bytes]]:
     if target.name.endswith(".safetensors"):
-        from ckptool.engine.sources import LocalSource
+        from ckptool.storage.local import LocalSource
 
         if target.exists():  # with the side file that belongs to it, wherever that lies
             source = LocalSource.file(target)

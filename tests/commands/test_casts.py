@@ -17,7 +17,7 @@ from conftest import case, convert_to
 from safetensors.torch import load_file, save_file
 
 import ckptool
-from ckptool.api.checkpoint import open as open_checkpoint
+from ckptool.api.open import open as open_checkpoint
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.parts import part_of
 from ckptool.errors import CannotDo

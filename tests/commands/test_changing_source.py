@@ -16,18 +16,18 @@ from safetensors.numpy import save_file
 
 import ckptool
 from ckptool.commands.convert import ConvertOptions, prepare
+from ckptool.commands.inspect.stats import stats
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.reshard import ReshardOptions, prepare_reshard
-from ckptool.commands.stats import stats
+from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
 from ckptool.commands.transfer import TransferOptions
-from ckptool.commands.verify.against import AgainstOptions, against
-from ckptool.commands.verify.proving import ProvingOptions, write
-from ckptool.commands.verify.salvage import SalvageOptions, plan_salvage
+from ckptool.commands.verify.compare.against import AgainstOptions, against
+from ckptool.commands.verify.manifest.check import ProvingOptions, write
+from ckptool.commands.verify.salvage.salvage import SalvageOptions, plan_salvage
 from ckptool.commands.verify.verify import VerifyOptions, verify
-from ckptool.core.placing import parse_mesh
-from ckptool.engine.remote_path import location
-from ckptool.engine.run import RunOptions
+from ckptool.core.sharding.placement import parse_mesh
+from ckptool.engine.write.run import RunOptions
 from ckptool.errors import Changed
+from ckptool.storage.url import location
 
 ONE_WORKER = TransferOptions(run=RunOptions(workers=1, fsync=False))
 

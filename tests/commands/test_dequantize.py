@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 
-from ckptool.commands.inspect import inspect
-from ckptool.commands.map_report import MapOptions
+from ckptool.commands.inspect.inspect import inspect
+from ckptool.commands.keymap.options import MapOptions
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.reshard import ReshardOptions, prepare_reshard
+from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
 from ckptool.core.dtype import BY_NAME
-from ckptool.core.placing import parse_mesh
+from ckptool.core.sharding.placement import parse_mesh
 from ckptool.errors import CannotDo, Damaged
-from ckptool.render.inspect import inspect_json
+from ckptool.render.inspect.report import inspect_json
 
 
 def fp8(rows: int, columns: int, block: int = 128) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,9 +17,9 @@ from conftest import case, convert_to
 from ckptool.commands.convert import ConvertOptions, prepare
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.transfer import TransferOptions
-from ckptool.engine import disk
-from ckptool.engine.run import RunOptions
+from ckptool.engine.write.run import RunOptions
 from ckptool.errors import CannotDo, CkptoolError
+from ckptool.storage import disk
 
 CALLS = ("rename", "replace", "unlink", "rmdir", "mkdir")
 NOTE = ".run.partial.journal.commit"

@@ -20,12 +20,15 @@ from refused_values import REFUSED, Trap
 
 import ckptool
 from ckptool.core.catalog import Catalog
-from ckptool.engine.sources import LocalSource
 from ckptool.errors import Damaged, Hostile, Problem, Refusal
-from ckptool.formats import FORMATS, _deepspeed_read, _deepspeed_zero_folder
-from ckptool.formats._pickle import Call, Global
-from ckptool.formats._torch_file import TorchFile, read_torch_file
-from ckptool.formats.base import ScanOptions, Source
+from ckptool.formats import FORMATS
+from ckptool.formats.base import ScanOptions
+from ckptool.formats.deepspeed import states as _deepspeed_read
+from ckptool.formats.deepspeed import universal as _deepspeed_zero_folder
+from ckptool.serialization.archive.read import TorchFile, read_torch_file
+from ckptool.serialization.pickle.records import Call, Global
+from ckptool.serialization.source import Source
+from ckptool.storage.local import LocalSource
 
 CLASSES = {
     "deepspeed.runtime.zero.config": "ZeroStageEnum",

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from ckptool.cli.app import app
 from ckptool.commands.convert import ConvertOptions, prepare
 from ckptool.commands.transfer import TransferOptions
-from ckptool.engine import disk
-from ckptool.engine.run import RunOptions
+from ckptool.engine.write.run import RunOptions
 from ckptool.errors import CannotDo, Committed, TransferError
+from ckptool.storage import disk
 
 FOREIGN = {
     "train.py": b"import torch",

@@ -19,15 +19,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conftest import Bits, read_back
 
-from ckptool import cli
+from ckptool.cli import _run
 from ckptool.commands import convert
 from ckptool.commands.convert import ConvertOptions, Prepared, prepare
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.reshard import PreparedReshard, ReshardOptions, prepare_reshard
+from ckptool.commands.reshard.reshard import PreparedReshard, ReshardOptions, prepare_reshard
 from ckptool.commands.transfer import TransferOptions
-from ckptool.core.placing import parse_mesh
-from ckptool.engine.run import RunOptions
-from ckptool.engine.stage import Stage, StageOptions
+from ckptool.core.sharding.placement import parse_mesh
+from ckptool.engine.write.run import RunOptions
+from ckptool.engine.write.stage import Stage, StageOptions
 from ckptool.errors import CannotDo, CkptoolError
 
 KILLS = 12
@@ -183,7 +183,7 @@ def test_interrupted_before_anything_is_begun(
     monkeypatch.setattr(convert, "prepare", interrupted)
     command = ["ckptool", "convert", str(source), str(out / "m"), "--to", "safetensors"]
     monkeypatch.setattr(sys, "argv", command)
-    assert cli._run() in (130, 143)
+    assert _run() in (130, 143)
     assert capsys.readouterr().err == "interrupted\n"
     assert not list(out.iterdir())
 

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from ckptool.cli.app import app
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.verify.verify import VerifyOptions, verify
-from ckptool.engine.sources import LocalSource
-from ckptool.engine.walk import DEPTH
 from ckptool.errors import Changed, NotFound, Problem
+from ckptool.storage.file_status import DEPTH
+from ckptool.storage.local import LocalSource
 
 
 @pytest.fixture

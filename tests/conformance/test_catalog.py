@@ -6,8 +6,7 @@ import pytest
 from conftest import CASES, GOOD, REFUSED, Case, by_name, case
 
 import ckptool.errors
-from ckptool.commands.open import open_checkpoint
-from ckptool.commands.read_options import ReadOptions
+from ckptool.commands.open import ReadOptions, open_checkpoint
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.mesh import Replicate
 

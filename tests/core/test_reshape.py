@@ -25,7 +25,7 @@ from ckptool.core.catalog import (
     places,
 )
 from ckptool.core.dtype import BY_NAME
-from ckptool.core.reshape import (
+from ckptool.core.views import (
     insert_dim,
     join,
     merge_dims,

@@ -7,7 +7,7 @@ import pytest
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry, coverage_problem
 from ckptool.core.dtype import BY_NAME
-from ckptool.core.unstack import unstacked
+from ckptool.core.rewrite import unstacked
 from ckptool.errors import UsageError
 
 

@@ -27,7 +27,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.errors import Damaged, Hostile
-from ckptool.formats._bytecheckpoint_flat import apart, flat_members
+from ckptool.formats.bytecheckpoint import apart, flat_members
 
 MODULE = "bytecheckpoint.checkpointer.meta_type"
 WHOLE = torch.arange(6, dtype=torch.float32).reshape(2, 3)

@@ -10,11 +10,10 @@ import pytest
 import torch
 from conftest import Bits, bits, convert_to, load_torch, read_back
 
-from ckptool.commands.open import open_checkpoint
-from ckptool.commands.read_options import ReadOptions
-from ckptool.commands.reshard import ReshardOptions, prepare_reshard
-from ckptool.core.placing import parse_mesh, parse_rule
-from ckptool.core.tp_rules import parse_tp_rules
+from ckptool.commands.open import ReadOptions, open_checkpoint
+from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
+from ckptool.core.sharding.placement import parse_mesh, parse_rule
+from ckptool.core.sharding.tensor_parallel import parse_tp_rules
 from ckptool.errors import CannotDo, Damaged, UsageError
 
 DIM, HEADS, SIZE, HIDDEN, WORDS = 8, 4, 2, 12, 20

@@ -10,11 +10,13 @@ import pytest
 import ckptool.formats
 
 FOLDER = Path(ckptool.formats.__file__).parent
-HEADS = ("deepspeed", "megatron", "bytecheckpoint", "torchsnapshot", "snapshot", "nvrx")
-READERS = [path for path in FOLDER.glob("*.py") if path.stem.lstrip("_").startswith(HEADS)]
+HEADS = ("deepspeed", "megatron", "bytecheckpoint", "torchsnapshot", "nvrx")
+READERS = [
+    p for head in HEADS for p in (*FOLDER.glob(f"{head}.py"), *FOLDER.glob(f"{head}/**/*.py"))
+]
 
 
-@pytest.mark.parametrize("path", READERS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", READERS, ids=lambda path: str(path.relative_to(FOLDER)))
 def test_no_damage_is_raised_as_text_alone(path: Path) -> None:
     raised = [
         node.lineno

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.engine.sources import LocalSource
 from ckptool.errors import CkptoolError
-from ckptool.formats._pickle import Call, Global
-from ckptool.formats._storage import plain_tensor
-from ckptool.formats._torch_recover import recovered
+from ckptool.serialization.archive.recover import recovered
+from ckptool.serialization.archive.storage import plain_tensor
+from ckptool.serialization.pickle.records import Call, Global
+from ckptool.storage.local import LocalSource
 
 
 def save_unfilled(path: Path, value: float) -> None:

@@ -37,23 +37,22 @@ class Bytes:
 
 
 def fuzz_pickle(data: bytes) -> None:
-    from ckptool.formats._pickle import load, named_globals
+    from ckptool.serialization.pickle.load import named_globals, read_pickle
 
     named_globals(data, pickles=5)
-    load(data, what="fuzz")
+    read_pickle(data, what="fuzz")
 
 
 def fuzz_metadata(data: bytes) -> None:
-    from ckptool.formats._dcp_metadata import parse
+    from ckptool.formats.dcp.metadata import parse
 
     parse(data, "fuzz")
 
 
 def fuzz_zip(data: bytes) -> None:
-    from ckptool.formats._archives import find_archives
-    from ckptool.formats._torch_file import read_torch_zip
-    from ckptool.formats._zip import Region, read_directory
-    from ckptool.formats._zip_headers import header_problems
+    from ckptool.serialization.archive.items import find_archives
+    from ckptool.serialization.archive.read import read_torch_zip
+    from ckptool.serialization.zip import Region, header_problems, read_directory
 
     source = Bytes(data, "fuzz.pt")
     list(find_archives(source, "fuzz.pt"))
@@ -63,7 +62,7 @@ def fuzz_zip(data: bytes) -> None:
 
 
 def fuzz_safetensors(data: bytes) -> None:
-    from ckptool.formats._safetensors_file import read_safetensors
+    from ckptool.serialization.safetensors import read_safetensors
 
     read_safetensors(Bytes(data, "fuzz.safetensors"), "fuzz.safetensors")
 
@@ -114,6 +113,7 @@ def main() -> None:
     with atheris.instrument_imports(include=["ckptool"]):
         import ckptool.formats._archives
         import ckptool.formats._dcp_metadata
+
         import ckptool.formats.torch_save  # noqa: F401
     with tempfile.TemporaryDirectory() as corpus:
         for number, data in enumerate(seeds(name)):

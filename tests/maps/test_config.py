@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from conftest import convert_to, flat, load_dcp
 from safetensors import safe_open
 
-from ckptool.commands.architectures import names_of
-from ckptool.commands.map_report import MapOptions
+from ckptool.commands.keymap.architectures import names_of
+from ckptool.commands.keymap.options import MapOptions
 from ckptool.errors import CannotDo
 
 ARGS: dict[str, Any] = {

@@ -13,12 +13,12 @@ import torch.distributed.checkpoint as dcp
 from conftest import Bits, bits, convert_to, flat, load_dcp, read_back
 from torchtitan_states import CONFIGS, recorded, write_config
 
-from ckptool.commands.map_report import MapOptions
-from ckptool.commands.maps import builtin_maps, load_map, map_text
-from ckptool.commands.reshard import ReshardOptions, prepare_reshard
+from ckptool.commands.keymap.builtin import builtin_maps, load_map, map_text
+from ckptool.commands.keymap.options import MapOptions
+from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
 from ckptool.commands.transfer import TransferOptions
-from ckptool.core.placing import parse_mesh
-from ckptool.engine.run import RunOptions
+from ckptool.core.sharding.placement import parse_mesh
+from ckptool.engine.write.run import RunOptions
 from ckptool.errors import CannotDo, CkptoolError, Damaged, UsageError
 
 HEADS = {"head": 4, "kv": 2}

@@ -157,8 +157,8 @@ def s3(server: tuple[S3, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
     import s3fs
     from fsspec.asyn import get_loop
 
-    from ckptool.engine.patience import Patience
-    from ckptool.engine.store import Store
+    from ckptool.storage.retry import Patience
+    from ckptool.storage.store import Store
 
     found, endpoint = server
     for name, value in {

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from store_server import S3, Environ, answer, s3, server, some  # the fixtures
 
-from ckptool.commands.bench.uploads import emptied, listed
-from ckptool.engine.remote_path import RemotePath
+from ckptool.commands.bench.store import emptied, listed
 from ckptool.errors import CkptoolError
+from ckptool.storage.url import RemotePath
 
 KEPT = {"run/mine": b"mine", "run/work-too/mine": b"mine"}
 

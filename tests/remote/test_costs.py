@@ -18,15 +18,14 @@ from store_server import S3, s3, server
 from typer.testing import CliRunner
 
 from ckptool.cli.app import app
-from ckptool.commands.inspect import inspect
-from ckptool.commands.open import open_checkpoint
-from ckptool.commands.read_options import ReadOptions
-from ckptool.commands.reshard import ReshardOptions, prepare_reshard
+from ckptool.commands.inspect.inspect import inspect
+from ckptool.commands.open import ReadOptions, open_checkpoint
+from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
 from ckptool.commands.transfer import TransferOptions
-from ckptool.core.placing import parse_mesh, parse_rule
-from ckptool.engine.blocks import BLOCK
-from ckptool.engine.remote_path import location
-from ckptool.engine.run import RunOptions
+from ckptool.core.sharding.placement import parse_mesh, parse_rule
+from ckptool.engine.write.run import RunOptions
+from ckptool.storage.block_cache import BLOCK
+from ckptool.storage.url import location
 
 QUICK = ReadOptions(values=False)
 

@@ -20,15 +20,15 @@ from test_s3 import big, files_of, resharded
 
 from ckptool.commands.convert import ConvertOptions, prepare
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.reshard import ReshardOptions, prepare_reshard
+from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
 from ckptool.commands.transfer import TransferOptions
 from ckptool.commands.verify.verify import VerifyOptions, verify
-from ckptool.core.placing import parse_mesh
-from ckptool.engine.patience import NoAnswer
-from ckptool.engine.remote_path import location
-from ckptool.engine.run import RunOptions
-from ckptool.engine.writer import UNFINISHED
+from ckptool.core.sharding.placement import parse_mesh
+from ckptool.engine.write.run import RunOptions
+from ckptool.engine.write.writer import UNFINISHED
 from ckptool.errors import CannotDo, Changed, CkptoolError, Damaged, NotFound, TransferError
+from ckptool.storage.retry import NoAnswer
+from ckptool.storage.url import location
 
 SLOW_DOWN = answer("503 Slow Down", "SlowDown")
 INTERNAL = answer("500 Internal Server Error", "InternalError")

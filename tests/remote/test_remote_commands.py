@@ -17,11 +17,11 @@ from store_server import S3, of_data, s3, server, some
 from test_s3 import big, files_of, resharded
 from typer.testing import CliRunner
 
-from ckptool.api.checkpoint import workers_of_this_rank
+from ckptool.api.open import workers_of_this_rank
 from ckptool.cli.app import app
 from ckptool.commands.convert import ConvertOptions, prepare
 from ckptool.commands.open import open_checkpoint
-from ckptool.engine.remote_path import location
+from ckptool.storage.url import location
 
 SOURCE = case("dcp_fsdp2_tp").path
 

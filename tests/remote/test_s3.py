@@ -16,13 +16,13 @@ from safetensors.torch import save_file
 from store_server import S3, s3, server  # the fixtures
 
 from ckptool.commands.convert import ConvertOptions, prepare
-from ckptool.commands.reshard import ReshardOptions, prepare_reshard
+from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
 from ckptool.commands.transfer import TransferOptions
-from ckptool.commands.verify.against import AgainstOptions, against
-from ckptool.core.placing import parse_mesh
-from ckptool.engine.parts import PART
-from ckptool.engine.remote_path import RemotePath, location
-from ckptool.engine.writer import UNFINISHED
+from ckptool.commands.verify.compare.against import AgainstOptions, against
+from ckptool.core.sharding.placement import parse_mesh
+from ckptool.engine.write.writer import UNFINISHED
+from ckptool.storage.multipart import PART
+from ckptool.storage.url import RemotePath, location
 
 SOURCES = ["dcp_fsdp2_tp", "hf_shards", "rank_experimental", "zip_zoo", "dcp_zstd"]
 TARGETS = {"safetensors": "", "torch-save": ".pt", "dcp": "", "dcp-safetensors": ""}

@@ -13,16 +13,16 @@ from test_s3 import files_of
 
 from ckptool.commands.convert import ConvertOptions, prepare
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.reshard import ReshardOptions, prepare_reshard
+from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
 from ckptool.commands.transfer import TransferOptions
 from ckptool.commands.verify.run_folder import verify_run
 from ckptool.commands.verify.verify import VerifyOptions, verify
-from ckptool.core.placing import parse_mesh
-from ckptool.engine.remote_path import RemotePath, location
-from ckptool.engine.run import RunOptions
-from ckptool.engine.upload import Upload
-from ckptool.engine.writer import UNFINISHED
+from ckptool.core.sharding.placement import parse_mesh
+from ckptool.engine.write.run import RunOptions
+from ckptool.engine.write.writer import UNFINISHED
 from ckptool.errors import CannotDo, CkptoolError, Damaged, SourceError, Unrecognised
+from ckptool.storage.multipart import Upload
+from ckptool.storage.url import RemotePath, location
 
 SOURCE = case("dcp_fsdp2_tp").path
 
@@ -85,7 +85,7 @@ def test_killed_before_any_file(kind: str, out: Path, monkeypatch: pytest.Monkey
 
 
 def test_killed_when_only_the_note_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptool.engine.remote_stage import RemoteStage
+    from ckptool.engine.write.remote_stage import RemoteStage
 
     def stop(stage: RemoteStage) -> None:
         raise KeyboardInterrupt

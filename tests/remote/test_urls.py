@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 from ckptool.cli.app import app
 from ckptool.commands.convert import ConvertOptions, prepare
 from ckptool.commands.open import open_checkpoint
-from ckptool.engine.patience import said
-from ckptool.engine.remote_path import location, shown
 from ckptool.errors import CannotDo, CkptoolError, NotFound, UsageError
+from ckptool.storage.retry import said
+from ckptool.storage.url import location, shown
 
 SECRET = "hunter2"
 
@@ -93,10 +93,10 @@ def test_a_path_needs_no_fsspec() -> None:
     import subprocess
 
     code = (
-        "import sys; from ckptool.engine.remote_path import location;"
+        "import sys; from ckptool.storage.url import location;"
         "from ckptool.commands.open import open_checkpoint;"
         f"open_checkpoint(location({str(case('hf_shards').path)!r}));"
-        "print('fsspec' in sys.modules or 'ckptool.engine.store' in sys.modules)"
+        "print('fsspec' in sys.modules or 'ckptool.storage.store' in sys.modules)"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == "False"

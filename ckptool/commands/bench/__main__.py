@@ -8,6 +8,6 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from ckptool.commands.bench.rank import run_started_rank
+    from ckptool.commands.bench.worker.rank import run_started_rank
 
     run_started_rank(*sys.argv[1:])

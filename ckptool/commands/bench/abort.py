@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptool.commands.bench.child import Child, end_orphans, orphans
 from ckptool.commands.bench.files import (
     entries,
     holds_bytes,
@@ -18,9 +17,10 @@ from ckptool.commands.bench.files import (
     remove,
     shared_entries,
 )
+from ckptool.commands.bench.fork_server import Child, end_orphans, orphans
 
 if TYPE_CHECKING:
-    from ckptool.commands.bench.rank import Rank
+    from ckptool.commands.bench.worker.rank import Rank
 
 GRACE = 3.0
 """Seconds that what a killed loop leaves is given to end by itself."""

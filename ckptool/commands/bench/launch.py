@@ -1,4 +1,7 @@
-"""Start the ranks with torch's elastic launcher, and hear what rank 0 tells."""
+"""Start the ranks with torch's elastic launcher, and hear what rank 0 tells.
+
+What the ranks told, sorted into a report's parts.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptool.commands.bench.processes import adopt_orphans, kill_descendants
-from ckptool.commands.bench.task import Task
+from ckptool.commands.bench.fork_server import adopt_orphans, kill_descendants
+from ckptool.commands.bench.report import Limits, Measured
+from ckptool.commands.bench.specs import Task
 from ckptool.errors import TransferError
 
 _LOOK = 0.1
@@ -117,3 +122,27 @@ def _listen(stream: Any, over: threading.Event, emit: Emit) -> None:
         if last:
             return
         over.wait(_LOOK)
+
+
+@dataclass(slots=True)
+class Heard:
+    """What rank 0 has told so far."""
+
+    limits: Limits = field(default_factory=dict)
+    results: list[Measured] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def hear(self, event: Mapping[str, Any]) -> None:
+        """Keep one event."""
+        kind = event["event"]
+        if kind == "limits":
+            self.limits = event["limits"] or {}
+            if event["failure"]:
+                self.failed["limits"] = event["failure"]
+        elif kind == "measured":
+            self.results.append(Measured.of_event(event))
+        elif kind == "left-out":
+            self.left_out[event["name"]] = event["reason"]
+        elif kind == "failed":
+            self.failed[event["name"]] = event["reason"]

@@ -8,25 +8,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptool.commands.bench.device import Accelerators
-from ckptool.commands.bench.files import left_shared, remove, shared_entries
-from ckptool.commands.bench.heard import Heard
-from ckptool.commands.bench.launch import launch
-from ckptool.commands.bench.processes import require_proc
-from ckptool.commands.bench.rank import Emit, accelerators_here, run_rank
+from ckptool.commands.bench.files import (
+    Folders,
+    left_shared,
+    remove,
+    scratch,
+    scratch_of_all,
+    shared_entries,
+)
+from ckptool.commands.bench.fork_server import require_proc
+from ckptool.commands.bench.launch import Heard, launch
+from ckptool.commands.bench.limits import require_room
 from ckptool.commands.bench.report import BenchReport, Settings
-from ckptool.commands.bench.room import require_room
-from ckptool.commands.bench.scratch import Folders, scratch, scratch_of_all
-from ckptool.commands.bench.specs import TensorSpec, as_in, by_size, total
-from ckptool.commands.bench.store import Meeting
+from ckptool.commands.bench.specs import Task, TensorSpec, as_in, by_size, total
+from ckptool.commands.bench.store import Meeting, clients, require_savable
 from ckptool.commands.bench.strategies import chosen
 from ckptool.commands.bench.strategies.base import version
-from ckptool.commands.bench.task import Task
-from ckptool.commands.bench.uploads import clients, require_savable
-from ckptool.commands.bench_machine import machine, versions
+from ckptool.commands.bench.transfer.machine import machine, versions
+from ckptool.commands.bench.worker.device import Accelerators
+from ckptool.commands.bench.worker.rank import Emit, accelerators_here, run_rank
 from ckptool.engine.launch import launch_of, number_in
-from ckptool.engine.remote_path import Location, RemotePath
 from ckptool.errors import CannotDo, TransferError
+from ckptool.storage.url import Location, RemotePath
 
 _CPU_RANKS = 2
 _OLDEST_TORCH = (2, 9)

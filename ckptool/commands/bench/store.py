@@ -1,7 +1,11 @@
-"""The ranks as processes that watch: how they agree, without a process group of their own.
+"""Where the ranks meet, and the store that they save to.
+
+The ranks as processes that watch: how they agree, without a process group of their own.
 
 A group would start threads, which no fork survives. They meet at the store that the elastic agent
 keeps; where there is none, rank 0 keeps it.
+
+A folder of a store to save to: tried first, measured, and removed with all that was begun.
 """
 
 from __future__ import annotations
@@ -9,9 +13,16 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+
+from ckptool.errors import CannotDo, NotFound, TransferError, UsageError
+from ckptool.storage.retry import Denied
+from ckptool.storage.store import SCHEMES
+from ckptool.storage.url import Location, RemotePath
 
 _PATIENCE = timedelta(hours=12)
 _LOOK = 0.003
@@ -79,3 +90,77 @@ class Meeting:
 
 def _agent_keeps_it() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+_PIECE = 16 << 20
+
+
+def require_savable(out: RemotePath, *, abort: bool) -> None:
+    """CannotDo for a store that ranks cannot write to or share, UsageError for an ``abort``."""
+    if abort:
+        raise UsageError(
+            "--abort looks for what is left on disk; --out is a URL", hint="--out with a folder"
+        )
+    if out.store.scheme in SCHEMES:
+        raise CannotDo(f"{out}: cannot be written to: the web is only read")
+    if out.store.scheme == "memory":
+        raise CannotDo(f"{out}: every rank is a process, and has a memory:// of its own")
+
+
+@contextmanager
+def emptied(place: RemotePath) -> Iterator[RemotePath]:
+    """A folder that can be written and removed, and is removed at the end.
+
+    Raises CannotDo before anything is measured, TransferError where something stays.
+    """
+    try:
+        (place / "probe").write_bytes(b"ckptool")
+        remove_uploaded(place)
+    except NotFound as error:
+        message = f"{place.parent}: cannot be written to: {error.message}"
+        raise CannotDo(message, hint=error.hint) from None
+    try:
+        yield place
+    finally:
+        remove_uploaded(place)
+
+
+def remove_uploaded(place: RemotePath) -> None:
+    """Remove a folder, and the parts of files that were not finished; TransferError if it stays."""
+    store, inside = place.store, f"{place.key}/"
+    store.fs.invalidate_cache()
+    with suppress(NotFound):
+        store.ask(str(place), lambda: store.fs.rm(place.key, recursive=True))
+    store.abort_uploads(place.key, lambda key: key.startswith(inside))
+    if listed(place):
+        raise TransferError(
+            f"{place}: cannot be removed", hint="remove it by the store's own tools"
+        )
+
+
+def listed(place: RemotePath) -> dict[str, int]:
+    """The bytes of every file below, as the store lists them now."""
+    try:
+        found = place.store.find(place.key, str(place))
+    except Denied:
+        raise
+    except NotFound:
+        return {}
+    return {name: info.nbytes for name, info in found.items()}
+
+
+def clients(place: RemotePath) -> tuple[str, ...]:
+    """The packages that speak with the store: fsspec, and the one that knows it."""
+    return tuple(dict.fromkeys(("fsspec", type(place.store.fs).__module__.partition(".")[0])))
+
+
+def named(place: Location) -> Path | str:
+    """A place as strategies take it: a path, or a URL."""
+    return place if isinstance(place, Path) else place.url
+
+
+def upload(data: memoryview, file: RemotePath) -> None:
+    """Write a file as fsspec does by itself, in order, until the store has it."""
+    with file.store.fs.open(file.key, "wb") as stream:
+        for start in range(0, len(data), _PIECE):
+            stream.write(data[start : start + _PIECE])

@@ -2,39 +2,55 @@
 
 Nothing stops the rest: what a scan steps over becomes a finding, every file is looked at by itself,
 and then the content is read once.
+
+From all problems that were noted to the findings of a report.
+
+The one sentence that ends a report.
+
+Which share of the data a verification reads.
+
+Whether files stayed as they were while they were read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import random
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ckptool.commands.open import Survey, survey
-from ckptool.commands.read_options import AS_DETECTED, ReadOptions
-from ckptool.commands.stats import not_finite_count
-from ckptool.commands.verify.codes import CODES, require_codes
-from ckptool.commands.verify.content import Views, attach, located, scattered_not_finite
-from ckptool.commands.verify.contradictions import catalog_problems, replica_problems
-from ckptool.commands.verify.files import FileCheck, name_problems, newer_than_metadata
-from ckptool.commands.verify.findings import Finding, Severity, VerifyReport, failing
-from ckptool.commands.verify.integrity import integrity_problems
-from ckptool.commands.verify.judgement import findings_of
-from ckptool.commands.verify.lost_ranks import lost_last_ranks
-from ckptool.commands.verify.markers import unnamed_latest
-from ckptool.commands.verify.model_folder import folder_problems
-from ckptool.commands.verify.objects import odd_values
-from ckptool.commands.verify.sample import Sample
-from ckptool.commands.verify.sentence import sentence
-from ckptool.commands.verify.training import optimizer_problems, step_problems
-from ckptool.commands.verify.watched import Watched
-from ckptool.commands.verify.zeros import unwritten_ends
-from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.commands.inspect.stats import not_finite_count
+from ckptool.commands.open import AS_DETECTED, ReadOptions, Survey, survey
+from ckptool.commands.verify.checks.consistency import (
+    catalog_problems,
+    integrity_problems,
+    lost_last_ranks,
+    replica_problems,
+    unnamed_latest,
+    unwritten_ends,
+)
+from ckptool.commands.verify.checks.content import Views, attach, located, scattered_not_finite
+from ckptool.commands.verify.checks.files import FileCheck, name_problems, newer_than_metadata
+from ckptool.commands.verify.checks.model_folder import folder_problems
+from ckptool.commands.verify.checks.pickles import odd_values
+from ckptool.commands.verify.checks.training import optimizer_problems, step_problems
+from ckptool.commands.verify.report import (
+    CODES,
+    Finding,
+    Severity,
+    VerifyReport,
+    failing,
+    finding_of,
+    require_codes,
+)
+from ckptool.core.catalog import Catalog, Item, TensorEntry
 from ckptool.core.parts import part_of
-from ckptool.engine.content import Found, check_spans
-from ckptool.engine.remote_path import Location
-from ckptool.engine.spans import Span
+from ckptool.engine.check.content import Found, check_spans
+from ckptool.engine.check.spans import Span
 from ckptool.errors import Problem
-from ckptool.formats._megatron_padding import without_padding
+from ckptool.formats.megatron.optimizer.buckets import without_padding
+from ckptool.storage.file_status import changed
+from ckptool.storage.local import Files
+from ckptool.storage.url import Location
 
 Progress = Callable[[int], None]
 Started = Callable[[int], Progress]
@@ -228,3 +244,110 @@ class _Check:
         is_error = CODES[problem.code].severity is Severity.ERROR
         of_a_copy = is_error and problem.file in self._spare
         return problem.recoded("copy-damaged") if of_a_copy else problem
+
+
+def findings_of(
+    problems: Iterable[Problem],
+    pickle_problems: Collection[Problem],
+    *,
+    ignore: Collection[str],
+    finite: bool,
+) -> tuple[Finding, ...]:
+    """Each problem once, the gravest first, and causes before what they lead to.
+
+    ``pickle_problems`` say best where a pickle names what it should not; ``ignore`` are codes to
+    leave out, ``finite`` makes NaN and infinity errors.
+    """
+    unique: dict[tuple[object, ...], Problem] = {}
+    for problem in problems:
+        unique.setdefault(_identity(problem), problem)
+    found = [
+        _finding(problem, finite=finite)
+        for problem in unique.values()
+        if problem.code not in ignore and not _is_said_better(problem, pickle_problems)
+    ]
+    order = list(Severity)
+    # A file that is cut shows in each of its tensors.
+    return tuple(sorted(found, key=lambda one: (order.index(one.severity), bool(one.tensor))))
+
+
+def _identity(problem: Problem) -> tuple[object, ...]:
+    """What two problems share that are one: what is wrong with a whole file, however it shows."""
+    of_a_file = problem.code in ("file-missing", "copy-damaged", "rank-copied") and problem.file
+    return (problem.code, problem.file, "" if of_a_file else str(problem))
+
+
+def _is_said_better(problem: Problem, pickle_problems: Collection[Problem]) -> bool:
+    """Whether the look at the pickles themselves says where in the file it is."""
+    if problem.code != "hostile-global" or problem in pickle_problems:
+        return False
+    return any(
+        one.code == problem.code and problem.file in (None, one.file) for one in pickle_problems
+    )
+
+
+def _finding(problem: Problem, *, finite: bool) -> Finding:
+    finding = finding_of(problem)
+    if problem.code == "not-finite" and finite:
+        return replace(finding, severity=Severity.ERROR)
+    return finding
+
+
+_READ = {
+    "content": "every byte of its data was read",
+    "quick": "its metadata was read, not its data",
+}
+
+
+def sentence(report: VerifyReport, sample: float, seed: int) -> str:
+    """What a verification comes to; ``sample`` is the share of the data that ``seed`` chose."""
+    sampled = f"a sample of {sample:.3g} of its data was read (seed {seed})"
+    read = _READ.get(report.depth, sampled)
+    counts = [
+        f"{len(report.of(severity)):,} {severity.value}{'s' * (len(report.of(severity)) != 1)}"
+        for severity in (Severity.ERROR, Severity.WARNING)
+        if report.of(severity)
+    ]
+    if not report.sound:
+        rest = "" if report.depth == "content" else f"; {read}"
+        return f"Not sound: {' and '.join(counts)}{rest}."
+    unprotected = any(finding.code == "no-checksum" for finding in report.findings)
+    extent = " as far as files without checksums can show" if unprotected else ""
+    return f"Sound{extent}{', with ' + counts[0] if counts else ''}: {read}."
+
+
+class Sample:
+    """A ``share`` of the items and of the spans outside them, chosen by ``seed``; or all."""
+
+    def __init__(self, share: float, seed: int) -> None:
+        self.is_all = share >= 1
+        self._share = share
+        self._chance = random.Random(seed)
+        self._choices: dict[Item, bool] = {}
+
+    def takes(self, item: Item) -> bool:
+        """Whether an item is in the sample, however often that is asked."""
+        if self.is_all:
+            return True
+        if item not in self._choices:
+            self._choices[item] = self._chance.random() < self._share
+        return self._choices[item]
+
+    def of(self, spans: list[Span], chosen: Container[str]) -> list[Span]:
+        """The spans to be read: all in files of which items were ``chosen``, some of the others."""
+        if self.is_all:
+            return spans
+        return [s for s in spans if s.file in chosen or self._chance.random() < self._share]
+
+
+class Watched:
+    """Some files of a source, since it was listed."""
+
+    def __init__(self, source: Files, files: Collection[str]) -> None:
+        self._source = source
+        self._files = [file for file in files if file in source.files]
+
+    def problems(self) -> list[Problem]:
+        """A problem where one was written or replaced since: what was read is of no one save."""
+        found = self._source.changed(self._files)
+        return list(changed(found).problems) if found else []

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ckptool.commands.bench.device import Device
+from ckptool.commands.bench.worker.device import Device
 
 State = dict[str, Any]
 """A nested state dict with DTensors."""

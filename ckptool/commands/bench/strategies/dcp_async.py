@@ -10,7 +10,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ckptool.commands.bench.device import Device
 from ckptool.commands.bench.strategies.base import (
     Basis,
     Handle,
@@ -21,6 +20,7 @@ from ckptool.commands.bench.strategies.base import (
     why_not,
 )
 from ckptool.commands.bench.strategies.dcp import load_dcp
+from ckptool.commands.bench.worker.device import Device
 
 _PROCESS, _THREAD = "process", "thread"
 _DEFAULT, _PINNED, _ASYNC = "default", "pinned", "async"

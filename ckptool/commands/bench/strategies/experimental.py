@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ckptool.commands.bench.device import Device
 from ckptool.commands.bench.strategies.base import (
     Basis,
     Handle,
@@ -16,6 +15,7 @@ from ckptool.commands.bench.strategies.base import (
     Written,
     why_not,
 )
+from ckptool.commands.bench.worker.device import Device
 
 
 class ExperimentalSync(Basis):

@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckptool.commands.bench.device import Device
 from ckptool.commands.bench.strategies.base import Basis, Place, State, Strategy, version
 from ckptool.commands.bench.strategies.dcp import load_dcp
+from ckptool.commands.bench.worker.device import Device
 
 
 class Nvrx(Basis):

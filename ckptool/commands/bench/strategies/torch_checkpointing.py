@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ckptool.commands.bench.device import Device
 from ckptool.commands.bench.strategies.base import (
     Basis,
     Handle,
@@ -16,6 +15,7 @@ from ckptool.commands.bench.strategies.base import (
     Strategy,
     version,
 )
+from ckptool.commands.bench.worker.device import Device
 
 
 class TorchCheckpointing(Basis):

@@ -1,0 +1,203 @@
+"""The leaves of a state dict: their names, where they are, and how to put others there.
+
+The names of a state dict and those of a checkpoint: which are the same, and what would help.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from ckptool.api.open import Checkpoint
+from ckptool.commands.selection import only_model
+from ckptool.errors import CannotDo, CkptoolError, UsageError
+
+
+class Leaf(NamedTuple):
+    """A value, and the container that holds it under a key or position."""
+
+    container: Any
+    key: Any
+    value: Any
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether no other value can be put there."""
+        return isinstance(self.container, tuple)
+
+    def replace(self, value: Any) -> None:
+        """Put another value there."""
+        self.container[self.key] = value
+
+
+def leaves_of(state_dict: dict[str, Any]) -> dict[str, Leaf]:
+    """Every leaf by the name that its entry of a catalog has: the steps to it, joined by dots.
+
+    As DCP flattens (torch 2.4 to 2.13): dicts are entered, lists where a dict or a tensor lies
+    inside; and as in catalogs, tuples where a tensor does. Raises TypeError for what is no dict and
+    for a module or optimizer in it, UsageError where two leaves have one name.
+    """
+    if not isinstance(state_dict, dict):
+        raise TypeError(f"load() fills a dict, not {_kind(state_dict)}")
+    found: dict[str, Leaf] = {}
+    for name, leaf in _leaves("", state_dict):
+        if name in found:
+            raise UsageError(f"two values of the state dict are called {name!r}, joined by dots")
+        if _has_state(leaf.value):
+            raise TypeError(f"load() fills tensors, and {name} is {_kind(leaf.value)}")
+        found[name] = leaf
+    return found
+
+
+def _leaves(head: str, container: Any) -> Iterator[tuple[str, Leaf]]:
+    steps = container.items() if isinstance(container, Mapping) else enumerate(container)
+    for key, value in steps:
+        name = f"{head}{key}"
+        if isinstance(value, Mapping) or _is_entered(value):
+            yield from _leaves(f"{name}.", value)
+        else:
+            yield name, Leaf(container, key, value)
+
+
+def _is_entered(value: Any) -> bool:
+    """Whether a list holds a dict or a tensor, or a tuple a tensor, at any depth."""
+    import torch
+
+    if not isinstance(value, list | tuple):
+        return False
+    kinds = (torch.Tensor, Mapping) if isinstance(value, list) else torch.Tensor
+    return any(isinstance(inner, kinds) or _is_entered(inner) for inner in value)
+
+
+def _has_state(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None))
+
+
+def _kind(value: Any) -> str:
+    """What a value is, and what to give in its place where it has a state dict."""
+    return f"a {type(value).__name__}" + ("; give its state_dict()" if _has_state(value) else "")
+
+
+_MOST_SHOWN = 12
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"}
+"""The steps that torch.compile, activation checkpointing, FSDP1 and DDP put into names."""
+
+
+class KeysDiffer(CannotDo):
+    """The state dict and the checkpoint do not have the same names.
+
+    ``missing`` are those that only the state dict has, ``unexpected`` those that only the
+    checkpoint has.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+class Matched(NamedTuple):
+    """The names that both have, and those that only one has."""
+
+    both: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def matched(checkpoint: Checkpoint, names: Collection[str]) -> Matched:
+    """Which names of a state dict the checkpoint has. An empty dict in it is nothing to load."""
+    catalog = checkpoint.catalog
+    held = {*catalog.tensors, *catalog.objects, *catalog.conflicts}
+    empty = {name for name, entry in catalog.objects.items() if entry.value == {}}
+    return Matched(
+        tuple(name for name in names if name in held),
+        tuple(name for name in names if name not in held),
+        tuple(sorted(held - empty - set(names))),
+    )
+
+
+def keys_differ(checkpoint: Checkpoint, found: Matched) -> KeysDiffer:
+    """The error that lists what only one has, and says which keyword would fit the names."""
+    lines = [
+        f"  {what} ({len(names):,}): {', '.join(listed(names))}"
+        for what, names in (("missing", found.missing), ("unexpected", found.unexpected))
+        if names
+    ]
+    conflicts = checkpoint.catalog.conflicts
+    lines += [f"  {conflicts[name]}" for name in found.unexpected if name in conflicts]
+    error = KeysDiffer(
+        f"{checkpoint.path} and the state dict do not have the same names:\n" + "\n".join(lines),
+        hint=_hint(checkpoint, found),
+    )
+    error.missing, error.unexpected = found.missing, found.unexpected
+    return error
+
+
+def listed(items: Sequence[str]) -> list[str]:
+    """The first of many, and how many more there are."""
+    more = len(items) - _MOST_SHOWN
+    return [*items[:_MOST_SHOWN], *([f"and {more:,} more"] if more > 0 else [])]
+
+
+def _hint(checkpoint: Checkpoint, found: Matched) -> str:
+    if found.missing and {*found.both, *found.missing} <= _names_of_model(checkpoint):
+        return "model_only=True fits the names"
+    prefix = _other_prefix(found)
+    if prefix is not None:
+        return f"{prefix.keyword} fits the names"
+    if any(_WRAPPERS & {*name.split(".")} for name in found.missing):
+        return "torch.distributed.checkpoint.state_dict.get_model_state_dict(model) has plain names"
+    if found.missing:
+        return "rename=[REGEX=REPLACEMENT] or map fit names; strict=False loads what both have"
+    if all(".state." in name for name in found.unexpected):
+        return (
+            "an optimizer has state once it has stepped; before that, get_optimizer_state_dict of"
+            " torch.distributed.checkpoint.state_dict makes it"
+        )
+    return "model_only=True, select=[GLOB] or drop=[GLOB] leave names out, strict=False all others"
+
+
+def _names_of_model(checkpoint: Checkpoint) -> set[str]:
+    """The names of a checkpoint's tensors under ``model_only``."""
+    try:
+        return set(only_model(checkpoint.catalog).tensors)
+    except CkptoolError:
+        return set()
+
+
+class _Prefix(NamedTuple):
+    """What the checkpoint's names begin with, and the state dict's in its place."""
+
+    old: str
+    new: str
+
+    @property
+    def keyword(self) -> str:
+        """What to open the checkpoint with."""
+        if not self.new:
+            return f"strip_prefix={self.old[:-1]!r}"
+        return f"rename=[{'^' + re.escape(self.old) + '=' + self.new!r}]"
+
+    def changed(self, name: str) -> str:
+        return self.new + name.removeprefix(self.old) if name.startswith(self.old) else name
+
+
+def _other_prefix(found: Matched) -> _Prefix | None:
+    """The one prefix by which all missing names differ from unexpected ones, if that is so."""
+    if not found.missing or not found.unexpected:
+        return None
+    wanted = found.missing[0].split(".")
+    steps = max((name.split(".") for name in found.unexpected), key=partial(_tail, wanted))
+    tail = _tail(wanted, steps)
+    old, new = ("".join(f"{s}." for s in name[: len(name) - tail]) for name in (steps, wanted))
+    prefix = _Prefix(old, new)
+    if any(name.startswith(old) for name in found.both):
+        return None
+    return prefix if {*map(prefix.changed, found.unexpected)} >= {*found.missing} else None
+
+
+def _tail(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many steps at the end of two names are the same."""
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,0 +1,1 @@
+"""ckptool's own commands, measured against cp and torch's tools."""

@@ -1,0 +1,152 @@
+"""What the transfer bench measures: another command is another row."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+from ckptool.commands.bench.transfer.torch_tools import RANKS
+
+OTHERS = {"{quarter}": 0.25, "{triple}": 3.0, "{wide}": 1.0}
+"""Checkpoints that are written beside the source, as multiples of its size."""
+
+_CKPTOOL = (sys.executable, "-m", "ckptool")
+_CONVERT = (*_CKPTOOL, "convert", "--quiet", "{source}")
+TORCH_SIDE = (sys.executable, "-m", "ckptool.commands.bench.transfer.torch_tools")
+_FORMAT_UTILS = (sys.executable, "-m", "torch.distributed.checkpoint.format_utils")
+_RESHARD = (*_CKPTOOL, "reshard", "--quiet")
+_TO_2X4 = (
+    *("{target}", "--to", "dcp", "--mesh", "2x4", "--no-fsync"),
+    *("--shard", "*norm.weight*=Shard(0),Replicate()", "--shard", "*=Shard(0),Shard(1)"),
+)
+_MANIFEST = (*_CKPTOOL, "verify", "--quiet", "{source}", "--write-manifest")
+_PLAN = (sys.executable, "-m", "ckptool.commands.bench.transfer.plan")
+_TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node")
+_LOAD = (*_TORCHRUN, str(RANKS), "-m", "ckptool.commands.bench.transfer.load")
+_COPY_AND_SYNC = 'cp -r "$0" "$1" && find "$1" -exec sync {} +'
+_CAT_AND_HASH = 'find "$0" -type f -exec cat {} + | sha256sum'
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One command. ``{source}``, ``{light}`` and ``{target}`` stand for paths, as do ``{quarter}``
+    and ``{triple}``: checkpoints like the source of a quarter and of three times its size.
+
+    ``{wide}`` is one of the source's size whose tensors have long rows, ``{many}`` what 64 ranks
+    save of 1,000 small tensors.
+
+    ``measure`` is what is compared with the ``peers``: wall-clock seconds, CPU seconds, or the
+    seconds of the load alone that the command writes to the file ``{told}``. A ``torch`` row needs
+    torch and a checkpoint that torch reads; it is left out, with the reason, where it cannot be
+    done.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    peers: tuple[str, ...] = ()
+    measure: Literal["wall", "cpu", "load"] = "wall"
+    torch: bool = False
+
+
+def _loads(what: str, source: str, dim: int) -> tuple[Row, Row]:
+    """The same load by torch's reader and by ckptool's, onto four ranks."""
+    ours, theirs = f"dcp.load, {what}, ckptool's reader", f"dcp.load, {what}, torch's reader"
+    words = (source, str(dim), "{told}")
+    return (
+        Row(ours, (*_LOAD, "ckptool", *words), peers=(theirs,), measure="load", torch=True),
+        Row(theirs, (*_LOAD, "torch", *words), measure="load", torch=True),
+    )
+
+
+ROWS = (
+    Row("cp -r", ("cp", "-r", "{source}", "{target}")),
+    Row(
+        "convert --to safetensors",
+        (*_CONVERT, "{target}.safetensors", "--to", "safetensors", "--no-fsync"),
+        peers=("cp -r", "torch to safetensors"),
+    ),
+    Row(
+        "torch to safetensors",
+        (*TORCH_SIDE, "to-safetensors", "{source}", "{target}"),
+        torch=True,
+    ),
+    Row(
+        "convert --to torch-save",
+        (*_CONVERT, "{target}.pt", "--to", "torch-save", "--no-fsync"),
+        peers=("cp -r", "torch to torch-save"),
+    ),
+    Row(
+        "torch to torch-save",
+        (*_FORMAT_UTILS, "dcp_to_torch", "{source}", "{target}.pt"),
+        torch=True,
+    ),
+    Row(
+        "convert --to dcp",
+        (*_CONVERT, "{target}", "--to", "dcp", "--no-fsync"),
+        peers=("cp -r",),
+    ),
+    Row(
+        "reshard --mesh 2x4",
+        (*_RESHARD, "{source}", *_TO_2X4, "--no-verify"),
+        peers=("cp -r", "torch to 2x4, 8 ranks"),
+    ),
+    Row(
+        "reshard --mesh 2x4, verified",
+        (*_RESHARD, "{source}", *_TO_2X4, "--verify"),
+        peers=("cp -r",),
+    ),
+    Row(
+        "torch to 2x4, 8 ranks",
+        (
+            *_TORCHRUN,
+            "8",
+            "-m",
+            "ckptool.commands.bench.transfer.torch_tools",
+            "reshard",
+            "{source}",
+            "{target}",
+        ),
+        torch=True,
+    ),
+    Row(
+        "reshard --mesh 2x4, a quarter of the size",
+        (*_RESHARD, "{quarter}", *_TO_2X4, "--no-verify"),
+    ),
+    Row(
+        "reshard --mesh 2x4, three times the size",
+        (*_RESHARD, "{triple}", *_TO_2X4, "--no-verify"),
+    ),
+    *(
+        Row(f"plan 1,000 tensors of {chunks:,} chunks", (*_PLAN, "1000", str(chunks), "32x64"))
+        for chunks in (256, 512, 1024)
+    ),
+    *_loads("row shards", "{source}", 0),
+    *_loads("columns", "{source}", 1),
+    *_loads("columns of long rows", "{wide}", 1),
+    Row("cp -r, synced", ("sh", "-c", _COPY_AND_SYNC, "{source}", "{target}")),
+    Row(
+        "convert --to safetensors, synced",
+        (*_CONVERT, "{target}.safetensors", "--to", "safetensors", "--fsync"),
+        peers=("cp -r, synced",),
+    ),
+    Row("verify", (*_CKPTOOL, "verify", "--quiet", "{source}"), peers=("cat FILES | sha256sum",)),
+    Row("cat FILES | sha256sum", ("sh", "-c", _CAT_AND_HASH, "{source}")),
+    Row("verify --quick", (*_CKPTOOL, "verify", "--quiet", "--quick", "{source}")),
+    Row("verify --against", (*_CKPTOOL, "verify", "--quiet", "{source}", "--against", "{source}")),
+    Row("verify --write-manifest", (*_MANIFEST, "{target}.json")),
+    Row("verify --quick, 1,000 tensors of 64 ranks", (*_CKPTOOL, "verify", "--quick", "{many}")),
+    Row("verify, 1,000 tensors of 64 ranks", (*_CKPTOOL, "verify", "{many}")),
+    Row("inspect, 1,000 tensors of 64 ranks", (*_CKPTOOL, "inspect", "{many}")),
+    Row("--help", (*_CKPTOOL, "--help"), measure="cpu"),
+    Row(
+        "inspect", (*_CKPTOOL, "inspect", "{light}"), peers=("torch read_metadata",), measure="cpu"
+    ),
+    Row(
+        "torch read_metadata",
+        (*TORCH_SIDE, "read-metadata", "{light}"),
+        measure="cpu",
+        torch=True,
+    ),
+)
+"""What is measured; another command is another row."""

@@ -1,0 +1,363 @@
+"""Measure whole commands against ``cp`` and torch's own tools, interleaved, as ratios with memory.
+
+A row of the report is a row of ``bench_rows.ROWS``: a name, a command line and its peers.
+Every sample is one process from start to end, its output removed afterwards; before it, all is
+synced and its source is read, so that the page cache is warm. A round is every row once. The
+checkpoint is one that torch itself wrote: ``torch.distributed.checkpoint.save`` on four gloo ranks,
+tensors sharded as FSDP2 shards them.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptool.commands.bench.transfer.machine import machine, versions
+from ckptool.commands.bench.transfer.rows import OTHERS, ROWS, TORCH_SIDE, Row
+from ckptool.commands.bench.transfer.torch_tools import RANKS, parameter_shapes
+from ckptool.errors import CannotDo, TransferError, UsageError
+
+_LIGHT_BYTES = 4_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One run of a command: seconds, and the largest resident set of any of its processes.
+
+    ``load`` and ``read_bytes`` are what the command itself tells of a load, 0 where it does not.
+    """
+
+    wall: float
+    cpu: float
+    peak_bytes: int
+    load: float = 0.0
+    read_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A row's median over its peer's, and the lowest and highest of the single rounds."""
+
+    peer: str
+    value: float
+    lowest: float
+    highest: float
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """A row's samples, one a round. ``imports_torch`` is None where it was not looked at.
+
+    ``nbytes`` is the size of the checkpoint that the row's command moves, 0 where it moves none.
+    """
+
+    row: Row
+    samples: tuple[Sample, ...]
+    imports_torch: bool | None = None
+    nbytes: int = 0
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The seconds that count for this row."""
+        return tuple(getattr(sample, self.row.measure) for sample in self.samples)
+
+    @property
+    def median(self) -> float:
+        """Median of the seconds that count."""
+        return statistics.median(self.values)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest peak of all samples."""
+        return max(sample.peak_bytes for sample in self.samples)
+
+    @property
+    def read_bytes(self) -> int:
+        """The most that a load read from files; 0 for other commands."""
+        return max(sample.read_bytes for sample in self.samples)
+
+    def against(self, peer: RowResult) -> Ratio:
+        """This row as a multiple of another."""
+        rounds = [own / other for own, other in zip(self.values, peer.values, strict=True)]
+        return Ratio(peer.row.name, self.median / peer.median, min(rounds), max(rounds))
+
+
+@dataclass(frozen=True, slots=True)
+class TransferBenchReport:
+    """All that was measured, on what, and what was left out with the reason."""
+
+    source: str
+    nbytes: int
+    files: int
+    light_tensors: int
+    repeat: int
+    machine: Mapping[str, str | int]
+    versions: Mapping[str, str]
+    results: tuple[RowResult, ...]
+    left_out: Mapping[str, str]
+
+    def ratios(self, result: RowResult) -> tuple[Ratio, ...]:
+        """The row against each of its peers that was measured."""
+        there = {other.row.name: other for other in self.results}
+        return tuple(result.against(there[name]) for name in result.row.peers if name in there)
+
+
+Progress = Callable[[str], None]
+
+
+def transfer_bench(
+    source: Path | None,
+    size: int,
+    workdir: Path,
+    repeat: int,
+    *,
+    rows: tuple[Row, ...] = ROWS,
+    progress: Progress = lambda line: None,
+) -> TransferBenchReport:
+    """Measure ``rows`` on the checkpoint ``source``, or on a generated one of ``size`` bytes.
+
+    Works in a folder of its own below ``workdir`` and removes it in every case. Raises CannotDo
+    where the disk will not hold it, or torch is missing to generate with.
+    """
+    if repeat < 1:
+        raise UsageError(f"--repeat {repeat}: at least one round is needed")
+    has_torch = importlib.util.find_spec("torch") is not None
+    if source is None and not has_torch:
+        raise CannotDo("torch is not installed to write a checkpoint", hint="name one to measure")
+    opened, nbytes, dcp = (None, size, True) if source is None else _given(source)
+    _require_space(workdir, nbytes, generated=source is None)
+    with tempfile.TemporaryDirectory(prefix="ckptool-bench-", dir=workdir) as scratch:
+        paths = _paths(rows, opened, size, Path(scratch), has_torch, progress)
+        todo, left_out = _possible(rows, paths, has_torch=has_torch, dcp=dcp)
+        results = _measure(todo, paths, repeat, left_out, progress)
+        there = Path(paths["{source}"])
+        return TransferBenchReport(
+            source=str(source) if source else f"written by torch on {RANKS} gloo ranks",
+            nbytes=sum(file.stat().st_size for file in _files(there)),
+            files=sum(1 for _ in _files(there)),
+            light_tensors=len(parameter_shapes()) * 3 if has_torch else 0,
+            repeat=repeat,
+            machine=machine(workdir),
+            versions=versions(),
+            results=results,
+            left_out=left_out,
+        )
+
+
+def _given(source: Path) -> tuple[Path, int, bool]:
+    """Where the given checkpoint lies, its bytes, and whether torch's DCP tools read it."""
+    from ckptool.commands.open import open_checkpoint
+
+    opened = open_checkpoint(source)
+    path = Path(str(opened.path))
+    nbytes = sum(file.stat().st_size for file in _files(path))
+    return path, nbytes, opened.format.name == "dcp"
+
+
+def _files(path: Path) -> Iterable[Path]:
+    return [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+
+
+def _require_space(workdir: Path, nbytes: int, *, generated: bool) -> None:
+    """The disk must hold the largest output, and the sources too where they are made here."""
+    if not workdir.is_dir():
+        raise CannotDo(f"{workdir}: no such folder to work in", hint=f"mkdir -p {workdir}")
+    checkpoints = sum(OTHERS.values()) + max(OTHERS.values()) + 1 if generated else 1
+    needed = int(nbytes * checkpoints * 1.05) + 4 * _LIGHT_BYTES
+    free = shutil.disk_usage(workdir).free
+    if needed > free:
+        raise CannotDo(
+            f"{workdir}: {needed:,} bytes are needed for the run, {free:,} are free",
+            hint="a smaller --size, or another folder to work in",
+        )
+
+
+def _paths(
+    rows: tuple[Row, ...],
+    opened: Path | None,
+    size: int,
+    scratch: Path,
+    has_torch: bool,
+    progress: Progress,
+) -> dict[str, str]:
+    """What the placeholders of the rows stand for; checkpoints that are not there are written."""
+    outputs = scratch / "outputs"
+    outputs.mkdir()
+    paths = {"{target}": str(outputs / "target"), "{told}": str(outputs / "told")}
+    wanted = {"{source}": size} | {mark: int(size * times) for mark, times in OTHERS.items()}
+    if opened is not None:
+        paths["{source}"] = str(opened)
+        wanted = {}
+    if has_torch:
+        wanted["{light}"] = _LIGHT_BYTES
+    used = {word for row in rows for word in row.command}
+    if has_torch and "{many}" in used:
+        progress("writing what 64 ranks save of 1,000 tensors")
+        paths["{many}"] = str(scratch / "many")
+        run_sample((*TORCH_SIDE, "write-many", paths["{many}"]))
+    for mark, nbytes in wanted.items():
+        if mark not in used and mark != "{source}":
+            continue
+        progress(f"writing a checkpoint of {nbytes:,} bytes with torch on {RANKS} gloo ranks")
+        paths[mark] = str(scratch / mark.strip("{}"))
+        task = "write-wide" if mark == "{wide}" else "write"
+        run_sample((*TORCH_SIDE, task, paths[mark], str(nbytes)))
+    paths.setdefault("{light}", paths["{source}"])
+    return paths
+
+
+def _possible(
+    rows: tuple[Row, ...], paths: Mapping[str, str], *, has_torch: bool, dcp: bool
+) -> tuple[list[Row], dict[str, str]]:
+    """The rows that can be measured here, and why the others cannot."""
+    left_out: dict[str, str] = {}
+    for row in rows:
+        if row.torch and not has_torch:
+            left_out[row.name] = "torch is not installed"
+        elif row.torch and "{source}" in row.command and not dcp:
+            left_out[row.name] = "torch's own tools read only its DCP format"
+        elif "{many}" in row.command and "{many}" not in paths:
+            left_out[row.name] = "torch is not installed to write a checkpoint"
+        elif any(mark in row.command and mark not in paths for mark in OTHERS):
+            left_out[row.name] = "no checkpoint of another size is made beside a given one"
+    return [row for row in rows if row.name not in left_out], left_out
+
+
+def _measure(
+    rows: list[Row],
+    paths: Mapping[str, str],
+    repeat: int,
+    left_out: dict[str, str],
+    progress: Progress,
+) -> tuple[RowResult, ...]:
+    """Every row once a round; a torch row that fails is left out with what it said."""
+    samples: dict[str, list[Sample]] = {row.name: [] for row in rows}
+    for number in range(1, repeat + 1):
+        for row in rows:
+            if row.name in left_out:
+                continue
+            progress(f"round {number} of {repeat}: {row.name}")
+            try:
+                samples[row.name].append(_one(row, paths))
+            except TransferError as error:
+                if not row.torch:
+                    raise
+                left_out[row.name] = error.message
+    return tuple(
+        RowResult(row, tuple(samples[row.name]), _imports_torch(row, paths), _moved(row, paths))
+        for row in rows
+        if row.name not in left_out
+    )
+
+
+def _moved(row: Row, paths: Mapping[str, str]) -> int:
+    """Bytes of the checkpoint that a row's command moves, to a target or into memory."""
+    words = " ".join(row.command)
+    if "{target}" not in words and "{told}" not in words:
+        return 0
+    mark = next(mark for mark in ("{source}", *OTHERS) if mark in row.command)
+    return sum(file.stat().st_size for file in _files(Path(paths[mark])))
+
+
+def _one(row: Row, paths: Mapping[str, str]) -> Sample:
+    """One sample of a row; its output is removed."""
+    outputs = Path(paths["{target}"]).parent
+    os.sync()
+    for mark in ("{source}", *OTHERS):
+        if any(mark in word for word in row.command):
+            _warm(Path(paths[mark]))
+    try:
+        sample = run_sample(_filled(row.command, paths))
+        return _with_told(sample, Path(paths["{told}"])) if row.measure == "load" else sample
+    finally:
+        shutil.rmtree(outputs)
+        outputs.mkdir()
+
+
+def _with_told(sample: Sample, told: Path) -> Sample:
+    """The sample with what its command wrote of the load."""
+    said = json.loads(told.read_text())
+    return replace(sample, load=said["seconds"], read_bytes=said["nbytes"])
+
+
+def _warm(checkpoint: Path) -> None:
+    """Read a checkpoint, so that no row pays for what the page cache gave up in the meantime."""
+    for file in _files(checkpoint):
+        with open(file, "rb") as stream:
+            while stream.read(1 << 20):
+                pass
+
+
+def _filled(command: tuple[str, ...], paths: Mapping[str, str]) -> tuple[str, ...]:
+    filled = list(command)
+    for mark, path in paths.items():
+        filled = [word.replace(mark, path) for word in filled]
+    return tuple(filled)
+
+
+def _imports_torch(row: Row, paths: Mapping[str, str]) -> bool | None:
+    """Whether a command that is measured in CPU seconds loads torch, by Python's own account."""
+    if row.measure != "cpu" or row.torch:
+        return None
+    python, *rest = _filled(row.command, paths)
+    told = subprocess.run(
+        [python, "-X", "importtime", *rest], capture_output=True, text=True, check=True
+    )
+    modules = (line.rpartition("|")[2].strip() for line in told.stderr.splitlines())
+    return any(module == "torch" for module in modules)
+
+
+_LAUNCHER = """
+import os, sys, time
+quiet = [(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)]
+begin = time.perf_counter()
+pid = os.posix_spawnp(sys.argv[1], sys.argv[1:], os.environ, file_actions=quiet)
+_, status, usage = os.wait4(pid, 0)
+wall = time.perf_counter() - begin
+print(os.waitstatus_to_exitcode(status), wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss)
+"""
+"""Starts the command and waits. A peak counts from the parent's size, so the parent is small."""
+
+
+def run_sample(command: tuple[str, ...]) -> Sample:
+    """Run a command to its end and say what it took.
+
+    TransferError with its own words where it fails. The command runs in a process group of its own,
+    which is killed should this process be interrupted.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _LAUNCHER, *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        told, words = process.communicate()
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()  # ends when the last of the session has closed its stderr
+        raise
+    if process.returncode or not told.startswith("0 "):
+        code = (told.split() or [str(process.returncode)])[0]
+        raise TransferError(f"{' '.join(command)} ended with {code}: {_reason(words)}")
+    wall, cpu, peak = map(float, told.split()[1:])
+    return Sample(wall, cpu, int(peak) * (1 if sys.platform == "darwin" else 1024))
+
+
+def _reason(words: str) -> str:
+    """The line of what a command said that tells why it failed."""
+    lines = words.strip().splitlines() or ["nothing said"]
+    return next((line for line in lines if line.startswith("error: ")), lines[-1])

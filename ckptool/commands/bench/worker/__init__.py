@@ -1,0 +1,1 @@
+"""What runs on each rank of the benchmark."""

@@ -1,0 +1,177 @@
+"""The state of one rank, and a step loop that computes and really changes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptool.commands.bench.specs import TensorSpec
+from ckptool.commands.bench.worker.device import Device
+
+_STEP_SECONDS = 0.025
+_ROWS = 512
+_ACCELERATOR_ROWS = 4096
+"""Of the matrix that a step multiplies: large enough that starting its products costs nothing."""
+
+_SEED = 20
+
+
+@dataclass(slots=True)
+class Training:
+    """State sharded over the ranks as FSDP2 shards it, and the steps that change it.
+
+    ``state`` is the nested state dict: DTensors of ``Shard(0)``, and plain tensors where there is
+    nothing to shard. The same ranks always begin with the same values.
+    """
+
+    device: Device
+    rank: int
+    state: dict[str, Any]
+    _matrix: Any
+    _products: int = 1
+    _sign: float = 1.0
+
+    @staticmethod
+    def begin(specs: Sequence[TensorSpec], device: Device) -> Training:
+        """Make the state of this rank; the process group must be up."""
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+        rank = dist.get_rank()
+        torch.manual_seed(_SEED + rank)
+        state: dict[str, Any] = {}
+        for spec in specs:
+            inner = state
+            for key in spec.path[:-1]:
+                inner = inner.setdefault(key, {})
+            inner[spec.path[-1]] = _tensor(spec, mesh, device)
+        rows = _ACCELERATOR_ROWS if device.is_accelerator else _ROWS
+        matrix = torch.randn(rows, rows, device=device.torch_device) / rows**0.5
+        training = Training(device, rank, {**state, "step": 0}, matrix)
+        training._products = training._calibrated()
+        return training
+
+    def empty_state(self) -> dict[str, Any]:
+        """A state dict of the same shape, all zeros: what a checkpoint is loaded into."""
+        import torch
+
+        def zeros(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: zeros(inner) for key, inner in value.items()}
+            return torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
+
+        emptied: dict[str, Any] = zeros(self.state)
+        return emptied
+
+    def step(self, done: bool = True) -> tuple[float, bool]:
+        """One step: its seconds, and whether every rank says ``done``."""
+        import torch
+        import torch.distributed as dist
+
+        begin = time.perf_counter()
+        self._compute(self._products)
+        self._update()
+        flag = torch.tensor(int(done), device=self.device.torch_device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+        agreed = bool(flag.item())
+        return time.perf_counter() - begin, agreed
+
+    def change_everything(self) -> None:
+        """Invert every bit of every tensor: whatever is saved from here on is not the state."""
+        import torch
+
+        for local in shards(self.state).values():
+            if local.dtype == torch.bool:
+                local.logical_not_()
+            elif local.numel():
+                local.view(-1).view(torch.uint8).bitwise_not_()
+        self.device.synchronize()
+
+    def _compute(self, products: int) -> None:
+        for _ in range(products):
+            self._matrix = self._matrix @ self._matrix
+            self._matrix /= self._matrix.norm()
+
+    def _update(self) -> None:
+        """Read and write every floating element, as an optimizer does; none stays as it was."""
+        import torch
+
+        alike: dict[Any, list[Any]] = {}
+        for local in filter(_calculates, shards(self.state).values()):
+            alike.setdefault((local.device, local.dtype), []).append(local)
+        self._sign = -self._sign
+        for group in alike.values():
+            torch._foreach_mul_(group, 0.9)
+            torch._foreach_add_(group, 0.1 * self._sign)
+        self.state["step"] += 1
+
+    def _calibrated(self) -> int:
+        """How many products make a step of ``_STEP_SECONDS``, the same on every rank."""
+        import torch
+        import torch.distributed as dist
+
+        self._compute(1)
+        self.device.synchronize()
+        begin = time.perf_counter()
+        self._compute(2)
+        self.device.synchronize()
+        count = max(1, round(2 * _STEP_SECONDS / (time.perf_counter() - begin)))
+        agreed = torch.tensor(count, device=self.device.torch_device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+        return int(agreed.item())
+
+
+def _tensor(spec: TensorSpec, mesh: Any, device: Device) -> Any:
+    """A tensor of ``spec`` with values; each rank has rows of its own."""
+    import torch
+    from torch.distributed.tensor import Shard, empty
+
+    dtype = getattr(torch, spec.dtype)
+    if not spec.shape:
+        return _filled(torch.empty((), dtype=dtype), replicated=True)
+    tensor = empty(*spec.shape, dtype=dtype, device_mesh=mesh, placements=[Shard(0)])
+    _filled(tensor.to_local(), replicated=False)
+    return tensor
+
+
+def _filled(local: Any, *, replicated: bool) -> Any:
+    import torch
+
+    if replicated:
+        return local.fill_(1)
+    if _calculates(local):
+        return local.normal_()
+    if local.dtype == torch.bool:
+        return local.random_(0, 2)
+    if local.numel():
+        local.view(-1).view(torch.uint8).random_(0, 256)
+    return local
+
+
+def _calculates(local: Any) -> bool:
+    """Whether torch can do arithmetic on it: floating, and of more than a byte."""
+    return bool(local.is_floating_point()) and local.element_size() > 1
+
+
+def shards(state: dict[str, Any]) -> dict[str, Any]:
+    """What this rank holds of every tensor, by its dotted name."""
+    from torch.distributed.tensor import DTensor
+
+    return {
+        name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in _tensors(state, "")
+    }
+
+
+def _tensors(state: dict[str, Any], head: str) -> Iterator[tuple[str, Any]]:
+    import torch
+
+    for key, value in state.items():
+        if isinstance(value, dict):
+            yield from _tensors(value, f"{head}{key}.")
+        elif isinstance(value, torch.Tensor):
+            yield f"{head}{key}", value

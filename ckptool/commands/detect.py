@@ -1,0 +1,359 @@
+"""What a path points at: a checkpoint, a part of one, a folder of several, or none."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from ckptool.commands.unlisted import require_listed, unlisted_problems
+from ckptool.engine.write.writer import UNFINISHED
+from ckptool.errors import CkptoolError, Damaged, NotFound, Problem, Unrecognised, UsageError
+from ckptool.formats import FORMATS, detect
+from ckptool.formats.base import EXTRA, Format, ScanOptions
+from ckptool.formats.companions import latest_folder
+from ckptool.serialization.file_kinds import FileKind, begin, hint_for, kind_of, read_head
+from ckptool.storage.local import Files, LocalSource
+from ckptool.storage.url import Location, within
+
+_LEVELS = 4
+_T = TypeVar("_T")
+_MOST_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A place that is a checkpoint of a known format by its names and first bytes.
+
+    ``beside`` are the files outside it, of the folder that was asked for and holds it alone;
+    ``unlisted`` says what of both could not be looked at.
+    """
+
+    path: Location
+    source: Files
+    format: Format
+    beside: tuple[str, ...] = ()
+    unlisted_beside: Mapping[str, Problem] = field(default_factory=dict)
+
+    @property
+    def unlisted(self) -> dict[str, Problem]:
+        return {**self.source.unlisted, **self.unlisted_beside}
+
+
+def recognise(path: Location, format_name: str | None = None) -> Candidate:
+    """The checkpoint that a path means, or what lies there read as ``format_name``.
+
+    Raises NotFound, Unrecognised (with what is there), or UsageError for a format of no such name.
+    """
+    _require_there(path)
+    return bounded(path, lambda: _recognised(path, format_name))
+
+
+def below(path: Location) -> tuple[Location | None, list[Location]]:
+    """The folder, if it is a checkpoint as a whole, and the places of those that lie below it.
+
+    A place that cannot be read, or no longer, is among them: what is wrong is said where it is
+    read. Raises NotFound where there is no such folder, Unrecognised where it is a file.
+    """
+    _require_there(path)
+    if not path.is_dir():
+        raise Unrecognised(f"{path}: a file, not a run's folder")
+    source = folder_at(path)
+    failed: list[Location] = []
+    whole = bounded(path, lambda: _detected(path, lambda: detect_folder(source), []))
+    found = bounded(path, lambda: list(_candidates(path, source, failed)))
+    places = [*(one.path for one in found), *failed]
+    unreadable = [p.file for p in unlisted_problems(source.unlisted) if p.code != "file-changed"]
+    shut = [path / name for name in unreadable if name is not None]
+    places += [one for one in shut if one not in places and set(one.parents).isdisjoint(places)]
+    return None if whole is None else path, places
+
+
+def holds_checkpoint(path: Location) -> bool:
+    """Whether a folder is a checkpoint of a known format by its names, whole or not."""
+    try:
+        return path.is_dir() and detect(folder_at(path)) is not None
+    except (CkptoolError, OSError):
+        return False
+
+
+def unfinished(source: Files) -> Problem | None:
+    """The problem of a folder that a ckptool writes to, or left when it was killed."""
+    if UNFINISHED not in source.files:
+        return None
+    message = f"{source.root}: ckptool has not finished writing it ({UNFINISHED} is in it)"
+    return Problem(message, "save-unfinished", file=UNFINISHED)
+
+
+def require_finished(source: Files) -> None:
+    """Raise Damaged where a ckptool has not finished writing a folder."""
+    problem = unfinished(source)
+    if problem is not None:
+        hint = "once the command that writes it has ended, the same with --resume completes it"
+        raise Damaged(problem, hint=hint)
+
+
+def _require_there(path: Location) -> None:
+    if not isinstance(path, Path):
+        path.require_there()
+        return
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        if path.is_symlink():
+            target = os.readlink(path)
+            raise NotFound(f"{path}: a link to {target}: {_reason(error)}") from None
+        raise NotFound(f"{path}: {_reason(error)}", hint=_similar(path)) from None
+    except ValueError:
+        raise NotFound(f"{str(path)!r}: no path, for it holds a null character") from None
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise Unrecognised(f"{path}: a pipe, socket or device, neither a file nor a folder")
+
+
+def folder_at(path: Location) -> Files:
+    """The files below a folder."""
+    if isinstance(path, Path):
+        return LocalSource.folder(path)
+    from ckptool.storage.remote import RemoteSource
+
+    return RemoteSource.folder(path)
+
+
+def file_at(path: Location) -> Files:
+    """A file by itself, with what goes with it."""
+    if isinstance(path, Path):
+        return LocalSource.file(path)
+    from ckptool.storage.remote import RemoteSource
+
+    return RemoteSource.file(path)
+
+
+def bounded(path: Location, work: Callable[[], _T]) -> _T:
+    """The last line of defence against metadata that no check foresaw."""
+    try:
+        return work()
+    except RecursionError:
+        raise Damaged(f"{path}: its metadata is nested too deep to be read") from None
+    except MemoryError:
+        raise Damaged(f"{path}: its metadata needs more memory than there is") from None
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "no such file or folder"
+    return (error.strerror or "cannot be read").lower()
+
+
+def _similar(path: Path) -> str | None:
+    try:
+        names = os.listdir(path.parent)
+    except OSError:
+        return None
+    import difflib
+
+    close = difflib.get_close_matches(path.name, names, n=1)
+    return f"did you mean {path.parent / close[0]} ?" if close else None
+
+
+def _recognised(path: Location, format_name: str | None) -> Candidate:
+    if format_name is not None:
+        return _as_told(path, format_name)
+    if path.is_dir():
+        return _in_folder(path)
+    return _around_file(path)
+
+
+def require_known(format_name: str | None) -> None:
+    """UsageError where a format is named that there is not."""
+    if format_name is not None and format_name not in FORMATS:
+        raise UsageError(
+            f"--from {format_name!r}: no such format", hint="one of " + ", ".join(FORMATS)
+        )
+
+
+def _as_told(path: Location, format_name: str) -> Candidate:
+    require_known(format_name)
+    source = folder_at(path) if path.is_dir() else file_at(path)
+    return Candidate(path, source, FORMATS[format_name])
+
+
+def _around_file(path: Location) -> Candidate:
+    """The checkpoint that a file is part of, or the file by itself."""
+    whole = _whole_around(path) if isinstance(path, Path) or _marks(path.name) else None
+    if whole is not None:
+        return whole
+    source = file_at(path)
+    alone = detect(source)
+    if alone is not None:
+        return Candidate(path, source, alone)
+    if not source.files[path.name]:
+        raise Unrecognised(f"{path}: the file is empty (0 bytes)")
+    head = read_head(source, path.name)
+    kind = kind_of(head, path.name)
+    if kind is not None:
+        raise Unrecognised(f"{path}: {kind.what}", hint=hint_for(kind, str(path)))
+    raise Unrecognised(
+        f"{path}: no checkpoint format that ckptool knows (it begins with {begin(head)})",
+        hint="ckptool formats lists them; --from NAME tries one all the same",
+    )
+
+
+def _whole_around(path: Location) -> Candidate | None:
+    """The checkpoint in the file's folder that the file is part of."""
+    try:
+        folder = folder_at(path.parent)
+    except NotFound:
+        return None
+    found = detect_folder(folder)
+    if found is None or not (path.name in _files_of(found, folder) or _marks(path.name)):
+        return None
+    return Candidate(path.parent, folder, found)
+
+
+def _marks(name: str) -> bool:
+    """Whether a file name says that the file is only a part of a checkpoint."""
+    return name in (".metadata", "metadata.pkl") or name.endswith((".distcp", ".index.json"))
+
+
+def _files_of(item: Format, source: Files) -> frozenset[str]:
+    try:
+        return frozenset(item.scan(source, ScanOptions(per_rank=True)).files)
+    except CkptoolError:
+        return frozenset()
+
+
+def _in_folder(path: Location) -> Candidate:
+    source = folder_at(path)
+    found = detect_folder(source)
+    if found is not None:
+        return Candidate(path, source, found)
+    require_finished(source)
+    latest = latest_folder(source)
+    if latest is not None:
+        inner = _in_folder(path / latest)
+        loose = (name for name in source.files if "/" not in name)
+        return replace(inner, beside=(*inner.beside, *loose))
+    candidates = list(_candidates(path, source))
+    if len(candidates) == 1:
+        return _with_beside(candidates[0], path, source)
+    if candidates:
+        raise _several(path, candidates)
+    require_listed(unlisted_problems(source.unlisted))
+    if not source.files:
+        raise Unrecognised(f"{path}: the folder is empty")
+    message = f"{path}: no checkpoint in its {len(source.files):,} files: {_listing(source)}"
+    hint = "ckptool formats lists what is recognised; --from NAME tries one all the same"
+    foreign = next(_foreign_files(source), None)
+    if foreign is not None:
+        name, kind = foreign
+        raise Unrecognised(f"{message}; {name} is {kind.what}", hint=hint_for(kind, name))
+    raise Unrecognised(message, hint=hint)
+
+
+def _foreign_files(source: Files) -> Iterator[tuple[str, FileKind]]:
+    """The files that look like checkpoints, or what stands in for one, the largest first."""
+    names = sorted(source.files, key=lambda name: -source.files[name])
+    for name in names[:_MOST_SHOWN]:
+        try:
+            kind = kind_of(read_head(source, name), name)
+        except CkptoolError:
+            continue
+        if kind is not None and not kind.what.startswith("text") and "no tensors" not in kind.what:
+            yield name, kind
+
+
+def _with_beside(only: Candidate, path: Location, source: Files) -> Candidate:
+    """The one candidate below a folder, with the files of the folder that are none of its own."""
+    here = "/".join(within(only.path, path).parts)
+    own = {f"{here}/{name}" for name in only.source.files} if only.path.is_dir() else {here}
+    own |= {here.removesuffix(".safetensors") + EXTRA}
+    beside = tuple(name for name in source.files if name not in own)
+    unlisted = {n: why for n, why in source.unlisted.items() if not n.startswith(f"{here}/")}
+    return replace(only, beside=beside, unlisted_beside=unlisted)
+
+
+def detect_folder(source: Files) -> Format | None:
+    """The format of a folder as a whole; None where it only holds a single-file checkpoint."""
+    if len(source.files) == 1 and "/" not in next(iter(source.files)):
+        dcp = FORMATS["dcp"]
+        return dcp if dcp.probe(source) else None
+    found = detect(source)
+    alone = ("safetensors", "torch-save") if len(source.files) == 1 else ("safetensors",)
+    return None if found is not None and found.name in alone else found
+
+
+def _detected(
+    place: Location, detect_it: Callable[[], _T | None], failed: list[Location] | None
+) -> _T | None:
+    """What is detected at a place; one where that fails is None, and noted where that is asked."""
+    try:
+        return detect_it()
+    except CkptoolError:
+        if failed is None:
+            raise
+        failed.append(place)
+        return None
+
+
+def _candidates(
+    path: Location, source: Files, failed: list[Location] | None = None
+) -> Iterator[Candidate]:
+    """Checkpoints below a folder: subfolders that are one, and single files that are one.
+
+    Places that cannot be read go to ``failed``, where that is given.
+    """
+    folders = source.subfolders()
+    covered: set[str] = set()
+    for folder in sorted(folders, key=lambda name: (name.count("/"), natural_key(name))):
+        if folder.count("/") >= _LEVELS or any(str(p) in covered for p in Path(folder).parents):
+            continue
+        inner = folders[folder]
+        place = path / folder
+        found = _detected(place, partial(detect_folder, inner), failed)
+        if found is not None or unfinished(inner) or place in (failed or ()):
+            covered.add(folder)
+        if found is not None:
+            yield Candidate(place, inner, found)
+    for name in source.files:
+        if not any(str(parent) in covered for parent in Path(name).parents):
+            one = _detected(path / name, partial(_single_file, path, source, name), failed)
+            if one is not None:
+                yield one
+
+
+def _single_file(path: Location, source: Files, name: str) -> Candidate | None:
+    if not name.endswith((".pt", ".pth", ".bin", ".ckpt", ".safetensors")):
+        return None
+    if name.endswith(EXTRA) and name.removesuffix(EXTRA) + ".safetensors" in source.files:
+        return None
+    alone = source.alone(name)
+    found = detect(alone)
+    return None if found is None else Candidate(path / name, alone, found)
+
+
+def _several(path: Location, candidates: list[Candidate]) -> Unrecognised:
+    candidates = sorted(candidates, key=lambda item: natural_key(str(item.path)))
+    shown = [f"  {item.path}  ({item.format.name})" for item in candidates[-_MOST_SHOWN:]]
+    more = len(candidates) - len(shown)
+    listed = ([f"  ... and {more} more before these"] if more else []) + shown
+    return Unrecognised(
+        f"{path}: {len(candidates)} checkpoints are below this folder:\n" + "\n".join(listed),
+        hint=f"name one of them, such as {candidates[-1].path}",
+    )
+
+
+def natural_key(name: str) -> list[tuple[int, int | str]]:
+    """A sort key under which step-9 comes before step-10."""
+    parts = enumerate(re.split(r"([0-9]+)", name))
+    return [(0, int(part)) if at % 2 else (1, part) for at, part in parts]
+
+
+def _listing(source: Files) -> str:
+    names = list(source.files)
+    more = f", and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more

@@ -1,0 +1,150 @@
+"""What a checkpoint holds, from its metadata alone."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptool.commands.open import AS_DETECTED, Opened, ReadOptions, open_checkpoint
+from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
+from ckptool.core.dtype import DType
+from ckptool.core.parts import PARTS, part_of, weights
+from ckptool.storage.url import Location
+
+_STEP_NAMES = (
+    "train_state.step",
+    "trainer.global_step",
+    "trainer_state.global_step",
+    "train.global_step",
+    "train.step",
+    "state.global_step",
+    "meta.global_step",
+    "meta.step",
+    "global_step",
+    "global_steps",
+    "step",
+    "iteration",
+)
+_STEP_FOLDER = re.compile(
+    r"(?:.*[-_.])?(?:global_?)?step[-_=]?(\d{1,18})|checkpoint-(\d{1,18})|iter(?:ation)?_(\d{1,18})"
+)
+
+
+if TYPE_CHECKING:
+    from ckptool.storage.store import Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """The whole in four numbers. ``parameters`` are the elements of the model's tensors."""
+
+    tensors: int
+    parameters: int
+    nbytes: int
+    files: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one part of the checkpoint holds in one element type."""
+
+    part: str
+    dtype: DType
+    tensors: int
+    elements: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class InspectReport:
+    """What ``inspect`` shows.
+
+    ``problems`` make the checkpoint unreadable in part: ranks that contradict one another, and
+    tensors that their chunks do not tile.
+    """
+
+    opened: Opened
+    step: int | None
+    totals: Totals
+    shares: tuple[Share, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """What was asked of the store so far; None where the checkpoint lies on a disk."""
+        return None if isinstance(self.path, Path) else self.path.store.traffic
+
+    @property
+    def path(self) -> Location:
+        return self.opened.path
+
+    @property
+    def catalog(self) -> Catalog:
+        return self.opened.catalog
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        said = {str(why) for why in self.catalog.conflicts.values()}
+        return tuple(note for note in self.catalog.notes if str(note) not in said)
+
+
+def inspect(path: Location, options: ReadOptions = AS_DETECTED) -> InspectReport:
+    """Recognise the checkpoint at ``path`` and describe it. No tensor byte is read."""
+    return report(open_checkpoint(path, options))
+
+
+def report(opened: Opened) -> InspectReport:
+    """The description of a checkpoint that is open already."""
+    catalog = opened.catalog
+    shares = shares_of(catalog.tensors.values())
+    totals = Totals(
+        tensors=len(catalog.tensors),
+        parameters=sum(catalog.tensors[name].elements for name in weights(catalog)),
+        nbytes=sum(share.nbytes for share in shares),
+        files=len(catalog.files),
+    )
+    return InspectReport(opened, step_of(opened.path, catalog), totals, shares, _problems(catalog))
+
+
+def shares_of(entries: Iterable[TensorEntry]) -> tuple[Share, ...]:
+    """Tensors summed up by part and element type, the largest type of a part first."""
+    groups: dict[tuple[str, DType], list[TensorEntry]] = {}
+    for entry in entries:
+        groups.setdefault((part_of(entry), entry.dtype), []).append(entry)
+    shares = [
+        Share(
+            part,
+            dtype,
+            len(members),
+            sum(entry.elements for entry in members),
+            sum(entry.nbytes for entry in members),
+        )
+        for (part, dtype), members in groups.items()
+    ]
+    return tuple(sorted(shares, key=lambda s: (PARTS.index(s.part), -s.nbytes, s.dtype.name)))
+
+
+def step_of(path: Location, catalog: Catalog) -> int | None:
+    """The training step: a value that says so, else what the format found, else a folder name."""
+    for name in _STEP_NAMES:
+        entry = catalog.objects.get(name)
+        if entry is not None and type(entry.value) is int and entry.value >= 0:
+            return entry.value
+    recorded = catalog.info.get("step", "")
+    if recorded.isdecimal():
+        return int(recorded)
+    place = Path(os.path.realpath(path)) if isinstance(path, Path) else path
+    for name in (place.stem if not place.is_dir() else place.name, place.parent.name):
+        found = _STEP_FOLDER.fullmatch(name)
+        if found:
+            return int(next(filter(None, found.groups())))
+    return None
+
+
+def _problems(catalog: Catalog) -> tuple[str, ...]:
+    gaps = (coverage_problem(entry) for entry in catalog.tensors.values())
+    return (*catalog.conflicts.values(), *(gap for gap in gaps if gap is not None))

@@ -1,0 +1,234 @@
+"""Statistics of tensors, streamed in bounded memory.
+
+Stored elements as real numbers that numpy can count with, for every element type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ckptool.commands.open import Opened
+from ckptool.core.box import Box
+from ckptool.core.catalog import TensorEntry, coverage_problem
+from ckptool.core.dtype import DType
+from ckptool.core.layout import tiles
+from ckptool.core.rewrite import matches
+from ckptool.engine.check.unchanged import require_unchanged
+from ckptool.engine.read.gather import Gatherer
+from ckptool.errors import CkptoolError, Problem, UsageError, damaged
+from ckptool.storage.local import Files
+
+_TILE_ELEMENTS = 1 << 20
+
+Number = int | float
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStats:
+    """What the values of one tensor are like.
+
+    ``minimum``, ``maximum``, ``mean`` and ``std`` (of the population) are over the finite values,
+    None where there is none; of complex values they describe the magnitudes. NaN and infinite
+    values are counted. All are None for element types that are no numbers (packed bits).
+    """
+
+    entry: TensorEntry
+    minimum: Number | None = None
+    maximum: Number | None = None
+    mean: float | None = None
+    std: float | None = None
+    zeros: int | None = None
+    nan: int | None = None
+    inf: int | None = None
+
+
+@dataclass(slots=True)
+class _Moments:
+    """Running count, mean and sum of squared deviations (Chan's merge), with the extremes."""
+
+    count: int = 0
+    mean: float = 0.0
+    deviations: float = 0.0
+    minimum: Number | None = None
+    maximum: Number | None = None
+    zeros: int = 0
+    nan: int = 0
+    inf: int = 0
+
+    def add(self, values: Array) -> None:
+        """Take in real numbers."""
+        self.zeros += int(np.count_nonzero(values == 0))
+        if values.dtype.kind == "f":
+            finite = np.isfinite(values)
+            self.nan += int(np.count_nonzero(np.isnan(values)))
+            self.inf += int(np.count_nonzero(np.isinf(values)))
+            values = values if finite.all() else values[finite]
+        if values.size:
+            self._merge(values)
+
+    def _merge(self, values: Array) -> None:
+        low, high = values.min().item(), values.max().item()
+        self.minimum = low if self.minimum is None else min(self.minimum, low)
+        self.maximum = high if self.maximum is None else max(self.maximum, high)
+        numbers = values.astype(np.float64)
+        mean = float(numbers.mean())
+        numbers -= mean
+        apart = mean - self.mean
+        total = self.count + values.size
+        self.deviations += float(np.dot(numbers, numbers))
+        self.deviations += apart * apart * self.count * values.size / total
+        self.mean += apart * values.size / total
+        self.count = total
+
+    def of(self, entry: TensorEntry) -> TensorStats:
+        """The statistics of all that was taken in."""
+        mean, std = (
+            (self.mean, math.sqrt(self.deviations / self.count)) if self.count else (None,) * 2
+        )
+        return TensorStats(
+            entry, self.minimum, self.maximum, mean, std, self.zeros, self.nan, self.inf
+        )
+
+
+def stats(opened: Opened, globs: Sequence[str]) -> list[TensorStats]:
+    """Statistics of every tensor that matches a glob, in the order of the catalog.
+
+    Raises UsageError where a glob matches no tensor, Damaged where chunks are missing, Changed
+    where the files were written to meanwhile.
+    """
+    catalog = opened.catalog
+    for glob in globs:
+        if not any(matches(name, [glob]) for name in catalog.tensors):
+            raise UsageError(
+                f"--stats {glob!r} matches none of the {len(catalog.tensors):,} tensors",
+                hint="globs match whole names, as `ckptool inspect --tensors '*'` lists them",
+            )
+    wanted = {name: e for name, e in catalog.tensors.items() if matches(name, globs)}
+    problems = [gap for gap in map(coverage_problem, wanted.values()) if gap is not None]
+    if problems:
+        raise damaged(problems, subject=str(opened.path))
+    numeric = {name: entry for name, entry in wanted.items() if is_numeric(entry.source_dtype)}
+    located = opened.located(replace(catalog, tensors=numeric, objects={})).tensors
+    gatherer = Gatherer(opened.source)
+    try:
+        found = [
+            _of(located[name], gatherer) if name in located else TensorStats(entry)
+            for name, entry in wanted.items()
+        ]
+    finally:
+        gatherer.close()
+    require_unchanged(catalog, opened.source)
+    return found
+
+
+def not_finite_count(entry: TensorEntry, source: Files) -> Problem:
+    """How many values of a tensor are NaN or infinite, in words."""
+    gatherer = Gatherer(source)
+    try:
+        found = _of(entry, gatherer)
+        message = f"{entry.name}: {found.nan:,} NaN and {found.inf:,} infinite values"
+        message += f" of {entry.elements:,}"
+    except CkptoolError:
+        message = f"{entry.name}: NaN or infinite values"
+    finally:
+        gatherer.close()
+    return Problem(message, "not-finite", tensor=entry.name)
+
+
+def _of(entry: TensorEntry, gatherer: Gatherer) -> TensorStats:
+    moments = _Moments()
+    with np.errstate(over="ignore", invalid="ignore"):
+        for values in _values(entry, gatherer):
+            moments.add(values)
+    return moments.of(entry)
+
+
+def _values(entry: TensorEntry, gatherer: Gatherer) -> Iterator[Array]:
+    """All values of a tensor as flat arrays of real numbers."""
+    dtype = entry.source_dtype
+    for tile in tiles(Box.whole(entry.shape), dtype.itemsize, _TILE_ELEMENTS * dtype.itemsize):
+        stored = gatherer.gathered(entry, tile)
+        yield decoded(stored.reshape(-1), dtype)
+
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+_NATIVE = frozenset(
+    "float64 float32 float16 int64 int32 int16 int8 uint8 uint16 uint32 uint64".split()
+)
+_FLOAT8 = {
+    "float8_e4m3fn": (4, 7, "last"),
+    "float8_e5m2": (5, 15, "ieee"),
+    "float8_e4m3fnuz": (4, 8, "zero"),
+    "float8_e5m2fnuz": (5, 16, "zero"),
+}
+"""Exponent bits, bias, and which codes are NaN: all ones, those of IEEE 754, or minus zero."""
+
+
+def is_numeric(dtype: DType) -> bool:
+    """Whether the elements are numbers, not bits packed by someone's own rule."""
+    return dtype.kind != "bits"
+
+
+def decoded(stored: Array, dtype: DType) -> Array:
+    """Flat stored bits as an array of integers or floats; the magnitudes of complex numbers."""
+    if dtype.name in _NATIVE:
+        return stored.view(dtype.name)
+    return _DECODERS[dtype.name](stored)
+
+
+def _bfloat16(stored: Array) -> Array:
+    return (stored.astype(np.uint32) << 16).view(np.float32)
+
+
+def _half_complex(stored: Array) -> Array:
+    halves = stored.view(np.float16).astype(np.float64)
+    return np.hypot(halves[::2], halves[1::2])
+
+
+def _complex(stored: Array) -> Array:
+    parts = stored.view(f"f{stored.itemsize // 2}").astype(np.float64)
+    return np.hypot(parts[::2], parts[1::2])
+
+
+def _from_table(name: str) -> Callable[[Array], Array]:
+    return lambda stored: _float8_table(name)[stored]
+
+
+@lru_cache
+def _float8_table(name: str) -> Array:
+    """The value of each of the 256 codes."""
+    codes = np.arange(256)
+    if name == "float8_e8m0fnu":
+        return np.where(codes == 255, np.nan, np.ldexp(1.0, codes - 127)).astype(np.float32)
+    exponent_bits, bias, nan = _FLOAT8[name]
+    mantissa_bits = 7 - exponent_bits
+    exponent = (codes & 0x7F) >> mantissa_bits
+    fraction = (codes & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
+    scale = np.ldexp(1.0, np.maximum(exponent, 1) - bias)
+    values = np.where(codes < 128, 1, -1) * scale * (fraction + (exponent > 0))
+    return _with_specials(values, codes, nan).astype(np.float32)
+
+
+def _with_specials(values: Array, codes: Array, nan: str) -> Array:
+    size = codes & 0x7F
+    if nan == "ieee":
+        infinite = np.where(size == 0x7C, np.copysign(np.inf, values), values)
+        return np.where(size > 0x7C, np.nan, infinite)
+    return np.where(codes == 0x80 if nan == "zero" else size == 0x7F, np.nan, values)
+
+
+_DECODERS: dict[str, Callable[[Array], Array]] = {
+    "bfloat16": _bfloat16,
+    "bool": lambda stored: stored.view(np.uint8),
+    "complex32": _half_complex,
+    "complex64": _complex,
+    "complex128": _complex,
+    **{name: _from_table(name) for name in (*_FLOAT8, "float8_e8m0fnu")},
+}

@@ -1,0 +1,1 @@
+"""Key maps and model configurations: which is asked for, and which goes with a checkpoint."""

@@ -1,0 +1,161 @@
+"""What a checkpoint, and the files beside it, record of the model: one flat record of names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckptool.commands.keymap.assets import CONFIG
+from ckptool.core.catalog import Catalog
+from ckptool.core.keymap.match import Facts
+from ckptool.core.keymap.model import KeyMap
+from ckptool.errors import UsageError
+from ckptool.serialization.pickle.records import Call
+from ckptool.storage.local import Files
+
+_PARAMS = "params.json"
+_NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
+_DEEPEST = 3
+_LARGEST = 1 << 24
+
+Record = Mapping[str, Any]
+
+
+def records(source: Files, catalog: Catalog, assets: Path | None) -> list[Record]:
+    """What is recorded, the strongest first.
+
+    The config.json of ``assets``, that beside the checkpoint, Meta's params.json, and the arguments
+    that Megatron-LM saves. UsageError where a file of ``assets`` cannot be read.
+    """
+    asked = [_of_file(assets / CONFIG)] if assets is not None else []
+    beside = [read_beside(source, name) for name in (CONFIG, _PARAMS)]
+    return [*asked, *beside, *map(_of_megatron, _arguments(catalog))]
+
+
+def read_beside(source: Files, name: str) -> Record:
+    """What a file of the checkpoint says; empty where there is no such file."""
+    size = source.files.get(name)
+    if size is None:
+        return {}
+    return _parsed(f"{source.root}/{name}", size, lambda: source.read(name, 0, size))
+
+
+def _of_file(path: Path) -> Record:
+    """What a file says; empty where there is none."""
+    try:
+        return _parsed(str(path), path.stat().st_size, path.read_bytes) if path.exists() else {}
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from None
+
+
+def _parsed(path: str, nbytes: int, read: Callable[[], bytes]) -> Record:
+    """A JSON object, with its ``text_config`` as part of it."""
+    if nbytes > _LARGEST:
+        raise UsageError(f"{path}: more than {_LARGEST:,} bytes, which is no configuration")
+    try:
+        content = json.loads(read())
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}: no JSON object")
+    inner = content.get("text_config")
+    return {**content, **inner} if isinstance(inner, dict) else content
+
+
+def _arguments(catalog: Catalog) -> Iterator[Record]:
+    """Every ``args`` namespace among the values."""
+    for entry in catalog.objects.values():
+        yield from _namespaces(entry.value, _DEEPEST, named=str(entry.path[-1]) == "args")
+
+
+def _namespaces(value: Any, depth: int, *, named: bool) -> Iterator[Record]:
+    if named and isinstance(value, Call) and value.name in _NAMESPACES:
+        yield {k: v for k, v in value.fields.items() if isinstance(k, str)}
+    elif depth and isinstance(value, list | tuple):
+        for item in value[:4]:
+            yield from _namespaces(item, depth - 1, named=False)
+    elif depth and isinstance(value, dict):
+        yield from _namespaces(value.get("args"), depth - 1, named=True)
+
+
+def _of_megatron(arguments: Record) -> Record:
+    """Megatron-LM's arguments, with what they mean said as others say it (core 0.7 to 0.20)."""
+    record = dict(arguments)
+    if record.get("group_query_attention") is False:
+        record["num_query_groups"] = record.get("num_attention_heads")
+    untied = record.get("untie_embeddings_and_output_weights")
+    if isinstance(untied, bool):
+        record["tie_word_embeddings"] = not untied
+    return record
+
+
+def facts(key_map: KeyMap, found: Sequence[Record], given: Mapping[str, int]) -> Facts:
+    """The sizes of a map's axes, as given or as the records tell, and all facts that hold."""
+    merged: dict[str, Any] = {}
+    for record in reversed(found):
+        merged |= {name: value for name, value in record.items() if value is not None}
+    unknown = given.keys() - key_map.axes
+    if unknown:
+        named = key_map.sizes or sorted(key_map.axes)
+        raise UsageError(
+            f"--dim {min(unknown)}: the map {key_map.name} has no such dim",
+            hint="it has " + ", ".join(named) if named else None,
+        )
+    sizes = {**given}
+    for name in key_map.sizes:
+        size = sizes[name] if name in sizes else _looked_up(name, key_map, merged, sizes, ())
+        if size is not None:
+            sizes[name] = size
+    return Facts(sizes, frozenset(n for n, value in merged.items() if value is True))
+
+
+def _looked_up(
+    name: str, key_map: KeyMap, merged: Record, sizes: Mapping[str, int], seen: tuple[str, ...]
+) -> int | None:
+    """The first size that a dim's keys and expressions tell.
+
+    A dim that is said to be as large as another by default is so only where both are recorded: of
+    a size that was given, nothing is known of the other.
+    """
+    for lookup in key_map.sizes[name]:
+        if isinstance(lookup, int):
+            return lookup
+        words = lookup.split()
+        known = sizes if len(words) > 1 else {}
+        size = _evaluated(words, key_map, merged, known, (*seen, name))
+        if size is not None:
+            return size
+    return None
+
+
+def _evaluated(
+    words: list[str],
+    key_map: KeyMap,
+    merged: Record,
+    sizes: Mapping[str, int],
+    seen: tuple[str, ...],
+) -> int | None:
+    """``a``, ``a / b`` or ``a * b``; None where something is unknown or does not divide."""
+    value = _value(words[0], key_map, merged, sizes, seen)
+    for sign, word in zip(words[1::2], words[2::2], strict=False):
+        other = _value(word, key_map, merged, sizes, seen)
+        if value is None or not other or (sign == "/" and value % other):
+            return None
+        value = value // other if sign == "/" else value * other
+    return value
+
+
+def _value(
+    word: str, key_map: KeyMap, merged: Record, sizes: Mapping[str, int], seen: tuple[str, ...]
+) -> int | None:
+    """A record's number, or the size of another dim."""
+    if word in sizes:
+        return sizes[word]
+    found = merged.get(word)
+    if type(found) is int and found > 0:
+        return found
+    if word in key_map.sizes and word not in seen:
+        return _looked_up(word, key_map, merged, sizes, seen)
+    return None

@@ -1,0 +1,56 @@
+"""What is asked of a key map, and what one did. Light: a command without a map imports no more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckptool.core.keymap.apply import Move
+
+
+@dataclass(frozen=True, slots=True)
+class MapOptions:
+    """Which map: a built-in's name, a TOML file, or ``auto``; None for none.
+
+    ``dims`` are sizes of its named dims, ``assets`` a folder with config.json and tokenizer files,
+    ``inverse`` whether the map goes from its ``to`` to its ``from`` side (None: as names fit).
+    """
+
+    name: str | None = None
+    dims: Mapping[str, int] = field(default_factory=dict)
+    assets: Path | None = None
+    inverse: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MapReport:
+    """The map that was applied, why this one, and every tensor that it makes.
+
+    ``config`` is the model's configuration as config.json has it, None where the target is not
+    Hugging Face's or the checkpoint does not record enough: ``config_lacks`` says what.
+    """
+
+    name: str
+    source: str
+    target: str
+    reason: str
+    moves: tuple[Move, ...]
+    left_out: tuple[str, ...]
+    config: dict[str, Any] | None = None
+    config_lacks: str = ""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know of it."""
+        said = f"map {self.name}, {self.source} to {self.target}: {self.reason}"
+        left = (f"left out, as the map says: {', '.join(self.left_out)}",) if self.left_out else ()
+        return (said, *left)
+
+
+def decided_by(report: MapReport | None) -> object:
+    """What a map decides of the output, beyond names and places."""
+    moves = report.moves if report is not None else ()
+    return [(move.sources, move.target, move.entry.shape, move.operation) for move in moves]

@@ -1,0 +1,1 @@
+"""A checkpoint for a new device mesh."""

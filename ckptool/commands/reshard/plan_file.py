@@ -1,0 +1,100 @@
+"""Placements that a file asks for: a TOML plan, or the tp_plan of a transformers config."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckptool.commands.open import text_of
+from ckptool.core.mesh import Mesh
+from ckptool.core.sharding.placement import STYLES, Rule, parse_mesh, rule_of, split_placements
+from ckptool.errors import UsageError
+
+_KEYS, _RULE_KEYS = ("mesh", "names", "rule"), ("tensor", "placements")
+
+
+def read_plan(path: Path, mesh: Mesh | None = None) -> tuple[Mesh | None, list[Rule]]:
+    """The mesh and rules of a TOML plan: ``mesh``, ``names``, ``[[rule]]`` tables in order.
+
+    A ``mesh`` that is given goes before the plan's; the plan's names go to a mesh without.
+    UsageError where the file cannot be read, or says anything else.
+    """
+    import tomllib
+
+    where = f"--plan {path}"
+    try:
+        content = tomllib.loads(text_of(path, "--plan"))
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}") from None
+    _require_keys(content, _KEYS, where)
+    mesh = mesh or _planned_mesh(content.get("mesh"), where)
+    names = _planned_names(content.get("names"), where)
+    if mesh is not None and names is not None and mesh.names is None:
+        if len(names) != len(mesh.shape):
+            raise UsageError(f"{where}: {len(names)} names for {len(mesh.shape)} mesh dims")
+        mesh = Mesh.of(mesh.shape, names)
+    rules = content.get("rule", [])
+    if not isinstance(rules, list):
+        raise UsageError(f"{where}: each [[rule]] needs tensor and placements")
+    return mesh, [_planned_rule(rule, where) for rule in rules]
+
+
+def _require_keys(table: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    unknown = [key for key in table if key not in known]
+    if unknown:
+        raise UsageError(f"{where}: {unknown[0]!r} is none of {', '.join(known)}")
+
+
+def _planned_mesh(said: Any, where: str) -> Mesh | None:
+    if said is not None and not isinstance(said, str):
+        raise UsageError(f'{where}: mesh = {said!r} is no text such as "2x4" or "dp=2,tp=4"')
+    return None if said is None else parse_mesh(said)
+
+
+def _planned_names(said: Any, where: str) -> list[str] | None:
+    if said is None:
+        return None
+    is_list = isinstance(said, list) and all(isinstance(name, str) and name for name in said)
+    if not is_list or len(set(said)) != len(said):
+        raise UsageError(f'{where}: names = {said!r} is no list of names such as ["dp", "tp"]')
+    return list(said)
+
+
+def _planned_rule(rule: Any, where: str) -> Rule:
+    if not isinstance(rule, Mapping) or not all(rule.get(key) for key in _RULE_KEYS):
+        raise UsageError(f"{where}: each [[rule]] needs tensor and placements")
+    _require_keys(rule, _RULE_KEYS, f"{where}: [[rule]]")
+    said = rule["placements"]
+    words = split_placements(said) if isinstance(said, str) else said
+    if not isinstance(words, list):
+        raise UsageError(f"{where}: placements = {said!r} is no list of placements")
+    return rule_of(str(rule["tensor"]), [str(word) for word in words])
+
+
+def read_tp_plan(path: Path) -> list[Rule]:
+    """The rules of a ``base_model_tp_plan`` or ``tp_plan`` in a transformers config.json."""
+    try:
+        content = json.loads(text_of(path, "--tp-plan"))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--tp-plan {path}: {error}") from None
+    plan: Any = None
+    if isinstance(content, Mapping):
+        plan = content.get("base_model_tp_plan") or content.get("tp_plan")
+    if not isinstance(plan, Mapping) or not all(isinstance(word, str) for word in plan.values()):
+        raise UsageError(f"--tp-plan {path}: no base_model_tp_plan or tp_plan in it")
+    return [
+        rule for module, style in plan.items() for rule in _module_rules(str(module), str(style))
+    ]
+
+
+def _module_rules(module: str, style: str) -> list[Rule]:
+    globs = [f"*{module}.{leaf}*" for leaf in ("weight", "bias")]
+    return [Rule(glob, style=_style(style), required=False) for glob in globs]
+
+
+def _style(word: str) -> str:
+    if word not in STYLES:
+        raise UsageError(f"--tp-plan: unknown style {word!r}", hint="one of " + ", ".join(STYLES))
+    return word

@@ -1,0 +1,332 @@
+"""Write a checkpoint for a new device mesh.
+
+What loading costs each rank of a mesh: files opened and bytes read by torch's own loader.
+
+State that belongs to one rank: random numbers, data loaders, what differs between ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import ChainMap, Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ckptool.commands.keymap.assets import mapped, with_assets
+from ckptool.commands.keymap.options import MapOptions, MapReport, decided_by
+from ckptool.commands.open import AS_DETECTED, Opened, ReadOptions, open_checkpoint
+from ckptool.commands.reshard.plan_file import read_plan, read_tp_plan
+from ckptool.commands.transfer import (
+    Progress,
+    Transfer,
+    TransferOptions,
+    free_bytes,
+    named_target,
+    no_progress,
+    require_agreement,
+    require_apart,
+    target_notes,
+)
+from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.layout import FileLayout
+from ckptool.core.mesh import Mesh
+from ckptool.core.plan import ChunkIndex, Plan
+from ckptool.core.rewrite import drop_names, without_rank
+from ckptool.core.sharding.placement import POLICIES, Choice, Placed, Placer, Rule
+from ckptool.engine.ranks import Ranks
+from ckptool.engine.write.run import peak_memory
+from ckptool.errors import CannotDo, UsageError
+from ckptool.formats import CUTS, WRITERS
+from ckptool.formats.base import Request
+from ckptool.storage.url import Location
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardOptions:
+    """The mesh, what decides the placements, how to read and how to write.
+
+    ``rank_state`` is what becomes of state that differs between the source's ranks, whatever
+    ``read.per_rank`` says: ``stop``, ``keep``, ``drop``, or the rank whose state is taken. ``to``
+    is a target format, or None for the source's own kind.
+    """
+
+    mesh: Mesh | None = None
+    rules: tuple[Rule, ...] = ()
+    policy: str | None = None
+    plan_file: Path | None = None
+    tp_plan: Path | None = None
+    to: str | None = None
+    read: ReadOptions = AS_DETECTED
+    rank_state: str = "stop"
+    map: MapOptions = field(default_factory=MapOptions)
+    transfer: TransferOptions = field(default_factory=lambda: TransferOptions(verify=True))
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardReport:
+    """What is to be written, or was. Sizes in bytes.
+
+    ``rank_bytes`` is what each rank of the mesh holds, ``peak_memory`` the most that moving the
+    bytes needs beside the catalog, ``budget`` what it may.
+    """
+
+    source: Location
+    source_format: str
+    target: Location
+    target_format: str
+    mesh: Mesh
+    choices: dict[str, Choice]
+    files: tuple[FileLayout, ...]
+    read_bytes: int
+    write_bytes: int
+    free_bytes: int | None
+    rank_bytes: tuple[int, ...]
+    peak_memory: int
+    budget: int
+    objects: int
+    map: MapReport | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """``read_bytes`` is what the reshard reads from the source's files, gaps and all.
+
+    ``from_source`` and ``from_target`` are what each rank of the new mesh opens and reads at load.
+    """
+
+    read_bytes: int
+    from_source: tuple[LoadCost, ...]
+    from_target: tuple[LoadCost, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedReshard:
+    """A reshard that is planned and checked, but not begun."""
+
+    transfer: Transfer
+    report: ReshardReport
+    placed: Placed
+
+    def costs(self) -> Costs:
+        """What the reshard will read, and what each rank of the new mesh will at load."""
+        from ckptool.core.layout import written_entries
+        from ckptool.engine.write.cost import bytes_to_read
+
+        plan = self.transfer.plan
+        sources = {entry.name: entry for entry in plan.entries}
+        written = written_entries(plan.layout, sources)
+        return Costs(
+            bytes_to_read(plan, self.transfer.opened.source),
+            load_costs(plan.entries, self.placed),
+            load_costs(written.values(), self.placed),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the transfer moves."""
+        return self.transfer.nbytes
+
+    def run(self, progress: Progress = no_progress, ranks: Ranks | None = None) -> ReshardReport:
+        """Write the target. Raises as a transfer does; the target is whole or not there."""
+        notes = self.transfer.run(progress, ranks)
+        return replace(self.report, notes=(*self.report.notes, *notes))
+
+
+def _config(opened: Opened, catalog: Catalog, options: ReshardOptions) -> Mapping[str, Any]:
+    """What is recorded of the model, the strongest record first."""
+    from ckptool.commands.keymap.model_record import records
+
+    return ChainMap(*map(dict, records(opened.source, catalog, options.map.assets)))
+
+
+def prepare_reshard(
+    source: Location, target: Location | None, options: ReshardOptions
+) -> PreparedReshard:
+    """Plan a reshard: nothing is written yet, and no tensor byte is read.
+
+    ``target`` None means a sibling of the source named after the mesh. Raises UsageError,
+    CannotDo or a SourceError where it cannot be done as asked.
+    """
+    require_rank_state(options.rank_state)
+    placer = _placer(options)
+    opened = open_checkpoint(source, replace(options.read, per_rank=True), whole=False)
+    target = named_target(target or _sibling(opened.path, placer.mesh))
+    require_apart(opened, target)
+    catalog = settled(opened.catalog, options.rank_state)
+    left_out = names_left_out(opened.catalog, catalog)
+    require_agreement(catalog)
+    if not catalog.tensors:
+        raise CannotDo(f"{opened.path}: no tensor to reshard")
+    catalog, map_report = mapped(opened, opened.located(catalog), options.map)
+    writer = _writer_name(options.to, opened)
+    placer = replace(placer, rules=(*placer.rules, *CUTS.get(writer, ())))
+    choices = placer.choose(catalog)
+    placed = Placed(placer.mesh, {name: choice.placements for name, choice in choices.items()})
+    config = _config(opened, catalog, options) if writer == "sharded-state" else {}
+    layout = WRITERS[writer](catalog, Request(target.name, placed=placed, config=config))
+    layout = with_assets(
+        layout, options.map.assets, map_report, catalog, model=writer == "sharded-state"
+    )
+    plan = Plan(catalog, layout)
+    report = ReshardReport(
+        source=opened.path,
+        source_format=opened.format.name,
+        target=target,
+        target_format=writer,
+        mesh=placer.mesh,
+        choices=choices,
+        files=layout.files,
+        read_bytes=plan.read_bytes,
+        write_bytes=layout.nbytes,
+        free_bytes=free_bytes(target.parent),
+        rank_bytes=_rank_bytes(catalog, placed),
+        peak_memory=peak_memory(
+            plan, opened.source, options.transfer.run, local=isinstance(target, Path)
+        ),
+        budget=options.transfer.run.budget,
+        objects=len(catalog.objects),
+        map=map_report,
+        notes=(
+            *catalog.notes,
+            *left_out,
+            *layout.notes,
+            *target_notes(opened, target, layout, options.transfer),
+        ),
+    )
+    decided = (writer, placed, decided_by(map_report))
+    transfer = Transfer(opened, plan, target, options.transfer, decided, placer.mesh.size)
+    return PreparedReshard(transfer, report, placed)
+
+
+# What decides the placements
+
+
+def _placer(options: ReshardOptions) -> Placer:
+    mesh, rules = options.mesh, list(options.rules)
+    if options.plan_file is not None:
+        mesh, more = read_plan(options.plan_file, mesh)
+        rules += more
+    if options.tp_plan is not None:
+        rules += read_tp_plan(options.tp_plan)
+    if mesh is None:
+        raise UsageError("no mesh", hint="--mesh 2x4, --mesh dp=2,tp=4, or a --plan that names one")
+    if options.policy is not None and options.policy not in POLICIES:
+        raise UsageError(
+            f"--policy {options.policy!r}: no such policy", hint="one of " + ", ".join(POLICIES)
+        )
+    return Placer(mesh, tuple(rules), options.policy)
+
+
+# Where to
+
+
+def _sibling(source: Location, mesh: Mesh) -> Location:
+    source = source.resolve()
+    return source.with_name(f"{source.name}-{'x'.join(map(str, mesh.shape))}")
+
+
+def _writer_name(to: str | None, opened: Opened) -> str:
+    """The target format: as asked, or the source's own kind where that is written for a mesh."""
+    if to is not None and to not in WRITERS:
+        raise UsageError(f"--to {to!r}: no such target", hint="one of " + ", ".join(WRITERS))
+    if to is not None:
+        return to
+    if opened.catalog.info.get("writer") == "torch_checkpointing":
+        return "torch-checkpointing"
+    return opened.format.name if opened.format.name in WRITERS else "dcp"
+
+
+def _rank_bytes(catalog: Catalog, placed: Placed) -> tuple[int, ...]:
+    """Bytes of tensor data that each rank of the new mesh holds."""
+    totals = [0] * placed.mesh.size
+    for entry in catalog.tensors.values():
+        for position, shard in enumerate(placed.shards(entry)):
+            held = sum(piece.box.volume for piece in shard.pieces)
+            totals[position] += held * entry.dtype.itemsize
+    return tuple(totals)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCost:
+    """Files that a rank opens, and bytes of tensor data that it reads."""
+
+    files: int
+    nbytes: int
+
+
+def load_costs(entries: Iterable[TensorEntry], placed: Placed) -> tuple[LoadCost, ...]:
+    """The cost for each row-major position of the mesh, when every chunk touched is read whole.
+
+    ``torch.distributed.checkpoint.load`` (torch 2.13) reads whole items, however little of one a
+    rank needs.
+    """
+    files: list[set[str]] = [set() for _ in range(placed.mesh.size)]
+    nbytes = [0] * placed.mesh.size
+    for entry in entries:
+        index = ChunkIndex(entry)
+        for position, shard in enumerate(placed.shards(entry)):
+            touched = {
+                id(chunk): chunk for piece in shard.pieces for chunk, _ in index.find(piece.box)
+            }
+            for chunk in touched.values():
+                files[position].add(chunk.at.file)
+                nbytes[position] += chunk.box.volume * entry.source_dtype.itemsize
+    return tuple(LoadCost(len(opened), held) for opened, held in zip(files, nbytes, strict=True))
+
+
+_WORDS = ("stop", "keep", "drop")
+_RANK_STATE = re.compile(r"(?P<name>.*)@rank(?P<rank>\d+)")
+
+
+def require_rank_state(what: str) -> None:
+    """UsageError where ``what`` is neither a word for all of it nor a rank."""
+    if what not in _WORDS and not what.isdecimal():
+        raise UsageError(f"--rank-state {what!r}", hint="stop, keep, drop, or a rank of the source")
+
+
+def settled(catalog: Catalog, what: str) -> Catalog:
+    """The catalog without, or with all, or with one rank's state that differs between ranks.
+
+    ``what`` is ``drop``, ``keep``, ``stop`` or the number of a rank. CannotDo, with the list, where
+    there is such state and it is ``stop``; UsageError where that rank has none.
+    """
+    if what == "drop":
+        return drop_names(catalog, filter(_RANK_STATE.fullmatch, _names(catalog)))
+    names = [n for n in (*catalog.tensors, *catalog.objects) if _RANK_STATE.fullmatch(n)]
+    if not names or what == "keep":
+        return catalog
+    if what == "stop":
+        kinds = Counter(_RANK_STATE.sub(r"\g<name>", name) for name in names)
+        listed = ", ".join(list(kinds)[:8]) + (" ..." if len(kinds) > 8 else "")
+        raise CannotDo(
+            f"{len(kinds)} values differ between the source's ranks: {listed}",
+            hint="--rank-state drop leaves them out, keep keeps each as NAME@rankR, 0 takes rank"
+            " 0's for all",
+        )
+    return _taken_from(catalog, names, what)
+
+
+def names_left_out(before: Catalog, after: Catalog) -> list[str]:
+    """One note that names the state of ranks which --rank-state leaves out."""
+    kept = set(_names(after))
+    gone = [name for name in _names(before) if name not in kept]
+    gone = [name for name in gone if _RANK_STATE.sub(r"\g<name>", name) not in kept]
+    listed = ", ".join(gone[:8]) + (f", and {len(gone) - 8} more" if len(gone) > 8 else "")
+    return [f"left out, as it belongs to one rank: {listed}"] if gone else []
+
+
+def _names(catalog: Catalog) -> tuple[str, ...]:
+    """The names of all tensors and values, and of those that cannot be read."""
+    return (*catalog.tensors, *catalog.objects, *catalog.conflicts)
+
+
+def _taken_from(catalog: Catalog, names: list[str], rank: str) -> Catalog:
+    mine = {name for name in names if name.endswith(f"@rank{rank}")}
+    if not mine:
+        raise UsageError(f"--rank-state {rank!r}: stop, keep, drop or a rank of the source")
+    others = [name for name in _names(catalog) if _RANK_STATE.fullmatch(name)]
+    kept = drop_names(catalog, [n for n in others if not n.endswith(f"@rank{rank}")])
+    return without_rank(kept, mine)

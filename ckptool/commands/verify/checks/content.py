@@ -1,0 +1,184 @@
+"""The content of tensors: read once, compared with its checksums, replicas and sense."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import Catalog, Chunk, Item, Packed, Place, Scaled, TensorEntry
+from ckptool.core.dtype import DType
+from ckptool.core.layout import tiles
+from ckptool.engine.check.content import all_finite, can_be_not_finite
+from ckptool.engine.check.spans import Packing, Span, View
+from ckptool.engine.read.gather import Gatherer, raw, unit
+from ckptool.errors import CkptoolError, Problem
+from ckptool.formats.base import Format
+from ckptool.storage.local import Files
+
+_TILE = 1 << 20
+
+_Where = str | Packing
+
+
+def located(
+    format_: Format, source: Files, catalog: Catalog, chosen: Callable[[Item], bool]
+) -> tuple[dict[str, TensorEntry], list[Problem]]:
+    """The tensors with their containers opened; what cannot be opened is left out."""
+    problems: list[Problem] = []
+    tensors: dict[str, TensorEntry] = {}
+    bare = replace(catalog, objects={})
+    for name, entry in catalog.tensors.items():
+        kept = tuple(c for c in entry.chunks if not isinstance(c.at, Item) or chosen(c.at))
+        whole = replace(entry, chunks=kept)
+        try:
+            opened = _opened(format_, source, bare, whole)
+            tensors |= opened.tensors
+            problems += [Problem(note, "note") for note in opened.notes[len(bare.notes) :]]
+        except CkptoolError:
+            found, wrong = _opened_one_by_one(format_, source, bare, whole)
+            tensors[name] = replace(entry, chunks=tuple(found))
+            problems += wrong
+    return tensors, problems
+
+
+def _opened(format_: Format, source: Files, catalog: Catalog, entry: TensorEntry) -> Catalog:
+    """The catalog of one tensor, or of those that it turns out to wrap."""
+    catalog = catalog.with_tensors({entry.name: entry})
+    if format_.locate is None or not any(isinstance(chunk.at, Item) for chunk in entry.chunks):
+        return catalog
+    return format_.locate(source, catalog)
+
+
+def _opened_one_by_one(
+    format_: Format, source: Files, catalog: Catalog, entry: TensorEntry
+) -> tuple[list[Chunk], list[Problem]]:
+    chunks: list[Chunk] = []
+    problems: list[Problem] = []
+    for chunk in entry.chunks:
+        try:
+            one = _opened(format_, source, catalog, replace(entry, chunks=(chunk,)))
+            chunks += one.tensors[entry.name].chunks
+        except CkptoolError as error:
+            problems += error.problems
+    return chunks, problems
+
+
+@dataclass(slots=True)
+class Views:
+    """Where tensors' elements lie: runs of bytes, and places that must be gathered."""
+
+    runs: dict[_Where, list[View]] = field(default_factory=lambda: defaultdict(list))
+    scattered: list[tuple[TensorEntry, Box, Place]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, entries: Iterable[TensorEntry]) -> Views:
+        """All places of all entries, each once."""
+        views = cls()
+        seen: set[object] = set()
+        for entry in entries:
+            for chunk in entry.chunks:
+                for at in (chunk.at, *(copy.at for copy in chunk.copies)):
+                    spot = (at, chunk.box.shape)
+                    if chunk.box.volume and spot not in seen:
+                        seen.add(spot)
+                        views._add(entry, chunk.box, at)
+        return views
+
+    def _add(self, entry: TensorEntry, box: Box, at: Place) -> None:
+        dtype = entry.source_dtype
+        run = _run(at, box.shape, dtype.itemsize)
+        if run is None:
+            self.scattered.append((entry, box, at))
+        else:
+            where, start, nbytes = run
+            row = box.shape[-1] * dtype.itemsize if len(box.shape) > 1 else 0
+            self.runs[where].append(View(start, nbytes, dtype, entry.name, row))
+
+
+def _run(at: Place, shape: tuple[int, ...], itemsize: int) -> tuple[_Where, int, int] | None:
+    """Where the elements lie and their bytes, if they fill one run, in any order, or again."""
+    if isinstance(at, Item | Scaled) or at.ops:
+        return None
+    nbytes = itemsize + sum((n - 1) * s for n, s in zip(shape, at.strides, strict=True))
+    if math.prod(shape) * itemsize < nbytes:
+        return None
+    if isinstance(at, Packed):
+        return Packing(at.file, at.offset, at.nbytes, at.codec), at.start, nbytes
+    return at.file, at.offset, nbytes
+
+
+def attach(views: Views, spans: list[Span]) -> list[Span]:
+    """Put each view into the span that holds it; returns spans of their own for the others."""
+    by_place: dict[_Where, list[Span]] = defaultdict(list)
+    for span in spans:
+        by_place[span.packing or span.file].append(span)
+    for held in by_place.values():
+        held.sort(key=lambda span: span.offset)
+    loose = []
+    for where, found in views.runs.items():
+        held = by_place.get(where, [])
+        starts = [span.offset for span in held]
+        alone = [view for view in found if not _placed(view, held, starts)]
+        if isinstance(where, str):
+            loose += list(_own_spans(where, alone))
+    return loose
+
+
+def _placed(view: View, spans: list[Span], starts: list[int]) -> bool:
+    at = bisect_right(starts, view.start) - 1
+    if at < 0 or view.start + view.nbytes > spans[at].end:
+        return False
+    span = spans[at]
+    span.views.append(replace(view, start=view.start - span.offset))
+    return True
+
+
+def _own_spans(file: str, views: list[View]) -> Iterator[Span]:
+    """Spans without a checksum: one a tensor, or one for tensors that share bytes."""
+    current: Span | None = None
+    for view in sorted(views, key=lambda view: (view.start, -view.nbytes)):
+        aligned = current is not None and not (view.start - current.offset) % view.dtype.itemsize
+        if current is None or not aligned or view.start >= current.end:
+            if current is not None:
+                yield current
+            current = Span(file, view.start, 0, None, f"{file}: {view.tensor}")
+        start = view.start - current.offset
+        current.nbytes = max(current.nbytes, start + view.nbytes)
+        current.views.append(replace(view, start=start))
+    if current is not None:
+        yield current
+
+
+def scattered_not_finite(views: Views, source: Files) -> tuple[set[str], list[Problem]]:
+    """Tensors with NaN or infinite values among those that are no run of bytes."""
+    gatherer = Gatherer(source)
+    names: set[str] = set()
+    problems: list[Problem] = []
+    try:
+        for entry, box, at in views.scattered:
+            dtype = entry.source_dtype
+            if entry.name in names or not can_be_not_finite(dtype):
+                continue
+            try:
+                if not _is_finite(gatherer, at, box, dtype):
+                    names.add(entry.name)
+            except CkptoolError as error:
+                problems += error.problems
+    finally:
+        gatherer.close()
+    return names, problems
+
+
+def _is_finite(gatherer: Gatherer, at: Place, box: Box, dtype: DType) -> bool:
+    for part in tiles(Box.whole(box.shape), dtype.itemsize, _TILE):
+        values = np.empty(part.shape, unit(dtype.itemsize))
+        gatherer.fill_from(at, values, part, dtype)
+        if not all_finite(raw(values), dtype):
+            return False
+    return True

@@ -1,0 +1,240 @@
+"""Each file of a checkpoint by itself, whatever the others say."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+
+from ckptool.commands.unlisted import unfinished_file
+from ckptool.commands.verify.checks.archives import ArchiveCheck
+from ckptool.commands.verify.checks.pickles import PickleAudit
+from ckptool.core.catalog import Catalog, Item
+from ckptool.engine.check.spans import Span
+from ckptool.errors import CkptoolError, Damaged, Problem
+from ckptool.formats.torch_save import read_weight_map
+from ckptool.serialization.archive.items import find_archives
+from ckptool.serialization.archive.read import is_legacy, is_zip, read_torch_file
+from ckptool.serialization.pickle.records import Global
+from ckptool.serialization.safetensors import read_safetensors
+from ckptool.serialization.source import Source, expect_edges, read_metadata
+from ckptool.storage.local import Files
+
+_WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+_PICKLES = re.compile(r"(.*/)?(__\d+)?\.metadata|(.*/)?metadata\.pkl")
+_LEGACY_HEAD = 1 << 24
+_SMALL_JSON = 1 << 20
+_CLOCK = 2.0
+"""Seconds that the clocks of hosts which write one checkpoint may differ."""
+
+
+def name_problems(source: Source, catalog: Catalog | None) -> list[Problem]:
+    """What names and sizes alone show: empty weights, and files whose writing never ended.
+
+    Names of files that a catalog calls bare show nothing: they are tensors' names.
+    """
+    bare = catalog.bare if catalog else frozenset()
+    files = {file: size for file, size in source.files.items() if file not in bare}
+    problems = []
+    for file, size in files.items():
+        folder, _, name = file.rpartition("/")
+        whole = f"{folder}/.metadata" if folder else ".metadata"
+        if name == ".metadata.tmp" and whole in source.files:
+            message = f"{file} lies beside {whole}: a later save into this folder never finished"
+            problems.append(Problem(message, "torn-overwrite", file=file))
+        elif name != ".metadata.tmp" and (unfinished := unfinished_file(file)):
+            problems.append(unfinished)
+        elif not size and name.endswith(_WEIGHTS):
+            message = f"{file}: the file is empty (0 bytes)"
+            problems.append(Problem(message, "file-empty", file=file))
+    return [*problems, *_without_metadata(files), *_unreadable_json(source, files)]
+
+
+def _without_metadata(files: Mapping[str, int]) -> list[Problem]:
+    """Subfolders of DCP items without the metadata that is written last; empty metadata."""
+    folders: dict[str, set[str]] = {}
+    for file in files:
+        folder, _, name = file.rpartition("/")
+        folders.setdefault(folder, set()).add(name)
+    problems = [
+        Problem(f"{file}: the file is empty (0 bytes)", "file-empty", file=file)
+        for file, size in files.items()
+        if not size and (_PICKLES.fullmatch(file) or file.endswith("metadata.json"))
+    ]
+    for folder, names in folders.items():
+        holds = any(name.endswith(".distcp") for name in names)
+        if folder and holds and not any(map(_PICKLES.fullmatch, names)):
+            message = f"{folder}: .distcp files and no .metadata, which is written last"
+            problems.append(Problem(message, "save-unfinished", file=f"{folder}/.metadata"))
+    return problems
+
+
+def _unreadable_json(source: Source, files: Mapping[str, int]) -> list[Problem]:
+    """Metadata of Megatron, small JSON files by name, that is none."""
+    problems = []
+    for file, size in files.items():
+        if file.rpartition("/")[2] == "metadata.json" and 0 < size < _SMALL_JSON:
+            try:
+                json.loads(read_metadata(source, file))
+            except (ValueError, RecursionError):
+                message = f"{file}: not JSON"
+                problems.append(Problem(message, "metadata-unreadable", file=file))
+    return problems
+
+
+def newer_than_metadata(source: Files) -> list[Problem]:
+    """Data files of DCP that were modified after ``.metadata``, which is written last."""
+    problems = []
+    for file in source.files:
+        folder, _, name = file.rpartition("/")
+        whole = f"{folder}/.metadata" if folder else ".metadata"
+        if name.endswith(".distcp") and whole in source.files:
+            seconds = source.modified(file) - source.modified(whole)
+            if seconds > _CLOCK:
+                message = f"{file} was modified {seconds:,.0f} s after {whole}"
+                problems.append(Problem(message, "data-newer", file=file))
+    return problems
+
+
+class FileCheck:
+    """Looks at files one by one: archives, headers, indexes and pickles.
+
+    ``chosen`` says which items of larger files are opened. ``spans`` are the bytes still to be
+    read, ``problems`` what is wrong.
+    """
+
+    def __init__(self, source: Source, chosen: Callable[[Item], bool]) -> None:
+        self._source = source
+        self._chosen = chosen
+        self._pickles = PickleAudit()
+        self._archives = ArchiveCheck(source, self._pickles)
+        self._problems: list[Problem] = []
+        self.unchecked: set[str] = self._archives.unchecked
+
+    @property
+    def spans(self) -> list[Span]:
+        return self._archives.spans
+
+    @property
+    def problems(self) -> list[Problem]:
+        return [*self._problems, *self._archives.problems, *self._pickles.problems]
+
+    @property
+    def pickle_problems(self) -> list[Problem]:
+        """What the pickles name that does not belong in them."""
+        return self._pickles.problems
+
+    def look_at_metadata(self, catalog: Catalog | None) -> None:
+        """Metadata files, and whole-file archives: what ``--quick`` reads too."""
+        inner = {item.file for item in catalog.archives} | catalog.bare if catalog else set()
+        named = catalog.named if catalog else {}
+        for file, found in named.items():
+            self._pickles.note({Global(*name): at for name, at in found.items()}, file, 0)
+        for file in self._files(catalog):
+            if file not in inner and file not in named:
+                self._attempt(file, self._look_at)
+
+    def look_at_items(self, catalog: Catalog | None) -> None:
+        """The archives inside larger files, as metadata says or as they are found."""
+        if catalog is None:
+            for file in self._source.files:
+                if file.endswith(".distcp"):
+                    self._attempt(file, self._look_for_archives)
+            return
+        by_file: dict[str, list[Item]] = {}
+        for item in catalog.archives:
+            by_file.setdefault(item.file, []).append(item)
+        for file, items in by_file.items():
+            chosen = [item for item in items if self._chosen(item)]
+            expect_edges(self._source, ((file, item.offset, item.nbytes) for item in chosen))
+            whole = [self._archives.look_at(item) for item in chosen]
+            if not all(whole):
+                self._compare_with_found(file, items)
+            self._require_claimed(file, items)
+
+    def _files(self, catalog: Catalog | None) -> list[str]:
+        """The files that count: those of the catalog and metadata, or all where there is none."""
+        if catalog is None:
+            return list(self._source.files)
+        return [
+            file
+            for file in self._source.files
+            if file in catalog.files or file in catalog.copies or _PICKLES.fullmatch(file)
+        ]
+
+    def _attempt(self, file: str, look: Callable[[str], None]) -> None:
+        try:
+            look(file)
+        except CkptoolError as error:
+            self._problems += error.problems
+
+    def _look_at(self, file: str) -> None:
+        size = self._source.files[file]
+        if file.endswith(".safetensors"):
+            self._look_at_safetensors(file)
+        elif file.endswith(".index.json"):
+            read_weight_map(self._source, file)
+        elif _PICKLES.fullmatch(file):
+            self._pickles.look_at(read_metadata(self._source, file), file, 0)
+        elif size:
+            self._look_at_torch_file(file, size)
+
+    def _look_at_safetensors(self, file: str) -> None:
+        found = read_safetensors(self._source, file).tensors
+        unaligned = [n for n, item in found.items() if item.at.offset % item.dtype.itemsize]
+        if unaligned:
+            message = f"{file}: {len(unaligned):,} of {len(found):,} tensors, first {unaligned[0]}"
+            self._problems.append(Problem(message, "safetensors-unaligned", file=file))
+
+    def _look_at_torch_file(self, file: str, size: int) -> None:
+        head = self._source.read(file, 0, min(size, 64))
+        if is_zip(head) and not file.endswith(".distcp"):
+            self._archives.look_at(Item(file, 0, size))
+        elif is_legacy(head):
+            self.unchecked.add(file)
+            data = self._source.read(file, 0, min(size, _LEGACY_HEAD))
+            self._pickles.look_at(data, file, 0, pickles=5)
+            self._require_all_claimed(file, size)
+        elif file.endswith(_WEIGHTS):
+            read_torch_file(self._source, file)
+
+    def _require_all_claimed(self, file: str, size: int) -> None:
+        """Bytes behind the last storage of a legacy stream."""
+        held = read_torch_file(self._source, file).storages.values()
+        spare = size - max((one.offset + one.nbytes for one in held), default=size)
+        if spare:
+            message = f"{file}: {spare:,} of its {size:,} bytes belong to no storage"
+            self._problems.append(Problem(message, "bytes-unclaimed", file=file))
+
+    def _look_for_archives(self, file: str) -> None:
+        held = 0
+        for item in find_archives(self._source, file):
+            self._archives.look_at(item)
+            held += item.nbytes
+        spare = self._source.files[file] - held
+        if spare:
+            message = f"{file}: {spare:,} of its bytes are no whole torch.save archive"
+            raise Damaged(Problem(message, "file-truncated", file=file))
+
+    def _compare_with_found(self, file: str, items: list[Item]) -> None:
+        """Where items are not as said: whether the file is whole, but of another save."""
+        found = {(item.offset, item.nbytes) for item in find_archives(self._source, file)}
+        strangers = found - {(item.offset, item.nbytes) for item in items}
+        if len(strangers) * 2 > len(found):
+            message = (
+                f"{file}: {len(strangers):,} of its {len(found):,} whole archives lie at places"
+                " that the metadata does not name: it is of another save"
+            )
+            self._problems.append(Problem(message, "torn-overwrite", file=file))
+
+    def _require_claimed(self, file: str, items: list[Item]) -> None:
+        """Bytes between and behind the items of a file."""
+        size = self._source.files.get(file, 0)
+        spare, position = 0, 0
+        for start, end in sorted((item.offset, item.offset + item.nbytes) for item in items):
+            spare += max(0, start - position)
+            position = max(position, end)
+        spare += max(0, size - position)
+        if spare:
+            message = f"{file}: {spare:,} of its {size:,} bytes belong to no item of the metadata"
+            self._problems.append(Problem(message, "bytes-unclaimed", file=file))

@@ -1,0 +1,130 @@
+"""What the pickles of a checkpoint name, and where.
+
+Whether the values beside the tensors are what a checkpoint holds, or a trap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ckptool.core.catalog import ObjectEntry
+from ckptool.errors import Problem
+from ckptool.serialization.pickle.globals import can_run_code
+from ckptool.serialization.pickle.load import named_globals
+from ckptool.serialization.pickle.records import Call, Global
+from ckptool.serialization.pickle.unfolding import Unfolding, inner_parts
+from ckptool.serialization.state_dict.values import is_harmless, is_known
+
+_SMALL = 4096
+
+
+class PickleAudit:
+    """Follows pickles without running them; ``problems`` name what does not belong in one.
+
+    A class or function is reported once a file, where it is named first.
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self._reported: set[tuple[str, Global]] = set()
+        self._small: dict[bytes, dict[Global, int]] = {}
+
+    def look_at(self, data: bytes, file: str, offset: int | None, *, pickles: int = 1) -> bool:
+        """``pickles`` in a row, from ``offset`` of the file; None where they are compressed.
+
+        Returns whether all that they name belongs there.
+        """
+        return self.note(self._named(data, pickles), file, offset)
+
+    def note(self, named: Mapping[Global, int], file: str, offset: int | None) -> bool:
+        """What a pickle was seen to name, as ``look_at`` does."""
+        belongs = True
+        for item, at in named.items():
+            hostile = can_run_code(item) and item.name != "getattr"
+            if not hostile and is_known(item):
+                continue
+            belongs = False
+            if (file, item) not in self._reported:
+                self._reported.add((file, item))
+                self.problems.append(_problem(item, file, offset, at, hostile=hostile))
+        return belongs
+
+    def _named(self, data: bytes, pickles: int) -> dict[Global, int]:
+        """Small pickles are alike by the thousand, so what they name is remembered."""
+        if len(data) > _SMALL or pickles > 1:
+            return named_globals(data, pickles=pickles)
+        if data not in self._small:
+            self._small[data] = named_globals(data)
+        return self._small[data]
+
+
+def _problem(item: Global, file: str, offset: int | None, at: int, *, hostile: bool) -> Problem:
+    place = f"at byte {at:,} of its compressed pickle"
+    if offset is not None:
+        place = f"at byte {offset + at:,}"
+    code, meaning = "unknown-callable", "is on no list of known data; nothing was called"
+    if hostile:
+        code, meaning = "hostile-global", "can run code; nothing was called"
+    elif is_harmless(item):
+        code, meaning = "unknown-global", "is no part of a plain checkpoint"
+    return Problem(f"{file}: the pickle {place} names {item}, which {meaning}", code, file=file)
+
+
+_DEEPEST = 100
+
+
+def odd_values(objects: Iterable[ObjectEntry]) -> list[Problem]:
+    """Values that unfold to far more than they are, or that would call what is no function."""
+    problems = []
+    walk = _Walk()
+    for entry in objects:
+        for code, reason in dict(walk.oddities(entry.value)).items():
+            problems.append(Problem(f"{entry.name}: {reason}", code, tensor=entry.name))
+    return problems
+
+
+class _Walk:
+    """One look at values, each part of them once, however often it is referred to."""
+
+    def __init__(self) -> None:
+        self._unfolding = Unfolding()
+        self._done: set[int] = set()
+        self._open: set[int] = set()
+        self._deepest = 0
+        self._endless = self._computed = False
+
+    def oddities(self, value: Any) -> Iterator[tuple[str, str]]:
+        """The codes that a value deserves, and why."""
+        self._deepest, self._endless, self._computed = 0, False, False
+        size = self._unfolding.parts(value)
+        self._descend(value)
+        if self._endless:
+            yield "pickle-bomb", "a value that holds itself"
+        elif self._deepest > _DEEPEST or not self._unfolding.is_bounded(size):
+            yield (
+                "pickle-bomb",
+                f"a value of {self._deepest:,} levels that unfolds to {size:,} parts",
+            )
+        if self._computed:
+            yield "value-odd", "a record that would call what is no class or function"
+
+    def _descend(self, value: Any) -> None:
+        """Go down to each part that no value before has had."""
+        stack: list[tuple[Any, bool]] = [(value, False)]
+        while stack:
+            item, is_left = stack.pop()
+            if is_left:
+                self._open.discard(id(item))
+            elif id(item) not in self._done:
+                self._done.add(id(item))
+                self._open.add(id(item))
+                self._deepest = max(self._deepest, len(self._open))
+                self._computed |= isinstance(item, Call) and not isinstance(item.function, Global)
+                stack.append((item, True))
+                stack += [(part, False) for part in inner_parts(item) if self._is_new(part)]
+
+    def _is_new(self, part: Any) -> bool:
+        if id(part) in self._open and not isinstance(part, Call):
+            self._endless |= isinstance(part, list | dict | tuple | set)
+        return id(part) not in self._done

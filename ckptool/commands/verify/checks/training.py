@@ -1,0 +1,176 @@
+"""Whether the state of a training run agrees with itself: optimizer state and step counters."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container, Iterable
+
+import numpy as np
+
+from ckptool.commands.inspect.stats import decoded, is_numeric
+from ckptool.core.box import Box
+from ckptool.core.catalog import Catalog, Item, RankStep, TensorEntry
+from ckptool.core.parts import part_of
+from ckptool.engine.read.gather import Gatherer, unit
+from ckptool.errors import CkptoolError, Problem
+from ckptool.storage.local import Files
+
+_LIKE_THE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+_KINDS = (*_LIKE_THE_PARAMETER, "step")
+_WEIGHTS = frozenset(["module", "model", "fp32"])
+_KINDS_FIRST = frozenset([*_KINDS, *_WEIGHTS])
+_STEPS = ("step", "global_step", "iteration", "current_step", "epoch", "last_epoch")
+_SHOWN = 3
+_FEW_VALUES = 8
+"""Two saves, or parameters that begin later, give few counters; more are no counters of a run."""
+
+
+def optimizer_problems(catalog: Catalog) -> list[Problem]:
+    """Parameters whose optimizer state lacks a part that others have, or has another shape."""
+    states = _states(catalog)
+    by_kind = _states_by_kind(catalog)
+    return [
+        *_incomplete(states, catalog.conflicts),
+        *_incomplete(by_kind, catalog.conflicts),
+        *_misshapen(catalog, states),
+    ]
+
+
+def _states(catalog: Catalog) -> dict[str, dict[str, TensorEntry]]:
+    """Parameter (as the optimizer calls it) to its state, by kind."""
+    states: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
+    for entry in catalog.tensors.values():
+        head, _, kind = entry.name.rpartition(".")
+        if kind in _KINDS and head and part_of(entry) == "optimizer":
+            states[head][kind] = entry
+    return states
+
+
+def _states_by_kind(catalog: Catalog) -> dict[str, dict[str, TensorEntry]]:
+    """The same of those that name the kind first, as DeepSpeed and Megatron do; with the weights.
+
+    What has no state at all, such as a buffer, or a frozen or tied parameter, is not among them.
+    """
+    states: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
+    for entry in catalog.tensors.values():
+        kind, _, name = entry.name.partition(".")
+        if kind in _KINDS_FIRST:
+            states[name][kind] = entry
+    return {name: state for name, state in states.items() if state.keys() - _WEIGHTS}
+
+
+def _incomplete(
+    states: dict[str, dict[str, TensorEntry]], conflicts: Container[str]
+) -> list[Problem]:
+    """State that is a part of what other parameters have; names in ``conflicts`` are there too."""
+    groups: dict[frozenset[str], list[str]] = defaultdict(list)
+    for head, state in states.items():
+        known = {kind for kind in _KINDS if f"{head}.{kind}" in conflicts}
+        groups[frozenset(state) | known].append(head)
+    problems = []
+    for kinds, heads in groups.items():
+        larger = [other for other in groups if kinds < other]
+        if not larger:
+            continue
+        most = max(larger, key=lambda other: len(groups[other]))
+        lacking = ", ".join(sorted(most - kinds))
+        message = (
+            f"{_some(heads)}: without {lacking}, which {len(groups[most]):,} other parameters have"
+        )
+        problems.append(Problem(message, "optimizer-incomplete", tensor=heads[0]))
+    return problems
+
+
+def _misshapen(catalog: Catalog, states: dict[str, dict[str, TensorEntry]]) -> list[Problem]:
+    by_tail = _models_by_tail(catalog)
+    problems = []
+    for head, kinds in states.items():
+        parameter = _parameter(head, by_tail)
+        like = [kinds[kind] for kind in _LIKE_THE_PARAMETER if kind in kinds]
+        shape = parameter.shape if parameter else like[0].shape if like else None
+        for entry in like:
+            if entry.shape != shape:
+                of = parameter.name if parameter else like[0].name
+                message = f"{entry.name}: {list(entry.shape)}, but {of} is {list(shape or ())}"
+                problems.append(Problem(message, "optimizer-shape", tensor=entry.name))
+    return problems
+
+
+def _models_by_tail(catalog: Catalog) -> dict[str, TensorEntry]:
+    """The model's tensors by their names, and by their names without the first step."""
+    found: dict[str, TensorEntry] = {}
+    for entry in catalog.tensors.values():
+        if part_of(entry) == "model":
+            found[entry.name] = entry
+            found.setdefault(entry.name.partition(".")[2], entry)
+    return found
+
+
+def _parameter(head: str, models: dict[str, TensorEntry]) -> TensorEntry | None:
+    """The parameter that ``optimizer.state.<name>`` is the state of, by its name."""
+    _, found, name = head.partition("state.")
+    return models.get(name) if found and not name.isdigit() else None
+
+
+def step_problems(catalog: Catalog, located: Iterable[TensorEntry], source: Files) -> list[Problem]:
+    """Step counters that differ between parameters or ranks."""
+    return [*_differing_objects(catalog), *_differing_tensors(located, source)]
+
+
+def _differing_objects(catalog: Catalog) -> list[Problem]:
+    """Counters of which each rank has its own (``NAME@rankR``)."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for entry in catalog.objects.values():
+        last = entry.path[-1] if entry.path else None
+        if isinstance(last, RankStep) and str(last.step) in _STEPS and _is_number(entry.value):
+            groups[entry.name.rpartition("@rank")[0]].append(f"{entry.value} on rank {last.rank}")
+    return [
+        Problem(f"{name}: {', '.join(held[:_SHOWN])}", "steps-differ", tensor=name)
+        for name, held in groups.items()
+    ]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _differing_tensors(located: Iterable[TensorEntry], source: Files) -> list[Problem]:
+    values: dict[float, list[str]] = defaultdict(list)
+    gatherer = Gatherer(source)
+    try:
+        for entry in located:
+            if entry.name.endswith(".step") and part_of(entry) == "optimizer":
+                value = _only_value(entry, gatherer)
+                if value is not None:
+                    values[value].append(entry.name)
+    finally:
+        gatherer.close()
+    if len(values) < 2:
+        return []
+    code = "steps-differ" if len(values) <= _FEW_VALUES else "steps-scattered"
+    ordered = sorted(values.items(), key=lambda pair: len(pair[1]))
+    parts = [f"{value:g} for {_some(names)}" for value, names in ordered[: _SHOWN + 1]]
+    more = f" and {len(ordered) - len(parts)} more values" if len(ordered) > len(parts) else ""
+    message = f"the optimizer's step counters are {'; '.join(parts)}{more}"
+    return [Problem(message, code, tensor=ordered[0][1][0])]
+
+
+def _only_value(entry: TensorEntry, gatherer: Gatherer) -> float | None:
+    """The value of a tensor of one element; None where it has more or cannot be read."""
+    dtype = entry.source_dtype
+    if entry.elements != 1 or not is_numeric(dtype):
+        return None
+    for chunk in entry.chunks:
+        if chunk.box.volume and not isinstance(chunk.at, Item):
+            out = np.empty(chunk.box.shape, unit(dtype.itemsize))
+            try:
+                gatherer.fill_from(chunk.at, out, Box.whole(chunk.box.shape), dtype)
+            except CkptoolError:
+                return None
+            return float(decoded(out.reshape(-1), dtype)[0])
+    return None
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+    return f"{names[0]}{more}"

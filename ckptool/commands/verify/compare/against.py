@@ -1,0 +1,365 @@
+"""Whether one checkpoint holds the same as another: names, types, shapes, then every value.
+
+A tensor that differs from its counterpart: where, how, and who holds it on either side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from ckptool.commands.open import Opened, ReadOptions, open_checkpoint
+from ckptool.commands.rewrite import RewriteOptions, Rewritten, rewrite
+from ckptool.commands.verify.compare.companions import differing_companions
+from ckptool.commands.verify.compare.coverage import (
+    Amount,
+    Coverage,
+    catalog_coverage,
+    counted,
+    left_out,
+    not_chosen,
+    rewritten_coverage,
+)
+from ckptool.commands.verify.compare.names import (
+    Counterpart,
+    applicable,
+    common_values,
+    counterpart,
+    differing_names,
+    differing_type,
+    differing_unread,
+    differing_values,
+    readable,
+    stored_tensors,
+)
+from ckptool.commands.verify.compare.tensors import Difference, Pair, Tolerance, compare
+from ckptool.commands.verify.compare.values import Unfolded, unfolded
+from ckptool.commands.verify.report import Severity, VerifyReport, finding_of, require_codes
+from ckptool.commands.verify.verify import Progress, Started, VerifyOptions, Watched
+from ckptool.core.box import Box
+from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.plan import ChunkIndex
+from ckptool.engine.check.replicas import differing_replicas
+from ckptool.engine.read.fill import CheckedReads
+from ckptool.errors import CkptoolError, Damaged, Hostile, Problem, UsageError
+from ckptool.formats.writing import NOT_CARRIED
+from ckptool.storage.url import Location
+
+SIDES = ("here", "there")
+
+
+@dataclass(frozen=True, slots=True)
+class AgainstOptions:
+    """What to compare with, of what, and how.
+
+    The first side is rewritten as ``convert`` does before it is compared, so that with the same
+    options an export is the same as what it was made of. Without a ``tolerance`` and without
+    ``cast``, element types must be equal and values are compared bit by bit. Of ``verify.read``,
+    only ``per_rank`` applies to the other side too; ``other_format`` is the format to read that as.
+    """
+
+    other: Location
+    rewrite: RewriteOptions = field(default_factory=RewriteOptions)
+    tolerance: Tolerance | None = None
+    cast: bool = False
+    verify: VerifyOptions = field(default_factory=VerifyOptions)
+    other_format: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AgainstReport:
+    """What the comparison found. ``verify.nbytes`` were read of both sides together.
+
+    ``coverage`` is how much of either side was compared, None where one cannot be read.
+    """
+
+    verify: VerifyReport
+    other: Location
+    other_format: str | None
+    values: int
+    differing: tuple[DifferingTensor, ...]
+    coverage: tuple[Coverage, Coverage] | None
+
+
+def against(
+    path: Location, options: AgainstOptions, started: Started | None = None
+) -> AgainstReport:
+    """Compare the checkpoint at ``path`` with another; all differences are collected.
+
+    ``started`` is told how many bytes will be read, and returns what is told of them as they are.
+    Raises NotFound, Unrecognised or UsageError where there is nothing to compare.
+    """
+    require_codes(options.verify.ignore)
+    comparison = _Comparison(path, options)
+    comparison.structure()
+    comparison.values(started or (lambda total: lambda nbytes: None))
+    return comparison.report()
+
+
+@dataclass(slots=True)
+class _Side:
+    """One of the two: what is ``chosen``, what of that can be read, how, and if it stays so."""
+
+    where: str
+    opened: Opened
+    chosen: Catalog
+    catalog: Catalog
+    reads: CheckedReads
+    watched: Watched
+
+
+class _Comparison:
+    """Two checkpoints, and what was found of them so far."""
+
+    def __init__(self, path: Location, options: AgainstOptions) -> None:
+        self._options = options
+        self._path = path
+        self._found: list[Problem] = []
+        self._differing: list[DifferingTensor] = []
+        self._pairs: list[Pair] = []
+        self._values = 0
+        self._whole_values = 0, 0
+        self._made: Rewritten | None = None
+        self._theirs: Counterpart | None = None
+        here = options.verify.read
+        reads = (here, ReadOptions(options.other_format, per_rank=here.per_rank))
+        paths = (path, options.other)
+        self._opened = [self._open(*one) for one in zip(paths, reads, SIDES, strict=True)]
+        self._sides: list[_Side] = []
+
+    def _open(self, path: Location, options: ReadOptions, where: str) -> Opened | None:
+        try:
+            return open_checkpoint(path, options, whole=False)
+        except (Damaged, Hostile) as error:
+            self._note(where, error.problems)
+            return None
+
+    def _note(self, where: str, problems: Iterable[Problem]) -> None:
+        self._found += [problem.within(where) for problem in problems]
+
+    def structure(self) -> None:
+        """Compare names, types, shapes and the values besides tensors."""
+        one, other = self._opened
+        if one is None or other is None:
+            return
+        self._made = made = self._rewritten(one, other.catalog)
+        if made is None:
+            return
+        mine = made.catalog
+        if not mine.tensors and not mine.objects and not mine.conflicts:
+            raise UsageError("nothing is left to compare")
+        selection = self._options.rewrite.selection
+        self._theirs = theirs = counterpart(other.catalog, mine, selection)
+        self._found += left_out(made, one.path)
+        kept = set(theirs.names.values())
+        gone = [entry for name, entry in other.catalog.tensors.items() if name not in kept]
+        values = len(other.catalog.objects) - len(theirs.catalog.objects)
+        if gone or values:
+            self._found.append(not_chosen(other.path, gone, values))
+        self._found += differing_unread(mine, theirs.catalog, selection)
+        self._compare_values(unfolded(mine, theirs.catalog), unfolded(theirs.catalog, mine))
+        self._found += differing_companions(one, other, self._options.rewrite.map.assets)
+        self._sides = [self._side(0, one, mine), self._side(1, other, theirs.catalog)]
+        self._pair_up(mine, theirs.catalog)
+
+    def _compare_values(self, mine: Unfolded, theirs: Unfolded) -> None:
+        """Compare names, and the values besides tensors."""
+        self._found += differing_names(mine.catalog, theirs.catalog)
+        found = list(differing_values(mine.catalog, theirs.catalog))
+        self._found += found
+        unread = {problem.tensor for problem in found if problem.code == "value-not-compared"}
+        compared = {*common_values(mine.catalog, theirs.catalog)} - unread
+        self._values = len(compared)
+        self._whole_values = mine.whole(compared), theirs.whole(compared)
+
+    def _rewritten(self, one: Opened, theirs: Catalog) -> Rewritten | None:
+        """The first side as it is asked for, None where damage keeps it from being so."""
+        try:
+            return rewrite(one, applicable(self._options.rewrite, one.catalog, theirs))
+        except (Damaged, Hostile) as error:
+            self._note(SIDES[0], error.problems)
+            return None
+
+    def _side(self, number: int, opened: Opened, catalog: Catalog) -> _Side:
+        for name, why in catalog.conflicts.items():
+            problem = Problem(why, "ranks-disagree", tensor=name)
+            if isinstance(why, Problem) and finding_of(why).severity is Severity.ERROR:
+                problem = why
+            self._note(SIDES[number], [problem])
+        notes = [note for note in catalog.notes if isinstance(note, Problem)]
+        self._note(SIDES[number], [n for n in notes if n.code in ("file-extra", NOT_CARRIED)])
+        watched = Watched(opened.source, [*opened.catalog.files, *opened.catalog.companions])
+        reads = CheckedReads(opened.source)
+        return _Side(SIDES[number], opened, catalog, catalog, reads, watched)
+
+    def _pair_up(self, mine: Catalog, theirs: Catalog) -> None:
+        """Find the tensors whose values can be compared."""
+        alike = [name for name in mine.tensors if self._is_alike(name, mine, theirs)]
+        for side in self._sides:
+            wanted = {name: side.catalog.tensors[name] for name in alike}
+            side.catalog, lost = readable(side.opened, side.catalog.with_tensors(wanted))
+            self._note(side.where, lost.values())
+        one, other = (side.catalog.tensors for side in self._sides)
+        both = [name for name in alike if name in one and name in other]
+        self._pairs = [Pair(one[name], other[name], self._options.cast) for name in both]
+
+    def _is_alike(self, name: str, mine: Catalog, theirs: Catalog) -> bool:
+        """Whether the values of a tensor can be compared; where types differ, that is noted."""
+        if name not in theirs.tensors:
+            return False
+        as_numbers = self._options.tolerance is not None
+        one, other = mine.tensors[name], theirs.tensors[name]
+        found = differing_type(one, other, cast=self._options.cast, as_numbers=as_numbers)
+        self._found += [found] if found is not None else []
+        return found is None
+
+    def values(self, started: Started) -> None:
+        """Compare every element of the tensors that both sides have."""
+        if not self._sides:
+            return
+        best = max(side.opened.source.workers for side in self._sides)
+        workers, progress = self._options.verify.workers or best, started(self._nbytes)
+        self._compare(workers, progress)
+        for side in self._sides:
+            self._check(side, workers)
+            self._note(side.where, side.watched.problems())
+
+    @property
+    def _nbytes(self) -> int:
+        return sum(pair.nbytes for pair in self._pairs)
+
+    def _compare(self, workers: int, progress: Progress) -> None:
+        reads = self._sides[0].reads, self._sides[1].reads
+        found = compare(self._pairs, reads, self._options.tolerance, workers, progress)
+        for name, error in found.unreadable.items():
+            self._note(name, error.problems)
+        self._differing = [
+            described(pair, found.differences[pair.one.name])
+            for pair in self._pairs
+            if pair.one.name in found.differences
+        ]
+
+    def _check(self, side: _Side, workers: int) -> None:
+        """The checksums of what was read of a side, and its copies that differ from one another."""
+        names = {pair.one.name for pair in self._pairs}
+        chosen = [entry for name, entry in side.catalog.tensors.items() if name in names]
+        entries = [stored for entry in chosen for stored in stored_tensors(entry)]
+        try:
+            self._note(side.where, side.reads.problems(entries, workers))
+            self._note(side.where, differing_replicas(entries, side.opened.source))
+        except CkptoolError as error:
+            self._note(side.where, error.problems)
+
+    def report(self) -> AgainstReport:
+        """All that was found, and what it comes to."""
+        options = self._options
+        if self._sides and not self._compared:
+            self._found.append(Problem("no name of the one is in the other", "nothing-compared"))
+        problems = [*self._found, *(tensor.problem for tensor in self._differing)]
+        ignored = options.verify.ignore
+        findings = tuple(finding_of(one) for one in problems if one.code not in ignored)
+        formats = [None if one is None else one.format.name for one in self._opened]
+        report = VerifyReport(
+            self._path,
+            formats[0],
+            findings,
+            sound=True,
+            sentence="",
+            nbytes=self._nbytes,
+            tensors=len(self._pairs),
+        )
+        failures = len(report.fails(options.verify.strict))
+        coverage = self._coverage()
+        sound = not failures and coverage is not None and self._compared
+        report = replace(report, sound=sound, sentence=self._sentence(failures, coverage))
+        return AgainstReport(
+            report, options.other, formats[1], self._values, tuple(self._differing), coverage
+        )
+
+    @property
+    def _compared(self) -> bool:
+        """Whether anything was compared: tensors, or values where there are no tensors."""
+        any_tensor = any(side.chosen.tensors for side in self._sides)
+        return bool(self._pairs) or (bool(self._values) and not any_tensor)
+
+    def _coverage(self) -> tuple[Coverage, Coverage] | None:
+        other = self._opened[1]
+        if not self._sides or self._made is None or self._theirs is None or other is None:
+            return None
+        names = {pair.one.name for pair in self._pairs}
+        theirs = {self._theirs.names[name] for name in names}
+        return (
+            rewritten_coverage(self._made, names, self._whole_values[0]),
+            catalog_coverage(other.catalog, theirs, self._whole_values[1]),
+        )
+
+    def _sentence(self, failures: int, coverage: tuple[Coverage, Coverage] | None) -> str:
+        if coverage is None:
+            return "Not compared; what is damaged cannot be."
+        if failures or not self._compared:
+            return f"Not the same; {counted(failures, 'difference')}."
+        rests = [
+            f"{one.rest} of {path}"
+            for one, path in zip(coverage, (self._path, self._options.other), strict=True)
+            if one.rest != Amount()
+        ]
+        but = f"; not compared: {', '.join(rests)}" if rests else ""
+        return f"The same: {self._what()}{but}."
+
+    def _what(self) -> str:
+        """What was compared, and how."""
+        how = "within the tolerance" if self._options.tolerance else "bit by bit"
+        compared = sum(pair.one.nbytes for pair in self._pairs)
+        cast = sum(pair.is_cast for pair in self._pairs)
+        once = f", {cast:,} of them cast to the other's type" if cast else ""
+        values = f", {counted(self._values, 'value')} besides" if self._values else ""
+        return f"{counted(len(self._pairs), 'tensor')} ({compared:,} bytes) {how}{once}{values}"
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds an element: the file, and the rank that wrote it if known."""
+
+    file: str
+    rank: int | None
+
+    def __str__(self) -> str:
+        return self.file if self.rank is None else f"rank {self.rank}, {self.file}"
+
+
+@dataclass(frozen=True, slots=True)
+class DifferingTensor:
+    """A tensor whose values differ: how, and who holds the first differing element, here and there.
+
+    ``elements`` is the number of all elements of the tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    elements: int
+    difference: Difference
+    holders: tuple[Holder, Holder]
+
+    @property
+    def problem(self) -> Problem:
+        """The difference in one line."""
+        found = self.difference
+        largest = "" if found.largest is None else f", largest difference {found.largest:.6g}"
+        message = (
+            f"{self.name}: {found.elements:,} of {self.elements:,} elements differ, first at"
+            f" {list(found.first)}: {found.values[0]} here ({self.holders[0]}),"
+            f" {found.values[1]} there ({self.holders[1]}){largest}"
+        )
+        return Problem(message, "tensor-differs", file=self.holders[0].file, tensor=self.name)
+
+
+def described(pair: Pair, difference: Difference) -> DifferingTensor:
+    """The difference of a pair, with the holders of its first element."""
+    one, other = (_holder(entry, difference.first) for entry in (pair.one, pair.other))
+    entry = pair.one
+    return DifferingTensor(entry.name, entry.shape, entry.elements, difference, (one, other))
+
+
+def _holder(entry: TensorEntry, at: tuple[int, ...]) -> Holder:
+    chunk, _ = next(ChunkIndex(entry).find(Box.at(at, (1,) * len(at))))
+    return Holder(chunk.at.file, chunk.rank)

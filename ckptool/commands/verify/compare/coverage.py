@@ -1,0 +1,113 @@
+"""How much of a checkpoint was compared, and what was left out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from ckptool.commands.keymap.options import MapReport
+from ckptool.commands.rewrite import Rewritten
+from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.parts import part_of
+from ckptool.errors import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """So many tensors with so many bytes, and so many values besides."""
+
+    tensors: int = 0
+    nbytes: int = 0
+    values: int = 0
+
+    def __sub__(self, other: Amount) -> Amount:
+        return Amount(
+            self.tensors - other.tensors, self.nbytes - other.nbytes, self.values - other.values
+        )
+
+    def __str__(self) -> str:
+        """Such as ``102 tensors (17,039,496 bytes) and 16 values``."""
+        tensors = f"{counted(self.tensors, 'tensor')} ({self.nbytes:,} bytes)"
+        told = [tensors] if self.tensors else []
+        told += [counted(self.values, "value")] if self.values else []
+        return " and ".join(told) or "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What was compared of all that one side holds."""
+
+    compared: Amount
+    total: Amount
+
+    @property
+    def rest(self) -> Amount:
+        """What was not compared."""
+        return self.total - self.compared
+
+
+def counted(count: int, noun: str) -> str:
+    """A number and its noun, such as ``1 tensor``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def amount(tensors: Iterable[TensorEntry], values: int = 0) -> Amount:
+    """How much some tensors and values are, in the bytes that lie in the source's files."""
+    sizes = [entry.elements * entry.source_dtype.itemsize for entry in tensors]
+    return Amount(len(sizes), sum(sizes), values)
+
+
+def rewritten_coverage(made: Rewritten, names: Collection[str], values: int) -> Coverage:
+    """What was compared of a checkpoint of whose rewritten tensors those ``names`` were.
+
+    What a key map joins or splits counts as what it comes from.
+    """
+    total = amount(made.whole.tensors.values(), len(made.whole.objects))
+    if made.map is not None:
+        gone = sum(name in made.kept.objects for name in made.map.left_out)
+        lacking = len(made.catalog.objects) - values
+        values = max(0, len(made.kept.objects) - gone - lacking)
+    sources = set(names) if made.map is None else _sources(made.map, names)
+    compared = [made.kept.tensors[name] for name in sources if name in made.kept.tensors]
+    return Coverage(amount(compared, values), total)
+
+
+def _sources(report: MapReport, names: Collection[str]) -> set[str]:
+    """The tensors that those of these names are made of."""
+    return {one for move in report.moves if move.target in names for one in move.sources}
+
+
+def left_out(made: Rewritten, path: object) -> list[Problem]:
+    """A remark on what the selection leaves out of a checkpoint, and one on what the map does."""
+    kept = {id(entry.chunks) for entry in made.kept.tensors.values()}
+    gone = [entry for entry in made.whole.tensors.values() if id(entry.chunks) not in kept]
+    values = len(made.whole.objects) - len(made.kept.objects)
+    found = [not_chosen(path, gone, values)] if gone or values else []
+    if made.map is not None:
+        by_map = [made.kept.tensors[n] for n in made.map.left_out if n in made.kept.tensors]
+        rest = len(made.map.left_out) - len(by_map)
+        if by_map or rest:
+            what = f"{amount(by_map, rest)} of {path} are left out, as the map {made.map.name} says"
+            found.append(Problem(what, "not-chosen"))
+        cut = [move for move in made.map.moves if "unpad" in move.operation]
+        if cut:
+            what = f"the padding of {counted(len(cut), 'tensor')} of {path} is cut off, such as"
+            found.append(Problem(f"{what} {cut[0].target}: {cut[0].operation}", "not-chosen"))
+    return found
+
+
+def not_chosen(path: object, tensors: Collection[TensorEntry], values: int) -> Problem:
+    """The remark that some of a checkpoint was not to be compared."""
+    parts = Counter(part_of(entry) for entry in tensors)
+    of = ", ".join(f"{count:,} {part}" for part, count in parts.most_common())
+    told = f": {of} tensors" if of else ""
+    what = f"{amount(tensors, values)} of {path} are left out as asked{told}"
+    return Problem(what, "not-chosen")
+
+
+def catalog_coverage(catalog: Catalog, names: Collection[str], values: int) -> Coverage:
+    """What was compared of a checkpoint of whose tensors those ``names`` were."""
+    total = amount(catalog.tensors.values(), len(catalog.objects))
+    compared = amount((catalog.tensors[name] for name in names), values)
+    return Coverage(compared, total)

@@ -1,0 +1,233 @@
+"""How two catalogs agree: which tensors and values either has, and of which shape and type.
+
+Which tensors of a checkpoint can be read, and why the others cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ckptool.commands.inspect.stats import is_numeric
+from ckptool.commands.open import Opened
+from ckptool.commands.rewrite import RewriteOptions
+from ckptool.commands.selection import EVERYTHING, Selection, only_model
+from ckptool.commands.verify.compare.values import value_digest
+from ckptool.core.casts import can_cast
+from ckptool.core.catalog import Catalog, Scaled, TensorEntry, coverage_problem
+from ckptool.core.parts import part_of, part_of_name, weights
+from ckptool.core.rewrite import is_used, matches
+from ckptool.errors import CannotDo, Damaged, Hostile, Problem
+from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
+
+_HOLD_NO_VALUES = frozenset(["safetensors", "hf", "dcp-safetensors", "sharded-state"])
+_LONGEST_SHOWN = 60
+
+
+def applicable(asked: RewriteOptions, mine: Catalog, theirs: Catalog) -> RewriteOptions:
+    """What is asked of ``mine``, without what is to be dropped and only ``theirs`` has."""
+    kept = [g for g in asked.selection.drop if is_used(mine, g) or not is_used(theirs, g)]
+    return replace(asked, selection=replace(asked.selection, drop=tuple(kept)))
+
+
+@dataclass(frozen=True, slots=True)
+class Counterpart:
+    """What of another checkpoint is to be compared; ``names`` are what it calls these tensors."""
+
+    catalog: Catalog
+    names: dict[str, str]
+
+
+def counterpart(catalog: Catalog, mine: Catalog, selection: Selection) -> Counterpart:
+    """What of another catalog a selection of ``mine`` is about.
+
+    It is not about names that it would leave out, unless ``mine`` has them once renamed.
+    """
+    wanted = {*mine.tensors, *mine.objects, *mine.conflicts}
+    found = Counterpart(catalog, {name: name for name in catalog.tensors})
+    if selection.model_only:
+        found = _model_like(catalog, wanted)
+
+    def kept(name: str) -> bool:
+        chosen_too = not selection.select or matches(name, selection.select)
+        return name in wanted or (chosen_too and not matches(name, selection.drop))
+
+    narrowed = replace(
+        catalog,
+        tensors={name: entry for name, entry in found.catalog.tensors.items() if kept(name)},
+        objects={name: entry for name, entry in found.catalog.objects.items() if kept(name)},
+        conflicts={name: why for name, why in found.catalog.conflicts.items() if kept(name)},
+    )
+    return Counterpart(narrowed, {name: found.names[name] for name in narrowed.tensors})
+
+
+def _model_like(catalog: Catalog, wanted: set[str]) -> Counterpart:
+    """The model's tensors, under their own names or the bare ones, whichever are wanted."""
+    names = [n for n, e in catalog.tensors.items() if part_of(e) == "model"]
+    plain = replace(
+        catalog,
+        tensors={name: catalog.tensors[name] for name in names},
+        objects={},
+        conflicts={
+            name: why
+            for name, why in catalog.conflicts.items()
+            if part_of_name(name, ()) == "model"
+        },
+    )
+    found = Counterpart(plain, {name: name for name in names})
+    try:
+        bare = only_model(catalog)
+    except CannotDo:
+        return found
+    if len(wanted & bare.tensors.keys()) <= len(wanted & plain.tensors.keys()):
+        return found
+    return Counterpart(bare, dict(zip(bare.tensors, weights(catalog), strict=True)))
+
+
+def differing_names(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:
+    """One problem for each tensor and each value that only one of the two has."""
+    for holds, lacks, code, here, there in (
+        (mine, theirs, "missing", "here", "there"),
+        (theirs, mine, "extra", "there", "here"),
+    ):
+        for name in holds.tensors:
+            if name not in lacks.tensors:
+                state = "a value" if name in lacks.objects else "missing"
+                message = f"{name}: a tensor {here}, {state} {there}"
+                yield Problem(message, f"tensor-{code}", tensor=name)
+        names = [name for name in holds.objects if not _has(lacks, name)]
+        if names and not lacks.objects and holds_no_values(lacks.format):
+            message = f"{len(names):,} values besides tensors, which {lacks.format} cannot hold"
+            yield Problem(message, "values-not-held")
+            continue
+        for name in names:
+            yield Problem(f"{name}: a value {here}, missing {there}", f"value-{code}", tensor=name)
+
+
+def holds_no_values(format_name: str) -> bool:
+    """Whether a format holds tensors alone; what else there was lies in a side file, if at all."""
+    return format_name in _HOLD_NO_VALUES
+
+
+def _has(catalog: Catalog, name: str) -> bool:
+    return name in catalog.tensors or name in catalog.objects
+
+
+def unread_notes(catalog: Catalog, selection: Selection = EVERYTHING) -> list[Problem]:
+    """What a scan noted of selected tensors that it does not read at all."""
+    notes = [note for note in catalog.notes if isinstance(note, Problem)]
+    unread = [note for note in notes if note.code == "tensor-unread" and note.tensor]
+    return [
+        note
+        for note in unread
+        if note.tensor not in catalog.objects and _is_chosen(str(note.tensor), selection)
+    ]
+
+
+def _is_chosen(name: str, selection: Selection) -> bool:
+    if selection.model_only and part_of_name(name, ()) != "model":
+        return False
+    chosen = not selection.select or matches(name, selection.select)
+    return chosen and not matches(name, selection.drop)
+
+
+def differing_unread(mine: Catalog, theirs: Catalog, selection: Selection) -> Iterator[Problem]:
+    """One problem for each tensor that a scan does not read: it is there too, or it is missing."""
+    notes = [
+        {str(note.tensor): note for note in unread_notes(catalog, selection)}
+        for catalog in (mine, theirs)
+    ]
+    for name in notes[0].keys() | notes[1].keys():
+        if all(
+            name in side or _has(c, name) for side, c in zip(notes, (mine, theirs), strict=True)
+        ):
+            note = notes[0].get(name) or notes[1][name]
+            yield Problem(str(note), "value-not-compared", tensor=name)
+            continue
+        here, there = ("here", "there") if name in notes[0] else ("there", "here")
+        message = f"{name}: a tensor that ckptool does not read {here}, missing {there}"
+        code = "tensor-missing" if name in notes[0] else "tensor-extra"
+        yield Problem(message, code, tensor=name)
+
+
+def differing_type(
+    one: TensorEntry, other: TensorEntry, *, cast: bool, as_numbers: bool
+) -> Problem | None:
+    """How the shapes or element types of two tensors differ, None where values can be compared.
+
+    ``as_numbers`` says that numbers of different types will do, ``cast`` that floating types of the
+    model's weights will. Single numbers, such as a step counter, are never cast.
+    """
+    if one.shape != other.shape:
+        message = f"{one.name}: shape {list(one.shape)} here, {list(other.shape)} there"
+        return Problem(message, "shape-differs", tensor=one.name)
+    types = one.dtype, other.dtype
+    if types[0] == types[1] or (as_numbers and all(map(is_numeric, types))):
+        return None
+    if cast and can_cast(one) and part_of(one) == "model" and other.dtype.kind == "float":
+        return None
+    message = f"{one.name}: {types[0]} here, {types[1]} there"
+    return Problem(message, "dtype-differs", tensor=one.name)
+
+
+def differing_values(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:
+    """One problem for each value that both have and that differs, or cannot be compared."""
+    known = Foreign()
+    for name in common_values(mine, theirs):
+        one, other = mine.objects[name].value, theirs.objects[name].value
+        if any(UNREAD_TENSOR in known.of(value) for value in (one, other)):
+            message = f"{name}: a {type_name(one)}, whose bytes ckptool does not read"
+            yield Problem(message, "value-not-compared", tensor=name)
+        elif value_digest(one, name) != value_digest(other, name):
+            message = f"{name}: {_short(one)} here, {_short(other)} there"
+            yield Problem(message, "value-differs", tensor=name)
+
+
+def common_values(mine: Catalog, theirs: Catalog) -> list[str]:
+    """The names of the values that both have."""
+    return [name for name in mine.objects if name in theirs.objects]
+
+
+def _short(value: object) -> str:
+    """A small plain value as it is, any other by its type."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an int of {value.bit_length():,} bits"
+    if value is None or isinstance(value, bool | int | float | str):
+        text = repr(value)
+        return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 1]}…"
+    return f"a {type_name(value)}"
+
+
+def readable(opened: Opened, catalog: Catalog) -> tuple[Catalog, dict[str, Problem]]:
+    """The catalog's tensors with every container opened, and why the others cannot be read.
+
+    ``catalog`` is that of ``opened``, rewritten or not. No tensor byte is read.
+    """
+    gaps = {entry.name: coverage_problem(entry) for entry in catalog.tensors.values()}
+    lost = {name: problem for name, problem in gaps.items() if problem is not None}
+    tiled = {name: entry for name, entry in catalog.tensors.items() if name not in lost}
+    try:
+        return opened.located(replace(catalog, tensors=tiled)), lost
+    except (CannotDo, Damaged, Hostile):
+        return _one_by_one(opened, replace(catalog, tensors=tiled), lost)
+
+
+def _one_by_one(
+    opened: Opened, catalog: Catalog, lost: dict[str, Problem]
+) -> tuple[Catalog, dict[str, Problem]]:
+    """Open the containers of each tensor by themselves, to find those that cannot be."""
+    found: dict[str, TensorEntry] = {}
+    for name, entry in catalog.tensors.items():
+        try:
+            found |= opened.located(replace(catalog, tensors={name: entry})).tensors
+        except (CannotDo, Damaged, Hostile) as error:
+            lost[name] = error.problems[0]
+    return replace(catalog, tensors=found), lost
+
+
+def stored_tensors(entry: TensorEntry) -> Iterator[TensorEntry]:
+    """The tensors in files that a tensor is made of: itself, or its values and their scales."""
+    made_of = [chunk.at for chunk in entry.chunks if isinstance(chunk.at, Scaled)]
+    if not made_of:
+        yield entry
+    yield from {id(one): one for at in made_of for one in (at.values, at.scales)}.values()

@@ -1,0 +1,295 @@
+"""Compare two tensors element by element, wherever and however either of them lies.
+
+The numbers of two sides, however they are stored: how far apart, and as people write them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptool.commands.inspect.stats import Array, decoded, is_numeric
+from ckptool.commands.verify.verify import Progress
+from ckptool.core.box import Box
+from ckptool.core.catalog import TensorEntry
+from ckptool.core.dtype import BY_NAME, DType
+from ckptool.core.layout import tiles
+from ckptool.engine.read.fill import CheckedReads
+from ckptool.engine.read.gather import Gatherer, raw
+from ckptool.engine.read.rounding import cast
+from ckptool.engine.threads import share_jobs
+from ckptool.errors import CkptoolError
+
+_TILE = 1 << 20
+_TILES_A_JOB = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far numbers may be apart: ``|a - b| <= atol + rtol * |b|``; NaN is equal to NaN."""
+
+    rtol: float = 0.0
+    atol: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two tensors of one shape; ``cast`` compares the first as the second's element type."""
+
+    one: TensorEntry
+    other: TensorEntry
+    cast: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read to compare the two."""
+        return self.one.elements * self.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes that are read for an element of each."""
+        return self.one.source_dtype.itemsize + self.other.source_dtype.itemsize
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the first is rounded, or widened, to the second's element type."""
+        return self.cast and self.one.dtype != self.other.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How two tensors differ.
+
+    ``elements`` of them do; ``first`` is the index of the first one in row-major order, ``values``
+    are what either side has there. ``largest`` is the largest difference between two numbers, None
+    where no number stands against a number.
+    """
+
+    elements: int
+    first: tuple[int, ...]
+    values: tuple[str, str]
+    largest: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What comparing found: differences, and what could not be read, by the first one's name."""
+
+    differences: dict[str, Difference]
+    unreadable: dict[str, CkptoolError]
+
+
+def compare(
+    pairs: Sequence[Pair],
+    reads: tuple[CheckedReads, CheckedReads],
+    tolerance: Tolerance | None,
+    workers: int,
+    progress: Progress = lambda nbytes: None,
+) -> Outcome:
+    """Compare all pairs on a few threads, a few MiB of memory each.
+
+    Bit by bit without a tolerance: equal NaN patterns are equal, 0.0 and -0.0 are not; after a cast
+    any NaN is equal to any other. The chunks of every tensor must tile it exactly. Raises CannotDo
+    where a cast needs torch and it is not there.
+    """
+    work = _Comparison(tolerance, progress)
+    share_jobs(_jobs(pairs), workers, lambda: _Sides(reads), work.do)
+    return Outcome(work.differences, work.unreadable)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Some tiles of one pair."""
+
+    pair: Pair
+    boxes: tuple[Box, ...]
+
+
+def _jobs(pairs: Iterable[Pair]) -> Iterator[_Job]:
+    for pair in pairs:
+        itemsize = max(pair.one.source_dtype.itemsize, pair.other.source_dtype.itemsize)
+        batch: list[Box] = []
+        for box in tiles(Box.whole(pair.one.shape), itemsize, _TILE):
+            batch.append(box)
+            if len(batch) == _TILES_A_JOB:
+                yield _Job(pair, tuple(batch))
+                batch = []
+        if batch:
+            yield _Job(pair, tuple(batch))
+
+
+class _Sides:
+    """What one thread reads the two sides with."""
+
+    def __init__(self, reads: tuple[CheckedReads, CheckedReads]) -> None:
+        self.one: Gatherer = reads[0].gatherer()
+        self.other: Gatherer = reads[1].gatherer()
+
+    def close(self) -> None:
+        self.one.close()
+        self.other.close()
+
+
+class _Comparison:
+    """The differences found so far, by all threads."""
+
+    def __init__(self, tolerance: Tolerance | None, progress: Progress) -> None:
+        self.differences: dict[str, Difference] = {}
+        self.unreadable: dict[str, CkptoolError] = {}
+        self._tolerance = tolerance
+        self._progress = progress
+        self._lock = threading.Lock()
+
+    def do(self, sides: _Sides, job: _Job) -> None:
+        """Compare the tiles of one job."""
+        pair = job.pair
+        if pair.one.name in self.unreadable:
+            return
+        for box in job.boxes:
+            try:
+                one = sides.one.values(pair.one, box)
+                other = sides.other.values(pair.other, box)
+            except CkptoolError as error:
+                with self._lock:
+                    self.unreadable.setdefault(pair.one.name, error)
+                return
+            self._progress(box.volume * pair.itemsize)
+            self._note(pair, box, _difference(pair, one, other, self._tolerance))
+
+    def _note(self, pair: Pair, box: Box, found: Difference | None) -> None:
+        if found is None:
+            return
+        first = tuple(low + step for low, step in zip(box.lo, found.first, strict=True))
+        found = Difference(found.elements, first, found.values, found.largest)
+        with self._lock:
+            known = self.differences.get(pair.one.name)
+            self.differences[pair.one.name] = found if known is None else _both(known, found)
+
+
+def _both(one: Difference, other: Difference) -> Difference:
+    first = min(one, other, key=lambda item: item.first)
+    sizes = [item.largest for item in (one, other) if item.largest is not None]
+    elements = one.elements + other.elements
+    return Difference(elements, first.first, first.values, max(sizes, default=None))
+
+
+def _difference(
+    pair: Pair, one: Array, other: Array, tolerance: Tolerance | None
+) -> Difference | None:
+    """How a tile of a pair differs, with ``first`` counted from the tile's own start."""
+    types = pair.one.dtype, pair.other.dtype
+    if pair.is_cast:
+        one, types = cast(one, *types), (types[1], types[1])
+    if types[0] == types[1] and _same_bits(one, other):
+        return None
+    flat = one.reshape(-1), other.reshape(-1)
+    if tolerance is None or not all(map(is_numeric, types)):
+        differ = _bits(*flat)
+        if pair.is_cast and is_numeric(types[1]):
+            differ &= ~both_nan(*_numbers(flat, types))
+    else:
+        differ = are_apart(*_numbers(flat, types), tolerance.rtol, tolerance.atol)
+    return _described(flat, types, differ, one.shape)
+
+
+def _numbers(flat: tuple[Array, Array], types: tuple[DType, DType]) -> tuple[Array, Array]:
+    return numbers_of(flat[0], types[0]), numbers_of(flat[1], types[1])
+
+
+def _same_bits(one: Array, other: Array) -> bool:
+    nbytes = one.nbytes
+    word = "u8" if nbytes % 8 == 0 else "u1"
+    return bool((np.frombuffer(raw(one), word) == np.frombuffer(raw(other), word)).all())
+
+
+def _bits(one: Array, other: Array) -> Array:
+    """Whether each element of two flat arrays has other bits."""
+    rows = [np.frombuffer(raw(side), "u1").reshape(-1, side.itemsize) for side in (one, other)]
+    return np.asarray((rows[0] != rows[1]).any(axis=1))
+
+
+def _described(
+    flat: tuple[Array, Array],
+    types: tuple[DType, DType],
+    differ: Array,
+    shape: tuple[int, ...],
+) -> Difference | None:
+    count = int(np.count_nonzero(differ))
+    if not count:
+        return None
+    at = int(differ.argmax())
+    first = tuple(int(step) for step in np.unravel_index(at, shape))
+    values = [shown(side[at : at + 1], dtype) for side, dtype in zip(flat, types, strict=True)]
+    largest = None
+    if all(map(is_numeric, types)):
+        largest = largest_gap(*_numbers((flat[0][differ], flat[1][differ]), types))
+    return Difference(count, first, (values[0], values[1]), largest)
+
+
+_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+
+
+def numbers_of(flat: Array, dtype: DType) -> Array:
+    """The numbers of flat elements, one row an element: complex ones have two."""
+    part = BY_NAME[_PARTS.get(dtype.name, dtype.name)]
+    stored = flat.view("u1").view(f"u{part.itemsize}")
+    return decoded(stored, part).reshape(len(flat), -1)
+
+
+def both_nan(one: Array, other: Array) -> Array:
+    """Whether elements are NaN on both sides, in the same parts of a complex one."""
+    return np.asarray((_is_nan(one) == _is_nan(other)).all(axis=1) & _is_nan(one).any(axis=1))
+
+
+def _is_nan(values: Array) -> Array:
+    return np.isnan(values) if values.dtype.kind == "f" else np.zeros(values.shape, bool)
+
+
+def are_apart(one: Array, other: Array, rtol: float, atol: float) -> Array:
+    """Whether elements are further apart than allowed; equal infinities and NaN are not apart."""
+    if one.shape[1] != other.shape[1]:
+        one, other = _as_complex(one), _as_complex(other)
+    with np.errstate(invalid="ignore", over="ignore"):
+        size = np.abs(other.astype(np.float64))
+        near = _distance(one, other) <= atol + rtol * size
+        near &= np.isfinite(size)
+    near |= one == other
+    near |= _is_nan(one) & _is_nan(other)
+    return np.asarray(~near.all(axis=1))
+
+
+def _as_complex(parts: Array) -> Array:
+    """Real numbers with a zero imaginary part."""
+    return parts if parts.shape[1] == 2 else np.hstack([parts, np.zeros_like(parts)])
+
+
+def _distance(one: Array, other: Array) -> Array:
+    """How far numbers are apart: exact where both are integers of one type."""
+    if one.dtype == other.dtype and one.dtype.kind in "iu":
+        gap = np.maximum(one, other) - np.minimum(one, other)
+        return gap.view(f"u{gap.itemsize}")
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.asarray(np.abs(one.astype(np.float64) - other.astype(np.float64)))
+
+
+def largest_gap(one: Array, other: Array) -> float | None:
+    """The largest difference between two numbers; None where none stands against a number."""
+    if one.shape[1] != other.shape[1]:
+        one, other = _as_complex(one), _as_complex(other)
+    gaps = _distance(one, other)
+    known = gaps[~_is_nan(gaps)]
+    return known.max().item() if known.size else None
+
+
+def shown(element: Array, dtype: DType) -> str:
+    """One element as people write it; its bits where it is no number."""
+    if not is_numeric(dtype):
+        return f"0x{raw(element).hex()}"
+    if dtype.kind == "bool":
+        return {0: "False", 1: "True"}.get(int(element[0]), f"0x{raw(element).hex()}")
+    parts = [f"{part:.9g}" if isinstance(part, float) else str(part)
+             for part in numbers_of(element, dtype)[0].tolist()]  # fmt: skip
+    return parts[0] if len(parts) == 1 else f"{parts[0]}{float(parts[1]):+.9g}j"

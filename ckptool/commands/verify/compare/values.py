@@ -1,0 +1,147 @@
+"""Non-tensor values as text that is equal where the values are: canonical JSON.
+
+null, booleans, integers, finite floats, text, lists and dicts whose keys are all text are
+themselves; all else is an object with one key that begins with ``$``: ``{"$tuple": [...]}``,
+``{"$bytes": "hex"}``, ``{"$float": "nan"}``, ``{"$complex": [re, im]}``, ``{"$set": [...]}``,
+``{"$dict": [[key, value], ...]}``, ``{"$global": "torch.float32"}``, ``{"$call": [...]}``. Written
+without spaces, keys sorted, all of ASCII.
+
+Values that one checkpoint holds in one piece, and another under a name for each part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptool.core.catalog import Catalog, ObjectEntry
+from ckptool.errors import CannotDo
+from ckptool.serialization.pickle.records import Call, Global, Persistent
+
+_DEEPEST = 200
+_MOST_NODES = 1 << 20
+_LARGEST_INT = 1 << 4096
+
+
+def canonical_text(content: Any) -> str:
+    """JSON without spaces, keys sorted, ASCII only: one text for one content."""
+    return json.dumps(
+        content, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    )
+
+
+def value_text(value: Any, name: str) -> str:
+    """The canonical JSON of a value of a checkpoint.
+
+    Raises CannotDo where it is too deep or too large to be written down (a million parts).
+    """
+    try:
+        return canonical_text(_plain(value, _DEEPEST, iter(range(_MOST_NODES)), name))
+    except RecursionError:
+        raise _too_large(name) from None
+
+
+def value_digest(value: Any, name: str) -> str:
+    """The SHA-256 (hex) of a value's canonical JSON."""
+    return text_digest(value_text(value, name))
+
+
+def text_digest(text: str) -> str:
+    """The SHA-256 (hex) of ASCII text."""
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def _too_large(name: str) -> CannotDo:
+    return CannotDo(
+        f"{name}: a value of more than {_MOST_NODES:,} parts, or nested more than {_DEEPEST} deep,"
+        " cannot be compared",
+        hint=f"--drop '{name}' leaves it out",
+    )
+
+
+def _plain(value: Any, depth: int, budget: Iterator[int], name: str) -> Any:
+    if next(budget, None) is None or not depth:
+        raise _too_large(name)
+
+    def inner(item: Any) -> Any:
+        return _plain(item, depth - 1, budget, name)
+
+    if isinstance(value, list):
+        return [inner(item) for item in value]
+    if isinstance(value, dict):
+        return _dict(value, inner)
+    if isinstance(value, tuple):
+        return {"$tuple": [inner(item) for item in value]}
+    if isinstance(value, set | frozenset):
+        kind = "$set" if isinstance(value, set) else "$frozenset"
+        return {kind: sorted((inner(item) for item in value), key=canonical_text)}
+    if isinstance(value, Call):
+        parts = (value.function, list(value.args), value.state, value.items, value.entries)
+        return {"$call": [inner(part) for part in parts]}
+    if isinstance(value, Persistent):
+        return {"$storage": inner(value.value)}
+    return _scalar(value)
+
+
+def _dict(value: dict[Any, Any], inner: Any) -> Any:
+    if all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return {key: inner(item) for key, item in value.items()}
+    pairs = [[inner(key), inner(item)] for key, item in value.items()]
+    return {"$dict": sorted(pairs, key=canonical_text)}
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, Global):
+        return {"$global": str(value)}
+    if isinstance(value, bytes | bytearray):
+        return {"$bytes" if isinstance(value, bytes) else "$bytearray": value.hex()}
+    if isinstance(value, complex):
+        return {"$complex": [_scalar(value.real), _scalar(value.imag)]}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"$float": repr(value)}
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= _LARGEST_INT:
+        return {"$int": hex(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return {"$other": type(value).__name__}
+
+
+@dataclass(frozen=True, slots=True)
+class Unfolded:
+    """A catalog with values taken apart; ``origins`` are the values that its values come from."""
+
+    catalog: Catalog
+    origins: dict[str, str]
+
+    def whole(self, names: Collection[str | None]) -> int:
+        """How many of the values have all their parts among these names."""
+        return len(
+            {*self.origins.values()} - {o for n, o in self.origins.items() if n not in names}
+        )
+
+
+def unfolded(catalog: Catalog, other: Catalog) -> Unfolded:
+    """Take dicts and lists apart where the other one has names inside of them."""
+    heads = {
+        name[:at] for name in other.objects for at, char in enumerate(name) if char == "."
+    } - other.objects.keys()
+    objects: dict[str, ObjectEntry] = {}
+    origins: dict[str, str] = {}
+    for name, entry in catalog.objects.items():
+        for part, value in _parts(name, entry.value, heads):
+            objects[part] = entry if part == name else ObjectEntry(part, (part,), value)
+            origins[part] = name
+    return Unfolded(replace(catalog, objects=objects), origins)
+
+
+def _parts(name: str, value: Any, heads: set[str]) -> Iterator[tuple[str, Any]]:
+    if name not in heads or not isinstance(value, dict | list | tuple) or not value:
+        yield name, value
+        return
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in items:
+        yield from _parts(f"{name}.{key}", inner, heads)

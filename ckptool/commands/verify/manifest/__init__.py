@@ -1,0 +1,1 @@
+"""A manifest of a checkpoint, and a checkpoint against it."""

@@ -1,0 +1,188 @@
+"""A manifest: what a checkpoint holds, written down so that any copy can be proved against it.
+
+JSON, schema ``ckptool.manifest/1``:
+
+- ``tensors``: for each name its ``dtype`` (torch's name), global ``shape``, and the ``sha256`` of
+  its elements in row-major order, little-endian, without padding: the bytes that
+  ``tensor.contiguous()`` has in memory, that a safetensors file holds for it, and that do not
+  depend on how it is sharded;
+- ``values``: for each value that is no tensor the ``sha256`` of its canonical JSON (``values.py``
+  says what that is), and where it is short that JSON itself, as text;
+- ``unproved``: what is in the checkpoint and in no digest of a tensor or value, and why;
+- ``files``: for each file its size in bytes (``nbytes``) and ``sha256``. They prove the files that
+  the manifest was made of; a copy in other files is proved by the tensors and values;
+- ``sha256``: of all the rest, as canonical JSON.
+
+With standard tools: a file by ``sha256sum FILE``; a tensor of a safetensors file, whose header
+gives its ``data_offsets`` B and E behind N + 8 bytes, by
+``tail -c +$((N + 8 + B + 1)) FILE | head -c $((E - B)) | sha256sum``; the manifest itself by
+``jq -acjS 'del(.sha256)' MANIFEST | sha256sum``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptool.commands.verify.compare.values import canonical_text, text_digest
+from ckptool.core.dtype import BY_NAME
+from ckptool.errors import Damaged, NotFound
+from ckptool.storage.url import Location
+
+SCHEMA = "ckptool.manifest/1"
+MARK = b'{\n"schema": "ckptool.manifest/'
+"""How every manifest begins."""
+_LARGEST = 1 << 30
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorProof:
+    """A tensor's element type, global shape and SHA-256 of its row-major bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class ValueProof:
+    """The SHA-256 of a value's canonical JSON, and that JSON where it is short."""
+
+    sha256: str
+    json: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FileProof:
+    """A file's size in bytes and SHA-256."""
+
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint of ``format`` holds. ``unproved`` maps names to why no digest has them."""
+
+    format: str
+    tensors: dict[str, TensorProof]
+    values: dict[str, ValueProof]
+    unproved: dict[str, str]
+    files: dict[str, FileProof]
+
+
+def manifest_text(manifest: Manifest) -> str:
+    """The manifest as a file holds it: JSON with a line an entry, that ends with its own digest."""
+    content = {"schema": SCHEMA} | asdict(manifest)
+    content["sha256"] = text_digest(canonical_text(content))
+    return "{\n" + ",\n".join(_lines(content)) + "\n}\n"
+
+
+def _lines(content: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in content.items():
+        if not isinstance(value, dict) or not value:
+            yield f"{json.dumps(key)}: {json.dumps(value)}"
+            continue
+        entries = (f"  {json.dumps(name)}: {json.dumps(value[name])}" for name in sorted(value))
+        yield f"{json.dumps(key)}: {{\n" + ",\n".join(entries) + "\n}"
+
+
+def read_manifest(path: Location) -> Manifest:
+    """The manifest in a file.
+
+    Raises NotFound where it cannot be read, Damaged where it is no manifest of a known version, is
+    not what was written, or lacks anything.
+    """
+    try:
+        if isinstance(path, Path) and path.stat().st_size > _LARGEST:
+            raise Damaged(f"{path}: {path.stat().st_size:,} bytes; no manifest is as large")
+        text = path.read_bytes().decode()
+    except OSError as error:
+        raise NotFound(
+            f"{path}: cannot be read: {(error.strerror or str(error)).lower()}"
+        ) from None
+    except UnicodeDecodeError:
+        raise Damaged(f"{path}: no manifest: it is not text") from None
+    try:
+        content = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        raise Damaged(f"{path}: no manifest: it is not JSON, or was cut") from None
+    return _parsed(content, path)
+
+
+def _refuse_constant(word: str) -> None:
+    raise ValueError(word)
+
+
+def _parsed(content: Any, path: Location) -> Manifest:
+    if not isinstance(content, dict) or "schema" not in content:
+        raise Damaged(f"{path}: no manifest: it names no schema")
+    if content["schema"] != SCHEMA:
+        raise Damaged(
+            f"{path}: a manifest of schema {str(content['schema'])[:80]!r}; this ckptool reads"
+            f" {SCHEMA!r}",
+            hint="verify with the ckptool that wrote it, or a newer one",
+        )
+    recorded = content.pop("sha256", None)
+    if recorded != text_digest(canonical_text(content)):
+        raise Damaged(
+            f"{path}: the manifest is not as it was written: its own SHA-256 differs",
+            hint="take another copy of it; a manifest that was edited proves nothing",
+        )
+    try:
+        return Manifest(
+            _text(content["format"]),
+            {_text(name): _tensor(proof) for name, proof in _items(content["tensors"])},
+            {_text(name): _value(proof) for name, proof in _items(content["values"])},
+            {_text(name): _text(why) for name, why in _items(content["unproved"])},
+            {_text(name): _file(proof) for name, proof in _items(content["files"])},
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise Damaged(f"{path}: a manifest that lacks something: {error}") from None
+
+
+def _items(value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise TypeError("a list of names is none")
+    return value.items()
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{str(value)[:80]!r} is no text")
+    return value
+
+
+def _digest(proof: Mapping[str, Any]) -> str:
+    if not _DIGEST.fullmatch(_text(proof["sha256"])):
+        raise ValueError(f"{proof['sha256'][:80]!r} is no SHA-256")
+    return str(proof["sha256"])
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{str(value)[:80]!r} is no size")
+    return value
+
+
+def _tensor(proof: Any) -> TensorProof:
+    dtype = _text(proof["dtype"])
+    if dtype not in BY_NAME:
+        raise ValueError(f"{dtype[:80]!r} is no element type")
+    return TensorProof(dtype, tuple(map(_natural, proof["shape"])), _digest(proof))
+
+
+def _value(proof: Any) -> ValueProof:
+    text = proof["json"]
+    if text is not None and text_digest(_text(text)) != proof["sha256"]:
+        raise ValueError("a value is not what its SHA-256 says")
+    return ValueProof(_digest(proof), text)
+
+
+def _file(proof: Any) -> FileProof:
+    return FileProof(_natural(proof["nbytes"]), _digest(proof))

@@ -1,0 +1,208 @@
+"""Write what is provably whole of a damaged checkpoint, and list what is not."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ckptool.commands.open import AS_DETECTED, Opened, ReadOptions, survey
+from ckptool.commands.transfer import (
+    Progress,
+    Transfer,
+    TransferOptions,
+    named_target,
+    require_apart,
+    target_notes,
+)
+from ckptool.commands.verify.salvage.intact import whole_part
+from ckptool.commands.verify.salvage.repair import rebuild
+from ckptool.core.plan import Plan
+from ckptool.engine.write.stage import RESUME_HINT
+from ckptool.errors import CannotDo, Committed, NotFound, TransferError
+from ckptool.formats import CONVERTERS
+from ckptool.formats.base import Request
+from ckptool.storage.disk import require_marked, write_whole
+from ckptool.storage.url import Location
+
+_WRITERS = {
+    ".safetensors": "safetensors",
+    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch-save"),
+}
+"""The format of a single file by its suffix; a folder becomes a DCP checkpoint."""
+_AFRESH = "the same command starts afresh"
+_AGAIN = "the same command with --overwrite writes both again"
+_MARK = b'{\n "schema": "ckptool.salvage/'
+
+
+@dataclass(frozen=True, slots=True)
+class SalvageOptions:
+    """How to read the source, and how to write what is whole of it."""
+
+    read: ReadOptions = AS_DETECTED
+    transfer: TransferOptions = field(default_factory=TransferOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class SalvageReport:
+    """What is whole, and what is lost of the checkpoint at ``path``.
+
+    ``lost`` maps names to why; ``problems`` are what else is wrong with the source, ``unknown``
+    what no file tells any more, ``notes`` what the target holds otherwise or not. ``unproved`` of
+    the tensors lie in bytes for which no checksum is stored. ``nbytes`` were written; ``listing``
+    is the file beside the target that says all of this.
+    """
+
+    path: str
+    format: str
+    target: str
+    target_format: str
+    tensors: int
+    values: int
+    nbytes: int
+    unproved: int
+    lost: Mapping[str, str]
+    problems: tuple[str, ...]
+    unknown: tuple[str, ...]
+    notes: tuple[str, ...]
+    listing: str
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is lost, as far as can be known."""
+        left = any(note.startswith("not carried") for note in self.notes)
+        return not (self.lost or self.problems or self.unknown or left)
+
+
+@dataclass(frozen=True, slots=True)
+class Salvage:
+    """What of a damaged checkpoint is whole, planned to be written."""
+
+    transfer: Transfer
+    report: SalvageReport
+    listing: Location
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that ``run`` writes."""
+        return self.transfer.nbytes
+
+    def run(self, progress: Progress = lambda nbytes: None) -> SalvageReport:
+        """Write the target, whole or not at all, then the list beside it."""
+        earlier = EarlierList(self.listing)
+        late: Committed | None = None
+        notes: tuple[str, ...] = ()
+        try:
+            notes = replace(self.transfer, before_commit=earlier.put_away).run(progress)
+        except Committed as error:
+            late = error
+        except TransferError as error:
+            message = f"{error.message}{earlier.put_back()}"
+            hint = _AFRESH if error.hint == RESUME_HINT else error.hint
+            raise type(error)(message, hint=hint) from error
+        except BaseException:
+            earlier.put_back()
+            raise
+        try:
+            self._write_list()
+            earlier.remove()
+        except (CannotDo, NotFound, OSError) as error:
+            message = f"{error}; {self.report.target}: the new one stands, whole"
+            raise Committed(message, hint=_AGAIN) from None
+        if late is not None:
+            raise Committed(late.message, hint=_AGAIN) from late
+        return replace(self.report, notes=(*self.report.notes, *notes))
+
+    def _write_list(self) -> None:
+        content = json.dumps(salvage_content(self.report), indent=1) + "\n"
+        if isinstance(self.listing, Path):
+            write_whole(self.listing, content.encode(), mark=_MARK)
+        else:
+            self.listing.write_bytes(content.encode())
+
+
+class EarlierList:
+    """The list of what stood at the target before: it never stands beside another's target.
+
+    It is renamed away just before the commit, and back where that fails.
+    """
+
+    def __init__(self, listing: Location) -> None:
+        self._listing = listing if isinstance(listing, Path) else None
+        self._aside = Path(f"{listing}").with_name(f".{listing.name}.replaced")
+        self._is_away = False
+        if self._listing is not None:
+            require_marked(self._aside, _MARK, noun="list of a salvage")
+
+    def put_away(self) -> None:
+        """Rename the list away, where there is one."""
+        if self._listing is not None and os.path.lexists(self._listing):
+            os.replace(self._listing, self._aside)
+            self._is_away = True
+
+    def put_back(self) -> str:
+        """Undo ``put_away``; what to add to a message where that fails."""
+        if self._listing is not None and self._is_away:
+            try:
+                os.replace(self._aside, self._listing)
+            except OSError:
+                return f"; the list {self._listing} is now {self._aside}"
+        return ""
+
+    def remove(self) -> None:
+        """Remove what was renamed away, also by a run that was killed."""
+        if self._listing is not None:
+            self._aside.unlink(missing_ok=True)
+
+
+def plan_salvage(path: Location, target: Location, options: SalvageOptions) -> Salvage:
+    """Read a damaged checkpoint as far as it can be, and plan to write what is whole of it.
+
+    Raises NotFound or Unrecognised where there is no checkpoint, CannotDo where nothing in it is
+    whole or the target cannot be written. The source is only read.
+    """
+    target = named_target(target)
+    found = survey(path, options.read)
+    rebuilt = rebuild(found, options.read)
+    opened = Opened(found.path, found.source, found.format, rebuilt.catalog)
+    require_apart(opened, target)
+    listing = target.with_name(f"{target.name}.salvage.json")
+    if listing.exists() and not options.transfer.overwrite:
+        raise CannotDo(f"{listing} exists already", hint="--overwrite replaces it")
+    if isinstance(listing, Path):
+        require_marked(listing, _MARK, noun="list of a salvage")
+    workers = options.transfer.run.workers or opened.source.workers
+    whole = whole_part(opened, rebuilt.problems, workers)
+    if not whole.catalog.tensors and not whole.catalog.objects:
+        raise CannotDo(
+            f"{found.path}: nothing in it is whole",
+            hint="ckptool verify lists what is wrong with it",
+        )
+    writer = _WRITERS.get(target.suffix, "dcp")
+    layout = CONVERTERS[writer](whole.catalog, Request(target.name))
+    plan = Plan(whole.catalog, layout)
+    report = SalvageReport(
+        path=str(found.path),
+        format=found.format.name,
+        target=str(target),
+        target_format=writer,
+        tensors=len(whole.catalog.tensors),
+        values=len(whole.catalog.objects),
+        nbytes=layout.nbytes,
+        unproved=whole.unproved,
+        lost=whole.lost,
+        problems=tuple(str(one) for one in rebuilt.problems if one.tensor not in whole.lost),
+        unknown=rebuilt.unknown,
+        notes=(*layout.notes, *target_notes(opened, target, layout, options.transfer)),
+        listing=str(listing),
+    )
+    transfer = Transfer(opened, plan, target, options.transfer, "salvage")
+    return Salvage(transfer, report, listing)
+
+
+def salvage_content(report: SalvageReport) -> dict[str, Any]:
+    """The report as ``ckptool.salvage/1``."""
+    return {"schema": "ckptool.salvage/1", "complete": report.complete} | asdict(report)

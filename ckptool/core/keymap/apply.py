@@ -1,0 +1,283 @@
+"""A checkpoint under another map of keys: catalog in, catalog out. No byte is moved."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
+from ckptool.core.keymap.carry import Made, carry, one_value
+from ckptool.core.keymap.match import Claim, Facts, Frame, Framed, Matcher, framed
+from ckptool.core.keymap.model import Held, KeyMap, Rule, UnknownSizes, group_sizes
+from ckptool.core.parts import part_of
+from ckptool.core.rewrite import renamed_path
+from ckptool.errors import CannotDo, UsageError
+
+_MOST_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One tensor of the result, the tensors it is made of, and how."""
+
+    sources: tuple[str, ...]
+    target: str
+    entry: TensorEntry
+    operation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A checkpoint under a map; ``left_out`` are the names that the map says to leave out."""
+
+    catalog: Catalog
+    moves: tuple[Move, ...]
+    left_out: tuple[str, ...]
+
+
+def apply_map(catalog: Catalog, key_map: KeyMap, facts: Facts) -> Mapped:
+    """The checkpoint under the map: its model, and what an optimizer keeps for each parameter.
+
+    The places of tensors must have been located. Raises UsageError where no rule takes a tensor
+    or two make one name, UnknownSizes, and CannotDo where shapes are not what the map says or the
+    optimizer's state cannot follow.
+    """
+    unfit = [name for name in key_map.unless if name in facts.true]
+    if unfit:
+        raise CannotDo(f"the map {key_map.name} is not for models with {', '.join(unfit)}")
+    return _Application(catalog, key_map, facts.of(catalog, key_map)).run()
+
+
+class _Application:
+    """One map on one catalog."""
+
+    def __init__(self, catalog: Catalog, key_map: KeyMap, facts: Facts) -> None:
+        self._catalog = catalog
+        self._map = key_map
+        self._facts = facts
+        self._matchers = {p: Matcher(key_map, facts, p) for p in ("model", "optimizer")}
+        self._order = {n: at for at, n in enumerate((*catalog.tensors, *catalog.objects))}
+        self._names: dict[object, list[str]] = {}
+        self._numbered = key_map.numbered
+        self._sizes: dict[object, tuple[int, str]] = {}
+        self._moves: list[Move] = []
+        self._values: list[ObjectEntry] = []
+        self._left_out: list[str] = []
+        self._refused: list[str] = []
+        self._unknown: dict[str, UnknownSizes] = {}
+
+    def run(self) -> Mapped:
+        knows = [self._matchers[part].knows for part in ("model", "optimizer")]
+        found, odd = framed(self._catalog, *knows)
+        handled: set[str] = set()
+        self._require_taken(odd)
+        groups = [
+            (frame, group)
+            for frame, names in found.items()
+            for group in self._groups(frame, names, handled)
+        ]
+        for scalars in (False, True):
+            for frame, names, claims in self._tensor_groups(groups, found, scalars=scalars):
+                self._carry(frame, names, claims, scalars=scalars)
+        for frame, claims in groups:
+            self._carry_values(frame, found[frame], claims)
+        self._rename_in_lists(handled)
+        self._require_done(handled)
+        return self._result(handled)
+
+    # Who takes what
+
+    def _require_taken(self, odd: Sequence[str]) -> None:
+        if odd:
+            raise UsageError(
+                f"no rule of the map {self._map.name} ({self._map.source} to {self._map.target})"
+                f" takes {len(odd):,} of the tensors:\n" + listed(odd),
+                hint="--drop 'GLOB' leaves a tensor out; `ckptool maps NAME` prints a map, to be"
+                " changed and given as --map FILE",
+            )
+
+    def _groups(
+        self, frame: Frame, names: Mapping[str, str], handled: set[str]
+    ) -> Iterator[list[Claim]]:
+        """The claims of one frame's names, those together that are carried over together."""
+        matcher = self._matchers[frame.part]
+        found: dict[object, list[Claim]] = defaultdict(list)
+        for inner, name in names.items():
+            handled.add(name)
+            claim = matcher.claim(inner)
+            if claim is not None:
+                found[claim.group].append(claim)
+            elif matcher.drops(inner):
+                self._left_out.append(name)
+            else:
+                self._refused.append(name)
+        yield from found.values()
+
+    def _tensor_groups(
+        self, groups: Iterable[tuple[Frame, list[Claim]]], found: Framed, *, scalars: bool
+    ) -> Iterator[tuple[Frame, Mapping[str, str], list[Claim]]]:
+        for frame, claims in groups:
+            names = found[frame]
+            held = [c for c in claims if names[c.inner] in self._catalog.tensors]
+            if held and scalars == self._is_scalar(frame, names, held[0]):
+                yield frame, names, held
+
+    def _is_scalar(self, frame: Frame, names: Mapping[str, str], claim: Claim) -> bool:
+        """Whether the optimizer keeps this once a parameter, and not once an element."""
+        entry = self._catalog.tensors[names[claim.inner]]
+        if frame.part == "model" or claim.rule.renames:
+            return False
+        return entry.elements == 1 and len(entry.shape) < len(claim.pattern.axes or ())
+
+    # Tensors
+
+    def _carry(
+        self, frame: Frame, names: Mapping[str, str], claims: list[Claim], *, scalars: bool
+    ) -> None:
+        rule = claims[0].rule
+        held = [Held(c.pattern, c.binding, self._catalog.tensors[names[c.inner]]) for c in claims]
+        try:
+            made = (
+                self._scalars(claims, held)
+                if scalars
+                else self._elements(rule, held, exact=frame.part != "model")
+            )
+        except UnknownSizes as error:
+            self._unknown.setdefault(rule.whole.text, error)
+            return
+        except CannotDo as error:
+            if frame.part == "model":
+                raise
+            self._refused.append(f"{names[claims[0].inner]} ({error.message})")
+            return
+        self._names.setdefault(claims[0].group, [one.name for one in made])
+        sources = tuple(names[claim.inner] for claim in claims)
+        for one in made:
+            target = frame.around(one.name)
+            entry = _named(one.entry, target)
+            self._moves.append(Move(sources, target, entry, one.operation))
+
+    def _elements(self, rule: Rule, held: list[Held], *, exact: bool) -> list[Made]:
+        sizes = group_sizes(rule, held, self._facts.sizes)
+        self._require_alike(rule, held[0], sizes)
+        return carry(rule, held, sizes, exact=exact)
+
+    def _require_alike(self, rule: Rule, first: Held, sizes: Mapping[str, int]) -> None:
+        """CannotDo where a dim of the model, or what is numbered in names, has another size here.
+
+        What all names of a rule number, such as layers, may differ in its other numbers: experts.
+        """
+        within = tuple((axis, first.binding[axis]) for axis in rule.common)
+        mine = {name for axis in rule.axes for name in axis}
+        for name in (self._numbered & mine | self._map.sizes.keys()) & sizes.keys():
+            of = within if name in self._numbered else ()
+            size, seen = self._sizes.setdefault((name, of), (sizes[name], first.entry.name))
+            if size != sizes[name]:
+                raise CannotDo(
+                    f"{name} is {sizes[name]:,} in {first.entry.name} {list(first.entry.shape)},"
+                    f" but {size:,} in {seen}: a tensor is missing, or the dims of the model are"
+                    " not what was said"
+                )
+
+    def _scalars(self, claims: list[Claim], held: list[Held]) -> list[Made]:
+        names = self._names.get(claims[0].group)
+        if names is None:
+            raise CannotDo("it belongs to no parameter that is there")
+        return one_value(names, [one.entry for one in held])
+
+    # Values
+
+    def _carry_values(self, frame: Frame, names: Mapping[str, str], claims: list[Claim]) -> None:
+        values = [
+            self._catalog.objects[names[c.inner]]
+            for c in claims
+            if names[c.inner] in self._catalog.objects
+        ]
+        if not values:
+            return
+        targets = self._names.get(claims[0].group)
+        first = values[0]
+        if targets is None or any(repr(v.value) != repr(first.value) for v in values):
+            self._refused += [value.name for value in values]
+            return
+        for target in targets:
+            name = frame.around(target)
+            path = renamed_path(first.path, name)
+            self._values.append(replace(first, name=name, path=path))
+
+    def _rename_in_lists(self, handled: set[str]) -> None:
+        """Lists of parameters' names, as an optimizer's groups of parameters have them."""
+        listed_before: set[str] = set()
+        for name, entry in self._catalog.objects.items():
+            if name in handled or not _is_list_of_names(entry):
+                continue
+            claims = [self._matchers["optimizer"].claim(item) for item in entry.value]
+            groups = dict.fromkeys(claim.group for claim in claims if claim is not None)
+            if not groups:
+                continue
+            renamed = [one for group in groups for one in self._names.get(group, ())]
+            whole = None not in claims and groups.keys() <= self._names.keys()
+            if not whole or listed_before & set(renamed):
+                self._refused.append(name)
+                continue
+            handled.add(name)
+            listed_before |= set(renamed)
+            self._values.append(replace(entry, value=type(entry.value)(renamed)))
+
+    # The end
+
+    def _require_done(self, handled: set[str]) -> None:
+        if self._unknown:
+            names = sorted({name for error in self._unknown.values() for name in error.names})
+            raise next(iter(self._unknown.values())).all_of(names)
+        left = [
+            name
+            for name, entry in self._catalog.tensors.items()
+            if name not in handled and part_of(entry) == "optimizer"
+        ]
+        refused = [*self._refused, *left]
+        if refused:
+            raise CannotDo(
+                f"{len(refused):,} parts of the optimizer's state cannot follow the parameters:\n"
+                + listed(refused),
+                hint="--model-only leaves the optimizer out, --drop 'GLOB' what is named",
+            )
+
+    def _result(self, handled: set[str]) -> Mapped:
+        moves = sorted(self._moves, key=lambda move: self._order[move.sources[0]])
+        made: dict[str, list[str]] = defaultdict(list)
+        for move in moves:
+            made[move.target].append(" + ".join(move.sources))
+        twice = {name: sources for name, sources in made.items() if len(sources) > 1}
+        if twice:
+            raise UsageError(
+                f"the map {self._map.name} makes {len(twice):,} names twice:\n"
+                + listed([f"{name}, of {' and of '.join(of)}" for name, of in twice.items()])
+            )
+        tensors = {move.target: move.entry for move in moves}
+        rest = {n: e for n, e in self._catalog.tensors.items() if n not in handled}
+        objects = {n: e for n, e in self._catalog.objects.items() if n not in handled}
+        objects |= {value.name: value for value in self._values}
+        catalog = replace(self._catalog, tensors=tensors | rest, objects=objects)
+        return Mapped(catalog, tuple(moves), tuple(self._left_out))
+
+
+def _is_list_of_names(entry: ObjectEntry) -> bool:
+    """Whether a value of the optimizer is a list of texts."""
+    if part_of(entry) != "optimizer" or not isinstance(entry.value, list | tuple):
+        return False
+    return bool(entry.value) and all(isinstance(item, str) for item in entry.value)
+
+
+def _named(entry: TensorEntry, name: str) -> TensorEntry:
+    return replace(entry, name=name, path=renamed_path(entry.path, name))
+
+
+def listed(names: Sequence[Any]) -> str:
+    """Some lines of names, and how many more there are."""
+    shown = [f"  - {name}" for name in names[:_MOST_SHOWN]]
+    if len(names) > len(shown):
+        shown.append(f"  - and {len(names) - len(shown):,} more")
+    return "\n".join(shown)

@@ -1,0 +1,306 @@
+"""A key map: what each tensor of one layout is called in another, and how it is made of others.
+
+A rule pairs names, such as ``layers.{layer}.wq.weight [(head pair two) hidden]``. What stands in
+braces is an axis whose index is spelled out in the name; in brackets (see ``core/keymap/axes.py``)
+are the axes of the tensor's dims. A tensor is a box of an array that has all of these axes. So the
+same axes, arranged in two ways, say how to rename, split, join, stack, unstack, permute and pad,
+and how to undo it.
+
+Tensors that a rule takes together, and how large its axes are in them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ckptool.core.catalog import TensorEntry
+from ckptool.core.keymap.axes import (
+    Axes,
+    Axis,
+    axes_of,
+    divides,
+    show_axes,
+    size_of,
+    solve,
+    unknown_axes,
+)
+from ckptool.errors import CannotDo, UsageError
+
+_NUMBER = re.compile(r"[0-9]+")
+
+Binding = dict[str, int]
+"""The index of each axis that a name spells out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A number in a name: the index of an axis, counted from the size called ``offset`` on."""
+
+    axis: str
+    offset: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Names of one kind of tensor, and its axes; ``axes`` is None where the shape does not matter.
+
+    ``key`` is the name with ``#`` for each number, ``slots`` what stands for these. An ``optional``
+    one is accepted but never made.
+    """
+
+    text: str
+    key: str
+    slots: tuple[Slot | int, ...]
+    axes: Axes | None = None
+    optional: bool = False
+
+    @property
+    def spelled(self) -> tuple[str, ...]:
+        """The axes that names spell out."""
+        return tuple(slot.axis for slot in self.slots if isinstance(slot, Slot))
+
+    @property
+    def needs(self) -> set[str]:
+        """The sizes without which a name of this kind cannot be told."""
+        return {s.offset for s in self.slots if isinstance(s, Slot) and s.offset is not None}
+
+    def match(self, numbers: Sequence[int], sizes: Mapping[str, int]) -> Binding | None:
+        """The indexes that the numbers of a name with this ``key`` stand for, or None."""
+        binding: Binding = {}
+        for slot, number in zip(self.slots, numbers, strict=True):
+            if isinstance(slot, int):
+                if slot != number:
+                    return None
+                continue
+            index = number - (sizes[slot.offset] if slot.offset else 0)
+            if index < 0 or binding.setdefault(slot.axis, index) != index:
+                return None
+        return binding
+
+    def name(self, binding: Mapping[str, int], sizes: Mapping[str, int]) -> str:
+        """The name of the tensor with these indexes."""
+        pieces = self.key.split("#")
+        numbers = [
+            slot
+            if isinstance(slot, int)
+            else binding[slot.axis] + (sizes[slot.offset] if slot.offset else 0)
+            for slot in self.slots
+        ]
+        rest = [f"{n}{piece}" for n, piece in zip(numbers, pieces[1:], strict=True)]
+        return pieces[0] + "".join(rest)
+
+
+def abstract(name: str) -> tuple[str, tuple[int, ...]] | None:
+    """A name with ``#`` for each number, and the numbers; None where one has leading zeros."""
+    numbers = _NUMBER.findall(name)
+    if "#" in name or any(len(n) > 9 or (n[0] == "0" and n != "0") for n in numbers):
+        return None
+    return _NUMBER.sub("#", name), tuple(map(int, numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Sources and targets that hold the same elements; one of the two sides is a single tensor.
+
+    ``padding`` is the axis whose indexes only fill up, ``tie`` says that all patterns are one and
+    the same tensor, ``when`` names a fact that must hold, ``unless`` one that must not, ``only``
+    the part of the checkpoint (``model`` or ``optimizer``) that the rule is for. ``beside`` is a
+    name that must be there, too, with the same indexes; ``back`` is that of the other way.
+
+    ``whole`` is the pattern that names all of the axes, ``common`` are the axes that all names
+    spell out: there is one group of tensors for each of their indexes.
+    """
+
+    sources: tuple[Pattern, ...]
+    targets: tuple[Pattern, ...]
+    padding: str | None = None
+    tie: bool = False
+    when: str | None = None
+    only: str | None = None
+    unless: str | None = None
+    beside: Pattern | None = None
+    back: Pattern | None = None
+    whole: Pattern = field(init=False, compare=False, repr=False)
+    common: tuple[str, ...] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        single = [side[0] for side in (self.sources, self.targets) if len(side) == 1]
+        whole = max(single or self.sources, key=_names_axes)
+        patterns = (*self.sources, *self.targets)
+        common = tuple(a for a in whole.spelled if all(a in p.spelled for p in patterns))
+        object.__setattr__(self, "whole", whole)
+        object.__setattr__(self, "common", common)
+
+    @property
+    def inverse(self) -> Rule:
+        return replace(
+            self,
+            sources=self.targets,
+            targets=self.sources,
+            beside=self.back,
+            back=self.beside,
+        )
+
+    @property
+    def parts(self) -> tuple[Pattern, ...]:
+        """The patterns on the other side."""
+        return self.targets if self.sources[0] is self.whole else self.sources
+
+    @property
+    def renames(self) -> bool:
+        """Whether shapes do not matter."""
+        return self.whole.axes is None
+
+    @property
+    def axes(self) -> list[Axis]:
+        """All axes of the array that a group's tensors are boxes of, in order."""
+        spelled = [(a,) for a in self.whole.spelled if a not in self.common]
+        return [*spelled, *axes_of(self.whole.axes or ())]
+
+
+def _names_axes(pattern: Pattern) -> int:
+    return len(pattern.spelled) + sum(map(len, axes_of(pattern.axes or ())))
+
+
+@dataclass(frozen=True, slots=True)
+class KeyMap:
+    """Rules, in order: the first that takes a name has it.
+
+    ``sizes`` say where the size of an axis is written down: keys and expressions to look up, or
+    the number itself. ``drop`` are source names that are left out, ``marks`` names one of which
+    tells a checkpoint to be of the source's kind, ``model_types`` those of config.json,
+    ``unless`` facts about a model that it is not for, ``tells`` the facts that hold where each has
+    all of its names there.
+    """
+
+    name: str
+    summary: str
+    source: str
+    target: str
+    rules: tuple[Rule, ...]
+    sizes: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    drop: tuple[Pattern, ...] = ()
+    marks: tuple[Pattern, ...] = ()
+    model_types: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
+    tells: Mapping[str, tuple[Pattern, ...]] = field(default_factory=dict)
+    back: Back = field(default_factory=lambda: Back())
+
+    @property
+    def axes(self) -> set[str]:
+        """The names of all axes whose sizes may be said."""
+        found = {name for rule in self.rules for axis in rule.axes for name in axis}
+        offsets = {o for r in self.rules for p in (*r.sources, *r.targets) for o in p.needs}
+        return found | offsets | self.sizes.keys()
+
+    @property
+    def numbered(self) -> frozenset[str]:
+        """The axes whose indexes some name spells out."""
+        patterns = (p for rule in self.rules for p in (*rule.sources, *rule.targets))
+        return frozenset(axis for pattern in patterns for axis in pattern.spelled)
+
+    @property
+    def inverse(self) -> KeyMap:
+        """The map the other way."""
+        return replace(
+            self,
+            source=self.target,
+            target=self.source,
+            rules=tuple(rule.inverse for rule in self.rules),
+            drop=self.back.drop,
+            marks=self.back.marks,
+            back=Back(self.drop, self.marks),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Back:
+    """What a map needs the other way: as ``KeyMap.drop`` and ``KeyMap.marks``."""
+
+    drop: tuple[Pattern, ...] = ()
+    marks: tuple[Pattern, ...] = ()
+
+
+Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor that a rule's source pattern takes, with the indexes that its name spells out."""
+
+    pattern: Pattern
+    binding: Binding
+    entry: TensorEntry
+
+
+class UnknownSizes(UsageError):
+    """Sizes of axes that neither the shapes nor what is known of the model tell."""
+
+    def __init__(self, names: Sequence[str], pattern: str) -> None:
+        super().__init__(f"{pattern}: the size of {', '.join(names)} is not known")
+        self.names = tuple(names)
+        self.pattern = pattern
+
+    def all_of(self, names: Sequence[str]) -> UnknownSizes:
+        """The same error, for the sizes that several rules lack."""
+        return UnknownSizes(names, self.pattern)
+
+
+def group_sizes(rule: Rule, group: Sequence[Held], known: Sizes) -> dict[str, int]:
+    """The sizes of all axes of a rule that are needed to carry the group over.
+
+    Raises UnknownSizes; CannotDo where a shape is not what the axes say.
+    """
+    if rule.renames:
+        return dict(known)
+    given = {**known, **_spelled_sizes(rule, group)}
+    if rule.padding is not None and rule.whole in rule.targets:
+        given.setdefault(rule.padding, 0)
+    odd = [held for held in group if len(held.pattern.axes or ()) != len(held.entry.shape)]
+    if odd:
+        raise _misfit(odd[0], given)
+    shapes = [(held.pattern.axes or (), held.entry.shape) for held in group]
+    sizes = solve(shapes, given, padding=rule.padding)
+    wanted = {n for h in group for n in unknown_axes(h.pattern.axes or (), sizes)}
+    wanted |= {a for p in (*rule.sources, *rule.targets) for a in p.spelled} - sizes.keys()
+    for held in group:
+        if not divides(held.pattern.axes or (), held.entry.shape, sizes):
+            raise _misfit(held, sizes)
+    if wanted - set(rule.common):
+        raise UnknownSizes(sorted(wanted - set(rule.common)), rule.whole.text)
+    for held in group:
+        _require_fit(held, sizes)
+    return sizes
+
+
+def _spelled_sizes(rule: Rule, group: Sequence[Held]) -> dict[str, int]:
+    """How many indexes the sources' names spell out of each axis that the targets' do not."""
+    found: dict[str, int] = {}
+    for held in group:
+        for axis, index in held.binding.items():
+            if axis not in rule.common:
+                found[axis] = max(found.get(axis, 0), index + 1)
+    return found
+
+
+def _require_fit(held: Held, sizes: Sizes) -> None:
+    for dim, length in zip(held.pattern.axes or (), held.entry.shape, strict=True):
+        if math.prod(size_of(axis, sizes) or 0 for axis in dim) != length:
+            raise _misfit(held, sizes)
+
+
+def _misfit(held: Held, sizes: Sizes) -> CannotDo:
+    axes = held.pattern.axes or ()
+    named = [f"{n} {sizes[n]:,}" for axis in axes_of(axes) for n in axis if n in sizes]
+    known = f" with {', '.join(named)}" if named else ""
+    return CannotDo(
+        f"{held.entry.name}: its shape {list(held.entry.shape)} is not [{show_axes(axes)}]{known}"
+    )
+
+
+def kept_size(axis: Axis, rule: Rule, sizes: Sizes) -> int:
+    """The size of an axis without padding."""
+    return sum(sizes[name] for name in axis if name != rule.padding)

@@ -1,0 +1,253 @@
+"""Key maps as people write them: TOML, parsed.
+
+What makes a rule of a key map work, both ways.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckptool.core.keymap.axes import NAME, Axis, axes_of, parse_axes
+from ckptool.core.keymap.model import Back, KeyMap, Pattern, Rule, Slot
+from ckptool.errors import CkptoolError, UsageError
+
+_NUMBER = re.compile(r"[0-9]+")
+_SLOT = re.compile(r"\{(\w+)(?:\+(\w+))?\}")
+_STACKED = re.compile(r"<(\.\{(\w+)\})>")
+_NAMED = re.compile(r"(?P<name>\S+?)(?P<optional>\?)?(?:\s+\[(?P<axes>[^\[\]]*)\])?")
+_KEYS = {
+    *("name", "summary", "from", "to", "dims", "rule"),
+    *("drop", "marks", "model_types", "unless", "facts"),
+}
+_RULE_KEYS = {"from", "to", "padding", "tie", "when", "unless", "only", "beside"}
+
+
+def parse_map(content: Mapping[str, Any], where: str) -> KeyMap:
+    """The map of a TOML file's content; UsageError with the rule where something is wrong."""
+    _require_keys(content, _KEYS, where)
+    rules = []
+    for number, table in enumerate(content.get("rule", ()), 1):
+        try:
+            rules += [_rule(variant) for variant in _variants(table)]
+        except CkptoolError as error:
+            raise UsageError(f"{where}: rule {number}: {error.message}") from None
+    if not rules:
+        raise UsageError(f"{where}: no [[rule]] in it")
+    sides = [_sides(content, key, where) for key in ("drop", "marks")]
+    return KeyMap(
+        name=str(content.get("name", where)),
+        summary=str(content.get("summary", "")),
+        source=str(content.get("from", "one side")),
+        target=str(content.get("to", "the other")),
+        rules=tuple(rules),
+        sizes={n: _lookups(n, v, where) for n, v in _table(content, "dims", where).items()},
+        drop=sides[0][0],
+        marks=sides[1][0],
+        model_types=tuple(map(str, content.get("model_types", ()))),
+        unless=tuple(map(str, content.get("unless", ()))),
+        tells={n: _patterns(v) for n, v in _table(content, "facts", where).items()},
+        back=Back(sides[0][1], sides[1][1]),
+    )
+
+
+def _require_keys(table: Mapping[str, Any], known: set[str], where: str) -> None:
+    unknown = sorted(table.keys() - known)
+    if unknown:
+        raise UsageError(f"{where}: {unknown[0]!r} is none of {', '.join(sorted(known))}")
+
+
+def _table(content: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+    table = content.get(key, {})
+    if not isinstance(table, Mapping):
+        raise UsageError(f"{where}: [{key}] is no table")
+    return table
+
+
+def _sides(
+    content: Mapping[str, Any], key: str, where: str
+) -> tuple[tuple[Pattern, ...], tuple[Pattern, ...]]:
+    table = _table(content, key, where)
+    _require_keys(table, {"from", "to"}, f"{where}: [{key}]")
+    return _patterns(table.get("from", [])), _patterns(table.get("to", []))
+
+
+def _patterns(value: Any) -> tuple[Pattern, ...]:
+    return tuple(map(parse_pattern, _texts(value)))
+
+
+def _lookups(name: str, value: Any, where: str) -> tuple[str | int, ...]:
+    items = value if isinstance(value, list) else [value]
+    if not NAME.fullmatch(name) or not all(isinstance(i, str | int) for i in items):
+        raise UsageError(f"{where}: [dims] {name} = {value!r} is no list of keys or number")
+    return tuple(items)
+
+
+def _texts(value: Any) -> list[str]:
+    texts = value if isinstance(value, list) else [value]
+    if not all(isinstance(text, str) for text in texts):
+        raise UsageError(f"{value!r} is no name, and no list of names")
+    return texts
+
+
+def _variants(table: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The rule; or the two that one with ``<.{axis}>`` in its only ``from`` name is short for.
+
+    One takes tensors stacked along a first dim, unless the fact ``apart`` holds, the other a tensor
+    for each index.
+    """
+    if not isinstance(table, Mapping):
+        raise UsageError("is no table")
+    text = table.get("from")
+    found = _STACKED.search(text) if isinstance(text, str) else None
+    if found is None or not isinstance(text, str):
+        return [table]
+    if "[" not in text:
+        raise UsageError(f"{text!r}: what is stacked has its axes in brackets")
+    stacked = text.replace(found[0], "").replace("[", f"[{found[2]} ")
+    return [
+        {"unless": "apart", **table, "from": stacked},
+        {**table, "from": text.replace(found[0], found[1])},
+    ]
+
+
+def _rule(table: Mapping[str, Any]) -> Rule:
+    _require_keys(table, _RULE_KEYS, "a key")
+    sources, targets = (_patterns(table.get(side, [])) for side in ("from", "to"))
+    if not sources or not targets:
+        raise UsageError("needs both from and to")
+    beside, back = _beside(table, sources, targets)
+    rule = Rule(
+        sources,
+        targets,
+        padding=table.get("padding"),
+        tie=bool(table.get("tie", False)),
+        when=table.get("when"),
+        only=table.get("only"),
+        unless=table.get("unless"),
+        beside=beside,
+        back=back,
+    )
+    require_sound(rule)
+    return rule
+
+
+def _beside(
+    table: Mapping[str, Any], *sides: Sequence[Pattern]
+) -> tuple[Pattern | None, Pattern | None]:
+    """The names that must be there beside those of either side."""
+    found: list[Pattern | None] = []
+    names = _table(table, "beside", "the rule")
+    _require_keys(names, {"from", "to"}, "beside")
+    for key, patterns in zip(("from", "to"), sides, strict=True):
+        name = parse_pattern(str(names[key])) if key in names else None
+        if name and any(set(name.spelled) - set(pattern.spelled) for pattern in patterns):
+            raise UsageError(f"beside: {name.text!r} has a number that {key} has not")
+        found.append(name)
+    return found[0], found[1]
+
+
+def parse_pattern(text: str) -> Pattern:
+    """The pattern ``NAME`` or ``NAME [AXES]``, with ``?`` after an optional name; or UsageError."""
+    match = _NAMED.fullmatch(_tight(text.strip()))
+    if match is None:
+        raise UsageError(f"{text!r} is no NAME or NAME [AXES]")
+    slots: list[Slot | int] = []
+    key, at, name = "", 0, match["name"]
+    for slot in _SLOT.finditer(name):
+        key += _literal(name[at : slot.start()], slots) + "#"
+        slots.append(Slot(slot[1], slot[2]))
+        at = slot.end()
+    key += _literal(name[at:], slots)
+    if "{" in key or "}" in key or "##" in key:
+        raise UsageError(f"{text!r}: a number in a name is written {{axis}} or {{axis + size}}")
+    axes = parse_axes(match["axes"]) if match["axes"] is not None else None
+    pattern = Pattern(text, key, tuple(slots), axes, bool(match["optional"]))
+    _require_once(pattern)
+    return pattern
+
+
+def _tight(text: str) -> str:
+    """With no space around the words of ``{axis + size}``."""
+    return re.sub(r"(?<=[{+])\s+|\s+(?=[+}])", "", text) if "{" in text else text
+
+
+def _literal(text: str, slots: list[Slot | int]) -> str:
+    slots += [int(number) for number in _NUMBER.findall(text)]
+    return _NUMBER.sub("#", text)
+
+
+def _require_once(pattern: Pattern) -> None:
+    inside = [name for axis in axes_of(pattern.axes or ()) for name in axis]
+    twice = set(inside) & set(pattern.spelled)
+    if twice:
+        raise UsageError(f"{pattern.text!r}: {min(twice)} is both in the name and in the dims")
+
+
+def require_sound(rule: Rule) -> None:
+    """UsageError where a rule does not say, both ways, which elements are which."""
+    patterns = (*rule.sources, *rule.targets)
+    if rule.only not in (None, "model", "optimizer"):
+        raise UsageError(f"only = {rule.only!r} is neither model nor optimizer")
+    if len({pattern.axes is None for pattern in patterns}) > 1:
+        raise UsageError("either all names have their axes in brackets, or none")
+    if rule.tie:
+        _require_tie(rule)
+    elif any(pattern.optional for pattern in patterns):
+        raise UsageError("only a tie has an optional name")
+    elif len(rule.sources) > 1 and len(rule.targets) > 1:
+        raise UsageError("either from or to is a single name; split it into two rules")
+    else:
+        _require_same_axes(rule)
+
+
+def _require_tie(rule: Rule) -> None:
+    made = [pattern for pattern in (*rule.sources, *rule.targets) if not pattern.optional]
+    if not rule.renames or len({pattern.spelled for pattern in made}) > 1:
+        raise UsageError("the names of a tie have the same numbers, and no axes")
+    if all(p.optional for p in rule.sources) or all(p.optional for p in rule.targets):
+        raise UsageError("a tie needs a name on either side that is not optional")
+
+
+def _require_same_axes(rule: Rule) -> None:
+    """Every part holds every axis, or one of each sum; together they hold all but padding."""
+    whole, parts = rule.whole, rule.parts
+    sums = [axis for axis in axes_of(whole.axes or ()) if len(axis) > 1]
+    held = [c for part in parts for c in itertools.product(*_choice(part, whole, sums))]
+    twice = [combination for combination in held if held.count(combination) > 1]
+    if twice:
+        raise UsageError(f"two names hold {' '.join(twice[0])} of {whole.text!r}")
+    missing = {c for c in set(itertools.product(*sums)) - set(held) if rule.padding not in c}
+    if missing:
+        raise UsageError(f"nothing holds {' '.join(min(missing))} of {whole.text!r}")
+    if rule.padding is not None:
+        _require_padding(rule.padding, sums, set(held))
+
+
+def _require_padding(padding: str, sums: list[Axis], held: set[Axis]) -> None:
+    if len(sums) != 1 or sums[0][-1] != padding or any(padding in c for c in held):
+        raise UsageError(f"padding = {padding!r} is not the last of a sum that no part holds")
+
+
+def _choice(part: Pattern, whole: Pattern, sums: list[Axis]) -> list[Axis]:
+    """Which of each sum's axes a part holds; UsageError where the axes are not the same."""
+    mine = {*((a,) for a in part.spelled), *axes_of(part.axes or ())}
+    choices: list[Axis] = []
+    for axis in sums:
+        held = [one for one in mine if set(one) <= set(axis)]
+        if len(held) != 1 or not _consecutive(held[0], axis):
+            raise UsageError(f"{part.text!r} must hold just one of {' + '.join(axis)}")
+        mine.remove(held[0])
+        choices.append(held[0])
+    theirs = {*((a,) for a in whole.spelled), *axes_of(whole.axes or ())} - set(sums)
+    odd = sorted(itertools.chain(*(mine ^ theirs)))
+    if odd:
+        raise UsageError(f"the axis {odd[0]} is not both in {part.text!r} and in {whole.text!r}")
+    return choices
+
+
+def _consecutive(some: Axis, axis: Axis) -> bool:
+    start = axis.index(some[0])
+    return axis[start : start + len(some)] == some

@@ -1,0 +1,247 @@
+"""Quantised tensors: which are there, by their names and types, and how to make numbers of them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ckptool.core.box import Box, row_major_strides
+from ckptool.core.catalog import Catalog, Chunk, Part, Scaled, TensorEntry
+from ckptool.core.dtype import DType
+from ckptool.core.rewrite import renamed_path
+from ckptool.core.views import insert_dim
+from ckptool.errors import CannotDo
+
+_SCALE, _BLOCKS, _SCALES, _ONE_SCALE = "_scale_inv", "_blocks", "_scales", ".weight_scale"
+_BLOCK = (128, 128)
+_KINDS = {
+    "bitsandbytes, 4 bit": re.compile(r".*\.quant_state\.bitsandbytes__(nf4|fp4)"),
+    "bitsandbytes, 8 bit": re.compile(r".*\.SCB"),
+    "GPTQ": re.compile(r".*\.g_idx"),
+    "compressed-tensors, packed": re.compile(r".*\.weight_packed"),
+    "NVFP4": re.compile(r".*\.weight_scale_2"),
+    "by torch (int_repr)": re.compile(r"(.*\.)?int_repr"),
+    "HQQ": re.compile(r".*\.W_q"),
+}
+_DEEPEST = 3
+_PACKED = re.compile(r"(.*)\.qweight")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A quantised tensor, the scales of its blocks, and how it is called."""
+
+    kind: str
+    values: TensorEntry
+    scales: TensorEntry
+
+
+def pairs(catalog: Catalog) -> Iterator[Pair]:
+    """The tensors that are stored with scales in a way that is known.
+
+    DeepSeek-V3: ``X.weight`` in 8-bit floats and ``X.weight_scale_inv``. gpt-oss: ``X_blocks`` and
+    ``X_scales`` in bytes. compressed-tensors, fbgemm and ModelOpt: ``X.weight`` in 8 bits and
+    ``X.weight_scale``, one for the tensor or one for each row.
+    """
+    for name, scales in catalog.tensors.items():
+        if name.endswith(_SCALE):
+            values = catalog.tensors.get(name.removesuffix(_SCALE))
+            if values is not None and values.dtype.name.startswith("float8"):
+                yield Pair("FP8 in blocks", values, scales)
+        elif name.endswith(_ONE_SCALE):
+            values = catalog.tensors.get(name.removesuffix("_scale"))
+            if values is not None and _has_one_scale(values, scales):
+                yield Pair("FP8" if values.dtype.kind == "float" else "INT8", values, scales)
+        elif name.endswith(_SCALES) and scales.dtype.name == "uint8":
+            values = catalog.tensors.get(name.removesuffix(_SCALES) + _BLOCKS)
+            if values is not None and values.dtype.name == "uint8":
+                yield Pair("MXFP4", values, scales)
+
+
+def _has_one_scale(values: TensorEntry, scales: TensorEntry) -> bool:
+    """Whether 8-bit numbers have one scale, or one for each row."""
+    rows = values.shape[:-1]
+    fits = scales.elements == 1 or scales.shape in (rows, (*rows, 1))
+    eight_bits = (
+        values.dtype.name.startswith(("float8_e4", "float8_e5")) or values.dtype.name == "int8"
+    )
+    return fits and eight_bits and bool(rows) and scales.dtype.kind == "float"
+
+
+def kinds(catalog: Catalog) -> dict[str, int]:
+    """How many tensors are quantised in each way that their names and types tell."""
+    found = Counter(pair.kind for pair in pairs(catalog))
+    for name in catalog.tensors:
+        found.update(kind for kind, pattern in _KINDS.items() if pattern.fullmatch(name))
+        packed = _PACKED.fullmatch(name)
+        if packed and f"{packed[1]}.g_idx" not in catalog.tensors:
+            found["AWQ"] += 1
+    return dict(found)
+
+
+def quantised_names(catalog: Catalog) -> set[str]:
+    """The names of quantised tensors and of their scales, also where no numbers are made of them.
+
+    Of a module that is quantised in another way than by pairs, that is all but its bias.
+    """
+    found = {entry.name for pair in pairs(catalog) for entry in (pair.values, pair.scales)}
+    modules = {_module(name) for name in catalog.tensors if _is_marked(name)} - {""}
+    if not modules:
+        return found
+    return found | {
+        name
+        for name in catalog.tensors
+        if not name.endswith(".bias") and not modules.isdisjoint(_parents(name))
+    }
+
+
+def _is_marked(name: str) -> bool:
+    patterns = (*_KINDS.values(), _PACKED)
+    return any(pattern.fullmatch(name) for pattern in patterns)
+
+
+def _module(name: str) -> str:
+    """The module that a name of a quantised tensor belongs to."""
+    head, state, _ = name.partition(".weight.quant_state.")
+    return head if state else name.rpartition(".")[0]
+
+
+def _parents(name: str) -> Iterator[str]:
+    """The names that a name lies in, from the nearest."""
+    for _ in range(_DEEPEST):
+        name = name.rpartition(".")[0]
+        yield name
+
+
+@dataclass(frozen=True, slots=True)
+class Dequantized:
+    """A catalog with numbers in the place of values and scales.
+
+    ``kinds`` are those of the tensors that numbers are made of, ``unfit`` why values whose scales
+    do not fit cannot be: both by the identity of the entry's chunks, which selecting and renaming
+    leave as it is.
+    """
+
+    catalog: Catalog
+    kinds: dict[int, str]
+    unfit: dict[int, CannotDo]
+
+    def counts(self, kept: Catalog) -> dict[str, int]:
+        """How many of each kind a selection keeps; CannotDo where it keeps one that is unfit."""
+        chunks = [id(entry.chunks) for entry in kept.tensors.values()]
+        for one in chunks:
+            if one in self.unfit:
+                raise self.unfit[one]
+        return dict(Counter(self.kinds[one] for one in chunks if one in self.kinds))
+
+
+def dequantized(
+    catalog: Catalog, dtype: DType, block: tuple[int, int] | None = None
+) -> Dequantized:
+    """With numbers of ``dtype`` in the place of values and scales.
+
+    ``block`` is the size of an FP8 block where the model's config says it. Raises CannotDo where
+    no tensor is quantised in a known way.
+    """
+    found = {pair.values.name: pair for pair in pairs(catalog)}
+    if not found:
+        raise CannotDo(
+            "--dequantize: no tensor here has scales in a way that is known",
+            hint="known are X.weight with X.weight_scale_inv or X.weight_scale, and X_blocks with"
+            " X_scales",
+        )
+    gone = {pair.scales.name for pair in found.values()}
+    made = Dequantized(catalog, {}, {})
+    tensors: dict[str, TensorEntry] = {}
+    for name, entry in catalog.tensors.items():
+        if name in gone:
+            continue
+        if name in found:
+            entry = _noted(made, found[name], dtype, block)
+        if entry.name in tensors:
+            raise CannotDo(f"--dequantize makes a second tensor called {entry.name}")
+        tensors[entry.name] = entry
+    return replace(made, catalog=catalog.with_tensors(tensors))
+
+
+def _noted(
+    made: Dequantized, pair: Pair, dtype: DType, block: tuple[int, int] | None
+) -> TensorEntry:
+    """The numbers of a pair, or its values where they cannot be made."""
+    try:
+        entry = _numbers(pair, dtype, block)
+    except CannotDo as error:
+        made.unfit[id(pair.values.chunks)] = error
+        return pair.values
+    made.kinds[id(entry.chunks)] = pair.kind
+    return entry
+
+
+def _numbers(pair: Pair, dtype: DType, block: tuple[int, int] | None) -> TensorEntry:
+    if pair.kind == "MXFP4":
+        return _four_bits(pair, dtype)
+    return _blocks(pair, dtype, block) if pair.kind == "FP8 in blocks" else _rows(pair, dtype)
+
+
+def _rows(pair: Pair, dtype: DType) -> TensorEntry:
+    """Numbers with one scale, or one for each row, under a shape with all dims."""
+    shape, scales = pair.values.shape, pair.scales
+    while len(scales.shape) < len(shape):
+        scales = insert_dim(scales, len(scales.shape))
+    block = shape if scales.elements == 1 else (*(1 for _ in shape[1:]), shape[-1])
+    return _scaled(replace(pair, scales=scales), pair.values.name, dtype, shape, block)
+
+
+def _blocks(pair: Pair, dtype: DType, block: tuple[int, int] | None) -> TensorEntry:
+    shape, grid = pair.values.shape, pair.scales.shape
+    if len(shape) != len(grid) or len(shape) < 2 or shape[:-2] != grid[:-2]:
+        raise _unfit(pair)
+    for sizes in (block or _BLOCK, _even(shape[-2:], grid[-2:])):
+        if sizes and tuple(-(-n // b) for n, b in zip(shape[-2:], sizes, strict=True)) == grid[-2:]:
+            return _scaled(pair, pair.values.name, dtype, shape, (*(1 for _ in shape[2:]), *sizes))
+    raise _unfit(pair)
+
+
+def _even(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The size of the blocks where they divide a tensor without a rest."""
+    if any(not count or size % count for size, count in zip(shape, grid, strict=True)):
+        return None
+    return tuple(size // count for size, count in zip(shape, grid, strict=True))
+
+
+def _four_bits(pair: Pair, dtype: DType) -> TensorEntry:
+    shape, grid = pair.values.shape, pair.scales.shape
+    if not grid or shape[:-1] != grid or not shape[-1]:
+        raise _unfit(pair)
+    size = 2 * shape[-1]
+    name = pair.values.name.removesuffix(_BLOCKS)
+    whole = (*grid[:-1], grid[-1] * size)
+    return _scaled(pair, name, dtype, whole, (*(1 for _ in grid[1:]), size))
+
+
+def _unfit(pair: Pair) -> CannotDo:
+    return CannotDo(
+        f"{pair.values.name} {list(pair.values.shape)}: its scales {pair.scales.name}"
+        f" {list(pair.scales.shape)} are no grid of its blocks",
+        hint=f"--drop '{pair.values.name}' leaves it out",
+    )
+
+
+def _scaled(
+    pair: Pair, name: str, dtype: DType, shape: tuple[int, ...], block: tuple[int, ...]
+) -> TensorEntry:
+    whole = Part(shape, 0, row_major_strides(shape, 1))
+    at = Scaled(pair.values, pair.scales, block, whole)
+    return replace(
+        pair.values,
+        name=name,
+        path=renamed_path(pair.values.path, name),
+        dtype=dtype,
+        shape=shape,
+        chunks=(Chunk(Box.whole(shape), at),),
+        placements=None,
+        mesh=None,
+        stored=None,
+    )

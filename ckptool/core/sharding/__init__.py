@@ -1,0 +1,1 @@
+"""How tensors are cut: placements, meshes, and the boxes that they give."""

@@ -1,0 +1,332 @@
+"""Which mesh and placements a set of chunks came from, for formats that do not record them.
+
+DCP (torch 2.1 to 2.13) stores, for each tensor, boxes and the file of the rank that wrote each. A
+chunk that several ranks hold is written by one of them. Empty chunks are listed at the end of the
+dim, once for each offset; FSDP1's ShardedTensor leaves them out.
+
+The search is exact: a mesh is reported only where it explains every tensor, and no other shape with
+as few dims does. Tensor dims are cut independently, so each is explained on its own by the mesh
+dims that cut it, in some order; a tensor fits where its dims can do with different mesh dims.
+
+Fill in the mesh and placements that a format does not record.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.mesh import Mesh, Placements, Replicate, StridedShard
+from ckptool.core.sharding.dtensor import Order, placements_of
+from ckptool.core.sharding.index_runs import chunk_bounds
+
+_MOST_DIMS = 3
+_MOST_RANKS = 1 << 17
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a checkpoint says about one tensor.
+
+    ``chunks`` are boxes and the ranks that wrote them (None where the file does not tell). Several
+    ranks may have written the same box.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[Box, int | None], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """What the chunks determine.
+
+    ``placements`` has an entry for every tensor: None for all where ``mesh`` is None, and for one
+    that several placements explain which put different rows on a rank (they are its ``choices``).
+    A tensor stored whole counts as replicated, and a mesh dim outside a tensor's own mesh as one
+    that replicates it, for the chunks tell no difference.
+
+    ``ambiguous`` are the mesh shapes between which the chunks do not decide; empty where they do,
+    or where no mesh explains all tensors.
+    """
+
+    mesh: Mesh | None
+    placements: dict[str, Placements | None]
+    ambiguous: tuple[tuple[int, ...], ...]
+    choices: dict[str, tuple[Placements, ...]]
+
+
+def infer(tensors: Iterable[Stored], world_size: int) -> Inference:
+    """The mesh and placements of ``tensors``, so far as their chunks determine them.
+
+    ``world_size`` is the number of ranks seen; the mesh is taken to hold exactly these, or as many
+    as the highest writing rank needs. Meshes have up to three dims, none of size 1 (but for a
+    world of one rank), and up to 131,072 ranks. A single tensor that is no DTensor grid, such as a
+    ragged ShardedTensor or one of Megatron's, leaves no mesh: the chunks of the others may fit one
+    by chance.
+    """
+    signatures = {tensor.name: (tensor.shape, tensor.chunks) for tensor in tensors}
+    known = {signature: _evidence(*signature) for signature in set(signatures.values())}
+    grids = {signature: grid for signature, grid in known.items() if grid is not None}
+    world = _world(known, world_size)
+    search = _Search(set(grids.values()))
+    explicable = len(grids) == len(known) and world <= _MOST_RANKS
+    shapes = search.shapes(world) if explicable else ()
+    if len(shapes) != 1:
+        return Inference(None, dict.fromkeys(signatures), shapes, {})
+    fits = {signature: search.placements(grid, shapes[0]) for signature, grid in grids.items()}
+    found = {name: fits[signature] for name, signature in signatures.items()}
+    return Inference(
+        Mesh.of(shapes[0]),
+        {name: some[0] if len(some) == 1 else None for name, some in found.items()},
+        (),
+        {name: some for name, some in found.items() if len(some) > 1},
+    )
+
+
+def _world(signatures: Iterable[_Signature], seen: int) -> int:
+    writers = (rank for _, chunks in signatures for _, rank in chunks if rank is not None)
+    return max(seen, 1 + max(writers, default=0))
+
+
+_Shape = tuple[int, ...]
+_Span = tuple[int, int]
+_Signature = tuple[_Shape, tuple[tuple[Box, int | None], ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _CutDim:
+    """What is known of a tensor dim that is cut.
+
+    ``spans`` are the distinct non-empty row ranges, ``writers`` tells which rank wrote which,
+    ``idle`` are ranks that wrote an empty chunk; ``leaves_empty`` where there is such a chunk.
+    """
+
+    length: int
+    spans: frozenset[_Span]
+    writers: frozenset[tuple[int, _Span]]
+    idle: frozenset[int]
+    leaves_empty: bool
+
+    def is_possible(self) -> bool:
+        """Whether the spans tile the dim and no rank wrote two of them."""
+        ordered = sorted(self.spans)
+        edges = [0, *(high for _, high in ordered)]
+        tiled = [low for low, _ in ordered] == edges[:-1] and edges[-1] == self.length
+        ranks = {rank for rank, _ in self.writers} | self.idle
+        return tiled and len(ranks) == len(self.writers) + len(self.idle)
+
+
+_Evidence = tuple[_CutDim | None, ...]
+"""For each tensor dim how it is cut, None where it is whole."""
+
+
+def _evidence(shape: _Shape, chunks: Sequence[tuple[Box, int | None]]) -> _Evidence | None:
+    """What the chunks tell of each tensor dim, or None where no mesh can cut a tensor like this."""
+    if not chunks or any(len(box.lo) != len(shape) for box, _ in chunks):
+        return None
+    if not math.prod(shape):
+        return (None,) * len(shape)
+    ranks = [rank for _, rank in chunks]
+    lows = zip(*(box.lo for box, _ in chunks), strict=True)
+    highs = zip(*(box.hi for box, _ in chunks), strict=True)
+    columns = [list(zip(*pair, strict=True)) for pair in zip(lows, highs, strict=True)]
+    dims = tuple(_cut_dim(n, spans, ranks) for n, spans in zip(shape, columns, strict=True))
+    cut = [(dim, spans) for dim, spans in zip(dims, columns, strict=True) if dim is not None]
+    boxes = set(zip(*(spans for _, spans in cut), strict=True))
+    solid = sum(all(low < high for low, high in box) for box in boxes)
+    if solid != math.prod(len(dim.spans) for dim, _ in cut) and cut:
+        return None
+    return dims if all(dim.is_possible() for dim, _ in cut) else None
+
+
+def _cut_dim(length: int, spans: list[_Span], ranks: list[int | None]) -> _CutDim | None:
+    distinct = set(spans)
+    if distinct == {(0, length)}:
+        return None
+    written = {(rank, span) for rank, span in zip(ranks, spans, strict=True) if rank is not None}
+    solid = frozenset((low, high) for low, high in distinct if low < high)
+    writers = frozenset((rank, span) for rank, span in written if span in solid)
+    idle = frozenset(rank for rank, span in written if span not in solid)
+    return _CutDim(length, solid, writers, idle, len(solid) < len(distinct))
+
+
+class _Search:
+    """The evidence of all tensors, to be tried on mesh shapes."""
+
+    def __init__(self, tensors: set[_Evidence]) -> None:
+        self._cut = [tensor for tensor in tensors if any(tensor)]
+        self._orders_known: dict[tuple[_CutDim, _Shape], tuple[Order, ...]] = {}
+        dims = itertools.chain.from_iterable(self._cut)
+        self._lists_empty = any(dim.leaves_empty for dim in dims if dim is not None)
+
+    def shapes(self, world: int) -> tuple[_Shape, ...]:
+        """The shapes with fewest dims that explain every tensor."""
+        for dims in range(1, _MOST_DIMS + 1):
+            shapes = _factorisations(world, dims)
+            accepted = tuple(shape for shape in shapes if self._explains_all(shape))
+            if accepted:
+                return accepted
+        return ()
+
+    def _explains_all(self, shape: _Shape) -> bool:
+        """Whether all tensors fit. One that does not is tried first on the next shape."""
+        for index, tensor in enumerate(self._cut):
+            if next(self._fits(tensor, shape), None) is None:
+                self._cut.insert(0, self._cut.pop(index))
+                return False
+        return True
+
+    def placements(self, tensor: _Evidence, shape: _Shape) -> tuple[Placements, ...]:
+        """All placements that fit, the simplest of those that put the same rows on each rank."""
+        fits = list(self._fits(tensor, shape))
+        if len(fits) == 1:
+            return (placements_of(fits[0], shape),)
+        simplest: dict[object, Placements] = {}
+        for orders in fits:
+            held = tuple(
+                _rows_held(dim.length, shape, order) if dim is not None else None
+                for dim, order in zip(tensor, orders, strict=True)
+            )
+            found = placements_of(orders, shape)
+            simplest[held] = min(simplest.get(held, found), found, key=_complexity)
+        return tuple(sorted(simplest.values(), key=_complexity))
+
+    def _fits(self, tensor: _Evidence, shape: _Shape) -> Iterator[tuple[Order, ...]]:
+        """One order per tensor dim, no mesh dim in two of them."""
+        options = [((),) if dim is None else self._orders(dim, shape) for dim in tensor]
+        for orders in itertools.product(*options):
+            used = list(itertools.chain.from_iterable(orders))
+            if len(used) == len(set(used)):
+                yield orders
+
+    def _orders(self, dim: _CutDim, shape: _Shape) -> tuple[Order, ...]:
+        """The orders of mesh dims that cut the dim into its spans and agree with its writers."""
+        key = (dim, shape)
+        if key not in self._orders_known:
+            orders = (order for order in _all_orders(len(shape)) if self._cuts(dim, shape, order))
+            self._orders_known[key] = tuple(orders)
+        return self._orders_known[key]
+
+    def _cuts(self, dim: _CutDim, shape: _Shape, order: Order) -> bool:
+        """Whether the order gives the spans, and each rank what it wrote.
+
+        Where the writer lists empty chunks, there must be some just where it lists one.
+        """
+        sizes = tuple(shape[mesh_dim] for mesh_dim in order)
+        if not _may_give(dim, sizes):
+            return False
+        bounds = frozenset(chunk_bounds(dim.length, sizes))
+        leaves_empty = (dim.length, dim.length) in bounds
+        if bounds - {(dim.length, dim.length)} != dim.spans:
+            return False
+        if self._lists_empty and leaves_empty != dim.leaves_empty:
+            return False
+        return _agrees(dim, shape, order)
+
+
+def _may_give(dim: _CutDim, sizes: tuple[int, ...]) -> bool:
+    """A cheap test: are there chunks enough, and is the first of the right length?"""
+    first = dim.length
+    for size in sizes:
+        first = -(-first // size)
+    return (0, first) in dim.spans and len(dim.spans) <= math.prod(sizes)
+
+
+def _factorisations(number: int, count: int) -> Iterator[_Shape]:
+    """All ways to write ``number`` as an ordered product of ``count`` factors above 1."""
+    if count == 1:
+        yield (number,)
+        return
+    for factor in _divisors(number)[:-1]:
+        for rest in _factorisations(number // factor, count - 1):
+            yield (factor, *rest)
+
+
+def _divisors(number: int) -> tuple[int, ...]:
+    """The divisors above 1, ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)} - {1}))
+
+
+@lru_cache(maxsize=_MOST_DIMS)
+def _all_orders(dims: int) -> tuple[Order, ...]:
+    return tuple(
+        order
+        for count in range(1, dims + 1)
+        for order in itertools.permutations(range(dims), count)
+    )
+
+
+def _agrees(dim: _CutDim, shape: _Shape, order: Order) -> bool:
+    """Whether each rank holds what it wrote."""
+    held = _rows_held(dim.length, shape, order)
+    return all(held[rank] == span for rank, span in dim.writers) and all(
+        held[rank][0] == held[rank][1] for rank in dim.idle
+    )
+
+
+@lru_cache(maxsize=256)
+def _rows_held(length: int, shape: _Shape, order: Order) -> tuple[_Span, ...]:
+    """The rows that each rank of a mesh of ``shape`` holds."""
+    bounds = chunk_bounds(length, tuple(shape[mesh_dim] for mesh_dim in order))
+    return tuple(bounds[index] for index in _chunk_numbers(shape, order))
+
+
+@lru_cache(maxsize=256)
+def _chunk_numbers(shape: _Shape, order: Order) -> tuple[int, ...]:
+    """For each rank the number of its chunk, counted row-major in the order of the cuts."""
+    numbers = []
+    for at in itertools.product(*map(range, shape)):
+        number = 0
+        for mesh_dim in order:
+            number = number * shape[mesh_dim] + at[mesh_dim]
+        numbers.append(number)
+    return tuple(numbers)
+
+
+def _complexity(placements: Placements) -> tuple[int, int, str]:
+    """Sorts few strided shards before many, then few shards before many, then by name."""
+    strided = sum(isinstance(one, StridedShard) for one in placements)
+    whole = sum(isinstance(one, Replicate) for one in placements)
+    return strided, -whole, " ".join(map(str, placements))
+
+
+def with_inferred_mesh(catalog: Catalog) -> Catalog:
+    """The catalog with the mesh and placements that its chunks and writing ranks determine.
+
+    A tensor without elements gets none: its chunks cannot tell how it was placed.
+    """
+    world = catalog.world_size or 1
+    stored = [_stored(entry) for entry in catalog.tensors.values() if entry.placements is None]
+    if world < 2 or not stored or catalog.mesh is not None:
+        return catalog
+    found = infer(stored, world)
+    notes = catalog.notes
+    if found.ambiguous:
+        shapes = " or ".join("x".join(map(str, shape)) for shape in found.ambiguous)
+        notes = (*notes, f"the device mesh is ambiguous: {shapes} explain the chunks alike")
+    tensors = {
+        name: replace(entry, placements=found.placements.get(name, entry.placements))
+        if entry.elements
+        else entry
+        for name, entry in catalog.tensors.items()
+    }
+    return replace(
+        catalog,
+        tensors=tensors,
+        mesh=found.mesh,
+        mesh_source="inferred" if found.mesh else None,
+        notes=notes,
+    )
+
+
+def _stored(entry: TensorEntry) -> Stored:
+    chunks = tuple((chunk.box, chunk.rank) for chunk in entry.chunks)
+    copies = tuple((chunk.box, copy.rank) for chunk in entry.chunks for copy in chunk.copies)
+    return Stored(entry.name, entry.shape, chunks + copies)

@@ -1,0 +1,336 @@
+"""Choose the placements of every tensor on a new device mesh.
+
+What words and names say of placements: styles of a parameter, policies, names of mesh dims.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.mesh import Mesh, Partial, Placement, Placements, Replicate, Shard, StridedShard
+from ckptool.core.sharding.dtensor import (
+    LocalShard,
+    after_the_later,
+    cuts_by_dim,
+    encoded_order,
+    local_shards,
+    placements_of,
+)
+from ckptool.errors import CannotDo, UsageError
+
+_MOST_RANKS = 131_072
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Tensors whose name matches ``glob`` get these placements, or those of a style on ``tp``.
+
+    A ``required`` rule must match something.
+    """
+
+    glob: str
+    placements: Placements | None = None
+    style: str | None = None
+    required: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The placements of one tensor, and the reason they were chosen."""
+
+    placements: Placements
+    reason: str
+
+
+def parse_mesh(text: str) -> Mesh:
+    """The mesh of ``2x4``, ``8`` or ``dp=2,tp=4``; UsageError where it is none."""
+    named = [part.partition("=") for part in text.split(",")] if "=" in text else []
+    names = [name.strip() for name, _, _ in named] or None
+    sizes = [size for _, _, size in named] or text.lower().split("x")
+    if not all(re.fullmatch(r"\s*0*[1-9]\d{0,8}\s*", size) for size in sizes):
+        raise UsageError(f"--mesh {text!r} is no mesh", hint="such as 8, 2x4 or dp=2,tp=4")
+    if names is not None and (len(set(names)) != len(names) or not all(names)):
+        raise UsageError(f"--mesh {text!r}: each dim needs a name of its own")
+    shape = [int(size) for size in sizes]
+    total = 1
+    for size in shape:
+        total *= size
+    if total > _MOST_RANKS or len(shape) > 4:
+        raise UsageError(f"--mesh {text!r}: more than 4 dims or {_MOST_RANKS:,} ranks")
+    return Mesh.of(shape, names)
+
+
+_PLACEMENT = re.compile(r"\s*(?:(\w+)\s*(?:\(\s*([-\w\s,]*)\))?)\s*")
+
+
+def parse_placement(text: str) -> Placement:
+    """The placement written as ``Shard(0)``, ``StridedShard(0, 2)`` or ``Replicate()``."""
+    match = _PLACEMENT.fullmatch(text)
+    name = match[1].lstrip("_").lower() if match else ""
+    arguments = [int(n) for n in re.findall(r"-?\d+", match[2] or "")] if match else []
+    if name == "shard" and len(arguments) == 1:
+        return Shard(arguments[0])
+    if name == "stridedshard" and len(arguments) == 2 and arguments[1] > 0:
+        return StridedShard(arguments[0], arguments[1])
+    if name == "replicate" and not arguments:
+        return Replicate()
+    if name == "partial":
+        raise UsageError(f"{text.strip()!r}: each rank would hold an addend, not the values")
+    raise UsageError(
+        f"{text.strip()!r} is no placement", hint="Shard(0), StridedShard(0, 2) or Replicate()"
+    )
+
+
+def parse_rule(text: str) -> Rule:
+    """The rule ``GLOB=Shard(0),Replicate()`` or ``GLOB=colwise``; UsageError where it is none."""
+    glob, equals, right = text.partition("=")
+    if not equals or not glob.strip():
+        raise UsageError(f"--shard {text!r} is not GLOB=PLACEMENTS")
+    return rule_of(glob.strip(), [right] if right.strip() in STYLES else split_placements(right))
+
+
+def rule_of(glob: str, placements: Sequence[str]) -> Rule:
+    """A rule from a glob and the words for its placements, one a mesh dim, or one style."""
+    if len(placements) == 1 and placements[0].strip() in STYLES:
+        return Rule(glob, style=placements[0].strip())
+    return Rule(glob, placements=tuple(map(parse_placement, placements)))
+
+
+def split_placements(text: str) -> list[str]:
+    """The parts of a list of placements, split at the commas between them."""
+    return re.split(r",(?![^(]*\))", text)
+
+
+# Choosing
+
+
+@dataclass(frozen=True, slots=True)
+class Placer:
+    """Chooses placements on ``mesh``: by rule, policy, the source's own, dim names, or fsdp."""
+
+    mesh: Mesh
+    rules: tuple[Rule, ...] = ()
+    policy: str | None = None
+
+    def choose(self, catalog: Catalog) -> dict[str, Choice]:
+        """A choice for every tensor. UsageError where a rule does not fit mesh or tensor."""
+        for rule in self.rules:
+            if rule.required and not any(fnmatchcase(name, rule.glob) for name in catalog.tensors):
+                raise UsageError(
+                    f"the rule {rule.glob!r} matches no tensor",
+                    hint="globs match whole names, as `ckptool inspect --tensors '*'` lists them",
+                )
+        chosen = {name: self._choose(entry, catalog) for name, entry in catalog.tensors.items()}
+        for name, choice in chosen.items():
+            _require_fit(catalog.tensors[name], choice.placements)
+        return chosen
+
+    def _choose(self, entry: TensorEntry, catalog: Catalog) -> Choice:
+        for rule in self.rules:
+            if entry.shape and fnmatchcase(entry.name, rule.glob):
+                return Choice(self._by_rule(rule, entry), f"rule {rule.glob}")
+        if is_plain(entry, catalog):
+            return Choice(replicate(entry, self.mesh), "plain, the same on every rank")
+        if self.policy is not None:
+            return Choice(POLICIES[self.policy](entry, self.mesh), f"policy {self.policy}")
+        kept = self._kept(entry, catalog)
+        if kept is not None:
+            return Choice(kept, "kept from the source")
+        if is_conventional(self.mesh):
+            return Choice(self._by_dim_names(entry), "mesh dim names")
+        return Choice(fsdp(entry, self.mesh), "policy fsdp, the default")
+
+    def _by_rule(self, rule: Rule, entry: TensorEntry) -> Placements:
+        if rule.style is not None:
+            return self._by_style(rule.style, entry)
+        placements = rule.placements or ()
+        if len(placements) != len(self.mesh.shape):
+            raise UsageError(
+                f"the rule {rule.glob!r} has {len(placements)} placements, the mesh"
+                f" {'x'.join(map(str, self.mesh.shape))} has {len(self.mesh.shape)} dims"
+            )
+        return placements
+
+    def _by_style(self, style: str, entry: TensorEntry) -> Placements:
+        """The style on the ``tp`` dim (else the last); the other dims as their names say."""
+        names = self.mesh.names or ()
+        tp = names.index("tp") if "tp" in names else len(self.mesh.shape) - 1
+        placed = [
+            by_dim_name(names[dim] if names else "fsdp", entry)
+            for dim in range(len(self.mesh.shape))
+        ]
+        placed[tp] = STYLES[style](entry)
+        return fsdp_last(tuple(placed), self.mesh, {tp})
+
+    def _by_dim_names(self, entry: TensorEntry) -> Placements:
+        names = self.mesh.names or ()
+        if "tp" in names:
+            return self._by_style(conventional_style(entry.name), entry)
+        placed = tuple(by_dim_name(name, entry) for name in names)
+        return fsdp_last(placed, self.mesh, {at for at, name in enumerate(names) if name == "ep"})
+
+    def _kept(self, entry: TensorEntry, catalog: Catalog) -> Placements | None:
+        """The source's placements, by dim name or, where the dims agree in number, by position."""
+        source = entry.mesh or catalog.mesh
+        if entry.placements is None or source is None:
+            return None
+        if any(isinstance(p, Partial) for p in entry.placements):
+            raise CannotDo(f"{entry.name}: partial values cannot be placed")
+        places = _places(source, self.mesh)
+        return None if places is None else _carried(entry, source, self.mesh, places)
+
+
+def is_plain(entry: TensorEntry, catalog: Catalog) -> bool:
+    """Whether a source that declares placements says that this tensor has none."""
+    return entry.placements is None and catalog.mesh_source == "declared"
+
+
+def _places(source: Mesh, mesh: Mesh) -> tuple[int, ...] | None:
+    """Which dim of the new mesh each of the source's becomes; None where nothing tells."""
+    if source.names and mesh.names and set(source.names) <= set(mesh.names):
+        return tuple(map(mesh.names.index, source.names))
+    return tuple(range(len(mesh.shape))) if len(source.shape) == len(mesh.shape) else None
+
+
+def _carried(entry: TensorEntry, source: Mesh, mesh: Mesh, places: tuple[int, ...]) -> Placements:
+    """The source's placements on the new mesh, whose dims cut in the same order.
+
+    Split factors that encode no order stay on a mesh of the same shape; else strided shards cut
+    after the later dims, as FSDP2's do.
+    """
+    placements = entry.placements or ()
+    if source.shape == mesh.shape and places == tuple(range(len(mesh.shape))):
+        return placements
+    cuts = cuts_by_dim(len(entry.shape), source.shape, placements)
+    orders = [encoded_order(one) or after_the_later(one) for one in cuts]
+    return placements_of([[places[cut.mesh_dim] for cut in one] for one in orders], mesh.shape)
+
+
+def _require_fit(entry: TensorEntry, placements: Placements) -> None:
+    for placement in placements:
+        dim = getattr(placement, "dim", None)
+        if dim is not None and not -len(entry.shape) <= dim < len(entry.shape):
+            raise UsageError(
+                f"{entry.name}: {placement} does not fit its shape {list(entry.shape)}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A checkpoint's tensors on a new mesh: the placements of each, by name."""
+
+    mesh: Mesh
+    placements: dict[str, Placements]
+
+    def shards(self, entry: TensorEntry) -> tuple[LocalShard, ...]:
+        """What each row-major mesh position holds of a tensor."""
+        return local_shards(entry.shape, self.mesh.shape, self.placements[entry.name])
+
+
+REPLICATED = ("dp_replicate", "replicate", "pp")
+SHARDED = ("fsdp", "dp_shard", "dp", "shard", "cp", "dp_cp", "dp_shard_cp")
+
+
+def colwise(entry: TensorEntry) -> Placement:
+    """Output features are sharded: the first dim of weight and bias."""
+    return Shard(0) if entry.shape else Replicate()
+
+
+def rowwise(entry: TensorEntry) -> Placement:
+    """Input features are sharded: the second dim of a weight; a bias is replicated."""
+    return Shard(1) if len(entry.shape) > 1 else Replicate()
+
+
+def _replicated(entry: TensorEntry) -> Placement:
+    return Replicate()
+
+
+STYLES: dict[str, Callable[[TensorEntry], Placement]] = {
+    "colwise": colwise,
+    "rowwise": rowwise,
+    "colwise_rep": colwise,
+    "colwise_gather_output": colwise,
+    "rowwise_rep": rowwise,
+    "rowwise_split_input": rowwise,
+    "local_colwise": colwise,
+    "local_rowwise": rowwise,
+    "sequence_parallel": _replicated,
+    "replicated_with_grad_allreduce": _replicated,
+    "replicate": _replicated,
+}
+"""The words of transformers' ``tp_plan`` (transformers 5) that say how a parameter is sharded."""
+
+_COLWISE = re.compile(
+    r"(.*\.)?(wq|wk|wv|w1|w3|q_proj|k_proj|v_proj|gate_proj|up_proj)\.(weight|bias)"
+)
+_ROWWISE = re.compile(r"(.*\.)?(wo|w2|o_proj|down_proj)\.(weight|bias)")
+_VOCABULARY = re.compile(r"(.*\.)?(tok_embeddings|embed_tokens|output|lm_head|wte)\.weight")
+
+
+def conventional_style(name: str) -> str:
+    """How tensor parallelism shards a parameter of a Llama-like model, by its usual name."""
+    stem = re.sub(r"\.(exp_avg|exp_avg_sq|max_exp_avg_sq)$", "", name)
+    if _COLWISE.fullmatch(stem) or _VOCABULARY.fullmatch(stem):
+        return "colwise"
+    return "rowwise" if _ROWWISE.fullmatch(stem) else "replicate"
+
+
+# Policies
+
+
+def fsdp(entry: TensorEntry, mesh: Mesh) -> Placements:
+    """Rows over all mesh dims, nested from left to right."""
+    return (Shard(0) if entry.shape else Replicate(),) * len(mesh.shape)
+
+
+def hsdp(entry: TensorEntry, mesh: Mesh) -> Placements:
+    """A replica a step of the first mesh dim, rows over the others."""
+    return (Replicate(), *fsdp(entry, mesh)[1:])
+
+
+def replicate(entry: TensorEntry, mesh: Mesh) -> Placements:
+    """The whole tensor on every rank."""
+    return (Replicate(),) * len(mesh.shape)
+
+
+POLICIES: dict[str, Callable[[TensorEntry, Mesh], Placements]] = {
+    "fsdp": fsdp,
+    "hsdp": hsdp,
+    "replicate": replicate,
+}
+
+
+# Names of mesh dims
+
+
+def fsdp_last(placements: Placements, mesh: Mesh, first: set[int]) -> Placements:
+    """FSDP cuts what the mesh dims ``first`` (tensor or expert parallel) left of a tensor dim.
+
+    So its shards of the same dim, written before theirs, become strided.
+    """
+    adjusted = list(placements)
+    for at, placement in enumerate(placements):
+        factor = math.prod(mesh.shape[f] for f in first if f > at and placements[f] == placement)
+        if at not in first and isinstance(placement, Shard) and factor > 1:
+            adjusted[at] = StridedShard(placement.dim, factor)
+    return tuple(adjusted)
+
+
+def is_conventional(mesh: Mesh) -> bool:
+    """Whether all of the mesh's dims have names that say what they do."""
+    known = (*REPLICATED, *SHARDED, "tp", "ep")
+    return mesh.names is not None and all(name in known for name in mesh.names)
+
+
+def by_dim_name(name: str, entry: TensorEntry) -> Placement:
+    """What a conventional mesh dim (torchtitan 0.3) does to a parameter."""
+    if name in REPLICATED or not entry.shape:
+        return Replicate()
+    if name == "ep":
+        return Shard(0) if ".experts." in entry.name and len(entry.shape) > 2 else Replicate()
+    return Shard(0) if name in SHARDED else Replicate()

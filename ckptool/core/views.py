@@ -1,0 +1,342 @@
+"""Tensors and parts of them, seen otherwise. No byte is moved.
+
+Places of a tensor's parts: shifted, narrowed, and cut out of a flat run of elements.
+
+Tensors cut, joined, stacked, turned and padded: entries in, entries out. No byte is moved.
+
+A tensor's chunks are boxes whose bytes have strides, so each of these is geometry on boxes and
+strides; of an ``Item``, which is not opened yet, and of ``Scaled``, they are those of its ``part``.
+Replicas follow their chunk. Names and paths stay, placements go.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from ckptool.core.box import Box, flat_range, row_major_strides
+from ckptool.core.catalog import Chunk, Copy, Extent, Item, Packed, Part, Place, Scaled, TensorEntry
+from ckptool.errors import CannotDo
+
+
+def shifted(at: Place, start: tuple[int, ...]) -> Place:
+    """The place of the part of a tensor that begins at index ``start``."""
+    if isinstance(at, Extent):
+        return replace(at, offset=at.offset + _distance(start, at.strides))
+    if isinstance(at, Packed):
+        return replace(at, start=at.start + _distance(start, at.strides))
+    raise TypeError(f"{at} cannot be shifted")
+
+
+def _distance(start: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    return sum(i * s for i, s in zip(start, strides, strict=True))
+
+
+def part_of_place(
+    at: Place,
+    shape: Sequence[int],
+    part: Sequence[int],
+    start: int,
+    strides: Sequence[int],
+    itemsize: int,
+) -> Place:
+    """Where a part of shape ``part`` lies, of a tensor of ``shape`` that lies ``at``.
+
+    ``start`` and ``strides`` address the part in the row-major order of the tensor, in elements of
+    ``itemsize`` bytes. ValueError where the tensor's own strides cannot express it.
+    """
+    if isinstance(at, Extent):
+        offset, steps = mapped(shape, at.strides, part, start, strides, itemsize)
+        return replace(at, offset=at.offset + offset, strides=steps)
+    if isinstance(at, Packed):
+        offset, steps = mapped(shape, at.strides, part, start, strides, itemsize)
+        return replace(at, start=at.start + offset, strides=steps)
+    if at.part is None:
+        return replace(at, part=Part(tuple(shape), start, tuple(strides)))
+    offset, steps = mapped(shape, at.part.strides, part, start, strides, 1)
+    return replace(at, part=Part(at.part.shape, at.part.start + offset, steps))
+
+
+def mapped(
+    shape: Sequence[int],
+    steps: Sequence[int],
+    part: Sequence[int],
+    start: int,
+    strides: Sequence[int],
+    unit: int,
+) -> tuple[int, tuple[int, ...]]:
+    """A row-major start and strides within ``shape``, for a tensor that has other ``steps``.
+
+    ``unit`` is the step of a row-major tensor's last dim. ValueError where a stride is no dim's.
+    """
+    rows = row_major_strides(shape, 1)
+    wide = [dim for dim, size in enumerate(shape) if size > 1]
+    scales = {steps[dim] / rows[dim] for dim in wide} or {float(unit)}
+    if len(scales) == 1 and (scale := scales.pop()).is_integer():
+        return start * int(scale), tuple(stride * int(scale) for stride in strides)
+    by_row = {rows[dim]: dim for dim in wide}
+    index = {dim: start // rows[dim] % shape[dim] for dim in wide}
+    found = []
+    for size, stride in zip(part, strides, strict=True):
+        dim = by_row.get(stride) if size > 1 else None
+        if size > 1 and (dim is None or index[dim] + size > shape[dim]):
+            raise ValueError(f"a tensor of {list(shape)} whose elements lie {list(steps)} apart")
+        found.append(0 if dim is None else steps[dim])
+    return sum(at * steps[dim] for dim, at in index.items()), tuple(found)
+
+
+def narrowed(
+    at: Place, shape: Sequence[int], box: Box, itemsize: int, *, dropped: int = 0
+) -> Place:
+    """Where ``box`` of a tensor of ``shape`` lies, without its first ``dropped`` dims."""
+    rows = row_major_strides(shape, 1)
+    start = sum(index * row for index, row in zip(box.lo, rows, strict=True))
+    return part_of_place(at, shape, box.shape[dropped:], start, rows[dropped:], itemsize)
+
+
+def pieces_of_run(
+    at: Place, run: Sequence[int], start: int, stop: int, shape: Sequence[int], itemsize: int
+) -> Iterator[tuple[Box, Place]]:
+    """The boxes of a row-major tensor of ``shape`` whose elements ``start`` to ``stop`` lie ``at``.
+
+    ``run`` is the shape under which those elements are stored, in order.
+    """
+    rows = row_major_strides(shape, 1)
+    for box in flat_range(shape, start, stop):
+        first = sum(index * row for index, row in zip(box.lo, rows, strict=True))
+        yield box, part_of_place(at, run, box.shape, first - start, rows, itemsize)
+
+
+Strides = tuple[int, ...]
+Restride = Callable[[Strides], Strides]
+Index = tuple[int, ...]
+
+
+def narrow(entry: TensorEntry, dim: int, start: int, stop: int) -> TensorEntry:
+    """The indexes ``start`` to ``stop`` of a dim. CannotDo where the tensor has fewer."""
+    if not 0 <= start <= stop <= entry.shape[dim]:
+        raise CannotDo(f"{entry.name}: no {start:,} to {stop:,} in dim {dim} of {_shape(entry)}")
+    shape = (*entry.shape[:dim], stop - start, *entry.shape[dim + 1 :])
+    origin = tuple(start if d == dim else 0 for d in range(len(shape)))
+    region = Box.at(origin, shape)
+    chunks = []
+    for chunk in entry.chunks:
+        common = chunk.box.intersect(region)
+        if common is not None:
+            first = common.relative_to(chunk.box.lo).lo
+            chunks.append(_part(chunk, common.relative_to(origin), first))
+    return _with(entry, shape, chunks)
+
+
+def split(entry: TensorEntry, dim: int, sizes: Sequence[int]) -> list[TensorEntry]:
+    """Consecutive parts of ``sizes`` indexes along a dim. CannotDo where they are not all of it."""
+    if sum(sizes) != entry.shape[dim]:
+        raise CannotDo(f"{entry.name}: {list(sizes)} are not all of dim {dim} of {_shape(entry)}")
+    stops = [sum(sizes[: at + 1]) for at in range(len(sizes))]
+    return [narrow(entry, dim, s - n, s) for n, s in zip(sizes, stops, strict=True)]
+
+
+def join(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
+    """The tensors one after the other along a dim, under the first one's name.
+
+    CannotDo where their shapes (but for ``dim``) or element types differ.
+    """
+    first = entries[0]
+    chunks: list[Chunk] = []
+    length = 0
+    for entry in entries:
+        _require_alike(first, entry, dim)
+        shift = tuple(-length if d == dim else 0 for d in range(len(entry.shape)))
+        chunks += [replace(chunk, box=chunk.box.relative_to(shift)) for chunk in entry.chunks]
+        length += entry.shape[dim]
+    return _with(first, (*first.shape[:dim], length, *first.shape[dim + 1 :]), chunks)
+
+
+def stack(entries: Sequence[TensorEntry], dim: int = 0) -> TensorEntry:
+    """The tensors along a new dim, under the first one's name; CannotDo where they differ."""
+    return join([insert_dim(entry, dim) for entry in entries], dim)
+
+
+def unstack(entry: TensorEntry, dim: int = 0) -> list[TensorEntry]:
+    """One tensor for each index of a dim, without that dim."""
+    found: list[list[Chunk]] = [[] for _ in range(entry.shape[dim])]
+    for chunk in entry.chunks:
+        if not chunk.box.volume:
+            continue
+        box = Box(_without(chunk.box.lo, dim), _without(chunk.box.hi, dim))
+        for index in range(chunk.box.lo[dim], chunk.box.hi[dim]):
+            at = index - chunk.box.lo[dim]
+            first = tuple(at if d == dim else 0 for d in range(len(entry.shape)))
+            found[index].append(_part(chunk, box, first, lambda s: _without(s, dim)))
+    shape = _without(entry.shape, dim)
+    return [_with(entry, shape, chunks) for chunks in found]
+
+
+def insert_dim(entry: TensorEntry, dim: int, size: int = 1) -> TensorEntry:
+    """With a new dim of ``size`` indexes that all hold the same elements."""
+
+    def grown(values: tuple[int, ...], value: int) -> tuple[int, ...]:
+        return (*values[:dim], value, *values[dim:])
+
+    chunks = []
+    for chunk in entry.chunks:
+        box = Box(grown(chunk.box.lo, 0), grown(chunk.box.hi, size))
+        chunks.append(_part(chunk, box, (), lambda s: grown(s, 0)))
+    return _with(entry, grown(entry.shape, size), chunks)
+
+
+def permute(entry: TensorEntry, dims: Sequence[int]) -> TensorEntry:
+    """With the dims in another order: dim ``d`` of the result is dim ``dims[d]``."""
+
+    def turned(values: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(values[d] for d in dims)
+
+    chunks = [
+        _part(chunk, Box(turned(chunk.box.lo), turned(chunk.box.hi)), (), turned)
+        for chunk in entry.chunks
+    ]
+    return _with(entry, turned(entry.shape), chunks)
+
+
+def pad(entry: TensorEntry, dim: int, size: int) -> TensorEntry:
+    """Lengthened to ``size`` indexes along a dim by repeating the last one.
+
+    As Megatron-LM's checkpoint converter pads a vocabulary (tools/checkpoint, core 0.12 to 0.20).
+    CannotDo where there is no last index, or ``size`` is less than there are.
+    """
+    more = size - entry.shape[dim]
+    if more < 0 or (more and not entry.shape[dim]):
+        raise CannotDo(f"{entry.name}: dim {dim} of {_shape(entry)} cannot be padded to {size:,}")
+    if not more:
+        return entry
+    last = unstack(narrow(entry, dim, entry.shape[dim] - 1, entry.shape[dim]), dim)[0]
+    return join([entry, insert_dim(last, dim, more)], dim)
+
+
+def split_dim(entry: TensorEntry, dim: int, sizes: Sequence[int]) -> TensorEntry:
+    """With a dim viewed as several, row-major, as ``Tensor.unflatten`` does.
+
+    A chunk that begins or ends amid a row of the new dims becomes several.
+    """
+    if math.prod(sizes) != entry.shape[dim]:
+        raise CannotDo(
+            f"{entry.name}: dim {dim} of {_shape(entry)} is not {' x '.join(map(str, sizes))}"
+        )
+    steps = row_major_strides(sizes, 1)
+
+    def split_strides(strides: Strides) -> Strides:
+        return (*strides[:dim], *(step * strides[dim] for step in steps), *strides[dim + 1 :])
+
+    chunks = []
+    for chunk in entry.chunks:
+        lo, hi = chunk.box.lo, chunk.box.hi
+        for inner in flat_range(sizes, lo[dim], hi[dim]):
+            box = Box(
+                (*lo[:dim], *inner.lo, *lo[dim + 1 :]), (*hi[:dim], *inner.hi, *hi[dim + 1 :])
+            )
+            start = sum(i * step for i, step in zip(inner.lo, steps, strict=True)) - lo[dim]
+            first = tuple(start if d == dim else 0 for d in range(len(lo)))
+            chunks.append(_part(chunk, box, first, split_strides))
+    return _with(entry, (*entry.shape[:dim], *sizes, *entry.shape[dim + 1 :]), chunks)
+
+
+def merge_dims(entry: TensorEntry, dim: int, count: int) -> TensorEntry:
+    """With ``count`` dims from ``dim`` on viewed as one, row-major, as ``Tensor.flatten`` does.
+
+    A chunk whose elements are not evenly spaced along the new dim becomes several.
+    """
+    if count == 0:
+        return insert_dim(entry, dim)
+    for at in range(dim + count - 2, dim - 1, -1):
+        chunks = [
+            part for chunk in entry.chunks for part in _merged(chunk, at, entry.shape[at + 1])
+        ]
+        entry = _with(
+            entry, _joined(entry.shape, at, entry.shape[at] * entry.shape[at + 1]), chunks
+        )
+    return entry
+
+
+def _merged(chunk: Chunk, dim: int, size: int) -> Iterator[Chunk]:
+    """A chunk, with a dim and the next (of ``size`` indexes in all) as one: in as few parts."""
+    lo, hi = chunk.box.lo, chunk.box.hi
+    outer = range(lo[dim], hi[dim])
+    inner = range(lo[dim + 1], hi[dim + 1])
+    even = len(outer) == 1 or (
+        len(inner) == size and all(s[dim] == s[dim + 1] * size for s in _strides(chunk))
+    )
+    kept = dim if size == 1 else dim + 1
+    for index in outer[:1] if even or size == 1 else outer:
+        stop = outer[-1] if even or size == 1 else index
+        box = Box(
+            _joined(lo, dim, index * size + inner.start),
+            _joined(hi, dim, stop * size + inner.stop),
+        )
+        first = tuple(index - lo[dim] if d == dim else 0 for d in range(len(lo)))
+        yield _part(chunk, box, first, lambda s: _joined(s, dim, s[kept]))
+
+
+def _strides(chunk: Chunk) -> Iterator[Strides]:
+    for at in (chunk.at, *(copy.at for copy in chunk.copies)):
+        part = at if isinstance(at, Extent | Packed) else _part_of(at, chunk.box.shape)
+        yield part.strides
+
+
+def _joined(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim + 2 :])
+
+
+def _without(values: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return (*values[:dim], *values[dim + 1 :])
+
+
+def _part(
+    chunk: Chunk, box: Box, first: Index, restride: Restride = lambda strides: strides
+) -> Chunk:
+    """The part of a chunk from its local index ``first`` on, as ``box`` of another tensor."""
+    shape = chunk.box.shape
+    copies = tuple(
+        Copy(_moved(copy.at, shape, first, restride), copy.rank) for copy in chunk.copies
+    )
+    return Chunk(box, _moved(chunk.at, shape, first, restride), chunk.rank, copies)
+
+
+def _moved(at: Place, shape: Index, first: Index, restride: Restride) -> Place:
+    part = at if isinstance(at, Extent | Packed) else _part_of(at, shape)
+    skip = sum(i * s for i, s in zip(first, part.strides, strict=False))
+    strides = restride(part.strides)
+    if isinstance(at, Packed):
+        return replace(at, start=at.start + skip, strides=strides)
+    if isinstance(at, Extent):
+        return Extent(at.file, at.offset + skip, strides, at.record, at.ops)
+    whole = _part_of(at, shape)
+    return replace(at, part=Part(whole.shape, whole.start + skip, strides))
+
+
+def _part_of(at: Item | Scaled, shape: Index) -> Part:
+    """The elements of a container that a chunk of ``shape`` takes: all, where nothing is said."""
+    return at.part or Part(shape, 0, row_major_strides(shape, 1))
+
+
+def _with(entry: TensorEntry, shape: tuple[int, ...], chunks: list[Chunk]) -> TensorEntry:
+    """An entry of another shape. One without elements keeps no chunk but an empty one."""
+    solid = [chunk for chunk in chunks if chunk.box.volume]
+    if not solid and entry.chunks and not math.prod(shape):
+        nowhere = tuple(0 for _ in shape)
+        origin = tuple(0 for _ in entry.shape)
+        solid = [_part(entry.chunks[0], Box.whole(shape), origin, lambda s: nowhere)]
+    return replace(entry, shape=shape, chunks=tuple(solid), placements=None, mesh=None)
+
+
+def _require_alike(first: TensorEntry, entry: TensorEntry, dim: int) -> None:
+    kinds = [(e.dtype, e.source_dtype, _without(e.shape, dim)) for e in (first, entry)]
+    if kinds[0] != kinds[1]:
+        raise CannotDo(
+            f"{entry.name} ({entry.dtype} {_shape(entry)}) does not fit {first.name}"
+            f" ({first.dtype} {_shape(first)}) along dim {dim}"
+        )
+
+
+def _shape(entry: TensorEntry) -> str:
+    return str(list(entry.shape))

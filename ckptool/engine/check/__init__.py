@@ -1,0 +1,1 @@
+"""Whether bytes are what they were when they were written."""

@@ -1,0 +1,181 @@
+"""Read spans of files once: compare their CRC-32, and look for NaN and infinite values.
+
+Spans are cut into tiles that a few threads share, so that memory stays bounded and one large record
+is no slower than many small ones. Files that are digested too are a thread's from end to end.
+
+Whether stored elements are all finite, by their bits, as fast as memory is read.
+
+In every IEEE-like format the non-finite codes are the largest ones of each sign. Read as integers,
+positive ones are found by the largest signed value, negative ones by the largest unsigned value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ckptool.core.dtype import DType
+from ckptool.engine.check.spans import Job, Packing, Span, SpanReader, Tile, Whole, tiles
+from ckptool.engine.checksum import crc32, joined
+from ckptool.engine.threads import share_jobs
+from ckptool.errors import CkptoolError, Problem
+from ckptool.storage.local import Files
+
+
+@dataclass(slots=True)
+class Found:
+    """``problems`` of the bytes, and the tensors with a value that is NaN or infinite.
+
+    ``written`` says of each file with bytes that no checksum covers where the last of those ends
+    that is not zero; ``digests`` is the SHA-256 (hex) of each file that was read whole.
+    """
+
+    problems: list[Problem] = field(default_factory=list)
+    not_finite: set[str] = field(default_factory=set)
+    written: dict[str, int] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def note_written(self, file: str, end: int) -> None:
+        """A byte that is not zero ends there."""
+        with self._lock:
+            self.written[file] = max(end, self.written.get(file, 0))
+
+
+def check_spans(
+    spans: list[Span],
+    source: Files,
+    workers: int,
+    progress: Callable[[int], None],
+    whole: Mapping[str, int] | None = None,
+) -> Found:
+    """Read every span once. ``progress`` is told of bytes as they are read.
+
+    Files of ``whole``, which have so many bytes, are read from end to end and digested.
+    """
+    found = Found()
+    pieces: dict[int, list[tuple[int, int, int]]] = {id(span): [] for span in spans}
+
+    def see(tile: Tile, data: memoryview) -> None:
+        _look(tile, data, found)
+        if tile.span.crc32 is not None:
+            pieces[id(tile.span)].append((tile.start, tile.nbytes, crc32(data)))
+        elif tile.span.packing is None:
+            found.note_written(tile.span.file, _written_end(tile, data))
+
+    def work(reader: SpanReader, job: Job) -> None:
+        digest = hashlib.sha256() if isinstance(job, Whole) else None
+        for tile, data in reader.blocks(job):
+            if digest is not None:
+                digest.update(data)
+            if tile is not None:
+                see(tile, data)
+            progress(len(data))
+        if digest is not None and isinstance(job, Whole):
+            found.digests[job.file] = digest.hexdigest()
+
+    def guarded(reader: SpanReader, job: Job) -> None:
+        try:
+            work(reader, job)
+        except CkptoolError as error:
+            found.problems.extend(error.problems)
+
+    share_jobs(_jobs(spans, whole or {}, source.tile), workers, lambda: SpanReader(source), guarded)
+    found.problems += [p for span in spans if (p := _crc_problem(span, pieces[id(span)]))]
+    return found
+
+
+def _jobs(spans: list[Span], whole: Mapping[str, int], at_once: int) -> Iterator[Job]:
+    packed: dict[Packing, list[Span]] = {}
+    inside: dict[str, list[Span]] = {file: [] for file in whole}
+    for span in spans:
+        if span.packing is not None:
+            packed.setdefault(span.packing, []).append(span)
+        elif span.file in inside:
+            inside[span.file].append(span)
+        else:
+            yield from tiles(span, at_once)
+    for file in sorted(whole, key=lambda file: -whole[file]):
+        held, apart = _one_after_another(inside[file])
+        yield Whole(file, whole[file], held)
+        for span in apart:
+            yield from tiles(span, at_once)
+    yield from packed.values()
+
+
+def _one_after_another(spans: Iterable[Span]) -> tuple[list[Span], list[Span]]:
+    """Spans that lie behind one another, and those that begin inside one of these."""
+    held: list[Span] = []
+    apart: list[Span] = []
+    for span in sorted(spans, key=lambda span: span.offset):
+        overlaps = bool(held) and span.offset < held[-1].end
+        (apart if overlaps else held).append(span)
+    return held, apart
+
+
+def _look(tile: Tile, data: memoryview, found: Found) -> None:
+    end = tile.start + tile.nbytes
+    for view in tile.span.views:
+        low, high = max(tile.start, view.start), min(end, view.start + view.nbytes)
+        if low < high and not all_finite(data[low - tile.start : high - tile.start], view.dtype):
+            found.not_finite.add(view.tensor)
+
+
+def _written_end(tile: Tile, data: memoryview) -> int:
+    """Where in the file the last byte ends that is not zero; 0 where all are."""
+    held = len(data) if data[-1] else len(bytes(data).rstrip(b"\0"))
+    return tile.span.offset + tile.start + held if held else 0
+
+
+def _crc_problem(span: Span, pieces: list[tuple[int, int, int]]) -> Problem | None:
+    if span.crc32 is None or sum(nbytes for _, nbytes, _ in pieces) != span.nbytes:
+        return None
+    actual = joined(pieces)
+    if actual == span.crc32:
+        return None
+    tensors = {view.tensor for view in span.views}
+    tensor = tensors.pop() if len(tensors) == 1 else None
+    what = f"{span.what} ({tensor})" if tensor else span.what
+    message = f"{what} has CRC-32 {actual:08x}, the writer recorded {span.crc32:08x}"
+    return Problem(message, "crc-mismatch", file=span.file, tensor=tensor)
+
+
+_FIRST_NOT_FINITE = {
+    "float64": 0x7FF0 << 48,
+    "float32": 0x7F80 << 16,
+    "float16": 0x7C00,
+    "bfloat16": 0x7F80,
+    "float8_e5m2": 0x7C,
+    "float8_e4m3fn": 0x7F,
+    "complex128": 0x7FF0 << 48,
+    "complex64": 0x7F80 << 16,
+    "complex32": 0x7C00,
+}
+"""The lowest positive code that is infinite or NaN; those above it are too."""
+
+_ONLY_NAN = {"float8_e4m3fnuz": 0x80, "float8_e5m2fnuz": 0x80, "float8_e8m0fnu": 0xFF}
+"""Formats with a single code that is no number."""
+
+
+def can_be_not_finite(dtype: DType) -> bool:
+    """Whether the element type has codes for NaN or infinity."""
+    return dtype.name in _FIRST_NOT_FINITE or dtype.name in _ONLY_NAN
+
+
+def all_finite(data: memoryview, dtype: DType) -> bool:
+    """Whether no element in ``data`` is NaN or infinite; True for types that have neither."""
+    if not len(data):
+        return True
+    only = _ONLY_NAN.get(dtype.name)
+    if only is not None:
+        return not bool((np.frombuffer(data, "u1") == only).any())
+    first = _FIRST_NOT_FINITE.get(dtype.name)
+    if first is None:
+        return True
+    codes = np.frombuffer(data, f"u{dtype.swap}")
+    sign = 1 << (8 * dtype.swap - 1)
+    return int(codes.view(f"i{dtype.swap}").max()) < first and int(codes.max()) < first + sign

@@ -1,0 +1,300 @@
+"""Fill an array with a box of a chunk, wherever and in whatever order its bytes lie."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import (
+    Chunk,
+    Extent,
+    Packed,
+    Place,
+    Record,
+    Scaled,
+    TensorEntry,
+    contiguous,
+)
+from ckptool.core.codec import decode
+from ckptool.core.dtype import DType
+from ckptool.core.plan import ChunkIndex
+from ckptool.engine.checksum import record_crc
+from ckptool.engine.read.rounding import cast
+from ckptool.engine.read.row_cache import Noted, Rows
+from ckptool.errors import Damaged, Problem
+from ckptool.storage.local import SPAN, Files
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+_PIECE = 1 << 20
+_LONG_RUN = 2 << 10
+_OVER_READ = 4
+
+
+def unit(itemsize: int) -> np.dtype[Any]:
+    """A numpy type of the same size that copies bits and never looks at them."""
+    return np.dtype(f"u{itemsize}" if itemsize <= 8 else f"V{itemsize}")
+
+
+def array(shape: tuple[int, ...], dtype: DType, buffer: memoryview) -> Array:
+    """A C-ordered array without values yet, in ``buffer`` where it fits."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    room = buffer if nbytes <= len(buffer) else memoryview(bytearray(nbytes))
+    return np.frombuffer(room, "u1", nbytes).view(unit(dtype.itemsize)).reshape(shape)
+
+
+def raw(values: Array) -> memoryview:
+    """The bytes of a C-ordered array, without a copy."""
+    return values.reshape(-1).view("u1").data
+
+
+class Gatherer:
+    """Reads boxes of chunks for one thread, with at most one decoded blob kept.
+
+    ``noted`` is told of pieces of records that are read in passing: record, file offset, bytes.
+    """
+
+    def __init__(self, source: Files, noted: Noted = lambda record, offset, data: None) -> None:
+        self.tile = source.tile
+        self._noted = noted
+        self._reader = source.reader()
+        self._block = source.block
+        self._rows = Rows(self._reader, noted)
+        self._blob: tuple[Packed, bytes] | None = None
+        self._indexes: dict[int, tuple[TensorEntry, ChunkIndex]] = {}
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        self._reader.read_into(file, offset, buffer)
+
+    def forget(self) -> None:
+        """Keep no rows any longer: the next boxes lie elsewhere."""
+        self._rows.forget()
+
+    def crc(self, record: Record) -> int:
+        """The CRC-32 of a whole record."""
+        return record_crc(self._reader, record, self._rows.scratch(_PIECE))
+
+    def _note_run(self, values: Array, chunk: Chunk, box: Box) -> None:
+        """Note what was read of a chunk where that is one run of a record."""
+        at = chunk.at
+        if not isinstance(at, Extent) or at.record is None or at.ops:
+            return
+        if values.size and contiguous(at.strides, box.shape, values.itemsize):
+            local = box.relative_to(chunk.box.lo)
+            start = at.offset + sum(i * s for i, s in zip(local.lo, at.strides, strict=True))
+            self._noted(at.record, start, raw(np.ascontiguousarray(values)))
+
+    def fill(
+        self, out: Array, chunk: Chunk, box: Box, dtype: DType, *, shared: bool = False
+    ) -> None:
+        """Copy ``box`` (in the global tensor's coordinates) of the chunk into ``out``.
+
+        ``shared`` says that boxes beside it will be asked for next: whole rows are then read and
+        kept, so that the file is read once for all of them.
+        """
+        local = box.relative_to(chunk.box.lo)
+        if shared and isinstance(chunk.at, Extent) and has_rows(chunk, local, dtype.itemsize):
+            row = math.prod(chunk.box.shape[1:]) * dtype.itemsize
+            start, nbytes = chunk.at.offset + local.lo[0] * row, local.shape[0] * row
+            if nbytes <= SPAN:
+                out[...] = self._row_block(chunk.at, start, nbytes, out, local)
+                return
+        self.fill_from(chunk.at, out, local, dtype)
+
+    def fill_from(self, at: Place, out: Array, local: Box, dtype: DType) -> None:
+        """Copy the elements ``local`` of a chunk (in its own coordinates) into ``out``."""
+        if isinstance(at, Packed):
+            blob = self._decoded(at)
+            out[...] = _strided(blob, at.start, at.strides, local, dtype.itemsize)
+            _repair(out, at.ops, dtype)
+        elif isinstance(at, Extent):
+            start = at.offset + sum(i * s for i, s in zip(local.lo, at.strides, strict=True))
+            self._fill(out, at.file, start, at.strides)
+            _repair(out, at.ops, dtype)
+        elif isinstance(at, Scaled):
+            from ckptool.engine.read.dequantize import fill_scaled
+
+            fill_scaled(self.gathered, at, out, local, dtype)
+        else:
+            raise TypeError(f"{at} was never located")
+
+    def gathered(self, entry: TensorEntry, box: Box) -> Array:
+        """A box of a whole tensor, as its elements are stored.
+
+        The chunks must cover the box. Runs of checksummed records are noted.
+        """
+        values: Array = np.empty(box.shape, unit(entry.source_dtype.itemsize))
+        self.gather_into(values, entry, box)
+        return values
+
+    def values(self, entry: TensorEntry, box: Box) -> Array:
+        """As ``gathered``, in the element type that a rewrite asks for.
+
+        Raises CannotDo where that needs torch and it is not there.
+        """
+        stored = self.gathered(entry, box)
+        if entry.source_dtype == entry.dtype:
+            return stored
+        return cast(stored, entry.source_dtype, entry.dtype)
+
+    def gather_into(self, values: Array, entry: TensorEntry, box: Box) -> None:
+        """As ``gathered``, into an array of the box's shape."""
+        for chunk, common in self._index(entry).find(box):
+            where = common.relative_to(box.lo)
+            view = values[tuple(map(slice, where.lo, where.hi))] if where.lo else values
+            self.fill(view, chunk, common, entry.source_dtype)
+            self._note_run(view, chunk, common)
+
+    def _index(self, entry: TensorEntry) -> ChunkIndex:
+        """The index of a tensor's chunks; those of the last few tensors are kept."""
+        found = self._indexes.get(id(entry))
+        if found is None:
+            self._indexes = dict(list(self._indexes.items())[-3:])
+            found = self._indexes[id(entry)] = (entry, ChunkIndex(entry))
+        return found[1]
+
+    def _row_block(self, at: Extent, start: int, nbytes: int, out: Array, local: Box) -> Array:
+        """A box of the rows that lie at ``start``, read unless they are kept."""
+        begin = self._rows.begin(at, start, nbytes)
+        inside = begin + sum(i * s for i, s in zip(local.lo[1:], at.strides[1:], strict=True))
+        return np.ndarray(out.shape, out.dtype, self._rows.buffer, inside, at.strides)
+
+    def _fill(self, out: Array, file: str, offset: int, strides: tuple[int, ...]) -> None:
+        if not out.size:
+            return
+        itemsize = out.itemsize
+        if out.flags.c_contiguous and contiguous(strides, out.shape, itemsize):
+            self._reader.read_into(file, offset, raw(out))
+            return
+        worth = worth_a_span(out.shape, strides, itemsize, self._block)
+        span = span_of(out.shape, strides, itemsize)
+        if worth and span <= SPAN:
+            view = self._rows.scratch(span)
+            self._reader.read_into(file, offset, view)
+            out[...] = np.ndarray(out.shape, out.dtype, view, 0, strides)
+            return
+        dim = max((d for d, n in enumerate(out.shape) if n > 1), key=lambda d: strides[d])
+        runs = None if worth else _runs(out, dim, strides)
+        if runs is not None:
+            self._reader.read_runs(file, offset, strides[dim], runs)
+            return
+        half = out.shape[dim] // 2
+        head = tuple(slice(None) for _ in range(dim))
+        self._fill(out[(*head, slice(0, half))], file, offset, strides)
+        self._fill(out[(*head, slice(half, None))], file, offset + half * strides[dim], strides)
+
+    def _decoded(self, at: Packed) -> bytes:
+        if self._blob is None or self._blob[0] != at:
+            stored = bytearray(at.nbytes)
+            self._reader.read_into(at.file, at.offset, memoryview(stored))
+            what = f"{at.file} at byte {at.offset:,}"
+            blob = decode(bytes(stored), at.codec, at.size, what=what)
+            if len(blob) != at.size:
+                raise Damaged(f"{what}: decodes to {len(blob):,} bytes, not {at.size:,}")
+            _require_crc(at, blob, what)
+            self._blob = (at, blob)
+        return self._blob[1]
+
+
+def _runs(out: Array, dim: int, strides: tuple[int, ...]) -> list[memoryview] | None:
+    """The memory of each run of bytes, one an index of ``dim``; None where they are not so."""
+    inner = out.shape[dim + 1 :]
+    if math.prod(out.shape[:dim]) != 1 or not out.flags.c_contiguous:
+        return None
+    if not contiguous(strides[dim + 1 :], inner, out.itemsize):
+        return None
+    memory, run = raw(out), math.prod(inner) * out.itemsize
+    return [memory[start : start + run] for start in range(0, len(memory), run)]
+
+
+def _require_crc(at: Packed, blob: bytes, what: str) -> None:
+    """Damaged where a decoded blob is not what its writer checksummed."""
+    record = at.record
+    if record is None:
+        return
+    found = zlib.crc32(memoryview(blob)[record.offset : record.offset + record.nbytes])
+    if found != record.crc32:
+        message = f"{what}: decodes to bytes of CRC-32 {found:08x}, recorded {record.crc32:08x}"
+        raise Damaged(Problem(message, "crc-mismatch", file=at.file))
+
+
+def span_of(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:
+    """Bytes from the first to the last element of a box that has elements."""
+    return itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+
+
+def worth_a_span(
+    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, block: int = 1
+) -> bool:
+    """Whether one read over the gaps, or into scratch, beats a read a run.
+
+    It does where no gap spares a ``block``, the bytes that a read costs at least.
+    """
+    span, nbytes = span_of(shape, strides, itemsize), math.prod(shape) * itemsize
+    steps = [stride for n, stride in zip(shape, strides, strict=True) if n > 1]
+    if span <= nbytes or max(steps, default=0) <= block:
+        return True
+    run = itemsize
+    for size, stride in sorted(zip(shape, strides, strict=True), key=lambda pair: pair[1]):
+        if stride == run:
+            run *= size
+    return run < _LONG_RUN and span <= _OVER_READ * nbytes
+
+
+def has_rows(chunk: Chunk, local: Box, itemsize: int) -> bool:
+    """Whether a box is a part of the rows of a row-major chunk, so that reading them whole serves
+    the boxes beside it too."""
+    at, shape = chunk.at, chunk.box.shape
+    if not isinstance(at, Extent) or at.ops or len(shape) < 2:
+        return False
+    return local.shape[1:] != shape[1:] and contiguous(at.strides, shape, itemsize)
+
+
+def _strided(data: bytes, start: int, strides: tuple[int, ...], local: Box, itemsize: int) -> Array:
+    start += sum(i * s for i, s in zip(local.lo, strides, strict=True))
+    if not local.volume:
+        return np.empty(local.shape, unit(itemsize))
+    return np.ndarray(local.shape, unit(itemsize), data, start, strides)
+
+
+def _repair(out: Array, ops: tuple[str, ...], dtype: DType) -> None:
+    """Turn stored elements into values: swap bytes, resolve conjugate and negative bits."""
+    if not ops or not out.size:
+        return
+    values = np.ascontiguousarray(out)
+    for op in ops:
+        _REPAIRS[op](values, dtype)
+    out[...] = values
+
+
+def _byteswap(values: Array, dtype: DType) -> None:
+    values.reshape(-1).view(f"u{dtype.swap}").byteswap(inplace=True)
+
+
+def _conjugate(values: Array, dtype: DType) -> None:
+    halves = values.reshape(-1).view(f"u{dtype.itemsize // 2}")
+    halves[1::2] ^= halves.dtype.type(1 << (dtype.itemsize * 4 - 1))
+
+
+def _negate(values: Array, dtype: DType) -> None:
+    if dtype.kind == "int":
+        signed = values.reshape(-1).view(f"i{dtype.itemsize}")
+        np.negative(signed, out=signed)
+        return
+    parts = values.reshape(-1).view(f"u{dtype.swap}")
+    parts ^= parts.dtype.type(1 << (dtype.swap * 8 - 1))
+
+
+_REPAIRS: dict[str, Callable[[Array, DType], None]] = {
+    "byteswap": _byteswap,
+    "conj": _conjugate,
+    "neg": _negate,
+}

@@ -1,0 +1,122 @@
+"""Whole rows of chunks, read once for the tiles that share them, and columns cut out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ckptool.core.catalog import Extent, Record, contiguous
+from ckptool.core.plan import Source, Tile
+from ckptool.storage.local import SPAN, Bytes
+
+Noted = Callable[[Record, int, memoryview], None]
+
+_NARROW = 512
+"""Bytes of a row of a column block below which numpy's copy beats joining pieces."""
+_MOST_PIECES = 1 << 15
+
+
+class Rows:
+    """Rows of row-major chunks, for one thread: kept in ``buffer`` while there is room.
+
+    ``noted`` is told of the rows of checksummed records: record, file offset, bytes.
+    """
+
+    def __init__(self, reader: Bytes, noted: Noted) -> None:
+        self._reader = reader
+        self._noted = noted
+        self.buffer = memoryview(bytearray(SPAN))
+        self._kept: dict[tuple[str, int, int], int] = {}
+        self._used = 0
+        self._cuts: dict[tuple[int, int, int, int], list[memoryview]] = {}
+        self._pieces = 0
+
+    def forget(self) -> None:
+        """Keep no rows any longer: the next boxes lie elsewhere."""
+        self._kept.clear()
+        self._used = 0
+
+    def scratch(self, nbytes: int) -> memoryview:
+        """Room for at most SPAN bytes; no rows are kept any longer."""
+        self.forget()
+        return self.buffer[:nbytes]
+
+    def begin(self, at: Extent, start: int, nbytes: int) -> int:
+        """Where in ``buffer`` the rows at file offset ``start`` lie, read unless they are kept."""
+        found = self._kept.get((at.file, start, nbytes))
+        if found is not None:
+            return found
+        if self._used + nbytes > SPAN:
+            self.forget()
+        begin = self._used
+        view = self.buffer[begin : begin + nbytes]
+        self._reader.read_into(at.file, start, view)
+        self._kept[at.file, start, nbytes] = begin
+        self._used += nbytes
+        if at.record is not None:
+            self._noted(at.record, start, view)
+        return begin
+
+    def columns(self, tile: Tile) -> bytes | None:
+        """The bytes of a tile that is one block of wide columns; None where it is not."""
+        found = [_column(tile, source) for source in sorted(tile.sources, key=_first_row)]
+        columns = [column for column in found if column is not None]
+        if len(columns) < len(found) or not self._make_room(columns):
+            return None
+        pieces: list[memoryview] = []
+        for column in columns:
+            begin = self.begin(column.at, column.start, column.rows * column.row)
+            pieces += self._cut(begin + column.skip, column.rows, column.row, column.width)
+        return b"".join(pieces)
+
+    def _make_room(self, columns: list[_Column]) -> bool:
+        """Whether the rows of all columns can be kept together; others are forgotten for them."""
+        sizes = {(c.at.file, c.start, c.rows * c.row) for c in columns}
+        if self._used + sum(size[2] for size in sizes - self._kept.keys()) > SPAN:
+            self.forget()
+        return sum(size[2] for size in sizes) <= SPAN
+
+    def _cut(self, begin: int, rows: int, row: int, width: int) -> list[memoryview]:
+        """``width`` bytes of each row of ``buffer``, from ``begin``; lately made ones are kept."""
+        found = self._cuts.get((begin, rows, row, width))
+        if found is None:
+            if self._pieces + rows > _MOST_PIECES:
+                self._cuts.clear()
+                self._pieces = 0
+            starts = range(begin, begin + rows * row, row)
+            found = [self.buffer[start : start + width] for start in starts]
+            self._cuts[begin, rows, row, width] = found
+            self._pieces += rows
+        return found
+
+
+class _Column(NamedTuple):
+    """``width`` bytes, after ``skip``, of each of ``rows`` rows of ``row`` bytes from ``start``."""
+
+    at: Extent
+    start: int
+    rows: int
+    row: int
+    skip: int
+    width: int
+
+
+def _column(tile: Tile, source: Source) -> _Column | None:
+    """The block of wide columns that fills rows of a tile, or None where a source is none."""
+    at, (low, _), (lo, _), wanted = source.chunk.at, source.chunk.box, source.box, source.box.shape
+    if not isinstance(at, Extent) or at.ops or len(wanted) < 2:
+        return None
+    shape = source.chunk.box.shape
+    row, step = at.strides[:2]
+    if wanted[2:] != shape[2:] or source.where.shape[1:] != tile.shape[1:]:
+        return None
+    if wanted[1] * step < _NARROW:
+        return None
+    if not contiguous(at.strides, shape, tile.entry.source_dtype.itemsize):
+        return None
+    start, skip = at.offset + (lo[0] - low[0]) * row, (lo[1] - low[1]) * step
+    return _Column(at, start, wanted[0], row, skip, wanted[1] * step)
+
+
+def _first_row(source: Source) -> int:
+    return source.where.lo[0] if source.where.lo else 0

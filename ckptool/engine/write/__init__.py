@@ -1,0 +1,1 @@
+"""Bytes of tensors into files, whole or not at all."""

@@ -1,0 +1,252 @@
+"""How what is staged takes its place at a target.
+
+Put a staged folder at a target: at any moment the old one stands there or the new one, whole.
+
+Both exchange their names (``renameat2``), which is one step. Where the file system has no such step
+the old folder is renamed away first; where it cannot rename the old folder at all, as an overlay
+cannot one of a lower layer, the files take their places one by one. Then only the files of the old
+checkpoint are removed: all else in its folder is renamed into the new one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Protocol
+
+from ckptool.engine.write.existing import (
+    changed_files,
+    kept_entries,
+    listed,
+    move_kept,
+    remove_emptied,
+    remove_own,
+    stamps,
+    stands_whole,
+)
+from ckptool.errors import CannotDo, Committed, TransferError
+from ckptool.storage.commit_note import CommitNote, NoteFile
+from ckptool.storage.disk import (
+    CANNOT_MOVE,
+    exchange,
+    identity,
+    in_the_way,
+    is_real_folder,
+    rename_new,
+    sync_folder,
+)
+
+
+class Commit(Protocol):
+    """How what is staged takes its place at a target, in steps that another run can go on with."""
+
+    def replace(self, note: CommitNote) -> str | None:
+        """Make what is staged the target; a remark where that was not one step.
+
+        OSError or CannotDo where it fails: then the old one stands as it did.
+        """
+
+    def is_done(self, note: CommitNote) -> bool:
+        """Whether the new one stands at the target, whatever is left of the old one."""
+
+    def roll(self, note: CommitNote) -> bool:
+        """Go on after a kill, or back; whether the new one now stands at the target."""
+
+    def clear(self, note: CommitNote) -> None:
+        """Remove what is left of the old one, and nothing else."""
+
+
+_ASIDE = "for a moment neither the old nor the new one stood there"
+_BY_FILES = "until its last file was in place neither the old nor the new one stood there whole"
+
+
+def aside_of(target: Path) -> Path:
+    """Where the old folder goes for a moment where two cannot be exchanged."""
+    return target.with_name(f".{target.name}.replaced")
+
+
+class FolderCommit:
+    """The commit of a folder: ``aside`` is where the old one goes if they cannot be exchanged."""
+
+    def __init__(self, target: Path, staged: Path, note: NoteFile, *, fsync: bool) -> None:
+        self._target = target
+        self._staged = staged
+        self._aside = aside_of(target)
+        self._note = note
+        self._fsync = fsync
+
+    def replace(self, note: CommitNote) -> str | None:
+        """Make the staged folder the target; a remark where that was not one step.
+
+        OSError or CannotDo where it fails: then the old one stands as it did.
+        """
+        self._note.write(note)
+        if note.old is None:
+            rename_new(self._staged, self._target)
+        elif not exchange(self._staged, self._target):
+            return self._replace_in_steps(note)
+        return None
+
+    def is_done(self, note: CommitNote) -> bool:
+        """Whether the new one stands at the target, whatever is left of the old one."""
+        return stands_whole(self._target, note.old if note.by_files else note.new, note.names)
+
+    def roll(self, note: CommitNote) -> bool:
+        """Go on after a kill: whether the new one now stands at the target.
+
+        False where nothing was done yet. CannotDo where nothing is as it was noted.
+        """
+        if self.is_done(note):
+            return True
+        if note.by_files:
+            self._require_halves(note)
+            self._replace_files(note)
+            return True
+        if not stands_whole(self._staged, note.new, note.names):
+            raise self._unknown(note)
+        if identity(self._target) is None and note.old is not None:
+            if identity(self._aside) != note.old:
+                return False
+            rename_new(self._staged, self._target)
+            return True
+        return False
+
+    def clear(self, note: CommitNote) -> None:
+        """Move what was not the old checkpoint's into the new one, and remove what was.
+
+        Committed where something can be neither moved nor removed: it stays where it is.
+        """
+        if note.by_files:
+            self._clear_emptied(note)
+            return
+        for old in (self._staged, self._aside):
+            if os.path.lexists(old):
+                self._clear_old(old, note)
+
+    def _clear_emptied(self, note: CommitNote) -> None:
+        """Remove the staged folder once its files have left it."""
+        if not os.path.lexists(self._staged):
+            return
+        remove_emptied(self._staged, note.names)
+        left = kept_entries(self._staged, ())
+        if left:
+            raise self._left(self._staged, left, "which ckptool did not write, lies in it")
+        self._staged.rmdir()
+
+    def _clear_old(self, old: Path, note: CommitNote) -> None:
+        if note.old is None or identity(old) != note.old:
+            raise Committed(
+                f"{self._target}: the new one stands, but {old} is not the old one that was noted:"
+                " nothing in it is removed",
+                hint=f"look what it is, and move it away: mv {old} ELSEWHERE",
+            )
+        changed = changed_files(old, note.own)
+        if changed:
+            raise self._left(old, changed, "which changed since")
+        left = move_kept(old, self._target, note.own)
+        if left:
+            why = "which ckptool did not write, cannot be kept in it: the name is taken"
+            raise self._left(old, left, why)
+        if self._fsync:
+            sync_folder(self._target)
+        remove_own(old, note.own)
+        old.rmdir()
+
+    def _left(self, old: Path, names: Collection[str], why: str) -> Committed:
+        """The error where files keep the rest of the old folder from being removed."""
+        return Committed(
+            f"{self._target}: the new one stands, but {listed(names)}, {why}. It is in {old}, and"
+            " nothing of the old one is removed",
+            hint="move it away; the next command that writes there removes the rest",
+        )
+
+    def _require_halves(self, note: CommitNote) -> None:
+        """CannotDo unless each new file is staged or in its place, and the old ones unchanged."""
+        staged, target = stamps(self._staged, note.names), stamps(self._target, note.names)
+        places = (identity(self._staged), identity(self._target))
+        own = {name: one for name, one in note.own.items() if name in staged or name not in target}
+        if (
+            places != (note.new, note.old)
+            or {**target, **staged} != note.names
+            or changed_files(self._target, own)
+        ):
+            raise self._unknown(note)
+
+    def _unknown(self, note: CommitNote) -> CannotDo:
+        """The error where nothing is as it was noted, as in a copy: what stands where."""
+        there = [
+            f"{path} {self._described(path, note)}"
+            for path in (self._target, self._staged, self._aside)
+            if path != self._aside or os.path.lexists(path)
+        ]
+        return CannotDo(
+            f"{self._target}: a run was cut short while it put {self._staged} in its place, and"
+            " they are not the folders that it noted (changed since, or copied):"
+            f" {'; '.join(there)}; nothing is moved or removed",
+            hint="finish it where it was copied from; or make sure that what you want stands at"
+            f" {self._target}, move the others away, then rm {self._note.path}",
+        )
+
+    def _described(self, path: Path, note: CommitNote) -> str:
+        """What stands at a path, as far as its files tell."""
+        if not os.path.lexists(path):
+            return "is not there"
+        for what, files in (("new", note.names), ("old", note.own)):
+            if files and stamps(path, files) == files:
+                return f"has the files of the {what} one"
+        names = sorted(os.listdir(path)) if is_real_folder(path) else []
+        return f"holds {listed(names)}" if names else "is something else"
+
+    def _replace_in_steps(self, note: CommitNote) -> str:
+        """Rename the old folder away and the new one to its place; back where that fails."""
+        if os.path.lexists(self._aside):
+            raise in_the_way(self._aside)
+        try:
+            os.rename(self._target, self._aside)
+        except OSError as error:
+            if error.errno not in CANNOT_MOVE or _device(self._target) != _device(self._staged):
+                raise
+            return self._replace_by_files(note)
+        try:
+            rename_new(self._staged, self._target)
+        except BaseException:
+            self._put_old_back()
+            raise
+        return f"{self._target}: two folders cannot be exchanged in one step here: {_ASIDE}"
+
+    def _put_old_back(self) -> None:
+        try:
+            os.rename(self._aside, self._target)
+        except OSError as error:
+            raise TransferError(
+                f"{self._target}: neither the old nor the new one stands there now, and both are"
+                f" whole: the old one is {self._aside}: {error.strerror}",
+                hint="the same command with --overwrite puts a new one there; or put the old one"
+                f" back: mv {self._aside} {self._target}",
+            ) from error
+
+    def _replace_by_files(self, note: CommitNote) -> str:
+        note = note.by_single_files()
+        self._note.write(note)
+        self._replace_files(note)
+        return f"{self._target}: the folder cannot be renamed here: {_BY_FILES}"
+
+    def _replace_files(self, note: CommitNote) -> None:
+        """Remove the old checkpoint's files, then move the new ones in, the last one last.
+
+        What is no longer staged is in its place already.
+        """
+        coming = [name for name in note.names if os.path.lexists(self._staged / name)]
+        in_place = note.names.keys() - set(coming)
+        remove_own(self._target, [name for name in note.own if name not in in_place])
+        for name in coming:
+            (self._target / name).parent.mkdir(parents=True, exist_ok=True)
+            rename_new(self._staged / name, self._target / name)
+        if self._fsync:
+            for folder in {(self._target / name).parent for name in note.names}:
+                sync_folder(folder)
+
+
+def _device(path: Path) -> int:
+    return os.lstat(path).st_dev

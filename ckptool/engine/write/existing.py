@@ -1,0 +1,185 @@
+"""What stands at a target already: files that ckptool knows again, and others, which stay.
+
+Files that ckptool knows again: by size and time those noted, by size those being written.
+
+An inode number alone proves nothing: a copy has others, and the file system gives those of removed
+files to new ones.
+
+What stands at a target that is replaced: which of its files go, and which stay.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from ckptool.errors import CannotDo
+from ckptool.storage.commit_note import stamp
+from ckptool.storage.disk import identity, is_real_file, rename_new
+
+if TYPE_CHECKING:
+    from ckptool.storage.commit_note import Stamp
+
+
+def stamps(folder: Path, names: Iterable[str]) -> dict[str, Stamp]:
+    """Return the stamps of those of the files that stand in a folder."""
+    found = {name: stamp(folder / name) for name in names}
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def stands_whole(folder: Path, inode: int | None, files: Mapping[str, Stamp]) -> bool:
+    """Tell whether a folder is the one that was noted, with each of its files as it was."""
+    return inode is not None and identity(folder) == inode and stamps(folder, files) == files
+
+
+def changed_files(folder: Path, files: Mapping[str, Stamp]) -> list[str]:
+    """Return the files that stand in a folder, and not as they were noted."""
+    return sorted(name for name, one in stamps(folder, files).items() if one != files[name])
+
+
+def remove_staged(folder: Path, sizes: Mapping[str, int]) -> None:
+    """Remove a folder and the files that ckptool wrote into it; nothing where there is more.
+
+    CannotDo where something else lies in it: then all of it stays.
+    """
+    require_no_foreign(folder, sizes)
+    remove_own(folder, _written(folder, sizes))
+    folder.rmdir()
+
+
+def require_no_foreign(folder: Path, sizes: Mapping[str, int]) -> None:
+    """CannotDo where something in a folder cannot be what ckptool writes, whole or in part.
+
+    ``sizes`` are the bytes that each of its files has once it is whole.
+    """
+    foreign = kept_entries(folder, _written(folder, sizes))
+    if foreign:
+        raise CannotDo(
+            f"{folder}: holds {listed(foreign)}, which ckptool did not write or did not note:"
+            " nothing in it is removed",
+            hint=f"look what it is, and move it away: mv {folder / foreign[0]} ELSEWHERE",
+        )
+
+
+def listed(names: Collection[str]) -> str:
+    """Return the first of some names, and how many more there are."""
+    more = f", and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"{', '.join([*names][:8])}{more}"
+
+
+def _written(folder: Path, sizes: Mapping[str, int]) -> list[str]:
+    """The files in a folder that a run has written, as far as it came."""
+    return [
+        name
+        for name, nbytes in sizes.items()
+        if is_real_file(folder / name) and os.lstat(folder / name).st_size <= nbytes
+    ]
+
+
+_STAYS = frozenset((errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR))
+"""Why a folder is not removed: something else is in it, it is a link, or it is gone."""
+
+
+def kept_entries(folder: Path, own: Collection[str]) -> list[str]:
+    """What in a folder is not among the files ``own``: files, and folders (with ``/``) as a whole.
+
+    Links are entries like files. A folder in which one of the ``own`` lies is not one entry.
+    """
+    return sorted(_kept(folder, "", frozenset(own), _parents(own)))
+
+
+def _kept(folder: Path, head: str, own: frozenset[str], parents: frozenset[str]) -> Iterable[str]:
+    with os.scandir(folder / head) as entries:
+        for entry in entries:
+            name = head + entry.name
+            if name in own:
+                continue
+            if not entry.is_dir(follow_symlinks=False):
+                yield name
+            elif name in parents:
+                yield from _kept(folder, name + "/", own, parents)
+            else:
+                yield name + "/"
+
+
+def _parents(files: Iterable[str]) -> frozenset[str]:
+    """The folders that files lie in, at any depth."""
+    return frozenset(str(parent) for file in files for parent in PurePosixPath(file).parents)
+
+
+def in_conflict(folder: Path, own: Collection[str], new: Iterable[str]) -> list[str]:
+    """What in a folder is not ``own``, and yet stands where one of the ``new`` files would be."""
+    found = {_obstacle(folder, frozenset(own), name) for name in new}
+    return sorted(name for name in found if name is not None)
+
+
+def _obstacle(folder: Path, own: frozenset[str], name: str) -> str | None:
+    for parent in [*PurePosixPath(name).parents][-2::-1]:
+        path = folder / parent
+        if os.path.lexists(path) and (path.is_symlink() or not path.is_dir()):
+            return None if str(parent) in own else str(parent)
+    return name if name not in own and os.path.lexists(folder / name) else None
+
+
+def require_no_conflict(target: object, names: Collection[str]) -> None:
+    """CannotDo where files that are not the old checkpoint's have names of the new one's."""
+    if names:
+        more = f", and {len(names) - 8} more" if len(names) > 8 else ""
+        raise CannotDo(
+            f"{target}: {', '.join([*names][:8])}{more}: not part of the checkpoint there, and the"
+            " new one has files of these names",
+            hint="move them away, or write elsewhere: what ckptool did not write is never removed",
+        )
+
+
+def move_kept(old: Path, new: Path, own: Collection[str]) -> list[str]:
+    """Move by rename what is not ``own`` from one folder into another; what could not be moved."""
+    left = []
+    for name in kept_entries(old, own):
+        left += _move(old, new, name.rstrip("/"))
+    return left
+
+
+def _move(old: Path, new: Path, name: str) -> list[str]:
+    one, other = old / name, new / name
+    _make_parents(old, new, PurePosixPath(name))
+    if not os.path.lexists(other):
+        rename_new(one, other)
+        return []
+    if any(path.is_symlink() or not path.is_dir() for path in (one, other)):
+        return [name]
+    left = [
+        left for inner in sorted(os.listdir(one)) for left in _move(old, new, f"{name}/{inner}")
+    ]
+    if not left:
+        one.rmdir()
+    return left
+
+
+def _make_parents(old: Path, new: Path, name: PurePosixPath) -> None:
+    for parent in [*name.parents][-2::-1]:
+        if not (new / parent).is_dir():
+            (new / parent).mkdir()
+            (new / parent).chmod((old / parent).stat().st_mode & 0o7777)
+
+
+def remove_own(folder: Path, own: Iterable[str]) -> None:
+    """Remove the files ``own`` of a folder, and the folders in it that are then empty."""
+    files = list(own)
+    for name in files:
+        (folder / name).unlink(missing_ok=True)
+    remove_emptied(folder, files)
+
+
+def remove_emptied(folder: Path, files: Iterable[str]) -> None:
+    """Remove the folders that the files lay in, as far as they are empty; not ``folder`` itself."""
+    inner = _parents(files) - {"."}
+    for name in sorted(inner, key=lambda name: name.count("/"), reverse=True):
+        try:
+            (folder / name).rmdir()
+        except OSError as error:
+            if error.errno not in _STAYS:
+                raise

@@ -1,0 +1,167 @@
+"""Which files of a transfer are finished, so that a killed one can be resumed."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO
+
+from ckptool.errors import CannotDo
+from ckptool.storage.disk import begins_with, in_the_way, is_real_file, open_unfollowed
+
+_SCHEMA = "ckptool.journal/1"
+_MARK = f'{{"schema": "{_SCHEMA}"'.encode()
+
+
+class Journal:
+    """An append-only list of finished files, kept beside the folder that they are staged in.
+
+    The first line holds the digests of the plan and of the source's files, and in the first
+    process's the files that are to be written with their sizes; each further line a finished file
+    with the CRC-32 of its bytes. The open file is locked: two processes never write
+    one stage.
+    """
+
+    def __init__(self, stream: IO[str] | None, finished: Mapping[str, int] | None = None) -> None:
+        self._stream = stream
+        self._finished = finished or {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def start(cls, path: Path, plan: str, source: str) -> Journal:
+        """A new journal. CannotDo where another process holds it."""
+        journal = cls.lock(path)
+        journal.begin(plan, source)
+        return journal
+
+    @classmethod
+    def lock(cls, path: Path) -> Journal:
+        """The journal as it is, kept from other processes. CannotDo where one has it."""
+        return cls(_locked(path))
+
+    def begin(self, plan: str, source: str, files: Mapping[str, int] | None = None) -> None:
+        """Forget what was noted, and begin with these digests and the sizes of these files."""
+        if self._stream is not None:
+            self._stream.truncate(0)
+        self._append(journal_head(plan, source) | ({} if files is None else {"files": {**files}}))
+
+    @classmethod
+    def resume(
+        cls,
+        path: Path,
+        plan: str,
+        source: str,
+        others: Iterable[Path] = (),
+        files: Mapping[str, int] | None = None,
+    ) -> Journal:
+        """The journal of an earlier run of the same plan over the same source.
+
+        ``others`` are journals that further ranks kept of the same output, ``files`` the sizes of
+        those that are to be written, to be noted if they are not. CannotDo where plan or
+        source are not those of the earlier run.
+        """
+        stream = _locked(path)
+        finished: dict[str, int] = {}
+        try:
+            begun = [one for one in {path, *others} if one.stat().st_size]
+            for one in begun:
+                finished |= _finished(one, {"source": source, "plan": plan})
+        except CannotDo:
+            stream.close()
+            raise
+        journal = cls(stream, finished)
+        if path not in begun:
+            journal.begin(plan, source, files)
+        return journal
+
+    def crc_of(self, path: str) -> int | None:
+        """The CRC-32 of a file that an earlier run finished; None where none did."""
+        return self._finished.get(path)
+
+    def done(self, path: str, crc: int) -> None:
+        """This file is written (and synced, where that was asked); its bytes have this CRC-32."""
+        self._append({"done": path, "crc32": crc})
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+    def _append(self, line: Mapping[str, object]) -> None:
+        if self._stream is None:
+            return
+        with self._lock:
+            self._stream.write(json.dumps(line) + "\n")
+            self._stream.flush()
+
+
+NO_JOURNAL = Journal(None)
+
+
+def journal_head(plan: str, source: str) -> dict[str, object]:
+    return {"schema": _SCHEMA, "plan": plan, "source": source}
+
+
+def is_journal(path: Path) -> bool:
+    """Whether a file is a journal, or one that a killed run had only just made."""
+    return is_real_file(path) and begins_with(path, _MARK)
+
+
+def noted_sizes(paths: Iterable[Path], expected: Mapping[str, int]) -> dict[str, int]:
+    """The files that journals say are being written, with the larger of the sizes.
+
+    ``expected`` are those of a run that begins afresh: a journal that was cut short names none.
+    """
+    sizes = dict(expected)
+    for path in paths:
+        with open(path, encoding="utf-8") as stream:
+            files = _parsed(stream.readline()).get("files")
+        if isinstance(files, dict):
+            for name, size in files.items():
+                if isinstance(size, int):
+                    sizes[name] = max(size, sizes.get(name, 0))
+    return sizes
+
+
+def _locked(path: Path) -> IO[str]:
+    descriptor = open_unfollowed(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    if not is_journal(path):
+        os.close(descriptor)
+        raise in_the_way(path)
+    stream = open(descriptor, "a+", encoding="utf-8")  # noqa: SIM115 (kept open for its lock)
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        stream.close()
+        raise CannotDo(f"{path}: another ckptool is writing this target") from None
+    return stream
+
+
+def _finished(path: Path, expected: dict[str, str]) -> dict[str, int]:
+    """The files that a journal lists with their CRC-32, once its head is what is expected."""
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    head = _parsed(lines[0]) if lines else {}
+    require_same_run(str(path), head, expected)
+    found = ((line.get("done"), line.get("crc32")) for line in map(_parsed, lines[1:]))
+    return {name: crc for name, crc in found if isinstance(name, str) and isinstance(crc, int)}
+
+
+def require_same_run(path: str, head: Mapping[str, object], expected: Mapping[str, str]) -> None:
+    """CannotDo where a journal begins with other digests than those that are expected."""
+    for what, digest in expected.items():
+        if head.get(what) != digest:
+            raise CannotDo(
+                f"{path}: cannot resume: the {what} is not the one that was begun with",
+                hint="run again without --resume to start afresh",
+            )
+
+
+def _parsed(line: str) -> dict[str, object]:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,260 @@
+"""Output in a store, which has no rename: what commits is written last, and removed first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ckptool.core.layout import Data, Layout, Scattered
+from ckptool.core.plan import Plan
+from ckptool.engine.write.existing import require_no_conflict
+from ckptool.engine.write.journal import NO_JOURNAL, journal_head, require_same_run
+from ckptool.engine.write.run import RunOptions
+from ckptool.engine.write.stage import StageOptions
+from ckptool.engine.write.writer import UNFINISHED, described, is_here, is_running, this_writer
+from ckptool.errors import CannotDo, CkptoolError, NotFound, TransferError
+from ckptool.storage.local import Files
+from ckptool.storage.multipart import hidden_name
+from ckptool.storage.remote import RemoteSource
+from ckptool.storage.store import SCHEMES, Info
+from ckptool.storage.url import RemotePath
+
+_MARKS = (".metadata", ".json", ".pkl", "latest", "meta.pt")
+
+
+class RemoteStage:
+    """The target itself, and a small object: which run's output it holds, and who writes.
+
+    It lies in a folder, where all who read that see it, and beside a single file. A file of a
+    store appears once it is whole, so that those that are there with their size are finished.
+    ``held`` are the files that are written last and make it a checkpoint; none where that file
+    holds tensors.
+    """
+
+    journal = NO_JOURNAL
+
+    def __init__(self, target: RemotePath, layout: Layout, options: StageOptions) -> None:
+        self.target = target
+        self.folder = target if layout.folder else target.parent
+        self._layout = layout
+        self._options = options
+        self._store = target.store
+        beside = target.with_name(f".{target.name}.partial.journal")
+        self._note = target / UNFINISHED if layout.folder else beside
+        self._is_new = False
+        self._writer: object = None
+        self._finished: frozenset[str] = frozenset()
+        self._old: frozenset[str] = frozenset()
+        last = len(layout.files) - 1
+        tensors = any(isinstance(part, Data | Scattered) for part in layout.files[last].parts)
+        self.held: tuple[int, ...] = () if tensors else (last,)
+
+    def finish_earlier(self) -> bool:
+        """What a killed run left in a store is either resumed or begun afresh."""
+        return False
+
+    def stands(self) -> bool:
+        """Whether there is something at the target."""
+        return bool(self._there())
+
+    def begin(self) -> None:
+        """Note whose output this is and clear the place, or with ``resume`` take what is there.
+
+        Raises CannotDo where the target exists, cannot be written to, or is not to be resumed.
+        """
+        self.require_possible()
+        self._abort_old_uploads()
+        there = self._there()
+        self._write_note()
+        if self._options.resume:
+            return
+        self._is_new = True
+        if not self._replaced_at_once(there):
+            self._remove(self._old & there.keys())
+
+    def require_possible(self) -> None:
+        """CannotDo where something is there that may not be replaced, or nothing to resume."""
+        if self._store.scheme in SCHEMES:
+            raise CannotDo(f"{self.target}: cannot be written to: the web is only read")
+        if self._store.whole_or_not and not self.target.parent.name:
+            raise CannotDo(f"{self.target}: is a whole bucket", hint="name a folder in it")
+        note = self._read_note()
+        self._require_left(note)
+        if self._options.resume:
+            if note is None:
+                raise CannotDo(f"{self.target}: there is no partial output to resume")
+            expected = {"source": self._options.source, "plan": self._options.plan}
+            require_same_run(str(self._note), note, expected)
+            return
+        there = self._there()
+        self._old = self._noted_files(note) & there.keys()
+        others = [name for name in there if name not in self._old]
+        if others and not self._options.overwrite:
+            raise CannotDo(
+                f"{self.target} exists already ({len(others):,} files, such as {others[0]})",
+                hint="--overwrite removes its checkpoint before the new one is written",
+            )
+        if others:
+            self._require_replaceable(others, begun=note is not None)
+
+    def _noted_files(self, note: Mapping[str, Any] | None) -> frozenset[str]:
+        """The files that an unfinished run wrote, and those of the checkpoint that it replaced."""
+        if note is None:
+            return frozenset()
+        written = list(map(str, note.get("files", ())))
+        return frozenset([*written, *map(hidden_name, written), *map(str, note.get("old", ()))])
+
+    def _require_replaceable(self, there: Collection[str], *, begun: bool) -> None:
+        """CannotDo where something is no checkpoint's, and would be replaced.
+
+        Once it is ``begun`` the old checkpoint may be gone, and others' files stay.
+        """
+        own = frozenset(self._options.own() or ())
+        is_whole = bool(own) if self._layout.folder else own >= frozenset(there)
+        if not (is_whole or begun):
+            raise CannotDo(f"{self.target}: is no checkpoint, and is not replaced")
+        self._old |= own & frozenset(there)
+        names = {file.path for file in self._layout.files}
+        require_no_conflict(self.target, sorted(names & frozenset(there) - self._old))
+
+    def join(self, rank: int = 0) -> None:
+        """Look who begun, and what an earlier run finished, after ``begin``."""
+        self._writer = (self._read_note() or {}).get("writer")
+        if self._options.resume:
+            sizes = {file.path: file.nbytes for file in self._layout.files[:-1]}
+            there = self._there()
+            self._finished = frozenset(n for n, i in there.items() if sizes.get(n) == i.nbytes)
+
+    def mark(self, token: str) -> None:
+        """All ranks see one store."""
+
+    def is_marked(self, token: str) -> bool:
+        """All ranks see one store."""
+        return True
+
+    @property
+    def written(self) -> RemoteSource:
+        """The files that were written, to be read back."""
+        sizes = {file.path: Info(file.nbytes, "", 0) for file in self._layout.files}
+        return RemoteSource(self.folder, sizes)
+
+    def write(
+        self,
+        plan: Plan,
+        source: Files,
+        options: RunOptions,
+        progress: Callable[[int], None],
+        numbers: Collection[int],
+    ) -> None:
+        """Write files of the plan, those of ``numbers``."""
+        from ckptool.engine.write.send import send
+
+        self._require_mine()
+        send(plan, source, self.folder, options, progress, numbers=numbers, finished=self._finished)
+
+    def commit(self) -> None:
+        """All is written: there is nothing partial any more."""
+        self._require_mine()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._store.remove([self._note.key], str(self._note))
+        self._writer = None
+
+    def is_partial(self) -> bool:
+        """Whether there is something that a run with ``resume`` continues."""
+        return self._writer is not None
+
+    def discard(self, *, resumed: bool = False) -> None:
+        """Remove what was written; an output that was resumed only where that is asked."""
+        if not self._is_new and not resumed:
+            return
+        with suppress(CkptoolError):
+            self._require_mine()
+            names = [file.path for file in self._layout.files]
+            mine = {*names, *map(hidden_name, names)}
+            self._remove(mine & self._there().keys())
+            self._forget()
+
+    def _write_note(self) -> None:
+        writer = this_writer()
+        if not self._store.whole_or_not:
+            self._writing(lambda: self._store.make_folder(self.folder.key, str(self.folder)))
+        head: dict[str, Any] = dict(journal_head(self._options.plan, self._options.source))
+        head |= {"files": [file.path for file in self._layout.files], "writer": writer}
+        head["old"] = sorted(self._old)
+        self._writing(lambda: self._note.write_bytes(json.dumps(head).encode()))
+        self._writer = writer
+
+    def _require_left(self, note: dict[str, Any] | None) -> None:
+        """CannotDo where another run may still be writing here."""
+        writer = note.get("writer") if note is not None else None
+        if not isinstance(writer, dict):
+            return
+        if is_running(writer):
+            raise CannotDo(f"{self.target}: another ckptool is writing it: {described(writer)}")
+        if not is_here(writer) and not self._options.resume and not self._options.overwrite:
+            raise CannotDo(
+                f"{self.target}: holds the unfinished output of {described(writer)}",
+                hint="once that has ended, --resume continues it and --overwrite starts afresh",
+            )
+
+    def _require_mine(self) -> None:
+        """TransferError where another run has begun to write here since."""
+        writer = (self._read_note() or {}).get("writer")
+        if writer != self._writer:
+            who = described(writer) if isinstance(writer, dict) else "it is no longer noted"
+            raise TransferError(f"{self.target}: another ckptool writes it too: {who}")
+
+    def _there(self) -> dict[str, Info]:
+        """The files at the place of the output, by their paths in it."""
+        if self._layout.folder:
+            return self._found(self.folder, below=True)
+        side = f"{self.target.name.removesuffix('.safetensors')}.extra.pt"
+        names = dict.fromkeys([*(file.path for file in self._layout.files), side])
+        found = {name: self._found(self.folder / name, below=False) for name in names}
+        return {name: infos[""] for name, infos in found.items() if infos}
+
+    def _found(self, place: RemotePath, *, below: bool) -> dict[str, Info]:
+        try:
+            infos = self._store.find(place.key, str(place))
+        except NotFound:
+            return {}
+        return {n: i for n, i in infos.items() if bool(n) is below and n != self._note.name}
+
+    def _read_note(self) -> dict[str, Any] | None:
+        try:
+            note = json.loads(self._note.read_bytes())
+        except (NotFound, ValueError):
+            return None
+        return note if isinstance(note, dict) else None
+
+    def _replaced_at_once(self, there: dict[str, Info]) -> bool:
+        """Whether one file takes the place of one file: then the old one stands until that."""
+        files = {file.path for file in self._layout.files}
+        return not self._layout.folder and len(files) == 1 and set(there) <= files
+
+    def _remove(self, files: Collection[str]) -> None:
+        """Remove files of the output, first those without which the others are no checkpoint."""
+
+        def comes_later(name: str) -> bool:
+            return name != self.target.name and not name.endswith(_MARKS)
+
+        ordered: Sequence[str] = sorted(files, key=comes_later)
+        keys = [(self.folder / name).key for name in ordered]
+        self._writing(lambda: self._store.remove(keys, str(self.target)))
+
+    def _writing(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except NotFound as error:
+            raise CannotDo(
+                f"{self.target}: cannot be written to: {error.message}", hint=error.hint
+            ) from None
+
+    def _abort_old_uploads(self) -> None:
+        """Throw away the parts that a killed run left."""
+        keys = {(self.folder / file.path).key for file in self._layout.files}
+        self._store.abort_uploads(self.target.key, keys.__contains__)

@@ -1,0 +1,263 @@
+"""Plan -> bytes: gather, cast, checksum, write; on several threads, in bounded memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from ckptool.core.layout import FileLayout, Literal, Part, Verbatim
+from ckptool.core.plan import Plan, Tile
+from ckptool.engine.checksum import Piece, RecordCheck, crc32, file_crc, joined
+from ckptool.engine.threads import share_jobs
+from ckptool.engine.write.journal import NO_JOURNAL, Journal
+from ckptool.engine.write.worker import Worker, touch
+from ckptool.errors import CannotDo, Damaged, damaged
+from ckptool.storage.disk import allocate, open_unfollowed
+from ckptool.storage.local import CORES, SPAN, TILE, Files, LocalSource, pieces
+
+_MINIMUM_PER_WORKER = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """``budget`` in bytes of memory for tiles, source spans and decoded blobs together.
+
+    ``workers`` is None for as many as suit the source and the target.
+    """
+
+    workers: int | None = None
+    budget: int = 1 << 30
+    fsync: bool = True
+
+
+def run(
+    plan: Plan,
+    source: Files,
+    folder: Path,
+    options: RunOptions,
+    progress: Callable[[int], None] = lambda nbytes: None,
+    *,
+    numbers: Collection[int] | None = None,
+    journal: Journal = NO_JOURNAL,
+) -> None:
+    """Write the plan's files below ``folder``: all, or those of ``numbers`` (places in the layout).
+
+    ``progress`` is told of bytes as they are written; ``journal`` of each finished file, and it
+    names those that need not be written again.
+    Raises Damaged where source bytes differ from the checksum their writer stored or a
+    file ends early, TransferError where writing fails, CannotDo where the budget is too small.
+    """
+    mine = range(len(plan.layout.files)) if numbers is None else numbers
+    finished = _finished(plan, mine, folder, options, journal)
+    todo = [number for number in mine if number not in finished]
+    transfer = _Transfer(plan, source, folder, options, progress)
+    transfer.run(todo, finished, journal)
+
+
+def peak_memory(plan: Plan, source: Files, options: RunOptions, *, local: bool = True) -> int:
+    """The most bytes of memory that a run takes for tiles, source spans and decoded blobs.
+
+    Uploads to a store, where the target is not ``local``, take what they may.
+    """
+    if not local:
+        return options.budget
+    return workers_within_budget(plan, source, options) * (TILE + 2 * SPAN + plan.largest_blob)
+
+
+def workers_within_budget(plan: Plan, source: Files, options: RunOptions) -> int:
+    """Fewer workers where the budget is small; CannotDo where not even one fits."""
+    per_worker = _MINIMUM_PER_WORKER + plan.largest_blob
+    if per_worker > options.budget:
+        raise CannotDo(
+            f"a budget of {options.budget:,} bytes is too small: one worker needs {per_worker:,}",
+            hint=f"--budget {-(-per_worker // (1 << 20))}MiB",
+        )
+    return max(1, min(options.workers or source.workers, options.budget // per_worker))
+
+
+def _finished(
+    plan: Plan, numbers: Collection[int], folder: Path, options: RunOptions, journal: Journal
+) -> list[int]:
+    """Those of the files that an earlier run finished, and that still are as it wrote them."""
+    files = plan.layout.files
+    begun = [number for number in numbers if journal.crc_of(files[number].path) is not None]
+    same: list[int] = []
+
+    def check(buffer: _Buffer, number: int) -> None:
+        file = files[number]
+        if file_crc(folder / file.path, file.nbytes, buffer.memory) == journal.crc_of(file.path):
+            same.append(number)
+
+    share_jobs(iter(begun), options.workers or CORES, _Buffer, check)
+    return sorted(same)
+
+
+class _Buffer:
+    """What one thread reads files through."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(bytearray(TILE))
+
+    def close(self) -> None:
+        """Give nothing back: the memory goes with it."""
+
+
+class _Transfer:
+    """One run of a plan: the files that are still to be written, and what is known of each."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        source: Files,
+        folder: Path,
+        options: RunOptions,
+        progress: Callable[[int], None],
+    ) -> None:
+        self._plan = plan
+        self._files = plan.layout.files
+        self._source = source
+        self._folder = folder
+        self._workers = workers_within_budget(plan, source, options)
+        self._fsync = options.fsync
+        self._progress = progress
+        self._records = RecordCheck()
+        self._crcs: dict[int, dict[int, list[Piece]]] = defaultdict(lambda: defaultdict(list))
+        self._lock = threading.Lock()
+        self._left: dict[int, int] = {}
+
+    def run(self, todo: Sequence[int], finished: Sequence[int], journal: Journal) -> None:
+        """Write the files ``todo``; what the ``finished`` ones were made from is checked again."""
+        self._journal = journal
+        touch_files(self._plan, finished, self._records)
+        self._progress(sum(self._files[number].nbytes for number in finished))
+        share_jobs(
+            self._write_jobs(todo),
+            self._workers,
+            lambda: Worker(self._source, self._folder, self._records),
+            self._write_tiles,
+        )
+        require_intact(self._records, self._source, self._workers)
+        for number in todo:
+            if self._left[number] == 0:
+                self._finish(number)
+
+    def _write_jobs(self, todo: Sequence[int]) -> Iterator[list[Tile]]:
+        """The jobs of all files, a batch of files after the other."""
+        for batch in self._plan.batches(todo):
+            for number, _ in batch:
+                self._create(self._files[number])
+            yield from self._jobs(batch)
+
+    def _jobs(self, batch: list[tuple[int, tuple[Part, ...]]]) -> Iterator[list[Tile]]:
+        """The jobs of some files with their parts."""
+        tile = self._source.tile
+        groups = self._plan.groups(batch, tile)
+        for number, _ in batch:
+            self._left[number] = 0
+        for group in groups:
+            for number, count in group.tile_counts(tile):
+                self._left[number] += count
+        for group in groups:
+            yield from self._plan.jobs(group, tile)
+
+    def _create(self, file: FileLayout) -> None:
+        path = self._folder / file.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        descriptor = open_unfollowed(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        with open(descriptor, "wb") as stream:
+            allocate(stream.fileno(), file.nbytes)
+
+    def _write_tiles(self, worker: Worker, tiles: list[Tile]) -> None:
+        worker.forget_rows()
+        for tile in tiles:
+            crc = worker.write_tile(tile, self._files[tile.file].path, shared=len(tiles) > 1)
+            self._count(tile, crc)
+
+    def _count(self, tile: Tile, crc: int) -> None:
+        """One tile more is written, with this CRC-32; the last of a file finishes it."""
+        self._progress(tile.nbytes)
+        with self._lock:
+            self._crcs[tile.file][tile.part].append((tile.offset, tile.nbytes, crc))
+            self._left[tile.file] -= 1
+            last = not self._left[tile.file]
+        if last:
+            self._finish(tile.file)
+            self._left[tile.file] = -1
+
+    def _finish(self, number: int) -> None:
+        """Write what is not tensor data, sync the file, and note that it is done."""
+        file, crcs = self._files[number], self._crcs.pop(number, defaultdict(list))
+        with open(self._folder / file.path, "r+b") as stream:
+            offset = 0
+            for at, part in enumerate(file.parts):
+                stream.seek(offset)
+                if isinstance(part, Literal):
+                    data = patched(part, lambda at: joined(crcs[at]))
+                    stream.write(data)
+                    crcs[at] = [(offset, part.nbytes, crc32(data))]
+                elif isinstance(part, Verbatim):
+                    crcs[at] = [(offset, part.nbytes, self._copy_file(part, stream))]
+                    self._progress(part.nbytes)
+                offset += part.nbytes
+            stream.flush()
+            if self._fsync:
+                os.fsync(stream.fileno())
+        self._journal.done(file.path, joined([piece for at in crcs.values() for piece in at]))
+
+    def _copy_file(self, part: Verbatim, stream: IO[bytes]) -> int:
+        """Copy a file as it is; its CRC-32."""
+        crc = 0
+        for piece in verbatim(part, self._source):
+            stream.write(piece)
+            crc = crc32(piece, crc)
+        return crc
+
+
+def touch_files(plan: Plan, numbers: Sequence[int], records: RecordCheck) -> None:
+    """Note which records some files of the layout are made from."""
+    for batch in plan.batches(numbers):
+        for group in plan.groups(batch, TILE):
+            for tiles in plan.jobs(group, TILE):
+                for tile in tiles:
+                    touch(records, tile)
+
+
+def require_intact(records: RecordCheck, source: Files, workers: int) -> None:
+    """Read what was not yet read whole of the records; Damaged where one is not as written."""
+    start = partial(Worker, source, Path(), records)
+    share_jobs(iter(records.unseen()), workers, start, Worker.check_record)
+    problems = records.problems()
+    if problems:
+        raise damaged(
+            problems,
+            subject="the source's data",
+            hint="the bytes changed after they were written; take another copy of the file",
+        )
+
+
+def patched(literal: Literal, crc_of: Callable[[int], int]) -> bytes:
+    """A literal with its patches; ``crc_of`` is the CRC-32 of one of the file's parts."""
+    data = bytearray(literal.data)
+    for patch in literal.patches:
+        data[patch.at : patch.at + 4] = crc_of(patch.part).to_bytes(4, "little")
+    return bytes(data)
+
+
+def verbatim(part: Verbatim, source: Files) -> Iterator[memoryview]:
+    """The pieces of a file that is copied as it is; Damaged where its size has changed."""
+    files = source if part.file in source.files else LocalSource.file(Path(part.file))
+    name = part.file if files is source else Path(part.file).name
+    reader = files.reader()
+    try:
+        if files.files[name] != part.nbytes:
+            raise Damaged(f"{part.file}: its size changed while it was copied")
+        yield from pieces(reader, name, part.nbytes, TILE)
+    finally:
+        reader.close()

@@ -1,0 +1,358 @@
+"""Output appears whole or not at all: staged beside the target, synced, then put in its place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from ckptool.core.layout import Layout
+from ckptool.core.plan import Plan
+from ckptool.engine.write.commit import Commit, FolderCommit, aside_of
+from ckptool.engine.write.commit_file import FileCommit
+from ckptool.engine.write.existing import (
+    in_conflict,
+    remove_staged,
+    require_no_conflict,
+    require_no_foreign,
+    stamps,
+)
+from ckptool.engine.write.journal import Journal, is_journal, noted_sizes
+from ckptool.engine.write.run import RunOptions, run
+from ckptool.errors import CannotDo, Committed
+from ckptool.storage.commit_note import CommitNote, NoteFile, note_path, side_name, staging_folder
+from ckptool.storage.disk import (
+    first_stranger,
+    identity,
+    in_the_way,
+    is_real_file,
+    is_real_folder,
+    open_unfollowed,
+    sync_folder,
+)
+from ckptool.storage.local import Files, LocalSource
+
+RESUME_HINT = "the finished files are kept; the same command with --resume continues"
+
+
+@dataclass(frozen=True, slots=True)
+class StageOptions:
+    """``overwrite`` replaces an existing target at the end; ``resume`` continues a partial one.
+
+    ``plan`` and ``source`` are the digests that a resumed run must share with the first; ``own``
+    returns the files of the checkpoint at the target, which are replaced; None where none is there.
+    """
+
+    plan: str
+    source: str
+    overwrite: bool = False
+    resume: bool = False
+    fsync: bool = True
+    own: Callable[[], Collection[str] | None] = lambda: None
+
+
+class Stage:
+    """A hidden folder beside the target, and journals of what is finished in it.
+
+    One process makes it (``begin``); others that write into it ``join``. Each keeps a journal of
+    its own. Only ``commit`` touches the target: no file is ``held`` back for the end.
+    """
+
+    held: tuple[int, ...] = ()
+
+    def __init__(self, target: Path, layout: Layout, options: StageOptions) -> None:
+        self.target = target
+        self.folder = staging_folder(target)
+        self._layout = layout
+        self._options = options
+        self.journal = Journal(None)
+        self._is_new = False
+        self._first = Journal(None)
+        self._note = NoteFile(note_path(target), fsync=options.fsync)
+
+    def finish_earlier(self) -> bool:
+        """Finish the commit that an earlier run was killed in.
+
+        Whether ``resume`` has nothing left to do: the very output that it would write stands.
+        """
+        note = self._note.read()
+        if note is None:
+            return False
+        options = self._options
+        self._first = Journal.lock(self._journal_path(0))
+        try:
+            commit = self._commit(folder=note.folder)
+            done = commit.roll(note)
+            if done:
+                commit.clear(note)
+                self._forget()
+            else:
+                self._note.remove()
+        except OSError as error:
+            raise _unfinished(self.target, error) from None
+        finally:
+            self._first.close()
+        asked = (options.plan, options.source)
+        return done and options.resume and (note.plan, note.source) == asked
+
+    def stands(self) -> bool:
+        """Whether something stands at the target."""
+        return os.path.lexists(self.target)
+
+    def begin(self) -> None:
+        """Make the folder, or with ``resume`` take the one an earlier run left.
+
+        Raises CannotDo where the target exists, does not fit, or there is nothing to resume.
+        """
+        self.finish_earlier()
+        self.require_possible()
+        if self._options.resume:
+            self._require_no_link()
+            return
+        try:
+            self._first = Journal.lock(self._journal_path(0))
+            self._remove_earlier()
+            self._is_new = True
+            self._first.begin(self._options.plan, self._options.source, self._sizes)
+            self.folder.mkdir()
+        except OSError as error:
+            raise CannotDo(
+                f"{self.target.parent}: cannot be written to: {error.strerror}"
+            ) from None
+        finally:
+            if not self._is_new:
+                self._first.close()
+
+    def _remove_earlier(self) -> None:
+        """Remove what an earlier run staged. CannotDo where something else lies there."""
+        journals = self._journals()
+        if is_real_folder(self.folder):
+            remove_staged(self.folder, noted_sizes(journals, self._sizes))
+        for path in journals:
+            if path != self._journal_path(0):
+                path.unlink()
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        """The files that this run writes, with their bytes."""
+        return {file.path: file.nbytes for file in self._layout.files}
+
+    def _require_no_link(self) -> None:
+        """CannotDo where something in the folder would be written through."""
+        self.folder.mkdir(exist_ok=True)
+        stranger = first_stranger(self.folder)
+        if stranger is not None:
+            raise in_the_way(stranger)
+
+    def require_possible(self) -> None:
+        """CannotDo where the target exists and may not be replaced, or does not fit."""
+        self._require_ours()
+        self._refuse_existing()
+        if not self._options.resume:
+            self._require_space()
+        elif not self.is_partial():
+            raise CannotDo(f"{self.target}: there is no partial output to resume")
+
+    def _require_ours(self) -> None:
+        """CannotDo where something that ckptool did not make has a name that it needs."""
+        journals = self._journals()
+        for path in journals:
+            if not is_journal(path):
+                raise in_the_way(path)
+        if os.path.lexists(self.folder) and not (journals and is_real_folder(self.folder)):
+            raise in_the_way(self.folder)
+        if os.path.lexists(self._mark) and not (journals and is_real_file(self._mark)):
+            raise in_the_way(self._mark)
+        if os.path.lexists(aside_of(self.target)):
+            raise in_the_way(aside_of(self.target))
+
+    def join(self, rank: int = 0) -> None:
+        """Open this rank's journal, after ``begin``."""
+        path, options = self._journal_path(rank), self._options
+        if rank == 0 and self._is_new:
+            self.journal = self._first
+        elif options.resume:
+            others = self._journals()
+            sizes = self._sizes if rank == 0 else None
+            self.journal = Journal.resume(path, options.plan, options.source, others, sizes)
+            if rank == 0:
+                require_no_foreign(self.folder, self._sizes)
+        else:
+            self.journal = Journal.start(path, options.plan, options.source)
+
+    def write(
+        self,
+        plan: Plan,
+        source: Files,
+        options: RunOptions,
+        progress: Callable[[int], None],
+        numbers: Collection[int],
+    ) -> None:
+        """Write files of the plan, those of ``numbers``."""
+        run(plan, source, self.folder, options, progress, numbers=numbers, journal=self.journal)
+
+    @property
+    def written(self) -> LocalSource:
+        """The files that are staged, to be read back."""
+        return LocalSource(self.folder, {})
+
+    def mark(self, token: str) -> None:
+        """Leave a mark that whoever shares this disk can see."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        with open(open_unfollowed(self._mark, flags), "w", encoding="ascii") as stream:
+            stream.write(token)
+
+    def is_marked(self, token: str) -> bool:
+        """Whether the mark is seen here."""
+        return self._mark.is_file() and self._mark.read_text() == token
+
+    @property
+    def _mark(self) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.journal.mark")
+
+    @cached_property
+    def own(self) -> Collection[str] | None:
+        """The files of the checkpoint at the target, once that is known to stand."""
+        return self._options.own()
+
+    def _commit(self, *, folder: bool) -> Commit:
+        if folder:
+            return FolderCommit(self.target, self.folder, self._note, fsync=self._options.fsync)
+        return FileCommit(self.target, self.folder, self._note, overwrite=self._options.overwrite)
+
+    def commit(self) -> str | None:
+        """Make the staged files the target; a remark where that took more than one step.
+
+        An error before that leaves the old one as it is; one after it is Committed.
+        """
+        self._refuse_existing()
+        require_no_foreign(self.folder, self._sizes)
+        if self._options.fsync:
+            for path, _, _ in os.walk(self.folder):
+                sync_folder(Path(path))
+        commit, note = self._commit(folder=self._layout.folder), self._new_note()
+        remark = commit.replace(note)
+        try:
+            if self._options.fsync:
+                sync_folder(self.target.parent)
+            commit.clear(self._note.read() or note)
+            if self._options.fsync:
+                sync_folder(self.target.parent)
+            self._forget()
+        except OSError as error:
+            raise _unfinished(self.target, error) from None
+        return remark
+
+    def _new_note(self) -> CommitNote:
+        options = self._options
+        names = [file.path for file in self._layout.files]
+        staged = self.folder if self._layout.folder else self.folder / names[-1]
+        new, old = identity(staged) or 0, identity(self.target)
+        there = self.target if self._layout.folder else self.target.parent
+        own = {} if self.own is None else stamps(there, sorted(self.own))
+        files = stamps(self.folder, names)
+        return CommitNote(options.plan, options.source, self._layout.folder, new, old, own, files)
+
+    def is_partial(self) -> bool:
+        """Whether there is something that a run with ``resume`` continues."""
+        return bool(self._journals())
+
+    def discard(self, *, resumed: bool = False) -> None:
+        """Remove what this process staged; an output that it resumed only where that is asked.
+
+        Where something else lies in it all of it stays, and the next run names that.
+        """
+        self.journal.close()
+        if not self._is_new and not resumed:
+            return
+        with suppress(OSError, CannotDo):
+            if is_real_folder(self.folder):
+                remove_staged(self.folder, self._sizes)
+            self._forget()
+
+    def outputs(self) -> list[Path]:
+        """What will stand at the end: the target folder, or the target file and those beside it."""
+        if self._layout.folder:
+            return [self.target]
+        files = [self.target.parent / file.path for file in self._layout.files]
+        side = side_name(self.target.name)
+        if side is None or self.target.with_name(side) in files:
+            return files
+        return [self.target.with_name(side), *files]
+
+    def _journal_path(self, rank: int) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.journal.{rank}")
+
+    def _journals(self) -> list[Path]:
+        found = self.folder.parent.glob(f"{_glob_escape(self.folder.name)}.journal.[0-9]*")
+        return sorted(found)
+
+    def _forget(self) -> None:
+        """Remove all that was noted of this output, the commit last."""
+        self._mark.unlink(missing_ok=True)
+        for path in reversed(self._journals()):
+            path.unlink(missing_ok=True)
+        self._note.remove()
+        self.journal.close()
+        self._first.close()
+
+    def _refuse_existing(self) -> None:
+        paths = self.outputs()[-1:] if self._options.resume else self.outputs()
+        there = [path for path in paths if os.path.lexists(path)]
+        if there and not self._options.overwrite:
+            raise CannotDo(
+                f"{', '.join(map(str, there))} exists already",
+                hint="--overwrite replaces it once all is written",
+            )
+        for path in there:
+            self._require_replaceable(path)
+
+    def _require_replaceable(self, path: Path) -> None:
+        """--overwrite replaces a checkpoint's files, and nothing that another program made."""
+        if path.is_dir() != self._layout.folder:
+            kinds = ("a folder", "a file") if path.is_dir() else ("a file", "a folder")
+            raise CannotDo(f"{path}: is {kinds[0]}, and {kinds[1]} would be written")
+        own = self.own
+        if not self._layout.folder:
+            if own is None or path.name not in own:
+                raise _no_checkpoint(path)
+            return
+        if path.is_symlink():
+            raise CannotDo(
+                f"{path}: is a link, and is not replaced", hint=f"name the folder {path.resolve()}"
+            )
+        if any(path.iterdir()) and own is None:
+            raise _no_checkpoint(path)
+        names = [file.path for file in self._layout.files]
+        require_no_conflict(path, in_conflict(path, own or (), names))
+
+    def _require_space(self) -> None:
+        folder, needed = self.target.parent, self._layout.nbytes
+        if not folder.is_dir():
+            raise CannotDo(f"{folder}: no such folder to write into", hint=f"mkdir -p {folder}")
+        free = shutil.disk_usage(folder).free
+        if needed > free:
+            raise CannotDo(f"{folder}: {needed:,} bytes are needed, {free:,} are free")
+
+
+def _no_checkpoint(path: Path) -> CannotDo:
+    return CannotDo(
+        f"{path}: is no checkpoint, and is not replaced",
+        hint=f"write elsewhere, or move it away: mv {path} ELSEWHERE",
+    )
+
+
+def _unfinished(target: Path, error: OSError) -> Committed:
+    """The error after the commit: what failed is only what follows it."""
+    return Committed(
+        f"{target}: the new one stands, whole; but what follows failed: {error.strerror or error}",
+        hint="the next command that writes there, such as the same with --resume, finishes it",
+    )
+
+
+def _glob_escape(name: str) -> str:
+    return "".join(f"[{char}]" if char in "*?[" else char for char in name)

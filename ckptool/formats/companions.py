@@ -1,0 +1,261 @@
+"""What lies beside and around a checkpoint: companions, subfolders, trackers, configs.
+
+Files that belong to a model but hold no tensor.
+
+Catalogs of subfolders, seen from the folder above.
+
+The file in which a run says which of its checkpoints is the latest.
+
+What values and config files say of the framework that a checkpoint comes from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckptool.core.catalog import Catalog, Extent, ObjectEntry, Place, Scaled, TensorEntry
+from ckptool.core.mesh import Shard
+from ckptool.errors import Damaged, Problem
+from ckptool.formats.base import ScanOptions
+from ckptool.serialization.source import Source, read_metadata
+
+_NAMES = frozenset(
+    "config.json generation_config.json tokenizer.json tokenizer.model tokenizer_config.json"
+    " special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt spiece.model"
+    " preprocessor_config.json processor_config.json chat_template.json chat_template.jinja"
+    " README.md LICENSE LICENSE.txt USE_POLICY.md NOTICE params.json video_preprocessor_config.json"
+    " quantize_config.json hf_quant_config.json quant_config.json adapter_config.json".split()
+)
+_SUFFIXES = (".py", ".tiktoken")
+_PROSE = frozenset("README.md LICENSE LICENSE.txt USE_POLICY.md NOTICE".split())
+
+
+def companions(source: Source, folder: str = "") -> dict[str, int]:
+    """The companion files directly in ``folder`` (with a trailing slash, or empty), with sizes."""
+    return {
+        name: size
+        for name, size in source.files.items()
+        if name.startswith(folder) and _is_companion(name[len(folder) :])
+    }
+
+
+def _is_companion(name: str) -> bool:
+    return name in _NAMES or ("/" not in name and name.endswith(_SUFFIXES))
+
+
+def is_of_model(path: str) -> bool:
+    """Whether only a model's own files have this name, and no code or text that a person wrote."""
+    name = path.rpartition("/")[2]
+    return name in _NAMES - _PROSE or name.endswith(".tiktoken")
+
+
+def relocated(catalog: Catalog, folder: str) -> Catalog:
+    """The catalog of a subfolder, with paths of files relative to the folder above."""
+    tensors = {name: _moved(entry, folder) for name, entry in catalog.tensors.items()}
+    files = {f"{folder}/{name}": size for name, size in catalog.files.items()}
+    archives = tuple(replace(at, file=f"{folder}/{at.file}") for at in catalog.archives)
+    named = {f"{folder}/{name}": found for name, found in catalog.named.items()}
+    copies, bare = (
+        frozenset(f"{folder}/{name}" for name in names) for names in (catalog.copies, catalog.bare)
+    )
+    return replace(
+        catalog,
+        tensors=tensors,
+        files=files,
+        copies=copies,
+        bare=bare,
+        archives=archives,
+        named=named,
+    )
+
+
+Scan = Callable[[Source, ScanOptions], Catalog]
+
+
+def scanned_below(
+    scan: Scan, source: Source, folder: str, options: ScanOptions, *, prefix: str = ""
+) -> Catalog:
+    """The catalog of a subfolder; what is noted on the way names files as seen from above.
+
+    ``prefix`` is what tensors' names will begin with, and do in what is noted.
+    """
+    found: list[Problem] | None = None if options.found is None else []
+    catalog = scan(source.narrowed(folder), replace(options, found=found))
+    for problem in found or ():
+        problem.file = f"{folder}/{problem.file}" if problem.file else folder
+        problem.tensor = prefix + problem.tensor if problem.tensor else None
+    if options.found is not None:
+        options.found.extend(found or ())
+    return catalog
+
+
+def _moved(entry: TensorEntry, folder: str) -> TensorEntry:
+    chunks = tuple(
+        replace(
+            chunk,
+            at=_moved_place(chunk.at, folder),
+            copies=tuple(replace(copy, at=_moved_place(copy.at, folder)) for copy in chunk.copies),
+        )
+        for chunk in entry.chunks
+    )
+    return replace(entry, chunks=chunks)
+
+
+def _moved_place(at: Place, folder: str) -> Place:
+    if isinstance(at, Scaled):
+        return replace(at, values=_moved(at.values, folder), scales=_moved(at.scales, folder))
+    file = f"{folder}/{at.file}"
+    if isinstance(at, Extent) and at.record is not None:
+        return replace(at, file=file, record=at.record._replace(file=file))
+    return replace(at, file=file)
+
+
+def together(first: Catalog, *others: Catalog) -> Catalog:
+    """The first catalog with the tensors, values, files and notes of all of them."""
+    catalogs = (first, *others)
+    return replace(
+        first,
+        tensors={n: entry for catalog in catalogs for n, entry in catalog.tensors.items()},
+        objects={n: entry for catalog in catalogs for n, entry in catalog.objects.items()},
+        files={n: size for catalog in catalogs for n, size in catalog.files.items()},
+        world_size=max(catalog.world_size or 1 for catalog in catalogs),
+        notes=tuple(dict.fromkeys(note for catalog in catalogs for note in catalog.notes)),
+        conflicts={n: why for catalog in catalogs for n, why in catalog.conflicts.items()},
+        companions={n: size for catalog in catalogs for n, size in catalog.companions.items()},
+        copies=frozenset(name for catalog in catalogs for name in catalog.copies),
+        bare=frozenset(name for catalog in catalogs for name in catalog.bare),
+        archives=tuple(at for catalog in catalogs for at in catalog.archives),
+        named={file: found for catalog in catalogs for file, found in catalog.named.items()},
+    )
+
+
+MEGATRON = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+_LONGEST = 64
+
+
+def latest_folder(source: Source) -> str | None:
+    """The subfolder that a run's tracker file names; None where there is no tracker.
+
+    Megatron-LM's holds an iteration (``iter_0000100``) or ``release``; ByteCheckpoint and verl
+    write the same file beside ``global_step_100``. Damaged where the folder it names is not there.
+    """
+    size = source.files.get(MEGATRON)
+    if size is None or size > _LONGEST:
+        return None
+    text = source.read(MEGATRON, 0, size).decode("ascii", "replace").strip()
+    if text != RELEASE and not text.isdecimal():
+        return None
+    names = [text] if text == RELEASE else [f"iter_{int(text):07d}", f"global_step_{int(text)}"]
+    folders = {file.partition("/")[0] for file in source.files if "/" in file}
+    found = next((name for name in names if name in folders), None)
+    if found is None:
+        raise Damaged(
+            f"{source.root}: {MEGATRON} says {text!r}, and there is no {' or '.join(names)}",
+            hint="name a folder that is there; it may be older",
+        )
+    return found
+
+
+CONFIG = "config.json"
+
+_TOLD = {
+    "num_hidden_layers": "layers",
+    "hidden_size": "hidden",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv heads",
+    "num_experts": "experts",
+    "num_local_experts": "experts",
+    "n_routed_experts": "experts",
+    "vocab_size": "vocabulary",
+}
+
+
+def framework_info(objects: Mapping[str, ObjectEntry]) -> dict[str, str]:
+    """Entries for ``Catalog.info``, from values that a framework always saves.
+
+    Lightning 2 (``pytorch-lightning_version``, in ``meta.pt`` or a ``.ckpt``), torchtitan 0.3
+    (``train_state``, and a ``dataloader`` state for each data-parallel rank).
+    """
+    for name in ("meta.pytorch-lightning_version", "pytorch-lightning_version"):
+        if name in objects and isinstance(objects[name].value, str):
+            return {"framework": "Lightning", "version": objects[name].value}
+    if "train_state.step" in objects and any(n.startswith("dataloader.dp_rank_") for n in objects):
+        degree = objects.get("dataloader.world_size")
+        known = degree is not None and type(degree.value) is int
+        parallelism = {"parallelism": f"DP {degree.value}"} if degree and known else {}
+        return {"framework": "torchtitan"} | parallelism
+    return {}
+
+
+def with_tensor_parallelism(catalog: Catalog) -> Catalog:
+    """torchtitan's catalog with the degree of tensor parallelism, where its chunks tell.
+
+    FSDP cuts torchtitan's dense tensors along dim 0; what the innermost mesh dim cuts along
+    another dim, the others cutting the rest among all data-parallel ranks, is tensor-parallel.
+    """
+    mesh, told = catalog.mesh, catalog.info.get("parallelism", "")
+    if catalog.info.get("framework") != "torchtitan" or mesh is None or len(mesh.shape) < 2:
+        return catalog
+    *data, tensor = mesh.shape
+    if told != f"DP {math.prod(data)}" or not any(
+        map(_is_cut_in_two_ways, catalog.tensors.values())
+    ):
+        return catalog
+    return replace(catalog, info=catalog.info | {"parallelism": f"{told}, TP {tensor}"})
+
+
+def _is_cut_in_two_ways(entry: TensorEntry) -> bool:
+    """Whether a dense tensor is cut along dim 0, and by the last mesh dim along another."""
+    placements = entry.placements or ()
+    dims = [placement.dim if isinstance(placement, Shard) else None for placement in placements]
+    return "experts" not in entry.name and bool(dims) and bool(dims[-1]) and 0 in dims[:-1]
+
+
+def read_config(source: Source) -> Mapping[str, Any]:
+    """A Hugging Face ``config.json`` in the folder, empty without one; a language model's inside.
+
+    Raises Damaged where it is no JSON object.
+    """
+    content = read_json_object(source, CONFIG)
+    inner = content.get("text_config")
+    return {**content, **inner} if isinstance(inner, dict) else content
+
+
+def read_json_object(source: Source, file: str) -> dict[str, Any]:
+    """A small file's JSON object, empty without the file; Damaged where it is something else."""
+    if file not in source.files:
+        return {}
+    try:
+        content = json.loads(read_metadata(source, file))
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise Damaged(Problem(f"{file}: not a JSON object", "metadata-unreadable", file=file))
+    return content
+
+
+def config_info(source: Source) -> dict[str, str]:
+    """Entries for ``Catalog.info`` from a Hugging Face config; none where it cannot be read."""
+    try:
+        config = read_config(source)
+    except Damaged:
+        return {}
+    info = {}
+    version = config.get("transformers_version")
+    if isinstance(version, str):
+        info = {"framework": "transformers", "version": version}
+    names = config.get("architectures")
+    told = [str(names[0])] if isinstance(names, list) and names else []
+    told += [f"{word} {config[key]}" for key, word in _TOLD.items() if type(config.get(key)) is int]
+    return info | ({"arguments": ", ".join(told)} if told else {})
+
+
+def size_in(content: Mapping[str, Any], key: str) -> int | None:
+    """A size that a model's config says; None where it is silent."""
+    value = content.get(key)
+    return value if type(value) is int and value > 0 else None

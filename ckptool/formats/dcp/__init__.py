@@ -1,0 +1,192 @@
+"""torch.distributed.checkpoint folders: ``.metadata`` and ``__{rank}_{n}.distcp`` files.
+
+Read: torch 2.1 to 2.15, by any writer that keeps to it (FSDP1 and 2, torchtitan, Lightning with its
+``meta.pt``, nvidia-resiliency-ext), several files a rank, one file an item, zstd stream
+extension, and saves without collectives (one ``__{rank}.metadata`` a rank). Each item is a
+torch.save archive of one chunk or one value. Written: as torch 2.13 does, one file a rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ckptool.core.catalog import UNREAD, Catalog, ObjectEntry, TensorEntry, merge_copies
+from ckptool.core.sharding.infer import with_inferred_mesh
+from ckptool.errors import Problem, Refusal
+from ckptool.formats.base import Format, ScanOptions
+from ckptool.formats.companions import framework_info, with_tensor_parallelism
+from ckptool.formats.dcp.inventory import (
+    DAMAGE_HINT,
+    DATA,
+    METADATA,
+    RANK_METADATA,
+    Collected,
+    collected,
+    metadata_files,
+)
+from ckptool.formats.dcp.items import locate, read_values
+from ckptool.formats.dcp.metadata import DcpMetadata
+from ckptool.serialization.archive.read import read_torch_file
+from ckptool.serialization.source import Source, expect_edges
+from ckptool.serialization.state_dict.assemble import assemble
+from ckptool.serialization.state_dict.flat_params import HINT, is_flat, members_of, taken_apart
+from ckptool.serialization.state_dict.leaves import Assembled, read_leaves
+from ckptool.serialization.state_dict.tree import free_name
+from ckptool.serialization.state_dict.values import unread_notes
+
+_LIGHTNING = "meta.pt"
+
+
+def _probe(source: Source) -> bool:
+    names = [name for name in source.files if "/" not in name]
+    return any(
+        name in (METADATA, f"{METADATA}.tmp")
+        or name.endswith(".distcp")
+        or RANK_METADATA.fullmatch(name)
+        for name in names
+    )
+
+
+def _scan(source: Source, options: ScanOptions) -> Catalog:
+    catalog, _ = read_folder(source, options, values=options.values)
+    return _apart(source, with_inferred_mesh(catalog), options)
+
+
+def scan_folder(source: Source, options: ScanOptions) -> Catalog:
+    """What the metadata of a folder that is laid out as DCP does says."""
+    return with_tensor_parallelism(with_inferred_mesh(read_folder(source, options)[0]))
+
+
+def read_folder(
+    source: Source, options: ScanOptions, *, values: bool = True
+) -> tuple[Catalog, dict[str, DcpMetadata]]:
+    """The catalog of a DCP folder, with no mesh yet, and its metadata files as they were read.
+
+    Without ``values`` nothing is read but metadata: values are ``UNREAD``. A value that cannot be
+    read, or must not be, is a conflict of its own.
+    """
+    parsed = metadata_files(source, options)
+    stored = collected(source, parsed)
+    options.report(stored.problems, subject=source.root, hint=DAMAGE_HINT)
+    found = Assembled()
+    for name, entry in stored.types.items():
+        chunks = merge_copies(stored.chunks[name])
+        tensor = TensorEntry(name, stored.path(name), entry.dtype, entry.shape, chunks)
+        found.tensors[name] = tensor
+    if values:
+        _add_values(source, options, stored, found)
+    elif stored.values:
+        _leave_unread(stored, found)
+    if _LIGHTNING in source.files:
+        _add(found, options.attempt(partial(_read_lightning, source)))
+    conflicts = [why for why in found.conflicts.values() if not isinstance(why, Refusal)]
+    options.report([*found.problems, *conflicts], subject=source.root, hint=DAMAGE_HINT)
+    found.conflicts = {n: why for n, why in found.conflicts.items() if isinstance(why, Refusal)}
+    return _catalog(source, parsed, stored, found), parsed
+
+
+def _add_values(source: Source, options: ScanOptions, stored: Collected, found: Assembled) -> None:
+    held = [item for items in stored.values.values() for _, item in items]
+    expect_edges(source, ((item.file, item.offset, item.nbytes) for item in held))
+    for name, items in stored.values.items():
+        work = partial(read_values, source, name, items, stored.path(name), refuse=True)
+        _add(found, options.attempt(work))
+
+
+def _leave_unread(stored: Collected, found: Assembled) -> None:
+    found.objects |= {n: ObjectEntry(n, stored.path(n), UNREAD) for n in stored.values}
+    found.notes.append(
+        f"{len(stored.values):,} values lie among the data and were not read; --values reads them"
+    )
+
+
+def _add(found: Assembled, more: Assembled | None) -> None:
+    """Take in what a value held, where it could be read."""
+    if more is None:
+        return
+    found.problems += more.problems
+    for entries in (more.tensors, more.objects):
+        _rename_repeated(entries, {*found.tensors, *found.objects}, more)
+    found.conflicts |= more.conflicts
+    found.notes += more.notes
+    found.tensors |= more.tensors
+    found.objects |= more.objects
+
+
+def _rename_repeated(entries: dict[str, Any], taken: set[str], more: Assembled) -> None:
+    """Give what a value held a name of its own where another has it."""
+    for name in entries.keys() & taken:
+        free = free_name(name, {*taken, *more.tensors, *more.objects})
+        entries[free] = replace(entries.pop(name), name=free)
+        more.notes.append(f"{free} lies inside a value; another is called {name!r}")
+
+
+def _apart(source: Source, catalog: Catalog, options: ScanOptions) -> Catalog:
+    """The catalog with FSDP1's flat parameters taken apart, or a note that they are there."""
+    flats = {name: entry for name, entry in catalog.tensors.items() if is_flat(name)}
+    if not flats:
+        return catalog
+    if not options.flat_params:
+        note = f"FSDP1 flat parameters stay as they are ({', '.join(flats)}); {HINT}"
+        return replace(catalog, notes=(*catalog.notes, note))
+    tensors = {name: e for name, e in catalog.tensors.items() if name not in flats}
+    members = members_of(flats, options.flat_params)
+    for name, entry in locate(source, catalog.with_tensors(flats)).tensors.items():
+        tensors |= {part.name: part for part in taken_apart(entry, members[name])}
+    return with_inferred_mesh(replace(catalog, tensors=tensors, mesh=None))
+
+
+def _read_lightning(source: Source) -> Assembled:
+    """Lightning's ``meta.pt``, a family of its own beside the DCP files."""
+    file = read_torch_file(source, _LIGHTNING)
+    return assemble({0: read_leaves(file, source, prefix=("meta",), refuse=True)})
+
+
+def _catalog(
+    source: Source, parsed: dict[str, DcpMetadata], stored: Collected, found: Assembled
+) -> Catalog:
+    used = {file for file, _, _, _ in stored.extents} | set(parsed) | {_LIGHTNING}
+    data = [name for name in source.files if DATA.fullmatch(name)]
+    stale = [name for name in data if name not in used and source.files[name]]
+    ranks = {int(m[1]) for name in data if name not in stale and (m := DATA.fullmatch(name))}
+    planned = max((len(m.plans or ()) for m in parsed.values()), default=0)
+    notes = [
+        Problem(f"{name} is named by no metadata (left by another save)", "file-extra", file=name)
+        for name in stale
+    ]
+    notes += [
+        Problem(
+            f"{name} is not read: {METADATA} is there too, of another save",
+            "file-extra",
+            file=name,
+        )
+        for name in source.files
+        if RANK_METADATA.fullmatch(name) and name not in parsed and METADATA in parsed
+    ]
+    version = next((m.version for m in parsed.values() if m.version), None)
+    lightning = _LIGHTNING in source.files
+    info = {"writer": "Lightning" if lightning else "torch.distributed.checkpoint"}
+    info |= {"metadata version": version} if version else {}
+    return Catalog(
+        "dcp",
+        found.tensors,
+        found.objects,
+        {name: source.files[name] for name in source.files if name in used or name in data},
+        world_size=max([planned, *(rank + 1 for rank in ranks)], default=1),
+        info=info | framework_info(found.objects),
+        notes=(*notes, *found.notes, *unread_notes(found.objects)),
+        conflicts=found.conflicts,
+        archives=tuple(stored.archives),
+        named={file: metadata.named for file, metadata in parsed.items()},
+    )
+
+
+FORMAT = Format(
+    "dcp",
+    "torch.distributed.checkpoint folder (.metadata and .distcp files)",
+    _probe,
+    _scan,
+    locate=locate,
+)

@@ -1,0 +1,273 @@
+"""What the metadata files of a DCP folder say, and whether the data files bear it out.
+
+What ``.distcp`` files say by themselves, when the ``.metadata`` that describes them is gone.
+
+torch.distributed.checkpoint (torch 2.1 to 2.13) writes each item as a torch.save archive of a local
+tensor or a value, one behind the other. An item records element type, shape, strides and
+checksums; its name, its place in the global tensor and the global shape lie in ``.metadata`` alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from itertools import pairwise
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import Catalog, Chunk, Item, ObjectEntry, Path, TensorEntry
+from ckptool.errors import CkptoolError, Damaged, Problem
+from ckptool.formats.base import ScanOptions
+from ckptool.formats.dcp.metadata import DcpMetadata, TensorMetadata, parse
+from ckptool.serialization.archive.items import find_archives
+from ckptool.serialization.archive.read import read_torch_zip
+from ckptool.serialization.archive.storage import place_of, plain_tensor
+from ckptool.serialization.source import Source, first_missing, read_metadata, require, require_rank
+from ckptool.serialization.zip import Region
+
+METADATA = ".metadata"
+RANK_METADATA = re.compile(r"__([0-9]{1,9})\.metadata")
+DATA = re.compile(r"[^/]*?__([0-9]{1,9})_([0-9]+)\.distcp")
+ZSTD = "stream.zstd/1"
+
+DAMAGE_HINT = "the save was interrupted, or files were lost or mixed with those of another save"
+
+
+@dataclass(slots=True)
+class Collected:
+    """What the metadata files say together.
+
+    ``chunks`` and ``values`` are by name, values with the rank of each item; ``extents`` are file,
+    offset and bytes of every item, with its name; ``archives`` those that can be opened. ``lost``
+    are files of which a problem was told.
+    """
+
+    types: dict[str, TensorMetadata] = field(default_factory=dict)
+    chunks: dict[str, list[Chunk]] = field(default_factory=lambda: defaultdict(list))
+    values: dict[str, list[tuple[int, Item]]] = field(default_factory=lambda: defaultdict(list))
+    paths: dict[str, Path] = field(default_factory=dict)
+    extents: list[tuple[str, int, int, str]] = field(default_factory=list)
+    archives: list[Item] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    lost: set[str] = field(default_factory=set)
+
+    def path(self, name: str) -> Path:
+        """Where a name stands in the state dict."""
+        return self.paths.get(name, (name,))
+
+
+def collected(source: Source, parsed: Mapping[str, DcpMetadata]) -> Collected:
+    """All that the metadata files say, with what contradicts them or one another."""
+    found = Collected()
+    for file, metadata in parsed.items():
+        _collect(source, file, metadata, found)
+    found.problems += _shared_bytes(found.extents)
+    found.problems += [
+        Problem(
+            f"{name}: a tensor in one rank's metadata, a value in another's",
+            "ranks-disagree",
+            tensor=name,
+        )
+        for name in found.values
+        if name in found.types
+    ]
+    return found
+
+
+def metadata_files(source: Source, options: ScanOptions) -> dict[str, DcpMetadata]:
+    """The metadata of a folder by file: that of all ranks, or else of each.
+
+    Raises Damaged where there is none; where ranks' is missing it is reported.
+    """
+    names = [name for name in source.files if RANK_METADATA.fullmatch(name)]
+    if METADATA in source.files:
+        names = [METADATA]
+    if not names:
+        left = f"{METADATA}.tmp"
+        state = f"only {left} is there" if left in source.files else f"there is no {METADATA}"
+        message = (
+            f"{source.root}: a DCP folder whose save never finished: {state}; nothing else names"
+            f" what its data files hold ({_data_files(source)})"
+        )
+        raise Damaged(
+            Problem(message, "save-unfinished"),
+            hint="take the checkpoint before it; .metadata is written last, once all data is safe",
+        )
+    names.sort(key=lambda name: [int(n) for n in re.findall("[0-9]+", name)])
+    _require_ranks(source)
+    if names == [METADATA]:
+        return {METADATA: _parsed(source, METADATA)}
+    problems = _missing_ranks([int(name[2:].partition(".")[0]) for name in names], source)
+    options.report(problems, subject=source.root)
+    found = {name: options.attempt(partial(_parsed, source, name)) for name in names}
+    return {name: parsed for name, parsed in found.items() if parsed is not None}
+
+
+def _data_files(source: Source) -> str:
+    """How many data files there are, of which ranks as far as names say, and their bytes."""
+    sizes = {name: size for name, size in source.files.items() if name.endswith(".distcp")}
+    ranks = {int(match[1]) for name in sizes if (match := DATA.fullmatch(name))}
+    empty = sum(not size for size in sizes.values())
+    words = [f"{len(sizes):,} files", f"{len(ranks):,} ranks", f"{sum(sizes.values()):,} bytes"]
+    return ", ".join([*words, f"{empty:,} files empty"] if empty else words)
+
+
+def _parsed(source: Source, file: str) -> DcpMetadata:
+    return parse(read_metadata(source, file), file)
+
+
+def _require_ranks(source: Source) -> None:
+    for name in source.files:
+        match = DATA.fullmatch(name) or RANK_METADATA.fullmatch(name)
+        if match:
+            require_rank(int(match[1]), name)
+
+
+def _missing_ranks(ranks: list[int], source: Source) -> list[Problem]:
+    seen = {int(m[1]) for name in source.files if (m := DATA.fullmatch(name))}
+    missing = first_missing(set(ranks), max([*ranks, *seen]) + 1)
+    if not missing:
+        return []
+    message = f"{source.root}: __{missing[0]}.metadata is missing (ranks {missing})"
+    return [Problem(message, "rank-missing")]
+
+
+def _collect(source: Source, file: str, metadata: DcpMetadata, found: Collected) -> None:
+    found.paths |= metadata.paths
+    used: set[tuple[str, tuple[int, ...] | None]] = set()
+    for name, entry in metadata.tensors.items():
+        known = found.types.setdefault(name, entry)
+        if (known.dtype, known.shape) != (entry.dtype, entry.shape):
+            message = f"{name}: {file} says {entry.dtype} {list(entry.shape)}, another"
+            message += f" {known.dtype} {list(known.shape)}"
+            found.problems.append(Problem(message, "ranks-disagree", file=file, tensor=name))
+        for box in entry.chunks:
+            spot = name, box.lo
+            item = metadata.items.get(spot)
+            if item is None:
+                message = f"{name}: chunk {box} has no data ({file} says where of none)"
+                found.problems.append(Problem(message, "data-missing", file=file, tensor=name))
+                continue
+            used.add(spot)
+            _has_its_bytes(source, file, name, item, found)
+            found.chunks[name].append(Chunk(box, item, rank_of(item.file)))
+    for name in metadata.bytes_names:
+        item = metadata.items.get((name, None))
+        if item is None:
+            message = f"{name}: has no data ({file} does not say where it lies)"
+            found.problems.append(Problem(message, "data-missing", file=file, tensor=name))
+            continue
+        used.add((name, None))
+        if _has_its_bytes(source, file, name, item, found):
+            found.values[name].append((rank_of(item.file) or 0, item))
+        else:
+            message = f"{name}: a value whose data in {item.file} is lost"
+            found.problems.append(Problem(message, "data-missing", file=item.file, tensor=name))
+    for name, offset in metadata.items.keys() - used:
+        message = f"{name}: {file} stores an item at {offset} that no chunk claims"
+        found.problems.append(Problem(message, "data-unclaimed", file=file, tensor=name))
+
+
+def _has_its_bytes(source: Source, file: str, name: str, item: Item, found: Collected) -> bool:
+    """Whether an item can be opened as an archive; where not, it is noted why."""
+    found.extents.append((item.file, item.offset, item.nbytes, name))
+    size = source.files.get(item.file)
+    is_read = not item.transforms or set(item.transforms) == {ZSTD}
+    if size and item.offset + item.nbytes <= size and is_read:
+        found.archives.append(item)
+        return True
+    problem = _why_lost(source, file, name, item)
+    is_of_file = problem.tensor is None
+    if not (is_of_file and item.file in found.lost):
+        found.problems.append(problem)
+    if is_of_file:
+        found.lost.add(item.file)
+    return False
+
+
+def _why_lost(source: Source, file: str, name: str, item: Item) -> Problem:
+    """Why an item cannot be opened; one of no tensor is about the whole file."""
+    try:
+        size = require(source, item.file, wanted_by=file)
+    except Damaged as error:
+        return error.message
+    if not size:
+        message = f"{item.file}: the file is empty (0 bytes); {file} puts {name} into it"
+        return Problem(message, "file-empty", file=item.file)
+    end = item.offset + item.nbytes
+    if end > size:
+        message = f"{name}: {file} puts it at bytes {item.offset:,} to"
+        message += f" {end:,} of {item.file}, which has {size:,} bytes"
+        return Problem(message, "file-truncated", file=item.file, tensor=name)
+    unknown = [step for step in item.transforms if step != ZSTD]
+    message = f"{name}: stored through {unknown[0]!r}, which ckptool cannot undo"
+    return Problem(message, "transform-unknown", file=item.file, tensor=name)
+
+
+def _shared_bytes(extents: list[tuple[str, int, int, str]]) -> list[Problem]:
+    problems: list[Problem] = []
+    extents.sort()
+    for (file, offset, length, name), (next_file, next_offset, _, other) in pairwise(extents):
+        if next_offset < offset + length and file == next_file:
+            message = f"{other}: begins at byte {next_offset:,} of {file}, inside the item of"
+            message += f" {name} ({offset:,} to {offset + length:,})"
+            problems.append(Problem(message, "items-overlap", file=file, tensor=other))
+    return problems
+
+
+@lru_cache(maxsize=4096)
+def rank_of(file: str) -> int | None:
+    """The rank that wrote a data file, by its name."""
+    match = DATA.fullmatch(file)
+    return int(match[1]) if match else None
+
+
+def rebuilt(source: Source) -> tuple[Catalog, list[Problem]]:
+    """A catalog of the items of all data files, each under the name of its place.
+
+    ``__0_0.item3`` is the fourth archive of ``__0_0.distcp``. The second value are the items that
+    cannot be read, and the spans of files that are no whole archive.
+    """
+    tensors: dict[str, TensorEntry] = {}
+    objects: dict[str, ObjectEntry] = {}
+    problems: list[Problem] = []
+    files = [file for file in sorted(source.files) if DATA.fullmatch(file)]
+    for file in files:
+        items = find_archives(source, file)
+        problems += _gaps(source, file, items)
+        for number, item in enumerate(items):
+            name = f"{_stem(file)}.item{number}"
+            try:
+                entry = _entry(Region(source, file, item.offset, item.nbytes), name)
+            except CkptoolError as error:
+                problems.append(error.message.within(name, tensor=name))
+                continue
+            if isinstance(entry, TensorEntry):
+                tensors[name] = entry
+            else:
+                objects[name] = entry
+    return Catalog("dcp", tensors, objects, {f: source.files[f] for f in files}), problems
+
+
+def _gaps(source: Source, file: str, items: list[Item]) -> Iterator[Problem]:
+    position = 0
+    for item in [*items, Item(file, source.files[file], 0)]:
+        if item.offset > position:
+            message = f"{file}: bytes {position:,} to {item.offset:,} are no whole item"
+            yield Problem(message, "bytes-unclaimed", file=file)
+        position = item.offset + item.nbytes
+
+
+def _entry(region: Region, name: str) -> TensorEntry | ObjectEntry:
+    opened = read_torch_zip(region)
+    tensor = plain_tensor(opened.value)
+    if tensor is None:
+        return ObjectEntry(name, (name,), opened.value)
+    chunk = Chunk(Box.whole(tensor.shape), place_of(tensor, opened), rank_of(region.file))
+    return TensorEntry(name, (name,), tensor.dtype, tensor.shape, (chunk,))
+
+
+def _stem(file: str) -> str:
+    return file.removesuffix(".distcp")

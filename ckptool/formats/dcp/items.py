@@ -1,0 +1,280 @@
+"""The items of a DCP folder, opened: each is a torch.save archive of one chunk or one value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import (
+    Catalog,
+    Chunk,
+    Extent,
+    Item,
+    Packed,
+    Path,
+    Place,
+    TensorEntry,
+    places,
+)
+from ckptool.core.dtype import DType
+from ckptool.core.views import part_of_place
+from ckptool.errors import (
+    UNCODED,
+    CannotDo,
+    CkptoolError,
+    Damaged,
+    Problem,
+    Refusal,
+    SourceError,
+    coded,
+    damaged,
+)
+from ckptool.formats.dcp.inventory import DAMAGE_HINT
+from ckptool.serialization.archive.items import item_region
+from ckptool.serialization.archive.read import TorchFile, is_zip, read_torch_zip
+from ckptool.serialization.archive.storage import place_of, plain_tensor
+from ckptool.serialization.source import Source, expect_edges
+from ckptool.serialization.state_dict.assemble import assemble
+from ckptool.serialization.state_dict.leaves import (
+    Assembled,
+    Leaf,
+    PlainLeaf,
+    ShareLeaf,
+    read_leaves,
+)
+from ckptool.serialization.state_dict.modules import is_tensor_record, outer_of
+from ckptool.serialization.state_dict.values import type_name
+
+_LARGEST_VALUE = 1 << 26
+_EDGE = 1 << 16
+_OVERHEAD = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """The torch.save archive of one item; ``size`` is that of the decoded item in bytes."""
+
+    file: TorchFile
+    item: Item
+    size: int
+
+    def place(self, inner: Place) -> Place:
+        """Where a tensor of the archive lies, seen from the folder."""
+        if not self.item.transforms:
+            return inner
+        if not isinstance(inner, Extent):
+            raise Damaged(f"{self.item.file}: a compressed record inside a compressed item")
+        item = self.item
+        return Packed(
+            item.file, item.offset, item.nbytes, "zstd", self.size, inner.offset, inner.strides,
+            inner.ops, inner.record,
+        )  # fmt: skip
+
+
+def read_values(
+    source: Source,
+    name: str,
+    items: list[tuple[int, Item]],
+    path: Path,
+    *,
+    refuse: bool = False,
+) -> Assembled:
+    """Read a bytes item, of one rank or of each. Tensors inside become tensors of their own.
+
+    Raises a SourceError where it cannot be read, or must not be; with ``refuse`` that is a
+    conflict under the item's name.
+    """
+    ranks: dict[int, dict[str, Leaf]] = {}
+    for rank, item in items:
+        try:
+            with coded(UNCODED, tensor=name):
+                ranks[rank] = _value_leaves(source, name, item, path, refuse=refuse)
+        except SourceError as error:
+            if not refuse:
+                raise
+            problem = error.message
+            return Assembled(conflicts={name: _refusal(name, problem)})
+    return assemble(ranks)
+
+
+def _refusal(name: str, problem: Problem) -> Refusal:
+    shown = problem if problem.startswith(name) else f"{name}: {problem}"
+    return Refusal(shown, problem.code, file=problem.file, tensor=name)
+
+
+def _value_leaves(
+    source: Source, name: str, item: Item, path: Path, *, refuse: bool
+) -> dict[str, Leaf]:
+    """Return what an item holds; where some of it is refused, the item is, as it is one value."""
+    opened = _open(source, item, name, _LARGEST_VALUE, _LARGEST_VALUE)
+    leaves = read_leaves(opened.file, source, prefix=path, refuse=refuse)
+    refused = [leaf.value for leaf in leaves.values() if isinstance(leaf.value, Refusal)]
+    if refused:
+        whole = _refusal(name, refused[0])
+        whole.record = opened.file.inert
+        whole.may_be_tensor = any(why.may_be_tensor for why in refused) or any(
+            isinstance(leaf.value, PlainLeaf | ShareLeaf) for leaf in leaves.values()
+        )
+        return {name: Leaf(path, whole)}
+    if any(isinstance(leaf.value, PlainLeaf | ShareLeaf) for leaf in leaves.values()):
+        return {n: _placed(leaf, opened) for n, leaf in leaves.items()}
+    return {name: Leaf(path, opened.file.value)}
+
+
+def _placed(leaf: Leaf, opened: _Opened) -> Leaf:
+    if isinstance(leaf.value, PlainLeaf):
+        return replace(leaf, value=replace(leaf.value, place=opened.place(leaf.value.place)))
+    if isinstance(leaf.value, ShareLeaf):
+        places = tuple(map(opened.place, leaf.value.places))
+        return replace(leaf, value=replace(leaf.value, places=places))
+    return leaf
+
+
+class _NoPlainTensor(CannotDo):
+    """An item holds a tensor of another kind, where the metadata has only its type and shape."""
+
+
+def locate(source: Source, catalog: Catalog) -> Catalog:
+    """Open the items of the catalog's tensors and check them against the metadata.
+
+    The metadata does not tell a tensor subclass that wraps others from a plain tensor: one that
+    lies in one item is replaced by the tensors in it. Raises CannotDo where one lies in several, or
+    is of a kind that is not read, Damaged where an item is not what the metadata says.
+    """
+    problems: list[Problem] = []
+    unread: list[Problem] = []
+    found = Assembled()
+    expect_edges(source, _items_of(catalog))
+    for name, entry in catalog.tensors.items():
+        try:
+            found.tensors[name] = _opened_entry(source, entry)
+        except _NoPlainTensor as error:
+            inner = _inner_tensors(source, entry)
+            if inner is None or not inner.tensors.keys().isdisjoint(catalog.tensors):
+                unread.append(error.message)
+            else:
+                found.tensors |= inner.tensors
+                found.objects |= inner.objects
+                found.notes += inner.notes
+        except CkptoolError as error:
+            problems += error.problems
+    if problems:
+        raise damaged(problems, subject="the items", hint=DAMAGE_HINT)
+    if unread:
+        raise _unread(unread)
+    objects, notes = catalog.objects | found.objects, (*catalog.notes, *found.notes)
+    return replace(catalog, tensors=found.tensors, objects=objects, notes=notes)
+
+
+def _opened_entry(source: Source, entry: TensorEntry) -> TensorEntry:
+    """The tensor with its items opened; one error for all of its chunks that cannot be."""
+    chunks: list[Chunk] = []
+    problems: list[Problem] = []
+    for chunk in entry.chunks:
+        try:
+            chunks.append(_located(source, entry, chunk))
+        except _NoPlainTensor:
+            raise
+        except CkptoolError as error:
+            error.message.tensor = entry.name
+            problems.append(error.message)
+    if problems:
+        raise damaged(problems, subject=entry.name)
+    return replace(entry, chunks=tuple(chunks))
+
+
+def _inner_tensors(source: Source, entry: TensorEntry) -> Assembled | None:
+    """What the one item of a tensor holds that wraps others; None where that is not all of it."""
+    chunk = entry.chunks[0]
+    item = chunk.at
+    is_one = len(entry.chunks) == 1 and not chunk.copies and entry.stored is None
+    if not is_one or not isinstance(item, Item) or item.part or chunk.box.shape != entry.shape:
+        return None
+    found = read_values(source, entry.name, [(chunk.rank or 0, item)], entry.path)
+    return found if found.tensors and not found.problems else None
+
+
+def _unread(problems: list[Problem]) -> CannotDo:
+    """One error for all tensors of kinds that are not read."""
+    more = f"\n  and {len(problems) - 1:,} more such tensors" if len(problems) > 1 else ""
+    error = CannotDo(
+        Problem(f"{problems[0]}{more}", problems[0].code, tensor=problems[0].tensor),
+        hint="--drop NAME leaves one out; in torch: save tensors made plain",
+    )
+    error.problems = tuple(problems)
+    return error
+
+
+def _items_of(catalog: Catalog) -> Iterator[tuple[str, int, int]]:
+    for entry in catalog.tensors.values():
+        for at in places(entry):
+            if isinstance(at, Item):
+                yield at.file, at.offset, at.nbytes
+
+
+def _located(source: Source, entry: TensorEntry, chunk: Chunk) -> Chunk:
+    copies = tuple(
+        replace(copy, at=_located_place(source, entry, chunk.box, copy.at)) for copy in chunk.copies
+    )
+    return replace(chunk, at=_located_place(source, entry, chunk.box, chunk.at), copies=copies)
+
+
+def _located_place(source: Source, entry: TensorEntry, box: Box, at: Place) -> Place:
+    if not isinstance(at, Item):
+        return at
+    what = f"{entry.name} {box}"
+    dtype = entry.source_dtype
+    shape = at.part.shape if at.part else box.shape
+    limit = math.prod(shape) * dtype.itemsize * 2 + _OVERHEAD
+    opened = _open(source, at, what, limit, _EDGE)
+    tensor = plain_tensor(opened.file.value)
+    if tensor is None:
+        raise _why_no_tensor(
+            opened.file.value, f"{what}: its item in {at.file}", at, (dtype, shape)
+        )
+    if (tensor.dtype, tensor.shape) != (dtype, shape):
+        message = f"{what}: its item at byte {at.offset:,} of {at.file} is {tensor.dtype}"
+        message += f" {list(tensor.shape)}, the metadata says {dtype} {list(shape)}"
+        raise Damaged(Problem(message, "item-mismatch", file=at.file))
+    place = opened.place(place_of(tensor, opened.file))
+    if at.part is None:
+        return place
+    try:
+        start, strides = at.part.start, at.part.strides
+        return part_of_place(place, shape, box.shape, start, strides, dtype.itemsize)
+    except ValueError as error:
+        message = f"{what}: its item in {at.file} is {error}"
+        raise Damaged(Problem(message, "item-mismatch", file=at.file)) from None
+
+
+def _why_no_tensor(
+    value: Any, what: str, item: Item, meant: tuple[DType, tuple[int, ...]]
+) -> CkptoolError:
+    """Why an item is no plain tensor of the type and shape that are ``meant``."""
+    outer = outer_of(value) if is_tensor_record(value) else meant
+    what = f"{what}: its item in {item.file}"
+    if not is_tensor_record(value) or outer not in (None, meant):
+        message = f"{what} holds {type_name(value)}, no plain tensor"
+        return Damaged(Problem(message, "item-mismatch", file=item.file))
+    message = f"{what} holds a tensor of a kind that is not read ({type_name(value)})"
+    return _NoPlainTensor(Problem(message, "tensor-unread", file=item.file))
+
+
+def _open(source: Source, item: Item, what: str, limit: int, edge: int) -> _Opened:
+    """Open the archive of one item.
+
+    One that is packed is decoded, to ``limit`` bytes at most; the first and last ``edge`` of them
+    are kept.
+    """
+    region = item_region(source, item, what, limit, edge)
+    head = region.read(0, min(region.nbytes, 9))
+    if not item.transforms and not is_zip(head):
+        kind = (
+            " (safetensors data, which torch itself cannot read back)" if head[8:] == b"{" else ""
+        )
+        message = f"{what}: no torch.save archive at byte {item.offset:,} of {item.file}{kind}"
+        raise Damaged(Problem(message, "item-mismatch", file=item.file))
+    return _Opened(read_torch_zip(region), item, region.nbytes)

@@ -1,0 +1,227 @@
+"""The ``.metadata`` pickle of torch.distributed.checkpoint, torch 2.1 to 2.15."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import add
+from typing import Any
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import Index, Item, Path
+from ckptool.core.dtype import DType
+from ckptool.errors import Damaged, coded
+from ckptool.serialization.archive.storage import dtype_of, natural, sizes
+from ckptool.serialization.pickle.load import read_pickle
+from ckptool.serialization.pickle.records import Call, Global
+
+_MOST_STEPS = 100
+_CLASSES = ("Metadata", "MCoreMetadata")
+_QUANTISED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMetadata:
+    """A tensor's element type, shape, and its chunks."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    chunks: tuple[Box, ...]
+
+
+Spot = tuple[str, tuple[int, ...] | None]
+"""A name and a chunk's offset; the offset is None for a bytes item."""
+Plan = tuple[Spot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DcpMetadata:
+    """What one metadata file says.
+
+    ``items`` is keyed by name and chunk offset; the offset is None for a bytes item. ``named`` are
+    the globals of the pickle, with the byte where each first is.
+
+    Megatron-core records more. ``plans`` are, for each rank, the name and offset of every chunk it
+    meant to save, in its own order (None where they were not recorded). ``reformulated`` are the
+    shapes of tensors that are stored as ``[X/x, Y/y, x*y]`` where ranks held ``[x, y]`` of
+    ``[X, Y]``, so that ranks can cut the last dim (up to 0.15).
+    """
+
+    tensors: dict[str, TensorMetadata]
+    bytes_names: tuple[str, ...]
+    items: dict[Spot, Item]
+    paths: dict[str, Path]
+    version: str | None
+    named: dict[tuple[str, str], int]
+    plans: tuple[Plan, ...] | None = None
+    reformulated: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def parse(data: bytes, what: str) -> DcpMetadata:
+    """Read a metadata pickle; Damaged where it is not one."""
+    with coded("metadata-unreadable", file=what):
+        try:
+            loaded = read_pickle(data, what=what)
+        except Damaged as error:
+            raise Damaged(error.message.recoded("metadata-unreadable")) from None
+        named = {(item.module, item.name): at for item, at in loaded.globals.items()}
+        return _parsed(loaded.value, named, what)
+
+
+def _parsed(value: Any, named: dict[tuple[str, str], int], what: str) -> DcpMetadata:
+    if not isinstance(value, Call) or value.name.rpartition(".")[2] not in _CLASSES:
+        raise Damaged(f"{what}: the pickle holds no torch.distributed.checkpoint Metadata")
+    fields = value.fields
+    try:
+        entries = fields["state_dict_metadata"]
+        boxes = _Boxes()
+        tensors = {
+            _text(name): _tensor(entry, f"{what}: {name}", boxes)
+            for name, entry in entries.items()
+            if entry.name.endswith(".TensorStorageMetadata") and not _is_quantised(entry)
+        }
+        bytes_names = tuple(_text(name) for name in entries if name not in tensors)
+        items = dict(_items(fields["storage_data"]))
+        if whole := {name for name in bytes_names if entries[name].fields.get("chunks")}:
+            items = {(n, None if n in whole else at): item for (n, at), item in items.items()}
+        paths = _paths(fields.get("planner_data"))
+        plans = _plans(fields.get("all_local_plans"))
+        reformulated = dict(_reformulated(fields.get("mcore_data")))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise Damaged(f"{what}: not as DCP writes it: {error}") from None
+    return DcpMetadata(
+        tensors,
+        bytes_names,
+        items,
+        paths,
+        fields.get("version") if isinstance(fields.get("version"), str) else None,
+        named,
+        plans,
+        reformulated,
+    )
+
+
+def _is_quantised(entry: Call) -> bool:
+    """Whether a tensor is one that torch quantised: its one item is read as a value's is."""
+    try:
+        dtype = _dtype(entry)
+    except (KeyError, TypeError, AttributeError, IndexError):
+        return False
+    return isinstance(dtype, Global) and dtype.module == "torch" and dtype.name in _QUANTISED
+
+
+def _dtype(entry: Call) -> Any:
+    properties = entry.fields["properties"].state
+    return properties["dtype"] if isinstance(properties, dict) else properties[0]
+
+
+def _tensor(entry: Call, what: str, boxes: _Boxes) -> TensorMetadata:
+    fields = entry.fields
+    try:
+        dtype = _dtype(entry)
+        chunks = tuple(map(boxes.of, fields["chunks"]))
+        return TensorMetadata(dtype_of(dtype), sizes(fields["size"]), chunks)
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        raise Damaged(f"{what}: not as DCP writes it: {error}") from None
+    except Damaged as error:
+        raise error.within(what) from None
+
+
+class _Sizes(dict[Call, tuple[int, ...]]):
+    """The sizes that records hold, one and the same tuple for one and the same record."""
+
+    def __missing__(self, record: Call) -> tuple[int, ...]:
+        self[record] = found = sizes(record)
+        return found
+
+    def of(self, value: Any) -> tuple[int, ...]:
+        """A shape or strides of a pickle."""
+        return self[value] if type(value) is Call else sizes(value)
+
+
+class _Boxes(dict[tuple[tuple[int, ...], tuple[int, ...]], Box]):
+    """The boxes of chunks, one for each offset and shape."""
+
+    def __init__(self) -> None:
+        self._sizes = _Sizes()
+
+    def __missing__(self, key: tuple[tuple[int, ...], tuple[int, ...]]) -> Box:
+        low, shape = key
+        if len(low) != len(shape):
+            raise ValueError(f"a chunk of {len(shape)} dims at an offset of {len(low)}")
+        self[key] = found = Box(low, tuple(map(add, low, shape)))
+        return found
+
+    def of(self, chunk: Call) -> Box:
+        """The box of a ChunkStorageMetadata."""
+        fields = chunk.fields
+        return self[self._sizes.of(fields["offsets"]), self._sizes.of(fields["sizes"])]
+
+
+def _items(storage_data: Any) -> Iterator[tuple[Spot, Item]]:
+    known = _Sizes()
+    for index, info in storage_data.items():
+        spot, where = _spot(index, known), info.fields
+        transforms = where.get("transform_descriptors") or ()
+        file, start, length = where["relative_path"], where["offset"], where["length"]
+        if not isinstance(file, str):
+            raise Damaged("a relative_path that is no text")
+        steps = tuple(map(_text, transforms)) if transforms else ()
+        yield spot, Item(file, natural(start), natural(length), steps)
+
+
+def _spot(index: Call, known: _Sizes) -> Spot:
+    offset = index.fields.get("offset")
+    return _text(index.fields["fqn"]), None if offset is None else known.of(offset)
+
+
+def _plans(value: Any) -> tuple[Plan, ...] | None:
+    if not isinstance(value, list):
+        return None
+    known = _Sizes()
+    return tuple(
+        tuple(_spot(item.fields["index"], known) for item in plan.fields.get("items") or ())
+        for plan in value
+    )
+
+
+def _reformulated(value: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, entry in (value or {}).items():
+        shape = entry.get("nd_reformulated_orig_global_shape") if isinstance(entry, dict) else None
+        if shape is not None:
+            yield _text(name), sizes(shape)
+
+
+def _text(value: Any) -> str:
+    if not _is_text(value):
+        raise Damaged("not as DCP writes it: a name that is no text")
+    return str(value)
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a value is text that can be written, and so no half of a surrogate pair."""
+    try:
+        return isinstance(value, str) and (value.isascii() or bool(value.encode()))
+    except UnicodeEncodeError:
+        return False
+
+
+def _paths(planner_data: Any) -> dict[str, Path]:
+    """The path of each flat name; empty where the state dict was saved unflattened."""
+    if not isinstance(planner_data, dict):
+        return {}
+    return {
+        name: _path(path)
+        for name, path in planner_data.items()
+        if _is_text(name) and isinstance(path, tuple | list)
+    }
+
+
+def _path(steps: Sequence[Any]) -> Path:
+    if len(steps) > _MOST_STEPS or not all(map(_is_step, steps)):
+        raise Damaged(f"a path of more than {_MOST_STEPS} steps, or of other than names and places")
+    return tuple(Index(step) if isinstance(step, int) else step for step in steps)
+
+
+def _is_step(step: Any) -> bool:
+    return _is_text(step) or (isinstance(step, int) and abs(step) < 1 << 63)

@@ -1,0 +1,72 @@
+"""DeepSpeed's checkpoints: as it saves them, and universal ones.
+
+A DeepSpeed checkpoint: ``latest`` and a folder a tag, or the tag's folder itself.
+
+Read: ZeRO 0 to 3 of DeepSpeed 0.4 to 0.19, BF16_Optimizer, pipeline layers, tensor parallelism
+with ``universal_checkpoint_info``, mixtures of experts. Names: ``module.<p>`` (weights in the
+training type), ``fp32.<p>`` (masters), ``exp_avg.<p>`` and the optimizer's other states,
+``step.<p>``, ``frozen.<p>``, ``buffer.<b>``; ``client_state`` is what the training script added.
+
+DeepSpeed's universal checkpoint: ``zero/<parameter>/fp32.pt`` and its like, and model files.
+
+Read: what ``ds_to_universal`` of DeepSpeed 0.10 to 0.19 writes. Written: what DeepSpeed 0.19 loads
+with ``checkpoint.load_universal``, at any ZeRO stage, data and tensor parallelism.
+"""
+
+from __future__ import annotations
+
+from ckptool.core.catalog import Catalog
+from ckptool.formats.base import Format, ScanOptions
+from ckptool.formats.deepspeed.files import (
+    LATEST,
+    LATEST_UNIVERSAL,
+    OPTIMIZER_STATE,
+    holds_model_file,
+    tags,
+)
+from ckptool.serialization.source import Source
+
+
+def _probe(source: Source) -> bool:
+    if LATEST in source.files:
+        return bool(tags(source))
+    return holds_model_file(source.files)
+
+
+def _scan(source: Source, options: ScanOptions) -> Catalog:
+    from ckptool.formats.deepspeed.scan import scan
+    from ckptool.formats.deepspeed.states import malformed_is_damaged
+
+    with malformed_is_damaged(source.root):
+        return scan(source, options)
+
+
+FORMAT = Format(
+    "deepspeed",
+    "DeepSpeed: ZeRO 0 to 3, pipelines, tensor parallelism, mixtures of experts",
+    _probe,
+    _scan,
+    takes_tp_rules=True,
+)
+
+
+def _probe_universal(source: Source) -> bool:
+    if LATEST_UNIVERSAL in source.files:
+        return LATEST not in source.files
+    return OPTIMIZER_STATE in source.files
+
+
+def _scan_universal(source: Source, options: ScanOptions) -> Catalog:
+    from ckptool.formats.deepspeed.states import malformed_is_damaged
+    from ckptool.formats.deepspeed.universal import scan
+
+    with malformed_is_damaged(source.root):
+        return scan(source, options)
+
+
+UNIVERSAL_FORMAT = Format(
+    "deepspeed-universal",
+    "DeepSpeed's universal checkpoint: a folder a parameter",
+    _probe_universal,
+    _scan_universal,
+)

@@ -1,0 +1,219 @@
+"""Mixtures of experts: which rank's experts are which, and their optimizer without ZeRO.
+
+DeepSpeed (``deepspeed.moe``, 0.5 to 0.19) writes a file an expert, under its global number, and
+without ZeRO an optimizer's file an expert-parallel rank. A rank's experts are consecutive ones; the
+groups of parameters that hold experts are called ``ep_size_N`` by their degree.
+
+Whether the files of a mixture of experts are all there, each what its name says.
+
+A model file since DeepSpeed 0.5 records how many experts each MoE layer has. An expert's file names
+its parameters with the expert's number, and its layer's parameters like the model file does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from ckptool.errors import Damaged, Problem
+from ckptool.formats.deepspeed.checkpoint import Checkpoint
+from ckptool.formats.deepspeed.partitions import Holding
+from ckptool.formats.deepspeed.states import (
+    State,
+    Vector,
+    all_tensors,
+    read_optimizer,
+    read_state,
+    require_all_tensors,
+)
+from ckptool.formats.deepspeed.unpartitioned import add_whole_optimizer
+from ckptool.formats.deepspeed.values import (
+    expert_degrees,
+    optimizer_leaves,
+    param_groups,
+    raw_leaves,
+    refused_leaves,
+)
+from ckptool.formats.deepspeed.weights import module_weights, trained_shapes
+from ckptool.serialization.source import first_missing
+from ckptool.serialization.state_dict.leaves import Leaf
+from ckptool.serialization.state_dict.values import stray_notes
+
+Experts = Mapping[tuple[int, int], Mapping[str, Vector]]
+"""Tensors by name, of each MoE layer's expert of a global number."""
+
+
+def experts_of(checkpoint: Checkpoint, mp: int) -> Mapping[tuple[int, int], State]:
+    """The files of all experts, as one model-parallel rank holds them.
+
+    Raises Damaged where a file holds another expert than its name says.
+    """
+    files = {
+        (layer, expert): file
+        for (layer, expert, model_rank), file in sorted(checkpoint.files.experts.items())
+        if model_rank == mp
+    }
+    found = {key: read_state(checkpoint.source, file) for key, file in files.items()}
+    names = {key: [*map(str, state.fields)] for key, state in found.items()}
+    require_own_names(names, files, list(checkpoint.models[0, mp].inner("module").fields))
+    return found
+
+
+def add_expert_optimizers(found: Holding, checkpoint: Checkpoint, mp: int) -> set[str] | None:
+    """Add each expert-parallel rank's optimizer; the trained parameters are returned.
+
+    None where their names are not known: what the files hold is then added under its numbers.
+    """
+    model = checkpoint.models[0, mp]
+    files = experts_of(checkpoint, mp)
+    require_all_tensors(model.inner("module"), *files.values())
+    weights = module_weights(model)
+    experts = {key: all_tensors(state) for key, state in files.items()}
+    trained: set[str] = set()
+    unnamed = False
+    for (expert_rank, model_rank), file in checkpoint.files.expert_optimizers.items():
+        if model_rank != mp:
+            continue
+        held = read_optimizer(checkpoint.source, file)
+        found.notes += stray_notes(file, held.stored.keys() - {"optimizer"})
+        inner, rank = held.inner("optimizer"), checkpoint.rank(expert_rank, mp)
+        own = _experts_of_rank(experts, inner, expert_rank)
+        named = None if own is None else add_whole_optimizer(found, inner, weights, rank, own)
+        if len(named or ()) < len(weights) + len(own or ()):
+            require_all_tensors(model.inner("module"), *files.values(), values=True)
+        if named is None:
+            leaves = raw_leaves(inner.stored, held, checkpoint.source)
+            unnamed = True
+        else:
+            leaves = optimizer_leaves(inner, checkpoint.source)
+            trained |= set(named)
+        found.add_leaves(leaves, rank)
+    return None if unnamed else trained
+
+
+def refused_of_experts(checkpoint: Checkpoint, mp: int) -> Iterator[tuple[int, dict[str, Leaf]]]:
+    """Yield what is refused of each expert-parallel rank's optimizer, with the rank."""
+    for (expert_rank, model_rank), file in checkpoint.files.expert_optimizers.items():
+        if model_rank == mp:
+            leaves = refused_leaves(read_optimizer(checkpoint.source, file), ("optimizer",))
+            yield checkpoint.rank(expert_rank, mp), leaves
+
+
+def _naming_groups(optimizer: State) -> list[dict[str, Any]]:
+    """The groups of torch's own optimizer, or of the one that DeepSpeed wraps."""
+    inner = optimizer.inner("optimizer_state_dict")
+    return inner.groups() if inner.stored else optimizer.groups()
+
+
+def _experts_of_rank(experts: Experts, optimizer: State, rank: int) -> dict[str, Vector] | None:
+    """The parameters of one rank's experts, in the order of the module.
+
+    None where layers are spread over several numbers of ranks: nothing says which over how many.
+    """
+    degrees = expert_degrees(_naming_groups(optimizer))
+    if len(degrees) != 1:
+        return None
+    degree = degrees.pop()
+    found: dict[str, Vector] = {}
+    for layer in dict.fromkeys(layer for layer, _ in experts):
+        numbers = [number for held, number in experts if held == layer]
+        each, rest = divmod(len(numbers), degree)
+        if rest:
+            return None
+        for number in numbers[rank * each : (rank + 1) * each]:
+            found |= experts[layer, number]
+    return found
+
+
+EXPERT = re.compile(r"(?P<head>.*\bdeepspeed_experts\.)(?P<number>\d+)(?P<tail>\..*)")
+_INSIDE = "experts.deepspeed_experts."
+_EXCHANGED = "files were exchanged or given other numbers: put them back, or take another copy"
+_MOVE = "an earlier save with more experts left it behind? move it away"
+
+
+def require_experts(checkpoint: Checkpoint) -> None:
+    """Damaged where the file of an expert is missing, or is of an expert there is none of."""
+    files = {(layer, expert): file for (layer, expert, _), file in checkpoint.files.experts.items()}
+    counts = _counts(checkpoint.model, files)
+    wanted = {(layer, e) for layer, count in enumerate(counts) for e in range(count)}
+    missing = sorted(wanted - files.keys())
+    if missing:
+        named = ", ".join(f"layer_{layer}_expert_{e}" for layer, e in missing[:6])
+        more = f" and {len(missing) - 6:,} more" if len(missing) > 6 else ""
+        message = (
+            f"the files of {named}{more} are missing: {len(files):,} of {len(wanted):,} are there"
+        )
+        raise Damaged(Problem(message, "file-missing"))
+    for key in sorted(files.keys() - wanted):
+        message = f"{files[key]}: is of no expert of this model, whose MoE layers have {counts}"
+        raise Damaged(Problem(message, "saves-mixed", file=files[key]), hint=_MOVE)
+
+
+def _counts(model: State, found: Collection[tuple[int, int]]) -> list[int]:
+    """How many experts each MoE layer has: as recorded, else as far as the files are numbered.
+
+    The first versions recorded one number for all layers.
+    """
+    recorded = model.get("num_experts")
+    layers = range(1 + max((layer for layer, _ in found), default=-1))
+    if isinstance(recorded, list) and all(type(count) is int for count in recorded):
+        return recorded
+    if type(recorded) is int and found:
+        return [recorded for _ in layers]
+    return [1 + max((e for layer, e in found if layer == one), default=0) for one in layers]
+
+
+def require_own_names(
+    experts: Mapping[tuple[int, int], Collection[str]], files: Mapping[tuple[int, int], str],
+    module: Collection[str],
+) -> None:  # fmt: skip
+    """Damaged where a file holds another expert, or one of another layer, than its name says."""
+    heads: dict[int, str] = {}
+    for (layer, expert), held in experts.items():
+        for match in filter(None, map(EXPERT.fullmatch, held)):
+            head = heads.setdefault(layer, match["head"])
+            if int(match["number"]) != expert or match["head"] != head:
+                message = f"{files[layer, expert]}: holds {match[0]}, not expert {expert} of"
+                raise _exchanged(f"{message} {head[:-1]}", files[layer, expert])
+    first = {name: at for at, name in reversed([*enumerate(module)])}
+    order = [_place(head, first) for _, head in sorted(heads.items())]
+    known = [place for place in order if place is not None]
+    if len(set(heads.values())) < len(heads) or known != sorted(known):
+        layers = ", ".join(f"layer_{layer} {head[:-1]}" for layer, head in sorted(heads.items()))
+        message = f"the experts' files are not in the order of the model's layers: {layers}"
+        raise _exchanged(message, next(iter(files.values())))
+
+
+def _place(head: str, first: Mapping[str, int]) -> int | None:
+    """Where in the module the layer's other parameters begin."""
+    layer = head.removesuffix(_INSIDE)
+    return min((at for name, at in first.items() if name.startswith(layer)), default=None)
+
+
+def _exchanged(message: str, file: str) -> Damaged:
+    return Damaged(Problem(message, "rank-copied", file=file), hint=_EXCHANGED)
+
+
+def lost_optimizers(checkpoint: Checkpoint) -> Problem | None:
+    """Which expert-parallel rank lacks its optimizer's file, or what file is of no rank."""
+    files = checkpoint.files
+    if not files.experts or checkpoint.optimizers or trained_shapes(checkpoint.model):
+        return None
+    ranks = {rank for rank, _ in files.expert_optimizers}
+    degrees: set[int] = set()
+    if ranks:
+        state = read_optimizer(checkpoint.source, next(iter(files.expert_optimizers.values())))
+        degrees = expert_degrees(param_groups(state.inner("optimizer").stored))
+    degree = max(degrees, default=1 + max(ranks, default=0))
+    stray = [file for (rank, _), file in files.expert_optimizers.items() if rank >= degree]
+    if stray:
+        message = f"{stray[0]}: is of no rank of {degree:,} expert-parallel ones"
+        return Problem(message, "saves-mixed", file=stray[0])
+    missing = first_missing(ranks, degree)
+    if not missing:
+        return None
+    named = ", ".join(f"expp_rank_{rank}" for rank in missing)
+    message = f"the optimizer's files of {named} are missing: {len(ranks):,} of {degree:,} are"
+    message += " there, and each holds some experts' moments; --model-only converts the weights"
+    return Problem(message, "rank-missing")

@@ -1,0 +1,135 @@
+"""Megatron's checkpoints: ``torch``, ``torch_dist`` and ``fsdp_dtensor``.
+
+Megatron's own format (``--ckpt-format torch``): a folder for each model-parallel rank.
+
+Read: Megatron-LM with megatron-core 0.5 to 0.20, and its older ``language_model``:
+``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``, ``distrib_optim.pt`` beside it. Tensor-, pipeline-
+and expert-parallel ranks become whole tensors ``model.<name>``, ``fp32.<name>``,
+``exp_avg.<name>``, ``exp_avg_sq.<name>``, with the layers and experts of the whole model. A gated
+``linear_fc1`` is [gate; up], a fused ``linear_qkv`` keeps its query groups.
+
+Megatron-core's distributed checkpoints: ``--ckpt-format torch_dist``.
+
+Read: megatron-core 0.7 to 0.20. A DCP folder with ``metadata.json`` (``sharded_backend``), common
+state in ``common.pt`` or in the ShardedObject ``common_state``. Tensors keep their keys and shapes,
+layers and experts stacked on leading dims, flattened ones are given their shape again.
+
+Megatron-FSDP's checkpoints: ``--ckpt-format fsdp_dtensor``.
+
+Read: megatron-core 0.14 to 0.20. A DCP folder without ``metadata.json``, of DTensors that ranks
+hold unevenly; names are those of the wrapped modules, ``model.module.module...`` and
+``optimizer.state.module...``, with the halves of a gated ``linear_fc1`` as ``weight_w`` and
+``weight_v``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+from ckptool.core.catalog import Catalog
+from ckptool.formats.base import Format, ScanOptions
+from ckptool.serialization.source import Source, read_metadata
+
+_FOLDER = re.compile(r"mp_rank_[0-9]{2,6}(_[0-9]{3,6}){0,2}/model_optim_rng\.pt")
+
+
+def _probe_torch(source: Source) -> bool:
+    return any(_FOLDER.fullmatch(name) for name in source.files)
+
+
+def _scan_torch(source: Source, options: ScanOptions) -> Catalog:
+    from ckptool.formats.megatron.torch import scan
+
+    return scan(source, options)
+
+
+TORCH_FORMAT = Format(
+    "megatron-torch",
+    "Megatron's own format, one folder a model-parallel rank (mp_rank_00/model_optim_rng.pt)",
+    _probe_torch,
+    _scan_torch,
+    takes_tp_rules=True,
+)
+
+
+_CONFIG, _COMMON = "metadata.json", "common.pt"
+_LARGEST_CONFIG = 1 << 16
+
+
+def _probe_torch_dist(source: Source) -> bool:
+    return _config(source) is not None or {_COMMON, ".metadata"} <= source.files.keys()
+
+
+def _config(source: Source) -> dict[str, Any] | None:
+    """What ``metadata.json`` says of the backend; None where it is none of Megatron's."""
+    if not 0 < source.files.get(_CONFIG, 0) <= _LARGEST_CONFIG:
+        return None
+    try:
+        value = json.loads(read_metadata(source, _CONFIG))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) and "sharded_backend" in value else None
+
+
+def _scan_torch_dist(source: Source, options: ScanOptions) -> Catalog:
+    from ckptool.formats.megatron.torch_dist import scan
+
+    return scan(source, _config(source), options)
+
+
+def _locate_torch_dist(source: Source, catalog: Catalog) -> Catalog:
+    from ckptool.formats.dcp.items import locate
+
+    return locate(source, catalog)
+
+
+TORCH_DIST_FORMAT = Format(
+    "megatron-torch_dist",
+    "Megatron-core distributed checkpoint (metadata.json and .distcp files)",
+    _probe_torch_dist,
+    _scan_torch_dist,
+    locate=_locate_torch_dist,
+)
+
+
+_METADATA = ".metadata"
+_HEAD = 1 << 20
+_GROUPS, _MODULES = b"optimizer.param_to_group_meta.", b"model.module."
+_STEP_FOLDER = re.compile(r"(.*[/\\])?(iter_[0-9]{7,}|release)[/\\]?")
+
+
+def _probe_fsdp_dtensor(source: Source) -> bool:
+    """Whether the first names in the metadata are Megatron's: those of another DCP are not."""
+    if _METADATA not in source.files:
+        return False
+    head = source.read(_METADATA, 0, min(source.files[_METADATA], _HEAD))
+    return _GROUPS in head or (_MODULES in head and _STEP_FOLDER.fullmatch(source.root) is not None)
+
+
+def _scan_fsdp_dtensor(source: Source, options: ScanOptions) -> Catalog:
+    from ckptool.core.sharding.infer import with_inferred_mesh
+    from ckptool.formats.dcp import read_folder
+    from ckptool.formats.megatron.arguments import arguments_among
+
+    catalog, _ = read_folder(source, options)
+    info = catalog.info | {"writer": "Megatron-core fsdp_dtensor"}
+    info |= arguments_among(catalog.objects.values()).info()
+    return with_inferred_mesh(replace(catalog, format=FSDP_DTENSOR_FORMAT.name, info=info))
+
+
+def _locate_fsdp_dtensor(source: Source, catalog: Catalog) -> Catalog:
+    from ckptool.formats.dcp.items import locate
+
+    return locate(source, catalog)
+
+
+FSDP_DTENSOR_FORMAT = Format(
+    "megatron-fsdp_dtensor",
+    "Megatron-FSDP checkpoint (a DCP folder of uneven DTensors)",
+    _probe_fsdp_dtensor,
+    _scan_fsdp_dtensor,
+    locate=_locate_fsdp_dtensor,
+)

@@ -1,0 +1,1 @@
+"""The state of Megatron's optimizers, by parameter."""

@@ -1,0 +1,287 @@
+"""The order of a model's parameters, from what ``torch_dist`` records: keys, chunks and plans.
+
+What the keys of layers look like is said below. Each rank's plan lists what it saves in the
+order of its modules, a stacked key at the first layer that it occurs in. Keys are
+those of Transformer Engine's modules, whose norms are part of the linear layer after them.
+Megatron's own (local) layers have norms apart, before the attention's other modules, which are
+called ``input_layernorm`` and ``pre_mlp_layernorm``.
+
+The layers of a model, from the keys under which ``torch_dist`` stores their parameters.
+
+Layers that are alike are stacked: ``decoder.layers.mlp.linear_fc1.weight`` is [layers, ...], its
+experts ``mlp.experts.experts.linear_fc1.weight`` [layers, experts, ...]. Layers that differ have
+numbers, ``decoder.layers.3.mlp.linear_fc1.weight``, and with ``singleton_local_shards`` (0.16) so
+have all, and experts, ``mlp.experts.experts.5.linear_fc1.weight``; a gate and its up projection are
+keys of their own then, ``linear_fc1.weight_w`` and ``_v`` (megatron-core 0.7 to 0.20).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from graphlib import CycleError, TopologicalSorter
+
+from ckptool.core.catalog import TensorEntry
+from ckptool.core.views import join
+from ckptool.formats.dcp.metadata import Plan
+from ckptool.formats.megatron.names import is_buffer
+from ckptool.formats.megatron.optimizer.numbered import Unnamed
+
+_EXPERTS = "mlp.experts.experts."
+_NESTED = "transformer_layer."
+_QKV_NORM, _FC1_NORM = "self_attention.linear_qkv.layer_norm_", "mlp.linear_fc1.layer_norm_"
+_PROJECTION = "self_attention.linear_proj.weight"
+_BEFORE = (
+    "embedding.word_embeddings.weight",
+    "embedding.position_embeddings.weight",
+    "embedding.tokentype_embeddings.weight",
+)
+_NORMS = (
+    "decoder.final_layernorm.weight",
+    "decoder.final_layernorm.bias",
+    "encoder.final_layernorm.weight",
+    "encoder.final_layernorm.bias",
+)
+_HEADS = ("output_layer.weight", "output_layer.bias")
+
+
+def _both(*modules: str) -> tuple[str, ...]:
+    return tuple(f"{module}{last}" for module in modules for last in ("weight", "bias"))
+
+
+_INPUT = (*_both("input_layernorm."), *_both(_QKV_NORM))
+_OUT = _both("self_attention.linear_proj.")
+_REST = _both(
+    "self_attention.linear_qkv.",
+    "self_attention.linear_q_proj.",
+    "self_attention.linear_q_down_proj.",
+    "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.linear_q_up_proj.",
+    "self_attention.linear_kv_down_proj.",
+    "self_attention.linear_kv_up_proj.layer_norm_",
+    "self_attention.linear_kv_up_proj.",
+    "self_attention.q_layernorm.",
+    "self_attention.k_layernorm.",
+    "self_attention.kv_layernorm.",
+    "pre_mlp_layernorm.",
+    _FC1_NORM,
+    "mlp.router.",
+    "mlp.linear_fc1.",
+    "mlp.linear_fc2.",
+    "mlp.experts.experts.linear_fc1.",
+    "mlp.experts.experts.linear_fc2.",
+)
+_SHARED = (
+    "mlp.shared_experts.gate_weight",
+    *_both("mlp.shared_experts.linear_fc1.", "mlp.shared_experts.linear_fc2."),
+)
+_LOCAL = (*_INPUT, *_OUT, *_REST, *_SHARED)
+_FUSED = (*_INPUT[:2], *_OUT, *_INPUT[2:], *_REST, *_SHARED)
+_BEFORE_NESTED, _AFTER_NESTED = _both("enorm.", "hnorm.", "eh_proj."), _both("final_layernorm.")
+
+
+def is_stacked_expert(inner: str) -> bool:
+    """Whether a layer's key is that of experts."""
+    return inner.removeprefix(_NESTED).startswith(_EXPERTS)
+
+
+def outer_order(keys: Iterable[str]) -> tuple[list[str], list[str], list[str]]:
+    """The keys before the layers, the norms after them, and the heads; Unnamed for an unknown one.
+
+    Layers that predict further tokens (``mtp``) lie between the norms and the heads.
+    """
+    found = set(keys)
+    unknown = found.difference(_BEFORE, _NORMS, _HEADS)
+    if unknown:
+        raise Unnamed(f"the place of {min(unknown)} among the model's parameters is not known")
+    before, norms, heads = ([k for k in table if k in found] for table in (_BEFORE, _NORMS, _HEADS))
+    return before, norms, heads
+
+
+def layer_order(
+    inner: Sequence[str], plans: Sequence[Plan], implementation: str | None
+) -> list[str]:
+    """The order of a layer's keys, from the plans, and Megatron's own where they leave it open.
+
+    A layer that predicts further tokens holds a whole one, ``transformer_layer``, among its own
+    modules. Raises Unnamed where neither knows.
+    """
+    if any(key.startswith(_NESTED) for key in inner):
+        return _prediction_order(inner, plans, implementation)
+    before = _precedences(set(inner), plans)
+    local = _is_local(before, implementation)
+    table = _LOCAL if local else _FUSED
+    place = {key: position for position, key in enumerate(table)}
+    if not set(inner) <= place.keys():
+        return _only_order(inner, before)
+    by_table = sorted(inner, key=lambda key: place[key])
+    broken = [(a, b) for b, earlier in before.items() for a in earlier if place[a] > place[b]]
+    return _only_order(inner, before) if broken else by_table
+
+
+def _prediction_order(
+    inner: Sequence[str], plans: Sequence[Plan], implementation: str | None
+) -> list[str]:
+    """``MultiTokenPredictionLayer``: norms, projection, the transformer layer, the last norm."""
+    nested = [key.removeprefix(_NESTED) for key in inner if key.startswith(_NESTED)]
+    whole = [f"{_NESTED}{key}" for key in layer_order(nested, plans, implementation)]
+    order = [k for k in (*_BEFORE_NESTED, *whole, *_AFTER_NESTED) if k in inner]
+    if len(order) != len(inner):
+        raise Unnamed(f"the place of {min(set(inner).difference(order))} in a layer is not known")
+    return order
+
+
+def _precedences(inner: set[str], plans: Sequence[Plan]) -> dict[str, set[str]]:
+    """For each key, those that come before it in the layer in which a plan meets both first."""
+    before: dict[str, set[str]] = {key: set() for key in inner}
+    for plan in plans:
+        met: dict[tuple[str, int], list[str]] = {}
+        seen: set[str] = set()
+        for name, offset in plan:
+            spot = layer_key(name, offset)
+            if spot is None or spot.inner not in inner or name in seen:
+                continue
+            seen.add(name)
+            earlier = met.setdefault((spot.prefix, spot.number), [])
+            if spot.inner not in earlier:
+                before[spot.inner].update(earlier)
+                earlier.append(spot.inner)
+    return before
+
+
+def _is_local(before: Mapping[str, set[str]], implementation: str | None) -> bool:
+    norm = next((key for key in before if key.startswith(_QKV_NORM)), None)
+    if norm and _PROJECTION in before:
+        if norm in before[_PROJECTION]:
+            return True
+        if _PROJECTION in before[norm]:
+            return False
+    if implementation is None:
+        raise Unnamed("nothing says whether its norms are fused with the layers after them")
+    return implementation == "local"
+
+
+def _only_order(inner: Sequence[str], before: Mapping[str, set[str]]) -> list[str]:
+    """The one order that the plans allow."""
+    sorter = TopologicalSorter(before)
+    order: list[str] = []
+    try:
+        sorter.prepare()
+    except CycleError:
+        raise Unnamed("its ranks' plans disagree on the order of a layer's parameters") from None
+    while sorter.is_active():
+        ready = sorter.get_ready()
+        if len(ready) > 1:
+            raise Unnamed(
+                f"nothing says which of {' and '.join(sorted(ready)[:2])} comes first in a layer"
+            )
+        order += ready
+        sorter.done(*ready)
+    return order
+
+
+def module_name(prefix: str, layer: int, inner: str, *, local: bool) -> str:
+    """The name of a layer's parameter in the model: a local layer's norms are its own modules."""
+    own = inner.removeprefix(_NESTED)
+    outer = inner[: len(inner) - len(own)]
+    if local and own.startswith(_QKV_NORM):
+        own = f"input_layernorm.{own.removeprefix(_QKV_NORM)}"
+    elif local and own.startswith(_FC1_NORM):
+        own = f"pre_mlp_layernorm.{own.removeprefix(_FC1_NORM)}"
+    return f"{prefix}{layer}.{outer}{own}"
+
+
+def is_local(order: Sequence[str]) -> bool:
+    """Whether a layer's order is that of Megatron's own layers."""
+    own = [key.removeprefix(_NESTED) for key in order]
+    norms = [at for at, key in enumerate(own) if key.startswith(_QKV_NORM)]
+    return bool(norms) and _PROJECTION in own and norms[0] < own.index(_PROJECTION)
+
+
+_STACKED = re.compile(r"(.*\blayers\.)(?![0-9])(.+)")
+_NUMBERED = re.compile(r"(.*?\blayers\.)([0-9]{1,7})\.(.+)")
+_NUMBERED_EXPERT = re.compile(r"(.*\bmlp\.experts\.experts\.)([0-9]{1,7})\.(.+)")
+_HALF = re.compile(r"(.*\blinear_fc1\.(?:weight|bias))_[wv]")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKey:
+    """What a key says of its place: ``{prefix}{number}.{inner}``, and which expert's it is.
+
+    ``stacked`` is how many leading dims of the tensor count layers.
+    """
+
+    prefix: str
+    number: int
+    inner: str
+    expert: int | None
+    stacked: int
+
+
+@dataclass(slots=True)
+class Layer:
+    """One layer; ``keys`` are those it has in the checkpoint, by their inner name and expert."""
+
+    prefix: str
+    number: int
+    stacked: int
+    keys: dict[str, dict[int | None, str]] = field(default_factory=dict)
+
+
+def stacked(key: str) -> tuple[str, str] | None:
+    """What precedes and follows the layer's number, of a key that stacks layers; else None."""
+    match = _STACKED.fullmatch(key)
+    return (match[1], match[2]) if match else None
+
+
+def layer_key(key: str, offset: tuple[int, ...] | None) -> LayerKey | None:
+    """Where a key belongs, for the chunk at ``offset``; None for one outside of all layers."""
+    numbered = _NUMBERED.fullmatch(key)
+    if numbered:
+        return LayerKey(numbered[1], int(numbered[2]), *_inner(numbered[3]), 0)
+    both = stacked(key)
+    return LayerKey(both[0], offset[0], *_inner(both[1]), 1) if both and offset else None
+
+
+def _inner(name: str) -> tuple[str, int | None]:
+    half = _HALF.fullmatch(name)
+    name = half[1] if half else name
+    expert = _NUMBERED_EXPERT.fullmatch(name)
+    return (f"{expert[1]}{expert[3]}", int(expert[2])) if expert else (name, None)
+
+
+def with_whole_gates(model: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """The tensors, with those of which gate and up projection are two joined to one: [gate; up]."""
+    found: dict[str, TensorEntry] = {}
+    for name, entry in model.items():
+        half = _HALF.fullmatch(name)
+        other = model.get(f"{half[1]}_v") if half else None
+        if half is None or other is None or other.shape != entry.shape:
+            found[name] = entry
+        elif name.endswith("_w"):
+            found[half[1]] = replace(join([entry, other], 0), name=half[1])
+    return found
+
+
+def layers_among(
+    entries: Iterable[TensorEntry], ranks: set[int]
+) -> tuple[list[str], dict[tuple[str, int], Layer]]:
+    """The keys outside of layers, and the layers, of which one of ``ranks`` wrote a chunk.
+
+    A chunk of no known writer counts as the first rank's. Layers are in order of their numbers.
+    """
+    outer: dict[str, None] = {}
+    layers: dict[tuple[str, int], Layer] = {}
+    for entry in entries:
+        for chunk in entry.chunks:
+            if (chunk.rank or 0) not in ranks or is_buffer(entry.name):
+                continue
+            key = layer_key(entry.name, chunk.box.lo)
+            if key is None:
+                outer[entry.name] = None
+                continue
+            made = Layer(key.prefix, key.number, key.stacked)
+            layer = layers.setdefault((key.prefix, key.number), made)
+            layer.keys.setdefault(key.inner, {})[key.expert] = entry.name
+    return list(outer), dict(sorted(layers.items()))

@@ -1,0 +1,233 @@
+"""Which parameters each model-parallel rank of a ``torch_dist`` checkpoint has, in their order.
+
+A rank's part shows in the chunks: those of tensor-parallel parameters lie on a grid, those of a
+pipeline stage were written by its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+from ckptool.core.catalog import TensorEntry
+from ckptool.core.sharding.tensor_parallel import Cut, Fit, fit
+from ckptool.formats.dcp.metadata import Plan
+from ckptool.formats.megatron.arguments import Arguments
+from ckptool.formats.megatron.names import is_expert
+from ckptool.formats.megatron.optimizer.buckets import Group
+from ckptool.formats.megatron.optimizer.gathered import expected_buffers
+from ckptool.formats.megatron.optimizer.numbered import Unnamed
+from ckptool.formats.megatron.optimizer.order import (
+    Layer,
+    is_local,
+    is_stacked_expert,
+    layer_order,
+    layers_among,
+    module_name,
+    outer_order,
+    with_whole_gates,
+)
+from ckptool.formats.megatron.parameters import Held, Rank
+
+_EMBEDDING = "embedding.word_embeddings.weight"
+_EMBEDDINGS = (_EMBEDDING, "embedding.position_embeddings.weight")
+_PREDICTION = "mtp.layers."
+_EXPERTS = "mlp.experts.experts."
+
+
+@dataclass
+class Stages:
+    """The model's tensors, and which ranks of the save belong to which group.
+
+    ``fits`` fills up with the places of the parameters that were asked for.
+    """
+
+    model: dict[str, TensorEntry]
+    plans: Sequence[Plan]
+    args: Arguments
+    writers: Mapping[Group, frozenset[int]]
+    fits: dict[Held, Fit]
+
+    def fit_of(self, held: Held) -> Fit | str:
+        """Where a rank's parameter belongs in the whole one."""
+        return self.fits[held] if held.local else fit((), ())
+
+    def expected(self, group: Group) -> list[list[Held]]:
+        """The parameters of each of a group's buffers. Raises Unnamed where that is not known."""
+        experts = group[0] > 0
+        rank = self._rank(group[1], experts)
+        runs = [
+            [one for one in run if experts == (self.args.degree("EP") > 1 and is_expert(one.name))]
+            for run in self._runs(rank)
+        ]
+        return expected_buffers(runs, expert_parallel=False)[0]
+
+    def _rank(self, group: int, experts: bool) -> Rank:
+        tensor, pipeline = self.args.degree("TP"), self.args.degree("PP")
+        expert = self.args.degree("EP") if experts else 1
+        if experts:
+            tensor = self.args.integer("expert_tensor_parallel_size") or tensor
+        rank = group % tensor, group // (tensor * expert), group // tensor % expert
+        if rank[1] >= pipeline:
+            raise Unnamed(f"group {group} is beyond TP {tensor}, EP {expert} and PP {pipeline}")
+        return rank
+
+    def _runs(self, rank: Rank) -> list[list[Held]]:
+        """A rank's parameters by virtual pipeline stage."""
+        ranks = {writer for writer, stage in self._stage_of.items() if stage == rank[1]}
+        outer, layers = layers_among(self._whole.values(), ranks)
+        before, norms, heads = outer_order(outer)
+        prediction = [layer for layer in layers.values() if layer.prefix == _PREDICTION]
+        own = [layer for layer in layers.values() if layer.prefix != _PREDICTION]
+        found = [list(self._layers(run, rank)) for run in self._virtual(own)]
+        found[0] = [*self._outer(before, rank), *found[0]]
+        if prediction and rank[1]:
+            copied = [name for name in _EMBEDDINGS if name in self.model]
+            found[-1] = [*self._outer(copied, rank), *found[-1]]
+        found[-1] += [*self._outer(norms, rank), *self._layers(prediction, rank)]
+        found[-1] += [*self._outer(heads, rank), *self._tied(rank)]
+        return found
+
+    @cached_property
+    def _whole(self) -> dict[str, TensorEntry]:
+        return with_whole_gates(self.model)
+
+    @cached_property
+    def _stage_of(self) -> dict[int, int]:
+        """The pipeline stage of each rank of the save.
+
+        Ranks are laid out with the stages outermost, or inside data parallelism
+        (``--use-tp-pp-dp-mapping``); whose buckets a rank wrote tells which it is.
+        """
+        pipeline, tensor = self.args.degree("PP"), self.args.degree("TP")
+        world = max([len(self.plans), *(n + 1 for ranks in self.writers.values() for n in ranks)])
+        known = {
+            writer: self._rank(group[1], group[0] > 0)[1]
+            for group, writers in self.writers.items()
+            for writer in writers
+        }
+        outermost = {rank: rank * pipeline // world for rank in range(world)}
+        inside = {rank: rank // tensor % pipeline for rank in range(world)}
+        for layout in (outermost, inside):
+            if known.items() <= layout.items():
+                return layout
+        raise Unnamed("its ranks are laid out in neither of Megatron's orders")
+
+    def _virtual(self, layers: Sequence[Layer]) -> list[list[Layer]]:
+        """A stage's layers by virtual stage: with several stages, runs of consecutive numbers."""
+        prefixes = sorted({layer.prefix for layer in layers})
+        if len(prefixes) != 1:
+            raise Unnamed(f"layers have {len(prefixes)} names: {', '.join(prefixes) or 'none'}")
+        virtual = self.args.degree("VPP")
+        if virtual == 1:
+            return [list(layers)]
+        runs = [
+            [layer for _, layer in run]
+            for _, run in groupby(enumerate(layers), key=lambda pair: pair[1].number - pair[0])
+        ]
+        if len(runs) != virtual:
+            raise Unnamed(f"{len(runs)} runs of layers in a stage of {virtual} virtual stages")
+        return runs
+
+    def _layers(self, layers: Iterable[Layer], rank: Rank) -> Iterator[Held]:
+        for layer in layers:
+            order = self._order(tuple(sorted(layer.keys)))
+            local = is_local(order)
+            for key in order:
+                if not is_stacked_expert(key):
+                    name = module_name(layer.prefix, layer.number, key, local=local)
+                    yield self._held(name, layer.keys[key][None], rank, layer.stacked)
+            yield from self._experts(layer, [key for key in order if is_stacked_expert(key)], rank)
+
+    def _order(self, keys: tuple[str, ...]) -> list[str]:
+        if keys not in self._orders:
+            self._orders[keys] = layer_order(keys, self.plans, self.args.transformer)
+        return self._orders[keys]
+
+    @cached_property
+    def _orders(self) -> dict[tuple[str, ...], list[str]]:
+        return {}
+
+    def _experts(self, layer: Layer, keys: Sequence[str], rank: Rank) -> Iterator[Held]:
+        """The rank's experts: one after the other, or all of a grouped layer's weights first."""
+        if not keys:
+            return
+        if self.args.values.get("moe_use_legacy_grouped_gemm"):
+            raise Unnamed("its experts' weights lie transposed in the buffers")
+        numbers = self._own_experts(layer, layer.keys[keys[0]], rank)
+        grouped = bool(self.args.values.get("moe_grouped_gemm"))
+        pairs = (
+            [(key, n) for key in keys for n in numbers]
+            if grouped
+            else [(key, n) for n in numbers for key in keys]
+        )
+        for key, number in pairs:
+            outer, _, last = key.partition(_EXPERTS)
+            one = f"{last}{number}" if grouped else f"local_experts.{number}.{last}"
+            name = f"{layer.prefix}{layer.number}.{outer}mlp.experts.{one}"
+            stored = layer.keys[key]
+            if None in stored:
+                yield self._held(name, stored[None], rank, layer.stacked + 1)
+            else:
+                yield self._held(name, stored[number], rank, layer.stacked)
+
+    def _own_experts(
+        self, layer: Layer, stored: Mapping[int | None, str], rank: Rank
+    ) -> Sequence[int]:
+        """The numbers of the experts that a rank holds, of a stacked key or one key an expert."""
+        degree = self.args.degree("EP")
+        stacked = stored.get(None)
+        if stacked is None:
+            count = self.args.integer("num_experts") or len(stored)
+        else:
+            count = self._whole[stacked].shape[layer.stacked]
+        if count % degree:
+            raise Unnamed(f"{count} experts on {degree} expert-parallel ranks")
+        numbers = range(rank[2] * count // degree, (rank[2] + 1) * count // degree)
+        if stacked is None and not stored.keys() >= set(numbers):
+            raise Unnamed(f"keys of experts {sorted(map(str, stored))}, of {count} in all")
+        return numbers
+
+    def _outer(self, names: Sequence[str], rank: Rank) -> Iterator[Held]:
+        for name in names:
+            yield self._held(name, name, rank, 0)
+
+    def _tied(self, rank: Rank) -> Iterator[Held]:
+        """The last stage's own copy of an embedding that the output layer shares."""
+        last = self.args.degree("PP") - 1
+        untied = self.args.values.get("untie_embeddings_and_output_weights", True)
+        if 0 < last == rank[1] and not untied and _EMBEDDING in self.model:
+            yield self._held(_EMBEDDING, _EMBEDDING, rank, 0)
+
+    def _held(self, name: str, key: str, rank: Rank, prepended: int) -> Held:
+        entry = self._whole[key]
+        degree = self.args.degree("TP")
+        if is_expert(name):
+            degree = self.args.integer("expert_tensor_parallel_size") or degree
+        cuts, local = _cuts(entry, rank[0] % degree, degree, prepended)
+        held = Held(name, rank, 0, local, entry.dtype)
+        self.fits[held] = fit(local, cuts)
+        return held
+
+
+def _cuts(
+    entry: TensorEntry, index: int, degree: int, prepended: int
+) -> tuple[list[Cut], tuple[int, ...]]:
+    """How a tensor is cut among tensor-parallel ranks, from its chunks, and a rank's shape."""
+    whole = entry.shape[prepended:]
+    shapes = {chunk.box.shape[prepended:] for chunk in entry.chunks}
+    if len(shapes) != 1:
+        raise Unnamed(f"{entry.name} is not cut evenly")
+    local = list(shapes.pop())
+    cuts = []
+    for dim, (size, part) in enumerate(zip(whole, local, strict=True)):
+        blocks = size // part // degree if part and size % part == 0 else 0
+        if size == part:
+            continue
+        if blocks not in (1, 2) or blocks * degree * part != size:
+            raise Unnamed(f"{entry.name} is cut into {size} / {part} parts along dim {dim}")
+        cuts.append(Cut(dim, index, degree, (1,) * blocks))
+        local[dim] = part * blocks
+    return cuts, tuple(local)

@@ -1,0 +1,246 @@
+"""The folders ``mp_rank_TT[_PPP][_EEE]`` of Megatron's own format, one a model-parallel rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+from ckptool.core.catalog import Index, flat_name
+from ckptool.errors import Damaged, Problem, Refusal, refused
+from ckptool.formats.megatron.arguments import Arguments, arguments
+from ckptool.formats.megatron.names import layer_counts, local_experts
+from ckptool.formats.megatron.parameters import Rank
+from ckptool.serialization.archive.read import TorchFile, read_torch_file
+from ckptool.serialization.source import MOST_RANKS, Source, expect_archives
+from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, read_leaves
+
+STATE = "model_optim_rng.pt"
+OPTIMIZER = "distrib_optim.pt"
+_LAYER_WISE = re.compile(r"mp_rank_[0-9_]+/layer_wise_optimizer_[0-9]+\.pt")
+_FOLDER = re.compile(
+    rf"mp_rank_([0-9]{{2,6}})(?:_([0-9]{{3,6}}))?(?:_([0-9]{{3,6}}))?/{re.escape(STATE)}"
+)
+_MODEL = re.compile(r"model([0-9]{0,4})")
+_AXES = ("tensor", "pipeline", "expert")
+_DEGREES = ("TP", "PP", "EP")
+
+
+@dataclass(frozen=True, slots=True)
+class RankFolder:
+    """What the files of one model-parallel rank hold, before its names are those of the model.
+
+    ``runs`` are the model's tensors by virtual pipeline stage, in the model's order; ``rest`` is
+    all else, the model's other values under ``model`` or ``modelN`` among it.
+    """
+
+    rank: Rank
+    number: int
+    file: TorchFile
+    runs: dict[int, dict[str, PlainLeaf]]
+    rest: dict[str, Leaf]
+    distributed: TorchFile | None
+
+    def values(self, key: str) -> Any:
+        """What the state dict holds under a key, or None."""
+        return self.file.inert.get(key) if isinstance(self.file.inert, dict) else None
+
+
+def read_folders(source: Source) -> tuple[list[RankFolder], Arguments]:
+    """All ranks' folders in order of expert, pipeline and tensor rank, and the first's arguments.
+
+    Damaged where a rank is missing, or where names alone cannot tell pipeline from expert ranks.
+    """
+    names = sorted(name for name in source.files if _FOLDER.fullmatch(name))
+    expect_archives(source, names)
+    files = {name: read_torch_file(source, name) for name in names}
+    first = files[names[0]].inert
+    args = arguments(first.get("args") if isinstance(first, dict) else None)
+    ranks = {_rank(name, args): name for name in names}
+    _require_all(ranks, args)
+    _require_own(ranks, {name: _written_by(file) for name, file in files.items()})
+    ordered = sorted(ranks, key=lambda rank: rank[::-1])
+    _require_optimizers(source, [ranks[rank].replace(STATE, OPTIMIZER) for rank in ordered], args)
+    return [
+        _folder(source, rank, number, files[ranks[rank]], ranks[rank])
+        for number, rank in enumerate(ordered)
+    ], args
+
+
+def _rank(name: str, args: Arguments) -> Rank:
+    match = _FOLDER.fullmatch(name)
+    numbers = [int(part) for part in match.groups() if part] if match else []
+    if max(numbers) > MOST_RANKS:
+        raise Damaged(Problem(f"{name}: rank {max(numbers):,}", "rank-missing"))
+    if len(numbers) == 3:
+        return numbers[0], numbers[1], numbers[2]
+    if len(numbers) == 1:
+        return numbers[0], 0, 0
+    pipeline, expert = args.degree("PP") > 1, args.degree("EP") > 1
+    if pipeline == expert:
+        raise Damaged(
+            Problem(
+                f"{name}: {numbers[1]} may be a pipeline or an expert rank, and the arguments saved"
+                f" in it state PP {args.degree('PP')} and EP {args.degree('EP')}",
+                "sharding-unknown",
+            )
+        )
+    return (numbers[0], numbers[1], 0) if pipeline else (numbers[0], 0, numbers[1])
+
+
+def layer_wise_conflict(source: Source) -> dict[str, str]:
+    """Why the state of a layer-wise optimizer, which distributes whole parameters, is not read.
+
+    ``LayerWiseDistributedOptimizer`` (megatron-core 0.16 to 0.20) saves a file a data rank;
+    which parameters a rank had is not recorded.
+    """
+    files = sorted(name for name in source.files if _LAYER_WISE.fullmatch(name))
+    if not files:
+        return {}
+    name = "optimizer.layer_wise"
+    return {
+        name: f"{name}: the state of a layer-wise optimizer lies in {files[0]} and"
+        f" {len(files) - 1} more files, and nothing records which parameters are whose"
+    }
+
+
+def virtual_stage(key: str) -> int | None:
+    """Which virtual stage's model lies under a key of the state dict: ``model``, ``model1``."""
+    match = _MODEL.fullmatch(key)
+    return int(match[1] or 0) if match else None
+
+
+def degrees(ranks: Mapping[Rank, object] | list[Rank]) -> Rank:
+    """How many tensor-, pipeline- and expert-parallel ranks there are."""
+    sizes = [max(rank[axis] for rank in ranks) + 1 for axis in range(3)]
+    return sizes[0], sizes[1], sizes[2]
+
+
+def _written_by(file: TorchFile) -> int | None:
+    """The global rank that wrote a folder, as the arguments saved in it say; None where not."""
+    args = arguments(file.inert.get("args") if isinstance(file.inert, dict) else None)
+    rank = args.values.get("rank")
+    return rank if type(rank) is int else None
+
+
+def _require_own(ranks: Mapping[Rank, str], writers: Mapping[str, int | None]) -> None:
+    """Damaged where folders took each other's place.
+
+    Global ranks grow with each of the three, in whatever order they are counted. Tools that write
+    all folders in one process save the same rank in each.
+    """
+    known = {rank: n for rank, name in ranks.items() if (n := writers[name]) is not None}
+    if len(set(known.values())) < len(ranks):
+        return
+    for rank, other in _neighbours(known):
+        if known[rank] > known[other]:
+            message = f"{ranks[rank]} was written by rank {known[rank]}, {ranks[other]} by rank"
+            message += f" {known[other]}: folders took each other's place"
+            raise Damaged(Problem(message, "rank-copied", file=ranks[rank]))
+
+
+def _neighbours(ranks: Iterable[Rank]) -> Iterator[tuple[Rank, Rank]]:
+    """Yield each rank with the next one along each axis, that is, with the other two the same."""
+    for axis in range(3):
+        lines: dict[tuple[int, ...], list[Rank]] = {}
+        for rank in ranks:
+            lines.setdefault(rank[:axis] + rank[axis + 1 :], []).append(rank)
+        for line in lines.values():
+            yield from pairwise(sorted(line))
+
+
+def _require_all(ranks: Mapping[Rank, str], args: Arguments) -> None:
+    stated = tuple(args.integer(f"{axis}_model_parallel_size") for axis in _AXES)
+    for rank, name in ranks.items():
+        if any(said and n >= said for n, said in zip(rank, stated, strict=True)):
+            degrees_ = " x ".join(
+                f"{k} {said or 1}" for k, said in zip(_DEGREES, stated, strict=True)
+            )
+            message = f"{name} is of no rank of {degrees_}, which the arguments in it state"
+            raise Damaged(
+                Problem(message, "saves-mixed", file=name),
+                hint="an earlier save with more ranks left it behind? move it away",
+            )
+    sizes = [max(size, said or 1) for size, said in zip(degrees(ranks), stated, strict=True)]
+    lacking = prod(sizes) - len(ranks)
+    own = args.integer("expert_tensor_parallel_size")
+    if lacking and (own is None or own == sizes[0] or sizes[2] == 1):
+        tensor, pipeline, expert = map(range, sizes)  # a product would hold every number stated
+        every = ((t, p, e) for t in tensor for p in pipeline for e in expert)
+        missing = next(rank for rank in every if rank not in ranks)
+        what = ", ".join(f"{k} rank {n}" for k, n in zip(_DEGREES, missing, strict=True))
+        message = (
+            f"the folder of {what} is missing ({lacking} of"
+            f" {' x '.join(map(str, sizes))} model-parallel ranks)"
+        )
+        raise Damaged(Problem(message, "rank-missing"))
+
+
+def _require_optimizers(source: Source, names: Sequence[str], args: Arguments) -> None:
+    """All ranks have a distributed optimizer's file, or none has: experts' may be elsewhere."""
+    missing = [name for name in names if name not in source.files]
+    if missing and len(missing) < len(names) and args.degree("EP") == 1:
+        message = (
+            f"{missing[0]!r} is missing, which {len(names) - len(missing)} of {len(names)}"
+            " model-parallel ranks have"
+        )
+        raise Damaged(Problem(message, "file-missing", file=missing[0]))
+
+
+def _folder(source: Source, rank: Rank, number: int, file: TorchFile, name: str) -> RankFolder:
+    beside = name.replace(STATE, OPTIMIZER)
+    distributed = read_torch_file(source, beside) if beside in source.files else None
+    runs: dict[int, dict[str, PlainLeaf]] = {}
+    rest: dict[str, Leaf] = {}
+    for full, leaf in read_leaves(file, source, refuse=True).items():
+        virtual = virtual_stage(str(leaf.path[0])) if len(leaf.path) > 1 else None
+        if isinstance(leaf.value, Refusal):
+            rest[full] = leaf
+        elif virtual is not None and isinstance(leaf.value, PlainLeaf):
+            runs.setdefault(virtual, {})[full.partition(".")[2]] = leaf.value
+        elif not _is_state(leaf.path):
+            rest[full] = leaf
+    _require_numbers(runs, rest, name)
+    if not runs:
+        raise Damaged(Problem(f"{name}: no model in it", "data-missing"))
+    if distributed is not None:
+        state = read_leaves(distributed, source, prefix=("optimizer", "state"), refuse=True)
+        rest |= {full: leaf for full, leaf in state.items() if isinstance(leaf.value, Refusal)}
+    return RankFolder(rank, number, file, runs, rest, distributed)
+
+
+def _require_numbers(
+    runs: Mapping[int, Mapping[str, object]], rest: Mapping[str, Leaf], file: str
+) -> None:
+    """Raise where what is refused of a model may be all that tells of a layer or an expert.
+
+    The numbers of those in later stages, and on other ranks, follow from how many there are.
+    """
+    for leaf in rest.values():
+        virtual = virtual_stage(str(leaf.path[0])) if len(leaf.path) > 1 else None
+        if virtual is None or not isinstance(leaf.value, Refusal):
+            continue
+        known = list(runs.get(virtual, ()))
+        every = [*known, flat_name(leaf.path[1:])]
+        if (layer_counts(known), local_experts(known)) != (
+            layer_counts(every),
+            local_experts(every),
+        ):
+            raise refused([leaf.value], subject=file)
+
+
+def _is_state(path: tuple[Any, ...]) -> bool:
+    """Whether a path leads into the optimizer's state, which has numbers for names, or to those.
+
+    The numbers of a group's parameters (``params``) say nothing once the state has names.
+    """
+    steps = [step for step in path[:7] if not isinstance(step, Index)]
+    inner = steps[2:] if steps[1:2] == ["optimizer"] else steps[1:]
+    return steps[:1] == ["optimizer"] and (
+        inner[:1] == ["state"]
+        or inner[:2] == ["param_groups", "params"]
+        or steps[1:2] == ["fp32_from_fp16_params"]
+    )

@@ -1,0 +1,83 @@
+"""A folder that accelerate saved: model and optimizer as families of files, and what lies beside.
+
+From FSDP with DCP, ``pytorch_model_fsdp_0/`` (in old versions ``pytorch_model_0/``) and
+``optimizer_0/`` are DCP folders (accelerate 1.15); else ``model.safetensors`` or its shards hold
+the model, and ``optimizer.bin`` the optimizer. Scheduler, sampler and random states lie beside
+them, also where transformers' Trainer saved. The family begins each name, unless all names begin
+with it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from ckptool.core.catalog import Catalog
+from ckptool.core.rewrite import with_prefix
+from ckptool.formats import dcp, torch_save
+from ckptool.formats import rank_files as rank_local
+from ckptool.formats.base import Format, ScanOptions
+from ckptool.formats.companions import relocated, scanned_below, together
+from ckptool.formats.safetensors import huggingface as hf
+from ckptool.serialization.source import Source
+
+_PART = re.compile(
+    r"(?P<folder>(?P<family>pytorch_model(_fsdp)?|optimizer)_(?P<number>\d+))/\.metadata"
+)
+_RANDOM_STATES = re.compile(r"random_states_\d+\.pkl")
+_FAMILIES = {"pytorch_model_fsdp": "model", "pytorch_model": "model", "optimizer": "optimizer"}
+
+
+def _parts(source: Source) -> dict[str, str]:
+    """Subfolder to family, the model first."""
+    found = {}
+    for match in filter(None, map(_PART.fullmatch, sorted(source.files, reverse=True))):
+        number = "" if match["number"] == "0" else f"_{match['number']}"
+        found[match["folder"]] = _FAMILIES[match["family"]] + number
+    return found
+
+
+def _probe(source: Source) -> bool:
+    return bool(_parts(source)) or _whole_model(source) is not None
+
+
+def _whole_model(source: Source) -> Format | None:
+    """What reads the model where it is not in DCP folders, but as Hugging Face's shards.
+
+    Random states by accelerate's name tell its folders from models that are only that.
+    """
+    if not any(map(_RANDOM_STATES.fullmatch, source.files)):
+        return None
+    if hf.FORMAT.probe(source):
+        return hf.FORMAT
+    return torch_save.FORMAT if torch_save.INDEX in source.files else None
+
+
+def _scan(source: Source, options: ScanOptions) -> Catalog:
+    catalogs = []
+    whole = _whole_model(source)
+    if whole is not None:
+        catalogs.append(with_prefix(whole.scan(source, options), "model"))
+    for folder, family in _parts(source).items():
+        inner = scanned_below(dcp.FORMAT.scan, source, folder, options)
+        catalogs.append(relocated(_in_family(inner, family), folder))
+    if rank_local.FORMAT.probe(source):
+        catalogs.append(rank_local.FORMAT.scan(source, options))
+    writer = {"writer": "accelerate (by its file names)"}
+    return replace(together(*catalogs), format="accelerate", info=writer)
+
+
+def _in_family(catalog: Catalog, family: str) -> Catalog:
+    if all(name.startswith(f"{family}.") for name in (*catalog.tensors, *catalog.objects)):
+        return catalog
+    return with_prefix(catalog, family)
+
+
+FORMAT = Format(
+    "accelerate",
+    "accelerate's folder: model, optimizer, and what lies beside",
+    _probe,
+    _scan,
+    locate=dcp.FORMAT.locate,
+    takes_world_size=True,
+)

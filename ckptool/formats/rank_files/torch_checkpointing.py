@@ -1,0 +1,140 @@
+"""``metadata.pkl`` of torch_checkpointing 0.1.1: the sharding that files do not say themselves.
+
+It is a pickle of plain containers: ``{version, world_size, metadata: {item: {
+nested_path_to_metadata: {json path: [{sharding_metadata, ranks}]}, rank_to_layout_info}}}``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptool.core.box import row_major_strides
+from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
+from ckptool.errors import Damaged, Problem, coded
+from ckptool.serialization.archive.dtensor import DTensorShare, flat_ints
+from ckptool.serialization.archive.storage import Storage, StoredTensor, natural, sizes
+from ckptool.serialization.pickle.load import read_pickle
+from ckptool.serialization.safetensors import StoredSlice, read_safetensors
+from ckptool.serialization.source import Source, read_metadata
+from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, ShareLeaf
+
+METADATA = "metadata.pkl"
+
+
+_SHARD = re.compile(r"(.+)_([0-9]{1,9})\.safetensors")
+
+
+def is_uncommitted(source: Source) -> bool:
+    """Whether there is no ``metadata.pkl``, but a safetensors and a JSON file for each rank."""
+    shards = [match for match in map(_SHARD.fullmatch, source.files) if match]
+    ranks = sorted({int(match[2]) for match in shards})
+    if METADATA in source.files or len(ranks) < 2 or ranks != list(range(len(ranks))):
+        return False
+    values = {name.removesuffix("_0.json") for name in source.files if name.endswith("_0.json")}
+    return any(all(f"{item}_{rank}.json" in source.files for rank in ranks) for item in values)
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """What ``metadata.pkl`` declares: world size, and sharding records by item, path and rank."""
+
+    world_size: int
+    items: Mapping[str, Mapping[tuple[Any, ...], Mapping[int, Mapping[str, Any]]]]
+
+
+def read(source: Source) -> Declared | None:
+    """The declarations, or None where the folder has none of this kind."""
+    if METADATA not in source.files:
+        return None
+    with coded("metadata-unreadable", file=METADATA):
+        return _declared(read_pickle(read_metadata(source, METADATA), what=METADATA).value)
+
+
+def _declared(value: Any) -> Declared:
+    try:
+        items = {str(item): _by_path(entry) for item, entry in value["metadata"].items()}
+        return Declared(natural(value["world_size"]), items)
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
+        raise Damaged(f"{METADATA}: not as torch_checkpointing writes it") from None
+
+
+def _by_path(entry: Mapping[str, Any]) -> dict[tuple[Any, ...], dict[int, Mapping[str, Any]]]:
+    paths = entry["nested_path_to_metadata"]
+    if isinstance(paths, str):
+        raise TypeError("nested_path_to_metadata is text")
+    found: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}
+    for path, records in paths.items():
+        by_rank = found.setdefault(tuple(json.loads(path)), {})
+        for record in records:
+            for rank in record["ranks"]:
+                by_rank[int(rank)] = record["sharding_metadata"]
+    return found
+
+
+def safetensors_leaves(
+    source: Source, file: str, item: str, rank: int, declared: Declared
+) -> dict[str, Leaf]:
+    """The tensors of one rank's safetensors file, sharded as the metadata declares."""
+    records = declared.items.get(item, {})
+    by_name = {".".join(map(str, path)): (path, ranks) for path, ranks in records.items()}
+    leaves = {}
+    for name, stored in read_safetensors(source, file).tensors.items():
+        path, ranks = by_name.get(name, ((name,), {}))
+        leaves[name] = Leaf(path, _leaf(stored, ranks.get(rank), rank))
+    return leaves
+
+
+def _leaf(
+    stored: StoredSlice, record: Mapping[str, Any] | None, rank: int
+) -> PlainLeaf | ShareLeaf:
+    local = _as_stored_tensor(stored)
+    if record is None:
+        return PlainLeaf(stored.at, local)
+    try:
+        if record["type"] != "DTensorShardingMetadata":
+            return PlainLeaf(stored.at, local)
+        return ShareLeaf(_share(stored, local, record["data"], rank), (stored.at,))
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
+        message = f"{METADATA}: a sharding record that is not as it should be"
+        raise Damaged(Problem(message, "dtensor-contradiction", file=METADATA)) from None
+
+
+def _share(
+    stored: StoredSlice, local: StoredTensor, data: Mapping[str, Any], rank: int
+) -> DTensorShare:
+    mesh = data["mesh_spec"]
+    names = mesh.get("mesh_dim_names")
+    return DTensorShare(
+        stored.dtype,
+        sizes(data["global_shape"]),
+        local,
+        Mesh(
+            sizes(mesh["mesh_shape"]), tuple(names) if names else None, flat_ints(mesh["mesh_data"])
+        ),
+        tuple(map(_placement, data["placements"])),
+        rank,
+        None,
+    )
+
+
+def _as_stored_tensor(stored: StoredSlice) -> StoredTensor:
+    numel = 1
+    for n in stored.shape:
+        numel *= n
+    storage = Storage("", stored.dtype, numel)
+    return StoredTensor(storage, stored.dtype, stored.shape, row_major_strides(stored.shape, 1), 0)
+
+
+def _placement(record: Mapping[str, Any]) -> Placement:
+    kind = record["type"]
+    if kind == "Shard":
+        return Shard(int(record["dim"]))
+    if kind in ("StridedShard", "_StridedShard"):
+        return StridedShard(int(record["dim"]), int(record["split_factor"]))
+    if kind == "Replicate":
+        return Replicate()
+    raise Damaged(f"{METADATA}: unknown placement {kind!r}")

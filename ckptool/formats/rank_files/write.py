@@ -1,0 +1,264 @@
+"""Lay out one file a rank: torch.save files, and those of torch_checkpointing.
+
+Lay out one torch.save file a rank, whose tensors are DTensors on a new mesh.
+
+``checkpoint_{rank}.pt``, as the writer of ``torch.distributed.checkpoint._experimental`` (torch
+2.13) calls them.
+
+Lay out what torch_checkpointing 0.1.1 writes: ``<item>_{rank}.pt`` and ``metadata.pkl``.
+
+Each key at the top of the state dict is an item. Its file of a rank is a torch.save of the value,
+with DTensors; ``metadata.pkl`` (version 2.0, plain containers) records the sharding of every
+tensor, from which its ``DefaultResharder`` loads onto another mesh.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import Catalog, Index, Path, TensorEntry, tied
+from ckptool.core.layout import FileLayout, Layout, Literal
+from ckptool.core.mesh import Mesh, Placement, Placements, Shard, StridedShard
+from ckptool.core.sharding.placement import Placed
+from ckptool.errors import CannotDo
+from ckptool.formats.base import Request
+from ckptool.formats.rank_files.torch_checkpointing import METADATA
+from ckptool.formats.writing import companion_files, placed_of, plain_objects
+from ckptool.serialization.archive.dtensor_write import RankRecords
+from ckptool.serialization.archive.write import torch_archive
+from ckptool.serialization.pickle.write import TensorRef, contiguous_strides
+from ckptool.serialization.state_dict.tree import nest
+
+
+def lay_out_rank_files(catalog: Catalog, request: Request) -> Layout:
+    """One file a rank: its shards of the tensors, and the same values in each.
+
+    Raises CannotDo where the request has no mesh.
+    """
+    tensors = RankTensors(catalog, placed_of(request))
+    objects, notes = plain_objects(catalog)
+    values: list[tuple[Path, Any]] = [(entry.path, entry.value) for entry in objects]
+    files = companion_files(catalog)
+    for rank in range(tensors.mesh.size):
+        stem = f"checkpoint_{rank}"
+        state = nest([*tensors.leaves(rank), *values])
+        files.append(FileLayout(f"{stem}.pt", tuple(torch_archive(state, root=stem)), rank))
+    return Layout(tuple(files), folder=True, notes=(*notes, *tensors.notes))
+
+
+def stays_plain(catalog: Catalog, entry: TensorEntry) -> bool:
+    """Whether a tensor is no DTensor: the source says so or, where it is silent, a scalar is not.
+
+    Scalars such as an optimizer's step and buffers are plain tensors on every rank.
+    """
+    if catalog.mesh_source == "declared":
+        return entry.placements is None
+    return not entry.shape
+
+
+class RankTensors:
+    """What the file of each rank holds of a catalog's tensors, once they are cut for a mesh.
+
+    Tied tensors share a storage again, where they are placed alike.
+    """
+
+    def __init__(self, catalog: Catalog, placed: Placed) -> None:
+        self.mesh = placed.mesh
+        self._entries = list(catalog.tensors.values())
+        self._placements = placed.placements
+        self._plain = {entry.name for entry in self._entries if stays_plain(catalog, entry)}
+        self._shards = {
+            entry.name: placed.shards(entry)
+            for entry in self._entries
+            if entry.name not in self._plain
+        }
+        self._stored = {entry.name: entry for entry in self._entries} | self._tied(catalog)
+
+    def _tied(self, catalog: Catalog) -> dict[str, TensorEntry]:
+        """Each tied tensor with the first of its group that is placed as it is."""
+        found: dict[str, TensorEntry] = {}
+        for names in tied(catalog):
+            first: dict[Any, TensorEntry] = {}
+            for name in names:
+                key = name in self._plain or self._placements[name]
+                found[name] = first.setdefault(key, catalog.tensors[name])
+        return found
+
+    @property
+    def notes(self) -> list[str]:
+        """Which tensors are whole on every rank though their placements would cut them."""
+        whole = [name for name in self._plain if _cuts(self._placements.get(name, ()))]
+        if not whole:
+            return []
+        listed = ", ".join(sorted(whole)[:8]) + (", ..." if len(whole) > 8 else "")
+        return [f"plain tensors, so whole on every rank: {listed}"]
+
+    def is_plain(self, name: str) -> bool:
+        """Whether a tensor is whole in the file of every rank, and no DTensor."""
+        return name in self._plain
+
+    def leaves(self, rank: int) -> list[tuple[Path, Any]]:
+        """The tensors of a rank's file with their paths, as ``torch_archive`` takes them."""
+        records = RankRecords(self.mesh, rank)
+        position = self.mesh.ranks.index(rank)
+        return [(entry.path, self._leaf(entry, records, position)) for entry in self._entries]
+
+    def _leaf(self, entry: TensorEntry, records: RankRecords, position: int) -> Any:
+        stored = self._stored[entry.name]
+        if entry.name in self._plain:
+            return TensorRef(stored, Box.whole(entry.shape))
+        shard = self._shards[entry.name][position]
+        return records.dtensor(stored, shard, self._placements[entry.name])
+
+
+def _cuts(placements: Placements) -> bool:
+    return any(isinstance(item, Shard | StridedShard) for item in placements)
+
+
+_FLAT = "model"
+
+
+def lay_out_torch_checkpointing(catalog: Catalog, request: Request) -> Layout:
+    """One file an item and rank, and ``metadata.pkl`` as the last file.
+
+    A state dict without levels becomes the item ``model``. Raises CannotDo where the request has
+    no mesh, or a name cannot be an item's.
+    """
+    placed = placed_of(request)
+    objects, notes = plain_objects(catalog)
+    outline = _Outline(catalog)
+    tensors = RankTensors(catalog, placed)
+    files = companion_files(catalog)
+    values = [(entry.path, entry.value) for entry in objects]
+    for rank in range(placed.mesh.size):
+        leaves = [(outline.path(path), leaf) for path, leaf in tensors.leaves(rank)]
+        for item, value in _by_item([*leaves, *values]).items():
+            files.append(FileLayout(f"{item}_{rank}.pt", tuple(torch_archive(value)), rank))
+    metadata = _metadata(catalog, placed, tensors, outline)
+    files.append(FileLayout(METADATA, (Literal(pickle.dumps(metadata, protocol=4)),)))
+    return Layout(tuple(files), folder=True, notes=(*notes, *tensors.notes))
+
+
+class _Outline:
+    """Where the tensors of a catalog stand among the items."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        paths = [entry.path for entry in catalog.tensors.values()]
+        self._flat = bool(paths) and all(len(path) < 2 for path in paths)
+
+    def path(self, path: Path) -> Path:
+        """The path with its item in front."""
+        return (_FLAT, *path) if self._flat else path
+
+
+def _by_item(leaves: Sequence[tuple[Path, Any]]) -> dict[str, Any]:
+    """The value of each item, nested."""
+    inside: dict[str, list[tuple[Path, Any]]] = {}
+    for path, leaf in leaves:
+        inside.setdefault(_item(path), []).append((path[1:], leaf))
+    for item, parts in inside.items():
+        if len(parts) > 1 and any(not path for path, _ in parts):
+            raise CannotDo(f"{item!r} is both a value and holds others")
+    return {item: nest(parts) for item, parts in inside.items()}
+
+
+def _item(path: Path) -> str:
+    """The item of a path; CannotDo where its name cannot begin a file name."""
+    item = str(path[0]) if path else "value"
+    if not item or item.startswith(".") or any(c in "/\\" or ord(c) < 32 for c in item):
+        raise CannotDo(
+            f"torch_checkpointing names files by the top of the state dict, not {item!r}",
+            hint="ckptool convert --rename or --drop it first",
+        )
+    return item
+
+
+# metadata.pkl
+
+
+@dataclass(frozen=True, slots=True)
+class _Records:
+    """Sharding records of tensors; those of one mesh share its description, as in the library."""
+
+    mesh: dict[str, Any]
+    world: dict[str, Any]
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> _Records:
+        ranks = tuple(range(mesh.size))
+        own = _mesh_spec(mesh.shape, mesh.ranks, mesh.names)
+        return cls(own, _mesh_spec((mesh.size,), ranks, None), ranks)
+
+    def record(
+        self, entry: TensorEntry, placements: Sequence[Placement] | None
+    ) -> list[dict[str, Any]]:
+        """What a tensor is on all ranks; plain ones count as replicated over the world."""
+        data = {
+            "global_shape": list(entry.shape),
+            "dtype": f"torch.{entry.dtype.name}",
+            "stride": list(contiguous_strides(entry.shape)),
+            "mesh_spec": self.world if placements is None else self.mesh,
+            "placements": [{"type": "Replicate"}]
+            if placements is None
+            else [_placement(item, len(entry.shape)) for item in placements],
+        }
+        sharding = {"type": "DTensorShardingMetadata", "data": data}
+        return [{"sharding_metadata": sharding, "ranks": self.ranks}]
+
+
+def _metadata(
+    catalog: Catalog, placed: Placed, tensors: RankTensors, outline: _Outline
+) -> dict[str, Any]:
+    """``DistributedMetadata.to_dict()``. Items without tensors are not in it."""
+    records = _Records.of(placed.mesh)
+    items: dict[str, dict[str, Any]] = {}
+    for name, entry in catalog.tensors.items():
+        path = outline.path(entry.path)
+        placements = None if tensors.is_plain(name) else placed.placements[name]
+        inside = items.setdefault(_item(path), {})
+        inside[_nested_path(name, path[1:])] = records.record(entry, placements)
+    default = dict.fromkeys(records.ranks)
+    return {
+        "metadata": {
+            item: {"nested_path_to_metadata": inside, "rank_to_layout_info": dict(default)}
+            for item, inside in items.items()
+        },
+        "world_size": placed.mesh.size,
+        "version": "2.0",
+    }
+
+
+def _nested_path(name: str, path: Path) -> str:
+    steps = [step.position if isinstance(step, Index) else step for step in path]
+    if not all(step is None or isinstance(step, str | int | float) for step in steps):
+        raise CannotDo(f"{name}: a key of its path is neither text nor a number")
+    return json.dumps(steps, separators=(",", ":"))
+
+
+def _mesh_spec(
+    shape: tuple[int, ...], ranks: tuple[int, ...], names: tuple[str, ...] | None
+) -> dict[str, Any]:
+    return {
+        "device_type": "cpu",
+        "mesh_shape": shape,
+        "mesh_data": ranks,
+        "mesh_dim_names": names,
+    }
+
+
+def _placement(item: Placement, rank: int) -> dict[str, Any]:
+    if isinstance(item, StridedShard):
+        return {
+            "type": "StridedShard",
+            "dim": item.dim % rank,
+            "split_factor": item.split_factor,
+        }
+    if isinstance(item, Shard):
+        return {"type": "Shard", "dim": item.dim % rank}
+    return {"type": "Replicate"}

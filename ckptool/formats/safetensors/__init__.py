@@ -1,0 +1,146 @@
+"""One safetensors file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import Catalog, Chunk, ObjectEntry, TensorEntry
+from ckptool.core.layout import Layout
+from ckptool.errors import Problem, Unrecognised, damaged
+from ckptool.formats.base import EXTRA, Format, Request, ScanOptions
+from ckptool.formats.writing import NOT_CARRIED, extra_file, plain_objects, tied_notes
+from ckptool.serialization.archive.read import read_torch_file
+from ckptool.serialization.safetensors import (
+    OutgoingSlice,
+    lay_out_safetensors,
+    looks_like_safetensors,
+    read_safetensors,
+)
+from ckptool.serialization.source import Source
+from ckptool.serialization.state_dict.assemble import assemble
+from ckptool.serialization.state_dict.leaves import read_leaves
+
+
+def _main_file(source: Source) -> str | None:
+    """The one file of a source, apart from what ckptool put beside it."""
+    files = [name for name in source.files if not name.endswith(EXTRA)]
+    return files[0] if len(files) == 1 else None
+
+
+def _probe(source: Source) -> bool:
+    file = _main_file(source)
+    if file is None:
+        return False
+    size = source.files[file]
+    named = file.endswith(".safetensors")
+    return named or looks_like_safetensors(source.read(file, 0, min(size, 9)), size)
+
+
+def _scan(source: Source, options: ScanOptions) -> Catalog:
+    file = _main_file(source)
+    if file is None:
+        raise Unrecognised(f"{source.root}: not one safetensors file")
+    tensors, metadata = whole_tensors(source, file, options)
+    info = {"writer": "safetensors"} | {f"metadata.{k}": v for k, v in metadata.items()}
+    catalog = Catalog(
+        "safetensors",
+        tensors,
+        {},
+        {file: source.files[file]},
+        1,
+        info=info,
+        notes=header_notes({file: metadata}),
+    )
+    return with_extra(catalog, source, file.removesuffix(".safetensors") + EXTRA)
+
+
+def with_extra(catalog: Catalog, source: Source, extra: str) -> Catalog:
+    """The catalog with the tensors and values of the extra file, where there is one."""
+    if extra not in source.files:
+        return catalog
+    found = assemble({0: read_leaves(read_torch_file(source, extra), source, refuse=True)})
+    twice = sorted(found.tensors.keys() & catalog.tensors.keys())
+    if found.problems or twice:
+        problems = [*found.problems, *(f"{n}: also in the main file" for n in twice)]
+        raise damaged(problems, subject=extra, hint=f"{extra} belongs to another checkpoint")
+    return replace(
+        catalog,
+        tensors=catalog.tensors | found.tensors,
+        objects=catalog.objects | found.objects,
+        conflicts=catalog.conflicts | found.conflicts,
+        files=catalog.files | {extra: source.files[extra]},
+    )
+
+
+_WRITTEN_ANEW = frozenset(["format", "DCP_VERSION", "DCP_SHARDING_INFO"])
+
+
+def header_notes(metadata: Mapping[str, Mapping[str, str]]) -> tuple[Problem, ...]:
+    """A note for each file whose header says more than what writers of the format say."""
+    said = {file: sorted(of.keys() - _WRITTEN_ANEW) for file, of in metadata.items()}
+    return tuple(
+        Problem(f"not carried: metadata of {file}: {_some(names)}", NOT_CARRIED, file=file)
+        for file, names in said.items()
+        if names
+    )
+
+
+def whole_tensors(
+    source: Source, file: str, options: ScanOptions
+) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """The tensors of a file that holds whole ones, and the file's metadata."""
+    header = read_safetensors(source, file, options.found)
+    tensors = {
+        name: TensorEntry(
+            name, (name,), item.dtype, item.shape, (Chunk(Box.whole(item.shape), item.at),)
+        )
+        for name, item in header.tensors.items()
+    }
+    return tensors, header.metadata
+
+
+def split_by_support(catalog: Catalog) -> tuple[list[TensorEntry], list[TensorEntry]]:
+    """Tensors whose element type safetensors has a name for, and the others."""
+    fitting: list[TensorEntry] = []
+    others: list[TensorEntry] = []
+    for entry in catalog.tensors.values():
+        scalar_pair = entry.dtype.safetensors == "F4" and not entry.shape
+        supported = entry.dtype.safetensors and not scalar_pair
+        (fitting if supported else others).append(entry)
+    return fitting, others
+
+
+def extras(
+    catalog: Catalog, others: list[TensorEntry], path: str
+) -> tuple[list[ObjectEntry], list[str]]:
+    """The values that go into the extra file ``path``, and notes on all that is out of place."""
+    objects, notes = plain_objects(catalog, numpy=False)
+    kept = [entry.name for entry in objects]
+    if kept:
+        notes.append(f"{len(kept)} non-tensor values are in {path}: {_some(kept)}")
+    if others:
+        named = [f"{entry.name} ({entry.dtype})" for entry in others]
+        notes.append(f"safetensors has no such element type; in {path}: {_some(named)}")
+    return objects, notes
+
+
+def _some(names: list[str]) -> str:
+    more = f", and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more
+
+
+def lay_out(catalog: Catalog, request: Request) -> Layout:
+    fitting, others = split_by_support(catalog)
+    extra = request.target.removesuffix(".safetensors") + EXTRA
+    objects, notes = extras(catalog, others, extra)
+    slices = [OutgoingSlice(e.name, e.name, e.dtype, Box.whole(e.shape)) for e in fitting]
+    main = lay_out_safetensors(request.target, slices, {"format": "pt"})
+    files = [extra_file(extra, others, objects)] if others or objects else []
+    if catalog.companions:
+        notes.append(f"not carried into one file: {', '.join(catalog.companions)}")
+    return Layout((*files, main), folder=False, notes=(*notes, *tied_notes(catalog)))
+
+
+FORMAT = Format("safetensors", "one safetensors file", _probe, _scan)

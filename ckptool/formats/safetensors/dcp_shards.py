@@ -1,0 +1,258 @@
+"""Safetensors shards with DCP's sharding info, by torch's HuggingFaceStorageWriter.
+
+``shard-{rank+1:05}-model-{i:05}-of-{n:05}.safetensors`` (torch 2.8 to 2.13), each header with
+``DCP_SHARDING_INFO``: the offset of every chunk. Neither the world size nor the full shapes are
+recorded; a full shape is the largest end of any chunk.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import partial
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import Catalog, Chunk, TensorEntry, coverage_problem, merge_copies
+from ckptool.core.dtype import DType
+from ckptool.core.layout import FileLayout, Layout
+from ckptool.core.sharding.infer import with_inferred_mesh
+from ckptool.errors import CkptoolError, Problem
+from ckptool.formats.base import EXTRA, Format, Request, ScanOptions
+from ckptool.formats.companions import companions
+from ckptool.formats.safetensors import extras, split_by_support, with_extra
+from ckptool.formats.safetensors.huggingface import FORMAT as HF
+from ckptool.formats.writing import Cutter, companion_files, extra_file, tied_notes
+from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors, read_safetensors
+from ckptool.serialization.source import Source, expect_heads, read_metadata, require_rank
+
+_SHARD = re.compile(
+    r"(?P<folder>sharded/)?shard-(?P<rank>[0-9]{1,9})-model-(?P<part>[0-9]{1,9})"
+    r"-of-(?P<parts>[0-9]{1,9})\.safetensors"
+)
+_CONFIG = "config.json"
+_ROWS = {
+    "vocab_size": re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|lm_head)\.weight"),
+    "hidden_size": re.compile(r"(.*\.)?(norm|input_layernorm|post_attention_layernorm)\.weight"),
+}
+"""The tensors, as transformers names them, that have as many rows as a number of the config."""
+_EXTRA = f"model{EXTRA}"
+_UNREAD_BY_TORCH = ("F8_E8M0", "F4")
+"""Element types that torch 2.13's HuggingFaceStorageReader has no name for."""
+
+
+def _shards(source: Source) -> list[re.Match[str]]:
+    return [match for name in source.files if (match := _SHARD.fullmatch(name))]
+
+
+def _probe(source: Source) -> bool:
+    return bool(_shards(source))
+
+
+@dataclass(slots=True)
+class _Found:
+    chunks: dict[str, list[Chunk]]
+    types: dict[str, set[tuple[DType, int]]]
+    problems: list[str]
+
+
+def _scan(source: Source, options: ScanOptions) -> Catalog:
+    shards = _shards(source)
+    found = _Found(defaultdict(list), defaultdict(set), _lost_shards(shards))
+    expect_heads(source, (match.string for match in shards))
+    for match in shards:
+        require_rank(int(match["rank"]), match.string)
+        read = partial(_read_shard, source, match.string, int(match["rank"]) - 1, found, options)
+        if not options.attempt(read) and match is max(shards, key=_rank):
+            found.problems += _of_unknown_shape(found, match.string)
+    tensors = {}
+    for name, chunks in found.chunks.items():
+        if len(found.types[name]) > 1:
+            message = f"{name}: shards disagree: {_named(found.types[name])}"
+            found.problems.append(Problem(message, "ranks-disagree", tensor=name))
+            continue
+        ((dtype, _),) = found.types[name]
+        tensors[name] = _entry(name, dtype, chunks)
+    found.problems += [p for p in map(coverage_problem, tensors.values()) if p is not None]
+    found.problems += _shorter_than_configured(source, tensors)
+    notes, copies = _consolidated(source, shards, tensors, found.problems)
+    hint = "a shard file is missing or from another save"
+    options.report(found.problems, subject=source.root, hint=hint)
+    world = max(int(match["rank"]) for match in shards)
+    catalog = with_inferred_mesh(
+        Catalog(
+            "dcp-safetensors",
+            tensors,
+            {},
+            {match.string: source.files[match.string] for match in shards},
+            world_size=world,
+            info={"writer": "torch HuggingFaceStorageWriter"},
+            notes=tuple(notes),
+            companions=companions(source),
+            copies=copies,
+        )
+    )
+    return with_extra(catalog, source, _EXTRA)
+
+
+def _lost_shards(shards: list[re.Match[str]]) -> list[str]:
+    """What the names contradict. A rank without data has no file, so coverage decides then."""
+    problems: list[str] = [
+        Problem(f"{match.string}: no shard 0 exists, they are counted from 1", "rank-missing")
+        for match in shards
+        if not int(match["rank"])
+    ]
+    counts = {int(match["parts"]) for match in shards}
+    if len(counts) > 1:
+        message = f"file names state {sorted(counts)[:12]} files a rank"
+        problems.append(Problem(f"{message}: shards of several saves are mixed", "saves-mixed"))
+    return problems
+
+
+def _rank(shard: re.Match[str]) -> int:
+    return int(shard["rank"])
+
+
+def _of_unknown_shape(found: _Found, file: str) -> list[Problem]:
+    """Shapes are where the last chunks end: without the last shard, only scalars are known."""
+    return [
+        Problem(
+            f"{name}: its shape is not known, {file} may hold its end",
+            "sharding-unknown",
+            file=file,
+            tensor=name,
+        )
+        for name, chunks in found.chunks.items()
+        if chunks[0].box.shape
+    ]
+
+
+def _read_shard(source: Source, file: str, rank: int, found: _Found, options: ScanOptions) -> bool:
+    """Take in the tensors of one shard; returns whether their places are known."""
+    header = read_safetensors(source, file, options.found)
+    try:
+        info = json.loads(header.metadata["DCP_SHARDING_INFO"])
+        offsets = {name: _offsets(info[name]["saved_offsets"]) for name in header.tensors}
+    except (KeyError, TypeError, ValueError, RecursionError):
+        message = f"{file}: no DCP_SHARDING_INFO for its tensors"
+        reason = "so their place in the whole is unknown"
+        found.problems.append(Problem(f"{message}, {reason}", "sharding-unknown", file=file))
+        return False
+    for name, item in header.tensors.items():
+        if len(offsets[name]) != len(item.shape) or min(offsets[name], default=0) < 0:
+            message = f"{file}: {name}: saved_offsets do not fit shape {list(item.shape)}"
+            found.problems.append(Problem(message, "sharding-unknown", file=file, tensor=name))
+            continue
+        found.types[name].add((item.dtype, len(item.shape)))
+        found.chunks[name].append(Chunk(Box.at(offsets[name], item.shape), item.at, rank))
+    return True
+
+
+def _offsets(saved: object) -> tuple[int, ...]:
+    if not isinstance(saved, list) or not all(type(n) is int and n < 1 << 63 for n in saved):
+        raise TypeError("saved_offsets that are no list of numbers")
+    return tuple(saved)
+
+
+def _named(types: set[tuple[DType, int]]) -> list[str]:
+    return sorted(f"{dtype} of {dims} dims" for dtype, dims in types)
+
+
+def _entry(name: str, dtype: DType, chunks: list[Chunk]) -> TensorEntry:
+    shape = tuple(map(max, zip(*(chunk.box.hi for chunk in chunks), strict=True)))
+    return TensorEntry(name, (name,), dtype, shape, merge_copies(chunks))
+
+
+def _shorter_than_configured(source: Source, tensors: dict[str, TensorEntry]) -> list[Problem]:
+    """Tensors with fewer rows than ``config.json`` says: the shards after the last one are lost."""
+    if _CONFIG not in source.files:
+        return []
+    try:
+        config = json.loads(read_metadata(source, _CONFIG))
+        sizes = {key: int(config.get("text_config", config)[key]) for key in _ROWS}
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+        return []
+    return [
+        Problem(
+            f"{name}: {entry.shape[0]:,} rows in the shards, but {_CONFIG} says {key}"
+            f" {sizes[key]:,}",
+            "chunk-gap",
+            tensor=name,
+        )
+        for name, entry in tensors.items()
+        for key, names in _ROWS.items()
+        if names.fullmatch(name) and entry.shape and entry.shape[0] < sizes[key]
+    ]
+
+
+def _consolidated(
+    source: Source,
+    shards: list[re.Match[str]],
+    tensors: dict[str, TensorEntry],
+    problems: list[str],
+) -> tuple[list[str], frozenset[str]]:
+    """Compare with a consolidated copy in the same folder; say what nothing here can show.
+
+    Returns what a person should know, and the files of the copy.
+    """
+    if not HF.probe(source):
+        world = max(int(match["rank"]) for match in shards)
+        message = f"nothing here records the number of ranks: if there were more than {world},"
+        reason = "their shards are lost and the shapes too small"
+        return [Problem(f"{message} {reason}", "world-unrecorded")], frozenset()
+    try:
+        whole = HF.scan(source, ScanOptions())
+    except CkptoolError as error:
+        damage = error.message.within("the consolidated copy beside the shards is damaged")
+        return [damage], frozenset()
+    for name, entry in whole.tensors.items():
+        mine = tensors.get(name)
+        if mine is None:
+            message = f"{name}: in the consolidated copy, but in no shard"
+            problems.append(Problem(message, "data-missing", tensor=name))
+        elif mine.shape != entry.shape:
+            message = f"{name}: {list(entry.shape)} in the consolidated copy"
+            message += f", {list(mine.shape)} in the shards"
+            problems.append(Problem(message, "chunk-gap", tensor=name))
+    note = "read from the shards; the consolidated copy beside them is not used"
+    return [note], frozenset(whole.files)
+
+
+def lay_out(catalog: Catalog, request: Request) -> Layout:
+    """The files of this format: cut for the request's mesh, or in the source's own chunks."""
+    fitting, others = split_by_support(catalog)
+    others += [entry for entry in fitting if entry.dtype.safetensors in _UNREAD_BY_TORCH]
+    fitting = [entry for entry in fitting if entry.dtype.safetensors not in _UNREAD_BY_TORCH]
+    objects, notes = extras(catalog, others, _EXTRA)
+    cutter = Cutter(request)
+    by_file: dict[tuple[int, int], list[OutgoingSlice]] = defaultdict(list)
+    for entry in fitting:
+        written: dict[int, int] = defaultdict(int)
+        for box, rank in cutter.boxes(entry).items():
+            if entry.elements and not box.volume:
+                continue
+            item = OutgoingSlice(entry.name, entry.name, entry.dtype, box)
+            by_file[rank, written[rank]].append(item)
+            written[rank] += 1
+    parts = max((part for _, part in by_file), default=0) + 1
+    files = companion_files(catalog)
+    if others or objects:
+        files.append(extra_file(_EXTRA, others, objects))
+    files += [_shard_file(rank, part, parts, by_file[rank, part]) for rank, part in sorted(by_file)]
+    return Layout(tuple(files), folder=True, notes=(*notes, *tied_notes(catalog)))
+
+
+def _shard_file(rank: int, part: int, parts: int, slices: list[OutgoingSlice]) -> FileLayout:
+    info = {item.name: {"saved_offsets": list(item.box.lo)} for item in slices}
+    metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)}
+    name = f"shard-{rank + 1:05d}-model-{part + 1:05d}-of-{parts:05d}.safetensors"
+    return lay_out_safetensors(name, slices, metadata, rank)
+
+
+FORMAT = Format(
+    "dcp-safetensors",
+    "safetensors shards with DCP sharding info (HuggingFaceStorageWriter)",
+    _probe,
+    _scan,
+)

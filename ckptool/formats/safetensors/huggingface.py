@@ -1,0 +1,224 @@
+"""A Hugging Face model folder: safetensors shards and ``model.safetensors.index.json``.
+
+Read: as transformers, huggingface_hub and torch's HuggingFaceStorageWriter (full save) write it.
+Written: as transformers 5 does, with ``{"format": "pt"}`` in each header.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.layout import FileLayout, Layout, Literal
+from ckptool.errors import Damaged, Problem
+from ckptool.formats.base import EXTRA, Format, Request, ScanOptions
+from ckptool.formats.companions import companions, config_info
+from ckptool.formats.safetensors import (
+    extras,
+    header_notes,
+    split_by_support,
+    whole_tensors,
+    with_extra,
+)
+from ckptool.formats.torch_save import read_weight_map
+from ckptool.formats.writing import by_size, companion_files, extra_file, tied_notes
+from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors
+from ckptool.serialization.source import Source, expect_heads, read_metadata, require
+
+_INDEX_SUFFIX = ".safetensors.index.json"
+_INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]+)-of-(?P<count>[0-9]+)\.safetensors")
+_DCP_SHARD = re.compile(r"shard-\d+-model-")
+_EXTRA = f"model{EXTRA}"
+_ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_CONFIGS = ("config.json", _ADAPTER_CONFIG)
+
+
+def _weights(source: Source) -> list[str]:
+    """The safetensors files directly in the folder, apart from DCP's shards."""
+    return [
+        name
+        for name in source.files
+        if "/" not in name and name.endswith(".safetensors") and not _DCP_SHARD.match(name)
+    ]
+
+
+def _indexes(source: Source) -> list[str]:
+    return [name for name in source.files if "/" not in name and name.endswith(_INDEX_SUFFIX)]
+
+
+def _probe(source: Source) -> bool:
+    weights = _weights(source)
+    sets = {m["stem"] for name in weights if (m := _SHARD.fullmatch(name))}
+    return (
+        bool(_indexes(source))
+        or len(sets) == 1
+        or "model.safetensors" in weights
+        or (len(weights) == 1 and not source.files.keys().isdisjoint(_CONFIGS))
+    )
+
+
+def _scan(source: Source, options: ScanOptions) -> Catalog:
+    index = _index(source)
+    weight_map = read_weight_map(source, index) if index else None
+    files = sorted(set(weight_map.values())) if weight_map is not None else _unindexed(source)
+    wanted_by = index or "the other shards' names"
+    tensors, where, infos, problems = _read_all(source, files, wanted_by, options)
+    notes: list[str] = [*header_notes(dict(zip(files, infos, strict=True)))]
+    if index and weight_map is not None:
+        stepped_over = {problem.tensor for problem in options.found or ()}
+        listed = {n: file for n, file in weight_map.items() if n not in stepped_over}
+        problems += _against_index(listed, where, index)
+        notes += _index_notes(source, index, tensors, weight_map)
+    options.report(problems, subject=source.root)
+    catalog = Catalog(
+        "hf",
+        tensors,
+        {},
+        {file: source.files[file] for file in (*files, index or "") if file in source.files},
+        world_size=1,
+        info={"writer": _writer(infos)} | config_info(source),
+        notes=tuple(notes),
+        companions=companions(source),
+    )
+    return with_extra(catalog, source, _EXTRA)
+
+
+def _index(source: Source) -> str | None:
+    """The index that is read: where there are several, transformers' own."""
+    indexes = _indexes(source)
+    if len(indexes) > 1 and _INDEX not in indexes:
+        raise Damaged(f"{source.root}: several indexes: {', '.join(indexes)}")
+    return _INDEX if _INDEX in indexes else next(iter(indexes), None)
+
+
+def _unindexed(source: Source) -> list[str]:
+    """The shards of a folder without an index; all that their names promise."""
+    weights = _weights(source)
+    matches = [m for name in weights if (m := _SHARD.fullmatch(name))]
+    if not matches:
+        return ["model.safetensors"] if "model.safetensors" in weights else weights
+    counts = {match["count"] for match in matches}
+    if len(counts) > 1:
+        message = f"{source.root}: file names state {', '.join(sorted(counts))} shards"
+        raise Damaged(
+            Problem(f"{message}, and no index says which are the model", "saves-mixed"),
+            hint="move the shards of the other save away",
+        )
+    first = matches[0]
+    count, width, number = int(first["count"]), len(first["count"]), len(first["number"])
+    if count > 100_000:
+        raise Damaged(f"{first.string}: the name promises {count:,} shards")
+    return [
+        f"{first['stem']}-{i:0{number}d}-of-{count:0{width}d}.safetensors"
+        for i in range(1, count + 1)
+    ]
+
+
+def _read_all(
+    source: Source, files: list[str], wanted_by: str, options: ScanOptions
+) -> tuple[dict[str, TensorEntry], dict[str, str], list[Mapping[str, str]], list[str]]:
+    tensors: dict[str, TensorEntry] = {}
+    where: dict[str, str] = {}
+    infos: list[Mapping[str, str]] = []
+    problems: list[str] = []
+    expect_heads(source, files)
+    for file in files:
+        read = partial(_read_shard, source, file, wanted_by, options)
+        found, metadata = options.attempt(read) or ({}, {})
+        infos.append(metadata)
+        for name, entry in found.items():
+            if name in where:
+                message = f"{name} is both in {where[name]} and in {file}"
+                problems.append(Problem(message, "index-mismatch", file=file, tensor=name))
+            tensors[name], where[name] = entry, file
+    return tensors, where, infos, problems
+
+
+def _read_shard(
+    source: Source, file: str, wanted_by: str, options: ScanOptions
+) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    require(source, file, wanted_by=wanted_by)
+    return whole_tensors(source, file, options)
+
+
+def _against_index(weight_map: dict[str, str], where: dict[str, str], index: str) -> list[str]:
+    return [
+        Problem(
+            f"{name}: {index} puts it into {file}, but it is "
+            + (f"in {where[name]}" if name in where else "not there"),
+            "index-mismatch",
+            file=index,
+            tensor=name,
+        )
+        for name, file in weight_map.items()
+        if where.get(name) != file
+    ]
+
+
+def _index_notes(
+    source: Source, index: str, tensors: dict[str, TensorEntry], weight_map: dict[str, str]
+) -> list[str]:
+    notes: list[str] = []
+    content = json.loads(read_metadata(source, index))
+    metadata = content.get("metadata")
+    stated = metadata.get("total_size") if isinstance(metadata, dict) else None
+    actual = sum(entry.nbytes for entry in tensors.values())
+    if isinstance(stated, int | float) and stated != actual:
+        message = f"{index} states a total_size of {stated:,} bytes, the tensors have {actual:,}"
+        notes.append(Problem(message, "index-total-size", file=index))
+    unlisted = [name for name in tensors if name not in weight_map]
+    if unlisted:
+        message = f"{index} does not list {len(unlisted)} of the tensors: {unlisted[0]}, ..."
+        notes.append(Problem(message, "index-unlisted", file=index))
+    return notes
+
+
+def _writer(infos: list[Mapping[str, str]]) -> str:
+    if any("DCP_SHARDING_INFO" in info for info in infos):
+        return "torch HuggingFaceStorageWriter"
+    return "Hugging Face"
+
+
+def lay_out(catalog: Catalog, request: Request) -> Layout:
+    fitting, others = split_by_support(catalog)
+    objects, notes = extras(catalog, others, _EXTRA)
+    groups = by_size(fitting, request.max_shard_size)
+    names = [_ADAPTER] if _is_adapter(catalog, len(groups)) else _shard_names(len(groups))
+    files = companion_files(catalog)
+    if others or objects:
+        files.append(extra_file(_EXTRA, others, objects))
+    for name, group in zip(names, groups, strict=True):
+        slices = [OutgoingSlice(e.name, e.name, e.dtype, Box.whole(e.shape)) for e in group]
+        files.append(lay_out_safetensors(name, slices, {"format": "pt"}))
+    if len(groups) > 1:
+        files.append(_index_file(names, groups))
+    return Layout(tuple(files), folder=True, notes=(*notes, *tied_notes(catalog)))
+
+
+def _is_adapter(catalog: Catalog, files: int) -> bool:
+    """Whether what is written is PEFT's adapter, which it looks for in one file of that name."""
+    beside = [name for name in _CONFIGS if name in catalog.companions]
+    return files == 1 and beside == [_ADAPTER_CONFIG]
+
+
+def _shard_names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def _index_file(names: list[str], groups: list[list[TensorEntry]]) -> FileLayout:
+    total = sum(entry.nbytes for group in groups for entry in group)
+    weight_map = {e.name: n for n, group in zip(names, groups, strict=True) for e in group}
+    content: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    return FileLayout(_INDEX, (Literal(text.encode()),))
+
+
+FORMAT = Format("hf", "Hugging Face folder: safetensors shards and their index", _probe, _scan)

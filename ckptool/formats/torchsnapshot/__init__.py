@@ -1,0 +1,309 @@
+"""TorchSnapshot folders: ``.snapshot_metadata`` and the files its manifest names.
+
+Read: torchsnapshot 0.1.0 and the head of its repository (df45917d, which adds DTensors). Tensors
+lie as raw little-endian bytes, by themselves or in batched slabs, or as torch.save archives, as
+quantised ones do (the serializers that the package has for those are used by none of its writers).
+Tensors that are neither replicated nor sharded belong to one rank: where there are several ranks,
+the rank is the first step of their names, as it is in the manifest, and so it is for values that
+differ between ranks. Version 0.1.0 stores bfloat16 tensors with an odd number of elements one
+short; they are refused as damaged.
+
+From the entries of a TorchSnapshot manifest to tensors and values.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import (
+    Catalog,
+    Chunk,
+    ObjectEntry,
+    Path,
+    TensorEntry,
+    flat_name,
+    merge_copies,
+)
+from ckptool.core.mesh import Mesh, Placement, Replicate, Shard
+from ckptool.core.rewrite import with_prefix
+from ckptool.core.sharding.infer import with_inferred_mesh
+from ckptool.errors import Damaged, Problem, Refusal, SourceError
+from ckptool.formats.base import Format, ScanOptions
+from ckptool.formats.torchsnapshot.manifest import (
+    CONTAINERS,
+    METADATA,
+    QUANTISED,
+    SHARDED,
+    VALUES,
+    Fields,
+    Manifest,
+    Places,
+    element_type,
+    read_manifest,
+)
+from ckptool.serialization.archive.dtensor import flat_ints
+from ckptool.serialization.archive.storage import INTEGERS, quantised_notes, quantised_parts, sizes
+from ckptool.serialization.source import Source
+from ckptool.serialization.state_dict.assemble import assemble
+from ckptool.serialization.state_dict.leaves import Leaf, read_leaves
+from ckptool.serialization.state_dict.values import same_value, unread_notes
+
+_NOTHING = Catalog("", {}, {}, {})
+_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, struct.error)
+"""What is raised where an entry of the manifest lacks something, or has it in another form."""
+
+
+@dataclass(slots=True)
+class Reader:
+    """Turns the entries of a manifest into tensors and values."""
+
+    places: Places
+    manifest: Manifest
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    objects: dict[str, ObjectEntry] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    conflicts: dict[str, str] = field(default_factory=dict)
+
+    def read(self, logical: str, held: dict[int, Fields]) -> None:
+        """One logical path, with the entry of each rank that has one.
+
+        What cannot be read, or must not be, becomes a conflict by its name.
+        """
+        sharded = {rank: entry for rank, entry in held.items() if entry["type"] in SHARDED}
+        if sharded:
+            work = partial(self._sharded, logical, sharded)
+            self._add(self._read_or_refuse(logical, min(sharded), work))
+        rest = {rank: entry for rank, entry in held.items() if rank not in sharded}
+        shared = next((rank for rank, entry in rest.items() if entry.get("replicated")), None)
+        if shared is not None:
+            rest = {shared: rest[shared]}
+        found = {
+            rank: self._read_or_refuse(logical, rank, partial(self._of_rank, logical, rank, entry))
+            for rank, entry in rest.items()
+        }
+        if shared is not None or self.manifest.world_size == 1 or _alike(list(found.values())):
+            found = dict(list(found.items())[:1])
+            self._add(*found.values())
+        else:
+            self._add(*(with_prefix(catalog, str(rank)) for rank, catalog in found.items()))
+
+    def _add(self, *catalogs: Catalog) -> None:
+        for catalog in catalogs:
+            self.tensors |= catalog.tensors
+            self.objects |= catalog.objects
+            self.conflicts |= catalog.conflicts
+
+    def _read_or_refuse(self, logical: str, rank: int, work: Callable[[], Catalog]) -> Catalog:
+        """Return what ``work`` reads at a path, or why that is refused."""
+        name = flat_name(self.manifest.path(logical, rank))
+        try:
+            return work()
+        except SourceError as error:
+            why = error.message
+        except _MALFORMED:
+            message = "an entry that is not as TorchSnapshot writes it"
+            why = Problem(message, "metadata-unreadable", file=METADATA)
+        refusal = Refusal(f"{name}: {why}", why.code, file=why.file, tensor=name)
+        return replace(_NOTHING, conflicts={name: refusal})
+
+    def _of_rank(self, logical: str, rank: int, entry: Fields) -> Catalog:
+        """What one rank has at a path."""
+        path = self.manifest.path(logical, rank)
+        kind = entry["type"]
+        if kind in ("Tensor", "ChunkedTensor"):
+            return self._tensor(path, rank, entry)
+        if kind == "object":
+            return self._object(path, entry)
+        if kind in CONTAINERS:
+            return _value(path, [] if kind == "list" else {})
+        if kind not in VALUES:
+            raise Damaged(
+                Problem(f"an entry of the unknown type {kind!r:.40}", "metadata-unreadable")
+            )
+        return _value(path, VALUES[kind](entry["serialized_value"]))
+
+    def _tensor(self, path: Path, rank: int, entry: Fields) -> Catalog:
+        shape = sizes(entry["shape"])
+        whole = {"offsets": [0] * len(shape), "sizes": shape, "tensor": entry}
+        shards = entry.get("chunks", [whole])
+        chunks = self.places.chunks(rank, shards)
+        if not shape:
+            chunks = [replace(chunk, box=Box((), ())) for chunk in chunks]
+        return self._entry(path, shards, shape, chunks)
+
+    def _sharded(self, logical: str, held: dict[int, Fields]) -> Catalog:
+        """A ShardedTensor or DTensor: the shards of all ranks that have some."""
+        shards = [shard for entry in held.values() for shard in entry["shards"]]
+        if not shards:
+            raise Damaged(Problem("a sharded tensor without a shard", "chunk-gap"))
+        chunks = [
+            c for rank, entry in held.items() for c in self.places.chunks(rank, entry["shards"])
+        ]
+        shape = tuple(max(ends) for ends in zip(*(c.box.hi for c in chunks), strict=True))
+        path = self.manifest.path(logical, min(held))
+        catalog = self._entry(path, shards, shape, chunks)
+        return _with_mesh(catalog, next(iter(held.values())))
+
+    def _entry(
+        self, path: Path, shards: list[Fields], shape: tuple[int, ...], chunks: list[Chunk]
+    ) -> Catalog:
+        """The tensor of some shards; none, and a note, where it is of a kind that is not read."""
+        said = shards[0]["tensor"]["dtype"] if shards else "no shards"
+        kind, parameters = element_type(said), _NOTHING
+        if said in QUANTISED and chunks:
+            parameters = self._parameters(path, shards)
+            kind = kind if parameters is not _NOTHING else None
+        if kind is None or not chunks:
+            message = f"not read: {flat_name(path)} ({said}) is no plain tensor"
+            self.notes.append(Problem(message, "tensor-unread", tensor=flat_name(path)))
+            return _NOTHING
+        full = (*path, INTEGERS) if said in QUANTISED else path
+        name = flat_name(full)
+        self.notes += quantised_notes({name, *parameters.tensors, *parameters.objects})
+        entry = TensorEntry(name, full, kind, shape, merge_copies(chunks))
+        return replace(parameters, tensors={name: entry} | parameters.tensors)
+
+    def _parameters(self, path: Path, shards: list[Fields]) -> Catalog:
+        """The scales and zero points of a quantised tensor; nothing where its shards differ."""
+        opened = [self.places.opened(*self.places.span(shard["tensor"])) for shard in shards]
+        found = [quantised_parts(file.value) or {} for file in opened]
+        rest = [{n: part for n, part in one.items() if n != INTEGERS} for one in found]
+        if len(rest) > 1 and not all(_are_numbers(one) and one == rest[0] for one in rest):
+            return _NOTHING
+        leaves = read_leaves(replace(opened[0], inert=rest[0]), self.places.source, prefix=path)
+        parameters = assemble({0: leaves})
+        return Catalog("", parameters.tensors, parameters.objects, {}) if leaves else _NOTHING
+
+    def _object(self, path: Path, entry: Fields) -> Catalog:
+        """A value that torch.save wrote; tensors in it become tensors of their own."""
+        opened = self.places.opened(*self.places.span(entry))
+        leaves = read_leaves(opened, self.places.source, prefix=path, refuse=True)
+        found = assemble({0: leaves or {flat_name(path): Leaf(path, {})}})
+        self.problems += found.problems
+        self.notes += found.notes
+        return Catalog("", found.tensors, found.objects, {}, conflicts=found.conflicts)
+
+
+def _are_numbers(parameters: Mapping[str, Any]) -> bool:
+    return all(type(value) in (int, float) for value in parameters.values())
+
+
+def _value(path: Path, value: Any) -> Catalog:
+    name = flat_name(path)
+    return Catalog("", {}, {name: ObjectEntry(name, path, value)}, {})
+
+
+def _alike(catalogs: list[Catalog]) -> bool:
+    """Whether all ranks hold the same values at a path, and nothing that is or may be a tensor."""
+    first, *others = catalogs or [_NOTHING]
+    return not any(map(_may_hold_tensor, catalogs)) and all(
+        other.objects.keys() == first.objects.keys()
+        and other.conflicts.keys() == first.conflicts.keys()
+        and all(same_value(one.value, other.objects[n].value) for n, one in first.objects.items())
+        for other in others
+    )
+
+
+def _may_hold_tensor(catalog: Catalog) -> bool:
+    refused = [why for why in catalog.conflicts.values() if isinstance(why, Refusal)]
+    return bool(catalog.tensors) or any(why.may_be_tensor for why in refused)
+
+
+def _with_mesh(catalog: Catalog, entry: Fields) -> Catalog:
+    """With the mesh and placements that the entry of a DTensor records."""
+    if entry["type"] != "DTensor":
+        return catalog
+    mesh = _mesh(entry["mesh"])
+    by_dim = [flat_ints([dim for dim in dims if dim != -1]) for dims in entry["dim_map"]]
+    placements: list[Placement] = []
+    for mesh_dim in range(len(mesh.shape)):
+        dims = [dim for dim, mesh_dims in enumerate(by_dim) if mesh_dim in mesh_dims]
+        placements.append(Shard(dims[0]) if dims else Replicate())
+    return catalog.with_tensors(
+        {
+            name: replace(tensor, mesh=mesh, placements=tuple(placements))
+            for name, tensor in catalog.tensors.items()
+        }
+    )
+
+
+def _mesh(nested: Any) -> Mesh:
+    shape = []
+    inner = nested
+    while isinstance(inner, list):
+        shape.append(len(inner))
+        inner = inner[0]
+    return Mesh(tuple(shape), None, flat_ints(nested))
+
+
+_DATA = re.compile(r"(replicated|sharded|batched|[0-9]{1,9})/.+")
+_SURE = ("replicated/", "sharded/", "batched/")
+
+
+def _probe(source: Source) -> bool:
+    return METADATA in source.files or _is_uncommitted(source)
+
+
+def _is_uncommitted(source: Source) -> bool:
+    """Whether all files lie as those of a snapshot do whose metadata was never written."""
+    return any(name.startswith(_SURE) for name in source.files) and all(
+        map(_DATA.fullmatch, source.files)
+    )
+
+
+def _scan(source: Source, options: ScanOptions) -> Catalog:
+    if METADATA not in source.files:
+        message = f"{source.root}: no {METADATA}, which a snapshot gets once all its data is there"
+        raise Damaged(Problem(message, "save-unfinished", file=METADATA))
+    manifest = read_manifest(source)
+    reader = Reader(Places(source), manifest)
+    for logical, held in manifest.leaves():
+        try:
+            reader.read(logical, held)
+        except (TypeError, ValueError):
+            message = f"{logical}: lies in a container that is not as TorchSnapshot writes it"
+            reader.problems.append(Problem(message, "metadata-unreadable", file=METADATA))
+    options.report(reader.problems, subject=source.root)
+    return with_inferred_mesh(_catalog(source, manifest, reader))
+
+
+def _catalog(source: Source, manifest: Manifest, reader: Reader) -> Catalog:
+    meshes = [entry.mesh for entry in reader.tensors.values() if entry.mesh is not None]
+    full = [mesh for mesh in meshes if mesh.size == manifest.world_size]
+    mesh = max(full, key=lambda one: len(one.shape), default=None)
+    return Catalog(
+        "torchsnapshot",
+        reader.tensors,
+        reader.objects,
+        {name: source.files[name] for name in (METADATA, *sorted(reader.places.used))},
+        world_size=manifest.world_size,
+        mesh=mesh,
+        mesh_source="declared" if mesh else None,
+        conflicts=reader.conflicts,
+        info={"writer": "TorchSnapshot", "version": manifest.version},
+        bare=frozenset(reader.places.used - reader.places.archives),
+        notes=(
+            *dict.fromkeys([*reader.notes, *unread_notes(reader.objects)]),
+            *_unnamed(source, reader.places.used),
+        ),
+    )
+
+
+def _unnamed(source: Source, used: Collection[str]) -> list[Problem]:
+    """A note of data files, which have no suffix, that the manifest does not name."""
+    names = [name for name in source.files if _DATA.fullmatch(name) and name not in used]
+    if not names:
+        return []
+    more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+    message = f"not read: {names[0]}{more}, which {METADATA} does not name"
+    return [Problem(message, "file-extra", file=names[0])]
+
+
+FORMAT = Format("torchsnapshot", "TorchSnapshot folder (.snapshot_metadata)", _probe, _scan)

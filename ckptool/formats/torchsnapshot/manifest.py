@@ -1,0 +1,204 @@
+"""The manifest of a TorchSnapshot folder: JSON that says what each rank holds, and where.
+
+Where the tensors of a TorchSnapshot folder lie: raw bytes, or archives of torch.save.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote
+
+from ckptool.core.box import Box, row_major_strides
+from ckptool.core.catalog import Chunk, Extent, Index, Path, Place
+from ckptool.core.dtype import BY_NAME, DType
+from ckptool.errors import Damaged, Problem, Unrecognised
+from ckptool.serialization.archive.read import TorchFile, read_torch_zip
+from ckptool.serialization.archive.storage import (
+    INTEGERS,
+    natural,
+    place_of,
+    plain_tensor,
+    quantised_parts,
+    sizes,
+)
+from ckptool.serialization.source import Source, read_metadata, require, require_rank
+from ckptool.serialization.zip import Region
+
+METADATA = ".snapshot_metadata"
+
+Fields = Mapping[str, Any]
+"""One entry of the manifest, as JSON has it."""
+
+CONTAINERS = ("dict", "OrderedDict", "list")
+SHARDED = ("ShardedTensor", "DTensor")
+
+_LONGEST_NUMBER = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """For each logical path of the state dicts, the entry of each rank that has one.
+
+    ``version`` is that of the package that wrote it.
+    """
+
+    version: str
+    world_size: int
+    entries: dict[str, dict[int, Fields]]
+
+    def path(self, logical: str, rank: int) -> Path:
+        """The steps of a logical path; the rank's containers say what kind each step is."""
+        tokens = logical.split("/")
+        containers = ("/".join(tokens[:at]) for at in range(len(tokens)))
+        return tuple(
+            _step(unquote(token), self.entries.get(container, {}).get(rank, {}))
+            for token, container in zip(tokens, containers, strict=True)
+        )
+
+    def leaves(self) -> Iterator[tuple[str, dict[int, Fields]]]:
+        """The logical paths of everything but containers that hold something."""
+        inner = {logical.rpartition("/")[0] for logical in self.entries}
+        for logical, held in self.entries.items():
+            if logical not in inner:
+                yield logical, held
+
+
+def _step(text: str, container: Fields) -> Any:
+    if container.get("type") == "list":
+        return Index(int(text))
+    keys = container.get("keys") or ()
+    if text not in keys and len(text) < _LONGEST_NUMBER and text.lstrip("-").isdecimal():
+        return int(text) if int(text) in keys else text
+    return text
+
+
+def read_manifest(source: Source) -> Manifest:
+    """The manifest of a folder.
+
+    Raises Damaged where it is not as TorchSnapshot 0.1 writes it, Unrecognised where it is YAML,
+    as versions before wrote it.
+    """
+    text = read_metadata(source, METADATA)
+    if text and not text.lstrip().startswith(b"{"):
+        raise Unrecognised(
+            f"{METADATA}: not the JSON that TorchSnapshot 0.1 writes",
+            hint="where an older TorchSnapshot wrote YAML: load it with that, save it with 0.1",
+        )
+    try:
+        content = json.loads(text)
+        version = str(content.get("version", ""))
+        world, manifest = content["world_size"], content["manifest"]
+        entries: dict[str, dict[int, Fields]] = {}
+        for key, entry in manifest.items():
+            rank, _, logical = key.partition("/")
+            entries.setdefault(logical, {})[int(rank)] = {"type": str(entry["type"])} | entry
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        message = f"{METADATA}: not a manifest as TorchSnapshot writes it"
+        raise Damaged(Problem(message, "metadata-unreadable", file=METADATA)) from None
+    highest = max((rank for held in entries.values() for rank in held), default=0)
+    if type(world) is not int or not 0 <= highest < world:
+        message = f"{METADATA}: an entry of rank {highest} in a world of {world!r:.20}"
+        raise Damaged(Problem(message, "metadata-unreadable", file=METADATA))
+    require_rank(world, METADATA)
+    return Manifest(version, world, entries)
+
+
+def _boolean(text: str) -> bool:
+    return {"True": True, "False": False}[text]
+
+
+def _double(text: str) -> float:
+    value: float = struct.unpack("<d", base64.b64decode(text))[0]
+    return value
+
+
+VALUES: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "str": str,
+    "bool": _boolean,
+    "bytes": base64.b64decode,
+    "float": _double,
+}
+"""What the ``serialized_value`` of a primitive entry stands for, by the entry's type."""
+
+
+_RAW = "buffer_protocol"
+_ARCHIVE = "torch_save"
+QUANTISED = {"torch.qint8": "int8", "torch.quint8": "uint8", "torch.qint32": "int32"}
+
+
+@dataclass(slots=True)
+class Places:
+    """Finds what entries of a manifest refer to.
+
+    ``used`` fills up with the files, ``archives`` with those that torch.save wrote.
+    """
+
+    source: Source
+    used: set[str] = field(default_factory=set)
+    archives: set[str] = field(default_factory=set)
+
+    def chunks(self, rank: int, shards: list[Fields]) -> list[Chunk]:
+        """Where the shards of one rank lie; none for those of no plain tensor."""
+        chunks = []
+        for shard in shards:
+            box = Box.at(sizes(shard["offsets"]), sizes(shard["sizes"]))
+            place = self._place(shard["tensor"], box.shape)
+            if place is not None:
+                chunks.append(Chunk(box, place, rank))
+        return chunks
+
+    def _place(self, entry: Fields, shape: tuple[int, ...]) -> Place | None:
+        """Where a tensor's bytes lie; None where they are those of no plain tensor."""
+        dtype = element_type(entry["dtype"])
+        file, start, length = self.span(entry)
+        if dtype is None or entry["serializer"] not in (_RAW, _ARCHIVE):
+            return None
+        if entry["serializer"] == _ARCHIVE:
+            return self._archived(file, start, length, dtype, shape)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if length != nbytes:
+            message = f"{dtype} {list(shape)} needs {nbytes:,} bytes, {file} has {length:,} for it"
+            raise Damaged(Problem(message, "file-truncated", file=file))
+        return Extent(file, start, row_major_strides(shape, dtype.itemsize))
+
+    def span(self, entry: Fields) -> tuple[str, int, int]:
+        """The file, offset and length in bytes of what an entry refers to."""
+        file = str(entry["location"])
+        size = require(self.source, file, wanted_by=METADATA)
+        self.used.add(file)
+        start, stop = map(natural, entry.get("byte_range") or (0, size))
+        if not start <= stop <= size:
+            message = f"bytes {start:,} to {stop:,} of {file}, which has {size:,} bytes"
+            raise Damaged(Problem(message, "file-truncated", file=file))
+        return file, start, stop - start
+
+    def _archived(
+        self, file: str, start: int, length: int, dtype: DType, shape: tuple[int, ...]
+    ) -> Place:
+        opened = self.opened(file, start, length)
+        parts = quantised_parts(opened.value)
+        tensor = plain_tensor(parts[INTEGERS] if parts else opened.value)
+        if tensor is None or (tensor.dtype, tensor.shape) != (dtype, shape):
+            raise Damaged(
+                Problem(
+                    f"{file} holds no {dtype} {list(shape)}, as the manifest says", "item-mismatch"
+                )
+            )
+        return place_of(tensor, opened)
+
+    def opened(self, file: str, start: int, length: int) -> TorchFile:
+        """The torch.save archive that lies there."""
+        self.archives.add(file)
+        return read_torch_zip(Region(self.source, file, start, length))
+
+
+def element_type(said: str) -> DType | None:
+    """The element type that an entry names; of quantised tensors that of their integers."""
+    return BY_NAME.get(QUANTISED.get(said, said.removeprefix("torch.")))

@@ -1,0 +1,313 @@
+"""How vLLM cuts and fuses the tensors of Llama-like models (vLLM at commit 01ed47b4).
+
+Query, key and value projections are one tensor, each rank's parts of them in this order; so are
+gate and up projection. Where there are fewer key-value heads than ranks, several ranks hold the
+same one. The vocabulary is padded to a multiple of 64 rows. What comes out has Hugging Face's
+names and shapes.
+
+The fused experts of vLLM's ``FusedMoE`` (commit 01ed47b4): one tensor for all that a rank holds.
+
+``w13_weight`` is ``[experts, gate then up, hidden]``, ``w2_weight`` ``[experts, hidden, inner]``.
+Tensor-parallel ranks cut the inner size of each expert, expert-parallel ones the experts; the sizes
+in ``config.json`` tell which. What comes out has the names of Hugging Face's unfused experts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import TensorEntry
+from ckptool.core.sharding.tensor_parallel import NamedRule, how_to_say, named_rule, require_matched
+from ckptool.core.views import narrowed
+from ckptool.errors import CannotDo, Damaged, Problem
+from ckptool.formats.companions import CONFIG, size_in
+from ckptool.serialization.state_dict.tensor_parallel import (
+    Local,
+    Locals,
+    halves,
+    joined,
+    rows_of,
+    single,
+)
+
+EXPERTS = re.compile(r"(?P<head>(.*\.)?experts\.)(routed_experts\.)?(?P<which>w13|w2)_weight")
+NOTE = (
+    "fused experts are read as vLLM's Triton kernels keep them, the gate before up; FlashInfer's"
+    " keep them the other way round, and the files do not say which it was"
+)
+_MEMBERS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
+_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """How many experts there are, and their inner size; None where ``config.json`` is silent."""
+
+    experts: int | None = None
+    inner: int | None = None
+
+
+def expert_sizes(config: Mapping[str, Any]) -> ExpertSizes:
+    """The sizes as Mixtral, Qwen, DeepSeek and their like call them."""
+    counts = (size_in(config, key) for key in ("num_experts", "n_routed_experts"))
+    inner = (size_in(config, key) for key in ("moe_intermediate_size", "intermediate_size"))
+    experts = next(filter(None, counts), None) or size_in(config, "num_local_experts")
+    return ExpertSizes(experts, next(filter(None, inner), None))
+
+
+def expert_entries(
+    name: str, match: re.Match[str], parts: Locals, sizes: ExpertSizes, world: int
+) -> Iterator[TensorEntry]:
+    """One tensor for each expert and projection.
+
+    Raises CannotDo where nothing says how the ranks share the experts; Damaged where the ranks'
+    tensors contradict one another.
+    """
+    members = _MEMBERS[match["which"]]
+    by_expert = _by_expert(name, parts, sizes, world, gated=len(members) == 2)
+    mixtral = "block_sparse_moe." in match["head"]
+    for number, held in enumerate(by_expert):
+        for at, member in enumerate(members):
+            own = halves(name, held, at) if len(members) == 2 else held
+            leaf = _MIXTRAL[member] if mixtral else member
+            full = f"{match['head']}{number}.{leaf}.weight"
+            if len(own) == 1:
+                yield single(full, *own.items())
+            else:
+                yield joined(full, (full,), own, 2 - len(members), world=world)
+
+
+def _by_expert(
+    name: str, parts: Locals, sizes: ExpertSizes, world: int, *, gated: bool
+) -> list[Locals]:
+    """Each expert's parts by rank: of every rank, or of the one that holds the expert."""
+    shapes = {part.shape for part in parts.values()}
+    shape = next(iter(shapes))
+    if len(shapes) != 1 or len(parts) != world or len(shape) != 3:
+        raise Damaged(f"{name}: the ranks hold fused experts of several shapes")
+    inner = shape[1] // 2 if gated else shape[2]
+    if sizes.experts == shape[0] * world and sizes.inner in (None, inner):
+        return [{r: _expert(p, n)} for r, p in sorted(parts.items()) for n in range(shape[0])]
+    if sizes.experts in (None, shape[0]) and sizes.inner in (None, inner * world):
+        return [{r: _expert(p, n) for r, p in parts.items()} for n in range(shape[0])]
+    raise CannotDo(
+        f"{name}: {list(shape)} on each of {world} ranks is not what {CONFIG} tells of"
+        f" {sizes.experts or 'its'} experts of {sizes.inner or 'some'} inner size"
+    )
+
+
+def _expert(part: Local, number: int) -> Local:
+    """One expert of a fused tensor."""
+    box = Box.along(0, number, (1, *part.shape[1:]))
+    at = narrowed(part.at, part.shape, box, part.dtype.itemsize, dropped=1)
+    return Local(part.dtype, part.shape[1:], at)
+
+
+PADDING = 64
+_PLAIN = ("float32", "bfloat16", "float16")
+
+QKV = re.compile(r"(?P<head>(.*\.)?)qkv_proj\.(?P<leaf>weight|bias)")
+_OUT = re.compile(r"(.*\.)?out_proj\.weight")
+_OUTPUT = re.compile(r"(?P<head>(.*\.)?)(o|out)_proj\.weight")
+GATE_UP = re.compile(r"(?P<head>(.*\.)?)gate_up_proj\.(?P<leaf>weight|bias)")
+_ROWS = re.compile(r"(.*\.)?(q|k|v|gate|up|q_b|kv_b)_proj\.(weight|bias)")
+_COLUMNS = re.compile(r"(.*\.)?(o|down)_proj\.weight")
+_COPIED = re.compile(
+    r"(.*\.)?(\w*norm\w*\.(weight|bias)|(o|out|down)_proj\.bias|rotary_emb\.inv_freq"
+    r"|(gate|shared_expert_gate|q_a_proj|kv_a_proj_with_mqa|fused_qkv_a_proj)\.weight"
+    r"|gate\.e_score_correction_bias)"
+)
+VOCABULARY = re.compile(r"(.*\.)?(embed_tokens|lm_head)\.(weight|bias)")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a model's ``config.json`` says of its sizes; None where it is silent."""
+
+    heads: int | None = None
+    key_value_heads: int | None = None
+    head_size: int | None = None
+    vocabulary: int | None = None
+    tied: bool = False
+    experts: ExpertSizes = field(default_factory=ExpertSizes)
+
+
+def sizes_of(config: Mapping[str, Any]) -> Sizes:
+    """The sizes in a Hugging Face config."""
+    heads, hidden = size_in(config, "num_attention_heads"), size_in(config, "hidden_size")
+    return Sizes(
+        heads,
+        size_in(config, "num_key_value_heads") or heads,
+        size_in(config, "head_dim") or (hidden // heads if hidden and heads else None),
+        size_in(config, "vocab_size"),
+        config.get("tie_word_embeddings") is True,
+        expert_sizes(config),
+    )
+
+
+@dataclass(slots=True)
+class Merger:
+    """Joins the ranks' tensors. ``unknown`` says why of those of which no rule is known.
+
+    A rule that was given decides before a name does, and keeps fused tensors as they are.
+    """
+
+    config: Sizes
+    world: int
+    rules: Sequence[NamedRule] = ()
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    unknown: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def merge(self, by_name: Mapping[str, Locals]) -> None:
+        """All tensors, each with the local ones of all ranks that have it."""
+        require_matched(self.rules, list(by_name))
+        queries = {m["head"]: p for n, p in by_name.items() if (m := _OUTPUT.fullmatch(n))}
+        for name, parts in by_name.items():
+            try:
+                for entry in self._joined(name, parts, queries):
+                    self.tensors[entry.name] = entry
+            except CannotDo as error:
+                self.unknown[name] = error.message.recoded("sharding-unknown")
+            except Damaged as error:
+                self.problems += error.problems
+
+    def _joined(
+        self, name: str, parts: Locals, outputs: Mapping[str, Locals]
+    ) -> Iterator[TensorEntry]:
+        rule = named_rule(self.rules, name)
+        if rule is not None:
+            yield joined(name, (name,), parts, rule.dim, world=self.world, blocks=rule.blocks)
+            return
+        fused, halved = QKV.fullmatch(name), GATE_UP.fullmatch(name)
+        experts = EXPERTS.fullmatch(name)
+        if experts or fused or halved or self.world > 1:
+            _require_plain(name, parts)
+        if fused:
+            yield from self._heads(name, fused, parts, outputs.get(fused["head"]))
+        elif halved:
+            for at, member in enumerate(("gate_proj", "up_proj")):
+                yield self._entry(_member(halved, member), halves(name, parts, at), 0)
+        elif experts:
+            self.notes += [NOTE] if NOTE not in self.notes else []
+            yield from expert_entries(name, experts, parts, self.config.experts, self.world)
+        elif self.world > 1 and _OUT.fullmatch(name):
+            _require_part(name, parts, self.world)
+            yield self._entry(name, parts, 1)
+        elif VOCABULARY.fullmatch(name):
+            yield self._entry(name, self._without_padding(name, parts), 0)
+        else:
+            yield self._entry(name, parts, _cut_dim(name) if self.world > 1 else None)
+
+    def _entry(self, name: str, parts: Locals, dim: int | None, holders: int = 1) -> TensorEntry:
+        return joined(name, (name,), parts, dim, world=self.world, holders=holders)
+
+    def _heads(
+        self, name: str, found: re.Match[str], parts: Locals, outputs: Locals | None
+    ) -> Iterator[TensorEntry]:
+        """Query, key and value: rows of the fused tensor, in this order."""
+        rows = next(iter(parts.values())).shape[0]
+        queries = self._query_rows(name, outputs)
+        keys = (rows - queries) // 2
+        if keys < 1 or queries + 2 * keys != rows:
+            message = f"{name}: {rows} rows are not {queries} of queries, and keys and values"
+            raise Damaged(Problem(message, "config-mismatch", tensor=name))
+        holders = self._holders(name, queries, keys)
+        for member, start, stop, held_by in (
+            ("q_proj", 0, queries, 1),
+            ("k_proj", queries, queries + keys, holders),
+            ("v_proj", queries + keys, rows, holders),
+        ):
+            piece = {rank: rows_of(name, part, start, stop) for rank, part in parts.items()}
+            yield self._entry(_member(found, member), piece, 0, held_by)
+
+    def _query_rows(self, name: str, outputs: Locals | None) -> int:
+        """Rows of queries a rank: what the output projection takes, else what the config says."""
+        known = self.config
+        shapes = [part.shape for part in (outputs or {}).values()]
+        if shapes and len(shapes[0]) == 2:
+            stated = (known.heads or 0) * (known.head_size or 0)
+            if stated and shapes[0][1] * self.world != stated:
+                _require_part(name, outputs or {}, self.world)
+            return shapes[0][1]
+        if not known.heads or not known.head_size:
+            raise CannotDo(f"{name}: without {CONFIG} nothing says which of its rows are queries")
+        if known.heads % self.world:
+            raise Damaged(
+                f"{CONFIG} says {known.heads} heads, which {self.world} ranks cannot share"
+            )
+        return known.heads // self.world * known.head_size
+
+    def _holders(self, name: str, queries: int, keys: int) -> int:
+        """How many ranks hold the same key-value head; the config is the language model's."""
+        heads, size = self.config.key_value_heads, self.config.head_size
+        if not heads or not size:
+            return 1
+        if queries == keys and queries * self.world != (self.config.heads or 0) * size:
+            return 1
+        holders = max(1, self.world // heads)
+        if keys * self.world != heads * size * holders:
+            message = f"{name}: {keys} rows of keys on each of {self.world} ranks, but {CONFIG}"
+            message += f" says {heads} key-value heads of {size}"
+            raise Damaged(Problem(message, "config-mismatch", tensor=name))
+        return holders
+
+    def _without_padding(self, name: str, parts: Locals) -> Locals:
+        """Without the rows after the vocabulary that the last ranks hold."""
+        each = next(iter(parts.values())).shape[0]
+        wanted, held = self.config.vocabulary, each * self.world
+        if wanted is None or wanted == held:
+            return parts
+        if not 0 < held - wanted < PADDING * self.world:
+            message = f"{name}: {held:,} rows, but {CONFIG} says a vocabulary of {wanted:,}"
+            raise Damaged(Problem(message, "config-mismatch", tensor=name))
+        self.notes.append(f"{name}: without the {held - wanted} rows that pad the vocabulary")
+        left = {rank: min(each, max(0, wanted - rank * each)) for rank in parts}
+        return {rank: rows_of(name, part, 0, left[rank]) for rank, part in parts.items()}
+
+    def add_tied(self) -> None:
+        """The embeddings again where the config ties them: only the first name was saved."""
+        for name in [n for n in self.tensors if n.endswith("lm_head.weight")]:
+            twin = name.removesuffix("lm_head.weight") + "model.embed_tokens.weight"
+            if self.config.tied and twin not in self.tensors:
+                self.tensors[twin] = replace(self.tensors[name], name=twin, path=(twin,))
+
+
+def _member(found: re.Match[str], name: str) -> str:
+    return f"{found['head']}{name}.{found['leaf']}"
+
+
+def _require_plain(name: str, parts: Locals) -> None:
+    for part in parts.values():
+        if part.dtype.name not in _PLAIN:
+            raise CannotDo(
+                f"{name}: {part.dtype}; vLLM repacks quantised weights before it saves them, and"
+                " the files do not say how"
+            )
+
+
+def _require_part(name: str, outputs: Locals, world: int) -> None:
+    """CannotDo where an output projection may be whole: vision models are, at times."""
+    shape = next(iter(outputs.values())).shape
+    if world > 1 and (len(shape) != 2 or shape[1] * world != shape[0]):
+        raise CannotDo(
+            f"{name}: an output projection of {list(shape)} on each of {world} ranks may be cut or"
+            f" whole; {how_to_say(name)}"
+        )
+
+
+def _cut_dim(name: str) -> int | None:
+    if _ROWS.fullmatch(name):
+        return 0
+    if _COLUMNS.fullmatch(name):
+        return 1
+    if _COPIED.fullmatch(name):
+        return None
+    raise CannotDo(
+        f"{name}: no rule says how vLLM cuts it for tensor parallelism; {how_to_say(name)}"
+    )

@@ -1,0 +1,207 @@
+"""What a writer must decide about every checkpoint, whatever its own format."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any, Protocol, TypeVar
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import Catalog, Chunk, ObjectEntry, Path, TensorEntry, tied
+from ckptool.core.layout import FileLayout, Verbatim
+from ckptool.core.sharding.placement import Placed
+from ckptool.errors import CannotDo, Problem
+from ckptool.formats.base import Request
+from ckptool.serialization.archive.write import torch_archive
+from ckptool.serialization.pickle.write import TensorRef
+from ckptool.serialization.state_dict.tree import nest
+from ckptool.serialization.state_dict.values import NUMPY, UNREAD_TENSOR, Foreign, type_name
+
+NOT_CARRIED = "value-not-carried"
+"""The code of a note on what no writer carries over, or only one that writes pickles of its own."""
+
+
+def plain_objects(catalog: Catalog, *, numpy: bool = True) -> tuple[list[ObjectEntry], list[str]]:
+    """The values that are plain data, and one note for each that is not and stays behind.
+
+    ``numpy`` says that its arrays, scalars and generators are plain. Tensors of a kind that is not
+    read need no note: the catalog has one for each.
+    """
+    plain: list[ObjectEntry] = []
+    notes: list[str] = []
+    of_numpy: list[str] = []
+    carried = {NUMPY} if numpy else set()
+    known = Foreign()
+    for entry in catalog.objects.values():
+        foreign = known.of(entry.value)
+        if UNREAD_TENSOR in foreign:
+            continue
+        if foreign - carried:
+            what = f"{entry.name} ({type_name(entry.value)})"
+            made_of = ", ".join(sorted(foreign - carried))
+            note = f"not carried: {what} is made of {made_of}"
+            notes.append(Problem(note, NOT_CARRIED, tensor=entry.name))
+            continue
+        plain.append(entry)
+        of_numpy += [entry.name] * bool(foreign)
+    if of_numpy:
+        listed = ", ".join(of_numpy[:8]) + (", ..." if len(of_numpy) > 8 else "")
+        notes.append(
+            f"holds numpy data, as the source does: {listed}; torch.load(weights_only=True) wants"
+            " torch.serialization.add_safe_globals for it"
+        )
+    return plain, notes
+
+
+def nested_state(tensors: list[TensorEntry], objects: list[ObjectEntry]) -> Any:
+    """The nested state dict of the source, with a ``TensorRef`` for each whole tensor.
+
+    Tied tensors become one reference, so that they share a storage again.
+    """
+    refs = _references(tensors)
+    found: list[tuple[Path, Any]] = [(entry.path, refs[entry.name]) for entry in tensors]
+    found += [(entry.path, entry.value) for entry in objects]
+    return nest(found)
+
+
+def _references(tensors: list[TensorEntry]) -> dict[str, TensorRef]:
+    refs = {entry.name: TensorRef(entry, Box.whole(entry.shape)) for entry in tensors}
+    for first, *others in tied(Catalog("", {entry.name: entry for entry in tensors}, {}, {})):
+        for name in others:
+            refs[name] = refs[first]
+    return refs
+
+
+def extra_file(path: str, tensors: list[TensorEntry], objects: list[ObjectEntry]) -> FileLayout:
+    """A torch.save file beside the main one, for what the main format cannot hold."""
+    return FileLayout(path, tuple(torch_archive(nested_state(tensors, objects))))
+
+
+def companion_files(catalog: Catalog) -> list[FileLayout]:
+    """config.json, tokenizer files and their like, as they are."""
+    return [
+        FileLayout(name.rpartition("/")[2], (Verbatim(name, size),))
+        for name, size in catalog.companions.items()
+    ]
+
+
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+_Item = TypeVar("_Item", bound=_Sized)
+
+
+def by_size(items: Iterable[_Item], limit: int) -> list[list[_Item]]:
+    """Items in order, as many a file as fit ``limit`` bytes; a larger one has its own file.
+
+    At least one group, which is empty where there is no item.
+    """
+    groups: list[list[_Item]] = [[]]
+    held = 0
+    for item in items:
+        if groups[-1] and held + item.nbytes > limit:
+            groups.append([])
+            held = 0
+        groups[-1].append(item)
+        held += item.nbytes
+    return groups
+
+
+def tied_notes(catalog: Catalog) -> list[str]:
+    """One note for each group of tied tensors, which a flat format writes once a name.
+
+    Single numbers, such as the step of all parameters of a group, are not worth one.
+    """
+    return [
+        f"tied: {' = '.join(names)} share their bytes in the source; each is written in full"
+        for names in tied(catalog)
+        if catalog.tensors[names[0]].elements > 1
+    ]
+
+
+_FEW_BOXES = 4
+
+
+class Cutter:
+    """Decides which box of each tensor which rank writes, replicas once."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._load: dict[int, int] = defaultdict(int)
+        self._holders: dict[object, list[tuple[Box, list[int]]]] = {}
+
+    def boxes(self, entry: TensorEntry) -> dict[Box, int]:
+        """Boxes that tile the tensor, each with the rank that writes it.
+
+        Cut for the request's mesh where it has one; else the source's own chunks; else, where
+        ranks are unknown or one is asked for, the whole tensor on rank 0.
+        """
+        placed = self._request.placed
+        if placed is not None and entry.elements:
+            return self._placed_boxes(entry, placed)
+        unranked = any(chunk.rank is None for chunk in entry.chunks)
+        if placed is not None or self._request.one_rank or unranked:
+            return {Box.whole(entry.shape): 0}
+        return _source_boxes(entry)
+
+    def _placed_boxes(self, entry: TensorEntry, placed: Placed) -> dict[Box, int]:
+        """A box that several ranks hold is written by the one with the fewest bytes so far."""
+        kind = (entry.shape, placed.placements[entry.name])
+        if kind not in self._holders:
+            self._holders[kind] = _holders(entry, placed)
+        chosen = {}
+        for box, ranks in self._holders[kind]:
+            rank = ranks[0]
+            if len(ranks) > 1:
+                rank = min(ranks, key=lambda rank: (self._load[rank], rank))
+            self._load[rank] += box.volume * entry.dtype.itemsize
+            chosen[box] = rank
+        return chosen
+
+
+def _holders(entry: TensorEntry, placed: Placed) -> list[tuple[Box, list[int]]]:
+    """Each box that the mesh cuts a tensor into, with the ranks that hold it."""
+    holders: dict[Box, list[int]] = {}
+    for rank, shard in zip(placed.mesh.ranks, placed.shards(entry), strict=True):
+        for piece in shard.pieces:
+            holders.setdefault(piece.box, []).append(rank)
+    return list(holders.items())
+
+
+def _source_boxes(entry: TensorEntry) -> dict[Box, int]:
+    """The source's chunks; where several begin at one place (empty ones), the largest stands.
+
+    What a rewrite left of a rank's chunks is put together again where it fills a box.
+    """
+    first: dict[tuple[int, ...], Chunk] = {}
+    for chunk in sorted(entry.chunks, key=lambda chunk: -chunk.box.volume):
+        first.setdefault(chunk.box.lo, chunk)
+    held: dict[int, list[Box]] = defaultdict(list)
+    for chunk in entry.chunks:
+        if first[chunk.box.lo] is chunk:
+            held[chunk.rank or 0].append(chunk.box)
+    return {box: rank for rank, mine in held.items() for box in _merged(mine)}
+
+
+def _merged(boxes: list[Box]) -> list[Box]:
+    """The one box that many fill together, as those of a permuted tensor do; or they themselves."""
+    if len(boxes) <= _FEW_BOXES:
+        return boxes
+    around = Box(
+        tuple(map(min, zip(*(box.lo for box in boxes), strict=True))),
+        tuple(map(max, zip(*(box.hi for box in boxes), strict=True))),
+    )
+    return [around] if around.volume == sum(box.volume for box in boxes) else boxes
+
+
+def placed_of(request: Request) -> Placed:
+    """The request's mesh and placements; CannotDo where it has none that files a rank can have."""
+    placed = request.placed
+    if placed is None:
+        raise CannotDo("one file a rank needs a device mesh", hint="ckptool reshard --mesh 2x4")
+    mesh = placed.mesh
+    if set(mesh.ranks) != set(range(mesh.size)):
+        raise CannotDo(f"one file a rank needs the ranks 0 to {mesh.size - 1}, not {mesh.ranks}")
+    return placed

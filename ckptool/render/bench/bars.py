@@ -1,0 +1,140 @@
+"""Bars of blocked, background and durable time: on the terminal, and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from ckptool.commands.bench.report import BenchReport, Measured
+from ckptool.errors import CannotDo, UsageError
+from ckptool.render.bench.progress import seconds
+from ckptool.render.text import columns, size, visible
+
+_BLOCKED, _BACKGROUND, _SYNCING = "#e0605a", "#5fafff", "#b9b4d0"
+_NAMES = {_BLOCKED: "training blocked", _BACKGROUND: "until written", _SYNCING: "until durable"}
+_SHADES, _ASCII = "█▓░", "#=-"
+_NARROWEST, _WIDEST = 10, 40
+_BESIDE = 36
+"""Cells of a line that are neither a name's nor a bar's."""
+
+_INCHES_A_BAR = 0.34
+
+
+def bars(report: BenchReport, screen: Console) -> list[Text]:
+    """A bar a strategy: blocked, in the background, durable; and what that is of the limits."""
+    shades = _SHADES if screen.encoding.startswith("utf") else _ASCII
+    legend = Text("  ")
+    for shade, (colour, name) in zip(shades, _NAMES.items(), strict=True):
+        legend.append(shade, colour).append(f" {name}  ")
+    staging = "pinned" if report.limits.get("device_to_host_pinned") else "memory"
+    writing = "upload" if report.limits.get("upload") else "write"
+    heads = ("", "", f"of {staging} copy", f"of raw {writing}")
+    rows = [[Text(head, "dim") for head in heads]]
+    width = _width(report, screen)
+    for result in report.ranked:
+        fractions = (report.blocked_fraction(result), report.durable_fraction(result))
+        told = [Text("" if value is None else f"{value:.0%}") for value in fractions]
+        rows.append([Text(f"  {visible(result.name)}"), _bar(report, result, width, shades), *told])
+    legend.rstrip()
+    return [legend, *columns(screen, rows, "llrr", cuts=0)]
+
+
+def _width(report: BenchReport, screen: Console) -> int:
+    """Cells of the longest bar: what a terminal leaves beside the names."""
+    if not screen.is_terminal:
+        return _WIDEST
+    names = max(len(visible(result.name)) for result in report.results)
+    return max(_NARROWEST, min(_WIDEST, screen.width - names - _BESIDE))
+
+
+def _bar(report: BenchReport, result: Measured, width: int, shades: str) -> Text:
+    longest = max(result.durable_median for result in report.results)
+    text = Text()
+    for end, shade, colour in zip(_parts(result), shades, _NAMES, strict=True):
+        cells = max(1, round(end / longest * width)) - len(text)
+        text.append(shade * cells, colour)
+    return text
+
+
+def _parts(result: Measured) -> tuple[float, float, float]:
+    """When each colour of a bar ends; a commit that blocks may end last, and counts as blocked."""
+    durable = result.durable_median
+    blocked = min(result.blocked_median, durable)
+    return blocked, min(max(result.written_median, blocked), durable), durable
+
+
+def require_plottable(path: Path) -> None:
+    """UsageError where the suffix is no picture's, CannotDo where it cannot be drawn or put there.
+
+    Asked before anything is measured.
+    """
+    if path.suffix not in (".svg", ".png"):
+        raise UsageError(f"--plot {path}: the file must end in .svg or .png")
+    if not path.parent.is_dir():
+        raise CannotDo(f"{path.parent}: no such folder", hint=f"mkdir -p {path.parent}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise CannotDo("--plot needs matplotlib", hint="pip install 'ckptool[plot]'") from None
+
+
+def write_plot(report: BenchReport, path: Path) -> None:
+    """Draw the bars into an SVG or PNG file; CannotDo where it cannot be written."""
+    from matplotlib.figure import Figure
+
+    results = report.ranked[::-1]
+    figure = Figure(figsize=(10, 1.9 + _INCHES_A_BAR * len(results)), layout="constrained")
+    axes = figure.add_subplot()
+    for place, result in enumerate(results):
+        _draw(axes, place, result, best=result is report.best)
+    axes.set_yticks(range(len(results)), [_label(result) for result in results])
+    axes.set_xlabel("seconds after the call (median of the steady saves)")
+    axes.set_title(_title(report), loc="left", fontsize=10)
+    if report.write_limit:
+        raw = report.settings.nbytes / report.write_limit
+        label = "raw upload" if report.limits.get("upload") else "raw write and fsync"
+        axes.axvline(raw, color="#555555", linestyle="--", linewidth=1, label=label)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlim(0, 1.4 * max(result.durable_median for result in results))
+    axes.set_ylim(-0.6, len(results) - 0.4)
+    handles, labels = _once(*axes.get_legend_handles_labels())
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise CannotDo(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def _draw(axes: Any, place: int, result: Measured, *, best: bool) -> None:
+    """One bar, with the seconds behind it."""
+    blocked, durable = result.blocked_median, result.durable_median
+    alpha = 1.0 if result.is_consistent else 0.45
+    begin = 0.0
+    for end, (colour, name) in zip(_parts(result), _NAMES.items(), strict=True):
+        look = {"height": 0.62, "color": colour, "alpha": alpha}
+        axes.barh(place, end - begin, left=begin, label=name, **look)
+        begin = end
+    words = f" {seconds(blocked)} blocked, {seconds(durable)} until durable"
+    axes.text(durable, place, words, va="center", fontsize=8, weight="bold" if best else "normal")
+
+
+def _label(result: Measured) -> str:
+    return result.name if result.is_consistent else f"{result.name}  (DIRTY)"
+
+
+def _title(report: BenchReport) -> str:
+    told = report.settings
+    where = "CPU ranks" if told.device == "cpu" else f"{told.device} ranks"
+    return f"Saving {size(told.nbytes)} from {told.ranks} {where}, torch {report.versions['torch']}"
+
+
+def _once(handles: Sequence[Any], labels: Sequence[str]) -> tuple[list[Any], list[str]]:
+    """A legend's entries, each label once."""
+    found = dict(zip(labels, handles, strict=True))
+    return list(found.values()), list(found)

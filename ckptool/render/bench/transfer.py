@@ -1,0 +1,115 @@
+"""The table of measured commands, each with its peers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.text import Text
+
+from ckptool.commands.bench.transfer.run import Ratio, RowResult, TransferBenchReport
+from ckptool.render.text import columns, console, emit, plural, size, visible
+
+_HEADINGS = ("command", "median", "all rounds", "speed", "peak memory", "against its peers")
+
+
+def show_transfer_bench(report: TransferBenchReport) -> None:
+    """What was measured and where, the rows, and what was left out."""
+    screen = console()
+    blank = Text()
+    left_out = [
+        Text.assemble("  ", ("left out: ", "yellow"), visible(f"{name}: {reason}"))
+        for name, reason in report.left_out.items()
+    ]
+    rows = [[Text(heading, "bold") for heading in _HEADINGS]]
+    for result in report.results:
+        rows += _rows(report, result)
+    emit(screen, [*_heading(report), blank, *columns(screen, rows, "lrrrrl")])
+    emit(screen, [blank, *left_out] if left_out else [])
+
+
+def _heading(report: TransferBenchReport) -> list[Text]:
+    machine = report.machine
+    memory = size(int(machine["memory_bytes"]))
+    return [
+        Text.assemble(
+            (size(report.nbytes), "bold"),
+            f" in {plural(report.files, 'file')}, {visible(report.source)};"
+            f" {plural(report.repeat, 'round')}, interleaved, page cache warm",
+        ),
+        Text(
+            f"{plural(int(machine['cores']), 'core')} {machine['processor']}, {memory} memory,"
+            f" {machine['filesystem']}",
+            "dim",
+        ),
+        Text(", ".join(f"{name} {version}" for name, version in report.versions.items()), "dim"),
+    ]
+
+
+def _rows(report: TransferBenchReport, result: RowResult) -> list[list[Text]]:
+    """The row's line, and one more for each further remark."""
+    style = "" if result.row.peers or result.row.measure == "cpu" else "dim"
+    unit = "s CPU" if result.row.measure == "cpu" else "s"
+    first, *others = [*_remarks(report, result), Text()]
+    cells = (
+        result.row.name,
+        f"{result.median:.2f} {unit}",
+        f"{min(result.values):.2f} to {max(result.values):.2f}",
+        f"{size(int(result.nbytes / result.median))}/s" if result.nbytes else "",
+        size(result.peak_bytes),
+    )
+    line = [Text(cell, style) for cell in cells] + [first]
+    return [line] + [[Text()] * len(cells) + [remark] for remark in others if remark]
+
+
+def _remarks(report: TransferBenchReport, result: RowResult) -> list[Text]:
+    remarks = [_ratio(ratio) for ratio in report.ratios(result)]
+    if result.read_bytes:
+        remarks.append(Text(f"reads {size(result.read_bytes)}"))
+    if result.imports_torch is not None:
+        told = ("imports torch", "red") if result.imports_torch else ("torch not imported", "green")
+        remarks.append(Text.assemble(told))
+    return remarks
+
+
+def _ratio(ratio: Ratio) -> Text:
+    """``1.20 x cp -r``, or how many times faster where it is at least twice as fast."""
+    if ratio.value > 0.5:
+        spread = f"({ratio.lowest:.2f} to {ratio.highest:.2f})"
+        return Text.assemble((f"{ratio.value:.2f} x", "bold"), f" {ratio.peer} {spread}")
+    spread = f"({1 / ratio.highest:.1f} to {1 / ratio.lowest:.1f})"
+    faster = (f"{1 / ratio.value:.1f} x faster", "bold")
+    return Text.assemble(faster, f" than {ratio.peer} {spread}")
+
+
+def transfer_bench_json(report: TransferBenchReport) -> dict[str, Any]:
+    """The report with every sample as ``ckptool.transfer-bench/1``."""
+    return {
+        "schema": "ckptool.transfer-bench/1",
+        "machine": dict(report.machine),
+        "versions": dict(report.versions),
+        "settings": {
+            "source": report.source,
+            "nbytes": report.nbytes,
+            "files": report.files,
+            "light_tensors": report.light_tensors,
+            "repeat": report.repeat,
+        },
+        "rows": [_row_json(report, result) for result in report.results],
+        "left_out": dict(report.left_out),
+    }
+
+
+def _row_json(report: TransferBenchReport, result: RowResult) -> dict[str, Any]:
+    return {
+        "name": result.row.name,
+        "command": list(result.row.command),
+        "measure": result.row.measure,
+        "nbytes": result.nbytes,
+        "median": result.median,
+        "peak_bytes": result.peak_bytes,
+        "read_bytes": result.read_bytes,
+        "ratios": [asdict(ratio) for ratio in report.ratios(result)],
+        "imports_torch": result.imports_torch,
+        "samples": [asdict(sample) for sample in result.samples],
+    }

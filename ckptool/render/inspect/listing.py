@@ -1,0 +1,217 @@
+"""Tensors in full, and non-tensor values, one a line.
+
+Fold repeated layers: one line for all tensors that differ only in numbers of their names.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from rich.console import Console
+from rich.text import Text
+
+from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.parts import PARTS, part_of
+from ckptool.core.rewrite import matches
+from ckptool.errors import UsageError
+from ckptool.render.inspect.values import preview
+from ckptool.render.text import columns, plural, ranges, visible
+from ckptool.serialization.state_dict.values import type_name
+
+_HEADINGS = ("name", "dtype", "shape", "placements", "chunks", "bytes")
+_LONGEST_VALUE = 200
+
+
+def tensor_lines(catalog: Catalog, globs: Sequence[str], screen: Console) -> list[Text]:
+    """Every tensor that matches, in natural order. UsageError where a glob matches none."""
+    found = sorted(matching(catalog, globs), key=natural)
+    rows = [[Text(heading, style="dim") for heading in _HEADINGS]]
+    rows += [_tensor(catalog.tensors[name]) for name in found]
+    return columns(screen, rows, "llllrr", cuts=0)
+
+
+def matching(catalog: Catalog, globs: Sequence[str]) -> list[str]:
+    """The names of tensors that match; UsageError where a glob matches none."""
+    for glob in globs:
+        if not any(matches(name, [glob]) for name in catalog.tensors):
+            raise no_such_tensor(f"--tensors {glob!r} matches no tensor", glob, catalog)
+    return [name for name in catalog.tensors if matches(name, globs)]
+
+
+def tensor_named(catalog: Catalog, name: str) -> TensorEntry:
+    """The tensor that ``--map`` asks for; UsageError where there is no such one."""
+    entry = catalog.tensors.get(name)
+    if entry is None:
+        raise no_such_tensor(f"--map {name!r}: no such tensor", name, catalog)
+    return entry
+
+
+def _tensor(entry: TensorEntry) -> list[Text]:
+    placements = "-" if entry.placements is None else ", ".join(map(str, entry.placements))
+    return [
+        Text(visible(entry.name)),
+        Text(entry.dtype.name, style="yellow"),
+        Text(str(list(entry.shape)), style="green"),
+        Text(placements, style="magenta"),
+        Text(f"{len(entry.chunks):,}"),
+        Text(f"{entry.nbytes:,}"),
+    ]
+
+
+def no_such_tensor(message: str, asked: str, catalog: Catalog) -> UsageError:
+    """An error that offers the names most like the one that was asked for."""
+    if asked in catalog.objects:
+        return UsageError(f"{message}: it is no tensor", hint="--values shows it")
+    close = closest(asked, catalog.tensors)
+    if not close:
+        return UsageError(message, hint="--tensors '*' lists all names")
+    return UsageError(message, hint="did you mean " + " or ".join(map(visible, close)) + " ?")
+
+
+def closest(asked: str, names: Collection[str]) -> list[str]:
+    """Up to three names most like ``asked``, those that contain all its steps first."""
+    steps = [step for step in re.split(r"[.*{}]+", asked) if step]
+    inside = sorted((name for name in names if all(step in name for step in steps)), key=len)
+    if steps and inside:
+        return inside[:3]
+    return difflib.get_close_matches(asked, list(names)[:20_000], n=3, cutoff=0.5)
+
+
+def value_lines(catalog: Catalog, screen: Console) -> list[Text]:
+    """Every non-tensor value with its type, in natural order."""
+    if not catalog.objects:
+        return [Text("  no values besides tensors", style="dim")]
+    rows = [
+        [
+            Text(visible(name)),
+            Text(visible(type_name(catalog.objects[name].value)), style="yellow"),
+            Text(preview(catalog.objects[name].value, _LONGEST_VALUE), style="cyan"),
+        ]
+        for name in sorted(catalog.objects, key=natural)
+    ]
+    title = Text(f"  {plural(len(rows), 'value')} besides tensors", style="bold")
+    return [title, *columns(screen, rows, "lll", cuts=2)]
+
+
+_NUMBER = re.compile(r"((?:(?<![^.])|(?<=@rank))(?:0|[1-9][0-9]{0,8})(?![^.@]))")
+
+Numbers = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """``count`` tensors that look like ``entry``; ``name`` has braces for what differs."""
+
+    part: str
+    name: str
+    entry: TensorEntry
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What tensors have in common that share a line; ``words`` stand around the numbers."""
+
+    part: str
+    words: tuple[str, ...]
+    looks: tuple[object, ...]
+
+
+def fold(entries: Collection[TensorEntry]) -> list[Folded]:
+    """Few lines that name every tensor once, in natural order within each part."""
+    kinds: dict[_Kind, dict[Numbers, TensorEntry]] = {}
+    for entry in entries:
+        words, numbers = split_numbers(entry.name)
+        kind = _Kind(part_of(entry), words, _looks(entry))
+        kinds.setdefault(kind, {})[numbers] = entry
+    lines = [line for kind, members in kinds.items() for line in _lines(kind, members)]
+    lines.sort(key=lambda line: (PARTS.index(line.part), natural(line.entry.name)))
+    return _fold_states(_fold_scalars(lines, [entry.name for entry in entries]))
+
+
+def _looks(entry: TensorEntry) -> tuple[object, ...]:
+    scattered = entry.placements is None and len(entry.chunks)
+    return entry.dtype, entry.shape, entry.placements, scattered
+
+
+def _lines(kind: _Kind, members: dict[Numbers, TensorEntry]) -> Iterable[Folded]:
+    for axes in products(members):
+        first = members[tuple(axis[0] for axis in axes)]
+        yield Folded(kind.part, with_numbers(kind.words, axes), first, math.prod(map(len, axes)))
+
+
+def split_numbers(name: str) -> tuple[tuple[str, ...], Numbers]:
+    """The words around the integer components of a dotted name, and the integers."""
+    pieces = _NUMBER.split(name)
+    return tuple(pieces[::2]), tuple(map(int, pieces[1::2]))
+
+
+def with_numbers(words: Sequence[str], axes: Sequence[Numbers]) -> str:
+    """The name again, with several numbers at one place in braces."""
+    name = words[0]
+    for axis, word in zip(axes, words[1:], strict=True):
+        name += (f"{{{ranges(axis)}}}" if len(axis) > 1 else str(axis[0])) + word
+    return name
+
+
+def products(found: Collection[Numbers]) -> list[tuple[Numbers, ...]]:
+    """Disjoint products of number sets that together make up the set of tuples."""
+    if () in found:
+        return [()]
+    tails: dict[int, set[Numbers]] = {}
+    for head, *tail in found:
+        tails.setdefault(head, set()).add(tuple(tail))
+    heads: dict[frozenset[Numbers], list[int]] = {}
+    for head in sorted(tails):
+        heads.setdefault(frozenset(tails[head]), []).append(head)
+    return [(tuple(axis), *rest) for tail, axis in heads.items() for rest in products(tail)]
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """A sort key under which layer 2 comes before layer 10."""
+    pieces = _NUMBER.split(name)
+    return [(0, int(p), "") if i % 2 else (1, 0, p) for i, p in enumerate(pieces)]
+
+
+def _fold_scalars(lines: list[Folded], names: list[str]) -> list[Folded]:
+    """One line such as ``optim.state.*.step`` for an optimizer's 0-d states, where it is exact."""
+    groups: dict[tuple[object, ...], list[Folded]] = {}
+    for line in lines:
+        steps = line.entry.name.split(".")
+        if line.part == "optimizer" and not line.entry.shape and len(steps) > 3:
+            key = (".".join(steps[:2]) + ".", "." + steps[-1], _looks(line.entry))
+            groups.setdefault(key, []).append(line)
+    merged: dict[str, Folded | None] = {}
+    for (head, tail, _), group in groups.items():
+        count = sum(line.count for line in group)
+        if len(group) > 1 and count == _matching(names, str(head), str(tail)):
+            merged |= dict.fromkeys(line.name for line in group)
+            merged[group[-1].name] = replace(group[-1], name=f"{head}*{tail}", count=count)
+    folded = [merged.get(line.name, line) for line in lines]
+    return [line for line in folded if line is not None]
+
+
+def _matching(names: Iterable[str], head: str, tail: str) -> int:
+    return sum(name.startswith(head) and name.endswith(tail) for name in names)
+
+
+def _fold_states(lines: list[Folded]) -> list[Folded]:
+    """One line for an optimizer's states of one parameter, such as ``{exp_avg,exp_avg_sq}``."""
+    groups: dict[tuple[object, ...], list[Folded]] = {}
+    for line in lines:
+        head, _, state = line.name.rpartition(".")
+        alike = line.part == "optimizer" and head and not re.search(r"[{}*]", state)
+        groups.setdefault((head, _looks(line.entry)) if alike else (line,), []).append(line)
+    return [_joined_states(group) for group in groups.values()]
+
+
+def _joined_states(group: list[Folded]) -> Folded:
+    if len(group) == 1:
+        return group[0]
+    head = group[0].name.rpartition(".")[0]
+    states = ",".join(line.name.rpartition(".")[2] for line in group)
+    return replace(group[0], name=f"{head}.{{{states}}}", count=sum(line.count for line in group))

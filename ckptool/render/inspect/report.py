@@ -1,0 +1,188 @@
+"""What a checkpoint holds, as a picture.
+
+What a checkpoint holds, as JSON.
+
+Keep a screen as a picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from ckptool.commands.inspect.inspect import InspectReport
+from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
+from ckptool.core.quantization import kinds
+from ckptool.errors import UsageError
+from ckptool.render.inspect.listing import matching, tensor_lines, tensor_named, value_lines
+from ckptool.render.inspect.mapping import map_lines
+from ckptool.render.inspect.overview import overview, spots
+from ckptool.render.inspect.ranks import loads_of, rank_lines
+from ckptool.render.inspect.stats import stats_lines
+from ckptool.render.inspect.values import Inexact, plain
+from ckptool.render.text import console as standard_console
+from ckptool.render.text import emit, plural, size
+from ckptool.serialization.state_dict.values import type_name
+
+if TYPE_CHECKING:
+    from ckptool.commands.inspect.stats import TensorStats
+
+
+def show(
+    report: InspectReport,
+    console: Console,
+    *,
+    tensors: Sequence[str] = (),
+    ranks: bool = False,
+    values: bool = False,
+    map_name: str | None = None,
+    stats: Sequence[TensorStats] = (),
+) -> None:
+    """Print the whole picture, or only the views that are asked for."""
+    views = list(_views(report, console, tensors, ranks, values, map_name))
+    if stats:
+        views.insert(0, stats_lines(stats, console))
+    if not views:
+        emit(console, overview(report, console))
+        return
+    blank = [Text()]
+    emit(console, [line for view in views for line in (*view, *blank)][:-1])
+
+
+def _views(
+    report: InspectReport,
+    console: Console,
+    tensors: Sequence[str],
+    ranks: bool,
+    values: bool,
+    map_name: str | None,
+) -> Iterable[list[Text]]:
+    if tensors:
+        yield tensor_lines(report.catalog, tensors, console)
+    if map_name is not None:
+        yield map_lines(report.catalog, map_name, console)
+    if ranks:
+        yield rank_lines(report.catalog, console)
+    if values:
+        yield value_lines(report.catalog, console)
+
+
+def show_traffic(report: InspectReport) -> None:
+    """What was asked of a store, and what came; on stderr."""
+    said = "nothing was asked of a store: the checkpoint lies on a disk"
+    if report.traffic is not None:
+        read = size(report.traffic.received)
+        said = f"{plural(report.traffic.requests, 'request')}, {read} read"
+    standard_console(stderr=True).print(said, highlight=False)
+
+
+def inspect_json(
+    report: InspectReport,
+    *,
+    tensors: Sequence[str] = (),
+    ranks: bool = False,
+    map_name: str | None = None,
+) -> dict[str, Any]:
+    """The report as ``ckptool.inspect/1``; ``value`` is left out where JSON cannot hold it.
+
+    With globs only the ``tensors`` that match; ``ranks`` and ``map`` only where asked for.
+    """
+    catalog = report.catalog
+    names = matching(catalog, tensors) if tensors else catalog.tensors
+    more: dict[str, Any] = {"ranks": _ranks_json(catalog)} if ranks else {}
+    if map_name is not None:
+        more["map"] = _map_json(tensor_named(catalog, map_name))
+    return {
+        "schema": "ckptool.inspect/1",
+        "path": str(report.path),
+        "format": catalog.format,
+        "info": dict(catalog.info),
+        "quantised": kinds(catalog),
+        "step": report.step,
+        "world_size": catalog.world_size,
+        "mesh": _mesh_json(catalog),
+        "totals": {
+            "tensors": report.totals.tensors,
+            "parameters": report.totals.parameters,
+            "bytes": report.totals.nbytes,
+            "files": report.totals.files,
+        },
+        "tensors": [_tensor_json(catalog.tensors[name]) for name in names],
+        "objects": [_object_json(entry) for entry in catalog.objects.values()],
+        "notes": list(report.notes),
+        "problems": list(report.problems),
+        **more,
+    }
+
+
+def _mesh_json(catalog: Catalog) -> dict[str, Any] | None:
+    mesh = catalog.mesh
+    if mesh is None:
+        return None
+    names = None if mesh.names is None else list(mesh.names)
+    return {"shape": list(mesh.shape), "names": names, "source": catalog.mesh_source}
+
+
+def _tensor_json(entry: TensorEntry) -> dict[str, Any]:
+    placements = entry.placements
+    return {
+        "name": entry.name,
+        "dtype": entry.dtype.name,
+        "shape": list(entry.shape),
+        "nbytes": entry.nbytes,
+        "placements": None if placements is None else list(map(str, placements)),
+        "chunks": len(entry.chunks),
+    }
+
+
+def _object_json(entry: ObjectEntry) -> dict[str, Any]:
+    described = {"name": entry.name, "type": type_name(entry.value)}
+    try:
+        return described | {"value": plain(entry.value)}
+    except Inexact:
+        return described
+
+
+def _ranks_json(catalog: Catalog) -> list[dict[str, int]]:
+    loads, _ = loads_of(catalog)
+    return [{"rank": r, "chunks": n, "nbytes": held} for r, (n, held) in sorted(loads.items())]
+
+
+def _map_json(entry: TensorEntry) -> list[dict[str, Any]]:
+    """Every box of a tensor, replicas included: which rank and file holds it, and where."""
+    return [
+        {
+            "rank": spot.rank,
+            "file": spot.at.file,
+            "offset": spot.at.offset,
+            "nbytes": spot.nbytes,
+            "from": list(spot.box.lo),
+            "to": list(spot.box.hi),
+        }
+        for spot in spots(entry)
+    ]
+
+
+_HTML = b'<!DOCTYPE html>\n<html>\n<head>\n<meta charset="UTF-8">\n<style>\n'
+
+
+def require_exportable(path: Path) -> None:
+    """UsageError where the suffix of ``path`` is neither of SVG nor of HTML."""
+    if path.suffix not in (".svg", ".html"):
+        raise UsageError(f"--export {path}: the file must end in .svg or .html")
+
+
+def exported(screen: Console, path: Path) -> bytes:
+    """Return what ``screen`` recorded as SVG or HTML, by the suffix of ``path``."""
+    svg = path.suffix == ".svg"
+    text = screen.export_svg(title="ckptool") if svg else screen.export_html(inline_styles=True)
+    return text.encode()
+
+
+def export_mark(path: Path) -> bytes:
+    """Return how every export begins that has the suffix of ``path``."""
+    return b'<svg class="rich-terminal"' if path.suffix == ".svg" else _HTML

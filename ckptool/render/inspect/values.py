@@ -1,0 +1,126 @@
+"""Non-tensor values, told shortly on the screen and exactly in JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ckptool.core.catalog import ObjectEntry
+from ckptool.core.parts import part_of
+from ckptool.render.text import visible
+from ckptool.serialization.pickle.records import Call, Global, Persistent
+from ckptool.serialization.state_dict.values import type_name
+
+_DEEPEST = 32
+_MOST_NODES = 1 << 20
+_LARGEST_INT = (1 << 63) - 1
+_HYPERPARAMETERS = ("lr", "initial_lr", "betas", "momentum", "eps", "weight_decay")
+
+
+class Inexact(Exception):
+    """JSON cannot hold the value exactly."""
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON holds it: null, bool, 64-bit int, finite float, text, list, dict.
+
+    Tuples become lists. Raises Inexact for all else: bytes, sets, NaN and infinities, larger ints,
+    dicts whose keys are not all text, objects, and values too deep or too large to be written.
+    """
+    return _plain(value, _DEEPEST, iter(range(_MOST_NODES)))
+
+
+def _plain(value: Any, depth: int, budget: Iterator[int]) -> Any:
+    if next(budget, None) is None or not depth:
+        raise Inexact
+    if isinstance(value, list | tuple):
+        return [_plain(item, depth - 1, budget) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _plain(item, depth - 1, budget) for key, item in value.items()}
+    if _is_plain_scalar(value):
+        return value
+    raise Inexact
+
+
+def _is_plain_scalar(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, int):
+        return abs(value) <= _LARGEST_INT
+    return value is None or isinstance(value, str)
+
+
+def preview(value: Any, limit: int = 60) -> str:
+    """A value in at most about ``limit`` characters, never more work than that."""
+    if isinstance(value, list | tuple | set | frozenset):
+        return _container(value, limit)
+    if isinstance(value, dict):
+        items = (f"{preview(k, 20)}: {preview(v, limit // 2)}" for k, v in value.items())
+        return _enclosed(items, "{}", len(value), limit)
+    if isinstance(value, bytes | bytearray):
+        return f"{len(value):,} bytes"
+    if isinstance(value, str):
+        cut = f"{value[:limit]}…" if len(value) > limit else value
+        return "'" + visible(cut) + "'"
+    return visible(_atom(value))
+
+
+def _container(value: Any, limit: int) -> str:
+    if limit < 4 and value:
+        return f"{len(value):,} items"
+    brackets = "[]" if isinstance(value, list) else "()" if isinstance(value, tuple) else "{}"
+    if not value and isinstance(value, set | frozenset):
+        return "set()"
+    return _enclosed((preview(item, limit // 2) for item in value), brackets, len(value), limit)
+
+
+def _enclosed(items: Iterable[str], brackets: str, count: int, limit: int) -> str:
+    shown: list[str] = []
+    room = limit
+    for item in items:
+        room -= len(item) + 2
+        if room < 0:
+            shown.append(f"… {count:,} items")
+            break
+        shown.append(item)
+    return brackets[0] + ", ".join(shown) + brackets[1]
+
+
+def _atom(value: Any) -> str:
+    if isinstance(value, Global):
+        return str(value)
+    if isinstance(value, Call) and value.name in ("torch.Size", "torch.device"):
+        return value.name + preview(value.args)
+    if isinstance(value, Call | Persistent):
+        return f"<{type_name(value)}>"
+    if isinstance(value, int) and abs(value) > 1 << 256:
+        return f"an int of {value.bit_length():,} bits"
+    return repr(value)
+
+
+def telling(entries: Iterable[ObjectEntry], most: int = 8) -> list[tuple[str, str]]:
+    """The values a person asks for first: short ones outside the optimizer, then its rates."""
+    others: list[ObjectEntry] = []
+    optimizer: list[ObjectEntry] = []
+    for entry in entries:
+        is_optimizer = part_of(entry) == "optimizer"
+        (optimizer if is_optimizer else others).append(entry)
+    short = [entry for entry in others if isinstance(entry.value, int | float | str)]
+    short.sort(key=lambda entry: len(entry.path))
+    found = [(entry.name, preview(entry.value)) for entry in short[:most]]
+    return found + _hyperparameters(optimizer)
+
+
+def _hyperparameters(entries: Iterable[ObjectEntry]) -> list[tuple[str, str]]:
+    """Each rate of the optimizer once, with all values that its groups give it."""
+    found: dict[str, dict[str, None]] = {}
+    for entry in entries:
+        last = str(entry.path[-1]).rpartition(".")[2]
+        if last in _HYPERPARAMETERS:
+            found.setdefault(last, {})[preview(entry.value)] = None
+    return [
+        (f"optimizer {name}", " | ".join([*list(found[name])[:4], *["…"][: len(found[name]) > 4]]))
+        for name in _HYPERPARAMETERS
+        if name in found
+    ]

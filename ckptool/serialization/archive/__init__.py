@@ -1,0 +1,1 @@
+"""The archives that torch.save writes, and the tensors in them."""

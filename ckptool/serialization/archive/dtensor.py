@@ -1,0 +1,342 @@
+"""One rank's share of a tensor as torch pickles it, and the whole that it is part of.
+
+DTensors and ShardedTensors were read from files by torch 2.1, 2.4 and 2.13, whose mesh records
+differ; tensors whose attributes declare their shards from files by torch 2.15.
+
+Device meshes as torch pickles them within DTensors.
+
+A tensor of ranks (torch 2.1 to 2.9), or a layout and a rank map (2.10 to 2.13).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import Extent
+from ckptool.core.dtype import DType
+from ckptool.core.mesh import Mesh, Partial, Placement, Replicate, Shard, StridedShard
+from ckptool.core.sharding.declared import SHARD_ATTRIBUTES, declared_pieces
+from ckptool.core.sharding.dtensor import Piece
+from ckptool.errors import Damaged
+from ckptool.serialization.archive.read import TorchFile
+from ckptool.serialization.archive.storage import (
+    StoredTensor,
+    attributes_of,
+    dtype_of,
+    natural,
+    place_of,
+    plain_tensor,
+    shown,
+    sizes,
+    unwrapped,
+)
+from ckptool.serialization.pickle.records import Call, Global
+from ckptool.serialization.source import Source
+from ckptool.serialization.state_dict.modules import is_tensor_record
+
+
+@dataclass(frozen=True, slots=True)
+class DTensorShare:
+    """One rank's part of a DTensor. ``rank`` is the rank that pickled it, where it says so."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    local: StoredTensor
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    rank: int | None
+    shard_order: tuple[tuple[int, tuple[int, ...]], ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedShare:
+    """One rank's part of a ShardedTensor: its own boxes, and every rank's."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    local: tuple[tuple[Box, StoredTensor], ...]
+    boxes: tuple[tuple[Box, int | None], ...]
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredShare:
+    """One rank's part of a tensor whose attributes say which boxes of the whole it holds."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    local: StoredTensor
+    pieces: tuple[Piece, ...]
+    rank: None = None
+
+
+OF_DTENSORS = ("_local_tensor", "_spec")
+"""The attributes that make a DTensor."""
+Share = DTensorShare | ShardedShare | DeclaredShare
+
+
+def declared_share(value: Any, tensor: StoredTensor) -> DeclaredShare | None:
+    """Return the share that a plain tensor's attributes declare, or None where they do not.
+
+    Raises Damaged where they contradict one another.
+    """
+    attributes = attributes_of(value)
+    if not attributes.keys() >= {*SHARD_ATTRIBUTES}:
+        return None
+    shape, *lists = (attributes[name] for name in SHARD_ATTRIBUTES)
+    whole = sizes(shape)
+    try:
+        above, inside, lengths = (tuple(map(sizes, one)) for one in lists)
+        pieces = declared_pieces(whole, above, inside, lengths, tensor.shape)
+    except (TypeError, ValueError) as error:
+        names = ", ".join(SHARD_ATTRIBUTES)
+        raise Damaged(f"attributes {names} that contradict one another: {error}") from None
+    return DeclaredShare(tensor.dtype, whole, tensor, pieces)
+
+
+def sharded_share(
+    value: Any, file: TorchFile, source: Source
+) -> DTensorShare | ShardedShare | None:
+    """The share that a pickled tensor subclass describes, or None where it is something else.
+
+    None too of a DTensor whose local tensors are of a kind that is not read.
+    """
+    value = unwrapped(value)
+    if not isinstance(value, Call) or len(value.args) != 4:
+        return None
+    if value.name != "torch._tensor._rebuild_from_type_v2":
+        return None
+    cls, arguments, state = value.args[1:]
+    if not isinstance(cls, Global) or not isinstance(arguments, tuple) or len(arguments) < 3:
+        return None
+    if cls.name == "DTensor" and cls.module.startswith("torch.distributed."):
+        local = _fields(state).get("_local_tensor")
+        if is_tensor_record(local) and plain_tensor(local) is None:
+            return None
+        return _dtensor(arguments, state, file, source)
+    if cls.name == "ShardedTensor" and cls.module.startswith("torch.distributed._shard."):
+        return _sharded_tensor(arguments, state)
+    return None
+
+
+def _dtensor(
+    arguments: tuple[Any, ...], state: Any, file: TorchFile, source: Source
+) -> DTensorShare:
+    fields = _fields(state)
+    local = plain_tensor(fields.get("_local_tensor"))
+    spec = call_fields(fields.get("_spec"), "DTensorSpec")
+    if local is None:
+        raise Damaged(f"{file.what}: a DTensor whose local tensor is no plain tensor")
+    mesh, rank = mesh_of(spec.get("mesh"), file, source)
+    placements = tuple(map(placement, spec.get("placements") or ()))
+    if len(placements) != len(mesh.shape):
+        raise Damaged(
+            f"{file.what}: a DTensor has {len(placements)} placements on a mesh of"
+            f" {len(mesh.shape)} dims"
+        )
+    return DTensorShare(
+        dtype_of(arguments[1]),
+        sizes(arguments[2]),
+        local,
+        mesh,
+        placements,
+        rank,
+        _shard_order(spec.get("shard_order")),
+    )
+
+
+def placement(value: Any) -> Placement:
+    """A pickled placement record."""
+    fields = value.fields if isinstance(value, Call) else {}
+    name = value.function.name if isinstance(value, Call) and value.is_new else None
+    if name == "Shard":
+        return Shard(_dim(fields.get("dim")))
+    if name == "_StridedShard":
+        return StridedShard(_dim(fields.get("dim")), natural(fields.get("split_factor")))
+    if name == "Replicate":
+        return Replicate()
+    if name in ("Partial", "_Partial"):
+        return Partial(as_text(fields.get("reduce_op")))
+    raise Damaged(f"unknown placement {shown(value) if name is None else name}")
+
+
+def _dim(value: Any) -> int:
+    if type(value) is not int or abs(value) > 64:
+        raise Damaged(f"{shown(value)} where a tensor dim is expected")
+    return value
+
+
+def _shard_order(value: Any) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
+    if not isinstance(value, tuple):
+        return None
+    entries = [entry.args for entry in value if isinstance(entry, Call) and len(entry.args) == 2]
+    return tuple((natural(dim), sizes(mesh_dims)) for dim, mesh_dims in entries)
+
+
+def _sharded_tensor(arguments: tuple[Any, ...], state: Any) -> ShardedShare:
+    if not isinstance(state, tuple) or len(state) < 3 or not isinstance(state[0], list):
+        raise Damaged("a ShardedTensor record without its shards")
+    local = []
+    for shard in state[0]:
+        fields = call_fields(shard, "Shard")
+        tensor = plain_tensor(fields.get("tensor"))
+        if tensor is None:
+            raise Damaged("a ShardedTensor shard that is no plain tensor")
+        local.append((_shard_box(fields.get("metadata"))[0], tensor))
+    metadata = call_fields(state[1], "ShardedTensorMetadata")
+    group = call_fields(state[2], "ProcessGroupState")
+    return ShardedShare(
+        dtype_of(arguments[1]),
+        sizes(arguments[2]),
+        tuple(local),
+        tuple(_shard_box(shard) for shard in metadata.get("shards_metadata") or ()),
+        natural(group.get("global_rank")),
+        natural(group.get("global_world_size")),
+    )
+
+
+def _shard_box(value: Any) -> tuple[Box, int | None]:
+    fields = call_fields(value, "ShardMetadata")
+    where = fields.get("placement")
+    rank = where.fields.get("_rank") if isinstance(where, Call) else None
+    box = Box.at(sizes(fields.get("shard_offsets")), sizes(fields.get("shard_sizes")))
+    return box, rank if isinstance(rank, int) else None
+
+
+def _fields(state: Any) -> dict[str, Any]:
+    parts = state if isinstance(state, tuple) else (state,)
+    merged: dict[str, Any] = {}
+    for part in parts:
+        if isinstance(part, dict):
+            merged.update(part)
+    return merged
+
+
+_MOST_RANKS = 1 << 18
+
+
+def mesh_of(record: Any, file: TorchFile, source: Source) -> tuple[Mesh, int | None]:
+    """The mesh, and the rank that pickled it where the record says so."""
+    fields = call_fields(record, "DeviceMesh")
+    if record not in file.meshes:
+        file.meshes[record] = read_mesh(fields, file, source)
+    return file.meshes[record]
+
+
+def read_mesh(fields: dict[str, Any], file: TorchFile, source: Source) -> tuple[Mesh, int | None]:
+    """The mesh of a record with these attributes, and the rank that pickled it."""
+    names = fields.get("_mesh_dim_names", fields.get("mesh_dim_names"))
+    names = tuple(map(as_text, names)) if names else None
+    coordinate = fields.get("_coordinate_on_dim")
+    at = sizes(coordinate) if isinstance(coordinate, tuple | list) else None
+    if "mesh" not in fields:
+        return _mesh_of_layout(fields, names, at, file, source)
+    shape, ranks = _ints(fields.get("mesh"), file, source)
+    mesh = Mesh(shape, names, tuple(ranks))
+    return mesh, next((rank for rank in ranks if mesh.coordinate(rank) == at), None)
+
+
+def _mesh_of_layout(
+    fields: dict[str, Any],
+    names: tuple[str, ...] | None,
+    at: tuple[int, ...] | None,
+    file: TorchFile,
+    source: Source,
+) -> tuple[Mesh, int | None]:
+    """A mesh by layout and rank map, as torch 2.10 to 2.13 records it."""
+    flat = fields.get("_flatten_rank_map")
+    ranks = (
+        flat_ints(flat) if flat is not None else tuple(_ints(fields["_rank_map"], file, source)[1])
+    )
+    axes = _axes(fields["_layout"], len(ranks))
+    shape = tuple(len(axis) for axis in axes)
+    offsets = [sum(steps) for steps in itertools.product(*axes)]
+    rank = fields.get("_rank")
+    base = 0
+    if len(offsets) < len(ranks):
+        if not isinstance(rank, int) or at is None or len(at) != len(axes) or rank not in ranks:
+            raise Damaged(f"{file.what}: a sub-mesh that does not say which rank pickled it")
+        base = ranks.index(rank) - sum(axis[i] for axis, i in zip(axes, at, strict=True))
+    if base < 0 or base + max(offsets) >= len(ranks):
+        raise Damaged(f"{file.what}: a mesh layout that leaves its {len(ranks)} ranks")
+    members = tuple(int(ranks[base + offset]) for offset in offsets)
+    return Mesh(shape, names, members), rank if isinstance(rank, int) else None
+
+
+def _axes(layout: Any, ranks: int) -> list[list[int]]:
+    """For each mesh dim, the offset into the map of ``ranks`` ranks of each step along it."""
+    fields = call_fields(layout, "_MeshLayout")
+    if "axes" in fields:
+        flat = [call_fields(axis, "_FlatLayout") for axis in fields["axes"]]
+        pairs = [(axis["shape"], axis["stride"]) for axis in flat]
+    else:
+        shape, stride = fields["shape"], fields["stride"]
+        pairs = (
+            [(shape, stride)] if isinstance(shape, int) else list(zip(shape, stride, strict=True))
+        )
+    flat_pairs = [(flat_ints(shape), flat_ints(stride)) for shape, stride in pairs]
+    if math.prod(math.prod(shape) for shape, _ in flat_pairs) > ranks:
+        raise Damaged(f"a mesh layout of more than its {ranks:,} ranks")
+    return [_axis_offsets(shape, stride) for shape, stride in flat_pairs]
+
+
+def flat_ints(value: Any) -> tuple[int, ...]:
+    """The ints of a nested tuple, in order."""
+    found: list[int] = []
+    stack = [value]
+    left = _MOST_RANKS
+    while stack:
+        item = stack.pop()
+        left -= 1
+        if isinstance(item, tuple | list):
+            left -= len(item)
+            stack += reversed(item)
+        else:
+            found.append(natural(item))
+        if left < 0:
+            raise Damaged(f"a mesh of more than {_MOST_RANKS:,} ranks")
+    return tuple(found)
+
+
+def _axis_offsets(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
+    steps = [[i * s for i in range(n)] for n, s in zip(shape, stride, strict=True)]
+    return [sum(step) for step in itertools.product(*steps)]
+
+
+def _ints(value: Any, file: TorchFile, source: Source) -> tuple[tuple[int, ...], list[int]]:
+    """Shape and values, row-major, of the small integer tensor an older mesh is recorded as."""
+    tensor = plain_tensor(value)
+    if tensor is None or tensor.dtype.kind != "int" or len(tensor.shape) > 8:
+        raise Damaged(f"{file.what}: a device mesh without its ranks")
+    place = place_of(tensor, file)
+    if not isinstance(place, Extent) or math.prod(tensor.shape) > _MOST_RANKS:
+        raise Damaged(f"{file.what}: a device mesh of {list(tensor.shape)} in {place.file}")
+    itemsize = tensor.dtype.itemsize
+    data = source.read(place.file, place.offset, tensor.storage.nbytes - tensor.offset * itemsize)
+    starts = [
+        sum(i * stride for i, stride in zip(index, place.strides, strict=True))
+        for index in itertools.product(*map(range, tensor.shape))
+    ]
+    order: Literal["little", "big"] = "big" if "byteswap" in place.ops else "little"
+    return tensor.shape, [
+        int.from_bytes(data[start : start + itemsize], order, signed=True) for start in starts
+    ]
+
+
+def as_text(value: Any) -> str:
+    """A name of a pickle; Damaged where it is something else."""
+    if not isinstance(value, str):
+        raise Damaged(f"{shown(value)} where a name is expected")
+    return value
+
+
+def call_fields(value: Any, expected: str) -> dict[str, Any]:
+    """The attributes of a record; Damaged where it is none."""
+    if not isinstance(value, Call):
+        raise Damaged(f"{type(value).__name__} where a {expected} record is expected")
+    return value.fields

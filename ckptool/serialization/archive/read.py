@@ -1,0 +1,363 @@
+"""What torch.save wrote: the pickle's value, and where each storage lies.
+
+Zip archives (torch 1.6 to 2.13) hold ``<root>/data.pkl`` and one record a storage in
+``<root>/data/<key>``; the legacy stream (before 1.6) is five pickles, then each storage's element
+count and bytes.
+
+Archives that are alike: what is read of one is the same in the next, but for its checksums.
+
+A DCP folder holds an archive an item (torch 2.1 to 2.13), and those of tensors of one shape and
+type differ in the tensors' bytes and the CRC-32 of these alone, which the reading of an archive
+never looks at: where all that it did look at is the same, so is what it found.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import zlib
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import starmap
+from typing import NamedTuple
+
+from ckptool.core.codec import decode
+from ckptool.core.mesh import Mesh
+from ckptool.errors import CkptoolError, Damaged, Problem, Unrecognised, coded
+from ckptool.serialization.archive.storage import storage_of
+from ckptool.serialization.file_kinds import not_a, unrecognised_zip
+from ckptool.serialization.pickle.load import Loaded, Truncated, read_pickle, require_harmless
+from ckptool.serialization.pickle.records import Call, Global
+from ckptool.serialization.source import LARGEST, Source
+from ckptool.serialization.state_dict.values import globals_in
+from ckptool.serialization.zip import (
+    CRC32_NBYTES,
+    DEFLATED,
+    Region,
+    ZipRecord,
+    has_checksums,
+    read_directory,
+)
+
+LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+_LEGACY_HEAD = re.compile(
+    rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\n\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\.", re.DOTALL
+)
+"""The magic number as the pickle protocols 2 to 5 write it, the later ones in a frame."""
+
+_SMALL = 4096
+_MOST_INFLATED = 100
+
+
+class StoredBytes(NamedTuple):
+    """Where a storage's bytes lie: in the file, or in a deflated blob (``codec``).
+
+    ``nbytes`` is the size of the bytes in the file, ``size`` once decoded.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+    size: int
+    crc32: int | None = None
+    codec: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFile:
+    """A torch.save file: what it holds, its storages by key, and its byte order.
+
+    ``pickled`` is the size in bytes of its pickle, ``meshes`` what its device meshes were read as,
+    with the rank that pickled each: most tensors share one record. ``inert`` is what it holds
+    whatever that names; ``hostile`` says of each global in it that can run code what is wrong.
+    """
+
+    what: str
+    inert: object
+    storages: Mapping[str, StoredBytes]
+    byteorder: str
+    globals: Mapping[Global, int]
+    pickled: int
+    hostile: Mapping[Global, Problem] = field(default_factory=dict)
+    meshes: dict[Call, tuple[Mesh, int | None]] = field(default_factory=dict, compare=False)
+
+    @property
+    def value(self) -> object:
+        """What the file holds; Hostile where it names a global that can run code."""
+        require_harmless(self.hostile)
+        return self.inert
+
+    def narrowed(self, part: object) -> TorchFile:
+        """Return the file as if it held a part of its value alone, with what is hostile in that."""
+        if not self.hostile:
+            return replace(self, inert=part)
+        inside = globals_in(part)
+        hostile = {item: why for item, why in self.hostile.items() if item in inside}
+        return replace(self, inert=part, hostile=hostile)
+
+
+def is_zip(head: bytes) -> bool:
+    return head[:4] == b"PK\x03\x04"
+
+
+def is_legacy(head: bytes) -> bool:
+    return _LEGACY_HEAD.match(head) is not None
+
+
+def read_torch_file(source: Source, file: str) -> TorchFile:
+    """Open a whole file that torch.save wrote, zip or legacy. No tensor byte is read."""
+    size = source.files[file]
+    head = source.read(file, 0, min(size, 64))
+    if is_legacy(head):
+        with coded("legacy-stream", file=file):
+            return _read_legacy(source, file)
+    if is_zip(head):
+        return read_torch_zip(Region(source, file, 0, size))
+    if not size:
+        raise Damaged(Problem(f"{file}: the file is empty (0 bytes)", "file-empty", file=file))
+    raise not_a("a torch.save file", source, file)
+
+
+def read_torch_zip(region: Region) -> TorchFile:
+    """Open the torch.save archive that fills a region."""
+    with coded("archive-content", file=region.file):
+        return known(region) or _read_archive(region)
+
+
+def _read_archive(region: Region) -> TorchFile:
+    traced = Traced(region)
+    records = read_directory(traced)
+    root = _root(region, records)
+    data_pkl = records[f"{root}/data.pkl"]
+    has_crc = has_checksums(records.values())
+    loaded = _unpickled(record_bytes(traced, data_pkl, has_crc), f"{region.what} (data.pkl)")
+    _require_in_value(loaded)
+    prefix = f"{root}/data/"
+    stored = {name[len(prefix) :]: r for name, r in records.items() if name.startswith(prefix)}
+    are_checked = has_checksums(stored.values())
+    storages = {key: _stored(region, record, are_checked) for key, record in stored.items()}
+    order = records.get(f"{root}/byteorder")
+    byteorder = "little"
+    if order:
+        byteorder = record_bytes(traced, order, has_crc).decode("ascii", "replace")
+    if byteorder not in ("little", "big"):
+        raise Damaged(f"{region.what}: unknown byte order {byteorder!r}")
+    found = TorchFile(
+        region.what, loaded.value, storages, byteorder, loaded.globals, loaded.end, loaded.hostile
+    )
+    if data_pkl.crc32 and not loaded.hostile:
+        unread = [record for record in records.values() if record not in (data_pkl, order)]
+        learn(traced, found, stored, unread)
+    return found
+
+
+def _unpickled(data: bytes, what: str) -> Loaded:
+    """A pickle's content. A DCP folder has a pickle an item, most of them the same few."""
+    if len(data) <= _SMALL:
+        with suppress(CkptoolError):
+            return _read_before(data)
+    return read_pickle(data, what=what, judges=False)
+
+
+def _require_in_value(loaded: Loaded) -> None:
+    """Raise Hostile for what can run code and lies in no value, so that none can be left out."""
+    if loaded.hostile:
+        inside = globals_in(loaded.value)
+        require_harmless({g: why for g, why in loaded.hostile.items() if g not in inside})
+
+
+@lru_cache(maxsize=1024)
+def _read_before(data: bytes) -> Loaded:
+    return read_pickle(data, what="")
+
+
+def _root(region: Region, records: Mapping[str, ZipRecord]) -> str:
+    roots = [n[: -len("/data.pkl")] for n in records if n.endswith("/data.pkl")]
+    if any(name.split("/", 1)[-1] == "constants.pkl" for name in records):
+        raise Unrecognised(
+            f"{region.what}: a TorchScript archive: it holds a program, not a state dict",
+            hint="in torch: torch.save(torch.jit.load(FILE).state_dict(), 'state.pt')",
+        )
+    if not roots and any(name.endswith("/.data/serialization_id") for name in records):
+        message = f"{region.what}: torch.save failed before it wrote the object: the archive has"
+        message += f" {len(records)} records, and no data.pkl; nothing of it can be salvaged"
+        raise Damaged(
+            Problem(message, "save-unfinished", file=region.file), hint="take another checkpoint"
+        )
+    if len(roots) != 1:
+        raise unrecognised_zip(records, region.what)
+    return roots[0]
+
+
+def record_bytes(region: Region, record: ZipRecord, has_crc: bool) -> bytes:
+    """A small record, decoded; Damaged where it is too large or not what was checksummed.
+
+    ``has_crc`` says that its archive has checksums: where none is stored, all are 0.
+    """
+    if record.size > LARGEST:
+        raise Damaged(
+            f"{region.what}: record {record.name!r} claims {record.size:,} bytes; ckptool reads"
+            f" pickles up to {LARGEST:,}"
+        )
+    if record.size > _MOST_INFLATED * record.stored + (1 << 20):
+        raise Damaged(
+            f"{region.what}: record {record.name!r} claims to inflate {record.stored:,} bytes to"
+            f" {record.size:,}"
+        )
+    data = region.read(record.offset, record.stored)
+    if record.method == DEFLATED:
+        data = decode(data, "deflate", record.size, what=f"{region.what}: {record.name}")
+    if len(data) != record.size or (has_crc and zlib.crc32(data) != record.crc32):
+        message = f"{region.what}: record {record.name!r} differs from its recorded CRC-32"
+        raise Damaged(Problem(message, "crc-mismatch", file=region.file))
+    return data
+
+
+def _stored(region: Region, record: ZipRecord, has_crc: bool) -> StoredBytes:
+    return StoredBytes(
+        region.file,
+        region.offset + record.offset,
+        record.stored,
+        record.size,
+        record.crc32 if has_crc else None,
+        "deflate" if record.method == DEFLATED else None,
+    )
+
+
+def _read_legacy(source: Source, file: str) -> TorchFile:
+    size = source.files[file]
+    loaded = legacy_pickles(source, file, judges=False)
+    for one in (*loaded[:3], loaded[4]):
+        require_harmless(one.hostile)
+    _require_in_value(loaded[3])
+    magic, version, system, value, keys = (item.value for item in loaded)
+    if magic != LEGACY_MAGIC or version != 1001 or not isinstance(system, dict):
+        raise Damaged(f"{file}: not a legacy torch.save file of version 1001")
+    try:
+        sizes = {s.key: s.itemsize for s in map(storage_of, loaded[3].persistent)}
+    except Damaged:
+        require_harmless(loaded[3].hostile)
+        raise
+    storages: dict[str, StoredBytes] = {}
+    position = loaded[4].end
+    if not isinstance(keys, list):
+        raise Damaged(f"{file}: no list of storage keys after the object")
+    for key in map(str, keys):
+        count = struct.unpack("<q", source.read(file, position, 8))[0]
+        nbytes = count * sizes.get(key, 1)
+        position += 8
+        if count < 0 or position + nbytes > size:
+            raise Damaged(
+                f"{file}: storage {key} claims {nbytes:,} bytes at {position:,},"
+                f" but the file has {size:,} bytes"
+            )
+        storages[key] = StoredBytes(file, position, nbytes, nbytes)
+        position += nbytes
+    byteorder = "little" if system.get("little_endian", True) else "big"
+    return TorchFile(
+        file, value, storages, byteorder, loaded[3].globals, loaded[3].end, loaded[3].hostile
+    )
+
+
+def legacy_pickles(source: Source, file: str, *, judges: bool = True) -> list[Loaded]:
+    """The five pickles at the file's start; the file is read in growing pieces until they end.
+
+    Where it ``judges``, it raises Hostile at a global that can run code.
+    """
+    size = source.files[file]
+    length = min(size, 1 << 16)
+    while True:
+        data = source.read(file, 0, length)
+        try:
+            found: list[Loaded] = []
+            start = 0
+            for _ in range(5):
+                found.append(read_pickle(data, what=file, start=start, judges=judges))
+                start = found[-1].end
+            return found
+        except Truncated:
+            if length >= min(size, LARGEST):
+                raise
+            length = min(size, length * 4, LARGEST)
+
+
+_MOST_SIZES, _MOST_OF_A_SIZE = 256, 4
+
+_Spans = tuple[tuple[int, int], ...]
+
+
+class Traced(Region):
+    """A region that notes what is read of it."""
+
+    def __init__(self, region: Region) -> None:
+        vars(self).update(vars(region))
+        self.spans: list[tuple[int, int]] = []
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """As ``Region.read``."""
+        self.spans.append((start, start + nbytes))
+        return super().read(start, nbytes)
+
+
+class _Known(NamedTuple):
+    """What was read of an archive, what it holds, and where it notes the CRC-32 of each storage."""
+
+    spans: _Spans
+    read: bytes
+    file: TorchFile
+    offset: int
+    noted: Mapping[str, int]
+
+    def again(self, region: Region) -> TorchFile:
+        """What another archive holds of which the same was read."""
+        crcs = {key: region.crc32_at(at) for key, at in self.noted.items()}
+        are_checked = any(crcs.values())
+        moved = region.offset - self.offset
+        storages = {
+            key: stored._replace(
+                file=region.file,
+                offset=stored.offset + moved,
+                crc32=crcs[key] if are_checked else None,
+            )
+            for key, stored in self.file.storages.items()
+        }
+        return replace(self.file, what=region.what, storages=storages, meshes={})
+
+
+_KNOWN: dict[int, list[_Known]] = {}
+
+
+def known(region: Region) -> TorchFile | None:
+    """What the archive in a region holds, where one that is alike was read before."""
+    for one in _KNOWN.get(region.nbytes, ()):
+        if region.joined(one.spans) == one.read:
+            return one.again(region)
+    return None
+
+
+def learn(
+    traced: Traced, file: TorchFile, storages: Mapping[str, ZipRecord], others: Iterable[ZipRecord]
+) -> None:
+    """Remember what was found in an archive, by all that was read of it, where that is at hand.
+
+    ``storages`` are records whose bytes were not read, by the storages' keys; of them and of
+    ``others`` the CRC-32 may differ.
+    """
+    if len(_KNOWN) >= _MOST_SIZES or not all(starmap(traced.is_at_hand, traced.spans)):
+        return
+    alike = _KNOWN.setdefault(traced.nbytes, [])
+    if len(alike) < _MOST_OF_A_SIZE:
+        noted = {key: record.noted for key, record in storages.items()}
+        spans = _spans(traced.spans, {*noted.values(), *(record.noted for record in others)})
+        alike.append(_Known(spans, traced.joined(spans), file, traced.offset, noted))
+
+
+def _spans(read: Iterable[tuple[int, int]], free: Iterable[int]) -> _Spans:
+    """All bytes that were read, each once and in order, but for the CRC-32 at each of ``free``."""
+    held = {at for start, end in read for at in range(start, end)}
+    held -= {at for start in free for at in range(start, start + CRC32_NBYTES)}
+    starts = sorted(at for at in held if at - 1 not in held)
+    ends = sorted(at + 1 for at in held if at + 1 not in held)
+    return tuple(zip(starts, ends, strict=True))

@@ -1,0 +1,1 @@
+"""Pickles, read without running them, and written without their tensors."""

@@ -1,0 +1,336 @@
+"""The plain values and containers that the opcodes of a pickle build.
+
+The stack of the pickle machine, and the program that it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ckptool.errors import Damaged, Problem
+from ckptool.serialization.pickle.instances import Memo
+from ckptool.serialization.pickle.records import (
+    TORCH_SIZE,
+    Call,
+    Global,
+    OrderedMapping,
+    Persistent,
+)
+
+
+class _Mark:
+    __slots__ = ()
+
+
+MARK = _Mark()
+
+
+class Stack:
+    """A program at a position, and what its opcodes have pushed.
+
+    IndexError says that the program or the stack ends too early, Damaged what else is malformed.
+    """
+
+    def __init__(self, data: bytes, start: int, what: str) -> None:
+        self._data = data
+        self.pos = start
+        self._start = start
+        self.what = what
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
+
+    def malformed(self, reason: str) -> Damaged:
+        place = f"{self.what}: malformed pickle at byte {self.pos - self._start:,}"
+        return Damaged(Problem(f"{place}: {reason}", "pickle-malformed"))
+
+    def _take(self, count: int) -> bytes:
+        end = self.pos + count
+        if count < 0 or end > len(self._data):
+            self.pos = len(self._data)
+            raise IndexError
+        piece = self._data[self.pos : end]
+        self.pos = end
+        return piece
+
+    def _line(self) -> bytes:
+        end = self._data.find(b"\n", self.pos)
+        if end < 0:
+            self.pos = len(self._data)
+            raise IndexError
+        line = self._data[self.pos : end]
+        self.pos = end + 1
+        return line
+
+    def _uint(self, size: int) -> int:
+        return int.from_bytes(self._take(size), "little")
+
+    def _mark(self) -> None:
+        self._marks.append(len(self._stack))
+        self._stack.append(MARK)
+
+    def _pop_mark(self) -> list[Any]:
+        """What lies above the last mark. POP may have dropped marks that are still noted."""
+        stack, marks = self._stack, self._marks
+        while marks:
+            position = marks.pop()
+            if position < len(stack) and stack[position] is MARK:
+                items = stack[position + 1 :]
+                del stack[position:]
+                return items
+        raise self.malformed("no mark on the stack")
+
+    def _pop(self) -> Any:
+        value = self._stack.pop()
+        if value is MARK:
+            raise self.malformed("a mark where a value is expected")
+        return value
+
+    def _drop(self) -> None:
+        self._stack.pop()
+
+    def _drop_to_mark(self) -> None:
+        self._pop_mark()
+
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def _top(self) -> Any:
+        value = self._stack[-1]
+        if value is MARK:
+            raise self.malformed("a mark where a value is expected")
+        return value
+
+
+_RECORDS = Global | Call | Persistent
+
+_TEXT, _RECORD, _INTEGER = {str}, {Call}, {int}
+_WIDEST_KEY = 1 << 64
+_LONGEST_INTEGER = 1024
+_MOST_DIGITS = 3 * _LONGEST_INTEGER
+_LARGEST_KEY = 10_000
+_COST = 4
+"""A part of a key takes as long as four other values."""
+_AT_ONCE = 6
+"""Text is compared 2**6 characters at a time, as far as it costs."""
+_SET_COSTS = 4
+"""An empty set takes as much memory as four empty lists."""
+_SIZE = b"\x94\x85\x94R\x94"
+"""MEMOIZE, TUPLE1, MEMOIZE, REDUCE, MEMOIZE: behind a tuple of sizes, as protocol 4 writes it."""
+
+
+class Builder(Stack):
+    """A stack with what makes values on it, and the memo.
+
+    What it builds is bounded by the size of the program; a dict key can only be a small plain
+    value.
+    """
+
+    def __init__(self, data: bytes, start: int, what: str) -> None:
+        super().__init__(data, start, what)
+        self._memo = Memo()
+        self._budget = 4 * len(data) + (1 << 20)
+        self._containers = len(data) // 3 + 10_000
+        self._tuples: set[int] = set()
+        self._collisions: dict[int, int] = {}
+
+    def _proto(self) -> None:
+        version = self._uint(1)
+        if version > 5:
+            raise self.malformed(f"protocol {version} is newer than 5")
+
+    def _frame(self) -> None:
+        self._uint(8)
+
+    def _text_int(self) -> None:
+        line = self._line()
+        if len(line) > _MOST_DIGITS:
+            raise self.malformed(f"an integer of {len(line):,} digits")
+        if line in (b"00", b"01"):
+            self._push(line == b"01")
+        else:
+            self._push(int(line.rstrip(b"L"), 10))
+
+    def _long(self, size: int) -> None:
+        count = self._uint(size)
+        if count > _LONGEST_INTEGER:
+            raise self.malformed(f"an integer of {count:,} bytes")
+        self._push(int.from_bytes(self._take(count), "little", signed=True))
+
+    def _unicode(self, size: int) -> None:
+        self._push(self._take(self._uint(size)).decode("utf-8", "surrogatepass"))
+
+    def _old_string(self, raw: bytes) -> None:
+        self._push(raw.decode("latin-1"))
+
+    def _quoted(self) -> None:
+        line = self._line().strip()
+        if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
+            raise self.malformed("a STRING without quotes")
+        self._old_string(line[1:-1].decode("unicode_escape").encode("latin-1"))
+
+    def _container(self, empty: Any) -> None:
+        self._containers -= _SET_COSTS if isinstance(empty, set) else 1
+        self._require_containers()
+        self._push(empty)
+
+    def _require_containers(self) -> None:
+        if self._containers < 0:
+            raise self.malformed("it builds more containers than a real pickle of its size")
+
+    def _tuple(self, count: int) -> None:
+        """A tuple of the last ``count`` values. Where it is a ``torch.Size`` at once, that."""
+        stack = self._stack
+        items = tuple(stack[-count:])
+        if len(items) < count:
+            raise IndexError
+        if MARK in items:
+            raise self.malformed("a mark where a value is expected")
+        del stack[-count:]
+        if stack and stack[-1] is TORCH_SIZE and self._follows(_SIZE):
+            args = (items,)
+            stack[-1] = self._made(Call(TORCH_SIZE, args))
+            self._memoize(items, args, stack[-1])
+        else:
+            stack.append(items)
+
+    def _follows(self, opcodes: bytes) -> bool:
+        """Step over these opcodes if they are the next."""
+        end = self.pos + len(opcodes)
+        if self._data[self.pos : end] != opcodes:
+            return False
+        self.pos = end
+        return True
+
+    def _changed(self) -> Any:
+        """What an opcode adds to: no torch.Size, for equal ones can be one record."""
+        target = self._stack[-1]
+        if isinstance(target, Call) and target.function is TORCH_SIZE:
+            raise self.malformed("a torch.Size that is changed")
+        return target
+
+    def _append(self, values: list[Any]) -> None:
+        target = self._changed()
+        if isinstance(target, list):
+            target.extend(values)
+        elif isinstance(target, Call):
+            target.items.extend(values)
+        else:
+            raise self.malformed(f"APPEND to {type(target).__name__}")
+
+    def _set_items(self, values: list[Any]) -> None:
+        if len(values) % 2:
+            raise self.malformed("a key without a value")
+        target = self._changed()
+        keys = values[::2]
+        pairs = zip(keys, values[1::2], strict=True)
+        if isinstance(target, dict):
+            self.require_keys(keys)
+            target.update(pairs)
+        elif isinstance(target, Call):
+            target.entries.extend(pairs)
+        else:
+            raise self.malformed(f"SETITEM on {type(target).__name__}")
+
+    def _set_items_to_mark(self) -> None:
+        """Items of a dict. Where it is the state of an object, that object too."""
+        self._set_items(self._pop_mark())
+        if self._follows(b"b"):
+            self._build()
+
+    def _dict_from_mark(self) -> None:
+        values = self._pop_mark()
+        self._push({})
+        self._set_items(values)
+
+    def _add_items(self) -> None:
+        values = self._pop_mark()
+        target = self._changed()
+        if isinstance(target, set):
+            target.update(map(self.key, values))
+        elif isinstance(target, Call):
+            target.items.extend(values)
+        else:
+            raise self.malformed(f"ADDITEMS to {type(target).__name__}")
+
+    def require_keys(self, keys: list[Any]) -> None:
+        """As ``key``, for many: most are all text, all records, or all integers."""
+        kinds = set(map(type, keys))
+        if kinds == _TEXT:
+            self.charge(sum(map(len, keys)) >> _AT_ONCE)
+        elif kinds == _INTEGER:
+            self._require_integers(keys)
+            self.charge(_COST * len(keys))
+        elif kinds != _RECORD:
+            for key in keys:
+                self.key(key)
+
+    def key(self, key: Any) -> Any:
+        """A value that may key a dict: plain and small, and what hashing and comparing it costs.
+
+        Text and records have hashes that no pickle can choose, numbers collide by the dozen.
+        """
+        left = [_LARGEST_KEY]
+        self._require_key(key, left, 0)
+        cost = _LARGEST_KEY - left[0]
+        self.charge(_COST * cost)
+        if isinstance(key, tuple):
+            self.charge(_COST * cost * self._collided(key))
+        return key
+
+    def _collided(self, key: tuple[Any, ...]) -> int:
+        """How many other tuples have had the hash of this one, which a pickle can choose."""
+        found, known = hash(key), hash(repr(key))
+        if known not in self._tuples:
+            self._tuples.add(known)
+            self._collisions[found] = self._collisions.get(found, -1) + 1
+        return self._collisions.get(found, 0)
+
+    def _require_key(self, key: Any, left: list[int], depth: int) -> None:
+        left[0] -= 1 + (len(key) >> _AT_ONCE if isinstance(key, str | bytes) else 0)
+        if isinstance(key, tuple) and depth < 4 and left[0] >= len(key):
+            if set(map(type, key)) == _INTEGER:
+                self._require_integers(key)
+                left[0] -= len(key)
+                return
+            for item in key:
+                self._require_key(item, left, depth + 1)
+        elif isinstance(key, int):
+            self._require_integers((key,))
+        elif key is not None and not isinstance(key, str | int | float | bytes | _RECORDS):
+            raise self.malformed(f"a {type(key).__name__} as a key")
+
+    def _require_integers(self, keys: Sequence[int]) -> None:
+        if max(keys) > _WIDEST_KEY or min(keys) < -_WIDEST_KEY:
+            raise self.malformed("a huge integer as a key")
+
+    def _build(self) -> None:
+        state = self._pop()
+        target = self._changed()
+        if not isinstance(target, Call | OrderedMapping):
+            raise self.malformed(f"BUILD on {type(target).__name__}")
+        target.state = state
+
+    def _made(self, call: Call) -> Call:
+        self.charge(1)
+        return call
+
+    def charge(self, count: int) -> None:
+        """Count what is built; malformed where that is out of all proportion to the pickle."""
+        self._budget -= count
+        if self._budget < 0:
+            raise self.malformed("it builds far more than its size allows")
+
+    def _get(self, index: int) -> None:
+        try:
+            value = self._memo[index]
+        except LookupError:
+            raise self.malformed(f"memo {index} was never set") from None
+        self._push(value)
+
+    def _put(self, index: int) -> None:
+        self._memo.put(index, self._top())
+
+    def _memoize(self, *values: Any) -> None:
+        for value in values:
+            self._memo.put(len(self._memo), value)

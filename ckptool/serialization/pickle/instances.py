@@ -1,0 +1,201 @@
+"""Records that a pickle repeats by the thousand, each read at once.
+
+A class instance with a state is some twenty opcodes, the same for every instance but for what its
+fields hold. Where those are plain (integers, short text, sizes, what the memo has), the second
+instance of a class teaches a regular expression that finds the third and all further ones. Stack
+and memo become what the opcodes one by one would make of them; what does not fit is left to them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from ckptool.serialization.pickle.records import TORCH_SIZE, Call, Global
+
+
+class Memo:
+    """What a pickle has noted, by number: ``dense`` from 0 on, ``sparse`` what comes behind a gap.
+
+    ``changes`` counts how often a number was given to something else.
+    """
+
+    def __init__(self) -> None:
+        self.dense: list[Any] = []
+        self.sparse: dict[int, Any] = {}
+        self.changes = 0
+
+    def __len__(self) -> int:
+        return len(self.dense) + len(self.sparse)
+
+    def __getitem__(self, index: int) -> Any:
+        """What has this number; LookupError where nothing has."""
+        return self.dense[index] if 0 <= index < len(self.dense) else self.sparse[index]
+
+    def put(self, index: int, value: Any) -> None:
+        """Note a value under this number; ValueError where it is none."""
+        if index < 0:
+            raise ValueError(index)
+        if index < len(self.dense):
+            self.dense[index] = value
+            self.changes += 1
+        elif index == len(self.dense):
+            self.sparse.pop(index, None)
+            self.dense.append(value)
+        else:
+            self.sparse[index] = value
+
+
+_REFERENCE = rb"(?:h.|j.{4})"
+_INTEGER = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x04.{4}|\x07.{7}|\x08.{8}))"
+_TEXT = rb"\x8c.[ -~]{0,255}\x94"
+_SIZES = rb"(?:" + _INTEGER + rb"{1,3}[\x85-\x87]|\(" + _INTEGER + rb"{4,64}t)\x94\x85\x94R\x94"
+_VALUE = rb"|".join([_REFERENCE + _SIZES, _REFERENCE, _INTEGER, rb"[N\x88\x89]", _TEXT])
+_BEGIN = rb"\)\x81\x94\}\x94\("
+"""EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK."""
+_END = rb"ub"
+"""SETITEMS, BUILD."""
+_FIELD = rb"(%b)(?:%b)" % (_REFERENCE, _VALUE)
+_MOST_FIELDS = 16
+_INSTANCE = b"(%b)%b((?:%b){1,%d})%b" % (_REFERENCE, _BEGIN, _FIELD, _MOST_FIELDS, _END)
+_ANY_INSTANCE = re.compile(_INSTANCE, re.DOTALL)
+_ANY_FIELD = re.compile(_FIELD, re.DOTALL)
+_ANY_INTEGER = re.compile(_INTEGER, re.DOTALL)
+_MOST_LESSONS = 64
+_MOST_VALUES = 1 << 14
+_KEY = 5
+"""Bytes that tell a class: LONG_BINGET and its number, or BINGET's with EMPTY_TUPLE, NEWOBJ."""
+_SHORT, _TUPLE, _SHORT_TEXT = ord("h"), ord("t"), 0x8C
+_PLAIN = {ord("N"): None, 0x88: True, 0x89: False}
+_INTEGERS = {ord("K"): (1, False), ord("M"): (1, False), ord("J"): (1, True), 0x8A: (2, True)}
+"""Where the bytes of an integer begin, and whether they are signed."""
+
+
+class _Kind(NamedTuple):
+    """The instances of one class: what finds one, and the names of its fields."""
+
+    pattern: re.Pattern[bytes]
+    function: Global
+    names: tuple[str, ...]
+
+
+class Rows:
+    """Reads instances in a row out of ``data``, onto a machine's stack and memo."""
+
+    def __init__(self, data: bytes, stack: list[Any], memo: Memo) -> None:
+        self._data = data
+        self._stack = stack
+        self._memo = memo
+        self._kinds: dict[bytes, _Kind] = {}
+        self._values = _Values(memo)
+        self._lessons = _MOST_LESSONS
+        self._changes = 0
+
+    def read(self, pos: int) -> tuple[int, int]:
+        """The offset after the instances that begin at ``pos``, and how many they are."""
+        data, kinds, note, stack = self._data, self._kinds, self._memo.dense, self._stack
+        values = self._values
+        value_of, noted = values.__getitem__, values.noted
+        before = len(stack)
+        self._forget_what_changed()
+        while not self._memo.sparse:
+            kind = kinds.get(data[pos : pos + _KEY])
+            match = kind.pattern.match(data, pos) if kind else None
+            if kind is None or match is None:
+                if not self._learn(pos):
+                    break
+                continue
+            pieces = match.groups()
+            if len(values) > _MOST_VALUES:
+                values.forget()
+            try:
+                state = dict(zip(kind.names, map(value_of, pieces)))  # noqa: B905 (a third faster)
+            except LookupError:
+                break
+            record = Call(kind.function, (), True, state)
+            note += record, state
+            for piece in pieces:
+                if piece in noted:
+                    note += noted[piece]
+            stack.append(record)
+            pos = match.end()
+        return pos, len(stack) - before
+
+    def _learn(self, pos: int) -> bool:
+        """Take the instance at ``pos`` as the pattern of its class; whether there is one."""
+        match = _ANY_INSTANCE.match(self._data, pos) if self._lessons else None
+        if match is None:
+            return False
+        self._lessons -= 1
+        reference, references = match[1], _ANY_FIELD.findall(match[2])
+        try:
+            function, *names = (self._values[item] for item in (reference, *references))
+        except LookupError:
+            return False
+        if type(function) is not Global or function.name == "getattr":
+            return False
+        if not all(type(name) is str for name in names):
+            return False
+        fields = b"".join(b"%b(%b)" % (re.escape(item), _VALUE) for item in references)
+        pattern = re.compile(re.escape(reference) + _BEGIN + fields + _END, re.DOTALL)
+        self._kinds[self._data[pos : pos + _KEY]] = _Kind(pattern, function, tuple(names))
+        return True
+
+    def _forget_what_changed(self) -> None:
+        """Forget all that was learnt of the memo where that is no more what it was."""
+        if self._changes != self._memo.changes:
+            self._changes = self._memo.changes
+            self._kinds.clear()
+            self._values.forget()
+
+
+class _Values(dict[bytes, Any]):
+    """The values that opcodes make; LookupError where they make none.
+
+    ``noted`` is what some of them put into the memo, with the value itself.
+    """
+
+    def __init__(self, memo: Memo) -> None:
+        self._memo = memo
+        self.noted: dict[bytes, tuple[Any, ...]] = {}
+
+    def __missing__(self, piece: bytes) -> Any:
+        self[piece] = found = self._read(piece)
+        return found
+
+    def forget(self) -> None:
+        """Drop all values, which are made anew from their opcodes."""
+        self.clear()
+        self.noted.clear()
+
+    def _read(self, piece: bytes) -> Any:
+        kind = piece[0]
+        if kind in _INTEGERS:
+            return _integer(piece)
+        if kind in _PLAIN:
+            return _PLAIN[kind]
+        if kind == _SHORT_TEXT:
+            return self._text(piece)
+        begin = 2 if kind == _SHORT else 5
+        value = self._memo[int.from_bytes(piece[1:begin], "little")]
+        return self._sizes(value, piece, piece[begin:-5]) if len(piece) > begin else value
+
+    def _text(self, piece: bytes) -> str:
+        if len(piece) != piece[1] + 3:
+            raise LookupError
+        text = piece[2:-1].decode("ascii")
+        self.noted[piece] = (text,)
+        return text
+
+    def _sizes(self, function: Any, piece: bytes, written: bytes) -> Call:
+        sizes = tuple(map(_integer, _ANY_INTEGER.findall(written)))
+        if function is not TORCH_SIZE or written[-1] not in (_TUPLE, 0x84 + len(sizes)):
+            raise LookupError
+        call = Call(TORCH_SIZE, (sizes,))
+        self.noted[piece] = (sizes, call.args, call)
+        return call
+
+
+def _integer(piece: bytes) -> int:
+    begin, signed = _INTEGERS[piece[0]]
+    return int.from_bytes(piece[begin:], "little", signed=signed)

@@ -1,0 +1,128 @@
+"""Read a pickle without running it.
+
+A pickle is a program for a stack machine. This machine knows every opcode of protocols 0 to 5 and
+builds plain containers; wherever the program names a class or function, it leaves an inert
+``Global``, and wherever it would call one, an inert ``Call``. Nothing is imported, nothing is
+called. Memory is bounded by the pickle's own size; a dict key can only be a small plain value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ckptool.errors import Damaged, Hostile, Problem
+from ckptool.serialization.pickle.machine import HOSTILE_HINT, Machine
+from ckptool.serialization.pickle.records import Global, Persistent
+
+
+class Truncated(Damaged):
+    """The pickle ends before its STOP opcode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a pickle holds.
+
+    ``value`` is the object, ``end`` the offset after its STOP, ``globals`` the offset of the first
+    opcode that names each global, ``persistent`` all persistent ids, ``hostile`` what is wrong with
+    globals that can run code, where they were let through.
+    """
+
+    value: Any
+    end: int
+    globals: dict[Global, int]
+    persistent: list[Persistent]
+    hostile: dict[Global, Problem]
+
+
+def read_pickle(data: bytes, *, what: str, start: int = 0, judges: bool = True) -> Loaded:
+    """Read the pickle that begins at ``start``; ``what`` names it in errors.
+
+    Raises Damaged where it is malformed and, where it ``judges``, Hostile where it names a global
+    that can run code.
+    """
+    machine = Machine(data, start, what, judges=judges)
+    try:
+        value = _run(machine, len(data))
+    except Truncated:
+        raise
+    except Damaged:
+        _remember(data, start, machine.globals)
+        require_harmless(machine.hostile)
+        raise
+    _remember(data, start, machine.globals)
+    return Loaded(value, machine.pos, machine.globals, machine.persistent, machine.hostile)
+
+
+def require_harmless(hostile: Mapping[Global, Problem]) -> None:
+    """Raise Hostile for the first of the globals that can run code, where there is one."""
+    for problem in hostile.values():
+        raise Hostile(problem, hint=HOSTILE_HINT)
+
+
+def _run(machine: Machine, size: int) -> Any:
+    what = machine.what
+    try:
+        return machine.run()
+    except (IndexError, struct.error):
+        if machine.pos >= size:
+            message = f"{what}: the pickle ends before its last opcode"
+            raise Truncated(Problem(message, "pickle-malformed")) from None
+        raise machine.malformed("an opcode finds too little on the stack") from None
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError):
+        raise machine.malformed("an opcode does not fit what it finds") from None
+
+
+_MOST_REMEMBERED = 1024
+_named_lately: dict[bytes, dict[Global, int]] = {}
+"""What the pickles that were read last name, by the digest of their bytes."""
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=32).digest()
+
+
+def _remember(data: bytes, start: int, named: dict[Global, int]) -> None:
+    """Note what the first pickle of ``data`` names, up to where it breaks."""
+    if start:
+        return
+    if len(_named_lately) >= _MOST_REMEMBERED:
+        _named_lately.clear()
+    _named_lately[_digest(data)] = dict(named)
+
+
+def named_globals(data: bytes, *, pickles: int = 1) -> dict[Global, int]:
+    """Every global that ``pickles`` in a row name, and the offset in ``data`` where each first is.
+
+    Those that can run code are among them. A malformed pickle is followed up to where it breaks.
+    One that ``load`` read lately, whole or not, is not followed once more.
+    """
+    known = _named_lately.get(_digest(data)) if pickles == 1 else None
+    if known is not None:
+        return dict(known)
+    found: dict[Global, int] = {}
+    start = 0
+    for _ in range(pickles):
+        machine = Machine(data, start, "", judges=False)
+        is_whole = _follow(machine)
+        found |= {item: start + at for item, at in machine.globals.items() if item not in found}
+        if not is_whole:
+            break
+        start = machine.pos
+    return found
+
+
+def _follow(machine: Machine) -> bool:
+    """Run the program as far as it goes; whether that is to its end."""
+    with suppress(
+        IndexError, struct.error, TypeError, ValueError, KeyError, AttributeError, OverflowError,
+        RecursionError, Damaged, Hostile,
+    ):  # fmt: skip
+        machine.run()
+        return True
+    return False

@@ -1,0 +1,202 @@
+"""Pickle state dicts whose tensors are references, and what was read from other pickles.
+
+Named is only what ``torch.load(weights_only=True)`` accepts, as long as the values name no more.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ckptool.core.box import Box, row_major_strides
+from ckptool.core.catalog import TensorEntry
+from ckptool.core.dtype import BY_NAME, DType
+from ckptool.core.layout import Data, Literal, Scattered
+from ckptool.core.sharding.dtensor import LocalShard
+from ckptool.errors import CannotDo
+from ckptool.serialization.pickle.globals import is_name
+from ckptool.serialization.pickle.records import Call, Global, OrderedMapping, Persistent
+
+Content = Data | Scattered | Literal
+"""What fills a storage: tensor data of the source, or bytes the writer knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor in a state dict that is to be written: ``box`` of the catalog's entry."""
+
+    entry: TensorEntry
+    box: Box
+
+    @property
+    def dtype(self) -> DType:
+        return self.entry.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.box.shape
+
+    @property
+    def content(self) -> Content:
+        return Data(self.entry.name, self.box, self.dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRef:
+    """A local tensor that is to be written: what one rank holds of the catalog's entry."""
+
+    entry: TensorEntry
+    shard: LocalShard
+
+    @property
+    def dtype(self) -> DType:
+        return self.entry.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.shard.shape
+
+    @property
+    def content(self) -> Data | Scattered:
+        """One box, an empty one where the rank holds no element, or several."""
+        name, itemsize, pieces = self.entry.name, self.dtype.itemsize, self.shard.pieces
+        if len(pieces) > 1:
+            boxes = tuple((piece.box, piece.local) for piece in pieces)
+            return Scattered(name, self.shape, boxes, itemsize)
+        return Data(name, pieces[0].box if pieces else Box.whole(self.shape), itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownTensor:
+    """A small tensor that is to be written, whose little-endian bytes the writer knows."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    data: bytes
+
+    @property
+    def content(self) -> Content:
+        return Literal(self.data)
+
+
+AnyRef = TensorRef | ShardRef | KnownTensor
+
+
+def dumps(value: Any, protocol: int = 2) -> bytes:
+    """Pickle plain data and inert records; records become what they were read from."""
+    return pickled(value, protocol)[0]
+
+
+def pickled(value: Any, protocol: int) -> tuple[bytes, list[Content]]:
+    """The pickle of a value, and what fills its storages, by number.
+
+    Raises CannotDo where the value is nested too deep.
+    """
+    stream = io.BytesIO()
+    pickler = _RecordPickler(stream, protocol)
+    try:
+        pickler.dump(value)
+    except RecursionError:
+        raise CannotDo("a value is nested too deep to be written") from None
+    return stream.getvalue(), list(pickler.storages)
+
+
+_PurePickler: Any = pickle._Pickler
+
+
+class _RecordPickler(_PurePickler):  # type: ignore[misc]
+    """Python's own pickler, taught to write globals by name instead of looking them up.
+
+    ``storages`` numbers the storages of the tensors it has met. References to the same content
+    (tied tensors) share a storage.
+    """
+
+    dispatch: ClassVar = dict(_PurePickler.dispatch)
+
+    def __init__(self, stream: io.BytesIO, protocol: int) -> None:
+        super().__init__(stream, protocol)
+        self.storages: dict[Content, int] = {}
+        self._globals: dict[Global, Global] = {}
+
+    def persistent_id(self, item: Any) -> Any:
+        return item.value if isinstance(item, Persistent) else None
+
+    def save_tensor(self, ref: AnyRef) -> None:
+        key = self.storages.setdefault(ref.content, len(self.storages))
+        self.save(_rebuild_call(ref, str(key)))
+
+    def save_named(self, item: Global) -> None:
+        known = self.memo.get(id(self._globals.setdefault(item, item)))
+        if known is not None:
+            self.write(self.get(known[0]))
+            return
+        if not is_name(item.module) or not is_name(item.name):
+            raise CannotDo("a global whose name is no dotted name cannot be written")
+        if self.proto >= 4:
+            self.save(item.module)
+            self.save(item.name)
+            self.write(pickle.STACK_GLOBAL)
+        else:
+            self.write(pickle.GLOBAL + f"{item.module}\n{item.name}\n".encode())
+        self.memoize(item)
+
+    def save_call(self, call: Call) -> None:
+        self.save(call.function)
+        self.save(call.args)
+        self.write(pickle.NEWOBJ if call.is_new else pickle.REDUCE)
+        self.memoize(call)
+        if call.is_filled:
+            self._batch_appends(call.items)
+            self._batch_setitems(call.entries)
+        if call.state is not None:
+            self.save(call.state)
+            self.write(pickle.BUILD)
+
+    def save_ordered(self, mapping: OrderedMapping) -> None:
+        self.save(_ORDERED)
+        self.save(())
+        self.write(pickle.REDUCE)
+        self.memoize(mapping)
+        self._batch_setitems(mapping.items())
+        state = getattr(mapping, "state", None)
+        if state is not None:
+            self.save(state)
+            self.write(pickle.BUILD)
+
+    dispatch[TensorRef] = dispatch[ShardRef] = dispatch[KnownTensor] = save_tensor
+    dispatch[Global] = save_named
+    dispatch[Call] = save_call
+    dispatch[OrderedMapping] = save_ordered
+
+
+_ORDERED = Global("collections", "OrderedDict")
+_REBUILD_TYPED = Global("torch._utils", "_rebuild_tensor_v2")
+_REBUILD_UNTYPED = Global("torch._utils", "_rebuild_tensor_v3")
+_UNTYPED = Global("torch.storage", "UntypedStorage")
+_TYPED = {name: Global("torch", dtype.storage) for name, dtype in BY_NAME.items() if dtype.storage}
+
+
+def _rebuild_call(ref: AnyRef, key: str) -> Call:
+    """The call that rebuilds a contiguous tensor from storage ``key``."""
+    dtype, shape = ref.dtype, ref.shape
+    typed = _TYPED.get(dtype.name)
+    numel = math.prod(shape) if typed else math.prod(shape) * dtype.itemsize
+    storage = Persistent(("storage", typed or _UNTYPED, key, "cpu", numel))
+    args = (storage, 0, shape, contiguous_strides(shape), False, Call(_ORDERED, ()))
+    if typed:
+        return Call(_REBUILD_TYPED, args)
+    return Call(_REBUILD_UNTYPED, (*args, dtype_global(dtype)))
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides torch gives a contiguous tensor, where an empty dim counts as one element."""
+    return row_major_strides([max(size, 1) for size in shape], 1)
+
+
+def dtype_global(dtype: DType) -> Global:
+    """``torch.<dtype>``."""
+    return Global("torch", dtype.name)

@@ -1,0 +1,331 @@
+"""The header of one safetensors file, and how to lay one out.
+
+Format: 8 bytes little-endian header length, a JSON header, then the tensors' bytes without holes
+(safetensors 0.8). A header may be padded with spaces; torch's consolidation writes none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from ckptool.core.box import Box, row_major_strides
+from ckptool.core.catalog import Extent
+from ckptool.core.dtype import BY_SAFETENSORS, DType
+from ckptool.core.layout import Data, FileLayout, Literal, Part
+from ckptool.errors import UNCODED, CannotDo, Damaged, Problem, coded
+from ckptool.serialization.file_kinds import kind_of, not_a, read_head
+from ckptool.serialization.source import Source
+
+LONGEST_HEADER = 100_000_000
+"""Bytes; the safetensors library refuses longer ones."""
+_MOST_ENTRIES = 300_000
+_MOST_TOKENS = 32 * _MOST_ENTRIES
+_MOST_DIMS = 64
+_FEWER = "fewer tensors in a file keep within it (of convert: a smaller --max-shard-size)"
+_MOST_DIGITS = 20
+_LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (_MOST_DIGITS + 1))
+"""What only a number of too many digits has in it, or a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSlice:
+    """One tensor of a file: its element type, shape and place."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    at: Extent
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsFile:
+    """The tensors of one file in the order of their bytes, and its ``__metadata__``."""
+
+    tensors: dict[str, StoredSlice]
+    metadata: dict[str, str]
+
+
+def looks_like_safetensors(head: bytes, size: int) -> bool:
+    """Whether the first nine bytes can begin a safetensors file of ``size`` bytes."""
+    return len(head) >= 9 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 40
+
+
+def read_safetensors(
+    source: Source, file: str, found: list[Problem] | None = None
+) -> SafetensorsFile:
+    """Read and check a header. Raises Damaged where it breaks one of the format's rules.
+
+    Where there is a list ``found``, entries that do are noted there and left out, as far as the
+    others are whole for all that; so are two that share bytes, of which neither can be trusted.
+    """
+    with coded("safetensors-header", file=file):
+        return _read(source, file, found)
+
+
+def promised_size(source: Source, file: str) -> int:
+    """Bytes that a file should have by its header; Damaged where that is no whole header."""
+    with coded("safetensors-header", file=file):
+        _, tensors, start = _header(source, file, [])
+    return max((item.at.offset + _nbytes(item) for item in tensors.values()), default=start)
+
+
+def _read(source: Source, file: str, found: list[Problem] | None) -> SafetensorsFile:
+    before = len(found or ())
+    metadata, tensors, start = _header(source, file, found)
+    ordered = dict(sorted(tensors.items(), key=lambda pair: (pair[1].at.offset, _nbytes(pair[1]))))
+    _step_over_overlaps(file, ordered, found)
+    is_whole = len(found or ()) == before
+    try:
+        _require_no_holes(file, ordered, start, source.files[file], is_whole=is_whole)
+    except Damaged as error:
+        if found is None or error.message.code == "file-truncated":
+            raise
+        found += _within(error, file)
+    return SafetensorsFile(ordered, metadata)
+
+
+def _header(
+    source: Source, file: str, found: list[Problem] | None
+) -> tuple[dict[str, str], dict[str, StoredSlice], int]:
+    """What a header holds, and where it ends."""
+    size = source.files[file]
+    if not size:
+        raise Damaged(Problem(f"{file}: the file is empty (0 bytes): truncated", "file-empty"))
+    length = int.from_bytes(source.read(file, 0, 8), "little") if size >= 8 else 0
+    if size < 8 or length > size - 8:
+        head = read_head(source, file)
+        if kind_of(head, file) is not None:
+            raise not_a("a safetensors file", source, file)
+        message = f"{file}: the header should have {length:,} bytes, but the file has {size:,};"
+        raise Damaged(f"{message} it is truncated or no safetensors file")
+    if length > LONGEST_HEADER:
+        raise Damaged(f"{file}: a header of {length:,} bytes; the format allows {LONGEST_HEADER:,}")
+    header = _parsed(source.read(file, 8, length), file)
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise Damaged(f"{file}: __metadata__ does not map text to text")
+    tensors = {}
+    for name, entry in header.items():
+        try:
+            tensors[name] = _slice(file, name, entry, 8 + length)
+        except Damaged as error:
+            if found is None:
+                raise
+            found += _within(error, file, name)
+    return metadata, tensors, 8 + length
+
+
+def _within(error: Damaged, file: str, name: str | None = None) -> Iterator[Problem]:
+    """The problems of an error, which lie in one entry of the header or in all of it."""
+    for problem in error.problems:
+        code = "safetensors-header" if problem.code == UNCODED else problem.code
+        yield Problem(str(problem), code, file=file, tensor=name or problem.tensor)
+
+
+def _parsed(text: bytes, file: str) -> dict[str, Any]:
+    if text[:1] != b"{":
+        raise Damaged(f"{file}: the header is no JSON object")
+    _require_within_limits(text, file)
+    try:
+        header = json.loads(
+            text.decode(),
+            object_pairs_hook=_unique_unicode if b"\\u" in text else _unique,
+            parse_int=_number if _LONG_NUMBER.search(text) else None,
+        )
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{file}: the header is no JSON: {error}") from None
+    return cast(dict[str, Any], header)
+
+
+def _require_within_limits(text: bytes, file: str) -> None:
+    """CannotDo where a header has more in it than ckptool reads, which also bounds what it writes.
+
+    A name that has such characters in it counts for more.
+    """
+    entries = text.count(b"{")
+    tokens = sum(map(text.count, (b'"', b"[", b",", b":")), entries)
+    if entries > _MOST_ENTRIES or tokens > _MOST_TOKENS:
+        message = f"{file}: a header of {entries:,} entries and {tokens:,} tokens; ckptool reads up"
+        message += f" to {_MOST_ENTRIES:,} and {_MOST_TOKENS:,}"
+        raise CannotDo(Problem(message, "limit-exceeded", file=file), hint=_FEWER)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name appears twice")
+    return found
+
+
+def _unique_unicode(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """As ``_unique``; ValueError as well where an escape stands for half a character."""
+    found = _unique(pairs)
+    for text in itertools.chain(found, (v for v in found.values() if isinstance(v, str))):
+        text.encode()
+    return found
+
+
+def _number(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits):,} digits")
+    return int(digits)
+
+
+def _slice(file: str, name: str, entry: Any, start: int) -> StoredSlice:
+    try:
+        dtype_name, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except (TypeError, KeyError, ValueError):
+        raise Damaged(f"{file}: {name} has no dtype, shape or data_offsets") from None
+    if isinstance(shape, list) and len(shape) > _MOST_DIMS:
+        raise Damaged(f"{file}: {name} has {len(shape):,} dims; ckptool reads up to {_MOST_DIMS}")
+    numbers = [*shape, begin, end] if isinstance(shape, list) else [None]
+    if not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
+        raise Damaged(f"{file}: {name} has a shape or offsets that are no natural numbers")
+    dtype = BY_SAFETENSORS.get(dtype_name) if isinstance(dtype_name, str) else None
+    if dtype is None:
+        shown = repr(dtype_name[:40]) if isinstance(dtype_name, str) else "that is no text"
+        message = f"{file}: {name} has the unknown element type {shown}"
+        raise Damaged(Problem(message, "safetensors-dtype", tensor=name))
+    sizes = _torch_shape(file, name, dtype, tuple(shape))
+    if end - begin != math.prod(sizes) * dtype.itemsize:
+        raise Damaged(
+            f"{file}: {name} ({dtype_name} {list(shape)}) needs"
+            f" {math.prod(sizes) * dtype.itemsize:,} bytes, its offsets give {end - begin:,}"
+        )
+    at = Extent(file, start + begin, row_major_strides(sizes, dtype.itemsize))
+    return StoredSlice(dtype, sizes, at)
+
+
+def _torch_shape(file: str, name: str, dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """torch counts pairs where safetensors counts four-bit elements."""
+    if dtype.safetensors != "F4":
+        return shape
+    if not shape or shape[-1] % 2:
+        raise Damaged(f"{file}: {name} has an odd number of four-bit elements")
+    return (*shape[:-1], shape[-1] // 2)
+
+
+def _nbytes(item: StoredSlice) -> int:
+    return math.prod(item.shape) * item.dtype.itemsize
+
+
+def _require_no_holes(
+    file: str, tensors: Mapping[str, StoredSlice], start: int, size: int, *, is_whole: bool
+) -> None:
+    """Damaged where bytes belong to no tensor, or are not there. Without entries that were left
+    out (``is_whole`` is False) there are holes, and only what is not there is damage."""
+    position = start
+    for name, item in tensors.items():
+        if item.at.offset != position and is_whole:
+            message = f"{file}: {name} begins at byte {item.at.offset:,}, the tensor before it ends"
+            message += f" at {position:,}: a hole before it"
+            raise Damaged(Problem(message, "safetensors-hole", tensor=name))
+        position = item.at.offset + _nbytes(item)
+    if position > size or (is_whole and position != size):
+        message = f"{file}: the header describes {position:,} bytes, the file has {size:,};"
+        code = "file-truncated" if position > size else "safetensors-hole"
+        reason = "it is truncated or has bytes that belong to no tensor"
+        raise Damaged(Problem(f"{message} {reason}", code))
+
+
+def _step_over_overlaps(
+    file: str, tensors: dict[str, StoredSlice], found: list[Problem] | None
+) -> None:
+    """Leave out tensors that share bytes with others; the first two are Damaged without a list."""
+    shared: set[str] = set()
+    for name, other, at, end in _overlaps(tensors):
+        message = f"{file}: {other} begins at byte {at:,}, inside {name}, which"
+        message += f" ends at {end:,}: bytes shared with the one before it"
+        if found is None:
+            raise Damaged(Problem(message, "safetensors-overlap", tensor=other))
+        for one in (name, other):
+            found.append(Problem(message, "safetensors-overlap", file=file, tensor=one))
+            shared.add(one)
+    for name in shared:
+        del tensors[name]
+
+
+def _overlaps(tensors: Mapping[str, StoredSlice]) -> Iterator[tuple[str, str, int, int]]:
+    """Each tensor, in the order of their bytes, that begins inside another: that one's name, its
+    own, where it begins and where that one ends."""
+    widest, end = "", 0
+    for name, item in tensors.items():
+        if not _nbytes(item):
+            continue
+        at = item.at.offset
+        if at < end:
+            yield widest, name, at, end
+        if at + _nbytes(item) > end:
+            widest, end = name, at + _nbytes(item)
+
+
+@dataclass(frozen=True, slots=True)
+class OutgoingSlice:
+    """A box of a tensor that is to be written under ``name``."""
+
+    name: str
+    tensor: str
+    dtype: DType
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.volume * self.dtype.itemsize
+
+
+def lay_out_safetensors(
+    path: str,
+    slices: Iterable[OutgoingSlice],
+    metadata: Mapping[str, str],
+    rank: int | None = None,
+) -> FileLayout:
+    """One safetensors file: tensors by falling item size, then name, so that all are aligned."""
+    ordered = sorted(slices, key=lambda item: (-item.dtype.itemsize, item.name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    parts: list[Part] = []
+    position = 0
+    for item in ordered:
+        if item.name == "__metadata__":
+            raise CannotDo(f"{path}: safetensors cannot hold a tensor that is called __metadata__")
+        if len(item.box.shape) > _MOST_DIMS:
+            message = f"{path}: {item.name} has {len(item.box.shape):,} dims;"
+            raise CannotDo(f"{message} ckptool reads up to {_MOST_DIMS}")
+        header[item.name] = {
+            "dtype": item.dtype.safetensors,
+            "shape": _header_shape(item),
+            "data_offsets": [position, position + item.nbytes],
+        }
+        parts.append(Data(item.tensor, item.box, item.dtype.itemsize))
+        position += item.nbytes
+    text = _encoded(header)
+    text += b" " * (-len(text) % 8)
+    _require_readable(text, path)
+    return FileLayout(path, (Literal(len(text).to_bytes(8, "little") + text), *parts), rank)
+
+
+def _require_readable(text: bytes, path: str) -> None:
+    """CannotDo where a header would be refused when it is read."""
+    if len(text) > LONGEST_HEADER:
+        message = f"{path}: a header of {len(text):,} bytes; the format allows {LONGEST_HEADER:,}"
+        raise CannotDo(Problem(message, "limit-exceeded", file=path), hint=_FEWER)
+    _require_within_limits(text, path)
+
+
+def _encoded(header: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        name = ascii(error.object[max(0, error.start - 40) : error.end])
+        raise CannotDo(f"safetensors cannot hold a name that is no Unicode: {name}") from None
+
+
+def _header_shape(item: OutgoingSlice) -> list[int]:
+    shape = list(item.box.shape)
+    if item.dtype.safetensors == "F4":
+        shape[-1] *= 2
+    return shape

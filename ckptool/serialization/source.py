@@ -1,0 +1,103 @@
+"""A place where a checkpoint lies, and reads of it that every format makes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Protocol
+
+from ckptool.errors import Damaged, Problem
+from ckptool.serialization.file_kinds import HEAD, hint_for, stand_in
+
+LARGEST = 1 << 29
+"""Bytes of the largest pickle that is read."""
+
+
+class Source(Protocol):
+    """A folder of files, or one file, that can be read at any offset."""
+
+    @property
+    def root(self) -> str:
+        """The folder, as the user would name it."""
+
+    @property
+    def files(self) -> Mapping[str, int]:
+        """Every file below the root, by its relative path with ``/``, and its size in bytes."""
+
+    def read(self, file: str, offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes`` bytes at ``offset``; Damaged where the file ends before."""
+
+    def narrowed(self, folder: str) -> Source:
+        """The part below a subfolder, as a source of its own."""
+
+    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
+        """What is read next: file, offset and bytes of each. A store fetches it ahead."""
+
+
+def require(source: Source, file: str, *, wanted_by: str) -> int:
+    """The size in bytes of a file that metadata names; Damaged where it is not in the folder."""
+    size = source.files.get(file)
+    if size is None:
+        reason = "leads out of the folder" if _leaves(file) else "is missing"
+        code = "path-outside" if _leaves(file) else "file-missing"
+        raise Damaged(Problem(f"{file!r}, named by {wanted_by}, {reason}", code, file=file))
+    return size
+
+
+MOST_RANKS = 1 << 20
+EDGE = 2048
+"""Bytes of an archive's ends that are read at once."""
+
+
+def read_metadata(source: Source, file: str) -> bytes:
+    """A whole file of metadata, JSON or pickle; Damaged where it is too large to be one."""
+    size = source.files[file]
+    if size > LARGEST:
+        raise Damaged(f"{file}: {size:,} bytes; metadata is read up to {LARGEST:,} bytes")
+    data = source.read(file, 0, size)
+    kind = stand_in(data[:HEAD])
+    if kind is not None:
+        raise Damaged(
+            Problem(f"{file}: {kind.what}", "file-unrecognised", file=file),
+            hint=hint_for(kind, file),
+        )
+    return data
+
+
+def expect_heads(source: Source, files: Iterable[str]) -> None:
+    """The beginnings of these files, where their headers are, are read next."""
+    sizes = source.files
+    source.expect((file, 0, min(sizes[file], EDGE)) for file in files if file in sizes)
+
+
+def expect_edges(source: Source, places: Iterable[tuple[str, int, int]]) -> None:
+    """Both ends of these archives are read next: file, offset and bytes of each."""
+    source.expect(span for place in places for span in _edges(*place))
+
+
+def expect_archives(source: Source, files: Iterable[str]) -> None:
+    """Both ends of these files are read next."""
+    sizes = source.files
+    expect_edges(source, ((file, 0, sizes[file]) for file in files if file in sizes))
+
+
+def _edges(file: str, offset: int, nbytes: int) -> Iterator[tuple[str, int, int]]:
+    edge = min(EDGE, nbytes)
+    yield file, offset, edge
+    yield file, offset + nbytes - edge, edge
+
+
+def first_missing(present: Collection[int], expected: int) -> list[int]:
+    """The ranks below ``expected`` that are not present, the first twelve of them."""
+    return list(islice((rank for rank in range(expected) if rank not in present), 12))
+
+
+def require_rank(rank: int, what: str) -> None:
+    """Damaged where a rank, or a world size, is larger than any."""
+    if rank > MOST_RANKS:
+        message = f"{what}: rank {rank:,}; ckptool reads up to {MOST_RANKS:,} ranks"
+        raise Damaged(Problem(message, "rank-missing"))
+
+
+def _leaves(file: str) -> bool:
+    return file.startswith(("/", "\\")) or ".." in file.replace("\\", "/").split("/")

@@ -1,0 +1,145 @@
+"""FSDP1's flat parameters, taken apart.
+
+A flat parameter is one tensor of one dim in which the parameters of an FSDP unit lie end to end,
+row-major, in the order of ``named_parameters()``. It is called ``_flat_param`` below the unit's
+name. With ``use_orig_params`` each parameter begins at a multiple of 16 bytes, and the end is
+padded to a multiple of the ranks (``FlatParamHandle``, torch 2.1 to 2.13).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ckptool.core.box import flat_range, row_major_strides
+from ckptool.core.catalog import Chunk, Copy, Extent, Packed, Path, Place, TensorEntry, flat_name
+from ckptool.core.views import shifted
+from ckptool.errors import CannotDo, Damaged
+
+FLAT = "_flat_param"
+_ALIGNMENT = 16
+
+Given = Sequence[tuple[str, tuple[int, ...]]]
+"""The model's parameters with their shapes, in the order of ``named_parameters()``."""
+
+HINT = (
+    "--flat-params FILE, made of the model by: json.dump({n: p.shape for n, p in"
+    " model.named_parameters()}, open(FILE, 'w'))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A parameter in a flat one, and the element at which it begins there."""
+
+    path: Path
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.shape)
+
+
+def is_flat(name: str) -> bool:
+    """Whether a tensor of this name is a flat parameter."""
+    return name.rpartition(".")[2] == FLAT
+
+
+def members_of(flats: Mapping[str, TensorEntry], given: Given) -> dict[str, list[Member]]:
+    """What each flat parameter is made of, by the model's parameters.
+
+    A parameter belongs to the innermost unit that its name lies in. Raises CannotDo where the
+    parameters of a unit do not fill its flat parameter.
+    """
+    heads = {name.removesuffix(FLAT): name for name in flats}
+    base = _base(heads, given)
+    owned: dict[str, list[tuple[str, tuple[int, ...]]]] = {name: [] for name in flats}
+    for short, shape in given:
+        name = base + short
+        inside = [head for head in heads if name.startswith(head)]
+        if not inside:
+            raise CannotDo(f"--flat-params: {short} lies in no FSDP unit of {sorted(heads)[:8]}")
+        owned[heads[max(inside, key=len)]].append((name, shape))
+    return {name: _laid_out(flats[name], parts) for name, parts in owned.items()}
+
+
+def _base(heads: Iterable[str], given: Given) -> str:
+    """What comes before the model's own names: nothing, or the file's family."""
+    first = {head.partition(".")[0] + "." for head in heads if "." in head}
+    for base in ("", *sorted(first)):
+        if all(any((base + name).startswith(head) for name, _ in given) for head in heads):
+            return base
+    return ""
+
+
+def _laid_out(flat: TensorEntry, parts: Given) -> list[Member]:
+    """The members end to end, or aligned, whichever fills the flat parameter."""
+    plain = _end_to_end(parts, 1)
+    if plain and plain[-1].stop == flat.elements:
+        return plain
+    aligned = _end_to_end(parts, _ALIGNMENT // flat.source_dtype.itemsize)
+    if aligned and 0 <= flat.elements - aligned[-1].stop < len(flat.chunks):
+        return aligned
+    end = f"{plain[-1].stop:,} elements, {aligned[-1].stop:,} aligned" if plain else "none"
+    raise CannotDo(
+        f"--flat-params: {flat.name} has {flat.elements:,} elements, the {len(parts)} parameters"
+        f" that should lie in it have {end}",
+        hint="they must be all of the model's, by its own names, in the order of its modules",
+    )
+
+
+def _end_to_end(parts: Given, step: int) -> list[Member]:
+    members: list[Member] = []
+    position = 0
+    for name, shape in parts:
+        position = -(-position // step) * step
+        members.append(Member((name,), shape, position))
+        position = members[-1].stop
+    return members
+
+
+def taken_apart(flat: TensorEntry, members: Iterable[Member]) -> Iterator[TensorEntry]:
+    """Each member as a tensor of its own, where some of its elements are stored.
+
+    Raises Damaged where a member ends outside the flat parameter, or that has other than one dim.
+    """
+    if len(flat.shape) != 1:
+        raise Damaged(f"{flat.name}: a flat parameter of {len(flat.shape)} dims")
+    for member in members:
+        if not 0 <= member.start <= member.stop <= flat.shape[0]:
+            raise Damaged(
+                f"{flat_name(member.path)}: elements {member.start:,} to {member.stop:,} of"
+                f" {flat.name}, which has {flat.shape[0]:,}"
+            )
+        chunks = [chunk for piece in flat.chunks for chunk in _pieces(flat, piece, member)]
+        if chunks or member.start == member.stop:
+            name = flat_name(member.path)
+            entry = TensorEntry(name, member.path, flat.dtype, member.shape, tuple(chunks))
+            yield replace(entry, stored=flat.stored)
+
+
+def _pieces(flat: TensorEntry, chunk: Chunk, member: Member) -> Iterator[Chunk]:
+    """What one chunk of the flat parameter holds of a member."""
+    low = max(chunk.box.lo[0], member.start)
+    high = min(chunk.box.hi[0], member.stop)
+    if low >= high:
+        return
+    strides = row_major_strides(member.shape, flat.source_dtype.itemsize)
+    for box in flat_range(member.shape, low - member.start, high - member.start):
+        skip = low - chunk.box.lo[0]
+        at = _reshaped(flat, chunk.at, skip, strides)
+        copies = tuple(
+            Copy(_reshaped(flat, copy.at, skip, strides), copy.rank) for copy in chunk.copies
+        )
+        yield Chunk(box, at, chunk.rank, copies)
+        low += box.volume
+
+
+def _reshaped(flat: TensorEntry, at: Place, skip: int, strides: tuple[int, ...]) -> Place:
+    """The place ``skip`` elements into a flat one, addressed with a member's strides."""
+    if not isinstance(at, Extent | Packed) or at.strides[0] != flat.source_dtype.itemsize:
+        raise Damaged(f"{flat.name}: a flat parameter whose elements do not lie side by side")
+    moved = shifted(at, (skip,))
+    return replace(moved, strides=strides) if isinstance(moved, Extent | Packed) else moved

@@ -1,0 +1,204 @@
+"""The named values of one rank's file, and what all ranks' files hold together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptool.core.catalog import Index, ObjectEntry, Path, Place, TensorEntry, flat_name
+from ckptool.core.mesh import Mesh
+from ckptool.core.sharding.declared import SHARD_ATTRIBUTES
+from ckptool.errors import Damaged, Problem, Refusal, coded
+from ckptool.serialization.archive.dtensor import (
+    OF_DTENSORS,
+    ShardedShare,
+    Share,
+    declared_share,
+    sharded_share,
+)
+from ckptool.serialization.archive.read import TorchFile
+from ckptool.serialization.archive.storage import (
+    StoredTensor,
+    attributes_of,
+    place_of,
+    plain_tensor,
+)
+from ckptool.serialization.pickle.load import require_harmless
+from ckptool.serialization.pickle.records import Call, Global
+from ckptool.serialization.pickle.unfolding import require_bounded
+from ckptool.serialization.source import Source
+from ckptool.serialization.state_dict.modules import is_tensor_record
+from ckptool.serialization.state_dict.tree import Walk, unique_names
+from ckptool.serialization.state_dict.values import globals_in
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLeaf:
+    """A tensor in a rank's file that says nothing of sharding.
+
+    ``attributes`` are the names of what else its record sets on it.
+    """
+
+    place: Place
+    tensor: StoredTensor
+    attributes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ShareLeaf:
+    """A rank's part of a sharded tensor, with where each local tensor lies.
+
+    ``attributes`` are the names of what its record sets on it besides.
+    """
+
+    share: Share
+    places: tuple[Place, ...]
+    attributes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One named value of one rank's file. ``rank_state`` marks state that belongs to a rank.
+
+    ``note`` is what a person should know of how it was read, or of what it was taken from. The
+    value is a ``Refusal`` where it cannot be read, or must not be.
+    """
+
+    path: Path
+    value: Any
+    rank_state: bool = False
+    note: str | None = None
+
+
+RankLeaves = Mapping[str, Leaf]
+
+
+@dataclass(slots=True)
+class Assembled:
+    """What all ranks' files hold together.
+
+    ``conflicts`` are plain tensors that differ between ranks, by name, and refusals; ``problems``
+    are other contradictions. None is repaired.
+    """
+
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    objects: dict[str, ObjectEntry] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    conflicts: dict[str, str] = field(default_factory=dict)
+    meshes: list[Mesh] = field(default_factory=list)
+
+
+def read_leaves(
+    file: TorchFile,
+    source: Source,
+    *,
+    prefix: Path = (),
+    rank_state: bool = False,
+    refuse: bool = False,
+) -> dict[str, Leaf]:
+    """The named values of one file: tensors as leaves of their kind, all else as it is.
+
+    Raises Damaged where a tensor contradicts itself and Hostile where a value names what can run
+    code; with ``refuse`` the leaf is a ``Refusal`` then, and only what is in no leaf raises.
+    """
+    found: dict[str, Leaf] = {}
+    value = file.inert if refuse else file.value
+    if value == {}:
+        require_harmless(file.hostile)
+        return found
+    walk = Walk(file.what, file.pickled)
+    unseen = dict(file.hostile)
+    named = unique_names(walk.leaves(value, prefix))
+    values = (item for _, item in named.values() if not is_tensor_record(item))
+    require_bounded(values, what=file.what)
+    for name, (path, item) in named.items():
+        leaf: Any = _accused(item, file.hostile, name, unseen) if file.hostile else None
+        if leaf is None:
+            leaf = _classified_or_refused(item, file, source, name, refuse=refuse)
+        found[name] = Leaf(path, leaf, rank_state, _note(walk.notes, name, path))
+    require_harmless(unseen)
+    return found
+
+
+def _note(notes: dict[Path, str], name: str, path: Path) -> str | None:
+    """Return what is to be said of a leaf; of what was noted of all it lies in, take it once."""
+    heads = (path[:length] for length in range(len(path) + 1))
+    found = [notes.pop(head) for head in heads if head in notes] if notes else []
+    flat = flat_name(path) or "value"
+    if name != flat:
+        found.append(f"{name} is one of several values called {flat!r}; it lies at {_shown(path)}")
+    return "; ".join(found) or None
+
+
+def _shown(path: Path) -> str:
+    return " / ".join(repr(step.position if isinstance(step, Index) else step) for step in path)
+
+
+def _accused(
+    value: Any, hostile: Mapping[Global, Problem], name: str, unseen: dict[Global, Problem]
+) -> Refusal | None:
+    """Why a value must not be read, where it names what can run code.
+
+    What it names is taken out of ``unseen``.
+    """
+    named = globals_in(value)
+    inside = [item for item in hostile if item in named]
+    for item in inside:
+        unseen.pop(item, None)
+    if not inside:
+        return None
+    refusal = Refusal(f"{name}: {hostile[inside[0]]}", "hostile-global", tensor=name)
+    refusal.may_be_tensor = isinstance(value, Call) and (
+        any(item.module.startswith("torch") and item.name.endswith("Storage") for item in named)
+        or (value.name.startswith("torch.") and value.function not in hostile)
+    )
+    refusal.record = value
+    return refusal
+
+
+def refusal_of(value: Any, file: TorchFile, source: Source, name: str) -> Refusal | None:
+    """Return why a value of a file cannot be read, or must not be; None where it can."""
+    why = _accused(value, file.hostile, name, {}) if file.hostile else None
+    found = why or _classified_or_refused(value, file, source, name, refuse=True)
+    return found if isinstance(found, Refusal) else None
+
+
+def _classified_or_refused(
+    value: Any, file: TorchFile, source: Source, name: str, *, refuse: bool
+) -> Any:
+    try:
+        return _classified(value, file, source, name)
+    except Damaged as error:
+        if not refuse:
+            raise
+        problem = error.message
+        return Refusal(problem, problem.code, file=problem.file, tensor=name)
+
+
+def _classified(value: Any, file: TorchFile, source: Source, name: str) -> Any:
+    share: Share | None
+    try:
+        with coded("tensor-record"):
+            tensor = plain_tensor(value)
+            share = declared_share(value, tensor) if tensor is not None else None
+            if tensor is not None and share is None:
+                return PlainLeaf(place_of(tensor, file), tensor, _others(value, ()))
+        with coded("dtensor-contradiction"):
+            share = share or sharded_share(value, file, source)
+    except Damaged as error:
+        raise error.within(name, tensor=name) from None
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
+        message = f"{name}: {file.what}: a tensor record that contradicts itself"
+        raise Damaged(Problem(message, "tensor-record", tensor=name)) from None
+    if share is None:
+        return value
+    locals_ = [t for _, t in share.local] if isinstance(share, ShardedShare) else [share.local]
+    known = (*SHARD_ATTRIBUTES, *OF_DTENSORS)
+    return ShareLeaf(share, tuple(place_of(t, file) for t in locals_), _others(value, known))
+
+
+def _others(value: Any, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of a tensor's attributes that are not among those that are read."""
+    return tuple(str(name) for name in attributes_of(value) if name not in known)

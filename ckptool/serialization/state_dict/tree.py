@@ -1,0 +1,253 @@
+"""Flatten a nested state dict to named leaves, and nest named leaves again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Iterable, Iterator
+from typing import Any
+
+from ckptool.core.catalog import Index, Path, RankStep, flat_name
+from ckptool.errors import CannotDo, Damaged, Problem
+from ckptool.serialization.archive.storage import quantised_parts
+from ckptool.serialization.pickle.records import Call
+from ckptool.serialization.state_dict.modules import (
+    Module,
+    is_tensor_record,
+    module_state,
+    wrapped_parts,
+    wrapper_class,
+)
+from ckptool.serialization.state_dict.values import Repeated
+
+_DEEPEST = 100
+_FEWEST_LEAVES = 100_000
+
+
+def leaves(value: Any, *, what: str, pickled: int = 0) -> Iterator[tuple[Path, Any]]:
+    """The leaves of a state dict with their paths, in order.
+
+    As DCP flattens (torch 2.4 to 2.13): dicts are entered, defaultdicts as well, lists where a dict
+    or a tensor lies inside. Entered too is what DCP would pickle whole: tuples where a tensor lies
+    inside, the parts of quantised tensors and of tensor subclasses that wrap others, and modules,
+    whose names are those of ``state_dict()``. Everything else, and an empty container, is a leaf; a
+    container in itself is one that is ``Repeated``.
+
+    ``pickled`` is the size in bytes of the pickle. Raises Damaged where the nesting has no end, or
+    where the pickle refers to its own parts so often that it unfolds to more values than it has
+    bytes.
+    """
+    yield from Walk(what, pickled).leaves(value)
+
+
+class Walk:
+    """One walk over a state dict, with what is left of its bounds.
+
+    ``notes`` are what a person should know of how values were entered, by the values' paths.
+    """
+
+    def __init__(self, what: str, pickled: int = 0) -> None:
+        self._left = max(pickled, _FEWEST_LEAVES)
+        self._what = what
+        self._entered: dict[int, bool] = {}
+        self._modules: dict[int, Module | None] = {}
+        self._open: dict[int, Path] = {}
+        self.notes: dict[Path, str] = {}
+
+    def leaves(self, value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+        """The leaves of a value that lies at ``path``."""
+        self._count(len(path))
+        if id(value) in self._open:
+            yield path, Repeated(_called(self._open[id(value)]))
+        elif module := self._module(value):
+            yield from self._module_leaves(value, module, path)
+        elif (steps := self._steps(value, path)) is None:
+            yield path, value
+        else:
+            self._open[id(value)] = path
+            for step, item in steps:
+                yield from self.leaves(item, (*path, step))
+            del self._open[id(value)]
+
+    def _count(self, depth: int) -> None:
+        """Count a value that lies so deep. Raises Damaged where it is one too many, or too deep."""
+        self._left -= 1
+        if self._left < 0 or depth > _DEEPEST:
+            message = (
+                f"{self._what}: the state dict is nested more than {_DEEPEST} deep, or unfolds"
+            )
+            reason = "to more values than its pickle has bytes"
+            raise Damaged(Problem(f"{message} {reason}", "pickle-bomb"))
+
+    def _module(self, value: Any) -> Module | None:
+        """What a module holds, looked up once however often the pickle refers to it."""
+        if not isinstance(value, Call):
+            return None
+        if id(value) not in self._modules:
+            self._modules[id(value)] = module_state(value)
+        return self._modules[id(value)]
+
+    def _module_leaves(self, value: Call, module: Module, path: Path) -> Iterator[tuple[Path, Any]]:
+        """The leaves of a module as one dict, as ``state_dict()`` makes it; of none, the module."""
+        found = list(self._state_of(value, module, path, ()))
+        if not found:
+            found.append((path, value))
+        else:
+            self.notes[path] = (
+                f"{_called(path)} is a module ({value.name}): read are its parameters and buffers,"
+                " as its state_dict() names them unless its class changes that; nothing else of it"
+                " is carried"
+            )
+        yield from found
+
+    def _state_of(
+        self, value: Call, module: Module, path: Path, within: tuple[str, ...]
+    ) -> Iterator[tuple[Path, Any]]:
+        """The leaves of a module that is ``within`` others of a module at ``path``."""
+        self._open[id(value)] = (*path, *within)
+        for name, tensor in module.tensors:
+            yield from self.leaves(tensor, (*path, ".".join((*within, name))))
+        for name, child in module.children:
+            inner, below = self._module(child), (*within, name)
+            self._count(len(path) + len(below))
+            if inner is None or id(child) in self._open:
+                yield from self.leaves(child, (*path, ".".join(below)))
+            else:
+                yield from self._state_of(child, inner, path, below)
+        del self._open[id(value)]
+
+    def _steps(self, value: Any, path: Path) -> list[tuple[Any, Any]] | None:
+        """The steps into a container that is entered; None for a leaf."""
+        if entries := _entries(value):
+            return entries
+        if not isinstance(value, list | tuple):
+            return self._parts(value, path)
+        if id(value) not in self._entered:
+            self._entered[id(value)] = _is_entered(value, self._what, self._entered)
+        if not self._entered[id(value)]:
+            return None
+        container = "list" if isinstance(value, list) else "tuple"
+        return [(Index(i, container), item) for i, item in enumerate(value)]
+
+    def _parts(self, value: Any, path: Path) -> list[tuple[Any, Any]] | None:
+        """The parts of a tensor that consists of others; None for every other value."""
+        parts = quantised_parts(value)
+        if parts is None and (parts := wrapped_parts(value)):
+            inner = [name for name, part in parts.items() if is_tensor_record(part)]
+            self.notes[path] = (
+                f"{_called(path)} is a tensor subclass ({wrapper_class(value)}): read are the"
+                f" tensors in it as they are stored ({', '.join(inner)})"
+            )
+        return list(parts.items()) if parts else None
+
+
+def _called(path: Path) -> str:
+    return flat_name(path) or "the whole value"
+
+
+def _entries(value: Any) -> list[tuple[Any, Any]]:
+    """The keys and values of a dict or defaultdict; none for every other value."""
+    if isinstance(value, dict):
+        return list(value.items())
+    is_default = isinstance(value, Call) and value.name == "collections.defaultdict"
+    return value.entries if is_default else []
+
+
+def _is_entered(value: Any, what: str, known: dict[int, bool]) -> bool:
+    """Whether a list holds a dict or a tensor, or a tuple a tensor, at any depth.
+
+    ``known`` says it of parts that were looked at before, and learns of those that hold none.
+    """
+    seen: set[int] = set()
+    stack = [(value, 0)]
+    while stack:
+        item, depth = stack.pop()
+        inside = item if isinstance(item, list | tuple) else [v for _, v in _entries(item)]
+        if not inside or id(item) in seen or known.get(id(item)) is False:
+            continue
+        if depth > _DEEPEST:
+            message = f"{what}: a value is nested more than {_DEEPEST} deep"
+            raise Damaged(Problem(message, "pickle-bomb"))
+        seen.add(id(item))
+        if any(is_tensor_record(inner) or module_state(inner) for inner in inside):
+            return True
+        if isinstance(item, list) and any(isinstance(inner, dict) for inner in item):
+            return True
+        stack += [(inner, depth + 1) for inner in inside]
+    known.update(dict.fromkeys(seen, False))
+    return False
+
+
+def unique_names(found: Iterable[tuple[Path, Any]]) -> dict[str, tuple[Path, Any]]:
+    """Leaves by their flat name.
+
+    Of several paths that give one name the shortest keeps it, whatever their order; of paths as
+    long, the one of text before numbers. The others are called ``NAME@2`` and so on. What lies at
+    the root, or under an empty key, is a ``value``.
+    """
+    by_name: dict[str, list[tuple[Path, Any]]] = {}
+    for path, leaf in found:
+        by_name.setdefault(flat_name(path) or "value", []).append((path, leaf))
+    named = {name: same[0] for name, same in by_name.items()}
+    for name, same in by_name.items():
+        if len(same) > 1:
+            named[name], *others = sorted(same, key=lambda one: _order_of(one[0]))
+            for one in others:
+                named[free_name(name, named)] = one
+    return named
+
+
+def free_name(name: str, taken: Container[str]) -> str:
+    """The first of ``NAME@2``, ``NAME@3``, ... that nothing has."""
+    return next(one for n in itertools.count(2) if (one := f"{name}@{n}") not in taken)
+
+
+def _order_of(path: Path) -> tuple[bool, int, list[tuple[str, bool, str]]]:
+    steps = [(str(step), not isinstance(step, str), type(step).__name__) for step in path]
+    return not flat_name(path), len(path), steps
+
+
+def nest(found: Iterable[tuple[Path, Any]]) -> Any:
+    """The nested state dict whose leaves lie at these paths.
+
+    List positions must be complete; where some were dropped, the list becomes a dict of positions.
+    """
+    items = list(found)
+    if len(items) == 1 and items[0][0] == ():
+        return items[0][1]
+    root: _Node = _Node()
+    for path, leaf in items:
+        if not path:
+            raise CannotDo("a value without a name lies beside others, which torch cannot nest")
+        node = root
+        for step in path[:-1]:
+            child = node.children.setdefault(step, _Node())
+            if not isinstance(child, _Node):
+                raise CannotDo(f"{flat_name(path)!r} lies inside another value")
+            node = child
+        if path[-1] in node.children:
+            raise CannotDo(f"two values are called {flat_name(path)!r}")
+        node.children[path[-1]] = leaf
+    return root.built()
+
+
+class _Node:
+    __slots__ = ("children",)
+
+    def __init__(self) -> None:
+        self.children: dict[Any, Any] = {}
+
+    def built(self) -> Any:
+        steps = list(self.children)
+        values = [v.built() if isinstance(v, _Node) else v for v in self.children.values()]
+        if steps and all(isinstance(step, Index) for step in steps):
+            ordered = sorted(zip(steps, values, strict=True), key=lambda pair: pair[0].position)
+            if [step.position for step, _ in ordered] == list(range(len(steps))):
+                items = [value for _, value in ordered]
+                return tuple(items) if steps[0].container == "tuple" else items
+        return dict(zip(map(_as_key, steps), values, strict=True))
+
+
+def _as_key(step: Any) -> Any:
+    if isinstance(step, RankStep):
+        return str(step)
+    return step.position if isinstance(step, Index) else step

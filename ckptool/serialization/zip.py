@@ -1,0 +1,326 @@
+"""The directory of a zip archive that may lie anywhere inside a file.
+
+torch.save writes zips of stored records, always with a zip64 end record, sizes and CRC-32 only in
+the central directory and in descriptors (torch 1.6 to 2.13). Other zips (re-compressed) are legal.
+
+What stands beside the records of a zip, checked against its directory.
+
+No reader of tensors looks at either.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ckptool.errors import Damaged, Problem, coded
+from ckptool.serialization.source import EDGE, Source
+
+STORED, DEFLATED = 0, 8
+STREAMED = 8
+"""The flag of a record that has a descriptor behind its bytes."""
+IN_EXTRA = 0xFFFFFFFF
+"""Stands where a size or offset is in the zip64 extra field."""
+
+LOCAL = struct.Struct("<4s5H3L2H")
+_CENTRAL = struct.Struct("<4s6H3L5H2L")
+_CRC32_AT = 16
+CRC32_NBYTES = 4
+_END = struct.Struct("<4s4H2LH")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR64 = struct.Struct("<4sLQL")
+_BLOCK = 512
+"""Bytes between the edges that are read at once."""
+
+
+class Region:
+    """``nbytes`` of a file from ``offset``; small reads near both edges cost no further access."""
+
+    def __init__(self, source: Source, file: str, offset: int, nbytes: int) -> None:
+        self.source, self.file, self.offset, self.nbytes = source, file, offset, nbytes
+        if nbytes <= 4 * EDGE:
+            self._head, self._tail = source.read(file, offset, nbytes), b""
+        else:
+            self._head = source.read(file, offset, EDGE)
+            self._tail = source.read(file, offset + nbytes - EDGE, EDGE)
+        self._at, self._block = 0, b""
+
+    @property
+    def what(self) -> str:
+        """How errors call this region."""
+        return self.file if self.offset == 0 else f"{self.file} at offset {self.offset:,}"
+
+    def is_at_hand(self, start: int, end: int) -> bool:
+        """Whether reading these bytes costs no further access."""
+        return end <= len(self._head) or start >= self.nbytes - len(self._tail)
+
+    def expect(self, starts: Iterable[int]) -> None:
+        """A local header is read next at each of these, those apart that are at hand."""
+        low, high = len(self._head), self.nbytes - len(self._tail)
+        far = (start for start in starts if low <= start < high)
+        self.source.expect((self.file, self.offset + start, LOCAL.size) for start in far)
+
+    def joined(self, spans: Iterable[tuple[int, int]]) -> bytes:
+        """The bytes from each start to its end, one after another."""
+        return b"".join([self.read(start, end - start) for start, end in spans])
+
+    def crc32_at(self, start: int) -> int:
+        """The CRC-32 that is noted there."""
+        return int.from_bytes(self.read(start, CRC32_NBYTES), "little")
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """``nbytes`` from ``start`` bytes into the region; Damaged beyond its end."""
+        if start < 0 or nbytes < 0 or start + nbytes > self.nbytes:
+            raise Damaged(
+                f"{self.what}: {nbytes:,} bytes are expected at {start:,} of {self.nbytes:,}"
+            )
+        if start + nbytes <= len(self._head):
+            return self._head[start : start + nbytes]
+        behind = start - (self.nbytes - len(self._tail))
+        if self._tail and behind >= 0:
+            return self._tail[behind : behind + nbytes]
+        return self._from_block(start, nbytes)
+
+    def _from_block(self, start: int, nbytes: int) -> bytes:
+        """What lies between the edges: a descriptor, the header behind it and its name at once."""
+        at = start - self._at
+        if at < 0 or at + nbytes > len(self._block):
+            end = min(start + max(nbytes, _BLOCK), self.nbytes - len(self._tail))
+            try:
+                block = self.source.read(self.file, self.offset + start, max(nbytes, end - start))
+            except Damaged:  # of a packed item not everything is at hand
+                return self.source.read(self.file, self.offset + start, nbytes)
+            self._at, self._block, at = start, block, 0
+        return self._block[at : at + nbytes]
+
+
+@dataclass(frozen=True, slots=True)
+class ZipRecord:
+    """One record; ``offset`` is where its bytes begin, ``header`` where its local header does.
+
+    All count from the start of the region; ``stored`` and ``size`` are bytes, in the file and once
+    decoded. ``noted`` is where the directory holds the CRC-32, 0 where there is no directory.
+    """
+
+    name: str
+    method: int
+    crc32: int
+    stored: int
+    size: int
+    offset: int
+    header: int
+    flags: int
+    noted: int = 0
+
+    @property
+    def is_storage(self) -> bool:
+        """Whether torch.save put a storage into it."""
+        return "/data/" in self.name
+
+
+def has_checksums(records: Iterable[ZipRecord]) -> bool:
+    """Whether the CRC-32 of some of these is stored; a 0 then is one, else it stands for none.
+
+    torch stores none at all under ``set_crc32_options(False)``, and none of storages under
+    ``skip_data()``, which someone else fills (GPUDirect Storage).
+    """
+    return any(record.crc32 for record in records)
+
+
+def read_directory(region: Region) -> dict[str, ZipRecord]:
+    """All records of the archive that fills the region, in the directory's order.
+
+    Raises Damaged where the archive is truncated or its headers contradict one another.
+    """
+    with coded("zip-structure", file=region.file):
+        return _directory(region)
+
+
+def _directory(region: Region) -> dict[str, ZipRecord]:
+    start, size, count = _find_directory(region)
+    data = region.read(start, size)
+    region.expect(_headers(data))
+    records: dict[str, ZipRecord] = {}
+    position = 0
+    for _ in range(count):
+        record, position = _central_entry(region, data, start, position)
+        if record.name in records:
+            raise Damaged(f"{region.what}: two zip records are called {record.name!r}")
+        records[record.name] = record
+    if position != len(data):
+        raise Damaged(f"{region.what}: the zip directory does not hold {count:,} records")
+    return records
+
+
+def _headers(data: bytes) -> Iterator[int]:
+    """Where the directory says the local headers are, as far as it can be read."""
+    position = 0
+    while data[position : position + 4] == b"PK\x01\x02" and position + _CENTRAL.size <= len(data):
+        fields = _CENTRAL.unpack_from(data, position)
+        yield fields[16]
+        position += _CENTRAL.size + sum(fields[10:13])
+
+
+def _find_directory(region: Region) -> tuple[int, int, int]:
+    """Offset, size in bytes and number of entries of the central directory."""
+    end = _end_offset(region)
+    fields = _END.unpack(region.read(end, _END.size))
+    count, size, start = fields[4], fields[5], fields[6]
+    narrow = fields[3:7]
+    if end >= _LOCATOR64.size:
+        locator = region.read(end - _LOCATOR64.size, _LOCATOR64.size)
+        if locator[:4] == b"PK\x06\x07":
+            where = _LOCATOR64.unpack(locator)[2]
+            end64 = _END64.unpack(region.read(where, _END64.size))
+            if end64[0] != b"PK\x06\x06":
+                raise Damaged(f"{region.what}: the zip64 end record is damaged")
+            count, size, start = end64[7], end64[8], end64[9]
+            _require_same_end(region, narrow, end64[6:10])
+    if start + size > end or count * _CENTRAL.size > size:
+        raise Damaged(
+            f"{region.what}: the zip directory ({count:,} records, {size:,} bytes at {start:,})"
+            f" does not fit before the end record at {end:,}"
+        )
+    return start, size, count
+
+
+def _require_same_end(region: Region, narrow: Sequence[int], wide: Sequence[int]) -> None:
+    """Damaged where the two end records differ in what the narrow one can hold."""
+    for one, other, limit in zip(narrow, wide, (0xFFFF, 0xFFFF, IN_EXTRA, IN_EXTRA), strict=True):
+        if one not in (other, limit):
+            raise Damaged(f"{region.what}: the two end records of the zip contradict each other")
+
+
+def _end_offset(region: Region) -> int:
+    if region.nbytes >= _END.size:
+        for length in (_END.size, min(region.nbytes, 65_557)):
+            tail = region.read(region.nbytes - length, length)
+            at = tail.rfind(b"PK\x05\x06")
+            if at >= 0 and at + _END.size <= length:
+                return region.nbytes - length + at
+    raise Damaged(
+        f"{region.what}: no zip directory at the end of its {region.nbytes:,} bytes;"
+        " it is truncated or overwritten"
+    )
+
+
+def _central_entry(region: Region, data: bytes, start: int, position: int) -> tuple[ZipRecord, int]:
+    """A record, and where the next one's entry begins in a directory that begins at ``start``."""
+    if position + _CENTRAL.size > len(data) or data[position : position + 4] != b"PK\x01\x02":
+        raise Damaged(f"{region.what}: the zip directory is damaged at byte {position:,}")
+    fields = _CENTRAL.unpack_from(data, position)
+    method, crc, stored, size = fields[4], fields[7], fields[8], fields[9]
+    name_length, extra_length, comment_length, header = (
+        fields[10],
+        fields[11],
+        fields[12],
+        fields[16],
+    )
+    at = position + _CENTRAL.size
+    name = data[at : at + name_length].decode("utf-8", "replace")
+    extra = data[at + name_length : at + name_length + extra_length]
+    size, stored, header = _zip64(extra, size, stored, header)
+    if method not in (STORED, DEFLATED):
+        raise Damaged(f"{region.what}: record {name!r} is compressed with method {method}")
+    offset = _data_offset(region, name, header)
+    if offset + stored > region.nbytes or (method == STORED and stored != size):
+        raise Damaged(
+            f"{region.what}: record {name!r} claims {stored:,} bytes at {offset:,}"
+            f" of {region.nbytes:,}"
+        )
+    end = at + name_length + extra_length + comment_length
+    noted = start + position + _CRC32_AT
+    return ZipRecord(name, method, crc, stored, size, offset, header, fields[3], noted), end
+
+
+def _zip64(extra: bytes, size: int, stored: int, header: int) -> tuple[int, int, int]:
+    """Replace the 32-bit fields that are all ones by their 64-bit values."""
+    position = 0
+    while position + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, position)
+        if kind == 1:
+            body = extra[position + 4 : position + 4 + length]
+            values = iter(struct.unpack(f"<{len(body) // 8}Q", body[: len(body) // 8 * 8]))
+            size = next(values, size) if size == IN_EXTRA else size
+            stored = next(values, stored) if stored == IN_EXTRA else stored
+            header = next(values, header) if header == IN_EXTRA else header
+        position += 4 + length
+    return size, stored, header
+
+
+def _data_offset(region: Region, name: str, header: int) -> int:
+    fields = LOCAL.unpack(region.read(header, LOCAL.size))
+    if fields[0] != b"PK\x03\x04":
+        raise Damaged(f"{region.what}: record {name!r} has no header at byte {header:,}")
+    local_name = region.read(header + LOCAL.size, fields[9]).decode("utf-8", "replace")
+    if local_name != name:
+        raise Damaged(
+            f"{region.what}: the directory calls a record {name!r}, its header {local_name!r}"
+        )
+    return header + LOCAL.size + int(fields[9]) + int(fields[10])
+
+
+def unclaimed_bytes(region: Region, records: Iterable[ZipRecord]) -> int:
+    """Bytes of the region that belong to no record, nor to the directory and its end records.
+
+    Descriptors are as long as they may be: what is hidden in less is not noticed.
+    """
+    start, size, _ = _find_directory(region)
+    end = _end_offset(region)
+    spare, position = 0, 0
+    for record in sorted(records, key=lambda record: record.header):
+        spare += max(0, record.header - position)
+        position = record.offset + record.stored + (24 if record.flags & STREAMED else 0)
+    spare += max(0, start - position)
+    wide = region.read(end - _LOCATOR64.size, 4) == b"PK\x06\x07"
+    ends = _END64.size + _LOCATOR64.size if wide else 0
+    comment = int(_END.unpack(region.read(end, _END.size))[7])
+    spare += max(0, end - ends - start - size)
+    return spare + max(0, region.nbytes - end - _END.size - comment)
+
+
+def header_problems(region: Region, records: Iterable[ZipRecord]) -> list[Problem]:
+    """Where what stands beside the records contradicts the directory.
+
+    That is a record's local header, and the descriptor behind its bytes where flag bit 3 promises
+    one.
+    """
+    problems = []
+    for record in records:
+        try:
+            reason = _local_problem(region, record) or _descriptor_problem(region, record)
+        except Damaged as error:
+            reason = error.message
+        if reason:
+            message = f"{region.what}: record {record.name!r}: {reason}"
+            problems.append(Problem(message, "zip-headers", file=region.file))
+    return problems
+
+
+def _local_problem(region: Region, record: ZipRecord) -> str | None:
+    fields = LOCAL.unpack(region.read(record.header, LOCAL.size))
+    flags, method, crc, stored, size = fields[2], fields[3], fields[6], fields[7], fields[8]
+    if (flags, method) != (record.flags, record.method):
+        return "its local header states another method or other flags than the directory"
+    noted = (crc, stored, size)
+    if flags & STREAMED and noted == (0, 0, 0):
+        return None
+    wanted = (record.crc32, record.stored, record.size)
+    pairs = zip(noted, wanted, strict=True)
+    if any(one not in (other, IN_EXTRA) for one, other in pairs):
+        return f"its local header states {noted} (CRC-32, bytes), the directory {wanted}"
+    return None
+
+
+def _descriptor_problem(region: Region, record: ZipRecord) -> str | None:
+    if not record.flags & STREAMED:
+        return None
+    start = record.offset + record.stored
+    data = region.read(start, min(24, region.nbytes - start)).removeprefix(b"PK\x07\x08")
+    wanted = (record.crc32, record.stored, record.size)
+    if data[:12] == struct.pack("<3L", *(n & 0xFFFFFFFF for n in wanted)):
+        return None
+    if data[:20] == struct.pack("<L2Q", *wanted):
+        return None
+    return "the descriptor behind it states another CRC-32 or size than the directory"

@@ -1,0 +1,1 @@
+"""Where bytes lie: disks, and stores behind URLs."""

@@ -1,0 +1,181 @@
+"""What a run notes before it replaces a target, and which side file goes with the target meanwhile.
+
+A run that was cut short leaves the note: a later one finishes by it, and a reader finds by it the
+side file that belongs to the safetensors file that stands.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckptool.errors import CannotDo
+from ckptool.storage.disk import identity, in_the_way, is_real_file, open_unfollowed, sync_folder
+
+_SCHEMA = "ckptool.commit/2"
+
+
+@dataclass(frozen=True, slots=True)
+class CommitNote:
+    """What a commit of a ``folder`` or of a single file is about to do.
+
+    ``new`` and ``old`` are the inodes of what is staged and of what stands at the target, ``own``
+    the files of the old checkpoint, which go, and ``names`` those that come, the one that commits
+    last, each with its size and time. ``by_files`` says that the files take their places one by
+    one.
+    """
+
+    plan: str
+    source: str
+    folder: bool
+    new: int
+    old: int | None
+    own: Mapping[str, Stamp]
+    names: Mapping[str, Stamp]
+    by_files: bool = False
+
+    def by_single_files(self) -> CommitNote:
+        """The same commit, file by file."""
+        return replace(self, by_files=True)
+
+
+class NoteFile:
+    """The note of one target's commit, as a file beside the staged files."""
+
+    def __init__(self, path: Path, *, fsync: bool) -> None:
+        self.path = path
+        self._fsync = fsync
+
+    def read(self) -> CommitNote | None:
+        """What a run noted that was cut short; None where none was. CannotDo for another's file."""
+        if not os.path.lexists(self.path):
+            return None
+        if not is_real_file(self.path):
+            raise in_the_way(self.path)
+        data = self.path.read_bytes()
+        note = _parsed(data)
+        if note is None and data:
+            raise in_the_way(self.path)
+        return note
+
+    def write(self, note: CommitNote) -> None:
+        """Write the note so that it outlives a loss of power."""
+        data = json.dumps({"schema": _SCHEMA} | asdict(note)).encode()
+        with open(open_unfollowed(self._part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+            file.write(data)
+            file.flush()
+            if self._fsync:
+                os.fsync(file.fileno())
+        os.replace(self._part, self.path)
+        if self._fsync:
+            sync_folder(self.path.parent)
+
+    def remove(self) -> None:
+        """Nothing is left to be done."""
+        self._part.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
+
+    @property
+    def _part(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.new")
+
+
+def _parsed(data: bytes) -> CommitNote | None:
+    try:
+        value: Any = json.loads(data)
+        if value.pop("schema", None) != _SCHEMA:
+            return None
+        files = {key: _stamped(value[key]) for key in ("own", "names")}
+        return CommitNote(**value | files)
+    except (ValueError, AttributeError, TypeError, KeyError):
+        return None
+
+
+def _stamped(files: dict[str, list[int]]) -> dict[str, Stamp]:
+    return {name: (size, time) for name, (size, time) in files.items()}
+
+
+_OLD_SIDE = ".replaced"
+
+
+def side_name(name: str) -> str | None:
+    """What the file beside a safetensors file is called that holds what it cannot."""
+    if not name.endswith(".safetensors"):
+        return None
+    return f"{name.removesuffix('.safetensors')}.extra.pt"
+
+
+def staging_folder(target: Path) -> Path:
+    """Where the output for a target is written until it is whole."""
+    return target.with_name(f".{target.name}.partial")
+
+
+def note_path(target: Path) -> Path:
+    """Where a run notes what it is about to replace."""
+    return target.with_name(f"{staging_folder(target).name}.journal.commit")
+
+
+def side_file(path: Path) -> Path | None:
+    """The file that goes with a safetensors file, None where it has none.
+
+    In the middle of a commit, or of one that was killed, it is not in its place. CannotDo where it
+    cannot be told which one goes with the file.
+    """
+    name = side_name(path.name)
+    if name is None:
+        return None
+    side = path.with_name(name)
+    if os.path.lexists(note_path(path)):
+        side = _side_in_commit(path, side)
+    return side if side.is_file() else None
+
+
+def _side_in_commit(path: Path, side: Path) -> Path:
+    note = None
+    with suppress(OSError, CannotDo):
+        note = NoteFile(note_path(path), fsync=False).read()
+    if note is None:
+        return side
+    folder = staging_folder(path)
+    if _is_new(path, path.name, note):
+        name = side.name
+    elif _is_new(folder / path.name, path.name, note):
+        name = _OLD_SIDE
+    else:
+        raise _unknown(path, folder)
+    return folder / name if (folder / name).is_file() else side
+
+
+def _is_new(path: Path, name: str, note: CommitNote) -> bool:
+    """Whether the new main file stands at a path, as it was noted."""
+    return identity(path) == note.new and stamp(path) == note.names.get(name)
+
+
+def _unknown(target: Path, staged: Path) -> CannotDo:
+    """The error where neither place has the file that was noted, as in a copy of both."""
+    return CannotDo(
+        f"{target}: a run was cut short while it put a file of {staged} there, and neither the one"
+        " that stands there nor one in that folder is the file it noted: changed since, or copied;"
+        f" so it cannot be told whether the side file that goes with {target.name} is the one"
+        " beside it or one in that folder",
+        hint=f"use the place that it was copied from; or keep the whole pair, move {staged} away,"
+        f" then rm {note_path(target)}",
+    )
+
+
+Stamp = tuple[int, int]
+"""The size of a file and the time of its last change, in nanoseconds."""
+
+
+def stamp(path: Path) -> Stamp | None:
+    """Return the stamp of what stands at a path, None where nothing does; follow no link."""
+    try:
+        found = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_size, found.st_mtime_ns

@@ -1,0 +1,144 @@
+"""The files of a disk: which are there, and whether they stay as they were.
+
+What tells whether a file is the one that was listed, and still holds what it held then.
+
+The files below a folder of a disk, and what of it cannot be looked at.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptool.errors import Changed, NotFound, Problem
+
+
+class FileStatus(NamedTuple):
+    """A file as the file system describes it; times in nanoseconds.
+
+    ``changed`` is the time of the last change of anything, which nothing sets back. ``access`` is
+    mode, owner, group and count of links: a change of these alone leaves the content as it is.
+    """
+
+    nbytes: int
+    modified: int
+    inode: int
+    changed: int
+    access: tuple[int, int, int, int]
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileStatus:
+        """Return the part of a stat that tells one content from another."""
+        access = (status.st_mode, status.st_uid, status.st_gid, status.st_nlink)
+        return cls(status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns, access)
+
+    def has_content_of(self, before: FileStatus) -> bool:
+        """Return whether nothing was written since ``before``, as far as a file system tells."""
+        if self[:3] != before[:3]:
+            return False
+        return self.changed == before.changed or self.access != before.access
+
+
+def status_now(path: str) -> FileStatus | None:
+    """Return the status of a file, None where it is gone or cannot be opened.
+
+    Opened, not only looked at: a network file system then asks its server.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        return FileStatus.of(os.fstat(descriptor))
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def changed(files: Iterable[str]) -> Changed:
+    """Return the error for files that were written, replaced or removed while they were read."""
+    first, *others = files
+    more = f", and {len(others):,} more were" if others else ""
+    return Changed(
+        Problem(f"{first}: it was changed while it was read{more}", "file-changed", file=first),
+        hint="run the same command again once nothing writes to the source",
+    )
+
+
+DEPTH = 32
+"""How many folders deep a checkpoint's folder is looked at."""
+_TOO_DEEP = f"not looked into: it lies more than {DEPTH} folders deep"
+_MOST_ENTRIES = 200_000
+_MOST_VISITS = 200
+
+
+def _why_unlisted(path: str, error: OSError) -> Problem:
+    """Return why an entry is not listed; its code tells a link to nothing from what is gone."""
+    if os.path.islink(path) and error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):
+        return Problem("a link to nothing", "file-missing")
+    if error.errno == errno.ENOENT:
+        return Problem("it was removed while its folder was listed", "file-changed")
+    return Problem(f"cannot be read: {error.strerror}", "file-unreadable")
+
+
+class Walk:
+    """The files below ``root``, with a bound on all that is looked at.
+
+    ``unlisted`` says of every entry that could not be looked at why.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.files: dict[str, FileStatus] = {}
+        self.unlisted: dict[str, Problem] = {}
+        self._root = root
+        self._seen = 0
+        self._visits: Counter[tuple[int, int]] = Counter()
+
+    def enter(self, head: str, parents: tuple[tuple[int, int], ...], depth: int) -> None:
+        """Note the files of one folder and of those below. OSError where it cannot be listed."""
+        folder = self._root / head
+        status = os.stat(folder)
+        identity = (status.st_dev, status.st_ino)
+        if identity in parents:
+            return
+        self._visits[identity] += 1
+        if self._visits[identity] > _MOST_VISITS:
+            raise NotFound(
+                f"{self._root}: more than {_MOST_VISITS} links lead to {folder};"
+                " name the checkpoint itself"
+            )
+        with os.scandir(folder) as entries:
+            names = [entry for entry in entries if self._count()]
+        for entry in names:
+            try:
+                self._note(entry, head, (*parents, identity), depth)
+            except OSError as error:
+                self.unlisted[head + entry.name] = _why_unlisted(entry.path, error)
+
+    def _note(
+        self, entry: os.DirEntry[str], head: str, parents: tuple[tuple[int, int], ...], depth: int
+    ) -> None:
+        name = head + entry.name
+        if entry.is_dir():
+            if depth > 0:
+                self.enter(name + "/", parents, depth - 1)
+            else:
+                self.unlisted[name] = Problem(_TOO_DEEP, "file-unreadable")
+        elif entry.is_file():
+            self.files[name] = FileStatus.of(entry.stat())
+        else:
+            os.stat(entry.path)  # fails where it is a link to nothing, or no longer there
+
+    def _count(self) -> bool:
+        self._seen += 1
+        if self._seen > _MOST_ENTRIES:
+            raise NotFound(
+                f"{self._root}: more than {_MOST_ENTRIES:,} files and folders;"
+                " name the checkpoint itself"
+            )
+        return True

@@ -1,0 +1,234 @@
+"""A file of a store that is written from its beginning, and appears once it is whole.
+
+How the parts of a file reach a store: side by side where it takes them so, else in order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from ckptool.errors import CkptoolError, TransferError
+from ckptool.storage.retry import is_ours, said
+from ckptool.storage.store import Store
+from ckptool.storage.url import RemotePath
+
+_T = TypeVar("_T")
+
+
+def memory_of_part(nbytes: int) -> int:
+    """Bytes that an upload of ``nbytes`` takes for each part it holds, with the client's copy."""
+    return 2 * part_of(nbytes)
+
+
+def hidden_name(path: str) -> str:
+    """What a file is called until it is whole, where a store shows files that are not."""
+    folder, slash, name = path.rpartition("/")
+    return f"{folder}{slash}.{name}.partial"
+
+
+class Upload:
+    """One upload, in parts; there is ``room`` for so many in memory, with that which is filled.
+
+    A store whose files grow as they are written gets them under a hidden name first.
+    """
+
+    def __init__(self, place: RemotePath, nbytes: int, room: int = 1) -> None:
+        self._place = place
+        self._nbytes = nbytes
+        self._store = place.store
+        self._done = 0
+        whole = self._store.whole_or_not
+        self._hidden = None if whole else place.with_name(hidden_name(place.name)).key
+        if not whole:
+            self._attempt(lambda: self._store.fs.makedirs(place.parent.key, exist_ok=True))
+        key = self._hidden or place.key
+        self._parts: Parts = self._attempt(lambda: parts_of(self._store, key, nbytes, room))
+        self._pool = ThreadPoolExecutor(self._parts.together, "ckptool-send")
+        self._sending: deque[Future[None]] = deque()
+        self._number = 0
+        self._part = bytearray()
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Append bytes; a full part is sent. TransferError where that, or one before, fails."""
+        view = memoryview(data)
+        while view:
+            taken = view[: self._parts.part - len(self._part)]
+            self._part += taken
+            self._done += len(taken)
+            view = view[len(taken) :]
+            if len(self._part) == self._parts.part:
+                self._send()
+
+    def finish(self) -> None:
+        """Send what is left, and wait until all was taken; ``close`` then makes the file appear."""
+        if self._part:
+            self._send()
+        self._wait(0)
+
+    def close(self) -> None:
+        """Make the file appear. TransferError where it is not what was written."""
+        try:
+            self.finish()
+            self._attempt(self._parts.complete)
+        except BaseException:
+            self.abort()
+            raise
+        self._pool.shutdown()
+        if self._hidden is not None:
+            self._attempt(lambda: self._store.fs.mv(self._hidden, self._place.key))
+        self._store.changed(self._place.key, self._nbytes)
+        size = self._store.ask(str(self._place), lambda: self._store.fs.info(self._place.key))
+        if size["size"] != self._nbytes:
+            raise TransferError(f"{self._place}: has {size['size']:,} bytes, not {self._nbytes:,}")
+
+    def abort(self) -> None:
+        """Leave nothing behind: once no part is on its way, those sent are thrown away."""
+        self._pool.shutdown(cancel_futures=True)
+        self._parts.discard()
+        if self._hidden is not None:
+            with suppress(Exception):
+                self._store.fs.rm_file(self._hidden)
+
+    def _send(self) -> None:
+        """Send the part that was filled; as many stay on their way as there is room for."""
+        number, data = self._number, self._part
+        self._number, self._part = number + 1, bytearray()
+        self._sending.append(self._pool.submit(self._parts.put, number, data))
+        del data
+        self._wait(self._parts.held - 1)
+
+    def _wait(self, most: int) -> None:
+        while len(self._sending) > most:
+            self._attempt(self._sending.popleft().result)
+
+    def _attempt(self, work: Callable[[], _T]) -> _T:
+        try:
+            return work()
+        except NotImplementedError:
+            raise TransferError(f"{self._place}: this kind of store cannot be written to") from None
+        except Exception as error:
+            if is_ours(error):
+                raise
+            reason = error.message if isinstance(error, CkptoolError) else said(error)
+            raise TransferError(
+                f"{self._place}: byte {self._done:,} cannot be written: {reason}"
+            ) from None
+
+
+PART = 8 << 20
+"""Bytes of one part of an upload; S3 wants 5 MiB at least, and at most 10,000 of them."""
+_MOST_PARTS = 9_000
+_WIDE = 4
+
+
+class Parts(Protocol):
+    """Sends parts of ``part`` bytes, the last may be shorter.
+
+    ``together`` of them at once; ``held`` in memory, with that which is filled.
+    """
+
+    part: int
+    together: int
+    held: int
+
+    def put(self, number: int, data: bytearray) -> None:
+        """Send the part of this number, counted from 0."""
+
+    def complete(self) -> None:
+        """Make the file appear, of its parts in order."""
+
+    def discard(self) -> None:
+        """Throw away what was sent."""
+
+
+def part_of(nbytes: int) -> int:
+    """Bytes of each part of a file of ``nbytes``."""
+    return max(PART, -(-nbytes // _MOST_PARTS))
+
+
+def parts_of(store: Store, key: str, nbytes: int, room: int) -> Parts:
+    """How a file of ``nbytes`` is sent; there is room for so many parts in memory.
+
+    A file of no more than one part is sent whole.
+    """
+    part = part_of(nbytes)
+    stream = store.fs.open(key, "wb", block_size=part)
+    if nbytes > part and hasattr(stream, "_call_s3"):
+        return _S3Parts(store, stream, nbytes, room)
+    return _InOrder(stream, part, room)
+
+
+class _InOrder:
+    """Parts that are written to fsspec's own stream.
+
+    Several go at once where there is room: adlfs (2026.8) stages them side by side, gcsfs (2026.10)
+    sends them as one request.
+    """
+
+    together = 1
+
+    def __init__(self, stream: Any, part: int, room: int) -> None:
+        self._stream = stream
+        self.part = part * min(_WIDE, max(1, room // 2))
+        self.held = min(2, room)
+
+    def put(self, number: int, data: bytearray) -> None:
+        self._stream.write(data)
+
+    def complete(self) -> None:
+        self._stream.close()
+
+    def discard(self) -> None:
+        with suppress(Exception):
+            self._stream.discard()
+        with suppress(Exception):
+            self._stream.closed = True
+        with suppress(Exception):  # huggingface_hub (2.4) keeps on disk what it has not sent
+            Path(self._stream.temp_file.name).unlink()
+
+
+class _S3Parts:
+    """A multipart upload of s3fs (2024.6 to 2026.9), whose own stream sends one part at a time.
+
+    A part that fails is sent again: its number says where it belongs.
+    """
+
+    def __init__(self, store: Store, stream: Any, nbytes: int, room: int) -> None:
+        self._store = store
+        self._stream = stream
+        self.part = part_of(nbytes)
+        self.held = room
+        self.together = max(1, room - 1)
+        self._sent: dict[int, dict[str, Any]] = {}
+        stream.loc = nbytes
+        stream._initiate_upload()
+        stream.closed = True  # else it would write what it holds, nothing, when it is forgotten
+
+    def put(self, number: int, data: bytearray) -> None:
+        answer = self._store.ask(f"part {number + 1}", lambda: self._answer(number + 1, data))
+        told = {name: answer[name] for name in ("ETag", "ChecksumSHA256") if name in answer}
+        self._sent[number] = {"PartNumber": number + 1, **told}
+
+    def _answer(self, number: int, data: bytearray) -> Any:
+        stream = self._stream
+        return stream._call_s3(
+            "upload_part",
+            Bucket=stream.bucket,
+            Key=stream.key,
+            PartNumber=number,
+            UploadId=stream.mpu["UploadId"],
+            Body=data,
+        )
+
+    def complete(self) -> None:
+        self._stream.parts = [self._sent[number] for number in sorted(self._sent)]
+        self._stream.commit()
+
+    def discard(self) -> None:
+        with suppress(Exception):
+            self._stream.discard()

@@ -1,0 +1,158 @@
+"""Files of a store to read from: one listing, and ranged reads that are shared."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+
+from ckptool.errors import Changed, NotFound, Problem
+from ckptool.storage.block_cache import BLOCK, Pinned
+from ckptool.storage.file_status import changed
+from ckptool.storage.local import by_folder, missing, too_short, within_folder
+from ckptool.storage.store import SCHEMES, Info
+from ckptool.storage.url import RemotePath
+
+AT_ONCE = 16
+"""Requests that are on their way together: a store's answers take long, however many there are."""
+_FEW = 2
+"""Files that are asked for one by one: a file by itself, and that beside it."""
+
+
+class RemoteSource:
+    """A folder of a store, or some of its files, readable at any offset.
+
+    ``files`` maps relative paths to sizes in bytes, as the one listing said. Sources that were
+    narrowed share what was read.
+    """
+
+    tile = piece = 2 << 20
+    block = BLOCK
+    workers = AT_ONCE
+
+    def __init__(self, place: RemotePath, infos: Mapping[str, Info]) -> None:
+        self.root = str(place)
+        self.files = {name: info.nbytes for name, info in infos.items()}
+        self.unlisted: Mapping[str, Problem] = {}
+        self._place = place
+        self._infos = infos
+
+    @classmethod
+    def folder(cls, place: RemotePath) -> RemoteSource:
+        """Everything below a place."""
+        return cls(place, {name: info for name, info in place.listing.items() if name})
+
+    @classmethod
+    def file(cls, place: RemotePath) -> RemoteSource:
+        """One file by itself; with a safetensors file goes the ``.extra.pt`` file beside it."""
+        found = {place.name: place.listing[""]}
+        if place.suffix == ".safetensors":
+            extra = place.with_name(place.stem + ".extra.pt")
+            with suppress(NotFound, KeyError):
+                found[extra.name] = extra.listing[""]
+        return cls(place.parent, found)
+
+    def alone(self, name: str) -> RemoteSource:
+        """One of the files by itself, with the ``.extra.pt`` file beside it."""
+        extra = name.removesuffix(".safetensors") + ".extra.pt"
+        folder, _, _ = name.rpartition("/")
+        chosen = {one: self._infos[one] for one in (name, extra) if one in self._infos}
+        source = RemoteSource(self._place, chosen)
+        return source.narrowed(folder) if folder else source
+
+    def narrowed(self, folder: str) -> RemoteSource:
+        """The part below a subfolder, as a source of its own."""
+        return RemoteSource(self._place / folder, within_folder(self._infos, folder))
+
+    def subfolders(self) -> dict[str, RemoteSource]:
+        """Every folder below, at any depth, as a source of its own."""
+        grouped = by_folder(self._infos)
+        return {name: RemoteSource(self._place / name, files) for name, files in grouped.items()}
+
+    def fingerprint(self, files: Iterable[str]) -> str:
+        """A SHA-256 over names, sizes and versions (ETags or times) of some of the files."""
+        found = hashlib.sha256()
+        for name in sorted(files):
+            info = self._infos.get(name)
+            if info is None:
+                raise missing(name)
+            found.update(repr((name, info.nbytes, info.version)).encode())
+        return found.hexdigest()
+
+    def changed(self, files: Iterable[str]) -> list[str]:
+        """Those of the files that were replaced or removed since they were listed.
+
+        Nothing is asked where every read names the version that was listed.
+        """
+        known = [name for name in files if name in self._infos]
+        asked = [n for n in known if not self._place.store.reads_version(self._infos[n].version)]
+        now = self._listed_now(asked)
+        return [name for name in asked if now.get(name) != self._infos[name]]
+
+    def _listed_now(self, files: Sequence[str]) -> Mapping[str, Info]:
+        """Some of the files as the store lists them now."""
+        store = self._place.store
+        if len(files) > _FEW and store.scheme not in SCHEMES:
+            return store.find(self._place.key, self.root)
+        found = {}
+        for name in files:
+            with suppress(NotFound, KeyError):
+                found[name] = store.find(self._key(name), name)[""]
+        return found
+
+    def modified(self, file: str) -> float:
+        """When a file was last modified, in seconds since the epoch; 0 where that is not told."""
+        return self._infos[file].modified
+
+    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
+        """Fetch ahead what is read next: file, offset and bytes of each."""
+        self._place.store.blocks.expect(
+            (self._pinned(file), offset, nbytes) for file, offset, nbytes in spans
+        )
+
+    def keep(self, nbytes: int) -> None:
+        """Keep no more than so many bytes of what was read."""
+        self._place.store.blocks.capacity = nbytes
+
+    def read(self, file: str, offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
+        if file not in self.files:
+            raise missing(file)
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.files[file]:
+            raise too_short(file, offset, nbytes, self.files[file])
+        data = bytearray(nbytes)
+        self.read_into(file, offset, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from ``offset``; Damaged where the file ends before."""
+        try:
+            done = self._place.store.blocks.read_into(self._pinned(file), offset, buffer)
+        except Changed:
+            raise changed([file]) from None
+        except NotFound as error:
+            message = f"{file}: cannot be read: {error.message}"
+            problem = Problem(message, "file-unreadable", file=file)
+            raise type(error)(problem, hint=error.hint) from None
+        if done < len(buffer):
+            raise too_short(file, offset, len(buffer), offset + done)
+
+    def read_runs(self, file: str, offset: int, step: int, runs: Sequence[memoryview]) -> None:
+        """Fill each run, the first from ``offset``, each other ``step`` bytes after the last."""
+        for at, run in enumerate(runs):
+            self.read_into(file, offset + at * step, run)
+
+    def reader(self) -> RemoteSource:
+        """What a thread reads with: all threads share what was read."""
+        return self
+
+    def close(self) -> None:
+        """Nothing is held but memory."""
+
+    def _pinned(self, file: str) -> Pinned:
+        """A file, in the version that was listed; one that was not is asked for as it is."""
+        info = self._infos.get(file)
+        return Pinned(self._key(file), info.version if info is not None else "")
+
+    def _key(self, file: str) -> str:
+        return (self._place / file).key

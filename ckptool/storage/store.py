@@ -1,0 +1,357 @@
+"""A store that fsspec knows: to list, to read and to write, patiently.
+
+Checkpoints on the web, which lists nothing: their files are those that their metadata names.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple, TypeVar
+
+from ckptool.errors import CannotDo, Changed, NotFound, UsageError
+from ckptool.storage.block_cache import Blocks, Pinned
+from ckptool.storage.retry import Patience, ask, said, status_of, unreachable
+from ckptool.storage.url import shown
+
+_T = TypeVar("_T")
+_EXTRAS = {
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gcs",
+    "gcs": "gcs",
+    "az": "azure",
+    "abfs": "azure",
+    "abfss": "azure",
+    "adl": "azure",
+    "hf": "hf",
+    "http": "http",
+    "https": "http",
+}
+_CONNECTIONS = 64
+_BEHIND_THE_END = 416
+_ANOTHER_VERSION = 412
+_WHOLE_OR_NOT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf"}
+
+
+class Info(NamedTuple):
+    """A file of a store: its size in bytes, and what changes when it does (an ETag or a time)."""
+
+    nbytes: int
+    version: str
+    modified: float
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What was asked of a store: requests, and the bytes that came."""
+
+    requests: int = 0
+    received: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count(self, received: int = 0) -> None:
+        """One request more, that brought so many bytes."""
+        with self._lock:
+            self.requests += 1
+            self.received += received
+
+
+class Store:
+    """A file system of fsspec. ``traffic`` counts what is asked of it.
+
+    Credentials are fsspec's own business and appear in no message.
+    """
+
+    patience = Patience()
+
+    def __init__(self, fs: Any, scheme: str) -> None:
+        self.fs = fs
+        self.scheme = scheme
+        self.traffic = Traffic()
+        self.blocks = Blocks(self._fetch)
+        self._sizes: dict[str, int] = {}
+
+    @classmethod
+    def connect(cls, url: str) -> Store:
+        """The store of a URL. UsageError, or CannotDo where a package for it is missing."""
+        scheme = url.partition("://")[0].lower()
+        try:
+            from fsspec.core import url_to_fs
+
+            return cls(url_to_fs(url, **_wide(scheme))[0], scheme)
+        except ImportError as error:
+            extra = _EXTRAS.get(scheme)
+            hint = f"pip install 'ckptool[{extra}]'" if extra else str(error)
+            message = f"{shown(url)}: a package that reads {scheme}:// is missing"
+            raise CannotDo(message, hint=hint) from None
+        except ValueError as error:
+            if "not known" not in str(error).lower():
+                raise UsageError(f"{shown(url)}: {said(error)}") from None
+            hint = "s3://, gs://, az://, hf://, https://, or another that fsspec knows"
+            raise UsageError(f"{shown(url)}: no store is called {scheme}://", hint=hint) from None
+        except Exception as error:
+            raise unreachable(shown(url), error) from None
+
+    @property
+    def whole_or_not(self) -> bool:
+        """Whether an object appears only once it is whole."""
+        return self.scheme in _WHOLE_OR_NOT
+
+    def key(self, url: str) -> str:
+        """What the file system calls the place that a URL names."""
+        return str(self.fs._strip_protocol(url))
+
+    def changed(self, key: str, nbytes: int) -> None:
+        """A file was written: forget what was read of it."""
+        self._sizes[key] = nbytes
+        self.blocks.clear()
+        self.fs.invalidate_cache()
+
+    def url(self, key: str) -> str:
+        """A place of the store as messages show it."""
+        return shown(self.fs.unstrip_protocol(key))
+
+    def find(self, key: str, what: str) -> dict[str, Info]:
+        """All files below a place by their relative paths; a file itself is ``""``.
+
+        NotFound where there is none, or where it cannot be listed; ``what`` is how errors call it.
+        """
+        self.fs.invalidate_cache()
+        found = self._on_the_web(key) if self.scheme in SCHEMES else self._listed(key, what)
+        files = {}
+        for name, info in found.items():
+            relative = "" if name == key else name.removeprefix(key).lstrip("/")
+            if info.get("type", "file") == "file" and not name.endswith("/"):
+                files[relative] = _info(info)
+                self._sizes[name] = files[relative].nbytes
+        if not files:
+            raise NotFound(f"{what}: no such file or folder")
+        return dict(sorted(files.items()))
+
+    def _listed(self, key: str, what: str) -> dict[str, Any]:
+        self.traffic.count()
+        found = self.ask(what, lambda: self.fs.find(key, detail=True))
+        if isinstance(found, dict):
+            return found
+        # adlfs (2024.7 to 2026.8) has no details of a file that is asked for by its name.
+        return {name: self.ask(what, partial(self.fs.info, name)) for name in found}
+
+    def _on_the_web(self, key: str) -> dict[str, Any]:
+        """A file, or the files of a folder as far as they can be known."""
+        head, mark, query = key.partition("?")
+        if is_file(key):
+            return {key: info} if (info := self._web_info(key)) is not None else {}
+
+        def full(name: str) -> str:
+            return f"{head.rstrip('/')}/{name}{mark}{query}"
+
+        def info_of(name: str) -> dict[str, Any] | None:
+            return self._web_info(full(name))
+
+        names = names_below(info_of, lambda name: self.get(full(name), full(name)))
+        found = infos(names, info_of)
+        return {f"{head.rstrip('/')}/{name}": info for name, info in found.items()}
+
+    def _web_info(self, key: str) -> dict[str, Any] | None:
+        """What the server says of a file, its size at least; None where there is none."""
+        self.traffic.count()
+        try:
+            info: dict[str, Any] = self.ask(shown(key), lambda: self._timed("_info", key))
+        except NotFound:
+            return None
+        if info["size"] is None:
+            raise CannotDo(f"{shown(key)}: the server does not say how large it is")
+        return info
+
+    def _fetch(self, file: Pinned, start: int, end: int) -> bytes:
+        """The bytes of a file from ``start`` to ``end``, fewer where it ends before.
+
+        Changed where the store knows that it is no longer the file that was listed.
+        """
+        end = min(end, self._sizes.get(file.key, end))
+        what = f"{self.url(file.key)}: bytes {start:,} to {end:,}"
+        return self.ask(what, lambda: self._range(file, start, end))
+
+    def _range(self, file: Pinned, start: int, end: int) -> bytes:
+        """One ranged request; OSError where fewer bytes came than there are."""
+        key = file.key
+        try:
+            data = self._part(file, start, end)
+        except Exception as error:
+            if status_of(error) == _ANOTHER_VERSION:
+                raise Changed(f"{self.url(key)}: it was replaced while it was read") from None
+            if status_of(error) != _BEHIND_THE_END:
+                raise
+            data = b""
+        self.traffic.count(len(data))
+        if len(data) < end - start and self._size_now(key) > start + len(data):
+            raise OSError(f"only {len(data):,} bytes came")
+        return data
+
+    def _size_now(self, key: str) -> int:
+        """The size of a file as the store says it, not as it was listed."""
+        self.fs.invalidate_cache()
+        return int(self._timed("_info", key)["size"] or 0)
+
+    def reads_version(self, version: str) -> bool:
+        """Whether a read that names this version of a file fails where another is there."""
+        return hasattr(self.fs, "_call_s3") and version.startswith('"')
+
+    def _part(self, file: Pinned, start: int, end: int) -> bytes:
+        key = file.key
+        if start < end and self.reads_version(file.version):
+            found: bytes = self._synced(_version_of_s3(self.fs, file, start, end))
+            return found
+        if self.scheme not in SCHEMES:
+            plain = {"cache_type": "none", "size": self._sizes.get(key)} if self._is_plain else {}
+            data: bytes = self._timed("_cat_file", key, start=start, end=end, **plain)
+            return data
+        try:
+            data = self.fs.open(key, "rb", size=end)._fetch_range(start, end)
+        except ValueError:
+            raise CannotDo(
+                f"{shown(key)}: the server does not answer requests for a part of a file",
+                hint="download the checkpoint first",
+            ) from None
+        return data
+
+    @cached_property
+    def _is_plain(self) -> bool:
+        """Whether parts are read in fsspec's own way, which also reads some MiB behind them."""
+        from fsspec import AbstractFileSystem
+
+        own = type(self.fs).cat_file is not AbstractFileSystem.cat_file
+        return not (own or self.fs.async_impl)
+
+    def _timed(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """A call of the file system, given up after a time where it lets itself be given up."""
+        if not self.fs.async_impl:
+            return getattr(self.fs, method.removeprefix("_"))(*arguments, **named)
+        return self._synced(getattr(self.fs, method)(*arguments, **named))
+
+    def _synced(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """What a coroutine of the file system returns, given up after a time."""
+        from fsspec.asyn import sync
+
+        return sync(self.fs.loop, lambda: work, timeout=self.patience.timeout)
+
+    def make_folder(self, key: str, what: str) -> None:
+        """Make a folder, where the store has some."""
+        self.ask(what, lambda: self.fs.makedirs(key, exist_ok=True))
+
+    def put(self, key: str, data: bytes, what: str) -> None:
+        """Write a small file."""
+        self.ask(what, lambda: self.fs.pipe_file(key, data))
+
+    def get(self, key: str, what: str) -> bytes:
+        """A small file whole. NotFound where there is none."""
+        data: bytes = self.ask(what, lambda: self.fs.cat_file(key))
+        self.traffic.count(len(data))
+        return data
+
+    def remove(self, keys: Iterable[str], what: str) -> None:
+        """Remove files, those that are there, one after the other."""
+        for key in keys:
+            with suppress(NotFound):
+                self.ask(what, partial(self.fs.rm_file, key))
+
+    def abort_uploads(self, key: str, chosen: Callable[[str], bool]) -> None:
+        """Throw away the parts of unfinished files in the bucket of ``key`` whose keys are chosen.
+
+        Where the store cannot list them, as all but S3, none are.
+        """
+        uploads = getattr(self.fs, "list_multipart_uploads", None)
+        if uploads is None:
+            return
+        bucket = key.partition("/")[0]
+        with suppress(Exception):
+            for one in uploads(bucket):
+                if chosen(f"{bucket}/{one['Key']}"):
+                    self.fs.abort_mpu(bucket, one["Key"], one["UploadId"])
+
+    def ask(self, what: str, work: Callable[[], _T]) -> _T:
+        """The answer to a request. NotFound or NoAnswer where there is none."""
+        return ask(self.patience, what, work)
+
+
+def _wide(scheme: str) -> dict[str, Any]:
+    """What lets as many requests of a store go together as are made: botocore keeps it to 10."""
+    if _EXTRAS.get(scheme) != "s3":
+        return {}
+    from fsspec.config import conf
+
+    theirs = conf.get("s3", {}).get("config_kwargs", {})
+    return {"config_kwargs": {"max_pool_connections": _CONNECTIONS} | theirs}
+
+
+async def _version_of_s3(fs: Any, file: Pinned, start: int, end: int) -> bytes:
+    """Read a range of an object, in the version that was listed; s3fs itself has no such read."""
+    bucket, key, _ = fs.split_path(file.key)
+    where = {"Bucket": bucket, "Key": key, "Range": f"bytes={start}-{end - 1}"}
+    answer = await fs._call_s3("get_object", **where, IfMatch=file.version)
+    try:
+        data: bytes = await answer["Body"].read()
+        return data
+    finally:
+        answer["Body"].close()
+
+
+def _info(info: dict[str, Any]) -> Info:
+    told = map(info.get, ("ETag", "etag", "md5Hash", "sha256", "blob_id", "Last-Modified"))
+    version = next(filter(None, told), None)
+    modified = info.get("LastModified") or info.get("last_modified") or info.get("mtime")
+    modified = modified or info.get("updated") or info.get("created") or 0
+    seconds = modified.timestamp() if hasattr(modified, "timestamp") else modified
+    seconds = seconds if isinstance(seconds, int | float) else 0
+    return Info(int(info.get("size") or 0), str(version or modified), float(seconds))
+
+
+SCHEMES = ("http", "https")
+_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".distcp", ".json", ".metadata")
+_KNOWN = (
+    ".metadata",
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+    "model.safetensors",
+    "pytorch_model.bin",
+    "config.json",
+)
+_INDEXES = _KNOWN[:3]
+_NAMED = re.compile(rb"[\w.\-]+\.(?:distcp|safetensors|bin)\b")
+_AT_ONCE = 16
+
+InfoOf = Callable[[str], dict[str, Any] | None]
+"""What a server says of a file by its name."""
+
+
+def is_file(url: str) -> bool:
+    """Whether a URL names a file, by how it ends."""
+    return url.partition("?")[0].endswith(_FILES)
+
+
+def names_below(info_of: InfoOf, read: Callable[[str], bytes]) -> list[str]:
+    """The files of a folder: those that many have, and those that an index or ``.metadata`` names.
+
+    ``info_of`` is None for a file that is not there. NotFound where none of them is.
+    """
+    found = infos(_KNOWN, info_of)
+    if not found:
+        raise NotFound("the web lists no files, and no index and no .metadata is there")
+    named = {
+        match.decode() for name in found if name in _INDEXES for match in _NAMED.findall(read(name))
+    }
+    return sorted({*found, *named})
+
+
+def infos(names: Iterable[str], info_of: InfoOf) -> dict[str, dict[str, Any]]:
+    """What the server says of those of the files that are there, several asked for at once."""
+    names = list(names)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        answers = zip(names, pool.map(info_of, names), strict=True)
+        return {name: info for name, info in answers if info is not None}

@@ -1,0 +1,192 @@
+"""A place in a store that a URL names, with those members of ``pathlib.Path`` that are needed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
+
+from ckptool.errors import NotFound, UsageError
+
+if TYPE_CHECKING:
+    from ckptool.storage.store import Info, Store
+
+_URL = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]+)://(?P<rest>.*)", re.DOTALL)
+_HALF_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/[^/]")
+_WEB = ("http", "https")
+_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf", *_WEB)
+"""Schemes whose URLs begin with a bucket, container, repository or host."""
+
+
+class RemotePath:
+    """A file or folder in a store. ``str`` is its URL without any credential."""
+
+    def __init__(self, store: Store, base: str, query: str = "") -> None:
+        self.store = store
+        self._base = base if base.endswith("://") else base.rstrip("/")
+        self._query = query
+
+    @classmethod
+    def parse(cls, url: str) -> RemotePath:
+        """The place that a URL names. UsageError where it names no kind of store."""
+        from ckptool.storage.store import Store
+
+        scheme = url.partition("://")[0].lower()
+        base, mark, query = url.partition("?") if scheme in _WEB else (url, "", "")
+        return cls(Store.connect(url), base, mark + query)
+
+    def __str__(self) -> str:
+        return shown(self._base)
+
+    def __repr__(self) -> str:
+        return f"RemotePath({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemotePath) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __truediv__(self, name: str) -> RemotePath:
+        slash = "" if self._base.endswith("/") else "/"
+        return RemotePath(self.store, f"{self._base}{slash}{name}", self._query)
+
+    @property
+    def key(self) -> str:
+        """What the store itself calls it."""
+        return self.store.key(self._base + self._query)
+
+    @property
+    def url(self) -> str:
+        """The URL as it was given, credentials and all: for other libraries, not for messages."""
+        return self._base + self._query
+
+    @property
+    def name(self) -> str:
+        """The last part of the URL."""
+        return self._base.rpartition("/")[2]
+
+    @property
+    def suffix(self) -> str:
+        return Path(self.name).suffix
+
+    @property
+    def stem(self) -> str:
+        return Path(self.name).stem
+
+    @property
+    def parent(self) -> RemotePath:
+        """The folder around it; itself where it is the whole store."""
+        if self._base.endswith("://"):
+            return self
+        head = self._base.rpartition("/")[0]
+        head = f"{head}/" if head.endswith(":/") else head
+        return RemotePath(self.store, head, self._query)
+
+    @property
+    def parents(self) -> Sequence[RemotePath]:
+        """All folders around it, the nearest first."""
+        found, here = [], self
+        while (above := here.parent) is not here:
+            found.append(above)
+            here = above
+        return found
+
+    def joinpath(self, *names: str) -> RemotePath:
+        """The place below it that the names lead to."""
+        return self / "/".join(names) if names else self
+
+    def with_name(self, name: str) -> RemotePath:
+        """The place beside it that is called ``name``."""
+        return self.parent / name
+
+    def resolve(self) -> RemotePath:
+        """Itself: stores have no links."""
+        return self
+
+    @cached_property
+    def listing(self) -> dict[str, Info]:
+        """The files below by their relative paths, or the file itself under ``""``.
+
+        Asked for once; NotFound where there is neither.
+        """
+        return self.store.find(self.key, str(self))
+
+    def require_there(self) -> None:
+        """NotFound where there is no such file or folder, or it cannot be listed."""
+        self.listing  # noqa: B018 (asked for once, and kept)
+
+    def is_dir(self) -> bool:
+        """Whether files lie below it; not where nothing is there, or it cannot be listed."""
+        try:
+            return any(self.listing)
+        except NotFound:
+            return False
+
+    def exists(self) -> bool:
+        """Whether a file or folder is there, and can be listed."""
+        try:
+            return bool(self.listing)
+        except NotFound:
+            return False
+
+    def iterdir(self) -> Iterator[RemotePath]:
+        """What lies directly in the folder."""
+        yield from (self / name for name in dict.fromkeys(n.split("/")[0] for n in self.listing))
+
+    def read_bytes(self) -> bytes:
+        """A small file whole. NotFound where there is none."""
+        return self.store.get(self.key, str(self))
+
+    def write_bytes(self, data: bytes) -> None:
+        """Make or replace a small file. NotFound where that is denied."""
+        self.store.put(self.key, data, str(self))
+
+
+Location = Path | RemotePath
+
+
+def within(path: Location, folder: Location) -> PurePath:
+    """The way from a folder to a place in it."""
+    return PurePath(str(path)).relative_to(str(folder))
+
+
+def location(text: str | Path) -> Location:
+    """A path, or what a URL names; ``file://`` is a path. UsageError where it is half a URL."""
+    text = str(text)
+    if "::" in text and "://" in text:
+        raise UsageError(f"{shown(text)}: chained URLs are not read", hint="name the inner one")
+    match = _URL.match(text)
+    if match is None:
+        if _HALF_URL.match(text) and not Path(text.partition("/")[0]).exists():
+            scheme, _, rest = text.partition(":/")
+            raise UsageError(f"{text}: is no URL", hint=f"did you mean {scheme}://{rest} ?")
+        return Path(text)
+    if match["scheme"].lower() in ("file", "local"):
+        return Path(match["rest"])
+    return RemotePath.parse(_sound(match["scheme"].lower(), match["rest"]))
+
+
+def _sound(scheme: str, rest: str) -> str:
+    """A URL with its scheme as fsspec knows it. UsageError where it names what cannot be read."""
+    if scheme in _BUCKETS and not rest.partition("/")[0]:
+        raise UsageError(f"{scheme}://{rest}: names no bucket or host", hint=f"{scheme}://NAME/...")
+    if "?versionid=" in rest.lower() and scheme not in _WEB:
+        raise UsageError(
+            f"{scheme}://{rest}: versions of objects are not read",
+            hint="copy the version to a key of its own",
+        )
+    return f"{scheme}://{rest}"
+
+
+def shown(url: str) -> str:
+    """A URL as messages show it: no user, password or signature."""
+    head, mark, rest = url.partition("://")
+    host, slash, path = rest.partition("/")
+    user, at, server = host.rpartition("@")
+    if at and (":" in user or head.lower() in _WEB):
+        host = server
+    path = re.sub(r"\?[^/]*=.*", "", path, flags=re.DOTALL)
+    return f"{head}{mark}{host}{slash}{path}"

@@ -1,0 +1,285 @@
+"""The process itself: what it says of an error, and how it ends where nobody reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptool.cli import _run, _writes_to_sockets
+from ckptool.cli.options import parse_place
+from ckptool.commands import detect as recognise
+from ckptool.commands.open import open_checkpoint
+from ckptool.core.units import parse_dims
+from ckptool.engine.launch import launch_of
+from ckptool.errors import CkptoolError, Damaged, NotFound, UsageError, damaged
+from ckptool.render.messages import show_error
+
+DCP = Path(__file__).parents[2] / "fixtures" / "dcp_base" / "ckpt"
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "expected"),
+    [
+        (["inspect", "runs/1"], {}, False),
+        (["inspect", "s3://bucket/1"], {}, True),
+        (["reshard", "runs/1", "--mesh", "2"], {"WORLD_SIZE": "2"}, True),
+    ],
+)
+def test_sigpipe_ends_only_what_has_no_sockets(
+    words: list[str], environment: dict[str, str], expected: bool
+) -> None:
+    assert _writes_to_sockets(words, environment) is expected
+
+
+@pytest.mark.parametrize("said", ["--json", "--values", "--bogus"])
+def test_nobody_reads(said: str) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    line = [sys.executable, "-m", "ckptool", "inspect", str(DCP), said]
+    environment = {**os.environ, "WORLD_SIZE": "1"}
+    with os.fdopen(writes) as nobody:
+        done = subprocess.run(line, stdout=nobody, stderr=nobody, env=environment, check=False)
+    assert done.returncode == 141
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(("path", "code"), [(str(DCP), 0), ("nowhere", 3)])
+def test_closed_streams_change_no_answer(path: str, code: int, closed: str) -> None:
+    line = ["sh", "-c", f'exec "$0" -m ckptool verify "$1" {closed}', sys.executable, path]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    assert "itself" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("inspect", "nowhere"), 3, "nowhere: no such file or folder"),
+        (("inspect", "--bogus"), 2, "No such option: --bogus"),
+        (("inspect", str(DCP), "--map", "q"), 2, "--map 'q': no such tensor"),
+    ],
+)
+def test_an_error_is_an_answer_with_json(words: tuple[str, ...], code: int, message: str) -> None:
+    line = [sys.executable, "-m", "ckptool", *words, "--json"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    told = json.loads(done.stdout)
+    assert done.returncode == told["exit_code"] == code
+    assert told["schema"] == "ckptool.error/1"
+    assert told["message"].startswith(message)
+    assert message in done.stderr
+    assert [one["code"] for one in told["problems"]] == [None]
+
+
+# Words
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (Damaged("a\nb\x1b[31m: [bold]"), "error: a\\nb\\x1b[31m: [bold]\n"),
+        (damaged(["a", "b"], subject="w"), "error: 2 problems in w:\n  - a\n  - b\n"),
+        (damaged(["a", "a"], subject="w", hint="c"), "error: a\nhint: c\n"),
+    ],
+)
+def test_an_error_on_the_screen(
+    error: CkptoolError, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_error(error)
+    assert capsys.readouterr().err == said
+
+
+def test_an_empty_path_is_not_the_current_folder() -> None:
+    with pytest.raises(UsageError, match="SRC: an empty path"):
+        parse_place("", "SRC")
+
+
+def test_a_link_to_nothing_says_where_it_leads(tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to("step-9")
+    with pytest.raises(NotFound, match="latest: a link to step-9: no such file"):
+        open_checkpoint(tmp_path / "latest")
+
+
+def test_dims_said_twice_must_agree() -> None:
+    assert parse_dims(["a=2", "b = 0", "a=2"]) == {"a": 2, "b": 0}
+    with pytest.raises(UsageError, match="--dim a: both 2 and 3"):
+        parse_dims(["a=2", "a=3"])
+
+
+# Faults of our own, and what the machine does not have
+
+
+def ran(words: list[str], error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit code of a command in whose midst an error is raised."""
+
+    def fail(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(recognise, "folder_at", fail)
+    monkeypatch.setattr(sys, "argv", ["ckptool", *words])
+    return _run()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (KeyError("x\ny"), 70, r"a fault of ckptool \S+ itself: KeyError: 'x\\ny' \(test_process"),
+        (IndexError(), 70, r"a fault of ckptool \S+ itself: IndexError \(test_process.py:\d+\)"),
+        (AttributeError("no b"), 70, "AttributeError: no b"),
+        (RuntimeError("can't start new thread"), 4, "no thread can be started"),
+        (MemoryError(), 3, "needs more memory than there is"),
+        (OSError(12, "Cannot allocate memory"), 4, "there is not enough memory for this"),
+        (OSError(116, "Stale file handle", "/runs/1"), 5, "/runs/1: Stale file handle"),
+        (ImportError("no numpy"), 4, "a package cannot be imported: no numpy"),
+    ],
+)
+def test_no_error_ends_in_a_traceback(
+    error: BaseException,
+    code: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert ran(["inspect", str(DCP), "--json"], error, monkeypatch) == code
+    told = capsys.readouterr()
+    assert re.search(message, told.err)
+    assert told.err.startswith("error: ")
+    assert all(line.startswith(("error: ", "hint: ")) for line in told.err.splitlines())
+    assert ("--debug" in told.err) == (code == 70)
+    assert json.loads(told.out)["exit_code"] == code
+
+
+def test_debug_shows_the_traceback_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ran(["inspect", str(DCP), "--debug"], KeyError("x"), monkeypatch) == 70
+    told = capsys.readouterr().err
+    assert told.startswith("Traceback (most recent call last)")
+    assert "error: a fault of ckptool" in told
+
+
+def test_an_error_is_said_where_there_is_no_memory_for_colour(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def none_left(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("ckptool.render.messages.show_error", none_left)
+    assert ran(["inspect", str(DCP)], OSError(12, "no memory"), monkeypatch) == 4
+    assert capfd.readouterr().err == "error: there is not enough memory for this\n"
+
+
+# Ranks
+
+
+JOB = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"RANK": "abc"}, "RANK='abc': not a number"),
+        ({"RANK": "-1"}, "RANK='-1': not a number"),
+        ({"RANK": "2"}, "RANK=2 of WORLD_SIZE=2: no such rank"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE='': not a number"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK='x': not a number"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not"),
+        ({"MASTER_PORT": "9" * 5}, "MASTER_PORT=99999: no port"),
+    ],
+)
+def test_what_torchrun_sets_is_checked(changes: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)) as caught:
+        launch_of(JOB | changes)
+    assert "unset RANK and WORLD_SIZE" in (caught.value.hint or "")
+
+
+def test_a_process_by_itself_is_no_rank() -> None:
+    assert launch_of({"WORLD_SIZE": "2"}) is None
+    assert launch_of(JOB) == (0, 2, 0, "localhost:1")
+    with pytest.raises(UsageError, match="MASTER_PORT is not"):
+        launch_of({name: JOB[name] for name in JOB if name != "MASTER_PORT"})
+
+
+ALONE = """
+import sys
+from ckptool.engine import ranks
+ranks.MEETING = float(sys.argv.pop(1))
+wait_for = ranks.wait_for
+def telling(work, *seconds):
+    print("waits", flush=True)
+    return wait_for(work, *seconds)
+ranks.wait_for = telling
+from ckptool.cli import main
+main()
+"""
+"""A rank whose peers never come. It says when it begins to wait for them."""
+
+
+def start_alone(seconds: float, out: Path) -> subprocess.Popen[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [str(seconds), "reshard", str(DCP), str(out / "m"), "--mesh", "2"]
+    job = JOB | {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return subprocess.Popen(
+        [sys.executable, "-c", ALONE, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | job,
+    )
+
+
+def test_ranks_that_never_come_are_not_waited_for_long(out: Path) -> None:
+    process = start_alone(0.2, out)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 4, told
+    assert "error: rank 1 of 2 meets no other rank at 127.0.0.1:" in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_rank_that_waits(number: int, out: Path) -> None:
+    process = start_alone(600, out)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waits\n"
+    process.send_signal(number)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 128 + number, told
+    assert list(out.iterdir()) == []
+
+
+STUCK = """
+import os, sys, threading
+from ckptool.cli import signals
+signals._GRACE = 0.2
+signals.end_on_signals()
+try:
+    print("waits", flush=True)
+    threading.Event().wait()
+finally:
+    while True:
+        try:
+            threading.Event().wait()
+        except BaseException:
+            pass
+"""
+"""What does not let itself be unwound."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_always_ends(number: int) -> None:
+    line = [sys.executable, "-c", STUCK]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waits\n"
+    process.send_signal(number)
+    assert process.wait(timeout=30) == 128 + number

@@ -1,0 +1,171 @@
+"""The transfer bench: what it reports and what it leaves behind, never how fast it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fork_server import forking_python
+
+from ckptool.commands.bench.transfer import run as bench
+from ckptool.commands.bench.transfer.plan import plan
+from ckptool.commands.bench.transfer.rows import ROWS, Row
+from ckptool.commands.bench.transfer.run import (
+    RowResult,
+    Sample,
+    TransferBenchReport,
+    run_sample,
+    transfer_bench,
+)
+from ckptool.errors import CannotDo, TransferError
+from ckptool.render.bench.transfer import show_transfer_bench, transfer_bench_json
+
+SIZE = 4_000_000
+ALIKE = (
+    *("plan ", "dcp.load, row shards", "dcp.load, columns,", "verify, 1,000 tensors"),
+    *("reshard --mesh 2x4, a quarter", "reshard --mesh 2x4, three", "inspect, 1,000 tensors"),
+)
+"""How rows begin that differ from others in size or dim alone."""
+MEASURED = tuple(row for row in ROWS if not row.name.startswith(ALIKE))
+
+
+def forked(row: Row, python: str) -> Row:
+    """The row, with the Python that forks where what it runs would import torch."""
+    if not row.torch:
+        return row
+    return replace(row, command=tuple(python if w == sys.executable else w for w in row.command))
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("work")
+
+
+@pytest.fixture(scope="module")
+def report(workdir: Path, tmp_path_factory: pytest.TempPathFactory) -> TransferBenchReport:
+    pytest.importorskip("torch")
+    pytest.importorskip("safetensors")
+    with pytest.MonkeyPatch.context() as patch:
+        python = str(forking_python(tmp_path_factory.mktemp("bin")))
+        patch.setenv("PYTHON_EXEC", python)  # what torchrun starts its ranks with
+        patch.setattr(bench, "TORCH_SIDE", (python, *bench.TORCH_SIDE[1:]))
+        rows = tuple(forked(row, python) for row in MEASURED)
+        return transfer_bench(None, SIZE, workdir, 1, rows=rows)
+
+
+def test_every_row_is_measured(report: TransferBenchReport) -> None:
+    assert not report.left_out
+    assert [result.row.name for result in report.results] == [row.name for row in MEASURED]
+    for result in report.results:
+        assert len(result.samples) == 1
+        assert result.median > 0
+        assert len(report.ratios(result)) == len(result.row.peers)
+
+
+def test_the_checkpoint_is_of_the_size_asked(report: TransferBenchReport) -> None:
+    assert SIZE / 2 < report.nbytes < SIZE * 2
+    assert report.files == 5
+    assert report.light_tensors >= 200
+
+
+def test_light_commands_leave_torch_alone(report: TransferBenchReport) -> None:
+    told = {result.row.name: result.imports_torch for result in report.results}
+    assert told["--help"] is False
+    assert told["inspect"] is False
+    assert told["cp -r"] is None
+
+
+def test_loads_tell_what_they_read(report: TransferBenchReport) -> None:
+    read = {one.row.name: one.read_bytes for one in report.results if one.row.measure == "load"}
+    assert len(read) == 2
+    assert all(nbytes >= SIZE / 2 for nbytes in read.values())
+    ours, theirs = (
+        f"dcp.load, columns of long rows, {who} reader" for who in ("ckptool's", "torch's")
+    )
+    assert read[ours] < read[theirs] / 2
+
+
+def test_nothing_is_left_behind(report: TransferBenchReport, workdir: Path) -> None:
+    assert list(workdir.iterdir()) == []
+
+
+def test_json_holds_every_sample(report: TransferBenchReport) -> None:
+    told = json.loads(json.dumps(transfer_bench_json(report)))
+    assert told["schema"] == "ckptool.transfer-bench/1"
+    assert told["settings"]["repeat"] == 1
+    assert [len(row["samples"]) for row in told["rows"]] == [1] * len(MEASURED)
+    assert told["versions"]["torch"]
+    assert told["machine"]["cores"] >= 1
+
+
+def test_the_table_names_every_row(
+    report: TransferBenchReport, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    show_transfer_bench(report)
+    screen = capsys.readouterr().out
+    assert all(row.name in screen for row in MEASURED)
+
+
+def test_a_plan_too_large_to_write_is_cut_for_its_mesh() -> None:
+    planned = plan(2, 8, "2x2", rank=1, world_size=4)
+    assert [file.path for file in planned.layout.files] == [
+        *(f"__{rank}_0.distcp" for rank in range(4)),
+        ".metadata",
+    ]
+    assert planned.read_bytes == 2 * 8 * 4 * 4096 * 4
+
+
+def test_a_full_disk_is_refused_with_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    with pytest.raises(CannotDo, match=r"[\d,]+ bytes are needed for the run, [\d,]+ are free"):
+        transfer_bench(None, 10**18, tmp_path, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ratio_is_of_medians_and_spread_of_rounds() -> None:
+    def result(*walls: float) -> RowResult:
+        return RowResult(Row("a", ()), tuple(Sample(wall, wall, 1) for wall in walls))
+
+    ratio = result(2, 4, 9).against(result(1, 2, 3))
+    assert (ratio.value, ratio.lowest, ratio.highest) == (2, 2, 3)
+
+
+def test_a_sample_is_of_the_command_alone() -> None:
+    ballast = bytearray(os.urandom(1) * (200 << 20))
+    sample = run_sample((sys.executable, "-c", "pass"))
+    assert sample.peak_bytes < len(ballast) // 2
+
+
+def test_a_failing_command_says_its_last_words() -> None:
+    with pytest.raises(TransferError, match="no such luck"):
+        run_sample((sys.executable, "-c", "import sys; sys.exit('no such luck')"))
+
+
+def test_interrupted_it_cleans_up(tmp_path: Path) -> None:
+    """Ctrl-C in mid-run: the command is gone and so is the folder."""
+    code = (
+        "from pathlib import Path; from ckptool.commands.bench.transfer.rows import Row\n"
+        "from ckptool.commands.bench.transfer.run import *\n"
+        f"import sys; source, work = Path({str(tmp_path)!r}) / 'source.safetensors', sys.argv[1]\n"
+        "row = Row('sleep', ('sh', '-c', 'touch $0; sleep 600', '{target}'))\n"
+        "transfer_bench(source, 1, Path(work), 1, rows=(row,))\n"
+    )
+    header = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+    (tmp_path / "source.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"x")
+    work = tmp_path / "work"
+    work.mkdir()
+    process = subprocess.Popen([sys.executable, "-c", code, str(work)], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not list(work.glob("*/outputs/target")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) != 0
+    assert list(work.iterdir()) == []

@@ -1,0 +1,231 @@
+"""What is asked of an accelerator, by one that only takes notes: no test machine has a real one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ckptool.commands.bench.limits import require_room
+from ckptool.commands.bench.run import _ranks
+from ckptool.commands.bench.worker.device import Accelerators, Device
+from ckptool.commands.bench.worker.loop import Clocked, _one_save, _slowest, _steps_before
+from ckptool.errors import CannotDo
+
+torch = pytest.importorskip("torch")
+GIB = 1 << 30
+CUDA = Device("cuda", 1)
+
+
+class Accelerator:
+    """Two CUDA devices that note what they are told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.available = True
+        self.peaks = [7, 7]
+
+    def is_available(self) -> bool:
+        return self.available
+
+    def current_accelerator(self) -> Any:
+        return torch.device("cuda")
+
+    def device_count(self) -> int:
+        return 2
+
+    def set_device_index(self, index: int) -> None:
+        self.told.append(("device", index))
+
+    def synchronize(self) -> None:
+        self.told.append("synchronized")
+
+    def current_stream(self) -> Any:
+        return SimpleNamespace(synchronize=lambda: self.told.append("stream synchronized"))
+
+    def reset_peak_memory_stats(self) -> None:
+        self.told.append("peak forgotten")
+
+    def max_memory_allocated(self) -> int:
+        self.told.append("peak asked")
+        return self.peaks.pop(0)
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> Accelerator:
+    fake = Accelerator()
+    monkeypatch.setattr(torch, "accelerator", fake)
+    free = {0: 90 * GIB, 1: 80 * GIB}
+    module = SimpleNamespace(mem_get_info=lambda index: (free[index], 141 * GIB))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    return fake
+
+
+SPY = """
+import torch
+def never(*words, **more):
+    raise SystemExit("the device was asked")
+for name in ("is_available", "device_count", "current_device", "init", "_lazy_init"):
+    setattr(torch.cuda, name, never)
+for name in ("is_available", "device_count", "current_stream", "synchronize"):
+    setattr(torch.accelerator, name, never)
+from ckptool.commands.bench.worker.rank import _import_torch
+from ckptool.commands.bench.strategies import STRATEGIES
+_import_torch()
+"""
+
+
+def test_what_a_rank_loads_before_it_forks_starts_no_device() -> None:
+    """CUDA, once started, does not survive a fork."""
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", SPY], stderr=subprocess.PIPE)
+    assert (ran.returncode, ran.stderr) == (0, b"")
+
+
+# Which devices
+
+
+def test_the_accelerators_and_the_memory_of_the_fullest(accelerator: Accelerator) -> None:
+    assert Accelerators.here() == Accelerators("cuda", 2, 80 * GIB)
+
+
+def test_a_build_for_cuda_without_a_device_is_a_machine_without(accelerator: Accelerator) -> None:
+    accelerator.available = False
+    assert Accelerators.here() == Accelerators("cpu", 0, None)
+
+
+def test_a_rank_takes_the_device_of_its_number_on_the_machine(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    device = Device.of_rank("cuda")
+    assert accelerator.told == [("device", 1)]
+    assert device.torch_device == torch.device("cuda:1")
+    assert Device.of_rank("cpu").torch_device == torch.device("cpu")
+    assert accelerator.told == [("device", 1)]
+
+
+def test_ranks_speak_gloo_beside_the_devices_own() -> None:
+    assert CUDA.backend == "cpu:gloo,cuda:nccl"
+    assert Device("xpu", 0).backend == "cpu:gloo,xpu:xccl"
+    assert Device("cpu", 0).backend == "gloo"
+
+
+TWO = Accelerators("cuda", 2, 80 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("asked", "here", "ranks"),
+    [(None, TWO, 2), (1, TWO, 1), (None, Accelerators(), 2), (5, Accelerators(), 5)],
+)
+def test_one_rank_a_device_or_two_on_the_cpu(
+    asked: int | None, here: Accelerators, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert _ranks(asked, here) == ranks
+
+
+def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(CannotDo, match="3 ranks: there are 2 devices of type cuda"):
+        _ranks(3, TWO)
+
+
+@pytest.mark.parametrize(("local", "fits"), [("2", True), ("4", False)])
+def test_torchruns_ranks_each_need_a_device_of_their_machine(
+    local: str, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in {**launch, "LOCAL_WORLD_SIZE": local}.items():
+        monkeypatch.setenv(name, value)
+    if fits:
+        assert _ranks(None, TWO) == 8
+    else:
+        with pytest.raises(CannotDo, match="4 ranks: there are 2 devices"):
+            _ranks(None, TWO)
+
+
+# Room on the device
+
+
+def test_a_share_that_no_device_holds_is_refused_with_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptool.commands.bench.limits.memory_available", lambda: 10**15)
+    usage = SimpleNamespace(free=10**15)
+    monkeypatch.setattr("ckptool.commands.bench.limits.shutil.disk_usage", lambda path: usage)
+    require_room(tmp_path, 50 * GIB, 2, TWO)
+    with pytest.raises(CannotDo, match=r"97,710,505,984 bytes .* cuda device .*85,899,345,920"):
+        require_room(tmp_path, 60 * GIB, 2, TWO)
+    require_room(tmp_path, 60 * GIB, 2, Accelerators("mps", 2, None))
+
+
+# The clock and the memory
+
+
+class Save:
+    """A save that was complete when the call returned, and notes what is asked of it."""
+
+    background = False
+
+    def __init__(self, told: list[Any]) -> None:
+        self._told = told
+
+    def save(self, state: Any, path: Path) -> Save:
+        self._told.append("save")
+        path.mkdir()
+        return self
+
+    def staged(self) -> None:
+        self._told.append("staged")
+
+    def commit(self) -> float:
+        return 0.0
+
+
+def test_the_device_is_waited_for_before_the_clock_starts_and_before_it_stops(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told = accelerator.told
+    monkeypatch.setattr("torch.distributed.barrier", lambda: told.append("barrier"))
+    monkeypatch.setattr(
+        "ckptool.commands.bench.worker.loop.time.perf_counter", lambda: told.append("clock") or 0.0
+    )
+    training: Any = SimpleNamespace(device=CUDA, state={})
+    saver: Any = Save(told)
+    _one_save(saver, training, tmp_path / "save", Clocked())
+    begin, end = told.index("clock"), told.index("clock", told.index("save"))
+    assert told[:begin] == ["synchronized", "barrier"]
+    assert told[begin + 1 : end] == ["save", "staged", "stream synchronized"]
+
+
+def test_what_training_needs_of_the_device_is_not_what_saving_needs(
+    accelerator: Accelerator,
+) -> None:
+    training: Any = SimpleNamespace(
+        device=CUDA, step=lambda: (accelerator.told.append("step"), True)
+    )
+    assert _steps_before(training, Clocked(), lambda word, value: None) == 7
+    steps = accelerator.told.count("step")
+    assert accelerator.told == ["peak forgotten", *steps * ["step"], "peak asked", "peak forgotten"]
+
+
+def test_it_is_durable_when_the_last_has_written_and_the_slowest_fsync_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = [
+        Clocked(blocked=[1.0], written=[2.0], synced=[0.5], device_peak=3),
+        Clocked(blocked=[1.5], written=[4.0], synced=[0.0], device_peak=2),
+    ]
+
+    def gather(into: list[Any], own: Any) -> None:
+        into[:] = ranks
+
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    found = _slowest(ranks[0])
+    assert (found["blocked"], found["written"], found["durable"]) == ([1.5], [4.0], [4.5])
+    assert found["device_peak"] == 3

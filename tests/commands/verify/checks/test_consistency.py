@@ -1,0 +1,98 @@
+"""The checksums that Megatron lists of a checkpoint's files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptool.commands.verify.checks.consistency import LISTED
+from ckptool.commands.verify.verify import VerifyOptions, verify
+
+Copy = Callable[[str], Path]
+
+
+@pytest.fixture
+def listed(copy_of: Copy) -> Path:
+    """A checkpoint with a list of its files, as ``--verify-integrity`` writes it."""
+    folder = copy_of("megatron_torch_dist") / "iter_0000100"
+    files = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
+    (folder / LISTED).write_text(json.dumps({"algorithm": "sha256", "files": files}))
+    return folder
+
+
+def errors(folder: Path) -> list[tuple[str, str | None]]:
+    found = verify(folder, VerifyOptions()).findings
+    return [(one.code, one.file) for one in found if one.severity.value == "error"]
+
+
+def test_files_as_they_were_listed(listed: Path) -> None:
+    assert errors(listed) == []
+
+
+def test_a_change_that_only_the_list_shows(listed: Path) -> None:
+    config = listed / "metadata.json"
+    config.write_text(config.read_text() + " ")
+    assert errors(listed) == [("sha256-mismatch", "metadata.json")]
+
+
+def test_a_listed_file_that_is_gone(listed: Path) -> None:
+    value = json.loads((listed / LISTED).read_text())
+    value["files"]["tokenizer.json"] = "0" * 64
+    (listed / LISTED).write_text(json.dumps(value))
+    assert errors(listed) == [("file-missing", "tokenizer.json")]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("[]", [("index-unreadable", LISTED)]),
+        ('{"algorithm": "md5", "files": {".metadata": "0"}}', []),
+    ],
+)
+def test_a_list_of_another_kind(listed: Path, text: str, found: list[tuple[str, str]]) -> None:
+    (listed / LISTED).write_text(text)
+    assert errors(listed) == found
+    about = [f.code for f in verify(listed, VerifyOptions()).findings if f.file == LISTED]
+    assert about == [code for code, _ in found] or about == ["note"]
+
+
+@pytest.fixture
+def checklist(copy_of: Copy) -> Path:
+    """Llama's weights with their checklist, as ``md5sum`` prints it."""
+    folder = copy_of("llama_consolidated")
+    lines = [
+        f"{hashlib.md5(file.read_bytes()).hexdigest()}  {file.name}\n"
+        for file in sorted(folder.iterdir())
+    ]
+    (folder / "checklist.chk").write_text("".join(lines))
+    return folder
+
+
+def test_a_checklist_that_is_right(checklist: Path) -> None:
+    assert errors(checklist) == []
+
+
+def test_an_empty_checklist_lists_nothing(checklist: Path) -> None:
+    (checklist / "checklist.chk").write_text("")
+    assert errors(checklist) == []
+
+
+def test_a_change_that_only_the_checklist_shows(checklist: Path) -> None:
+    params = checklist / "params.json"
+    params.write_text(params.read_text() + " ")
+    assert errors(checklist) == [("md5-mismatch", "params.json")]
+
+
+def test_a_file_of_the_checklist_that_is_gone(checklist: Path) -> None:
+    (checklist / "params.json").unlink()
+    assert ("file-missing", "params.json") in errors(checklist)
+
+
+@pytest.mark.parametrize("text", ["no digest\n", "0123  params.json\n"])
+def test_a_checklist_that_is_none(checklist: Path, text: str) -> None:
+    (checklist / "checklist.chk").write_text(text)
+    assert errors(checklist) == [("index-unreadable", "checklist.chk")]

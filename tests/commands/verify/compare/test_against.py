@@ -1,0 +1,439 @@
+"""verify --against: what is the same is so in any layout; what differs is found and placed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import CASES, GOOD, Case, by_name, case, convert_to, taken
+from hypothesis import given
+from hypothesis import strategies as st
+from recipes.damage import DAMAGE
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from ckptool.cli.app import app
+from ckptool.commands.open import ReadOptions
+from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
+from ckptool.commands.rewrite import RewriteOptions
+from ckptool.commands.selection import Selection
+from ckptool.commands.verify.compare.against import AgainstOptions, AgainstReport
+from ckptool.commands.verify.compare.against import against as run_against
+from ckptool.commands.verify.compare.tensors import Pair, Tolerance, compare
+from ckptool.commands.verify.verify import VerifyOptions
+from ckptool.core.box import Box, row_major_strides
+from ckptool.core.catalog import Chunk, Extent, TensorEntry
+from ckptool.core.dtype import BY_NAME
+from ckptool.core.sharding.placement import parse_mesh
+from ckptool.engine.read.fill import CheckedReads
+from ckptool.errors import UsageError
+from ckptool.storage.local import LocalSource
+
+NOT_CARRIED = {"odd_kinds", "rank_partial"}
+"""Cases with values that no target can hold: convert names them and leaves them out."""
+
+
+def against(one: Path, other: Path, **options: Any) -> AgainstReport:
+    verify = VerifyOptions(taken(ReadOptions, options))
+    selection = taken(Selection, options)
+    rewrite = replace(taken(RewriteOptions, options), selection=selection)
+    return run_against(one, AgainstOptions(other, rewrite, verify=verify, **options))
+
+
+def codes(report: AgainstReport) -> set[str]:
+    return {finding.code for finding in report.verify.findings}
+
+
+def state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    return {
+        "wide": torch.randn(300, 2000),
+        "half": torch.randn(7, 5, dtype=torch.bfloat16),
+        "nan": torch.tensor([float("nan"), 0.0, 1.0]),
+        "count": torch.arange(6).reshape(2, 3),
+        "flag": torch.tensor([True, False]),
+        "scalar": torch.tensor(2.5),
+    }
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
+    """Two safetensors files, the second changed."""
+
+    def save(change: Callable[[dict[str, torch.Tensor]], None]) -> tuple[Path, Path]:
+        one, other = state(), state()
+        change(other)
+        save_file(one, tmp_path / "one.safetensors")
+        save_file(other, tmp_path / "other.safetensors")
+        return tmp_path / "one.safetensors", tmp_path / "other.safetensors"
+
+    return save
+
+
+# The same
+
+
+@pytest.mark.parametrize("one", GOOD, ids=by_name)
+def test_every_checkpoint_is_the_same_as_itself(one: Case) -> None:
+    report = against(one.path, one.path)
+    assert report.verify.sound
+    assert report.verify.sentence.startswith("The same")
+    assert report.verify.tensors >= len(one.truth)
+
+
+@pytest.mark.parametrize("target", ["safetensors", "torch-save", "dcp", "dcp-safetensors"])
+@pytest.mark.parametrize("one", [one for one in GOOD if one.name not in NOT_CARRIED], ids=by_name)
+def test_a_conversion_is_the_same_both_ways(one: Case, target: str, out: Path) -> None:
+    path = out / ("m.pt" if target == "torch-save" else "m")
+    convert_to(target, one.path, path)
+    for pair in ((one.path, path), (path, one.path)):
+        report = against(*pair)
+        assert codes(report) <= {
+            "values-not-held",
+            "value-missing",
+            "value-extra",
+            "value-not-carried",
+            "companion-missing",
+        }
+        assert report.verify.tensors >= len(one.truth)
+
+
+@pytest.mark.parametrize("mesh", ["1", "3", "2x2"])
+@pytest.mark.parametrize("name", ["dcp_fsdp2_tp", "rank_base", "hf_sharded"])
+def test_another_mesh_is_the_same(name: str, mesh: str, out: Path) -> None:
+    prepare_reshard(case(name).path, out / "m", ReshardOptions(parse_mesh(mesh))).run()
+    report = against(case(name).path, out / "m")
+    assert report.verify.sound
+    assert report.verify.tensors >= len(case(name).truth)
+
+
+# Different
+
+
+def set_element(
+    name: str, index: tuple[int, ...], value: float
+) -> Callable[[dict[str, Any]], None]:
+    def change(tensors: dict[str, Any]) -> None:
+        tensors[name][index] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "value", "largest"),
+    [
+        ("wide", (0, 0), 100.0, None),
+        ("wide", (299, 1999), 100.0, None),
+        ("half", (6, 4), 8.0, None),
+        ("nan", (1,), -0.0, 0.0),
+        ("nan", (0,), 1.0, "no number"),
+        ("nan", (2,), float("inf"), float("inf")),
+        ("count", (1, 2), 8, 3),
+        ("flag", (1,), True, 1),
+        ("scalar", (), 2.75, 0.25),
+    ],
+)
+def test_one_element_is_found_and_placed(
+    name: str,
+    index: tuple[int, ...],
+    value: float,
+    largest: float | str | None,
+    saved: Callable[..., tuple[Path, Path]],
+) -> None:
+    report = against(*saved(set_element(name, index, value)))
+    assert not report.verify.sound
+    (found,) = report.differing
+    assert (found.name, found.difference.elements, found.difference.first) == (name, 1, index)
+    assert [holder.file for holder in found.holders] == ["one.safetensors", "other.safetensors"]
+    if largest is None:
+        largest = abs(state()[name].double()[index].item() - value)
+    assert found.difference.largest == (None if largest == "no number" else largest)
+
+
+def test_all_differences_of_a_tensor_are_counted(saved: Callable[..., tuple[Path, Path]]) -> None:
+    pair = saved(lambda tensors: tensors["wide"].mul_(2))
+    report = against(*pair)
+    (found,) = report.differing
+    assert found.difference.elements == 600_000
+    assert found.difference.first == (0, 0)
+    assert found.difference.largest == state()["wide"].abs().max().item()
+
+
+def test_the_rank_and_file_of_a_difference_are_told(out: Path) -> None:
+    source = case("dcp_fsdp2_tp").path
+    convert_to("torch-save", source, out / "m.pt")
+    content = torch.load(out / "m.pt")
+    content["model"]["embed.weight"][-1, -1] += 1
+    torch.save(content, out / "m.pt")
+    (found,) = against(source, out / "m.pt").differing
+    here, there = found.holders
+    assert here.file == f"__{here.rank}_0.distcp"
+    assert there.file == "m.pt"
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda t: t.pop("half"), "tensor-missing"),
+        (lambda t: t.update(more=torch.ones(1)), "tensor-extra"),
+        (lambda t: t.update(count=torch.arange(6).reshape(3, 2)), "shape-differs"),
+        (lambda t: t.update(half=t["half"].float()), "dtype-differs"),
+    ],
+)
+def test_structure_is_compared(
+    change: Callable[[Any], None], code: str, saved: Callable[..., tuple[Path, Path]]
+) -> None:
+    report = against(*saved(change))
+    assert not report.verify.sound
+    assert codes(report) == {code}
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda s: s.update(step=8), "value-differs"),
+        (lambda s: s.update(step=7.0), "value-differs"),
+        (lambda s: s.update(betas=[0.9, 0.95]), "value-differs"),
+        (lambda s: s.pop("step"), "value-missing"),
+        (lambda s: s.update(more="text"), "value-extra"),
+        (lambda s: s.update(step=torch.ones(1)), "tensor-extra"),
+    ],
+)
+def test_values_are_compared(change: Callable[[Any], None], code: str, tmp_path: Path) -> None:
+    content: dict[str, Any] = {"w": torch.ones(2), "step": 7, "betas": (0.9, 0.95), "nan": [np.nan]}
+    torch.save(content, tmp_path / "one.pt")
+    change(content)
+    torch.save(content, tmp_path / "other.pt")
+    report = against(tmp_path / "one.pt", tmp_path / "other.pt")
+    assert not report.verify.sound
+    assert codes(report) == {code}
+
+
+def test_values_that_the_other_format_cannot_hold_are_a_difference_unless_left_out(
+    tmp_path: Path,
+) -> None:
+    torch.save({"w": torch.ones(2), "step": 7}, tmp_path / "one.pt")
+    save_file({"w": torch.ones(2)}, tmp_path / "other.safetensors")
+    report = against(tmp_path / "one.pt", tmp_path / "other.safetensors")
+    assert not report.verify.sound
+    assert codes(report) == {"values-not-held"}
+    report = against(tmp_path / "one.pt", tmp_path / "other.safetensors", drop=("step",))
+    assert report.verify.sound
+    assert "not compared: 1 value of" in report.verify.sentence
+
+
+def test_two_that_have_nothing_in_common_are_not_the_same(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
+    save_file({"b": torch.ones(2)}, tmp_path / "b.safetensors")
+    report = against(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert codes(report) == {"tensor-missing", "tensor-extra", "nothing-compared"}
+
+
+@pytest.mark.parametrize("name", [n for n, one in DAMAGE.items() if one.answer == "Damaged"])
+def test_what_is_damaged_is_never_the_same(name: str, copy_of: Callable[[str], Path]) -> None:
+    """On either side; where only bytes that both lack are damaged, their checksum shows it."""
+    folder = copy_of(DAMAGE[name].source)
+    DAMAGE[name].apply(folder)
+    good = case(DAMAGE[name].source).path
+    for pair in ((folder, good), (good, folder), (folder, folder)):
+        report = against(*pair)
+        assert not report.verify.sound
+        assert report.verify.findings
+
+
+@pytest.mark.parametrize("name", [n for n, one in DAMAGE.items() if one.answer == "silent"])
+def test_what_no_file_can_show_another_checkpoint_shows(
+    name: str, copy_of: Callable[[str], Path]
+) -> None:
+    folder = copy_of(DAMAGE[name].source)
+    DAMAGE[name].apply(folder)
+    report = against(folder, case(DAMAGE[name].source).path)
+    assert codes(report) == {"tensor-differs"}
+
+
+@pytest.mark.parametrize("one", [one for one in CASES if one.expect == "conflict"], ids=by_name)
+def test_ranks_that_contradict_one_another_are_not_the_same(one: Case) -> None:
+    assert codes(against(one.path, one.path)) == {"ranks-disagree"}
+    assert against(one.path, one.path, per_rank=True).verify.sound
+
+
+# Other types
+
+
+def test_a_cast_copy_is_the_same_once_cast(out: Path) -> None:
+    source = case("dcp_fsdp2").path
+    convert_to("safetensors", source, out / "m", dtype=BY_NAME["bfloat16"], model_only=True)
+    assert codes(against(source, out / "m", model_only=True)) == {"dtype-differs", "not-chosen"}
+    assert against(source, out / "m", model_only=True, cast=True).verify.sound
+    assert not against(out / "m", source, model_only=True, cast=True).verify.sound
+
+
+@pytest.mark.parametrize(
+    ("rtol", "atol", "same"),
+    [(0.01, 0, True), (0, 0.02, True), (1e-9, 0, False), (0, 1e-9, False), (1e-9, 1, True)],
+)
+def test_a_copy_in_another_type_is_the_same_within_a_tolerance(
+    rtol: float, atol: float, same: bool, saved: Callable[..., tuple[Path, Path]]
+) -> None:
+    def halved(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["wide"] = tensors["wide"].bfloat16()
+
+    report = against(*saved(halved), tolerance=Tolerance(rtol, atol))
+    assert report.verify.sound == same
+
+
+FLOATS = ["float64", "float32", "float16", "bfloat16", "complex64", "int64", "uint8", "bool"]
+
+
+def random_tensor(seed: int, dtype: str) -> torch.Tensor:
+    """Numbers close to one another, with NaN and infinities among them."""
+    generator = torch.Generator().manual_seed(seed % 3)
+    kind = getattr(torch, dtype)
+    if not (kind.is_floating_point or kind.is_complex):
+        return torch.randint(0, 2 + seed % 3, (40,), generator=generator).to(kind)
+    values = torch.randn(40, generator=generator, dtype=torch.float64)
+    values[seed % 7] = float("nan")
+    values[seed % 5] = float("inf")
+    values += 10.0 ** -(seed % 11)
+    return values.to(kind)
+
+
+@given(
+    st.integers(0, 10**6),
+    st.integers(0, 10**6),
+    st.sampled_from(FLOATS),
+    st.sampled_from(FLOATS),
+    st.sampled_from([0, 1e-6, 1e-3, 0.1]),
+    st.sampled_from([0, 1e-6, 1e-3, 0.5]),
+)
+def test_tolerance_means_what_torch_means(
+    seed: int, other: int, first: str, second: str, rtol: float, atol: float
+) -> None:
+    one, two = random_tensor(seed, first), random_tensor(other, second)
+    found = compared(one, two, Tolerance(rtol, atol))
+    wide = torch.complex128 if "complex64" in (first, second) else torch.float64
+    a, b = one.to(wide), two.to(wide)
+    if wide is torch.complex128:
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    near = torch.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True).reshape(40, -1).all(dim=1)
+    assert found == int((~near).sum())
+
+
+def compared(one: torch.Tensor, other: torch.Tensor, tolerance: Tolerance | None) -> int:
+    """How many elements of two tensors differ, compared as files."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        entries = []
+        for name, tensor in (("one", one), ("other", other)):
+            Path(folder, name).write_bytes(tensor.view(torch.uint8).numpy().tobytes())
+            dtype = BY_NAME[str(tensor.dtype).removeprefix("torch.")]
+            shape = tuple(tensor.shape)
+            place = Extent(name, 0, row_major_strides(shape, dtype.itemsize))
+            entries.append(
+                TensorEntry("t", ("t",), dtype, shape, (Chunk(Box.whole(shape), place),))
+            )
+        source = LocalSource(Path(folder), {})
+        reads = CheckedReads(source), CheckedReads(source)
+        found = compare([Pair(entries[0], entries[1])], reads, tolerance, 1)
+        return found.differences["t"].elements if found.differences else 0
+
+
+# A choice of names
+
+
+def test_select_drop_and_rename_choose_what_is_compared(out: Path) -> None:
+    source = case("dcp_fsdp2_tp").path
+    convert_to("safetensors", source, out / "m", select=("model.*",), rename=(r"^model\.=net.",))
+    names = {"select": ("model.*",), "rename": (r"^model\.=net.",)}
+    assert against(source, out / "m", **names).verify.sound
+    assert against(source, out / "m", drop=("optim*", "step"), rename=names["rename"]).verify.sound
+    assert not against(source, out / "m").verify.sound
+
+
+def test_a_choice_applies_to_both_sides(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "one.safetensors")
+    save_file({"a": torch.ones(1), "b": torch.zeros(1)}, tmp_path / "other.safetensors")
+    report = against(tmp_path / "one.safetensors", tmp_path / "other.safetensors", select=("a",))
+    assert report.verify.sound
+    assert codes(report) == {"not-chosen"}
+
+
+def test_what_the_other_has_more_of_the_choice_is_a_difference(tmp_path: Path) -> None:
+    save_file({"m.a": torch.ones(1)}, tmp_path / "one.safetensors")
+    save_file({"m.a": torch.ones(1), "m.b": torch.ones(1)}, tmp_path / "other.safetensors")
+    report = against(tmp_path / "one.safetensors", tmp_path / "other.safetensors", select=("m.*",))
+    assert codes(report) == {"tensor-extra"}
+
+
+@pytest.mark.parametrize("name", ["dcp_fsdp2", "dcp_hsdp", "torch_2_4_dcp", "module_state"])
+def test_the_models_alone_are_compared(name: str, out: Path) -> None:
+    source = case(name).path
+    convert_to("safetensors", source, out / "m", model_only=True)
+    for other in (out / "m", source):
+        report = against(source, other, model_only=True)
+        assert report.verify.sound
+        assert report.verify.tensors
+
+
+# The command line
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["verify", *map(str, arguments)])
+
+
+def test_exit_codes_and_json(tmp_path: Path) -> None:
+    shutil.copytree(case("dcp_base").path, tmp_path / "same")
+    one = case("dcp_base").path
+    assert run(one, "--against", tmp_path / "same").exit_code == 0
+    result = run(one, "--against", case("dcp_hsdp").path, "--json")
+    assert result.exit_code == 1
+    content = json.loads(result.stdout)
+    assert content["schema"] == "ckptool.verify/1"
+    assert content["sound"] is False
+    assert content["against"]["format"] == "dcp"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--against", ".", "--quick"),
+        ("--against", ".", "--manifest", "m"),
+        ("--rtol", "0.1"),
+        ("--cast",),
+        ("--select", "a"),
+        ("--rename", "a=b"),
+    ],
+)
+def test_what_is_said_of_a_comparison_needs_one(arguments: tuple[str, ...]) -> None:
+    result = run(case("dcp_base").path, *arguments)
+    assert isinstance(result.exception, UsageError)
+
+
+def test_each_side_is_read_as_the_format_that_is_told_for_it(tmp_path: Path) -> None:
+    """Beside a ``.metadata`` of something else, a folder of safetensors is taken for DCP."""
+    one, other = tmp_path / "one.pt", tmp_path / "other"
+    other.mkdir()
+    torch.save(state(), one)
+    save_file(state(), other / "model.safetensors")
+    (other / ".metadata").write_bytes(b"not DCP")
+    command = ["verify", str(one), "--against", str(other)]
+    assert CliRunner().invoke(app, command).exit_code == 1
+    told = CliRunner().invoke(app, [*command, "--against-from", "hf"])
+    assert told.exit_code == 0, told.output
+    assert isinstance(
+        CliRunner().invoke(app, [*command, "--against-from", "nothing"]).exception, UsageError
+    )
+
+
+def test_a_format_for_the_other_side_needs_one(tmp_path: Path) -> None:
+    told = CliRunner().invoke(app, ["verify", str(tmp_path), "--against-from", "dcp"])
+    assert isinstance(told.exception, UsageError)

@@ -1,0 +1,336 @@
+"""verify over a run's folder: the newest whole step, and why newer ones are passed over."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import case
+from recipes.damage import DAMAGE
+from typer.testing import CliRunner
+
+from ckptool.cli.app import app
+from ckptool.commands import detect as recognise
+from ckptool.commands.open import ReadOptions
+from ckptool.commands.verify import run_folder
+from ckptool.commands.verify.run_folder import RunReport, steps_of, verify_run
+from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.errors import CannotDo, Changed, CkptoolError, NotFound, Unrecognised, UsageError
+from ckptool.storage.retry import NoAnswer
+
+
+def saved(run: Path, *names: str) -> Path:
+    """A run whose steps have these names: files by suffix, other names are DCP folders."""
+    for name in names:
+        path = run / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix in (".pt", ".ckpt", ".pth"):
+            torch.save({"w": torch.ones(3)}, path)
+        else:
+            shutil.copytree(case("dcp_base").path, path)
+    return run
+
+
+def latest(run: Path) -> str | None:
+    found = verify_run(run, VerifyOptions(), every=False).latest_good
+    return None if found is None else str(found.step.path.relative_to(run))
+
+
+def checked(run: Path) -> RunReport:
+    return verify_run(run, VerifyOptions(), every=True)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("step-9", "step-10"),
+        ("step_1", "step_2", "step_10"),
+        ("global_step100", "global_step1000"),
+        ("iter_0000100", "iter_0000200", "iter_0001000"),
+        ("checkpoint-500", "checkpoint-1000"),
+        ("epoch=0-step=900.ckpt", "epoch=1-step=1000.ckpt"),
+        ("epoch=9-step=200.ckpt", "epoch=10-step=200.ckpt"),
+        ("epoch_9.pt", "epoch_10.pt"),
+        ("model_0099.pth", "model_0100.pth"),
+        ("ckpt_500.pt", "ckpt_1000.pt"),
+        ("last.ckpt", "step-5.ckpt"),
+        ("checkpoint/step-9", "checkpoint/step-10"),
+        ("2024-05-01/step-9", "2023-05-01/step-10"),
+        ("step-9/actor", "step-10/actor"),
+        ("Step9", "Step10"),
+    ],
+)
+def test_steps_are_in_the_order_of_their_numbers(names: tuple[str, ...], tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", *reversed(names))
+    steps = [str(step.path.relative_to(run)) for step in steps_of(run)]
+    assert steps == [name.removesuffix("/actor") for name in names]
+    assert latest(run) == steps[-1]
+
+
+@pytest.mark.parametrize("name", [n for n, one in DAMAGE.items() if one.source == "dcp_base"
+                                  and one.answer == "Damaged" and not one.conversion])  # fmt: skip
+def test_a_damaged_step_is_passed_over(name: str, tmp_path: Path) -> None:
+    run = saved(tmp_path, "step-1", "step-2", "step-3")
+    DAMAGE[name].apply(run / "step-3")
+    report = verify_run(run, VerifyOptions(), every=False)
+    assert report.latest_good is not None
+    assert report.latest_good.step.path == run / "step-2"
+    assert [bool(one.reasons) for one in report.verified] == [True, False]
+
+
+EMPTY: dict[str, Callable[[Path], object]] = {
+    "an empty folder": lambda run: (run / "step-3").mkdir(),
+    "an empty file in a folder": lambda run: ((run / "step-3").mkdir(),
+                                              (run / "step-3" / "x.pt").touch()),
+    "data without metadata": lambda run: (saved(run, "step-3") / "step-3" / ".metadata").unlink(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("state", EMPTY)
+def test_a_save_that_was_only_begun_is_passed_over(state: str, tmp_path: Path) -> None:
+    run = saved(tmp_path, "step-1", "step-2")
+    EMPTY[state](run)
+    assert latest(run) == "step-2"
+    newest = checked(run).verified[0]
+    assert newest.step.path.name == "step-3"
+    assert newest.reasons
+
+
+def test_an_empty_file_among_files_is_passed_over(tmp_path: Path) -> None:
+    run = saved(tmp_path, "step=1.ckpt", "step=2.ckpt")
+    (run / "step=3.ckpt").touch()
+    assert latest(run) == "step=2.ckpt"
+    assert len(checked(run).verified) == 3
+
+
+def test_a_step_of_several_checkpoints_is_whole_when_all_are(tmp_path: Path) -> None:
+    run = saved(
+        tmp_path, *(f"global_step_{n}/{part}" for n in (5, 10) for part in ("actor", "critic"))
+    )
+    assert latest(run) == "global_step_10"
+    (run / "global_step_10" / "critic" / "__1_0.distcp").unlink()
+    assert latest(run) == "global_step_5"
+    shutil.rmtree(run / "global_step_10" / "critic")
+    assert latest(run) == "global_step_5"
+
+
+def test_what_belongs_to_no_step_is_left_alone(tmp_path: Path) -> None:
+    run = saved(tmp_path, "step-1")
+    (run / "logs").mkdir()
+    (run / "events.out.tfevents.17").write_bytes(b"x")
+    (run / "latest").write_text("step-1")
+    assert len(steps_of(run)) == 1
+
+
+@pytest.mark.parametrize("name", ["dcp_base", "rank_base", "hf_consolidated", "module_state"])
+def test_a_checkpoint_by_itself_is_one_step(name: str) -> None:
+    (step,) = steps_of(case(name).path)
+    assert step.parts
+
+
+def test_files_that_are_one_a_step_are_no_ranks(tmp_path: Path) -> None:
+    run = saved(tmp_path, "checkpoint_100.pt", "checkpoint_200.pt")
+    assert [step.number for step in steps_of(run)] == [100, 200]
+
+
+def test_none_is_whole(tmp_path: Path) -> None:
+    run = saved(tmp_path, "step-1")
+    (run / "step-1" / ".metadata").unlink()
+    assert latest(run) is None
+    result = CliRunner().invoke(app, ["verify", str(run), "--latest-good"])
+    assert (result.exit_code, result.stdout) == (1, "")
+
+
+def test_where_nothing_is_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(Unrecognised):
+        steps_of(tmp_path)
+    with pytest.raises(NotFound):
+        steps_of(tmp_path / "none")
+
+
+def test_stdout_holds_the_path_alone(tmp_path: Path) -> None:
+    run = saved(tmp_path / "a run", "step-1", "step-2")
+    (run / "step-2" / "__1_0.distcp").unlink()
+    command = [sys.executable, "-m", "ckptool", "verify", str(run), "--latest-good"]
+    told = subprocess.run(command, capture_output=True, text=True)
+    assert (told.returncode, told.stdout) == (0, f"{run}/step-1\n")
+    assert "step-2" in told.stderr
+
+
+def test_the_table_and_its_json(tmp_path: Path) -> None:
+    run = saved(tmp_path, "step-1", "step-2")
+    (run / "step-2" / "__1_0.distcp").unlink()
+    result = CliRunner().invoke(app, ["verify", str(run), "--all", "--json"])
+    assert result.exit_code == 1
+    content = json.loads(result.stdout)
+    assert content["latest_good"] == str(run / "step-1")
+    assert [one["sound"] for one in content["verified"]] == [False, True]
+    assert "1 of 2 steps" in CliRunner().invoke(app, ["verify", str(run), "--all"]).stdout
+
+
+def unreadable(at: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fails where a file below a folder is opened, looked at or listed."""
+    for name in ("open", "stat", "scandir"):
+        real = getattr(os, name)
+
+        def failing(path: Any, *rest: Any, real: Any = real, **more: Any) -> Any:
+            if isinstance(path, str | os.PathLike) and str(path).startswith(str(at)):
+                raise OSError(number, os.strerror(number), str(path))
+            return real(path, *rest, **more)
+
+        monkeypatch.setattr(os, name, failing)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize(
+    ("names", "at"),
+    [
+        (("step-1", "step-2"), "step-2"),
+        (("step-1", "step-2"), "step-2/.metadata"),
+        (("step-1", "step-2"), "step-2/__1_0.distcp"),
+        (("step-1.pt", "step-2.pt"), "step-2.pt"),
+        (("step-1/actor", "step-1/critic", "step-2/actor", "step-2/critic"), "step-2/critic"),
+    ],
+)
+def test_a_step_that_cannot_be_read_is_passed_over(
+    names: tuple[str, ...],
+    at: str,
+    number: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = saved(tmp_path, *names)
+    unreadable(run / at, number, monkeypatch)
+    assert str(latest(run)).startswith("step-1")
+
+
+STEPS = ("step-1", "step-2", "step-3")
+
+
+@pytest.mark.parametrize("kind", [CannotDo, UsageError, Changed, NotFound, CkptoolError, OSError])
+def test_no_error_of_one_step_ends_the_answer(
+    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = saved(tmp_path, *STEPS)
+
+    def failing(part: Path, options: VerifyOptions) -> Any:
+        if part.name == "step-3":
+            raise kind("more than can be done")
+        return verify(part, options)
+
+    monkeypatch.setattr(run_folder, "verify", failing)
+    assert latest(run) == "step-2"
+    report = checked(run)
+    assert [one.whole for one in report.verified] == [False, True, True]
+    assert report.verified[0].reasons == ("more than can be done",)
+
+
+def test_a_store_that_gives_no_answer_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(part: Path, options: VerifyOptions) -> Any:
+        raise NoAnswer("no answer")
+
+    monkeypatch.setattr(run_folder, "verify", failing)
+    with pytest.raises(NoAnswer):
+        latest(saved(tmp_path, *STEPS))
+
+
+@pytest.mark.parametrize(
+    "options", [VerifyOptions(ignore=("bogus",)), VerifyOptions(ReadOptions(format_name="bogus"))]
+)
+def test_options_that_make_no_sense_are_no_fault_of_a_step(
+    options: VerifyOptions, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match="no such"):
+        verify_run(saved(tmp_path, *STEPS), options, every=True)
+
+
+@pytest.mark.parametrize("point", ["listed", "detected", "verified"])
+@pytest.mark.parametrize("gone", [".metadata", "__0_0.distcp", ""])
+def test_steps_that_rotate(
+    gone: str, point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest step goes, whole or in part, after it was seen."""
+    run = saved(tmp_path, *STEPS)
+
+    def rotate() -> None:
+        if gone:
+            (run / "step-3" / gone).unlink(missing_ok=True)
+        else:
+            shutil.rmtree(run / "step-3", ignore_errors=True)
+
+    module, name = {
+        "listed": (recognise, "folder_at"),
+        "detected": (recognise, "detect"),
+        "verified": (run_folder, "verify"),
+    }[point]
+    real = getattr(module, name)
+
+    def rotating(*arguments: Any) -> Any:
+        if point == "listed":
+            found = real(*arguments)
+            rotate()
+            return found
+        rotate()
+        return real(*arguments)
+
+    monkeypatch.setattr(module, name, rotating)
+    assert latest(run) == "step-2"
+    report = checked(run)
+    assert {one.step.path.name for one in report.verified if one.whole} == {"step-1", "step-2"}
+    assert len(report.verified) == (3 if gone else 2)
+
+
+def test_a_step_that_is_saved_meanwhile_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = saved(tmp_path, *STEPS)
+    scan = run_folder.verify
+
+    def writing(part: Any, options: Any) -> Any:
+        def started(total: int) -> Any:
+            file = run / "step-3" / "__0_0.distcp"
+            file.write_bytes(file.read_bytes())
+            return lambda nbytes: None
+
+        return scan(part, options, started if part.name == "step-3" else None)
+
+    monkeypatch.setattr(run_folder, "verify", writing)
+    assert latest(run) == "step-2"
+
+
+def test_the_form_of_the_readme_is_safe_in_a_shell(tmp_path: Path) -> None:
+    """Where no step is whole the trainer is not started, and not given an empty path."""
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    line = next(one for one in readme.splitlines() if "--latest-good)" in one)
+    line = line.partition("run: ")[2].replace("runs/", "run")
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    script = f'#!/bin/sh\nexec {sys.executable} -m ckptool "$@"\n'
+    for name, text in {"ckptool": script, "torchrun": '#!/bin/sh\necho "started $*"\n'}.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"}
+
+    def ran() -> tuple[int, str]:
+        done = subprocess.run(
+            ["sh", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        return done.returncode, done.stdout
+
+    run = saved(tmp_path / "run", "step-1")
+    assert ran() == (0, "started ... --resume run/step-1\n")
+    (run / "step-1" / ".metadata").write_bytes(b"")
+    assert ran() == (1, "")
+    shutil.rmtree(run)
+    assert ran() == (3, "")

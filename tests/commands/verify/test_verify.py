@@ -1,0 +1,656 @@
+"""verify: good checkpoints are sound, and each damage has its code."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from conftest import CASES, GOOD, Case, by_name, case
+from recipes.damage import DAMAGE
+from recipes.hostile import HOSTILE
+from typer.testing import CliRunner
+
+from ckptool.cli.app import app
+from ckptool.commands.verify.report import CODES, Finding, Severity, VerifyReport
+from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.core.dtype import BY_NAME
+from ckptool.engine.check.content import all_finite
+from ckptool.errors import UsageError
+
+PACKAGE = Path(__file__).parents[3] / "ckptool"
+
+
+def checked(path: Path, **options: Any) -> VerifyReport:
+    return verify(path, VerifyOptions(workers=2, **options))
+
+
+def codes(report: VerifyReport, *severities: Severity) -> set[str]:
+    wanted = severities or (Severity.ERROR, Severity.WARNING)
+    return {finding.code for finding in report.findings if finding.severity in wanted}
+
+
+def not_finite(one: Case) -> bool:
+    """Whether the truth itself holds NaN or infinity."""
+    return any(
+        not all_finite(memoryview(data), BY_NAME[dtype]) for dtype, _, data in one.truth.values()
+    )
+
+
+# Good checkpoints
+
+
+@pytest.mark.parametrize("one", [one for one in CASES if one.expect == "ok"], ids=by_name)
+@pytest.mark.parametrize("depth", [{}, {"quick": True}, {"sample": 0.3, "seed": 5}])
+def test_a_good_checkpoint_is_sound_without_a_warning(one: Case, depth: dict[str, Any]) -> None:
+    report = checked(one.path, **depth)
+    allowed = {"not-finite"} if not_finite(one) else set()
+    assert report.sound
+    assert codes(report) <= allowed
+    if not depth:
+        assert codes(report) == allowed
+
+
+@pytest.mark.parametrize("one", [one for one in GOOD if one.expect == "part"], ids=by_name)
+def test_what_is_not_read_is_a_warning(one: Case) -> None:
+    report = checked(one.path)
+    assert report.sound
+    unread = {"tensor-unread"} if one.name != "torchao" else set()
+    assert codes(report) - {"unknown-global"} == unread
+
+
+# Damage: the code of each way to damage a checkpoint
+
+EXPECTED = {
+    "snapshot_file_lost": "file-missing",
+    "snapshot_file_short": "file-truncated",
+    "snapshot_manifest_cut": "metadata-unreadable",
+    "truncated": "file-truncated",
+    "file_lost": "file-missing",
+    "file_empty": "file-empty",
+    "file_zeroed": "item-mismatch",
+    "files_swapped": "file-truncated",
+    "of_two_saves": "torn-overwrite",
+    "data_flipped": "crc-mismatch",
+    "directory_flipped": "zip-structure",
+    "pickle_flipped": "crc-mismatch",
+    "no_metadata": "save-unfinished",
+    "metadata_unfinished": "save-unfinished",
+    "metadata_truncated": "metadata-unreadable",
+    "metadata_empty": "metadata-unreadable",
+    "metadata_of_something_else": "metadata-unreadable",
+    "length_past_the_end": "file-truncated",
+    "offset_past_the_end": "file-truncated",
+    "offset_negative": "metadata-unreadable",
+    "chunks_overlap": "chunk-overlap",
+    "chunk_gap": "chunk-gap",
+    "chunk_without_storage": "data-missing",
+    "storage_without_chunk": "data-unclaimed",
+    "chunk_outside": "chunk-outside",
+    "shape_too_large": "chunk-gap",
+    "other_dtype": "item-mismatch",
+    "items_of_other_shapes": "item-mismatch",
+    "one_place_twice": "items-overlap",
+    "path_traversal": "path-outside",
+    "path_beside": "path-outside",
+    "path_absolute": "path-outside",
+    "stale_files": "file-extra",
+    "rank_metadata_lost": "rank-missing",
+    "zstd_truncated": "file-truncated",
+    "zstd_flipped": "codec-corrupt",
+    "shard_truncated": "file-truncated",
+    "shard_empty": "file-empty",
+    "header_past_the_end": "safetensors-header",
+    "header_huge": "safetensors-header",
+    "header_no_json": "safetensors-header",
+    "bytes_shared": "safetensors-overlap",
+    "shape_lies": "safetensors-header",
+    "dtype_unknown": "safetensors-dtype",
+    "offsets_negative": "safetensors-header",
+    "sharding_info_lost": "sharding-unknown",
+    "middle_shard_lost": "chunk-gap",
+    "last_shard_lost": "data-missing",
+    "last_shard_lost_without_a_trace": "world-unrecorded",
+    "indexed_file_lost": "file-missing",
+    "index_names_another_file": "index-mismatch",
+    "index_of_lost_tensor": "index-mismatch",
+    "index_no_json": "index-unreadable",
+    "index_leaves_the_folder": "path-outside",
+    "total_size_wrong": "index-total-size",
+    "bin_lost": "file-missing",
+    "rank_lost": "rank-missing",
+    "last_rank_lost": "rank-missing",
+    "rank_copied_over": "rank-copied",
+    "rank_truncated": "zip-structure",
+    "rank_empty": "file-empty",
+    "rank_flipped": "crc-mismatch",
+    "replicas_differ": "replicas-differ",
+    "replicas_differ_without_crc": "replicas-differ",
+    "replicas_of_other_types": "ranks-disagree",
+    "verl_rank_lost": "rank-missing",
+    "archive_without_end": "zip-structure",
+    "archive_of_zeros": "file-unrecognised",
+    "storage_short": "storage-mismatch",
+    "archive_flipped": "crc-mismatch",
+    "legacy_truncated": "legacy-stream",
+    "deflated_flipped": "codec-corrupt",
+    "zero_rank_lost": "rank-missing",
+    "zero_optimizers_lost": "file-missing",
+    "sharding_declarations_lost": "save-unfinished",
+    "zero_rank_copied_over": "rank-copied",
+    "zero_rank_too_many": "saves-mixed",
+    "zero_model_lost": "rank-missing",
+    "zero_tag_lost": "file-missing",
+    "zero_truncated": "zip-structure",
+    "stage_lost": "rank-missing",
+    "universal_parameter_lost": "file-missing",
+    "universal_unfinished": "save-unfinished",
+}
+UNSEEN = ["items_swapped", "shard_flipped"]
+"""Nothing in the files shows it: bytes of equal kind exchanged, or bytes without a checksum."""
+NO_CHECKPOINT = ["snapshot_of_yaml"]
+
+
+def test_every_damage_has_a_code() -> None:
+    assert {*EXPECTED, *UNSEEN, *NO_CHECKPOINT} == DAMAGE.keys()
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_damage_has_its_code(name: str, copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of(DAMAGE[name].source)
+    DAMAGE[name].apply(folder)
+    report = checked(folder)
+    assert EXPECTED[name] in {finding.code for finding in report.findings}
+    assert report.sound == (DAMAGE[name].answer == "note")
+    assert all(finding.message for finding in report.findings)
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_nothing_can_show_is_sound(name: str, copy_of: Callable[[str], Path]) -> None:
+    """Kept so that a check that learns to notice it says so here."""
+    folder = copy_of(DAMAGE[name].source)
+    DAMAGE[name].apply(folder)
+    assert checked(folder).sound
+
+
+HOSTILE_CODES = {
+    "Hostile": {"hostile-global"},
+    "Damaged": {
+        "pickle-bomb",
+        "pickle-malformed",
+        "archive-content",
+        "storage-mismatch",
+        "safetensors-header",
+        "zip-structure",
+        "damaged",
+    },
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_reported_and_never_run(name: str, tmp_path: Path) -> None:
+    source, marker = tmp_path / "source", tmp_path / "marker"
+    source.mkdir()
+    HOSTILE[name].make(source, marker)
+    report = checked(source)
+    assert codes(report, Severity.ERROR) & HOSTILE_CODES[HOSTILE[name].answer]
+    assert not marker.exists()
+
+
+def test_a_global_is_named_with_its_place_in_the_file(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    HOSTILE["in_zip"].make(source, tmp_path / "marker")
+    (found,) = [f for f in checked(source).findings if f.code == "hostile-global"]
+    position = int(re.search(r"at byte ([\d,]+)", found.message)[1].replace(",", ""))
+    data = (source / "evil.pt").read_bytes()
+    assert found.file == "evil.pt"
+    assert data[position:].startswith((b"cposix\nsystem\n", b"cos\nsystem\n"))
+
+
+def test_all_damage_is_collected(copy_of: Callable[[str], Path]) -> None:
+    """Four kinds of damage in one checkpoint are four findings."""
+    folder = copy_of("dcp_base")
+    DAMAGE["data_flipped"].apply(folder)
+    DAMAGE["stale_files"].apply(folder)
+    (folder / "__2_0.distcp").unlink()
+    (folder / ".metadata.tmp").write_bytes(b"")
+    found = codes(checked(folder))
+    assert {"crc-mismatch", "file-extra", "file-missing", "torn-overwrite"} <= found
+
+
+def test_a_cause_comes_before_its_effects(copy_of: Callable[[str], Path]) -> None:
+    """A file that was cut first, then the tensors that lack a part for it."""
+    folder = copy_of("rank_base")
+    DAMAGE["rank_truncated"].apply(folder)
+    found = [finding.code for finding in checked(folder).findings]
+    assert found[0] == "zip-structure"
+    assert "chunk-gap" in found
+
+
+# Names and sizes
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "content", "code"),
+    [
+        ("dcp_base", ".metadata.tmp", b"x", "torn-overwrite"),
+        ("hf_shards", "model.safetensors.incomplete", b"x", "file-unfinished"),
+        ("rank_base", "checkpoint_3.pt.tmp", b"x", "file-unfinished"),
+        ("rank_base", "iter_0000010_0_local.dirty.pt", b"x", "file-unfinished"),
+        ("dcp_base", "weights.bin", b"", "file-empty"),
+    ],
+)
+def test_names_and_sizes_that_are_suspicious(
+    source: str, name: str, content: bytes, code: str, copy_of: Callable[[str], Path]
+) -> None:
+    folder = copy_of(source)
+    (folder / name).write_bytes(content)
+    assert code in codes(checked(folder, quick=True))
+
+
+# Archives
+
+
+def edited(folder: Path, file: str, at: Callable[[bytes], int]) -> None:
+    data = bytearray((folder / file).read_bytes())
+    data[at(bytes(data))] ^= 1
+    (folder / file).write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("record", ["version", "byteorder", ".data/serialization_id"])
+def test_every_record_of_an_archive_is_checked(record: str, copy_of: Callable[[str], Path]) -> None:
+    """Also those that no reader looks at."""
+    folder = copy_of("dcp_base")
+    name = f"archive/{record}".encode()
+
+    def content(data: bytes) -> int:
+        descriptor = data.index(b"PK\x07\x08", data.index(name))
+        return descriptor - 1
+
+    edited(folder, "__0_0.distcp", content)
+    assert "crc-mismatch" in codes(checked(folder))
+
+
+def test_a_checksum_of_zero_is_one_where_others_are_stored(copy_of: Callable[[str], Path]) -> None:
+    """A pickle that was changed cannot pass by a checksum that says nothing."""
+    path = copy_of("rank_base") / "checkpoint_1.pt"
+    data = bytearray(path.read_bytes())
+    name = data.index(b"data.pkl", data.index(b"PK\x01\x02")) - len("checkpoint_1/")
+    descriptor = data.index(b"PK\x07\x08")
+    data[name - 46 + 16 : name - 46 + 20] = data[descriptor + 4 : descriptor + 8] = bytes(4)
+    path.write_bytes(data)
+    assert "crc-mismatch" in codes(checked(path.parent))
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [
+        (
+            "deepspeed_zero_3",
+            "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+            "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        ),
+        ("llama_consolidated", "consolidated.00.pth", "consolidated.01.pth"),
+    ],
+)
+def test_ranks_that_took_each_others_place(
+    name: str, one: str, other: str, copy_of: Callable[[str], Path]
+) -> None:
+    """No record says which rank wrote these; the archives are called as they were saved."""
+    folder = copy_of(name)
+    (first,), (second,) = (list(folder.rglob(file)) for file in (one, other))
+    data = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(data)
+    shutil.copyfile(first, first.with_name("best.pt"))
+    report = checked(folder)
+    assert [f.code for f in report.findings if f.severity is Severity.ERROR] == ["rank-copied"] * 2
+
+
+@pytest.mark.parametrize("field", range(4, 16))
+def test_a_descriptor_that_contradicts_the_directory(
+    field: int, copy_of: Callable[[str], Path]
+) -> None:
+    folder = copy_of("dcp_base")
+    edited(folder, "__0_0.distcp", lambda data: data.index(b"PK\x07\x08") + field)
+    assert "zip-headers" in codes(checked(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "more"),
+    [
+        ("rank_base", "checkpoint_1.pt", b"left over"),
+        ("rank_base", "checkpoint_1.pt", None),
+        ("legacy_zoo", "zoo.pt", b"left over"),
+    ],
+)
+def test_bytes_behind_what_torch_saved_belong_to_nothing(
+    name: str, file: str, more: bytes | None, copy_of: Callable[[str], Path]
+) -> None:
+    """Also another archive, whose end record says nothing of the first one's directory."""
+    path = copy_of(name) / file
+    data = path.read_bytes()
+    path.write_bytes(data + (more or data))
+    report = checked(path.parent)
+    unclaimed = [one for one in report.findings if one.code == "bytes-unclaimed"]
+    assert [f"{len(more or data):,} of its" in one.message for one in unclaimed] == [True]
+
+
+# Zeros
+
+
+def weights(zeros_from: int) -> dict[str, Any]:
+    """Two tensors of 64 KiB and a bias, the last rows of the second zero, and the bias too."""
+    dice = np.random.default_rng(1)
+    second = dice.standard_normal((64, 256), np.float32)
+    second[zeros_from:] = 0
+    first = dice.standard_normal((64, 256), np.float32)
+    return {"a": first, "b": second, "c": np.zeros(3000, np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("rows", "page", "found"),
+    [
+        (64, 4, {"zeros-at-end"}),
+        (64, 17, {"zeros-at-end"}),
+        (40, 17, {"zeros-at-end"}),
+        (64, None, set()),
+        (40, None, set()),
+        (0, None, set()),
+    ],
+)
+def test_zeros_from_a_page_to_the_end(
+    rows: int, page: int | None, found: set[str], tmp_path: Path
+) -> None:
+    """As a crash leaves a file that was sized and not written; rows of zeros are no damage."""
+    path = tmp_path / "model.safetensors"
+    data = safetensors.numpy.save(weights(rows))
+    start = len(data) if page is None else page * 4096
+    path.write_bytes(data[:start] + bytes(len(data) - start))
+    assert codes(checked(path)) == found
+    assert codes(checked(path, sample=0.5)) == set()
+
+
+# Training state
+
+
+def saved(folder: Path, **files: Any) -> Path:
+    torch = pytest.importorskip("torch")
+    folder.mkdir()
+    for name, state in files.items():
+        torch.save(state, folder / f"{name}.pt")
+    return folder
+
+
+def optimizer(steps: dict[str, int], **without: str) -> dict[str, Any]:
+    torch = pytest.importorskip("torch")
+    kinds = ("step", "exp_avg", "exp_avg_sq")
+    state = {
+        name: {
+            kind: torch.tensor(float(step)) if kind == "step" else torch.ones(3)
+            for kind in kinds
+            if without.get(name) != kind
+        }
+        for name, step in steps.items()
+    }
+    model = {name: torch.ones(3) for name in steps}
+    return {"model": model, "optimizer": {"state": state}, "step": 7}
+
+
+def test_equal_step_counters_are_nothing_to_report(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c", state=optimizer({"a": 7, "b": 7, "c": 7}))
+    assert not checked(folder).findings
+
+
+def test_step_counters_of_two_saves(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c", state=optimizer({"a": 7, "b": 7, "c": 3}))
+    (found,) = checked(folder).findings
+    assert found.code == "steps-differ"
+    assert "3 for optimizer.state.c.step; 7 for optimizer.state.a.step and 1 more" in found.message
+
+
+def test_step_counters_that_differ_between_ranks(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c", model_rank0={"step": 7}, model_rank1={"step": 8})
+    (found,) = checked(folder).findings
+    assert (found.code, found.message) == ("steps-differ", "step: 7 on rank 0, 8 on rank 1")
+
+
+def test_optimizer_state_that_lacks_a_part(tmp_path: Path) -> None:
+    state = optimizer({"a": 7, "b": 7, "c": 7}, c="exp_avg_sq")
+    (found,) = checked(saved(tmp_path / "c", state=state), quick=True).findings
+    assert found.code == "optimizer-incomplete"
+    assert "optimizer.state.c: without exp_avg_sq, which 2 other" in found.message
+
+
+def test_optimizer_state_of_another_shape(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    state = optimizer({"a": 7, "b": 7})
+    state["optimizer"]["state"]["b"]["exp_avg"] = torch.ones(4)
+    (found,) = checked(saved(tmp_path / "c", state=state), quick=True).findings
+    assert found.code == "optimizer-shape"
+    assert "[4]" in found.message
+
+
+def test_nan_is_a_warning_and_finite_makes_it_an_error(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    values = torch.ones(1000, 3)
+    values[7, 1], values[8, 2] = float("nan"), float("-inf")
+    folder = saved(tmp_path / "c", state={"w": values, "columns": values.t(), "ok": torch.ones(3)})
+    found = [f for f in checked(folder).findings if f.code == "not-finite"]
+    assert {f.tensor for f in found} == {"w", "columns"}
+    assert "1 NaN and 1 infinite values of 3,000" in found[0].message
+    assert checked(folder).sound
+    assert not checked(folder, finite=True).sound
+
+
+# Depths
+
+
+def test_quick_reads_no_tensor(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("dcp_base")
+    DAMAGE["data_flipped"].apply(folder)
+    report = checked(folder, quick=True)
+    assert report.sound
+    assert report.nbytes == 0
+
+
+def test_a_sample_is_seeded(copy_of: Callable[[str], Path]) -> None:
+    one, again, other = (
+        checked(case("dcp_fsdp2").path, sample=0.3, seed=seed) for seed in (1, 1, 2)
+    )
+    whole = checked(case("dcp_fsdp2").path)
+    assert one.nbytes == again.nbytes != other.nbytes
+    assert 0 < one.nbytes < whole.nbytes
+    assert "sample of 0.3" in one.sentence
+    assert "seed 1" in one.sentence
+
+
+# What counts
+
+
+def test_strict_and_ignore(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("dcp_base")
+    DAMAGE["stale_files"].apply(folder)
+    assert checked(folder).sound
+    assert not checked(folder, strict=True).sound
+    ignored = checked(folder, strict=True, ignore=("file-extra", "bytes-unclaimed"))
+    assert ignored.sound
+    assert not codes(ignored)
+    with pytest.raises(UsageError, match="no such code") as caught:
+        checked(folder, ignore=("file-extar",))
+    assert caught.value.hint == "did you mean file-extra ?"
+
+
+def codes_in(tree: ast.AST) -> Iterator[str]:
+    """The codes that a module gives to problems."""
+    place = {"Problem": 1, "coded": 0, "recoded": 0}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            at = place.get(ast.unparse(node.func).rpartition(".")[2])
+            if at is not None and len(node.args) > at and isinstance(node.args[at], ast.Constant):
+                yield node.args[at].value
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "code":
+            yield from (n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant)
+                        and isinstance(n.value, str) and "-" in n.value)  # fmt: skip
+
+
+def test_the_table_holds_every_code_that_is_used() -> None:
+    used = {
+        code for module in PACKAGE.rglob("*.py") for code in codes_in(ast.parse(module.read_text()))
+    }
+    assert used <= CODES.keys()
+    assert len(used) > 40
+
+
+# The command line
+
+
+def ran(*words: str, env: dict[str, str] | None = None) -> Any:
+    return CliRunner().invoke(app, ["verify", *words], env={"GITHUB_ACTIONS": "", **(env or {})})
+
+
+@pytest.fixture
+def flipped(copy_of: Callable[[str], Path]) -> Path:
+    folder = copy_of("dcp_base")
+    DAMAGE["data_flipped"].apply(folder)
+    return folder
+
+
+def test_exit_codes(flipped: Path, tmp_path: Path) -> None:
+    from ckptool.errors import NotFound, Unrecognised
+
+    assert ran(str(case("dcp_base").path)).exit_code == 0
+    assert ran(str(flipped)).exit_code == 1
+    assert isinstance(ran(str(tmp_path / "nowhere")).exception, NotFound)
+    (tmp_path / "empty").mkdir()
+    assert isinstance(ran(str(tmp_path / "empty")).exception, Unrecognised)
+
+
+def test_the_report_ends_with_one_sentence(flipped: Path) -> None:
+    assert ran(str(case("dcp_base").path)).stdout.splitlines()[-1].startswith("Sound: ")
+    assert ran(str(flipped)).stdout.splitlines()[-1].startswith("Not sound: 1 error.")
+
+
+def test_json(flipped: Path) -> None:
+    content = json.loads(ran(str(flipped), "--json").stdout)
+    assert content["schema"] == "ckptool.verify/1"
+    assert content["sound"] is False
+    newer, finding = sorted(content["findings"], key=lambda one: one["severity"], reverse=True)
+    assert newer["code"] == "data-newer"
+    assert finding.keys() == {"code", "severity", "file", "tensor", "message", "hint"}
+    assert (finding["code"], finding["severity"]) == ("crc-mismatch", "error")
+    assert finding["file"] == "__1_0.distcp"
+
+
+def test_quiet_prints_nothing(flipped: Path) -> None:
+    result = ran(str(flipped), "-q")
+    assert (result.exit_code, result.output) == (1, "")
+
+
+def test_junit(flipped: Path, tmp_path: Path) -> None:
+    target = tmp_path / "verify.xml"
+    ran(str(flipped), "-q", "--junit", str(target))
+    suite = ElementTree.parse(target).getroot()
+    cases = {one.get("name"): one for one in suite}
+    assert suite.get("failures") == "1"
+    assert cases.keys() == CODES.keys()
+    assert "CRC-32" in cases["crc-mismatch"].find("failure").text
+    assert cases["chunk-gap"].find("failure") is None
+
+
+def test_junit_of_names_that_no_xml_can_hold(tmp_path: Path) -> None:
+    from ckptool.render.verify.report import write_junit
+
+    finding = Finding("not-finite", Severity.WARNING, "a\x00\x1b[31m<&>\ud800", "f", "t")
+    report = VerifyReport(tmp_path, "dcp", (finding,), True, "Sound.")
+    write_junit(report, tmp_path / "x.xml", strict=True)
+    text = ElementTree.parse(tmp_path / "x.xml").getroot().find(".//failure").text
+    assert text == "a\\x00\\x1b[31m<&>\\ud800"
+
+
+def test_annotations(flipped: Path) -> None:
+    lines = ran(str(flipped), env={"GITHUB_ACTIONS": "true"}).stdout.splitlines()
+    (found,) = [line for line in lines if line.startswith("::")]
+    assert found.startswith(f"::error file={flipped}/__1_0.distcp,title=ckptool crc-mismatch::")
+    beside = ran(str(flipped), "--json", env={"GITHUB_ACTIONS": "true"})
+    json.loads(beside.stdout)
+    assert "::error file=" in beside.stderr
+
+
+def test_annotations_cannot_be_forged(tmp_path: Path) -> None:
+    from ckptool.render.verify.report import _annotation
+
+    finding = Finding("not-finite", Severity.ERROR, "a\n::error::b 100%", "x,y:z\n", "t")
+    line = _annotation(SimpleNamespace(path=tmp_path), finding)
+    assert "\n" not in line
+    assert line.endswith("x%2Cy%3Az\\n,title=ckptool not-finite::a\\n::error::b 100%25")
+
+
+def test_the_codes_are_listed() -> None:
+    lines = ran("--codes").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(CODES)
+    told = json.loads(ran("--codes", "--json").stdout)
+    assert [row["code"] for row in told["codes"]] == list(CODES)
+
+
+def test_verify_leaves_the_checkpoint_alone(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("dcp_fsdp2")
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    for path in folder.iterdir():
+        path.chmod(0o444)
+    ran(str(folder))
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+@pytest.mark.parametrize("change", [Path.unlink, Path.touch])
+def test_a_file_that_changes_meanwhile(
+    change: Callable[[Path], None], copy_of: Callable[[str], Path]
+) -> None:
+    """What was read before and after is of no one save."""
+    folder = copy_of("rank_base")
+
+    def started(total: int) -> Callable[[int], None]:
+        os.utime(folder / "checkpoint_2.pt", (1, 1))
+        change(folder / "checkpoint_2.pt")
+        return lambda nbytes: None
+
+    report = verify(folder, VerifyOptions(workers=1), started)
+    first = report.findings[0]
+    assert (first.code, first.file) == ("file-changed", "checkpoint_2.pt")
+    assert not report.sound
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_file_that_cannot_be_read(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("dcp_base")
+    (folder / "__1_0.distcp").chmod(0)
+    assert "file-unreadable" in codes(checked(folder))
+
+
+def test_large_records_are_read_in_tiles(tmp_path: Path) -> None:
+    """A flip in the middle of a record of several MiB is found, whichever thread reads it."""
+    torch = pytest.importorskip("torch")
+    folder = saved(tmp_path / "c", state={"w": torch.zeros(3 << 20)})
+    assert checked(folder).sound
+    data = np.memmap(folder / "state.pt", "u1", "r+")
+    data[7 << 20] ^= 4
+    data.flush()
+    assert codes(checked(folder)) == {"crc-mismatch"}
+
+
+def test_links_and_loops(copy_of: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = copy_of("dcp_base")
+    (folder / "again").symlink_to(folder)
+    assert checked(folder).sound
+    shutil.rmtree(folder)

@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from conftest import calls_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptool.core.box import Box
+from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
+from ckptool.core.sharding.dtensor import LocalShard, local_shards
+from ckptool.core.sharding.infer import Inference, Stored, infer
+
+Placements = tuple[Placement, ...]
+NESTED = (StridedShard(0, 2), Shard(0))
+
+
+def spans(shard: LocalShard, length: int) -> tuple[int, int]:
+    """The rows of a 1-D shard; an empty one lies at the end, as torch lists it."""
+    box = shard.pieces[0].box if shard.pieces else Box((length,), (length,))
+    return box.lo[0], box.hi[0]
+
+
+def along(placements: Placements, dim: int) -> Placements:
+    """The placements as they cut ``dim`` alone, of a tensor that has no other."""
+    cuts = (Shard, StridedShard)
+    return tuple(
+        replace(one, dim=0) if isinstance(one, cuts) and one.dim == dim else Replicate()
+        for one in placements
+    )
+
+
+def boxes_by_rank(shape: Sequence[int], mesh: Sequence[int], placements: Placements) -> list[Box]:
+    columns = [
+        [spans(shard, length) for shard in local_shards((length,), mesh, along(placements, dim))]
+        for dim, length in enumerate(shape)
+    ]
+    return [Box(*zip(*spans, strict=True)) for spans in zip(*columns, strict=True)]
+
+
+def written(
+    name: str,
+    shape: Sequence[int],
+    mesh: Sequence[int],
+    placements: Placements,
+    writers: random.Random | None = None,
+    lists_empty: bool = True,
+) -> Stored:
+    """A tensor as DCP stores it: every box once, by one of its ranks (the lowest by default)."""
+    holders: dict[Box, list[int]] = {}
+    for rank, box in enumerate(boxes_by_rank(shape, mesh, placements)):
+        if box.volume or lists_empty:
+            holders.setdefault(box, []).append(rank)
+    chosen = {box: writers.choice(some) if writers else some[0] for box, some in holders.items()}
+    return Stored(name, tuple(shape), tuple(chosen.items()))
+
+
+def assert_explains(inference: Inference, tensor: Stored) -> None:
+    """Every placement reported for the tensor gives its boxes, held by the ranks that wrote."""
+    assert inference.mesh is not None
+    known = inference.placements[tensor.name]
+    for placements in [known] if known else inference.choices[tensor.name]:
+        held = local_shards(tensor.shape, inference.mesh.shape, placements)
+        boxes = {piece.box for shard in held for piece in shard.pieces}
+        assert boxes == {box for box, _ in tensor.chunks if box.volume}
+        for box, rank in tensor.chunks:
+            assert rank is not None
+            assert [piece.box for piece in held[rank].pieces] == [box] * bool(box.volume)
+
+
+@st.composite
+def placements_on(draw: st.DrawFn, mesh: list[int]) -> Placements:
+    """Plain shards of two tensor dims, or strided ones as FSDP2 writes them."""
+    if len(mesh) > 1 and draw(st.booleans()):
+        strided = StridedShard(draw(st.integers(0, 1)), mesh[-1])
+        return (Replicate(),) * (len(mesh) - 2) + (strided, Shard(strided.dim))
+    one = st.one_of(st.just(Replicate()), st.builds(Shard, st.integers(0, 1)))
+    return tuple(draw(one) for _ in mesh)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.lists(st.integers(2, 4), min_size=1, max_size=3), st.booleans())
+def test_what_is_inferred_explains_the_chunks(
+    data: st.DataObject, mesh: list[int], lists_empty: bool
+) -> None:
+    writers = random.Random(data.draw(st.integers(0, 999)))
+    shapes = st.tuples(st.integers(1, 40), st.integers(1, 40))
+    tensors = [
+        written(
+            str(index),
+            data.draw(shapes),
+            mesh,
+            data.draw(placements_on(mesh)),
+            writers,
+            lists_empty,
+        )
+        for index in range(data.draw(st.integers(1, 4)))
+    ]
+    inference = infer(tensors, Mesh.of(mesh).size)
+    if inference.mesh is None:
+        assert len(inference.ambiguous) > 1
+        assert len(inference.ambiguous[0]) < len(mesh) or tuple(mesh) in inference.ambiguous
+        return
+    assert len(inference.mesh.shape) < len(mesh) or inference.mesh.shape == tuple(mesh)
+    for tensor in tensors:
+        assert_explains(inference, tensor)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements"),
+    [
+        ((4,), (Shard(0),)),
+        ((4,), (Shard(1),)),
+        ((2, 2), NESTED),
+        ((2, 2), (Shard(0), Shard(1))),
+        ((2, 2), (Shard(0), Replicate())),
+        ((2, 2), (Replicate(), Shard(0))),
+        ((4, 2), NESTED),
+        ((2, 4), (StridedShard(0, 4), Shard(0))),
+        ((2, 2, 2), (Replicate(), StridedShard(1, 2), Shard(1))),
+        ((2, 2, 2), (StridedShard(0, 4), StridedShard(0, 2), Shard(0))),
+    ],
+)
+def test_placements_are_found_again(mesh: tuple[int, ...], placements: Placements) -> None:
+    inference = infer([written("w", (37, 40), mesh, placements)], Mesh.of(mesh).size)
+    assert inference == Inference(Mesh.of(mesh), {"w": placements}, (), {})
+
+
+def test_fsdp2_over_tensor_parallel() -> None:
+    mesh = (2, 2)
+    expected: dict[str, Placements | None] = {
+        "column": NESTED,
+        "row": (Shard(0), Shard(1)),
+        "norm": (Shard(0), Replicate()),
+        "step": (Replicate(), Replicate()),
+    }
+    shapes = {"column": (37, 12), "row": (12, 37), "norm": (13,), "step": ()}
+    tensors = [
+        written(name, shapes[name], mesh, placements)
+        for name, placements in expected.items()
+        if placements and name != "step"
+    ]
+    tensors.append(Stored("step", (), ((Box((), ()), 3),)))
+    assert infer(tensors, 4) == Inference(Mesh.of(mesh), expected, (), {})
+
+
+def test_a_flat_mesh_is_preferred_to_one_of_more_dims() -> None:
+    tensor = written("w", (64, 8), (2, 4), (Shard(0), Shard(0)))
+    assert infer([tensor], 8) == Inference(Mesh.of((8,)), {"w": (Shard(0),)}, (), {})
+
+
+def test_whole_tensors_are_replicated_on_a_flat_mesh() -> None:
+    tensors = [Stored(name, (3, 4), ((Box.whole((3, 4)), rank),)) for rank, name in enumerate("ab")]
+    replicated = (Replicate(),)
+    expected = Inference(Mesh.of((4,)), {"a": replicated, "b": replicated}, (), {})
+    assert infer(tensors, 4) == expected
+
+
+def test_a_tensor_without_elements_counts_as_replicated() -> None:
+    tensor = Stored("none", (0, 4), ((Box((0, 0), (0, 4)), 0),))
+    assert infer([tensor], 2).placements == {"none": (Replicate(),)}
+
+
+def test_one_rank_alone() -> None:
+    assert infer([Stored("w", (4,), ((Box((0,), (4,)), 0),))], 1).mesh == Mesh.of((1,))
+
+
+def test_shapes_that_explain_equally_well_are_listed() -> None:
+    grid = written("w", (8, 8), (2, 4), (Shard(0), Shard(1)))
+    unknown = Stored("w", (8, 8), tuple((box, None) for box, _ in grid.chunks))
+    inference = infer([unknown], 8)
+    assert inference == Inference(None, {"w": None}, ((2, 4), (4, 2)), {})
+    assert infer([grid], 8).mesh == Mesh.of((2, 4))
+
+
+def test_placements_that_writers_do_not_tell_apart_are_listed() -> None:
+    halves = Stored("w", (8,), ((Box((0,), (4,)), 0), (Box((4,), (8,)), 3)))
+    inference = infer([halves], 4)
+    assert inference.mesh == Mesh.of((2, 2))
+    assert inference.placements == {"w": None}
+    assert set(inference.choices["w"]) == {(Shard(0), Replicate()), (Replicate(), Shard(0))}
+
+
+def test_an_empty_chunk_tells_a_shard_from_a_whole_tensor() -> None:
+    whole, empty = Box((0,), (1,)), Box((1,), (1,))
+    assert infer([Stored("w", (1,), ((whole, 0),))], 2).placements["w"] == (Replicate(),)
+    assert infer([Stored("w", (1,), ((whole, 0), (empty, 1)))], 2).placements["w"] == (Shard(0),)
+
+
+def test_the_writer_of_an_empty_chunk_must_hold_nothing() -> None:
+    whole, empty = Box((0,), (1,)), Box((1,), (1,))
+    assert infer([Stored("w", (1,), ((whole, 1), (empty, 0)))], 2).mesh is None
+    inner = infer([Stored("w", (1,), ((whole, 2), (empty, 1)))], 4)
+    assert inner.placements == {"w": (Replicate(), Shard(0))}
+
+
+def test_the_same_box_may_come_from_several_ranks() -> None:
+    low, high = Box((0,), (4,)), Box((4,), (8,))
+    every_rank = Stored("w", (8,), ((low, 0), (high, 1), (low, 2), (high, 3)))
+    assert infer([every_rank], 4).placements["w"] == (Replicate(), Shard(0))
+
+
+RAGGED = [
+    Stored("uneven", (10,), ((Box((0,), (3,)), 0), (Box((3,), (10,)), 1))),
+    Stored("twice", (8,), tuple((Box((2 * i,), (2 * i + 2,)), i // 2) for i in range(4))),
+    Stored("gap", (8,), ((Box((0,), (4,)), 0), (Box((5,), (8,)), 1))),
+    Stored(
+        "no grid",
+        (4, 4),
+        (
+            (Box((0, 0), (2, 2)), 0),
+            (Box((0, 2), (2, 4)), 1),
+            (Box((2, 0), (4, 4)), 2),
+        ),
+    ),
+    Stored("nothing", (4,), ()),
+    Stored("other rank", (4, 4), ((Box((0,), (4,)), 0),)),
+]
+
+
+@pytest.mark.parametrize("ragged", RAGGED, ids=lambda tensor: tensor.name)
+def test_a_tensor_that_no_mesh_explains_leaves_none(ragged: Stored) -> None:
+    regular = written("w", (8,), (4,), (Shard(0),))
+    expected: dict[str, Placements | None] = {"w": None, ragged.name: None}
+    assert infer([regular, ragged], 4) == Inference(None, expected, (), {})
+
+
+def test_tensors_that_disagree_leave_no_mesh() -> None:
+    by_rows = written("a", (8,), (2, 2), NESTED)
+    in_turn = written("b", (8,), (4,), (Shard(0),))
+    assert infer([by_rows], 4).mesh == Mesh.of((2, 2))
+    both = infer([by_rows, in_turn], 4)
+    assert both.placements == {"a": NESTED, "b": (Shard(0), Shard(0))}
+
+
+def test_a_rank_beyond_those_seen_widens_the_world() -> None:
+    assert infer([written("w", (8,), (4,), (Shard(0),))], 2).mesh == Mesh.of((4,))
+
+
+def test_a_world_past_all_reason_is_not_searched() -> None:
+    halves = Stored("w", (2,), ((Box((0,), (1,)), 0), (Box((1,), (2,)), 10**12)))
+    assert infer([halves], 1).mesh is None
+
+
+@pytest.mark.parametrize("varied", [False, True])
+def test_a_thousand_tensors_of_64_ranks_cost_few_calls(varied: bool) -> None:
+    writers = random.Random(1)
+    kinds: itertools.cycle[Placements] = itertools.cycle(
+        [(StridedShard(0, 8), Shard(0)), (Shard(0), Shard(1)), (Shard(0), Replicate())]
+    )
+    tensors = [
+        written(str(index), (4096 + varied * index % 40, 512), (8, 8), next(kinds), writers)
+        for index in range(1000)
+    ]
+    assert infer(tensors, 64).mesh == Mesh.of((8, 8))
+    assert calls_of(lambda: infer(tensors, 64)) < 8 * 64 * 1000

@@ -1,0 +1,429 @@
+"""Which placements every tensor gets on a new mesh, one row a case."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ckptool.commands.reshard.plan_file import read_plan, read_tp_plan
+from ckptool.commands.reshard.reshard import ReshardOptions, _placer
+from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.dtype import BY_NAME
+from ckptool.core.mesh import Mesh, Partial, Placement, Placements, Replicate, Shard, StridedShard
+from ckptool.core.sharding.placement import (
+    Choice,
+    Placed,
+    Placer,
+    Rule,
+    parse_mesh,
+    parse_placement,
+    parse_rule,
+)
+from ckptool.errors import CannotDo, CkptoolError, UsageError
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+STRIDED = StridedShard(0, 2)
+
+
+def entry(
+    name: str = "w",
+    shape: tuple[int, ...] = (8, 6),
+    placements: Placements | None = None,
+    mesh: Mesh | None = None,
+) -> TensorEntry:
+    return TensorEntry(name, (name,), BY_NAME["float32"], shape, (), placements, mesh)
+
+
+def choose(placer: Placer, *entries: TensorEntry, mesh: Mesh | None = None) -> dict[str, Choice]:
+    catalog = Catalog("dcp", {one.name: one for one in entries}, {}, {}, mesh=mesh)
+    return placer.choose(catalog)
+
+
+def placed(text: str, one: TensorEntry, *rules: str, policy: str | None = None) -> str:
+    """The placements of one tensor on the mesh of ``text``, as they print."""
+    placer = Placer(parse_mesh(text), tuple(map(parse_rule, rules)), policy)
+    return ", ".join(map(str, choose(placer, one)[one.name].placements))
+
+
+# Words
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "names"),
+    [
+        ("8", (8,), None),
+        ("2x4", (2, 4), None),
+        ("2X2x2", (2, 2, 2), None),
+        ("2x2x2x2", (2, 2, 2, 2), None),
+        ("dp=2,tp=4", (2, 4), ("dp", "tp")),
+        (" dp = 2 , tp = 4 ", (2, 4), ("dp", "tp")),
+        ("fsdp=3", (3,), ("fsdp",)),
+    ],
+)
+def test_a_mesh(text: str, shape: tuple[int, ...], names: tuple[str, ...] | None) -> None:
+    assert parse_mesh(text) == Mesh.of(shape, names)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "0", "2x0", "-2", "2x", "x2", "2*4", "two", "1.5", "dp=2,4", "dp=2,dp=4", "=2", "dp=",
+     "2x2x2x2x2", "1000000", "999999x999999"],
+)  # fmt: skip
+def test_no_mesh(text: str) -> None:
+    with pytest.raises(UsageError, match="--mesh"):
+        parse_mesh(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Shard(0)", S0),
+        (" shard( 1 ) ", S1),
+        ("Shard(-1)", Shard(-1)),
+        ("StridedShard(0, 2)", STRIDED),
+        ("_StridedShard(0,2)", STRIDED),
+        ("Replicate()", R),
+        ("replicate", R),
+    ],
+)
+def test_a_placement(text: str, expected: Placement) -> None:
+    assert parse_placement(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "Shard", "Shard()", "Shard(0, 1)", "StridedShard(0)", "StridedShard(0, 0)", "Replicate(0)",
+     "Shard(a)", "Shard(0", "colwise(0)"],
+)  # fmt: skip
+def test_no_placement(text: str) -> None:
+    with pytest.raises(UsageError, match="is no placement"):
+        parse_placement(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("*=Shard(0),Replicate()", Rule("*", (S0, R))),
+        ("a.*.w = StridedShard(0, 2) , Shard(0)", Rule("a.*.w", (STRIDED, S0))),
+        ("*.q=colwise", Rule("*.q", style="colwise")),
+        ("*.o= rowwise ", Rule("*.o", style="rowwise")),
+    ],
+)
+def test_a_rule(text: str, rule: Rule) -> None:
+    assert parse_rule(text) == rule
+
+
+@pytest.mark.parametrize("text", ["", "w", "=Shard(0)", "w=", "w=sideways", "w=Shard(0);Shard(1)"])
+def test_no_rule(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_rule(text)
+
+
+def test_a_partial_placement_is_refused_with_its_reason() -> None:
+    with pytest.raises(CkptoolError, match="addend"):
+        parse_placement("Partial(sum)")
+
+
+# Rules and policies
+
+
+@pytest.mark.parametrize(
+    ("mesh", "policy", "expected"),
+    [
+        ("4", "fsdp", "Shard(0)"),
+        ("2x4", "fsdp", "Shard(0), Shard(0)"),
+        ("2x2x2", "fsdp", "Shard(0), Shard(0), Shard(0)"),
+        ("2x4", "hsdp", "Replicate(), Shard(0)"),
+        ("2x4", "replicate", "Replicate(), Replicate()"),
+        ("dp=2,tp=4", "fsdp", "Shard(0), Shard(0)"),
+    ],
+)
+def test_a_policy(mesh: str, policy: str, expected: str) -> None:
+    assert placed(mesh, entry(), policy=policy) == expected
+
+
+@pytest.mark.parametrize("policy", ["fsdp", "hsdp", "replicate"])
+def test_a_scalar_is_replicated(policy: str) -> None:
+    assert placed("2x4", entry(shape=()), policy=policy) == "Replicate(), Replicate()"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rule", "shape", "expected"),
+    [
+        ("2x4", "w=Shard(0),Shard(1)", (8, 6), "Shard(0), Shard(1)"),
+        ("2x4", "*=Replicate(),Shard(-1)", (8, 6), "Replicate(), Shard(-1)"),
+        ("4", "w=colwise", (8, 6), "Shard(0)"),
+        ("4", "w=rowwise", (8, 6), "Shard(1)"),
+        ("4", "w=rowwise", (8,), "Replicate()"),
+        ("4", "w=colwise", (), "Replicate()"),
+        ("2x4", "w=rowwise", (8, 6), "Shard(0), Shard(1)"),
+        ("2x4", "w=colwise", (8, 6), "StridedShard(0, 4), Shard(0)"),
+        ("dp=2,tp=4", "w=colwise", (8, 6), "StridedShard(0, 4), Shard(0)"),
+        ("tp=4,dp=2", "w=colwise", (8, 6), "Shard(0), Shard(0)"),
+        ("dp=2,tp=1", "w=colwise", (8, 6), "Shard(0), Shard(0)"),
+        ("dp_replicate=2,dp_shard=2,tp=2", "w=rowwise", (8, 6), "Replicate(), Shard(0), Shard(1)"),
+    ],
+)
+def test_a_rule_applies(mesh: str, rule: str, shape: tuple[int, ...], expected: str) -> None:
+    assert placed(mesh, entry(shape=shape), rule) == expected
+
+
+def test_the_first_rule_that_matches_wins() -> None:
+    rules = ("a.w=Shard(1)", "a.*=Shard(0)", "*=Replicate()")
+    entries = [entry("a.w"), entry("a.v"), entry("b")]
+    found = choose(Placer(Mesh.of((2,)), tuple(map(parse_rule, rules))), *entries)
+    assert [choice.placements for choice in found.values()] == [(S1,), (S0,), (R,)]
+    assert [choice.reason for choice in found.values()] == ["rule a.w", "rule a.*", "rule *"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ("w=Shard(0)", "1 placements, the mesh 2x4 has 2 dims"),
+        ("w=Shard(0),Shard(2)", r"Shard\(2\) does not fit its shape"),
+        ("w=Shard(-3),Replicate()", r"Shard\(-3\) does not fit its shape"),
+        ("v=Shard(0),Shard(0)", "matches no tensor"),
+    ],
+)
+def test_a_rule_that_does_not_fit(rule: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        placed("2x4", entry(), rule)
+
+
+# Keeping the source's own
+
+
+@pytest.mark.parametrize(
+    ("source", "own", "mesh", "expected"),
+    [
+        ("2", (S1,), "8", "Shard(1)"),
+        ("2x2", (S0, S1), "3x4", "Shard(0), Shard(1)"),
+        ("2x2", (R, S0), "dp=4,tp=2", "Replicate(), Shard(0)"),
+        ("dp=2,tp=2", (S0, S1), "dp=4,tp=8", "Shard(0), Shard(1)"),
+        ("dp=2,tp=2", (S0, S1), "tp=4,dp=2", "Shard(1), Shard(0)"),
+        ("tp=2", (S1,), "dp=2,tp=4", "Replicate(), Shard(1)"),
+        ("2x2", (STRIDED, S0), "2x4", "StridedShard(0, 4), Shard(0)"),
+        ("2x2", (STRIDED, S0), "4x1", "Shard(0), Shard(0)"),
+        ("dp=2,tp=2", (STRIDED, S0), "dp=2,tp=8", "StridedShard(0, 8), Shard(0)"),
+        ("dp=2,tp=2", (STRIDED, S0), "tp=4,dp=2", "Shard(0), Shard(0)"),
+        ("dp=2,tp=2", (STRIDED, S0), "pp=2,dp=2,tp=3", "Replicate(), StridedShard(0, 3), Shard(0)"),
+        ("2x2x2", (S0, STRIDED, S0), "2x2x4", "Shard(0), StridedShard(0, 4), Shard(0)"),
+        ("2x2x2", (StridedShard(0, 4), STRIDED, S0), "2x3x5",
+         "StridedShard(0, 15), StridedShard(0, 5), Shard(0)"),
+        ("2x2", (STRIDED, S1), "2x4", "Shard(0), Shard(1)"),
+        ("2x2", (STRIDED, S1), "2x2", "StridedShard(0, 2), Shard(1)"),
+        ("2x2x2", (STRIDED, STRIDED, S0), "2x2x2",
+         "StridedShard(0, 2), StridedShard(0, 2), Shard(0)"),
+        ("2x2x2", (STRIDED, STRIDED, S0), "2x3x4",
+         "StridedShard(0, 4), StridedShard(0, 4), Shard(0)"),
+        ("tp=2,dp=2", (S0, S0), "dp=2,tp=4", "StridedShard(0, 4), Shard(0)"),
+    ],
+)  # fmt: skip
+def test_kept(source: str, own: Placements, mesh: str, expected: str) -> None:
+    one = entry(shape=(8, 6), placements=own, mesh=parse_mesh(source))
+    assert placed(mesh, one) == expected
+    assert choose(Placer(parse_mesh(mesh)), one)["w"].reason == "kept from the source"
+
+
+def test_the_checkpoints_mesh_serves_where_a_tensor_has_none() -> None:
+    one = entry(placements=(S1,))
+    found = choose(Placer(Mesh.of((4,))), one, mesh=Mesh.of((2,)))
+    assert found["w"].placements == (S1,)
+
+
+def test_dims_that_do_not_agree_are_not_kept() -> None:
+    one = entry(placements=(S1,), mesh=Mesh.of((2,)))
+    assert placed("2x4", one) == "Shard(0), Shard(0)"
+
+
+def test_partial_values_are_refused() -> None:
+    with pytest.raises(CannotDo, match="partial"):
+        placed("2", entry(placements=(Partial("sum"),), mesh=Mesh.of((2,))))
+
+
+# Conventional dim names
+
+
+@pytest.mark.parametrize(
+    ("mesh", "name", "shape", "expected"),
+    [
+        ("fsdp=4", "w", (8, 6), "Shard(0)"),
+        ("dp_shard=4", "w", (8, 6), "Shard(0)"),
+        ("dp_replicate=2,dp_shard=4", "w", (8, 6), "Replicate(), Shard(0)"),
+        ("dp_shard=2,cp=2", "w", (8, 6), "Shard(0), Shard(0)"),
+        ("pp=2,dp_shard=2", "w", (8, 6), "Replicate(), Shard(0)"),
+        ("dp_shard=2,tp=2", "layers.0.attention.wq.weight", (8, 6), "StridedShard(0, 2), Shard(0)"),
+        ("dp_shard=2,tp=2", "layers.0.attention.wo.weight", (8, 6), "Shard(0), Shard(1)"),
+        ("dp_shard=2,tp=2", "layers.0.attention.wo.bias", (8,), "Shard(0), Replicate()"),
+        ("dp_shard=2,tp=2", "layers.0.ffn_norm.weight", (8,), "Shard(0), Replicate()"),
+        ("dp_shard=2,tp=2", "model.layers.0.mlp.down_proj.weight", (8, 6), "Shard(0), Shard(1)"),
+        ("dp_shard=2,tp=2", "tok_embeddings.weight", (8, 6), "StridedShard(0, 2), Shard(0)"),
+        ("dp_shard=2,tp=2", "o.state.layers.0.attention.wo.weight.exp_avg", (8, 6),
+         "Shard(0), Shard(1)"),
+        ("dp_shard=2,tp=2", "o.state.layers.0.attention.wo.weight.step", (),
+         "Replicate(), Replicate()"),
+        ("dp_replicate=2,dp_shard=2,tp=2", "layers.0.feed_forward.w1.weight", (8, 6),
+         "Replicate(), StridedShard(0, 2), Shard(0)"),
+        ("ep=4", "layers.0.moe.experts.w1", (8, 6, 4), "Shard(0)"),
+        ("ep=4", "layers.0.attention.wq.weight", (8, 6), "Replicate()"),
+    ],
+)  # fmt: skip
+def test_conventional_names(mesh: str, name: str, shape: tuple[int, ...], expected: str) -> None:
+    assert placed(mesh, entry(name, shape)) == expected
+    assert choose(Placer(parse_mesh(mesh)), entry(name, shape))[name].reason == "mesh dim names"
+
+
+def test_other_names_mean_nothing() -> None:
+    found = choose(Placer(parse_mesh("rows=2,tp=2")), entry())
+    assert found["w"] == Choice((S0, S0), "policy fsdp, the default")
+
+
+# The order in which they are asked
+
+OWN = entry(placements=(S1, R), mesh=parse_mesh("dp=2,tp=2"))
+
+
+@pytest.mark.parametrize(
+    ("one", "mesh", "rules", "policy", "reason"),
+    [
+        (OWN, "dp=2,tp=2", ("w=Shard(0),Shard(0)",), "replicate", "rule w"),
+        (OWN, "dp=2,tp=2", (), "replicate", "policy replicate"),
+        (OWN, "dp=2,tp=2", (), None, "kept from the source"),
+        (entry(), "dp=2,tp=2", (), None, "mesh dim names"),
+        (entry(), "2x2", (), None, "policy fsdp, the default"),
+    ],
+)
+def test_order(
+    one: TensorEntry, mesh: str, rules: tuple[str, ...], policy: str | None, reason: str
+) -> None:
+    placer = Placer(parse_mesh(mesh), tuple(map(parse_rule, rules)), policy)
+    assert choose(placer, one)["w"].reason == reason
+
+
+# Plan files
+
+PLAN = """
+mesh = "2x4"
+names = ["dp", "tp"]
+[[rule]]
+tensor = "a.*"
+placements = ["StridedShard(0, 4)", "Shard(0)"]
+[[rule]]
+tensor = "*"
+placements = ["rowwise"]
+"""
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_a_plan_names_the_mesh_and_the_rules_in_order(tmp_path: Path) -> None:
+    mesh, rules = read_plan(written(tmp_path / "p.toml", PLAN))
+    assert mesh == Mesh.of((2, 4), ("dp", "tp"))
+    assert rules == [Rule("a.*", (StridedShard(0, 4), S0)), Rule("*", style="rowwise")]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("mesh = ", "--plan"),
+        ('mesh = "0x2"', "--mesh"),
+        ('mesh = [2, 4]', r"mesh = \[2, 4\] is no text"),
+        ('[[rules]]\ntensor = "w"\nplacements = ["Shard(0)"]', "'rules' is none of mesh, names"),
+        ('[[rule]]\ntensor = "w"\nplacements = "colwise"\nmesh = "2"', "'mesh' is none of tensor"),
+        ('[[rule]]\ntensor = "w"\nplacements = 7', "is no list of placements"),
+        ('mesh = "2x4"\nnames = ["dp", "dp"]', "is no list of names"),
+        ('mesh = "2"\nnames = "dp"', "is no list of names"),
+        ('mesh = "2x4"\nnames = ["dp"]', "1 names for 2 mesh dims"),
+        ('[[rule]]\ntensor = "w"', "needs tensor and placements"),
+        ('[[rule]]\nplacements = ["Shard(0)"]', "needs tensor and placements"),
+        ('[rule]\ntensor = "w"\nplacements = ["Shard(0)"]', "needs tensor and placements"),
+        ('rule = 5', "needs tensor and placements"),
+        ('[[rule]]\ntensor = "w"\nplacements = ["Shrd(0)"]', "is no placement"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_is_none(text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words):
+        read_plan(written(tmp_path / "p.toml", text))
+
+
+def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such file"):
+        read_plan(tmp_path / "p.toml")
+
+
+def test_options_come_before_the_plan_and_its_mesh(tmp_path: Path) -> None:
+    plan = written(tmp_path / "p.toml", PLAN)
+    rule = parse_rule("a.w=Replicate(),Replicate()")
+    placer = _placer(ReshardOptions(mesh=Mesh.of((4, 2)), rules=(rule,), plan_file=plan))
+    assert placer.mesh == Mesh.of((4, 2), ("dp", "tp"))
+    assert [one.glob for one in placer.rules] == ["a.w", "a.*", "*"]
+    assert _placer(ReshardOptions(plan_file=plan)).mesh == Mesh.of((2, 4), ("dp", "tp"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (ReshardOptions(), "no mesh"),
+        (ReshardOptions(mesh=Mesh.of((2,)), policy="zero3"), "no such policy"),
+    ],
+)
+def test_options_that_say_too_little(options: ReshardOptions, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        _placer(options)
+
+
+# transformers' tp_plan
+
+LLAMA = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.input_layernorm": "sequence_parallel",
+}
+
+
+@pytest.mark.parametrize("key", ["base_model_tp_plan", "tp_plan"])
+def test_a_tp_plan_places_a_model_without_biases(key: str, tmp_path: Path) -> None:
+    rules = read_tp_plan(written(tmp_path / "config.json", json.dumps({key: LLAMA})))
+    names = [f"model.layers.1.{module}.weight" for module in ("self_attn.q_proj",
+             "self_attn.o_proj", "input_layernorm")]  # fmt: skip
+    entries = [entry(names[0]), entry(names[1]), entry(names[2], (8,)), entry("lm_head.weight")]
+    entries += [entry(f"optim.state.{names[1]}.exp_avg"), entry(f"optim.state.{names[1]}.step", ())]
+    found = choose(Placer(parse_mesh("dp=2,tp=2"), tuple(rules)), *entries)
+    assert [", ".join(map(str, choice.placements)) for choice in found.values()] == [
+        "StridedShard(0, 2), Shard(0)",
+        "Shard(0), Shard(1)",
+        "Shard(0), Replicate()",
+        "StridedShard(0, 2), Shard(0)",
+        "Shard(0), Shard(1)",
+        "Replicate(), Replicate()",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "--tp-plan"),
+        ("{}", "no base_model_tp_plan"),
+        ("[]", "no base_model_tp_plan"),
+        ('{"tp_plan": {"q": 5}}', "no base_model_tp_plan"),
+        ('{"tp_plan": {"q": "sideways"}}', "sideways"),
+    ],
+)
+def test_a_tp_plan_that_is_none(text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words):
+        read_tp_plan(written(tmp_path / "config.json", text))
+
+
+def test_placed_shards_are_those_of_the_mesh() -> None:
+    shards = Placed(Mesh.of((2, 2)), {"w": (STRIDED, S0)}).shards(entry(shape=(8, 6)))
+    assert [shard.pieces[0].box.lo[0] for shard in shards] == [0, 4, 2, 6]
+
+
+def test_every_refusal_has_an_exit_code() -> None:
+    assert (UsageError.exit_code, CannotDo.exit_code) == (2, 4)
+    assert issubclass(CannotDo, CkptoolError)

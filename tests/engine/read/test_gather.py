@@ -1,0 +1,176 @@
+"""Gathering boxes of chunks, against numpy and torch."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+import torch
+from conftest import bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import Chunk, Extent, Packed, Place
+from ckptool.core.dtype import BY_NAME
+from ckptool.engine.read import gather
+from ckptool.engine.read.gather import Gatherer, unit
+from ckptool.engine.read.rounding import cast
+from ckptool.errors import Damaged
+from ckptool.storage.local import LocalSource
+
+RNG = np.random.default_rng(3)
+DATA = RNG.integers(0, 256, 4096, np.uint8).tobytes()
+
+
+@st.composite
+def strided(draw: st.DrawFn) -> tuple[int, int, tuple[int, ...], tuple[int, ...], Box]:
+    """Item size, offset, shape, byte strides (any order, gaps, repeats) and a box within."""
+    itemsize = draw(st.sampled_from([1, 2, 4, 8, 16]))
+    shape = tuple(draw(st.lists(st.integers(1, 4), max_size=3)))
+    strides = tuple(draw(st.integers(0, 12)) * itemsize for _ in shape)
+    offset = draw(st.integers(0, 64))
+    spans = [sorted(draw(st.tuples(*[st.integers(0, n)] * 2))) for n in shape]
+    return (
+        itemsize,
+        offset,
+        shape,
+        strides,
+        Box(*zip(*spans, strict=True)) if spans else Box((), ()),
+    )
+
+
+def gathered(at: Place, box: Box, itemsize: int, corner: tuple[int, ...]) -> np.ndarray:
+    """Through a file, for a chunk that lies at ``corner`` of its tensor."""
+    dtype = next(dtype for dtype in BY_NAME.values() if dtype.itemsize == itemsize)
+    out = np.zeros(box.shape, unit(itemsize))
+    chunk = Chunk(Box.at(corner, (9,) * len(corner)), at)
+    moved = Box.at([l + c for l, c in zip(box.lo, corner, strict=True)], box.shape)
+    with TemporaryDirectory() as folder:
+        Path(folder, "f").write_bytes(DATA)
+        if isinstance(at, Packed):
+            Path(folder, "z").write_bytes(b"head" + deflated(DATA))
+        gatherer = Gatherer(LocalSource(Path(folder), {}))
+        try:
+            gatherer.fill(out, chunk, moved, dtype)
+        finally:
+            gatherer.close()
+    return out
+
+
+def deflated(data: bytes) -> bytes:
+    machine = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return machine.compress(data) + machine.flush()
+
+
+def expected(offset: int, strides: tuple[int, ...], box: Box, itemsize: int) -> np.ndarray:
+    start = offset + sum(l * s for l, s in zip(box.lo, strides, strict=True))
+    if not box.volume:
+        return np.zeros(box.shape, unit(itemsize))
+    return np.ndarray(box.shape, unit(itemsize), DATA, start, strides)
+
+
+@given(strided(), st.integers(0, 5))
+@settings(max_examples=150)
+def test_any_strides_and_box(
+    found: tuple[int, int, tuple[int, ...], tuple[int, ...], Box], corner: int
+) -> None:
+    itemsize, offset, shape, strides, box = found
+    result = gathered(Extent("f", offset, strides), box, itemsize, (corner,) * len(shape))
+    assert result.tobytes() == expected(offset, strides, box, itemsize).tobytes()
+
+
+@given(strided())
+@settings(max_examples=50)
+def test_packed_blobs(found: tuple[int, int, tuple[int, ...], tuple[int, ...], Box]) -> None:
+    itemsize, offset, shape, strides, box = found
+    at = Packed("z", 4, len(deflated(DATA)), "deflate", len(DATA), offset, strides)
+    result = gathered(at, box, itemsize, (0,) * len(shape))
+    assert result.tobytes() == expected(offset, strides, box, itemsize).tobytes()
+
+
+@given(strided())
+@settings(max_examples=80)
+def test_pieces_smaller_than_a_span(
+    found: tuple[int, int, tuple[int, ...], tuple[int, ...], Box],
+) -> None:
+    """Every way of splitting a strided read, forced by a tiny span."""
+    itemsize, offset, shape, strides, box = found
+    kept = gather.SPAN, gather._LONG_RUN
+    gather.SPAN, gather._LONG_RUN = 2 * itemsize, 8
+    try:
+        result = gathered(Extent("f", offset, strides), box, itemsize, (0,) * len(shape))
+    finally:
+        gather.SPAN, gather._LONG_RUN = kept
+    assert result.tobytes() == expected(offset, strides, box, itemsize).tobytes()
+
+
+VALUES = {
+    "float32": torch.tensor([1.5, -2.0, float("nan"), 0.0, -0.0]),
+    "bfloat16": torch.tensor([1.5, -2.0, float("inf")], dtype=torch.bfloat16),
+    "float64": torch.tensor([1e300, -1e-300], dtype=torch.float64),
+    "complex64": torch.tensor([1 + 2j, -3 - 4j, 0j], dtype=torch.complex64),
+    "complex128": torch.tensor([1 + 2j, -3 - 4j], dtype=torch.complex128),
+    "int64": torch.tensor([1, -2, 2**62, -(2**63)]),
+    "int16": torch.tensor([1, -2, -(2**15)], dtype=torch.int16),
+}
+
+
+def repaired(tensor: torch.Tensor, ops: tuple[str, ...], folder: Path) -> bytes:
+    dtype = BY_NAME[str(tensor.dtype).removeprefix("torch.")]
+    (folder / "f").write_bytes(bits(tensor)[2])
+    at = Extent("f", 0, (dtype.itemsize,), ops=ops)
+    out = np.zeros(tensor.shape, unit(dtype.itemsize))
+    gatherer = Gatherer(LocalSource(folder, {}))
+    gatherer.fill(out, Chunk(Box.whole(tensor.shape), at), Box.whole(tensor.shape), dtype)
+    gatherer.close()
+    return out.tobytes()
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_negative_bit(name: str, tmp_path: Path) -> None:
+    assert repaired(VALUES[name], ("neg",), tmp_path) == bits(-VALUES[name])[2]
+
+
+@pytest.mark.parametrize("name", ["complex64", "complex128"])
+def test_conjugate_bit(name: str, tmp_path: Path) -> None:
+    assert repaired(VALUES[name], ("conj",), tmp_path) == bits(VALUES[name].conj())[2]
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_byte_order(name: str, tmp_path: Path) -> None:
+    big = torch.view_as_real(VALUES[name]) if "complex" in name else VALUES[name]
+    itemsize = big.element_size()
+    swapped = np.frombuffer(bits(big)[2], f"u{itemsize}").byteswap().tobytes()
+    assert repaired(VALUES[name], ("byteswap",), tmp_path) == swapped
+
+
+@pytest.mark.parametrize("name", ["complex64"])
+def test_repairs_come_one_after_the_other(name: str, tmp_path: Path) -> None:
+    value = VALUES[name]
+    assert repaired(value, ("conj", "neg"), tmp_path) == bits(-value.conj().resolve_conj())[2]
+
+
+FLOATING = [d for d in BY_NAME.values() if d.kind == "float" and hasattr(torch, d.name)]
+
+
+@pytest.mark.parametrize("wanted", FLOATING, ids=str)
+@pytest.mark.parametrize("stored", FLOATING, ids=str)
+def test_cast_is_torchs(stored: object, wanted: object) -> None:
+    raw = torch.tensor(np.frombuffer(DATA[: 64 * stored.itemsize], np.uint8).copy())
+    values = raw.view(getattr(torch, stored.name))
+    array = raw.numpy().view(unit(stored.itemsize)).reshape(8, 8)
+    result = cast(array, stored, wanted)
+    assert result.shape == (8, 8)
+    assert result.tobytes() == bits(values.to(getattr(torch, wanted.name)))[2]
+
+
+def test_a_file_that_ends_early(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(bytes(10))
+    gatherer = Gatherer(LocalSource(tmp_path, {}))
+    chunk = Chunk(Box.whole((3,)), Extent("f", 0, (4,)))
+    with pytest.raises(Damaged, match=r"f: .* 10 bytes"):
+        gatherer.fill(np.zeros(3, "u4"), chunk, Box.whole((3,)), BY_NAME["float32"])

@@ -1,0 +1,56 @@
+"""What a dry run says will be read is what is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import case
+
+from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
+from ckptool.commands.transfer import TransferOptions
+from ckptool.core.sharding.placement import parse_mesh, parse_rule
+from ckptool.engine.write.run import RunOptions
+from ckptool.engine.write.worker import Worker
+from ckptool.storage.local import Reader
+
+COLUMNS = "*=Replicate(),Shard(-1)"
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "rules"),
+    [
+        ("dcp_fsdp2_tp", "2x4", ()),
+        ("dcp_fsdp2_tp", "1x3", (COLUMNS,)),
+        ("dcp_hsdp", "2x2", (COLUMNS,)),
+        ("rank_strided", "2x2", (COLUMNS,)),
+        ("safetensors_file", "1x2", (COLUMNS,)),
+    ],
+)
+def test_bytes_to_read(
+    name: str, mesh: str, rules: tuple[str, ...], out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    real = Reader.read_into
+
+    def counted(self: Reader, file: str, offset: int, buffer: memoryview) -> None:
+        read.append(len(buffer))
+        real(self, file, offset, buffer)
+
+    def not_again(self: Worker, record: Any) -> None:
+        self._records.whole(record, record.crc32)
+
+    options = ReshardOptions(
+        mesh=parse_mesh(mesh),
+        rules=(*map(parse_rule, rules), parse_rule("*=Replicate(),Replicate()")),
+        rank_state="keep",
+        to="dcp",
+        transfer=TransferOptions(run=RunOptions(1, fsync=False)),
+    )
+    prepared = prepare_reshard(case(name).path, out / "r", options)
+    told = prepared.costs().read_bytes
+    monkeypatch.setattr(Reader, "read_into", counted)
+    monkeypatch.setattr(Worker, "check_record", not_again)
+    prepared.run()
+    assert sum(read) == told > 0

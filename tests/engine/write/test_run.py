@@ -1,0 +1,264 @@
+"""Moving bytes: any tile size and number of threads, failures on the way, the target at the end."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import SUFFIX, TENSORS_OF, case, convert_to, read_back
+
+from ckptool.commands.convert import ConvertOptions, prepare
+from ckptool.engine.write.run import RunOptions
+from ckptool.errors import CannotDo, CkptoolError, Damaged, TransferError
+from ckptool.storage.local import LocalSource
+
+NAMES = ["dcp_fsdp2_tp", "rank_experimental", "zip_zoo", "dcp_zstd"]
+
+
+@pytest.mark.parametrize("target", TENSORS_OF)
+@pytest.mark.parametrize("tile", [1, 7, 64])
+@pytest.mark.parametrize("name", NAMES)
+def test_tiles_of_any_size(
+    name: str, tile: int, target: str, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalSource, "tile", tile)
+    convert_to(target, case(name).path, out / f"m{SUFFIX[target]}")
+    assert read_back(target, out / f"m{SUFFIX[target]}") == case(name).truth
+
+
+@pytest.mark.parametrize("workers", [1, 3, 16])
+def test_any_number_of_workers_writes_the_same(workers: int, out: Path) -> None:
+    source = case("dcp_fsdp2_tp").path
+    convert_to("torch-save", source, out / "one.pt", run=RunOptions(1, fsync=False))
+    (out / "other").mkdir()
+    convert_to("torch-save", source, out / "other" / "one.pt", run=RunOptions(workers, fsync=False))
+    assert (out / "one.pt").read_bytes() == (out / "other" / "one.pt").read_bytes()
+
+
+def test_the_same_again_is_the_same_bytes(out: Path) -> None:
+    for number in "12":
+        (out / number).mkdir()
+        convert_to("dcp", case("rank_experimental").path, out / number / "m")
+    files = sorted(path.name for path in (out / "1" / "m").iterdir())
+    assert files == sorted(path.name for path in (out / "2" / "m").iterdir())
+    for name in files:
+        assert (out / "1/m" / name).read_bytes() == (out / "2/m" / name).read_bytes()
+
+
+def test_progress_adds_up_to_what_is_written(out: Path) -> None:
+    options = ConvertOptions("safetensors")
+    prepared = prepare(case("hf_shards").path, out / "m", options)
+    moved: list[int] = []
+    prepared.run(moved.append)
+    literals = sum(
+        part.nbytes
+        for file in prepared.report.files
+        for part in file.parts
+        if type(part).__name__ == "Literal"
+    )
+    assert sum(moved) in (prepared.nbytes, prepared.nbytes - literals)
+
+
+# A budget too small
+
+
+@pytest.mark.parametrize("name", ["dcp_fsdp2_tp", "dcp_zstd"])
+def test_a_budget_too_small_is_refused(name: str, out: Path) -> None:
+    with pytest.raises(CannotDo, match="budget") as caught:
+        convert_to("dcp", case(name).path, out / "m", run=RunOptions(budget=1000))
+    assert caught.value.exit_code == 4
+    assert "--budget" in (caught.value.hint or "")
+    assert not list(out.iterdir())
+
+
+def test_the_hinted_budget_is_enough(out: Path) -> None:
+    run = RunOptions(budget=1000)
+    with pytest.raises(CannotDo) as caught:
+        convert_to("dcp", case("dcp_zstd").path, out / "m", run=run)
+    size = int(caught.value.hint.removeprefix("--budget ").removesuffix("MiB")) << 20
+    run = RunOptions(workers=8, budget=size, fsync=False)
+    convert_to("dcp", case("dcp_zstd").path, out / "m", run=run)
+    assert read_back("dcp", out / "m") == case("dcp_zstd").truth
+
+
+# Failures on the way
+
+
+def visible(folder: Path) -> list[str]:
+    """What a person sees; a partial output that ``--resume`` continues is hidden."""
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+class FullDisk:
+    """``os.pwrite`` until ``room`` writes are done."""
+
+    def __init__(self, room: int, number: int = errno.ENOSPC) -> None:
+        self.room = room
+        self.number = number
+        self.real = os.pwrite
+
+    def __call__(self, *args: Any) -> int:
+        self.room -= 1
+        if self.room < 0:
+            raise OSError(self.number, os.strerror(self.number))
+        return self.real(*args)
+
+
+@pytest.mark.parametrize("room", [0, 1, 5])
+@pytest.mark.parametrize("target", TENSORS_OF)
+def test_a_full_disk(target: str, room: int, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwrite", FullDisk(room))
+    with pytest.raises(TransferError, match="No space left") as caught:
+        convert_to(target, case("dcp_fsdp2_tp").path, out / f"m{SUFFIX[target]}")
+    assert caught.value.exit_code == 5
+    assert visible(out) == []
+
+
+@pytest.mark.parametrize("target", ["safetensors", "torch-save", "dcp"])
+def test_a_failure_leaves_the_old_target(
+    target: str, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = out / f"m{SUFFIX[target]}"
+    convert_to(target, case("dcp_base").path, path)
+    with monkeypatch.context() as context:
+        context.setattr(os, "pwrite", FullDisk(2, errno.EIO))
+        with pytest.raises(TransferError):
+            convert_to(target, case("dcp_fsdp2_tp").path, path, overwrite=True)
+    assert read_back(target, path) == case("dcp_base").truth
+    assert set(visible(out)) <= {path.name, "m.extra.pt"}
+
+
+def test_a_write_may_be_short(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda f, data, at: real(f, data[: -(-len(data) // 2)], at))
+    convert_to("safetensors", case("dcp_base").path, out / "m")
+    assert read_back("safetensors", out / "m") == case("dcp_base").truth
+
+
+def test_a_read_may_be_short(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.preadv
+    monkeypatch.setattr(
+        os, "preadv", lambda f, buffers, at: real(f, [b[: -(-len(b) // 2)] for b in buffers], at)
+    )
+    convert_to("safetensors", case("dcp_base").path, out / "m")
+    assert read_back("safetensors", out / "m") == case("dcp_base").truth
+
+
+def test_damage_found_midway_leaves_nothing(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file shrinks between planning and reading."""
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda f, b, at: real(f, b, at) if at < 4000 else 0)
+    with pytest.raises(Damaged):
+        convert_to("safetensors", case("dcp_base").path, out / "m")
+    assert not list(out.iterdir())
+
+
+def test_an_interruption_passes_and_leaves_the_target_alone(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "pwrite", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert_to("safetensors", case("dcp_base").path, out / "m")
+    assert visible(out) == []
+
+
+# The target
+
+
+@pytest.mark.parametrize("target", ["safetensors", "torch-save", "dcp"])
+def test_nothing_is_replaced_unless_asked(target: str, out: Path) -> None:
+    path = out / f"m{SUFFIX[target]}"
+    convert_to(target, case("dcp_base").path, path)
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    with pytest.raises(CannotDo, match="exists already") as caught:
+        convert_to(target, case("dcp_fsdp2_tp").path, path)
+    assert "--overwrite" in (caught.value.hint or "")
+    assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize("target", ["safetensors", "torch-save", "dcp"])
+def test_overwrite_replaces_all_of_it(target: str, out: Path) -> None:
+    path = out / f"m{SUFFIX[target]}"
+    convert_to(target, case("dcp_fsdp2_tp").path, path)
+    convert_to(target, case("dcp_base").path, path, overwrite=True)
+    assert read_back(target, path) == case("dcp_base").truth
+    assert set(visible(out)) <= {path.name, "m.extra.pt"}
+    assert not [p for p in out.iterdir() if p.name.startswith(".")]
+
+
+def test_overwrite_keeps_the_old_until_the_new_is_whole(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real, seen = out / "m.pt", os.pwrite, []
+    convert_to("torch-save", case("dcp_base").path, path)
+    before = path.read_bytes()
+
+    def watching(*args: Any) -> int:
+        seen.append(path.read_bytes() == before)
+        return real(*args)
+
+    monkeypatch.setattr(os, "pwrite", watching)
+    convert_to("torch-save", case("dcp_fsdp2_tp").path, path, overwrite=True)
+    assert seen
+    assert all(seen)
+    assert path.read_bytes() != before
+
+
+def test_overwrite_of_a_link_replaces_the_link(out: Path) -> None:
+    (out / "real.pt").write_bytes(b"precious")
+    (out / "m.pt").symlink_to("real.pt")
+    with pytest.raises(CannotDo):
+        convert_to("torch-save", case("dcp_base").path, out / "m.pt")
+    convert_to("torch-save", case("dcp_base").path, out / "m.pt", overwrite=True)
+    assert (out / "real.pt").read_bytes() == b"precious"
+    assert read_back("torch-save", out / "m.pt") == case("dcp_base").truth
+
+
+def test_no_folder_to_write_into(out: Path) -> None:
+    with pytest.raises(CannotDo, match="no such folder"):
+        convert_to("dcp", case("dcp_base").path, out / "none" / "m")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_folder_that_cannot_be_written_to(out: Path) -> None:
+    out.chmod(0o500)
+    try:
+        with pytest.raises(CannotDo, match="cannot be written"):
+            convert_to("dcp", case("dcp_base").path, out / "m")
+    finally:
+        out.chmod(0o700)
+
+
+def test_too_little_free_space(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    usage = shutil.disk_usage(out)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10))
+    with pytest.raises(CkptoolError, match="10 are free"):
+        convert_to("dcp", case("dcp_base").path, out / "m")
+    assert not list(out.iterdir())
+
+
+@pytest.mark.parametrize("target", TENSORS_OF)
+def test_files_have_the_modes_of_any_new_file(target: str, out: Path) -> None:
+    (out / "plain").touch()
+    (out / "folder").mkdir()
+    convert_to(target, case("dcp_base").path, out / f"m{SUFFIX[target]}")
+    for path in out.rglob("*"):
+        like = out / ("folder" if path.is_dir() else "plain")
+        assert path.stat().st_mode == like.stat().st_mode, path
+
+
+def test_no_descriptor_is_left_open(out: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for name in ("dcp_base", "rank_experimental"):
+        convert_to("dcp", case(name).path, out / name)
+    with pytest.raises(CannotDo):
+        convert_to("dcp", case(name).path, out / name)
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,159 @@
+"""How tensor-parallel shards fit together, against shards that torch's rules would make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptool.core.box import Box
+from ckptool.core.sharding.tensor_parallel import parse_tp_rule
+from ckptool.errors import CannotDo
+from ckptool.formats.deepspeed.tensor_parallel import Fit, Unknown, fit_of, ruled
+
+WHOLE = np.arange(12 * 8).reshape(12, 8)
+
+
+def along(dim: int, array: np.ndarray = WHOLE, ranks: int = 2) -> list[np.ndarray]:
+    return np.split(array, ranks, dim)
+
+
+def blocks(sizes: list[int], ranks: int = 2) -> list[np.ndarray]:
+    """Each block of rows cut among the ranks, a rank's pieces one after the other."""
+    parts = np.split(WHOLE, np.cumsum(sizes)[:-1])
+    pieces = [np.array_split(part, ranks) for part in parts]
+    return [np.concatenate([piece[rank] for piece in pieces]) for rank in range(ranks)]
+
+
+def cut(box: Box) -> tuple[slice, ...]:
+    return tuple(map(slice, box.lo, box.hi))
+
+
+def joined(fit: Fit, shards: list[np.ndarray]) -> np.ndarray:
+    whole = np.full(fit.shape, -1)
+    for shard, pieces in zip(shards, fit.pieces, strict=True):
+        for inner, outer in pieces:
+            whole[cut(outer)] = shard[cut(inner)]
+    return whole
+
+
+def piece(shape: list[int], source: int, dest: int, strides: list[int], scale: float = 1.0) -> Any:
+    """A block of a shard of four columns, in a tensor of eight."""
+    return {
+        "shape": shape,
+        "source": [source, [8, 1]],
+        "dest": [dest, strides],
+        "locations": [0],
+        "scale": scale,
+    }
+
+
+def affine(scale: float = 1.0, strides: tuple[int, int] = (4, 1)) -> dict[str, Any]:
+    ranks = {
+        rank: {"shard_shape": [12, 4], "pieces": [piece([12, 4], 4 * rank, 0, [*strides], scale)]}
+        for rank in (0, 1)
+    }
+    return {"affine_map": {"params": {"w$": {"logical_shape": [12, 8], "ranks": ranks}}}}
+
+
+VERSION = {"universal_checkpoint_version": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("info", "shards"),
+    [
+        (VERSION, along(0)),
+        (VERSION, [WHOLE[:7], WHOLE[7:]]),
+        ({"parameter_with_row_parallelism_patterns": [r"\w+$"]}, along(1)),
+        ({"tp_replicated_parameter_patterns": ["w"]}, [WHOLE, WHOLE]),
+        ({"parameter_with_2_sub_params_cat_dim_0": ["w"]}, blocks([6, 6])),
+        (
+            {
+                "parameter_with_sub_params": [
+                    {"patterns": ["w"], "shape": (3, -1), "partition_dim": 0}
+                ]
+            },
+            blocks([4, 4, 4]),
+        ),
+        (
+            {
+                "parameter_with_sub_params": [
+                    {"patterns": ["^w$"], "shape": [(7, 3, 2), 8], "partition_dim": 0}
+                ],
+                "sub_param_shard_widths": {"^w$": [[4, 3], [2, 1], [1, 1]]},
+            },
+            blocks([7, 3, 2]),
+        ),
+        (affine(), along(1)),
+    ],
+    ids=["rows", "uneven", "columns", "replicated", "gated", "fused", "fused, uneven", "affine"],
+)
+def test_shards_become_the_whole(info: dict[str, Any], shards: list[np.ndarray]) -> None:
+    fit = fit_of("w", [shard.shape for shard in shards], info)
+    assert np.array_equal(joined(fit, shards), WHOLE)
+
+
+def test_a_rank_without_heads_has_an_empty_shard() -> None:
+    """As automatic tensor parallelism cuts two key-value heads among three ranks."""
+    info = affine()
+    ranks = info["affine_map"]["params"]["w$"]["ranks"]
+    ranks[2] = {"shard_shape": [12, 0], "pieces": [piece([12, 0], 8, 0, [1, 1])]}
+    shards = [*along(1), WHOLE[:, :0]]
+    fit = fit_of("w", [shard.shape for shard in shards], info)
+    assert np.array_equal(joined(fit, shards), WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("info", "why"),
+    [
+        ({}, "no universal_checkpoint_info"),
+        ({"parameter_to_average_patterns": ["w"]}, "mean"),
+        ({"autotp_unsupported_parameter_patterns": {"w": "heads are uneven"}}, "heads are uneven"),
+        (affine(scale=0.5), "scaled"),
+        (affine(strides=(1, 12)), "no boxes"),
+        (
+            {
+                "parameter_with_sub_params": [
+                    {"patterns": ["w"], "shape": (5, -1), "partition_dim": 0}
+                ]
+            },
+            "cannot be cut evenly",
+        ),
+    ],
+)
+def test_what_no_copy_of_bytes_can_join_is_unknown(info: dict[str, Any], why: str) -> None:
+    with pytest.raises(Unknown, match=why):
+        fit_of("w", [(12, 4), (12, 4)], info)
+
+
+@pytest.mark.parametrize(
+    ("rule", "shards"),
+    [
+        ("column", along(0)),
+        ("row", along(1)),
+        ("replicate", [WHOLE, WHOLE]),
+        ("gated", blocks([6, 6])),
+        ("Shard(0, 3)", blocks([4, 4, 4])),
+    ],
+)
+def test_a_given_rule_joins_shards(rule: str, shards: list[np.ndarray]) -> None:
+    fit = ruled([shard.shape for shard in shards], parse_tp_rule(f"w={rule}")[1])
+    assert np.array_equal(joined(fit, shards), WHOLE)
+
+
+def test_replicas_of_several_shapes_are_unknown() -> None:
+    with pytest.raises(Unknown, match=r"hold \[\[6, 4\], \[12, 4\]\]"):
+        fit_of("w", [(12, 4), (6, 4)], {"tp_replicated_parameter_patterns": ["w"]})
+
+
+@pytest.mark.parametrize("rule", ["Shard(2)", "Shard(0, 5)"])
+def test_a_rule_that_does_not_fit_is_refused(rule: str) -> None:
+    with pytest.raises(Unknown, match="does not fit"):
+        ruled([(12, 4), (12, 4)], parse_tp_rule(f"w={rule}")[1])
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(", ".*" * 9, "x" * 2000])
+def test_patterns_that_may_take_for_ever_are_refused(pattern: str) -> None:
+    with pytest.raises(CannotDo, match="universal_checkpoint_info"):
+        fit_of("w", [(2,), (2,)], {"tp_replicated_parameter_patterns": [pattern]})

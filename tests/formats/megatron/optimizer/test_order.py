@@ -1,0 +1,109 @@
+"""The order of a layer's parameters, from the plans that ranks recorded."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import pytest
+
+from ckptool.formats.megatron.optimizer.numbered import Unnamed
+from ckptool.formats.megatron.optimizer.order import (
+    LayerKey,
+    is_local,
+    layer_key,
+    layer_order,
+    module_name,
+    outer_order,
+    stacked,
+)
+
+NORM = "self_attention.linear_qkv.layer_norm_weight"
+PROJECTION = "self_attention.linear_proj.weight"
+QKV = "self_attention.linear_qkv.weight"
+KEYS = [NORM, PROJECTION, QKV]
+
+
+def plan(*spots: tuple[str, int]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((f"decoder.layers.{key}", (layer, 0)) for key, layer in spots)
+
+
+def test_separate_norms_come_before_the_projection() -> None:
+    order = layer_order(KEYS, [plan((NORM, 0), (PROJECTION, 0))], None)
+    assert order == [NORM, PROJECTION, QKV]
+    assert is_local(order)
+    assert module_name("decoder.layers.", 3, NORM, local=True) == (
+        "decoder.layers.3.input_layernorm.weight"
+    )
+
+
+def test_fused_norms_come_after_the_projection() -> None:
+    order = layer_order(KEYS, [plan((PROJECTION, 2), (NORM, 2))], None)
+    assert order == [PROJECTION, NORM, QKV]
+    assert not is_local(order)
+    assert module_name("decoder.layers.", 3, NORM, local=False) == f"decoder.layers.3.{NORM}"
+
+
+def test_keys_of_different_layers_say_nothing_of_one_another() -> None:
+    """A rank that holds one key of layer 0 and another of layer 1 tells no order."""
+    apart = [plan((PROJECTION, 0), (NORM, 1))]
+    with pytest.raises(Unnamed, match="fused"):
+        layer_order(KEYS, apart, None)
+    assert layer_order(KEYS, apart, "local")[0] == NORM
+    assert layer_order(KEYS, apart, "transformer_engine")[0] == PROJECTION
+
+
+def test_unknown_keys_need_plans_that_leave_no_choice() -> None:
+    keys = ["mixer.a", "mixer.b", "mixer.c"]
+    whole = [plan(("mixer.b", 0), ("mixer.a", 0)), plan(("mixer.a", 1), ("mixer.c", 1))]
+    assert layer_order(keys, whole, "local") == ["mixer.b", "mixer.a", "mixer.c"]
+    with pytest.raises(Unnamed, match="comes first"):
+        layer_order(keys, whole[:1], "local")
+    with pytest.raises(Unnamed, match="disagree"):
+        layer_order(keys, [*whole, plan(("mixer.c", 0), ("mixer.b", 0))], "local")
+
+
+@pytest.mark.parametrize(
+    ("key", "offset", "place"),
+    [
+        ("decoder.layers.mlp.w", (3, 0), ("decoder.layers.", 3, "mlp.w", None, 1)),
+        ("decoder.layers.3.mlp.w", (0,), ("decoder.layers.", 3, "mlp.w", None, 0)),
+        (
+            "decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_v",
+            (0, 0),
+            ("decoder.layers.", 3, "mlp.experts.experts.linear_fc1.weight", 5, 0),
+        ),
+        (
+            "mtp.layers.0.transformer_layer.mlp.w",
+            (0,),
+            ("mtp.layers.", 0, "transformer_layer.mlp.w", None, 0),
+        ),
+    ],
+)
+def test_what_a_key_says_of_its_layer(
+    key: str, offset: tuple[int, ...], place: tuple[object, ...]
+) -> None:
+    assert astuple(layer_key(key, offset) or LayerKey("", 0, "", None, 0)) == place
+
+
+def test_a_layer_that_predicts_further_tokens_holds_a_whole_one() -> None:
+    nested = [f"transformer_layer.{key}" for key in KEYS]
+    order = layer_order(
+        ["final_layernorm.weight", *nested, "hnorm.weight", "eh_proj.weight", "enorm.weight"],
+        [],
+        "local",
+    )
+    own = ["enorm.weight", "hnorm.weight", "eh_proj.weight"]
+    assert order == [*own, *nested, "final_layernorm.weight"]
+    assert is_local(order)
+    name = module_name("mtp.layers.", 0, nested[0], local=True)
+    assert name == "mtp.layers.0.transformer_layer.input_layernorm.weight"
+
+
+def test_keys_outside_the_layers() -> None:
+    assert stacked("decoder.layers.3.w") is None
+    assert stacked("decoder.layers.mlp.w") == ("decoder.layers.", "mlp.w")
+    word = "embedding.word_embeddings.weight"
+    keys = ["output_layer.weight", "decoder.final_layernorm.weight", word]
+    assert outer_order(keys) == ([word], [keys[1]], [keys[0]])
+    with pytest.raises(Unnamed, match="vision"):
+        outer_order(["vision.weight"])

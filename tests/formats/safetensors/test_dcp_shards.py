@@ -1,0 +1,56 @@
+"""A lost last shard, betrayed by what else lies in the folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptool.commands.open import open_checkpoint
+from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
+from ckptool.commands.transfer import TransferOptions
+from ckptool.core.sharding.placement import parse_mesh
+from ckptool.engine.write.run import RunOptions
+from ckptool.errors import Damaged
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture
+def shards(out: Path) -> Path:
+    """Four ranks' shards of an embedding of 16 words and a norm of 8."""
+    state = {"model.embed_tokens.weight": torch.ones(16, 8), "model.norm.weight": torch.ones(8)}
+    torch.save(state, out / "m.pt")
+    options = ReshardOptions(
+        mesh=parse_mesh("4"),
+        policy="fsdp",
+        to="dcp-safetensors",
+        transfer=TransferOptions(run=RunOptions(1, fsync=False)),
+    )
+    prepare_reshard(out / "m.pt", out / "m", options).run()
+    return out / "m"
+
+
+@pytest.mark.parametrize(
+    ("config", "tensor"),
+    [
+        ({"vocab_size": 16, "hidden_size": 8}, "model.embed_tokens.weight"),
+        ({"text_config": {"vocab_size": 12, "hidden_size": 8}}, "model.norm.weight"),
+    ],
+)
+def test_the_config_knows_more_rows(config: dict[str, Any], tensor: str, shards: Path) -> None:
+    (shards / "config.json").write_text(json.dumps(config))
+    open_checkpoint(shards)
+    (shards / "shard-00004-model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(Damaged, match=tensor):
+        open_checkpoint(shards)
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", "no json", '{"vocab_size": "many", "hidden_size": 8}']
+)
+def test_a_config_that_says_nothing_stops_nothing(text: str, shards: Path) -> None:
+    (shards / "config.json").write_text(text)
+    assert len(open_checkpoint(shards).catalog.tensors) == 2

@@ -1,0 +1,218 @@
+"""Records that a pickle repeats, read at once, against the same opcodes one by one."""
+
+from __future__ import annotations
+
+import pickle
+import pickletools
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ckptool.errors import Damaged, SourceError
+from ckptool.serialization.pickle.instances import Memo, Rows
+from ckptool.serialization.pickle.load import read_pickle
+from ckptool.serialization.pickle.records import Call
+
+torch = pytest.importorskip("torch")
+
+
+class Index:
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self.__dict__ |= fields
+
+
+class Info(Index):
+    pass
+
+
+INTEGERS = st.one_of(
+    st.integers(0, 300), st.integers(-(2**33), 2**66), st.sampled_from([255, 256, 65535, 65536])
+)
+SHARED = [f"shared {number}" for number in range(400)]
+SIZES = st.lists(st.integers(0, 2**40), max_size=6).map(torch.Size)
+VALUES = st.one_of(
+    INTEGERS,
+    st.none(),
+    st.booleans(),
+    st.text(max_size=300),
+    st.text("ab_0.", max_size=20),
+    SIZES,
+    st.sampled_from(SHARED),
+    st.just(()),
+    st.just([1]),
+)
+NAMES = st.lists(st.sampled_from(["fqn", "offset", "index", "more"]), unique=True, max_size=4)
+
+
+@st.composite
+def instances(draw: st.DrawFn) -> list[Any]:
+    """Instances in a row, most of them with the same fields."""
+    kinds = [(draw(st.sampled_from([Index, Info])), draw(NAMES)) for _ in range(2)]
+    sizes = draw(st.lists(SIZES, min_size=1, max_size=3))
+    values = VALUES | st.sampled_from(sizes)
+    rows = draw(st.lists(st.sampled_from(kinds), min_size=3, max_size=20))
+    return [kind({name: draw(values) for name in names}) for kind, names in rows]
+
+
+def seen(value: Any, depth: int = 0) -> Any:
+    """Records by what they are, so that they can be compared."""
+    if depth > 12:
+        return "deep"
+    if isinstance(value, Call):
+        inner = [value.function, value.args, value.state, value.is_new, value.items, value.entries]
+        return [seen(item, depth + 1) for item in inner]
+    if isinstance(value, dict):
+        return [(seen(key, depth + 1), seen(item, depth + 1)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return type(value), [seen(item, depth + 1) for item in value]
+    return type(value), repr(value) if isinstance(value, int | float | str) else ""
+
+
+def outcome(data: bytes, *, at_once: bool = True) -> Any:
+    """What the pickle holds, or the kind of error."""
+    with mock.patch.object(Rows, "read", Rows.read if at_once else lambda self, pos: (pos, 0)):
+        try:
+            return seen(read_pickle(data, what="p").value)
+        except SourceError as error:
+            return type(error)
+
+
+@given(instances(), instances(), st.sampled_from([2, 4, 5]), st.booleans())
+def test_instances_in_a_row_are_as_one_by_one(
+    rows: list[Any], more: list[Any], protocol: int, optimised: bool
+) -> None:
+    value = {
+        "names": SHARED,
+        "rows": rows,
+        "table": dict(zip(rows, more, strict=False)),
+        "end": rows,
+    }
+    data = pickle.dumps(value, protocol)
+    data = pickletools.optimize(data) if optimised else data
+    assert outcome(data) == outcome(data, at_once=False)
+
+
+@given(instances(), st.data())
+def test_changed_instances_are_as_one_by_one(rows: list[Any], data: st.DataObject) -> None:
+    changed = bytearray(pickle.dumps([SHARED[:3], rows, rows[::-1]], 4))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(len(changed) // 4, len(changed) - 1))
+        changed[at] = data.draw(st.integers(0, 255) | st.sampled_from(b"hjq\x94K(u\x85"))
+    assert outcome(bytes(changed)) == outcome(bytes(changed), at_once=False)
+
+
+def steps(data: bytes) -> int:
+    """How many instances were read at once."""
+    counts: list[int] = []
+    plain = Rows.read
+
+    def read(self: Rows, pos: int) -> tuple[int, int]:
+        end, count = plain(self, pos)
+        counts.append(count)
+        return end, count
+
+    with mock.patch.object(Rows, "read", read):
+        read_pickle(data, what="p")
+    return sum(counts)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(lambda n: 1 << (n % 60), id="integers of every length"),
+        pytest.param(lambda n: f"__{n}_0.distcp", id="short text"),
+        pytest.param(lambda n: torch.Size([n, 300, 1 << 17]), id="sizes"),
+        pytest.param(lambda n: torch.Size([n, 1, 2, 3, 4]), id="sizes of many dims"),
+        pytest.param(lambda n: None if n % 2 else n % 3 == 0, id="none and truth"),
+        pytest.param(lambda n: SHARED[n], id="what the memo has"),
+    ],
+)
+def test_all_but_the_first_instance_are_read_at_once(value: Any) -> None:
+    rows = [Index({"fqn": value(number), "more": None}) for number in range(300)]
+    data = pickle.dumps([SHARED, torch.Size([0]), rows], 4)
+    assert steps(data) >= 295
+    assert outcome(data) == outcome(data, at_once=False)
+
+
+HEAD = (
+    b"\x80\x04\x8c\x01m\x94\x8c\x01C\x94\x93\x94\x8c\x01x\x94"
+    b"\x8c\x05torch\x94\x8c\x04Size\x94\x93\x94"
+)
+"""Memo: 0 "m", 1 "C", 2 the class, 3 "x", 4 "torch", 5 "Size", 6 torch.Size."""
+
+
+SIZE, SIZED = b"h\x06", b"\x94\x85\x94R\x94"
+EVERY_NUMBER = [byte for number in range(22) for byte in (ord("h"), number)]
+
+
+def instance(value: bytes) -> bytes:
+    return b"h\x02)\x81\x94}\x94(h\x03" + value + b"ub"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(instance(b"K\x01") * 3 + b"N\x95", id="cut"),
+        pytest.param(instance(b"K\x01") * 2 + b"Nq\x020" + instance(b"K\x02") + b".", id="renamed"),
+        pytest.param(instance(b"h\x03") * 2 + b"Nq\x030" + instance(b"h\x03") + b".", id="filled"),
+        pytest.param(instance(b"h\x09") * 2 + b".", id="nothing noted"),
+        pytest.param(instance(b"h\x08") * 3 + b".", id="its own dict"),
+        pytest.param(instance(b"\x8c\x02a\x94") * 2 + b".", id="text of another length"),
+        pytest.param(instance(SIZE + b"K\x01K\x02\x85" + SIZED) * 2 + b".", id="one size too many"),
+        pytest.param(instance(SIZE + b"K\x01\x86" + SIZED) * 2 + b".", id="one size too few"),
+        pytest.param(instance(b"h\x02K\x01\x85" + SIZED) * 2 + b".", id="no size"),
+        pytest.param(b"Nr\0\1\0\x000" + instance(b"K\x01") * 3 + b".", id="a gap in the memo"),
+        pytest.param(
+            instance(SIZE + b"K\x01\x85" + SIZED) * 3 + b"(" + bytes(EVERY_NUMBER) + b"t.",
+            id="every number of the memo",
+        ),
+        pytest.param(b"h\x03)\x81\x94}\x94(h\x03K\x01ub" * 2 + b".", id="no class"),
+        pytest.param(b"h\x02)\x81\x94}\x94(h\x06K\x01ub" * 2 + b".", id="no name"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_left_to_the_opcodes(program: bytes) -> None:
+    assert outcome(HEAD + program) == outcome(HEAD + program, at_once=False)
+
+
+def test_more_values_than_are_kept() -> None:
+    rows = [Index({"offset": torch.Size([n, 4]), "fqn": 70_000 + n}) for n in range(20_000)]
+    data = pickle.dumps([rows, rows[::-1]], 4)
+    assert steps(data) > 19_900
+    assert outcome(data) == outcome(data, at_once=False)
+
+
+@pytest.mark.parametrize("change", [b"Nb", b"(e", b"Na", b"(NNu", b"NNs", b"(N\x90"])
+def test_a_size_is_never_changed_for_equal_ones_are_one_record(change: bytes) -> None:
+    with pytest.raises(Damaged, match=r"torch\.Size"):
+        read_pickle(HEAD + SIZE + b"K\x01\x85" + SIZED + change + b".", what="p")
+
+
+@given(st.lists(st.integers(-1, 9) | st.none(), max_size=30))
+def test_the_memo_is_a_dict(steps: list[int | None]) -> None:
+    memo, plain = Memo(), dict[int, int]()
+    for value, step in enumerate(steps):
+        index = len(plain) if step is None else step
+        if index < 0:
+            with pytest.raises(ValueError, match="-1"):
+                memo.put(index, value)
+            continue
+        memo.put(index, value)
+        plain[index] = value
+        assert len(memo) == len(plain)
+    for index in range(-1, 50):
+        if index in plain:
+            assert memo[index] == plain[index]
+        else:
+            with pytest.raises(LookupError):
+                memo[index]
+
+
+@example(2)
+@given(st.integers(0, 70))
+def test_a_class_whose_fields_change_is_learnt_anew(period: int) -> None:
+    rows = [Index({f"x{n % (period + 1)}": n, "y": 1}) for n in range(200)]
+    data = pickle.dumps(rows, 4)
+    assert outcome(data) == outcome(data, at_once=False)

@@ -1,0 +1,42 @@
+"""How large values are once they are written out, however often they refer to their parts."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptool.errors import Damaged
+from ckptool.serialization.pickle.records import Call, Global
+from ckptool.serialization.pickle.unfolding import Unfolding, require_bounded
+
+DOUBLINGS = 20_000
+"""So many that the number of parts, written out, would have more digits than Python shows."""
+
+
+def doubled(times: int) -> Call:
+    """A record that refers twice to one that refers twice to one, and so on."""
+    made = Call(Global("some", "Class"), ())
+    for _ in range(times):
+        made = Call(Global("some", "Class"), (made, made))
+    return made
+
+
+def test_what_doubles_without_end_is_a_bomb_of_few_digits() -> None:
+    with pytest.raises(Damaged, match="unfold to more than 1,000,000,000,000,000") as caught:
+        require_bounded([doubled(DOUBLINGS)], what="f.pt")
+    assert caught.value.message.code == "pickle-bomb"
+    assert len(str(caught.value)) < 200
+
+
+def test_sizes_stay_small_numbers() -> None:
+    unfolding, value = Unfolding(), doubled(DOUBLINGS)
+    size = unfolding.parts([value, value])
+    assert size.bit_length() < 64
+    assert not unfolding.is_bounded(size)
+
+
+def test_few_doublings_are_counted_exactly_and_are_no_bomb() -> None:
+    value: list[object] = [0]
+    for _ in range(3):
+        value = [value, value]
+    assert Unfolding().parts(value) == 1 + 2 + 4 + 8 + 8
+    require_bounded([value], what="f.pt")

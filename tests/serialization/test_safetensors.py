@@ -1,0 +1,233 @@
+"""One safetensors file: what is laid out, the library reads; what it writes, we read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import bits
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import deserialize
+from safetensors.torch import save
+from typer.testing import CliRunner
+
+import ckptool
+from ckptool.cli.app import app
+from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.core.box import Box
+from ckptool.core.dtype import BY_NAME, BY_SAFETENSORS
+from ckptool.core.layout import Data
+from ckptool.errors import CannotDo, Damaged
+from ckptool.serialization.archive.items import EdgeSource
+from ckptool.serialization.safetensors import (
+    OutgoingSlice,
+    lay_out_safetensors,
+    looks_like_safetensors,
+    read_safetensors,
+)
+from ckptool.storage.local import LocalSource
+
+DTYPES = [dtype.name for dtype in BY_SAFETENSORS.values() if dtype.safetensors != "F4"]
+TENSORS = st.dictionaries(
+    st.text(max_size=6).filter(lambda name: name != "__metadata__"),
+    st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3)),
+    max_size=5,
+)
+
+
+def some(name: str, shape: list[int]) -> torch.Tensor:
+    count = torch.Size(shape).numel() * BY_NAME[name].itemsize
+    data = (torch.arange(count) % 2).to(torch.uint8)
+    return data.view(getattr(torch, name)).reshape(shape)
+
+
+def read(data: bytes) -> Any:
+    return read_safetensors(EdgeSource("f", data, b"", len(data)), "f")
+
+
+@given(TENSORS, st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2))
+def test_the_library_reads_what_is_laid_out(
+    shapes: dict[str, tuple[str, list[int]]], metadata: dict[str, str]
+) -> None:
+    state = {name: some(dtype, shape) for name, (dtype, shape) in shapes.items()}
+    slices = [OutgoingSlice(n, n, BY_NAME[shapes[n][0]], Box.whole(shapes[n][1])) for n in state]
+    layout = lay_out_safetensors("f", slices, metadata)
+    parts = [bits(state[p.name])[2] if isinstance(p, Data) else p.data for p in layout.parts]
+    data = b"".join(parts)
+    assert len(data) == layout.nbytes
+    theirs = {n: (t["dtype"], t["shape"], bytes(t["data"])) for n, t in deserialize(data)}
+    assert theirs == {
+        n: (BY_NAME[shapes[n][0]].safetensors, shapes[n][1], bits(t)[2]) for n, t in state.items()
+    }
+    assert read(data).metadata == metadata
+
+
+@given(TENSORS)
+def test_what_the_library_writes_is_read(shapes: dict[str, tuple[str, list[int]]]) -> None:
+    state = {name: some(dtype, shape) for name, (dtype, shape) in shapes.items()}
+    data = save(state)
+    found = read(data).tensors
+    assert {n: (s.dtype.name, list(s.shape)) for n, s in found.items()} == shapes
+    for name, item in found.items():
+        nbytes = len(bits(state[name])[2])
+        assert data[item.at.offset : item.at.offset + nbytes] == bits(state[name])[2]
+
+
+def test_tensors_are_aligned_to_their_elements() -> None:
+    slices = [
+        OutgoingSlice(n, n, BY_NAME[n], Box.whole((3,))) for n in ("bool", "float64", "bfloat16")
+    ]
+    layout = lay_out_safetensors("f", slices, {})
+    offset = 0
+    for part in layout.parts:
+        assert not isinstance(part, Data) or offset % part.itemsize == 0
+        offset += part.nbytes
+
+
+GOOD = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+
+
+def file_of(header: Any, data: bytes = bytes(8)) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+@pytest.mark.parametrize("name", ["a", "9" * 21, "\u00e9", "\U0001f600"])
+def test_the_good_one_is_good(name: str) -> None:
+    assert list(read(file_of({name: GOOD["a"]})).tensors) == [name]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "truncated"),
+        (bytes(7), "truncated"),
+        ((99).to_bytes(8, "little"), "truncated"),
+        ((0x280).to_bytes(8, "little") + b'{"a":', "the header should have 640 bytes"),
+        (file_of(b"{"), "no JSON"),
+        (file_of(b"\xff\xfe"), "no JSON"),
+        (file_of([]), "no JSON object"),
+        (file_of({"a": 1}), "no dtype"),
+        (file_of({"a": {"dtype": "F32", "shape": [2]}}), "no dtype"),
+        (file_of({"a": {**GOOD["a"], "dtype": "F33"}}), "F33"),
+        (file_of({"a": {**GOOD["a"], "dtype": [1]}}), "element type"),
+        (file_of({"a": {**GOOD["a"], "shape": 2}}), "natural numbers"),
+        (file_of({"a": {**GOOD["a"], "shape": [-2]}}), "natural numbers"),
+        (file_of({"a": {**GOOD["a"], "shape": [2.0]}}), "natural numbers"),
+        (file_of({"a": {**GOOD["a"], "shape": [True, 2]}}), "natural numbers"),
+        (file_of({"a": {**GOOD["a"], "shape": [3]}}), "needs 12 bytes"),
+        (file_of({"a": {**GOOD["a"], "data_offsets": [0, 8, 9]}}), "no dtype"),
+        (file_of(GOOD, bytes(9)), "belong to no tensor"),
+        (file_of(GOOD, bytes(7)), "truncated"),
+        (file_of({"a": {**GOOD["a"], "data_offsets": [4, 12]}}, bytes(12)), "a hole"),
+        (file_of({**GOOD, "b": GOOD["a"]}), "shared"),
+        (file_of({"__metadata__": {"a": 1}, **GOOD}), "text to text"),
+        (file_of(b'{"a":1,"a":1}'), "twice"),
+        (file_of(b'{"\\ud800":{}}'), "no JSON"),
+        (file_of({"a": {**GOOD["a"], "more": int("9" * 21)}}), "a number of 21 digits"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_rule_that_is_broken_is_named(data: bytes, words: str) -> None:
+    with pytest.raises(Damaged, match=words):
+        read(data)
+
+
+@given(st.binary(max_size=64))
+def test_any_bytes_are_refused_or_read(data: bytes) -> None:
+    try:
+        read(data)
+    except Damaged:
+        return
+    assert looks_like_safetensors(data[:9], len(data))
+
+
+def test_four_bit_elements_are_counted_in_pairs(tmp_path: Path) -> None:
+    state = {"w": torch.arange(6, dtype=torch.uint8).reshape(2, 3).view(torch.float4_e2m1fn_x2)}
+    found = read(save(state)).tensors["w"]
+    assert (found.dtype.name, found.shape) == ("float4_e2m1fn_x2", (2, 3))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        '{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'.encode("utf-16"),
+        b'\xef\xbb\xbf{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}',
+        b' {"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}',
+        b'{"\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}',
+        b'{"__metadata__":{"a":"\\ud800"}}',
+        b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,0]}}',
+        b'{"a":{"dtype":"U8","shape":[0,9223372036854775808],"data_offsets":[0,0]}}',
+        b'{"a":{"dtype":"U8","shape":[' + b"0," * 99 + b'0],"data_offsets":[0,0]}}',
+        b'{"a":{"dtype":[[]],"shape":[0],"data_offsets":[0,0]}}',
+    ],
+)
+def test_headers_beyond_all_bounds(header: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(Damaged):
+        read_safetensors(LocalSource.file(path), path.name)
+
+
+def test_a_name_that_is_no_unicode_cannot_be_written() -> None:
+    item = OutgoingSlice("a\ud800", "a", BY_NAME["uint8"], Box.whole((1,)))
+    with pytest.raises(CannotDo, match="Unicode"):
+        lay_out_safetensors("x.safetensors", [item], {})
+
+
+def header_of(entries: bytes) -> bytes:
+    return len(entries).to_bytes(8, "little") + entries
+
+
+@pytest.mark.parametrize("piece", [b'"a":{},', b'"a":"",', b'"a":[[],[]],', b'"a":[0,0,0],'])
+def test_a_header_of_too_many_entries_is_refused(piece: bytes, tmp_path: Path) -> None:
+    many = piece * 2_000_000
+    (tmp_path / "a.safetensors").write_bytes(header_of(b"{" + many[:-1] + b"}"))
+    with pytest.raises(CannotDo, match=r"ckptool reads up to 300,000 and 9,600,000"):
+        ckptool.open(tmp_path / "a.safetensors")
+
+
+def test_a_header_beyond_the_limits_is_not_called_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    one = '"%d":{"dtype":"U8","shape":[1],"data_offsets":[%d,%d]}'
+    text = ",".join(one % (n, n, n + 1) for n in range(300_001))
+    path.write_bytes(header_of(b"{" + text.encode() + b"}") + bytes(300_001))
+    for command in (["inspect", path], ["convert", path, tmp_path / "m", "--to", "dcp"]):
+        error = CliRunner().invoke(app, list(map(str, command))).exception
+        assert isinstance(error, CannotDo)
+        assert "300,002 entries" in error.message
+    codes = [one.code for one in verify(path, VerifyOptions()).findings]
+    assert "limit-exceeded" in codes
+    assert "safetensors-header" not in codes
+
+
+@pytest.mark.parametrize(
+    ("names", "shape"),
+    [
+        ([f"w{n}" for n in range(300_000)], ()),
+        (["{" * 300_000], ()),
+        (["w" * 100_000_000], ()),
+        (["__metadata__"], ()),
+        (["w"], (1,) * 65),
+    ],
+    ids=["entries", "braces", "bytes", "metadata", "dims"],
+)
+def test_nothing_is_written_that_could_not_be_read(
+    names: list[str], shape: tuple[int, ...]
+) -> None:
+    box = Box.whole(shape)
+    items = [OutgoingSlice(name, name, BY_NAME["uint8"], box) for name in names]
+    with pytest.raises(CannotDo, match=r"ckptool reads up to|the format allows|__metadata__"):
+        lay_out_safetensors("x.safetensors", items, {"format": "pt"})
+
+
+def test_a_hundred_thousand_tensors_are_read(tmp_path: Path) -> None:
+    one = '"layers.%d.weight":{"dtype":"U8","shape":[1],"data_offsets":[%d,%d]}'
+    text = ",".join(one % (n, n, n + 1) for n in range(100_000))
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(header_of(b"{" + text.encode() + b"}") + bytes(100_000))
+    assert len(read_safetensors(LocalSource.file(path), path.name).tensors) == 100_000
