@@ -36,6 +36,23 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", f"ignore::{category}:recipes")
 
 
+SPREAD = ("test_pickle_zoo", "test_verify_mutation", "test_disk_faults")
+"""Modules of many tests that share little: what evens out the workers at the end."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep a module's tests in one worker, so that what they share is made once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Modules(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            module = nodeid.partition("::")[0]
+            return nodeid if Path(module).stem in SPREAD else module
+
+    return Modules(config, log) if config.getvalue("dist") == "load" else None
+
+
 Bits = tuple[str, tuple[int, ...], bytes]
 """Element type, shape and bytes: equal for equal values, NaN or not."""
 
