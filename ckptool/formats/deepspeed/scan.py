@@ -28,6 +28,7 @@ from ckptool.formats.deepspeed.files import LATEST, find_files, tag_folder
 from ckptool.formats.deepspeed.frozen import note_excluded
 from ckptool.formats.deepspeed.partitions import MASTER, Holding, Partition, Shapes
 from ckptool.formats.deepspeed.states import (
+    State,
     all_tensors,
     read_state,
     require_all_tensors,
@@ -192,6 +193,7 @@ def _holding_of(checkpoint: Checkpoint, mp: int, barred: Refusal | None) -> Hold
             found.add_leaves(engine_leaves(state, checkpoint.source), checkpoint.rank(dp, mp))
             kinds = refused_kinds(state, checkpoint.aliases, trained)
             found.add_leaves(refused_leaves(state, (), kinds), checkpoint.rank(dp, mp))
+    _note_values(found, [s for (_, rank), s in checkpoint.models.items() if rank == mp])
     for (_, model_rank), optimizer in checkpoint.optimizers.items():
         if model_rank == mp:
             found.notes += stray_notes(
@@ -201,6 +203,16 @@ def _holding_of(checkpoint: Checkpoint, mp: int, barred: Refusal | None) -> Hold
         found.add_leaves(optimizer_leaves(partition.state, checkpoint.source), partition.rank)
         found.add_leaves(refused_leaves(partition.state, ("optimizer",)), partition.rank)
     return found
+
+
+def _note_values(found: Holding, states: Iterable[State]) -> None:
+    """Note what is no plain tensor where states hold a module's, by the first file that has it."""
+    noted: set[Any] = set()
+    for state in states:
+        for key in ("module", "frozen_param_fragments"):
+            names = [name for name in values_of(state.inner(key)) if name not in noted]
+            found.notes += stray_notes(state.file.what, names)
+            noted.update(names)
 
 
 def _add_stage_3(found: Holding, checkpoint: Checkpoint, mp: int) -> set[str]:
@@ -265,6 +277,7 @@ def _add_layers(found: Holding, checkpoint: Checkpoint, tensor: int) -> None:
     add_layers(found, layers, trained, buffers, ranks)
     for n, state in layers.items():
         found.add_leaves(refused_leaves(state, ("module", str(n))), ranks[n])
+        found.notes += stray_notes(state.file.what, values_of(state))
 
 
 def _add_whole_optimizer(checkpoint: Checkpoint, mp: int, found: Holding) -> set[str] | None:

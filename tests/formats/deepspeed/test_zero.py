@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import convert_to, read_back
 
+import ckptool
+
 torch = pytest.importorskip("torch")
 SHAPES = {"a": (3, 5), "b": (5,), "c": (2, 3)}
 PARTITION = 14
@@ -84,3 +86,28 @@ def test_buffers_of_every_stage_of_a_pipeline(
     for name, layer in (("tied_modules.embed", 0), ("1", 1), ("2", 2)):
         wanted = torch.full((2,), float(layer)).numpy().tobytes()
         assert found[f"buffer.{name}.running"][2] == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("deepspeed_zero_2", "mp_rank_*model_states.pt"),
+        ("deepspeed_zero_3", "zero_pp_rank_*model_states.pt"),
+        ("deepspeed_universal", "mp_rank_*model_states.pt"),
+        ("deepspeed_pipeline", "layer_01-model_00*"),
+    ],
+)
+def test_what_is_no_tensor_in_a_module_is_noted_once(
+    name: str, files: str, copy_of: Callable[[str], Path]
+) -> None:
+    """Such as the extra state of Transformer Engine's modules, which every rank's file has."""
+    source = copy_of(name)
+    paths = sorted(source.rglob(files))
+    for path in paths:
+        state = torch.load(path, weights_only=False)
+        state.get("module", state)["norm._extra_state"] = b"scales"
+        torch.save(state, path)
+    notes = [note for note in ckptool.open(source).catalog.notes if "_extra_state" in note]
+    assert len(notes) == 1
+    assert "'norm._extra_state'" in notes[0]
+    assert paths[0].name in notes[0]
