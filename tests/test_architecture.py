@@ -8,7 +8,8 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from ckptool.formats import CONVERTERS, FORMATS, WRITERS
+from ckptool.formats import FORMATS
+from ckptool.formats.base import Deferred
 
 PACKAGE = Path(__file__).parent.parent / "ckptool"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -239,4 +240,10 @@ def test_a_pickle_is_never_loaded() -> None:
 
 def test_a_format_goes_by_the_name_it_is_listed_under() -> None:
     assert {name: item.name for name, item in FORMATS.items()} == {name: name for name in FORMATS}
-    assert all(map(callable, (*CONVERTERS.values(), *WRITERS.values())))
+
+
+def test_what_a_format_loads_later_is_there() -> None:
+    fields = [getattr(row, name) for row in FORMATS.values() for name in row.__slots__]
+    deferred = [field for field in fields if isinstance(field, Deferred)]
+    assert deferred
+    assert all(callable(field.load()) for field in deferred)

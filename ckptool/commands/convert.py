@@ -25,16 +25,10 @@ from ckptool.core.layout import FileLayout
 from ckptool.core.plan import Plan
 from ckptool.core.quantization import kinds, quantised_names
 from ckptool.errors import CannotDo, UsageError
-from ckptool.formats import CONVERTERS
-from ckptool.formats.base import Request
+from ckptool.formats import FORMATS, targets
+from ckptool.formats.base import Format, Request
 from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
 from ckptool.storage.url import Location
-
-TARGETS = (
-    *("safetensors", "torch-save", "dcp", "dcp-safetensors"),
-    *("deepspeed-universal", "megatron-torch_dist"),
-)
-"""What ``--to`` accepts. ``safetensors`` is a Hugging Face folder unless the target is a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +96,9 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Prep
     )
     catalog = found.catalog
     request = Request(target.name, options.max_shard_size, options.one_rank)
-    layout = CONVERTERS[writer](catalog, request)
+    layout = writer.lay_out(catalog, request)
     assets = options.rewrite.map.assets
-    layout = with_assets(layout, assets, found.map, catalog, model=writer == "hf")
+    layout = with_assets(layout, assets, found.map, catalog, model=writer.is_model_folder)
     if options.rewrite.dequantize:
         layout = as_numbers(opened, catalog, layout)
     chosen = options.rewrite.selection
@@ -120,7 +114,7 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Prep
         source=opened.path,
         source_format=opened.format.name,
         target=target,
-        target_format=writer,
+        target_format=writer.name,
         tensors=len(catalog.tensors),
         objects=len(catalog.objects),
         files=layout.files,
@@ -138,7 +132,7 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Prep
             *target_notes(opened, target, layout, options.transfer),
         ),
     )
-    decided = (writer, options.max_shard_size, options.one_rank, decided_by(found.map))
+    decided = (writer.name, options.max_shard_size, options.one_rank, decided_by(found.map))
     return Prepared(Transfer(opened, plan, target, options.transfer, decided), report)
 
 
@@ -163,16 +157,14 @@ def _require_readable(source: Location, kept: Catalog) -> None:
     )
 
 
-def _writer(to: str, target: Location) -> str:
-    """The name of the converter: ``safetensors`` is a folder unless the target is a file."""
-    if to not in TARGETS:
-        raise UsageError(f"--to {to!r}: no such target", hint="one of " + ", ".join(TARGETS))
+def _writer(to: str, target: Location) -> Format:
+    """Return the target's format: ``safetensors`` is a folder unless the target is a file."""
+    if to not in FORMATS or FORMATS[to].convert is None:
+        raise UsageError(f"--to {to!r}: no such target", hint="one of " + ", ".join(targets()))
     is_file = target.suffix == ".safetensors"
     if is_file and to != "safetensors":
         raise UsageError(f"{target}: a .safetensors file, but --to says {to}")
-    if to == "safetensors" and not is_file:
-        return "hf"
-    return to
+    return FORMATS["hf" if to == "safetensors" and not is_file else to]
 
 
 def _quantised_notes(catalog: Catalog, options: RewriteOptions) -> list[str]:

@@ -14,7 +14,7 @@ from typing import TypeVar
 from ckptool.commands.unlisted import require_listed, unlisted_problems
 from ckptool.engine.write.writer import UNFINISHED
 from ckptool.errors import CkptoolError, Damaged, NotFound, Problem, Unrecognised, UsageError
-from ckptool.formats import FORMATS, detect
+from ckptool.formats import FORMATS, detect, single_file_suffixes
 from ckptool.formats.base import EXTRA, Format, ScanOptions
 from ckptool.formats.companions import latest_folder
 from ckptool.serialization.file_kinds import FileKind, begin, hint_for, kind_of, read_head
@@ -281,10 +281,11 @@ def detect_folder(source: Files) -> Format | None:
     """The format of a folder as a whole; None where it only holds a single-file checkpoint."""
     if len(source.files) == 1 and "/" not in next(iter(source.files)):
         dcp = FORMATS["dcp"]
-        return dcp if dcp.probe(source) else None
+        return dcp if dcp.matches(source) else None
     found = detect(source)
-    alone = ("safetensors", "torch-save") if len(source.files) == 1 else ("safetensors",)
-    return None if found is not None and found.name in alone else found
+    if found is None or not found.suffixes:
+        return found
+    return None if len(source.files) == 1 or found.name == "safetensors" else found
 
 
 def _detected(
@@ -327,7 +328,7 @@ def _candidates(
 
 
 def _single_file(path: Location, source: Files, name: str) -> Candidate | None:
-    if not name.endswith((".pt", ".pth", ".bin", ".ckpt", ".safetensors")):
+    if not name.endswith(tuple(single_file_suffixes())):
         return None
     if name.endswith(EXTRA) and name.removesuffix(EXTRA) + ".safetensors" in source.files:
         return None

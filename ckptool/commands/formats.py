@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ckptool.formats import CONVERTERS, FORMATS, WRITERS
+from ckptool.formats import FORMATS
 
 
 class KnownFormat(NamedTuple):
@@ -18,10 +18,10 @@ class KnownFormat(NamedTuple):
 
 
 def known_formats() -> tuple[KnownFormat, ...]:
-    """Every format, in the order in which they are looked for."""
-    known = [(f.name, f.reads, f.name in CONVERTERS, f.summary) for f in FORMATS.values()]
-    checkpointing = ("torch-checkpointing", True, False, "torch_checkpointing's rank files")
+    """Return every format, in the order in which they are looked for."""
     return tuple(
-        KnownFormat(name, reads, converts, name in WRITERS, summary)
-        for name, reads, converts, summary in (*known, checkpointing)
+        KnownFormat(
+            row.name, row.reads, row.convert is not None, row.reshard is not None, row.summary
+        )
+        for row in FORMATS.values()
     )

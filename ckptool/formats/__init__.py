@@ -1,45 +1,41 @@
-"""The checkpoint formats ckptool knows: one file each, all metadata only."""
+"""The checkpoint formats ckptool knows: one row each, all metadata only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib import import_module
-from typing import TypeVar
 
-from ckptool.core.catalog import Catalog
-from ckptool.core.layout import Layout
-from ckptool.core.sharding.placement import Rule
-from ckptool.formats.base import Format, Request
+from ckptool.formats.base import Format
 from ckptool.serialization.source import Source
 
-_T = TypeVar("_T")
 
+class Registry(Mapping[str, Format]):
+    """Formats by their names, each imported when it is first asked for.
 
-class _Lazy(Mapping[str, _T]):
-    """Named objects of this package's modules, each imported when it is first asked for.
-
-    ``spots`` maps names to ``module.attribute``. A command pays only for the formats it meets.
+    ``places`` maps names to ``module.attribute`` below this package. A command pays only for the
+    formats it meets.
     """
 
-    def __init__(self, spots: dict[str, str]) -> None:
-        self._spots = spots
+    def __init__(self, places: dict[str, str]) -> None:
+        self._places = places
 
-    def __getitem__(self, name: str) -> _T:
-        module, _, attribute = self._spots[name].rpartition(".")
-        found: _T = getattr(import_module(f"{__name__}.{module}"), attribute)
-        return found
+    def __getitem__(self, name: str) -> Format:
+        module, _, attribute = self._places[name].rpartition(".")
+        row: Format = getattr(import_module(f"{__name__}.{module}"), attribute)
+        return row
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._spots)
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return len(self._spots)
+        return len(self._places)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._spots
+        return name in self._places
 
 
-FORMATS: Mapping[str, Format] = _Lazy(
+FORMATS = Registry(
     {
         "bytecheckpoint": "bytecheckpoint.FORMAT",
         "megatron-torch_dist": "megatron.TORCH_DIST_FORMAT",
@@ -59,43 +55,24 @@ FORMATS: Mapping[str, Format] = _Lazy(
         "safetensors": "safetensors.FORMAT",
         "torch-save": "torch_save.FORMAT",
         "orbax": "orbax.FORMAT",
+        "torch-checkpointing": "rank_files.TORCH_CHECKPOINTING_FORMAT",
     }
 )
-"""Most specific first: the first whose probe says yes is taken."""
-
-LayOut = Callable[[Catalog, Request], Layout]
-
-CONVERTERS: Mapping[str, LayOut] = _Lazy(
-    {
-        "safetensors": "safetensors.lay_out",
-        "hf": "safetensors.huggingface.lay_out",
-        "torch-save": "torch_save.lay_out",
-        "dcp": "dcp.write.lay_out",
-        "dcp-safetensors": "safetensors.dcp_shards.lay_out",
-        "deepspeed-universal": "deepspeed.universal_write.lay_out",
-        "megatron-torch_dist": "megatron.torch_dist_write.lay_out",
-    }
-)
-"""What lays a checkpoint out in another format."""
-
-WRITERS: Mapping[str, LayOut] = _Lazy(
-    {
-        "dcp": "dcp.write.lay_out",
-        "rank-local": "rank_files.write.lay_out_rank_files",
-        "torch-checkpointing": "rank_files.write.lay_out_torch_checkpointing",
-        "dcp-safetensors": "safetensors.dcp_shards.lay_out",
-        "sharded-state": "vllm.write.lay_out",
-        "llama": "llama.lay_out",
-    }
-)
-"""What writes a checkpoint cut for a mesh."""
-
-CUTS: Mapping[str, tuple[Rule, ...]] = _Lazy(
-    {"llama": "llama.RULES", "sharded-state": "vllm.write.RULES"}
-)
-"""How a format cuts tensors by their names, where it leaves no choice."""
+"""Most specific first: a source is of the first format that matches it."""
 
 
 def detect(source: Source) -> Format | None:
-    """The format of a source, or None where no format recognises it."""
-    return next((item for item in FORMATS.values() if item.probe(source)), None)
+    """Return the format of a source, or None where it is of no known one."""
+    return next((row for row in FORMATS.values() if row.matches(source)), None)
+
+
+def targets(*, mesh: bool = False) -> dict[str, Format]:
+    """Return the formats that are written, by name: whole ones, or those cut for a mesh."""
+    rows = FORMATS.values()
+    return {row.name: row for row in rows if (row.reshard if mesh else row.convert) is not None}
+
+
+@cache
+def single_file_suffixes() -> dict[str, Format]:
+    """Return the formats whose checkpoint is one file, by the suffixes of such files."""
+    return {suffix: row for row in FORMATS.values() for suffix in row.suffixes}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptool.core.catalog import Catalog
-from ckptool.core.sharding.placement import Placed
+from ckptool.core.layout import Layout
+from ckptool.core.sharding.placement import Placed, Rule
 from ckptool.core.sharding.tensor_parallel import NamedRule
-from ckptool.errors import CkptoolError, Problem, damaged
+from ckptool.errors import CannotDo, CkptoolError, Problem, damaged
 
 if TYPE_CHECKING:
     from ckptool.serialization.source import Source
@@ -77,27 +79,75 @@ class Request:
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
+LayOut = Callable[[Catalog, Request], Layout]
+"""Lays a catalog out in a format's files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """A function whose module, of ``module:function``, is imported when it is first called."""
+
+    place: str
+
+    def load(self) -> Callable[..., Any]:
+        """Import the module and return the function. Raises ImportError or AttributeError."""
+        module, _, name = self.place.partition(":")
+        function: Callable[..., Any] = getattr(import_module(module), name)
+        return function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.load()(*arguments)
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One checkpoint format: a row of the FORMATS table.
+    """One checkpoint format: a row of the registry, and all that commands know of the format.
 
-    - ``probe`` says from names and first bytes whether a source is of this format.
+    - ``probe`` says from names and first bytes whether a source is of this format; None where its
+      checkpoints are detected as another format's.
     - ``scan`` reads metadata only and returns the catalog.
     - ``locate`` opens the containers that ``scan`` left closed (``Item``), for the tensors of the
       catalog it is given; None where ``scan`` leaves none.
+    - ``convert`` lays a whole checkpoint out, ``reshard`` one that is cut for a mesh; None where
+      the format is not written so.
+    - ``rules`` returns how the format cuts tensors by their names, where it leaves no choice.
+    - ``suffixes`` are those of a file that is a checkpoint by itself.
     - ``reads`` is False where the format is only recognised, to say why it cannot be read.
     - ``takes_tp_rules`` says that ``scan`` heeds ``ScanOptions.tp_rules``.
     - ``takes_world_size`` says that ``scan`` heeds ``ScanOptions.world_size``.
+    - ``has_values`` is False where the files have no place for values that are no tensors.
+    - ``is_model_folder`` says that what is written is a folder which a model is loaded from, with
+      its config.json.
     """
 
     name: str
     summary: str
-    probe: Callable[[Source], bool]
+    probe: Callable[[Source], bool] | None
     scan: Callable[[Source, ScanOptions], Catalog]
     locate: Callable[[Source, Catalog], Catalog] | None = None
+    convert: LayOut | None = None
+    reshard: LayOut | None = None
+    rules: Callable[[], tuple[Rule, ...]] = tuple
+    suffixes: tuple[str, ...] = ()
     reads: bool = True
     takes_tp_rules: bool = False
     takes_world_size: bool = False
+    has_values: bool = True
+    is_model_folder: bool = False
+
+    def matches(self, source: Source) -> bool:
+        """Return whether a source is detected as this format."""
+        return self.probe is not None and self.probe(source)
+
+    def lay_out(self, catalog: Catalog, request: Request) -> Layout:
+        """Lay a catalog out whole, or cut for the mesh that ``request`` places it on.
+
+        Raises CannotDo where the format is not written so, or cannot hold what is asked.
+        """
+        writer = self.convert if request.placed is None else self.reshard
+        if writer is None:
+            raise CannotDo(f"{self.name} is not written here", hint="ckptool formats lists targets")
+        return writer(catalog, request)
 
 
 EXTRA = ".extra.pt"

@@ -354,5 +354,7 @@ FORMAT = Format(
     "Meta llama: consolidated.NN.pth and params.json",
     _probe,
     _scan,
+    reshard=lay_out,
+    rules=lambda: RULES,
     takes_tp_rules=True,
 )

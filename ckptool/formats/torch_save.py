@@ -171,4 +171,6 @@ FORMAT = Format(
     "one torch.save file (.pt .pth .bin .ckpt)",
     _probe,
     _scan,
+    convert=lay_out,
+    suffixes=(".pt", ".pth", ".bin", ".ckpt"),
 )

@@ -73,7 +73,7 @@ def in_a_word(answers: set[str]) -> str:
 
 def test_the_table_has_every_format() -> None:
     assert list(said_in_docs()) == list(FIXTURES)
-    assert set(FIXTURES) == set(FORMATS)
+    assert set(FIXTURES) == {row.name for row in FORMATS.values() if row.probe is not None}
 
 
 @pytest.mark.parametrize("name", [name for name, fixtures in FIXTURES.items() if fixtures])

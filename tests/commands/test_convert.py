@@ -11,9 +11,10 @@ import pytest
 import torch
 from conftest import bits, case, convert_to, flat, load_torch, read_back
 
-from ckptool.commands.convert import TARGETS, ConvertOptions, prepare
+from ckptool.commands.convert import ConvertOptions, prepare
 from ckptool.core.dtype import BY_NAME
 from ckptool.errors import CannotDo, CkptoolError, UsageError
+from ckptool.formats import targets
 
 MODEL_AND_OPTIMIZER = "dcp_fsdp2_tp"
 
@@ -166,7 +167,7 @@ def test_a_tensor_larger_than_a_shard_has_one_of_its_own(out: Path) -> None:
 # Reports
 
 
-@pytest.mark.parametrize("target", sorted({*TARGETS} - {"megatron-torch_dist"}))
+@pytest.mark.parametrize("target", sorted({*targets()} - {"megatron-torch_dist"}))
 def test_the_report_is_what_is_written(target: str, out: Path) -> None:
     path = out / ("m.pt" if target == "torch-save" else "m")
     one = case("deepspeed_zero_2" if target == "deepspeed-universal" else "dcp_fsdp2_tp")

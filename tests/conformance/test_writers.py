@@ -24,7 +24,7 @@ from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
 from ckptool.commands.transfer import TransferOptions
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.write.run import RunOptions
-from ckptool.formats import CONVERTERS, WRITERS
+from ckptool.formats import targets
 
 Tensors = dict[str, torch.Tensor]
 
@@ -223,5 +223,5 @@ def test_what_is_resharded_is_what_the_framework_finds(name: str, source: str, o
 
 
 def test_every_writer_is_read_back() -> None:
-    assert set(CONVERTED) == set(CONVERTERS)
-    assert set(RESHARDED) == set(WRITERS)
+    assert set(CONVERTED) == targets().keys()
+    assert set(RESHARDED) == targets(mesh=True).keys()

@@ -38,8 +38,8 @@ from ckptool.core.sharding.placement import POLICIES, Choice, Placed, Placer, Ru
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.write.run import peak_memory
 from ckptool.errors import CannotDo, UsageError
-from ckptool.formats import CUTS, WRITERS
-from ckptool.formats.base import Request
+from ckptool.formats import FORMATS, targets
+from ckptool.formats.base import Format, Request
 from ckptool.storage.url import Location
 
 
@@ -161,21 +161,21 @@ def prepare_reshard(
     if not catalog.tensors:
         raise CannotDo(f"{opened.path}: no tensor to reshard")
     catalog, map_report = mapped(opened, opened.located(catalog), options.map)
-    writer = _writer_name(options.to, opened)
-    placer = replace(placer, rules=(*placer.rules, *CUTS.get(writer, ())))
+    writer = _writer(options.to, opened)
+    placer = replace(placer, rules=(*placer.rules, *writer.rules()))
     choices = placer.choose(catalog)
     placed = Placed(placer.mesh, {name: choice.placements for name, choice in choices.items()})
-    config = _config(opened, catalog, options) if writer == "sharded-state" else {}
-    layout = WRITERS[writer](catalog, Request(target.name, placed=placed, config=config))
+    config = _config(opened, catalog, options) if writer.is_model_folder else {}
+    layout = writer.lay_out(catalog, Request(target.name, placed=placed, config=config))
     layout = with_assets(
-        layout, options.map.assets, map_report, catalog, model=writer == "sharded-state"
+        layout, options.map.assets, map_report, catalog, model=writer.is_model_folder
     )
     plan = Plan(catalog, layout)
     report = ReshardReport(
         source=opened.path,
         source_format=opened.format.name,
         target=target,
-        target_format=writer,
+        target_format=writer.name,
         mesh=placer.mesh,
         choices=choices,
         files=layout.files,
@@ -196,7 +196,7 @@ def prepare_reshard(
             *target_notes(opened, target, layout, options.transfer),
         ),
     )
-    decided = (writer, placed, decided_by(map_report))
+    decided = (writer.name, placed, decided_by(map_report))
     transfer = Transfer(opened, plan, target, options.transfer, decided, placer.mesh.size)
     return PreparedReshard(transfer, report, placed)
 
@@ -228,15 +228,16 @@ def _sibling(source: Location, mesh: Mesh) -> Location:
     return source.with_name(f"{source.name}-{'x'.join(map(str, mesh.shape))}")
 
 
-def _writer_name(to: str | None, opened: Opened) -> str:
-    """The target format: as asked, or the source's own kind where that is written for a mesh."""
-    if to is not None and to not in WRITERS:
-        raise UsageError(f"--to {to!r}: no such target", hint="one of " + ", ".join(WRITERS))
+def _writer(to: str | None, opened: Opened) -> Format:
+    """Return the target format: as asked, or the source's own where that is cut for a mesh."""
     if to is not None:
-        return to
+        if to not in FORMATS or FORMATS[to].reshard is None:
+            known = ", ".join(targets(mesh=True))
+            raise UsageError(f"--to {to!r}: no such target", hint=f"one of {known}")
+        return FORMATS[to]
     if opened.catalog.info.get("writer") == "torch_checkpointing":
-        return "torch-checkpointing"
-    return opened.format.name if opened.format.name in WRITERS else "dcp"
+        return FORMATS["torch-checkpointing"]
+    return FORMATS["dcp"] if opened.format.reshard is None else opened.format
 
 
 def _rank_bytes(catalog: Catalog, placed: Placed) -> tuple[int, ...]:

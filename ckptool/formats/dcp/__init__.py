@@ -15,7 +15,7 @@ from typing import Any
 from ckptool.core.catalog import UNREAD, Catalog, ObjectEntry, TensorEntry, merge_copies
 from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.errors import Problem, Refusal
-from ckptool.formats.base import Format, ScanOptions
+from ckptool.formats.base import Deferred, Format, ScanOptions
 from ckptool.formats.companions import framework_info, with_tensor_parallelism
 from ckptool.formats.dcp.inventory import (
     DAMAGE_HINT,
@@ -189,4 +189,6 @@ FORMAT = Format(
     _probe,
     _scan,
     locate=locate,
+    convert=Deferred("ckptool.formats.dcp.write:lay_out"),
+    reshard=Deferred("ckptool.formats.dcp.write:lay_out"),
 )

@@ -16,7 +16,7 @@ with ``checkpoint.load_universal``, at any ZeRO stage, data and tensor paralleli
 from __future__ import annotations
 
 from ckptool.core.catalog import Catalog
-from ckptool.formats.base import Format, ScanOptions
+from ckptool.formats.base import Deferred, Format, ScanOptions
 from ckptool.formats.deepspeed.files import (
     LATEST,
     LATEST_UNIVERSAL,
@@ -69,4 +69,5 @@ UNIVERSAL_FORMAT = Format(
     "DeepSpeed's universal checkpoint: a folder a parameter",
     _probe_universal,
     _scan_universal,
+    convert=Deferred("ckptool.formats.deepspeed.universal_write:lay_out"),
 )

@@ -30,7 +30,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptool.core.catalog import Catalog
-from ckptool.formats.base import Format, ScanOptions
+from ckptool.formats.base import Deferred, Format, ScanOptions
 from ckptool.serialization.source import Source, read_metadata
 
 _FOLDER = re.compile(r"mp_rank_[0-9]{2,6}(_[0-9]{3,6}){0,2}/model_optim_rng\.pt")
@@ -92,6 +92,7 @@ TORCH_DIST_FORMAT = Format(
     _probe_torch_dist,
     _scan_torch_dist,
     locate=_locate_torch_dist,
+    convert=Deferred("ckptool.formats.megatron.torch_dist_write:lay_out"),
 )
 
 

@@ -18,7 +18,7 @@ from functools import partial
 from ckptool.core.catalog import Catalog
 from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.errors import Damaged, Problem
-from ckptool.formats.base import Format, ScanOptions
+from ckptool.formats.base import Deferred, Format, ScanOptions
 from ckptool.formats.companions import companions
 from ckptool.formats.rank_files.flat_ranks import assembled
 from ckptool.formats.rank_files.names import RankFile, has_fsdp_folder, is_single, rank_files
@@ -318,5 +318,14 @@ FORMAT = Format(
     "one file a rank (torch _experimental, torch_checkpointing, verl, accelerate, FSDP)",
     _probe,
     _scan,
+    reshard=Deferred("ckptool.formats.rank_files.write:lay_out_rank_files"),
     takes_world_size=True,
+)
+
+TORCH_CHECKPOINTING_FORMAT = replace(
+    FORMAT,
+    name="torch-checkpointing",
+    summary="torch_checkpointing's rank files",
+    probe=None,
+    reshard=Deferred("ckptool.formats.rank_files.write:lay_out_torch_checkpointing"),
 )

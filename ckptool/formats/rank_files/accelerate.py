@@ -48,7 +48,7 @@ def _whole_model(source: Source) -> Format | None:
     """
     if not any(map(_RANDOM_STATES.fullmatch, source.files)):
         return None
-    if hf.FORMAT.probe(source):
+    if hf.FORMAT.matches(source):
         return hf.FORMAT
     return torch_save.FORMAT if torch_save.INDEX in source.files else None
 
@@ -61,7 +61,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     for folder, family in _parts(source).items():
         inner = scanned_below(dcp.FORMAT.scan, source, folder, options)
         catalogs.append(relocated(_in_family(inner, family), folder))
-    if rank_local.FORMAT.probe(source):
+    if rank_local.FORMAT.matches(source):
         catalogs.append(rank_local.FORMAT.scan(source, options))
     writer = {"writer": "accelerate (by its file names)"}
     return replace(together(*catalogs), format="accelerate", info=writer)

@@ -143,4 +143,12 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     return Layout((*files, main), folder=False, notes=(*notes, *tied_notes(catalog)))
 
 
-FORMAT = Format("safetensors", "one safetensors file", _probe, _scan)
+FORMAT = Format(
+    "safetensors",
+    "one safetensors file",
+    _probe,
+    _scan,
+    convert=lay_out,
+    suffixes=(".safetensors",),
+    has_values=False,
+)

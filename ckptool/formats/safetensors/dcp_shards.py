@@ -196,7 +196,7 @@ def _consolidated(
 
     Returns what a person should know, and the files of the copy.
     """
-    if not HF.probe(source):
+    if not HF.matches(source):
         world = max(int(match["rank"]) for match in shards)
         message = f"nothing here records the number of ranks: if there were more than {world},"
         reason = "their shards are lost and the shapes too small"
@@ -255,4 +255,7 @@ FORMAT = Format(
     "safetensors shards with DCP sharding info (HuggingFaceStorageWriter)",
     _probe,
     _scan,
+    convert=lay_out,
+    reshard=lay_out,
+    has_values=False,
 )

@@ -221,4 +221,12 @@ def _index_file(names: list[str], groups: list[list[TensorEntry]]) -> FileLayout
     return FileLayout(_INDEX, (Literal(text.encode()),))
 
 
-FORMAT = Format("hf", "Hugging Face folder: safetensors shards and their index", _probe, _scan)
+FORMAT = Format(
+    "hf",
+    "Hugging Face folder: safetensors shards and their index",
+    _probe,
+    _scan,
+    convert=lay_out,
+    has_values=False,
+    is_model_folder=True,
+)

@@ -17,7 +17,7 @@ from ckptool.formats.base import Format, ScanOptions
 from ckptool.formats.companions import companions, config_info, read_config
 from ckptool.formats.safetensors import with_extra
 from ckptool.formats.vllm.merge import Merger, sizes_of
-from ckptool.formats.vllm.write import EXTRA
+from ckptool.formats.vllm.write import EXTRA, RULES, lay_out
 from ckptool.serialization.safetensors import read_safetensors
 from ckptool.serialization.source import Source, expect_heads, first_missing, require_rank
 from ckptool.serialization.state_dict.tensor_parallel import Local, tp_mesh
@@ -93,5 +93,9 @@ FORMAT = Format(
     "vLLM sharded state: model-rank-R-part-P.safetensors",
     _probe,
     _scan,
+    reshard=lay_out,
+    rules=lambda: RULES,
     takes_tp_rules=True,
+    has_values=False,
+    is_model_folder=True,
 )

@@ -42,13 +42,14 @@ from ckptool.engine.read.gather import Gatherer
 from ckptool.engine.write import stage as stage_module
 from ckptool.engine.write.run import RunOptions
 from ckptool.errors import CannotDo, Damaged, TransferError, UsageError
-from ckptool.formats import CUTS, WRITERS
+from ckptool.formats import FORMATS, targets
 from ckptool.formats.base import Request
 from ckptool.render.reshard import show_reshard
 
 MESHES = ("2", "3", "2x2", "2x4", "2x2x2")
 OF_A_RANK = ("extra_state.", "random_states.", "rank")
-REOPENED = [name for name in WRITERS if name not in CUTS]
+WRITERS = targets(mesh=True)
+REOPENED = [name for name, row in WRITERS.items() if not row.rules()]
 """Targets that take tensors of any name, cut in any way."""
 
 
@@ -253,7 +254,9 @@ def layout_of(
     chunk = Chunk(whole, Extent("f", 0, (4,) * len(shape)), 0)
     one = TensorEntry("w", ("w",), BY_NAME["float32"], shape, (chunk,))
     placed = Placed(Mesh.of(mesh), {"w": placements})
-    layout = WRITERS[target](Catalog("dcp", {"w": one}, {}, {}), Request("r", placed=placed))
+    layout = FORMATS[target].lay_out(
+        Catalog("dcp", {"w": one}, {}, {}), Request("r", placed=placed)
+    )
     return by_rank(layout.files)["w"]
 
 
@@ -325,10 +328,6 @@ def test_replicas_are_spread_over_the_ranks(out: Path) -> None:
 # Rank files, as torch loads them
 
 
-needs_rank_local = pytest.mark.skipif("rank-local" not in WRITERS, reason="not written yet")
-
-
-@needs_rank_local
 @pytest.mark.parametrize(("mesh", "rules"), RULES, ids=str)
 def test_rank_files_hold_dtensors(
     mesh: str, rules: tuple[str, ...], source: Path, truth: dict[str, Bits], out: Path
@@ -560,7 +559,7 @@ def test_without_proof_it_is_taken_as_it_is(
 
 # Loading through torch (one rank; several are in test_torchrun)
 
-CHECKED = [name for name in ("dcp", "dcp-safetensors", "rank-local") if name in WRITERS]
+CHECKED = ("dcp", "dcp-safetensors", "rank-local")
 
 
 @pytest.mark.parametrize("target", CHECKED)

@@ -15,7 +15,7 @@ from ckptool.core.mesh import Shard
 from ckptool.core.plan import Plan
 from ckptool.core.sharding.placement import Placed, parse_mesh
 from ckptool.engine.ranks import share
-from ckptool.formats import WRITERS
+from ckptool.formats import FORMATS
 from ckptool.formats.base import Request
 from ckptool.storage.local import TILE
 
@@ -49,7 +49,7 @@ def plan(tensors: int, chunks: int, mesh: str, rank: int = 0, world_size: int = 
     catalog = synthetic(tensors, chunks)
     target = parse_mesh(mesh)
     placed = Placed(target, {name: (Shard(0), Shard(1)) for name in catalog.tensors})
-    planned = Plan(catalog, WRITERS["dcp"](catalog, Request("out", placed=placed)))
+    planned = Plan(catalog, FORMATS["dcp"].lay_out(catalog, Request("out", placed=placed)))
     mine = share(planned.layout, rank, world_size, target.size)
     for group in planned.groups(next(planned.batches(mine)), TILE):
         for _ in planned.jobs(group, TILE):

@@ -12,6 +12,7 @@ from ckptool.commands.verify.checks.pickles import PickleAudit
 from ckptool.core.catalog import Catalog, Item
 from ckptool.engine.check.spans import Span
 from ckptool.errors import CkptoolError, Damaged, Problem
+from ckptool.formats import single_file_suffixes
 from ckptool.formats.torch_save import read_weight_map
 from ckptool.serialization.archive.items import find_archives
 from ckptool.serialization.archive.read import is_legacy, is_zip, read_torch_file
@@ -20,7 +21,6 @@ from ckptool.serialization.safetensors import read_safetensors
 from ckptool.serialization.source import Source, expect_edges, read_metadata
 from ckptool.storage.local import Files
 
-_WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _PICKLES = re.compile(r"(.*/)?(__\d+)?\.metadata|(.*/)?metadata\.pkl")
 _LEGACY_HEAD = 1 << 24
 _SMALL_JSON = 1 << 20
@@ -44,7 +44,7 @@ def name_problems(source: Source, catalog: Catalog | None) -> list[Problem]:
             problems.append(Problem(message, "torn-overwrite", file=file))
         elif name != ".metadata.tmp" and (unfinished := unfinished_file(file)):
             problems.append(unfinished)
-        elif not size and name.endswith(_WEIGHTS):
+        elif not size and name.endswith(tuple(single_file_suffixes())):
             message = f"{file}: the file is empty (0 bytes)"
             problems.append(Problem(message, "file-empty", file=file))
     return [*problems, *_without_metadata(files), *_unreadable_json(source, files)]
@@ -195,7 +195,7 @@ class FileCheck:
             data = self._source.read(file, 0, min(size, _LEGACY_HEAD))
             self._pickles.look_at(data, file, 0, pickles=5)
             self._require_all_claimed(file, size)
-        elif file.endswith(_WEIGHTS):
+        elif file.endswith(tuple(single_file_suffixes())):
             read_torch_file(self._source, file)
 
     def _require_all_claimed(self, file: str, size: int) -> None:

@@ -18,9 +18,9 @@ from ckptool.core.catalog import Catalog, Scaled, TensorEntry, coverage_problem
 from ckptool.core.parts import part_of, part_of_name, weights
 from ckptool.core.rewrite import is_used, matches
 from ckptool.errors import CannotDo, Damaged, Hostile, Problem
+from ckptool.formats import FORMATS
 from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
 
-_HOLD_NO_VALUES = frozenset(["safetensors", "hf", "dcp-safetensors", "sharded-state"])
 _LONGEST_SHOWN = 60
 
 
@@ -106,7 +106,7 @@ def differing_names(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:
 
 def holds_no_values(format_name: str) -> bool:
     """Whether a format holds tensors alone; what else there was lies in a side file, if at all."""
-    return format_name in _HOLD_NO_VALUES
+    return not FORMATS[format_name].has_values
 
 
 def _has(catalog: Catalog, name: str) -> bool:

@@ -23,16 +23,11 @@ from ckptool.commands.verify.salvage.repair import rebuild
 from ckptool.core.plan import Plan
 from ckptool.engine.write.stage import RESUME_HINT
 from ckptool.errors import CannotDo, Committed, NotFound, TransferError
-from ckptool.formats import CONVERTERS
+from ckptool.formats import FORMATS, single_file_suffixes
 from ckptool.formats.base import Request
 from ckptool.storage.disk import require_marked, write_whole
 from ckptool.storage.url import Location
 
-_WRITERS = {
-    ".safetensors": "safetensors",
-    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch-save"),
-}
-"""The format of a single file by its suffix; a folder becomes a DCP checkpoint."""
 _AFRESH = "the same command starts afresh"
 _AGAIN = "the same command with --overwrite writes both again"
 _MARK = b'{\n "schema": "ckptool.salvage/'
@@ -181,14 +176,14 @@ def plan_salvage(path: Location, target: Location, options: SalvageOptions) -> S
             f"{found.path}: nothing in it is whole",
             hint="ckptool verify lists what is wrong with it",
         )
-    writer = _WRITERS.get(target.suffix, "dcp")
-    layout = CONVERTERS[writer](whole.catalog, Request(target.name))
+    writer = single_file_suffixes().get(target.suffix, FORMATS["dcp"])
+    layout = writer.lay_out(whole.catalog, Request(target.name))
     plan = Plan(whole.catalog, layout)
     report = SalvageReport(
         path=str(found.path),
         format=found.format.name,
         target=str(target),
-        target_format=writer,
+        target_format=writer.name,
         tensors=len(whole.catalog.tensors),
         values=len(whole.catalog.objects),
         nbytes=layout.nbytes,
