@@ -154,21 +154,6 @@ def test_files_and_folders_stay_small() -> None:
     assert not {by_path(f): len(e) for f, e in folders.items() if len(e) > MOST_ENTRIES}
 
 
-DEEPER = {
-    "commands/verify/salvage/repair.py": {"dcp.inventory"},
-    "commands/verify/verify.py": {"megatron.optimizer.buckets"},
-    "formats/megatron/__init__.py": {"dcp.items"},
-    "formats/megatron/optimizer/named.py": {"dcp.metadata"},
-    "formats/megatron/optimizer/order.py": {"dcp.metadata"},
-    "formats/megatron/optimizer/stages.py": {"dcp.metadata"},
-    "formats/megatron/torch_dist.py": {"dcp.metadata"},
-    "formats/megatron/torch_dist_write.py": {"dcp.write"},
-    "formats/nvrx/scan.py": {"megatron.arguments", "megatron.local", "megatron.parameters"},
-    "formats/rank_files/accelerate.py": {"safetensors.huggingface"},
-}
-"""What is imported of a format's folder beside its package, and by whom: fewer with time."""
-
-
 def test_a_family_of_formats_is_one_package_to_others() -> None:
     families = {names_of(m.parent / "__init__.py") for m in MODULES if m.match("formats/*/*.py")}
 
@@ -180,7 +165,7 @@ def test_a_family_of_formats_is_one_package_to_others() -> None:
             for name in named
             for family in families
             if name.startswith(family + ".") and not own.startswith(family + ".")
-        } - DEEPER.get(by_path(module), set())
+        }
 
     assert not breaking(MODULES, deeper)
 

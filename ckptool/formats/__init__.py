@@ -50,7 +50,7 @@ FORMATS = Registry(
         "hf": "safetensors.huggingface.FORMAT",
         "llama": "llama.FORMAT",
         "megatron-torch": "megatron.TORCH_FORMAT",
-        "nvrx-local": "nvrx.FORMAT",
+        "nvrx-local": "megatron.LOCAL_FORMAT",
         "rank-local": "rank_files.FORMAT",
         "safetensors": "safetensors.FORMAT",
         "torch-save": "torch_save.FORMAT",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptool.core.catalog import Catalog
+from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import Layout
 from ckptool.core.sharding.placement import Placed, Rule
 from ckptool.core.sharding.tensor_parallel import NamedRule
@@ -100,6 +100,15 @@ class Deferred:
 
 
 @dataclass(frozen=True, slots=True)
+class Recovery:
+    """What the data files hold whose metadata is lost, and what no file says any more."""
+
+    catalog: Catalog
+    problems: tuple[Problem, ...]
+    unknown: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Format:
     """One checkpoint format: a row of the registry, and all that commands know of the format.
 
@@ -111,6 +120,8 @@ class Format:
     - ``convert`` lays a whole checkpoint out, ``reshard`` one that is cut for a mesh; None where
       the format is not written so.
     - ``rules`` returns how the format cuts tensors by their names, where it leaves no choice.
+    - ``recover`` reads what is left where the metadata is lost; None where nothing is.
+    - ``trim`` returns a tensor without what its writer left undefined, such as padding.
     - ``suffixes`` are those of a file that is a checkpoint by itself.
     - ``reads`` is False where the format is only recognised, to say why it cannot be read.
     - ``takes_tp_rules`` says that ``scan`` heeds ``ScanOptions.tp_rules``.
@@ -128,6 +139,8 @@ class Format:
     convert: LayOut | None = None
     reshard: LayOut | None = None
     rules: Callable[[], tuple[Rule, ...]] = tuple
+    recover: Callable[[Source], Recovery] | None = None
+    trim: Callable[[TensorEntry], TensorEntry] | None = None
     suffixes: tuple[str, ...] = ()
     reads: bool = True
     takes_tp_rules: bool = False

@@ -47,7 +47,6 @@ from ckptool.core.parts import part_of
 from ckptool.engine.check.content import Found, check_spans
 from ckptool.engine.check.spans import Span
 from ckptool.errors import Problem
-from ckptool.formats.megatron.optimizer.buckets import without_padding
 from ckptool.storage.file_status import changed
 from ckptool.storage.local import Files
 from ckptool.storage.url import Location
@@ -146,7 +145,8 @@ class _Check:
         """Open every archive, then read every record and tensor once, or every file."""
         tensors = self._located()
         self._files.look_at_items(self._catalog)
-        meant = {name: without_padding(entry) for name, entry in tensors.items()}
+        trim = self._survey.format.trim
+        meant = {name: trim(entry) for name, entry in tensors.items()} if trim else tensors
         views = Views.of(meant.values())
         inner = {item.file for item in self._catalog.archives} if self._catalog else set()
         spans = [*self._files.spans, *attach(views, self._files.spans)]

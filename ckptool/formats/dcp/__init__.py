@@ -27,7 +27,7 @@ from ckptool.formats.dcp.inventory import (
     metadata_files,
 )
 from ckptool.formats.dcp.items import locate, read_values
-from ckptool.formats.dcp.metadata import DcpMetadata
+from ckptool.formats.dcp.metadata import DcpMetadata, Plan
 from ckptool.serialization.archive.read import read_torch_file
 from ckptool.serialization.source import Source, expect_edges
 from ckptool.serialization.state_dict.assemble import assemble
@@ -35,6 +35,8 @@ from ckptool.serialization.state_dict.flat_params import HINT, is_flat, members_
 from ckptool.serialization.state_dict.leaves import Assembled, read_leaves
 from ckptool.serialization.state_dict.tree import free_name
 from ckptool.serialization.state_dict.values import unread_notes
+
+__all__ = ["FORMAT", "DcpMetadata", "Plan", "locate", "read_folder", "scan_folder"]
 
 _LIGHTNING = "meta.pt"
 
@@ -191,4 +193,5 @@ FORMAT = Format(
     locate=locate,
     convert=Deferred("ckptool.formats.dcp.write:lay_out"),
     reshard=Deferred("ckptool.formats.dcp.write:lay_out"),
+    recover=Deferred("ckptool.formats.dcp.recover:recover"),
 )

@@ -1,31 +1,19 @@
-"""What the metadata files of a DCP folder say, and whether the data files bear it out.
-
-What ``.distcp`` files say by themselves, when the ``.metadata`` that describes them is gone.
-
-torch.distributed.checkpoint (torch 2.1 to 2.13) writes each item as a torch.save archive of a local
-tensor or a value, one behind the other. An item records element type, shape, strides and
-checksums; its name, its place in the global tensor and the global shape lie in ``.metadata`` alone.
-"""
+"""What the metadata files of a DCP folder say, and whether the data files bear it out."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import pairwise
 
-from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Chunk, Item, ObjectEntry, Path, TensorEntry
-from ckptool.errors import CkptoolError, Damaged, Problem
+from ckptool.core.catalog import Chunk, Item, Path
+from ckptool.errors import Damaged, Problem
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.dcp.metadata import DcpMetadata, TensorMetadata, parse
-from ckptool.serialization.archive.items import find_archives
-from ckptool.serialization.archive.read import read_torch_zip
-from ckptool.serialization.archive.storage import place_of, plain_tensor
 from ckptool.serialization.source import Source, first_missing, read_metadata, require, require_rank
-from ckptool.serialization.zip import Region
 
 METADATA = ".metadata"
 RANK_METADATA = re.compile(r"__([0-9]{1,9})\.metadata")
@@ -222,52 +210,3 @@ def rank_of(file: str) -> int | None:
     """The rank that wrote a data file, by its name."""
     match = DATA.fullmatch(file)
     return int(match[1]) if match else None
-
-
-def rebuilt(source: Source) -> tuple[Catalog, list[Problem]]:
-    """A catalog of the items of all data files, each under the name of its place.
-
-    ``__0_0.item3`` is the fourth archive of ``__0_0.distcp``. The second value are the items that
-    cannot be read, and the spans of files that are no whole archive.
-    """
-    tensors: dict[str, TensorEntry] = {}
-    objects: dict[str, ObjectEntry] = {}
-    problems: list[Problem] = []
-    files = [file for file in sorted(source.files) if DATA.fullmatch(file)]
-    for file in files:
-        items = find_archives(source, file)
-        problems += _gaps(source, file, items)
-        for number, item in enumerate(items):
-            name = f"{_stem(file)}.item{number}"
-            try:
-                entry = _entry(Region(source, file, item.offset, item.nbytes), name)
-            except CkptoolError as error:
-                problems.append(error.message.within(name, tensor=name))
-                continue
-            if isinstance(entry, TensorEntry):
-                tensors[name] = entry
-            else:
-                objects[name] = entry
-    return Catalog("dcp", tensors, objects, {f: source.files[f] for f in files}), problems
-
-
-def _gaps(source: Source, file: str, items: list[Item]) -> Iterator[Problem]:
-    position = 0
-    for item in [*items, Item(file, source.files[file], 0)]:
-        if item.offset > position:
-            message = f"{file}: bytes {position:,} to {item.offset:,} are no whole item"
-            yield Problem(message, "bytes-unclaimed", file=file)
-        position = item.offset + item.nbytes
-
-
-def _entry(region: Region, name: str) -> TensorEntry | ObjectEntry:
-    opened = read_torch_zip(region)
-    tensor = plain_tensor(opened.value)
-    if tensor is None:
-        return ObjectEntry(name, (name,), opened.value)
-    chunk = Chunk(Box.whole(tensor.shape), place_of(tensor, opened), rank_of(region.file))
-    return TensorEntry(name, (name,), tensor.dtype, tensor.shape, (chunk,))
-
-
-def _stem(file: str) -> str:
-    return file.removesuffix(".distcp")

@@ -1,4 +1,4 @@
-"""Megatron's checkpoints: ``torch``, ``torch_dist`` and ``fsdp_dtensor``.
+"""Megatron's checkpoints: ``torch``, ``torch_dist``, ``fsdp_dtensor``, and local ones.
 
 Megatron's own format (``--ckpt-format torch``): a folder for each model-parallel rank.
 
@@ -20,6 +20,12 @@ Read: megatron-core 0.14 to 0.20. A DCP folder without ``metadata.json``, of DTe
 hold unevenly; names are those of the wrapped modules, ``model.module.module...`` and
 ``optimizer.state.module...``, with the halves of a gated ``linear_fc1`` as ``weight_w`` and
 ``weight_v``.
+
+Local checkpoints of nvidia-resiliency-ext: a folder a rank, on the machine that wrote it.
+
+Read: nvidia-resiliency-ext 0.2 to 0.7, with replicas, of plain state dicts
+(``BasicTensorAwareStateDict``; what is no DTensor says nothing of how ranks fit together) and of
+Megatron-core's (``MCoreTensorAwareStateDict``).
 """
 
 from __future__ import annotations
@@ -40,17 +46,11 @@ def _probe_torch(source: Source) -> bool:
     return any(_FOLDER.fullmatch(name) for name in source.files)
 
 
-def _scan_torch(source: Source, options: ScanOptions) -> Catalog:
-    from ckptool.formats.megatron.torch import scan
-
-    return scan(source, options)
-
-
 TORCH_FORMAT = Format(
     "megatron-torch",
     "Megatron's own format, one folder a model-parallel rank (mp_rank_00/model_optim_rng.pt)",
     _probe_torch,
-    _scan_torch,
+    Deferred("ckptool.formats.megatron.torch:scan"),
     takes_tp_rules=True,
 )
 
@@ -80,19 +80,14 @@ def _scan_torch_dist(source: Source, options: ScanOptions) -> Catalog:
     return scan(source, _config(source), options)
 
 
-def _locate_torch_dist(source: Source, catalog: Catalog) -> Catalog:
-    from ckptool.formats.dcp.items import locate
-
-    return locate(source, catalog)
-
-
 TORCH_DIST_FORMAT = Format(
     "megatron-torch_dist",
     "Megatron-core distributed checkpoint (metadata.json and .distcp files)",
     _probe_torch_dist,
     _scan_torch_dist,
-    locate=_locate_torch_dist,
+    locate=Deferred("ckptool.formats.dcp:locate"),
     convert=Deferred("ckptool.formats.megatron.torch_dist_write:lay_out"),
+    trim=Deferred("ckptool.formats.megatron.optimizer.buckets:without_padding"),
 )
 
 
@@ -121,16 +116,27 @@ def _scan_fsdp_dtensor(source: Source, options: ScanOptions) -> Catalog:
     return with_inferred_mesh(replace(catalog, format=FSDP_DTENSOR_FORMAT.name, info=info))
 
 
-def _locate_fsdp_dtensor(source: Source, catalog: Catalog) -> Catalog:
-    from ckptool.formats.dcp.items import locate
-
-    return locate(source, catalog)
-
-
 FSDP_DTENSOR_FORMAT = Format(
     "megatron-fsdp_dtensor",
     "Megatron-FSDP checkpoint (a DCP folder of uneven DTensors)",
     _probe_fsdp_dtensor,
     _scan_fsdp_dtensor,
-    locate=_locate_fsdp_dtensor,
+    locate=Deferred("ckptool.formats.dcp:locate"),
+)
+
+
+_LOCAL_FILE = re.compile(r"[0-9]{1,9}/iter_[0-9]{7,18}_[0-9]{1,9}_local(\.dirty)?\.pt")
+
+
+def _probe_local(source: Source) -> bool:
+    return any(_LOCAL_FILE.fullmatch(name) for name in source.files)
+
+
+LOCAL_FORMAT = Format(
+    "nvrx-local",
+    "nvidia-resiliency-ext local checkpoint (0/iter_0000100_0_local.pt)",
+    _probe_local,
+    Deferred("ckptool.formats.megatron.nvrx:scan"),
+    takes_tp_rules=True,
+    takes_world_size=True,
 )

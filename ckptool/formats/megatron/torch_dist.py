@@ -21,8 +21,7 @@ from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.core.views import pieces_of_run
 from ckptool.errors import Damaged, Problem, Unrecognised
 from ckptool.formats.base import ScanOptions
-from ckptool.formats.dcp import read_folder
-from ckptool.formats.dcp.metadata import DcpMetadata
+from ckptool.formats.dcp import DcpMetadata, read_folder
 from ckptool.formats.megatron.arguments import (
     arguments_among,
     require_common,

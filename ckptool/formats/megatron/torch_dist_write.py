@@ -20,7 +20,7 @@ from ckptool.core.parts import part_of
 from ckptool.errors import CannotDo
 from ckptool.formats.base import Request
 from ckptool.formats.companions import MEGATRON, RELEASE
-from ckptool.formats.dcp import write as _dcp_write
+from ckptool.formats.dcp import FORMAT as DCP
 from ckptool.formats.megatron.arguments import COMMON
 from ckptool.formats.megatron.torch_dist import CONFIG
 from ckptool.formats.writing import companion_files, plain_objects
@@ -55,7 +55,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     others = {n: e for n, e in catalog.objects.items() if e is not arguments}
     values, notes = plain_objects(replace(catalog, objects=others))
     states = {state.name: state for e in catalog.tensors.values() for state in _states(e)}
-    inner = _dcp_write.lay_out(replace(catalog, objects=states, companions={}), request)
+    inner = DCP.lay_out(replace(catalog, objects=states, companions={}), request)
     common = nest([(entry.path, entry.value) for entry in values]) if values else {}
     common = {_ARGUMENTS: arguments.value if arguments else _of_one_rank(), **_COMMON, **common}
     files = (

@@ -14,11 +14,9 @@ from dataclasses import replace
 
 from ckptool.core.catalog import Catalog
 from ckptool.core.rewrite import with_prefix
-from ckptool.formats import dcp, torch_save
-from ckptool.formats import rank_files as rank_local
-from ckptool.formats.base import Format, ScanOptions
+from ckptool.formats import FORMATS, torch_save
+from ckptool.formats.base import Deferred, Format, ScanOptions
 from ckptool.formats.companions import relocated, scanned_below, together
-from ckptool.formats.safetensors import huggingface as hf
 from ckptool.serialization.source import Source
 
 _PART = re.compile(
@@ -48,8 +46,8 @@ def _whole_model(source: Source) -> Format | None:
     """
     if not any(map(_RANDOM_STATES.fullmatch, source.files)):
         return None
-    if hf.FORMAT.matches(source):
-        return hf.FORMAT
+    if FORMATS["hf"].matches(source):
+        return FORMATS["hf"]
     return torch_save.FORMAT if torch_save.INDEX in source.files else None
 
 
@@ -59,10 +57,10 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     if whole is not None:
         catalogs.append(with_prefix(whole.scan(source, options), "model"))
     for folder, family in _parts(source).items():
-        inner = scanned_below(dcp.FORMAT.scan, source, folder, options)
+        inner = scanned_below(FORMATS["dcp"].scan, source, folder, options)
         catalogs.append(relocated(_in_family(inner, family), folder))
-    if rank_local.FORMAT.matches(source):
-        catalogs.append(rank_local.FORMAT.scan(source, options))
+    if FORMATS["rank-local"].matches(source):
+        catalogs.append(FORMATS["rank-local"].scan(source, options))
     writer = {"writer": "accelerate (by its file names)"}
     return replace(together(*catalogs), format="accelerate", info=writer)
 
@@ -78,6 +76,6 @@ FORMAT = Format(
     "accelerate's folder: model, optimizer, and what lies beside",
     _probe,
     _scan,
-    locate=dcp.FORMAT.locate,
+    locate=Deferred("ckptool.formats.dcp:locate"),
     takes_world_size=True,
 )

@@ -18,9 +18,6 @@ from ckptool.commands.open import ReadOptions, Survey
 from ckptool.core.catalog import Catalog
 from ckptool.core.rewrite import unstacked
 from ckptool.errors import CannotDo, CkptoolError, Damaged, Problem
-from ckptool.formats import FORMATS
-from ckptool.formats.base import ScanOptions
-from ckptool.formats.dcp.inventory import rebuilt
 from ckptool.serialization.archive.read import is_legacy, is_zip, read_torch_file
 from ckptool.serialization.archive.recover import Recovered, legacy_counts, recovered
 from ckptool.serialization.safetensors import promised_size, read_safetensors
@@ -187,12 +184,6 @@ def _central(record: ZipRecord) -> bytes:
 
 
 _METADATA = ".metadata"
-_UNCOMMITTED = ".metadata.tmp"
-_UNNAMED = (
-    "names: .metadata alone holds them; each item is called after its file and place in it",
-    "which items are chunks of one tensor, where in it they belong, and its shape",
-    "whether files were lost: nothing else says how many there were",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +198,7 @@ class Rebuilt:
 def rebuild(found: Survey, options: ReadOptions) -> Rebuilt:
     """The catalog of what was surveyed, cut files included.
 
-    Where that is none: of a DCP folder without ``.metadata`` from its data files. Raises CannotDo
+    Where that is none: from the data files alone, where the format can. Raises CannotDo
     where nothing can be read.
     """
     longer = mended(found.source)
@@ -217,8 +208,10 @@ def rebuild(found: Survey, options: ReadOptions) -> Rebuilt:
     if found.catalog is not None:
         unknown = (*_unrecorded(found.catalog), *_unseen(found, found.problems))
         return Rebuilt(found.catalog, found.problems, unknown)
-    if found.format.name == "dcp":
-        return _from_uncommitted(found) or _from_items(found)
+    if found.format.recover is not None:
+        recovery = found.format.recover(found.source)
+        unknown = (*recovery.unknown, *_unrecorded(recovery.catalog))
+        return Rebuilt(recovery.catalog, (*found.problems, *recovery.problems), unknown)
     raise CannotDo(
         f"{found.path}: nothing of it can be read: {found.problems[0]}",
         hint="ckptool verify lists what is wrong with it",
@@ -251,46 +244,3 @@ def _unseen(found: Survey, problems: Iterable[Problem]) -> tuple[str, ...]:
         return ()
     files = dict.fromkeys(one.file for one in problems if one.file and not one.tensor)
     return tuple(f"what lay in {file} alone" for file in files)
-
-
-class _Renamed:
-    """A source whose uncommitted metadata stands in for the metadata it was to become."""
-
-    def __init__(self, source: Files) -> None:
-        self._source = source
-        self.root = source.root
-        self.files: Mapping[str, int] = {
-            _METADATA if name == _UNCOMMITTED else name: size for name, size in source.files.items()
-        }
-
-    def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        """As the source reads."""
-        return self._source.read(_UNCOMMITTED if file == _METADATA else file, offset, nbytes)
-
-    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
-        """Not told: only metadata is read."""
-
-    def narrowed(self, folder: str) -> Files:
-        """As the source narrows."""
-        return self._source.narrowed(folder)
-
-
-def _from_uncommitted(found: Survey) -> Rebuilt | None:
-    """By the metadata that was written and never renamed, where it is whole."""
-    if _UNCOMMITTED not in found.source.files or _METADATA in found.source.files:
-        return None
-    problems: list[Problem] = []
-    try:
-        source, options = _Renamed(found.source), ScanOptions(found=problems)
-        catalog = FORMATS["dcp"].scan(source, options)
-    except CkptoolError:
-        return None
-    files = {name: size for name, size in catalog.files.items() if name != _METADATA}
-    catalog = replace(catalog, files=files)
-    return Rebuilt(catalog, (*found.problems, *problems), _unrecorded(catalog))
-
-
-def _from_items(found: Survey) -> Rebuilt:
-    """By the items of the data files."""
-    catalog, problems = rebuilt(found.source)
-    return Rebuilt(catalog, (*found.problems, *problems), _UNNAMED)

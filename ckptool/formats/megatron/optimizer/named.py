@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.parts import part_of
-from ckptool.formats.dcp.metadata import Plan
+from ckptool.formats.dcp import Plan
 from ckptool.formats.megatron.arguments import arguments_among
 from ckptool.formats.megatron.optimizer.buckets import Group, bucket_state, buckets_among, is_bucket
 from ckptool.formats.megatron.optimizer.gathered import (

@@ -24,7 +24,7 @@ from graphlib import CycleError, TopologicalSorter
 
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.views import join
-from ckptool.formats.dcp.metadata import Plan
+from ckptool.formats.dcp import Plan
 from ckptool.formats.megatron.names import is_buffer
 from ckptool.formats.megatron.optimizer.numbered import Unnamed
 

@@ -13,7 +13,7 @@ from itertools import groupby
 
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.sharding.tensor_parallel import Cut, Fit, fit
-from ckptool.formats.dcp.metadata import Plan
+from ckptool.formats.dcp import Plan
 from ckptool.formats.megatron.arguments import Arguments
 from ckptool.formats.megatron.names import is_expert
 from ckptool.formats.megatron.optimizer.buckets import Group

@@ -1,0 +1,116 @@
+"""What ``.distcp`` files say by themselves, when the ``.metadata`` that describes them is gone.
+
+torch.distributed.checkpoint (torch 2.1 to 2.13) writes each item as a torch.save archive of a local
+tensor or a value, one behind the other. An item records element type, shape, strides and
+checksums; its name, its place in the global tensor and the global shape lie in ``.metadata`` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import Catalog, Chunk, Item, ObjectEntry, TensorEntry
+from ckptool.errors import CkptoolError, Problem
+from ckptool.formats.base import Recovery, ScanOptions
+from ckptool.formats.dcp import FORMAT
+from ckptool.formats.dcp.inventory import DATA, METADATA, rank_of
+from ckptool.serialization.archive.items import find_archives
+from ckptool.serialization.archive.read import read_torch_zip
+from ckptool.serialization.archive.storage import place_of, plain_tensor
+from ckptool.serialization.source import Source
+from ckptool.serialization.zip import Region
+
+_UNCOMMITTED = ".metadata.tmp"
+_UNNAMED = (
+    "names: .metadata alone holds them; each item is called after its file and place in it",
+    "which items are chunks of one tensor, where in it they belong, and its shape",
+    "whether files were lost: nothing else says how many there were",
+)
+
+
+def recover(source: Source) -> Recovery:
+    """Return what metadata that was never committed describes, or else the items as they lie."""
+    return _by_uncommitted(source) or _by_items(source)
+
+
+class _Renamed:
+    """A source whose uncommitted metadata stands in for the metadata it was to become."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.root = source.root
+        self.files: Mapping[str, int] = {
+            METADATA if name == _UNCOMMITTED else name: size for name, size in source.files.items()
+        }
+
+    def read(self, file: str, offset: int, nbytes: int) -> bytes:
+        """Read as the source does."""
+        return self._source.read(_UNCOMMITTED if file == METADATA else file, offset, nbytes)
+
+    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
+        """Do nothing: only metadata is read."""
+
+    def narrowed(self, folder: str) -> Source:
+        """Narrow as the source does."""
+        return self._source.narrowed(folder)
+
+
+def _by_uncommitted(source: Source) -> Recovery | None:
+    """Return what metadata says that was written and never renamed, where it is whole."""
+    if _UNCOMMITTED not in source.files or METADATA in source.files:
+        return None
+    problems: list[Problem] = []
+    try:
+        catalog = FORMAT.scan(_Renamed(source), ScanOptions(found=problems))
+    except CkptoolError:
+        return None
+    files = {name: size for name, size in catalog.files.items() if name != METADATA}
+    return Recovery(replace(catalog, files=files), tuple(problems))
+
+
+def _by_items(source: Source) -> Recovery:
+    """Return the items of all data files, each under the name of its place.
+
+    ``__0_0.item3`` is the fourth archive of ``__0_0.distcp``. Problems are the items that cannot be
+    read, and the spans of files that are no whole archive.
+    """
+    tensors: dict[str, TensorEntry] = {}
+    objects: dict[str, ObjectEntry] = {}
+    problems: list[Problem] = []
+    files = [file for file in sorted(source.files) if DATA.fullmatch(file)]
+    for file in files:
+        items = find_archives(source, file)
+        problems += _gaps(source, file, items)
+        for number, item in enumerate(items):
+            name = f"{file.removesuffix('.distcp')}.item{number}"
+            try:
+                entry = _entry(Region(source, file, item.offset, item.nbytes), name)
+            except CkptoolError as error:
+                problems.append(error.message.within(name, tensor=name))
+                continue
+            if isinstance(entry, TensorEntry):
+                tensors[name] = entry
+            else:
+                objects[name] = entry
+    catalog = Catalog("dcp", tensors, objects, {file: source.files[file] for file in files})
+    return Recovery(catalog, tuple(problems), _UNNAMED)
+
+
+def _gaps(source: Source, file: str, items: list[Item]) -> Iterator[Problem]:
+    position = 0
+    for item in [*items, Item(file, source.files[file], 0)]:
+        if item.offset > position:
+            message = f"{file}: bytes {position:,} to {item.offset:,} are no whole item"
+            yield Problem(message, "bytes-unclaimed", file=file)
+        position = item.offset + item.nbytes
+
+
+def _entry(region: Region, name: str) -> TensorEntry | ObjectEntry:
+    opened = read_torch_zip(region)
+    tensor = plain_tensor(opened.value)
+    if tensor is None:
+        return ObjectEntry(name, (name,), opened.value)
+    chunk = Chunk(Box.whole(tensor.shape), place_of(tensor, opened), rank_of(region.file))
+    return TensorEntry(name, (name,), tensor.dtype, tensor.shape, (chunk,))
