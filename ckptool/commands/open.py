@@ -114,15 +114,16 @@ def open_checkpoint(
     if _is_empty(catalog):
         raise _nothing_in(found.path)
     if whole:
-        require_readable(catalog, str(found.path))
+        require_readable(catalog, found.source, str(found.path))
     return Opened(found.path, found.source, found.format, _taken_apart(catalog, options))
 
 
-def require_readable(catalog: Catalog, subject: str) -> None:
+def require_readable(catalog: Catalog, source: Files, subject: str) -> None:
     """Raise for the refusals in a catalog: Hostile where something can run code, else Damaged."""
     refusals = [why for why in catalog.conflicts.values() if isinstance(why, Refusal)]
     if refusals:
-        raise refused(refusals, subject=subject)
+        error = refused(refusals, subject=subject)
+        raise explained(source, error) if isinstance(error, Damaged) else error
 
 
 def _is_empty(catalog: Catalog) -> bool:
@@ -172,7 +173,6 @@ def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
         raise
     except CkptoolError as error:
         problems += error.problems
-    problems = with_cause(found.source, problems)
     if not problems and (catalog is None or _is_empty(catalog)):
         raise _nothing_in(found.path)
     if catalog is not None:
@@ -181,7 +181,8 @@ def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
         others = {n: why for n, why in catalog.conflicts.items() if n not in refusals}
         catalog = replace(catalog, conflicts=others)
     whole = None if catalog is None else _taken_apart(catalog, options)
-    return Survey(found.path, found.source, found.format, whole, tuple(problems))
+    causes = with_cause(found.source, problems)
+    return Survey(found.path, found.source, found.format, whole, tuple(causes))
 
 
 def _taken_apart(catalog: Catalog, options: ReadOptions) -> Catalog:

@@ -69,7 +69,7 @@ def rewrite(
     not be.
     """
     found = taken(opened, options.selection, options.dtype, dequantize=options.dequantize)
-    require_readable(found.kept, "what was selected")
+    require_readable(found.kept, opened.source, "what was selected")
     check(found.kept)
     catalog = found.kept
     if locate or options.map.name is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptool import __version__
-from ckptool.commands.open import Opened, require_readable
+from ckptool.commands.open import Opened
 from ckptool.commands.overwrite import kept_note, own_files, require_unmixed
 from ckptool.core.catalog import Catalog, TensorEntry, tied
 from ckptool.core.layout import written_entries
@@ -74,10 +74,8 @@ class TransferOptions:
 def require_agreement(catalog: Catalog) -> None:
     """Damaged where ranks contradict one another on something that is to be written.
 
-    Hostile where that names what can run code, CannotDo where all that is missing was left out
-    when the checkpoint was saved.
+    CannotDo where all that is missing was left out when the checkpoint was saved.
     """
-    require_readable(catalog, "what was selected")
     reasons = catalog.conflicts.values()
     codes = {why.code if isinstance(why, Problem) else "" for why in reasons}
     if codes == {"frozen-excluded"}:

@@ -16,7 +16,13 @@ from typing import Any
 
 from ckptool.commands.keymap.assets import mapped, with_assets
 from ckptool.commands.keymap.options import MapOptions, MapReport, decided_by
-from ckptool.commands.open import AS_DETECTED, Opened, ReadOptions, open_checkpoint
+from ckptool.commands.open import (
+    AS_DETECTED,
+    Opened,
+    ReadOptions,
+    open_checkpoint,
+    require_readable,
+)
 from ckptool.commands.reshard.plan_file import read_plan, read_tp_plan
 from ckptool.commands.transfer import (
     Progress,
@@ -157,6 +163,7 @@ def prepare_reshard(
     require_apart(opened, target)
     catalog = settled(opened.catalog, options.rank_state)
     left_out = names_left_out(opened.catalog, catalog)
+    require_readable(catalog, opened.source, str(opened.path))
     require_agreement(catalog)
     if not catalog.tensors:
         raise CannotDo(f"{opened.path}: no tensor to reshard")
