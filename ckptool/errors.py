@@ -149,6 +149,10 @@ class CannotDo(CkptoolError):
     exit_code = 4
 
 
+class Undetermined(CannotDo):
+    """Nothing here determines it: no answer is known, or more than one fits."""
+
+
 class TransferError(CkptoolError):
     """Reading or writing failed midway; what stood at the target before still stands."""
 

@@ -125,7 +125,7 @@ def narrow(entry: TensorEntry, dim: int, start: int, stop: int) -> TensorEntry:
         common = chunk.box.intersect(region)
         if common is not None:
             first = common.relative_to(chunk.box.lo).lo
-            chunks.append(_part(chunk, common.relative_to(origin), first))
+            chunks.append(part_of_chunk(chunk, common.relative_to(origin), first))
     return _with(entry, shape, chunks)
 
 
@@ -168,7 +168,7 @@ def unstack(entry: TensorEntry, dim: int = 0) -> list[TensorEntry]:
         for index in range(chunk.box.lo[dim], chunk.box.hi[dim]):
             at = index - chunk.box.lo[dim]
             first = tuple(at if d == dim else 0 for d in range(len(entry.shape)))
-            found[index].append(_part(chunk, box, first, lambda s: _without(s, dim)))
+            found[index].append(part_of_chunk(chunk, box, first, lambda s: _without(s, dim)))
     shape = _without(entry.shape, dim)
     return [_with(entry, shape, chunks) for chunks in found]
 
@@ -182,7 +182,7 @@ def insert_dim(entry: TensorEntry, dim: int, size: int = 1) -> TensorEntry:
     chunks = []
     for chunk in entry.chunks:
         box = Box(grown(chunk.box.lo, 0), grown(chunk.box.hi, size))
-        chunks.append(_part(chunk, box, (), lambda s: grown(s, 0)))
+        chunks.append(part_of_chunk(chunk, box, (), lambda s: grown(s, 0)))
     return _with(entry, grown(entry.shape, size), chunks)
 
 
@@ -193,7 +193,7 @@ def permute(entry: TensorEntry, dims: Sequence[int]) -> TensorEntry:
         return tuple(values[d] for d in dims)
 
     chunks = [
-        _part(chunk, Box(turned(chunk.box.lo), turned(chunk.box.hi)), (), turned)
+        part_of_chunk(chunk, Box(turned(chunk.box.lo), turned(chunk.box.hi)), (), turned)
         for chunk in entry.chunks
     ]
     return _with(entry, turned(entry.shape), chunks)
@@ -237,7 +237,7 @@ def split_dim(entry: TensorEntry, dim: int, sizes: Sequence[int]) -> TensorEntry
             )
             start = sum(i * step for i, step in zip(inner.lo, steps, strict=True)) - lo[dim]
             first = tuple(start if d == dim else 0 for d in range(len(lo)))
-            chunks.append(_part(chunk, box, first, split_strides))
+            chunks.append(part_of_chunk(chunk, box, first, split_strides))
     return _with(entry, (*entry.shape[:dim], *sizes, *entry.shape[dim + 1 :]), chunks)
 
 
@@ -274,7 +274,7 @@ def _merged(chunk: Chunk, dim: int, size: int) -> Iterator[Chunk]:
             _joined(hi, dim, stop * size + inner.stop),
         )
         first = tuple(index - lo[dim] if d == dim else 0 for d in range(len(lo)))
-        yield _part(chunk, box, first, lambda s: _joined(s, dim, s[kept]))
+        yield part_of_chunk(chunk, box, first, lambda s: _joined(s, dim, s[kept]))
 
 
 def _strides(chunk: Chunk) -> Iterator[Strides]:
@@ -291,7 +291,7 @@ def _without(values: tuple[int, ...], dim: int) -> tuple[int, ...]:
     return (*values[:dim], *values[dim + 1 :])
 
 
-def _part(
+def part_of_chunk(
     chunk: Chunk, box: Box, first: Index, restride: Restride = lambda strides: strides
 ) -> Chunk:
     """The part of a chunk from its local index ``first`` on, as ``box`` of another tensor."""
@@ -325,7 +325,7 @@ def _with(entry: TensorEntry, shape: tuple[int, ...], chunks: list[Chunk]) -> Te
     if not solid and entry.chunks and not math.prod(shape):
         nowhere = tuple(0 for _ in shape)
         origin = tuple(0 for _ in entry.shape)
-        solid = [_part(entry.chunks[0], Box.whole(shape), origin, lambda s: nowhere)]
+        solid = [part_of_chunk(entry.chunks[0], Box.whole(shape), origin, lambda s: nowhere)]
     return replace(entry, shape=shape, chunks=tuple(solid), placements=None, mesh=None)
 
 

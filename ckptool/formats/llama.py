@@ -24,8 +24,19 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout
 from ckptool.core.mesh import Shard
 from ckptool.core.sharding.placement import Rule
-from ckptool.core.sharding.tensor_parallel import NamedRule, how_to_say, named_rule, require_matched
-from ckptool.errors import CannotDo, Damaged, Problem, Refusal
+from ckptool.core.sharding.tensor_parallel import (
+    COLUMN,
+    GATED,
+    REPLICATED,
+    ROW,
+    NamedRule,
+    RuleTable,
+    TpRule,
+    named_rule,
+    require_matched,
+    unmerged,
+)
+from ckptool.errors import CannotDo, Damaged, Problem, Refusal, Undetermined
 from ckptool.formats.base import Format, Request, ScanOptions
 from ckptool.formats.companions import companions, read_json_object, size_in
 from ckptool.formats.writing import companion_files, placed_of, plain_objects
@@ -35,29 +46,15 @@ from ckptool.serialization.pickle.write import ShardRef
 from ckptool.serialization.source import Source, expect_archives, first_missing, require_rank
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, RankLeaves, read_leaves
-from ckptool.serialization.state_dict.tensor_parallel import Local, Locals, joined, tp_mesh
+from ckptool.serialization.state_dict.tensor_parallel import (
+    LocalTensor,
+    LocalTensors,
+    merge_ranks,
+    tp_mesh,
+)
 from ckptool.serialization.state_dict.values import unread_notes
 
-_BY_ROWS = re.compile(
-    r"(.*\.)?(((attention|attn)\.w[qkv]|feed_forward\.(w[13]|w_in_shared_FD|w_swiglu_FD)|output"
-    r"|mlp\.c_fc|conv1\._linear|vision_projection)\.(weight|bias)|learnable_embedding\.weight)"
-)
-_BY_COLUMNS = re.compile(
-    r"(.*\.)?(((attention|attn)\.wo|feed_forward\.(w2|w_out_shared_DF)|mlp\.c_proj)\.weight"
-    r"|feed_forward\.mlp\.fc2_weight|experts\.moe_w_(in|swiglu)_eD_F)"
-)
-_COPIED = re.compile(
-    r"(.*\.)?((\w+_)?norm[._]weight|ln_\w+\.(weight|bias)|rope\.freqs|\w*gate_(attn|ffn|ffwd)"
-    r"|((attention|attn)\.wo|feed_forward\.w2|mlp\.c_proj)\.bias|\w*positional_embedding\w*"
-    r"|class_embedding|\w+_tile_pos_embed\.(embedding|gate)"
-    r"|feed_forward\.(router_DE|expert_activation_DE|global_gate_stats_3E))"
-)
-_KEY_VALUE = re.compile(r"(.*\.)?attention\.w[kv]\.(weight|bias)")
-_FUSED_HEADS = re.compile(r"(.*\.)?attention\.wqkv\.(weight|bias)")
-_FUSED_GATE = re.compile(r"(.*\.)?feed_forward\.mlp\.fc1_weight")
-_EXPERTS_OUT = re.compile(r"(.*\.)?experts\.moe_w_out_eF_D")
 _EMBEDDING = re.compile(r"(.*\.)?tok_embeddings\.weight")
-
 RULES = tuple(
     Rule(glob, style=style, required=False)
     for style, globs in {
@@ -71,19 +68,6 @@ RULES = tuple(
 
 Token embeddings are placed as in the source, or by rows as in Llama 3.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Each rank holds a part along ``dim`` of each of several blocks; None: it holds all.
-
-    ``blocks`` are their sizes along ``dim``, as shares of a rank's part. ``holders`` consecutive
-    ranks hold the same part.
-    """
-
-    dim: int | None
-    blocks: tuple[int, ...] = (1,)
-    holders: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,54 +110,88 @@ def sizes_of(params: Mapping[str, Any]) -> Sizes:
     )
 
 
-def cut_of(name: str, shape: tuple[int, ...], sizes: Sizes, ranks: int) -> Cut:
-    """How a tensor is cut among ``ranks``; ``shape`` is that of one rank's part.
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What decides a cut besides a tensor's name; ``shape`` is that of one rank's part."""
 
-    Raises CannotDo where no rule is known, or params.json does not say what it takes.
-    """
-    if _EMBEDDING.fullmatch(name) and sizes.width is not None and len(shape) == 2:
-        return Cut(0 if shape[1] == sizes.width else 1)
-    if _FUSED_HEADS.fullmatch(name):
-        return _heads(name, sizes, ranks)
-    if _FUSED_GATE.fullmatch(name):
-        return Cut(0, (1, 1))
-    if _EXPERTS_OUT.fullmatch(name):
-        if sizes.experts is None:
-            raise CannotDo(f"{name}: params.json does not say how many experts it holds")
-        return Cut(0, (1,) * sizes.experts)
-    if _KEY_VALUE.fullmatch(name) and shape:
-        return Cut(0, holders=_holders(shape[0], sizes, ranks))
-    if _BY_ROWS.fullmatch(name):
-        return Cut(0)
-    if _BY_COLUMNS.fullmatch(name):
-        return Cut(1)
-    if _COPIED.fullmatch(name):
-        return Cut(None)
-    raise CannotDo(
-        f"{name}: no rule says how Meta's code cuts it for model parallelism; {how_to_say(name)}"
-    )
+    shape: tuple[int, ...]
+    sizes: Sizes
+    ranks: int
 
 
-def is_embedding(name: str) -> bool:
-    """Whether it is cut along either dim, by the generation of the model."""
-    return _EMBEDDING.fullmatch(name) is not None
+def _embedding_rule(_: re.Match[str], facts: _Facts) -> TpRule | None:
+    """Rows of the vocabulary where a part is as wide as the model, else columns."""
+    if facts.sizes.width is None or len(facts.shape) != 2:
+        return None
+    return COLUMN if facts.shape[1] == facts.sizes.width else ROW
 
 
-def _holders(rows: int, sizes: Sizes, ranks: int) -> int:
-    """How many consecutive ranks hold the same part: several where key-value heads are few."""
-    if not sizes.key_value_heads or not sizes.head_size:
-        return 1
-    return max(1, rows * ranks // (sizes.key_value_heads * sizes.head_size))
+def _key_value_rule(_: re.Match[str], facts: _Facts) -> TpRule | None:
+    """Rows; several consecutive ranks hold the same ones where key-value heads are few."""
+    heads, size = facts.sizes.key_value_heads, facts.sizes.head_size
+    if not facts.shape or not heads or not size:
+        return COLUMN if facts.shape else None
+    return TpRule(0, holders=max(1, facts.shape[0] * facts.ranks // (heads * size)))
 
 
-def _heads(name: str, sizes: Sizes, ranks: int) -> Cut:
+def _experts_rule(_: re.Match[str], facts: _Facts) -> TpRule:
+    """Each rank's rows of every expert."""
+    if facts.sizes.experts is None:
+        raise Undetermined("params.json does not say how many experts it holds")
+    return TpRule(0, (1,) * facts.sizes.experts)
+
+
+def _fused_heads_rule(_: re.Match[str], facts: _Facts) -> TpRule:
     """Query, key and value heads, one after the other in each rank's part."""
-    queries, keys = sizes.heads, sizes.key_value_heads
+    queries, keys, ranks = facts.sizes.heads, facts.sizes.key_value_heads, facts.ranks
     if not queries or not keys:
-        raise CannotDo(f"{name}: params.json does not say how many heads of each kind it holds")
+        raise Undetermined("params.json does not say how many heads of each kind it holds")
     if queries % ranks or keys % ranks:
-        raise CannotDo(f"{name}: {ranks} ranks share {queries} heads and {keys} key-value heads")
-    return Cut(0, (queries // ranks, keys // ranks, keys // ranks))
+        raise Undetermined(f"{ranks} ranks share {queries} heads and {keys} key-value heads")
+    return TpRule(0, (queries // ranks, keys // ranks, keys // ranks))
+
+
+_TABLE: RuleTable[_Facts] = RuleTable(
+    "Meta's code",
+    (
+        (_EMBEDDING, _embedding_rule),
+        (re.compile(r"(.*\.)?attention\.wqkv\.(weight|bias)"), _fused_heads_rule),
+        (re.compile(r"(.*\.)?feed_forward\.mlp\.fc1_weight"), GATED),
+        (re.compile(r"(.*\.)?experts\.moe_w_out_eF_D"), _experts_rule),
+        (re.compile(r"(.*\.)?attention\.w[kv]\.(weight|bias)"), _key_value_rule),
+        (
+            re.compile(
+                r"(.*\.)?(((attention|attn)\.w[qkv]|feed_forward\.(w[13]|w_in_shared_FD|w_swiglu_FD)|output"
+                r"|mlp\.c_fc|conv1\._linear|vision_projection)\.(weight|bias)|learnable_embedding\.weight)"
+            ),
+            COLUMN,
+        ),
+        (
+            re.compile(
+                r"(.*\.)?(((attention|attn)\.wo|feed_forward\.(w2|w_out_shared_DF)|mlp\.c_proj)\.weight"
+                r"|feed_forward\.mlp\.fc2_weight|experts\.moe_w_(in|swiglu)_eD_F)"
+            ),
+            ROW,
+        ),
+        (
+            re.compile(
+                r"(.*\.)?((\w+_)?norm[._]weight|ln_\w+\.(weight|bias)|rope\.freqs|\w*gate_(attn|ffn|ffwd)"
+                r"|((attention|attn)\.wo|feed_forward\.w2|mlp\.c_proj)\.bias|\w*positional_embedding\w*"
+                r"|class_embedding|\w+_tile_pos_embed\.(embedding|gate)"
+                r"|feed_forward\.(router_DE|expert_activation_DE|global_gate_stats_3E))"
+            ),
+            REPLICATED,
+        ),
+    ),
+)
+
+
+def find_rule(name: str, shape: tuple[int, ...], sizes: Sizes, ranks: int) -> TpRule:
+    """Return how a tensor is cut among ``ranks``; ``shape`` is that of one rank's part.
+
+    Raises Undetermined where no rule is known, or params.json does not say what it takes.
+    """
+    return _TABLE.find(name, _Facts(shape, sizes, ranks))
 
 
 _FILE = re.compile(r"consolidated\.([0-9]{2,9})\.pth")
@@ -273,8 +291,9 @@ class _Merger:
             held = {rank: leaves[name] for rank, leaves in self._ranks.items() if name in leaves}
             try:
                 entry = self._cut(name, held)
-            except CannotDo as error:
-                unknown[name] = error.message.recoded("sharding-unknown")
+            except Undetermined as error:
+                shapes = [leaf.value.tensor.shape for leaf in held.values()]
+                unknown[name] = unmerged(name, name, shapes, error, "sharding-unknown")
             except Damaged as error:
                 self.problems += error.problems
             else:
@@ -287,25 +306,19 @@ class _Merger:
         parts = _locals(name, held)
         world, path = len(self._ranks), next(iter(held.values())).path
         rule = named_rule(self._rules, name)
-        if rule is not None:
-            cut = Cut(rule.dim, rule.blocks)
-        else:
-            cut = cut_of(name, next(iter(parts.values())).shape, self._sizes, world)
-        if cut.dim is None:
-            return None
-        return joined(
-            name, path, parts, cut.dim, world=world, holders=cut.holders, blocks=cut.blocks
-        )
+        if rule is None:
+            rule = find_rule(name, next(iter(parts.values())).shape, self._sizes, world)
+        return None if rule.dim is None else merge_ranks(name, path, parts, rule, world=world)
 
 
-def _locals(name: str, held: Mapping[int, Leaf]) -> Locals:
+def _locals(name: str, held: Mapping[int, Leaf]) -> LocalTensors:
     found = {}
     for rank, leaf in held.items():
         if not isinstance(leaf.value, PlainLeaf):
             message = f"{name}: a tensor on some ranks, none on rank {rank}"
             raise Damaged(Problem(message, "rank-missing", tensor=name))
         tensor = leaf.value.tensor
-        found[rank] = Local(tensor.dtype, tensor.shape, leaf.value.place)
+        found[rank] = LocalTensor(tensor.dtype, tensor.shape, leaf.value.place)
     return found
 
 
@@ -330,14 +343,24 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     return Layout(tuple(files), folder=True, notes=tuple(notes))
 
 
+def _written_rule(entry: TensorEntry, dim: int | None, ranks: int) -> TpRule:
+    """The rule of Meta's code; embeddings are cut along either dim, by the model's generation."""
+    if _EMBEDDING.fullmatch(entry.name):
+        return TpRule(dim)
+    try:
+        return find_rule(entry.name, entry.shape, Sizes(), ranks)
+    except Undetermined as error:
+        raise error.within(entry.name) from None
+
+
 def _require_cut(entry: TensorEntry, placement: object, ranks: int) -> None:
     """CannotDo where a tensor is not cut as Meta's code cuts it, into equal parts."""
     dim = placement.dim if isinstance(placement, Shard) else None
     if ranks == 1:
         return
-    cut = Cut(dim) if is_embedding(entry.name) else cut_of(entry.name, entry.shape, Sizes(), ranks)
-    wanted = cut.dim
-    if len(cut.blocks) > 1:
+    rule = _written_rule(entry, dim, ranks)
+    wanted = rule.dim
+    if len(rule.blocks) > 1:
         raise CannotDo(f"{entry.name}: several tensors in one, which ckptool does not cut")
     if dim != wanted:
         shown = "whole on every rank" if wanted is None else f"cut along dim {wanted}"

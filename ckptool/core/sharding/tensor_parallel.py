@@ -1,15 +1,25 @@
-"""How tensor-parallel ranks' parameters fit together: what a rule says, and the boxes it makes."""
+"""Merge tensor-parallel ranks' shards: rules by name, the boxes they make, the merged tensor.
+
+A framework says in one ``RuleTable`` how it cuts its tensors; ``--tp-rule`` says it for others.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from itertools import product
+from itertools import accumulate, groupby, product
+from typing import Generic, TypeVar
 
 from ckptool.core.box import Box
-from ckptool.errors import UsageError
+from ckptool.core.catalog import Chunk, Path, TensorEntry, merge_copies
+from ckptool.core.dtype import DType
+from ckptool.core.views import part_of_chunk
+from ckptool.errors import CkptoolError, Damaged, Problem, Undetermined, UsageError
+
+Shape = tuple[int, ...]
+_Facts = TypeVar("_Facts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +27,13 @@ class TpRule:
     """Each rank holds a part along ``dim`` of each of several blocks; None: all of it.
 
     ``blocks`` are their sizes along ``dim``, as shares of a rank's part. A gated ``linear_fc1`` has
-    two equal ones, gate and up: rank r holds ``[gate_r; up_r]``.
+    two equal ones, gate and up: rank r holds ``[gate_r; up_r]``. Each part is held by ``holders``
+    consecutive ranks, as key-value heads are where there are fewer heads than ranks.
     """
 
     dim: int | None = None
     blocks: tuple[int, ...] = (1,)
+    holders: int = 1
 
     def __str__(self) -> str:
         if self.dim is None:
@@ -30,15 +42,15 @@ class TpRule:
         return f"Shard({self.dim})" if count == 1 else f"Shard({self.dim}, {count})"
 
 
-REPLICATED = TpRule()
+REPLICATED, COLUMN, ROW, GATED = TpRule(), TpRule(0), TpRule(1), TpRule(0, (1, 1))
 NamedRule = tuple[str, TpRule]
 _WORDS = {
     "replicate": REPLICATED,
     "Replicate": REPLICATED,
     "Replicate()": REPLICATED,
-    "column": TpRule(0),
-    "row": TpRule(1),
-    "gated": TpRule(0, (1, 1)),
+    "column": COLUMN,
+    "row": ROW,
+    "gated": GATED,
 }
 _SHARD = re.compile(r"Shard\(\s*([0-7])\s*(?:,\s*([1-9][0-9]?)\s*)?\)")
 
@@ -67,11 +79,20 @@ def parse_tp_rules(texts: Sequence[str] | None) -> tuple[NamedRule, ...]:
 
 
 def how_to_say(name: str) -> str:
-    """What to add to the command where nothing says how ranks' parts of a tensor fit together."""
+    """Return what to add to the command where nothing says how to merge ranks' shards."""
     return (
-        f"--tp-rule '{name}=column' says that they follow one another along dim 0 (row: along dim"
-        " 1; gated: in each of two halves of dim 0; replicate: all are the same; Shard(dim))"
+        f"--tp-rule '{name}=RULE' says it: column (shards follow one another along dim 0), row"
+        " (along dim 1), gated (in each of two halves of dim 0), replicate (all are the same), or"
+        " Shard(dim)"
     )
+
+
+def unmerged(
+    name: str, parameter: str, shapes: Sequence[Shape], why: CkptoolError, code: str
+) -> Problem:
+    """Return why the shards of ranks, which have these shapes, are not merged."""
+    message = f"{name}: cannot merge the ranks' shards ({list_shapes(shapes)}): {why.message}"
+    return Problem(f"{message}; {how_to_say(parameter)}", code, tensor=name)
 
 
 def named_rule(rules: Sequence[NamedRule], name: str) -> TpRule | None:
@@ -86,8 +107,34 @@ def require_matched(rules: Sequence[NamedRule], names: Sequence[str]) -> None:
             raise UsageError(f"--tp-rule {glob!r} matches none of the {len(names):,} parameters")
 
 
+Resolver = Callable[[re.Match[str], _Facts], TpRule | None]
+
+
 @dataclass(frozen=True, slots=True)
-class Cut:
+class RuleTable(Generic[_Facts]):
+    """How a framework cuts its tensors: the first pattern that matches a whole name decides.
+
+    In the place of a rule may stand a function of the match and of what else is known, for cuts
+    that sizes decide; where it returns None, later patterns are tried.
+    """
+
+    framework: str
+    rows: tuple[tuple[re.Pattern[str], TpRule | Resolver[_Facts]], ...]
+
+    def find(self, name: str, facts: _Facts) -> TpRule:
+        """Return the rule of a tensor. Raises Undetermined where no pattern matches."""
+        for pattern, row in self.rows:
+            match = pattern.fullmatch(name)
+            if match is None:
+                continue
+            rule = row if isinstance(row, TpRule) else row(match, facts)
+            if rule is not None:
+                return rule
+        raise Undetermined(f"no rule says how {self.framework} cuts it for tensor parallelism")
+
+
+@dataclass(frozen=True, slots=True)
+class RankCut:
     """One rank's share along one dim: the ``index``-th of ``degree``, of each of ``blocks``.
 
     ``blocks`` are their sizes, as shares of the rank's part.
@@ -101,38 +148,156 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Where a rank's local tensor of ``local`` shape belongs in the tensor of shape ``whole``.
+    """Where a rank's shard of ``local`` shape belongs in the tensor of shape ``whole``.
 
-    Each of ``pieces`` is a box of the local tensor and the same box of the whole one.
+    Each of ``pieces`` is a box of the shard and the same box of the whole tensor.
     """
 
-    local: tuple[int, ...]
-    whole: tuple[int, ...]
+    local: Shape
+    whole: Shape
     pieces: tuple[tuple[Box, Box], ...]
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the shard is the whole tensor."""
+        everything = Box.whole(self.whole)
+        return self.pieces == ((everything, everything),)
 
-def fit(local: Sequence[int], cuts: Sequence[Cut]) -> Fit:
-    """The boxes of one rank's tensor; ValueError where a dim has no such blocks."""
+    def place(self, chunk: Chunk) -> Iterator[Chunk]:
+        """Yield what a chunk of the shard holds of the whole tensor."""
+        for local, whole in self.pieces:
+            common = chunk.box.intersect(local)
+            if common is not None:
+                shift = [low - high for low, high in zip(local.lo, whole.lo, strict=True)]
+                first = common.relative_to(chunk.box.lo).lo
+                yield part_of_chunk(chunk, common.relative_to(shift), first)
+
+
+def fit_rank(local: Shape, cuts: Sequence[RankCut]) -> Fit:
+    """Return where one rank's shard belongs, of which each rank has one of the same shape.
+
+    Raises Undetermined where a dim has no such blocks.
+    """
     whole = list(local)
     spans = [[(0, size, 0)] for size in local]
     for cut in cuts:
-        if cut.dim >= len(local) or local[cut.dim] % sum(cut.blocks):
-            shares = " : ".join(map(str, cut.blocks))
-            raise ValueError(f"{list(local)} has no blocks of {shares} along dim {cut.dim}")
+        share, rest = divmod(sum(local[cut.dim : cut.dim + 1]), sum(cut.blocks))
+        if rest or cut.dim >= len(local):
+            blocks = " : ".join(map(str, cut.blocks))
+            raise Undetermined(f"{list(local)} has no blocks of {blocks} along dim {cut.dim}")
         whole[cut.dim] = local[cut.dim] * cut.degree
-        spans[cut.dim] = list(_spans(cut, local[cut.dim] // sum(cut.blocks)))
+        sizes = [share * block for block in cut.blocks]
+        spans[cut.dim] = list(_spans((s, s * cut.index, s * cut.degree) for s in sizes))
+    return _fit(local, tuple(whole), spans)
+
+
+def fit_ranks(shapes: Sequence[Shape], rule: TpRule) -> list[Fit]:
+    """Return where each rank's shard belongs by a rule.
+
+    Raises Undetermined where shards of these shapes are not what the rule says.
+    """
+    dim, total = rule.dim, sum(rule.blocks)
+    if dim is None:
+        if len(set(shapes)) != 1:
+            raise _misfit(rule, shapes)
+        return [_fit(shape, shape, [[(0, size, 0)] for size in shape]) for shape in shapes]
+    if any(len(shape) <= dim or shape[dim] % total for shape in shapes):
+        raise _misfit(rule, shapes)
+    widths = [[shape[dim] // total * block for shape in shapes] for block in rule.blocks]
+    if rule.holders == 1:
+        return fit_blocks(shapes, dim, widths)
+    if len(shapes) % rule.holders:
+        raise _misfit(rule, shapes)
+    first = fit_blocks(shapes[:: rule.holders], dim, [block[:: rule.holders] for block in widths])
+    fits = [fit for fit in first for _ in range(rule.holders)]
+    if [fit.local for fit in fits] != list(shapes):
+        raise _misfit(rule, shapes)
+    return fits
+
+
+def fit_blocks(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]) -> list[Fit]:
+    """Return where each rank's shard belongs, made of a piece of each of several blocks.
+
+    The blocks follow one another along ``dim``; ``widths`` are the sizes along it by block and
+    rank. Raises Undetermined where shards of these shapes are not made so.
+    """
+    rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+    sums = [sum(block[rank] for block in widths) for rank in range(len(shapes))]
+    if len(rest) != 1 or sums != [sum(shape[dim : dim + 1]) for shape in shapes]:
+        raise _misfit(TpRule(dim, (1,) * len(widths)), shapes)
+    totals = [sum(block) for block in widths]
+    befores = [[0, *accumulate(block)] for block in widths]
+    fits = []
+    for rank, shape in enumerate(shapes):
+        whole = (*shape[:dim], sum(totals), *shape[dim + 1 :])
+        spans = [[(0, size, 0)] for size in shape]
+        blocks = zip(widths, befores, totals, strict=True)
+        spans[dim] = list(_spans((own[rank], before[rank], all_) for own, before, all_ in blocks))
+        fits.append(_fit(shape, whole, spans))
+    return fits
+
+
+def _misfit(rule: TpRule, shapes: Sequence[Shape]) -> Undetermined:
+    return Undetermined(f"{rule} does not fit shards of {list_shapes(shapes)}")
+
+
+def list_shapes(shapes: Sequence[Shape]) -> str:
+    """Return the shapes of all ranks in order, a shape that several have in turn once."""
+    runs = [(list(shape), len(list(alike))) for shape, alike in groupby(shapes)]
+    return ", ".join(
+        f"{shape} on {count} ranks" if count > 1 else f"{shape}" for shape, count in runs
+    )
+
+
+Span = tuple[int, int, int]
+
+
+def _spans(blocks: Iterable[Span]) -> Iterator[Span]:
+    """Yield for each block where it begins in the shard, its size, and where it belongs.
+
+    ``blocks`` are the rank's size of each, that of the ranks before, and that of all.
+    """
+    local = start = 0
+    for size, before, total in blocks:
+        yield local, size, start + before
+        local, start = local + size, start + total
+
+
+def _fit(local: Shape, whole: Shape, spans: Sequence[Sequence[Span]]) -> Fit:
     pieces = []
     for combination in product(*spans):
         shape = [size for _, size, _ in combination]
-        here = Box.at([start for start, _, _ in combination], shape)
-        pieces.append((here, Box.at([start for _, _, start in combination], shape)))
-    return Fit(tuple(local), tuple(whole), tuple(pieces))
+        inner = Box.at([start for start, _, _ in combination], shape)
+        pieces.append((inner, Box.at([start for _, _, start in combination], shape)))
+    return Fit(local, whole, tuple(pieces))
 
 
-def _spans(cut: Cut, share: int) -> Iterator[tuple[int, int, int]]:
-    """For each block where it begins in the rank's part, its size, and where it belongs."""
-    before = 0
-    for block in cut.blocks:
-        size = block * share
-        yield before, size, before * cut.degree + cut.index * size
-        before += size
+@dataclass(frozen=True, slots=True)
+class RankShard:
+    """One rank's shard of a tensor; its chunks are in its own coordinates."""
+
+    dtype: DType
+    shape: Shape
+    chunks: list[Chunk] = field(default_factory=list)
+
+
+def merge_shards(
+    name: str, path: Path, shards: Sequence[RankShard], fits: Sequence[Fit]
+) -> TensorEntry:
+    """Return the tensor that ranks' shards make, each placed by its fit.
+
+    Raises Damaged where ranks give it several dtypes or shapes.
+    """
+    wholes, dtypes = {fit.whole for fit in fits}, {shard.dtype for shard in shards}
+    if len(wholes) != 1 or len(dtypes) != 1:
+        shapes = " and ".join(sorted(str(list(shape)) for shape in wholes))
+        kinds = " and ".join(sorted(map(str, dtypes)))
+        message = f"{name}: ranks hold it in the shape {shapes}, as {kinds}"
+        raise Damaged(Problem(message, "ranks-disagree", tensor=name))
+    chunks = [
+        placed
+        for shard, fit in zip(shards, fits, strict=True)
+        for chunk in shard.chunks
+        for placed in fit.place(chunk)
+    ]
+    return TensorEntry(name, path, dtypes.pop(), wholes.pop(), merge_copies(chunks))

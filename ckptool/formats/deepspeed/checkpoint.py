@@ -9,18 +9,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from ckptool.core.catalog import Chunk, RankStep, TensorEntry, merge_copies
-from ckptool.core.sharding.tensor_parallel import TpRule, named_rule, require_matched
-from ckptool.core.views import shifted
-from ckptool.errors import Damaged, Problem, Refusal
+from ckptool.core.catalog import RankStep, TensorEntry, merge_copies
+from ckptool.core.sharding.tensor_parallel import (
+    RankShard,
+    TpRule,
+    fit_ranks,
+    merge_shards,
+    named_rule,
+    require_matched,
+    unmerged,
+)
+from ckptool.errors import Damaged, Problem, Refusal, Undetermined
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.deepspeed.files import Files, Ranks, require_all
-from ckptool.formats.deepspeed.partitions import Holding, Local, Name, Partition
+from ckptool.formats.deepspeed.partitions import Holding, Name, Partition
 from ckptool.formats.deepspeed.states import State, read_optimizer, read_state
-from ckptool.formats.deepspeed.tensor_parallel import Fit, Unknown, fit_of, ruled
+from ckptool.formats.deepspeed.tensor_parallel import fit_shards
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.leaves import Assembled
 from ckptool.serialization.state_dict.refusals import Barred
@@ -182,8 +189,8 @@ def merge_into(
             continue
         try:
             entry = _joined(name, shards, info, named_rule(options.tp_rules, name[1]))
-        except Unknown as why:
-            _keep_apart(result, name, shards, grid, str(why), options.per_rank)
+        except Undetermined as why:
+            _keep_apart(result, name, shards, grid, why, options.per_rank)
         else:
             result.tensors[entry.name] = entry
 
@@ -197,7 +204,7 @@ def _lacking(name: Name, error: Damaged) -> Refusal:
     return found
 
 
-def _held(name: Name, holdings: Sequence[Holding]) -> dict[int, Local]:
+def _held(name: Name, holdings: Sequence[Holding]) -> dict[int, RankShard]:
     """A tensor's shards by ``mp`` rank.
 
     Automatic tensor parallelism gives a rank without heads an empty shard, which its optimizer
@@ -208,7 +215,7 @@ def _held(name: Name, holdings: Sequence[Holding]) -> dict[int, Local]:
     for mp, holding in enumerate(holdings):
         weight = holding.tensors.get(("module", name[1]))
         if mp not in found and weight is not None and not math.prod(weight.shape):
-            found[mp] = Local(dtype, weight.shape)
+            found[mp] = RankShard(dtype, weight.shape)
     return dict(sorted(found.items()))
 
 
@@ -218,7 +225,7 @@ def whole_entries(holding: Holding) -> dict[str, TensorEntry]:
     return {entry.name: entry for entry in joined}
 
 
-def _shards(name: Name, held: Mapping[int, Local], grid: Grid) -> dict[int, Local]:
+def _shards(name: Name, held: Mapping[int, RankShard], grid: Grid) -> dict[int, RankShard]:
     """The shards of the first stage that holds a tensor, by ``mp`` rank.
 
     Only tied modules are held by several stages, and those keep them equal.
@@ -240,56 +247,37 @@ def _shards(name: Name, held: Mapping[int, Local], grid: Grid) -> dict[int, Loca
 
 
 def _joined(
-    name: Name, shards: Mapping[int, Local], info: Mapping[str, Any], rule: TpRule | None
+    name: Name, shards: Mapping[int, RankShard], info: Mapping[str, Any], rule: TpRule | None
 ) -> TensorEntry:
     locals_ = list(shards.values())
     first, text = locals_[0], ".".join(name)
     if len(locals_) == 1:
         return TensorEntry(text, name, first.dtype, first.shape, merge_copies(first.chunks))
-    if any(local.dtype != first.dtype for local in locals_):
-        message = f"{text}: the tensor-parallel ranks hold it in several types"
-        raise Damaged(Problem(message, "ranks-disagree", tensor=text))
     shapes = [local.shape for local in locals_]
-    fit = fit_of(name[1], shapes, info) if rule is None else ruled(shapes, rule)
-    chunks = _replicas(locals_) if fit.replicated else _placed(locals_, fit)
-    return TensorEntry(text, name, first.dtype, fit.shape, merge_copies(chunks))
+    fits = fit_shards(name[1], shapes, info) if rule is None else fit_ranks(shapes, rule)
+    if all(fit.is_whole for fit in fits):
+        locals_ = _chunked_alike(locals_)
+    return merge_shards(text, name, locals_, fits[: len(locals_)])
 
 
-def _replicas(locals_: Sequence[Local]) -> list[Chunk]:
-    """The chunks of all ranks that cut the tensor as the first one does."""
-    boxes = {chunk.box for chunk in locals_[0].chunks}
-    alike = [local for local in locals_ if {chunk.box for chunk in local.chunks} == boxes]
-    return [chunk for local in alike for chunk in local.chunks]
-
-
-def _placed(locals_: Sequence[Local], fit: Fit) -> list[Chunk]:
-    chunks = []
-    for local, pieces in zip(locals_, fit.pieces, strict=True):
-        for chunk in local.chunks:
-            for inner, outer in pieces:
-                common = chunk.box.intersect(inner)
-                if common is not None:
-                    box = common.relative_to(
-                        [i - o for i, o in zip(inner.lo, outer.lo, strict=True)]
-                    )
-                    start = common.relative_to(chunk.box.lo).lo
-                    chunks.append(replace(chunk, box=box, at=shifted(chunk.at, start)))
-    return chunks
+def _chunked_alike(copies: Sequence[RankShard]) -> list[RankShard]:
+    """Return the copies of a tensor that are cut into the same chunks as the first."""
+    boxes = {chunk.box for chunk in copies[0].chunks}
+    return [copy for copy in copies if {chunk.box for chunk in copy.chunks} == boxes]
 
 
 def _keep_apart(
     result: Assembled,
     name: Name,
-    shards: Mapping[int, Local],
+    shards: Mapping[int, RankShard],
     grid: Grid,
-    why: str,
+    why: Undetermined,
     per_rank: bool,
 ) -> None:
     text = ".".join(name)
     if not per_rank:
-        shapes = ", ".join(str(list(local.shape)) for local in shards.values())
-        message = f"{text}: {len(shards)} tensor-parallel ranks hold shards of {shapes}: {why}"
-        result.conflicts[text] = Problem(message, "ranks-unplaced", tensor=text)
+        shapes = [local.shape for local in shards.values()]
+        result.conflicts[text] = unmerged(text, name[1], shapes, why, "ranks-unplaced")
         return
     for mp, local in shards.items():
         rank = grid.rank(0, mp)

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 from ckptool.core.box import Box, flat_range, row_major_strides
 from ckptool.core.catalog import Chunk, Extent, Packed, Path, Place, Record, flat_name
 from ckptool.core.dtype import DType
+from ckptool.core.sharding.tensor_parallel import RankShard
 from ckptool.errors import Damaged, Problem, Refusal
 from ckptool.formats.deepspeed.states import State, Vector
 from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf
@@ -287,15 +288,6 @@ Name = tuple[str, str]
 
 
 @dataclass(slots=True)
-class Local:
-    """One rank's tensor, in its own coordinates."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-    chunks: list[Chunk] = field(default_factory=list)
-
-
-@dataclass(slots=True)
 class Holding:
     """What the files of one model-parallel rank hold.
 
@@ -303,14 +295,14 @@ class Holding:
     ``notes`` say what is not carried, ``barred`` why masters and moments cannot be placed.
     """
 
-    tensors: dict[Name, Local] = field(default_factory=dict)
+    tensors: dict[Name, RankShard] = field(default_factory=dict)
     leaves: dict[int, dict[str, Leaf]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     barred: Refusal | None = None
 
     def add(self, name: Name, dtype: DType, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
         """Add chunks of a tensor. Damaged where another file gives it another type or shape."""
-        local = self.tensors.setdefault(name, Local(dtype, shape))
+        local = self.tensors.setdefault(name, RankShard(dtype, shape))
         if (local.dtype, local.shape) != (dtype, shape):
             raise Damaged(
                 Problem(
@@ -319,7 +311,7 @@ class Holding:
                     "ranks-disagree",
                 )
             )
-        local.chunks += chunks
+        local.chunks.extend(chunks)
 
     def add_whole(self, name: Name, vector: Vector, rank: int) -> None:
         """Add a tensor that one file holds whole."""

@@ -21,11 +21,10 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, Path, TensorEntry, flat_name, merge_copies
 from ckptool.core.dtype import DType
 from ckptool.core.sharding.tensor_parallel import Fit
-from ckptool.errors import Damaged, Problem
+from ckptool.errors import Damaged, Problem, Undetermined
 from ckptool.formats.megatron.names import global_expert, global_layer, is_buffer, is_expert
 from ckptool.formats.megatron.optimizer.buckets import Group, bucket_state, buckets_among, is_bucket
 from ckptool.formats.megatron.optimizer.gathered import expected_buffers
-from ckptool.formats.megatron.optimizer.numbered import Unnamed
 from ckptool.formats.megatron.parameters import Found, Held, put_together
 from ckptool.serialization.archive.read import TorchFile
 from ckptool.serialization.archive.storage import dtype_of, natural, place_of, plain_tensor, sizes
@@ -74,7 +73,7 @@ def read_megatron(
     try:
         state = _state(tensors, ranks)
         reason = ""
-    except Unnamed as error:
+    except Undetermined as error:
         state, reason = tensors, str(error)
     found.tensors = model | state | found.tensors
     return found, reason
@@ -86,17 +85,17 @@ def _path(name: str) -> Path:
 
 
 def _state(tensors: Mapping[str, TensorEntry], ranks: _Ranks) -> dict[str, TensorEntry]:
-    """The optimizer's state by parameter. Raises Unnamed."""
+    """The optimizer's state by parameter. Raises Undetermined."""
     found: Found = {}
     for group, buffers in buckets_among(tensors.values()).items():
         if group not in ranks.runs:
-            raise Unnamed(f"no rank's model goes with the buckets of group {group[1]}")
+            raise Undetermined(f"no rank's model goes with the buckets of group {group[1]}")
         expected = expected_buffers(ranks.runs[group], expert_parallel=False)[0]
         for path, parts in bucket_state(buffers, expected).items():
             found.setdefault(path, []).extend(parts)
     whole = put_together(lambda held: ranks.fits[held.name, held.rank], found)
     if whole.conflicts:
-        raise Unnamed(next(iter(whole.conflicts.values())))
+        raise Undetermined(next(iter(whole.conflicts.values())))
     return whole.tensors
 
 

@@ -86,7 +86,7 @@ def _info(args: Arguments) -> dict[str, str]:
 
 
 def _hinted(why: str, name: str) -> str:
-    if isinstance(why, Refusal):
+    if isinstance(why, Refusal) or how_to_say(name) in why:
         return why
     code = why.code if isinstance(why, Problem) else "ranks-unplaced"
     return Problem(f"{why}; {how_to_say(name)}", code, tensor=name)
@@ -165,7 +165,7 @@ def _placed(
                 stored = Stored(tensor.shape, tensor.dtype, leaf.value.place)
                 found.setdefault((name,), []).append((held, [stored]))
                 paths[name] = leaf.path
-    whole = put_together(model.fit_of, found)
+    whole = put_together(model.fit, found)
     return {n: replace(e, path=paths[n]) for n, e in whole.tensors.items()}, whole.conflicts
 
 

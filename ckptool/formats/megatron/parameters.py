@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Chunk, Place, TensorEntry, merge_copies
+from ckptool.core.catalog import Chunk, Place, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.sharding.tensor_parallel import (
     REPLICATED,
-    Cut,
     Fit,
     NamedRule,
+    RankCut,
+    RankShard,
     TpRule,
-    fit,
-    how_to_say,
+    fit_rank,
+    merge_shards,
     named_rule,
+    unmerged,
 )
 from ckptool.core.views import narrowed, pieces_of_run
-from ckptool.errors import Problem
+from ckptool.errors import Damaged, Problem, Undetermined
 from ckptool.formats.megatron.arguments import Arguments
 from ckptool.formats.megatron.names import is_expert
-from ckptool.formats.megatron.tensor_parallel import rule_of
+from ckptool.formats.megatron.tensor_parallel import find_rule
 
 Rank = tuple[int, int, int]
 """Tensor-, pipeline- and expert-parallel rank."""
@@ -90,23 +92,18 @@ class Model:
     stated: dict[str, TpRule] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def fit_of(self, held: Held) -> Fit | str:
-        """Where a rank's parameter belongs in the whole one, or in words why nobody knows."""
+    def fit(self, held: Held) -> Fit:
+        """Return where a rank's parameter belongs in the whole one; Undetermined if unknown."""
         rule = self._rule(held) if held.local else REPLICATED
-        if isinstance(rule, str):
-            return rule
-        try:
-            return fit(held.local, [*self._expert_cut(held), *self._tensor_cut(held, rule)])
-        except ValueError as error:
-            return str(error)
+        return fit_rank(held.local, [*self._expert_cut(held), *self._tensor_cut(held, rule)])
 
-    def _rule(self, held: Held) -> TpRule | str:
+    def _rule(self, held: Held) -> TpRule:
         named = named_rule(self.rules, held.name)
         if named is not None:
             return named
         if self._tensor_parallel(held)[1] == 1 or not self.shapes[held.name]:
             return REPLICATED
-        return rule_of(held.name, self.shapes, self.stated.get(held.name), self.args)
+        return find_rule(held.name, self.shapes, self.stated.get(held.name), self.args)
 
     def _tensor_parallel(self, held: Held) -> tuple[int, int]:
         """Tensor-parallel rank and degree: experts may have a degree of their own."""
@@ -116,80 +113,51 @@ class Model:
             degree = own
         return held.rank[0] % degree, degree
 
-    def _tensor_cut(self, held: Held, rule: TpRule) -> list[Cut]:
+    def _tensor_cut(self, held: Held, rule: TpRule) -> list[RankCut]:
         index, degree = self._tensor_parallel(held)
-        return [] if rule.dim is None else [Cut(rule.dim, index, degree, rule.blocks)]
+        return [] if rule.dim is None else [RankCut(rule.dim, index, degree, rule.blocks)]
 
-    def _expert_cut(self, held: Held) -> list[Cut]:
-        return [Cut(0, held.rank[2], self.degrees[2])] if held.stacked else []
+    def _expert_cut(self, held: Held) -> list[RankCut]:
+        return [RankCut(0, held.rank[2], self.degrees[2])] if held.stacked else []
 
 
 Found = dict[tuple[str, ...], list[tuple[Held, Sequence[Stored]]]]
 """By kind (``model``, ``fp32``, ``exp_avg``, ...) and name: what ranks store of a parameter."""
 
 
-def put_together(fit_of: Callable[[Held], Fit | str], found: Found) -> Whole:
-    """The tensors ``kind.name`` of what each rank stores of them, placed by ``fit_of``."""
+def put_together(fit: Callable[[Held], Fit], found: Found) -> Whole:
+    """The tensors ``kind.name`` of what each rank stores of them, placed by ``fit``."""
     whole = Whole()
     for path, parts in found.items():
-        full = ".".join(path)
-        entry = _entry(full, path, fit_of, parts)
-        if isinstance(entry, str):
-            code = entry.code if isinstance(entry, Problem) else "ranks-disagree"
-            whole.conflicts[full] = Problem(f"{full}: {entry}", code, tensor=full)
-        else:
-            whole.tensors[full] = entry
+        name = ".".join(path)
+        try:
+            fits = [fit(held) for held, _ in parts]
+        except Undetermined as error:
+            shapes, parameter = [held.local for held, _ in parts], parts[0][0].name
+            whole.conflicts[name] = unmerged(name, parameter, shapes, error, "ranks-unplaced")
+            continue
+        dtypes = {stored.dtype for _, runs in parts for stored in runs}
+        if len(dtypes) != 1:
+            why = f"ranks hold it as {' and '.join(sorted(map(str, dtypes)))}"
+            why = why if dtypes else "none of its elements is stored"
+            whole.conflicts[name] = Problem(f"{name}: {why}", "ranks-disagree", tensor=name)
+            continue
+        dtype = dtypes.pop()
+        shards = [RankShard(dtype, held.local, list(_chunks(held, runs))) for held, runs in parts]
+        try:
+            whole.tensors[name] = merge_shards(name, path, shards, fits)
+        except Damaged as error:
+            whole.conflicts[name] = error.message
     return whole
 
 
-def _entry(
-    name: str,
-    path: tuple[str, ...],
-    fit_of: Callable[[Held], Fit | str],
-    parts: list[tuple[Held, Sequence[Stored]]],
-) -> TensorEntry | str:
-    chunks: list[Chunk] = []
-    shapes, dtypes = set(), set()
-    for held, runs in parts:
-        where = fit_of(held)
-        if isinstance(where, str):
-            return _unknown(held, where)
-        shapes.add(where.whole)
-        dtypes |= {stored.dtype for stored in runs}
-        chunks += _chunks(where, runs, held.writer)
-    if not dtypes:
-        return "none of its elements is stored"
-    if len(shapes) > 1 or len(dtypes) > 1:
-        return f"ranks hold it in {_listed(shapes)}, as {_listed(dtypes)}"
-    return TensorEntry(name, path, dtypes.pop(), shapes.pop(), merge_copies(chunks))
-
-
-def _unknown(held: Held, reason: str) -> Problem:
-    return Problem(
-        f"how the {list(held.local)} of each tensor-parallel rank fit together is not known:"
-        f" {reason}; {how_to_say(held.name)}",
-        "ranks-unplaced",
-    )
-
-
-def _listed(values: Iterable[object]) -> str:
-    return " and ".join(sorted(str(list(v) if isinstance(v, tuple) else v) for v in values))
-
-
-def _chunks(where: Fit, runs: Sequence[Stored], writer: int) -> Iterator[Chunk]:
+def _chunks(held: Held, runs: Sequence[Stored]) -> Iterator[Chunk]:
+    """Yield what a rank stores of its parameter, in the coordinates that it has on the rank."""
     for run in runs:
-        itemsize = run.dtype.itemsize
-        rank = writer if run.rank is None else run.rank
-        for box, at in pieces_of_run(run.at, run.shape, run.start, run.stop, where.local, itemsize):
-            for here, there in where.pieces:
-                common = here.intersect(box)
-                if common is not None:
-                    place = narrowed(at, box.shape, common.relative_to(box.lo), itemsize)
-                    lo = [
-                        index - first + origin
-                        for index, first, origin in zip(common.lo, here.lo, there.lo, strict=True)
-                    ]
-                    yield Chunk(Box.at(lo, common.shape), place, rank)
+        rank = held.writer if run.rank is None else run.rank
+        size = run.dtype.itemsize
+        for box, at in pieces_of_run(run.at, run.shape, run.start, run.stop, held.local, size):
+            yield Chunk(box, at, rank)
 
 
 def runs_between(runs: Sequence[Stored], start: int, stop: int) -> list[Stored]:

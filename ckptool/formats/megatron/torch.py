@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptool.core.catalog import Catalog, Path, flat_name
 from ckptool.core.sharding.tensor_parallel import NamedRule, require_matched
-from ckptool.errors import Refusal, damaged
+from ckptool.errors import Refusal, Undetermined, damaged
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.megatron.arguments import Arguments, with_first_arguments
 from ckptool.formats.megatron.names import (
@@ -25,7 +25,7 @@ from ckptool.formats.megatron.optimizer.gathered import (
     saved_buffers,
     stray_keys,
 )
-from ckptool.formats.megatron.optimizer.numbered import Unnamed, numbered_state
+from ckptool.formats.megatron.optimizer.numbered import numbered_state
 from ckptool.formats.megatron.parameters import Found, Held, Model, Stored, put_together
 from ckptool.formats.megatron.rank_folders import (
     RankFolder,
@@ -79,7 +79,7 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
             _read_optimizer(source, folder, read)
     require_matched(options.tp_rules, [path[-1] for path in read.found])
     others = assemble(_others(folders, read))
-    whole = put_together(read.model.fit_of, _without_refused(read.found, others.conflicts))
+    whole = put_together(read.model.fit, _without_refused(read.found, others.conflicts))
     refusals = {n: why for n, why in others.conflicts.items() if isinstance(why, Refusal)}
     problems = [why for name, why in others.conflicts.items() if name not in refusals]
     if others.problems or problems:
@@ -179,7 +179,7 @@ def _read_optimizer(source: Source, folder: RankFolder, read: _Read) -> None:
             found, stated = numbered_state(folder.file, value, held, expert_parallel)
             read.add(found)
             read.model.stated |= stated
-    except Unnamed as error:
+    except Undetermined as error:
         read.conflicts[_STATE] = (
             f"{_STATE}: which parameters the optimizer's state belongs to is not known: {error}"
             f" ({(folder.distributed or folder.file).what})"

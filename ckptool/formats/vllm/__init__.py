@@ -20,7 +20,7 @@ from ckptool.formats.vllm.merge import Merger, sizes_of
 from ckptool.formats.vllm.write import EXTRA, RULES, lay_out
 from ckptool.serialization.safetensors import read_safetensors
 from ckptool.serialization.source import Source, expect_heads, first_missing, require_rank
-from ckptool.serialization.state_dict.tensor_parallel import Local, tp_mesh
+from ckptool.serialization.state_dict.tensor_parallel import LocalTensor, tp_mesh
 
 _FILE = re.compile(r"model-rank-([0-9]{1,9})-part-([0-9]{1,9})\.safetensors")
 
@@ -73,9 +73,9 @@ def _require_whole(source: Source, files: list[re.Match[str]], world: int) -> No
 
 def _locals(
     source: Source, files: list[re.Match[str]], options: ScanOptions
-) -> tuple[dict[str, dict[int, Local]], list[str]]:
+) -> tuple[dict[str, dict[int, LocalTensor]], list[str]]:
     """Each rank's tensors, by name."""
-    found: dict[str, dict[int, Local]] = {}
+    found: dict[str, dict[int, LocalTensor]] = {}
     problems = []
     expect_heads(source, (match.string for match in files))
     for match in sorted(files, key=lambda match: (int(match[1]), int(match[2]))):
@@ -84,7 +84,7 @@ def _locals(
             held = found.setdefault(name, {})
             if int(match[1]) in held:
                 problems.append(f"{name}: rank {match[1]} has it twice")
-            held[int(match[1])] = Local(item.dtype, item.shape, item.at)
+            held[int(match[1])] = LocalTensor(item.dtype, item.shape, item.at)
     return found, problems
 
 

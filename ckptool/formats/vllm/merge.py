@@ -21,15 +21,25 @@ from typing import Any
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
-from ckptool.core.sharding.tensor_parallel import NamedRule, how_to_say, named_rule, require_matched
+from ckptool.core.sharding.tensor_parallel import (
+    COLUMN,
+    REPLICATED,
+    ROW,
+    NamedRule,
+    RuleTable,
+    TpRule,
+    named_rule,
+    require_matched,
+    unmerged,
+)
 from ckptool.core.views import narrowed
-from ckptool.errors import CannotDo, Damaged, Problem
+from ckptool.errors import Damaged, Problem, Undetermined
 from ckptool.formats.companions import CONFIG, size_in
 from ckptool.serialization.state_dict.tensor_parallel import (
-    Local,
-    Locals,
+    LocalTensor,
+    LocalTensors,
     halves,
-    joined,
+    merge_ranks,
     rows_of,
     single,
 )
@@ -60,11 +70,11 @@ def expert_sizes(config: Mapping[str, Any]) -> ExpertSizes:
 
 
 def expert_entries(
-    name: str, match: re.Match[str], parts: Locals, sizes: ExpertSizes, world: int
+    name: str, match: re.Match[str], parts: LocalTensors, sizes: ExpertSizes, world: int
 ) -> Iterator[TensorEntry]:
     """One tensor for each expert and projection.
 
-    Raises CannotDo where nothing says how the ranks share the experts; Damaged where the ranks'
+    Raises Undetermined where nothing says how the ranks share the experts; Damaged where the ranks'
     tensors contradict one another.
     """
     members = _MEMBERS[match["which"]]
@@ -78,12 +88,13 @@ def expert_entries(
             if len(own) == 1:
                 yield single(full, *own.items())
             else:
-                yield joined(full, (full,), own, 2 - len(members), world=world)
+                rule = COLUMN if len(members) == 2 else ROW
+                yield merge_ranks(full, (full,), own, rule, world=world)
 
 
 def _by_expert(
-    name: str, parts: Locals, sizes: ExpertSizes, world: int, *, gated: bool
-) -> list[Locals]:
+    name: str, parts: LocalTensors, sizes: ExpertSizes, world: int, *, gated: bool
+) -> list[LocalTensors]:
     """Each expert's parts by rank: of every rank, or of the one that holds the expert."""
     shapes = {part.shape for part in parts.values()}
     shape = next(iter(shapes))
@@ -94,34 +105,56 @@ def _by_expert(
         return [{r: _expert(p, n)} for r, p in sorted(parts.items()) for n in range(shape[0])]
     if sizes.experts in (None, shape[0]) and sizes.inner in (None, inner * world):
         return [{r: _expert(p, n) for r, p in parts.items()} for n in range(shape[0])]
-    raise CannotDo(
-        f"{name}: {list(shape)} on each of {world} ranks is not what {CONFIG} tells of"
+    raise Undetermined(
+        f"{list(shape)} on each of {world} ranks is not what {CONFIG} tells of"
         f" {sizes.experts or 'its'} experts of {sizes.inner or 'some'} inner size"
     )
 
 
-def _expert(part: Local, number: int) -> Local:
+def _expert(part: LocalTensor, number: int) -> LocalTensor:
     """One expert of a fused tensor."""
     box = Box.along(0, number, (1, *part.shape[1:]))
     at = narrowed(part.at, part.shape, box, part.dtype.itemsize, dropped=1)
-    return Local(part.dtype, part.shape[1:], at)
+    return LocalTensor(part.dtype, part.shape[1:], at)
 
 
 PADDING = 64
 _PLAIN = ("float32", "bfloat16", "float16")
 
 QKV = re.compile(r"(?P<head>(.*\.)?)qkv_proj\.(?P<leaf>weight|bias)")
-_OUT = re.compile(r"(.*\.)?out_proj\.weight")
 _OUTPUT = re.compile(r"(?P<head>(.*\.)?)(o|out)_proj\.weight")
 GATE_UP = re.compile(r"(?P<head>(.*\.)?)gate_up_proj\.(?P<leaf>weight|bias)")
-_ROWS = re.compile(r"(.*\.)?(q|k|v|gate|up|q_b|kv_b)_proj\.(weight|bias)")
-_COLUMNS = re.compile(r"(.*\.)?(o|down)_proj\.weight")
-_COPIED = re.compile(
-    r"(.*\.)?(\w*norm\w*\.(weight|bias)|(o|out|down)_proj\.bias|rotary_emb\.inv_freq"
-    r"|(gate|shared_expert_gate|q_a_proj|kv_a_proj_with_mqa|fused_qkv_a_proj)\.weight"
-    r"|gate\.e_score_correction_bias)"
-)
 VOCABULARY = re.compile(r"(.*\.)?(embed_tokens|lm_head)\.(weight|bias)")
+
+
+_Facts = tuple[LocalTensors, int]
+"""The ranks' parts of a tensor, and the number of ranks."""
+
+
+def _output_rule(_: re.Match[str], facts: _Facts) -> TpRule:
+    """Columns; vision models call a projection so that may be whole on every rank."""
+    _require_part(*facts)
+    return ROW
+
+
+_TABLE: RuleTable[_Facts] = RuleTable(
+    "vLLM",
+    (
+        (re.compile(r"(.*\.)?out_proj\.weight"), _output_rule),
+        (VOCABULARY, COLUMN),
+        (re.compile(r"(.*\.)?(q|k|v|gate|up|q_b|kv_b)_proj\.(weight|bias)"), COLUMN),
+        (re.compile(r"(.*\.)?(o|down)_proj\.weight"), ROW),
+        (
+            re.compile(
+                r"(.*\.)?(\w*norm\w*\.(weight|bias)|(o|out|down)_proj\.bias|rotary_emb\.inv_freq"
+                r"|(gate|shared_expert_gate|q_a_proj|kv_a_proj_with_mqa|fused_qkv_a_proj)\.weight"
+                r"|gate\.e_score_correction_bias)"
+            ),
+            REPLICATED,
+        ),
+    ),
+)
+"""How vLLM cuts what it does not fuse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +197,7 @@ class Merger:
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    def merge(self, by_name: Mapping[str, Locals]) -> None:
+    def merge(self, by_name: Mapping[str, LocalTensors]) -> None:
         """All tensors, each with the local ones of all ranks that have it."""
         require_matched(self.rules, list(by_name))
         queries = {m["head"]: p for n, p in by_name.items() if (m := _OUTPUT.fullmatch(n))}
@@ -172,43 +205,44 @@ class Merger:
             try:
                 for entry in self._joined(name, parts, queries):
                     self.tensors[entry.name] = entry
-            except CannotDo as error:
-                self.unknown[name] = error.message.recoded("sharding-unknown")
+            except Undetermined as error:
+                shapes = [part.shape for _, part in sorted(parts.items())]
+                self.unknown[name] = unmerged(name, name, shapes, error, "sharding-unknown")
             except Damaged as error:
                 self.problems += error.problems
 
     def _joined(
-        self, name: str, parts: Locals, outputs: Mapping[str, Locals]
+        self, name: str, parts: LocalTensors, outputs: Mapping[str, LocalTensors]
     ) -> Iterator[TensorEntry]:
         rule = named_rule(self.rules, name)
         if rule is not None:
-            yield joined(name, (name,), parts, rule.dim, world=self.world, blocks=rule.blocks)
+            yield self._entry(name, parts, rule)
             return
         fused, halved = QKV.fullmatch(name), GATE_UP.fullmatch(name)
         experts = EXPERTS.fullmatch(name)
         if experts or fused or halved or self.world > 1:
-            _require_plain(name, parts)
+            _require_plain(parts)
         if fused:
             yield from self._heads(name, fused, parts, outputs.get(fused["head"]))
         elif halved:
             for at, member in enumerate(("gate_proj", "up_proj")):
-                yield self._entry(_member(halved, member), halves(name, parts, at), 0)
+                yield self._entry(_member(halved, member), halves(name, parts, at), COLUMN)
         elif experts:
             self.notes += [NOTE] if NOTE not in self.notes else []
             yield from expert_entries(name, experts, parts, self.config.experts, self.world)
-        elif self.world > 1 and _OUT.fullmatch(name):
-            _require_part(name, parts, self.world)
-            yield self._entry(name, parts, 1)
-        elif VOCABULARY.fullmatch(name):
-            yield self._entry(name, self._without_padding(name, parts), 0)
         else:
-            yield self._entry(name, parts, _cut_dim(name) if self.world > 1 else None)
+            if VOCABULARY.fullmatch(name):
+                parts = self._without_padding(name, parts)
+            alone = self.world == 1 and not VOCABULARY.fullmatch(name)
+            yield self._entry(
+                name, parts, REPLICATED if alone else _TABLE.find(name, (parts, self.world))
+            )
 
-    def _entry(self, name: str, parts: Locals, dim: int | None, holders: int = 1) -> TensorEntry:
-        return joined(name, (name,), parts, dim, world=self.world, holders=holders)
+    def _entry(self, name: str, parts: LocalTensors, rule: TpRule) -> TensorEntry:
+        return merge_ranks(name, (name,), parts, rule, world=self.world)
 
     def _heads(
-        self, name: str, found: re.Match[str], parts: Locals, outputs: Locals | None
+        self, name: str, found: re.Match[str], parts: LocalTensors, outputs: LocalTensors | None
     ) -> Iterator[TensorEntry]:
         """Query, key and value: rows of the fused tensor, in this order."""
         rows = next(iter(parts.values())).shape[0]
@@ -224,19 +258,19 @@ class Merger:
             ("v_proj", queries + keys, rows, holders),
         ):
             piece = {rank: rows_of(name, part, start, stop) for rank, part in parts.items()}
-            yield self._entry(_member(found, member), piece, 0, held_by)
+            yield self._entry(_member(found, member), piece, TpRule(0, holders=held_by))
 
-    def _query_rows(self, name: str, outputs: Locals | None) -> int:
+    def _query_rows(self, name: str, outputs: LocalTensors | None) -> int:
         """Rows of queries a rank: what the output projection takes, else what the config says."""
         known = self.config
         shapes = [part.shape for part in (outputs or {}).values()]
         if shapes and len(shapes[0]) == 2:
             stated = (known.heads or 0) * (known.head_size or 0)
             if stated and shapes[0][1] * self.world != stated:
-                _require_part(name, outputs or {}, self.world)
+                _require_part(outputs or {}, self.world)
             return shapes[0][1]
         if not known.heads or not known.head_size:
-            raise CannotDo(f"{name}: without {CONFIG} nothing says which of its rows are queries")
+            raise Undetermined(f"without {CONFIG} nothing says which of its rows are queries")
         if known.heads % self.world:
             raise Damaged(
                 f"{CONFIG} says {known.heads} heads, which {self.world} ranks cannot share"
@@ -257,7 +291,7 @@ class Merger:
             raise Damaged(Problem(message, "config-mismatch", tensor=name))
         return holders
 
-    def _without_padding(self, name: str, parts: Locals) -> Locals:
+    def _without_padding(self, name: str, parts: LocalTensors) -> LocalTensors:
         """Without the rows after the vocabulary that the last ranks hold."""
         each = next(iter(parts.values())).shape[0]
         wanted, held = self.config.vocabulary, each * self.world
@@ -282,32 +316,17 @@ def _member(found: re.Match[str], name: str) -> str:
     return f"{found['head']}{name}.{found['leaf']}"
 
 
-def _require_plain(name: str, parts: Locals) -> None:
+def _require_plain(parts: LocalTensors) -> None:
     for part in parts.values():
         if part.dtype.name not in _PLAIN:
-            raise CannotDo(
-                f"{name}: {part.dtype}; vLLM repacks quantised weights before it saves them, and"
-                " the files do not say how"
+            raise Undetermined(
+                f"vLLM repacks quantized weights ({part.dtype}) before it saves them, and the files"
+                " do not say how"
             )
 
 
-def _require_part(name: str, outputs: Locals, world: int) -> None:
-    """CannotDo where an output projection may be whole: vision models are, at times."""
+def _require_part(outputs: LocalTensors, world: int) -> None:
+    """Undetermined where an output projection may be whole: vision models are, at times."""
     shape = next(iter(outputs.values())).shape
     if world > 1 and (len(shape) != 2 or shape[1] * world != shape[0]):
-        raise CannotDo(
-            f"{name}: an output projection of {list(shape)} on each of {world} ranks may be cut or"
-            f" whole; {how_to_say(name)}"
-        )
-
-
-def _cut_dim(name: str) -> int | None:
-    if _ROWS.fullmatch(name):
-        return 0
-    if _COLUMNS.fullmatch(name):
-        return 1
-    if _COPIED.fullmatch(name):
-        return None
-    raise CannotDo(
-        f"{name}: no rule says how vLLM cuts it for tensor parallelism; {how_to_say(name)}"
-    )
+        raise Undetermined("an output projection of this shape may be cut or whole")

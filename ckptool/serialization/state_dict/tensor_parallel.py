@@ -1,86 +1,78 @@
-"""Put the local tensors of tensor-parallel ranks together, where a rule says how they were cut."""
+"""Merge and cut the local tensors of tensor-parallel ranks, each stored whole in one place."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Chunk, Path, Place, TensorEntry, merge_copies
+from ckptool.core.catalog import Chunk, Path, Place, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh, Replicate, Shard
+from ckptool.core.sharding.tensor_parallel import RankShard, TpRule, fit_ranks, merge_shards
 from ckptool.core.views import shifted
-from ckptool.errors import CannotDo, Damaged, Problem
+from ckptool.errors import Damaged, Problem
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
-    """One rank's part of a tensor, a plain tensor by itself."""
+class LocalTensor:
+    """One rank's shard of a tensor, which is stored as a plain tensor."""
 
     dtype: DType
     shape: tuple[int, ...]
     at: Place
 
 
-Locals = Mapping[int, Local]
+LocalTensors = Mapping[int, LocalTensor]
 """The local tensors of one name by rank."""
 
 
-def joined(
-    name: str,
-    path: Path,
-    parts: Locals,
-    dim: int | None,
-    *,
-    world: int,
-    holders: int = 1,
-    blocks: tuple[int, ...] = (1,),
+def merge_ranks(
+    name: str, path: Path, parts: LocalTensors, rule: TpRule, *, world: int
 ) -> TensorEntry:
-    """The tensor whose ranks hold consecutive parts along ``dim``, or copies where it is None.
+    """Return the tensor that the local ones of all ranks make by a rule.
 
-    Each part is held by ``holders`` consecutive ranks. Where there are several ``blocks``, a rank
-    holds a part of each, of which these numbers are the shares. Raises Damaged where a rank has
-    none, or the parts do not fit together; CannotDo where a part is no such blocks.
+    Raises Damaged where a rank has none, or they differ in more than the size along the rule's dim;
+    Undetermined where they are not what the rule says.
     """
     missing = sorted(set(range(world)) - set(parts))
     if missing:
         message = f"{name}: rank {missing[0]} has none, rank {min(parts)} has one"
         raise Damaged(Problem(message, "rank-missing", tensor=name))
     ordered = [parts[rank] for rank in range(world)]
-    first = ordered[0]
+    first, dim = ordered[0], rule.dim
     for rank, part in enumerate(ordered):
         if part.dtype != first.dtype or _without(part.shape, dim) != _without(first.shape, dim):
             message = f"{name}: rank 0 holds {first.dtype} {list(first.shape)},"
             message += f" rank {rank} {part.dtype} {list(part.shape)}"
-            message += "" if dim is None else f"; cut along dim {dim}, only that may differ"
+            message += "" if dim is None else f"; sharded along dim {dim}, only that may differ"
             raise Damaged(Problem(message, "ranks-disagree", tensor=name))
-    if dim is None:
-        shape = first.shape
-        chunks = [Chunk(Box.whole(shape), part.at, rank) for rank, part in enumerate(ordered)]
-    else:
-        chunks, shape = _laid(name, ordered, dim, holders, blocks)
+    shards = [
+        RankShard(part.dtype, part.shape, [Chunk(Box.whole(part.shape), part.at, rank)])
+        for rank, part in enumerate(ordered)
+    ]
+    entry = merge_shards(name, path, shards, fit_ranks([part.shape for part in ordered], rule))
     placement = Replicate() if dim is None else Shard(dim)
-    known = (placement,) if len(blocks) == 1 else None
-    mesh = tp_mesh(world)
-    return TensorEntry(name, path, first.dtype, shape, merge_copies(chunks), known, mesh)
+    known = (placement,) if len(rule.blocks) == 1 else None
+    return replace(entry, placements=known, mesh=tp_mesh(world))
 
 
-def single(name: str, held: tuple[int, Local]) -> TensorEntry:
+def single(name: str, held: tuple[int, LocalTensor]) -> TensorEntry:
     """A tensor that one rank holds whole."""
     rank, part = held
     chunk = Chunk(Box.whole(part.shape), part.at, rank)
     return TensorEntry(name, (name,), part.dtype, part.shape, (chunk,))
 
 
-def rows_of(name: str, part: Local, start: int, stop: int) -> Local:
+def rows_of(name: str, part: LocalTensor, start: int, stop: int) -> LocalTensor:
     """Some rows of a local tensor; Damaged where it has none such."""
     if not part.shape or not 0 <= start <= stop <= part.shape[0]:
         raise Damaged(f"{name}: {list(part.shape)} has no rows {start} to {stop}")
     box = Box.along(0, start, (stop - start, *part.shape[1:]))
-    return Local(part.dtype, box.shape, shifted(part.at, box.lo))
+    return LocalTensor(part.dtype, box.shape, shifted(part.at, box.lo))
 
 
-def halves(name: str, parts: Locals, which: int) -> Locals:
+def halves(name: str, parts: LocalTensors, which: int) -> LocalTensors:
     """The first or the second half of the rows of each local tensor."""
     odd = [part.shape for part in parts.values() if not part.shape or part.shape[0] % 2]
     if odd:
@@ -101,23 +93,3 @@ def _without(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
     if dim is not None and dim >= len(shape):
         return shape
     return shape if dim is None else shape[:dim] + shape[dim + 1 :]
-
-
-def _laid(
-    name: str, ordered: list[Local], dim: int, holders: int, blocks: tuple[int, ...]
-) -> tuple[list[Chunk], tuple[int, ...]]:
-    """The parts as chunks, block by block and side by side along ``dim``, and the whole's shape."""
-    shape = ordered[0].shape
-    if dim >= len(shape) or any(part.shape[dim] % sum(blocks) for part in ordered):
-        cut = f"dim {dim}" if len(blocks) == 1 else f"dim {dim} in {len(blocks)} blocks"
-        raise CannotDo(f"{name}: a part of {list(shape)} cannot be cut along {cut}")
-    chunks, position, before = [], 0, 0
-    for block in blocks:
-        for rank, part in enumerate(ordered):
-            share = part.shape[dim] // sum(blocks)
-            size = (*part.shape[:dim], block * share, *part.shape[dim + 1 :])
-            at = shifted(part.at, Box.along(dim, before * share, size).lo)
-            chunks.append(Chunk(Box.along(dim, position, size), at, rank))
-            position += block * share if (rank + 1) % holders == 0 else 0
-        before += block
-    return chunks, (*shape[:dim], position, *shape[dim + 1 :])

@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 
 from ckptool.core.box import Box
 from ckptool.core.sharding.tensor_parallel import (
-    Cut,
+    RankCut,
     TpRule,
-    fit,
+    fit_rank,
+    fit_ranks,
     named_rule,
     parse_tp_rule,
     require_matched,
 )
-from ckptool.errors import UsageError
+from ckptool.errors import Undetermined, UsageError
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_ranks_parts_make_the_whole(units: list[int], data: st.DataObject) -> No
     for index in range(degree):
         each = np.split(whole, np.cumsum(blocks)[:-1] * unit, dim)
         local = np.concatenate([np.split(block, degree, dim)[index] for block in each], dim)
-        where = fit(local.shape, [Cut(dim, index, degree, blocks)])
+        where = fit_rank(local.shape, [RankCut(dim, index, degree, blocks)])
         assert where.whole == tuple(shape)
         for here, there in where.pieces:
             found[spans(there)] = local[spans(here)]
@@ -84,5 +85,29 @@ def spans(box: Box) -> tuple[slice, ...]:
 
 
 def test_blocks_that_a_dim_does_not_have() -> None:
-    with pytest.raises(ValueError, match="no blocks of 1 : 1 along dim 0"):
-        fit((3, 4), [Cut(0, 0, 2, (1, 1))])
+    with pytest.raises(Undetermined, match="no blocks of 1 : 1 along dim 0"):
+        fit_rank((3, 4), [RankCut(0, 0, 2, (1, 1))])
+
+
+def test_ranks_that_hold_the_same_part() -> None:
+    """Four ranks share two key-value heads of three rows."""
+    fits = fit_ranks([(3, 2)] * 4, TpRule(0, holders=2))
+    assert [fit.pieces[0][1].lo[0] for fit in fits] == [0, 0, 3, 3]
+    assert {fit.whole for fit in fits} == {(6, 2)}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "rule"),
+    [
+        ([(3, 2)] * 3, TpRule(0, holders=2)),
+        ([(3, 2), (4, 2)], TpRule(0, holders=2)),
+        ([(3, 2), (3, 3)], TpRule(0)),
+        ([(3, 2), (4, 2)], TpRule()),
+        ([(3, 2)] * 2, TpRule(2)),
+        ([(3, 2)] * 2, TpRule(0, (1, 1))),
+    ],
+    ids=["odd holders", "unlike holders", "other dims", "unlike copies", "no dim", "no halves"],
+)
+def test_shards_that_a_rule_does_not_fit(shapes: list[tuple[int, ...]], rule: TpRule) -> None:
+    with pytest.raises(Undetermined, match="does not fit"):
+        fit_ranks(shapes, rule)

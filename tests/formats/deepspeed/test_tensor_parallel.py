@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from ckptool.core.box import Box
-from ckptool.core.sharding.tensor_parallel import parse_tp_rule
-from ckptool.errors import CannotDo
-from ckptool.formats.deepspeed.tensor_parallel import Fit, Unknown, fit_of, ruled
+from ckptool.core.sharding.tensor_parallel import Fit, fit_ranks, parse_tp_rule
+from ckptool.errors import CannotDo, Undetermined
+from ckptool.formats.deepspeed.tensor_parallel import fit_shards
 
 WHOLE = np.arange(12 * 8).reshape(12, 8)
 
@@ -30,10 +30,10 @@ def cut(box: Box) -> tuple[slice, ...]:
     return tuple(map(slice, box.lo, box.hi))
 
 
-def joined(fit: Fit, shards: list[np.ndarray]) -> np.ndarray:
-    whole = np.full(fit.shape, -1)
-    for shard, pieces in zip(shards, fit.pieces, strict=True):
-        for inner, outer in pieces:
+def joined(fits: list[Fit], shards: list[np.ndarray]) -> np.ndarray:
+    whole = np.full(fits[0].whole, -1)
+    for shard, fit in zip(shards, fits, strict=True):
+        for inner, outer in fit.pieces:
             whole[cut(outer)] = shard[cut(inner)]
     return whole
 
@@ -90,8 +90,8 @@ VERSION = {"universal_checkpoint_version": 0.2}
     ids=["rows", "uneven", "columns", "replicated", "gated", "fused", "fused, uneven", "affine"],
 )
 def test_shards_become_the_whole(info: dict[str, Any], shards: list[np.ndarray]) -> None:
-    fit = fit_of("w", [shard.shape for shard in shards], info)
-    assert np.array_equal(joined(fit, shards), WHOLE)
+    fits = fit_shards("w", [shard.shape for shard in shards], info)
+    assert np.array_equal(joined(fits, shards), WHOLE)
 
 
 def test_a_rank_without_heads_has_an_empty_shard() -> None:
@@ -100,8 +100,8 @@ def test_a_rank_without_heads_has_an_empty_shard() -> None:
     ranks = info["affine_map"]["params"]["w$"]["ranks"]
     ranks[2] = {"shard_shape": [12, 0], "pieces": [piece([12, 0], 8, 0, [1, 1])]}
     shards = [*along(1), WHOLE[:, :0]]
-    fit = fit_of("w", [shard.shape for shard in shards], info)
-    assert np.array_equal(joined(fit, shards), WHOLE)
+    fits = fit_shards("w", [shard.shape for shard in shards], info)
+    assert np.array_equal(joined(fits, shards), WHOLE)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +123,8 @@ def test_a_rank_without_heads_has_an_empty_shard() -> None:
     ],
 )
 def test_what_no_copy_of_bytes_can_join_is_unknown(info: dict[str, Any], why: str) -> None:
-    with pytest.raises(Unknown, match=why):
-        fit_of("w", [(12, 4), (12, 4)], info)
+    with pytest.raises(Undetermined, match=why):
+        fit_shards("w", [(12, 4), (12, 4)], info)
 
 
 @pytest.mark.parametrize(
@@ -138,22 +138,22 @@ def test_what_no_copy_of_bytes_can_join_is_unknown(info: dict[str, Any], why: st
     ],
 )
 def test_a_given_rule_joins_shards(rule: str, shards: list[np.ndarray]) -> None:
-    fit = ruled([shard.shape for shard in shards], parse_tp_rule(f"w={rule}")[1])
-    assert np.array_equal(joined(fit, shards), WHOLE)
+    fits = fit_ranks([shard.shape for shard in shards], parse_tp_rule(f"w={rule}")[1])
+    assert np.array_equal(joined(fits, shards), WHOLE)
 
 
 def test_replicas_of_several_shapes_are_unknown() -> None:
-    with pytest.raises(Unknown, match=r"hold \[\[6, 4\], \[12, 4\]\]"):
-        fit_of("w", [(12, 4), (6, 4)], {"tp_replicated_parameter_patterns": ["w"]})
+    with pytest.raises(Undetermined, match=r"shards of \[12, 4\], \[6, 4\]"):
+        fit_shards("w", [(12, 4), (6, 4)], {"tp_replicated_parameter_patterns": ["w"]})
 
 
 @pytest.mark.parametrize("rule", ["Shard(2)", "Shard(0, 5)"])
 def test_a_rule_that_does_not_fit_is_refused(rule: str) -> None:
-    with pytest.raises(Unknown, match="does not fit"):
-        ruled([(12, 4), (12, 4)], parse_tp_rule(f"w={rule}")[1])
+    with pytest.raises(Undetermined, match="does not fit"):
+        fit_ranks([(12, 4), (12, 4)], parse_tp_rule(f"w={rule}")[1])
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "(", ".*" * 9, "x" * 2000])
 def test_patterns_that_may_take_for_ever_are_refused(pattern: str) -> None:
     with pytest.raises(CannotDo, match="universal_checkpoint_info"):
-        fit_of("w", [(2,), (2,)], {"tp_replicated_parameter_patterns": [pattern]})
+        fit_shards("w", [(2,), (2,)], {"tp_replicated_parameter_patterns": [pattern]})

@@ -19,9 +19,9 @@ from dataclasses import replace
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, TensorEntry
+from ckptool.errors import Undetermined
 from ckptool.formats.megatron.optimizer.buffers import ALIGNMENT, Bucket, slots_in_buckets
 from ckptool.formats.megatron.optimizer.gathered import MASTER
-from ckptool.formats.megatron.optimizer.numbered import Unnamed
 from ckptool.formats.megatron.parameters import Found, Held, Stored, runs_between
 
 Group = tuple[int, int]
@@ -45,10 +45,10 @@ def buckets_among(entries: Iterable[TensorEntry]) -> dict[Group, Buffers]:
 def bucket_state(buffers: Buffers, expected: Sequence[Sequence[Held]]) -> Found:
     """What one group's buckets hold of each parameter, given the parameters of each buffer.
 
-    Raises Unnamed where the parameters do not fill the buckets exactly.
+    Raises Undetermined where the parameters do not fill the buckets exactly.
     """
     if sorted(buffers) != list(range(len(expected))):
-        raise Unnamed(f"{len(buffers)} buffers, where the model has {len(expected)}")
+        raise Undetermined(f"{len(buffers)} buffers, where the model has {len(expected)}")
     found: Found = {}
     for number, held in enumerate(expected):
         _add_buffer(buffers[number], held, found)
@@ -61,7 +61,7 @@ def _add_buffer(
     states = [by_bucket[number] for number in sorted(by_bucket)]
     slots = slots_in_buckets([one.numel for one in held], [_bucket(state) for state in states])
     if slots is None or len({frozenset(state) for state in states}) != 1:
-        raise Unnamed(
+        raise Undetermined(
             f"the model's {len(held):,} parameters of {sum(one.numel for one in held):,} elements"
             f" do not fill its {len(states):,} buckets, in the order in which Megatron fills them"
         )

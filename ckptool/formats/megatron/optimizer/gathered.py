@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.core.catalog import Extent, Place
+from ckptool.errors import Undetermined
 from ckptool.formats.megatron.names import is_expert
 from ckptool.formats.megatron.optimizer.buffers import Slot, gaps, slots_in_run
-from ckptool.formats.megatron.optimizer.numbered import Unnamed
 from ckptool.formats.megatron.parameters import Found, Held, Stored, runs_between
 from ckptool.serialization.archive.storage import StoredTensor, plain_tensor
 from ckptool.serialization.pickle.records import Global
@@ -110,7 +110,7 @@ def _by_dtype(runs: Sequence[Sequence[Held]]) -> list[list[Held]]:
 def matched_buffers(
     saved: Sequence[list[Buffer] | None], expected: Sequence[list[list[Held]]]
 ) -> list[tuple[Buffer, list[Held]]]:
-    """Each saved buffer with its parameters. Raises Unnamed where their numbers differ."""
+    """Each saved buffer with its parameters. Raises Undetermined where their numbers differ."""
     if len(saved) != len(expected) and None not in saved:
         saved = [[buffer for buffers in saved for buffer in buffers or ()]]
         expected = [[held for buffers in expected for held in buffers]]
@@ -118,7 +118,9 @@ def matched_buffers(
     if len(saved) != len(expected) or any(
         count not in (None, len(held)) for count, held in zip(counts, expected, strict=True)
     ):
-        raise Unnamed(f"{counts} buffers, where the model has {[len(one) for one in expected]}")
+        raise Undetermined(
+            f"{counts} buffers, where the model has {[len(one) for one in expected]}"
+        )
     return [
         pair
         for buffers, held in zip(saved, expected, strict=True)
@@ -130,7 +132,7 @@ def matched_buffers(
 def gathered_state(
     source: Source, buffers: Iterable[tuple[Buffer, Sequence[Held]]], tied: bool
 ) -> Found:
-    """What buffers hold of their parameters. Raises Unnamed where they do not fit.
+    """What buffers hold of their parameters. Raises Undetermined where they do not fit.
 
     Where parameters fit in several ways, the one whose padding is zero is taken: that padding is
     all that is read of a tensor here.
@@ -147,16 +149,16 @@ def gathered_state(
 
 def _slots(source: Source, buffer: Buffer, held: Sequence[Held], tied: bool) -> list[Slot]:
     if {run[-1].stop for run in buffer.runs.values()} != {buffer.total}:
-        raise Unnamed("its states are of different lengths")
+        raise Undetermined("its states are of different lengths")
     if buffer.dtype not in (None, held[0].dtype.name):
-        raise Unnamed(f"a buffer of {buffer.dtype}, where the model has {held[0].dtype}")
+        raise Undetermined(f"a buffer of {buffer.dtype}, where the model has {held[0].dtype}")
     numels = [one.numel for one in held]
     shared = _alone(held) if tied else frozenset[int]()
     ways = slots_in_run(numels, buffer.total, shared, _views(held))
     if len(ways) > 1:
         ways = [slots for slots in ways if _padding_is_zero(source, buffer, slots)]
     if len(ways) != 1:
-        raise Unnamed(
+        raise Undetermined(
             f"a buffer of {buffer.total:,} elements, into which the {len(held):,} parameters of"
             f" {sum(numels):,} fit in {len(ways) or 'no'} ways"
         )

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.parts import part_of
+from ckptool.errors import Undetermined
 from ckptool.formats.dcp import Plan
 from ckptool.formats.megatron.arguments import arguments_among
 from ckptool.formats.megatron.optimizer.buckets import Group, bucket_state, buckets_among, is_bucket
@@ -17,7 +18,6 @@ from ckptool.formats.megatron.optimizer.gathered import (
     matched_buffers,
     param_dtype,
 )
-from ckptool.formats.megatron.optimizer.numbered import Unnamed
 from ckptool.formats.megatron.optimizer.stages import Stages
 from ckptool.formats.megatron.parameters import Found, Stored, put_together
 from ckptool.serialization.source import Source
@@ -44,9 +44,9 @@ def with_named_state(source: Source, catalog: Catalog, plans: list[Plan]) -> Cat
     stages = Stages(model, plans, args, writers, {})
     try:
         found = _found(source, state.values(), stages)
-    except Unnamed as error:
+    except Undetermined as error:
         return replace(catalog, notes=(*catalog.notes, f"{_BY_BUCKET}: {error}"))
-    whole = put_together(stages.fit_of, found)
+    whole = put_together(stages.fit, found)
     objects = {n: e for n, e in catalog.objects.items() if not _GATHERED.match(n)}
     return replace(
         catalog,

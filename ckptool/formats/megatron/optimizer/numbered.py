@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptool.core.sharding.tensor_parallel import TpRule
+from ckptool.errors import Undetermined
 from ckptool.formats.megatron.names import is_expert
 from ckptool.formats.megatron.parameters import Found, Held, Stored
 from ckptool.serialization.archive.read import TorchFile
@@ -29,16 +30,12 @@ _EMBEDDINGS = (
 )
 
 
-class Unnamed(Exception):
-    """The state's numbers cannot be matched with names, and why."""
-
-
 def numbered_state(
     file: TorchFile, value: Any, held: Sequence[Held], expert_parallel: bool
 ) -> tuple[Found, dict[str, TpRule]]:
     """What one rank stores of its optimizer, and the rules that its masters were saved with.
 
-    ``held`` are the rank's parameters in the model's order. Raises Unnamed.
+    ``held`` are the rank's parameters in the model's order. Raises Undetermined.
     """
     found: Found = {}
     rules: dict[str, TpRule] = {}
@@ -55,18 +52,18 @@ def numbered_state(
 def _groups(optimizer: Any) -> Iterator[tuple[dict[str, Any], dict[Any, Any], list[Any]]]:
     """Each group with the states of all numbers, and its masters."""
     if not isinstance(optimizer, dict):
-        raise Unnamed("it is no dict")
+        raise Undetermined("it is no dict")
     inner = optimizer.get("optimizer", optimizer)
     state = inner.get("state") if isinstance(inner, dict) else None
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
     masters = optimizer.get(MASTERS)
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise Unnamed("it holds no groups")
+        raise Undetermined("it holds no groups")
     if not isinstance(state, dict):
-        raise Unnamed("it holds no state")
+        raise Undetermined("it holds no state")
     lists = masters if isinstance(masters, list) else [[] for _ in groups]
     if len(lists) != len(groups):
-        raise Unnamed(f"{len(lists)} lists of masters for {len(groups)} groups")
+        raise Undetermined(f"{len(lists)} lists of masters for {len(groups)} groups")
     for group, own in zip(groups, lists, strict=True):
         yield group, state, own
 
@@ -89,7 +86,7 @@ def _members(
 ) -> list[Held]:
     keys = [_key(one) for one in groups]
     if len(set(keys)) != len(keys):
-        raise Unnamed("two of its groups differ in nothing that names could tell")
+        raise Undetermined("two of its groups differ in nothing that names could tell")
     bare = {key[0] for key in keys}
     decoupled = any(key[1] for key in keys)
     mine = []
@@ -113,14 +110,14 @@ def _match(
 ) -> None:
     numbers = group.get("params")
     if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
-        raise Unnamed("a group does not number its parameters")
+        raise Undetermined("a group does not number its parameters")
     if len(numbers) != len(held):
-        raise Unnamed(
+        raise Undetermined(
             f"a group of {len(numbers)} parameters, where the model has {len(held)} for it"
         )
     halves = [one for one in held if one.dtype.name in _HALVES]
     if masters and len(masters) != len(halves):
-        raise Unnamed(f"{len(masters)} fp32 masters for {len(halves)} 16-bit parameters")
+        raise Undetermined(f"{len(masters)} fp32 masters for {len(halves)} 16-bit parameters")
     for one, master in zip(halves, masters, strict=False):
         _add(found, "fp32", one, _stored(file, master))
         rule = _stated(master)
@@ -143,7 +140,7 @@ def _stored(file: TorchFile, value: Any) -> Stored | None:
 def _add(found: Found, kind: str, held: Held, stored: Stored | None) -> None:
     if stored is None or stored.stop != held.numel:
         shape = list(stored.shape) if stored else "no tensor"
-        raise Unnamed(f"{kind} of {held.name} is {shape}, the parameter {list(held.local)}")
+        raise Undetermined(f"{kind} of {held.name} is {shape}, the parameter {list(held.local)}")
     found.setdefault((kind, held.name), []).append((held, [stored]))
 
 

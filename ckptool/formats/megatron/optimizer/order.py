@@ -24,9 +24,9 @@ from graphlib import CycleError, TopologicalSorter
 
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.views import join
+from ckptool.errors import Undetermined
 from ckptool.formats.dcp import Plan
 from ckptool.formats.megatron.names import is_buffer
-from ckptool.formats.megatron.optimizer.numbered import Unnamed
 
 _EXPERTS = "mlp.experts.experts."
 _NESTED = "transformer_layer."
@@ -87,14 +87,16 @@ def is_stacked_expert(inner: str) -> bool:
 
 
 def outer_order(keys: Iterable[str]) -> tuple[list[str], list[str], list[str]]:
-    """The keys before the layers, the norms after them, and the heads; Unnamed for an unknown one.
+    """Return the keys before the layers, the norms after them, and the heads.
+
+    Raises Undetermined for an unknown one.
 
     Layers that predict further tokens (``mtp``) lie between the norms and the heads.
     """
     found = set(keys)
     unknown = found.difference(_BEFORE, _NORMS, _HEADS)
     if unknown:
-        raise Unnamed(f"the place of {min(unknown)} among the model's parameters is not known")
+        raise Undetermined(f"the place of {min(unknown)} among the model's parameters is not known")
     before, norms, heads = ([k for k in table if k in found] for table in (_BEFORE, _NORMS, _HEADS))
     return before, norms, heads
 
@@ -105,7 +107,7 @@ def layer_order(
     """The order of a layer's keys, from the plans, and Megatron's own where they leave it open.
 
     A layer that predicts further tokens holds a whole one, ``transformer_layer``, among its own
-    modules. Raises Unnamed where neither knows.
+    modules. Raises Undetermined where neither knows.
     """
     if any(key.startswith(_NESTED) for key in inner):
         return _prediction_order(inner, plans, implementation)
@@ -128,7 +130,9 @@ def _prediction_order(
     whole = [f"{_NESTED}{key}" for key in layer_order(nested, plans, implementation)]
     order = [k for k in (*_BEFORE_NESTED, *whole, *_AFTER_NESTED) if k in inner]
     if len(order) != len(inner):
-        raise Unnamed(f"the place of {min(set(inner).difference(order))} in a layer is not known")
+        raise Undetermined(
+            f"the place of {min(set(inner).difference(order))} in a layer is not known"
+        )
     return order
 
 
@@ -158,7 +162,7 @@ def _is_local(before: Mapping[str, set[str]], implementation: str | None) -> boo
         if _PROJECTION in before[norm]:
             return False
     if implementation is None:
-        raise Unnamed("nothing says whether its norms are fused with the layers after them")
+        raise Undetermined("nothing says whether its norms are fused with the layers after them")
     return implementation == "local"
 
 
@@ -169,11 +173,13 @@ def _only_order(inner: Sequence[str], before: Mapping[str, set[str]]) -> list[st
     try:
         sorter.prepare()
     except CycleError:
-        raise Unnamed("its ranks' plans disagree on the order of a layer's parameters") from None
+        raise Undetermined(
+            "its ranks' plans disagree on the order of a layer's parameters"
+        ) from None
     while sorter.is_active():
         ready = sorter.get_ready()
         if len(ready) > 1:
-            raise Unnamed(
+            raise Undetermined(
                 f"nothing says which of {' and '.join(sorted(ready)[:2])} comes first in a layer"
             )
         order += ready

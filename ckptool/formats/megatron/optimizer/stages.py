@@ -12,13 +12,13 @@ from functools import cached_property
 from itertools import groupby
 
 from ckptool.core.catalog import TensorEntry
-from ckptool.core.sharding.tensor_parallel import Cut, Fit, fit
+from ckptool.core.sharding.tensor_parallel import Fit, RankCut, fit_rank
+from ckptool.errors import Undetermined
 from ckptool.formats.dcp import Plan
 from ckptool.formats.megatron.arguments import Arguments
 from ckptool.formats.megatron.names import is_expert
 from ckptool.formats.megatron.optimizer.buckets import Group
 from ckptool.formats.megatron.optimizer.gathered import expected_buffers
-from ckptool.formats.megatron.optimizer.numbered import Unnamed
 from ckptool.formats.megatron.optimizer.order import (
     Layer,
     is_local,
@@ -50,12 +50,12 @@ class Stages:
     writers: Mapping[Group, frozenset[int]]
     fits: dict[Held, Fit]
 
-    def fit_of(self, held: Held) -> Fit | str:
-        """Where a rank's parameter belongs in the whole one."""
-        return self.fits[held] if held.local else fit((), ())
+    def fit(self, held: Held) -> Fit:
+        """Return where a rank's parameter belongs in the whole one."""
+        return self.fits[held] if held.local else fit_rank((), ())
 
     def expected(self, group: Group) -> list[list[Held]]:
-        """The parameters of each of a group's buffers. Raises Unnamed where that is not known."""
+        """Return the parameters of each of a group's buffers. Raises Undetermined."""
         experts = group[0] > 0
         rank = self._rank(group[1], experts)
         runs = [
@@ -71,7 +71,9 @@ class Stages:
             tensor = self.args.integer("expert_tensor_parallel_size") or tensor
         rank = group % tensor, group // (tensor * expert), group // tensor % expert
         if rank[1] >= pipeline:
-            raise Unnamed(f"group {group} is beyond TP {tensor}, EP {expert} and PP {pipeline}")
+            raise Undetermined(
+                f"group {group} is beyond TP {tensor}, EP {expert} and PP {pipeline}"
+            )
         return rank
 
     def _runs(self, rank: Rank) -> list[list[Held]]:
@@ -113,13 +115,15 @@ class Stages:
         for layout in (outermost, inside):
             if known.items() <= layout.items():
                 return layout
-        raise Unnamed("its ranks are laid out in neither of Megatron's orders")
+        raise Undetermined("its ranks are laid out in neither of Megatron's orders")
 
     def _virtual(self, layers: Sequence[Layer]) -> list[list[Layer]]:
         """A stage's layers by virtual stage: with several stages, runs of consecutive numbers."""
         prefixes = sorted({layer.prefix for layer in layers})
         if len(prefixes) != 1:
-            raise Unnamed(f"layers have {len(prefixes)} names: {', '.join(prefixes) or 'none'}")
+            raise Undetermined(
+                f"layers have {len(prefixes)} names: {', '.join(prefixes) or 'none'}"
+            )
         virtual = self.args.degree("VPP")
         if virtual == 1:
             return [list(layers)]
@@ -128,7 +132,7 @@ class Stages:
             for _, run in groupby(enumerate(layers), key=lambda pair: pair[1].number - pair[0])
         ]
         if len(runs) != virtual:
-            raise Unnamed(f"{len(runs)} runs of layers in a stage of {virtual} virtual stages")
+            raise Undetermined(f"{len(runs)} runs of layers in a stage of {virtual} virtual stages")
         return runs
 
     def _layers(self, layers: Iterable[Layer], rank: Rank) -> Iterator[Held]:
@@ -155,7 +159,7 @@ class Stages:
         if not keys:
             return
         if self.args.values.get("moe_use_legacy_grouped_gemm"):
-            raise Unnamed("its experts' weights lie transposed in the buffers")
+            raise Undetermined("its experts' weights lie transposed in the buffers")
         numbers = self._own_experts(layer, layer.keys[keys[0]], rank)
         grouped = bool(self.args.values.get("moe_grouped_gemm"))
         pairs = (
@@ -184,10 +188,10 @@ class Stages:
         else:
             count = self._whole[stacked].shape[layer.stacked]
         if count % degree:
-            raise Unnamed(f"{count} experts on {degree} expert-parallel ranks")
+            raise Undetermined(f"{count} experts on {degree} expert-parallel ranks")
         numbers = range(rank[2] * count // degree, (rank[2] + 1) * count // degree)
         if stacked is None and not stored.keys() >= set(numbers):
-            raise Unnamed(f"keys of experts {sorted(map(str, stored))}, of {count} in all")
+            raise Undetermined(f"keys of experts {sorted(map(str, stored))}, of {count} in all")
         return numbers
 
     def _outer(self, names: Sequence[str], rank: Rank) -> Iterator[Held]:
@@ -208,18 +212,18 @@ class Stages:
             degree = self.args.integer("expert_tensor_parallel_size") or degree
         cuts, local = _cuts(entry, rank[0] % degree, degree, prepended)
         held = Held(name, rank, 0, local, entry.dtype)
-        self.fits[held] = fit(local, cuts)
+        self.fits[held] = fit_rank(local, cuts)
         return held
 
 
 def _cuts(
     entry: TensorEntry, index: int, degree: int, prepended: int
-) -> tuple[list[Cut], tuple[int, ...]]:
+) -> tuple[list[RankCut], tuple[int, ...]]:
     """How a tensor is cut among tensor-parallel ranks, from its chunks, and a rank's shape."""
     whole = entry.shape[prepended:]
     shapes = {chunk.box.shape[prepended:] for chunk in entry.chunks}
     if len(shapes) != 1:
-        raise Unnamed(f"{entry.name} is not cut evenly")
+        raise Undetermined(f"{entry.name} is not cut evenly")
     local = list(shapes.pop())
     cuts = []
     for dim, (size, part) in enumerate(zip(whole, local, strict=True)):
@@ -227,7 +231,7 @@ def _cuts(
         if size == part:
             continue
         if blocks not in (1, 2) or blocks * degree * part != size:
-            raise Unnamed(f"{entry.name} is cut into {size} / {part} parts along dim {dim}")
-        cuts.append(Cut(dim, index, degree, (1,) * blocks))
+            raise Undetermined(f"{entry.name} is cut into {size} / {part} parts along dim {dim}")
+        cuts.append(RankCut(dim, index, degree, (1,) * blocks))
         local[dim] = part * blocks
     return cuts, tuple(local)

@@ -6,7 +6,7 @@ from dataclasses import astuple
 
 import pytest
 
-from ckptool.formats.megatron.optimizer.numbered import Unnamed
+from ckptool.errors import Undetermined
 from ckptool.formats.megatron.optimizer.order import (
     LayerKey,
     is_local,
@@ -46,7 +46,7 @@ def test_fused_norms_come_after_the_projection() -> None:
 def test_keys_of_different_layers_say_nothing_of_one_another() -> None:
     """A rank that holds one key of layer 0 and another of layer 1 tells no order."""
     apart = [plan((PROJECTION, 0), (NORM, 1))]
-    with pytest.raises(Unnamed, match="fused"):
+    with pytest.raises(Undetermined, match="fused"):
         layer_order(KEYS, apart, None)
     assert layer_order(KEYS, apart, "local")[0] == NORM
     assert layer_order(KEYS, apart, "transformer_engine")[0] == PROJECTION
@@ -56,9 +56,9 @@ def test_unknown_keys_need_plans_that_leave_no_choice() -> None:
     keys = ["mixer.a", "mixer.b", "mixer.c"]
     whole = [plan(("mixer.b", 0), ("mixer.a", 0)), plan(("mixer.a", 1), ("mixer.c", 1))]
     assert layer_order(keys, whole, "local") == ["mixer.b", "mixer.a", "mixer.c"]
-    with pytest.raises(Unnamed, match="comes first"):
+    with pytest.raises(Undetermined, match="comes first"):
         layer_order(keys, whole[:1], "local")
-    with pytest.raises(Unnamed, match="disagree"):
+    with pytest.raises(Undetermined, match="disagree"):
         layer_order(keys, [*whole, plan(("mixer.c", 0), ("mixer.b", 0))], "local")
 
 
@@ -105,5 +105,5 @@ def test_keys_outside_the_layers() -> None:
     word = "embedding.word_embeddings.weight"
     keys = ["output_layer.weight", "decoder.final_layernorm.weight", word]
     assert outer_order(keys) == ([word], [keys[1]], [keys[0]])
-    with pytest.raises(Unnamed, match="vision"):
+    with pytest.raises(Undetermined, match="vision"):
         outer_order(["vision.weight"])
