@@ -150,8 +150,8 @@ def _measured(
     prepared = prepare_bench(options)
     if baseline is not None:
         baseline.require_comparable(prepared.settings)
-    with bench_progress(len(prepared.names), options.repeat + 1, quiet=quiet) as hear:
-        report = prepared.run(hear)
+    with bench_progress(len(prepared.names), options.repeat + 1, quiet=quiet) as on_event:
+        report = prepared.run(on_event)
     if report is None or baseline is None:
         return report, None
     return report, baseline.changes(report, allowed, prepared.names)

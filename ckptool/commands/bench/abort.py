@@ -83,7 +83,7 @@ def _kill_in_mid_save(rank: Rank, name: str, job: str, path: Path) -> bool:
     """Kill once there are bytes on disk; whether the save was over before that."""
     words: set[str] = set()
     work = rank.fresh.grouped(job, partial(rank.fresh.save_once, name, path))
-    child = Child(work, rank.task.log(job, rank.meeting.rank), rank.task.patience)
+    child = Child(work, rank.task.log(job, rank.meeting.rank), rank.task.timeout)
 
     def due() -> str | None:
         return "killed" if "saving" in words and holds_bytes(path.parent) else None

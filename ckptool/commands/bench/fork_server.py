@@ -51,11 +51,11 @@ class Ended:
 class Child:
     """Work in a process of its own. Its words, and its children's, go to the file ``log``."""
 
-    def __init__(self, work: Work, log: Path, patience: float = 300.0) -> None:
-        """``patience``: seconds without a word after which the process is held for hung."""
+    def __init__(self, work: Work, log: Path, timeout: float = 300.0) -> None:
+        """``timeout``: seconds without a word after which the process is held for hung."""
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
-        self._log, self._patience = log, patience
+        self._log, self._timeout = log, timeout
         self._process = context.Process(target=_child, args=(work, theirs, log))
         self._process.start()
         theirs.close()
@@ -65,7 +65,7 @@ class Child:
         return self._process.pid or 0
 
     def watch(
-        self, stop: Stop, hear: Tell, *, measure: bool = False, pause: float = _SAMPLE
+        self, stop: Stop, on_event: Tell, *, measure: bool = False, pause: float = _SAMPLE
     ) -> Ended:
         """Wait until it ends; with ``measure``, look at its memory from ``training`` on.
 
@@ -74,21 +74,21 @@ class Child:
         first look and for the last.
         """
         memory, sampling = Memory(), False
-        heard = time.monotonic()
+        last_event = time.monotonic()
         while True:
             word, value = self._next(pause)
             if word in _LAST:
                 break
             if word:
-                heard = time.monotonic()
-                hear(word, value)
+                last_event = time.monotonic()
+                on_event(word, value)
             sampling = sampling or (measure and word == "training")
             if sampling:
                 pause = self._sample(memory, begin=word == "training")
             if word in _AWAITED:
                 self._pipe.send(None)
                 sampling = sampling and word != "checking"
-            reason = stop() or self._silent(heard)
+            reason = stop() or self._silent(last_event)
             if reason:
                 word, value = "failed", reason
                 break
@@ -98,19 +98,19 @@ class Child:
         self.kill()
         return Ended(None, failure, memory)
 
-    def _next(self, patience: float) -> tuple[str, Any]:
-        """The next word within ``patience`` seconds; empty without one, ``lost`` at its end."""
+    def _next(self, timeout: float) -> tuple[str, Any]:
+        """The next word within ``timeout`` seconds; empty without one, ``lost`` at its end."""
         try:
-            if not self._pipe.poll(patience):
+            if not self._pipe.poll(timeout):
                 return "", None
             word, value = self._pipe.recv()
         except (EOFError, OSError):
             return "lost", None
         return word, value
 
-    def _silent(self, heard: float) -> str | None:
-        silent = time.monotonic() - heard > self._patience
-        return f"hung: not a word in {self._patience:,.0f} s" if silent else None
+    def _silent(self, last_event: float) -> str | None:
+        silent = time.monotonic() - last_event > self._timeout
+        return f"hung: not a word in {self._timeout:,.0f} s" if silent else None
 
     def _sample(self, memory: Memory, *, begin: bool) -> float:
         """Look at the memory; the seconds to wait so that looking stays cheap."""
@@ -126,9 +126,9 @@ class Child:
         code = self._process.exitcode
         return lines[-1].strip() if lines else f"the process ended with {code} and said nothing"
 
-    def join(self, patience: float = 20.0) -> None:
+    def join(self, timeout: float = 20.0) -> None:
         """Wait for the end of a process whose work is done; kill it where it stays."""
-        self._process.join(patience)
+        self._process.join(timeout)
         self.kill()
 
     def kill(self) -> None:
@@ -139,9 +139,9 @@ class Child:
         self._pipe.close()
 
 
-def orphans(patience: float) -> list[Process]:
-    """What still runs below this process after ``patience`` seconds: it should have ended."""
-    deadline = time.monotonic() + patience
+def orphans(timeout: float) -> list[Process]:
+    """What still runs below this process after ``timeout`` seconds: it should have ended."""
+    deadline = time.monotonic() + timeout
     while (left := _own_descendants()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
@@ -233,8 +233,8 @@ def _running() -> Iterable[Process]:
         if name.isdigit():
             with suppress(OSError, ValueError):
                 # pid (command) state parent ...: the command may hold anything
-                told = Path(f"/proc/{name}/stat").read_text("utf-8", "replace")
-                state, parent = told.rpartition(")")[2].split()[:2]
+                status = Path(f"/proc/{name}/stat").read_text("utf-8", "replace")
+                state, parent = status.rpartition(")")[2].split()[:2]
                 if state not in "ZX":
                     yield Process(int(name), int(parent))
 
@@ -267,8 +267,8 @@ def kill(processes: Iterable[Process]) -> None:
             os.waitpid(process.pid, 0)
 
 
-def kill_descendants(pid: int, patience: float = 5.0) -> None:
-    """End everything below ``pid``, also what is started meanwhile; ``patience`` in seconds."""
-    deadline = time.monotonic() + patience
+def kill_descendants(pid: int, timeout: float = 5.0) -> None:
+    """End everything below ``pid``, also what is started meanwhile; ``timeout`` in seconds."""
+    deadline = time.monotonic() + timeout
     while (left := descendants(pid)) and time.monotonic() < deadline:
         kill(left)

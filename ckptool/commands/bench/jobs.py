@@ -39,7 +39,7 @@ class Fresh:
 
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.meeting.size))
         device = Device.of_rank(self.task.device_type)
-        self.meeting.begin_group(job, device.backend, self.task.patience)
+        self.meeting.begin_group(job, device.backend, self.task.timeout)
         try:
             return work(device, tell)
         finally:

@@ -1,6 +1,6 @@
-"""Start the ranks with torch's elastic launcher, and hear what rank 0 tells.
+"""Start the ranks with torch's elastic launcher, and collect the events of rank 0.
 
-What the ranks told, sorted into a report's parts.
+Their events are sorted into a report's parts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def launch(task: Task, ranks: int, emit: Emit) -> None:
     """Run the task on ``ranks`` processes of this machine; nothing of them is left afterwards.
 
     TransferError where a rank ends otherwise than it should, KeyboardInterrupt and SystemExit
-    where this process is told to stop.
+    where this process is asked to stop.
     """
     scratch = Path(task.scratch)
     task_file, events = scratch / "task.json", scratch / "events.jsonl"
@@ -39,7 +39,7 @@ def launch(task: Task, ranks: int, emit: Emit) -> None:
     events.touch()
     adopt_orphans()
     try:
-        with _heard(events, emit), _own_signals():
+        with _forwarded(events, emit), _own_signals():
             _run_agent(ranks, scratch, [str(task_file), str(events)])
     finally:
         kill_descendants(os.getpid())
@@ -69,10 +69,10 @@ def _run_agent(ranks: int, scratch: Path, words: list[str]) -> None:
         elastic_launch(config, line[0])(*line[1:])
     except ChildFailedError:
         raise TransferError(f"a rank of the benchmark failed: {_last_words(logs)}") from None
-    except SignalException as told:
-        if told.sigval == signal.SIGINT:
+    except SignalException as stop:
+        if stop.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
-        raise SystemExit(128 + told.sigval) from None
+        raise SystemExit(128 + stop.sigval) from None
     finally:
         logging.disable(logging.NOTSET)
 
@@ -99,7 +99,7 @@ def _own_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _heard(events: Path, emit: Emit) -> Iterator[None]:
+def _forwarded(events: Path, emit: Emit) -> Iterator[None]:
     """Pass on what is appended to a file of JSON lines, to the last line."""
     over = threading.Event()
     with open(events, encoding="utf-8") as stream:
@@ -125,16 +125,16 @@ def _listen(stream: Any, over: threading.Event, emit: Emit) -> None:
 
 
 @dataclass(slots=True)
-class Heard:
-    """What rank 0 has told so far."""
+class WorkerEvents:
+    """What rank 0 has reported so far."""
 
     limits: Limits = field(default_factory=dict)
     results: list[Measured] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
-    def hear(self, event: Mapping[str, Any]) -> None:
-        """Keep one event."""
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Sort in one event."""
         kind = event["event"]
         if kind == "limits":
             self.limits = event["limits"] or {}

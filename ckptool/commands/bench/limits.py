@@ -90,9 +90,9 @@ def _round(nbytes: int, work: Probe) -> float:
     begin = time.perf_counter()
     work()
     seconds = time.perf_counter() - begin
-    told = [(seconds, nbytes)] * dist.get_world_size()
-    dist.all_gather_object(told, (seconds, nbytes))
-    return float(sum(size for _, size in told) / max(took for took, _ in told))
+    measured = [(seconds, nbytes)] * dist.get_world_size()
+    dist.all_gather_object(measured, (seconds, nbytes))
+    return float(sum(size for _, size in measured) / max(took for took, _ in measured))
 
 
 _RANK_BYTES = 400 << 20

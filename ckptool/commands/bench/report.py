@@ -71,14 +71,14 @@ class Measured:
     @staticmethod
     def of_event(event: Mapping[str, Any]) -> Measured:
         """As rank 0 tells it."""
-        told = {key: event[key] for key in Measured.__slots__}
+        fields = {key: event[key] for key in Measured.__slots__}
         for key in ("blocked", "written", "durable", "before", "after"):
-            told[key] = tuple(told[key])
-        told["during"] = tuple(map(tuple, told["during"]))
+            fields[key] = tuple(fields[key])
+        fields["during"] = tuple(map(tuple, fields["during"]))
         found, left = event["consistency"], event["abort"]
-        told["consistency"] = Consistency(**{**found, "tensors": tuple(found["tensors"])})
-        told["abort"] = Left(**{k: _frozen(v) for k, v in left.items()}) if left else None
-        return Measured(**told)
+        fields["consistency"] = Consistency(**{**found, "tensors": tuple(found["tensors"])})
+        fields["abort"] = Left(**{k: _frozen(v) for k, v in left.items()}) if left else None
+        return Measured(**fields)
 
     @property
     def blocked_median(self) -> float:
@@ -197,18 +197,18 @@ class Baseline:
     def read(path: Path) -> Baseline:
         """What ``ckptool bench --json`` printed; NotFound or UsageError where that is not there."""
         try:
-            told = json.loads(path.read_text("utf-8"))
+            earlier = json.loads(path.read_text("utf-8"))
         except OSError as error:
             raise NotFound(f"{path}: {(error.strerror or 'cannot be read').lower()}") from None
         except ValueError:
             raise UsageError(f"--compare {path}: no JSON") from None
         try:
-            if told["schema"] != SCHEMA:
-                raise UsageError(f"--compare {path}: {told['schema']!r} is not {SCHEMA!r}")
-            rows = {row["name"]: row for row in told["strategies"]}
+            if earlier["schema"] != SCHEMA:
+                raise UsageError(f"--compare {path}: {earlier['schema']!r} is not {SCHEMA!r}")
+            rows = {row["name"]: row for row in earlier["strategies"]}
             return Baseline(
                 path=str(path),
-                settings={key: told["settings"][key] for key in _SAME},
+                settings={key: earlier["settings"][key] for key in _SAME},
                 medians={n: {v: float(r[v]["median"]) for v in _VALUES} for n, r in rows.items()},
                 consistent=frozenset(
                     n for n, r in rows.items() if r["consistency"]["verdict"] == "consistent"

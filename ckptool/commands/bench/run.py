@@ -17,7 +17,7 @@ from ckptool.commands.bench.files import (
     shared_entries,
 )
 from ckptool.commands.bench.fork_server import require_proc
-from ckptool.commands.bench.launch import Heard, launch
+from ckptool.commands.bench.launch import WorkerEvents, launch
 from ckptool.commands.bench.limits import require_room
 from ckptool.commands.bench.report import BenchReport, Settings
 from ckptool.commands.bench.specs import Task, TensorSpec, as_in, by_size, total
@@ -73,10 +73,10 @@ class PreparedBench:
         TransferError where nothing could be measured. All that was written or started is gone at
         the end, however that comes.
         """
-        heard, shared = Heard(), shared_entries()
+        events, shared = WorkerEvents(), shared_entries()
 
         def emit(event: dict[str, Any]) -> None:
-            heard.hear(event)
+            events.add(event)
             progress(event)
 
         try:
@@ -84,7 +84,7 @@ class PreparedBench:
         finally:
             for left in left_shared(shared):
                 remove(left)
-        return self._report(heard) if first else None
+        return self._report(events) if first else None
 
     def _ranks(self, emit: Emit) -> bool:
         """Have all ranks do the task; whether this process is the one that reports."""
@@ -102,9 +102,9 @@ class PreparedBench:
         saves = told.repeat + 1
         return Task(self.specs, self.names, saves, told.abort, told.device, *folders)
 
-    def _report(self, heard: Heard) -> BenchReport:
-        if not heard.results:
-            reasons = (heard.failed | heard.left_out).items()
+    def _report(self, events: WorkerEvents) -> BenchReport:
+        if not events.results:
+            reasons = (events.failed | events.left_out).items()
             lines = "\n".join(f"  - {name}: {reason}" for name, reason in reasons)
             raise TransferError(f"nothing could be measured\n{lines}".rstrip())
         told = _LIBRARIES if isinstance(self.out, Path) else (*_LIBRARIES, *clients(self.out))
@@ -113,10 +113,10 @@ class PreparedBench:
             settings=self.settings,
             machine=machine(self.out),
             versions={k: v for k, v in versions().items() if k != "cp"} | libraries,
-            limits=heard.limits,
-            results=tuple(heard.results),
-            left_out=heard.left_out,
-            failed=heard.failed,
+            limits=events.limits,
+            results=tuple(events.results),
+            left_out=events.left_out,
+            failed=events.failed,
         )
 
 

@@ -93,7 +93,7 @@ def total(specs: list[TensorSpec]) -> int:
     return sum(spec.nbytes for spec in specs)
 
 
-_PATIENCE = 240.0
+_LEAST_TIMEOUT = 240.0
 _SLOWEST = 10e6
 """Bytes a second that are written at least, as long as nobody has measured it."""
 
@@ -134,9 +134,9 @@ class Task:
         path.write_text(json.dumps(dataclasses.asdict(self)), "utf-8")
 
     @property
-    def patience(self) -> float:
+    def timeout(self) -> float:
         """Seconds that a save, or a talk of the ranks, may take before it is held for hung."""
-        return _PATIENCE + _SLACK * total(self.specs) / self.write_rate
+        return _LEAST_TIMEOUT + _SLACK * total(self.specs) / self.write_rate
 
     def folder(self, job: str) -> Path:
         """Where a job of the ranks may write."""

@@ -24,7 +24,7 @@ from ckptool.storage.retry import Denied
 from ckptool.storage.store import SCHEMES
 from ckptool.storage.url import Location, RemotePath
 
-_PATIENCE = timedelta(hours=12)
+_TIMEOUT = timedelta(hours=12)
 _LOOK = 0.003
 
 
@@ -41,7 +41,7 @@ class Meeting:
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(host, port, None, serve, timeout=_PATIENCE, wait_for_workers=False)
+        store = TCPStore(host, port, None, serve, timeout=_TIMEOUT, wait_for_workers=False)
         return PrefixStore("ckptool-bench", store)
 
     def gather(self, value: Any) -> list[Any]:
@@ -70,10 +70,10 @@ class Meeting:
     def _has(self, key: str) -> bool:
         return bool(self._store.check([key]))
 
-    def begin_group(self, job: str, backend: str, patience: float) -> None:
+    def begin_group(self, job: str, backend: str, timeout: float) -> None:
         """Within a child: start the process group of this job's processes.
 
-        ``patience``: seconds after which what its ranks say to one another fails.
+        ``timeout``: seconds after which what its ranks say to one another fails.
         """
         import torch.distributed as dist
         from torch._C._distributed_c10d import PrefixStore
@@ -84,7 +84,7 @@ class Meeting:
             store=store,
             rank=self.rank,
             world_size=self.size,
-            timeout=timedelta(seconds=patience),
+            timeout=timedelta(seconds=timeout),
         )
 
 

@@ -50,14 +50,14 @@ def bench_progress(names: int, saves: int, *, quiet: bool) -> Iterator[Hear]:
     with Progress(*columns, words, console=console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting the ranks", total=names)
 
-        def hear(event: Mapping[str, Any]) -> None:
+        def show(event: Mapping[str, Any]) -> None:
             kind = event["event"]
             if kind in ("measured", "left-out", "failed"):
                 bar.advance(task)
             elif kind in ("begin", "doing"):
                 bar.update(task, description=_words(event, saves))
 
-        yield hear
+        yield show
 
 
 def _words(event: Mapping[str, Any], saves: int) -> str:

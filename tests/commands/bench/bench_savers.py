@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptool.commands.bench.strategies.base import State, Written
-from ckptool.commands.bench.strategies.torch_save import TorchSave
+from ckptool.commands.bench.strategies.blocking import TorchSave
 
 
 class Dirty(TorchSave):

@@ -213,7 +213,7 @@ def test_descendants_and_the_memory_they_hold() -> None:
 
 
 def watched(work: Any, log: Path, **options: Any) -> Any:
-    child = Child(work, log, options.pop("patience", 60.0))
+    child = Child(work, log, options.pop("timeout", 60.0))
     ended = child.watch(options.pop("stop", lambda: None), lambda word, value: None, **options)
     child.kill()
     return ended
@@ -240,7 +240,7 @@ def test_a_process_that_fails_says_why(work: Any, reason: str, tmp_path: Path) -
 
 
 def test_a_process_that_hangs_is_ended(tmp_path: Path) -> None:
-    ended = watched(lambda tell: time.sleep(600), tmp_path / "log", patience=0.2)
+    ended = watched(lambda tell: time.sleep(600), tmp_path / "log", timeout=0.2)
     assert ended.failure.startswith("hung: not a word")
 
 

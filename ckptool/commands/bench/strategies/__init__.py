@@ -7,19 +7,18 @@ import importlib
 from collections.abc import Iterable
 
 from ckptool.commands.bench.strategies import (
-    dcp,
+    blocking,
     dcp_async,
     experimental,
     nvrx,
     torch_checkpointing,
-    torch_save,
 )
 from ckptool.commands.bench.strategies.base import Strategy
 from ckptool.errors import UsageError
 
 STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy
-    for family in (torch_save, dcp, dcp_async, experimental, torch_checkpointing, nvrx)
+    for family in (blocking, dcp_async, experimental, torch_checkpointing, nvrx)
     for strategy in family.STRATEGIES
 }
 """Every strategy by name, in the order in which they are measured."""

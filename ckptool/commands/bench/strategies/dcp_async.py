@@ -19,7 +19,7 @@ from ckptool.commands.bench.strategies.base import (
     Strategy,
     why_not,
 )
-from ckptool.commands.bench.strategies.dcp import load_dcp
+from ckptool.commands.bench.strategies.blocking import load_dcp
 from ckptool.commands.bench.worker.device import Device
 
 _PROCESS, _THREAD = "process", "thread"
@@ -89,7 +89,7 @@ class DcpAsync(Basis):
             async_save,
         )
 
-        told = async_save(
+        response = async_save(
             state,
             checkpoint_id=path,
             planner=DefaultSavePlanner(enable_plan_caching=self.cached),
@@ -97,9 +97,9 @@ class DcpAsync(Basis):
             async_checkpointer_type=AsyncCheckpointerType(self.writer),
             async_stager=self._stager,
         )
-        if isinstance(told, AsyncSaveResponse):
-            return Pending(told.upload_completion, told.staging_completion)
-        return Pending(told)
+        if isinstance(response, AsyncSaveResponse):
+            return Pending(response.upload_completion, response.staging_completion)
+        return Pending(response)
 
     def load(self, state: State, path: Path | str) -> State:
         """As DCP loads."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptool.commands.bench.strategies.base import Basis, Place, State, Strategy, version
-from ckptool.commands.bench.strategies.dcp import load_dcp
+from ckptool.commands.bench.strategies.blocking import load_dcp
 from ckptool.commands.bench.worker.device import Device
 
 
@@ -37,8 +37,8 @@ class Nvrx(Basis):
 
     @property
     def _io(self) -> dict[str, bool]:
-        """What tells the writer how to write its files; nothing where it cannot be told."""
-        return _told(_writer().__init__, is_multiproc_io=not self._threaded)
+        """The options that say how to write its files; nothing where it takes no such option."""
+        return _known_options(_writer().__init__, is_multiproc_io=not self._threaded)
 
     def unavailable(self, place: Place) -> str | None:
         """It must be installed, and have what is asked of it."""
@@ -62,7 +62,7 @@ class Nvrx(Basis):
         from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
 
         self._device = device
-        daemon = _told(AsyncCallsQueue.__init__, is_daemon=self._threaded)
+        daemon = _known_options(AsyncCallsQueue.__init__, is_daemon=self._threaded)
         self._calls = AsyncCallsQueue(persistent=self._persistent, **daemon)
 
     def save(self, state: State, path: Path) -> Any:
@@ -125,8 +125,8 @@ def _writer() -> Any:
     return filesystem_async.FileSystemWriterAsync
 
 
-def _told(called: Callable[..., Any], **options: bool) -> dict[str, bool]:
-    """Those of the options that this version knows."""
+def _known_options(called: Callable[..., Any], **options: bool) -> dict[str, bool]:
+    """Return those of the options that this version of the library knows."""
     known = inspect.signature(called).parameters
     return {name: value for name, value in options.items() if name in known}
 

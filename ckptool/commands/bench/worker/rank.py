@@ -38,7 +38,7 @@ Emit = Callable[[dict[str, Any]], None]
 
 
 def run_rank(task: Task, meeting: Meeting, emit: Emit) -> None:
-    """Do the task as this rank. ``emit`` is told what happens, by rank 0 alone."""
+    """Do the task as this rank. ``emit`` takes the events, of rank 0 alone."""
     adopt_orphans()
     _allow_open_files()
     os.environ["TMPDIR"] = tempfile.tempdir = task.temporary
@@ -77,7 +77,7 @@ class Rank:
 
     def run(self) -> None:
         """The limits, then every strategy that can run here."""
-        self._doing("limits", "limits")
+        self._emit_progress("limits", "limits")
         found = self.child("limits", self.fresh.limits)
         self._emit({"event": "limits", "limits": found.value, "failure": found.failure})
         if found.value:
@@ -93,7 +93,7 @@ class Rank:
         chosen = strategy(name)
         facts = {"name": name, "says": chosen.says, "library": chosen.library}
         # in a process of its own: what is asked may start what no fork survives
-        asked = self._watched(f"{name}-ask", partial(self.fresh.ask, name))
+        asked = self._run_in_child(f"{name}-ask", partial(self.fresh.ask, name))
         reason, remark = asked.value or (asked.failure, None)
         if reason:
             return {"event": "left-out", **facts, "reason": reason}
@@ -102,7 +102,7 @@ class Rank:
             return {"event": "failed", **facts, "reason": ended.failure}
         left = None
         if self.task.abort:
-            self._doing(name, "aborting")
+            self._emit_progress(name, "aborting")
             left = abort(self, name, ended.value["names"])
         return {"event": "measured", **facts, "remark": remark, **ended.value, "abort": left}
 
@@ -111,29 +111,29 @@ class Rank:
     ) -> Ended:
         """Work in a fresh process of every rank; where one fails, all fail with its reason."""
         folder = self.make_folder(job)
-        ended = self._watched(job, self.fresh.grouped(job, work), measure=measure)
+        ended = self._run_in_child(job, self.fresh.grouped(job, work), measure=measure)
         if measure and not ended.failure:
-            told = self.meeting.gather([ended.memory.base, ended.memory.peak])
-            base, peak = (max(values) for values in zip(*told, strict=True))
+            memory = self.meeting.gather([ended.memory.base, ended.memory.peak])
+            base, peak = (max(values) for values in zip(*memory, strict=True))
             ended.value |= {"host_base": base, "host_peak": peak}
         self.clean(folder)
         return ended
 
-    def _watched(self, job: str, work: Work, *, measure: bool = False) -> Ended:
-        child = Child(work, self.task.log(job, self.meeting.rank), self.task.patience)
-        hear = partial(self._doing, job)
-        ended = child.watch(self.meeting.failing(job), hear, measure=measure)
+    def _run_in_child(self, job: str, work: Work, *, measure: bool = False) -> Ended:
+        child = Child(work, self.task.log(job, self.meeting.rank), self.task.timeout)
+        on_event = partial(self._emit_progress, job)
+        ended = child.watch(self.meeting.failing(job), on_event, measure=measure)
         if ended.failure:
             self.meeting.fail(job)
         else:
             child.join()
-        told = self.meeting.gather(ended.failure)
-        failures = [(rank, reason) for rank, reason in enumerate(told) if reason]
+        reasons = self.meeting.gather(ended.failure)
+        failures = [(rank, reason) for rank, reason in enumerate(reasons) if reason]
         causes = [cause for cause in failures if not _is_consequence(cause[1])] or failures
         ended.failure = f"rank {causes[0][0]}: {causes[0][1]}" if causes else None
         return ended
 
-    def _doing(self, job: str, word: str, value: Any = None) -> None:
+    def _emit_progress(self, job: str, word: str, value: Any = None) -> None:
         self._emit({"event": "doing", "name": job, "what": word, "number": value})
 
     def make_folder(self, job: str) -> Path:
