@@ -6,7 +6,6 @@ import hashlib
 import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -334,7 +333,7 @@ class Transfer:
         how either side is sharded. Raises NotVerified where it is not what it should be.
         """
         from ckptool.engine.check.digest import digests
-        from ckptool.engine.read.gather import Gatherer
+        from ckptool.engine.read.tensors import TensorSource
 
         mine: dict[str, TensorEntry] = {
             entry.name: entry for entry in self.plan.entries[node.position :: node.size]
@@ -343,8 +342,8 @@ class Transfer:
         mine = self._without_aliases(mine, written)
         source, staged = self.opened.source, stage.written
         workers = self.options.run.workers or max(source.workers, staged.workers)
-        wanted = digests(mine.values(), partial(Gatherer, source), workers, progress)
-        found = digests(written.values(), partial(Gatherer, staged), workers, progress)
+        wanted = digests(mine.values(), TensorSource(source), workers, progress)
+        found = digests(written.values(), TensorSource(staged), workers, progress)
         wrong = [name for name in wanted if found.get(name) != wanted[name]]
         if wrong:
             raise NotVerified(f"{len(wrong)} tensors differ once written, first {wrong[0]}")

@@ -45,7 +45,7 @@ from ckptool.commands.verify.compare.values import value_digest
 from ckptool.commands.verify.manifest.check import ProvingOptions, prove, write
 from ckptool.commands.verify.verify import VerifyOptions, verify
 from ckptool.engine.check.digest import digests
-from ckptool.engine.read.gather import Gatherer
+from ckptool.engine.read.tensors import TensorSource
 from ckptool.errors import CkptoolError
 
 COUNT = int(os.environ.get("CKPTOOL_VERIFY_MUTATIONS", "500"))
@@ -193,7 +193,7 @@ def read(folder: Path) -> Read | None:
         if opened.catalog.conflicts:
             return None
         located = opened.located(opened.catalog).tensors
-        found = digests(located.values(), lambda: Gatherer(opened.source), 1)
+        found = digests(located.values(), TensorSource(opened.source), 1)
         values = {n: value_digest(e.value, n) for n, e in opened.catalog.objects.items()}
     except CkptoolError:
         return None

@@ -1,77 +1,66 @@
-"""What tensors hold, as SHA-256, and which places can be read as they were written.
-
-The content of tensors, whatever way they are sharded: SHA-256 of the row-major bytes.
-
-Which places of a source can be read and are as their writer left them.
-"""
+"""What tensors and files hold, as SHA-256, and which places are as their writer left them."""
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Extent, Packed, Place, Record, TensorEntry, places
-from ckptool.core.layout import tiles
 from ckptool.engine.read.gather import Gatherer, raw, unit
-from ckptool.engine.threads import share_jobs
+from ckptool.engine.read.records import crc_of, record_job
+from ckptool.engine.read.tensors import CheckedSource, TensorSource, TensorTile, tensor_job
+from ckptool.engine.read.tiles import ByteSource, Job, Progress, byte_job, read_tiles
 from ckptool.errors import CkptoolError
-from ckptool.storage.local import Bytes, Files, pieces
+from ckptool.storage.local import Files
 
 
 def digests(
     entries: Iterable[TensorEntry],
-    start: Callable[[], Gatherer],
+    source: TensorSource | CheckedSource,
     workers: int,
-    progress: Callable[[int], None] = lambda nbytes: None,
+    progress: Progress = lambda nbytes: None,
 ) -> dict[str, str]:
-    """The SHA-256 (hex) of each tensor's elements in row-major order, by name.
+    """Return the SHA-256 (hex) of each tensor's elements in row-major order, by name.
 
-    ``start`` makes the gatherer of a worker. Bounded memory: a tile a worker. The chunks
+    So it does not depend on how tensors are sharded. Bounded memory: a tile a worker. The chunks
     must tile each tensor exactly; the largest are begun first.
     """
-    found: dict[str, str] = {}
+    hexes: dict[str, str] = {}
 
-    def work(gatherer: Gatherer, entry: TensorEntry) -> None:
-        found[entry.name] = _digest(entry, gatherer, progress)
+    def digest(entry: TensorEntry, tiles: Iterator[TensorTile]) -> None:
+        total = hashlib.sha256()
+        for tile in tiles:
+            total.update(raw(tile.values))
+        hexes[entry.name] = total.hexdigest()
 
     largest_first = sorted(entries, key=lambda entry: -entry.nbytes)
-    share_jobs(iter(largest_first), workers, start, work)
-    return found
+    read_tiles(source, map(tensor_job, largest_first), digest, workers, progress)
+    return hexes
 
 
 def file_digests(
     files: Iterable[str],
     source: Files,
     workers: int,
-    progress: Callable[[int], None] = lambda nbytes: None,
+    progress: Progress = lambda nbytes: None,
 ) -> dict[str, str]:
-    """The SHA-256 (hex) of whole files of a source. Raises NotFound where one cannot be read."""
-    found: dict[str, str] = {}
+    """Return the SHA-256 (hex) of whole files of a source. NotFound where one cannot be read."""
+    hexes: dict[str, str] = {}
 
-    def work(reader: Bytes, file: str) -> None:
+    def digest(file: str, tiles: Iterator[memoryview]) -> None:
         total = hashlib.sha256()
-        for piece in pieces(reader, file, source.files[file], source.tile):
-            total.update(piece)
-            progress(len(piece))
-        found[file] = total.hexdigest()
+        for data in tiles:
+            total.update(data)
+        hexes[file] = total.hexdigest()
 
-    share_jobs(iter(list(files)), workers, source.reader, work)
-    return found
-
-
-def _digest(entry: TensorEntry, gatherer: Gatherer, progress: Callable[[int], None]) -> str:
-    total = hashlib.sha256()
-    for tile in tiles(Box.whole(entry.shape), entry.source_dtype.itemsize, gatherer.tile):
-        total.update(raw(gatherer.values(entry, tile)))
-        progress(tile.volume * entry.source_dtype.itemsize)
-    return total.hexdigest()
-
-
-_Job = tuple[Record | Packed, TensorEntry]
+    jobs = (byte_job(file, file, 0, source.files[file]) for file in files)
+    read_tiles(ByteSource(source), jobs, digest, workers, progress)
+    return hexes
 
 
 class Intact:
@@ -85,14 +74,18 @@ class Intact:
         self._sizes = source.files
         self._damaged: dict[Record | Packed, str] = {}
         self._lock = threading.Lock()
-        jobs: dict[Record | Packed, _Job] = {}
+        records: set[Record] = set()
+        blobs: dict[Packed, TensorEntry] = {}
         for entry in entries:
             for place in places(entry):
                 if isinstance(place, Packed):
-                    jobs[place] = (place, entry)
+                    blobs[place] = entry
                 elif isinstance(place, Extent) and place.record and place.record.nbytes:
-                    jobs[place.record] = (place.record, entry)
-        share_jobs(iter(jobs.values()), workers, lambda: Gatherer(source), self._check)
+                    records.add(place.record)
+        ordered = sorted(records, key=lambda record: (record.file, record.offset))
+        read_tiles(ByteSource(source), map(record_job, ordered), self._check_record, workers)
+        decoding = (_decode_job(blob, entry) for blob, entry in blobs.items())
+        read_tiles(TensorSource(source), decoding, self._check_blob, workers)
 
     def problem(self, place: Place, shape: tuple[int, ...], itemsize: int) -> str | None:
         """What is wrong with the bytes of a place; None where nothing is, as far as is known.
@@ -118,35 +111,42 @@ class Intact:
             return None
         return f"it lies at bytes {place.offset:,} to {end:,} of {place.file}, which has {size:,}"
 
-    def _check(self, gatherer: Gatherer, job: _Job) -> None:
-        what, entry = job
+    def _check_record(self, record: Record, tiles: Iterator[memoryview]) -> None:
+        def problem() -> str | None:
+            crc = crc_of(tiles)
+            if crc == record.crc32:
+                return None
+            span = f"bytes {record.offset:,} to {record.offset + record.nbytes:,} of {record.file}"
+            return f"{span} have CRC-32 {crc:08x}, the writer recorded {record.crc32:08x}"
+
+        self._check(record, problem)
+
+    def _check_blob(self, blob: Packed, tiles: Iterator[memoryview]) -> None:
+        def problem() -> None:
+            deque(tiles, maxlen=0)
+
+        self._check(blob, problem)
+
+    def _check(self, place: Record | Packed, find: Callable[[], str | None]) -> None:
         try:
-            problem = None
-            if what.offset + what.nbytes > self._sizes.get(what.file, 0):
-                problem = f"{what.file} holds no whole record of it"
-            elif isinstance(what, Record):
-                problem = _record_problem(gatherer, what)
+            if place.offset + place.nbytes > self._sizes.get(place.file, 0):
+                problem: str | None = f"{place.file} holds no whole record of it"
             else:
-                _decode(gatherer, what, entry)
+                problem = find()
         except CkptoolError as error:
             problem = str(error.message)
         if problem is not None:
             with self._lock:
-                self._damaged[what] = problem
+                self._damaged[place] = problem
 
 
-def _record_problem(gatherer: Gatherer, record: Record) -> str | None:
-    crc = gatherer.crc(record)
-    if crc == record.crc32:
-        return None
-    return (
-        f"bytes {record.offset:,} to {record.offset + record.nbytes:,} of {record.file} have CRC-32"
-        f" {crc:08x}, the writer recorded {record.crc32:08x}"
-    )
+def _decode_job(blob: Packed, entry: TensorEntry) -> Job[Packed, Gatherer, memoryview]:
+    """Return the job that decodes a blob whole, and yields nothing: what is wrong is raised."""
 
+    def decode(gatherer: Gatherer) -> Iterator[memoryview]:
+        nowhere = Box.whole((0,) * len(entry.shape))
+        out = np.empty(nowhere.shape, unit(entry.source_dtype.itemsize))
+        gatherer.fill_from(blob, out, nowhere, entry.source_dtype)
+        yield from ()
 
-def _decode(gatherer: Gatherer, at: Packed, entry: TensorEntry) -> None:
-    """Decode a blob whole; what is wrong with it is raised."""
-    nowhere = Box.whole((0,) * len(entry.shape))
-    out = np.empty(nowhere.shape, unit(entry.source_dtype.itemsize))
-    gatherer.fill_from(at, out, nowhere, entry.source_dtype)
+    return Job(blob, decode)

@@ -1,24 +1,23 @@
-"""Fill memory with boxes of tensors: in the order of the files, on several threads, checked.
-
-Reads of a source's tensors that check every record they touch on the way.
-"""
+"""Fill memory with boxes of tensors: in the order of the files, on several threads, checked."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Chunk, Extent, Packed, Record, TensorEntry, places, stored_places
+from ckptool.core.catalog import Chunk, Packed, TensorEntry, stored_places
 from ckptool.core.layout import tiles
 from ckptool.core.plan import ChunkIndex
-from ckptool.engine.checksum import RecordCheck, crc32
 from ckptool.engine.read.gather import Array, Gatherer
+from ckptool.engine.read.records import require_intact
 from ckptool.engine.read.rounding import cast
-from ckptool.engine.threads import share_jobs
-from ckptool.errors import Problem, damaged
+from ckptool.engine.read.tensors import CheckedSource, TensorTile
+from ckptool.engine.read.tiles import Job, read_tiles
 from ckptool.storage.local import Files
 
 TILE = 8 << 20
@@ -52,11 +51,6 @@ class Wanted(NamedTuple):
     memory: Memory
 
 
-class _Piece(NamedTuple):
-    wanted: Wanted
-    tile: Box
-
-
 def fill(wanted: Sequence[Wanted], source: Files, workers: int) -> None:
     """Read every box into its memory, from the files of its source; chunks must be located.
 
@@ -64,28 +58,25 @@ def fill(wanted: Sequence[Wanted], source: Files, workers: int) -> None:
     are read in part nothing is known. Raises Damaged where one differs or a file ends early: the
     memory then holds what was read.
     """
-    reads = CheckedReads(source)
-    share_jobs(_jobs(wanted), workers, reads.gatherer, _fill_pieces)
-    problems = reads.problems_so_far(one.entry for one in wanted)
-    if problems:
-        raise damaged(
-            problems,
-            subject="the source's data",
-            hint="the bytes changed after they were written; take another copy of the file",
-        )
+    checked = CheckedSource(source)
+    read_tiles(checked, _jobs(wanted), _exhaust, workers)
+    require_intact(checked.problems_so_far(request.entry for request in wanted))
 
 
-def _jobs(wanted: Sequence[Wanted]) -> Iterator[list[_Piece]]:
-    """The tiles of all boxes as the files have them; those of one blob are one thread's."""
-    placed = sorted(((*_first_spot(one), at) for at, one in enumerate(wanted)))
+def _jobs(wanted: Sequence[Wanted]) -> Iterator[Job[Wanted, Gatherer, TensorTile]]:
+    """Yield the tiles of all boxes as the files have them; those of one blob are one thread's."""
+    placed = sorted(((*_first_spot(request), at) for at, request in enumerate(wanted)))
     for *_, at in placed:
-        one = wanted[at]
-        cut = tiles(one.box, one.entry.source_dtype.itemsize, TILE)
-        pieces = (_Piece(one, tile) for tile in cut)
-        if any(_is_packed(chunk) for chunk in one.entry.chunks):
-            yield list(pieces)
-        else:
-            yield from ([piece] for piece in pieces)
+        request = wanted[at]
+        cut = tiles(request.box, request.entry.source_dtype.itemsize, TILE)
+        is_packed = any(_is_packed(chunk) for chunk in request.entry.chunks)
+        for boxes in [list(cut)] if is_packed else ([box] for box in cut):
+            yield Job(request, partial(_fill_boxes, request, boxes))
+
+
+def _exhaust(wanted: Wanted, filled: Iterator[TensorTile]) -> None:
+    """Read all tiles: their memory is where they belong."""
+    deque(filled, maxlen=0)
 
 
 def _first_spot(wanted: Wanted) -> tuple[str, int]:
@@ -98,49 +89,13 @@ def _is_packed(chunk: Chunk) -> bool:
     return any(isinstance(at, Packed) for at in stored_places(chunk.at))
 
 
-def _fill_pieces(gatherer: Gatherer, pieces: list[_Piece]) -> None:
-    for (entry, box, memory), tile in pieces:
-        with memory.part(tile.relative_to(box.lo)) as out:
+def _fill_boxes(wanted: Wanted, boxes: Sequence[Box], gatherer: Gatherer) -> Iterator[TensorTile]:
+    """Yield tiles that are read into the memory where they belong."""
+    entry, whole, memory = wanted
+    for box in boxes:
+        with memory.part(box.relative_to(whole.lo)) as out:
             if entry.source_dtype == entry.dtype:
-                gatherer.gather_into(out, entry, tile)
+                gatherer.gather_into(out, entry, box)
             else:
-                out[...] = cast(gatherer.gathered(entry, tile), entry.source_dtype, entry.dtype)
-
-
-class CheckedReads:
-    """Makes the gatherers of one pass over a source, and knows the checksums of what they read."""
-
-    def __init__(self, source: Files) -> None:
-        self.source = source
-        self._records = RecordCheck()
-
-    def gatherer(self) -> Gatherer:
-        """A gatherer for one thread."""
-        return Gatherer(self.source, self._note)
-
-    def problems(self, entries: Iterable[TensorEntry], workers: int) -> list[Problem]:
-        """A problem for each record of these tensors that is not as it was written.
-
-        Records of copies, and others that no gatherer has read whole, are read here. Raises
-        Damaged where a file ends before a record does.
-        """
-        self._touch(entries)
-        share_jobs(iter(self._records.unseen()), workers, self.gatherer, self._read)
-        return self._records.problems()
-
-    def problems_so_far(self, entries: Iterable[TensorEntry]) -> list[Problem]:
-        """As ``problems``, of the records that gatherers have read whole; nothing is read."""
-        self._touch(entries)
-        return self._records.problems(without=set(self._records.unseen()))
-
-    def _touch(self, entries: Iterable[TensorEntry]) -> None:
-        for entry in entries:
-            for place in places(entry):
-                if isinstance(place, Extent) and place.record is not None:
-                    self._records.touch(place.record, entry.name)
-
-    def _note(self, record: Record, offset: int, data: memoryview) -> None:
-        self._records.piece(record, offset, len(data), crc32(data))
-
-    def _read(self, gatherer: Gatherer, record: Record) -> None:
-        self._records.whole(record, gatherer.crc(record))
+                out[...] = cast(gatherer.gathered(entry, box), entry.source_dtype, entry.dtype)
+        yield TensorTile(box, out, box.volume * entry.source_dtype.itemsize)

@@ -15,7 +15,6 @@ from ckptool.core.catalog import (
     Extent,
     Packed,
     Place,
-    Record,
     Scaled,
     TensorEntry,
     contiguous,
@@ -23,7 +22,6 @@ from ckptool.core.catalog import (
 from ckptool.core.codec import decode
 from ckptool.core.dtype import DType
 from ckptool.core.plan import ChunkIndex
-from ckptool.engine.checksum import record_crc
 from ckptool.engine.read.rounding import cast
 from ckptool.engine.read.row_cache import Noted, Rows
 from ckptool.errors import Damaged, Problem
@@ -31,7 +29,6 @@ from ckptool.storage.local import SPAN, Files
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_PIECE = 1 << 20
 _LONG_RUN = 2 << 10
 _OVER_READ = 4
 
@@ -77,10 +74,6 @@ class Gatherer:
     def forget(self) -> None:
         """Keep no rows any longer: the next boxes lie elsewhere."""
         self._rows.forget()
-
-    def crc(self, record: Record) -> int:
-        """The CRC-32 of a whole record."""
-        return record_crc(self._reader, record, self._rows.scratch(_PIECE))
 
     def _note_run(self, values: Array, chunk: Chunk, box: Box) -> None:
         """Note what was read of a chunk where that is one run of a record."""

@@ -7,17 +7,17 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO
 
 from ckptool.core.layout import FileLayout, Literal, Part, Verbatim
 from ckptool.core.plan import Plan, Tile
-from ckptool.engine.checksum import Piece, RecordCheck, crc32, file_crc, joined
+from ckptool.engine.checksum import Piece, crc32, file_crc, joined
+from ckptool.engine.read.records import RecordCheck, require_intact
 from ckptool.engine.threads import share_jobs
 from ckptool.engine.write.journal import NO_JOURNAL, Journal
 from ckptool.engine.write.worker import Worker, touch
-from ckptool.errors import CannotDo, Damaged, damaged
+from ckptool.errors import CannotDo, Damaged
 from ckptool.storage.disk import allocate, open_unfollowed
 from ckptool.storage.local import CORES, SPAN, TILE, Files, LocalSource, pieces
 
@@ -142,7 +142,8 @@ class _Transfer:
             lambda: Worker(self._source, self._folder, self._records),
             self._write_tiles,
         )
-        require_intact(self._records, self._source, self._workers)
+        self._records.read_unseen(self._source, self._workers)
+        require_intact(self._records.problems())
         for number in todo:
             if self._left[number] == 0:
                 self._finish(number)
@@ -227,19 +228,6 @@ def touch_files(plan: Plan, numbers: Sequence[int], records: RecordCheck) -> Non
             for tiles in plan.jobs(group, TILE):
                 for tile in tiles:
                     touch(records, tile)
-
-
-def require_intact(records: RecordCheck, source: Files, workers: int) -> None:
-    """Read what was not yet read whole of the records; Damaged where one is not as written."""
-    start = partial(Worker, source, Path(), records)
-    share_jobs(iter(records.unseen()), workers, start, Worker.check_record)
-    problems = records.problems()
-    if problems:
-        raise damaged(
-            problems,
-            subject="the source's data",
-            hint="the bytes changed after they were written; take another copy of the file",
-        )
 
 
 def patched(literal: Literal, crc_of: Callable[[int], int]) -> bytes:

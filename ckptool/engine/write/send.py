@@ -14,9 +14,10 @@ from queue import SimpleQueue
 from ckptool.core.layout import Data, FileLayout, Literal, Part, Scattered, Verbatim
 from ckptool.core.plan import Group, Plan, Spot, Tile
 from ckptool.engine.check.unchanged import require_unchanged
-from ckptool.engine.checksum import RecordCheck, crc32
+from ckptool.engine.checksum import crc32
+from ckptool.engine.read.records import RecordCheck, require_intact
 from ckptool.engine.threads import share_jobs
-from ckptool.engine.write.run import RunOptions, patched, require_intact, touch_files, verbatim
+from ckptool.engine.write.run import RunOptions, patched, touch_files, verbatim
 from ckptool.engine.write.worker import Worker
 from ckptool.errors import CannotDo, TransferError
 from ckptool.storage.local import SPAN, Files
@@ -83,7 +84,8 @@ def send(
     try:
         for upload in uploads:
             upload.finish()
-        require_intact(sending.records, source, options.workers or source.workers)
+        sending.records.read_unseen(source, options.workers or source.workers)
+        require_intact(sending.records.problems())
         if last:
             require_unchanged(plan.catalog, source)
     except BaseException:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from ckptool.core.catalog import Extent, Record, contiguous, stored_places
 from ckptool.core.plan import Source, Tile
-from ckptool.engine.checksum import RecordCheck, crc32, joined, record_crc
+from ckptool.engine.checksum import crc32, joined
+from ckptool.engine.read.records import RecordCheck
 from ckptool.engine.read.row_cache import Rows
 from ckptool.errors import TransferError
 from ckptool.storage.disk import open_unfollowed
@@ -100,10 +101,6 @@ class Worker:
             self._gatherer.forget()
         if "_rows" in self.__dict__:
             self._rows.forget()
-
-    def check_record(self, record: Record) -> None:
-        """Read a record whole for its CRC-32."""
-        self._records.whole(record, record_crc(self._reader, record, self._buffer))
 
     def close(self) -> None:
         """Close all files."""

@@ -38,7 +38,7 @@ from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from ckptool.core.sharding.placement import POLICIES, Placed, parse_mesh, parse_rule
 from ckptool.engine.check.digest import digests
 from ckptool.engine.ranks import Ranks
-from ckptool.engine.read.gather import Gatherer
+from ckptool.engine.read.tensors import TensorSource
 from ckptool.engine.write import stage as stage_module
 from ckptool.engine.write.run import RunOptions
 from ckptool.errors import CannotDo, Damaged, TransferError, UsageError
@@ -74,7 +74,7 @@ def contents(path: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
     """Type, shape and content hash of every tensor, as ckptool reads it."""
     opened = open_checkpoint(path, ReadOptions(per_rank=True))
     located = opened.located(opened.catalog).tensors
-    hashes = digests(located.values(), lambda: Gatherer(opened.source), 1)
+    hashes = digests(located.values(), TensorSource(opened.source), 1)
     return {n: (e.dtype.name, e.shape, hashes[n]) for n, e in located.items()}
 
 

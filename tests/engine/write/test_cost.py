@@ -11,8 +11,8 @@ from conftest import case
 from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
 from ckptool.commands.transfer import TransferOptions
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
+from ckptool.engine.read.records import RecordCheck
 from ckptool.engine.write.run import RunOptions
-from ckptool.engine.write.worker import Worker
 from ckptool.storage.local import Reader
 
 COLUMNS = "*=Replicate(),Shard(-1)"
@@ -38,8 +38,9 @@ def test_bytes_to_read(
         read.append(len(buffer))
         real(self, file, offset, buffer)
 
-    def not_again(self: Worker, record: Any) -> None:
-        self._records.whole(record, record.crc32)
+    def not_again(self: RecordCheck, *source: Any) -> None:
+        for record in self.unseen():
+            self.whole(record, record.crc32)
 
     options = ReshardOptions(
         mesh=parse_mesh(mesh),
@@ -51,6 +52,6 @@ def test_bytes_to_read(
     prepared = prepare_reshard(case(name).path, out / "r", options)
     told = prepared.costs().read_bytes
     monkeypatch.setattr(Reader, "read_into", counted)
-    monkeypatch.setattr(Worker, "check_record", not_again)
+    monkeypatch.setattr(RecordCheck, "read_unseen", not_again)
     prepared.run()
     assert sum(read) == told > 0

@@ -40,7 +40,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.plan import ChunkIndex
 from ckptool.engine.check.replicas import differing_replicas
-from ckptool.engine.read.fill import CheckedReads
+from ckptool.engine.read.tensors import CheckedSource
 from ckptool.errors import CkptoolError, Damaged, Hostile, Problem, UsageError
 from ckptool.formats.writing import NOT_CARRIED
 from ckptool.storage.url import Location
@@ -104,7 +104,7 @@ class _Side:
     opened: Opened
     chosen: Catalog
     catalog: Catalog
-    reads: CheckedReads
+    reads: CheckedSource
     watched: Watched
 
 
@@ -189,7 +189,7 @@ class _Comparison:
         notes = [note for note in catalog.notes if isinstance(note, Problem)]
         self._note(SIDES[number], [n for n in notes if n.code in ("file-extra", NOT_CARRIED)])
         watched = Watched(opened.source, [*opened.catalog.files, *opened.catalog.companions])
-        reads = CheckedReads(opened.source)
+        reads = CheckedSource(opened.source)
         return _Side(SIDES[number], opened, catalog, catalog, reads, watched)
 
     def _pair_up(self, mine: Catalog, theirs: Catalog) -> None:

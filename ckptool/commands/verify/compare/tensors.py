@@ -17,9 +17,9 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.layout import tiles
-from ckptool.engine.read.fill import CheckedReads
 from ckptool.engine.read.gather import Gatherer, raw
 from ckptool.engine.read.rounding import cast
+from ckptool.engine.read.tensors import CheckedSource
 from ckptool.engine.threads import share_jobs
 from ckptool.errors import CkptoolError
 
@@ -84,7 +84,7 @@ class Outcome:
 
 def compare(
     pairs: Sequence[Pair],
-    reads: tuple[CheckedReads, CheckedReads],
+    reads: tuple[CheckedSource, CheckedSource],
     tolerance: Tolerance | None,
     workers: int,
     progress: Progress = lambda nbytes: None,
@@ -124,9 +124,9 @@ def _jobs(pairs: Iterable[Pair]) -> Iterator[_Job]:
 class _Sides:
     """What one thread reads the two sides with."""
 
-    def __init__(self, reads: tuple[CheckedReads, CheckedReads]) -> None:
-        self.one: Gatherer = reads[0].gatherer()
-        self.other: Gatherer = reads[1].gatherer()
+    def __init__(self, reads: tuple[CheckedSource, CheckedSource]) -> None:
+        self.one: Gatherer = reads[0].reader()
+        self.other: Gatherer = reads[1].reader()
 
     def close(self) -> None:
         self.one.close()

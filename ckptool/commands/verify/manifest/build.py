@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ckptool.commands.open import Opened
@@ -22,8 +21,7 @@ from ckptool.commands.verify.verify import Progress
 from ckptool.core.catalog import Catalog
 from ckptool.engine.check.digest import digests, file_digests
 from ckptool.engine.check.replicas import differing_replicas
-from ckptool.engine.read.fill import CheckedReads
-from ckptool.engine.read.gather import Gatherer
+from ckptool.engine.read.tensors import CheckedSource, TensorSource
 from ckptool.errors import CannotDo, CkptoolError, Problem
 from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
 from ckptool.storage.disk import require_marked, write_whole
@@ -68,16 +66,16 @@ def measure(
     a problem. Raises CannotDo where a value is too large to be written down.
     """
     held, lost = readable(opened, catalog)
-    reads = CheckedReads(opened.source)
+    checked = CheckedSource(opened.source)
     entries = list(held.tensors.values())
     problems: list[Problem] = [*_contradictions(catalog), *lost.values()]
     found: dict[str, str] = {}
-    start = partial(Gatherer, opened.source) if known else reads.gatherer
+    unchecked = TensorSource(opened.source)
     try:
-        found = digests(entries, start, workers, progress)
+        found = digests(entries, unchecked if known else checked, workers, progress)
         if not known:
             stored = [one for entry in entries for one in stored_tensors(entry)]
-            problems += reads.problems(stored, workers)
+            problems += checked.problems(stored, workers)
             problems += differing_replicas(stored, opened.source)
     except CkptoolError as error:
         problems += error.problems

@@ -32,7 +32,7 @@ from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Chunk, Extent, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.engine.read.fill import CheckedReads
+from ckptool.engine.read.tensors import CheckedSource
 from ckptool.errors import UsageError
 from ckptool.storage.local import LocalSource
 
@@ -341,7 +341,7 @@ def compared(one: torch.Tensor, other: torch.Tensor, tolerance: Tolerance | None
                 TensorEntry("t", ("t",), dtype, shape, (Chunk(Box.whole(shape), place),))
             )
         source = LocalSource(Path(folder), {})
-        reads = CheckedReads(source), CheckedReads(source)
+        reads = CheckedSource(source), CheckedSource(source)
         found = compare([Pair(entries[0], entries[1])], reads, tolerance, 1)
         return found.differences["t"].elements if found.differences else 0
 

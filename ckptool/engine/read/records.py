@@ -1,0 +1,101 @@
+"""Compare records with the CRC-32 that their writer stored, from pieces read in any order."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+
+from ckptool.core.catalog import Record
+from ckptool.engine.checksum import crc32, joined
+from ckptool.engine.read.tiles import ByteReader, ByteSource, Job, byte_job, read_tiles
+from ckptool.errors import Problem, damaged
+from ckptool.storage.local import Files
+
+
+def record_job(record: Record) -> Job[Record, ByteReader, memoryview]:
+    """Return the job that reads a whole record."""
+    return byte_job(record, record.file, record.offset, record.nbytes)
+
+
+def crc_of(tiles: Iterator[memoryview]) -> int:
+    """Return the CRC-32 of tiles in order."""
+    total = 0
+    for data in tiles:
+        total = crc32(data, total)
+    return total
+
+
+class RecordCheck:
+    """Compares the records that are touched with the CRC-32 their writer stored.
+
+    Pieces that are read in passing are noted; ``unseen`` names the records that must still be read.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pieces: dict[Record, dict[int, tuple[int, int]]] = defaultdict(dict)
+        self._tensor: dict[Record, str] = {}
+
+    def touch(self, record: Record, tensor: str) -> None:
+        """Note that bytes of this record are needed for this tensor."""
+        with self._lock:
+            self._tensor.setdefault(record, tensor)
+
+    def piece(self, record: Record, offset: int, nbytes: int, crc: int) -> None:
+        """Note that these bytes of the file, part of the record, have this CRC-32."""
+        with self._lock:
+            self._pieces[record].setdefault(offset, (nbytes, crc))
+
+    def unseen(self) -> list[Record]:
+        """Return the records whose noted pieces do not cover them exactly."""
+        return [record for record in self._tensor if not self._covered(record)]
+
+    def problems(self, without: Collection[Record] = ()) -> list[Problem]:
+        """Return a problem for each record whose bytes are not those that were written.
+
+        All records that are touched must have been read whole, but for those left out.
+        """
+        problems: list[Problem] = []
+        for record, tensor in self._tensor.items():
+            if record in without:
+                continue
+            pieces = [(o, n, c) for o, (n, c) in self._pieces[record].items()]
+            actual = joined(pieces)
+            if actual != record.crc32:
+                span = f"bytes {record.offset:,} to {record.offset + record.nbytes:,}"
+                message = f"{record.file}: {span} ({tensor}) have CRC-32 {actual:08x}, the writer"
+                message += f" recorded {record.crc32:08x}"
+                problems.append(Problem(message, "crc-mismatch", file=record.file, tensor=tensor))
+        return problems
+
+    def read_unseen(self, source: Files, workers: int) -> None:
+        """Read the records that pieces do not cover; Damaged where a file ends before one does."""
+        jobs = map(record_job, self.unseen())
+        read_tiles(ByteSource(source), jobs, self._note_whole, workers)
+
+    def whole(self, record: Record, crc: int) -> None:
+        """Note that the whole record was read and has this CRC-32."""
+        with self._lock:
+            self._pieces[record] = {record.offset: (record.nbytes, crc)}
+
+    def _note_whole(self, record: Record, tiles: Iterator[memoryview]) -> None:
+        self.whole(record, crc_of(tiles))
+
+    def _covered(self, record: Record) -> bool:
+        position = record.offset
+        for offset, (nbytes, _) in sorted(self._pieces[record].items()):
+            if offset != position:
+                return False
+            position += nbytes
+        return position == record.offset + record.nbytes
+
+
+def require_intact(problems: list[Problem]) -> None:
+    """Raise Damaged where records of the source are not as their writer left them."""
+    if problems:
+        raise damaged(
+            problems,
+            subject="the source's data",
+            hint="the bytes changed after they were written; take another copy of the file",
+        )

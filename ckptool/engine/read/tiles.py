@@ -1,0 +1,121 @@
+"""Read what is wanted of a source, tile by tile on a few threads: the one loop for all readers.
+
+A job is what one thread reads in order: a whole tensor where the order matters (its SHA-256), some
+tiles of one where it does not, a record, a file. The sink is called once a job, with the job's
+subject and its tiles, each read when the sink asks for it and valid until it asks for the next. So
+what a sink knows of a job lives in its locals, and it may stop early or catch what a read raises.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from ckptool.engine.threads import Closeable, share_jobs
+from ckptool.storage.local import Files
+
+Progress = Callable[[int], None]
+
+
+class Tile(Protocol):
+    """Elements of a tensor (a C-ordered array), or bytes (a memoryview), or both of a pair."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were read for it."""
+
+
+Subject = TypeVar("Subject")
+Reader = TypeVar("Reader", bound=Closeable)
+ReaderOut = TypeVar("ReaderOut", bound=Closeable, covariant=True)
+TileOut = TypeVar("TileOut", bound=Tile)
+
+
+class Readable(Protocol[ReaderOut]):
+    """What tiles are read from: files, one side or two of a comparison."""
+
+    def reader(self) -> ReaderOut:
+        """Return what one thread reads with."""
+
+
+class Job(NamedTuple, Generic[Subject, Reader, TileOut]):
+    """The tiles that one thread reads in order; ``subject`` is what the sink knows them by."""
+
+    subject: Subject
+    read: Callable[[Reader], Iterator[TileOut]]
+
+
+class Cancelled(Exception):
+    """Another thread's error ends this one's job too."""
+
+
+def read_tiles(
+    source: Readable[Reader],
+    wanted: Iterable[Job[Subject, Reader, TileOut]],
+    sink: Callable[[Subject, Iterator[TileOut]], None],
+    workers: int,
+    progress: Progress = lambda nbytes: None,
+) -> None:
+    """Read all jobs into the sink, on ``workers`` threads.
+
+    The sink is called by several threads at once, in any order of jobs. ``progress`` is told of
+    the bytes of each tile once the sink has done with it. The first error, also an interruption,
+    ends all threads after their tile, and is raised.
+    """
+    stop = threading.Event()
+
+    def counted(tiles: Iterator[TileOut]) -> Iterator[TileOut]:
+        for tile in tiles:
+            yield tile
+            progress(tile.nbytes)
+            if stop.is_set():
+                raise Cancelled
+
+    def work(reader: Reader, job: Job[Subject, Reader, TileOut]) -> None:
+        sink(job.subject, counted(job.read(reader)))
+
+    share_jobs(iter(wanted), workers, source.reader, work, stop)
+
+
+class ByteReader:
+    """Reads runs of bytes for one thread, through a buffer of a tile."""
+
+    def __init__(self, source: Files) -> None:
+        self._reader = source.reader()
+        self.tile = source.tile
+        self.buffer = memoryview(bytearray(self.tile))
+
+    def close(self) -> None:
+        """Close all files."""
+        self._reader.close()
+
+    def read(self, file: str, offset: int, nbytes: int) -> memoryview:
+        """Return at most a tile of bytes of a file, valid until the next are read."""
+        data = self.buffer[:nbytes]
+        self._reader.read_into(file, offset, data)
+        return data
+
+    def run(self, file: str, offset: int, nbytes: int) -> Iterator[memoryview]:
+        """Read a run of bytes tile by tile."""
+        for start in range(0, nbytes, self.tile):
+            yield self.read(file, offset + start, min(self.tile, nbytes - start))
+
+
+@dataclass(frozen=True, slots=True)
+class ByteSource:
+    """Files to read runs of bytes from."""
+
+    files: Files
+
+    def reader(self) -> ByteReader:
+        """Return what one thread reads with."""
+        return ByteReader(self.files)
+
+
+def byte_job(
+    subject: Subject, file: str, offset: int, nbytes: int
+) -> Job[Subject, ByteReader, memoryview]:
+    """Return the job that reads a run of bytes."""
+    return Job(subject, lambda reader: reader.run(file, offset, nbytes))
