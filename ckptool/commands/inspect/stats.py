@@ -6,7 +6,7 @@ Stored elements as real numbers that numpy can count with, for every element typ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 
 from ckptool.commands.open import Opened
-from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
-from ckptool.core.layout import tiles
 from ckptool.core.rewrite import matches
 from ckptool.engine.check.unchanged import require_unchanged
-from ckptool.engine.read.gather import Gatherer
+from ckptool.engine.read.tensors import TensorSource, TensorTile, tensor_job
+from ckptool.engine.read.tiles import read_tiles
 from ckptool.errors import CkptoolError, Problem, UsageError, damaged
 from ckptool.storage.local import Files
 
@@ -115,46 +114,36 @@ def stats(opened: Opened, globs: Sequence[str]) -> list[TensorStats]:
         raise damaged(problems, subject=str(opened.path))
     numeric = {name: entry for name, entry in wanted.items() if is_numeric(entry.source_dtype)}
     located = opened.located(replace(catalog, tensors=numeric, objects={})).tensors
-    gatherer = Gatherer(opened.source)
-    try:
-        found = [
-            _of(located[name], gatherer) if name in located else TensorStats(entry)
-            for name, entry in wanted.items()
-        ]
-    finally:
-        gatherer.close()
+    measured = _measure([located[name] for name in wanted if name in located], opened.source)
     require_unchanged(catalog, opened.source)
-    return found
+    return [measured.get(name) or TensorStats(entry) for name, entry in wanted.items()]
 
 
 def not_finite_count(entry: TensorEntry, source: Files) -> Problem:
-    """How many values of a tensor are NaN or infinite, in words."""
-    gatherer = Gatherer(source)
+    """Return how many values of a tensor are NaN or infinite, as a problem."""
     try:
-        found = _of(entry, gatherer)
-        message = f"{entry.name}: {found.nan:,} NaN and {found.inf:,} infinite values"
+        stats = _measure([entry], source)[entry.name]
+        message = f"{entry.name}: {stats.nan:,} NaN and {stats.inf:,} infinite values"
         message += f" of {entry.elements:,}"
     except CkptoolError:
         message = f"{entry.name}: NaN or infinite values"
-    finally:
-        gatherer.close()
     return Problem(message, "not-finite", tensor=entry.name)
 
 
-def _of(entry: TensorEntry, gatherer: Gatherer) -> TensorStats:
-    moments = _Moments()
-    with np.errstate(over="ignore", invalid="ignore"):
-        for values in _values(entry, gatherer):
-            moments.add(values)
-    return moments.of(entry)
+def _measure(entries: Iterable[TensorEntry], source: Files) -> dict[str, TensorStats]:
+    """Return the statistics of located tensors by name."""
+    measured: dict[str, TensorStats] = {}
 
+    def measure(entry: TensorEntry, tiles: Iterator[TensorTile]) -> None:
+        moments = _Moments()
+        with np.errstate(over="ignore", invalid="ignore"):
+            for tile in tiles:
+                moments.add(decoded(tile.values.reshape(-1), entry.source_dtype))
+        measured[entry.name] = moments.of(entry)
 
-def _values(entry: TensorEntry, gatherer: Gatherer) -> Iterator[Array]:
-    """All values of a tensor as flat arrays of real numbers."""
-    dtype = entry.source_dtype
-    for tile in tiles(Box.whole(entry.shape), dtype.itemsize, _TILE_ELEMENTS * dtype.itemsize):
-        stored = gatherer.gathered(entry, tile)
-        yield decoded(stored.reshape(-1), dtype)
+    jobs = (tensor_job(e, _TILE_ELEMENTS * e.source_dtype.itemsize, stored=True) for e in entries)
+    read_tiles(TensorSource(source), jobs, measure, source.workers)
+    return measured
 
 
 Array = np.ndarray[Any, np.dtype[Any]]

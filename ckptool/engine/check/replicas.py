@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, Copy, Item, Place, Scaled, TensorEntry, proved_equal
 from ckptool.core.layout import tiles
+from ckptool.engine.read.tiles import Job, read_tiles
 from ckptool.errors import Problem
 from ckptool.storage.local import Files
 
 if TYPE_CHECKING:
     from ckptool.engine.read.gather import Gatherer
+    from ckptool.engine.read.tensors import PairTile
 
 _TILE = 1 << 20
 
 
 def differing_replicas(entries: Iterable[TensorEntry], files: Files) -> list[Problem]:
-    """One line for each replica whose values differ from the first rank's.
+    """Return a problem for each replica whose values differ from the first rank's.
 
     Copies whose recorded checksums prove them equal are not read.
     """
@@ -47,36 +50,35 @@ Replica = tuple[TensorEntry, Chunk, Copy]
 def _differing(replicas: list[Replica], files: Files) -> list[Replica]:
     if not replicas:
         return []
-    from ckptool.engine.read.gather import Gatherer
+    from ckptool.engine.read.gather import raw
+    from ckptool.engine.read.tensors import TensorSource
 
-    gatherer = Gatherer(files)
-    try:
-        return [replica for replica in replicas if not _equal(gatherer, *replica)]
-    finally:
-        gatherer.close()
+    differing: set[int] = set()
+
+    def compare(position: int, tiles: Iterator[PairTile]) -> None:
+        if any(raw(tile.one) != raw(tile.other) for tile in tiles):
+            differing.add(position)
+
+    jobs = (Job(i, partial(_read_both, *replica)) for i, replica in enumerate(replicas))
+    read_tiles(TensorSource(files), jobs, compare, 1)
+    return [replicas[position] for position in sorted(differing)]
 
 
-def _equal(gatherer: Gatherer, entry: TensorEntry, chunk: Chunk, copy: Copy) -> bool:
+def _read_both(
+    entry: TensorEntry, chunk: Chunk, copy: Copy, gatherer: Gatherer
+) -> Iterator[PairTile]:
+    from ckptool.engine.read.tensors import PairTile, read_place
+
+    dtype = entry.source_dtype
     whole = Box.whole(_distinct(chunk.box.shape, chunk.at, copy.at))
-    for box in tiles(whole, entry.source_dtype.itemsize, _TILE):
-        one, other = (_read(gatherer, entry, at, box) for at in (chunk.at, copy.at))
-        if one != other:
-            return False
-    return True
+    for box in tiles(whole, dtype.itemsize, _TILE):
+        one, other = (read_place(gatherer, at, box, dtype) for at in (chunk.at, copy.at))
+        yield PairTile(box, one, other, one.nbytes + other.nbytes)
 
 
 def _distinct(shape: tuple[int, ...], one: Place, other: Place) -> tuple[int, ...]:
-    """The shape without the dims along which both places repeat one element."""
+    """Return the shape without the dims along which both places repeat one element."""
     if isinstance(one, Item | Scaled) or isinstance(other, Item | Scaled):
         return shape
     pairs = zip(shape, one.strides, other.strides, strict=True)
     return tuple(min(n, 1) if a == b == 0 else n for n, a, b in pairs)
-
-
-def _read(gatherer: Gatherer, entry: TensorEntry, at: Place, box: Box) -> memoryview:
-    from ckptool.engine.read.gather import array, raw
-
-    dtype = entry.source_dtype
-    values = array(box.shape, dtype, memoryview(b""))
-    gatherer.fill_from(at, values, box, dtype)
-    return raw(values)

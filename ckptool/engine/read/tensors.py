@@ -8,10 +8,11 @@ from functools import partial
 from typing import NamedTuple
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Extent, Record, TensorEntry, places
+from ckptool.core.catalog import Extent, Place, Record, TensorEntry, places
+from ckptool.core.dtype import DType
 from ckptool.core.layout import tiles
 from ckptool.engine.checksum import crc32
-from ckptool.engine.read.gather import Array, Gatherer
+from ckptool.engine.read.gather import Array, Gatherer, array
 from ckptool.engine.read.records import RecordCheck
 from ckptool.engine.read.tiles import Job
 from ckptool.errors import Problem
@@ -26,6 +27,15 @@ class TensorTile(NamedTuple):
 
     box: Box
     values: Array
+    nbytes: int
+
+
+class PairTile(NamedTuple):
+    """The elements of one box on two sides; ``nbytes`` are those that were read of both."""
+
+    box: Box
+    one: Array
+    other: Array
     nbytes: int
 
 
@@ -94,3 +104,24 @@ def _read_tensor(
     read = gatherer.gathered if stored else gatherer.values
     for box in tiles(Box.whole(entry.shape), itemsize, limit or gatherer.tile):
         yield TensorTile(box, read(entry, box), box.volume * itemsize)
+
+
+def place_job(
+    entry: TensorEntry, at: Place, shape: tuple[int, ...], limit: int
+) -> Job[TensorEntry, Gatherer, TensorTile]:
+    """Return the job that reads the elements at one place, of ``shape``, as they are stored."""
+
+    def read(gatherer: Gatherer) -> Iterator[TensorTile]:
+        dtype = entry.source_dtype
+        for box in tiles(Box.whole(shape), dtype.itemsize, limit):
+            values = read_place(gatherer, at, box, dtype)
+            yield TensorTile(box, values, values.nbytes)
+
+    return Job(entry, read)
+
+
+def read_place(gatherer: Gatherer, at: Place, box: Box, dtype: DType) -> Array:
+    """Return a box of the elements at one place, in the coordinates of these."""
+    values = array(box.shape, dtype, memoryview(b""))
+    gatherer.fill_from(at, values, box, dtype)
+    return values

@@ -8,15 +8,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Item, Packed, Place, Scaled, TensorEntry
-from ckptool.core.dtype import DType
-from ckptool.core.layout import tiles
 from ckptool.engine.check.content import all_finite, can_be_not_finite
 from ckptool.engine.check.spans import Packing, Span, View
-from ckptool.engine.read.gather import Gatherer, raw, unit
+from ckptool.engine.read.gather import raw
+from ckptool.engine.read.tensors import TensorSource, TensorTile, place_job
+from ckptool.engine.read.tiles import read_tiles
 from ckptool.errors import CkptoolError, Problem
 from ckptool.formats.base import Format
 from ckptool.storage.local import Files
@@ -156,29 +154,27 @@ def _own_spans(file: str, views: list[View]) -> Iterator[Span]:
 
 
 def scattered_not_finite(views: Views, source: Files) -> tuple[set[str], list[Problem]]:
-    """Tensors with NaN or infinite values among those that are no run of bytes."""
-    gatherer = Gatherer(source)
+    """Return the tensors with NaN or infinity among those that are no run of bytes.
+
+    What cannot be read is among the problems.
+    """
     names: set[str] = set()
     problems: list[Problem] = []
-    try:
-        for entry, box, at in views.scattered:
-            dtype = entry.source_dtype
-            if entry.name in names or not can_be_not_finite(dtype):
-                continue
-            try:
-                if not _is_finite(gatherer, at, box, dtype):
-                    names.add(entry.name)
-            except CkptoolError as error:
-                problems += error.problems
-    finally:
-        gatherer.close()
+
+    def look(entry: TensorEntry, tiles: Iterator[TensorTile]) -> None:
+        if entry.name in names:
+            return
+        try:
+            if not all(all_finite(raw(tile.values), entry.source_dtype) for tile in tiles):
+                names.add(entry.name)
+        except CkptoolError as error:
+            problems.extend(error.problems)
+
+    jobs = [
+        place_job(entry, at, box.shape, _TILE)
+        for entry, box, at in views.scattered
+        if can_be_not_finite(entry.source_dtype)
+    ]
+    if jobs:
+        read_tiles(TensorSource(source), jobs, look, 1)
     return names, problems
-
-
-def _is_finite(gatherer: Gatherer, at: Place, box: Box, dtype: DType) -> bool:
-    for part in tiles(Box.whole(box.shape), dtype.itemsize, _TILE):
-        values = np.empty(part.shape, unit(dtype.itemsize))
-        gatherer.fill_from(at, values, part, dtype)
-        if not all_finite(raw(values), dtype):
-            return False
-    return True

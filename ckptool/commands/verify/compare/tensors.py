@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,12 +22,12 @@ from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.layout import tiles
 from ckptool.engine.read.gather import Gatherer, raw
 from ckptool.engine.read.rounding import cast
-from ckptool.engine.read.tensors import CheckedSource
-from ckptool.engine.threads import share_jobs
+from ckptool.engine.read.tensors import CheckedSource, PairTile
+from ckptool.engine.read.tiles import Job, read_tiles
 from ckptool.errors import CkptoolError
 
 _TILE = 1 << 20
-_TILES_A_JOB = 8
+_TILES_PER_JOB = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,78 +98,78 @@ def compare(
     any NaN is equal to any other. The chunks of every tensor must tile it exactly. Raises CannotDo
     where a cast needs torch and it is not there.
     """
-    work = _Comparison(tolerance, progress)
-    share_jobs(_jobs(pairs), workers, lambda: _Sides(reads), work.do)
-    return Outcome(work.differences, work.unreadable)
+    comparison = _Comparison(tolerance)
+    read_tiles(_Sides(reads), _jobs(pairs), comparison.compare, workers, progress)
+    return Outcome(comparison.differences, comparison.unreadable)
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """Some tiles of one pair."""
-
-    pair: Pair
-    boxes: tuple[Box, ...]
-
-
-def _jobs(pairs: Iterable[Pair]) -> Iterator[_Job]:
+def _jobs(pairs: Iterable[Pair]) -> Iterator[Job[Pair, _SideReaders, PairTile]]:
+    """Yield some tiles of a pair at a time."""
     for pair in pairs:
         itemsize = max(pair.one.source_dtype.itemsize, pair.other.source_dtype.itemsize)
-        batch: list[Box] = []
-        for box in tiles(Box.whole(pair.one.shape), itemsize, _TILE):
-            batch.append(box)
-            if len(batch) == _TILES_A_JOB:
-                yield _Job(pair, tuple(batch))
-                batch = []
-        if batch:
-            yield _Job(pair, tuple(batch))
+        boxes = tiles(Box.whole(pair.one.shape), itemsize, _TILE)
+        while batch := list(islice(boxes, _TILES_PER_JOB)):
+            yield Job(pair, partial(_read_both, pair, batch))
 
 
-class _Sides:
+def _read_both(pair: Pair, boxes: Sequence[Box], readers: _SideReaders) -> Iterator[PairTile]:
+    for box in boxes:
+        one, other = readers.one.values(pair.one, box), readers.other.values(pair.other, box)
+        yield PairTile(box, one, other, box.volume * pair.itemsize)
+
+
+class _SideReaders(NamedTuple):
     """What one thread reads the two sides with."""
 
-    def __init__(self, reads: tuple[CheckedSource, CheckedSource]) -> None:
-        self.one: Gatherer = reads[0].reader()
-        self.other: Gatherer = reads[1].reader()
+    one: Gatherer
+    other: Gatherer
 
     def close(self) -> None:
         self.one.close()
         self.other.close()
 
 
-class _Comparison:
-    """The differences found so far, by all threads."""
+class _Sides(NamedTuple):
+    """Both sides, to read from."""
 
-    def __init__(self, tolerance: Tolerance | None, progress: Progress) -> None:
+    sources: tuple[CheckedSource, CheckedSource]
+
+    def reader(self) -> _SideReaders:
+        return _SideReaders(self.sources[0].reader(), self.sources[1].reader())
+
+
+class _Comparison:
+    """The differences so far, of all threads."""
+
+    def __init__(self, tolerance: Tolerance | None) -> None:
         self.differences: dict[str, Difference] = {}
         self.unreadable: dict[str, CkptoolError] = {}
         self._tolerance = tolerance
-        self._progress = progress
         self._lock = threading.Lock()
 
-    def do(self, sides: _Sides, job: _Job) -> None:
-        """Compare the tiles of one job."""
-        pair = job.pair
+    def compare(self, pair: Pair, tiles: Iterator[PairTile]) -> None:
+        """Compare some tiles of a pair, unless others of it could not be read."""
         if pair.one.name in self.unreadable:
             return
-        for box in job.boxes:
-            try:
-                one = sides.one.values(pair.one, box)
-                other = sides.other.values(pair.other, box)
-            except CkptoolError as error:
-                with self._lock:
-                    self.unreadable.setdefault(pair.one.name, error)
-                return
-            self._progress(box.volume * pair.itemsize)
-            self._note(pair, box, _difference(pair, one, other, self._tolerance))
+        for tile in self._readable(pair, tiles):
+            difference = _difference(pair, tile.one, tile.other, self._tolerance)
+            self._note(pair, tile.box, difference)
 
-    def _note(self, pair: Pair, box: Box, found: Difference | None) -> None:
-        if found is None:
+    def _readable(self, pair: Pair, tiles: Iterator[PairTile]) -> Iterator[PairTile]:
+        try:
+            yield from tiles
+        except CkptoolError as error:
+            with self._lock:
+                self.unreadable.setdefault(pair.one.name, error)
+
+    def _note(self, pair: Pair, box: Box, difference: Difference | None) -> None:
+        if difference is None:
             return
-        first = tuple(low + step for low, step in zip(box.lo, found.first, strict=True))
-        found = Difference(found.elements, first, found.values, found.largest)
+        first = tuple(low + step for low, step in zip(box.lo, difference.first, strict=True))
+        difference = replace(difference, first=first)
         with self._lock:
             known = self.differences.get(pair.one.name)
-            self.differences[pair.one.name] = found if known is None else _both(known, found)
+            self.differences[pair.one.name] = _both(known, difference) if known else difference
 
 
 def _both(one: Difference, other: Difference) -> Difference:
