@@ -3,8 +3,6 @@
 Spans are cut into tiles that a few threads share, so that memory stays bounded and one large record
 is no slower than many small ones. Files that are digested too are a thread's from end to end.
 
-Whether stored elements are all finite, by their bits, as fast as memory is read.
-
 In every IEEE-like format the non-finite codes are the largest ones of each sign. Read as integers,
 positive ones are found by the largest signed value, negative ones by the largest unsigned value.
 """
@@ -13,15 +11,15 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ckptool.core.dtype import DType
-from ckptool.engine.check.spans import Job, Packing, Span, SpanReader, Tile, Whole, tiles
-from ckptool.engine.checksum import crc32, joined
-from ckptool.engine.threads import share_jobs
+from ckptool.engine.check.spans import Span, SpanTile, span_jobs
+from ckptool.engine.checksum import Piece, crc32, joined
+from ckptool.engine.read.tiles import ByteSource, Progress, read_tiles
 from ckptool.errors import CkptoolError, Problem
 from ckptool.storage.local import Files
 
@@ -50,7 +48,7 @@ def check_spans(
     spans: list[Span],
     source: Files,
     workers: int,
-    progress: Callable[[int], None],
+    progress: Progress,
     whole: Mapping[str, int] | None = None,
 ) -> Found:
     """Read every span once. ``progress`` is told of bytes as they are read.
@@ -58,80 +56,49 @@ def check_spans(
     Files of ``whole``, which have so many bytes, are read from end to end and digested.
     """
     found = Found()
-    pieces: dict[int, list[tuple[int, int, int]]] = {id(span): [] for span in spans}
+    pieces: dict[int, list[Piece]] = {id(span): [] for span in spans}
 
-    def see(tile: Tile, data: memoryview) -> None:
-        _look(tile, data, found)
-        if tile.span.crc32 is not None:
-            pieces[id(tile.span)].append((tile.start, tile.nbytes, crc32(data)))
-        elif tile.span.packing is None:
-            found.note_written(tile.span.file, _written_end(tile, data))
-
-    def work(reader: SpanReader, job: Job) -> None:
-        digest = hashlib.sha256() if isinstance(job, Whole) else None
-        for tile, data in reader.blocks(job):
-            if digest is not None:
-                digest.update(data)
-            if tile is not None:
-                see(tile, data)
-            progress(len(data))
-        if digest is not None and isinstance(job, Whole):
-            found.digests[job.file] = digest.hexdigest()
-
-    def guarded(reader: SpanReader, job: Job) -> None:
+    def check(file: str | None, tiles: Iterator[SpanTile]) -> None:
+        digest = None if file is None else hashlib.sha256()
         try:
-            work(reader, job)
+            for tile in tiles:
+                if digest is not None:
+                    digest.update(tile.data)
+                if tile.span is not None:
+                    _check_tile(tile.span, tile, found, pieces[id(tile.span)])
         except CkptoolError as error:
             found.problems.extend(error.problems)
+            return
+        if file is not None and digest is not None:
+            found.digests[file] = digest.hexdigest()
 
-    share_jobs(_jobs(spans, whole or {}, source.tile), workers, lambda: SpanReader(source), guarded)
+    jobs = span_jobs(spans, whole or {}, source.tile)
+    read_tiles(ByteSource(source), jobs, check, workers, progress)
     found.problems += [p for span in spans if (p := _crc_problem(span, pieces[id(span)]))]
     return found
 
 
-def _jobs(spans: list[Span], whole: Mapping[str, int], at_once: int) -> Iterator[Job]:
-    packed: dict[Packing, list[Span]] = {}
-    inside: dict[str, list[Span]] = {file: [] for file in whole}
-    for span in spans:
-        if span.packing is not None:
-            packed.setdefault(span.packing, []).append(span)
-        elif span.file in inside:
-            inside[span.file].append(span)
-        else:
-            yield from tiles(span, at_once)
-    for file in sorted(whole, key=lambda file: -whole[file]):
-        held, apart = _one_after_another(inside[file])
-        yield Whole(file, whole[file], held)
-        for span in apart:
-            yield from tiles(span, at_once)
-    yield from packed.values()
-
-
-def _one_after_another(spans: Iterable[Span]) -> tuple[list[Span], list[Span]]:
-    """Spans that lie behind one another, and those that begin inside one of these."""
-    held: list[Span] = []
-    apart: list[Span] = []
-    for span in sorted(spans, key=lambda span: span.offset):
-        overlaps = bool(held) and span.offset < held[-1].end
-        (apart if overlaps else held).append(span)
-    return held, apart
-
-
-def _look(tile: Tile, data: memoryview, found: Found) -> None:
+def _check_tile(span: Span, tile: SpanTile, found: Found, pieces: list[Piece]) -> None:
     end = tile.start + tile.nbytes
-    for view in tile.span.views:
+    for view in span.views:
         low, high = max(tile.start, view.start), min(end, view.start + view.nbytes)
-        if low < high and not all_finite(data[low - tile.start : high - tile.start], view.dtype):
+        part = slice(low - tile.start, high - tile.start)
+        if low < high and not all_finite(tile.data[part], view.dtype):
             found.not_finite.add(view.tensor)
+    if span.crc32 is not None:
+        pieces.append((tile.start, tile.nbytes, crc32(tile.data)))
+    elif span.packing is None:
+        found.note_written(span.file, _written_end(span, tile))
 
 
-def _written_end(tile: Tile, data: memoryview) -> int:
-    """Where in the file the last byte ends that is not zero; 0 where all are."""
-    held = len(data) if data[-1] else len(bytes(data).rstrip(b"\0"))
-    return tile.span.offset + tile.start + held if held else 0
+def _written_end(span: Span, tile: SpanTile) -> int:
+    """Return where in the file the last byte ends that is not zero; 0 where all are."""
+    data = tile.data
+    nbytes = len(data) if data[-1] else len(bytes(data).rstrip(b"\0"))
+    return span.offset + tile.start + nbytes if nbytes else 0
 
 
-def _crc_problem(span: Span, pieces: list[tuple[int, int, int]]) -> Problem | None:
+def _crc_problem(span: Span, pieces: list[Piece]) -> Problem | None:
     if span.crc32 is None or sum(nbytes for _, nbytes, _ in pieces) != span.nbytes:
         return None
     actual = joined(pieces)

@@ -1,17 +1,16 @@
-"""Runs of bytes that are read once.
-
-What one thread reads spans with: tile by tile, file by file, decoded where they are packed.
-"""
+"""Runs of bytes that are read once: tile by tile, file by file, decoded where they are packed."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 from ckptool.core.dtype import DType
+from ckptool.engine.read.tiles import ByteReader, Job
 from ckptool.errors import Damaged, Problem
-from ckptool.storage.local import Files
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,114 +57,132 @@ class Packing:
     codec: str
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """A file of ``nbytes`` that is read from end to end; ``spans`` lie in it one after another."""
+class SpanTile(NamedTuple):
+    """Bytes of a span from ``start`` on; or of a file that are no span's, at its ``start``."""
 
-    file: str
-    nbytes: int
-    spans: list[Span]
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """A piece of a span: ``start`` and ``nbytes`` in bytes."""
-
-    span: Span
+    span: Span | None
     start: int
-    nbytes: int
+    data: memoryview
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
 
 
-Job = Tile | Whole | list[Span]
-"""One tile, one file, or all spans of one packed blob."""
+SpanJob = Job[str | None, ByteReader, SpanTile]
+"""Its subject is the file that is read from end to end, None where it is not."""
 
 
-def tiles(span: Span, at_once: int) -> Iterator[Tile]:
-    """A span piece by piece, ``at_once`` bytes each."""
-    for start in range(0, span.nbytes, at_once):
-        yield Tile(span, start, min(at_once, span.nbytes - start))
+def span_jobs(spans: Iterable[Span], whole: Mapping[str, int], limit: int) -> Iterator[SpanJob]:
+    """Yield one tile of at most ``limit`` bytes, one file, or all spans of one packed blob each.
 
-
-class SpanReader:
-    """What one thread owns: its descriptors and its buffer."""
-
-    def __init__(self, source: Files) -> None:
-        self._reader = source.reader()
-        self._tile = source.tile
-        self._buffer = memoryview(bytearray(self._tile))
-
-    def close(self) -> None:
-        self._reader.close()
-
-    def blocks(self, job: Job) -> Iterator[tuple[Tile | None, memoryview]]:
-        """The bytes of a job in order, each block until the next; what is no span's has no tile."""
-        if isinstance(job, Tile):
-            yield job, self._read(job.span.file, job.span.offset + job.start, job.nbytes)
-        elif isinstance(job, Whole):
-            yield from self._whole(job)
+    Files of ``whole``, which have so many bytes, are read from end to end.
+    """
+    packed: dict[Packing, list[Span]] = {}
+    inside: dict[str, list[Span]] = {file: [] for file in whole}
+    for span in spans:
+        if span.packing is not None:
+            packed.setdefault(span.packing, []).append(span)
+        elif span.file in inside:
+            inside[span.file].append(span)
         else:
-            yield from self._unpacked(job)
+            yield from _tile_jobs(span, limit)
+    for file in sorted(whole, key=lambda file: -whole[file]):
+        adjoining, overlapping = _split_overlapping(inside[file])
+        yield Job(file, partial(_read_file, file, whole[file], adjoining))
+        for span in overlapping:
+            yield from _tile_jobs(span, limit)
+    for packing, inner in packed.items():
+        yield Job(None, partial(_read_packed, packing, inner))
 
-    def _whole(self, job: Whole) -> Iterator[tuple[Tile | None, memoryview]]:
-        position = 0
-        for span in job.spans:
-            yield from self._between(job.file, position, span.offset)
-            for tile in tiles(span, self._tile):
-                yield from self.blocks(tile)
-            position = span.end
-        yield from self._between(job.file, position, job.nbytes)
 
-    def _between(self, file: str, low: int, high: int) -> Iterator[tuple[None, memoryview]]:
-        for start in range(low, high, self._tile):
-            yield None, self._read(file, start, min(self._tile, high - start))
+def _split_overlapping(spans: Iterable[Span]) -> tuple[list[Span], list[Span]]:
+    """Return spans that lie behind one another, and those that begin inside one of these."""
+    adjoining: list[Span] = []
+    overlapping: list[Span] = []
+    for span in sorted(spans, key=lambda span: span.offset):
+        overlaps = bool(adjoining) and span.offset < adjoining[-1].end
+        (overlapping if overlaps else adjoining).append(span)
+    return adjoining, overlapping
 
-    def _read(self, file: str, offset: int, nbytes: int) -> memoryview:
-        data = self._buffer[:nbytes]
-        self._reader.read_into(file, offset, data)
-        return data
 
-    def _unpacked(self, spans: list[Span]) -> Iterator[tuple[Tile, memoryview]]:
-        """The tiles of all spans of one blob, in the order in which they are decoded."""
-        in_order = sorted(spans, key=lambda span: span.offset)
-        ordered = iter([tile for span in in_order for tile in tiles(span, self._tile)])
-        tile = next(ordered, None)
-        last = max(spans, key=lambda span: span.end)
-        codec = last.packing.codec if last.packing else ""
-        position = filled = 0
-        for piece in self._decoded(spans[0]):
-            at = 0
-            while tile is not None and at < len(piece):
-                wanted = tile.span.offset + tile.start + filled
-                at = max(at, wanted - position)
-                part = piece[at : at + tile.nbytes - filled]
-                self._buffer[filled : filled + len(part)] = part
-                at, filled = at + len(part), filled + len(part)
-                if filled == tile.nbytes:
-                    yield tile, self._buffer[:filled]
-                    tile, filled = next(ordered, None), 0
-            position += len(piece)
-            if codec == "deflate" and position > last.end:
-                message = f"{last.what} decodes to more than its {last.nbytes:,} bytes"
-                raise Damaged(Problem(message, "codec-corrupt", file=last.file))
-        if tile is not None:
-            message = f"{tile.span.what} ends after {position:,} decoded bytes"
-            raise Damaged(Problem(message, "codec-corrupt", file=tile.span.file))
+def _tile_jobs(span: Span, limit: int) -> Iterator[SpanJob]:
+    for start, nbytes in _cut(span, limit):
+        yield Job(None, partial(_read_tile, span, start, nbytes))
 
-    def _decoded(self, span: Span) -> Iterator[bytes]:
-        packing = span.packing
-        if packing is None:
-            raise TypeError("a span that is not packed")
-        try:
-            yield from _DECODERS[packing.codec](self._packed(packing))
-        except (zlib.error, ValueError) as error:
-            message = f"{span.what}: the {packing.codec} data is corrupt: {error}"
-            raise Damaged(Problem(message, "codec-corrupt", file=span.file)) from None
 
-    def _packed(self, packing: Packing) -> Iterator[bytes]:
-        for start in range(0, packing.nbytes, _PIECE):
-            piece = memoryview(bytearray(min(_PIECE, packing.nbytes - start)))
-            self._reader.read_into(packing.file, packing.offset + start, piece)
-            yield bytes(piece)
+def _cut(span: Span, limit: int) -> Iterator[tuple[int, int]]:
+    """Yield the start and the bytes of each tile of a span."""
+    for start in range(0, span.nbytes, limit):
+        yield start, min(limit, span.nbytes - start)
+
+
+def _read_tile(span: Span, start: int, nbytes: int, reader: ByteReader) -> Iterator[SpanTile]:
+    yield SpanTile(span, start, reader.read(span.file, span.offset + start, nbytes))
+
+
+def _read_file(
+    file: str, nbytes: int, spans: Sequence[Span], reader: ByteReader
+) -> Iterator[SpanTile]:
+    """Yield all bytes of a file in order; those between its spans too."""
+    position = 0
+    for span in spans:
+        yield from _read_between(file, position, span.offset, reader)
+        for start, size in _cut(span, reader.tile):
+            yield from _read_tile(span, start, size, reader)
+        position = span.end
+    yield from _read_between(file, position, nbytes, reader)
+
+
+def _read_between(file: str, low: int, high: int, reader: ByteReader) -> Iterator[SpanTile]:
+    for start in range(low, high, reader.tile):
+        yield SpanTile(None, start, reader.read(file, start, min(reader.tile, high - start)))
+
+
+def _read_packed(packing: Packing, spans: Sequence[Span], reader: ByteReader) -> Iterator[SpanTile]:
+    """Yield the tiles of all spans of one blob, in the order in which they are decoded.
+
+    Raises Damaged where it decodes to more or fewer bytes, or does not.
+    """
+    in_order = sorted(spans, key=lambda span: span.offset)
+    cuts = iter([(span, *cut) for span in in_order for cut in _cut(span, reader.tile)])
+    cut = next(cuts, None)
+    last = max(spans, key=lambda span: span.end)
+    position = filled = 0
+    for piece in _decoded(packing, spans[0], reader):
+        at = 0
+        while cut is not None and at < len(piece):
+            span, start, nbytes = cut
+            at = max(at, span.offset + start + filled - position)
+            part = piece[at : at + nbytes - filled]
+            reader.buffer[filled : filled + len(part)] = part
+            at, filled = at + len(part), filled + len(part)
+            if filled == nbytes:
+                yield SpanTile(span, start, reader.buffer[:filled])
+                cut, filled = next(cuts, None), 0
+        position += len(piece)
+        if packing.codec == "deflate" and position > last.end:
+            message = f"{last.what} decodes to more than its {last.nbytes:,} bytes"
+            raise Damaged(Problem(message, "codec-corrupt", file=last.file))
+    if cut is not None:
+        message = f"{cut[0].what} ends after {position:,} decoded bytes"
+        raise Damaged(Problem(message, "codec-corrupt", file=cut[0].file))
+
+
+def _decoded(packing: Packing, span: Span, reader: ByteReader) -> Iterator[bytes]:
+    try:
+        yield from _DECODERS[packing.codec](_packed(packing, reader))
+    except (zlib.error, ValueError) as error:
+        message = f"{span.what}: the {packing.codec} data is corrupt: {error}"
+        raise Damaged(Problem(message, "codec-corrupt", file=span.file)) from None
+
+
+def _packed(packing: Packing, reader: ByteReader) -> Iterator[bytes]:
+    """Yield a blob as it is stored, through memory that is not the reader's buffer."""
+    for start in range(0, packing.nbytes, _PIECE):
+        piece = memoryview(bytearray(min(_PIECE, packing.nbytes - start)))
+        reader.read_into(packing.file, packing.offset + start, piece)
+        yield bytes(piece)
 
 
 def _inflated(pieces: Iterator[bytes]) -> Iterator[bytes]:

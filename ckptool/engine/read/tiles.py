@@ -91,6 +91,10 @@ class ByteReader:
         """Close all files."""
         self._reader.close()
 
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Fill memory of the caller's own; Damaged where the file ends before."""
+        self._reader.read_into(file, offset, buffer)
+
     def read(self, file: str, offset: int, nbytes: int) -> memoryview:
         """Return at most a tile of bytes of a file, valid until the next are read."""
         data = self.buffer[:nbytes]
