@@ -96,16 +96,24 @@ def narrowed(
 
 
 def pieces_of_run(
-    at: Place, run: Sequence[int], start: int, stop: int, shape: Sequence[int], itemsize: int
+    at: Place,
+    stored: Sequence[int],
+    start: int,
+    stop: int,
+    shape: Sequence[int],
+    itemsize: int,
+    first: int = 0,
 ) -> Iterator[tuple[Box, Place]]:
-    """The boxes of a row-major tensor of ``shape`` whose elements ``start`` to ``stop`` lie ``at``.
+    """Yield the boxes of a row-major tensor of ``shape`` that a run of its elements fills.
 
-    ``run`` is the shape under which those elements are stored, in order.
+    The run holds elements ``start`` to ``stop``. It lies in the tensor of shape ``stored`` that
+    lies ``at``, in order, from its element ``first`` on. ``itemsize`` is in bytes.
     """
     rows = row_major_strides(shape, 1)
     for box in flat_range(shape, start, stop):
-        first = sum(index * row for index, row in zip(box.lo, rows, strict=True))
-        yield box, part_of_place(at, run, box.shape, first - start, rows, itemsize)
+        element = sum(index * row for index, row in zip(box.lo, rows, strict=True))
+        place = part_of_place(at, stored, box.shape, first + element - start, rows, itemsize)
+        yield box, place
 
 
 Strides = tuple[int, ...]

@@ -20,14 +20,15 @@ import math
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, TypeVar
 
-from ckptool.core.box import Box, flat_range, row_major_strides
-from ckptool.core.catalog import Chunk, Extent, Packed, Path, Place, Record, flat_name
+from ckptool.core.box import Box
+from ckptool.core.catalog import Chunk, Extent, Path, Place, Record, flat_name
 from ckptool.core.dtype import DType
 from ckptool.core.sharding.tensor_parallel import RankShard
+from ckptool.core.views import pieces_of_run
 from ckptool.errors import Damaged, Problem, Refusal
 from ckptool.formats.deepspeed.states import State, Vector
 from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf
@@ -108,21 +109,10 @@ def split_runs(shapes: Shapes, sizes: Sequence[int], part: int, parts: int) -> I
 def run_chunks(
     run: Run, shape: tuple[int, ...], at: Place, itemsize: int, rank: int
 ) -> list[Chunk]:
-    """The chunks of a run whose partition lies at ``at``, a contiguous vector."""
-    strides = row_major_strides(shape, itemsize)
-    chunks, element = [], run.at
-    for box in flat_range(shape, run.start, run.stop):
-        chunks.append(Chunk(box, _moved(at, element * itemsize, strides), rank))
-        element += box.volume
-    return chunks
-
-
-def _moved(at: Place, nbytes: int, strides: tuple[int, ...]) -> Place:
-    if isinstance(at, Extent):
-        return replace(at, offset=at.offset + nbytes, strides=strides)
-    if isinstance(at, Packed):
-        return replace(at, start=at.start + nbytes, strides=strides)
-    raise TypeError(f"{at} is no place of a vector")
+    """Return the chunks of a run whose partition lies at ``at``, a contiguous vector."""
+    stored = (run.at + run.stop - run.start,)
+    pieces = pieces_of_run(at, stored, run.start, run.stop, shape, itemsize, run.at)
+    return [Chunk(box, place, rank) for box, place in pieces]
 
 
 STATES = frozenset(

@@ -12,9 +12,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckptool.core.box import flat_range, row_major_strides
-from ckptool.core.catalog import Chunk, Copy, Extent, Packed, Path, Place, TensorEntry, flat_name
-from ckptool.core.views import shifted
+from ckptool.core.catalog import Chunk, Copy, Path, TensorEntry, flat_name
+from ckptool.core.views import pieces_of_run
 from ckptool.errors import CannotDo, Damaged
 
 FLAT = "_flat_param"
@@ -121,25 +120,18 @@ def taken_apart(flat: TensorEntry, members: Iterable[Member]) -> Iterator[Tensor
 
 
 def _pieces(flat: TensorEntry, chunk: Chunk, member: Member) -> Iterator[Chunk]:
-    """What one chunk of the flat parameter holds of a member."""
+    """Yield what one chunk of the flat parameter holds of a member."""
     low = max(chunk.box.lo[0], member.start)
     high = min(chunk.box.hi[0], member.stop)
     if low >= high:
         return
-    strides = row_major_strides(member.shape, flat.source_dtype.itemsize)
-    for box in flat_range(member.shape, low - member.start, high - member.start):
-        skip = low - chunk.box.lo[0]
-        at = _reshaped(flat, chunk.at, skip, strides)
-        copies = tuple(
-            Copy(_reshaped(flat, copy.at, skip, strides), copy.rank) for copy in chunk.copies
+    start, stop, itemsize = low - member.start, high - member.start, flat.source_dtype.itemsize
+    places = [
+        pieces_of_run(
+            at, chunk.box.shape, start, stop, member.shape, itemsize, low - chunk.box.lo[0]
         )
-        yield Chunk(box, at, chunk.rank, copies)
-        low += box.volume
-
-
-def _reshaped(flat: TensorEntry, at: Place, skip: int, strides: tuple[int, ...]) -> Place:
-    """The place ``skip`` elements into a flat one, addressed with a member's strides."""
-    if not isinstance(at, Extent | Packed) or at.strides[0] != flat.source_dtype.itemsize:
-        raise Damaged(f"{flat.name}: a flat parameter whose elements do not lie side by side")
-    moved = shifted(at, (skip,))
-    return replace(moved, strides=strides) if isinstance(moved, Extent | Packed) else moved
+        for at in (chunk.at, *(copy.at for copy in chunk.copies))
+    ]
+    for (box, at), *others in zip(*places, strict=True):
+        copies = zip(chunk.copies, others, strict=True)
+        yield Chunk(box, at, chunk.rank, tuple(Copy(own, copy.rank) for copy, (_, own) in copies))
