@@ -14,8 +14,8 @@ from typing import TypeVar
 from ckptool.commands.unlisted import require_listed, unlisted_problems
 from ckptool.engine.write.writer import UNFINISHED
 from ckptool.errors import CkptoolError, Damaged, NotFound, Problem, Unrecognised, UsageError
-from ckptool.formats import FORMATS, detect, single_file_suffixes
-from ckptool.formats.base import EXTRA, Format, ScanOptions
+from ckptool.formats import FORMATS, detect, file_rule, single_file_suffixes
+from ckptool.formats.base import EXTRA, FileRole, Format, ScanOptions
 from ckptool.formats.companions import latest_folder
 from ckptool.serialization.file_kinds import FileKind, begin, hint_for, kind_of, read_head
 from ckptool.storage.local import Files, LocalSource
@@ -217,7 +217,8 @@ def _whole_around(path: Location) -> Candidate | None:
 
 def _marks(name: str) -> bool:
     """Whether a file name says that the file is only a part of a checkpoint."""
-    return name in (".metadata", "metadata.pkl") or name.endswith((".distcp", ".index.json"))
+    rule = file_rule(None, name)
+    return rule is not None and rule.role in (FileRole.METADATA, FileRole.ITEMS, FileRole.INDEX)
 
 
 def _files_of(item: Format, source: Files) -> frozenset[str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 
-from ckptool.formats.base import Format
+from ckptool.formats.base import FileRule, Format
 from ckptool.serialization.source import Source
 
 
@@ -70,6 +70,18 @@ def targets(*, mesh: bool = False) -> dict[str, Format]:
     """Return the formats that are written, by name: whole ones, or those cut for a mesh."""
     rows = FORMATS.values()
     return {row.name: row for row in rows if (row.reshard if mesh else row.convert) is not None}
+
+
+def file_rule(row: Format | None, file: str) -> FileRule | None:
+    """Return what a file is: as its own format says, or else any format; None where none does."""
+    own = next((rule for rule in (row.files if row else ()) if rule.matches(file)), None)
+    return own or _shared_rule(file)
+
+
+@lru_cache(maxsize=1 << 16)
+def _shared_rule(file: str) -> FileRule | None:
+    rules = (rule for row in FORMATS.values() for rule in row.files)
+    return next((rule for rule in rules if rule.matches(file)), None)
 
 
 @cache

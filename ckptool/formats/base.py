@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -99,6 +101,41 @@ class Deferred:
         return self.load()(*arguments)
 
 
+class FileRole(Enum):
+    """What a file of a checkpoint is made of, and so how it can be checked by itself."""
+
+    METADATA = "a pickle that names what lies in other files"
+    ITEMS = "torch.save archives, one behind the other"
+    SAFETENSORS = "a safetensors file"
+    INDEX = "the JSON of a Hugging Face index"
+    JSON = "other JSON"
+    RAW = "bytes that other files describe"
+
+
+@dataclass(frozen=True, slots=True)
+class FileRule:
+    """What files are whose whole path, below any folder, matches a regular expression.
+
+    ``committed_by`` names the file that is written last, into the same folder.
+    """
+
+    pattern: str
+    role: FileRole
+    committed_by: str = ""
+
+    def matches(self, file: str) -> bool:
+        """Return whether a path is one of these files."""
+        return re.fullmatch(f"(.*/)?({self.pattern})", file) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class LatestMarker:
+    """The file of a run's folder that names its latest checkpoint, of folders called so."""
+
+    file: str
+    folders: str = ".*"
+
+
 @dataclass(frozen=True, slots=True)
 class Recovery:
     """What the data files hold whose metadata is lost, and what no file says any more."""
@@ -122,6 +159,9 @@ class Format:
     - ``rules`` returns how the format cuts tensors by their names, where it leaves no choice.
     - ``recover`` reads what is left where the metadata is lost; None where nothing is.
     - ``trim`` returns a tensor without what its writer left undefined, such as padding.
+    - ``files`` say what files are by their names; those of all formats come second.
+    - ``checks`` returns what only this format can tell to be wrong, of a catalog that was scanned.
+    - ``latest`` is how a run says which of its checkpoints is the latest.
     - ``suffixes`` are those of a file that is a checkpoint by itself.
     - ``reads`` is False where the format is only recognised, to say why it cannot be read.
     - ``takes_tp_rules`` says that ``scan`` heeds ``ScanOptions.tp_rules``.
@@ -141,6 +181,9 @@ class Format:
     rules: Callable[[], tuple[Rule, ...]] = tuple
     recover: Callable[[Source], Recovery] | None = None
     trim: Callable[[TensorEntry], TensorEntry] | None = None
+    files: tuple[FileRule, ...] = ()
+    checks: Callable[[Source, Catalog], list[Problem]] | None = None
+    latest: LatestMarker | None = None
     suffixes: tuple[str, ...] = ()
     reads: bool = True
     takes_tp_rules: bool = False

@@ -23,7 +23,7 @@ from ckptool.commands.open import AS_DETECTED, ReadOptions, Survey, survey
 from ckptool.commands.verify.checks.consistency import (
     catalog_problems,
     integrity_problems,
-    lost_last_ranks,
+    lost_shards,
     replica_problems,
     unnamed_latest,
     unwritten_ends,
@@ -116,7 +116,7 @@ class _Check:
         self._options = options
         self._found: list[Problem] = []
         self._sample = Sample(options.sample, options.seed)
-        self._files = FileCheck(surveyed.source, self._sample.takes)
+        self._files = FileCheck(surveyed.source, surveyed.format, self._sample.takes)
         self._nbytes = 0
         catalog = surveyed.catalog
         files = catalog.files | catalog.companions if catalog else surveyed.source.files
@@ -131,12 +131,14 @@ class _Check:
     def structure(self, asked: Location) -> None:
         """What metadata, names and sizes show; ``asked`` is the path that the user gave."""
         self._found += unnamed_latest(asked, self._survey)
-        self._found += name_problems(self._survey.source, self._catalog)
-        self._found += newer_than_metadata(self._survey.source)
+        self._found += name_problems(self._survey.source, self._survey.format, self._catalog)
+        self._found += newer_than_metadata(self._survey.source, self._survey.format)
         self._files.look_at_metadata(self._catalog)
         if self._catalog is not None:
             self._found += catalog_problems(self._catalog)
-            self._found += lost_last_ranks(self._survey.source, self._catalog)
+            self._found += lost_shards(self._survey.source, self._catalog)
+            if self._survey.format.checks is not None:
+                self._found += self._survey.format.checks(self._survey.source, self._catalog)
             self._found += optimizer_problems(self._catalog)
             self._found += folder_problems(self._survey.source, self._catalog)
             self._found += odd_values(self._catalog.objects.values())

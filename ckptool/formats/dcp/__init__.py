@@ -15,7 +15,7 @@ from typing import Any
 from ckptool.core.catalog import UNREAD, Catalog, ObjectEntry, TensorEntry, merge_copies
 from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.errors import Problem, Refusal
-from ckptool.formats.base import Deferred, Format, ScanOptions
+from ckptool.formats.base import Deferred, FileRole, FileRule, Format, ScanOptions
 from ckptool.formats.companions import framework_info, with_tensor_parallelism
 from ckptool.formats.dcp.inventory import (
     DAMAGE_HINT,
@@ -194,4 +194,8 @@ FORMAT = Format(
     convert=Deferred("ckptool.formats.dcp.write:lay_out"),
     reshard=Deferred("ckptool.formats.dcp.write:lay_out"),
     recover=Deferred("ckptool.formats.dcp.recover:recover"),
+    files=(
+        FileRule(r"(__\d+)?\.metadata", FileRole.METADATA),
+        FileRule(r".*\.distcp", FileRole.ITEMS, committed_by=METADATA),
+    ),
 )

@@ -16,7 +16,7 @@ with ``checkpoint.load_universal``, at any ZeRO stage, data and tensor paralleli
 from __future__ import annotations
 
 from ckptool.core.catalog import Catalog
-from ckptool.formats.base import Deferred, Format, ScanOptions
+from ckptool.formats.base import Deferred, Format, LatestMarker, ScanOptions
 from ckptool.formats.deepspeed.files import (
     LATEST,
     LATEST_UNIVERSAL,
@@ -46,6 +46,7 @@ FORMAT = Format(
     "DeepSpeed: ZeRO 0 to 3, pipelines, tensor parallelism, mixtures of experts",
     _probe,
     _scan,
+    latest=LatestMarker(LATEST),
     takes_tp_rules=True,
 )
 

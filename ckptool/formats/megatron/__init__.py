@@ -36,9 +36,12 @@ from dataclasses import replace
 from typing import Any
 
 from ckptool.core.catalog import Catalog
-from ckptool.formats.base import Deferred, Format, ScanOptions
+from ckptool.formats.base import Deferred, FileRole, FileRule, Format, LatestMarker, ScanOptions
+from ckptool.formats.companions import MEGATRON
 from ckptool.serialization.source import Source, read_metadata
 
+_LATEST = LatestMarker(MEGATRON, r"iter_[0-9]{7,}|release")
+"""Megatron-LM resumes by this file alone (megatron-core 0.20)."""
 _FOLDER = re.compile(r"mp_rank_[0-9]{2,6}(_[0-9]{3,6}){0,2}/model_optim_rng\.pt")
 
 
@@ -51,6 +54,7 @@ TORCH_FORMAT = Format(
     "Megatron's own format, one folder a model-parallel rank (mp_rank_00/model_optim_rng.pt)",
     _probe_torch,
     Deferred("ckptool.formats.megatron.torch:scan"),
+    latest=_LATEST,
     takes_tp_rules=True,
 )
 
@@ -87,6 +91,8 @@ TORCH_DIST_FORMAT = Format(
     _scan_torch_dist,
     locate=Deferred("ckptool.formats.dcp:locate"),
     convert=Deferred("ckptool.formats.megatron.torch_dist_write:lay_out"),
+    files=(FileRule(r"metadata\.json", FileRole.JSON),),
+    latest=_LATEST,
     trim=Deferred("ckptool.formats.megatron.optimizer.buckets:without_padding"),
 )
 
@@ -121,6 +127,7 @@ FSDP_DTENSOR_FORMAT = Format(
     "Megatron-FSDP checkpoint (a DCP folder of uneven DTensors)",
     _probe_fsdp_dtensor,
     _scan_fsdp_dtensor,
+    latest=_LATEST,
     locate=Deferred("ckptool.formats.dcp:locate"),
 )
 

@@ -18,7 +18,7 @@ from functools import partial
 from ckptool.core.catalog import Catalog
 from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.errors import Damaged, Problem
-from ckptool.formats.base import Deferred, Format, ScanOptions
+from ckptool.formats.base import Deferred, FileRole, FileRule, Format, ScanOptions
 from ckptool.formats.companions import companions
 from ckptool.formats.rank_files.flat_ranks import assembled
 from ckptool.formats.rank_files.names import RankFile, has_fsdp_folder, is_single, rank_files
@@ -319,6 +319,8 @@ FORMAT = Format(
     _probe,
     _scan,
     reshard=Deferred("ckptool.formats.rank_files.write:lay_out_rank_files"),
+    files=(FileRule(r"metadata\.pkl", FileRole.METADATA),),
+    checks=Deferred("ckptool.formats.rank_files.accelerate:lost_random_states"),
     takes_world_size=True,
 )
 

@@ -9,7 +9,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, ObjectEntry, TensorEntry
 from ckptool.core.layout import Layout
 from ckptool.errors import Problem, Unrecognised, damaged
-from ckptool.formats.base import EXTRA, Format, Request, ScanOptions
+from ckptool.formats.base import EXTRA, FileRole, FileRule, Format, Request, ScanOptions
 from ckptool.formats.writing import NOT_CARRIED, extra_file, plain_objects, tied_notes
 from ckptool.serialization.archive.read import read_torch_file
 from ckptool.serialization.safetensors import (
@@ -149,6 +149,7 @@ FORMAT = Format(
     _probe,
     _scan,
     convert=lay_out,
+    files=(FileRule(r".*\.safetensors", FileRole.SAFETENSORS),),
     suffixes=(".safetensors",),
     has_values=False,
 )

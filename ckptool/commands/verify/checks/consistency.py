@@ -28,9 +28,8 @@ from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem, flat_na
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.check.spans import Span, View
 from ckptool.errors import UNCODED, CkptoolError, Damaged, Problem
-from ckptool.formats.companions import MEGATRON
 from ckptool.formats.writing import NOT_CARRIED, plain_objects
-from ckptool.serialization.source import Source, first_missing, read_metadata, require
+from ckptool.serialization.source import Source, read_metadata, require
 from ckptool.storage.local import Files
 from ckptool.storage.url import Location
 
@@ -80,27 +79,11 @@ def replica_problems(entries: Iterable[TensorEntry], source: Files) -> list[Prob
     return problems
 
 
-_RANDOM = re.compile(r"random_states_([0-9]{1,6})\.pkl")
 _PARAMS = "params.json"
 _QUERIES = "attention.wq.weight"
 
 
-def lost_last_ranks(source: Source, catalog: Catalog) -> list[Problem]:
-    """Files of the last ranks that are gone: Meta's ``consolidated.NN.pth``, random states."""
-    return [*_lost_shards(source, catalog), *_lost_random_states(source, catalog)]
-
-
-def _lost_random_states(source: Source, catalog: Catalog) -> list[Problem]:
-    """accelerate writes ``random_states_N.pkl`` on every rank (1.15)."""
-    ranks = {int(match[1]) for match in map(_RANDOM.fullmatch, source.files) if match}
-    missing = first_missing(ranks, catalog.world_size or 0) if ranks else []
-    if not missing:
-        return []
-    message = f"random_states_{missing[0]}.pkl is missing, of {catalog.world_size} ranks"
-    return [Problem(message, "rank-missing", file=f"random_states_{missing[0]}.pkl")]
-
-
-def _lost_shards(source: Source, catalog: Catalog) -> list[Problem]:
+def lost_shards(source: Source, catalog: Catalog) -> list[Problem]:
     """Meta's model-parallel files of which the last are gone: rows of queries are missing."""
     wanted = _query_rows(source) if catalog.format == "llama" else None
     for name, entry in catalog.tensors.items():
@@ -126,27 +109,20 @@ def _query_rows(source: Source) -> int | None:
     return dim if type(dim) is int else None
 
 
-_ITERATION = re.compile(r"iter_[0-9]{7,}|release")
-
-
 def unnamed_latest(asked: Location, found: Survey) -> list[Problem]:
-    """A run's folder that was asked for and does not say which of its checkpoints is the latest.
+    """Return that a run's folder that was asked for does not name its latest checkpoint.
 
-    Megatron-LM writes ``latest_checkpointed_iteration.txt`` and DeepSpeed ``latest``, and resume
-    by nothing else (megatron-core 0.20, DeepSpeed 0.19).
+    Frameworks write the name into a file of the run's folder, and resume by nothing else.
     """
-    name = found.format.name
-    if name.startswith("megatron") and _ITERATION.fullmatch(found.path.name):
-        marker = MEGATRON
-    elif name == "deepspeed":
-        marker = "latest"
-    else:
+    marker, run = found.format.latest, found.path.parent
+    if marker is None or not re.fullmatch(marker.folders, found.path.name):
         return []
-    run = found.path.parent
-    if asked not in found.path.parents or (run / marker).exists():
+    if asked not in found.path.parents or (run / marker.file).exists():
         return []
-    message = f"{run}: no {marker} beside {found.path.name}, so nothing says that it is the latest"
-    return [Problem(message, "latest-unnamed", file=marker)]
+    message = (
+        f"{run}: no {marker.file} beside {found.path.name}, so nothing says that it is the latest"
+    )
+    return [Problem(message, "latest-unnamed", file=marker.file)]
 
 
 PAGE = 4096

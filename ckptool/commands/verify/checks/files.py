@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 
 from ckptool.commands.unlisted import unfinished_file
@@ -12,7 +11,8 @@ from ckptool.commands.verify.checks.pickles import PickleAudit
 from ckptool.core.catalog import Catalog, Item
 from ckptool.engine.check.spans import Span
 from ckptool.errors import CkptoolError, Damaged, Problem
-from ckptool.formats import single_file_suffixes
+from ckptool.formats import file_rule, single_file_suffixes
+from ckptool.formats.base import FileRole, FileRule, Format
 from ckptool.formats.torch_save import read_weight_map
 from ckptool.serialization.archive.items import find_archives
 from ckptool.serialization.archive.read import is_legacy, is_zip, read_torch_file
@@ -21,59 +21,63 @@ from ckptool.serialization.safetensors import read_safetensors
 from ckptool.serialization.source import Source, expect_edges, read_metadata
 from ckptool.storage.local import Files
 
-_PICKLES = re.compile(r"(.*/)?(__\d+)?\.metadata|(.*/)?metadata\.pkl")
 _LEGACY_HEAD = 1 << 24
 _SMALL_JSON = 1 << 20
 _CLOCK = 2.0
 """Seconds that the clocks of hosts which write one checkpoint may differ."""
 
 
-def name_problems(source: Source, catalog: Catalog | None) -> list[Problem]:
-    """What names and sizes alone show: empty weights, and files whose writing never ended.
+def name_problems(source: Source, row: Format, catalog: Catalog | None) -> list[Problem]:
+    """Return what names and sizes alone show: empty files, and files whose writing never ended.
 
     Names of files that a catalog calls bare show nothing: they are tensors' names.
     """
     bare = catalog.bare if catalog else frozenset()
-    files = {file: size for file, size in source.files.items() if file not in bare}
+    rules = {file: file_rule(row, file) for file in source.files if file not in bare}
+    committing = {rule.committed_by for rule in rules.values() if rule and rule.committed_by}
+    committing |= {rule.committed_by for rule in row.files if rule.committed_by}
     problems = []
-    for file, size in files.items():
-        folder, _, name = file.rpartition("/")
-        whole = f"{folder}/.metadata" if folder else ".metadata"
-        if name == ".metadata.tmp" and whole in source.files:
+    for file, rule in rules.items():
+        whole = file.removesuffix(".tmp")
+        commits = whole != file and whole.rpartition("/")[2] in committing
+        if commits and whole in source.files:
             message = f"{file} lies beside {whole}: a later save into this folder never finished"
             problems.append(Problem(message, "torn-overwrite", file=file))
-        elif name != ".metadata.tmp" and (unfinished := unfinished_file(file)):
+        elif not commits and (unfinished := unfinished_file(file)):
             problems.append(unfinished)
-        elif not size and name.endswith(tuple(single_file_suffixes())):
+        elif not source.files[file] and _must_hold_bytes(file, rule):
             message = f"{file}: the file is empty (0 bytes)"
             problems.append(Problem(message, "file-empty", file=file))
-    return [*problems, *_without_metadata(files), *_unreadable_json(source, files)]
+    return [*problems, *_uncommitted(rules), *_unreadable_json(source, rules)]
 
 
-def _without_metadata(files: Mapping[str, int]) -> list[Problem]:
-    """Subfolders of DCP items without the metadata that is written last; empty metadata."""
-    folders: dict[str, set[str]] = {}
-    for file in files:
-        folder, _, name = file.rpartition("/")
-        folders.setdefault(folder, set()).add(name)
-    problems = [
-        Problem(f"{file}: the file is empty (0 bytes)", "file-empty", file=file)
-        for file, size in files.items()
-        if not size and (_PICKLES.fullmatch(file) or file.endswith("metadata.json"))
-    ]
-    for folder, names in folders.items():
-        holds = any(name.endswith(".distcp") for name in names)
-        if folder and holds and not any(map(_PICKLES.fullmatch, names)):
-            message = f"{folder}: .distcp files and no .metadata, which is written last"
-            problems.append(Problem(message, "save-unfinished", file=f"{folder}/.metadata"))
+def _must_hold_bytes(file: str, rule: FileRule | None) -> bool:
+    if file.endswith(tuple(single_file_suffixes())):
+        return True
+    return rule is not None and rule.role in (FileRole.METADATA, FileRole.JSON)
+
+
+def _uncommitted(rules: Mapping[str, FileRule | None]) -> list[Problem]:
+    """Return the subfolders whose data files lack the metadata that is written last."""
+    folders: dict[str, set[FileRule]] = {}
+    for file, rule in rules.items():
+        if rule is not None:
+            folders.setdefault(file.rpartition("/")[0], set()).add(rule)
+    problems = []
+    for folder, kinds in folders.items():
+        last = max(rule.committed_by for rule in kinds)
+        if folder and last and not any(rule.role is FileRole.METADATA for rule in kinds):
+            message = f"{folder}: data files and no {last}, which is written last"
+            problems.append(Problem(message, "save-unfinished", file=f"{folder}/{last}"))
     return problems
 
 
-def _unreadable_json(source: Source, files: Mapping[str, int]) -> list[Problem]:
-    """Metadata of Megatron, small JSON files by name, that is none."""
+def _unreadable_json(source: Source, rules: Mapping[str, FileRule | None]) -> list[Problem]:
+    """Return the small files that are JSON by their names and not by their content."""
     problems = []
-    for file, size in files.items():
-        if file.rpartition("/")[2] == "metadata.json" and 0 < size < _SMALL_JSON:
+    for file, rule in rules.items():
+        is_json = rule is not None and rule.role is FileRole.JSON
+        if is_json and 0 < source.files[file] < _SMALL_JSON:
             try:
                 json.loads(read_metadata(source, file))
             except (ValueError, RecursionError):
@@ -82,13 +86,13 @@ def _unreadable_json(source: Source, files: Mapping[str, int]) -> list[Problem]:
     return problems
 
 
-def newer_than_metadata(source: Files) -> list[Problem]:
-    """Data files of DCP that were modified after ``.metadata``, which is written last."""
+def newer_than_metadata(source: Files, row: Format) -> list[Problem]:
+    """Return the data files that were modified after the metadata that is written last."""
     problems = []
     for file in source.files:
-        folder, _, name = file.rpartition("/")
-        whole = f"{folder}/.metadata" if folder else ".metadata"
-        if name.endswith(".distcp") and whole in source.files:
+        rule = file_rule(row, file)
+        whole = f"{file[: file.rfind('/') + 1]}{rule.committed_by}" if rule else ""
+        if rule is not None and rule.committed_by and whole in source.files:
             seconds = source.modified(file) - source.modified(whole)
             if seconds > _CLOCK:
                 message = f"{file} was modified {seconds:,.0f} s after {whole}"
@@ -103,8 +107,9 @@ class FileCheck:
     read, ``problems`` what is wrong.
     """
 
-    def __init__(self, source: Source, chosen: Callable[[Item], bool]) -> None:
+    def __init__(self, source: Source, row: Format, chosen: Callable[[Item], bool]) -> None:
         self._source = source
+        self._format = row
         self._chosen = chosen
         self._pickles = PickleAudit()
         self._archives = ArchiveCheck(source, self._pickles)
@@ -138,7 +143,7 @@ class FileCheck:
         """The archives inside larger files, as metadata says or as they are found."""
         if catalog is None:
             for file in self._source.files:
-                if file.endswith(".distcp"):
+                if self._role(file) is FileRole.ITEMS:
                     self._attempt(file, self._look_for_archives)
             return
         by_file: dict[str, list[Item]] = {}
@@ -159,8 +164,14 @@ class FileCheck:
         return [
             file
             for file in self._source.files
-            if file in catalog.files or file in catalog.copies or _PICKLES.fullmatch(file)
+            if file in catalog.files
+            or file in catalog.copies
+            or self._role(file) is FileRole.METADATA
         ]
+
+    def _role(self, file: str) -> FileRole | None:
+        rule = file_rule(self._format, file)
+        return rule.role if rule else None
 
     def _attempt(self, file: str, look: Callable[[str], None]) -> None:
         try:
@@ -169,14 +180,14 @@ class FileCheck:
             self._problems += error.problems
 
     def _look_at(self, file: str) -> None:
-        size = self._source.files[file]
-        if file.endswith(".safetensors"):
+        size, role = self._source.files[file], self._role(file)
+        if role is FileRole.SAFETENSORS:
             self._look_at_safetensors(file)
-        elif file.endswith(".index.json"):
+        elif role is FileRole.INDEX:
             read_weight_map(self._source, file)
-        elif _PICKLES.fullmatch(file):
+        elif role is FileRole.METADATA:
             self._pickles.look_at(read_metadata(self._source, file), file, 0)
-        elif size:
+        elif size and role not in (FileRole.ITEMS, FileRole.RAW):
             self._look_at_torch_file(file, size)
 
     def _look_at_safetensors(self, file: str) -> None:
@@ -188,7 +199,7 @@ class FileCheck:
 
     def _look_at_torch_file(self, file: str, size: int) -> None:
         head = self._source.read(file, 0, min(size, 64))
-        if is_zip(head) and not file.endswith(".distcp"):
+        if is_zip(head):
             self._archives.look_at(Item(file, 0, size))
         elif is_legacy(head):
             self.unchecked.add(file)
