@@ -30,10 +30,10 @@ from torch.futures import Future
 
 from ckptool.api.commands import no_collecting
 from ckptool.api.fill import Target, fill_targets
-from ckptool.api.keywords import AnyPath, Opening
+from ckptool.api.keywords import Opening
 from ckptool.api.load import cast_hint, dtype_of
 from ckptool.api.open import Checkpoint, checkpoint_at, open
-from ckptool.api.options import Said, documented, location
+from ckptool.api.options import AnyPath, Keywords, documented, location
 from ckptool.api.staging import torch_dtype, why_not_filled
 from ckptool.api.values import archived
 from ckptool.commands.detect import holds_checkpoint
@@ -66,7 +66,7 @@ class CheckpointReader(StorageReader):
         **options: Unpack[Opening],
     ) -> None:
         super().__init__()
-        Said("CheckpointReader", options, Opening)
+        Keywords("CheckpointReader", options, Opening)
         self._cast = cast
         self._workers = workers
         self._options = options

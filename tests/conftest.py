@@ -211,12 +211,10 @@ def taken(kind: Any, options: dict[str, Any]) -> Any:
 
 def convert_to(target: str, source: Path, path: Path, **options: Any) -> Any:
     """Convert and return the report."""
-    from ckptool.commands.convert import ConvertOptions, prepare
-    from ckptool.commands.open import ReadOptions
-    from ckptool.commands.rewrite import RewriteOptions
-    from ckptool.commands.selection import Selection
-    from ckptool.commands.transfer import TransferOptions
-    from ckptool.engine.write.run import RunOptions
+    from ckptool.commands.convert import prepare
+    from ckptool.commands.options.source import ReadOptions, RewriteOptions, Selection
+    from ckptool.commands.options.target import ConvertOptions, TransferOptions
+    from ckptool.engine.options import RunOptions
 
     options["read"] = taken(ReadOptions, options)
     options["selection"] = taken(Selection, options)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ckptool.api.keywords import AnyPath, Benching, Size
-from ckptool.api.options import Said, documented
+from ckptool.api.keywords import Benching
+from ckptool.api.options import AnyPath, Keywords, Size, documented
+from ckptool.commands.options.bench import BenchOptions
 from ckptool.core.units import parse_size
 from ckptool.errors import UsageError
 
@@ -28,12 +29,11 @@ def bench(
     ranks but the first. Raises UsageError, CannotDo without torch or room, TransferError where
     nothing could be measured.
     """
-    from ckptool.commands.bench.run import BenchOptions, prepare_bench
+    from ckptool.commands.bench.run import prepare_bench
 
-    said = Said("bench", options, Benching)
-    if said.get("like") is not None and said.get("size") is not None:
+    asked = Keywords("bench", options, Benching).options(BenchOptions)
+    if asked.like is not None and asked.size is not None:
         raise UsageError("like and size contradict one another")
-    asked = said.options(BenchOptions, size=said.get("size", 1 << 30))
     return prepare_bench(asked).run(progress)
 
 

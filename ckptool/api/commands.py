@@ -8,17 +8,18 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from ckptool.api.keywords import AnyPath, Converting, Inspecting, Reading, Resharding
-from ckptool.api.options import Said, documented, location
-from ckptool.commands.convert import ConvertOptions, ConvertReport, prepare
+from ckptool.api.keywords import Converting, Reading, Resharding
+from ckptool.api.options import AnyPath, Keywords, documented, location
+from ckptool.commands.convert import ConvertReport, prepare
 from ckptool.commands.formats import KnownFormat, known_formats
 from ckptool.commands.inspect import inspect as _inspect
 from ckptool.commands.inspect.inspect import InspectReport
-from ckptool.commands.reshard.reshard import ReshardOptions, ReshardReport, prepare_reshard
+from ckptool.commands.options.source import ReadOptions
+from ckptool.commands.options.target import ConvertOptions, ReshardOptions
+from ckptool.commands.reshard.reshard import ReshardReport, prepare_reshard
 from ckptool.engine.ranks import ranks
 
 if TYPE_CHECKING:
@@ -33,15 +34,19 @@ def silent(nbytes: int) -> None:
     """Tell nobody."""
 
 
-@documented(Inspecting)
-def inspect(path: AnyPath, **options: Unpack[Inspecting]) -> InspectReport:
+@documented(Reading)
+def inspect(
+    path: AnyPath, *, values: bool | None = None, **options: Unpack[Reading]
+) -> InspectReport:
     """Describe the checkpoint at ``path`` from its metadata alone.
 
-    Raises NotFound, Unrecognised, Damaged or Hostile, as every function here does.
+    ``values`` stored among the data are read from a disk; from a URL only if it is True. Raises
+    NotFound, Unrecognised, Damaged or Hostile, as every function here does.
     """
-    place, said = location(path), Said("inspect", options, Inspecting)
-    values = said.get("values", isinstance(place, Path))
-    return _inspect.inspect(place, replace(said.reading(), values=values))
+    place = location(path)
+    values = isinstance(place, Path) if values is None else values
+    read = Keywords("inspect", options, Reading).options(ReadOptions, values=values)
+    return _inspect.inspect(place, read)
 
 
 @documented(Reading)
@@ -55,7 +60,8 @@ def stats(
     from ckptool.commands.inspect.stats import stats as _stats
     from ckptool.commands.open import open_checkpoint
 
-    opened = open_checkpoint(location(path), Said("stats", options, Reading).reading())
+    read = Keywords("stats", options, Reading).options(ReadOptions)
+    opened = open_checkpoint(location(path), read)
     return _stats(opened, [tensors] if isinstance(tensors, str) else tensors)
 
 
@@ -73,16 +79,9 @@ def convert(
     ``progress`` is told of bytes as they are written. Raises UsageError or CannotDo where it
     cannot be done as asked, TransferError where it fails midway: ``resume=True`` then continues.
     """
-    said = Said("convert", options, Converting)
-    asked = said.options(
-        ConvertOptions,
-        to=to,
-        read=said.reading(),
-        rewrite=said.rewriting(),
-        transfer=said.transfer(),
-    )
+    asked = Keywords("convert", options, Converting).options(ConvertOptions, to=to)
     prepared = prepare(location(source), location(target), asked)
-    return prepared.report if said.get("dry_run") else prepared.run(progress)
+    return prepared.report if asked.transfer.dry_run else prepared.run(progress)
 
 
 @documented(Resharding)
@@ -98,24 +97,18 @@ def reshard(
     Under torchrun the ranks share the work; there must be no process group yet. Raises as
     ``convert`` does, on every rank the same.
     """
-    said = Said("reshard", options, Resharding)
-    asked = said.options(
-        ReshardOptions,
-        read=said.reading(),
-        map=said.mapping(),
-        transfer=said.transfer(verify=said.get("verify", True)),
-    )
+    asked = Keywords("reshard", options, Resharding).options(ReshardOptions)
     where = None if target is None else location(target)
     with ranks() as group:
         prepared = group.together(lambda: prepare_reshard(location(source), where, asked))
-        if said.get("check"):
+        if asked.check:
             from ckptool.commands.reshard.load_check import check_loads, require_loadable
 
             group.together(lambda: require_loadable(prepared, group))
-        if said.get("dry_run"):
+        if asked.transfer.dry_run:
             return prepared.report
         report = prepared.run(progress, group)
-        if said.get("check"):
+        if asked.check:
             check_loads(prepared, group)
         return report
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, Unpack
 
 from ckptool.api.commands import no_collecting
 from ckptool.api.fill import Target, fill_targets, memory_of
-from ckptool.api.keywords import AnyPath, Opening
+from ckptool.api.keywords import Opening
 from ckptool.api.local import declared_boxes, global_shape, local_parts, local_tensors, why_not_held
 from ckptool.api.open import Checkpoint, checkpoint_at
-from ckptool.api.options import Said, documented
+from ckptool.api.options import AnyPath, Keywords, documented
 from ckptool.api.staging import why_not_filled
 from ckptool.api.state_dict import Leaf, Matched, keys_differ, leaves_of, listed, matched
 from ckptool.api.values import rebuilt
@@ -63,7 +63,7 @@ def load(
     written, CannotDo where tied parameters are not the same in it: what was filled then stays.
     """
     with no_collecting():
-        Said("load", options, Opening)
+        Keywords("load", options, Opening)
         items = leaves_of(state_dict)
         checkpoint = checkpoint_at(path, **options)
         found = _with_tied(matched(checkpoint, items), items)

@@ -17,9 +17,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from ckptool.api.commands import no_collecting
-from ckptool.api.keywords import AnyPath, Opening
-from ckptool.api.options import Said, documented, location
+from ckptool.api.keywords import Opening
+from ckptool.api.options import AnyPath, Keywords, documented, location
 from ckptool.commands.open import Opened, open_checkpoint
+from ckptool.commands.options.source import ReadOptions, RewriteOptions
 from ckptool.commands.rewrite import rewrite
 from ckptool.core.box import Box
 from ckptool.core.casts import as_type
@@ -201,10 +202,10 @@ def open(path: AnyPath, **options: Unpack[Opening]) -> Checkpoint:
     The keywords say how to read it, what to take of it, how to call that, and as which numbers.
     Raises NotFound, Unrecognised, Damaged, Hostile, UsageError or CannotDo.
     """
-    said = Said("open", options, Opening)
+    keywords = Keywords("open", options, Opening)
     with no_collecting():
-        opened = open_checkpoint(location(path), said.reading(), whole=False)
-    return Checkpoint(opened, rewrite(opened, said.rewriting()).catalog)
+        opened = open_checkpoint(location(path), keywords.options(ReadOptions), whole=False)
+    return Checkpoint(opened, rewrite(opened, keywords.options(RewriteOptions)).catalog)
 
 
 def checkpoint_at(path: AnyPath | Checkpoint, **options: Unpack[Opening]) -> Checkpoint:

@@ -6,12 +6,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
 from ckptool.api.commands import Progress, silent
-from ckptool.api.keywords import AnyPath, Checking, Comparing, Salvaging, Verifying
-from ckptool.api.options import Said, documented, location
-from ckptool.commands.rewrite import RewriteOptions
+from ckptool.api.keywords import Checking, Comparing, Salvaging, Verifying
+from ckptool.api.options import AnyPath, Keywords, documented, location
+from ckptool.commands.options.source import RewriteOptions
+from ckptool.commands.options.verify import (
+    CompareOptions,
+    ManifestOptions,
+    SalvageOptions,
+    VerifyOptions,
+)
 from ckptool.commands.verify import verify as _verify
 from ckptool.commands.verify.report import VerifyReport
-from ckptool.commands.verify.verify import VerifyOptions
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,24 +35,25 @@ def verify(
     written then, in whatever format. Raises NotFound and Unrecognised where there is no
     checkpoint, and nothing for damage: that is in the report.
     """
-    said = Said("verify", options, Verifying)
-    asked, written, read = _options(said), said.get("write_manifest"), said.get("manifest")
-    rewrite = said.rewriting()
-    if written is None and read is None:
-        if rewrite != RewriteOptions():
-            raise UsageError("what to take of it and how needs a manifest, or compare()")
-        return _verify.verify(location(path), asked, lambda total: progress)
-    if written is not None and read is not None:
+    keywords = Keywords("verify", options, Verifying)
+    asked, rewrite = keywords.options(VerifyOptions), keywords.options(RewriteOptions)
+    manifest = keywords.options(ManifestOptions)
+    written, proof = manifest.write_manifest, manifest.manifest
+    if written is not None and proof is not None:
         raise UsageError("manifest and write_manifest: one at a time")
     from ckptool.commands.verify.manifest.check import ProvingOptions, prove, write
 
     if written is not None:
-        proving = ProvingOptions(written, said.get("overwrite", False), asked, rewrite)
+        proving = ProvingOptions(written, manifest.overwrite, asked, rewrite)
         return write(location(path), proving, lambda total: progress)
-    if asked.sample == 1 and not asked.finite:
-        asked = replace(asked, quick=True)
-    proving = ProvingOptions(read, verify=asked, rewrite=rewrite)
-    return prove(location(path), proving, lambda total: progress)
+    if proof is not None:
+        if asked.sample == 1 and not asked.fail_nonfinite:
+            asked = replace(asked, quick=True)
+        proving = ProvingOptions(proof, verify=asked, rewrite=rewrite)
+        return prove(location(path), proving, lambda total: progress)
+    if rewrite != RewriteOptions():
+        raise UsageError("selecting, renaming, mapping or casting needs a manifest, or compare()")
+    return _verify.verify(location(path), asked, lambda total: progress)
 
 
 @documented(Comparing)
@@ -60,16 +66,13 @@ def compare(
     are the same.
     """
     from ckptool.commands.verify.compare.against import AgainstOptions, against
-    from ckptool.commands.verify.compare.tensors import Tolerance
 
-    said = Said("compare", options, Comparing)
-    tolerant = said.get("rtol") is not None or said.get("atol") is not None
-    asked = said.options(
-        AgainstOptions,
-        other=location(other),
-        rewrite=said.rewriting(),
-        tolerance=said.options(Tolerance) if tolerant else None,
-        verify=_options(said),
+    keywords = Keywords("compare", options, Comparing)
+    asked = AgainstOptions(
+        location(other),
+        keywords.options(RewriteOptions),
+        keywords.options(CompareOptions),
+        keywords.options(VerifyOptions),
     )
     return against(location(path), asked, lambda total: progress)
 
@@ -82,7 +85,8 @@ def verify_run(run: AnyPath, *, every: bool = False, **options: Unpack[Checking]
     """
     from ckptool.commands.verify.run_folder import verify_run as _verify_run
 
-    return _verify_run(location(run), _options(Said("verify_run", options, Checking)), every=every)
+    asked = Keywords("verify_run", options, Checking).options(VerifyOptions)
+    return _verify_run(location(run), asked, every=every)
 
 
 @documented(Salvaging)
@@ -94,12 +98,7 @@ def salvage(
     ``target`` is a DCP folder, or a .safetensors or .pt file; a list of what is lost comes beside
     it. Raises CannotDo where nothing is whole.
     """
-    from ckptool.commands.verify.salvage.salvage import SalvageOptions, plan_salvage
+    from ckptool.commands.verify.salvage.salvage import plan_salvage
 
-    said = Said("salvage", options, Salvaging)
-    asked = SalvageOptions(said.reading(), said.transfer())
+    asked = Keywords("salvage", options, Salvaging).options(SalvageOptions)
     return plan_salvage(location(path), location(target), asked).run(progress)
-
-
-def _options(said: Said) -> VerifyOptions:
-    return said.options(VerifyOptions, read=said.reading())

@@ -11,7 +11,7 @@ from ckptool.cli.bench import bench
 from ckptool.cli.convert import convert
 from ckptool.cli.formats import formats, maps
 from ckptool.cli.inspect import inspect
-from ckptool.cli.options import with_groups
+from ckptool.cli.options import RenamingCommand, with_options
 from ckptool.cli.reshard import reshard
 from ckptool.cli.verify import verify
 
@@ -40,4 +40,4 @@ def root(
 
 
 for command in (inspect, convert, reshard, verify, bench, formats, maps):
-    app.command()(with_groups(command))
+    app.command(cls=RenamingCommand)(with_options(command))

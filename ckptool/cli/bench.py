@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptool.cli.options import AsJson, Debug, Quiet
+from ckptool.commands.options.bench import BenchOptions
+from ckptool.core.options import changed
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
     from ckptool.commands.bench.report import BenchReport, Change
-    from ckptool.commands.bench.run import BenchOptions
 
-_TRANSFER_SIZE, _STATE_SIZE = "2GB", "1GiB"
+_TRANSFER_SIZE = 2_000_000_000
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 
@@ -23,61 +24,21 @@ _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 def bench(
     source: Annotated[
         Path | None,
-        typer.Argument(metavar="[SRC]", help="With --transfer: what to measure with."),
+        typer.Argument(metavar="[SRC]", help="With --transfer, the checkpoint to measure with."),
     ] = None,
-    like: Annotated[
-        str | None,
-        typer.Option(
-            "--like",
-            metavar="CKPT",
-            help="Save tensors shaped as this checkpoint's; a path or a URL.",
-        ),
-    ] = None,
-    size: Annotated[
-        str | None,
-        typer.Option(
-            "--size",
-            metavar="SIZE",
-            help=f"Of the state; {_STATE_SIZE} unless told, with --transfer {_TRANSFER_SIZE}.",
-        ),
-    ] = None,
-    strategies: Annotated[
-        str | None,
-        typer.Option(
-            "--strategies",
-            metavar="LIST",
-            help="Names, families or globs with commas, such as dcp-sync,dcp-async-*; or"
-            " MODULE:CLASS for a saver of your own. Default: all.",
-        ),
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", min=1, help="Default: one an accelerator, or 2 on the CPU."),
-    ] = None,
-    repeat: Annotated[
-        int, typer.Option("--repeat", min=1, help="Saves after the first; with --transfer, rounds.")
-    ] = 5,
-    out: Annotated[
-        str,
-        typer.Option(
-            "--out",
-            metavar="DIR",
-            help="Where to save, a folder or a URL; all is removed at the end.",
-        ),
-    ] = ".",
-    abort: Annotated[
-        bool,
-        typer.Option("--abort", help="Also kill each strategy in mid-save: what is left then?"),
-    ] = False,
+    *,
+    options: BenchOptions,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw the bars as .svg or .png.")
     ] = None,
     compare: Annotated[
         Path | None,
-        typer.Option("--compare", metavar="OLD.json", help="Exit 1 where it was faster before."),
+        typer.Option(
+            "--compare", metavar="OLD.json", help="Exit 1 if this earlier run was faster."
+        ),
     ] = None,
     tolerance: Annotated[
-        str, typer.Option("--tolerance", metavar="SHARE", help="How much slower is no regression.")
+        str, typer.Option("--tolerance", metavar="SHARE", help="Allowed slowdown for --compare.")
     ] = "10%",
     transfer: Annotated[
         bool,
@@ -95,36 +56,23 @@ def bench(
     """
     _require_paths(source=source, plot=plot, compare=compare)
     if transfer:
-        _require_paths(out=out)
-        if any((like, strategies, ranks, abort, plot, compare)):
+        _require_paths(out=options.out)
+        if plot or compare or {*changed(options)} - {"--size", "--repeat", "--out"}:
             raise UsageError("--transfer goes with --size, --repeat, --out and --json alone")
-        _transfer(source, size or _TRANSFER_SIZE, Path(out), repeat, as_json=as_json)
+        _transfer(source, options, as_json=as_json)
         return
     if source is not None:
         raise UsageError(
             f"{source}: an argument is for --transfer", hint=f"--like {source} takes its shapes"
         )
-    if like is not None and size is not None:
+    if options.like is not None and options.size is not None:
         raise UsageError("--like and --size contradict one another")
-    from ckptool.commands.bench.run import BenchOptions
-    from ckptool.core.units import parse_size
-    from ckptool.storage.url import location
-
-    options = BenchOptions(
-        size=parse_size(size or _STATE_SIZE, "--size"),
-        like=location(like) if like else None,
-        out=location(out),
-        strategies=tuple(word.strip() for word in (strategies or "").split(",") if word.strip()),
-        ranks=ranks,
-        repeat=repeat,
-        abort=abort,
-    )
     report, changes = _measured(options, plot, compare, tolerance, quiet=quiet)
     if report is not None:
         _show(report, changes, plot, as_json=as_json)
 
 
-def _require_paths(**places: str | Path | None) -> None:
+def _require_paths(**places: object) -> None:
     """UsageError for a URL."""
     for name, place in places.items():
         if _URL.match(str(place)):
@@ -175,13 +123,13 @@ def _show(
         raise typer.Exit(1)
 
 
-def _transfer(source: Path | None, size: str, out: Path, repeat: int, *, as_json: bool) -> None:
+def _transfer(source: Path | None, options: BenchOptions, *, as_json: bool) -> None:
     from ckptool.commands.bench.transfer.run import transfer_bench
-    from ckptool.core.units import parse_size
     from ckptool.render.bench.transfer import show_transfer_bench, transfer_bench_json
     from ckptool.render.messages import print_json, show_step
 
-    report = transfer_bench(source, parse_size(size, "--size"), out, repeat, progress=show_step)
+    size, out = options.size or _TRANSFER_SIZE, Path(str(options.out))
+    report = transfer_bench(source, size, out, options.repeat, progress=show_step)
     if as_json:
         print_json(transfer_bench_json(report))
     else:

@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ckptool.cli.options import AsJson, Debug, PerRank, Reading, SourcePath
+from ckptool.cli.options import AsJson, Debug, SourcePath
+from ckptool.commands.options.source import READING, ReadOptions
+from ckptool.core.options import OptionGroup
 from ckptool.errors import UsageError, damaged
 
 
@@ -20,16 +22,16 @@ def inspect(
             "--tensors", metavar="GLOB", help="List every matching tensor in full (repeatable)."
         ),
     ] = None,
-    map_name: Annotated[
+    shards: Annotated[
         str | None,
         typer.Option(
-            "--map",
+            "--shards",
             metavar="NAME",
-            help="Draw one tensor: which rank and file holds which box (no key map).",
+            help="Draw one tensor: which rank and file holds which box.",
         ),
     ] = None,
-    ranks: Annotated[
-        bool, typer.Option("--ranks", help="Show the bytes of each rank, and the imbalance.")
+    rank_bytes: Annotated[
+        bool, typer.Option("--rank-bytes", help="Show the bytes per rank, and the imbalance.")
     ] = False,
     values: Annotated[bool, typer.Option("--values", help="Show the non-tensor values.")] = False,
     stats: Annotated[
@@ -37,18 +39,19 @@ def inspect(
         typer.Option(
             "--stats",
             metavar="GLOB",
-            help="Read what matches: min, max, mean, std, NaN, Inf (repeatable).",
+            help="Read matching tensors: min, max, mean, std, NaN, Inf (repeatable).",
         ),
     ] = None,
     export: Annotated[
         Path | None,
-        typer.Option("--export", metavar="FILE", help="Also keep the screen as .svg or .html."),
+        typer.Option("--export", metavar="FILE", help="Also save the screen as .svg or .html."),
     ] = None,
-    reading: Annotated[Reading, "How to read SRC"],
-    per_rank: PerRank = False,
+    reading: Annotated[ReadOptions, OptionGroup(panel=READING, without=("split_stacked",))],
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", "-v", help="Say how much was asked of the store, for a URL."),
+        typer.Option(
+            "--verbose", "-v", help="For a URL, show how much was requested from the store."
+        ),
     ] = False,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -78,19 +81,20 @@ def inspect(
 
     if export is not None:
         if as_json:
-            raise UsageError("--export keeps the screen, and --json leaves it empty: one of them")
+            raise UsageError(
+                "--export and --json cannot be combined: with --json the screen is empty"
+            )
         require_exportable(export)
         require_marked(export, export_mark(export), noun="screen that ckptool exported")
     place = parse_place(source, "SRC")
-    asked = reading.options(per_rank=per_rank)
-    report = run_inspect(place, replace(asked, values=values or isinstance(place, Path)))
+    report = run_inspect(place, replace(reading, values=values or isinstance(place, Path)))
     found = None
     if stats:
         from ckptool.commands.inspect.stats import stats as run_stats
 
         found = run_stats(report.opened, stats)
     if as_json:
-        told = inspect_json(report, tensors=tensors or (), ranks=ranks, map_name=map_name)
+        told = inspect_json(report, tensors=tensors or (), ranks=rank_bytes, map_name=shards)
         print_json(told | (stats_json(found) if found is not None else {}))
     else:
         screen = console(record=export is not None)
@@ -98,9 +102,9 @@ def inspect(
             report,
             screen,
             tensors=tensors or (),
-            ranks=ranks,
+            ranks=rank_bytes,
             values=values,
-            map_name=map_name,
+            map_name=shards,
             stats=found or (),
         )
         if export is not None:

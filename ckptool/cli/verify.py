@@ -1,40 +1,16 @@
-"""``ckptool verify``.
-
-How deep ``ckptool verify`` looks, and what fails.
-"""
+"""``ckptool verify``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from ckptool.cli.options import (
-    Casting,
-    Debug,
-    KeyMap,
-    Overwrite,
-    PerRank,
-    Reading,
-    Selecting,
-    SourcePath,
-    Unstack,
-    Workers,
-    rewrite_options,
-)
+from ckptool.cli.options import AsJson, Debug, SourcePath
 from ckptool.cli.verify_modes import (
-    Against,
-    All,
-    ByManifest,
-    Comparing,
-    LatestGood,
-    SalvageTo,
-    Telling,
+    Output,
     Told,
-    WriteManifest,
-    require_against,
-    require_other,
     run_against,
     run_proving,
     run_salvage,
@@ -42,82 +18,128 @@ from ckptool.cli.verify_modes import (
     run_writing,
     told_of,
 )
+from ckptool.commands.options.source import RewriteOptions
+from ckptool.commands.options.verify import CompareOptions, ManifestOptions, VerifyOptions
+from ckptool.core.options import OptionGroup, changed
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckptool.commands.open import ReadOptions
-    from ckptool.commands.verify.verify import Started, VerifyOptions
+    from ckptool.commands.verify.verify import Started
     from ckptool.storage.url import Location
 
-
-REWRITING = "What of SRC, under which names and as which numbers, as `ckptool convert` makes it"
+AGAINST = "Compare with another checkpoint"
+REWRITING = "Compare SRC as `ckptool convert` rewrites it (with --against or a manifest)"
+MANIFEST = "Manifests"
+RUN = "Runs (folders of steps)"
 
 
 def verify(
     source: SourcePath = ".",
     *,
-    looking: Looking,
-    codes: Annotated[bool, typer.Option("--codes", help="List the codes and end.")] = False,
-    against: Against = None,
-    comparing: Comparing,
-    selecting: Annotated[Selecting, REWRITING],
-    key_map: Annotated[KeyMap, REWRITING],
-    casting: Annotated[Casting, REWRITING],
-    unstack: Unstack = False,
-    write_manifest: WriteManifest = None,
-    manifest: ByManifest = None,
-    latest_good: LatestGood = False,
-    every: All = False,
-    salvage: SalvageTo = None,
-    overwrite: Overwrite = False,
-    reading: Reading,
-    per_rank: PerRank = False,
-    workers: Workers = None,
-    telling: Telling,
+    options: VerifyOptions,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against",
+            metavar="OTHER",
+            rich_help_panel=AGAINST,
+            help="Compare with this checkpoint, of any format, bit by bit.",
+        ),
+    ] = None,
+    comparison: Annotated[CompareOptions, OptionGroup(panel=AGAINST)],
+    rewrite: Annotated[RewriteOptions, OptionGroup(panel=REWRITING)],
+    manifest: Annotated[ManifestOptions, OptionGroup(panel=MANIFEST)],
+    latest_good: Annotated[
+        bool,
+        typer.Option(
+            "--latest-good",
+            rich_help_panel=RUN,
+            help="Print the path of the newest step without errors, and nothing else, on stdout.",
+        ),
+    ] = False,
+    every: Annotated[
+        bool, typer.Option("--all", rich_help_panel=RUN, help="Verify every step; show a table.")
+    ] = False,
+    salvage: Annotated[
+        str | None,
+        typer.Option(
+            "--salvage",
+            metavar="DST",
+            rich_help_panel="Salvage a damaged checkpoint",
+            help="Write what is intact to DST (a DCP folder, or a .safetensors or .pt file), and"
+            " next to it a list of what is lost.",
+        ),
+    ] = None,
+    codes: Annotated[
+        bool, typer.Option("--codes", help="List the finding codes and exit.")
+    ] = False,
+    junit: Annotated[
+        Path | None, typer.Option("--junit", metavar="FILE", help="Also write a JUnit report.")
+    ] = None,
+    as_json: AsJson = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print nothing; see the exit code.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
-    """Check that a checkpoint is whole, unchanged and safe, from its own files alone.
+    """Check that a checkpoint is complete, unchanged and safe, from its own files alone.
 
-    Reads everything once. Exits 0 where it is sound, 1 where it is not, 3 where there is none.
-    Other questions, one at a time: is it the same as OTHER, is it what a manifest says, which step
-    of a run is the newest whole one, and what is left of a damaged one. With the options that
-    `ckptool convert SRC DST` took, `--against DST` proves that DST is what it should be.
-    Where GITHUB_ACTIONS is true, findings are annotations too (on stderr beside --json).
+    Reads everything once. Exits 0 if no errors are found, 1 if there are any, 3 if there is no
+    checkpoint. Other questions, one at a time: is it equal to OTHER, does it match a manifest,
+    which step of a run is the newest good one, and what is left of a damaged one. With the options
+    that `ckptool convert SRC DST` took, `--against DST` proves that DST is what it should be.
+    If GITHUB_ACTIONS is true, findings are annotations too (on stderr with --json).
     """
+    output = Output(junit, as_json, quiet)
     if codes:
-        telling.tell_codes()
+        output.show_codes()
         return
-    _require_one_question(against, write_manifest, manifest, latest_good or every, salvage)
-    if against is None:
-        require_against(comparing)
-        if manifest is None and write_manifest is None:
-            require_other(selecting, key_map, casting)
-    elif looking.quick or looking.sample:
-        raise UsageError("--against compares every byte: not with --quick or --sample")
+    questions = (against, manifest.write_manifest, manifest.manifest, latest_good or every, salvage)
+    _require_possible(questions, options, comparison, rewrite)
     from ckptool.cli.options import parse_place
     from ckptool.render.progress import started_progress
     from ckptool.storage.url import location
 
     place = parse_place(source, "SRC")
-    options = looking.options(reading.options(per_rank=per_rank, unstack=unstack), workers)
-    rewriting = rewrite_options(selecting, key_map, casting)
-    how = {"as_json": telling.as_json, "quiet": telling.quiet}
     if salvage is not None:
-        _end(run_salvage(place, location(salvage), options, overwrite=overwrite, **how))
+        overwrite = manifest.overwrite
+        _end(run_salvage(place, location(salvage), options, output, overwrite=overwrite))
     if latest_good or every:
-        _end(run_steps(place, options, every=every, **how))
-    with started_progress(quiet=telling.quiet) as started:
+        _end(run_steps(place, options, output, every=every))
+    with started_progress(quiet=quiet) as started:
         if against is not None:
-            told = run_against(place, location(against), comparing, rewriting, options, started)
-        elif write_manifest is not None:
-            written = location(write_manifest)
-            told = run_writing(place, written, rewriting, options, started, overwrite=overwrite)
-        elif manifest is not None:
-            told = run_proving(place, location(manifest), rewriting, options, started)
+            told = run_against(place, location(against), comparison, rewrite, options, started)
+        elif manifest.write_manifest is not None:
+            target, overwrite = manifest.write_manifest, manifest.overwrite
+            told = run_writing(place, target, rewrite, options, started, overwrite=overwrite)
+        elif manifest.manifest is not None:
+            told = run_proving(place, manifest.manifest, rewrite, options, started)
         else:
             told = _verified(place, options, started)
-    telling.tell(told, strict=looking.strict)
+    output.show(told, strict=options.strict)
     _end(told.report.sound)
+
+
+def _require_possible(
+    questions: tuple[object, ...],
+    options: VerifyOptions,
+    comparison: CompareOptions,
+    rewrite: RewriteOptions,
+) -> None:
+    """Raise UsageError for questions and options that do not go together."""
+    if sum(each not in (None, False) for each in questions) > 1:
+        raise UsageError(
+            "--against, --write-manifest, --manifest, --latest-good or --all, and --salvage:"
+            " one at a time"
+        )
+    against, write_manifest, manifest, *_ = questions
+    if against is not None and (options.quick or options.sample < 1):
+        raise UsageError("--against compares every byte: not with --quick or --sample")
+    if against is None and (flags := changed(comparison)):
+        raise UsageError(f"{flags[0]} says what to compare: it needs --against OTHER")
+    if (against, write_manifest, manifest) == (None, None, None) and (flags := changed(rewrite)):
+        needs = "it needs --against OTHER, --manifest or --write-manifest"
+        raise UsageError(f"{flags[0]} says what to compare: {needs}")
 
 
 def _verified(place: Location, options: VerifyOptions, started: Started) -> Told:
@@ -128,49 +150,3 @@ def _verified(place: Location, options: VerifyOptions, started: Started) -> Told
 
 def _end(answer: bool) -> NoReturn:
     raise typer.Exit(0 if answer else 1)
-
-
-def _require_one_question(*asked: str | bool | None) -> None:
-    if sum(one is not None and one is not False for one in asked) > 1:
-        raise UsageError(
-            "--against, --write-manifest, --manifest, --latest-good or --all, and --salvage:"
-            " one at a time"
-        )
-
-
-@dataclass(frozen=True)
-class Looking:
-    """How deep to look, and what counts."""
-
-    quick: Annotated[bool, typer.Option("--quick", help="Read metadata only, not the data.")] = (
-        False
-    )
-    sample: Annotated[
-        str | None,
-        typer.Option("--sample", metavar="SHARE", help="Read a share of the data, such as 5%."),
-    ] = None
-    seed: Annotated[int, typer.Option("--seed", help="What --sample chooses by.")] = 0
-    finite: Annotated[
-        bool, typer.Option("--finite", help="NaN and infinite values are errors.")
-    ] = False
-    strict: Annotated[bool, typer.Option("--strict", help="Warnings fail too.")] = False
-    ignore: Annotated[
-        list[str] | None,
-        typer.Option("--ignore", metavar="CODE", help="Leave out what has this code (repeatable)."),
-    ] = None
-
-    def options(self, read: ReadOptions, workers: int | None) -> VerifyOptions:
-        """What the command line says; UsageError where the share is none."""
-        from ckptool.commands.verify.verify import VerifyOptions
-        from ckptool.core.units import parse_share
-
-        return VerifyOptions(
-            read=read,
-            quick=self.quick,
-            sample=parse_share(self.sample, "--sample") if self.sample else 1.0,
-            seed=self.seed,
-            finite=self.finite,
-            strict=self.strict,
-            ignore=tuple(self.ignore or ()),
-            workers=workers,
-        )

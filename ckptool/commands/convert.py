@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ckptool.commands.keymap.assets import with_assets
-from ckptool.commands.keymap.options import MapReport, decided_by
+from ckptool.commands.keymap.report import MapReport, decided_by
 from ckptool.commands.keymap.written_config import as_numbers, with_true_config
-from ckptool.commands.open import AS_DETECTED, ReadOptions, open_checkpoint
-from ckptool.commands.rewrite import RewriteOptions, rewrite
-from ckptool.commands.selection import Selection
+from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.source import RewriteOptions, Selection
+from ckptool.commands.options.target import ConvertOptions
+from ckptool.commands.rewrite import rewrite
 from ckptool.commands.transfer import (
     Progress,
     Transfer,
-    TransferOptions,
     free_bytes,
     named_target,
     require_agreement,
@@ -29,18 +29,6 @@ from ckptool.formats import FORMATS, targets
 from ckptool.formats.base import Format, Request
 from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
 from ckptool.storage.url import Location
-
-
-@dataclass(frozen=True, slots=True)
-class ConvertOptions:
-    """How to read it, what to make of it, and how to write it. ``max_shard_size`` in bytes."""
-
-    to: str
-    read: ReadOptions = AS_DETECTED
-    rewrite: RewriteOptions = field(default_factory=RewriteOptions)
-    max_shard_size: int = 5_000_000_000
-    one_rank: bool = False
-    transfer: TransferOptions = field(default_factory=TransferOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +83,7 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Prep
         opened, options.rewrite, locate=True, check=lambda kept: _require_some(opened.path, kept)
     )
     catalog = found.catalog
-    request = Request(target.name, options.max_shard_size, options.one_rank)
+    request = Request(target.name, options.max_shard_size, options.single_rank)
     layout = writer.lay_out(catalog, request)
     assets = options.rewrite.map.assets
     layout = with_assets(layout, assets, found.map, catalog, model=writer.is_model_folder)
@@ -132,7 +120,7 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Prep
             *target_notes(opened, target, layout, options.transfer),
         ),
     )
-    decided = (writer.name, options.max_shard_size, options.one_rank, decided_by(found.map))
+    decided = (writer.name, options.max_shard_size, options.single_rank, decided_by(found.map))
     return Prepared(Transfer(opened, plan, target, options.transfer, decided), report)
 
 
@@ -170,7 +158,7 @@ def _writer(to: str, target: Location) -> Format:
 def _quantised_notes(catalog: Catalog, options: RewriteOptions) -> list[str]:
     """What a person should know of quantised tensors that are cast or made numbers of."""
     notes = []
-    if options.dtype is not None and quantised_names(catalog):
+    if options.casts is not None and options.casts.model is not None and quantised_names(catalog):
         listed = ", ".join(f"{count} {kind}" for kind, count in kinds(catalog).items())
         notes.append(f"--dtype leaves quantised tensors as they are ({listed}); --dequantize")
     return notes

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptool.commands.detect import Candidate, bounded, recognise, require_finished, unfinished
+from ckptool.commands.options.source import AS_DETECTED, ReadOptions
 from ckptool.commands.unlisted import require_listed, unlisted_notes, unlisted_problems
 from ckptool.commands.unread_files import explained, unread_files, with_cause
 from ckptool.core.catalog import Catalog
 from ckptool.core.parts import with_parts
-from ckptool.core.sharding.tensor_parallel import NamedRule
 from ckptool.errors import (
     CkptoolError,
     Damaged,
@@ -33,39 +33,18 @@ from ckptool.storage.url import Location
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ReadOptions:
-    """How to read a checkpoint.
-
-    ``format_name`` reads it as that format instead of detecting it. ``per_rank`` keeps plain
-    tensors that differ between ranks, as NAME@rankR. ``flat_params`` is a JSON file of the model's
-    parameters and their shapes, in order, by which FSDP1's flat ones are taken apart. ``tp_rules``
-    say how tensor-parallel ranks' parameters fit together. ``unstack`` makes one tensor a layer
-    and expert of stacked ones. Without ``values`` those that lie among the data may be left
-    ``UNREAD``. ``world_size`` is the number of ranks whose files are read.
-    """
-
-    format_name: str | None = None
-    per_rank: bool = False
-    flat_params: Path | None = None
-    tp_rules: tuple[NamedRule, ...] = ()
-    unstack: bool = False
-    values: bool = True
-    world_size: int | None = None
-
-    def scan_options(self, of: Format, found: list[Problem] | None = None) -> ScanOptions:
-        """What a scan of that format is asked for; UsageError where it cannot heed it."""
-        if self.tp_rules and not of.takes_tp_rules:
-            raise UsageError(f"--tp-rule: {of.name} says itself how its ranks fit together")
-        if self.world_size is not None and not of.takes_world_size:
-            raise UsageError(f"--world-size: {of.name} says itself how many ranks there are")
-        shapes = _shapes_in(self.flat_params) if self.flat_params else ()
-        return ScanOptions(
-            self.per_rank, shapes, self.tp_rules, found, self.values, self.world_size
-        )
-
-
-AS_DETECTED = ReadOptions()
+def scan_options(
+    options: ReadOptions, of: Format, found: list[Problem] | None = None
+) -> ScanOptions:
+    """Return what a scan of that format is asked for; UsageError where it has no such option."""
+    if options.tp_rules and not of.takes_tp_rules:
+        raise UsageError(f"--tp-rule: {of.name} files say how their ranks fit together")
+    if options.world_size is not None and not of.takes_world_size:
+        raise UsageError(f"--world-size: {of.name} files say how many ranks there are")
+    shapes = _shapes_in(options.flat_params) if options.flat_params else ()
+    return ScanOptions(
+        options.per_rank, shapes, options.tp_rules, found, options.values, options.world_size
+    )
 
 
 def _shapes_in(path: Path) -> Shapes:
@@ -107,10 +86,10 @@ def open_checkpoint(
     ``whole``, single tensors and values that cannot be read, or must not be, are refusals among
     the catalog's conflicts, for ``require_readable`` to raise once it is known what is wanted.
     """
-    found = recognise(path, options.format_name)
+    found = recognise(path, options.from_format)
     require_finished(found.source)
     require_listed(unlisted_problems(found.unlisted))
-    catalog = _scanned(found, options.scan_options(found.format))
+    catalog = _scanned(found, scan_options(options, found.format))
     if _is_empty(catalog):
         raise _nothing_in(found.path)
     if whole:
@@ -162,10 +141,10 @@ def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
     Raises NotFound or Unrecognised where there is none, UsageError where it cannot be read as
     asked, and nothing for damage.
     """
-    found = recognise(path, options.format_name)
+    found = recognise(path, options.from_format)
     problems = [problem] if (problem := unfinished(found.source)) is not None else []
     problems += unlisted_problems(found.unlisted)
-    asked = options.scan_options(found.format, problems)
+    asked = scan_options(options, found.format, problems)
     catalog = None
     try:
         catalog = _scanned(found, asked)
@@ -188,7 +167,7 @@ def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
 def _taken_apart(catalog: Catalog, options: ReadOptions) -> Catalog:
     """The catalog with its parts, and a tensor for each layer and expert where that is asked."""
     catalog = with_parts(catalog)
-    if not options.unstack:
+    if not options.split_stacked:
         return catalog
     from ckptool.core.rewrite import unstacked
 

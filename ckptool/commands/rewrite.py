@@ -8,33 +8,19 @@ from __future__ import annotations
 import importlib.util
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ckptool.commands.keymap.assets import mapped
-from ckptool.commands.keymap.options import MapOptions, MapReport
+from ckptool.commands.keymap.report import MapReport
 from ckptool.commands.keymap.written_config import block_size
 from ckptool.commands.open import Opened, require_readable
-from ckptool.commands.selection import EVERYTHING, Selection, selected
-from ckptool.core.casts import Casts, cast, needs_torch
+from ckptool.commands.options.source import RewriteOptions, Selection
+from ckptool.commands.selection import selected
+from ckptool.core.casts import NO_CASTS, Casts, cast, needs_torch
 from ckptool.core.catalog import Catalog
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.quantization import dequantized, quantised_names
 from ckptool.errors import CannotDo
-
-
-@dataclass(frozen=True, slots=True)
-class RewriteOptions:
-    """What to take of a checkpoint, how to call it, and as which numbers, in this order.
-
-    ``dtype`` is what the model's weights are cast to; ``dtype_rules`` are globs of the names that
-    come of it all, and the type of whatever matches, the first that does.
-    """
-
-    selection: Selection = EVERYTHING
-    map: MapOptions = field(default_factory=MapOptions)
-    dtype: DType | None = None
-    dtype_rules: tuple[tuple[str, DType], ...] = ()
-    dequantize: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +54,15 @@ def rewrite(
     cannot be done as asked, Damaged where what was selected cannot be read, Hostile where it must
     not be.
     """
-    found = taken(opened, options.selection, options.dtype, dequantize=options.dequantize)
+    casts = options.casts or NO_CASTS
+    found = taken(opened, options.selection, casts.model, dequantize=options.dequantize)
     require_readable(found.kept, opened.source, "what was selected")
     check(found.kept)
     catalog = found.kept
     if locate or options.map.name is not None:
         catalog = opened.located(catalog)
     catalog, report = mapped(opened, catalog, options.map)
-    catalog, cast = with_casts(catalog, Casts(options.dtype, options.dtype_rules))
+    catalog, cast = with_casts(catalog, casts)
     return Rewritten(found.whole, found.kept, catalog, report, cast, found.dequantized)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from ckptool.commands.options.source import Selection
 from ckptool.core.catalog import Catalog
 from ckptool.core.parts import (
     is_master,
@@ -15,24 +16,6 @@ from ckptool.core.parts import (
 )
 from ckptool.core.rewrite import drop, rename, select, strip_prefix, strip_prefixes, substitution
 from ckptool.errors import CannotDo, Refusal
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """What to take and how to call it, in this order.
-
-    ``select`` and ``drop`` are globs, ``model_only`` keeps the model under its own names,
-    ``strip_prefix`` is taken off names, ``rename`` are REGEX=REPLACEMENT, one after another.
-    """
-
-    select: tuple[str, ...] = ()
-    drop: tuple[str, ...] = ()
-    model_only: bool = False
-    strip_prefix: str | None = None
-    rename: tuple[str, ...] = ()
-
-
-EVERYTHING = Selection()
 
 
 def selected(catalog: Catalog, selection: Selection) -> Catalog:

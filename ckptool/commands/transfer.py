@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptool import __version__
 from ckptool.commands.open import Opened
+from ckptool.commands.options.target import TransferOptions
 from ckptool.commands.overwrite import kept_note, own_files, require_unmixed
 from ckptool.core.catalog import Catalog, TensorEntry, tied
 from ckptool.core.layout import written_entries
@@ -20,7 +21,6 @@ from ckptool.engine.check.unchanged import require_unchanged
 from ckptool.engine.nodes import Node, begin
 from ckptool.engine.ranks import Ranks, share
 from ckptool.engine.write.output import Output
-from ckptool.engine.write.run import RunOptions
 from ckptool.engine.write.stage import RESUME_HINT, Stage, StageOptions
 from ckptool.errors import (
     CannotDo,
@@ -54,20 +54,6 @@ def stage_at(target: Location, layout: Layout, options: StageOptions) -> Output:
 
 def no_progress(nbytes: int) -> None:
     """Tell nobody."""
-
-
-@dataclass(frozen=True, slots=True)
-class TransferOptions:
-    """How to write.
-
-    ``overwrite`` replaces an existing target once everything is written, ``resume`` continues a
-    partial output, ``verify`` reads the output back before it is committed.
-    """
-
-    overwrite: bool = False
-    resume: bool = False
-    verify: bool = False
-    run: RunOptions = field(default_factory=RunOptions)
 
 
 def require_agreement(catalog: Catalog) -> None:

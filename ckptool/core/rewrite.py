@@ -235,11 +235,11 @@ def unstacked(catalog: Catalog) -> Catalog:
         for part in _slices(entry):
             if part.name in tensors:
                 raise UsageError(
-                    f"--unstack: {entry.name} has a slice {part.name!r}, which is there"
+                    f"--split-stacked: {entry.name} has a slice {part.name!r}, which is there"
                 )
             tensors[part.name] = part
     if tensors.keys() == catalog.tensors.keys():
-        raise UsageError("--unstack: no tensor here stacks layers or experts")
+        raise UsageError("--split-stacked: no tensor here stacks layers or experts")
     return catalog.with_tensors(tensors)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from ckptool.commands.keymap.options import MapReport
+from ckptool.commands.keymap.report import MapReport
 from ckptool.core.parts import PARTS, part_of
 from ckptool.render.inspect.listing import Numbers, natural, split_numbers, with_numbers
 from ckptool.render.text import escaped

@@ -16,10 +16,11 @@ from conftest import case, read_back
 from typer.main import get_command
 
 import ckptool
-from ckptool.api import commands
+from ckptool.api import commands, keywords
+from ckptool.api.options import source_text
 from ckptool.cli.app import app
 from ckptool.commands.bench import run as run_module
-from ckptool.commands.bench.run import BenchOptions
+from ckptool.commands.options.bench import BenchOptions
 from ckptool.errors import UsageError
 
 SOURCE = case("dcp_fsdp2_tp").path
@@ -38,7 +39,7 @@ ALL = [one for functions in FUNCTIONS.values() for one in functions] + [
 ]
 FOR_PEOPLE = {
     *("json", "quiet", "debug", "verbose"),
-    *("inspect tensors", "inspect map", "inspect ranks", "inspect export"),
+    *("inspect tensors", "inspect shards", "inspect rank_bytes", "inspect export"),
     *("verify junit", "verify codes", "bench plot"),
 }
 """Options of what is shown on the screen, and how."""
@@ -63,6 +64,10 @@ def test_every_option_is_a_keyword_and_the_other_way_round(command: str) -> None
     keywords = {name for one in functions for name in inspect.signature(one).parameters}
     asked = {option for option in for_python if f"{command} {option}" in QUESTIONS}
     assert for_python - asked == keywords - NO_OPTIONS - asked
+
+
+def test_the_keywords_for_type_checkers_are_those_of_the_options() -> None:
+    assert Path(keywords.__file__).read_text().splitlines() == list(source_text())
 
 
 def test_inspect() -> None:
@@ -125,7 +130,7 @@ def test_a_comparison_of_what_was_cast(out: Path) -> None:
     ckptool.convert(SOURCE, out / "m", to="dcp", dtype="bf16", model_only=True, fsync=False)
     model = {"model_only": True}
     assert not ckptool.compare(SOURCE, out / "m", **model).verify.sound
-    assert ckptool.compare(SOURCE, out / "m", cast=True, against_from="dcp", **model).verify.sound
+    assert ckptool.compare(SOURCE, out / "m", cast=True, other_format="dcp", **model).verify.sound
     assert ckptool.compare(SOURCE, out / "m", dtype="bf16", **model).verify.sound
     assert ckptool.compare(SOURCE, out / "m", rtol=0.01, select=["model.*"]).verify.findings
 
@@ -179,7 +184,7 @@ def test_what_a_benchmark_is_asked(monkeypatch: pytest.MonkeyPatch, out: Path) -
     ckptool.bench(like=SOURCE)
     assert asked == [
         BenchOptions(2 << 20, None, out, ("dcp-*",), 1, 2, True),
-        BenchOptions(1 << 30, SOURCE),
+        BenchOptions(like=SOURCE),
     ]
 
 
@@ -196,10 +201,11 @@ def test_formats_and_maps() -> None:
     [
         (lambda: ckptool.verify(SOURCE, mesh="2"), TypeError, "unexpected .* 'mesh'"),  # type: ignore[call-arg]
         (lambda: ckptool.open(SOURCE, modelonly=1), TypeError, "did you mean 'model_only'"),  # type: ignore[call-arg]
+        (lambda: ckptool.open(SOURCE, unstack=True), TypeError, "did you mean 'split_stacked'"),  # type: ignore[call-arg]
         (lambda: ckptool.open(SOURCE, model_only="yes"), TypeError, "='yes'.: a str, .* bool"),  # type: ignore[typeddict-item]
-        (lambda: ckptool.open(SOURCE, select=[1]), TypeError, "globs: keep only"),  # type: ignore[list-item]
-        (lambda: ckptool.verify(SOURCE, workers="4"), TypeError, "a str, where it takes int"),  # type: ignore[arg-type]
-        (lambda: ckptool.verify(SOURCE, workers=True), TypeError, "a bool, where it takes int"),
+        (lambda: ckptool.open(SOURCE, select=[1]), TypeError, "Keep only matching"),  # type: ignore[list-item]
+        (lambda: ckptool.verify(SOURCE, workers="4"), TypeError, "a str, but it takes int"),  # type: ignore[arg-type]
+        (lambda: ckptool.verify(SOURCE, workers=True), TypeError, "a bool, but it takes int"),
         (lambda: ckptool.verify(SOURCE, workers=0), UsageError, "workers 0: at least 1"),
         (lambda: ckptool.verify(SOURCE, sample=1.5), UsageError, "sample '1.5' is no share"),
         (lambda: ckptool.open(SOURCE, dtype="int8"), UsageError, "no floating type"),

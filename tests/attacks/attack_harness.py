@@ -20,13 +20,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptool.commands.convert import ConvertOptions, prepare
+from ckptool.commands.convert import prepare
 from ckptool.commands.inspect.inspect import inspect
-from ckptool.commands.open import ReadOptions
-from ckptool.commands.transfer import TransferOptions
+from ckptool.commands.options.source import ReadOptions
+from ckptool.commands.options.target import ConvertOptions, TransferOptions
+from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.report import Severity
-from ckptool.commands.verify.verify import VerifyOptions, verify
-from ckptool.engine.write.run import RunOptions
+from ckptool.commands.verify.verify import verify
+from ckptool.engine.options import RunOptions
 from ckptool.errors import CkptoolError, TransferError
 from ckptool.render.inspect.report import inspect_json
 from ckptool.render.verify.report import verify_json

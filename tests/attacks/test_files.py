@@ -12,8 +12,9 @@ import pytest
 from attack_harness import attack, attack_all
 from test_headers import W, require_honest
 
-from ckptool.commands.convert import ConvertOptions, prepare
+from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.target import ConvertOptions
 from ckptool.errors import CkptoolError
 
 STATE = b.program(b.dct(w=b.tensor()))

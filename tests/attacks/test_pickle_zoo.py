@@ -663,7 +663,8 @@ def test_a_newline_in_a_global_is_not_written_as_a_program(
     """STACK_GLOBAL may hold a newline; the GLOBAL opcode of a protocol 2 pickle must not."""
     body = b.call(b.stack_glob(module, name), b.number(1))
     source = in_dcp_value(tmp_path / "src", body)
-    from ckptool.commands.convert import ConvertOptions, prepare
+    from ckptool.commands.convert import prepare
+    from ckptool.commands.options.target import ConvertOptions
     from ckptool.errors import CkptoolError
 
     target = tmp_path / "out"

@@ -41,9 +41,10 @@ from attack_harness import CANARY, place_canary
 from conftest import case
 
 from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.compare.values import value_digest
 from ckptool.commands.verify.manifest.check import ProvingOptions, prove, write
-from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.commands.verify.verify import verify
 from ckptool.engine.check.digest import digests
 from ckptool.engine.read.tensors import TensorSource
 from ckptool.errors import CkptoolError

@@ -12,8 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from ckptool.cli import _run, _writes_to_sockets
+from ckptool.cli.app import app
 from ckptool.cli.options import parse_place
 from ckptool.commands import detect as recognise
 from ckptool.commands.open import open_checkpoint
@@ -65,7 +67,7 @@ def test_closed_streams_change_no_answer(path: str, code: int, closed: str) -> N
     [
         (("inspect", "nowhere"), 3, "nowhere: no such file or folder"),
         (("inspect", "--bogus"), 2, "No such option: --bogus"),
-        (("inspect", str(DCP), "--map", "q"), 2, "--map 'q': no such tensor"),
+        (("inspect", str(DCP), "--shards", "q"), 2, "--shards 'q': no such tensor"),
     ],
 )
 def test_an_error_is_an_answer_with_json(words: tuple[str, ...], code: int, message: str) -> None:
@@ -77,6 +79,28 @@ def test_an_error_is_an_answer_with_json(words: tuple[str, ...], code: int, mess
     assert told["message"].startswith(message)
     assert message in done.stderr
     assert [one["code"] for one in told["problems"]] == [None]
+
+
+@pytest.mark.parametrize(
+    ("words", "renamed"),
+    [
+        (["inspect", "--map", "w"], "--shards"),
+        (["inspect", "--ranks"], "--rank-bytes"),
+        (["convert", "a", "b", "--one-rank"], "--single-rank"),
+        (["reshard", "--unstack"], "--split-stacked"),
+        (["verify", "--finite"], "--fail-nonfinite"),
+        (["verify", "--against-from", "dcp"], "--other-format"),
+    ],
+)
+def test_a_former_name_is_answered_with_the_new_one(words: list[str], renamed: str) -> None:
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    assert f"Did you mean {renamed}?" in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("words", [["verify", "--ranks"], ["formats", "--map"]])
+def test_no_option_of_another_command_is_suggested(words: list[str]) -> None:
+    assert "Did you mean" not in CliRunner().invoke(app, words).output
 
 
 # Words
@@ -98,7 +122,7 @@ def test_an_error_on_the_screen(
 
 
 def test_an_empty_path_is_not_the_current_folder() -> None:
-    with pytest.raises(UsageError, match="SRC: an empty path"):
+    with pytest.raises(UsageError, match="SRC: empty path"):
         parse_place("", "SRC")
 
 

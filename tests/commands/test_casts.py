@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptool
 from ckptool.api.open import open as open_checkpoint
+from ckptool.core.casts import Casts
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.parts import part_of
 from ckptool.errors import CannotDo
@@ -72,7 +73,7 @@ def with_step(source: Path, folder: Path) -> Path:
 )
 def test_a_step_counter_stays_what_it_is_in_files_of_ranks(name: str, out: Path) -> None:
     source = with_step(case(name).path, out / "run")
-    convert_to("torch-save", source, out / "m.pt", dtype=BF16)
+    convert_to("torch-save", source, out / "m.pt", casts=Casts(BF16))
     one = open_checkpoint(out / "m.pt")
     steps = [n for n in one.tensors if "step" in n.split(".")]
     assert steps
@@ -105,7 +106,7 @@ def test_however_a_trainer_nests_its_state(shape: str, target: str, out: Path) -
     whole = NESTED[shape](state())
     dcp.save(whole, checkpoint_id=out / "run", no_dist=True)
     path = out / {"dcp": "d", "torch-save": "m.pt", "safetensors": "m.safetensors"}[target]
-    report = convert_to(target, out / "run", path, dtype=BF16)
+    report = convert_to(target, out / "run", path, casts=Casts(BF16))
     assert report.cast == {"float32": 1}
     assert any("1 tensor (" in note and "exp_avg" in note for note in report.notes)
     one, plain = open_checkpoint(path), open_checkpoint(out / "run")
@@ -133,7 +134,7 @@ def test_what_a_glob_asks_for_is_cast_too(out: Path) -> None:
 
 
 def test_masters_that_are_chosen_as_the_model_are_cast(out: Path) -> None:
-    options = {"select": ("fp32.*",), "model_only": True, "dtype": BF16}
+    options = {"select": ("fp32.*",), "model_only": True, "casts": Casts(BF16)}
     convert_to("safetensors", case("deepspeed_zero_2").path, out / "m", **options)
     found = load_file(out / "m" / "model.safetensors")
     assert {values.dtype for values in found.values()} == {torch.bfloat16}
@@ -209,5 +210,5 @@ def test_what_is_so_already_is_no_cast_and_needs_nothing(
     save_file({"w": torch.zeros(4).to(torch.float8_e4m3fn)}, out / "m.safetensors")
     monkeypatch.setitem(sys.modules, "torch", None)
     eight = BY_NAME["float8_e4m3fn"]
-    report = convert_to("safetensors", out / "m.safetensors", out / "n", dtype=eight)
+    report = convert_to("safetensors", out / "m.safetensors", out / "n", casts=Casts(eight))
     assert report.cast == {}

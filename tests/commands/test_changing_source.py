@@ -15,17 +15,18 @@ from conftest import case, convert_to
 from safetensors.numpy import save_file
 
 import ckptool
-from ckptool.commands.convert import ConvertOptions, prepare
+from ckptool.commands.convert import prepare
 from ckptool.commands.inspect.stats import stats
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
-from ckptool.commands.transfer import TransferOptions
+from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
+from ckptool.commands.options.verify import SalvageOptions, VerifyOptions
+from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.verify.compare.against import AgainstOptions, against
 from ckptool.commands.verify.manifest.check import ProvingOptions, write
-from ckptool.commands.verify.salvage.salvage import SalvageOptions, plan_salvage
-from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.commands.verify.salvage.salvage import plan_salvage
+from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.engine.write.run import RunOptions
+from ckptool.engine.options import RunOptions
 from ckptool.errors import Changed
 from ckptool.storage.url import location
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 from conftest import bits, case, convert_to, flat, load_torch, read_back
 
-from ckptool.commands.convert import ConvertOptions, prepare
+from ckptool.commands.convert import prepare
+from ckptool.commands.options.target import ConvertOptions
+from ckptool.core.casts import Casts
 from ckptool.core.dtype import BY_NAME
 from ckptool.errors import CannotDo, CkptoolError, UsageError
 from ckptool.formats import targets
@@ -115,7 +117,7 @@ def test_options_that_make_no_sense(options: dict[str, Any], words: str, out: Pa
 def test_dtype_casts_as_torch_does(wanted: str, target: str, out: Path) -> None:
     source = case("dcp_fsdp2_tp")
     path = out / ("m.pt" if target == "torch-save" else "m")
-    report = convert_to(target, source.path, path, dtype=BY_NAME[wanted])
+    report = convert_to(target, source.path, path, casts=Casts(BY_NAME[wanted]))
     expected = {}
     for name, (dtype, shape, data) in source.truth.items():
         values = torch.frombuffer(bytearray(data or b"\0" * 8), dtype=getattr(torch, dtype))
@@ -129,7 +131,7 @@ def test_dtype_casts_as_torch_does(wanted: str, target: str, out: Path) -> None:
 
 
 def test_other_types_are_left_alone(out: Path) -> None:
-    convert_to("torch-save", case("zip_zoo").path, out / "m.pt", dtype=BY_NAME["float32"])
+    convert_to("torch-save", case("zip_zoo").path, out / "m.pt", casts=Casts(BY_NAME["float32"]))
     before = case("zip_zoo").truth
     after = read_back("torch-save", out / "m.pt")
     for name, (dtype, shape, _) in before.items():

@@ -20,9 +20,11 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 
 from ckptool.commands.inspect.inspect import inspect
-from ckptool.commands.keymap.options import MapOptions
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
+from ckptool.commands.options.source import MapOptions
+from ckptool.commands.options.target import ReshardOptions
+from ckptool.commands.reshard.reshard import prepare_reshard
+from ckptool.core.casts import Casts
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.errors import CannotDo, Damaged
@@ -86,7 +88,7 @@ def as_torch_computes(
 
 def numbers(source: Path, out: Path, dtype: torch.dtype, **options: Any) -> dict[str, Any]:
     kind = BY_NAME[str(dtype).removeprefix("torch.")]
-    convert_to("torch-save", source, out / "m.pt", dequantize=True, dtype=kind, **options)
+    convert_to("torch-save", source, out / "m.pt", dequantize=True, casts=Casts(kind), **options)
     return _flat(load_torch(out / "m.pt"))
 
 
@@ -204,7 +206,7 @@ def test_a_scale_that_is_a_weight_of_its_own_is_none(out: Path) -> None:
 def test_without_being_asked_bytes_and_scales_stay(out: Path) -> None:
     state = deepseek()
     source = saved(state, out / "hf")
-    report = convert_to("safetensors", source, out / "m", dtype=BY_NAME["float32"])
+    report = convert_to("safetensors", source, out / "m", casts=Casts(BY_NAME["float32"]))
     found = read_back("safetensors", out / "m")
     kept = {n: bits(t) for n, t in state.items() if "up_proj" in n}
     assert {n: found[n] for n in kept} == kept

@@ -14,10 +14,10 @@ import pytest
 import torch
 from conftest import case, convert_to
 
-from ckptool.commands.convert import ConvertOptions, prepare
+from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.transfer import TransferOptions
-from ckptool.engine.write.run import RunOptions
+from ckptool.commands.options.target import ConvertOptions, TransferOptions
+from ckptool.engine.options import RunOptions
 from ckptool.errors import CannotDo, CkptoolError
 from ckptool.storage import disk
 

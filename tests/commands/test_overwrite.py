@@ -15,9 +15,9 @@ from conftest import SUFFIX, case, convert_to, read_back
 from typer.testing import CliRunner
 
 from ckptool.cli.app import app
-from ckptool.commands.convert import ConvertOptions, prepare
-from ckptool.commands.transfer import TransferOptions
-from ckptool.engine.write.run import RunOptions
+from ckptool.commands.convert import prepare
+from ckptool.commands.options.target import ConvertOptions, TransferOptions
+from ckptool.engine.options import RunOptions
 from ckptool.errors import CannotDo, Committed, TransferError
 from ckptool.storage import disk
 

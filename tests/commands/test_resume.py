@@ -21,12 +21,12 @@ from conftest import Bits, read_back
 
 from ckptool.cli import _run
 from ckptool.commands import convert
-from ckptool.commands.convert import ConvertOptions, Prepared, prepare
+from ckptool.commands.convert import Prepared, prepare
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.reshard.reshard import PreparedReshard, ReshardOptions, prepare_reshard
-from ckptool.commands.transfer import TransferOptions
+from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
+from ckptool.commands.reshard.reshard import PreparedReshard, prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.engine.write.run import RunOptions
+from ckptool.engine.options import RunOptions
 from ckptool.engine.write.stage import Stage, StageOptions
 from ckptool.errors import CannotDo, CkptoolError
 

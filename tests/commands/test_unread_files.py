@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from ckptool.cli.app import app
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.verify.verify import verify
 from ckptool.errors import CkptoolError, Problem
 
 FORMATS = [

@@ -59,7 +59,7 @@ def test_chains_stay_bit_equal(name: str, chain: tuple[str, ...], out: Path) -> 
 
 @pytest.mark.parametrize("one", GOOD, ids=by_name)
 def test_dcp_of_one_rank(one: Case, out: Path) -> None:
-    convert_to("dcp", one.path, out / "m", one_rank=True)
+    convert_to("dcp", one.path, out / "m", single_rank=True)
     assert [path.name for path in (out / "m").glob("*.distcp")] == ["__0_0.distcp"]
     assert of_the_model(read_back("dcp", out / "m")) == one.truth
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 from conftest import Bits, bits, convert_to, load_torch, read_back
 
-from ckptool.commands.open import ReadOptions, open_checkpoint
-from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
+from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.source import ReadOptions
+from ckptool.commands.options.target import ReshardOptions
+from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
 from ckptool.core.sharding.tensor_parallel import parse_tp_rules
 from ckptool.errors import CannotDo, Damaged, UsageError

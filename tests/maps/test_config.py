@@ -15,7 +15,7 @@ from conftest import convert_to, flat, load_dcp
 from safetensors import safe_open
 
 from ckptool.commands.keymap.architectures import names_of
-from ckptool.commands.keymap.options import MapOptions
+from ckptool.commands.options.source import MapOptions
 from ckptool.errors import CannotDo
 
 ARGS: dict[str, Any] = {

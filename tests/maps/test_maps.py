@@ -14,11 +14,11 @@ from conftest import Bits, bits, convert_to, flat, load_dcp, read_back
 from torchtitan_states import CONFIGS, recorded, write_config
 
 from ckptool.commands.keymap.builtin import builtin_maps, load_map, map_text
-from ckptool.commands.keymap.options import MapOptions
-from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
-from ckptool.commands.transfer import TransferOptions
+from ckptool.commands.options.source import MapOptions
+from ckptool.commands.options.target import ReshardOptions, TransferOptions
+from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.engine.write.run import RunOptions
+from ckptool.engine.options import RunOptions
 from ckptool.errors import CannotDo, CkptoolError, Damaged, UsageError
 
 HEADS = {"head": 4, "kv": 2}

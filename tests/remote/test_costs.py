@@ -19,11 +19,12 @@ from typer.testing import CliRunner
 
 from ckptool.cli.app import app
 from ckptool.commands.inspect.inspect import inspect
-from ckptool.commands.open import ReadOptions, open_checkpoint
-from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
-from ckptool.commands.transfer import TransferOptions
+from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.source import ReadOptions
+from ckptool.commands.options.target import ReshardOptions, TransferOptions
+from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
-from ckptool.engine.write.run import RunOptions
+from ckptool.engine.options import RunOptions
 from ckptool.storage.block_cache import BLOCK
 from ckptool.storage.url import location
 

@@ -18,13 +18,14 @@ from conftest import case, convert_to
 from store_server import S3, Environ, answer, of_data, s3, server, some
 from test_s3 import big, files_of, resharded
 
-from ckptool.commands.convert import ConvertOptions, prepare
+from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
-from ckptool.commands.transfer import TransferOptions
-from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.reshard.reshard import prepare_reshard
+from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.engine.write.run import RunOptions
+from ckptool.engine.options import RunOptions
 from ckptool.engine.write.writer import UNFINISHED
 from ckptool.errors import CannotDo, Changed, CkptoolError, Damaged, NotFound, TransferError
 from ckptool.storage.retry import NoAnswer

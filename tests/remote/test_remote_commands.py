@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 
 from ckptool.api.open import workers_of_this_rank
 from ckptool.cli.app import app
-from ckptool.commands.convert import ConvertOptions, prepare
+from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.target import ConvertOptions
 from ckptool.storage.url import location
 
 SOURCE = case("dcp_fsdp2_tp").path
@@ -90,7 +91,7 @@ def test_a_dry_run_writes_nothing(command: list[str], s3: S3) -> None:
 
 def test_inspect_reads_tensors_and_values_where_asked(s3: S3) -> None:
     url = s3.put(SOURCE, "m")
-    for option in (["--stats", "*"], ["--values"], ["--ranks"], ["--tensors", "*"]):
+    for option in (["--stats", "*"], ["--values"], ["--rank-bytes"], ["--tensors", "*"]):
         here, there = told("inspect", SOURCE, *option), told("inspect", url, *option)
         assert there.exit_code == 0
         assert there.stdout == here.stdout

@@ -15,9 +15,9 @@ from conftest import case, convert_to
 from safetensors.torch import save_file
 from store_server import S3, s3, server  # the fixtures
 
-from ckptool.commands.convert import ConvertOptions, prepare
-from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
-from ckptool.commands.transfer import TransferOptions
+from ckptool.commands.convert import prepare
+from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
+from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.verify.compare.against import AgainstOptions, against
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.write.writer import UNFINISHED

@@ -11,14 +11,15 @@ import pytest
 from conftest import case
 from test_s3 import files_of
 
-from ckptool.commands.convert import ConvertOptions, prepare
+from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
-from ckptool.commands.transfer import TransferOptions
+from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.verify.run_folder import verify_run
-from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.engine.write.run import RunOptions
+from ckptool.engine.options import RunOptions
 from ckptool.engine.write.writer import UNFINISHED
 from ckptool.errors import CannotDo, CkptoolError, Damaged, SourceError, Unrecognised
 from ckptool.storage.multipart import Upload

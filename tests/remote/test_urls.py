@@ -19,8 +19,9 @@ from test_s3 import files_of, resharded
 from typer.testing import CliRunner
 
 from ckptool.cli.app import app
-from ckptool.commands.convert import ConvertOptions, prepare
+from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.target import ConvertOptions
 from ckptool.errors import CannotDo, CkptoolError, NotFound, UsageError
 from ckptool.storage.retry import said
 from ckptool.storage.url import location, shown

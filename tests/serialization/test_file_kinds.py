@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 import zstandard
 
-from ckptool.commands.open import ReadOptions, open_checkpoint
-from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.source import ReadOptions
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.verify.verify import verify
 from ckptool.errors import CkptoolError, SourceError
 
 ARRAYS = {"a": np.ones(3), "b": np.zeros((2, 2))}
@@ -124,7 +126,7 @@ def test_what_torch_saved_under_the_name_of_safetensors(copy_of: Callable[[str],
     with pytest.raises(CkptoolError, match="a zip archive, such as") as caught:
         open_checkpoint(path)
     assert "--from torch-save" in str(caught.value.hint)
-    assert open_checkpoint(path, ReadOptions(format_name="torch-save")).catalog.tensors
+    assert open_checkpoint(path, ReadOptions(from_format="torch-save")).catalog.tensors
 
 
 @pytest.mark.parametrize("name", [".metadata", "model.safetensors.index.json", "metadata.pkl"])

@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 import ckptool
 from ckptool.cli.app import app
-from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.verify.verify import verify
 from ckptool.core.box import Box
 from ckptool.core.dtype import BY_NAME, BY_SAFETENSORS
 from ckptool.core.layout import Data

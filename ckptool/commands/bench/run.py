@@ -27,6 +27,7 @@ from ckptool.commands.bench.strategies.base import version
 from ckptool.commands.bench.transfer.machine import machine, versions
 from ckptool.commands.bench.worker.device import Accelerators
 from ckptool.commands.bench.worker.rank import Emit, accelerators_here, run_rank
+from ckptool.commands.options.bench import STATE_SIZE, BenchOptions
 from ckptool.engine.launch import launch_of, number_in
 from ckptool.errors import CannotDo, TransferError
 from ckptool.storage.url import Location, RemotePath
@@ -39,23 +40,6 @@ _LIBRARIES = ("torch_checkpointing", "nvidia-resiliency-ext")
 
 Progress = Callable[[Mapping[str, Any]], None]
 """Is told what happens: ``event`` is begin, doing, measured, left-out, failed or limits."""
-
-
-@dataclass(frozen=True, slots=True)
-class BenchOptions:
-    """What to measure: state of ``size`` bytes or of the shape of ``like``, written below ``out``.
-
-    ``ranks`` None: one an accelerator; without any, two on the CPU. ``repeat`` steady saves follow
-    the first. ``abort``: also kill each strategy in mid-save.
-    """
-
-    size: int
-    like: Location | None = None
-    out: Location = Path()
-    strategies: tuple[str, ...] = ()
-    ranks: int | None = None
-    repeat: int = 5
-    abort: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +115,7 @@ def prepare_bench(options: BenchOptions) -> PreparedBench:
         require_savable(options.out, abort=options.abort)
     require_proc()
     _require_torch()
-    specs = as_in(options.like) if options.like else by_size(options.size)
+    specs = as_in(options.like) if options.like else by_size(options.size or STATE_SIZE)
     here = accelerators_here()
     ranks = _ranks(options.ranks, here)
     require_room(options.out, total(specs), ranks, here)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptool.commands.open import AS_DETECTED, Opened, ReadOptions, open_checkpoint
+from ckptool.commands.open import Opened, open_checkpoint
+from ckptool.commands.options.source import AS_DETECTED, ReadOptions
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
 from ckptool.core.parts import PARTS, part_of, weights

@@ -6,8 +6,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from ckptool.commands.keymap.options import MapOptions, MapReport
+from ckptool.commands.keymap.report import MapReport
 from ckptool.commands.open import Opened
+from ckptool.commands.options.source import MapOptions
 from ckptool.commands.unlisted import require_listed, unlisted_problems
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout, Literal, Verbatim

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from ckptool.commands.keymap.hf_config import recorded_config
 from ckptool.commands.keymap.model_record import Record, facts, records
-from ckptool.commands.keymap.options import MapOptions, MapReport
+from ckptool.commands.keymap.report import MapReport
 from ckptool.commands.open import Opened, text_of
+from ckptool.commands.options.source import MapOptions
 from ckptool.core.catalog import Catalog
 from ckptool.core.keymap.apply import Mapped, apply_map, listed
 from ckptool.core.keymap.match import Facts, Matcher, fits, framed, kinds_of

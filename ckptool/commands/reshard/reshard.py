@@ -10,24 +10,18 @@ from __future__ import annotations
 import re
 from collections import ChainMap, Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ckptool.commands.keymap.assets import mapped, with_assets
-from ckptool.commands.keymap.options import MapOptions, MapReport, decided_by
-from ckptool.commands.open import (
-    AS_DETECTED,
-    Opened,
-    ReadOptions,
-    open_checkpoint,
-    require_readable,
-)
+from ckptool.commands.keymap.report import MapReport, decided_by
+from ckptool.commands.open import Opened, open_checkpoint, require_readable
+from ckptool.commands.options.target import ReshardOptions
 from ckptool.commands.reshard.plan_file import read_plan, read_tp_plan
 from ckptool.commands.transfer import (
     Progress,
     Transfer,
-    TransferOptions,
     free_bytes,
     named_target,
     no_progress,
@@ -40,34 +34,13 @@ from ckptool.core.layout import FileLayout
 from ckptool.core.mesh import Mesh
 from ckptool.core.plan import ChunkIndex, Plan
 from ckptool.core.rewrite import drop_names, without_rank
-from ckptool.core.sharding.placement import POLICIES, Choice, Placed, Placer, Rule
+from ckptool.core.sharding.placement import POLICIES, Choice, Placed, Placer
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.write.run import peak_memory
 from ckptool.errors import CannotDo, UsageError
 from ckptool.formats import FORMATS, targets
 from ckptool.formats.base import Format, Request
 from ckptool.storage.url import Location
-
-
-@dataclass(frozen=True, slots=True)
-class ReshardOptions:
-    """The mesh, what decides the placements, how to read and how to write.
-
-    ``rank_state`` is what becomes of state that differs between the source's ranks, whatever
-    ``read.per_rank`` says: ``stop``, ``keep``, ``drop``, or the rank whose state is taken. ``to``
-    is a target format, or None for the source's own kind.
-    """
-
-    mesh: Mesh | None = None
-    rules: tuple[Rule, ...] = ()
-    policy: str | None = None
-    plan_file: Path | None = None
-    tp_plan: Path | None = None
-    to: str | None = None
-    read: ReadOptions = AS_DETECTED
-    rank_state: str = "stop"
-    map: MapOptions = field(default_factory=MapOptions)
-    transfer: TransferOptions = field(default_factory=lambda: TransferOptions(verify=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,7 +219,7 @@ CODES: dict[str, Code] = {
     ),
     "name-mismatch": Code(_WARNING, "a tensor's name and its path differ"),
     "not-finite": Code(_WARNING, "NaN or infinite values in model or optimizer",
-        "--finite makes it an error",
+        "--fail-nonfinite makes it an error",
    ),
     "optimizer-incomplete": Code(
         _WARNING, "optimizer state that other parameters have is missing for some"

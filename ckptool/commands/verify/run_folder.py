@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptool.commands.detect import below, natural_key, require_known
+from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.report import VerifyReport, require_codes
-from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.commands.verify.verify import verify
 from ckptool.errors import CkptoolError, NotFound, Unrecognised
 from ckptool.storage.retry import NoAnswer
 from ckptool.storage.url import Location, within
@@ -57,7 +58,7 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
     be verified with, NoAnswer where a store gives none.
     """
     require_codes(options.ignore)
-    require_known(options.read.format_name)
+    require_known(options.read.from_format)
     steps = steps_of(run)
     verified = []
     for report in _reports(steps, options):

@@ -19,7 +19,8 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ckptool.commands.inspect.stats import not_finite_count
-from ckptool.commands.open import AS_DETECTED, ReadOptions, Survey, survey
+from ckptool.commands.open import Survey, survey
+from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.checks.consistency import (
     catalog_problems,
     integrity_problems,
@@ -53,29 +54,6 @@ from ckptool.storage.url import Location
 
 Progress = Callable[[int], None]
 Started = Callable[[int], Progress]
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyOptions:
-    """How to read it, how deep to look, and what counts.
-
-    ``quick`` reads metadata only; ``sample`` is the share of the data that is read, chosen by
-    ``seed``. ``strict`` makes warnings failures, ``finite`` makes NaN and infinity errors,
-    ``ignore`` are codes that are left out, ``workers`` is None for as many as suit where it lies.
-    """
-
-    read: ReadOptions = AS_DETECTED
-    quick: bool = False
-    sample: float = 1.0
-    seed: int = 0
-    finite: bool = False
-    strict: bool = False
-    ignore: tuple[str, ...] = ()
-    workers: int | None = None
-
-    @property
-    def depth(self) -> str:
-        return "quick" if self.quick else "sample" if self.sample < 1 else "content"
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +216,7 @@ class _Check:
             [*self.watched.problems(), *self._survey.problems, *looked_at],
             self._files.pickle_problems,
             ignore=self._options.ignore,
-            finite=self._options.finite,
+            finite=self._options.fail_nonfinite,
         )
 
     def _of_a_copy(self, problem: Problem) -> Problem:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 from ckptool.core.plan import Plan
+from ckptool.engine.options import RunOptions
 from ckptool.engine.write.journal import Journal
-from ckptool.engine.write.run import RunOptions
 from ckptool.storage.local import Files
 
 

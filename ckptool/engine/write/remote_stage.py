@@ -9,9 +9,9 @@ from typing import Any
 
 from ckptool.core.layout import Data, Layout, Scattered
 from ckptool.core.plan import Plan
+from ckptool.engine.options import RunOptions
 from ckptool.engine.write.existing import require_no_conflict
 from ckptool.engine.write.journal import NO_JOURNAL, journal_head, require_same_run
-from ckptool.engine.write.run import RunOptions
 from ckptool.engine.write.stage import StageOptions
 from ckptool.engine.write.writer import UNFINISHED, described, is_here, is_running, this_writer
 from ckptool.errors import CannotDo, CkptoolError, NotFound, TransferError

@@ -6,13 +6,13 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from ckptool.core.layout import FileLayout, Literal, Part, Verbatim
 from ckptool.core.plan import Plan, Tile
 from ckptool.engine.checksum import Piece, crc32, file_crc, joined
+from ckptool.engine.options import RunOptions
 from ckptool.engine.read.records import RecordCheck, require_intact
 from ckptool.engine.threads import share_jobs
 from ckptool.engine.write.journal import NO_JOURNAL, Journal
@@ -22,18 +22,6 @@ from ckptool.storage.disk import allocate, open_unfollowed
 from ckptool.storage.local import CORES, SPAN, TILE, Files, LocalSource, pieces
 
 _MINIMUM_PER_WORKER = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """``budget`` in bytes of memory for tiles, source spans and decoded blobs together.
-
-    ``workers`` is None for as many as suit the source and the target.
-    """
-
-    workers: int | None = None
-    budget: int = 1 << 30
-    fsync: bool = True
 
 
 def run(

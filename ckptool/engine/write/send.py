@@ -15,9 +15,10 @@ from ckptool.core.layout import Data, FileLayout, Literal, Part, Scattered, Verb
 from ckptool.core.plan import Group, Plan, Spot, Tile
 from ckptool.engine.check.unchanged import require_unchanged
 from ckptool.engine.checksum import crc32
+from ckptool.engine.options import RunOptions
 from ckptool.engine.read.records import RecordCheck, require_intact
 from ckptool.engine.threads import share_jobs
-from ckptool.engine.write.run import RunOptions, patched, touch_files, verbatim
+from ckptool.engine.write.run import patched, touch_files, verbatim
 from ckptool.engine.write.worker import Worker
 from ckptool.errors import CannotDo, TransferError
 from ckptool.storage.local import SPAN, Files

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ckptool.core.layout import Layout
 from ckptool.core.plan import Plan
+from ckptool.engine.options import RunOptions
 from ckptool.engine.write.commit import Commit, FolderCommit, aside_of
 from ckptool.engine.write.commit_file import FileCommit
 from ckptool.engine.write.existing import (
@@ -22,7 +23,7 @@ from ckptool.engine.write.existing import (
     stamps,
 )
 from ckptool.engine.write.journal import Journal, is_journal, noted_sizes
-from ckptool.engine.write.run import RunOptions, run
+from ckptool.engine.write.run import run
 from ckptool.errors import CannotDo, Committed
 from ckptool.storage.commit_note import CommitNote, NoteFile, note_path, side_name, staging_folder
 from ckptool.storage.disk import (

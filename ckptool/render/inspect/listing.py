@@ -46,7 +46,7 @@ def tensor_named(catalog: Catalog, name: str) -> TensorEntry:
     """The tensor that ``--map`` asks for; UsageError where there is no such one."""
     entry = catalog.tensors.get(name)
     if entry is None:
-        raise no_such_tensor(f"--map {name!r}: no such tensor", name, catalog)
+        raise no_such_tensor(f"--shards {name!r}: no such tensor", name, catalog)
     return entry
 
 

@@ -12,7 +12,8 @@ from conftest import convert_to
 from safetensors.torch import load_file, save_file
 
 import ckptool
-from ckptool.commands.keymap.options import MapOptions
+from ckptool.commands.options.source import MapOptions
+from ckptool.core.casts import Casts
 from ckptool.core.dtype import BY_NAME
 from ckptool.errors import CannotDo
 
@@ -96,7 +97,7 @@ def test_a_config_of_this_model_is_copied_as_it_is(out: Path) -> None:
 
 def test_a_cast_is_said_in_the_config(out: Path) -> None:
     source = folder(out / "m", CONFIG)
-    report = convert_to("safetensors", source, out / "copy", dtype=BY_NAME["bfloat16"])
+    report = convert_to("safetensors", source, out / "copy", casts=Casts(BY_NAME["bfloat16"]))
     said = json.loads((out / "copy" / "config.json").read_text())
     assert said == CONFIG | {"torch_dtype": "bfloat16"}
     assert any("config.json says bfloat16" in note for note in report.notes)

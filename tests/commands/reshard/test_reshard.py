@@ -20,16 +20,12 @@ from conftest import GOOD, TENSORS_OF, Bits, Case, bits, by_name, case, read_bac
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptool.commands.open import ReadOptions, open_checkpoint
+from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.source import ReadOptions
+from ckptool.commands.options.target import ReshardOptions, TransferOptions
 from ckptool.commands.reshard import reshard as reshard_module
 from ckptool.commands.reshard.load_check import check_loads, require_loadable
-from ckptool.commands.reshard.reshard import (
-    PreparedReshard,
-    ReshardOptions,
-    ReshardReport,
-    prepare_reshard,
-)
-from ckptool.commands.transfer import TransferOptions
+from ckptool.commands.reshard.reshard import PreparedReshard, ReshardReport, prepare_reshard
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckptool.core.dtype import BY_NAME
@@ -37,10 +33,10 @@ from ckptool.core.layout import Data
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from ckptool.core.sharding.placement import POLICIES, Placed, parse_mesh, parse_rule
 from ckptool.engine.check.digest import digests
+from ckptool.engine.options import RunOptions
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.read.tensors import TensorSource
 from ckptool.engine.write import stage as stage_module
-from ckptool.engine.write.run import RunOptions
 from ckptool.errors import CannotDo, Damaged, TransferError, UsageError
 from ckptool.formats import FORMATS, targets
 from ckptool.formats.base import Request

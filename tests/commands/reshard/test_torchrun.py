@@ -16,13 +16,14 @@ import torch.distributed.checkpoint as dcp
 from conftest import case, on_ranks, read_back
 
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
-from ckptool.commands.transfer import TransferOptions
-from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.commands.options.target import ReshardOptions, TransferOptions
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.reshard.reshard import prepare_reshard
+from ckptool.commands.verify.verify import verify
 from ckptool.core.catalog import Extent
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.checksum import crc32
-from ckptool.engine.write.run import RunOptions
+from ckptool.engine.options import RunOptions
 
 WORKERS = Path(__file__).with_name("reshard_workers.py")
 CHECKED = ("dcp", "dcp-safetensors", "rank-local")

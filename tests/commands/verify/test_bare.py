@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import case
 
-from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.verify.verify import verify
 
 Copy = Callable[[str], Path]
 

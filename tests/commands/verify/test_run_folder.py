@@ -20,10 +20,11 @@ from typer.testing import CliRunner
 
 from ckptool.cli.app import app
 from ckptool.commands import detect as recognise
-from ckptool.commands.open import ReadOptions
+from ckptool.commands.options.source import ReadOptions
+from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify import run_folder
 from ckptool.commands.verify.run_folder import RunReport, steps_of, verify_run
-from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.commands.verify.verify import verify
 from ckptool.errors import CannotDo, Changed, CkptoolError, NotFound, Unrecognised, UsageError
 from ckptool.storage.retry import NoAnswer
 
@@ -246,7 +247,7 @@ def test_a_store_that_gives_no_answer_ends_it(
 
 
 @pytest.mark.parametrize(
-    "options", [VerifyOptions(ignore=("bogus",)), VerifyOptions(ReadOptions(format_name="bogus"))]
+    "options", [VerifyOptions(ignore=("bogus",)), VerifyOptions(ReadOptions(from_format="bogus"))]
 )
 def test_options_that_make_no_sense_are_no_fault_of_a_step(
     options: VerifyOptions, tmp_path: Path

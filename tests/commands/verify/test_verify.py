@@ -22,8 +22,9 @@ from recipes.hostile import HOSTILE
 from typer.testing import CliRunner
 
 from ckptool.cli.app import app
+from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.report import CODES, Finding, Severity, VerifyReport
-from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.commands.verify.verify import verify
 from ckptool.core.dtype import BY_NAME
 from ckptool.engine.check.content import all_finite
 from ckptool.errors import UsageError
@@ -451,7 +452,7 @@ def test_nan_is_a_warning_and_finite_makes_it_an_error(tmp_path: Path) -> None:
     assert {f.tensor for f in found} == {"w", "columns"}
     assert "1 NaN and 1 infinite values of 3,000" in found[0].message
     assert checked(folder).sound
-    assert not checked(folder, finite=True).sound
+    assert not checked(folder, fail_nonfinite=True).sound
 
 
 # Depths

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ckptool.commands.options.target import ReshardOptions
 from ckptool.commands.reshard.plan_file import read_plan, read_tp_plan
-from ckptool.commands.reshard.reshard import ReshardOptions, _placer
+from ckptool.commands.reshard.reshard import _placer
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.mesh import Mesh, Partial, Placement, Placements, Replicate, Shard, StridedShard

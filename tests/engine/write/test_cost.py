@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from conftest import case
 
-from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
-from ckptool.commands.transfer import TransferOptions
+from ckptool.commands.options.target import ReshardOptions, TransferOptions
+from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
+from ckptool.engine.options import RunOptions
 from ckptool.engine.read.records import RecordCheck
-from ckptool.engine.write.run import RunOptions
 from ckptool.storage.local import Reader
 
 COLUMNS = "*=Replicate(),Shard(-1)"

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from conftest import SUFFIX, TENSORS_OF, case, convert_to, read_back
 
-from ckptool.commands.convert import ConvertOptions, prepare
-from ckptool.engine.write.run import RunOptions
+from ckptool.commands.convert import prepare
+from ckptool.commands.options.target import ConvertOptions
+from ckptool.engine.options import RunOptions
 from ckptool.errors import CannotDo, CkptoolError, Damaged, TransferError
 from ckptool.storage.local import LocalSource
 

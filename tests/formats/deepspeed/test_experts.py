@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import case, convert_to, read_back
 
-from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.verify.verify import verify
 from ckptool.errors import Damaged
 
 Copy = Callable[[str], Path]

@@ -13,8 +13,10 @@ from conftest import bits, case, convert_to, read_back
 
 import ckptool
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
-from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.commands.options.target import ReshardOptions
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.reshard.reshard import prepare_reshard
+from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.errors import CannotDo, Problem
 from ckptool.formats.deepspeed.frozen import EXCLUDED, UNRECORDED

@@ -16,11 +16,11 @@ from conftest import case, convert_to, read_back
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.commands.open import ReadOptions, open_checkpoint
-from ckptool.commands.rewrite import RewriteOptions
-from ckptool.commands.selection import Selection
+from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.source import ReadOptions, RewriteOptions, Selection
+from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.compare.against import AgainstOptions, against
-from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.commands.verify.verify import verify
 from ckptool.core.catalog import Extent
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.sharding.tensor_parallel import TpRule, fit_rank, parse_tp_rule, parse_tp_rules
@@ -493,7 +493,7 @@ def test_replicas_that_differ_are_refused(copy_of: Copy, out: Path) -> None:
 
 def test_unstack_gives_each_layer_its_tensor(out: Path) -> None:
     one = case("megatron_torch_dist")
-    convert_to("safetensors", one.path, out / "model", unstack=True)
+    convert_to("safetensors", one.path, out / "model", split_stacked=True)
     found = read_back("safetensors", out / "model")
     stacked = one.truth["decoder.layers.mlp.linear_fc1.weight"]
     assert found["decoder.layers.0.mlp.linear_fc1.weight"][1:] == (stacked[1][1:], stacked[2])

@@ -14,7 +14,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.verify.verify import verify
 from ckptool.errors import Damaged
 
 STAGES, RANKS = 2, 4

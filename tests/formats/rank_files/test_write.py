@@ -28,7 +28,8 @@ from torch.distributed.tensor.placement_types import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard as TorchStridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckptool.commands.open import ReadOptions, open_checkpoint
+from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.source import ReadOptions
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Layout
@@ -36,7 +37,8 @@ from ckptool.core.mesh import Mesh, Placements, Replicate, Shard, StridedShard
 from ckptool.core.plan import Plan
 from ckptool.core.sharding.dtensor import local_shards
 from ckptool.core.sharding.placement import Placed, Placer, parse_mesh
-from ckptool.engine.write.run import RunOptions, run
+from ckptool.engine.options import RunOptions
+from ckptool.engine.write.run import run
 from ckptool.errors import CannotDo
 from ckptool.formats.base import Request
 from ckptool.formats.rank_files.write import lay_out_rank_files, lay_out_torch_checkpointing

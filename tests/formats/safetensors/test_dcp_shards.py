@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
-from ckptool.commands.transfer import TransferOptions
+from ckptool.commands.options.target import ReshardOptions, TransferOptions
+from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.engine.write.run import RunOptions
+from ckptool.engine.options import RunOptions
 from ckptool.errors import Damaged
 
 torch = pytest.importorskip("torch")

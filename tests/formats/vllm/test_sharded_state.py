@@ -16,13 +16,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
+from ckptool.commands.options.target import ReshardOptions
+from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.layout import Layout
 from ckptool.core.mesh import Placements, Replicate, Shard
 from ckptool.core.plan import Plan
 from ckptool.core.sharding.placement import Placed, parse_mesh
 from ckptool.core.sharding.tensor_parallel import parse_tp_rules
-from ckptool.engine.write.run import RunOptions, run
+from ckptool.engine.options import RunOptions
+from ckptool.engine.write.run import run
 from ckptool.errors import CannotDo, Damaged
 from ckptool.formats.base import Request
 from ckptool.formats.vllm.write import lay_out

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from ckptool.commands.open import Opened, ReadOptions, open_checkpoint
-from ckptool.commands.rewrite import RewriteOptions, Rewritten, rewrite
+from ckptool.commands.open import Opened, open_checkpoint
+from ckptool.commands.options.source import ReadOptions, RewriteOptions
+from ckptool.commands.options.verify import CompareOptions, VerifyOptions
+from ckptool.commands.rewrite import Rewritten, rewrite
 from ckptool.commands.verify.compare.companions import differing_companions
 from ckptool.commands.verify.compare.coverage import (
     Amount,
@@ -35,7 +37,7 @@ from ckptool.commands.verify.compare.names import (
 from ckptool.commands.verify.compare.tensors import Difference, Pair, Tolerance, compare
 from ckptool.commands.verify.compare.values import Unfolded, unfolded
 from ckptool.commands.verify.report import Severity, VerifyReport, finding_of, require_codes
-from ckptool.commands.verify.verify import Progress, Started, VerifyOptions, Watched
+from ckptool.commands.verify.verify import Progress, Started, Watched
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.plan import ChunkIndex
@@ -53,17 +55,14 @@ class AgainstOptions:
     """What to compare with, of what, and how.
 
     The first side is rewritten as ``convert`` does before it is compared, so that with the same
-    options an export is the same as what it was made of. Without a ``tolerance`` and without
-    ``cast``, element types must be equal and values are compared bit by bit. Of ``verify.read``,
-    only ``per_rank`` applies to the other side too; ``other_format`` is the format to read that as.
+    options an export is the same as what it was made of. Of ``verify.read``, only ``per_rank``
+    applies to the other side too.
     """
 
     other: Location
     rewrite: RewriteOptions = field(default_factory=RewriteOptions)
-    tolerance: Tolerance | None = None
-    cast: bool = False
+    comparison: CompareOptions = field(default_factory=CompareOptions)
     verify: VerifyOptions = field(default_factory=VerifyOptions)
-    other_format: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +78,13 @@ class AgainstReport:
     values: int
     differing: tuple[DifferingTensor, ...]
     coverage: tuple[Coverage, Coverage] | None
+
+
+def _tolerance(options: CompareOptions) -> Tolerance | None:
+    """Return how far values may differ, None where bits are compared."""
+    if options.rtol is None and options.atol is None:
+        return None
+    return Tolerance(options.rtol or 0, options.atol or 0)
 
 
 def against(
@@ -113,6 +119,7 @@ class _Comparison:
 
     def __init__(self, path: Location, options: AgainstOptions) -> None:
         self._options = options
+        self._tolerance = _tolerance(options.comparison)
         self._path = path
         self._found: list[Problem] = []
         self._differing: list[DifferingTensor] = []
@@ -122,7 +129,7 @@ class _Comparison:
         self._made: Rewritten | None = None
         self._theirs: Counterpart | None = None
         here = options.verify.read
-        reads = (here, ReadOptions(options.other_format, per_rank=here.per_rank))
+        reads = (here, ReadOptions(options.comparison.other_format, per_rank=here.per_rank))
         paths = (path, options.other)
         self._opened = [self._open(*one) for one in zip(paths, reads, SIDES, strict=True)]
         self._sides: list[_Side] = []
@@ -201,15 +208,17 @@ class _Comparison:
             self._note(side.where, lost.values())
         one, other = (side.catalog.tensors for side in self._sides)
         both = [name for name in alike if name in one and name in other]
-        self._pairs = [Pair(one[name], other[name], self._options.cast) for name in both]
+        self._pairs = [Pair(one[name], other[name], self._options.comparison.cast) for name in both]
 
     def _is_alike(self, name: str, mine: Catalog, theirs: Catalog) -> bool:
         """Whether the values of a tensor can be compared; where types differ, that is noted."""
         if name not in theirs.tensors:
             return False
-        as_numbers = self._options.tolerance is not None
+        as_numbers = self._tolerance is not None
         one, other = mine.tensors[name], theirs.tensors[name]
-        found = differing_type(one, other, cast=self._options.cast, as_numbers=as_numbers)
+        found = differing_type(
+            one, other, cast=self._options.comparison.cast, as_numbers=as_numbers
+        )
         self._found += [found] if found is not None else []
         return found is None
 
@@ -230,7 +239,7 @@ class _Comparison:
 
     def _compare(self, workers: int, progress: Progress) -> None:
         reads = self._sides[0].reads, self._sides[1].reads
-        found = compare(self._pairs, reads, self._options.tolerance, workers, progress)
+        found = compare(self._pairs, reads, self._tolerance, workers, progress)
         for name, error in found.unreadable.items():
             self._note(name, error.problems)
         self._differing = [
@@ -308,7 +317,7 @@ class _Comparison:
 
     def _what(self) -> str:
         """What was compared, and how."""
-        how = "within the tolerance" if self._options.tolerance else "bit by bit"
+        how = "within the tolerance" if self._tolerance else "bit by bit"
         compared = sum(pair.one.nbytes for pair in self._pairs)
         cast = sum(pair.is_cast for pair in self._pairs)
         once = f", {cast:,} of them cast to the other's type" if cast else ""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from ckptool.commands.keymap.options import MapReport
+from ckptool.commands.keymap.report import MapReport
 from ckptool.commands.rewrite import Rewritten
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.parts import part_of

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckptool.commands.open import Opened, open_checkpoint
-from ckptool.commands.rewrite import RewriteOptions, rewrite
-from ckptool.commands.selection import Selection
+from ckptool.commands.options.source import RewriteOptions, Selection
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.rewrite import rewrite
 from ckptool.commands.verify.compare.coverage import (
     Amount,
     amount,
@@ -29,7 +30,7 @@ from ckptool.commands.verify.manifest.build import (
 )
 from ckptool.commands.verify.manifest.schema import Manifest, ValueProof, read_manifest
 from ckptool.commands.verify.report import CODES, Severity, VerifyReport, finding_of, require_codes
-from ckptool.commands.verify.verify import Started, VerifyOptions, examine
+from ckptool.commands.verify.verify import Started, examine
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.errors import Damaged, Hostile, Problem

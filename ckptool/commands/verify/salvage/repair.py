@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from ckptool.commands.open import ReadOptions, Survey
+from ckptool.commands.open import Survey, scan_options
+from ckptool.commands.options.source import ReadOptions
 from ckptool.core.catalog import Catalog
 from ckptool.core.rewrite import unstacked
 from ckptool.errors import CannotDo, CkptoolError, Damaged, Problem
@@ -221,12 +222,12 @@ def rebuild(found: Survey, options: ReadOptions) -> Rebuilt:
 def _scanned_again(found: Survey, longer: Mended, options: ReadOptions) -> Rebuilt | None:
     """With the files that were cut as long as they should be; what is lost shows when read."""
     problems: list[Problem] = []
-    asked = options.scan_options(found.format, problems)
+    asked = scan_options(options, found.format, problems)
     try:
         catalog = found.format.scan(longer.source, asked)
     except CkptoolError:
         return None
-    catalog = unstacked(catalog) if options.unstack else catalog
+    catalog = unstacked(catalog) if options.split_stacked else catalog
     files = {name: found.source.files[name] for name in catalog.files}
     catalog = replace(catalog, files=files)
     unknown = (*_unrecorded(catalog), *_unseen(found, problems))

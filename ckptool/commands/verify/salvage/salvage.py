@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckptool.commands.open import AS_DETECTED, Opened, ReadOptions, survey
+from ckptool.commands.open import Opened, survey
+from ckptool.commands.options.verify import SalvageOptions
 from ckptool.commands.transfer import (
     Progress,
     Transfer,
-    TransferOptions,
     named_target,
     require_apart,
     target_notes,
@@ -31,14 +31,6 @@ from ckptool.storage.url import Location
 _AFRESH = "the same command starts afresh"
 _AGAIN = "the same command with --overwrite writes both again"
 _MARK = b'{\n "schema": "ckptool.salvage/'
-
-
-@dataclass(frozen=True, slots=True)
-class SalvageOptions:
-    """How to read the source, and how to write what is whole of it."""
-
-    read: ReadOptions = AS_DETECTED
-    transfer: TransferOptions = field(default_factory=TransferOptions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.checks.consistency import LISTED
-from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.commands.verify.verify import verify
 
 Copy = Callable[[str], Path]
 

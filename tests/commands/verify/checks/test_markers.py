@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptool.commands.verify.verify import VerifyOptions, verify
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.verify.verify import verify
 from ckptool.errors import Unrecognised
 
 

@@ -20,15 +20,15 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from ckptool.cli.app import app
-from ckptool.commands.open import ReadOptions
-from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
-from ckptool.commands.rewrite import RewriteOptions
-from ckptool.commands.selection import Selection
+from ckptool.commands.options.source import ReadOptions, RewriteOptions, Selection
+from ckptool.commands.options.target import ReshardOptions
+from ckptool.commands.options.verify import CompareOptions, VerifyOptions
+from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.verify.compare.against import AgainstOptions, AgainstReport
 from ckptool.commands.verify.compare.against import against as run_against
 from ckptool.commands.verify.compare.tensors import Pair, Tolerance, compare
-from ckptool.commands.verify.verify import VerifyOptions
 from ckptool.core.box import Box, row_major_strides
+from ckptool.core.casts import Casts
 from ckptool.core.catalog import Chunk, Extent, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.sharding.placement import parse_mesh
@@ -44,7 +44,8 @@ def against(one: Path, other: Path, **options: Any) -> AgainstReport:
     verify = VerifyOptions(taken(ReadOptions, options))
     selection = taken(Selection, options)
     rewrite = replace(taken(RewriteOptions, options), selection=selection)
-    return run_against(one, AgainstOptions(other, rewrite, verify=verify, **options))
+    comparison = CompareOptions(**options)
+    return run_against(one, AgainstOptions(other, rewrite, comparison, verify))
 
 
 def codes(report: AgainstReport) -> set[str]:
@@ -269,7 +270,7 @@ def test_ranks_that_contradict_one_another_are_not_the_same(one: Case) -> None:
 
 def test_a_cast_copy_is_the_same_once_cast(out: Path) -> None:
     source = case("dcp_fsdp2").path
-    convert_to("safetensors", source, out / "m", dtype=BY_NAME["bfloat16"], model_only=True)
+    convert_to("safetensors", source, out / "m", casts=Casts(BY_NAME["bfloat16"]), model_only=True)
     assert codes(against(source, out / "m", model_only=True)) == {"dtype-differs", "not-chosen"}
     assert against(source, out / "m", model_only=True, cast=True).verify.sound
     assert not against(out / "m", source, model_only=True, cast=True).verify.sound
@@ -285,7 +286,7 @@ def test_a_copy_in_another_type_is_the_same_within_a_tolerance(
     def halved(tensors: dict[str, torch.Tensor]) -> None:
         tensors["wide"] = tensors["wide"].bfloat16()
 
-    report = against(*saved(halved), tolerance=Tolerance(rtol, atol))
+    report = against(*saved(halved), rtol=rtol, atol=atol)
     assert report.verify.sound == same
 
 
@@ -427,13 +428,13 @@ def test_each_side_is_read_as_the_format_that_is_told_for_it(tmp_path: Path) -> 
     (other / ".metadata").write_bytes(b"not DCP")
     command = ["verify", str(one), "--against", str(other)]
     assert CliRunner().invoke(app, command).exit_code == 1
-    told = CliRunner().invoke(app, [*command, "--against-from", "hf"])
+    told = CliRunner().invoke(app, [*command, "--other-format", "hf"])
     assert told.exit_code == 0, told.output
     assert isinstance(
-        CliRunner().invoke(app, [*command, "--against-from", "nothing"]).exception, UsageError
+        CliRunner().invoke(app, [*command, "--other-format", "nothing"]).exception, UsageError
     )
 
 
 def test_a_format_for_the_other_side_needs_one(tmp_path: Path) -> None:
-    told = CliRunner().invoke(app, ["verify", str(tmp_path), "--against-from", "dcp"])
+    told = CliRunner().invoke(app, ["verify", str(tmp_path), "--other-format", "dcp"])
     assert isinstance(told.exception, UsageError)

@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 from recipes.damage import DAMAGE
 from safetensors.torch import save_file
 
-from ckptool.commands.reshard.reshard import ReshardOptions, prepare_reshard
-from ckptool.commands.rewrite import RewriteOptions
-from ckptool.commands.selection import Selection
+from ckptool.commands.options.source import RewriteOptions, Selection
+from ckptool.commands.options.target import ReshardOptions
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.verify.compare.values import canonical_text, value_text
 from ckptool.commands.verify.manifest import check as proving
 from ckptool.commands.verify.manifest.check import ProvingOptions
 from ckptool.commands.verify.manifest.schema import SCHEMA, read_manifest
 from ckptool.commands.verify.report import VerifyReport
-from ckptool.commands.verify.verify import VerifyOptions
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.errors import CannotDo, Damaged, NotFound, Unrecognised
 

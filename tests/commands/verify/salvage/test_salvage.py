@@ -18,7 +18,8 @@ from recipes.damage import DAMAGE
 from typer.testing import CliRunner
 
 from ckptool.cli.app import app
-from ckptool.commands.verify.salvage.salvage import SalvageOptions, SalvageReport, plan_salvage
+from ckptool.commands.options.verify import SalvageOptions
+from ckptool.commands.verify.salvage.salvage import SalvageReport, plan_salvage
 from ckptool.errors import CannotDo, CkptoolError
 
 HARMFUL = [n for n, one in DAMAGE.items() if one.answer == "Damaged"]

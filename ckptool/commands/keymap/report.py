@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckptool.core.keymap.apply import Move
-
-
-@dataclass(frozen=True, slots=True)
-class MapOptions:
-    """Which map: a built-in's name, a TOML file, or ``auto``; None for none.
-
-    ``dims`` are sizes of its named dims, ``assets`` a folder with config.json and tokenizer files,
-    ``inverse`` whether the map goes from its ``to`` to its ``from`` side (None: as names fit).
-    """
-
-    name: str | None = None
-    dims: Mapping[str, int] = field(default_factory=dict)
-    assets: Path | None = None
-    inverse: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,65 @@
+"""What to benchmark."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptool.commands.options.kinds import PLACE
+from ckptool.core.options import COUNT, FLAG, LIST, SIZE, option
+
+if TYPE_CHECKING:
+    from ckptool.storage.url import Location
+
+STATE_SIZE = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What to measure: state of ``size`` bytes or shaped as in ``like``, written below ``out``."""
+
+    size: int | None = option(
+        "--size",
+        SIZE,
+        metavar="SIZE",
+        help="State size [default: 1GiB; 2GB with --transfer].",
+    )
+    like: Location | None = option(
+        "--like",
+        PLACE,
+        metavar="CKPT",
+        help="Save tensors shaped as in this checkpoint; a path or a URL.",
+    )
+    out: Location = option(
+        "--out",
+        PLACE,
+        default=Path(),
+        shown=".",
+        metavar="DIR",
+        help="Where to save, a folder or a URL; everything is removed at the end.",
+    )
+    strategies: tuple[str, ...] = option(
+        "--strategies",
+        LIST,
+        default=(),
+        metavar="LIST",
+        help="Comma-separated names, families or globs, such as dcp-sync,dcp-async-*; or"
+        " MODULE:CLASS for a saver of your own. Default: all.",
+    )
+    ranks: int | None = option(
+        "--ranks", COUNT, minimum=1, help="Default: one per accelerator, or 2 on the CPU."
+    )
+    repeat: int = option(
+        "--repeat",
+        COUNT,
+        default=5,
+        minimum=1,
+        help="Saves after the first; with --transfer, rounds.",
+    )
+    abort: bool = option(
+        "--abort",
+        FLAG,
+        default=False,
+        help="Also kill each strategy in mid-save, and report what is left.",
+    )

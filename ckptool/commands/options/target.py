@@ -1,0 +1,129 @@
+"""How to write a checkpoint: in another format, or for another device mesh."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptool.commands.options.kinds import FILE, MESH, SHARD_RULES
+from ckptool.commands.options.source import READING, MapOptions, ReadOptions, RewriteOptions
+from ckptool.core.options import FLAG, SIZE, group, option
+from ckptool.engine.options import RunOptions
+
+if TYPE_CHECKING:
+    from ckptool.core.mesh import Mesh
+    from ckptool.core.sharding.placement import Rule
+
+WRITING = "How to write DST"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """How to write. ``dry_run`` is for the command: a transfer itself always writes."""
+
+    overwrite: bool = option(
+        "--overwrite",
+        FLAG,
+        default=False,
+        help="Replace an existing target once everything is written.",
+    )
+    resume: bool = option(
+        "--resume", FLAG, default=False, help="Continue the partial output of an interrupted run."
+    )
+    verify: bool = option(
+        "--verify/--no-verify",
+        FLAG,
+        default=False,
+        help="Read the output back and compare it before committing.",
+    )
+    run: RunOptions = group(RunOptions)
+    dry_run: bool = option("--dry-run", FLAG, default=False, help="Show the plan; write nothing.")
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """How to read a checkpoint, what to make of it, and how to write it.
+
+    ``max_shard_size`` in bytes.
+    """
+
+    to: str = option(
+        "--to",
+        default=MISSING,
+        metavar="FORMAT",
+        help="Write safetensors (a .safetensors file, or else a Hugging Face folder),"
+        " torch-save, dcp, dcp-safetensors, deepspeed-universal or megatron-torch_dist.",
+    )
+    read: ReadOptions = group(ReadOptions, READING)
+    rewrite: RewriteOptions = group(RewriteOptions)
+    max_shard_size: int = option(
+        "--max-shard-size",
+        SIZE,
+        default=5_000_000_000,
+        shown="5GB",
+        metavar="SIZE",
+        help="Start a new safetensors file beyond this size.",
+    )
+    single_rank: bool = option(
+        "--single-rank",
+        FLAG,
+        default=False,
+        former="--one-rank",
+        help="Write whole tensors as rank 0 instead of keeping the source's chunks.",
+    )
+    transfer: TransferOptions = group(TransferOptions, WRITING, without=("verify",))
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardOptions:
+    """The mesh, what decides the placements, how to read and how to write.
+
+    ``rank_state`` decides on state that differs between the source's ranks, whatever
+    ``read.per_rank`` says. ``to`` None is the source's own kind.
+    """
+
+    mesh: Mesh | None = option(
+        "--mesh", MESH, metavar="MESH", help="Write for this device mesh: 2x4, 8, or dp=2,tp=4."
+    )
+    rules: tuple[Rule, ...] = option(
+        "--shard",
+        SHARD_RULES,
+        default=(),
+        metavar="GLOB=PLACEMENTS",
+        help="Place what matches: Shard(0),Replicate() or colwise (repeatable, first match wins).",
+    )
+    policy: str | None = option(
+        "--policy", metavar="NAME", help="Place everything else by fsdp, hsdp or replicate."
+    )
+    plan_file: Path | None = option(
+        "--plan", FILE, metavar="FILE", help="Read the mesh and ordered rules from a TOML file."
+    )
+    tp_plan: Path | None = option(
+        "--tp-plan",
+        FILE,
+        metavar="FILE",
+        help="Place by the transformers tp_plan of a config.json.",
+    )
+    to: str | None = option(
+        "--to",
+        metavar="FORMAT",
+        help="Write dcp, rank-local, torch-checkpointing, dcp-safetensors, sharded-state or llama;"
+        " default: the source's own kind.",
+    )
+    read: ReadOptions = group(ReadOptions, READING, without=("per_rank",))
+    rank_state: str = option(
+        "--rank-state",
+        default="stop",
+        metavar="WHAT",
+        help="What to do with state that differs between ranks: stop, keep, drop, or the number of"
+        " the rank to copy it from.",
+    )
+    map: MapOptions = group(MapOptions, "Names and layout of another framework")
+    transfer: TransferOptions = group(TransferOptions, WRITING, verify=True)
+    check: bool = option(
+        "--check",
+        FLAG,
+        default=False,
+        help="Load the result through torch, on as many ranks as the mesh has, and compare.",
+    )

@@ -1,0 +1,122 @@
+"""How to verify a checkpoint: by itself, by a manifest, against another, or to salvage it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptool.commands.options.kinds import PLACE, SHARE
+from ckptool.commands.options.source import ReadOptions
+from ckptool.commands.options.target import TransferOptions
+from ckptool.core.options import COUNT, FLAG, NUMBER, TEXTS, group, option
+from ckptool.engine.options import RunOptions
+
+if TYPE_CHECKING:
+    from ckptool.storage.url import Location
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """How to read it, how deep to look, and what fails.
+
+    ``sample`` is the share of the data that is read, above 0 and up to 1.
+    """
+
+    read: ReadOptions = group(ReadOptions)
+    quick: bool = option("--quick", FLAG, default=False, help="Read metadata only, not the data.")
+    sample: float = option(
+        "--sample", SHARE, default=1.0, metavar="SHARE", help="Read a share of the data, e.g. 5%."
+    )
+    seed: int = option("--seed", COUNT, default=0, help="Seed of the --sample.")
+    fail_nonfinite: bool = option(
+        "--fail-nonfinite",
+        FLAG,
+        default=False,
+        former="--finite",
+        help="Report NaN and infinite values as errors.",
+    )
+    strict: bool = option("--strict", FLAG, default=False, help="Fail on warnings too.")
+    ignore: tuple[str, ...] = option(
+        "--ignore",
+        TEXTS,
+        default=(),
+        metavar="CODE",
+        help="Ignore findings with this code (repeatable).",
+    )
+    workers: int | None = option(
+        "--workers",
+        COUNT,
+        metavar="N",
+        minimum=1,
+        maximum=256,
+        help="Use N threads, at most 256; default: one per core, at most 8, and 16 for a URL.",
+    )
+
+    @property
+    def depth(self) -> str:
+        """Return how much is read: ``quick``, ``sample`` or ``content``."""
+        return "quick" if self.quick else "sample" if self.sample < 1 else "content"
+
+
+@dataclass(frozen=True, slots=True)
+class CompareOptions:
+    """When two values are equal, and how to read the other checkpoint.
+
+    Without ``rtol``, ``atol`` and ``cast``, element types must be equal and bits are compared.
+    """
+
+    rtol: float | None = option(
+        "--rtol", NUMBER, minimum=0, help="Allowed difference relative to OTHER's value."
+    )
+    atol: float | None = option("--atol", NUMBER, minimum=0, help="Allowed absolute difference.")
+    cast: bool = option(
+        "--cast",
+        FLAG,
+        default=False,
+        help="Cast the model's weights to OTHER's element types before comparing.",
+    )
+    other_format: str | None = option(
+        "--other-format",
+        metavar="FORMAT",
+        former="--against-from",
+        help="Read OTHER as this format; --from is for SRC.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestOptions:
+    """Which manifest to write, or to verify by."""
+
+    write_manifest: Location | None = option(
+        "--write-manifest",
+        PLACE,
+        metavar="FILE",
+        help="Write the SHA-256 of every tensor, value and file, if no errors are found.",
+    )
+    manifest: Location | None = option(
+        "--manifest",
+        PLACE,
+        metavar="FILE",
+        help="Verify by this manifest, whatever format it was written from.",
+    )
+    overwrite: bool = option(
+        "--overwrite",
+        FLAG,
+        default=False,
+        help="Replace an existing manifest or target once everything is written.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SalvageOptions:
+    """How to read the source, and how to write what is intact in it."""
+
+    read: ReadOptions = group(ReadOptions, without=("split_stacked",))
+    transfer: TransferOptions = group(
+        TransferOptions, without=("resume", "verify", "budget", "fsync", "dry_run")
+    )
+
+
+def salvage_options(verify: VerifyOptions, *, overwrite: bool) -> SalvageOptions:
+    """Return what a salvage needs of the options of verify."""
+    return SalvageOptions(verify.read, TransferOptions(overwrite, run=RunOptions(verify.workers)))

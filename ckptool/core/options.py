@@ -1,0 +1,163 @@
+"""Options, each declared once: as a field of the options class of its command.
+
+The command line (``cli/options.py``), the keywords of the Python functions (``api/options.py``) and
+their help derive from fields made by ``option``. A field made by ``group`` nests another class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from functools import partial
+from keyword import iskeyword
+from typing import Any, TypeVar
+
+from ckptool.core.units import parse_size
+from ckptool.errors import UsageError
+
+Options = TypeVar("Options")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Values of an option: their types on the command line and as a keyword, and how to parse both.
+
+    ``keyword`` is source text, for the generated signatures. ``parse`` is called with a value of
+    either type and the option's name, for errors.
+    """
+
+    line: Any
+    keyword: str
+    parse: Callable[[Any, str], Any] = lambda value, name: value
+
+
+def _texts(value: str | Collection[str], name: str) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _list(value: str | Collection[str], name: str) -> tuple[str, ...]:
+    words = value.split(",") if isinstance(value, str) else value
+    return tuple(word.strip() for word in words if word.strip())
+
+
+FLAG = Kind(bool, "bool")
+TEXT = Kind(str, "str")
+TEXTS = Kind(list[str], "Strings", _texts)
+LIST = Kind(str, "Strings", _list)
+COUNT = Kind(int, "int")
+NUMBER = Kind(float, "float")
+SIZE = Kind(str, "Size", lambda value, name: parse_size(str(value), name))
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option. ``shown`` is the default as people write it, ``former`` the flag's old name."""
+
+    flag: str
+    kind: Kind
+    help: str
+    metavar: str | None = None
+    shown: str | None = None
+    minimum: int | None = None
+    maximum: int | None = None
+    panel: str | None = None
+    former: str | None = None
+    field: str = ""
+    default: Any = None
+
+    @property
+    def required(self) -> bool:
+        """Whether there is no default."""
+        return self.default is MISSING
+
+    @property
+    def keyword(self) -> str:
+        """The name in Python: the flag's, or the field's where Python keeps that for itself."""
+        word = self.flag.partition("/")[0].removeprefix("--").replace("-", "_")
+        return self.field if iskeyword(word) else word
+
+    def parse(self, value: Any, name: str) -> Any:
+        """Return the value that the field takes. Raises UsageError where it makes no sense."""
+        if self.minimum is not None and value < self.minimum:
+            raise UsageError(f"{name} {value}: at least {self.minimum}")
+        return self.kind.parse(value, name)
+
+
+def option(
+    flag: str,
+    kind: Kind = TEXT,
+    *,
+    default: Any = None,
+    factory: Callable[[], Any] | None = None,
+    **more: Any,
+) -> Any:
+    """Declare a field that is an option; ``more`` are fields of ``Option``."""
+    metadata = {"option": Option(flag, kind, **more)}
+    if factory is not None:
+        return field(default_factory=factory, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class OptionGroup:
+    """A class of options as a part: its help panel, keywords left out, defaults that differ."""
+
+    kind: Any = None
+    panel: str | None = None
+    without: Collection[str] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+def group(kind: Any, panel: str | None = None, without: Collection[str] = (), **other: Any) -> Any:
+    """Declare a field that holds other options; ``other`` are defaults that differ there."""
+    made = OptionGroup(kind, panel, without, other)
+    return field(default_factory=partial(kind, **other), metadata={"group": made})
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def options_of(part: OptionGroup) -> Iterator[Option]:
+    """Yield the options of a class and of all that it nests, in order."""
+    for each in fields(part.kind):
+        inner: OptionGroup | None = each.metadata.get("group")
+        declared: Option | None = each.metadata.get("option")
+        if inner is not None:
+            without = {*part.without, *inner.without}
+            yield from options_of(replace(inner, panel=part.panel or inner.panel, without=without))
+        elif declared is not None:
+            default = part.defaults.get(each.name, _default(each))
+            known = replace(declared, field=each.name, default=default)
+            if known.keyword not in part.without:
+                yield replace(known, panel=part.panel or known.panel)
+
+
+def build(part: OptionGroup, values: Mapping[str, Any], /, **given: Any) -> Any:
+    """Make options of parsed values by keyword; ``given`` are fields, as they are."""
+    made = {**part.defaults, **given}
+    for each in fields(part.kind):
+        inner: OptionGroup | None = each.metadata.get("group")
+        declared: Option | None = each.metadata.get("option")
+        if each.name in given:
+            continue
+        if inner is not None:
+            made[each.name] = build(inner, values)
+        elif declared is not None:
+            keyword = replace(declared, field=each.name).keyword
+            if keyword in values:
+                made[each.name] = values[keyword]
+    return part.kind(**made)
+
+
+def changed(options: Any) -> list[str]:
+    """Return the flags of the options that are not at their defaults."""
+    flags = []
+    for each in fields(options):
+        value = getattr(options, each.name)
+        declared: Option | None = each.metadata.get("option")
+        if "group" in each.metadata:
+            flags += changed(value)
+        elif declared is not None and _default(each) not in (MISSING, value):
+            flags.append(declared.flag.partition("/")[0])
+    return flags

@@ -1,0 +1,35 @@
+"""How the engine moves bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckptool.core.options import COUNT, FLAG, SIZE, option
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """``budget`` in bytes of memory for tiles, source spans and decoded blobs together.
+
+    ``workers`` is None for as many as suit the source and the target.
+    """
+
+    workers: int | None = option(
+        "--workers",
+        COUNT,
+        metavar="N",
+        minimum=1,
+        maximum=256,
+        help="Use N threads, at most 256; default: one per core, at most 8, and 16 for a URL.",
+    )
+    budget: int = option(
+        "--budget",
+        SIZE,
+        default=1 << 30,
+        shown="1GiB",
+        metavar="SIZE",
+        help="Move bytes within this much memory.",
+    )
+    fsync: bool = option(
+        "--fsync/--no-fsync", FLAG, default=True, help="Wait until everything is on disk."
+    )
