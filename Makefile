@@ -3,10 +3,13 @@
 PYTHON := $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || echo python3)
 BIN := .venv/bin
 SECONDS := 60
+PYTHONS := 3.12 3.13
+TORCHES := 2.4.1 2.6.0 2.9.1 2.15.0
+CORE := tests/core tests/serialization tests/formats tests/engine tests/matrix
 READY := .venv/ready-$(shell (pwd; cat pyproject.toml) | cksum | cut -d' ' -f1)
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
-.PHONY: help test check lint demo bench fuzz mutations faults clean
+.PHONY: help test check lint demo bench fuzz mutations faults matrix clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z]*\):.*## /  make \1 - /p' Makefile
@@ -53,6 +56,17 @@ faults: $(READY) ## Kill and fail each command at every system call that changes
 	@command -v strace > /dev/null || { echo "make faults needs strace: apt-get install strace"; exit 1; }
 	@CKPTOOL_FAULTS=1 $(BIN)/python -m pytest -n 2 -q tests/commands/test_disk_faults.py
 
+matrix: $(READY) ## The core's tests on other Pythons; saves and loads by other torches (CKPTOOL_TORCH_AT).
+	@for version in $(PYTHONS); do \
+		command -v python$$version > /dev/null || { echo "no python$$version here: skipped"; continue; }; \
+		echo "Python $$version"; \
+		test -e .venv-$$version/ready || { rm -rf .venv-$$version && python$$version -m venv .venv-$$version \
+			&& .venv-$$version/bin/pip install -qq --disable-pip-version-check -e '.[dev]' \
+			&& touch .venv-$$version/ready; } || exit 1; \
+		.venv-$$version/bin/python -m pytest -n 2 $(CORE) || exit 1; \
+	done
+	@test -z "$$CKPTOOL_TORCH_AT" || CKPTOOL_TORCHES="$(TORCHES)" $(BIN)/python -m pytest tests/matrix
+
 clean: ## Remove all that make makes.
-	@rm -rf .venv demo bench-out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf .venv .venv-* demo bench-out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

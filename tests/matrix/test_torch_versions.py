@@ -1,0 +1,39 @@
+"""Checkpoints that other versions of torch wrote are read, and they load what ckptool writes.
+
+``make matrix`` names the versions and ``CKPTOOL_TORCH_AT``, a command that runs Python with one:
+``$CKPTOOL_TORCH_AT 2.6.0 script.py``. Without it the torch of the tests takes part alone.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ckptool
+
+LAUNCHER = os.environ.get("CKPTOOL_TORCH_AT")
+VERSIONS = os.environ.get("CKPTOOL_TORCHES", "").split() if LAUNCHER else ["its own"]
+SCRIPT = Path(__file__).with_name("torch_side.py")
+
+
+def run(version: str, *words: object) -> None:
+    command = [LAUNCHER, version] if LAUNCHER else [sys.executable]
+    done = subprocess.run(
+        [*map(str, command), str(SCRIPT), *map(str, words)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_one_torch_writes_every_torch_loads(version: str, tmp_path: Path) -> None:
+    run(version, "save", tmp_path)
+    ckptool.convert(tmp_path / "dcp", tmp_path / "torch-save.pt", to="torch-save")
+    ckptool.convert(tmp_path / "zip.pt", tmp_path / "from-zip", to="dcp")
+    for source in ("zip.pt", "legacy.pt", "from-zip", "torch-save.pt"):
+        report = ckptool.compare(tmp_path / "dcp", tmp_path / source)
+        assert report.verify.sound, source
+    run(version, "load", tmp_path)
