@@ -25,7 +25,7 @@ from ckptool.core.sharding.tensor_parallel import (
 from ckptool.errors import Damaged, Problem, Refusal, Undetermined
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.deepspeed.files import Files, Ranks, require_all
-from ckptool.formats.deepspeed.partitions import Holding, Name, Partition
+from ckptool.formats.deepspeed.partitions import Name, Partition, RankContents
 from ckptool.formats.deepspeed.states import State, read_optimizer, read_state
 from ckptool.formats.deepspeed.tensor_parallel import fit_shards
 from ckptool.serialization.source import Source
@@ -164,7 +164,7 @@ class Grid:
 
 def merge_into(
     result: Assembled,
-    holdings: Sequence[Holding],
+    holdings: Sequence[RankContents],
     grid: Grid,
     info: Mapping[str, Any],
     options: ScanOptions,
@@ -204,7 +204,7 @@ def _lacking(name: Name, error: Damaged) -> Refusal:
     return found
 
 
-def _held(name: Name, holdings: Sequence[Holding]) -> dict[int, RankShard]:
+def _held(name: Name, holdings: Sequence[RankContents]) -> dict[int, RankShard]:
     """A tensor's shards by ``mp`` rank.
 
     Automatic tensor parallelism gives a rank without heads an empty shard, which its optimizer
@@ -219,7 +219,7 @@ def _held(name: Name, holdings: Sequence[Holding]) -> dict[int, RankShard]:
     return dict(sorted(found.items()))
 
 
-def whole_entries(holding: Holding) -> dict[str, TensorEntry]:
+def whole_entries(holding: RankContents) -> dict[str, TensorEntry]:
     """The tensors of a holding that is not one rank's, but all ranks' together."""
     joined = (_joined(name, {0: local}, {}, None) for name, local in holding.tensors.items())
     return {entry.name: entry for entry in joined}

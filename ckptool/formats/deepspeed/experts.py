@@ -18,7 +18,7 @@ from typing import Any
 
 from ckptool.errors import Damaged, Problem
 from ckptool.formats.deepspeed.checkpoint import Checkpoint
-from ckptool.formats.deepspeed.partitions import Holding
+from ckptool.formats.deepspeed.partitions import RankContents
 from ckptool.formats.deepspeed.states import (
     State,
     Vector,
@@ -60,7 +60,7 @@ def experts_of(checkpoint: Checkpoint, mp: int) -> Mapping[tuple[int, int], Stat
     return found
 
 
-def add_expert_optimizers(found: Holding, checkpoint: Checkpoint, mp: int) -> set[str] | None:
+def add_expert_optimizers(found: RankContents, checkpoint: Checkpoint, mp: int) -> set[str] | None:
     """Add each expert-parallel rank's optimizer; the trained parameters are returned.
 
     None where their names are not known: what the files hold is then added under its numbers.

@@ -180,7 +180,9 @@ def slot_of(state: State, master: Any, kept: Mapping[str, Any], padding: int) ->
     return slot
 
 
-def refuse_kinds(found: Holding, slots: Sequence[Slot], names: Iterable[str], rank: int) -> None:
+def refuse_kinds(
+    found: RankContents, slots: Sequence[Slot], names: Iterable[str], rank: int
+) -> None:
     """Refuse the state of these parameters that some slot cannot read, and others hold of them.
 
     It is taken out of all slots. What no optimizer keeps of a parameter, as far as is known, and no
@@ -197,7 +199,7 @@ def refuse_kinds(found: Holding, slots: Sequence[Slot], names: Iterable[str], ra
 
 
 def add_run(
-    found: Holding,
+    found: RankContents,
     partition: Partition,
     vector: Vector | None,
     kind: str,
@@ -221,7 +223,7 @@ def add_run(
 
 
 def add_other(
-    found: Holding, ranks: Sequence[Partition], held: Sequence[Slot], number: int
+    found: RankContents, ranks: Sequence[Partition], held: Sequence[Slot], number: int
 ) -> None:
     """Keep what is neither flat nor a scalar for each rank, under the optimizer's own names."""
     for partition, slot in zip(ranks, held, strict=True):
@@ -278,7 +280,7 @@ Name = tuple[str, str]
 
 
 @dataclass(slots=True)
-class Holding:
+class RankContents:
     """What the files of one model-parallel rank hold.
 
     ``leaves`` are values and tensors that every rank holds alike, by rank and flat name.
@@ -327,12 +329,12 @@ class Holding:
             if name not in held or not isinstance(held[name].value, Refusal):
                 held[name] = leaf
 
-    def attempt(self, work: Callable[[Holding], _T]) -> _T | None:
+    def attempt(self, work: Callable[[RankContents], _T]) -> _T | None:
         """Add the masters and moments that ``work`` adds to a holding; return what it returns.
 
         Where they depend on a part that is refused, or are ``barred`` already, none are added.
         """
-        more = Holding()
+        more = RankContents()
         try:
             found = None if self.barred is not None else work(more)
         except Barred as error:

@@ -26,7 +26,7 @@ from ckptool.formats.deepspeed.experts import (
 )
 from ckptool.formats.deepspeed.files import LATEST, find_files, tag_folder
 from ckptool.formats.deepspeed.frozen import note_excluded
-from ckptool.formats.deepspeed.partitions import MASTER, Holding, Partition, Shapes
+from ckptool.formats.deepspeed.partitions import MASTER, Partition, RankContents, Shapes
 from ckptool.formats.deepspeed.states import (
     State,
     all_tensors,
@@ -98,10 +98,10 @@ def _miss_optimizers(checkpoint: Checkpoint, found: Assembled) -> None:
 
 
 def assembled(
-    checkpoint: Checkpoint, holdings: Sequence[Holding], options: ScanOptions
+    checkpoint: Checkpoint, holdings: Sequence[RankContents], options: ScanOptions
 ) -> Assembled:
     """All model-parallel ranks' tensors and values. Raises Damaged where they contradict."""
-    every = Holding()
+    every = RankContents()
     for holding in holdings:
         for rank, held in holding.leaves.items():
             every.add_leaves(held, rank)
@@ -167,7 +167,7 @@ _OPTIMIZER_FILE = frozenset("optimizer_state_dict ds_config ds_version param_sha
 """What DeepSpeed writes in a file of optimizer states; shapes up to 0.4."""
 
 
-def all_holdings(checkpoint: Checkpoint) -> list[Holding]:
+def all_holdings(checkpoint: Checkpoint) -> list[RankContents]:
     """What the files of each model-parallel rank hold.
 
     Where one rank's masters and moments cannot be placed, none are: what is left would look whole.
@@ -181,8 +181,8 @@ def all_holdings(checkpoint: Checkpoint) -> list[Holding]:
     return holdings
 
 
-def _holding_of(checkpoint: Checkpoint, mp: int, barred: Refusal | None) -> Holding:
-    found = Holding(barred=barred)
+def _holding_of(checkpoint: Checkpoint, mp: int, barred: Refusal | None) -> RankContents:
+    found = RankContents(barred=barred)
     trained: set[str] | None
     if checkpoint.files.stage_3:
         trained = _add_stage_3(found, checkpoint, mp)
@@ -205,7 +205,7 @@ def _holding_of(checkpoint: Checkpoint, mp: int, barred: Refusal | None) -> Hold
     return found
 
 
-def _note_values(found: Holding, states: Iterable[State]) -> None:
+def _note_values(found: RankContents, states: Iterable[State]) -> None:
     """Note what is no plain tensor where states hold a module's, by the first file that has it."""
     noted: set[Any] = set()
     for state in states:
@@ -215,7 +215,7 @@ def _note_values(found: Holding, states: Iterable[State]) -> None:
             noted.update(names)
 
 
-def _add_stage_3(found: Holding, checkpoint: Checkpoint, mp: int) -> set[str]:
+def _add_stage_3(found: RankContents, checkpoint: Checkpoint, mp: int) -> set[str]:
     """Add what the files of ZeRO 3 hold; return the names of the trained parameters."""
     grid = checkpoint.grid
     models = [
@@ -229,7 +229,9 @@ def _add_stage_3(found: Holding, checkpoint: Checkpoint, mp: int) -> set[str]:
     return {name for group in shapes for name in group}
 
 
-def _add_module_and_optimizer(found: Holding, checkpoint: Checkpoint, mp: int) -> set[str] | None:
+def _add_module_and_optimizer(
+    found: RankContents, checkpoint: Checkpoint, mp: int
+) -> set[str] | None:
     """Add what the files of one rank hold; return the trained parameters where that is known."""
     state, rank = checkpoint.models[0, mp], checkpoint.rank(0, mp)
     groups = shape_groups(state)
@@ -253,14 +255,14 @@ def _add_module_and_optimizer(found: Holding, checkpoint: Checkpoint, mp: int) -
 
 
 def _add_flat_groups(
-    checkpoint: Checkpoint, mp: int, groups: Sequence[Shapes], found: Holding
+    checkpoint: Checkpoint, mp: int, groups: Sequence[Shapes], found: RankContents
 ) -> None:
     config = checkpoint.models[0, mp].inner("ds_config")
     data_first = config.get("use_data_before_expert_parallelism") is True
     add_flat_groups(found, checkpoint.partitions(mp), groups, data_first=data_first)
 
 
-def _add_layers(found: Holding, checkpoint: Checkpoint, tensor: int) -> None:
+def _add_layers(found: RankContents, checkpoint: Checkpoint, tensor: int) -> None:
     """Add the layers of all stages that are of one tensor-parallel rank."""
     files, source, grid = checkpoint.files, checkpoint.source, checkpoint.grid
     own = {n: file for (n, t), file in files.layers.items() if t == tensor}
@@ -280,7 +282,7 @@ def _add_layers(found: Holding, checkpoint: Checkpoint, tensor: int) -> None:
         found.notes += stray_notes(state.file.what, values_of(state))
 
 
-def _add_whole_optimizer(checkpoint: Checkpoint, mp: int, found: Holding) -> set[str] | None:
+def _add_whole_optimizer(checkpoint: Checkpoint, mp: int, found: RankContents) -> set[str] | None:
     """Add the optimizer of ZeRO 0; the trained parameters, None where nothing tells them."""
     state, source = checkpoint.models[0, mp], checkpoint.source
     if lost_optimizers(checkpoint) is not None:

@@ -25,7 +25,7 @@ from ckptool.formats.deepspeed.files import (
     without_copies,
 )
 from ckptool.formats.deepspeed.frozen import note_excluded
-from ckptool.formats.deepspeed.partitions import MASTER, STATES, Holding, Run, run_chunks
+from ckptool.formats.deepspeed.partitions import MASTER, STATES, RankContents, Run, run_chunks
 from ckptool.formats.deepspeed.scan import add_tied_masters, all_holdings, assembled, catalog_of
 from ckptool.formats.deepspeed.states import (
     State,
@@ -62,9 +62,9 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
     return catalog_of("deepspeed-universal", checkpoint, found, paths)
 
 
-def _states(checkpoint: Checkpoint, holdings: list[Holding], folder: str) -> Holding:
+def _states(checkpoint: Checkpoint, holdings: list[RankContents], folder: str) -> RankContents:
     """What ``zero`` holds. Damaged where the state of a trained parameter is missing."""
-    source, found = checkpoint.source, Holding()
+    source, found = checkpoint.source, RankContents()
     if folder + OPTIMIZER_STATE not in source.files:
         message = f"{folder}{OPTIMIZER_STATE} is missing: the conversion to a universal checkpoint"
         raise Damaged(Problem(f"{message} was not finished", "save-unfinished"))
@@ -91,7 +91,7 @@ def _states(checkpoint: Checkpoint, holdings: list[Holding], folder: str) -> Hol
 
 
 def _rounded(
-    checkpoint: Checkpoint, holdings: list[Holding], trained: Collection[str]
+    checkpoint: Checkpoint, holdings: list[RankContents], trained: Collection[str]
 ) -> Collection[str]:
     """Names that are not trained, but that the converter wrote masters of all the same."""
     in_model = {name for holding in holdings for _, name in holding.tensors}
@@ -102,7 +102,7 @@ def _rounded(
     return (in_model | others | checkpoint.aliases.keys()) - set(trained) if trained else ()
 
 
-def _add_common_step(found: Holding, optimizer: State, names: Iterable[str]) -> None:
+def _add_common_step(found: RankContents, optimizer: State, names: Iterable[str]) -> None:
     """The step that ZeRO 3 keeps for all parameters, in what is left of rank 0's optimizer."""
     try:
         kept = require_shallow(optimizer.inner("optimizer_state_dict").inner("state").fields.get(0))
@@ -141,7 +141,7 @@ def _files_of_parameters(source: Source, folder: str) -> Iterator[tuple[str, str
 
 
 def add_states(
-    found: Holding,
+    found: RankContents,
     source: Source,
     folder: str,
     shapes: Mapping[str, tuple[int, ...]],
@@ -170,7 +170,7 @@ def add_states(
 
 
 def _add_state(
-    found: Holding,
+    found: RankContents,
     source: Source,
     name: tuple[str, str],
     path: str,
@@ -198,7 +198,7 @@ def _add_state(
 
 
 def _add_vector(
-    found: Holding, name: tuple[str, str], vector: Vector, shape: tuple[int, ...], path: str
+    found: RankContents, name: tuple[str, str], vector: Vector, shape: tuple[int, ...], path: str
 ) -> None:
     numel = math.prod(shape)
     if not vector.is_flat or vector.shape != (numel,):

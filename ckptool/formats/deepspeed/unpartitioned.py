@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckptool.formats.deepspeed.partitions import MASTER, Holding, Run, run_chunks
+from ckptool.formats.deepspeed.partitions import MASTER, RankContents, Run, run_chunks
 from ckptool.formats.deepspeed.states import State, Vector, require_shallow
 
 _Shape = tuple[int, ...]
@@ -24,7 +24,7 @@ _Shapes = Mapping[str, _Shape]
 
 
 def add_whole_optimizer(
-    found: Holding,
+    found: RankContents,
     state: State,
     weights: Mapping[str, Vector],
     rank: int,
@@ -109,7 +109,7 @@ def _shape(state: State, kept: Any, master: Vector | None) -> _Shape | None:
 
 
 def _add_states(
-    found: Holding, state: State, kept: Any, name: str, shape: _Shape, rank: int
+    found: RankContents, state: State, kept: Any, name: str, shape: _Shape, rank: int
 ) -> None:
     for kind, value in (kept if isinstance(kept, dict) else {}).items():
         vector = state.vector(value)
@@ -120,7 +120,12 @@ def _add_states(
 
 
 def _add_flat(
-    found: Holding, state: State, torch_state: State, flats: list[Any], shapes: _Shapes, rank: int
+    found: RankContents,
+    state: State,
+    torch_state: State,
+    flats: list[Any],
+    shapes: _Shapes,
+    rank: int,
 ) -> list[str] | None:
     """One flat tensor a group. The names are known where one group holds all parameters."""
     vectors = [vector for value in flats if (vector := state.vector(value)) is not None]

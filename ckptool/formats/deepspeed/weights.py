@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 
 from ckptool.errors import Damaged, Problem, Refusal
-from ckptool.formats.deepspeed.partitions import Holding, Partition, Run, run_chunks
+from ckptool.formats.deepspeed.partitions import Partition, RankContents, Run, run_chunks
 from ckptool.formats.deepspeed.states import (
     State,
     Vector,
@@ -27,7 +27,7 @@ def trained_shapes(state: State) -> dict[str, tuple[int, ...]]:
 
 
 def add_module(
-    found: Holding,
+    found: RankContents,
     state: State,
     aliases: Mapping[str, str],
     trained: Collection[str] | None,
@@ -88,7 +88,7 @@ def same_tensors(vectors: Mapping[str, Vector]) -> dict[str, str]:
     return same
 
 
-def add_placeholders(found: Holding, states: Iterable[Partition]) -> None:
+def add_placeholders(found: RankContents, states: Iterable[Partition]) -> None:
     """Add what ZeRO 3 keeps in ``module``: buffers, and parameters that are not partitioned.
 
     Of partitioned parameters there are empty tensors in their place.
@@ -102,7 +102,7 @@ def add_placeholders(found: Holding, states: Iterable[Partition]) -> None:
                 found.add_leaf(("module", name), vector, partition.rank)
 
 
-def add_frozen_pieces(found: Holding, states: Iterable[Partition], parts: int) -> None:
+def add_frozen_pieces(found: RankContents, states: Iterable[Partition], parts: int) -> None:
     """Add the frozen parameters of ZeRO 3, of which each rank holds one piece."""
     for partition in states:
         stored = partition.state.mapping("frozen_param_shapes")
@@ -125,7 +125,7 @@ def add_frozen_pieces(found: Holding, states: Iterable[Partition], parts: int) -
 
 
 def _add_piece(
-    found: Holding,
+    found: RankContents,
     partition: Partition,
     name: str,
     shape: tuple[int, ...],
@@ -152,7 +152,7 @@ def _add_piece(
 
 
 def add_layers(
-    found: Holding,
+    found: RankContents,
     layers: Mapping[int, State],
     trained: _Shapes,
     buffers: Collection[str],

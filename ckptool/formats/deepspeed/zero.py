@@ -27,8 +27,8 @@ from ckptool.errors import Damaged, Problem
 from ckptool.formats.deepspeed.experts import EXPERT
 from ckptool.formats.deepspeed.partitions import (
     MASTER,
-    Holding,
     Partition,
+    RankContents,
     Run,
     Shapes,
     Slot,
@@ -47,7 +47,7 @@ _ANY = 1 << 62
 
 
 def add_flat_groups(
-    found: Holding, ranks: Sequence[Partition], groups: Sequence[Shapes], *, data_first: bool
+    found: RankContents, ranks: Sequence[Partition], groups: Sequence[Shapes], *, data_first: bool
 ) -> None:
     """Add the tensors of ZeRO 1, ZeRO 2 or BF16_Optimizer.
 
@@ -172,7 +172,7 @@ def _indices(base: State, groups: int) -> list[Any]:
 
 
 def _add_group(
-    found: Holding,
+    found: RankContents,
     members: Sequence[tuple[Partition, Slot]],
     shapes: Shapes,
     names: Mapping[str, str],
@@ -194,7 +194,7 @@ def _add_group(
 
 
 def _add_whole_states(
-    found: Holding,
+    found: RankContents,
     members: Sequence[tuple[Partition, Slot]],
     shapes: Shapes,
     names: Mapping[str, str],
@@ -276,7 +276,9 @@ def _vector(slot: Slot, kind: str) -> Vector | None:
     return found if isinstance(found, Vector) and found.is_flat else None
 
 
-def add_split_groups(found: Holding, ranks: Sequence[Partition], groups: Sequence[Shapes]) -> None:
+def add_split_groups(
+    found: RankContents, ranks: Sequence[Partition], groups: Sequence[Shapes]
+) -> None:
     """Add the tensors of ZeRO 3; none where it has no ranks, as in a universal checkpoint."""
     if not ranks:
         return

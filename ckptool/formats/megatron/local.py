@@ -25,7 +25,7 @@ from ckptool.errors import Damaged, Problem, Undetermined
 from ckptool.formats.megatron.names import global_expert, global_layer, is_buffer, is_expert
 from ckptool.formats.megatron.optimizer.buckets import Group, bucket_state, buckets_among, is_bucket
 from ckptool.formats.megatron.optimizer.gathered import expected_buffers
-from ckptool.formats.megatron.parameters import Found, Held, put_together
+from ckptool.formats.megatron.parameters import Fragments, LocalParameter, merge_fragments
 from ckptool.serialization.archive.read import TorchFile
 from ckptool.serialization.archive.storage import dtype_of, natural, place_of, plain_tensor, sizes
 from ckptool.serialization.pickle.records import Call
@@ -49,7 +49,7 @@ class _Ranks:
 
     chunks: dict[str, list[Chunk]] = field(default_factory=dict)
     kinds: dict[str, tuple[DType, tuple[int, ...]]] = field(default_factory=dict)
-    runs: dict[Group, list[list[Held]]] = field(default_factory=dict)
+    runs: dict[Group, list[list[LocalParameter]]] = field(default_factory=dict)
     fits: dict[tuple[str, tuple[int, ...]], Fit] = field(default_factory=dict)
     others: dict[int, dict[str, Leaf]] = field(default_factory=dict)
 
@@ -86,14 +86,14 @@ def _path(name: str) -> Path:
 
 def _state(tensors: Mapping[str, TensorEntry], ranks: _Ranks) -> dict[str, TensorEntry]:
     """The optimizer's state by parameter. Raises Undetermined."""
-    found: Found = {}
+    found: Fragments = {}
     for group, buffers in buckets_among(tensors.values()).items():
         if group not in ranks.runs:
             raise Undetermined(f"no rank's model goes with the buckets of group {group[1]}")
         expected = expected_buffers(ranks.runs[group], expert_parallel=False)[0]
         for path, parts in bucket_state(buffers, expected).items():
             found.setdefault(path, []).extend(parts)
-    whole = put_together(lambda held: ranks.fits[held.name, held.rank], found)
+    whole = merge_fragments(lambda held: ranks.fits[held.name, held.rank], found)
     if whole.conflicts:
         raise Undetermined(next(iter(whole.conflicts.values())))
     return whole.tensors
@@ -103,7 +103,7 @@ def _read_rank(
     source: Source, rank: int, file: TorchFile, ranks: _Ranks, expert_parallel: bool
 ) -> None:
     fields = file.inert.fields if isinstance(file.inert, Call) else {}
-    runs: dict[str, list[Held]] = {}
+    runs: dict[str, list[LocalParameter]] = {}
     groups: set[Group] = set()
     others = ranks.others.setdefault(rank, {})
     for path, parts in sharded_records(fields.get("sharded_state_dict"), file, rank):
@@ -146,14 +146,14 @@ def _add(
         chunks.append(chunk)
 
 
-def _parameter(path: Path, parts: Sequence[Sharded], rank: int, ranks: _Ranks) -> Held:
+def _parameter(path: Path, parts: Sequence[Sharded], rank: int, ranks: _Ranks) -> LocalParameter:
     """A parameter of the rank's model; one of several parts is joined along its first dim."""
     parts = side_by_side(parts)
     first = parts[0]
     name = _whole_name(flat_name(path[1:2]), first)
     pieces, local = _joined(parts)
     whole = first.whole[first.prepended :]
-    held = Held(name, (rank, 0, 0), rank, local, first.dtype)
+    held = LocalParameter(name, (rank, 0, 0), rank, local, first.dtype)
     ranks.fits[name, held.rank] = Fit(local, whole, pieces)
     for part in parts:
         chunk = part.chunk

@@ -20,7 +20,13 @@ from ckptool.errors import CkptoolError, Damaged, Problem, Refusal, UsageError, 
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.megatron.arguments import Arguments, arguments, with_first_arguments
 from ckptool.formats.megatron.local import ROOT, read_megatron
-from ckptool.formats.megatron.parameters import Found, Held, Model, Stored, put_together
+from ckptool.formats.megatron.parameters import (
+    Fragments,
+    LocalParameter,
+    Model,
+    StorageRun,
+    merge_fragments,
+)
 from ckptool.serialization.archive.read import TorchFile, read_torch_file
 from ckptool.serialization.pickle.records import Call
 from ckptool.serialization.source import Source, first_missing, require_rank
@@ -155,17 +161,17 @@ def _placed(
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """The tensors for which there is a rule, put together by it."""
     model = Model(Arguments({}), (max(ranks) + 1, 1, 1), rules)
-    found: Found = {}
+    found: Fragments = {}
     paths = {}
     for rank, leaves in ranks.items():
         for name, leaf in leaves.items():
             if _is_plain(leaf) and named_rule(rules, name):
                 tensor = leaf.value.tensor
-                held = Held(name, (rank, 0, 0), rank, tensor.shape, tensor.dtype)
-                stored = Stored(tensor.shape, tensor.dtype, leaf.value.place)
+                held = LocalParameter(name, (rank, 0, 0), rank, tensor.shape, tensor.dtype)
+                stored = StorageRun(tensor.shape, tensor.dtype, leaf.value.place)
                 found.setdefault((name,), []).append((held, [stored]))
                 paths[name] = leaf.path
-    whole = put_together(model.fit, found)
+    whole = merge_fragments(model.fit, found)
     return {n: replace(e, path=paths[n]) for n, e in whole.tensors.items()}, whole.conflicts
 
 

@@ -31,7 +31,7 @@ Rank = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StorageRun:
     """A tensor, or a run of elements, that lies ``at`` a place; ``start`` is its first element.
 
     ``rank`` is the rank that wrote it, where that is another than the one that holds the parameter.
@@ -49,7 +49,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalParameter:
     """A parameter as one rank holds it.
 
     ``name`` is its name in the whole model and ``local`` the shape it has on the rank. ``writer``
@@ -71,7 +71,7 @@ class Held:
 
 
 @dataclass(slots=True)
-class Whole:
+class MergeResult:
     """The tensors that were put together, and why others cannot be."""
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
@@ -92,12 +92,12 @@ class Model:
     stated: dict[str, TpRule] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def fit(self, held: Held) -> Fit:
+    def fit(self, held: LocalParameter) -> Fit:
         """Return where a rank's parameter belongs in the whole one; Undetermined if unknown."""
         rule = self._rule(held) if held.local else REPLICATED
         return fit_rank(held.local, [*self._expert_cut(held), *self._tensor_cut(held, rule)])
 
-    def _rule(self, held: Held) -> TpRule:
+    def _rule(self, held: LocalParameter) -> TpRule:
         named = named_rule(self.rules, held.name)
         if named is not None:
             return named
@@ -105,7 +105,7 @@ class Model:
             return REPLICATED
         return find_rule(held.name, self.shapes, self.stated.get(held.name), self.args)
 
-    def _tensor_parallel(self, held: Held) -> tuple[int, int]:
+    def _tensor_parallel(self, held: LocalParameter) -> tuple[int, int]:
         """Tensor-parallel rank and degree: experts may have a degree of their own."""
         degree = self.degrees[0]
         own = self.args.integer("expert_tensor_parallel_size")
@@ -113,21 +113,21 @@ class Model:
             degree = own
         return held.rank[0] % degree, degree
 
-    def _tensor_cut(self, held: Held, rule: TpRule) -> list[RankCut]:
+    def _tensor_cut(self, held: LocalParameter, rule: TpRule) -> list[RankCut]:
         index, degree = self._tensor_parallel(held)
         return [] if rule.dim is None else [RankCut(rule.dim, index, degree, rule.blocks)]
 
-    def _expert_cut(self, held: Held) -> list[RankCut]:
+    def _expert_cut(self, held: LocalParameter) -> list[RankCut]:
         return [RankCut(0, held.rank[2], self.degrees[2])] if held.stacked else []
 
 
-Found = dict[tuple[str, ...], list[tuple[Held, Sequence[Stored]]]]
+Fragments = dict[tuple[str, ...], list[tuple[LocalParameter, Sequence[StorageRun]]]]
 """By kind (``model``, ``fp32``, ``exp_avg``, ...) and name: what ranks store of a parameter."""
 
 
-def put_together(fit: Callable[[Held], Fit], found: Found) -> Whole:
+def merge_fragments(fit: Callable[[LocalParameter], Fit], found: Fragments) -> MergeResult:
     """The tensors ``kind.name`` of what each rank stores of them, placed by ``fit``."""
-    whole = Whole()
+    whole = MergeResult()
     for path, parts in found.items():
         name = ".".join(path)
         try:
@@ -151,7 +151,7 @@ def put_together(fit: Callable[[Held], Fit], found: Found) -> Whole:
     return whole
 
 
-def _chunks(held: Held, runs: Sequence[Stored]) -> Iterator[Chunk]:
+def _chunks(held: LocalParameter, runs: Sequence[StorageRun]) -> Iterator[Chunk]:
     """Yield what a rank stores of its parameter, in the coordinates that it has on the rank."""
     for run in runs:
         rank = held.writer if run.rank is None else run.rank
@@ -160,7 +160,7 @@ def _chunks(held: Held, runs: Sequence[Stored]) -> Iterator[Chunk]:
             yield Chunk(box, at, rank)
 
 
-def runs_between(runs: Sequence[Stored], start: int, stop: int) -> list[Stored]:
+def runs_between(runs: Sequence[StorageRun], start: int, stop: int) -> list[StorageRun]:
     """The parts of consecutive 1-d runs that hold elements ``start`` to ``stop``, counted anew."""
     found = []
     for run in runs:
@@ -168,5 +168,5 @@ def runs_between(runs: Sequence[Stored], start: int, stop: int) -> list[Stored]:
         if lo < hi:
             box = Box((lo - run.start,), (hi - run.start,))
             at = narrowed(run.at, run.shape, box, run.dtype.itemsize)
-            found.append(Stored(box.shape, run.dtype, at, lo - start, run.rank))
+            found.append(StorageRun(box.shape, run.dtype, at, lo - start, run.rank))
     return found

@@ -26,7 +26,13 @@ from ckptool.formats.megatron.optimizer.gathered import (
     stray_keys,
 )
 from ckptool.formats.megatron.optimizer.numbered import numbered_state
-from ckptool.formats.megatron.parameters import Found, Held, Model, Stored, put_together
+from ckptool.formats.megatron.parameters import (
+    Fragments,
+    LocalParameter,
+    Model,
+    StorageRun,
+    merge_fragments,
+)
 from ckptool.formats.megatron.rank_folders import (
     RankFolder,
     degrees,
@@ -54,12 +60,12 @@ class _Read:
     model: Model
     offsets: dict[tuple[int, int], dict[str, int]]
     tied: dict[str, str]
-    found: Found = field(default_factory=dict)
+    found: Fragments = field(default_factory=dict)
     conflicts: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    held: dict[int, list[list[Held]]] = field(default_factory=dict)
+    held: dict[int, list[list[LocalParameter]]] = field(default_factory=dict)
 
-    def add(self, more: Found) -> None:
+    def add(self, more: Fragments) -> None:
         for path, parts in more.items():
             self.found.setdefault(path, []).extend(parts)
 
@@ -79,7 +85,7 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
             _read_optimizer(source, folder, read)
     require_matched(options.tp_rules, [path[-1] for path in read.found])
     others = assemble(_others(folders, read))
-    whole = put_together(read.model.fit, _without_refused(read.found, others.conflicts))
+    whole = merge_fragments(read.model.fit, _without_refused(read.found, others.conflicts))
     refusals = {n: why for n, why in others.conflicts.items() if isinstance(why, Refusal)}
     problems = [why for name, why in others.conflicts.items() if name not in refusals]
     if others.problems or problems:
@@ -99,7 +105,7 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
     return with_first_arguments(catalog)
 
 
-def _without_refused(found: Found, conflicts: Mapping[str, str]) -> Found:
+def _without_refused(found: Fragments, conflicts: Mapping[str, str]) -> Fragments:
     """Return what no rank refuses; what only some refuse is a tensor, as the others show."""
     for path in found:
         why = conflicts.get(flat_name(path))
@@ -137,10 +143,12 @@ def _read_model(folder: RankFolder, read: _Read) -> None:
     for virtual, run in sorted(folder.runs.items()):
         held = []
         for name, leaf in run.items():
-            one = _held(_global(name, folder, virtual, read, experts), folder, leaf, experts)
+            one = _local_parameter(
+                _global(name, folder, virtual, read, experts), folder, leaf, experts
+            )
             read.model.shapes.setdefault(one.name, one.local)
             tensor = leaf.tensor
-            stored = Stored(tensor.shape, tensor.dtype, leaf.place)
+            stored = StorageRun(tensor.shape, tensor.dtype, leaf.place)
             read.add({("model", one.name): [(one, [stored])]})
             if not is_buffer(name) and leaf.place not in places:
                 held.append(one)
@@ -154,11 +162,15 @@ def _global(name: str, folder: RankFolder, virtual: int, read: _Read, experts: i
     return read.tied.get(name) or global_expert(layered, folder.rank[2] * (experts or 0))
 
 
-def _held(name: str, folder: RankFolder, leaf: PlainLeaf, experts: int | None) -> Held:
+def _local_parameter(
+    name: str, folder: RankFolder, leaf: PlainLeaf, experts: int | None
+) -> LocalParameter:
     tensor = leaf.tensor
     local = experts_view(name, tensor.shape, experts) if experts else tensor.shape
     view = None if tensor.fills_storage else (tensor.storage.key, tensor.offset)
-    return Held(name, folder.rank, folder.number, local, tensor.dtype, view, local != tensor.shape)
+    return LocalParameter(
+        name, folder.rank, folder.number, local, tensor.dtype, view, local != tensor.shape
+    )
 
 
 def _read_optimizer(source: Source, folder: RankFolder, read: _Read) -> None:

@@ -33,7 +33,7 @@ from ckptool.formats.megatron.names import (
     layer_offsets,
     local_experts,
 )
-from ckptool.formats.megatron.parameters import Held, Model
+from ckptool.formats.megatron.parameters import LocalParameter, Model
 from ckptool.formats.megatron.rank_folders import _require_all, _require_own
 from ckptool.formats.megatron.tensor_parallel import experts_view, find_rule
 
@@ -176,7 +176,7 @@ def test_what_a_master_says_of_itself_counts_where_names_say_nothing() -> None:
 
 def test_a_scalar_on_one_rank_is_a_contradiction_and_no_failure() -> None:
     model = Model(GATED, (2, 1, 1), (), shapes={"mlp.linear_fc1.weight": ()})
-    held = Held("mlp.linear_fc1.weight", (1, 0, 0), 1, (8, 4), BY_NAME["bfloat16"])
+    held = LocalParameter("mlp.linear_fc1.weight", (1, 0, 0), 1, (8, 4), BY_NAME["bfloat16"])
     assert model.fit(held) == fit_rank((8, 4), ())
 
 

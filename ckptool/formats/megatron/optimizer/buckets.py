@@ -22,7 +22,7 @@ from ckptool.core.catalog import Chunk, TensorEntry
 from ckptool.errors import Undetermined
 from ckptool.formats.megatron.optimizer.buffers import ALIGNMENT, Bucket, slots_in_buckets
 from ckptool.formats.megatron.optimizer.gathered import MASTER
-from ckptool.formats.megatron.parameters import Found, Held, Stored, runs_between
+from ckptool.formats.megatron.parameters import Fragments, LocalParameter, StorageRun, runs_between
 
 Group = tuple[int, int]
 """Which of several chained optimizers, and which group of data-parallel ranks."""
@@ -42,21 +42,23 @@ def buckets_among(entries: Iterable[TensorEntry]) -> dict[Group, Buffers]:
     return found
 
 
-def bucket_state(buffers: Buffers, expected: Sequence[Sequence[Held]]) -> Found:
+def bucket_state(buffers: Buffers, expected: Sequence[Sequence[LocalParameter]]) -> Fragments:
     """What one group's buckets hold of each parameter, given the parameters of each buffer.
 
     Raises Undetermined where the parameters do not fill the buckets exactly.
     """
     if sorted(buffers) != list(range(len(expected))):
         raise Undetermined(f"{len(buffers)} buffers, where the model has {len(expected)}")
-    found: Found = {}
+    found: Fragments = {}
     for number, held in enumerate(expected):
         _add_buffer(buffers[number], held, found)
     return found
 
 
 def _add_buffer(
-    by_bucket: Mapping[int, Mapping[str, TensorEntry]], held: Sequence[Held], found: Found
+    by_bucket: Mapping[int, Mapping[str, TensorEntry]],
+    held: Sequence[LocalParameter],
+    found: Fragments,
 ) -> None:
     states = [by_bucket[number] for number in sorted(by_bucket)]
     slots = slots_in_buckets([one.numel for one in held], [_bucket(state) for state in states])
@@ -79,10 +81,10 @@ def _bucket(state: Mapping[str, TensorEntry]) -> Bucket:
     return Bucket(entry.shape[0], cuts)
 
 
-def _runs(entry: TensorEntry) -> list[Stored]:
+def _runs(entry: TensorEntry) -> list[StorageRun]:
     ordered = sorted(entry.chunks, key=lambda chunk: chunk.box.lo)
     return [
-        Stored(chunk.box.shape, entry.source_dtype, chunk.at, chunk.box.lo[0], chunk.rank)
+        StorageRun(chunk.box.shape, entry.source_dtype, chunk.at, chunk.box.lo[0], chunk.rank)
         for chunk in ordered
     ]
 

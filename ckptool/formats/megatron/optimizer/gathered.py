@@ -16,7 +16,7 @@ from ckptool.core.catalog import Extent, Place
 from ckptool.errors import Undetermined
 from ckptool.formats.megatron.names import is_expert
 from ckptool.formats.megatron.optimizer.buffers import Slot, gaps, slots_in_run
-from ckptool.formats.megatron.parameters import Found, Held, Stored, runs_between
+from ckptool.formats.megatron.parameters import Fragments, LocalParameter, StorageRun, runs_between
 from ckptool.serialization.archive.storage import StoredTensor, plain_tensor
 from ckptool.serialization.pickle.records import Global
 from ckptool.serialization.source import Source
@@ -31,7 +31,7 @@ class Buffer:
     """One saved buffer: its parameters' element type, and the runs of each kind of state."""
 
     dtype: str | None
-    runs: dict[str, list[Stored]]
+    runs: dict[str, list[StorageRun]]
 
     @property
     def total(self) -> int:
@@ -67,24 +67,24 @@ def param_dtype(dtypes: Any) -> str | None:
     return first.name if isinstance(first, Global) else None
 
 
-def _runs(state: Any, place: Any) -> Iterator[tuple[str, list[Stored]]]:
+def _runs(state: Any, place: Any) -> Iterator[tuple[str, list[StorageRun]]]:
     for kind, value in state.items() if isinstance(state, dict) else ():
         tensors = [plain_tensor(item) for item in (value if isinstance(value, list) else [value])]
         if tensors and all(tensor is not None and len(tensor.shape) == 1 for tensor in tensors):
             yield str(kind), list(_consecutive([t for t in tensors if t], place))
 
 
-def _consecutive(tensors: Sequence[StoredTensor], place: Any) -> Iterator[Stored]:
+def _consecutive(tensors: Sequence[StoredTensor], place: Any) -> Iterator[StorageRun]:
     start = 0
     for tensor in tensors:
         at: Place = place(tensor)
-        yield Stored(tensor.shape, tensor.dtype, at, start)
+        yield StorageRun(tensor.shape, tensor.dtype, at, start)
         start += tensor.shape[0]
 
 
 def expected_buffers(
-    runs: Sequence[Sequence[Held]], expert_parallel: bool
-) -> list[list[list[Held]]]:
+    runs: Sequence[Sequence[LocalParameter]], expert_parallel: bool
+) -> list[list[list[LocalParameter]]]:
     """The parameters of each buffer of each optimizer, in their order.
 
     ``runs`` are a rank's parameters by virtual pipeline stage. Experts of several ranks have an
@@ -97,10 +97,10 @@ def expected_buffers(
     return [_by_dtype(dense), _by_dtype(experts)]
 
 
-def _by_dtype(runs: Sequence[Sequence[Held]]) -> list[list[Held]]:
-    buffers: list[list[Held]] = []
+def _by_dtype(runs: Sequence[Sequence[LocalParameter]]) -> list[list[LocalParameter]]:
+    buffers: list[list[LocalParameter]] = []
     for held in runs:
-        by_dtype: dict[str, list[Held]] = {}
+        by_dtype: dict[str, list[LocalParameter]] = {}
         for one in held:
             by_dtype.setdefault(one.dtype.name, []).append(one)
         buffers += by_dtype.values()
@@ -108,8 +108,8 @@ def _by_dtype(runs: Sequence[Sequence[Held]]) -> list[list[Held]]:
 
 
 def matched_buffers(
-    saved: Sequence[list[Buffer] | None], expected: Sequence[list[list[Held]]]
-) -> list[tuple[Buffer, list[Held]]]:
+    saved: Sequence[list[Buffer] | None], expected: Sequence[list[list[LocalParameter]]]
+) -> list[tuple[Buffer, list[LocalParameter]]]:
     """Each saved buffer with its parameters. Raises Undetermined where their numbers differ."""
     if len(saved) != len(expected) and None not in saved:
         saved = [[buffer for buffers in saved for buffer in buffers or ()]]
@@ -130,14 +130,14 @@ def matched_buffers(
 
 
 def gathered_state(
-    source: Source, buffers: Iterable[tuple[Buffer, Sequence[Held]]], tied: bool
-) -> Found:
+    source: Source, buffers: Iterable[tuple[Buffer, Sequence[LocalParameter]]], tied: bool
+) -> Fragments:
     """What buffers hold of their parameters. Raises Undetermined where they do not fit.
 
     Where parameters fit in several ways, the one whose padding is zero is taken: that padding is
     all that is read of a tensor here.
     """
-    found: Found = {}
+    found: Fragments = {}
     for buffer, held in buffers:
         for one, slot in zip(held, _slots(source, buffer, held, tied), strict=True):
             for kind, runs in buffer.runs.items():
@@ -147,7 +147,9 @@ def gathered_state(
     return found
 
 
-def _slots(source: Source, buffer: Buffer, held: Sequence[Held], tied: bool) -> list[Slot]:
+def _slots(
+    source: Source, buffer: Buffer, held: Sequence[LocalParameter], tied: bool
+) -> list[Slot]:
     if {run[-1].stop for run in buffer.runs.values()} != {buffer.total}:
         raise Undetermined("its states are of different lengths")
     if buffer.dtype not in (None, held[0].dtype.name):
@@ -174,18 +176,18 @@ def _padding_is_zero(source: Source, buffer: Buffer, slots: Sequence[Slot]) -> b
     )
 
 
-def _bytes(source: Source, stored: Stored) -> bytes:
+def _bytes(source: Source, stored: StorageRun) -> bytes:
     nbytes = (stored.stop - stored.start) * stored.dtype.itemsize
     if not isinstance(stored.at, Extent):
         return b""
     return source.read(stored.at.file, stored.at.offset, nbytes)
 
 
-def _alone(held: Sequence[Held]) -> Set[int]:
+def _alone(held: Sequence[LocalParameter]) -> Set[int]:
     return {position for position, one in enumerate(held) if one.name in SHARED}
 
 
-def _views(held: Sequence[Held]) -> list[int | None]:
+def _views(held: Sequence[LocalParameter]) -> list[int | None]:
     """Where the parameters begin in the buffer, if they were saved as views of one storage."""
     storages = {one.view[0] if one.view else None for one in held}
     if len(storages) != 1 or None in storages or len(held) == 1:

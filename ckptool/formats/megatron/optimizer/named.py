@@ -19,7 +19,7 @@ from ckptool.formats.megatron.optimizer.gathered import (
     param_dtype,
 )
 from ckptool.formats.megatron.optimizer.stages import Stages
-from ckptool.formats.megatron.parameters import Found, Stored, put_together
+from ckptool.formats.megatron.parameters import Fragments, StorageRun, merge_fragments
 from ckptool.serialization.source import Source
 
 _GATHERED = re.compile(
@@ -46,7 +46,7 @@ def with_named_state(source: Source, catalog: Catalog, plans: list[Plan]) -> Cat
         found = _found(source, state.values(), stages)
     except Undetermined as error:
         return replace(catalog, notes=(*catalog.notes, f"{_BY_BUCKET}: {error}"))
-    whole = put_together(stages.fit, found)
+    whole = merge_fragments(stages.fit, found)
     objects = {n: e for n, e in catalog.objects.items() if not _GATHERED.match(n)}
     return replace(
         catalog,
@@ -56,8 +56,8 @@ def with_named_state(source: Source, catalog: Catalog, plans: list[Plan]) -> Cat
     )
 
 
-def _found(source: Source, state: Iterable[TensorEntry], stages: Stages) -> Found:
-    found: Found = {}
+def _found(source: Source, state: Iterable[TensorEntry], stages: Stages) -> Fragments:
+    found: Fragments = {}
     entries = list(state)
     for group, buffers in buckets_among(entries).items():
         _add(found, bucket_state(buffers, stages.expected(group)))
@@ -69,7 +69,7 @@ def _found(source: Source, state: Iterable[TensorEntry], stages: Stages) -> Foun
     return found
 
 
-def _add(found: Found, more: Found) -> None:
+def _add(found: Fragments, more: Fragments) -> None:
     for path, parts in more.items():
         found.setdefault(path, []).extend(parts)
 
@@ -91,7 +91,7 @@ def _gathered(entries: Iterable[TensorEntry]) -> dict[Group, list[Buffer]]:
         buffers = found.setdefault(group, {})
         buffer = buffers.setdefault(str(number), Buffer(param_dtype(dtypes), {}))
         buffer.runs[str(kind)] = [
-            Stored(chunk.box.shape, entry.dtype, chunk.at, chunk.box.lo[0], chunk.rank)
+            StorageRun(chunk.box.shape, entry.dtype, chunk.at, chunk.box.lo[0], chunk.rank)
             for chunk in entry.chunks
         ]
     return {group: [b[key] for key in sorted(b, key=_number)] for group, b in found.items()}

@@ -15,7 +15,7 @@ from typing import Any
 from ckptool.core.sharding.tensor_parallel import TpRule
 from ckptool.errors import Undetermined
 from ckptool.formats.megatron.names import is_expert
-from ckptool.formats.megatron.parameters import Found, Held, Stored
+from ckptool.formats.megatron.parameters import Fragments, LocalParameter, StorageRun
 from ckptool.serialization.archive.read import TorchFile
 from ckptool.serialization.archive.storage import place_of, plain_tensor, unwrapped
 from ckptool.serialization.pickle.records import Call
@@ -31,13 +31,13 @@ _EMBEDDINGS = (
 
 
 def numbered_state(
-    file: TorchFile, value: Any, held: Sequence[Held], expert_parallel: bool
-) -> tuple[Found, dict[str, TpRule]]:
+    file: TorchFile, value: Any, held: Sequence[LocalParameter], expert_parallel: bool
+) -> tuple[Fragments, dict[str, TpRule]]:
     """What one rank stores of its optimizer, and the rules that its masters were saved with.
 
     ``held`` are the rank's parameters in the model's order. Raises Undetermined.
     """
-    found: Found = {}
+    found: Fragments = {}
     rules: dict[str, TpRule] = {}
     optimizers = value if isinstance(value, list) else [value]
     left = list(held)
@@ -80,10 +80,10 @@ def _key(group: Mapping[str, Any]) -> tuple[bool, bool, bool]:
 
 def _members(
     group: Mapping[str, Any],
-    held: Sequence[Held],
+    held: Sequence[LocalParameter],
     expert_parallel: bool,
     groups: Sequence[Mapping[str, Any]],
-) -> list[Held]:
+) -> list[LocalParameter]:
     keys = [_key(one) for one in groups]
     if len(set(keys)) != len(keys):
         raise Undetermined("two of its groups differ in nothing that names could tell")
@@ -104,8 +104,8 @@ def _match(
     group: Mapping[str, Any],
     state: Mapping[Any, Any],
     masters: Sequence[Any],
-    held: Sequence[Held],
-    found: Found,
+    held: Sequence[LocalParameter],
+    found: Fragments,
     rules: dict[str, TpRule],
 ) -> None:
     numbers = group.get("params")
@@ -132,12 +132,12 @@ def _match(
                 _add(found, str(kind), scalar, stored)
 
 
-def _stored(file: TorchFile, value: Any) -> Stored | None:
+def _stored(file: TorchFile, value: Any) -> StorageRun | None:
     tensor = plain_tensor(value)
-    return Stored(tensor.shape, tensor.dtype, place_of(tensor, file)) if tensor else None
+    return StorageRun(tensor.shape, tensor.dtype, place_of(tensor, file)) if tensor else None
 
 
-def _add(found: Found, kind: str, held: Held, stored: Stored | None) -> None:
+def _add(found: Fragments, kind: str, held: LocalParameter, stored: StorageRun | None) -> None:
     if stored is None or stored.stop != held.numel:
         shape = list(stored.shape) if stored else "no tensor"
         raise Undetermined(f"{kind} of {held.name} is {shape}, the parameter {list(held.local)}")

@@ -29,7 +29,7 @@ from ckptool.formats.megatron.optimizer.order import (
     outer_order,
     with_whole_gates,
 )
-from ckptool.formats.megatron.parameters import Held, Rank
+from ckptool.formats.megatron.parameters import LocalParameter, Rank
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _EMBEDDINGS = (_EMBEDDING, "embedding.position_embeddings.weight")
@@ -48,13 +48,13 @@ class Stages:
     plans: Sequence[Plan]
     args: Arguments
     writers: Mapping[Group, frozenset[int]]
-    fits: dict[Held, Fit]
+    fits: dict[LocalParameter, Fit]
 
-    def fit(self, held: Held) -> Fit:
+    def fit(self, held: LocalParameter) -> Fit:
         """Return where a rank's parameter belongs in the whole one."""
         return self.fits[held] if held.local else fit_rank((), ())
 
-    def expected(self, group: Group) -> list[list[Held]]:
+    def expected(self, group: Group) -> list[list[LocalParameter]]:
         """Return the parameters of each of a group's buffers. Raises Undetermined."""
         experts = group[0] > 0
         rank = self._rank(group[1], experts)
@@ -76,7 +76,7 @@ class Stages:
             )
         return rank
 
-    def _runs(self, rank: Rank) -> list[list[Held]]:
+    def _runs(self, rank: Rank) -> list[list[LocalParameter]]:
         """A rank's parameters by virtual pipeline stage."""
         ranks = {writer for writer, stage in self._stage_of.items() if stage == rank[1]}
         outer, layers = layers_among(self._whole.values(), ranks)
@@ -135,14 +135,14 @@ class Stages:
             raise Undetermined(f"{len(runs)} runs of layers in a stage of {virtual} virtual stages")
         return runs
 
-    def _layers(self, layers: Iterable[Layer], rank: Rank) -> Iterator[Held]:
+    def _layers(self, layers: Iterable[Layer], rank: Rank) -> Iterator[LocalParameter]:
         for layer in layers:
             order = self._order(tuple(sorted(layer.keys)))
             local = is_local(order)
             for key in order:
                 if not is_stacked_expert(key):
                     name = module_name(layer.prefix, layer.number, key, local=local)
-                    yield self._held(name, layer.keys[key][None], rank, layer.stacked)
+                    yield self._local_parameter(name, layer.keys[key][None], rank, layer.stacked)
             yield from self._experts(layer, [key for key in order if is_stacked_expert(key)], rank)
 
     def _order(self, keys: tuple[str, ...]) -> list[str]:
@@ -154,7 +154,7 @@ class Stages:
     def _orders(self) -> dict[tuple[str, ...], list[str]]:
         return {}
 
-    def _experts(self, layer: Layer, keys: Sequence[str], rank: Rank) -> Iterator[Held]:
+    def _experts(self, layer: Layer, keys: Sequence[str], rank: Rank) -> Iterator[LocalParameter]:
         """The rank's experts: one after the other, or all of a grouped layer's weights first."""
         if not keys:
             return
@@ -173,9 +173,9 @@ class Stages:
             name = f"{layer.prefix}{layer.number}.{outer}mlp.experts.{one}"
             stored = layer.keys[key]
             if None in stored:
-                yield self._held(name, stored[None], rank, layer.stacked + 1)
+                yield self._local_parameter(name, stored[None], rank, layer.stacked + 1)
             else:
-                yield self._held(name, stored[number], rank, layer.stacked)
+                yield self._local_parameter(name, stored[number], rank, layer.stacked)
 
     def _own_experts(
         self, layer: Layer, stored: Mapping[int | None, str], rank: Rank
@@ -194,24 +194,24 @@ class Stages:
             raise Undetermined(f"keys of experts {sorted(map(str, stored))}, of {count} in all")
         return numbers
 
-    def _outer(self, names: Sequence[str], rank: Rank) -> Iterator[Held]:
+    def _outer(self, names: Sequence[str], rank: Rank) -> Iterator[LocalParameter]:
         for name in names:
-            yield self._held(name, name, rank, 0)
+            yield self._local_parameter(name, name, rank, 0)
 
-    def _tied(self, rank: Rank) -> Iterator[Held]:
+    def _tied(self, rank: Rank) -> Iterator[LocalParameter]:
         """The last stage's own copy of an embedding that the output layer shares."""
         last = self.args.degree("PP") - 1
         untied = self.args.values.get("untie_embeddings_and_output_weights", True)
         if 0 < last == rank[1] and not untied and _EMBEDDING in self.model:
-            yield self._held(_EMBEDDING, _EMBEDDING, rank, 0)
+            yield self._local_parameter(_EMBEDDING, _EMBEDDING, rank, 0)
 
-    def _held(self, name: str, key: str, rank: Rank, prepended: int) -> Held:
+    def _local_parameter(self, name: str, key: str, rank: Rank, prepended: int) -> LocalParameter:
         entry = self._whole[key]
         degree = self.args.degree("TP")
         if is_expert(name):
             degree = self.args.integer("expert_tensor_parallel_size") or degree
         cuts, local = _cuts(entry, rank[0] % degree, degree, prepended)
-        held = Held(name, rank, 0, local, entry.dtype)
+        held = LocalParameter(name, rank, 0, local, entry.dtype)
         self.fits[held] = fit_rank(local, cuts)
         return held
 
