@@ -90,7 +90,7 @@ TORCH_DIST_FORMAT = Format(
     _probe_torch_dist,
     _scan_torch_dist,
     locate=Deferred("ckptool.formats.dcp:locate"),
-    convert=Deferred("ckptool.formats.megatron.torch_dist_write:lay_out"),
+    convert=Deferred("ckptool.formats.megatron.torch_dist:lay_out"),
     files=(FileRule(r"metadata\.json", FileRole.JSON),),
     latest=_LATEST,
     trim=Deferred("ckptool.formats.megatron.optimizer.buckets:without_padding"),

@@ -1,29 +1,31 @@
-"""The state of Megatron's distributed optimizer as it lies in its buckets: ``dp_reshardable``.
+"""The buckets of Megatron's distributed optimizer: where each parameter lies, and padding.
 
-Each bucket of each model-parallel rank is a 1-d tensor, whose chunks are parameters' pieces and the
-padding between them (megatron-core 0.7 to 0.20; before 0.15 it was called
-``fully_sharded_bucket_space``). Nothing in it names a parameter.
+``dp_reshardable`` stores each bucket of each model-parallel rank as a 1-d tensor
+``[chained_K.]optimizer.distributed.dp_group_idx_G.gbuf_idx_N.dtype_(PARAM, GRAD).bucket_idx_B``
+``.STATE``, whose chunks are parameters' pieces and the padding between them (megatron-core 0.7 to
+0.20; before 0.15 it was called ``fully_sharded_bucket_space``). Nothing in it names a parameter.
 
-What lies in the buckets of Megatron's distributed optimizer besides parameters' state.
-
-A bucket of ``dp_reshardable`` is a 1-d tensor ``[chained_K.]optimizer.distributed``
-``.dp_group_idx_G.gbuf_idx_N.dtype_(PARAM, GRAD).bucket_idx_B.STATE``, whose chunks are parameters'
-pieces and the padding between them (megatron-core 0.7 to 0.20).
+A buffer holds the parameters of one element type (and of dense or expert layers) in reverse order
+of the model, each at a multiple of 64 elements. It is cut into buckets; a bucket ends once it has
+reached the bucket size, and a shared embedding has a bucket of its own. What is saved of it is
+everything up to its padding, which makes it divisible among the data-parallel ranks
+(``_ParamAndGradBuffer``, megatron-core 0.5 to 0.20).
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, TensorEntry
 from ckptool.errors import Undetermined
-from ckptool.formats.megatron.optimizer.buffers import ALIGNMENT, Bucket, slots_in_buckets
-from ckptool.formats.megatron.optimizer.gathered import MASTER
 from ckptool.formats.megatron.parameters import Fragments, LocalParameter, StorageRun, runs_between
 
+MASTER = "param"
 Group = tuple[int, int]
 """Which of several chained optimizers, and which group of data-parallel ranks."""
 Buffers = dict[int, dict[int, dict[str, TensorEntry]]]
@@ -133,3 +135,164 @@ def _parameters(chunks: list[Chunk]) -> list[Chunk]:
             kept.append(chunk)
         before = chunk
     return kept
+
+
+ALIGNMENT = 64
+_BUCKET_ALIGNMENT = 128
+_MOST_STEPS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A saved bucket of ``numel`` elements, and where its stored chunks begin and end."""
+
+    numel: int
+    cuts: Set[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a parameter lies: elements ``start`` to ``stop`` of a bucket."""
+
+    bucket: int
+    start: int
+    stop: int
+
+
+def slots_in_buckets(numels: Sequence[int], buckets: Sequence[Bucket]) -> list[Slot] | None:
+    """The slot of each parameter, in the model's order; None where they do not fill the buckets.
+
+    Every start and end must be where a stored chunk begins or ends.
+    """
+    slots: list[Slot] = []
+    bucket = position = 0
+    for numel in reversed(numels):
+        start = _aligned(position)
+        if bucket < len(buckets) and start + numel > buckets[bucket].numel:
+            if not _filled(position, buckets[bucket].numel):
+                return None
+            bucket, start = bucket + 1, 0
+        if bucket == len(buckets) or start + numel > buckets[bucket].numel:
+            return None
+        position = start + numel
+        slots.append(Slot(bucket, start, position))
+    if bucket != len(buckets) - 1 or not _filled(position, buckets[bucket].numel):
+        return None
+    return slots[::-1] if all(_at_cuts(slot, buckets) for slot in slots) else None
+
+
+def _filled(position: int, numel: int) -> bool:
+    """A bucket ends with its last parameter, or where the shared embedding would have begun."""
+    return numel in (position, _aligned(position))
+
+
+def _at_cuts(slot: Slot, buckets: Sequence[Bucket]) -> bool:
+    cuts = buckets[slot.bucket].cuts
+    return cuts is None or {slot.start, slot.stop} <= cuts
+
+
+def _aligned(position: int) -> int:
+    return -(-position // ALIGNMENT) * ALIGNMENT
+
+
+def slots_in_run(
+    numels: Sequence[int], total: int, alone: Set[int], views: Sequence[int | None]
+) -> list[list[Slot]]:
+    """The slots of all parameters where all buckets were saved as one run of ``total`` elements.
+
+    The buckets themselves are not recorded: each way in which the parameters fill the run under
+    some bucket size is returned; none where there are too many to look at. ``alone`` are the
+    positions of shared embeddings, ``views`` where parameters begin in the buffer, if they were
+    saved as views of it.
+    """
+    if sum(numels) == total:
+        return [_packed(numels)]
+    found: list[list[Slot]] = []
+    for shared in (alone, frozenset[int]()) if alone else (alone,):
+        try:
+            ways = list(_ways(numels, total, shared, views))
+        except OverflowError:
+            return []
+        found += [slots for at, slots in enumerate(ways) if slots not in (*found, *ways[:at])]
+    return found
+
+
+def gaps(slots: Sequence[Slot]) -> list[tuple[int, int]]:
+    """The elements of a run that no parameter has: padding, which is saved as zeros."""
+    ordered = sorted(slots, key=lambda slot: slot.start)
+    return [(a.stop, b.start) for a, b in pairwise(ordered) if a.stop < b.start]
+
+
+def _packed(numels: Sequence[int]) -> list[Slot]:
+    """One parameter after the other, with no gap."""
+    slots, position = [], 0
+    for numel in reversed(numels):
+        slots.append(Slot(0, position, position + numel))
+        position += numel
+    return slots[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A way to fill the run, up to a parameter: what holds for bucket sizes above ``least``.
+
+    ``left`` parameters are to come; the run and the buffer have reached ``run`` and ``buffer``, the
+    bucket began at ``begun`` of the buffer. The bucket size is at most ``most``.
+    """
+
+    left: int
+    run: int = 0
+    buffer: int = 0
+    begun: int = 0
+    least: int = 0
+    most: float = math.inf
+    slots: tuple[Slot, ...] = ()
+
+
+def _ways(
+    numels: Sequence[int], total: int, alone: Set[int], views: Sequence[int | None]
+) -> Iterator[list[Slot]]:
+    """Every way that gives the total: one for each range of bucket sizes that act alike.
+
+    OverflowError where there are too many to look at.
+    """
+    rest = [0, *accumulate(numels)]
+    open_ways = [_Way(len(numels))]
+    for _ in range(_MOST_STEPS):
+        if not open_ways:
+            return
+        way = open_ways.pop()
+        if not way.left:
+            if way.run == total:
+                yield list(way.slots[::-1])
+        elif 0 <= total - way.run - rest[way.left] < ALIGNMENT * way.left:
+            open_ways += _next(way, numels[way.left - 1], way.left - 1 in alone, views)
+    raise OverflowError
+
+
+def _next(way: _Way, numel: int, alone: bool, views: Sequence[int | None]) -> Iterator[_Way]:
+    """The way with its next parameter: with the bucket ended after it, and without."""
+    view = views[way.left - 1]
+    start = _aligned(way.buffer)
+    run = way.run + start - way.buffer
+    begun = way.begun
+    if way.buffer == begun or (alone and start > begun):
+        begun = start = _bucket_start(start, view)
+    if view is not None and view != start:
+        return
+    stop = start + numel
+    slots = (*way.slots, Slot(0, run, run + numel))
+    added = replace(way, left=way.left - 1, run=run + numel, begun=begun, slots=slots)
+    size = stop - begun
+    if alone or size > way.least:
+        end = _bucket_start(stop, None)
+        most = way.most if alone else min(way.most, size)
+        yield replace(added, buffer=end, begun=end, most=most)
+    if not alone and size < way.most:
+        yield replace(added, buffer=stop, least=max(way.least, size))
+
+
+def _bucket_start(least: int, view: int | None) -> int:
+    """Where a bucket begins that begins at ``least`` or later: at its first parameter's view."""
+    start = -(-least // _BUCKET_ALIGNMENT) * _BUCKET_ALIGNMENT
+    return view if view is not None and view >= start and not view % _BUCKET_ALIGNMENT else start

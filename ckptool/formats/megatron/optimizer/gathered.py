@@ -15,13 +15,12 @@ from typing import Any
 from ckptool.core.catalog import Extent, Place
 from ckptool.errors import Undetermined
 from ckptool.formats.megatron.names import is_expert
-from ckptool.formats.megatron.optimizer.buffers import Slot, gaps, slots_in_run
+from ckptool.formats.megatron.optimizer.buckets import MASTER, Slot, gaps, slots_in_run
 from ckptool.formats.megatron.parameters import Fragments, LocalParameter, StorageRun, runs_between
 from ckptool.serialization.archive.storage import StoredTensor, plain_tensor
 from ckptool.serialization.pickle.records import Global
 from ckptool.serialization.source import Source
 
-MASTER = "param"
 _LAYOUT = ("buckets_coalesced", "per_bucket_numel", "per_bucket_numel_unpadded")
 SHARED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
