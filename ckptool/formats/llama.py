@@ -95,7 +95,7 @@ class Sizes:
 
 
 def sizes_of(params: Mapping[str, Any]) -> Sizes:
-    """The sizes in the content of ``params.json``; Llama 4 has them under ``model``."""
+    """Return the sizes in the content of ``params.json``; Llama 4 has them under ``model``."""
     inner = params.get("model")
     params = inner if isinstance(inner, dict) else params
     experts = params.get("moe_args")
@@ -135,7 +135,7 @@ def _key_value_rule(_: re.Match[str], facts: _Facts) -> TpRule | None:
 
 
 def _experts_rule(_: re.Match[str], facts: _Facts) -> TpRule:
-    """Each rank's rows of every expert."""
+    """Return each rank's rows of every expert."""
     if facts.sizes.experts is None:
         raise Undetermined("params.json does not say how many experts it holds")
     return TpRule(0, (1,) * facts.sizes.experts)
@@ -199,7 +199,7 @@ _PARAMS = "params.json"
 
 
 def _files(source: Source) -> dict[int, str]:
-    """The model-parallel ranks' files by rank."""
+    """Return the model-parallel ranks' files by rank."""
     matches = filter(None, map(_FILE.fullmatch, source.files))
     return {int(match[1]): match.string for match in matches}
 
@@ -302,7 +302,7 @@ class _Merger:
         return cut, unknown
 
     def _cut(self, name: str, held: Mapping[int, Leaf]) -> TensorEntry | None:
-        """The joined tensor; None where each rank has the whole of it."""
+        """Return the joined tensor; None where each rank has the whole of it."""
         parts = _locals(name, held)
         world, path = len(self._ranks), next(iter(held.values())).path
         rule = named_rule(self._rules, name)
@@ -344,7 +344,10 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
 
 
 def _written_rule(entry: TensorEntry, dim: int | None, ranks: int) -> TpRule:
-    """The rule of Meta's code; embeddings are cut along either dim, by the model's generation."""
+    """Return the rule of Meta's code.
+
+    Embeddings are cut along either dim, by the model's generation.
+    """
     if _EMBEDDING.fullmatch(entry.name):
         return TpRule(dim)
     try:
@@ -354,7 +357,7 @@ def _written_rule(entry: TensorEntry, dim: int | None, ranks: int) -> TpRule:
 
 
 def _require_cut(entry: TensorEntry, placement: object, ranks: int) -> None:
-    """CannotDo where a tensor is not cut as Meta's code cuts it, into equal parts."""
+    """Raise CannotDo where a tensor is not cut as Meta's code cuts it, into equal parts."""
     dim = placement.dim if isinstance(placement, Shard) else None
     if ranks == 1:
         return

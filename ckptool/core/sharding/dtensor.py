@@ -81,7 +81,7 @@ def local_shards(
     local_shapes: Mapping[int, Sequence[int]] | None = None,
     shard_order: ShardOrder | None = None,
 ) -> tuple[LocalShard, ...]:
-    """What each row-major mesh position holds of a tensor of global ``shape``.
+    """Return what each row-major mesh position holds of a tensor of global ``shape``.
 
     ``local_shapes`` are the recorded local shapes by position (some or all). They decide how
     strided shards are read: in the order their split factors encode if all known shapes fit, else
@@ -105,7 +105,7 @@ def shard_at(
     local_shape: Sequence[int],
     shard_order: ShardOrder | None = None,
 ) -> LocalShard:
-    """What row-major ``position`` alone holds, as ``local_shards`` tells it of all.
+    """Return what row-major ``position`` alone holds, as ``local_shards`` tells it of all.
 
     Of the local shapes only the position's own is known.
     """
@@ -123,7 +123,7 @@ class _Reading:
     cuts: tuple[Cuts, ...]
 
     def runs_at(self, position: int) -> tuple[Runs, ...]:
-        """The index runs of each tensor dim that the mesh position holds."""
+        """Return the index runs of each tensor dim that the mesh position holds."""
         at = coordinate_of(position, self.mesh_shape)
         return tuple(
             runs_table(length, cuts)[table_index(cuts, at)] if cuts else whole(length)
@@ -134,7 +134,7 @@ class _Reading:
         return tuple(map(total_length, self.runs_at(position)))
 
     def shard(self, runs: tuple[Runs, ...]) -> LocalShard:
-        """The shard made of the given index runs."""
+        """Return the shard made of the given index runs."""
         by_dim = [tuple(spans_of(dim_runs)) for dim_runs in runs]
         pieces = tuple(_piece(choice) for choice in itertools.product(*by_dim))
         return LocalShard(tuple(map(total_length, runs)), pieces)
@@ -157,7 +157,7 @@ class _Misfit:
 
 @lru_cache(maxsize=32)
 def _every_shard(reading: _Reading) -> tuple[LocalShard, ...]:
-    """The shards of all positions. Positions that hold the same runs share one object."""
+    """Return the shards of all positions. Positions that hold the same runs share one object."""
     known: dict[tuple[Runs, ...], LocalShard] = {}
     shards = []
     for position in range(math.prod(reading.mesh_shape)):
@@ -175,7 +175,7 @@ def _decide(
     local_shapes: Mapping[int, Sequence[int]] | None,
     shard_order: ShardOrder | None,
 ) -> _Reading:
-    """The reading that the recorded local shapes allow, the encoded order first."""
+    """Return the reading that the recorded local shapes allow, the encoded order first."""
     sizes = tuple(mesh_shape)
     cuts = cuts_by_dim(len(shape), sizes, placements)
     _check_stripes(shape, sizes, cuts)
@@ -223,7 +223,10 @@ def _check_positions(positions: Iterable[int], sizes: Sequence[int]) -> None:
 def _orders(
     cuts: tuple[Cuts, ...], recorded: dict[int, Sequence[int]]
 ) -> Iterator[tuple[Cuts, ...]]:
-    """The orders to try, best first. A recorded order that does not ascend leaves no choice."""
+    """Yield the orders to try, best first.
+
+    A recorded order that does not ascend leaves no choice.
+    """
     fixed = tuple(
         _in_recorded_order(dim_cuts, recorded.get(dim)) for dim, dim_cuts in enumerate(cuts)
     )
@@ -277,7 +280,7 @@ def cuts_by_dim(
 
 
 def _tensor_dim(placement: Shard | StridedShard, rank: int) -> int:
-    """The dim a placement cuts, negative ones counted from the end."""
+    """Return the dim a placement cuts, negative ones counted from the end."""
     if not -rank <= placement.dim < rank:
         raise Damaged(f"{placement} of a tensor with {rank} dims")
     return placement.dim % rank

@@ -50,12 +50,12 @@ def runs_table(length: int, cuts: Cuts) -> tuple[Runs, ...]:
 
 
 def whole(length: int) -> Runs:
-    """All indices of a dim of ``length``."""
+    """Return all indices of a dim of ``length``."""
     return ((0, length),) if length else ()
 
 
 def table_index(cuts: Cuts, at: tuple[int, ...]) -> int:
-    """The place in :func:`runs_table` of what mesh coordinate ``at`` holds."""
+    """Return the place in :func:`runs_table` of what mesh coordinate ``at`` holds."""
     index = 0
     for step in cuts:
         index = index * step.size + at[step.mesh_dim]
@@ -63,7 +63,7 @@ def table_index(cuts: Cuts, at: tuple[int, ...]) -> int:
 
 
 def _split(runs: Runs, step: Cut) -> Iterator[Runs]:
-    """The runs of each of the ``step.size`` chunks."""
+    """Yield the runs of each of the ``step.size`` chunks."""
     total = total_length(runs)
     groups = _chunks(total, min(step.factor, total))
     parts = list(_take(runs, (n for group in groups for n in _chunks(group, step.size))))
@@ -93,7 +93,7 @@ def _take(runs: Runs, lengths: Iterable[int]) -> Iterator[Runs]:
 
 
 def _joined(runs: Iterable[tuple[int, int]]) -> Runs:
-    """The same sequence with adjacent runs merged."""
+    """Return the same sequence with adjacent runs merged."""
     merged: list[tuple[int, int]] = []
     for start, length in runs:
         if merged and sum(merged[-1]) == start:
@@ -113,7 +113,7 @@ Span = tuple[int, int, int]
 
 
 def spans_of(runs: Runs) -> Iterator[Span]:
-    """Each run with where it begins in the local tensor."""
+    """Yield each run with where it begins in the local tensor."""
     local = 0
     for start, length in runs:
         yield start, local, length

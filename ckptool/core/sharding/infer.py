@@ -62,7 +62,7 @@ class Inference:
 
 
 def infer(tensors: Iterable[Stored], world_size: int) -> Inference:
-    """The mesh and placements of ``tensors``, so far as their chunks determine them.
+    """Return the mesh and placements of ``tensors``, so far as their chunks determine them.
 
     ``world_size`` is the number of ranks seen; the mesh is taken to hold exactly these, or as many
     as the highest writing rank needs. Meshes have up to three dims, none of size 1 (but for a
@@ -114,7 +114,7 @@ class _CutDim:
     leaves_empty: bool
 
     def is_possible(self) -> bool:
-        """Whether the spans tile the dim and no rank wrote two of them."""
+        """Return whether the spans tile the dim and no rank wrote two of them."""
         ordered = sorted(self.spans)
         edges = [0, *(high for _, high in ordered)]
         tiled = [low for low, _ in ordered] == edges[:-1] and edges[-1] == self.length
@@ -166,7 +166,7 @@ class _Search:
         self._lists_empty = any(dim.leaves_empty for dim in dims if dim is not None)
 
     def shapes(self, world: int) -> tuple[_Shape, ...]:
-        """The shapes with fewest dims that explain every tensor."""
+        """Return the shapes with fewest dims that explain every tensor."""
         for dims in range(1, _MOST_DIMS + 1):
             shapes = _factorisations(world, dims)
             accepted = tuple(shape for shape in shapes if self._explains_all(shape))
@@ -175,7 +175,7 @@ class _Search:
         return ()
 
     def _explains_all(self, shape: _Shape) -> bool:
-        """Whether all tensors fit. One that does not is tried first on the next shape."""
+        """Return whether all tensors fit. One that does not is tried first on the next shape."""
         for index, tensor in enumerate(self._cut):
             if next(self._fits(tensor, shape), None) is None:
                 self._cut.insert(0, self._cut.pop(index))
@@ -214,7 +214,7 @@ class _Search:
         return self._orders_known[key]
 
     def _cuts(self, dim: _CutDim, shape: _Shape, order: Order) -> bool:
-        """Whether the order gives the spans, and each rank what it wrote.
+        """Return whether the order gives the spans, and each rank what it wrote.
 
         Where the writer lists empty chunks, there must be some just where it lists one.
         """
@@ -231,7 +231,7 @@ class _Search:
 
 
 def _may_give(dim: _CutDim, sizes: tuple[int, ...]) -> bool:
-    """A cheap test: are there chunks enough, and is the first of the right length?"""
+    """Return a cheap test: are there chunks enough, and is the first of the right length?"""
     first = dim.length
     for size in sizes:
         first = -(-first // size)
@@ -239,7 +239,7 @@ def _may_give(dim: _CutDim, sizes: tuple[int, ...]) -> bool:
 
 
 def _factorisations(number: int, count: int) -> Iterator[_Shape]:
-    """All ways to write ``number`` as an ordered product of ``count`` factors above 1."""
+    """Yield all ways to write ``number`` as an ordered product of ``count`` factors above 1."""
     if count == 1:
         yield (number,)
         return
@@ -249,7 +249,7 @@ def _factorisations(number: int, count: int) -> Iterator[_Shape]:
 
 
 def _divisors(number: int) -> tuple[int, ...]:
-    """The divisors above 1, ascending."""
+    """Return the divisors above 1, ascending."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return tuple(sorted({*small, *(number // d for d in small)} - {1}))
 
@@ -264,7 +264,7 @@ def _all_orders(dims: int) -> tuple[Order, ...]:
 
 
 def _agrees(dim: _CutDim, shape: _Shape, order: Order) -> bool:
-    """Whether each rank holds what it wrote."""
+    """Return whether each rank holds what it wrote."""
     held = _rows_held(dim.length, shape, order)
     return all(held[rank] == span for rank, span in dim.writers) and all(
         held[rank][0] == held[rank][1] for rank in dim.idle
@@ -273,7 +273,7 @@ def _agrees(dim: _CutDim, shape: _Shape, order: Order) -> bool:
 
 @lru_cache(maxsize=256)
 def _rows_held(length: int, shape: _Shape, order: Order) -> tuple[_Span, ...]:
-    """The rows that each rank of a mesh of ``shape`` holds."""
+    """Return the rows that each rank of a mesh of ``shape`` holds."""
     bounds = chunk_bounds(length, tuple(shape[mesh_dim] for mesh_dim in order))
     return tuple(bounds[index] for index in _chunk_numbers(shape, order))
 
@@ -298,7 +298,7 @@ def _complexity(placements: Placements) -> tuple[int, int, str]:
 
 
 def with_inferred_mesh(catalog: Catalog) -> Catalog:
-    """The catalog with the mesh and placements that its chunks and writing ranks determine.
+    """Return the catalog with the mesh and placements that its chunks and writing ranks determine.
 
     A tensor without elements gets none: its chunks cannot tell how it was placed.
     """

@@ -48,7 +48,7 @@ class Choice:
 
 
 def parse_mesh(text: str) -> Mesh:
-    """The mesh of ``2x4``, ``8`` or ``dp=2,tp=4``; UsageError where it is none."""
+    """Return the mesh of ``2x4``, ``8`` or ``dp=2,tp=4``; UsageError where it is none."""
     named = [part.partition("=") for part in text.split(",")] if "=" in text else []
     names = [name.strip() for name, _, _ in named] or None
     sizes = [size for _, _, size in named] or text.lower().split("x")
@@ -69,7 +69,7 @@ _PLACEMENT = re.compile(r"\s*(?:(\w+)\s*(?:\(\s*([-\w\s,]*)\))?)\s*")
 
 
 def parse_placement(text: str) -> Placement:
-    """The placement written as ``Shard(0)``, ``StridedShard(0, 2)`` or ``Replicate()``."""
+    """Return the placement written as ``Shard(0)``, ``StridedShard(0, 2)`` or ``Replicate()``."""
     match = _PLACEMENT.fullmatch(text)
     name = match[1].lstrip("_").lower() if match else ""
     arguments = [int(n) for n in re.findall(r"-?\d+", match[2] or "")] if match else []
@@ -87,7 +87,10 @@ def parse_placement(text: str) -> Placement:
 
 
 def parse_rule(text: str) -> Rule:
-    """The rule ``GLOB=Shard(0),Replicate()`` or ``GLOB=colwise``; UsageError where it is none."""
+    """Return the rule ``GLOB=Shard(0),Replicate()`` or ``GLOB=colwise``.
+
+    Raises UsageError where it is none.
+    """
     glob, equals, right = text.partition("=")
     if not equals or not glob.strip():
         raise UsageError(f"--shard {text!r} is not GLOB=PLACEMENTS")
@@ -95,14 +98,14 @@ def parse_rule(text: str) -> Rule:
 
 
 def rule_of(glob: str, placements: Sequence[str]) -> Rule:
-    """A rule from a glob and the words for its placements, one a mesh dim, or one style."""
+    """Return a rule from a glob and the words for its placements, one a mesh dim, or one style."""
     if len(placements) == 1 and placements[0].strip() in STYLES:
         return Rule(glob, style=placements[0].strip())
     return Rule(glob, placements=tuple(map(parse_placement, placements)))
 
 
 def split_placements(text: str) -> list[str]:
-    """The parts of a list of placements, split at the commas between them."""
+    """Return the parts of a list of placements, split at the commas between them."""
     return re.split(r",(?![^(]*\))", text)
 
 
@@ -118,7 +121,7 @@ class Placer:
     policy: str | None = None
 
     def choose(self, catalog: Catalog) -> dict[str, Choice]:
-        """A choice for every tensor. UsageError where a rule does not fit mesh or tensor."""
+        """Return a choice for every tensor. UsageError where a rule does not fit mesh or tensor."""
         for rule in self.rules:
             if rule.required and not any(fnmatchcase(name, rule.glob) for name in catalog.tensors):
                 raise UsageError(
@@ -157,7 +160,7 @@ class Placer:
         return placements
 
     def _by_style(self, style: str, entry: TensorEntry) -> Placements:
-        """The style on the ``tp`` dim (else the last); the other dims as their names say."""
+        """Return the style on the ``tp`` dim (else the last); the other dims as their names say."""
         names = self.mesh.names or ()
         tp = names.index("tp") if "tp" in names else len(self.mesh.shape) - 1
         placed = [
@@ -186,19 +189,19 @@ class Placer:
 
 
 def is_plain(entry: TensorEntry, catalog: Catalog) -> bool:
-    """Whether a source that declares placements says that this tensor has none."""
+    """Return whether a source that declares placements says that this tensor has none."""
     return entry.placements is None and catalog.mesh_source == "declared"
 
 
 def _places(source: Mesh, mesh: Mesh) -> tuple[int, ...] | None:
-    """Which dim of the new mesh each of the source's becomes; None where nothing tells."""
+    """Return which dim of the new mesh each of the source's becomes; None where nothing tells."""
     if source.names and mesh.names and set(source.names) <= set(mesh.names):
         return tuple(map(mesh.names.index, source.names))
     return tuple(range(len(mesh.shape))) if len(source.shape) == len(mesh.shape) else None
 
 
 def _carried(entry: TensorEntry, source: Mesh, mesh: Mesh, places: tuple[int, ...]) -> Placements:
-    """The source's placements on the new mesh, whose dims cut in the same order.
+    """Return the source's placements on the new mesh, whose dims cut in the same order.
 
     Split factors that encode no order stay on a mesh of the same shape; else strided shards cut
     after the later dims, as FSDP2's do.
@@ -228,7 +231,7 @@ class Placed:
     placements: dict[str, Placements]
 
     def shards(self, entry: TensorEntry) -> tuple[LocalShard, ...]:
-        """What each row-major mesh position holds of a tensor."""
+        """Return what each row-major mesh position holds of a tensor."""
         return local_shards(entry.shape, self.mesh.shape, self.placements[entry.name])
 
 
@@ -273,7 +276,7 @@ _VOCABULARY = re.compile(r"(.*\.)?(tok_embeddings|embed_tokens|output|lm_head|wt
 
 
 def conventional_style(name: str) -> str:
-    """How tensor parallelism shards a parameter of a Llama-like model, by its usual name."""
+    """Return how tensor parallelism shards a parameter of a Llama-like model, by its usual name."""
     stem = re.sub(r"\.(exp_avg|exp_avg_sq|max_exp_avg_sq)$", "", name)
     if _COLWISE.fullmatch(stem) or _VOCABULARY.fullmatch(stem):
         return "colwise"
@@ -289,12 +292,12 @@ def fsdp(entry: TensorEntry, mesh: Mesh) -> Placements:
 
 
 def hsdp(entry: TensorEntry, mesh: Mesh) -> Placements:
-    """A replica a step of the first mesh dim, rows over the others."""
+    """Return a replica a step of the first mesh dim, rows over the others."""
     return (Replicate(), *fsdp(entry, mesh)[1:])
 
 
 def replicate(entry: TensorEntry, mesh: Mesh) -> Placements:
-    """The whole tensor on every rank."""
+    """Return the whole tensor on every rank."""
     return (Replicate(),) * len(mesh.shape)
 
 
@@ -322,13 +325,13 @@ def fsdp_last(placements: Placements, mesh: Mesh, first: set[int]) -> Placements
 
 
 def is_conventional(mesh: Mesh) -> bool:
-    """Whether all of the mesh's dims have names that say what they do."""
+    """Return whether all of the mesh's dims have names that say what they do."""
     known = (*REPLICATED, *SHARDED, "tp", "ep")
     return mesh.names is not None and all(name in known for name in mesh.names)
 
 
 def by_dim_name(name: str, entry: TensorEntry) -> Placement:
-    """What a conventional mesh dim (torchtitan 0.3) does to a parameter."""
+    """Return what a conventional mesh dim (torchtitan 0.3) does to a parameter."""
     if name in REPLICATED or not entry.shape:
         return Replicate()
     if name == "ep":

@@ -56,7 +56,7 @@ _SHARD = re.compile(r"Shard\(\s*([0-7])\s*(?:,\s*([1-9][0-9]?)\s*)?\)")
 
 
 def parse_tp_rule(text: str) -> NamedRule:
-    """A glob and its rule, of ``GLOB=RULE``; UsageError where it is none.
+    """Return a glob and its rule, of ``GLOB=RULE``; UsageError where it is none.
 
     RULE is ``replicate``, ``column`` (``Shard(0)``), ``row`` (``Shard(1)``), ``gated``
     (``Shard(0, 2)``: two blocks, each sharded), or ``Shard(dim)`` or ``Shard(dim, blocks)``.
@@ -74,7 +74,10 @@ def parse_tp_rule(text: str) -> NamedRule:
 
 
 def parse_tp_rules(texts: Sequence[str] | None) -> tuple[NamedRule, ...]:
-    """The rules of an option that may be given several times; the first that matches wins."""
+    """Return the rules of an option that may be given several times.
+
+    The first that matches wins.
+    """
     return tuple(map(parse_tp_rule, texts or ()))
 
 
@@ -96,12 +99,12 @@ def unmerged(
 
 
 def named_rule(rules: Sequence[NamedRule], name: str) -> TpRule | None:
-    """The first rule whose glob matches the name."""
+    """Return the first rule whose glob matches the name."""
     return next((rule for glob, rule in rules if fnmatchcase(name, glob)), None)
 
 
 def require_matched(rules: Sequence[NamedRule], names: Sequence[str]) -> None:
-    """UsageError where the glob of a rule matches none of the parameters' names."""
+    """Raise UsageError where the glob of a rule matches none of the parameters' names."""
     for glob, _ in rules:
         if not any(fnmatchcase(name, glob) for name in names):
             raise UsageError(f"--tp-rule {glob!r} matches none of the {len(names):,} parameters")

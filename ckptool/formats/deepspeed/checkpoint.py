@@ -59,7 +59,7 @@ class Checkpoint:
         }
 
     def partitions(self, mp: int) -> list[Partition]:
-        """The optimizer files of one ``mp`` rank, by data-parallel rank."""
+        """Return the optimizer files of one ``mp`` rank, by data-parallel rank."""
         return [
             Partition(self.optimizers[dp, mp].inner("optimizer_state_dict"), dp, self.rank(dp, mp))
             for dp in range(self.grid.data)
@@ -67,12 +67,12 @@ class Checkpoint:
         ]
 
     def rank(self, dp: int, mp: int) -> int:
-        """The global rank of a data-parallel and a model-parallel one."""
+        """Return the global rank of a data-parallel and a model-parallel one."""
         return self.grid.rank(dp, mp)
 
 
 def read_checkpoint(source: Source, files: Files) -> Checkpoint:
-    """All states of a tag. Raises Damaged where the file of a rank is missing."""
+    """Return all states of a tag. Raises Damaged where the file of a rank is missing."""
     if not files.models:
         message = f"{source.root}: no file of model states in the folder of the tag"
         raise Damaged(Problem(message, "file-missing"))
@@ -84,7 +84,7 @@ def read_checkpoint(source: Source, files: Files) -> Checkpoint:
 
 
 def _grid(files: Files, first: State, optimizers: Mapping[Ranks, State]) -> Grid:
-    """The degrees of parallelism; Damaged where the file of a rank is missing."""
+    """Return the degrees of parallelism; Damaged where the file of a rank is missing."""
     model_ranks = first.count("mp_world_size", 1 + max(mp for _, mp in files.models))
     data = _data_ranks(files, first, optimizers)
     what = "the file of model states"
@@ -103,7 +103,7 @@ def _grid(files: Files, first: State, optimizers: Mapping[Ranks, State]) -> Grid
 
 
 def _data_ranks(files: Files, first: State, optimizers: Mapping[Ranks, State]) -> int:
-    """The number of data-parallel ranks, which partition_count tells for each group of them.
+    """Return the number of data-parallel ranks, which partition_count tells for each group of them.
 
     Where that cannot be read, the files are counted: nothing of an optimizer is placed then.
     """
@@ -118,7 +118,7 @@ def _data_ranks(files: Files, first: State, optimizers: Mapping[Ranks, State]) -
 
 
 def _stated_ranks(files: Files, first: State, state: State) -> int:
-    """The number of data-parallel ranks by ``partition_count``."""
+    """Return the number of data-parallel ranks by ``partition_count``."""
     counts = state.get("partition_count")
     if isinstance(counts, list | tuple) and counts and all(type(c) is int for c in counts):
         experts_only = first.count("dp_world_size") if first.get("num_experts") else 1
@@ -157,7 +157,7 @@ class Grid:
         return self.pipeline * self.tensor
 
     def rank(self, dp: int, mp: int) -> int:
-        """The global rank, as Megatron and DeepSpeed's pipelines count."""
+        """Return the global rank, as Megatron and DeepSpeed's pipelines count."""
         stage, tensor = divmod(mp, self.tensor)
         return (stage * self.data + dp) * self.tensor + tensor
 
@@ -205,7 +205,7 @@ def _lacking(name: Name, error: Damaged) -> Refusal:
 
 
 def _held(name: Name, holdings: Sequence[RankContents]) -> dict[int, RankShard]:
-    """A tensor's shards by ``mp`` rank.
+    """Return a tensor's shards by ``mp`` rank.
 
     Automatic tensor parallelism gives a rank without heads an empty shard, which its optimizer
     leaves out.
@@ -220,13 +220,13 @@ def _held(name: Name, holdings: Sequence[RankContents]) -> dict[int, RankShard]:
 
 
 def whole_entries(holding: RankContents) -> dict[str, TensorEntry]:
-    """The tensors of a holding that is not one rank's, but all ranks' together."""
+    """Return the tensors of a holding that is not one rank's, but all ranks' together."""
     joined = (_joined(name, {0: local}, {}, None) for name, local in holding.tensors.items())
     return {entry.name: entry for entry in joined}
 
 
 def _shards(name: Name, held: Mapping[int, RankShard], grid: Grid) -> dict[int, RankShard]:
-    """The shards of the first stage that holds a tensor, by ``mp`` rank.
+    """Return the shards of the first stage that holds a tensor, by ``mp`` rank.
 
     Only tied modules are held by several stages, and those keep them equal.
     """

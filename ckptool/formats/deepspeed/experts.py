@@ -45,7 +45,7 @@ Experts = Mapping[tuple[int, int], Mapping[str, Vector]]
 
 
 def experts_of(checkpoint: Checkpoint, mp: int) -> Mapping[tuple[int, int], State]:
-    """The files of all experts, as one model-parallel rank holds them.
+    """Return the files of all experts, as one model-parallel rank holds them.
 
     Raises Damaged where a file holds another expert than its name says.
     """
@@ -101,13 +101,13 @@ def refused_of_experts(checkpoint: Checkpoint, mp: int) -> Iterator[tuple[int, d
 
 
 def _naming_groups(optimizer: State) -> list[dict[str, Any]]:
-    """The groups of torch's own optimizer, or of the one that DeepSpeed wraps."""
+    """Return the groups of torch's own optimizer, or of the one that DeepSpeed wraps."""
     inner = optimizer.inner("optimizer_state_dict")
     return inner.groups() if inner.stored else optimizer.groups()
 
 
 def _experts_of_rank(experts: Experts, optimizer: State, rank: int) -> dict[str, Vector] | None:
-    """The parameters of one rank's experts, in the order of the module.
+    """Return the parameters of one rank's experts, in the order of the module.
 
     None where layers are spread over several numbers of ranks: nothing says which over how many.
     """
@@ -133,7 +133,7 @@ _MOVE = "an earlier save with more experts left it behind? move it away"
 
 
 def require_experts(checkpoint: Checkpoint) -> None:
-    """Damaged where the file of an expert is missing, or is of an expert there is none of."""
+    """Raise Damaged where the file of an expert is missing, or is of an expert there is none of."""
     files = {(layer, expert): file for (layer, expert, _), file in checkpoint.files.experts.items()}
     counts = _counts(checkpoint.model, files)
     wanted = {(layer, e) for layer, count in enumerate(counts) for e in range(count)}
@@ -186,7 +186,7 @@ def require_own_names(
 
 
 def _place(head: str, first: Mapping[str, int]) -> int | None:
-    """Where in the module the layer's other parameters begin."""
+    """Return where in the module the layer's other parameters begin."""
     layer = head.removesuffix(_INSIDE)
     return min((at for name, at in first.items() if name.startswith(layer)), default=None)
 
@@ -196,7 +196,7 @@ def _exchanged(message: str, file: str) -> Damaged:
 
 
 def lost_optimizers(checkpoint: Checkpoint) -> Problem | None:
-    """Which expert-parallel rank lacks its optimizer's file, or what file is of no rank."""
+    """Return which expert-parallel rank lacks its optimizer's file, or what file is of no rank."""
     files = checkpoint.files
     if not files.experts or checkpoint.optimizers or trained_shapes(checkpoint.model):
         return None

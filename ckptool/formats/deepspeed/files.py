@@ -64,7 +64,7 @@ class Files:
 
 
 def holds_model_file(names: Iterable[str]) -> bool:
-    """Whether a folder with these files is one of DeepSpeed's tags."""
+    """Return whether a folder with these files is one of DeepSpeed's tags."""
     return any(_MODEL.fullmatch(name) for name in names)
 
 
@@ -76,7 +76,9 @@ def without_copies(paths: Iterable[str]) -> list[str]:
 
 
 def tag_folder(source: Source, marker: str) -> str:
-    """The folder of the tag that the marker file names, with a trailing slash; empty without one.
+    """Return the folder of the tag that the marker file names, with a trailing slash.
+
+    Empty without one.
 
     Raises Damaged where the marker names a folder that is not there.
     """
@@ -99,13 +101,13 @@ def tag_folder(source: Source, marker: str) -> str:
 
 
 def tags(source: Source) -> list[str]:
-    """The folders directly below the root that hold model files of DeepSpeed."""
+    """Return the folders directly below the root that hold model files of DeepSpeed."""
     found = (name.partition("/") for name in source.files if name.count("/") == 1)
     return list(dict.fromkeys(head for head, _, name in found if _MODEL.fullmatch(name)))
 
 
 def find_files(paths: Iterable[str], folder: str) -> Files:
-    """The files directly in ``folder``. Damaged where two of them claim the same ranks."""
+    """Return the files directly in ``folder``. Damaged where two of them claim the same ranks."""
     found = Files()
     for path in paths:
         name = path.removeprefix(folder)
@@ -149,7 +151,7 @@ def _put(files: dict[_Key, str], key: _Key, path: str) -> None:
 
 
 def require_all(files: dict[Ranks, str], dp: int, mp: int, what: str) -> None:
-    """Damaged where the file of a rank is missing, or is of a rank there is none of."""
+    """Raise Damaged where the file of a rank is missing, or is of a rank there is none of."""
     for model_rank in range(mp):
         held = {d for d, m in files if m == model_rank}
         missing = first_missing(held, dp)

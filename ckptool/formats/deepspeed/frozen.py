@@ -47,7 +47,7 @@ def note_excluded(checkpoint: Checkpoint, found: Assembled) -> None:
 
 
 def _certain(checkpoint: Checkpoint, state: State) -> Problem | None:
-    """What says for certain that parameters are missing."""
+    """Return what says for certain that parameters are missing."""
     bare = _bare_modules(state)
     optimizer = checkpoint.partitions(0)[0].state if checkpoint.optimizers else None
     stage = 3 if checkpoint.files.stage_3 else zero_stage(state, optimizer) or 0
@@ -88,7 +88,7 @@ def _likely(state: State) -> Problem | None:
 
 
 def _of_layers(checkpoint: Checkpoint) -> Problem | None:
-    """A remark where layers of a pipeline hold less than layers like them, or nothing."""
+    """Return a remark where layers of a pipeline hold less than layers like them, or nothing."""
     layers = {
         file: set(map(str, read_state(checkpoint.source, file).fields))
         for (_, tensor), file in sorted(checkpoint.files.layers.items())
@@ -115,7 +115,7 @@ def _is_less(names: set[str], layers: Collection[set[str]]) -> bool:
 
 
 def _modules(state: State) -> list[str]:
-    """The modules that torch lists beside a state dict; empty where it does not."""
+    """Return the modules that torch lists beside a state dict; empty where it does not."""
     module = state.fields.get("module")
     attributes = getattr(module, "state", None) if isinstance(module, OrderedMapping) else None
     listed = attributes.get("_metadata") if isinstance(attributes, dict) else None
@@ -143,7 +143,7 @@ def _tied(state: State) -> set[str]:
 
 
 def _alike(module: str) -> str:
-    """A module's name without the numbers that count its layers."""
+    """Return a module's name without the numbers that count its layers."""
     return re.sub(r"(?<![^.])[0-9]+(?=\.)", "*", module)
 
 

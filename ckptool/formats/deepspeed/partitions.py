@@ -74,7 +74,7 @@ def flat_runs(shapes: Shapes, paddings: Sequence[int], size: int, parts: int) ->
 
 
 def split_runs(shapes: Shapes, sizes: Sequence[int], part: int, parts: int) -> Iterator[Run]:
-    """The runs of one rank where each parameter was cut by itself into ``parts`` pieces.
+    """Yield the runs of one rank where each parameter was cut by itself into ``parts`` pieces.
 
     ``sizes`` are the elements of the rank's sub groups, whose concatenation ``at`` counts through.
     Raises Damaged where the pieces do not fill the sub groups exactly.
@@ -155,7 +155,9 @@ def require_distinct_ranks(ranks: Sequence[Partition], slots: Sequence[Sequence[
 
 
 def slot_of(state: State, master: Any, kept: Mapping[str, Any], padding: int) -> Slot:
-    """The master and the optimizer's state of one group; what is as long as it, is flat as well.
+    """Return the master and the optimizer's state of one group.
+
+    What is as long as it, is flat as well.
 
     ``padding`` is how many elements longer than the master a state may be.
     """
@@ -237,7 +239,7 @@ _PIECE = 1 << 20
 
 
 def require_distinct(held: Sequence[tuple[str, Sequence[Vector], Sequence[Vector]]]) -> None:
-    """Damaged where two files hold the same partitions, which different ranks never do.
+    """Raise Damaged where two files hold the same partitions, which different ranks never do.
 
     ``held`` are the files with their masters and the optimizer's states. Only recorded checksums
     are compared; ranks whose states are all zero, or that hold next to nothing, may be alike.
@@ -264,7 +266,7 @@ def _elements(vectors: Sequence[Vector]) -> int:
 
 
 def _is_zero(record: Record) -> bool:
-    """Whether a record's checksum is that of zeros."""
+    """Return whether a record's checksum is that of zeros."""
     crc, left = 0, record.nbytes
     while left > 0:
         crc = zlib.crc32(bytes(min(left, _PIECE)), crc)

@@ -63,7 +63,7 @@ from ckptool.serialization.state_dict.values import stray_notes, unread_notes
 
 
 def scan(source: Source, options: ScanOptions) -> Catalog:
-    """The catalog of the latest tag, or of the tag whose folder the source is."""
+    """Return the catalog of the latest tag, or of the tag whose folder the source is."""
     folder = tag_folder(source, LATEST)
     checkpoint = read_checkpoint(source, find_files(source.files, folder))
     if not checkpoint.files.stage_3:
@@ -100,7 +100,7 @@ def _miss_optimizers(checkpoint: Checkpoint, found: Assembled) -> None:
 def assembled(
     checkpoint: Checkpoint, holdings: Sequence[RankContents], options: ScanOptions
 ) -> Assembled:
-    """All model-parallel ranks' tensors and values. Raises Damaged where they contradict."""
+    """Return all model-parallel ranks' tensors and values. Raises Damaged where they contradict."""
     every = RankContents()
     for holding in holdings:
         for rank, held in holding.leaves.items():
@@ -139,7 +139,7 @@ def add_tied_masters(found: Assembled, aliases: Mapping[str, str]) -> None:
 def catalog_of(
     name: str, checkpoint: Checkpoint, found: Assembled, files: Iterable[str]
 ) -> Catalog:
-    """The catalog of what was assembled; ``files`` are those of the checkpoint."""
+    """Return the catalog of what was assembled; ``files`` are those of the checkpoint."""
     source, grid = checkpoint.source, checkpoint.grid
     optimizer = checkpoint.partitions(0)[0].state if checkpoint.optimizers else None
     info = training_facts(checkpoint.model, optimizer)
@@ -168,7 +168,7 @@ _OPTIMIZER_FILE = frozenset("optimizer_state_dict ds_config ds_version param_sha
 
 
 def all_holdings(checkpoint: Checkpoint) -> list[RankContents]:
-    """What the files of each model-parallel rank hold.
+    """Return what the files of each model-parallel rank hold.
 
     Where one rank's masters and moments cannot be placed, none are: what is left would look whole.
     """

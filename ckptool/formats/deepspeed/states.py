@@ -85,28 +85,28 @@ class State:
         return self.readable
 
     def get(self, key: str, default: Any = None) -> Any:
-        """What lies under a key; Barred where a part of it is refused."""
+        """Return what lies under a key; Barred where a part of it is refused."""
         value = self.fields.get(key, default)
         return require_readable(value) if self.refused else value
 
     def mapping(self, key: str) -> Mapping[Any, Any]:
-        """A dict, or an empty one where the key is absent or None."""
+        """Return a dict, or an empty one where the key is absent or None."""
         value = self.get(key)
         if value is None:
             return {}
         return dict(self._typed(value, dict, key))
 
     def sequence(self, key: str) -> list[Any]:
-        """A list; Damaged where there is none."""
+        """Return a list; Damaged where there is none."""
         return list(self._typed(self.get(key), list | tuple, key))
 
     def count(self, key: str, default: int = 1) -> int:
-        """A positive int, or the default where the key is absent."""
+        """Return a positive int, or the default where the key is absent."""
         value = self.get(key, default)
         return natural(self._typed(value, int, key)) or default
 
     def inner(self, key: str) -> State:
-        """The state in a dict of this one, of which parts, or all, may be refused."""
+        """Return the state in a dict of this one, of which parts, or all, may be refused."""
         if isinstance(self.readable, Refusal):
             return self
         value = self.readable.get(key)
@@ -117,7 +117,7 @@ class State:
         return State(self.file, known, {} if value is None else value, self.refused)
 
     def names(self, key: str) -> list[str]:
-        """A list of texts, empty where the key is absent or None."""
+        """Return a list of texts, empty where the key is absent or None."""
         value = self.get(key) or []
         return [text for text in self._typed(value, list | tuple, key) if isinstance(text, str)]
 
@@ -131,7 +131,7 @@ class State:
         return [{k: require_readable(v) for k, v in g.items() if k in _NAMING} for g in kept]
 
     def vector(self, value: Any) -> Vector | None:
-        """The tensor that a value is, or None."""
+        """Return the tensor that a value is, or None."""
         tensor = plain_tensor(value)
         return None if tensor is None else Vector(tensor, place_of(tensor, self.file))
 
@@ -180,7 +180,10 @@ def read_state(source: Source, file: str) -> State:
 
 
 def read_optimizer(source: Source, file: str) -> State:
-    """The dict in a file of optimizer states; one that cannot be read is refused as a whole."""
+    """Return the dict in a file of optimizer states.
+
+    One that cannot be read is refused as a whole.
+    """
     try:
         return read_state(source, file)
     except SourceError as error:
@@ -191,7 +194,7 @@ def read_optimizer(source: Source, file: str) -> State:
 
 
 def refusal_of_error(error: SourceError, name: str) -> Refusal:
-    """Why what has that name cannot be read."""
+    """Return why what has that name cannot be read."""
     why = error.message
     return Refusal(f"{name}: {why}", why.code, file=why.file, tensor=name)
 
@@ -226,7 +229,7 @@ def named_tensors(state: State, key: str) -> dict[str, Vector]:
 
 
 def all_tensors(state: State) -> dict[str, Vector]:
-    """The tensors of a state by their names, without what is refused or no plain tensor."""
+    """Return the tensors of a state by their names, without what is refused or no plain tensor."""
     found = {str(name): state.vector(value) for name, value in state.fields.items()}
     return {name: vector for name, vector in found.items() if vector is not None}
 
@@ -238,7 +241,7 @@ def values_of(state: State) -> list[Any]:
 
 
 def refused_entries(state: State) -> dict[str, Refusal]:
-    """Why entries of a state are refused, by their names."""
+    """Return why entries of a state are refused, by their names."""
     found = {str(k): refusal_in(v) for k, v in state.fields.items()} if state.refused else {}
     return {name: why for name, why in found.items() if why is not None}
 

@@ -34,7 +34,7 @@ _REPEATED_GROUP = re.compile(r"\)\s*[*+?{]")
 
 
 def fit_shards(name: str, shapes: Sequence[Shape], info: Mapping[str, Any]) -> list[Fit]:
-    """How the shards of ``shapes``, by tensor-parallel rank, make a parameter.
+    """Return how the shards of ``shapes``, by tensor-parallel rank, make a parameter.
 
     Raises Undetermined where the file does not tell, or tells what no copy of bytes can do.
     """
@@ -172,7 +172,7 @@ def _sub_param_shape(parts: Mapping[str, Any], shape: Shape) -> Call:
 
 
 def kept_rows(name: str, shape: Shape, info: Mapping[str, Any]) -> int:
-    """The rows of a parameter without the padding of a vocabulary."""
+    """Return the rows of a parameter without the padding of a vocabulary."""
     original = info.get("original_vocab_size")
     if type(original) is not int or not _listed(name, info, "vocabulary_parameter_patterns"):
         return shape[0]
@@ -203,7 +203,10 @@ def _piece_boxes(piece: Mapping[str, Any], shard: Shape, whole: Shape) -> tuple[
 
 
 def _strided_box(size: Shape, view: Any, shape: Shape) -> Box:
-    """The box of ``shape`` that a view of offset and strides is; Undetermined where it is none."""
+    """Return the box of ``shape`` that a view of offset and strides is.
+
+    Raises Undetermined where it is none.
+    """
     offset, strides = view
     wanted = row_major_strides(shape, 1)
     left, lo = natural(offset), []

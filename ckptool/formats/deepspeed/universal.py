@@ -63,7 +63,7 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
 
 
 def _states(checkpoint: Checkpoint, holdings: list[RankContents], folder: str) -> RankContents:
-    """What ``zero`` holds. Damaged where the state of a trained parameter is missing."""
+    """Return what ``zero`` holds. Damaged where the state of a trained parameter is missing."""
     source, found = checkpoint.source, RankContents()
     if folder + OPTIMIZER_STATE not in source.files:
         message = f"{folder}{OPTIMIZER_STATE} is missing: the conversion to a universal checkpoint"

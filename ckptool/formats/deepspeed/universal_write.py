@@ -42,7 +42,7 @@ class _Sorted:
 
 
 def lay_out(catalog: Catalog, request: Request) -> Layout:
-    """The files of a universal checkpoint. CannotDo where the names are not DeepSpeed's."""
+    """Return the files of a universal checkpoint. CannotDo where the names are not DeepSpeed's."""
     tensors = _sorted(catalog)
     objects, notes = plain_objects(catalog)
     values = _values(objects, tensors.client)
@@ -135,7 +135,7 @@ def _state_files(
 
 
 def _values(objects: list[ObjectEntry], client: Mapping[str, TensorEntry]) -> dict[str, Any]:
-    """All values as one nested dict, tensors of the training script included."""
+    """Return all values as one nested dict, tensors of the training script included."""
     found: list[tuple[Any, Any]] = [(entry.path, entry.value) for entry in objects]
     found += [(e.path, TensorRef(e, Box.whole(e.shape))) for e in client.values()]
     values = nest(found) if found else {}
@@ -148,7 +148,7 @@ def _tag(values: Mapping[str, Any]) -> str:
 
 
 def _model_state(values: Mapping[str, Any], tensors: _Sorted) -> dict[str, Any]:
-    """A model file: what the engine reads back, and the module as it was."""
+    """Return a model file: what the engine reads back, and the module as it was."""
     shapes = {n: s[MASTER].shape for n, s in tensors.states.items()}
     refs = {n: TensorRef(e, Box.whole(e.shape)) for n, e in tensors.module.items()}
     client = values.get(CLIENT)
@@ -192,7 +192,7 @@ def _optimizer_state(values: Mapping[str, Any], tensors: _Sorted) -> dict[str, A
 
 
 def _step(values: Mapping[str, Any], tensors: _Sorted) -> dict[str, Any]:
-    """The step of the first parameter, which ZeRO 3 takes for all."""
+    """Return the step of the first parameter, which ZeRO 3 takes for all."""
     name, states = next(iter(tensors.states.items()))
     entry = states.get(_STEP)
     known = values.get(_STEP)

@@ -70,7 +70,7 @@ def _named(
     wanted: Sequence[Sequence[_Shape | None]],
     of_experts: Sequence[bool],
 ) -> list[list[str]] | None:
-    """The names of each group's parameters; groups ``of_experts`` hold experts alone."""
+    """Return the names of each group's parameters; groups ``of_experts`` hold experts alone."""
     found: list[list[str]] = [[] for _ in wanted]
     for pool, moe in ((weights, False), (experts, True)):
         numbers = [number for number, own in enumerate(of_experts) if own is moe]
@@ -84,7 +84,7 @@ def _named(
 
 
 def _wraps(state: State) -> bool:
-    """Whether DeepSpeed's own optimizer wraps torch's."""
+    """Return whether DeepSpeed's own optimizer wraps torch's."""
     return "optimizer_state_dict" in state.fields
 
 
@@ -100,7 +100,7 @@ def _masters(state: State, groups: Sequence[Sequence[Any]]) -> dict[Any, Vector]
 
 
 def _shape(state: State, kept: Any, master: Vector | None) -> _Shape | None:
-    """The shape of a numbered parameter: that of its master, or of its moments."""
+    """Return the shape of a numbered parameter: that of its master, or of its moments."""
     if master is not None:
         return master.shape
     vectors = [state.vector(value) for value in (kept if isinstance(kept, dict) else {}).values()]
@@ -157,7 +157,7 @@ _MOST_STATES = 20_000
 def names_by_order(
     names: Sequence[tuple[str, _Shape]], groups: Sequence[Sequence[_Shape | None]]
 ) -> list[list[str]] | None:
-    """The names of each group's parameters; None where no answer fits, or more than one.
+    """Return the names of each group's parameters; None where no answer fits, or more than one.
 
     ``names`` are all parameters with their shapes, in the order of the module. A shape of None
     fits every parameter.

@@ -27,7 +27,7 @@ _ENUMS = "deepspeed.runtime.zero.config."
 
 
 def engine_leaves(state: State, source: Source) -> dict[str, Leaf]:
-    """The values of a model file. Keys that DeepSpeed does not know are the script's own."""
+    """Return the values of a model file. Keys that DeepSpeed does not know are the script's own."""
     found: dict[Any, Any] = {}
     client: dict[Any, Any] = {}
     for key, value in state.stored.items():
@@ -41,7 +41,7 @@ def engine_leaves(state: State, source: Source) -> dict[str, Leaf]:
 def refused_leaves(
     state: State, prefix: Path = (), kinds: Mapping[str, str] | None = None
 ) -> dict[str, Leaf]:
-    """What is refused of a file's tensors and of their layout, each part by its name.
+    """Return what is refused of a file's tensors and of their layout, each part by its name.
 
     Without a ``prefix`` that is a model file's; ``kinds`` say which names in its module are those
     of a ``buffer`` or of a ``frozen`` parameter. Other values are ``engine_leaves`` and
@@ -73,7 +73,7 @@ def optimizer_leaves(optimizer: State, source: Source) -> dict[str, Leaf]:
 
 
 def raw_leaves(optimizer: Any, state: State, source: Source) -> dict[str, Leaf]:
-    """An optimizer's state dict as it is, for each rank."""
+    """Return an optimizer's state dict as it is, for each rank."""
     file = state.file.narrowed(optimizer)
     return read_leaves(file, source, prefix=("optimizer",), rank_state=True, refuse=True)
 
@@ -97,7 +97,7 @@ def expert_degrees(groups: Any) -> set[int]:
 
 
 def plain(value: Any) -> Any:
-    """A loss scaler as the dict of its attributes, an enum's member as its value."""
+    """Return a loss scaler as the dict of its attributes, an enum's member as its value."""
     if isinstance(value, Call) and value.name.startswith(_LOSS_SCALERS):
         return dict(value.fields)
     if isinstance(value, Call) and value.name.startswith(_ENUMS) and len(value.args) == 1:
@@ -106,7 +106,7 @@ def plain(value: Any) -> Any:
 
 
 def zero_stage(model: State, optimizer: State | None) -> int | None:
-    """The stage of ZeRO, by the optimizer's file or the configuration; None where it is odd.
+    """Return the stage of ZeRO, by the optimizer's file or the configuration; None where it is odd.
 
     Raises Barred where the latter is refused, and the former does not tell it.
     """
@@ -120,7 +120,7 @@ def zero_stage(model: State, optimizer: State | None) -> int | None:
 
 
 def training_facts(model: State, optimizer: State | None) -> dict[str, str]:
-    """What a person wants to know of a run: version, stage, precision, offloading."""
+    """Return what a person wants to know of a run: version, stage, precision, offloading."""
     version = model.stored.get("ds_version")
     config = _mapping(model.stored.get("ds_config"))
     zero = _mapping(config.get("zero_optimization"))

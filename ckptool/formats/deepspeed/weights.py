@@ -22,7 +22,7 @@ _Shapes = Mapping[str, tuple[int, ...]]
 
 
 def trained_shapes(state: State) -> dict[str, tuple[int, ...]]:
-    """The shapes of all parameters in the optimizer's groups; empty without ZeRO."""
+    """Return the shapes of all parameters in the optimizer's groups; empty without ZeRO."""
     return {name: shape for group in shape_groups(state) for name, shape in group.items()}
 
 
@@ -70,7 +70,7 @@ def refused_kinds(
 
 
 def module_weights(state: State) -> dict[str, Vector]:
-    """The parameters in ``module``, each once, in the order of the module."""
+    """Return the parameters in ``module``, each once, in the order of the module."""
     buffers = set(state.names("buffer_names"))
     vectors = {n: v for n, v in named_tensors(state, "module").items() if n not in buffers}
     same = same_tensors(vectors)
@@ -199,7 +199,7 @@ def _head(
     trained: _Shapes,
     tied: Mapping[str, _Shapes],
 ) -> str:
-    """What the names of a layer's parameters begin with.
+    """Return what the names of a layer's parameters begin with.
 
     Raises Barred where that of a tied one cannot be told, as a parameter is refused.
     """

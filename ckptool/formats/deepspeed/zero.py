@@ -120,7 +120,7 @@ def _partition_counts(state: State, groups: int, ranks: int) -> list[int]:
 
 
 def _paddings(state: State, groups: Sequence[Shapes]) -> list[list[int]]:
-    """The elements left free after each parameter, by group (since 0.19.8; none before)."""
+    """Return the elements left free after each parameter, by group (since 0.19.8; none before)."""
     if not state.get("param_alignment_paddings"):
         return [[0] * len(group) for group in groups]
     stored = [list(map(natural, group)) for group in state.sequence("param_alignment_paddings")]
@@ -135,7 +135,7 @@ def _paddings(state: State, groups: Sequence[Shapes]) -> list[list[int]]:
 
 
 def _slots_of(state: State) -> list[Slot]:
-    """The groups of one rank's file.
+    """Return the groups of one rank's file.
 
     Masters are stored without the padding at their end, moments with it; an elastic checkpoint
     stores both without, as a list of dicts. Versions before 0.16 tell all padding as the last
@@ -162,7 +162,7 @@ def _kept_states(state: State, groups: int) -> list[Mapping[str, Any]]:
 
 
 def _indices(base: State, groups: int) -> list[Any]:
-    """The index that the optimizer's state gives to each group's one flat parameter."""
+    """Return the index that the optimizer's state gives to each group's one flat parameter."""
     found: list[Any] = list(range(groups))
     for number, group in enumerate(base.groups()):
         params = group.get("params")
@@ -212,7 +212,9 @@ def _dtype(members: Sequence[tuple[Partition, Slot]], kind: str) -> Any:
 
 
 def _global_names(shapes: Shapes, expert_rank: int) -> dict[str, str]:
-    """The names with global expert numbers; the group's own count experts from zero on each rank.
+    """Return the names with global expert numbers.
+
+    The group's own count experts from zero on each rank.
 
     DeepSpeed numbers experts by expert-parallel rank, then by their number on the rank.
     """
@@ -234,7 +236,7 @@ Touched = Mapping[int, Sequence[str]]
 
 
 def touched_by(runs: Sequence[Run], parts: int) -> Touched:
-    """Which parameters each of a group's partitions holds elements of."""
+    """Return which parameters each of a group's partitions holds elements of."""
     return {part: [run.name for run in runs if run.part == part] for part in range(parts)}
 
 
@@ -259,7 +261,7 @@ def whole_states(
 
 
 def whole_runs(names: Sequence[str], shapes: Shapes, part: int) -> Iterator[Run]:
-    """The runs of a vector that holds these parameters whole."""
+    """Yield the runs of a vector that holds these parameters whole."""
     at = 0
     for name in names:
         numel = math.prod(shapes[name])

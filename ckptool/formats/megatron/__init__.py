@@ -68,7 +68,7 @@ def _probe_torch_dist(source: Source) -> bool:
 
 
 def _config(source: Source) -> dict[str, Any] | None:
-    """What ``metadata.json`` says of the backend; None where it is none of Megatron's."""
+    """Return what ``metadata.json`` says of the backend; None where it is none of Megatron's."""
     if not 0 < source.files.get(_CONFIG, 0) <= _LARGEST_CONFIG:
         return None
     try:

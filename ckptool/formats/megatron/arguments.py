@@ -57,7 +57,7 @@ class Arguments:
     values: Mapping[str, Any]
 
     def integer(self, name: str) -> int | None:
-        """A whole number greater than zero, or None where the arguments do not state one."""
+        """Return a whole number greater than zero, or None where the arguments do not state one."""
         value = self.values.get(name)
         return value if type(value) is int and value > 0 else None
 
@@ -78,7 +78,7 @@ class Arguments:
         return value if isinstance(value, str) else None
 
     def info(self) -> dict[str, str]:
-        """What ``Catalog.info`` says of the framework, the degrees and the arguments."""
+        """Return what ``Catalog.info`` says of the framework, the degrees and the arguments."""
         if not self.values:
             return {"framework": FRAMEWORK}
         degrees = {short: self.integer(name) for short, name in _DEGREES.items()}
@@ -98,21 +98,21 @@ def _is_shown(value: Any) -> bool:
 
 
 def arguments(value: Any) -> Arguments:
-    """The arguments of a pickled namespace; none where the value is no namespace."""
+    """Return the arguments of a pickled namespace; none where the value is no namespace."""
     if isinstance(value, Call) and value.name in _NAMESPACES:
         return Arguments({k: v for k, v in value.fields.items() if isinstance(k, str)})
     return Arguments(value if isinstance(value, dict) else {})
 
 
 def arguments_among(objects: Iterable[ObjectEntry]) -> Arguments:
-    """The arguments among a catalog's values: the one that is called ``args``."""
+    """Return the arguments among a catalog's values: the one that is called ``args``."""
     return next(
         (arguments(entry.value) for entry in objects if entry.name == "args"), arguments(None)
     )
 
 
 def with_first_arguments(catalog: Catalog) -> Catalog:
-    """The first rank's arguments stand for all: they differ in the rank that saved them."""
+    """Return the first rank's arguments stand for all: they differ in the rank that saved them."""
     own = [name for name in catalog.objects if name.startswith("args@rank")]
     if not own:
         return catalog
@@ -147,7 +147,7 @@ def with_plain_names(catalog: Catalog) -> Catalog:
 
 
 def _plain(path: Path) -> Path:
-    """A path without the shard's grid, and without the list of one around the value."""
+    """Return a path without the shard's grid, and without the list of one around the value."""
     match = _SHARD.fullmatch(str(path[0]))
     if match is None:
         return path
@@ -191,7 +191,7 @@ def require_common(source: Source, catalog: Catalog, options: ScanOptions) -> No
 
 
 def with_common(source: Source, catalog: Catalog) -> Catalog:
-    """The catalog with the values and tensors of ``common.pt``."""
+    """Return the catalog with the values and tensors of ``common.pt``."""
     if COMMON not in source.files:
         return catalog
     found = assemble({0: read_leaves(read_torch_file(source, COMMON), source, refuse=True)})

@@ -57,7 +57,7 @@ class _Ranks:
 def read_megatron(
     source: Source, files: Mapping[int, TorchFile], expert_parallel: bool
 ) -> tuple[Assembled, str]:
-    """The tensors ``model.<name>``, ``fp32.<name>``, ... and values of all ranks' files.
+    """Return the tensors ``model.<name>``, ``fp32.<name>``, ... and values of all ranks' files.
 
     The text says why the optimizer's state has no names, where it has none.
     """
@@ -85,7 +85,7 @@ def _path(name: str) -> Path:
 
 
 def _state(tensors: Mapping[str, TensorEntry], ranks: _Ranks) -> dict[str, TensorEntry]:
-    """The optimizer's state by parameter. Raises Undetermined."""
+    """Return the optimizer's state by parameter. Raises Undetermined."""
     found: Fragments = {}
     for group, buffers in buckets_among(tensors.values()).items():
         if group not in ranks.runs:
@@ -147,7 +147,10 @@ def _add(
 
 
 def _parameter(path: Path, parts: Sequence[Sharded], rank: int, ranks: _Ranks) -> LocalParameter:
-    """A parameter of the rank's model; one of several parts is joined along its first dim."""
+    """Return a parameter of the rank's model.
+
+    One of several parts is joined along its first dim.
+    """
     parts = side_by_side(parts)
     first = parts[0]
     name = _whole_name(flat_name(path[1:2]), first)
@@ -164,7 +167,7 @@ def _parameter(path: Path, parts: Sequence[Sharded], rank: int, ranks: _Ranks) -
 
 
 def _joined(parts: Sequence[Sharded]) -> tuple[tuple[tuple[Box, Box], ...], tuple[int, ...]]:
-    """The parts' boxes in the rank's tensor and in the whole one, and the rank's shape."""
+    """Return the parts' boxes in the rank's tensor and in the whole one, and the rank's shape."""
     boxes = [Box(p.box.lo[p.prepended :], p.box.hi[p.prepended :]) for p in parts]
     local = list(boxes[0].shape)
     if len(boxes) == 1:
@@ -242,7 +245,7 @@ def _moved(box: Box, dim: int, by: int) -> Box:
 def sharded_records(
     value: Any, file: TorchFile, rank: int
 ) -> Iterator[tuple[Path, list[Sharded] | Leaf]]:
-    """The ShardedTensors of each place in a sharded state dict; objects as leaves."""
+    """Yield the ShardedTensors of each place in a sharded state dict; objects as leaves."""
     for path, leaf in leaves(value, what=file.what, pickled=file.pickled):
         items = leaf if isinstance(leaf, list) else [leaf]
         records = [item for item in items if isinstance(item, Call)]

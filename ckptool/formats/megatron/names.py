@@ -22,7 +22,7 @@ Run = tuple[int, int]
 
 
 def layer_counts(names: Iterable[str]) -> dict[str, int]:
-    """How many layers a run holds, by what precedes their number."""
+    """Return how many layers a run holds, by what precedes their number."""
     counts: dict[str, int] = {}
     for name in names:
         match = _LAYER.fullmatch(name)
@@ -43,7 +43,7 @@ def layer_offsets(runs: Mapping[Run, Sequence[str]]) -> dict[Run, dict[str, int]
 
 
 def global_layer(name: str, offsets: Mapping[str, int]) -> str:
-    """The name with its layer's number in the whole model."""
+    """Return the name with its layer's number in the whole model."""
     match = _LAYER.fullmatch(name)
     if match is None:
         return name
@@ -51,23 +51,23 @@ def global_layer(name: str, offsets: Mapping[str, int]) -> str:
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a module's tensor is no parameter, and so of no concern to the optimizer."""
+    """Return whether a module's tensor is no parameter, and so of no concern to the optimizer."""
     return name.endswith(_BUFFERS)
 
 
 def is_expert(name: str) -> bool:
-    """Whether the parameter belongs to one of several experts."""
+    """Return whether the parameter belongs to one of several experts."""
     return ".experts." in f".{name}"
 
 
 def local_experts(names: Iterable[str]) -> int | None:
-    """How many experts a rank numbers in its names; None where it numbers none."""
+    """Return how many experts a rank numbers in its names; None where it numbers none."""
     numbers = [int(match[2]) for name in names if (match := _expert(name))]
     return max(numbers) + 1 if numbers else None
 
 
 def global_expert(name: str, first: int) -> str:
-    """The name with its expert's number in the whole model."""
+    """Return the name with its expert's number in the whole model."""
     match = _expert(name)
     return name if match is None else f"{match[1]}{int(match[2]) + first}{match[3]}"
 

@@ -42,7 +42,7 @@ _RANKS_UNKNOWN = (
 
 
 def scan(source: Source, options: ScanOptions) -> Catalog:
-    """The catalog of the newest iteration that is whole; Damaged where none is."""
+    """Return the catalog of the newest iteration that is whole; Damaged where none is."""
     local = read_local(source, options.world_size)
     args = _arguments(local)
     stated = args.integer("world_size")
@@ -148,7 +148,7 @@ def _read_plain(source: Source, files: Mapping[int, TorchFile], options: ScanOpt
 
 
 def _same_everywhere(entry: TensorEntry) -> bool:
-    """Whether checksums prove that all ranks hold the same bytes."""
+    """Return whether checksums prove that all ranks hold the same bytes."""
     return all(proved_equal(chunk.at, copy.at) for chunk in entry.chunks for copy in chunk.copies)
 
 
@@ -159,7 +159,7 @@ def _is_plain(leaf: Leaf) -> bool:
 def _placed(
     ranks: Mapping[int, Mapping[str, Leaf]], rules: tuple[NamedRule, ...]
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """The tensors for which there is a rule, put together by it."""
+    """Return the tensors for which there is a rule, put together by it."""
     model = Model(Arguments({}), (max(ranks) + 1, 1, 1), rules)
     found: Fragments = {}
     paths = {}
@@ -197,7 +197,7 @@ class _Copy:
 
 
 def read_local(source: Source, world_size: int | None = None) -> Local:
-    """The files of the newest iteration that is whole.
+    """Return the files of the newest iteration that is whole.
 
     ``world_size`` is the number of owners; where it is not known, that of the highest rank seen.
     Raises Damaged where no iteration is whole, with what each of them lacks.
@@ -270,5 +270,5 @@ def other_copies(files: Collection[str], used: Collection[str]) -> set[str]:
 
 
 def files_used(source: Source, local: Local) -> Mapping[str, int]:
-    """The files that are read, with their sizes."""
+    """Return the files that are read, with their sizes."""
     return {file.what: source.files[file.what] for file in local.files.values()}

@@ -126,7 +126,7 @@ Fragments = dict[tuple[str, ...], list[tuple[LocalParameter, Sequence[StorageRun
 
 
 def merge_fragments(fit: Callable[[LocalParameter], Fit], found: Fragments) -> MergeResult:
-    """The tensors ``kind.name`` of what each rank stores of them, placed by ``fit``."""
+    """Return the tensors ``kind.name`` of what each rank stores of them, placed by ``fit``."""
     whole = MergeResult()
     for path, parts in found.items():
         name = ".".join(path)

@@ -45,14 +45,14 @@ class RankFolder:
     distributed: TorchFile | None
 
     def values(self, key: str) -> Any:
-        """What the state dict holds under a key, or None."""
+        """Return what the state dict holds under a key, or None."""
         return self.file.inert.get(key) if isinstance(self.file.inert, dict) else None
 
 
 def read_folders(source: Source) -> tuple[list[RankFolder], Arguments]:
     """All ranks' folders in order of expert, pipeline and tensor rank, and the first's arguments.
 
-    Damaged where a rank is missing, or where names alone cannot tell pipeline from expert ranks.
+    Raises Damaged where a rank is missing, or names cannot tell pipeline from expert ranks.
     """
     names = sorted(name for name in source.files if _FOLDER.fullmatch(name))
     expect_archives(source, names)
@@ -114,20 +114,23 @@ def virtual_stage(key: str) -> int | None:
 
 
 def degrees(ranks: Mapping[Rank, object] | list[Rank]) -> Rank:
-    """How many tensor-, pipeline- and expert-parallel ranks there are."""
+    """Return how many tensor-, pipeline- and expert-parallel ranks there are."""
     sizes = [max(rank[axis] for rank in ranks) + 1 for axis in range(3)]
     return sizes[0], sizes[1], sizes[2]
 
 
 def _written_by(file: TorchFile) -> int | None:
-    """The global rank that wrote a folder, as the arguments saved in it say; None where not."""
+    """Return the global rank that wrote a folder, as the arguments saved in it say.
+
+    None where not.
+    """
     args = arguments(file.inert.get("args") if isinstance(file.inert, dict) else None)
     rank = args.values.get("rank")
     return rank if type(rank) is int else None
 
 
 def _require_own(ranks: Mapping[Rank, str], writers: Mapping[str, int | None]) -> None:
-    """Damaged where folders took each other's place.
+    """Raise Damaged where folders took each other's place.
 
     Global ranks grow with each of the three, in whatever order they are counted. Tools that write
     all folders in one process save the same rank in each.

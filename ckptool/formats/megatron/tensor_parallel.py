@@ -59,7 +59,7 @@ def _gated_rule(match: re.Match[str], facts: _Facts) -> TpRule:
 
 
 def _halves(held: int, taken: int | None, args: Arguments) -> tuple[int, ...] | None:
-    """The blocks of a projection to ``held``, of which the next one takes ``taken``."""
+    """Return the blocks of a projection to ``held``, of which the next one takes ``taken``."""
     gated = held == 2 * taken if taken and held in (taken, 2 * taken) else args.gated
     return None if gated is None else (1, 1) if gated else (1,)
 
@@ -76,7 +76,7 @@ def _grouped_rule(match: re.Match[str], facts: _Facts) -> TpRule:
 
 
 def _mixer_rule(match: re.Match[str], facts: _Facts) -> TpRule:
-    """A state-space layer, ``MambaMixer``, or linear attention, ``GatedDeltaNet``.
+    """Return a state-space layer, ``MambaMixer``, or linear attention, ``GatedDeltaNet``.
 
     What ``in_proj`` and ``conv1d`` make is several tensors in one, of which each rank has a part:
     z, x, B, C and dt of Mamba (the convolution's are x, B and C); query, key, value, z, beta and
@@ -172,7 +172,7 @@ def find_rule(name: str, shapes: Shapes, stated: TpRule | None, args: Arguments)
 
 
 def experts_view(name: str, local: tuple[int, ...], experts: int) -> tuple[int, ...]:
-    """The shape under which a rank's parameter is read: ``GroupedMLP``'s by expert."""
+    """Return the shape under which a rank's parameter is read: ``GroupedMLP``'s by expert."""
     grouped = _GROUPED.fullmatch(name)
     if grouped is None or len(local) != 2:
         return local

@@ -71,7 +71,10 @@ class _Read:
 
 
 def scan(source: Source, options: ScanOptions) -> Catalog:
-    """The catalog of Megatron's own format; Damaged where ranks are missing or contradict."""
+    """Return the catalog of Megatron's own format.
+
+    Raises Damaged where ranks are missing or contradict.
+    """
     folders, args = read_folders(source)
     read = _prepared(folders, args, options.tp_rules)
     for folder in folders:
@@ -115,7 +118,7 @@ def _without_refused(found: Fragments, conflicts: Mapping[str, str]) -> Fragment
 
 
 def _prepared(folders: list[RankFolder], args: Arguments, rules: tuple[NamedRule, ...]) -> _Read:
-    """The model's degrees, layer numbers, and names of tied parameters."""
+    """Return the model's degrees, layer numbers, and names of tied parameters."""
     runs = {
         (folder.rank[1], virtual): list(params)
         for folder in folders
@@ -157,7 +160,7 @@ def _read_model(folder: RankFolder, read: _Read) -> None:
 
 
 def _global(name: str, folder: RankFolder, virtual: int, read: _Read, experts: int | None) -> str:
-    """The name in the whole model; that of the embedding for a head that is tied to it."""
+    """Return the name in the whole model; that of the embedding for a head that is tied to it."""
     layered = global_layer(name, read.offsets[folder.rank[1], virtual])
     return read.tied.get(name) or global_expert(layered, folder.rank[2] * (experts or 0))
 
@@ -217,14 +220,17 @@ def _refused_names(folder: RankFolder) -> Iterator[str]:
 
 
 def _has_state(value: Any) -> bool:
-    """Whether any of the optimizers holds states by number (else they are distributed)."""
+    """Return whether any of the optimizers holds states by number (else they are distributed)."""
     optimizers = value if isinstance(value, list) else [value]
     inner = [one.get("optimizer", one) for one in optimizers if isinstance(one, dict)]
     return any(isinstance(one, dict) and one.get("state") for one in inner)
 
 
 def _others(folders: list[RankFolder], read: _Read) -> dict[int, dict[str, Leaf]]:
-    """Each rank's other values, with the layers of the whole model; those of a rank as such."""
+    """Return each rank's other values, with the layers of the whole model.
+
+    Those of a rank as such.
+    """
     found: dict[int, dict[str, Leaf]] = {}
     for folder in folders:
         experts = local_experts(name for run in folder.runs.values() for name in run)
@@ -240,7 +246,7 @@ def _others(folders: list[RankFolder], read: _Read) -> dict[int, dict[str, Leaf]
 
 
 def _of_whole(path: Path, folder: RankFolder, read: _Read, experts: int | None) -> Path:
-    """The path of a value in the whole model; random states by pipeline and tensor rank."""
+    """Return the path of a value in the whole model; random states by pipeline and tensor rank."""
     first = str(path[0])
     if first == _RANDOM:
         tensor, pipeline, expert = folder.rank

@@ -103,7 +103,10 @@ def _unfinished(source: Source, catalog: Catalog, options: ScanOptions) -> Catal
 
 
 def unflattened(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
-    """The tensor in its own ``shape``; Damaged where it is not stored reformulated from it."""
+    """Return the tensor in its own ``shape``.
+
+    Raises Damaged where it is not stored reformulated from it.
+    """
     grid = entry.shape[:-1]
     local = tuple(size // parts for size, parts in zip(shape, grid, strict=False))
     whole = tuple(size * parts for size, parts in zip(local, grid, strict=False))
@@ -120,7 +123,7 @@ def unflattened(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
 
 
 def _pieces(entry: TensorEntry, chunk: Chunk, local: tuple[int, ...]) -> Iterator[Chunk]:
-    """The boxes of a stored chunk, which is a flat range of one rank's part."""
+    """Yield the boxes of a stored chunk, which is a flat range of one rank's part."""
     *cell, start = chunk.box.lo
     stop = chunk.box.hi[-1]
     if math.prod(chunk.box.shape[:-1]) != 1:
@@ -150,14 +153,17 @@ _STACKED = re.compile(r"layers\.(?![0-9])|experts\.experts\.(?![0-9])")
 
 
 def _of_one_rank() -> Call:
-    """The arguments that Megatron-LM compares with its own, as an ``argparse.Namespace``."""
+    """Return the arguments that Megatron-LM compares with its own, as an ``argparse.Namespace``."""
     made = Call(Global("argparse", "Namespace"), ())
     made.state = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
     return made
 
 
 def lay_out(catalog: Catalog, request: Request) -> Layout:
-    """The files of a run with one ``release``. CannotDo where it is no model of Megatron's."""
+    """Return the files of a run with one ``release``.
+
+    Raises CannotDo where it is no model of Megatron's.
+    """
     _require_model(catalog)
     arguments = catalog.objects.get(_ARGUMENTS)
     others = {n: e for n, e in catalog.objects.items() if e is not arguments}

@@ -56,7 +56,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
 
 
 def _require_whole(source: Source, files: list[re.Match[str]], world: int) -> None:
-    """Damaged where a rank, or a part before a rank's last, has no file."""
+    """Raise Damaged where a rank, or a part before a rank's last, has no file."""
     require_rank(world, source.root)
     parts: dict[int, set[int]] = {}
     for match in files:
@@ -74,7 +74,7 @@ def _require_whole(source: Source, files: list[re.Match[str]], world: int) -> No
 def _locals(
     source: Source, files: list[re.Match[str]], options: ScanOptions
 ) -> tuple[dict[str, dict[int, LocalTensor]], list[str]]:
-    """Each rank's tensors, by name."""
+    """Return each rank's tensors, by name."""
     found: dict[str, dict[int, LocalTensor]] = {}
     problems = []
     expect_heads(source, (match.string for match in files))

@@ -62,7 +62,7 @@ class ExpertSizes:
 
 
 def expert_sizes(config: Mapping[str, Any]) -> ExpertSizes:
-    """The sizes as Mixtral, Qwen, DeepSeek and their like call them."""
+    """Return the sizes as Mixtral, Qwen, DeepSeek and their like call them."""
     counts = (size_in(config, key) for key in ("num_experts", "n_routed_experts"))
     inner = (size_in(config, key) for key in ("moe_intermediate_size", "intermediate_size"))
     experts = next(filter(None, counts), None) or size_in(config, "num_local_experts")
@@ -95,7 +95,7 @@ def expert_entries(
 def _by_expert(
     name: str, parts: LocalTensors, sizes: ExpertSizes, world: int, *, gated: bool
 ) -> list[LocalTensors]:
-    """Each expert's parts by rank: of every rank, or of the one that holds the expert."""
+    """Return each expert's parts by rank: of every rank, or of the one that holds the expert."""
     shapes = {part.shape for part in parts.values()}
     shape = next(iter(shapes))
     if len(shapes) != 1 or len(parts) != world or len(shape) != 3:
@@ -170,7 +170,7 @@ class Sizes:
 
 
 def sizes_of(config: Mapping[str, Any]) -> Sizes:
-    """The sizes in a Hugging Face config."""
+    """Return the sizes in a Hugging Face config."""
     heads, hidden = size_in(config, "num_attention_heads"), size_in(config, "hidden_size")
     return Sizes(
         heads,
@@ -278,7 +278,10 @@ class Merger:
         return known.heads // self.world * known.head_size
 
     def _holders(self, name: str, queries: int, keys: int) -> int:
-        """How many ranks hold the same key-value head; the config is the language model's."""
+        """Return how many ranks hold the same key-value head.
+
+        The config is the language model's.
+        """
         heads, size = self.config.key_value_heads, self.config.head_size
         if not heads or not size:
             return 1
@@ -326,7 +329,7 @@ def _require_plain(parts: LocalTensors) -> None:
 
 
 def _require_part(outputs: LocalTensors, world: int) -> None:
-    """Undetermined where an output projection may be whole: vision models are, at times."""
+    """Raise Undetermined where an output projection may be whole: vision models are, at times."""
     shape = next(iter(outputs.values())).shape
     if world > 1 and (len(shape) != 2 or shape[1] * world != shape[0]):
         raise Undetermined("an output projection of this shape may be cut or whole")

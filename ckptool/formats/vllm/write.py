@@ -112,7 +112,7 @@ class _Joiner:
         self._groups = self._grouped({entry.name: entry for entry in entries})
 
     def _grouped(self, entries: dict[str, TensorEntry]) -> dict[str, tuple[TensorEntry, ...]]:
-        """The name of each tensor that is written, and what it is joined from."""
+        """Return the name of each tensor that is written, and what it is joined from."""
         groups: dict[str, tuple[TensorEntry, ...]] = {}
         for name, entry in entries.items():
             found = _PART.fullmatch(name)
@@ -130,7 +130,7 @@ class _Joiner:
         return groups
 
     def _is_joinable(self, members: Sequence[TensorEntry]) -> bool:
-        """Whether all are cut by rows into equal parts, and alike in everything else."""
+        """Return whether all are cut by rows into equal parts, and alike in everything else."""
         kinds = {(entry.dtype, entry.shape[1:]) for entry in members}
         return len(kinds) == 1 and all(
             entry.shape and self._by_rows(entry) and entry.shape[0] % self._parts(entry) == 0
@@ -173,7 +173,7 @@ class _Joiner:
         return notes
 
     def locals(self, position: int) -> Iterator[_Local]:
-        """The tensors of the rank at a position of the mesh."""
+        """Yield the tensors of the rank at a position of the mesh."""
         for name, members in self._groups.items():
             if VOCABULARY.fullmatch(name) and members[0].shape and self._by_rows(members[0]):
                 yield self._padded(members[0], position)
@@ -185,7 +185,10 @@ class _Joiner:
             yield _Local(name, ref.dtype, ref.shape, (ref.content,))
 
     def _joined(self, name: str, members: Sequence[TensorEntry], position: int) -> _Local:
-        """A rank's rows of each member; where heads are fewer than ranks, some hold the same."""
+        """Return a rank's rows of each member.
+
+        Where heads are fewer than ranks, some hold the same.
+        """
         contents = []
         for entry in members:
             parts = self._parts(entry)
@@ -197,7 +200,7 @@ class _Joiner:
         return _Local(name, first.dtype, (rows, *first.shape[1:]), tuple(contents))
 
     def _padded(self, entry: TensorEntry, position: int) -> _Local:
-        """A rank's rows of the vocabulary, which zero rows fill up to a multiple of 64."""
+        """Return a rank's rows of the vocabulary, which zero rows fill up to a multiple of 64."""
         rows, *rest = entry.shape
         each, left = divmod(-(-rows // PADDING) * PADDING, self._ranks)
         if left:
@@ -214,7 +217,7 @@ class _Joiner:
 
 
 def _rank_files(rank: int, held: list[_Local], limit: int) -> list[FileLayout]:
-    """The parts of one rank, in order; at least one, for the loader wants a file."""
+    """Return the parts of one rank, in order; at least one, for the loader wants a file."""
     groups = by_size((local for local in held if local.nbytes), limit)
     return [
         _part_file(f"model-rank-{rank}-part-{part}.safetensors", group, rank)
@@ -223,7 +226,7 @@ def _rank_files(rank: int, held: list[_Local], limit: int) -> list[FileLayout]:
 
 
 def _part_file(path: str, locals_: list[_Local], rank: int) -> FileLayout:
-    """A safetensors file of local tensors."""
+    """Return a safetensors file of local tensors."""
     contents = {local.name: local.contents for local in locals_}
     slices = [OutgoingSlice(o.name, o.name, o.dtype, Box.whole(o.shape)) for o in locals_]
     header, *parts = lay_out_safetensors(path, slices, {}).parts

@@ -42,12 +42,12 @@ class Member:
 
 
 def is_flat(name: str) -> bool:
-    """Whether a tensor of this name is a flat parameter."""
+    """Return whether a tensor of this name is a flat parameter."""
     return name.rpartition(".")[2] == FLAT
 
 
 def members_of(flats: Mapping[str, TensorEntry], given: Given) -> dict[str, list[Member]]:
-    """What each flat parameter is made of, by the model's parameters.
+    """Return what each flat parameter is made of, by the model's parameters.
 
     A parameter belongs to the innermost unit that its name lies in. Raises CannotDo where the
     parameters of a unit do not fill its flat parameter.
@@ -65,7 +65,7 @@ def members_of(flats: Mapping[str, TensorEntry], given: Given) -> dict[str, list
 
 
 def _base(heads: Iterable[str], given: Given) -> str:
-    """What comes before the model's own names: nothing, or the file's family."""
+    """Return what comes before the model's own names: nothing, or the file's family."""
     first = {head.partition(".")[0] + "." for head in heads if "." in head}
     for base in ("", *sorted(first)):
         if all(any((base + name).startswith(head) for name, _ in given) for head in heads):
@@ -74,7 +74,7 @@ def _base(heads: Iterable[str], given: Given) -> str:
 
 
 def _laid_out(flat: TensorEntry, parts: Given) -> list[Member]:
-    """The members end to end, or aligned, whichever fills the flat parameter."""
+    """Return the members end to end, or aligned, whichever fills the flat parameter."""
     plain = _end_to_end(parts, 1)
     if plain and plain[-1].stop == flat.elements:
         return plain
@@ -100,7 +100,7 @@ def _end_to_end(parts: Given, step: int) -> list[Member]:
 
 
 def taken_apart(flat: TensorEntry, members: Iterable[Member]) -> Iterator[TensorEntry]:
-    """Each member as a tensor of its own, where some of its elements are stored.
+    """Yield each member as a tensor of its own, where some of its elements are stored.
 
     Raises Damaged where a member ends outside the flat parameter, or that has other than one dim.
     """

@@ -33,7 +33,7 @@ def merge_ranks(
     """Return the tensor that the local ones of all ranks make by a rule.
 
     Raises Damaged where a rank has none, or they differ in more than the size along the rule's dim;
-    Undetermined where they are not what the rule says.
+    Raises Undetermined where they are not what the rule says.
     """
     missing = sorted(set(range(world)) - set(parts))
     if missing:
@@ -58,14 +58,14 @@ def merge_ranks(
 
 
 def single(name: str, held: tuple[int, LocalTensor]) -> TensorEntry:
-    """A tensor that one rank holds whole."""
+    """Return a tensor that one rank holds whole."""
     rank, part = held
     chunk = Chunk(Box.whole(part.shape), part.at, rank)
     return TensorEntry(name, (name,), part.dtype, part.shape, (chunk,))
 
 
 def rows_of(name: str, part: LocalTensor, start: int, stop: int) -> LocalTensor:
-    """Some rows of a local tensor; Damaged where it has none such."""
+    """Return some rows of a local tensor; Damaged where it has none such."""
     if not part.shape or not 0 <= start <= stop <= part.shape[0]:
         raise Damaged(f"{name}: {list(part.shape)} has no rows {start} to {stop}")
     box = Box.along(0, start, (stop - start, *part.shape[1:]))
@@ -73,7 +73,7 @@ def rows_of(name: str, part: LocalTensor, start: int, stop: int) -> LocalTensor:
 
 
 def halves(name: str, parts: LocalTensors, which: int) -> LocalTensors:
-    """The first or the second half of the rows of each local tensor."""
+    """Return the first or the second half of the rows of each local tensor."""
     odd = [part.shape for part in parts.values() if not part.shape or part.shape[0] % 2]
     if odd:
         raise Damaged(f"{name}: {list(odd[0])} has no two halves")
@@ -85,7 +85,7 @@ def halves(name: str, parts: LocalTensors, which: int) -> LocalTensors:
 
 
 def tp_mesh(world: int) -> Mesh:
-    """The mesh of ``world`` tensor-parallel ranks."""
+    """Return the mesh of ``world`` tensor-parallel ranks."""
     return Mesh.of((world,), ("tp",))
 
 

@@ -33,7 +33,7 @@ Buffers = dict[int, dict[int, dict[str, TensorEntry]]]
 
 
 def buckets_among(entries: Iterable[TensorEntry]) -> dict[Group, Buffers]:
-    """All buckets, by the group of ranks that share them."""
+    """Return all buckets, by the group of ranks that share them."""
     found: dict[Group, Buffers] = {}
     for entry in entries:
         match = BUCKET.fullmatch(entry.name)
@@ -45,7 +45,7 @@ def buckets_among(entries: Iterable[TensorEntry]) -> dict[Group, Buffers]:
 
 
 def bucket_state(buffers: Buffers, expected: Sequence[Sequence[LocalParameter]]) -> Fragments:
-    """What one group's buckets hold of each parameter, given the parameters of each buffer.
+    """Return what one group's buckets hold of each parameter, given the parameters of each buffer.
 
     Raises Undetermined where the parameters do not fill the buckets exactly.
     """
@@ -98,12 +98,12 @@ BUCKET = re.compile(
 
 
 def is_bucket(name: str) -> bool:
-    """Whether a tensor is a bucket of the distributed optimizer."""
+    """Return whether a tensor is a bucket of the distributed optimizer."""
     return BUCKET.fullmatch(name) is not None
 
 
 def without_padding(entry: TensorEntry) -> TensorEntry:
-    """A bucket with its padding taken out; any other tensor as it is.
+    """Return a bucket with its padding taken out; any other tensor as it is.
 
     Megatron saves padding as memory happens to hold it (``torch.empty``), NaN included.
     """
@@ -119,7 +119,7 @@ def without_padding(entry: TensorEntry) -> TensorEntry:
 
 
 def _parameters(chunks: list[Chunk]) -> list[Chunk]:
-    """The chunks that are parameters' pieces, of chunks in order.
+    """Return the chunks that are parameters' pieces, of chunks in order.
 
     What begins between two multiples of the alignment, behind a chunk of the same rank or behind
     padding, is padding: a parameter goes on there only where another rank's part begins.
@@ -160,7 +160,9 @@ class Slot:
 
 
 def slots_in_buckets(numels: Sequence[int], buckets: Sequence[Bucket]) -> list[Slot] | None:
-    """The slot of each parameter, in the model's order; None where they do not fill the buckets.
+    """Return the slot of each parameter, in the model's order.
+
+    None where they do not fill the buckets.
 
     Every start and end must be where a stored chunk begins or ends.
     """
@@ -218,7 +220,7 @@ def slots_in_run(
 
 
 def gaps(slots: Sequence[Slot]) -> list[tuple[int, int]]:
-    """The elements of a run that no parameter has: padding, which is saved as zeros."""
+    """Return the elements of a run that no parameter has: padding, which is saved as zeros."""
     ordered = sorted(slots, key=lambda slot: slot.start)
     return [(a.stop, b.start) for a, b in pairwise(ordered) if a.stop < b.start]
 
@@ -252,7 +254,7 @@ class _Way:
 def _ways(
     numels: Sequence[int], total: int, alone: Set[int], views: Sequence[int | None]
 ) -> Iterator[list[Slot]]:
-    """Every way that gives the total: one for each range of bucket sizes that act alike.
+    """Yield every way that gives the total: one for each range of bucket sizes that act alike.
 
     OverflowError where there are too many to look at.
     """
@@ -271,7 +273,7 @@ def _ways(
 
 
 def _next(way: _Way, numel: int, alone: bool, views: Sequence[int | None]) -> Iterator[_Way]:
-    """The way with its next parameter: with the bucket ended after it, and without."""
+    """Yield the way with its next parameter: with the bucket ended after it, and without."""
     view = views[way.left - 1]
     start = _aligned(way.buffer)
     run = way.run + start - way.buffer

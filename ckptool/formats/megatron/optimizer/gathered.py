@@ -38,7 +38,7 @@ class Buffer:
 
 
 def saved_buffers(value: Any, place: Any) -> list[list[Buffer] | None]:
-    """Each optimizer's buffers, in order; None where another rank's file has them.
+    """Return each optimizer's buffers, in order; None where another rank's file has them.
 
     ``place`` says where a tensor of the file lies.
     """
@@ -61,7 +61,7 @@ def _buffers(optimizer: dict[Any, Any], place: Any) -> Iterator[Buffer]:
 
 
 def param_dtype(dtypes: Any) -> str | None:
-    """The parameters' element type, of a buffer's key (parameters' and gradients' type)."""
+    """Return the parameters' element type, of a buffer's key (parameters' and gradients' type)."""
     first = dtypes[0] if isinstance(dtypes, tuple) and len(dtypes) == 2 else None
     return first.name if isinstance(first, Global) else None
 
@@ -84,7 +84,7 @@ def _consecutive(tensors: Sequence[StoredTensor], place: Any) -> Iterator[Storag
 def expected_buffers(
     runs: Sequence[Sequence[LocalParameter]], expert_parallel: bool
 ) -> list[list[list[LocalParameter]]]:
-    """The parameters of each buffer of each optimizer, in their order.
+    """Return the parameters of each buffer of each optimizer, in their order.
 
     ``runs`` are a rank's parameters by virtual pipeline stage. Experts of several ranks have an
     optimizer of their own, after the one of all other parameters.
@@ -109,7 +109,10 @@ def _by_dtype(runs: Sequence[Sequence[LocalParameter]]) -> list[list[LocalParame
 def matched_buffers(
     saved: Sequence[list[Buffer] | None], expected: Sequence[list[list[LocalParameter]]]
 ) -> list[tuple[Buffer, list[LocalParameter]]]:
-    """Each saved buffer with its parameters. Raises Undetermined where their numbers differ."""
+    """Return each saved buffer with its parameters.
+
+    Raises Undetermined where their numbers differ.
+    """
     if len(saved) != len(expected) and None not in saved:
         saved = [[buffer for buffers in saved for buffer in buffers or ()]]
         expected = [[held for buffers in expected for held in buffers]]
@@ -131,7 +134,7 @@ def matched_buffers(
 def gathered_state(
     source: Source, buffers: Iterable[tuple[Buffer, Sequence[LocalParameter]]], tied: bool
 ) -> Fragments:
-    """What buffers hold of their parameters. Raises Undetermined where they do not fit.
+    """Return what buffers hold of their parameters. Raises Undetermined where they do not fit.
 
     Where parameters fit in several ways, the one whose padding is zero is taken: that padding is
     all that is read of a tensor here.

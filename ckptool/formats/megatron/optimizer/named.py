@@ -29,7 +29,7 @@ _BY_BUCKET = "the optimizer's state is kept by bucket, for its parameters are no
 
 
 def with_named_state(source: Source, catalog: Catalog, plans: list[Plan]) -> Catalog:
-    """The catalog with ``fp32.<name>``, ``exp_avg.<name>``, ... in the place of buckets.
+    """Return the catalog with ``fp32.<name>``, ``exp_avg.<name>``, ... in the place of buckets.
 
     Where the parameters in them are not known for certain, the buckets stay, and a note says why.
     """
@@ -75,7 +75,7 @@ def _add(found: Fragments, more: Fragments) -> None:
 
 
 def _group_of(entry: TensorEntry) -> Group | None:
-    """The group whose gathered state (``dp_zero_gather_scatter``) the tensor belongs to."""
+    """Return the group whose gathered state (``dp_zero_gather_scatter``) the tensor belongs to."""
     match = _GATHERED.fullmatch(str(entry.path[0]))
     return (int(match[1] or 0), int(match[2])) if match and len(entry.path) == 4 else None
 
@@ -102,7 +102,7 @@ def _number(text: str) -> int:
 
 
 def _writers(state: Iterable[TensorEntry]) -> dict[Group, frozenset[int]]:
-    """The ranks that wrote each group's state."""
+    """Return the ranks that wrote each group's state."""
     found: dict[Group, set[int]] = {}
     for entry in state:
         bucket = next(iter(buckets_among([entry])), None)

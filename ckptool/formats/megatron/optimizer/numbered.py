@@ -33,7 +33,7 @@ _EMBEDDINGS = (
 def numbered_state(
     file: TorchFile, value: Any, held: Sequence[LocalParameter], expert_parallel: bool
 ) -> tuple[Fragments, dict[str, TpRule]]:
-    """What one rank stores of its optimizer, and the rules that its masters were saved with.
+    """Return what one rank stores of its optimizer, and the rules that its masters were saved with.
 
     ``held`` are the rank's parameters in the model's order. Raises Undetermined.
     """
@@ -50,7 +50,7 @@ def numbered_state(
 
 
 def _groups(optimizer: Any) -> Iterator[tuple[dict[str, Any], dict[Any, Any], list[Any]]]:
-    """Each group with the states of all numbers, and its masters."""
+    """Yield each group with the states of all numbers, and its masters."""
     if not isinstance(optimizer, dict):
         raise Undetermined("it is no dict")
     inner = optimizer.get("optimizer", optimizer)
@@ -145,7 +145,7 @@ def _add(found: Fragments, kind: str, held: LocalParameter, stored: StorageRun |
 
 
 def _stated(value: Any) -> TpRule | None:
-    """The rule that a master was saved with, as attributes of the tensor.
+    """Return the rule that a master was saved with, as attributes of the tensor.
 
     Models built without initialization have no true attributes: what they deny is not believed.
     """

@@ -82,7 +82,7 @@ _BEFORE_NESTED, _AFTER_NESTED = _both("enorm.", "hnorm.", "eh_proj."), _both("fi
 
 
 def is_stacked_expert(inner: str) -> bool:
-    """Whether a layer's key is that of experts."""
+    """Return whether a layer's key is that of experts."""
     return inner.removeprefix(_NESTED).startswith(_EXPERTS)
 
 
@@ -167,7 +167,7 @@ def _is_local(before: Mapping[str, set[str]], implementation: str | None) -> boo
 
 
 def _only_order(inner: Sequence[str], before: Mapping[str, set[str]]) -> list[str]:
-    """The one order that the plans allow."""
+    """Return the one order that the plans allow."""
     sorter = TopologicalSorter(before)
     order: list[str] = []
     try:
@@ -199,7 +199,7 @@ def module_name(prefix: str, layer: int, inner: str, *, local: bool) -> str:
 
 
 def is_local(order: Sequence[str]) -> bool:
-    """Whether a layer's order is that of Megatron's own layers."""
+    """Return whether a layer's order is that of Megatron's own layers."""
     own = [key.removeprefix(_NESTED) for key in order]
     norms = [at for at, key in enumerate(own) if key.startswith(_QKV_NORM)]
     return bool(norms) and _PROJECTION in own and norms[0] < own.index(_PROJECTION)
@@ -236,13 +236,19 @@ class Layer:
 
 
 def stacked(key: str) -> tuple[str, str] | None:
-    """What precedes and follows the layer's number, of a key that stacks layers; else None."""
+    """Return what precedes and follows the layer's number, of a key that stacks layers.
+
+    Else None.
+    """
     match = _STACKED.fullmatch(key)
     return (match[1], match[2]) if match else None
 
 
 def layer_key(key: str, offset: tuple[int, ...] | None) -> LayerKey | None:
-    """Where a key belongs, for the chunk at ``offset``; None for one outside of all layers."""
+    """Return where a key belongs, for the chunk at ``offset``.
+
+    None for one outside of all layers.
+    """
     numbered = _NUMBERED.fullmatch(key)
     if numbered:
         return LayerKey(numbered[1], int(numbered[2]), *_inner(numbered[3]), 0)
@@ -273,7 +279,7 @@ def with_whole_gates(model: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]
 def layers_among(
     entries: Iterable[TensorEntry], ranks: set[int]
 ) -> tuple[list[str], dict[tuple[str, int], Layer]]:
-    """The keys outside of layers, and the layers, of which one of ``ranks`` wrote a chunk.
+    """Return the keys outside of layers, and the layers, of which one of ``ranks`` wrote a chunk.
 
     A chunk of no known writer counts as the first rank's. Layers are in order of their numbers.
     """

@@ -77,7 +77,7 @@ class Stages:
         return rank
 
     def _runs(self, rank: Rank) -> list[list[LocalParameter]]:
-        """A rank's parameters by virtual pipeline stage."""
+        """Return a rank's parameters by virtual pipeline stage."""
         ranks = {writer for writer, stage in self._stage_of.items() if stage == rank[1]}
         outer, layers = layers_among(self._whole.values(), ranks)
         before, norms, heads = outer_order(outer)
@@ -199,7 +199,7 @@ class Stages:
             yield self._local_parameter(name, name, rank, 0)
 
     def _tied(self, rank: Rank) -> Iterator[LocalParameter]:
-        """The last stage's own copy of an embedding that the output layer shares."""
+        """Yield the last stage's own copy of an embedding that the output layer shares."""
         last = self.args.degree("PP") - 1
         untied = self.args.values.get("untie_embeddings_and_output_weights", True)
         if 0 < last == rank[1] and not untied and _EMBEDDING in self.model:
