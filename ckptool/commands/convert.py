@@ -45,7 +45,7 @@ class ConvertReport:
     read_bytes: int
     write_bytes: int
     free_bytes: int | None
-    left_out: tuple[str, ...]
+    excluded: tuple[str, ...]
     map: MapReport | None
     cast: dict[str, int]
     dequantized: dict[str, int]
@@ -109,7 +109,7 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Prep
         read_bytes=plan.read_bytes,
         write_bytes=layout.nbytes,
         free_bytes=free_bytes(target.parent),
-        left_out=_left_out(found.whole, found.kept, options.rewrite.selection),
+        excluded=_excluded(found.whole, found.kept, options.rewrite.selection),
         map=found.map,
         cast=found.cast,
         dequantized=found.dequantized,
@@ -128,7 +128,7 @@ def _require_some(source: Location, kept: Catalog) -> None:
     """Raise where ranks contradict one another, or nothing that can be read was selected."""
     require_agreement(kept)
     if not kept.tensors and not kept.objects:
-        raise UsageError("nothing is left to convert")
+        raise UsageError("no tensors or values left to convert")
     _require_readable(source, kept)
 
 
@@ -140,18 +140,18 @@ def _require_readable(source: Location, kept: Catalog) -> None:
         return
     names = ", ".join(f"{entry.name} ({type_name(entry.value)})" for entry in [*values][:3])
     raise CannotDo(
-        f"{source}: no tensor in it can be read: {names}",
-        hint="in torch: make plain tensors of them, and save these",
+        f"{source}: no readable tensors: {names}",
+        hint="in torch: convert them to plain tensors and save those",
     )
 
 
 def _writer(to: str, target: Location) -> Format:
     """Return the target's format: ``safetensors`` is a folder unless the target is a file."""
     if to not in FORMATS or FORMATS[to].convert is None:
-        raise UsageError(f"--to {to!r}: no such target", hint="one of " + ", ".join(targets()))
+        raise UsageError(f"--to {to!r}: unknown format", hint="one of " + ", ".join(targets()))
     is_file = target.suffix == ".safetensors"
     if is_file and to != "safetensors":
-        raise UsageError(f"{target}: a .safetensors file, but --to says {to}")
+        raise UsageError(f"{target}: .safetensors file, but --to is {to}")
     return FORMATS["hf" if to == "safetensors" and not is_file else to]
 
 
@@ -160,18 +160,22 @@ def _quantised_notes(catalog: Catalog, options: RewriteOptions) -> list[str]:
     notes = []
     if options.casts is not None and options.casts.model is not None and quantised_names(catalog):
         listed = ", ".join(f"{count} {kind}" for kind, count in kinds(catalog).items())
-        notes.append(f"--dtype leaves quantised tensors as they are ({listed}); --dequantize")
+        notes.append(f"--dtype does not change quantized tensors ({listed}); use --dequantize")
     return notes
 
 
-def _left_out(before: Catalog, after: Catalog, selection: Selection) -> tuple[str, ...]:
-    """What the selection left out, as one line a kind."""
-    if not (selection.select or selection.drop or selection.model_only):
-        return ()
+def _excluded(before: Catalog, after: Catalog, selection: Selection) -> tuple[str, ...]:
+    """Return what the selection excludes, a line for tensors and one for values."""
+    asked = {
+        "--select": selection.select,
+        "--drop": selection.drop,
+        "--model-only": selection.model_only,
+    }
+    options = ", ".join(option for option, given in asked.items() if given)
     tensors = len(before.tensors) - len(after.tensors)
     values = len(before.objects) - len(after.objects)
     return tuple(
-        f"{count:,} {what}{'s' if count > 1 else ''}"
-        for count, what in ((tensors, "tensor"), (values, "value"))
-        if count
+        f"{count:,} {what}{'s' if count > 1 else ''} ({options})"
+        for count, what in ((tensors, "tensor"), (values, "non-tensor value"))
+        if options and count
     )

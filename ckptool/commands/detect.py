@@ -62,7 +62,7 @@ def below(path: Location) -> tuple[Location | None, list[Location]]:
     """
     _require_there(path)
     if not path.is_dir():
-        raise Unrecognised(f"{path}: a file, not a run's folder")
+        raise Unrecognised(f"{path}: is a file, not a folder of checkpoints")
     source = folder_at(path)
     failed: list[Location] = []
     whole = bounded(path, lambda: _detected(path, lambda: detect_folder(source), []))
@@ -86,7 +86,7 @@ def unfinished(source: Files) -> Problem | None:
     """The problem of a folder that a ckptool writes to, or left when it was killed."""
     if UNFINISHED not in source.files:
         return None
-    message = f"{source.root}: ckptool has not finished writing it ({UNFINISHED} is in it)"
+    message = f"{source.root}: unfinished ckptool output (contains {UNFINISHED})"
     return Problem(message, "save-unfinished", file=UNFINISHED)
 
 
@@ -94,7 +94,7 @@ def require_finished(source: Files) -> None:
     """Raise Damaged where a ckptool has not finished writing a folder."""
     problem = unfinished(source)
     if problem is not None:
-        hint = "once the command that writes it has ended, the same with --resume completes it"
+        hint = "if no ckptool command is writing it, run the same command with --resume"
         raise Damaged(problem, hint=hint)
 
 
@@ -107,12 +107,12 @@ def _require_there(path: Location) -> None:
     except OSError as error:
         if path.is_symlink():
             target = os.readlink(path)
-            raise NotFound(f"{path}: a link to {target}: {_reason(error)}") from None
+            raise NotFound(f"{path}: link to {target}: {_reason(error)}") from None
         raise NotFound(f"{path}: {_reason(error)}", hint=_similar(path)) from None
     except ValueError:
-        raise NotFound(f"{str(path)!r}: no path, for it holds a null character") from None
+        raise NotFound(f"{str(path)!r}: invalid path: contains a null character") from None
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise Unrecognised(f"{path}: a pipe, socket or device, neither a file nor a folder")
+        raise Unrecognised(f"{path}: not a file or folder (pipe, socket or device)")
 
 
 def folder_at(path: Location) -> Files:
@@ -138,9 +138,9 @@ def bounded(path: Location, work: Callable[[], _T]) -> _T:
     try:
         return work()
     except RecursionError:
-        raise Damaged(f"{path}: its metadata is nested too deep to be read") from None
+        raise Damaged(f"{path}: metadata is nested too deeply") from None
     except MemoryError:
-        raise Damaged(f"{path}: its metadata needs more memory than there is") from None
+        raise Damaged(f"{path}: not enough memory to read the metadata") from None
 
 
 def _reason(error: OSError) -> str:
@@ -157,7 +157,7 @@ def _similar(path: Path) -> str | None:
     import difflib
 
     close = difflib.get_close_matches(path.name, names, n=1)
-    return f"did you mean {path.parent / close[0]} ?" if close else None
+    return f"did you mean {path.parent / close[0]}?" if close else None
 
 
 def _recognised(path: Location, format_name: str | None) -> Candidate:
@@ -172,7 +172,7 @@ def require_known(format_name: str | None) -> None:
     """UsageError where a format is named that there is not."""
     if format_name is not None and format_name not in FORMATS:
         raise UsageError(
-            f"--from {format_name!r}: no such format", hint="one of " + ", ".join(FORMATS)
+            f"--from {format_name!r}: unknown format", hint="one of " + ", ".join(FORMATS)
         )
 
 
@@ -198,8 +198,8 @@ def _around_file(path: Location) -> Candidate:
     if kind is not None:
         raise Unrecognised(f"{path}: {kind.what}", hint=hint_for(kind, str(path)))
     raise Unrecognised(
-        f"{path}: no checkpoint format that ckptool knows (it begins with {begin(head)})",
-        hint="ckptool formats lists them; --from NAME tries one all the same",
+        f"{path}: unknown checkpoint format (begins with {begin(head)})",
+        hint="run `ckptool formats` to list known formats; use --from FORMAT to force one",
     )
 
 
@@ -247,8 +247,8 @@ def _in_folder(path: Location) -> Candidate:
     require_listed(unlisted_problems(source.unlisted))
     if not source.files:
         raise Unrecognised(f"{path}: the folder is empty")
-    message = f"{path}: no checkpoint in its {len(source.files):,} files: {_listing(source)}"
-    hint = "ckptool formats lists what is recognised; --from NAME tries one all the same"
+    message = f"{path}: no checkpoint found in {len(source.files):,} files: {_listing(source)}"
+    hint = "run `ckptool formats` to list known formats; use --from FORMAT to force one"
     foreign = next(_foreign_files(source), None)
     if foreign is not None:
         name, kind = foreign
@@ -342,10 +342,10 @@ def _several(path: Location, candidates: list[Candidate]) -> Unrecognised:
     candidates = sorted(candidates, key=lambda item: natural_key(str(item.path)))
     shown = [f"  {item.path}  ({item.format.name})" for item in candidates[-_MOST_SHOWN:]]
     more = len(candidates) - len(shown)
-    listed = ([f"  ... and {more} more before these"] if more else []) + shown
+    listed = ([f"  ... and {more} earlier"] if more else []) + shown
     return Unrecognised(
-        f"{path}: {len(candidates)} checkpoints are below this folder:\n" + "\n".join(listed),
-        hint=f"name one of them, such as {candidates[-1].path}",
+        f"{path}: contains {len(candidates)} checkpoints:\n" + "\n".join(listed),
+        hint=f"pass one of them, for example {candidates[-1].path}",
     )
 
 

@@ -38,9 +38,9 @@ def scan_options(
 ) -> ScanOptions:
     """Return what a scan of that format is asked for; UsageError where it has no such option."""
     if options.tp_rules and not of.takes_tp_rules:
-        raise UsageError(f"--tp-rule: {of.name} files say how their ranks fit together")
+        raise UsageError(f"--tp-rule: not applicable, {of.name} records how tensors are split")
     if options.world_size is not None and not of.takes_world_size:
-        raise UsageError(f"--world-size: {of.name} files say how many ranks there are")
+        raise UsageError(f"--world-size: not applicable, {of.name} records the number of ranks")
     shapes = _shapes_in(options.flat_params) if options.flat_params else ()
     return ScanOptions(
         options.per_rank, shapes, options.tp_rules, found, options.values, options.world_size
@@ -55,7 +55,7 @@ def _shapes_in(path: Path) -> Shapes:
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise UsageError(f"--flat-params {path}: {error}") from None
     if not all(type(n) is int and n >= 0 for _, shape in found for n in shape):
-        raise UsageError(f"--flat-params {path}: a shape that is no list of sizes")
+        raise UsageError(f"--flat-params {path}: each shape must be a list of sizes")
     return found
 
 
@@ -175,7 +175,7 @@ def _taken_apart(catalog: Catalog, options: ReadOptions) -> Catalog:
 
 
 def _nothing_in(path: Location) -> Unrecognised:
-    return Unrecognised(f"{path}: no tensor and no value in it")
+    return Unrecognised(f"{path}: contains no tensors or values")
 
 
 def text_of(path: Path, option: str) -> str:
@@ -188,4 +188,4 @@ def text_of(path: Path, option: str) -> str:
         reason = (error.strerror or "unknown reason").lower()
         raise UsageError(f"{option} {path}: cannot be read: {reason}") from None
     except UnicodeDecodeError as error:
-        raise UsageError(f"{option} {path}: no UTF-8 text: {error.reason}") from None
+        raise UsageError(f"{option} {path}: not UTF-8 text: {error.reason}") from None

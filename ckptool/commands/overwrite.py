@@ -72,7 +72,7 @@ def kept_note(target: Location, layout: Layout, new: Files) -> str | None:
     if not kept:
         return None
     more = f", and {len(kept) - 12} more" if len(kept) > 12 else ""
-    return f"{target}: stays, for no checkpoint's writer made it: {', '.join(kept[:12])}{more}"
+    return f"{target}: kept, not part of the old checkpoint: {', '.join(kept[:12])}{more}"
 
 
 def require_unmixed(target: Path, staged: Path, own: Iterable[str]) -> None:
@@ -88,9 +88,9 @@ def require_unmixed(target: Path, staged: Path, own: Iterable[str]) -> None:
     if taken:
         more = f", and {len(taken) - 8} more" if len(taken) > 8 else ""
         raise TransferError(
-            f"{target}: {', '.join(taken[:8])}{more}: not part of the checkpoint there, but"
+            f"{target}: {', '.join(taken[:8])}{more}: not part of the old checkpoint, but"
             " would be read as part of the new one",
-            hint="move it away; the same command with --resume then ends what is written",
+            hint="move it away, then run the same command with --resume",
         )
 
 
@@ -222,6 +222,6 @@ def _without_linked(target: Path, names: frozenset[str]) -> frozenset[str]:
 
 def _unknown(target: Location, error: Exception) -> CannotDo:
     return CannotDo(
-        f"{target}: which of its files are the old checkpoint's cannot be told: {error}",
-        hint="write elsewhere, or move it away: nothing that ckptool did not write is removed",
+        f"{target}: cannot determine which files belong to the old checkpoint: {error}",
+        hint="choose another target or move this one away; ckptool never deletes other files",
     )

@@ -55,7 +55,7 @@ def only_model(catalog: Catalog) -> Catalog:
         if _may_be_of_model(name, why) or (masters and is_master(name))
     }
     if not names and not any(isinstance(why, Refusal) for why in conflicts.values()):
-        raise CannotDo("--model-only: no tensor here looks like a part of a model")
+        raise CannotDo("--model-only: no model tensors found")
     model = replace(
         catalog,
         tensors={name: replace(catalog.tensors[name], part="model") for name in names},

@@ -66,14 +66,14 @@ def require_agreement(catalog: Catalog) -> None:
     if codes == {"frozen-excluded"}:
         raise CannotDo(
             "; ".join(reasons),
-            hint=f"`ckptool convert --drop {next(iter(catalog.conflicts))}` writes what is there,"
+            hint=f"`ckptool convert --drop {next(iter(catalog.conflicts))}` excludes it and"
             " without them",
         )
     if catalog.conflicts:
         raise damaged(
             list(catalog.conflicts.values()),
             subject="the ranks' files",
-            hint="--per-rank keeps each rank's as NAME@rankR; --drop 'GLOB' leaves them out; if the"
+            hint="--per-rank keeps each as NAME@rankR; --drop 'GLOB' excludes them; if the"
             " files are separate checkpoints, name one with --from torch-save",
         )
 
@@ -85,7 +85,7 @@ def require_apart(opened: Opened, target: Location) -> None:
     except (OSError, RuntimeError) as error:
         raise CannotDo(f"{target}: cannot be followed: {error}") from None
     if there == source or source in there.parents or there in source.parents:
-        raise UsageError(f"{target}: lies in the source {opened.path}, or holds it")
+        raise UsageError(f"{target}: target and source {opened.path} must not contain one another")
 
 
 def named_target(target: Location) -> Location:
@@ -97,7 +97,7 @@ def named_target(target: Location) -> Location:
         return target
     named = target.resolve()
     if not named.name:
-        raise UsageError(f"{target}: is the root of the disk", hint="name a folder in it")
+        raise UsageError(f"{target}: is the root folder", hint="name a folder below it")
     return named
 
 
@@ -111,11 +111,11 @@ def target_notes(
         return tuple(notes)
     if options.overwrite and len(layout.files) > 1:
         notes.append(
-            f"the checkpoint at {target} is removed before the new one is written: stores have no"
+            f"the checkpoint at {target} is removed before the new one is written: stores cannot"
             " rename"
         )
     if target.store.scheme == "hf":
-        notes.append("hf:// keeps each file on this machine until it is sent whole")
+        notes.append("hf:// stages each file on local disk before upload")
     return tuple(notes)
 
 
@@ -223,7 +223,7 @@ class Transfer:
         """
         options = ranks.together(self._stage_options)
         if len(set(ranks.gather((options.plan, options.source)))) > 1:
-            raise CannotDo("the ranks see different sources or plan differently")
+            raise CannotDo("ranks see different sources or made different plans")
         stage = stage_at(self.target, self.plan.layout, options)
         if _is_finished_by(stage, ranks):
             return None
@@ -235,7 +235,9 @@ class Transfer:
         mine = self.plan.entries[ranks.rank :: ranks.size]
         problems = differing_replicas(mine, self.opened.source)
         if problems:
-            raise damaged(problems, subject="the replicas", hint="--drop NAME leaves a tensor out")
+            raise damaged(
+                problems, subject="the replicas", hint="use --drop NAME to exclude a tensor"
+            )
 
     def _write_unchanged(self, stage: Output, progress: Progress, ranks: Ranks) -> tuple[str, ...]:
         """Write; Changed where a source that was changed looks damaged for it."""
@@ -258,7 +260,9 @@ class Transfer:
         remark = ranks.together(lambda: self._commit(stage, progress) if node.leads else None)
         remarks = [remark] if remark is not None else []
         if node.places > 1:
-            remarks.append(f"{self.target} is on {node.places} disks, one a node, whole on each")
+            remarks.append(
+                f"{self.target} is on {node.places} disks, one per node, each with a full copy"
+            )
         return tuple(remarks)
 
     def _move(self, stage: Output, progress: Progress, numbers: Collection[int]) -> None:
@@ -332,7 +336,11 @@ class Transfer:
         found = digests(written.values(), TensorSource(staged), workers, progress)
         wrong = [name for name in wanted if found.get(name) != wanted[name]]
         if wrong:
-            raise NotVerified(f"{len(wrong)} tensors differ once written, first {wrong[0]}")
+            raise NotVerified(
+                f"verification failed: {len(wrong)} tensors differ after writing, first {wrong[0]}"
+            )
         copies = differing_replicas(written.values(), staged)
         if copies:
-            raise NotVerified(f"{len(copies)} copies differ once written: {copies[0]}")
+            raise NotVerified(
+                f"verification failed: {len(copies)} replicas differ after writing: {copies[0]}"
+            )

@@ -38,11 +38,13 @@ def require_listed(problems: Iterable[Problem]) -> None:
     if not problems:
         return
     first, *others = lasting or problems
-    message = f"{first}, and {len(others):,} more like it" if others else str(first)
+    message = f"{first}(and {len(others):,} more)" if others else str(first)
     shown = Problem(message, first.code, file=first.file)
     if not lasting:
-        raise Changed(shown, hint="run the same command again once nothing writes to the source")
-    hint = "if it is no part of the checkpoint, name the checkpoint itself, or move it away"
+        raise Changed(shown, hint="retry when nothing is writing to the source")
+    hint = (
+        "if it is not part of the checkpoint, pass the checkpoint's own path or move the file away"
+    )
     error = NotFound(shown, hint=hint)
     error.problems = tuple(lasting)
     raise error
@@ -78,7 +80,7 @@ def unfinished_file(file: str) -> Problem | None:
     """Return that a file was never finished, where its name says so."""
     if not (_UNFINISHED.fullmatch(file) or file.endswith(_DIRTY)):
         return None
-    message = f"{file}: by its name, its writing never ended"
+    message = f"{file}: unfinished write (temporary file name)"
     return Problem(message, "file-unfinished", file=file)
 
 

@@ -17,7 +17,7 @@ from ckptool.serialization.file_kinds import FileKind, hint_for, read_head, stan
 from ckptool.storage.local import Files
 
 _STEP = re.compile(r"(?:step|iter|epoch|checkpoint|ckpt)[a-z]*[-_=.]?[0-9]", re.IGNORECASE)
-_TENSORLESS = {"training_args.bin": "the arguments of transformers' Trainer, and no tensor"}
+_TENSORLESS = {"training_args.bin": "arguments of transformers' Trainer, no tensors"}
 _MOST_FOLDERS = 200
 _MOST_SHOWN = 8
 
@@ -68,11 +68,11 @@ def _of_folders(found: Candidate, folders: Mapping[str, str]) -> Iterator[Proble
     steps = [folder for folder in folders if _STEP.search(folder.rpartition("/")[2])]
     parts = [folder for folder in folders if folder not in steps]
     if steps:
-        message = f"also here, each a checkpoint of its own: {_some(steps)}"
+        message = f"other checkpoints in this folder: {_some(steps)}"
         yield Problem(message, "checkpoint-beside", file=steps[0])
     for like in _alike(parts):
-        message = f"not read: {_and_more(like, '/')}, a checkpoint of its own ({folders[like[0]]});"
-        message += f" ckptool inspect {found.path / like[0]} reads it"
+        message = f"not read: {_and_more(like, '/')}, a separate checkpoint ({folders[like[0]]});"
+        message += f" run `ckptool inspect {found.path / like[0]}`"
         yield Problem(message, "file-extra", file=like[0])
 
 
@@ -82,7 +82,7 @@ def _of_files(names: list[str]) -> Iterator[Problem]:
         if what is not None:
             yield Problem(f"not read: {_and_more(like)}: {what}", "note", file=like[0])
         else:
-            message = f"not read: {_and_more(like)}, which looks like part of a checkpoint"
+            message = f"not read: {_and_more(like)}: looks like part of a checkpoint"
             yield Problem(message, "file-extra", file=like[0])
 
 
@@ -95,7 +95,7 @@ def _alike(names: Iterable[str]) -> list[list[str]]:
 
 
 def _and_more(like: list[str], end: str = "") -> str:
-    more = f" and {len(like) - 1:,} more like it" if len(like) > 1 else ""
+    more = f" and {len(like) - 1:,} more" if len(like) > 1 else ""
     return f"{like[0]}{end}{more}"
 
 

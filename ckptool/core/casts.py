@@ -45,13 +45,13 @@ def parse_casts(texts: Sequence[str]) -> Casts:
         glob, equals, name = text.rpartition("=")
         dtype = parse_dtype(name.strip())
         if equals and not glob.strip():
-            raise UsageError(f"--dtype {text!r} is neither DTYPE nor GLOB=DTYPE")
+            raise UsageError(f"invalid --dtype {text!r}: expected DTYPE or GLOB=DTYPE")
         if equals:
             rules.append((glob.strip(), dtype))
         elif model is not None and model != dtype:
             raise UsageError(
-                f"--dtype {model} and --dtype {dtype}: one for the model's weights",
-                hint=f"--dtype 'GLOB={dtype}' is for the tensors that match",
+                f"--dtype {model} conflicts with --dtype {dtype}",
+                hint=f"use --dtype 'GLOB={dtype}' to cast matching tensors only",
             )
         else:
             model = dtype
@@ -111,14 +111,12 @@ def _require_used(catalog: Catalog, casts: Casts, able: dict[str, TensorEntry]) 
         matched = [name for name in catalog.tensors if fnmatchcase(name, glob)]
         if matched:
             raise UsageError(
-                f"--dtype {glob!r}={dtype}: {matched[0]} is never cast",
-                hint="integers, tensors without dims and quantised tensors stay as they are",
+                f"--dtype {glob!r}={dtype}: cannot cast {matched[0]}",
+                hint="integers, scalars and quantized tensors are never cast",
             )
         raise UsageError(
-            f"--dtype {glob!r}={dtype}: the glob matches none of the"
-            f" {len(catalog.tensors):,} tensors",
-            hint="globs match whole names, as they are written: after --model-only, --rename"
-            " and --map",
+            f"--dtype {glob!r}={dtype}: matches none of the {len(catalog.tensors):,} tensors",
+            hint="globs match full names of the output: after --model-only, --rename and --map",
         )
 
 
@@ -132,11 +130,11 @@ def _left_notes(catalog: Catalog, casts: Casts, wanted: dict[str, DType | None])
     notes = []
     if beside:
         notes.append(
-            f"--dtype {casts.model} casts the model's weights; as they are stay"
-            f" {_counted(beside)}; --dtype 'GLOB={casts.model}' casts what matches"
+            f"--dtype {casts.model} casts model weights only; not cast:"
+            f" {_counted(beside)}; use --dtype 'GLOB={casts.model}' to cast them"
         )
     if scalars:
-        notes.append(f"never cast, as they have no dims: {_counted(scalars)}")
+        notes.append(f"not cast (scalars):  {_counted(scalars)}")
     return tuple(notes)
 
 

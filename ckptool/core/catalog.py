@@ -320,7 +320,7 @@ def coverage_problem(entry: TensorEntry) -> Problem | None:
     whole = Box.whole(entry.shape)
     for chunk in entry.chunks:
         if len(chunk.box.lo) != len(entry.shape) or not whole.contains(chunk.box):
-            message = f"{entry.name}: chunk {chunk.box} lies outside the shape {list(entry.shape)}"
+            message = f"{entry.name}: chunk {chunk.box} is outside shape {list(entry.shape)}"
             return Problem(message, "chunk-outside", tensor=entry.name)
     pair = overlapping_pair(boxes)
     if pair:
@@ -330,7 +330,7 @@ def coverage_problem(entry: TensorEntry) -> Problem | None:
     if held != entry.elements:
         message = (
             f"{entry.name}: chunks hold {held:,} of {entry.elements:,} elements"
-            f" of shape {list(entry.shape)}; {entry.elements - held:,} are missing"
+            f" of shape {list(entry.shape)}; {entry.elements - held:,} missing"
         )
         return Problem(message, "chunk-gap", tensor=entry.name)
     return None

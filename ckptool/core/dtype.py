@@ -97,6 +97,7 @@ def parse_dtype(text: str) -> DType:
     if dtype is None or dtype.kind != "float":
         floating = [item.name for item in BY_NAME.values() if item.kind == "float"]
         raise UsageError(
-            f"--dtype {text!r} is no floating type", hint="one of " + ", ".join(floating)
+            f"invalid --dtype {text!r}: not a floating-point type",
+            hint="one of " + ", ".join(floating),
         )
     return dtype

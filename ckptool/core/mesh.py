@@ -69,12 +69,14 @@ class Mesh:
             raise Damaged(f"mesh shape {self.shape} has a size below 1")
         if len(self.ranks) != self.size:
             raise Damaged(
-                f"a mesh of shape {self.shape} has {self.size} positions, {len(self.ranks)} ranks"
+                f"mesh shape {self.shape} has {self.size} positions for {len(self.ranks)} ranks"
             )
         if len(set(self.ranks)) != self.size:
-            raise Damaged(f"a mesh of shape {self.shape} names a rank twice")
+            raise Damaged(f"mesh shape {self.shape} has a duplicate rank")
         if self.names is not None and len(self.names) != len(self.shape):
-            raise Damaged(f"mesh shape {self.shape} has {len(self.names)} dim names {self.names}")
+            raise Damaged(
+                f"mesh shape {self.shape} does not match {len(self.names)} dim names {self.names}"
+            )
 
     @classmethod
     def of(cls, shape: Sequence[int], names: Sequence[str] | None = None) -> Mesh:

@@ -118,14 +118,14 @@ class Plan:
         paths = Counter(file.path for file in layout.files)
         twice = [path for path, count in paths.items() if count > 1]
         if twice:
-            raise CannotDo(f"two files would be called {twice[0]}")
+            raise CannotDo(f"duplicate output file name {twice[0]}")
         problems = [p for p in map(coverage_problem, self.entries) if p is not None]
         if problems:
             raise damaged(
                 problems,
                 subject="the chunks",
-                hint="a shard is missing or its metadata is wrong; look at it with `ckptool inspect"
-                " --map NAME`, or leave the tensor out with --drop NAME",
+                hint="a shard is missing or its metadata is wrong; see `ckptool inspect"
+                " --map NAME`, or use --drop NAME to exclude the tensor",
             )
 
     @property

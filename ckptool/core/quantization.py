@@ -148,8 +148,8 @@ def dequantized(
     found = {pair.values.name: pair for pair in pairs(catalog)}
     if not found:
         raise CannotDo(
-            "--dequantize: no tensor here has scales in a way that is known",
-            hint="known are X.weight with X.weight_scale_inv or X.weight_scale, and X_blocks with"
+            "--dequantize: no tensors with supported scales found",
+            hint="supported: X.weight with X.weight_scale_inv or X.weight_scale, and X_blocks with"
             " X_scales",
         )
     gone = {pair.scales.name for pair in found.values()}
@@ -161,7 +161,7 @@ def dequantized(
         if name in found:
             entry = _noted(made, found[name], dtype, block)
         if entry.name in tensors:
-            raise CannotDo(f"--dequantize makes a second tensor called {entry.name}")
+            raise CannotDo(f"--dequantize: tensor {entry.name} already exists")
         tensors[entry.name] = entry
     return replace(made, catalog=catalog.with_tensors(tensors))
 
@@ -223,9 +223,9 @@ def _four_bits(pair: Pair, dtype: DType) -> TensorEntry:
 
 def _unfit(pair: Pair) -> CannotDo:
     return CannotDo(
-        f"{pair.values.name} {list(pair.values.shape)}: its scales {pair.scales.name}"
-        f" {list(pair.scales.shape)} are no grid of its blocks",
-        hint=f"--drop '{pair.values.name}' leaves it out",
+        f"{pair.values.name} {list(pair.values.shape)}: scales {pair.scales.name}"
+        f" {list(pair.scales.shape)} do not match its blocks",
+        hint=f"use --drop '{pair.values.name}' to exclude it",
     )
 
 

@@ -43,8 +43,8 @@ def _require_used(catalog: Catalog, globs: Sequence[str], option: str) -> None:
         if not is_used(catalog, glob):
             count = len(catalog.tensors) + len(catalog.objects) + len(catalog.conflicts)
             raise UsageError(
-                f"{option} {glob!r} matches none of the {count:,} names",
-                hint="globs match whole names, as `ckptool inspect --tensors '*'` lists them",
+                f"{option} {glob!r} matches none of {count:,} names",
+                hint="globs match full names; `ckptool inspect --tensors '*'` lists them",
             )
 
 
@@ -72,9 +72,9 @@ def rename(catalog: Catalog, change: Callable[[str], str]) -> Catalog:
     for name in (*catalog.tensors, *catalog.objects):
         new = change(name)
         if not new:
-            raise UsageError(f"renaming leaves {name!r} without a name")
+            raise UsageError(f"renaming {name!r} gives an empty name")
         if new in taken:
-            raise UsageError(f"renaming turns both {taken[new]!r} and {name!r} into {new!r}")
+            raise UsageError(f"renaming gives {taken[new]!r} and {name!r} the same name {new!r}")
         taken[new] = name
         if name in catalog.tensors:
             tensor = catalog.tensors[name]
@@ -165,12 +165,12 @@ def root_problem(catalog: Catalog) -> str | None:
     """What DCP cannot hold of the catalog's root, and what stands for it; None where it can."""
     for entry in _entries(catalog):
         if not entry.path:
-            return f"DCP holds dicts alone: the one value is written as {{{entry.name!r}: ...}}"
+            return f"DCP stores dicts only: the value is written as {{{entry.name!r}: ...}}"
         if isinstance(entry.path[0], Index):
             kind = entry.path[0].container
-            return f"DCP holds dicts alone: the {kind} is written as a dict of its positions"
+            return f"DCP stores dicts only: the {kind} is written as a dict of its indices"
         if not flat_name(entry.path):
-            return f"DCP has no empty names: the value under '' is written as {entry.name!r}"
+            return f"DCP does not allow empty names: the value at '' is written as {entry.name!r}"
     return None
 
 
@@ -211,7 +211,7 @@ def substitution(rule: str) -> Callable[[str], str]:
     """The renaming of a ``REGEX=REPLACEMENT`` rule; UsageError where it is none."""
     pattern, equals, replacement = rule.rpartition("=")
     if not equals:
-        raise UsageError(f"--rename {rule!r} is not REGEX=REPLACEMENT")
+        raise UsageError(f"invalid --rename {rule!r}: expected REGEX=REPLACEMENT")
     try:
         compiled = re.compile(pattern)
         compiled.sub(replacement, "")
@@ -234,12 +234,11 @@ def unstacked(catalog: Catalog) -> Catalog:
     for entry in catalog.tensors.values():
         for part in _slices(entry):
             if part.name in tensors:
-                raise UsageError(
-                    f"--split-stacked: {entry.name} has a slice {part.name!r}, which is there"
-                )
+                message = f"slice {part.name!r} of {entry.name} already exists"
+                raise UsageError(f"--split-stacked: {message}")
             tensors[part.name] = part
     if tensors.keys() == catalog.tensors.keys():
-        raise UsageError("--split-stacked: no tensor here stacks layers or experts")
+        raise UsageError("--split-stacked: no tensors with stacked layers or experts found")
     return catalog.with_tensors(tensors)
 
 

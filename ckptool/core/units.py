@@ -27,7 +27,9 @@ def parse_size(text: str, option: str) -> int:
     unit = _UNITS.get(match[2].lower()) if match else None
     size = int(float(match[1]) * unit) if match and unit else 0
     if size < 1:
-        raise UsageError(f"{option} {text!r} is no size", hint="such as 512MiB, 5GB or 1000000")
+        raise UsageError(
+            f"invalid {option} {text!r}: not a size", hint="such as 512MiB, 5GB or 1000000"
+        )
     return size
 
 
@@ -36,7 +38,7 @@ def parse_share(text: str, option: str) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%?)\s*", text)
     share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
     if not 0 < share <= 1:
-        raise UsageError(f"{option} {text!r} is no share", hint="such as 5% or 0.05")
+        raise UsageError(f"invalid {option} {text!r}: not a fraction", hint="such as 5% or 0.05")
     return share
 
 
@@ -46,7 +48,9 @@ def parse_dims(texts: Sequence[str]) -> dict[str, int]:
     for text in texts:
         dim, equals, size = map(str.strip, text.partition("="))
         if not equals or not size.isdecimal():
-            raise UsageError(f"--dim {text!r} is not NAME=SIZE", hint="such as --dim head=32")
+            raise UsageError(
+                f"invalid --dim {text!r}: expected NAME=SIZE", hint="such as --dim head=32"
+            )
         if sizes.setdefault(dim, int(size)) != int(size):
-            raise UsageError(f"--dim {dim}: both {sizes[dim]} and {size}")
+            raise UsageError(f"--dim {dim}: conflicting sizes {sizes[dim]} and {size}")
     return sizes

@@ -124,7 +124,9 @@ Index = tuple[int, ...]
 def narrow(entry: TensorEntry, dim: int, start: int, stop: int) -> TensorEntry:
     """The indexes ``start`` to ``stop`` of a dim. CannotDo where the tensor has fewer."""
     if not 0 <= start <= stop <= entry.shape[dim]:
-        raise CannotDo(f"{entry.name}: no {start:,} to {stop:,} in dim {dim} of {_shape(entry)}")
+        raise CannotDo(
+            f"{entry.name}: {start:,} to {stop:,} is out of range in dim {dim} of {_shape(entry)}"
+        )
     shape = (*entry.shape[:dim], stop - start, *entry.shape[dim + 1 :])
     origin = tuple(start if d == dim else 0 for d in range(len(shape)))
     region = Box.at(origin, shape)
@@ -140,7 +142,7 @@ def narrow(entry: TensorEntry, dim: int, start: int, stop: int) -> TensorEntry:
 def split(entry: TensorEntry, dim: int, sizes: Sequence[int]) -> list[TensorEntry]:
     """Consecutive parts of ``sizes`` indexes along a dim. CannotDo where they are not all of it."""
     if sum(sizes) != entry.shape[dim]:
-        raise CannotDo(f"{entry.name}: {list(sizes)} are not all of dim {dim} of {_shape(entry)}")
+        raise CannotDo(f"{entry.name}: {list(sizes)} do not add up to dim {dim} of {_shape(entry)}")
     stops = [sum(sizes[: at + 1]) for at in range(len(sizes))]
     return [narrow(entry, dim, s - n, s) for n, s in zip(sizes, stops, strict=True)]
 

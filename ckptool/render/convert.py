@@ -30,11 +30,11 @@ def show_convert(report: ConvertReport, *, dry_run: bool) -> None:
         )
     ]
     lines += [
-        Text(f"  {what}: {plural(count, 'tensor')} that {'was' if count == 1 else 'were'} {kind}")
+        Text(f"  {what}: {plural(count, 'tensor')} from {kind}")
         for what, counts in (("cast", report.cast), ("dequantized", report.dequantized))
         for kind, count in counts.items()
     ]
-    lines += [Text(f"  left out as asked: {line}") for line in report.left_out]
+    lines += [Text(f"  excluded: {line}") for line in report.excluded]
     if dry_run:
         read, written = size(report.read_bytes), size(report.write_bytes)
         lines.append(Text(f"  reads {read}, writes {written}{free(report.free_bytes)}"))
@@ -68,6 +68,6 @@ def convert_json(report: ConvertReport, *, dry_run: bool) -> dict[str, Any]:
         "map": moves_json(report.map),
         "cast": report.cast,
         "dequantized": report.dequantized,
-        "left_out": list(report.left_out),
+        "excluded": list(report.excluded),
         "notes": list(report.notes),
     }

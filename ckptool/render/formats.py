@@ -21,7 +21,7 @@ def show_formats() -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for heading in ("format", "read", "convert", "reshard"):
         table.add_column(heading, no_wrap=True)
-    table.add_column("what it is", overflow="fold")
+    table.add_column("description", overflow="fold")
     for name, *marks, summary in known_formats():
         table.add_row(str(name), *("yes" if mark else "-" for mark in marks), str(summary))
     console().print(table)
@@ -37,7 +37,7 @@ def show_maps() -> None:
     """One row a map: its name, and what it maps."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("map", no_wrap=True)
-    for heading in ("from and to", "dims it may need"):
+    for heading in ("description", "dims"):
         table.add_column(heading, overflow="fold")
     for found in builtin_maps().values():
         table.add_row(found.name, found.summary, ", ".join(_asked(found.sizes)))

@@ -50,7 +50,7 @@ def show_notes(notes: Iterable[str]) -> None:
 def show_obstacle(reason: str | None) -> None:
     """Why a run would be refused that has only been planned, if it would."""
     if reason is not None:
-        show_notes([f"a run would be refused now: {reason}"])
+        show_notes([f"would fail now: {reason}"])
 
 
 def show_interrupted(left: Iterable[str]) -> None:

@@ -78,7 +78,7 @@ def moves_json(report: MapReport | None) -> dict[str, Any] | None:
         "from": report.source,
         "to": report.target,
         "reason": report.reason,
-        "left_out": list(report.left_out),
+        "excluded": list(report.excluded),
         "tensors": [
             {
                 "from": list(move.sources),

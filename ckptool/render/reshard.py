@@ -50,11 +50,11 @@ def show_reshard(report: ReshardReport, costs: Costs | None) -> None:
 
 def _costs(report: ReshardReport, costs: Costs) -> list[str]:
     return [
-        f"  reads {size(costs.read_bytes)} ({over_read(report, costs):.2f} x what the tensors"
-        f" hold), writes {size(report.write_bytes)}{free(report.free_bytes)};"
-        f" {size(report.peak_memory)} of memory where {size(report.budget)} is allowed",
-        f"  to load it, a rank opens and reads {_loading(costs.from_target)}",
-        f"  from the source it would be {_loading(costs.from_source)}",
+        f"  reads {size(costs.read_bytes)} ({over_read(report, costs):.2f} x the tensors'"
+        f" size), writes {size(report.write_bytes)}{free(report.free_bytes)};"
+        f" memory: {size(report.peak_memory)} of {size(report.budget)}",
+        f"  to load, per rank: {_loading(costs.from_target)}",
+        f"  to load from the source, per rank: {_loading(costs.from_source)}",
     ]
 
 
@@ -107,8 +107,8 @@ def over_read(report: ReshardReport, costs: Costs) -> float:
 def _ranks(report: ReshardReport) -> str:
     mean = sum(report.rank_bytes) / len(report.rank_bytes)
     most = max(report.rank_bytes)
-    over = f", the fullest {most / mean - 1:.1%} above the mean" if mean and most > mean else ""
-    return f"  a rank holds {_from_to(report.rank_bytes)}{over}"
+    over = f", largest {most / mean - 1:.1%} above the mean" if mean and most > mean else ""
+    return f"  per rank: {_from_to(report.rank_bytes)}{over}"
 
 
 def reshard_json(report: ReshardReport, costs: Costs | None) -> dict[str, Any]:

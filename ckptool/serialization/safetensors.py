@@ -27,7 +27,7 @@ LONGEST_HEADER = 100_000_000
 _MOST_ENTRIES = 300_000
 _MOST_TOKENS = 32 * _MOST_ENTRIES
 _MOST_DIMS = 64
-_FEWER = "fewer tensors in a file keep within it (of convert: a smaller --max-shard-size)"
+_FEWER = "put fewer tensors in each file (convert: a smaller --max-shard-size)"
 _MOST_DIGITS = 20
 _LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (_MOST_DIGITS + 1))
 """What only a number of too many digits has in it, or a name."""
@@ -102,13 +102,13 @@ def _header(
         if kind_of(head, file) is not None:
             raise not_a("a safetensors file", source, file)
         message = f"{file}: the header should have {length:,} bytes, but the file has {size:,};"
-        raise Damaged(f"{message} it is truncated or no safetensors file")
+        raise Damaged(f"{message} truncated or not a safetensors file")
     if length > LONGEST_HEADER:
         raise Damaged(f"{file}: a header of {length:,} bytes; the format allows {LONGEST_HEADER:,}")
     header = _parsed(source.read(file, 8, length), file)
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise Damaged(f"{file}: __metadata__ does not map text to text")
+        raise Damaged(f"{file}: __metadata__ must map text to text")
     tensors = {}
     for name, entry in header.items():
         try:
@@ -129,7 +129,7 @@ def _within(error: Damaged, file: str, name: str | None = None) -> Iterator[Prob
 
 def _parsed(text: bytes, file: str) -> dict[str, Any]:
     if text[:1] != b"{":
-        raise Damaged(f"{file}: the header is no JSON object")
+        raise Damaged(f"{file}: the header is not a JSON object")
     _require_within_limits(text, file)
     try:
         header = json.loads(
@@ -138,7 +138,7 @@ def _parsed(text: bytes, file: str) -> dict[str, Any]:
             parse_int=_number if _LONG_NUMBER.search(text) else None,
         )
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"{file}: the header is no JSON: {error}") from None
+        raise Damaged(f"{file}: the header is not valid JSON: {error}") from None
     return cast(dict[str, Any], header)
 
 
@@ -180,15 +180,15 @@ def _slice(file: str, name: str, entry: Any, start: int) -> StoredSlice:
     try:
         dtype_name, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
-        raise Damaged(f"{file}: {name} has no dtype, shape or data_offsets") from None
+        raise Damaged(f"{file}: {name} lacks dtype, shape or data_offsets") from None
     if isinstance(shape, list) and len(shape) > _MOST_DIMS:
         raise Damaged(f"{file}: {name} has {len(shape):,} dims; ckptool reads up to {_MOST_DIMS}")
     numbers = [*shape, begin, end] if isinstance(shape, list) else [None]
     if not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
-        raise Damaged(f"{file}: {name} has a shape or offsets that are no natural numbers")
+        raise Damaged(f"{file}: {name} has a shape or offsets that are not natural numbers")
     dtype = BY_SAFETENSORS.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
-        shown = repr(dtype_name[:40]) if isinstance(dtype_name, str) else "that is no text"
+        shown = repr(dtype_name[:40]) if isinstance(dtype_name, str) else "that is not text"
         message = f"{file}: {name} has the unknown element type {shown}"
         raise Damaged(Problem(message, "safetensors-dtype", tensor=name))
     sizes = _torch_shape(file, name, dtype, tuple(shape))
@@ -223,13 +223,13 @@ def _require_no_holes(
     for name, item in tensors.items():
         if item.at.offset != position and is_whole:
             message = f"{file}: {name} begins at byte {item.at.offset:,}, the tensor before it ends"
-            message += f" at {position:,}: a hole before it"
+            message += f" at {position:,}: a gap before it"
             raise Damaged(Problem(message, "safetensors-hole", tensor=name))
         position = item.at.offset + _nbytes(item)
     if position > size or (is_whole and position != size):
         message = f"{file}: the header describes {position:,} bytes, the file has {size:,};"
         code = "file-truncated" if position > size else "safetensors-hole"
-        reason = "it is truncated or has bytes that belong to no tensor"
+        reason = "truncated, or extra bytes at the end"
         raise Damaged(Problem(f"{message} {reason}", code))
 
 
@@ -240,7 +240,7 @@ def _step_over_overlaps(
     shared: set[str] = set()
     for name, other, at, end in _overlaps(tensors):
         message = f"{file}: {other} begins at byte {at:,}, inside {name}, which"
-        message += f" ends at {end:,}: bytes shared with the one before it"
+        message += f" ends at {end:,}: overlaps the tensor before it"
         if found is None:
             raise Damaged(Problem(message, "safetensors-overlap", tensor=other))
         for one in (name, other):
@@ -291,7 +291,7 @@ def lay_out_safetensors(
     position = 0
     for item in ordered:
         if item.name == "__metadata__":
-            raise CannotDo(f"{path}: safetensors cannot hold a tensor that is called __metadata__")
+            raise CannotDo(f"{path}: safetensors cannot store a tensor named __metadata__")
         if len(item.box.shape) > _MOST_DIMS:
             message = f"{path}: {item.name} has {len(item.box.shape):,} dims;"
             raise CannotDo(f"{message} ckptool reads up to {_MOST_DIMS}")
@@ -321,7 +321,7 @@ def _encoded(header: dict[str, Any]) -> bytes:
         return json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         name = ascii(error.object[max(0, error.start - 40) : error.end])
-        raise CannotDo(f"safetensors cannot hold a name that is no Unicode: {name}") from None
+        raise CannotDo(f"safetensors cannot store a name that is not Unicode: {name}") from None
 
 
 def _header_shape(item: OutgoingSlice) -> list[int]:

@@ -38,9 +38,9 @@ def require(source: Source, file: str, *, wanted_by: str) -> int:
     """The size in bytes of a file that metadata names; Damaged where it is not in the folder."""
     size = source.files.get(file)
     if size is None:
-        reason = "leads out of the folder" if _leaves(file) else "is missing"
+        reason = "is outside the folder" if _leaves(file) else "is missing"
         code = "path-outside" if _leaves(file) else "file-missing"
-        raise Damaged(Problem(f"{file!r}, named by {wanted_by}, {reason}", code, file=file))
+        raise Damaged(Problem(f"{file!r}, referenced by {wanted_by}, {reason}", code, file=file))
     return size
 
 

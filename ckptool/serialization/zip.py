@@ -73,7 +73,7 @@ class Region:
         """``nbytes`` from ``start`` bytes into the region; Damaged beyond its end."""
         if start < 0 or nbytes < 0 or start + nbytes > self.nbytes:
             raise Damaged(
-                f"{self.what}: {nbytes:,} bytes are expected at {start:,} of {self.nbytes:,}"
+                f"{self.what}: truncated: expected {nbytes:,} bytes at {start:,} of {self.nbytes:,}"
             )
         if start + nbytes <= len(self._head):
             return self._head[start : start + nbytes]
@@ -146,10 +146,10 @@ def _directory(region: Region) -> dict[str, ZipRecord]:
     for _ in range(count):
         record, position = _central_entry(region, data, start, position)
         if record.name in records:
-            raise Damaged(f"{region.what}: two zip records are called {record.name!r}")
+            raise Damaged(f"{region.what}: duplicate zip record {record.name!r}")
         records[record.name] = record
     if position != len(data):
-        raise Damaged(f"{region.what}: the zip directory does not hold {count:,} records")
+        raise Damaged(f"{region.what}: the zip directory does not have {count:,} records")
     return records
 
 
@@ -189,7 +189,7 @@ def _require_same_end(region: Region, narrow: Sequence[int], wide: Sequence[int]
     """Damaged where the two end records differ in what the narrow one can hold."""
     for one, other, limit in zip(narrow, wide, (0xFFFF, 0xFFFF, IN_EXTRA, IN_EXTRA), strict=True):
         if one not in (other, limit):
-            raise Damaged(f"{region.what}: the two end records of the zip contradict each other")
+            raise Damaged(f"{region.what}: the two end records of the zip disagree")
 
 
 def _end_offset(region: Region) -> int:
@@ -226,7 +226,7 @@ def _central_entry(region: Region, data: bytes, start: int, position: int) -> tu
     offset = _data_offset(region, name, header)
     if offset + stored > region.nbytes or (method == STORED and stored != size):
         raise Damaged(
-            f"{region.what}: record {name!r} claims {stored:,} bytes at {offset:,}"
+            f"{region.what}: record {name!r} has {stored:,} bytes at {offset:,}"
             f" of {region.nbytes:,}"
         )
     end = at + name_length + extra_length + comment_length
@@ -256,7 +256,7 @@ def _data_offset(region: Region, name: str, header: int) -> int:
     local_name = region.read(header + LOCAL.size, fields[9]).decode("utf-8", "replace")
     if local_name != name:
         raise Damaged(
-            f"{region.what}: the directory calls a record {name!r}, its header {local_name!r}"
+            f"{region.what}: the directory names a record {name!r}, its header {local_name!r}"
         )
     return header + LOCAL.size + int(fields[9]) + int(fields[10])
 
@@ -302,14 +302,14 @@ def _local_problem(region: Region, record: ZipRecord) -> str | None:
     fields = LOCAL.unpack(region.read(record.header, LOCAL.size))
     flags, method, crc, stored, size = fields[2], fields[3], fields[6], fields[7], fields[8]
     if (flags, method) != (record.flags, record.method):
-        return "its local header states another method or other flags than the directory"
+        return "its local header and the directory differ in method or flags"
     noted = (crc, stored, size)
     if flags & STREAMED and noted == (0, 0, 0):
         return None
     wanted = (record.crc32, record.stored, record.size)
     pairs = zip(noted, wanted, strict=True)
     if any(one not in (other, IN_EXTRA) for one, other in pairs):
-        return f"its local header states {noted} (CRC-32, bytes), the directory {wanted}"
+        return f"its local header has {noted} (CRC-32, bytes), the directory {wanted}"
     return None
 
 
@@ -323,4 +323,4 @@ def _descriptor_problem(region: Region, record: ZipRecord) -> str | None:
         return None
     if data[:20] == struct.pack("<L2Q", *wanted):
         return None
-    return "the descriptor behind it states another CRC-32 or size than the directory"
+    return "its data descriptor and the directory differ in CRC-32 or size"

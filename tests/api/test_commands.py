@@ -121,7 +121,7 @@ def test_reshard_and_verify_and_compare(out: Path) -> None:
 
 def test_a_reshard_is_checked_through_torch(out: Path) -> None:
     assert ckptool.reshard(SOURCE, out / "m", mesh="1", check=True, fsync=False).mesh.size == 1
-    with pytest.raises(ckptool.CkptoolError, match="the mesh has 2 ranks, this is a run of 1"):
+    with pytest.raises(ckptool.CkptoolError, match="the mesh has 2 ranks, but 1 are running"):
         ckptool.reshard(SOURCE, out / "n", mesh="2", check=True)
     assert not (out / "n").exists()
 
@@ -207,15 +207,19 @@ def test_formats_and_maps() -> None:
         (lambda: ckptool.verify(SOURCE, workers="4"), TypeError, "a str, but it takes int"),  # type: ignore[arg-type]
         (lambda: ckptool.verify(SOURCE, workers=True), TypeError, "a bool, but it takes int"),
         (lambda: ckptool.verify(SOURCE, workers=0), UsageError, "workers 0: at least 1"),
-        (lambda: ckptool.verify(SOURCE, sample=1.5), UsageError, "sample '1.5' is no share"),
-        (lambda: ckptool.open(SOURCE, dtype="int8"), UsageError, "no floating type"),
-        (lambda: ckptool.open(SOURCE, dtype=torch.int8), UsageError, "no floating type"),
+        (
+            lambda: ckptool.verify(SOURCE, sample=1.5),
+            UsageError,
+            "invalid sample '1.5': not a fraction",
+        ),
+        (lambda: ckptool.open(SOURCE, dtype="int8"), UsageError, "not a floating-point type"),
+        (lambda: ckptool.open(SOURCE, dtype=torch.int8), UsageError, "not a floating-point type"),
         (lambda: ckptool.reshard(SOURCE, mesh="two"), UsageError, "no mesh"),
         (lambda: ckptool.reshard(SOURCE, mesh=(2, 4)), TypeError, "2x4, 8, or dp=2,tp=4"),  # type: ignore[arg-type]
-        (lambda: ckptool.convert(SOURCE, "m", to="dcp", budget="much"), UsageError, "no size"),
+        (lambda: ckptool.convert(SOURCE, "m", to="dcp", budget="much"), UsageError, "not a size"),
         (lambda: ckptool.bench(like=SOURCE, size=1), UsageError, "contradict one another"),
         (lambda: ckptool.bench(out="memory://x", abort=True), UsageError, "--out is a URL"),
-        (lambda: ckptool.map_text("llama"), UsageError, "no such map"),
+        (lambda: ckptool.map_text("llama"), UsageError, "unknown map"),
     ],
 )
 def test_what_makes_no_sense_is_said(call: Callable[[], Any], error: type, says: str) -> None:

@@ -155,8 +155,7 @@ def test_other_attributes_are_named(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "m.pt")
     (note,) = ckptool.open(tmp_path / "m.pt").catalog.notes
     assert note == (
-        "attributes of tensors are not carried: partition_dim of 2 tensors,"
-        " tensor_model_parallel of a"
+        "tensor attributes not carried over: partition_dim of 2 tensors, tensor_model_parallel of a"
     )
     assert (
         note

@@ -124,5 +124,5 @@ def test_quantised_weights_stay_as_they_are_under_a_cast(both: tuple[Path, Tenso
 
 
 def test_nothing_to_make_numbers_of() -> None:
-    with pytest.raises(CannotDo, match="no tensor here has scales"):
+    with pytest.raises(CannotDo, match="no tensors with supported scales"):
         ckptool.open(case("dcp_base").path, dequantize=True)

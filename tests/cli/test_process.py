@@ -128,13 +128,13 @@ def test_an_empty_path_is_not_the_current_folder() -> None:
 
 def test_a_link_to_nothing_says_where_it_leads(tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to("step-9")
-    with pytest.raises(NotFound, match="latest: a link to step-9: no such file"):
+    with pytest.raises(NotFound, match="latest: link to step-9: no such file"):
         open_checkpoint(tmp_path / "latest")
 
 
 def test_dims_said_twice_must_agree() -> None:
     assert parse_dims(["a=2", "b = 0", "a=2"]) == {"a": 2, "b": 0}
-    with pytest.raises(UsageError, match="--dim a: both 2 and 3"):
+    with pytest.raises(UsageError, match="--dim a: conflicting sizes 2 and 3"):
         parse_dims(["a=2", "a=3"])
 
 
@@ -159,7 +159,7 @@ def ran(words: list[str], error: BaseException, monkeypatch: pytest.MonkeyPatch)
         (IndexError(), 70, r"a fault of ckptool \S+ itself: IndexError \(test_process.py:\d+\)"),
         (AttributeError("no b"), 70, "AttributeError: no b"),
         (RuntimeError("can't start new thread"), 4, "no thread can be started"),
-        (MemoryError(), 3, "needs more memory than there is"),
+        (MemoryError(), 3, "not enough memory to read the metadata"),
         (OSError(12, "Cannot allocate memory"), 4, "there is not enough memory for this"),
         (OSError(116, "Stale file handle", "/runs/1"), 5, "/runs/1: Stale file handle"),
         (ImportError("no numpy"), 4, "a package cannot be imported: no numpy"),

@@ -91,8 +91,8 @@ def test_a_part_in_a_folder_of_its_own_is_named_with_what_reads_it(
 ) -> None:
     folder = sentence_transformer(tmp_path / "st")
     (said,) = notes_of(folder).values()
-    assert said.startswith("not read: 2_Dense/, a checkpoint of its own (hf)")
-    command = said.partition("; ckptool ")[2].removesuffix(" reads it").split()
+    assert said.startswith("not read: 2_Dense/, a separate checkpoint (hf)")
+    command = said.partition("; run `ckptool ")[2].removesuffix("`").split()
     result = CliRunner().invoke(app, [*command, "--json"])
     assert result.exit_code == 0
     assert [one["name"] for one in json.loads(result.stdout)["tensors"]] == ["linear.weight"]
@@ -110,7 +110,7 @@ def test_the_parts_of_a_pipeline_are_all_named(tmp_path: Path) -> None:
         (tmp_path / part / "config.json").write_text("{}")
         save_file({"w": np.ones(2, np.float32)}, tmp_path / part / f"{part}.safetensors")
     (tmp_path / "model_index.json").write_text("{}")
-    with pytest.raises(CkptoolError, match="3 checkpoints are below this folder"):
+    with pytest.raises(CkptoolError, match="3 checkpoints:"):
         open_checkpoint(tmp_path)
     save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
     assert notes_of(tmp_path).keys() == {
@@ -179,4 +179,4 @@ def test_an_older_iteration_is_named(copy_of: Callable[[str], Path]) -> None:
         name = f"iter_0000100_{rank}_local.pt"
         shutil.copy(folder / rank / name, folder / rank / name.replace("100", "090"))
     (said,) = notes_of(folder).values()
-    assert said.startswith("not read: 0/iter_0000090_0_local.pt and 1 more like it")
+    assert said.startswith("not read: 0/iter_0000090_0_local.pt and 1 more")

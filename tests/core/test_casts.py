@@ -69,11 +69,11 @@ def test_nothing_is_cast_where_nothing_is_asked() -> None:
     ("asked", "words"),
     [
         (["nothing*=bf16"], "matches none"),
-        (["*.step=bf16"], "optimizer.state.w.step is never cast"),
-        (["*.ids=bf16"], "model.ids is never cast"),
-        (["bf16", "fp16"], "one for the model's weights"),
-        (["=bf16"], "neither DTYPE nor GLOB=DTYPE"),
-        (["w=int8"], "no floating type"),
+        (["*.step=bf16"], "cannot cast optimizer.state.w.step"),
+        (["*.ids=bf16"], "cannot cast model.ids"),
+        (["bf16", "fp16"], "conflicts with"),
+        (["=bf16"], "expected DTYPE or GLOB=DTYPE"),
+        (["w=int8"], "not a floating-point type"),
     ],
 )
 def test_what_makes_no_sense_is_refused(asked: list[str], words: str) -> None:

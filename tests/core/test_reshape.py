@@ -221,8 +221,8 @@ def test_the_rotary_permutation_cuts_a_chunk_into_two_boxes_a_head() -> None:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        (lambda: narrow(whole(4), 0, 2, 5), "no 2 to 5 in dim 0 of [4]"),
-        (lambda: split(whole(4), 0, [1, 2]), "[1, 2] are not all of dim 0 of [4]"),
+        (lambda: narrow(whole(4), 0, 2, 5), "2 to 5 is out of range in dim 0 of [4]"),
+        (lambda: split(whole(4), 0, [1, 2]), "[1, 2] do not add up to dim 0 of [4]"),
         (lambda: split_dim(whole(6), 0, (4, 2)), "dim 0 of [6] is not 4 x 2"),
         (lambda: join([whole(2, 3), whole(2, 4)], 0), "[2, 4]"),
         (lambda: join([whole(2), whole(2, dtype="float32")], 0), "float32"),

@@ -57,13 +57,13 @@ def test_what_is_not_stacked_stays() -> None:
 
 
 def test_nothing_to_unstack_is_a_mistake() -> None:
-    with pytest.raises(UsageError, match="stacks"):
+    with pytest.raises(UsageError, match="no tensors with stacked"):
         unstacked(catalog(stacked("decoder.layers.0.norm.weight", 4)))
 
 
 def test_a_slice_whose_name_is_taken() -> None:
     taken = stacked("layers.0.w", 1, 1)
-    with pytest.raises(UsageError, match="is there"):
+    with pytest.raises(UsageError, match="already exists"):
         unstacked(catalog(taken, stacked("layers.w", 1, 2)))
 
 

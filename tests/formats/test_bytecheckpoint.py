@@ -101,7 +101,7 @@ class Evil:
         (pickle.dumps(Evil()), Hostile, "can run code"),
         (None, Damaged, "does not say how its bytes are strided"),
         (skeleton(WHOLE.reshape(3, 2)), Damaged, "as it should be"),
-        (skeleton(torch.zeros(3, 3)[:2]), Damaged, "the pickle says"),
+        (skeleton(torch.zeros(3, 3)[:2]), Damaged, "expected "),
         (skeleton(WHOLE)[:-4], Damaged, "pickle"),
     ],
     ids=["evil", "none", "shape", "storage", "cut"],

@@ -185,7 +185,7 @@ def test_a_rule_says_how_an_unknown_name_is_cut(out: Path) -> None:
 
 def test_a_rule_that_matches_nothing_is_refused(out: Path) -> None:
     folder = saved(parts_of(model(), 2), out / "llama", params())
-    with pytest.raises(UsageError, match="matches none of the 13"):
+    with pytest.raises(UsageError, match="matches none of 13"):
         open_checkpoint(folder, ReadOptions(tp_rules=parse_tp_rules(["router=row"])))
 
 

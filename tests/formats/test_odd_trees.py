@@ -25,7 +25,9 @@ def test_a_dict_in_itself_is_named_and_the_rest_is_carried(
     state["model"]["parent"] = state
     torch.save(state, tmp_path / "m.pt")
     report = ckptool.convert(tmp_path / "m.pt", tmp_path / name, to=to)
-    assert "not read: model.parent is the whole value again, in which it lies" in report.notes
+    assert (
+        "not read: model.parent refers back to the whole value, which contains it" in report.notes
+    )
     verified = ckptool.verify(tmp_path / "m.pt")
     assert verified.sound
     assert "tensor-unread" in {one.code for one in verified.findings}
@@ -39,7 +41,7 @@ def test_names_that_collide_are_all_carried(tmp_path: Path, to: str, name: str) 
     state = {"a": {"b": torch.ones(2)}, "a.b": torch.zeros(3), "n": {1: 5, "1": 6}}
     torch.save(state, tmp_path / "m.pt")
     report = ckptool.convert(tmp_path / "m.pt", tmp_path / name, to=to)
-    assert "a.b@2 is one of several values called 'a.b'; it lies at 'a' / 'b'" in report.notes
+    assert "a.b@2 is one of several values named 'a.b', at 'a' / 'b'" in report.notes
     out = tmp_path / name
     if to == "safetensors":
         with safe_open(out / "model.safetensors", "pt") as file:
@@ -71,8 +73,8 @@ def test_ranks_that_order_their_names_otherwise_agree(tmp_path: Path) -> None:
 
 T = torch.arange(4.0)
 ROOTS = [
-    pytest.param(T, {"value": T}, "the one value is written as {'value': ...}", id="tensor"),
-    pytest.param(7, {"value": 7}, "the one value is written as {'value': ...}", id="value"),
+    pytest.param(T, {"value": T}, "the value is written as {'value': ...}", id="tensor"),
+    pytest.param(7, {"value": 7}, "the value is written as {'value': ...}", id="value"),
     pytest.param([T, {"x": [T + 1]}], {"0": T, "1": {"x": [T + 1]}}, "the list is", id="list"),
     pytest.param((T, (T + 1,)), {"0": T, "1": [T + 1]}, "the tuple is", id="tuple"),
     pytest.param({"": T, "b": T}, {"value": T, "b": T}, "written as 'value'", id="empty key"),

@@ -66,7 +66,7 @@ def test_every_element_type_can_be_a_value(name: str, tmp_path: Path) -> None:
 def test_a_storage_by_itself_is_called_what_it_is(tmp_path: Path) -> None:
     torch.save({"s": torch.ones(3).untyped_storage()}, tmp_path / "s.pt")
     (note,) = ckptool.open(tmp_path / "s.pt").catalog.notes
-    assert note == "not read: s (torch storage) is no plain tensor"
+    assert note == "not read: s (torch storage) is not a plain tensor"
 
 
 class OnXla:

@@ -190,7 +190,7 @@ def test_groups_that_cannot_be_renamed_are_refused(lists: list[list[str]], out: 
 
 def test_how_many_words_a_padded_vocabulary_has_must_be_said(out: Path) -> None:
     words = {"embedding.word_embeddings.weight": torch.arange(24.0).reshape(6, 4)}
-    with pytest.raises(UsageError, match="needs the size of vocab") as caught:
+    with pytest.raises(UsageError, match="size of vocab not found") as caught:
         mapped(save(out / "a", words), out / "b", MapOptions("megatron-gpt"))
     assert caught.value.hint is not None
     assert caught.value.hint.endswith("vocab_size; or --dim vocab=N")
@@ -307,7 +307,7 @@ def test_a_tensor_that_no_rule_takes_is_listed(out: Path) -> None:
     error = refusal(mapped, source, out / "b")
     assert isinstance(error, UsageError)
     assert "layers.0.surprise.weight" in error.message
-    assert "takes 1 of" in error.message
+    assert "has no rule for 1 of" in error.message
     kept = mapped(source, out / "b", drop=("*surprise*",))
     assert kept == all_bits(state(side="hf"))
 
@@ -315,17 +315,17 @@ def test_a_tensor_that_no_rule_takes_is_listed(out: Path) -> None:
 def test_a_name_that_is_made_twice_is_listed(out: Path) -> None:
     source = save(out / "a", state() | {"output.weight": torch.zeros(10, 16)})
     error = refusal(mapped, source, out / "b")
-    assert "lm_head.weight, of lm_head.weight and of output.weight" in error.message
+    assert "lm_head.weight, from lm_head.weight and from output.weight" in error.message
 
 
 @pytest.mark.parametrize(
     ("dims", "words"),
     [
-        ({}, "needs the size of head, kv, which"),
-        ({"head": 4}, "needs the size of kv, which"),
-        ({"head": 4, "kv": 4}, "the dims of the model are not what was said"),
-        ({"head": 3, "kv": 2}, "is not [(head pair two) hidden] with head 3"),
-        ({"heads": 4}, "no such dim"),
+        ({}, "size of head, kv not found"),
+        ({"head": 4}, "size of kv not found"),
+        ({"head": 4, "kv": 4}, "the given dims are wrong"),
+        ({"head": 3, "kv": 2}, "does not match [(head pair two) hidden] with head 3"),
+        ({"heads": 4}, "unknown dim"),
     ],
 )
 def test_dims_that_are_missing_or_wrong(dims: dict[str, int], words: str, out: Path) -> None:
@@ -400,7 +400,9 @@ def test_auto_does_not_choose_among_several(out: Path) -> None:
 
 def test_auto_says_where_no_map_fits(out: Path) -> None:
     source = save(out / "a", {"fc.weight": torch.zeros(2)})
-    assert "takes any of" in refusal(mapped, source, out / "b", MapOptions("auto")).message
+    assert (
+        "matches any model tensor" in refusal(mapped, source, out / "b", MapOptions("auto")).message
+    )
 
 
 def test_auto_says_what_the_nearest_map_does_not_take(out: Path) -> None:
@@ -522,11 +524,11 @@ def test_names_of_a_model_that_config_says_is_another_are_not_enough(
     """Gemma's names are Llama's, and its values mean something else."""
     source = save(out / "a", state(side="hf"))
     gemma = assets(tmp_path / "gemma", "gemma")
-    with pytest.raises(UsageError, match=r"config\.json says gemma") as caught:
+    with pytest.raises(UsageError, match=r"model_type in config\.json is gemma") as caught:
         mapped(source, out / "b", MapOptions("auto", assets=gemma))
     named = (caught.value.hint or "").split()[1]
     report = convert_to("dcp", source, out / "b", map=MapOptions(named, assets=gemma))
-    assert "though config.json says that the model is gemma" in report.map.reason
+    assert "but the model_type in config.json is gemma" in report.map.reason
 
 
 def test_heads_that_are_normed_are_none_of_mixtrals(out: Path) -> None:
@@ -558,7 +560,7 @@ def test_copies_of_the_embedding_for_further_tokens_are_accepted(name: str, out:
     assert len(found) == 2
     assert bits(words) in found.values()
     del dims["layers"]
-    with pytest.raises(UsageError, match="needs the size of layers"):
+    with pytest.raises(UsageError, match="size of layers not found"):
         mapped(source, out / "c", MapOptions(name, dims, inverse=True))
 
 

@@ -27,7 +27,7 @@ def require_agreement(family: str, truth: States, out: Path) -> None:
     require_equal(load_file(out / "hf" / "model.safetensors"), truth["hf"])
     dropped = {n for n in truth["trainer"] if UNKNOWN_TO_HF in n and "qwen" in family}
     assert done.map is not None
-    assert set(done.map.left_out) == dropped
+    assert set(done.map.excluded) == dropped
 
     save_file(truth["hf"], out / "theirs.safetensors")
     back = MapOptions(done.map.name, assets=assets)

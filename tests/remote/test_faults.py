@@ -302,7 +302,7 @@ def test_a_file_that_is_listed_and_gone(s3: S3, out: Path) -> None:
 def test_a_file_that_metadata_names_and_no_listing(s3: S3, out: Path) -> None:
     source = s3.put(case("dcp_fsdp2_tp").path, "source")
     s3.fs.rm_file(f"{s3.bucket}/source/__0_0.distcp")
-    with pytest.raises(Damaged, match=r"__0_0.distcp', named by .metadata, is missing"):
+    with pytest.raises(Damaged, match=r"__0_0.distcp', referenced by .metadata, is missing"):
         open_checkpoint(location(source))
 
 

@@ -113,7 +113,7 @@ def test_under_torchrun_both_sides_may_be_urls(
 
 def test_loading_through_torch_is_for_disks(s3: S3) -> None:
     done = told("reshard", SOURCE, s3.url("m"), "--mesh", "1", "--check")
-    assert "loads through torch from a disk" in str(done.exception)
+    assert "needs a target on local disk" in str(done.exception)
     assert s3.get("m") == {}
 
 

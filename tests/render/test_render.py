@@ -120,7 +120,7 @@ def test_overview_tells_format_mesh_parts_and_folded_layers():
     assert "32 tensors, 537 M parameters, 2.00 GiB in 1 file" in shown
     assert "model.l.{0..31}.w  [4096, 4096]  fp32  Shard(0), Replicate()  x32" in shown
     assert "100.0%" in shown
-    assert "1 value besides tensors" in shown
+    assert "1 non-tensor value" in shown
 
 
 def test_what_the_files_record_of_their_making_has_rows_of_its_own():
@@ -177,7 +177,7 @@ def test_statistics_come_with_the_other_views():
     one = tensor("w")
     shown = screen(one, stats=[TensorStats(one)], values=True)
     assert shown.splitlines()[0].split()[:4] == ["name", "shape", "dtype", "min"]
-    assert shown.splitlines()[-1] == "  no values besides tensors"
+    assert shown.splitlines()[-1] == "  no non-tensor values"
 
 
 @pytest.mark.parametrize("view", [{"map_name": "l.wq"}, {"tensors": ["l.wq"]}])
@@ -188,7 +188,7 @@ def test_an_unknown_name_brings_the_closest(view):
 
 
 def test_map_of_a_value_says_that_it_is_no_tensor():
-    with pytest.raises(UsageError, match="no tensor"):
+    with pytest.raises(UsageError, match="not a tensor"):
         screen(tensor("w"), objects={"step": 1}, map_name="step")
 
 
@@ -223,7 +223,7 @@ def test_map_of_any_rank(shape, grid, rows):
 
 def test_map_of_an_empty_tensor_has_only_a_legend():
     shown = screen(tensor("w", (0, 4)), map_name="w")
-    assert "it has no elements" in shown
+    assert "empty tensor" in shown
     assert "(empty)" in shown
 
 

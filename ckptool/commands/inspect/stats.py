@@ -105,8 +105,8 @@ def stats(opened: Opened, globs: Sequence[str]) -> list[TensorStats]:
     for glob in globs:
         if not any(matches(name, [glob]) for name in catalog.tensors):
             raise UsageError(
-                f"--stats {glob!r} matches none of the {len(catalog.tensors):,} tensors",
-                hint="globs match whole names, as `ckptool inspect --tensors '*'` lists them",
+                f"--stats {glob!r} matches none of {len(catalog.tensors):,} tensors",
+                hint="globs match full names; `ckptool inspect --tensors '*'` lists them",
             )
     wanted = {name: e for name, e in catalog.tensors.items() if matches(name, globs)}
     problems = [gap for gap in map(coverage_problem, wanted.values()) if gap is not None]

@@ -27,7 +27,7 @@ def mapped(
     """
     if options.name is None:
         if options.dims or options.inverse is not None:
-            raise UsageError("--dim and --inverse say something of a --map, which is not given")
+            raise UsageError("--dim and --inverse require --map")
         return catalog, None
     from ckptool.commands.keymap.builtin import map_checkpoint
 
@@ -43,14 +43,16 @@ def with_assets(
     where it has none. UsageError where files are asked for and the target is a single file.
     """
     if assets is not None and not layout.folder:
-        raise UsageError("--hf-assets: the target is a single file, not a folder")
+        raise UsageError("--hf-assets requires a target folder, not a single file")
     files = [] if assets is None else _asset_files(assets)
     names = {file.path for file in files}
     files += [file for file in layout.files if file.path not in names]
     if not model or report is None or any(file.path == CONFIG for file in files):
         return replace(layout, files=tuple(files))
     if report.config is None:
-        lacks = f"no config.json: {report.config_lacks}; --hf-assets FOLDER carries one along"
+        lacks = (
+            f"config.json not written: {report.config_lacks}; use --hf-assets FOLDER to copy one"
+        )
         return replace(
             layout, notes=(*layout.notes, lacks) if report.config_lacks else layout.notes
         )
@@ -58,7 +60,7 @@ def with_assets(
 
     text = json.dumps(with_dtype(report.config, catalog), indent=2) + "\n"
     made = FileLayout(CONFIG, (Literal(text.encode()),))
-    note = f"{CONFIG} is made from what the checkpoint records"
+    note = f"{CONFIG} written from the configuration recorded in the checkpoint"
     return replace(layout, files=(made, *files), notes=(*layout.notes, note))
 
 
@@ -83,7 +85,7 @@ def assets_in(folder: Path) -> tuple[LocalSource, dict[str, int]]:
     found = companions(source)
     if not found:
         raise UsageError(
-            f"--hf-assets {folder}: no config.json and no tokenizer file among its"
+            f"--hf-assets {folder}: no config.json or tokenizer file among"
             f" {len(source.files):,} files"
         )
     return source, found

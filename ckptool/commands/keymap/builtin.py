@@ -39,7 +39,7 @@ def builtin_maps() -> dict[str, KeyMap]:
 def map_text(name: str) -> str:
     """The TOML of a built-in map; UsageError where there is none of that name."""
     if name not in builtin_maps():
-        raise UsageError(f"{name!r}: no such map", hint=_nearest(name) or _known_maps())
+        raise UsageError(f"{name!r}: unknown map", hint=_nearest(name) or _known_maps())
     return resources.files("ckptool").joinpath("maps", f"{name}.toml").read_text("utf-8")
 
 
@@ -59,7 +59,7 @@ def load_map(name: str) -> KeyMap:
 def _require_known(name: str) -> None:
     if name not in builtin_maps():
         raise UsageError(
-            f"--map {name!r}: no such map and no such file",
+            f"--map {name!r}: not a built-in map or a file",
             hint=_nearest(name) or f"{AUTO}, {_known_maps()}, or a TOML file",
         )
 
@@ -72,7 +72,7 @@ def _nearest(name: str) -> str | None:
     import difflib
 
     close = difflib.get_close_matches(name, [AUTO, *builtin_maps()], n=1)
-    return f"did you mean {close[0]} ?" if close else None
+    return f"did you mean {close[0]}?" if close else None
 
 
 def map_checkpoint(
@@ -87,7 +87,7 @@ def map_checkpoint(
     key_map, reason = chosen
     types = _model_types(known)
     if types and not _is_for(key_map, types):
-        reason += f", though config.json says that the model is {', '.join(types)}"
+        reason += f", but the model_type in config.json is {', '.join(types)}"
     try:
         done = apply_map(catalog, key_map, facts(key_map, known, options.dims))
     except UnknownSizes as error:
@@ -101,7 +101,7 @@ def map_checkpoint(
         key_map.target,
         reason,
         done.moves,
-        done.left_out,
+        done.excluded,
         config,
         lacks,
     )
@@ -119,8 +119,8 @@ def _unknown_sizes(error: UnknownSizes, key_map: KeyMap) -> UsageError:
     written = ", ".join(keys[name][0] for name in names if keys[name])
     given = " ".join(f"--dim {name}=N" for name in names)
     return UsageError(
-        f"the map {key_map.name} needs the size of {', '.join(names)}, which nothing here tells",
-        hint=f"--hf-assets FOLDER that has a config.json with {written}; or {given}"
+        f"map {key_map.name}: size of {', '.join(names)} not found in config",
+        hint=f"pass {given}, or --hf-assets FOLDER with a config.json that has {written}"
         if written
         else given,
     )
@@ -141,11 +141,11 @@ def _asked(catalog: Catalog, options: MapOptions) -> tuple[KeyMap, str]:
     taken = [_taken(catalog, one) for one in (forward, forward.inverse)]
     if taken[0] == taken[1] and taken[0]:
         raise UsageError(
-            f"--map {options.name}: the names fit both of its sides",
-            hint="--inverse goes from its to side to its from side, --no-inverse the other way",
+            f"--map {options.name}: names match both sides of the map",
+            hint="use --inverse to apply it from `to` to `from`, --no-inverse from `from` to `to`",
         )
     if taken[1] > taken[0]:
-        return forward.inverse, "the other way, as the checkpoint's names are those of its to side"
+        return forward.inverse, "applied in reverse: the names match its `to` side"
     return forward, "as asked"
 
 
@@ -173,11 +173,11 @@ def _found(catalog: Catalog, known: list[Record], options: MapOptions) -> tuple[
         candidates = [one for one in candidates if _is_for(one, types)]
     if len(candidates) == 1:
         by = "names and config.json" if types else "names"
-        return candidates[0], f"found from the checkpoint's {by}"
+        return candidates[0], f"detected from {by}"
     raise UsageError(
-        f"--map auto: {len(candidates)} maps would do:\n"
+        f"--map auto: {len(candidates)} maps match:\n"
         + listed([f"{one.name} ({one.source} to {one.target})" for one in candidates]),
-        hint=f"name one, such as --map {candidates[0].name}",
+        hint=f"choose one, for example --map {candidates[0].name}",
     )
 
 
@@ -196,9 +196,9 @@ def _require_for(types: Sequence[str], candidates: Sequence[KeyMap]) -> None:
         return
     first = candidates[0]
     raise UsageError(
-        f"--map auto: {first.name} takes all of the names, but it is for"
-        f" {', '.join(first.model_types)}, and config.json says {', '.join(types)}",
-        hint=f"--map {first.name} applies it all the same",
+        f"--map auto: {first.name} matches all names, but is for"
+        f" {', '.join(first.model_types)}, and the model_type in config.json is {', '.join(types)}",
+        hint=f"use --map {first.name} to apply it anyway",
     )
 
 
@@ -208,13 +208,13 @@ def _none_fits(catalog: Catalog) -> UsageError:
     nearest = max(ways, key=lambda way: _taken(catalog, way))
     if not _taken(catalog, nearest):
         return UsageError(
-            "--map auto: no built-in map takes any of the model's tensors",
-            hint="`ckptool maps` lists them; `ckptool maps NAME` prints one to start from",
+            "--map auto: no built-in map matches any model tensor",
+            hint="`ckptool maps` lists maps; `ckptool maps NAME` prints one to start from",
         )
     matcher = Matcher(nearest, Facts().of(catalog, nearest), "model")
     _, odd = framed(catalog, matcher.knows, matcher.knows)
     return UsageError(
-        f"--map auto: no built-in map takes all of the model's tensors; {nearest.name}"
-        f" ({nearest.source} to {nearest.target}) takes all but {len(odd):,}:\n" + listed(odd),
-        hint="--drop 'GLOB' leaves a tensor out",
+        f"--map auto: no built-in map matches all model tensors; {nearest.name}"
+        f" ({nearest.source} to {nearest.target}) matches all but {len(odd):,}:\n" + listed(odd),
+        hint="use --drop 'GLOB' to exclude tensors",
     )

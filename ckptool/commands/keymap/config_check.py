@@ -107,7 +107,7 @@ def _layers(config: Config, catalog: Catalog) -> Iterator[Difference]:
     predicting = {int(m[1]) for name in catalog.tensors if (m := _PREDICTING.fullmatch(name))}
     more = max(_numbers(config, _MORE_LAYERS).values(), default=len(predicting))
     if not any(len(numbers) in (n, n + more) for n in said.values()):
-        yield f"{_listed(said)}, but there are tensors of {len(numbers):,} layers", None
+        yield f"{_listed(said)}, but found tensors of {len(numbers):,} layers", None
 
 
 def _attention(config: Config, tensors: Mapping[str, TensorEntry]) -> Iterator[Difference]:
@@ -140,7 +140,7 @@ def _ties(config: Config, catalog: Catalog) -> Iterator[Difference]:
         return
     is_model = config.get("model_type") in _PLAIN and "model.embed_tokens.weight" in catalog.tensors
     if is_model and not any(map(_HEAD.fullmatch, catalog.tensors)):
-        yield "tie_word_embeddings false, but there is no lm_head.weight", None
+        yield "tie_word_embeddings false, but lm_head.weight not found", None
 
 
 def _types(config: Config, catalog: Catalog) -> Iterator[Difference]:

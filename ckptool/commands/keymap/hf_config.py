@@ -92,7 +92,7 @@ def _of_megatron(record: Record, catalog: Catalog) -> tuple[Config | None, str]:
     odd = [*_unfit(record), *_not_understood(record)]
     odd += [f"{name} is not recorded" for name in _MEGATRON if record.get(name) is None]
     if odd:
-        return None, "of Megatron's arguments " + ", ".join(odd[:4])
+        return None, "Megatron arguments: " + ", ".join(odd[:4])
     config = {theirs: record[name] for name, theirs in _MEGATRON.items()}
     groups = record.get("num_query_groups") or record["num_attention_heads"]
     config["num_key_value_heads"] = groups
@@ -116,7 +116,7 @@ def _not_understood(record: Record) -> list[str]:
     known |= HARMLESS
     has_experts = bool(record.get("num_experts"))
     return [
-        f"{name} is {value!r}, which is not understood"
+        f"{name} is {value!r}, which is not supported"
         for name, value in record.items()
         if name not in known and not _is_off(value) and (has_experts or not name.startswith("moe_"))
     ]

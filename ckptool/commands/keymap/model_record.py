@@ -53,13 +53,13 @@ def _of_file(path: Path) -> Record:
 def _parsed(path: str, nbytes: int, read: Callable[[], bytes]) -> Record:
     """A JSON object, with its ``text_config`` as part of it."""
     if nbytes > _LARGEST:
-        raise UsageError(f"{path}: more than {_LARGEST:,} bytes, which is no configuration")
+        raise UsageError(f"{path}: larger than {_LARGEST:,} bytes, not a configuration file")
     try:
         content = json.loads(read())
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
-        raise UsageError(f"{path}: no JSON object")
+        raise UsageError(f"{path}: not a JSON object")
     inner = content.get("text_config")
     return {**content, **inner} if isinstance(inner, dict) else content
 
@@ -100,8 +100,8 @@ def facts(key_map: KeyMap, found: Sequence[Record], given: Mapping[str, int]) ->
     if unknown:
         named = key_map.sizes or sorted(key_map.axes)
         raise UsageError(
-            f"--dim {min(unknown)}: the map {key_map.name} has no such dim",
-            hint="it has " + ", ".join(named) if named else None,
+            f"--dim {min(unknown)}: unknown dim of map {key_map.name}",
+            hint="known dims: " + ", ".join(named) if named else None,
         )
     sizes = {**given}
     for name in key_map.sizes:

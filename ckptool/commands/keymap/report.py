@@ -22,7 +22,7 @@ class MapReport:
     target: str
     reason: str
     moves: tuple[Move, ...]
-    left_out: tuple[str, ...]
+    excluded: tuple[str, ...]
     config: dict[str, Any] | None = None
     config_lacks: str = ""
 
@@ -30,7 +30,7 @@ class MapReport:
     def notes(self) -> tuple[str, ...]:
         """What a person should know of it."""
         said = f"map {self.name}, {self.source} to {self.target}: {self.reason}"
-        left = (f"left out, as the map says: {', '.join(self.left_out)}",) if self.left_out else ()
+        left = (f"excluded by the map: {', '.join(self.excluded)}",) if self.excluded else ()
         return (said, *left)
 
 

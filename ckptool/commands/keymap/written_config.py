@@ -45,11 +45,10 @@ def with_true_config(
     types = [str(config[key]) for key in _KEYS if config.get(key)]
     only_type = all(problem.tensor is None and "most elements" in problem for problem in problems)
     raise CannotDo(
-        "the config.json that goes with them does not describe the tensors:\n  "
-        + "\n  ".join(problems[:_MOST_SHOWN]),
-        hint=f"--dtype {types[0].removeprefix('torch.')} casts the weights to what it says"
+        "config.json does not match the tensors:\n  " + "\n  ".join(problems[:_MOST_SHOWN]),
+        hint=f"--dtype {types[0].removeprefix('torch.')} casts the weights to match"
         if only_type and types
-        else "--hf-assets FOLDER carries the config.json of this model along",
+        else "use --hf-assets FOLDER to copy the config.json of this model",
     )
 
 
@@ -63,7 +62,7 @@ def _with_type(catalog: Catalog, layout: Layout, config: Config) -> tuple[Layout
     text = json.dumps(made, indent=2, ensure_ascii=False) + "\n"
     file = FileLayout(CONFIG, (Literal(text.encode()),))
     files = tuple(file if one.path == CONFIG else one for one in layout.files)
-    note = f"{CONFIG} says {main}, as the tensors are written"
+    note = f"{CONFIG}: dtype set to {main}, as written"
     return replace(layout, files=files, notes=(*layout.notes, note)), made
 
 
@@ -92,13 +91,13 @@ def as_numbers(opened: Opened, catalog: Catalog, layout: Layout) -> Layout:
     left = kinds(catalog)
     if left:
         listed = ", ".join(f"{count} {kind}" for kind, count in left.items())
-        note = f"still quantised, as no numbers are made of it: {listed}"
+        note = f"still quantized (not supported by --dequantize): {listed}"
         return replace(layout, notes=(*layout.notes, note))
     kept = tuple(file for file in layout.files if file.path not in _FILES)
     files = tuple(_plain(opened, file) if file.path == CONFIG else file for file in kept)
     if files == kept:
         return replace(layout, files=files)
-    note = f"{CONFIG} no longer says that the weights are quantised"
+    note = f"{CONFIG}: quantization_config removed"
     return replace(layout, files=files, notes=(*layout.notes, note))
 
 

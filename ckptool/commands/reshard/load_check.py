@@ -64,7 +64,7 @@ def _found(check: Check, entry: TensorEntry, state: Any) -> Held:
     if tuple(local.shape) != shard.shape or list(state.placements) != check.placements(entry):
         raise check.differs(entry, f"{list(local.shape)} placed {state.placements}")
     if (mesh.shape, mesh.mesh_dim_names) != (check.mesh.shape, check.mesh.mesh_dim_names):
-        raise check.differs(entry, f"it on a mesh {mesh}")
+        raise check.differs(entry, f"device mesh {mesh}")
     return Held(state, local, shard.pieces)
 
 
@@ -144,17 +144,17 @@ def require_loadable(prepared: PreparedReshard, ranks: Ranks) -> None:
     target, size = prepared.report.target_format, prepared.report.mesh.size
     if target not in _LOADERS:
         raise CannotDo(
-            f"--check: torch has no loader of its own for {target}",
-            hint="it checks " + ", ".join(_LOADERS),
+            f"--check: torch cannot load {target}",
+            hint="supported: " + ", ".join(_LOADERS),
         )
     if not isinstance(prepared.report.target, Path):
         raise CannotDo(
-            "--check loads through torch from a disk, and the target is a URL",
-            hint="ckptool verify SRC --against DST compares them",
+            "--check needs a target on local disk, not a URL",
+            hint="compare with `ckptool verify SRC --against DST`",
         )
     if ranks.size != size:
         raise CannotDo(
-            f"--check: the mesh has {size} ranks, this is a run of {ranks.size}",
+            f"--check: the mesh has {size} ranks, but {ranks.size} are running",
             hint=f"torchrun --nproc-per-node {size} -m ckptool reshard ...",
         )
 

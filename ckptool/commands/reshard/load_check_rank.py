@@ -83,8 +83,8 @@ class Check:
         missing = [file.path for file in self._files if not (self.target / file.path).exists()]
         if missing:
             raise CannotDo(
-                f"--check: {self.target} has no {missing[0]} here: no rank sees all of the output",
-                hint="bring the nodes' files together, or check a --to rank-local",
+                f"--check: {self.target}: {missing[0]} not found on rank {self.rank}",
+                hint="gather the files of all nodes first, or use --to rank-local",
             )
 
     def shard(self, entry: TensorEntry) -> LocalShard:
@@ -108,12 +108,12 @@ class Check:
                 at = _first_difference(wanted, found)
                 if at is not None:
                     place = [low + step for low, step in zip(box.lo, at, strict=True)]
-                    raise self.differs(entry, f"other values than the source, first at {place}")
+                    raise self.differs(entry, f"values different from the source, first at {place}")
 
     def differs(self, entry: TensorEntry, how: str) -> TransferError:
         return TransferError(
             f"{self.target}: {entry.name}: rank {self.rank} loads {how}",
-            hint="do not train from it; write it again",
+            hint="do not use this checkpoint; run the reshard again",
         )
 
 
@@ -158,7 +158,7 @@ def _torch_placement(placement: Placement, rank: int) -> Any:
         return theirs._StridedShard(placement.dim % rank, split_factor=placement.split_factor)
     if isinstance(placement, Replicate):
         return theirs.Replicate()
-    raise CannotDo(f"{placement}: partial values cannot be loaded")
+    raise CannotDo(f"{placement}: partial values cannot be loaded (sum of ranks)")
 
 
 def last_line(error: BaseException) -> str:

@@ -44,12 +44,12 @@ def read_plan(path: Path, mesh: Mesh | None = None) -> tuple[Mesh | None, list[R
 def _require_keys(table: Mapping[str, Any], known: Sequence[str], where: str) -> None:
     unknown = [key for key in table if key not in known]
     if unknown:
-        raise UsageError(f"{where}: {unknown[0]!r} is none of {', '.join(known)}")
+        raise UsageError(f"{where}: {unknown[0]!r} is not one of {', '.join(known)}")
 
 
 def _planned_mesh(said: Any, where: str) -> Mesh | None:
     if said is not None and not isinstance(said, str):
-        raise UsageError(f'{where}: mesh = {said!r} is no text such as "2x4" or "dp=2,tp=4"')
+        raise UsageError(f'{where}: mesh = {said!r} must be text such as "2x4" or "dp=2,tp=4"')
     return None if said is None else parse_mesh(said)
 
 
@@ -58,7 +58,7 @@ def _planned_names(said: Any, where: str) -> list[str] | None:
         return None
     is_list = isinstance(said, list) and all(isinstance(name, str) and name for name in said)
     if not is_list or len(set(said)) != len(said):
-        raise UsageError(f'{where}: names = {said!r} is no list of names such as ["dp", "tp"]')
+        raise UsageError(f'{where}: names = {said!r} must be a list such as ["dp", "tp"]')
     return list(said)
 
 
@@ -69,7 +69,7 @@ def _planned_rule(rule: Any, where: str) -> Rule:
     said = rule["placements"]
     words = split_placements(said) if isinstance(said, str) else said
     if not isinstance(words, list):
-        raise UsageError(f"{where}: placements = {said!r} is no list of placements")
+        raise UsageError(f"{where}: placements = {said!r} must be a list of placements")
     return rule_of(str(rule["tensor"]), [str(word) for word in words])
 
 
@@ -83,7 +83,7 @@ def read_tp_plan(path: Path) -> list[Rule]:
     if isinstance(content, Mapping):
         plan = content.get("base_model_tp_plan") or content.get("tp_plan")
     if not isinstance(plan, Mapping) or not all(isinstance(word, str) for word in plan.values()):
-        raise UsageError(f"--tp-plan {path}: no base_model_tp_plan or tp_plan in it")
+        raise UsageError(f"--tp-plan {path}: base_model_tp_plan or tp_plan not found")
     return [
         rule for module, style in plan.items() for rule in _module_rules(str(module), str(style))
     ]

@@ -139,7 +139,7 @@ def prepare_reshard(
     require_readable(catalog, opened.source, str(opened.path))
     require_agreement(catalog)
     if not catalog.tensors:
-        raise CannotDo(f"{opened.path}: no tensor to reshard")
+        raise CannotDo(f"{opened.path}: no tensors to reshard")
     catalog, map_report = mapped(opened, opened.located(catalog), options.map)
     writer = _writer(options.to, opened)
     placer = replace(placer, rules=(*placer.rules, *writer.rules()))
@@ -192,10 +192,12 @@ def _placer(options: ReshardOptions) -> Placer:
     if options.tp_plan is not None:
         rules += read_tp_plan(options.tp_plan)
     if mesh is None:
-        raise UsageError("no mesh", hint="--mesh 2x4, --mesh dp=2,tp=4, or a --plan that names one")
+        raise UsageError(
+            "no mesh given", hint="give --mesh 2x4, --mesh dp=2,tp=4, or --plan FILE with a mesh"
+        )
     if options.policy is not None and options.policy not in POLICIES:
         raise UsageError(
-            f"--policy {options.policy!r}: no such policy", hint="one of " + ", ".join(POLICIES)
+            f"--policy {options.policy!r}: unknown policy", hint="one of " + ", ".join(POLICIES)
         )
     return Placer(mesh, tuple(rules), options.policy)
 
@@ -213,7 +215,7 @@ def _writer(to: str | None, opened: Opened) -> Format:
     if to is not None:
         if to not in FORMATS or FORMATS[to].reshard is None:
             known = ", ".join(targets(mesh=True))
-            raise UsageError(f"--to {to!r}: no such target", hint=f"one of {known}")
+            raise UsageError(f"--to {to!r}: unknown format", hint=f"one of {known}")
         return FORMATS[to]
     if opened.catalog.info.get("writer") == "torch_checkpointing":
         return FORMATS["torch-checkpointing"]
@@ -265,7 +267,9 @@ _RANK_STATE = re.compile(r"(?P<name>.*)@rank(?P<rank>\d+)")
 def require_rank_state(what: str) -> None:
     """UsageError where ``what`` is neither a word for all of it nor a rank."""
     if what not in _WORDS and not what.isdecimal():
-        raise UsageError(f"--rank-state {what!r}", hint="stop, keep, drop, or a rank of the source")
+        raise UsageError(
+            f"invalid --rank-state {what!r}", hint="stop, keep, drop, or a rank of the source"
+        )
 
 
 def settled(catalog: Catalog, what: str) -> Catalog:
@@ -283,8 +287,8 @@ def settled(catalog: Catalog, what: str) -> Catalog:
         kinds = Counter(_RANK_STATE.sub(r"\g<name>", name) for name in names)
         listed = ", ".join(list(kinds)[:8]) + (" ..." if len(kinds) > 8 else "")
         raise CannotDo(
-            f"{len(kinds)} values differ between the source's ranks: {listed}",
-            hint="--rank-state drop leaves them out, keep keeps each as NAME@rankR, 0 takes rank"
+            f"{len(kinds)} values differ between ranks of the source: {listed}",
+            hint="--rank-state drop excludes them, keep keeps each as NAME@rankR, 0 uses rank"
             " 0's for all",
         )
     return _taken_from(catalog, names, what)
@@ -296,7 +300,7 @@ def names_left_out(before: Catalog, after: Catalog) -> list[str]:
     gone = [name for name in _names(before) if name not in kept]
     gone = [name for name in gone if _RANK_STATE.sub(r"\g<name>", name) not in kept]
     listed = ", ".join(gone[:8]) + (f", and {len(gone) - 8} more" if len(gone) > 8 else "")
-    return [f"left out, as it belongs to one rank: {listed}"] if gone else []
+    return [f"excluded rank-specific state (--rank-state): {listed}"] if gone else []
 
 
 def _names(catalog: Catalog) -> tuple[str, ...]:
@@ -307,7 +311,7 @@ def _names(catalog: Catalog) -> tuple[str, ...]:
 def _taken_from(catalog: Catalog, names: list[str], rank: str) -> Catalog:
     mine = {name for name in names if name.endswith(f"@rank{rank}")}
     if not mine:
-        raise UsageError(f"--rank-state {rank!r}: stop, keep, drop or a rank of the source")
+        raise UsageError(f"--rank-state {rank!r}: use stop, keep, drop or a rank of the source")
     others = [name for name in _names(catalog) if _RANK_STATE.fullmatch(name)]
     kept = drop_names(catalog, [n for n in others if not n.endswith(f"@rank{rank}")])
     return without_rank(kept, mine)

@@ -30,11 +30,11 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """A checkpoint under a map; ``left_out`` are the names that the map says to leave out."""
+    """A checkpoint under a map; ``excluded`` are the names that the map says to leave out."""
 
     catalog: Catalog
     moves: tuple[Move, ...]
-    left_out: tuple[str, ...]
+    excluded: tuple[str, ...]
 
 
 def apply_map(catalog: Catalog, key_map: KeyMap, facts: Facts) -> Mapped:
@@ -46,7 +46,7 @@ def apply_map(catalog: Catalog, key_map: KeyMap, facts: Facts) -> Mapped:
     """
     unfit = [name for name in key_map.unless if name in facts.true]
     if unfit:
-        raise CannotDo(f"the map {key_map.name} is not for models with {', '.join(unfit)}")
+        raise CannotDo(f"map {key_map.name} does not support models with {', '.join(unfit)}")
     return _Application(catalog, key_map, facts.of(catalog, key_map)).run()
 
 
@@ -64,7 +64,7 @@ class _Application:
         self._sizes: dict[object, tuple[int, str]] = {}
         self._moves: list[Move] = []
         self._values: list[ObjectEntry] = []
-        self._left_out: list[str] = []
+        self._excluded: list[str] = []
         self._refused: list[str] = []
         self._unknown: dict[str, UnknownSizes] = {}
 
@@ -92,10 +92,10 @@ class _Application:
     def _require_taken(self, odd: Sequence[str]) -> None:
         if odd:
             raise UsageError(
-                f"no rule of the map {self._map.name} ({self._map.source} to {self._map.target})"
-                f" takes {len(odd):,} of the tensors:\n" + listed(odd),
-                hint="--drop 'GLOB' leaves a tensor out; `ckptool maps NAME` prints a map, to be"
-                " changed and given as --map FILE",
+                f"map {self._map.name} ({self._map.source} to {self._map.target}) has no rule for"
+                f" {len(odd):,} of the tensors:\n" + listed(odd),
+                hint="use --drop 'GLOB' to exclude tensors, or edit the map of `ckptool maps NAME`"
+                " and pass it as --map FILE",
             )
 
     def _groups(
@@ -110,7 +110,7 @@ class _Application:
             if claim is not None:
                 found[claim.group].append(claim)
             elif matcher.drops(inner):
-                self._left_out.append(name)
+                self._excluded.append(name)
             else:
                 self._refused.append(name)
         yield from found.values()
@@ -177,14 +177,13 @@ class _Application:
             if size != sizes[name]:
                 raise CannotDo(
                     f"{name} is {sizes[name]:,} in {first.entry.name} {list(first.entry.shape)},"
-                    f" but {size:,} in {seen}: a tensor is missing, or the dims of the model are"
-                    " not what was said"
+                    f" but {size:,} in {seen}: a tensor is missing, or the given dims are wrong"
                 )
 
     def _scalars(self, claims: list[Claim], held: list[Held]) -> list[Made]:
         names = self._names.get(claims[0].group)
         if names is None:
-            raise CannotDo("it belongs to no parameter that is there")
+            raise CannotDo("its parameter was not found")
         return one_value(names, [one.entry for one in held])
 
     # Values
@@ -240,9 +239,9 @@ class _Application:
         refused = [*self._refused, *left]
         if refused:
             raise CannotDo(
-                f"{len(refused):,} parts of the optimizer's state cannot follow the parameters:\n"
+                f"{len(refused):,} parts of the optimizer state cannot follow the parameters:\n"
                 + listed(refused),
-                hint="--model-only leaves the optimizer out, --drop 'GLOB' what is named",
+                hint="use --model-only to exclude the optimizer, or --drop 'GLOB' for tensors",
             )
 
     def _result(self, handled: set[str]) -> Mapped:
@@ -253,15 +252,15 @@ class _Application:
         twice = {name: sources for name, sources in made.items() if len(sources) > 1}
         if twice:
             raise UsageError(
-                f"the map {self._map.name} makes {len(twice):,} names twice:\n"
-                + listed([f"{name}, of {' and of '.join(of)}" for name, of in twice.items()])
+                f"map {self._map.name} gives {len(twice):,} duplicate names:\n"
+                + listed([f"{name}, from {' and from '.join(of)}" for name, of in twice.items()])
             )
         tensors = {move.target: move.entry for move in moves}
         rest = {n: e for n, e in self._catalog.tensors.items() if n not in handled}
         objects = {n: e for n, e in self._catalog.objects.items() if n not in handled}
         objects |= {value.name: value for value in self._values}
         catalog = replace(self._catalog, tensors=tensors | rest, objects=objects)
-        return Mapped(catalog, tuple(moves), tuple(self._left_out))
+        return Mapped(catalog, tuple(moves), tuple(self._excluded))
 
 
 def _is_list_of_names(entry: ObjectEntry) -> bool:

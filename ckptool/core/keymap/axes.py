@@ -35,7 +35,7 @@ def parse_axes(text: str) -> Axes:
     names = [name for dim in dims for axis in dim for name in axis]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
-        raise UsageError(f"[{text}] names the axis {min(twice)} twice")
+        raise UsageError(f"[{text}] repeats axis {min(twice)}")
     return tuple(dims)
 
 
@@ -44,7 +44,7 @@ def _words(text: str) -> list[str]:
     while at < len(text.rstrip()):
         match = _WORD.match(text, at)
         if match is None:
-            raise UsageError(f"[{text}]: {text[at:].strip()!r} is no name of an axis")
+            raise UsageError(f"[{text}]: invalid axis name {text[at:].strip()!r}")
         words.append(match[1])
         at = match.end()
     return words
@@ -71,19 +71,19 @@ def _group(words: list[str], text: str) -> list[str]:
             inner = words[1:at]
             del words[: at + 1]
             return inner
-    raise UsageError(f"[{text}]: a parenthesis is not closed")
+    raise UsageError(f"[{text}]: unclosed parenthesis")
 
 
 def _named(words: list[str], text: str) -> Axis:
     if not NAME.fullmatch(words[0]):
-        raise UsageError(f"[{text}]: {words[0]!r} is no name of an axis")
+        raise UsageError(f"[{text}]: invalid axis name {words[0]!r}")
     return (words.pop(0),)
 
 
 def _sum(words: list[str], text: str) -> Axis:
     names, signs = words[::2], words[1::2]
     if len(names) != len(signs) + 1 or set(signs) - {"+"} or set(names) & {"(", ")", "+"}:
-        raise UsageError(f"[{text}]: {' '.join(words)!r} is no sum of axes, such as (q + k + v)")
+        raise UsageError(f"[{text}]: invalid sum of axes {' '.join(words)!r}, expected (q + k + v)")
     return tuple(names)
 
 

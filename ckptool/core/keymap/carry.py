@@ -42,7 +42,7 @@ def carry(rule: Rule, group: Sequence[Held], sizes: Sizes, *, exact: bool = Fals
         return [Made(name, group[0].entry, "rename")]
     _require_all(rule, group, common, sizes)
     if exact and rule.padding is not None and sizes[rule.padding]:
-        raise CannotDo(f"{padding(rule, sizes)} is no permutation of its elements")
+        raise CannotDo(f"{padding(rule, sizes)} is not a permutation of its elements")
     array = _assembled(rule, group, sizes)
     return [
         Made(pattern.name(common | binding, sizes), _shaped(rule, pattern, part, sizes), what)
@@ -71,7 +71,7 @@ def _tied(rule: Rule, group: Sequence[Held], common: Binding, known: Sizes) -> l
     for other in others:
         if (first.shape, first.dtype) != (other.shape, other.dtype):
             raise CannotDo(
-                f"{first.name} {list(first.shape)} and {other.name} {list(other.shape)} are tied,"
+                f"{first.name} {list(first.shape)} and {other.name} {list(other.shape)} are tied"
                 " but differ in shape or type"
             )
     entry = first
@@ -132,8 +132,7 @@ def _require_all(rule: Rule, group: Sequence[Held], common: Binding, sizes: Size
     named = ", ".join(itertools.islice(missing, _MOST_NAMED))
     more = f", and {lacks - _MOST_NAMED:,} more" if lacks > _MOST_NAMED else ""
     raise CannotDo(
-        f"{group[0].entry.name} is there, but not {named}{more}, with which"
-        f" it becomes {rule.targets[0].text}"
+        f"{group[0].entry.name}: {named}{more} not found, required to make {rule.targets[0].text}"
     )
 
 

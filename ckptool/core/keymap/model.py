@@ -240,7 +240,7 @@ class UnknownSizes(UsageError):
     """Sizes of axes that neither the shapes nor what is known of the model tell."""
 
     def __init__(self, names: Sequence[str], pattern: str) -> None:
-        super().__init__(f"{pattern}: the size of {', '.join(names)} is not known")
+        super().__init__(f"{pattern}: unknown size of {', '.join(names)}")
         self.names = tuple(names)
         self.pattern = pattern
 
@@ -297,7 +297,8 @@ def _misfit(held: Held, sizes: Sizes) -> CannotDo:
     named = [f"{n} {sizes[n]:,}" for axis in axes_of(axes) for n in axis if n in sizes]
     known = f" with {', '.join(named)}" if named else ""
     return CannotDo(
-        f"{held.entry.name}: its shape {list(held.entry.shape)} is not [{show_axes(axes)}]{known}"
+        f"{held.entry.name}: shape {list(held.entry.shape)} does not match"
+        f" [{show_axes(axes)}]{known}"
     )
 
 

@@ -35,7 +35,7 @@ def parse_map(content: Mapping[str, Any], where: str) -> KeyMap:
         except CkptoolError as error:
             raise UsageError(f"{where}: rule {number}: {error.message}") from None
     if not rules:
-        raise UsageError(f"{where}: no [[rule]] in it")
+        raise UsageError(f"{where}: no [[rule]] found")
     sides = [_sides(content, key, where) for key in ("drop", "marks")]
     return KeyMap(
         name=str(content.get("name", where)),
@@ -56,13 +56,13 @@ def parse_map(content: Mapping[str, Any], where: str) -> KeyMap:
 def _require_keys(table: Mapping[str, Any], known: set[str], where: str) -> None:
     unknown = sorted(table.keys() - known)
     if unknown:
-        raise UsageError(f"{where}: {unknown[0]!r} is none of {', '.join(sorted(known))}")
+        raise UsageError(f"{where}: {unknown[0]!r} is not one of {', '.join(sorted(known))}")
 
 
 def _table(content: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
     table = content.get(key, {})
     if not isinstance(table, Mapping):
-        raise UsageError(f"{where}: [{key}] is no table")
+        raise UsageError(f"{where}: [{key}] is not a table")
     return table
 
 
@@ -81,14 +81,14 @@ def _patterns(value: Any) -> tuple[Pattern, ...]:
 def _lookups(name: str, value: Any, where: str) -> tuple[str | int, ...]:
     items = value if isinstance(value, list) else [value]
     if not NAME.fullmatch(name) or not all(isinstance(i, str | int) for i in items):
-        raise UsageError(f"{where}: [dims] {name} = {value!r} is no list of keys or number")
+        raise UsageError(f"{where}: [dims] {name} = {value!r} must be a list of keys or a number")
     return tuple(items)
 
 
 def _texts(value: Any) -> list[str]:
     texts = value if isinstance(value, list) else [value]
     if not all(isinstance(text, str) for text in texts):
-        raise UsageError(f"{value!r} is no name, and no list of names")
+        raise UsageError(f"{value!r} is not a name or a list of names")
     return texts
 
 
@@ -99,13 +99,13 @@ def _variants(table: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     for each index.
     """
     if not isinstance(table, Mapping):
-        raise UsageError("is no table")
+        raise UsageError("is not a table")
     text = table.get("from")
     found = _STACKED.search(text) if isinstance(text, str) else None
     if found is None or not isinstance(text, str):
         return [table]
     if "[" not in text:
-        raise UsageError(f"{text!r}: what is stacked has its axes in brackets")
+        raise UsageError(f"{text!r}: a stacked name needs axes in brackets")
     stacked = text.replace(found[0], "").replace("[", f"[{found[2]} ")
     return [
         {"unless": "apart", **table, "from": stacked},
@@ -117,7 +117,7 @@ def _rule(table: Mapping[str, Any]) -> Rule:
     _require_keys(table, _RULE_KEYS, "a key")
     sources, targets = (_patterns(table.get(side, [])) for side in ("from", "to"))
     if not sources or not targets:
-        raise UsageError("needs both from and to")
+        raise UsageError("requires both `from` and `to`")
     beside, back = _beside(table, sources, targets)
     rule = Rule(
         sources,
@@ -144,7 +144,7 @@ def _beside(
     for key, patterns in zip(("from", "to"), sides, strict=True):
         name = parse_pattern(str(names[key])) if key in names else None
         if name and any(set(name.spelled) - set(pattern.spelled) for pattern in patterns):
-            raise UsageError(f"beside: {name.text!r} has a number that {key} has not")
+            raise UsageError(f"beside: {name.text!r} has a number missing in `{key}`")
         found.append(name)
     return found[0], found[1]
 
@@ -153,7 +153,7 @@ def parse_pattern(text: str) -> Pattern:
     """The pattern ``NAME`` or ``NAME [AXES]``, with ``?`` after an optional name; or UsageError."""
     match = _NAMED.fullmatch(_tight(text.strip()))
     if match is None:
-        raise UsageError(f"{text!r} is no NAME or NAME [AXES]")
+        raise UsageError(f"{text!r} is not NAME or NAME [AXES]")
     slots: list[Slot | int] = []
     key, at, name = "", 0, match["name"]
     for slot in _SLOT.finditer(name):
@@ -162,7 +162,7 @@ def parse_pattern(text: str) -> Pattern:
         at = slot.end()
     key += _literal(name[at:], slots)
     if "{" in key or "}" in key or "##" in key:
-        raise UsageError(f"{text!r}: a number in a name is written {{axis}} or {{axis + size}}")
+        raise UsageError(f"{text!r}: write a number in a name as {{axis}} or {{axis + size}}")
     axes = parse_axes(match["axes"]) if match["axes"] is not None else None
     pattern = Pattern(text, key, tuple(slots), axes, bool(match["optional"]))
     _require_once(pattern)
@@ -190,15 +190,15 @@ def require_sound(rule: Rule) -> None:
     """UsageError where a rule does not say, both ways, which elements are which."""
     patterns = (*rule.sources, *rule.targets)
     if rule.only not in (None, "model", "optimizer"):
-        raise UsageError(f"only = {rule.only!r} is neither model nor optimizer")
+        raise UsageError(f"only = {rule.only!r} must be model or optimizer")
     if len({pattern.axes is None for pattern in patterns}) > 1:
-        raise UsageError("either all names have their axes in brackets, or none")
+        raise UsageError("give axes in brackets for all names or for none")
     if rule.tie:
         _require_tie(rule)
     elif any(pattern.optional for pattern in patterns):
-        raise UsageError("only a tie has an optional name")
+        raise UsageError("optional names are allowed in ties only")
     elif len(rule.sources) > 1 and len(rule.targets) > 1:
-        raise UsageError("either from or to is a single name; split it into two rules")
+        raise UsageError("`from` or `to` must be a single name; split it into two rules")
     else:
         _require_same_axes(rule)
 
@@ -206,9 +206,9 @@ def require_sound(rule: Rule) -> None:
 def _require_tie(rule: Rule) -> None:
     made = [pattern for pattern in (*rule.sources, *rule.targets) if not pattern.optional]
     if not rule.renames or len({pattern.spelled for pattern in made}) > 1:
-        raise UsageError("the names of a tie have the same numbers, and no axes")
+        raise UsageError("names of a tie must have the same numbers and no axes")
     if all(p.optional for p in rule.sources) or all(p.optional for p in rule.targets):
-        raise UsageError("a tie needs a name on either side that is not optional")
+        raise UsageError("a tie needs a non-optional name on each side")
 
 
 def _require_same_axes(rule: Rule) -> None:
@@ -218,17 +218,17 @@ def _require_same_axes(rule: Rule) -> None:
     held = [c for part in parts for c in itertools.product(*_choice(part, whole, sums))]
     twice = [combination for combination in held if held.count(combination) > 1]
     if twice:
-        raise UsageError(f"two names hold {' '.join(twice[0])} of {whole.text!r}")
+        raise UsageError(f"two names contain {' '.join(twice[0])} of {whole.text!r}")
     missing = {c for c in set(itertools.product(*sums)) - set(held) if rule.padding not in c}
     if missing:
-        raise UsageError(f"nothing holds {' '.join(min(missing))} of {whole.text!r}")
+        raise UsageError(f"no name contains {' '.join(min(missing))} of {whole.text!r}")
     if rule.padding is not None:
         _require_padding(rule.padding, sums, set(held))
 
 
 def _require_padding(padding: str, sums: list[Axis], held: set[Axis]) -> None:
     if len(sums) != 1 or sums[0][-1] != padding or any(padding in c for c in held):
-        raise UsageError(f"padding = {padding!r} is not the last of a sum that no part holds")
+        raise UsageError(f"padding = {padding!r} must be the last of a sum and in no part")
 
 
 def _choice(part: Pattern, whole: Pattern, sums: list[Axis]) -> list[Axis]:
@@ -238,13 +238,13 @@ def _choice(part: Pattern, whole: Pattern, sums: list[Axis]) -> list[Axis]:
     for axis in sums:
         held = [one for one in mine if set(one) <= set(axis)]
         if len(held) != 1 or not _consecutive(held[0], axis):
-            raise UsageError(f"{part.text!r} must hold just one of {' + '.join(axis)}")
+            raise UsageError(f"{part.text!r} must contain exactly one of {' + '.join(axis)}")
         mine.remove(held[0])
         choices.append(held[0])
     theirs = {*((a,) for a in whole.spelled), *axes_of(whole.axes or ())} - set(sums)
     odd = sorted(itertools.chain(*(mine ^ theirs)))
     if odd:
-        raise UsageError(f"the axis {odd[0]} is not both in {part.text!r} and in {whole.text!r}")
+        raise UsageError(f"axis {odd[0]} must be in both {part.text!r} and {whole.text!r}")
     return choices
 
 

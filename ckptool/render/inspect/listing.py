@@ -38,7 +38,7 @@ def matching(catalog: Catalog, globs: Sequence[str]) -> list[str]:
     """The names of tensors that match; UsageError where a glob matches none."""
     for glob in globs:
         if not any(matches(name, [glob]) for name in catalog.tensors):
-            raise no_such_tensor(f"--tensors {glob!r} matches no tensor", glob, catalog)
+            raise no_such_tensor(f"--tensors {glob!r} matches no tensors", glob, catalog)
     return [name for name in catalog.tensors if matches(name, globs)]
 
 
@@ -65,7 +65,7 @@ def _tensor(entry: TensorEntry) -> list[Text]:
 def no_such_tensor(message: str, asked: str, catalog: Catalog) -> UsageError:
     """An error that offers the names most like the one that was asked for."""
     if asked in catalog.objects:
-        return UsageError(f"{message}: it is no tensor", hint="--values shows it")
+        return UsageError(f"{message}: not a tensor", hint="use --values to show it")
     close = closest(asked, catalog.tensors)
     if not close:
         return UsageError(message, hint="--tensors '*' lists all names")
@@ -84,7 +84,7 @@ def closest(asked: str, names: Collection[str]) -> list[str]:
 def value_lines(catalog: Catalog, screen: Console) -> list[Text]:
     """Every non-tensor value with its type, in natural order."""
     if not catalog.objects:
-        return [Text("  no values besides tensors", style="dim")]
+        return [Text("  no non-tensor values", style="dim")]
     rows = [
         [
             Text(visible(name)),
@@ -93,7 +93,7 @@ def value_lines(catalog: Catalog, screen: Console) -> list[Text]:
         ]
         for name in sorted(catalog.objects, key=natural)
     ]
-    title = Text(f"  {plural(len(rows), 'value')} besides tensors", style="bold")
+    title = Text(f"  {plural(len(rows), 'non-tensor value')}", style="bold")
     return [title, *columns(screen, rows, "lll", cuts=2)]
 
 

@@ -32,7 +32,7 @@ def map_lines(catalog: Catalog, name: str, screen: Console) -> list[Text]:
     if entry.elements:
         lines += [*_Picture(entry, screen).lines(), Text()]
     else:
-        lines += [Text("  it has no elements", style="dim"), Text()]
+        lines += [Text("  empty tensor", style="dim"), Text()]
     return lines + legend_lines(entry, screen)
 
 
@@ -119,7 +119,7 @@ class _Picture:
         told = [axis.remark for axis in (self._down, self._across) if axis.remark]
         drawn = [axis.dim for axis in (self._down, self._across) if axis.dim is not None]
         if len(drawn) < self._rank:
-            told.append(f"dims {drawn[0]} and {drawn[1]} of {self._rank}, the others at index 0")
+            told.append(f"dims {drawn[0]} and {drawn[1]} of {self._rank}, other dims at index 0")
         return [Text(" " * _MARGIN + remark, style="dim") for remark in told]
 
 

@@ -138,7 +138,7 @@ def _tensors(catalog: Catalog, screen: Console) -> list[Text]:
     for above, below, text in zip(lines, lines[1:], drawn[1:], strict=False):
         found += [text] if above.part == below.part else [Text(), text]
     if len(lines) > most:
-        more = f"  ... and {len(lines) - most:,} more lines; --tensors '*' lists every tensor"
+        more = f"  ... and {len(lines) - most:,} more lines; use --tensors '*' to list all tensors"
         found.append(Text(more, style="dim"))
     return found
 
@@ -178,9 +178,9 @@ def _values(catalog: Catalog, screen: Console) -> list[Text]:
     parts = [part_of(entry) for entry in entries]
     counted = ", ".join(f"{parts.count(part):,} {part}" for part in dict.fromkeys(parts))
     title = Text.assemble(
-        (f"  {plural(len(parts), 'value')} besides tensors", "bold"),
+        (f"  {plural(len(parts), 'non-tensor value')}", "bold"),
         f" ({counted})",
-        ("; --values lists them", "dim"),
+        ("; use --values to list them", "dim"),
     )
     rows = [
         [Text(f"  {visible(name)}"), Text(shown, style="cyan")] for name, shown in telling(entries)

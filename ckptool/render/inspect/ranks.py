@@ -20,12 +20,17 @@ def rank_lines(catalog: Catalog, screen: Console) -> list[Text]:
     """A row for each rank, ranks with the same load in one, and max / mean below."""
     loads, unknown = loads_of(catalog)
     if not loads:
-        return [Text("  the files do not say which rank wrote what", style="dim")]
+        return [Text("  the files do not record which rank wrote them", style="dim")]
     heaviest = max(nbytes for _, nbytes in loads.values())
     alike: dict[tuple[int, int], list[int]] = {}
     for rank in sorted(loads):
         alike.setdefault(loads[rank], []).append(rank)
-    rows = [[Text(heading, style="dim") for heading in ("rank", "chunks each", "bytes each", "")]]
+    rows = [
+        [
+            Text(heading, style="dim")
+            for heading in ("rank", "chunks per rank", "bytes per rank", "")
+        ]
+    ]
     for (chunks, nbytes), members in alike.items():
         drawn = bar(nbytes / max(heaviest, 1), _BAR, ascii_only=screen.options.ascii_only)
         rows.append(
@@ -72,5 +77,5 @@ def _summary(loads: Loads, unknown: int) -> list[Text]:
         style = "green" if ratio < 1.1 else "yellow" if ratio < 1.5 else "red"
         lines[0].append(", imbalance (max / mean) ").append(f"{ratio:.2f}", style=style)
     if unknown:
-        lines.append(Text(f"  {size(unknown)} of no known rank", style="dim"))
+        lines.append(Text(f"  {size(unknown)} of unknown rank", style="dim"))
     return lines

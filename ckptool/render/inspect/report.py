@@ -73,7 +73,7 @@ def _views(
 
 def show_traffic(report: InspectReport) -> None:
     """What was asked of a store, and what came; on stderr."""
-    said = "nothing was asked of a store: the checkpoint lies on a disk"
+    said = "no store requests: the checkpoint is on a local disk"
     if report.traffic is not None:
         read = size(report.traffic.received)
         said = f"{plural(report.traffic.requests, 'request')}, {read} read"
@@ -173,7 +173,7 @@ _HTML = b'<!DOCTYPE html>\n<html>\n<head>\n<meta charset="UTF-8">\n<style>\n'
 def require_exportable(path: Path) -> None:
     """UsageError where the suffix of ``path`` is neither of SVG nor of HTML."""
     if path.suffix not in (".svg", ".html"):
-        raise UsageError(f"--export {path}: the file must end in .svg or .html")
+        raise UsageError(f"--export {path}: file name must end in .svg or .html")
 
 
 def exported(screen: Console, path: Path) -> bytes:

@@ -24,7 +24,7 @@ def stats_lines(stats: Sequence[TensorStats], console: Console) -> list[Text]:
     rows += [_row(item) for item in stats]
     lines = columns(console, rows, "lllrrrrrrr", cuts=0)
     if any(item.entry.dtype.kind == "complex" for item in stats):
-        lines.append(Text("  of complex numbers: the magnitudes", style="dim"))
+        lines.append(Text("  complex numbers: statistics of their magnitudes", style="dim"))
     return lines
 
 

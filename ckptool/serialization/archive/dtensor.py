@@ -131,7 +131,7 @@ def _dtensor(
     local = plain_tensor(fields.get("_local_tensor"))
     spec = call_fields(fields.get("_spec"), "DTensorSpec")
     if local is None:
-        raise Damaged(f"{file.what}: a DTensor whose local tensor is no plain tensor")
+        raise Damaged(f"{file.what}: a DTensor whose local tensor is not a plain tensor")
     mesh, rank = mesh_of(spec.get("mesh"), file, source)
     placements = tuple(map(placement, spec.get("placements") or ()))
     if len(placements) != len(mesh.shape):
@@ -167,7 +167,7 @@ def placement(value: Any) -> Placement:
 
 def _dim(value: Any) -> int:
     if type(value) is not int or abs(value) > 64:
-        raise Damaged(f"{shown(value)} where a tensor dim is expected")
+        raise Damaged(f"expected a tensor dim, got {shown(value)}")
     return value
 
 
@@ -186,7 +186,7 @@ def _sharded_tensor(arguments: tuple[Any, ...], state: Any) -> ShardedShare:
         fields = call_fields(shard, "Shard")
         tensor = plain_tensor(fields.get("tensor"))
         if tensor is None:
-            raise Damaged("a ShardedTensor shard that is no plain tensor")
+            raise Damaged("a ShardedTensor shard that is not a plain tensor")
         local.append((_shard_box(fields.get("metadata"))[0], tensor))
     metadata = call_fields(state[1], "ShardedTensorMetadata")
     group = call_fields(state[2], "ProcessGroupState")
@@ -260,10 +260,10 @@ def _mesh_of_layout(
     base = 0
     if len(offsets) < len(ranks):
         if not isinstance(rank, int) or at is None or len(at) != len(axes) or rank not in ranks:
-            raise Damaged(f"{file.what}: a sub-mesh that does not say which rank pickled it")
+            raise Damaged(f"{file.what}: a sub-mesh that does not record which rank pickled it")
         base = ranks.index(rank) - sum(axis[i] for axis, i in zip(axes, at, strict=True))
     if base < 0 or base + max(offsets) >= len(ranks):
-        raise Damaged(f"{file.what}: a mesh layout that leaves its {len(ranks)} ranks")
+        raise Damaged(f"{file.what}: a mesh layout outside its {len(ranks)} ranks")
     members = tuple(int(ranks[base + offset]) for offset in offsets)
     return Mesh(shape, names, members), rank if isinstance(rank, int) else None
 
@@ -331,12 +331,12 @@ def _ints(value: Any, file: TorchFile, source: Source) -> tuple[tuple[int, ...],
 def as_text(value: Any) -> str:
     """A name of a pickle; Damaged where it is something else."""
     if not isinstance(value, str):
-        raise Damaged(f"{shown(value)} where a name is expected")
+        raise Damaged(f"expected a name, got {shown(value)}")
     return value
 
 
 def call_fields(value: Any, expected: str) -> dict[str, Any]:
     """The attributes of a record; Damaged where it is none."""
     if not isinstance(value, Call):
-        raise Damaged(f"{type(value).__name__} where a {expected} record is expected")
+        raise Damaged(f"expected a {expected} record, got {type(value).__name__}")
     return value.fields

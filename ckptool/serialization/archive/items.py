@@ -86,7 +86,9 @@ class EdgeSource:
         inside = offset - (self._size - len(self._tail))
         if inside >= 0 and nbytes >= 0 and inside + nbytes <= len(self._tail):
             return self._tail[inside : inside + nbytes]
-        raise Damaged(f"{file}: {nbytes:,} bytes at {offset:,} of a packed item are out of reach")
+        raise Damaged(
+            f"{file}: {nbytes:,} bytes at {offset:,} of an encoded entry are out of range"
+        )
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
         """All is at hand."""

@@ -177,14 +177,14 @@ def _root(region: Region, records: Mapping[str, ZipRecord]) -> str:
     roots = [n[: -len("/data.pkl")] for n in records if n.endswith("/data.pkl")]
     if any(name.split("/", 1)[-1] == "constants.pkl" for name in records):
         raise Unrecognised(
-            f"{region.what}: a TorchScript archive: it holds a program, not a state dict",
+            f"{region.what}: a TorchScript archive (a program, not a state dict)",
             hint="in torch: torch.save(torch.jit.load(FILE).state_dict(), 'state.pt')",
         )
     if not roots and any(name.endswith("/.data/serialization_id") for name in records):
         message = f"{region.what}: torch.save failed before it wrote the object: the archive has"
-        message += f" {len(records)} records, and no data.pkl; nothing of it can be salvaged"
+        message += f" {len(records)} records but no data.pkl; nothing can be salvaged"
         raise Damaged(
-            Problem(message, "save-unfinished", file=region.file), hint="take another checkpoint"
+            Problem(message, "save-unfinished", file=region.file), hint="use another checkpoint"
         )
     if len(roots) != 1:
         raise unrecognised_zip(records, region.what)
@@ -198,7 +198,7 @@ def record_bytes(region: Region, record: ZipRecord, has_crc: bool) -> bytes:
     """
     if record.size > LARGEST:
         raise Damaged(
-            f"{region.what}: record {record.name!r} claims {record.size:,} bytes; ckptool reads"
+            f"{region.what}: record {record.name!r} has {record.size:,} bytes; ckptool reads"
             f" pickles up to {LARGEST:,}"
         )
     if record.size > _MOST_INFLATED * record.stored + (1 << 20):
@@ -210,7 +210,7 @@ def record_bytes(region: Region, record: ZipRecord, has_crc: bool) -> bytes:
     if record.method == DEFLATED:
         data = decode(data, "deflate", record.size, what=f"{region.what}: {record.name}")
     if len(data) != record.size or (has_crc and zlib.crc32(data) != record.crc32):
-        message = f"{region.what}: record {record.name!r} differs from its recorded CRC-32"
+        message = f"{region.what}: record {record.name!r} does not match its CRC-32"
         raise Damaged(Problem(message, "crc-mismatch", file=region.file))
     return data
 
@@ -243,14 +243,14 @@ def _read_legacy(source: Source, file: str) -> TorchFile:
     storages: dict[str, StoredBytes] = {}
     position = loaded[4].end
     if not isinstance(keys, list):
-        raise Damaged(f"{file}: no list of storage keys after the object")
+        raise Damaged(f"{file}: the list of storage keys after the object is missing")
     for key in map(str, keys):
         count = struct.unpack("<q", source.read(file, position, 8))[0]
         nbytes = count * sizes.get(key, 1)
         position += 8
         if count < 0 or position + nbytes > size:
             raise Damaged(
-                f"{file}: storage {key} claims {nbytes:,} bytes at {position:,},"
+                f"{file}: storage {key} needs {nbytes:,} bytes at {position:,},"
                 f" but the file has {size:,} bytes"
             )
         storages[key] = StoredBytes(file, position, nbytes, nbytes)

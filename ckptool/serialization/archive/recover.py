@@ -57,11 +57,11 @@ def legacy_counts(source: Source, file: str) -> tuple[int, dict[int, bytes]]:
     for key in map(str, keys.value if isinstance(keys.value, list) else []):
         storage = storages.get(key)
         if storage is None:
-            raise Damaged(f"{file}: a storage that its pickle does not know: {key[:40]!r}")
+            raise Damaged(f"{file}: storage not in the pickle: {key[:40]!r}")
         found[position] = struct.pack("<q", storage.numel)
         left = min(8, source.files[file] - position)
         if left > 0 and not found[position].startswith(source.read(file, position, left)):
-            raise Damaged(f"{file}: storage {key} has another size than its pickle says")
+            raise Damaged(f"{file}: storage {key} has a different size from its pickle")
         position += 8 + storage.nbytes
     return position, found
 
@@ -83,7 +83,7 @@ class _Walk:
         for position in self._positions():
             self._found_at(position)
         if self._sizes is None:
-            raise Damaged(f"{self._file}: no torch.save archive: it does not begin with a pickle")
+            raise Damaged(f"{self._file}: not a torch.save archive: does not begin with a pickle")
         whole = {name: one for name, one in self._found.items() if name not in self._twice}
         named = {f"{self._root}/data/{key}": size for key, size in self._sizes.items()}
         lost = {name: size for name, size in named.items() if name not in whole}
@@ -135,7 +135,7 @@ class _Walk:
 
     def _open(self, name: str, start: int, size: int, crc: int) -> None:
         if crc and zlib.crc32(self._read(start, size)) != crc:
-            raise Damaged(f"{self._file}: record {name!r} differs from its recorded CRC-32")
+            raise Damaged(f"{self._file}: record {name!r} does not match its CRC-32")
         self._root = name.removesuffix("/data.pkl")
         storages = map(storage_of, self._load(start).persistent)
         self._sizes = {storage.key: storage.nbytes for storage in storages}
@@ -146,7 +146,7 @@ class _Walk:
         folder, _, key = inner.partition("/")
         sizes = self._sizes or {}
         if root != self._root or end > self._size:
-            raise Damaged(f"{self._file}: {name!r} is no whole record of it")
+            raise Damaged(f"{self._file}: {name!r} is not a complete record")
         if folder == "data" and key and sizes.get(key) != size:
             raise Damaged(f"{self._file}: a storage that its pickle does not know: {name!r}")
 

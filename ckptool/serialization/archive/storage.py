@@ -78,11 +78,13 @@ def storage_of(item: Persistent) -> Storage:
     cls, key, numel = value[1], value[2], value[4]
     is_short = isinstance(key, int) and abs(key) < _LIMIT
     if not is_short and not (isinstance(key, str) and len(key) < _LONGEST_KEY):
-        raise Damaged("a storage whose key is no short text")
+        raise Damaged("a storage whose key is not a short text")
     if not isinstance(cls, Global) or type(numel) is not int or not 0 <= numel < 1 << 63:
         raise Damaged(f"storage {key!r} has no class or no size")
     if len(value) == 6 and value[5] is not None:
-        raise Damaged(f"storage {key!r} is a view of another; save the tensors again with torch")
+        raise Damaged(
+            f"storage {key!r} is a view of another; save the tensors again with current torch"
+        )
     if cls.name == "UntypedStorage":
         return Storage(str(key), None, numel)
     dtype = BY_STORAGE.get(cls.name)
@@ -180,7 +182,7 @@ def _strided_tensor(args: tuple[Any, ...], function: str) -> StoredTensor | None
 def natural(value: Any) -> int:
     """A non-negative int of a pickle."""
     if type(value) is not int or not 0 <= value < _LIMIT:
-        raise Damaged(f"{shown(value)} where a size or offset is expected")
+        raise Damaged(f"expected a size or offset, got {shown(value)}")
     return value
 
 
@@ -195,9 +197,9 @@ def sizes(value: Any) -> tuple[int, ...]:
     if isinstance(value, Call) and value.function == TORCH_SIZE and len(value.args) == 1:
         value = value.args[0]
     if not isinstance(value, tuple | list):
-        raise Damaged(f"{type(value).__name__} where sizes are expected")
+        raise Damaged(f"expected sizes, got {type(value).__name__}")
     if len(value) > _MOST_DIMS:
-        raise Damaged(f"{len(value):,} dims where torch has {_MOST_DIMS} at most")
+        raise Damaged(f"{len(value):,} dims; torch supports up to {_MOST_DIMS}")
     for size in value:
         if type(size) is not int or not 0 <= size < _LIMIT:
             natural(size)
@@ -229,7 +231,7 @@ def _place(tensor: StoredTensor, file: Any) -> Place:
     if stored.size != storage.nbytes:
         raise Damaged(
             f"{file.what}: storage {storage.key!r} has {stored.size:,} bytes,"
-            f" the pickle says {storage.nbytes:,}"
+            f" expected {storage.nbytes:,}"
         )
     itemsize = tensor.dtype.itemsize
     last = tensor.offset + sum(
@@ -305,8 +307,8 @@ def _is_of_whole_bytes(storage: Any) -> bool:
 def quantised_notes(names: Collection[str]) -> list[str]:
     """What to say of the quantised tensors whose parts are among the names of leaves."""
     return [
-        f"{name}: quantised; {name}.{INTEGERS} holds its integers, {name}.{parameters[0]} and"
-        f" {parameters[1]} what makes numbers of them"
+        f"{name}: quantized; read as integers {name}.{INTEGERS} with {name}.{parameters[0]} and"
+        f" {parameters[1]}"
         for one in names
         if (name := one.removesuffix(f".{INTEGERS}")) != one
         for parameters in (_ONE_SCALE, _CHANNELS)

@@ -176,7 +176,7 @@ class Builder(Stack):
 
     def _require_containers(self) -> None:
         if self._containers < 0:
-            raise self.malformed("it builds more containers than a real pickle of its size")
+            raise self.malformed("too many containers for a pickle of its size")
 
     def _tuple(self, count: int) -> None:
         """A tuple of the last ``count`` values. Where it is a ``torch.Size`` at once, that."""
@@ -319,7 +319,7 @@ class Builder(Stack):
         """Count what is built; malformed where that is out of all proportion to the pickle."""
         self._budget -= count
         if self._budget < 0:
-            raise self.malformed("it builds far more than its size allows")
+            raise self.malformed("too many values for a pickle of its size")
 
     def _get(self, index: int) -> None:
         try:

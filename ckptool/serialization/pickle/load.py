@@ -73,9 +73,9 @@ def _run(machine: Machine, size: int) -> Any:
         if machine.pos >= size:
             message = f"{what}: the pickle ends before its last opcode"
             raise Truncated(Problem(message, "pickle-malformed")) from None
-        raise machine.malformed("an opcode finds too little on the stack") from None
+        raise machine.malformed("stack underflow") from None
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError):
-        raise machine.malformed("an opcode does not fit what it finds") from None
+        raise machine.malformed("an opcode does not match the stack") from None
 
 
 _MOST_REMEMBERED = 1024

@@ -118,7 +118,7 @@ class Machine(Builder):
         item = TORCH_SIZE if item == TORCH_SIZE else item
         if item not in self.globals:
             if not is_name(module) or not is_name(name):
-                raise self.malformed("a global whose name is no dotted name")
+                raise self.malformed("a global whose name is not a dotted name")
             self.globals[item] = at
             if can_run_code(item):
                 self._accuse(item, f"names {item} at byte {at:,}, which can run code")
@@ -286,7 +286,7 @@ def _encoded(builder: Builder, args: tuple[Any, ...]) -> bytes:
     """Python 3 writes bytes in protocol 2 as ``_codecs.encode(text, 'latin1')``."""
     text, *rest = args
     if not isinstance(text, str) or rest not in (["latin1"], ["latin-1"]):
-        raise builder.malformed("_codecs.encode with another codec than latin1")
+        raise builder.malformed("_codecs.encode with a codec other than latin1")
     builder.charge(len(text))
     return text.encode("latin-1")
 
@@ -310,7 +310,7 @@ def _bytes(builder: Builder, args: tuple[Any, ...]) -> bytes:
     if not args:
         return b""
     if not isinstance(args[0], bytes | list):
-        raise builder.malformed("bytes of something else than bytes")
+        raise builder.malformed("bytes made from something other than bytes")
     builder.charge(len(args[0]))
     return bytes(args[0])
 

@@ -70,6 +70,6 @@ def require_bounded(values: Iterable[Any], *, what: str) -> None:
     unfolding = Unfolding()
     size = min(sum(map(unfolding.parts, values)), _COUNTED)
     if not unfolding.is_bounded(size):
-        message = f"{what}: its {unfolding.held:,} values refer to one another so often that they"
-        message += f" unfold to {'more than ' if size == _COUNTED else ''}{size:,}"
+        message = f"{what}: {unfolding.held:,} values refer to one another so often that they"
+        message += f" expand to {'more than ' if size == _COUNTED else ''}{size:,}"
         raise Damaged(Problem(message, "pickle-bomb"))

@@ -101,7 +101,7 @@ def pickled(value: Any, protocol: int) -> tuple[bytes, list[Content]]:
     try:
         pickler.dump(value)
     except RecursionError:
-        raise CannotDo("a value is nested too deep to be written") from None
+        raise CannotDo("cannot write a value that is nested too deeply") from None
     return stream.getvalue(), list(pickler.storages)
 
 
@@ -135,7 +135,7 @@ class _RecordPickler(_PurePickler):  # type: ignore[misc]
             self.write(self.get(known[0]))
             return
         if not is_name(item.module) or not is_name(item.name):
-            raise CannotDo("a global whose name is no dotted name cannot be written")
+            raise CannotDo("cannot write a global whose name is not a dotted name")
         if self.proto >= 4:
             self.save(item.module)
             self.save(item.name)

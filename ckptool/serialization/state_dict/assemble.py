@@ -112,7 +112,7 @@ def _kind(value: Any) -> str:
         if isinstance(value.share, DeclaredShare):
             return "tensor with shards of its own"
         return "DTensor" if isinstance(value.share, DTensorShare) else "ShardedTensor"
-    return "no tensor"
+    return "not a tensor"
 
 
 def _attribute_notes(ranks: Mapping[int, RankLeaves]) -> list[str]:
@@ -128,7 +128,7 @@ def _attribute_notes(ranks: Mapping[int, RankLeaves]) -> list[str]:
     shown = sorted(found)[:_MOST_SHOWN]
     counts = [f"{attribute} of {_counted(found[attribute])}" for attribute in shown]
     more = [f"{len(found) - len(shown):,} more"] if len(found) > len(shown) else []
-    return [f"attributes of tensors are not carried: {', '.join([*counts, *more])}"]
+    return [f"tensor attributes not carried over: {', '.join([*counts, *more])}"]
 
 
 def _counted(names: set[str]) -> str:
@@ -145,7 +145,7 @@ def _merge_plain(name: str, held: dict[int, Leaf], result: Assembled, keep: bool
             one = f"{name}@rank{rank}"
             result.tensors[one] = _plain_entry(one, at_rank(leaf.path, rank), {rank: leaf})
     else:
-        message = f"{name}: plain tensors that {difference}; nothing says how they fit together"
+        message = f"{name}: plain tensors that {difference}; cannot determine how to merge them"
         code = "replicas-differ" if "content" in difference else "ranks-disagree"
         result.conflicts[name] = Problem(message, code, tensor=name)
 
@@ -197,7 +197,7 @@ def merge_dtensor(name: str, held: dict[int, Leaf], result: Assembled, keep: boo
     first: DTensorShare = next(iter(held.values())).value.share
     partial = [p for p in first.placements if isinstance(p, Partial)]
     if partial:
-        message = f"not read: {name} is {partial[0]}: each rank holds an addend, not the values"
+        message = f"not read: {name} is {partial[0]}: ranks hold partial sums, not values"
         result.notes.append(Problem(message, "tensor-unread", tensor=name))
         return
     stages = _stages(held)
@@ -269,13 +269,13 @@ def _dtensor_entry(name: str, held: dict[int, Leaf]) -> TensorEntry:
     first: DTensorShare = next(iter(shares.values()))
     for rank, share in shares.items():
         if (share.dtype, share.shape) != (first.dtype, first.shape):
-            message = f"rank {rank} says {share.dtype} {list(share.shape)},"
+            message = f"rank {rank} has {share.dtype} {list(share.shape)},"
             message += f" another {first.dtype} {list(first.shape)}"
             raise Damaged(Problem(message, "ranks-disagree"))
         if share.local.dtype != share.dtype:
-            raise Damaged(f"rank {rank} holds {share.local.dtype}, its record says {share.dtype}")
+            raise Damaged(f"rank {rank} has {share.local.dtype}, its record {share.dtype}")
         if tuple(map(str, share.placements)) != tuple(map(str, first.placements)):
-            raise Damaged(f"rank {rank} has other placements than the rest")
+            raise Damaged(f"rank {rank} has different placements from the other ranks")
     chunks: list[Chunk] = []
     for mesh in dict.fromkeys(share.mesh for share in shares.values()):
         chunks += _dtensor_chunks(mesh, held)
@@ -297,7 +297,9 @@ def _dtensor_chunks(mesh: Mesh, held: dict[int, Leaf]) -> list[Chunk]:
         if rank in held and held[rank].value.share.mesh == mesh
     }
     if not members:
-        raise Damaged(f"its device mesh {list(mesh.ranks)} has none of the ranks that hold it")
+        raise Damaged(
+            f"its device mesh {list(mesh.ranks)} contains none of the ranks that store it"
+        )
     share: DTensorShare = next(iter(members.values())).value.share
     found = local_shards(
         share.shape,
@@ -335,7 +337,7 @@ def merge_sharded(name: str, held: dict[int, Leaf], result: Assembled) -> None:
         for (box, tensor), place in zip(share.local, leaf.value.places, strict=True):
             if tensor.shape != box.shape or tensor.dtype != share.dtype:
                 raise Damaged(
-                    f"rank {rank} holds {tensor.dtype} {list(tensor.shape)} where its record says"
+                    f"rank {rank} has {tensor.dtype} {list(tensor.shape)}, its record"
                     f" {share.dtype} {list(box.shape)}"
                 )
             chunks.append(Chunk(box, place, rank))

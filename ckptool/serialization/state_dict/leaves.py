@@ -128,7 +128,7 @@ def _note(notes: dict[Path, str], name: str, path: Path) -> str | None:
     found = [notes.pop(head) for head in heads if head in notes] if notes else []
     flat = flat_name(path) or "value"
     if name != flat:
-        found.append(f"{name} is one of several values called {flat!r}; it lies at {_shown(path)}")
+        found.append(f"{name} is one of several values named {flat!r}, at {_shown(path)}")
     return "; ".join(found) or None
 
 
@@ -190,7 +190,7 @@ def _classified(value: Any, file: TorchFile, source: Source, name: str) -> Any:
     except Damaged as error:
         raise error.within(name, tensor=name) from None
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
-        message = f"{name}: {file.what}: a tensor record that contradicts itself"
+        message = f"{name}: {file.what}: a contradictory tensor record"
         raise Damaged(Problem(message, "tensor-record", tensor=name)) from None
     if share is None:
         return value

@@ -73,7 +73,7 @@ class Walk:
         self._left -= 1
         if self._left < 0 or depth > _DEEPEST:
             message = (
-                f"{self._what}: the state dict is nested more than {_DEEPEST} deep, or unfolds"
+                f"{self._what}: the state dict is nested more than {_DEEPEST} deep, or expands"
             )
             reason = "to more values than its pickle has bytes"
             raise Damaged(Problem(f"{message} {reason}", "pickle-bomb"))
@@ -93,9 +93,9 @@ class Walk:
             found.append((path, value))
         else:
             self.notes[path] = (
-                f"{_called(path)} is a module ({value.name}): read are its parameters and buffers,"
-                " as its state_dict() names them unless its class changes that; nothing else of it"
-                " is carried"
+                f"{_called(path)} is a module ({value.name}): reading its parameters and buffers,"
+                " named as by the default state_dict(); nothing else of it"
+                " is carried over"
             )
         yield from found
 
@@ -134,8 +134,8 @@ class Walk:
         if parts is None and (parts := wrapped_parts(value)):
             inner = [name for name, part in parts.items() if is_tensor_record(part)]
             self.notes[path] = (
-                f"{_called(path)} is a tensor subclass ({wrapper_class(value)}): read are the"
-                f" tensors in it as they are stored ({', '.join(inner)})"
+                f"{_called(path)} is a tensor subclass ({wrapper_class(value)}): reading the"
+                f" tensors stored in it ({', '.join(inner)})"
             )
         return list(parts.items()) if parts else None
 
@@ -165,7 +165,7 @@ def _is_entered(value: Any, what: str, known: dict[int, bool]) -> bool:
         if not inside or id(item) in seen or known.get(id(item)) is False:
             continue
         if depth > _DEEPEST:
-            message = f"{what}: a value is nested more than {_DEEPEST} deep"
+            message = f"{what}: a value is nested more than {_DEEPEST} levels deep"
             raise Damaged(Problem(message, "pickle-bomb"))
         seen.add(id(item))
         if any(is_tensor_record(inner) or module_state(inner) for inner in inside):
@@ -217,15 +217,15 @@ def nest(found: Iterable[tuple[Path, Any]]) -> Any:
     root: _Node = _Node()
     for path, leaf in items:
         if not path:
-            raise CannotDo("a value without a name lies beside others, which torch cannot nest")
+            raise CannotDo("torch cannot nest a value without a name beside others")
         node = root
         for step in path[:-1]:
             child = node.children.setdefault(step, _Node())
             if not isinstance(child, _Node):
-                raise CannotDo(f"{flat_name(path)!r} lies inside another value")
+                raise CannotDo(f"{flat_name(path)!r} is inside another value")
             node = child
         if path[-1] in node.children:
-            raise CannotDo(f"two values are called {flat_name(path)!r}")
+            raise CannotDo(f"duplicate value {flat_name(path)!r}")
         node.children[path[-1]] = leaf
     return root.built()
 

@@ -88,7 +88,7 @@ def _foreign_name(item: Any) -> str | None:
 def stray_notes(file: str, keys: Iterable[Any]) -> list[str]:
     """Return a note on what lies in a file under keys that its format does not have, if any."""
     names = ", ".join(repr(key)[:80] for key in keys)
-    return [f"not carried: {names} of {file}, which its format does not have"] if names else []
+    return [f"not carried: {names} of {file}, unknown to its format"] if names else []
 
 
 def globals_in(value: Any) -> set[Global]:
@@ -316,5 +316,5 @@ def unread_notes(objects: Mapping[str, ObjectEntry]) -> list[str]:
 
 def _why_unread(entry: ObjectEntry) -> str:
     if isinstance(entry.value, Repeated):
-        return f"not read: {entry.name} is {entry.value.outer} again, in which it lies"
-    return f"not read: {entry.name} ({type_name(entry.value)}) is no plain tensor"
+        return f"not read: {entry.name} refers back to {entry.value.outer}, which contains it"
+    return f"not read: {entry.name} ({type_name(entry.value)}) is not a plain tensor"

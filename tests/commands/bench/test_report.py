@@ -248,7 +248,7 @@ def test_tolerance(text: str, value: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "ten", "-1%", "nan", "inf"])
 def test_no_tolerance(text: str) -> None:
-    with pytest.raises(UsageError, match="is no share"):
+    with pytest.raises(UsageError, match="not a fraction"):
         parse_tolerance(text)
 
 

@@ -228,7 +228,7 @@ def test_torchruns_ranks_are_used(folder: Path, monkeypatch: pytest.MonkeyPatch)
     [
         (["--strategies", "dcp-asink"], 2, "no such strategy"),
         (["--compare", "none.json"], 3, "none.json"),
-        (["--tolerance", "much"], 2, "is no share"),
+        (["--tolerance", "much"], 2, "not a fraction"),
         (["--plot", "bars.jpg"], 2, ".svg or .png"),
         (["--like", "none"], 3, "none"),
         (["--transfer", "--abort"], 2, "--transfer goes with"),

@@ -69,7 +69,7 @@ def test_shares_are_by_part_and_dtype_largest_first():
 def test_contradictions_and_gaps_are_problems_and_the_rest_is_still_shown():
     found = described(tensor("w", rows=[(0, 1), (2, 4)]), conflicts={"x": "x: ranks differ"})
     assert found.problems[0] == "x: ranks differ"
-    assert "2 are missing" in found.problems[1]
+    assert "2 missing" in found.problems[1]
     assert found.totals.tensors == 1
 
 

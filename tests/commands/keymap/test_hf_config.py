@@ -59,7 +59,7 @@ def codes(path: Path) -> list[str]:
 WRONG = [
     ({"vocab_size": 41}, "vocab_size 41, but model.embed_tokens.weight has 40 rows"),
     ({"hidden_size": 32}, "hidden_size 32, but"),
-    ({"num_hidden_layers": 3}, "num_hidden_layers 3, but there are tensors of 2 layers"),
+    ({"num_hidden_layers": 3}, "num_hidden_layers 3, but found tensors of 2 layers"),
     ({"num_attention_heads": 8}, "has 8 rows"),
     ({"head_dim": 8}, "num_attention_heads 4 of size 8"),
     ({"num_key_value_heads": 4}, "num_key_value_heads 4 of size 4"),
@@ -100,7 +100,7 @@ def test_a_cast_is_said_in_the_config(out: Path) -> None:
     report = convert_to("safetensors", source, out / "copy", casts=Casts(BY_NAME["bfloat16"]))
     said = json.loads((out / "copy" / "config.json").read_text())
     assert said == CONFIG | {"torch_dtype": "bfloat16"}
-    assert any("config.json says bfloat16" in note for note in report.notes)
+    assert any("config.json: dtype set to bfloat16" in note for note in report.notes)
     assert codes(out / "copy") == []
 
 

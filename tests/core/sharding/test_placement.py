@@ -333,12 +333,12 @@ def test_a_plan_names_the_mesh_and_the_rules_in_order(tmp_path: Path) -> None:
     [
         ("mesh = ", "--plan"),
         ('mesh = "0x2"', "--mesh"),
-        ('mesh = [2, 4]', r"mesh = \[2, 4\] is no text"),
-        ('[[rules]]\ntensor = "w"\nplacements = ["Shard(0)"]', "'rules' is none of mesh, names"),
-        ('[[rule]]\ntensor = "w"\nplacements = "colwise"\nmesh = "2"', "'mesh' is none of tensor"),
-        ('[[rule]]\ntensor = "w"\nplacements = 7', "is no list of placements"),
-        ('mesh = "2x4"\nnames = ["dp", "dp"]', "is no list of names"),
-        ('mesh = "2"\nnames = "dp"', "is no list of names"),
+        ('mesh = [2, 4]', r"mesh = \[2, 4\] must be text"),
+        ('[[rules]]\ntensor = "w"\nplacements = ["Shard(0)"]', "'rules' is not one of mesh, names"),
+        ('[[rule]]\ntensor = "w"\nplacements = "colwise"\nmesh = "2"', "'mesh' is not one of"),
+        ('[[rule]]\ntensor = "w"\nplacements = 7', "must be a list of placements"),
+        ('mesh = "2x4"\nnames = ["dp", "dp"]', "must be a list"),
+        ('mesh = "2"\nnames = "dp"', "must be a list"),
         ('mesh = "2x4"\nnames = ["dp"]', "1 names for 2 mesh dims"),
         ('[[rule]]\ntensor = "w"', "needs tensor and placements"),
         ('[[rule]]\nplacements = ["Shard(0)"]', "needs tensor and placements"),
@@ -370,7 +370,7 @@ def test_options_come_before_the_plan_and_its_mesh(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (ReshardOptions(), "no mesh"),
-        (ReshardOptions(mesh=Mesh.of((2,)), policy="zero3"), "no such policy"),
+        (ReshardOptions(mesh=Mesh.of((2,)), policy="zero3"), "unknown policy"),
     ],
 )
 def test_options_that_say_too_little(options: ReshardOptions, words: str) -> None:
@@ -409,9 +409,9 @@ def test_a_tp_plan_places_a_model_without_biases(key: str, tmp_path: Path) -> No
     ("text", "words"),
     [
         ("{", "--tp-plan"),
-        ("{}", "no base_model_tp_plan"),
-        ("[]", "no base_model_tp_plan"),
-        ('{"tp_plan": {"q": 5}}', "no base_model_tp_plan"),
+        ("{}", "base_model_tp_plan or tp_plan not found"),
+        ("[]", "base_model_tp_plan or tp_plan not found"),
+        ('{"tp_plan": {"q": 5}}', "base_model_tp_plan or tp_plan not found"),
         ('{"tp_plan": {"q": "sideways"}}', "sideways"),
     ],
 )

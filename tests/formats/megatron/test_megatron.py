@@ -410,7 +410,7 @@ def test_a_rule_that_nobody_knows_is_a_conflict_that_tp_rule_settles(
 
 
 def test_a_tp_rule_for_a_format_that_needs_none() -> None:
-    with pytest.raises(UsageError, match="says itself"):
+    with pytest.raises(UsageError, match="not applicable"):
         open_checkpoint(case("dcp_base").path, ReadOptions(tp_rules=parse_tp_rules(["w=row"])))
     rules = parse_tp_rules(["nothing=row"])
     with pytest.raises(UsageError, match="matches none"):

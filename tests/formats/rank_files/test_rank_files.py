@@ -94,7 +94,7 @@ def test_a_world_size_that_no_name_states(copy_of: Callable[[str], Path]) -> Non
         open_checkpoint(case("megatron_local").path, ReadOptions(world_size=4))
     with pytest.raises(CkptoolError, match="iteration 100 has a file of rank 1"):
         open_checkpoint(case("megatron_local").path, ReadOptions(world_size=1))
-    with pytest.raises(UsageError, match="--world-size: dcp says itself"):
+    with pytest.raises(UsageError, match="--world-size: not applicable, dcp records"):
         open_checkpoint(case("dcp_base").path, ReadOptions(world_size=2))
 
 
@@ -111,7 +111,7 @@ def test_a_relaunch_over_names_without_a_world_size(
     convert_to("safetensors", folder, out / "m", world_size=2)
     assert read_back("safetensors", out / "m") == case("rank_fsdp1").truth
     notes = open_checkpoint(folder, ReadOptions(world_size=2)).catalog.notes
-    assert any("not read: model_rank2.pt and 1 more like it" in note for note in notes)
+    assert any("not read: model_rank2.pt and 1 more" in note for note in notes)
 
 
 NAMES: dict[str, Callable[[int], str]] = {
@@ -173,7 +173,7 @@ def test_numbers_that_are_no_ranks(names: tuple[str, ...], tmp_path: Path) -> No
     for at, name in enumerate(names):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         torch.save({f"w{at}": torch.ones(2)}, tmp_path / name)
-    with pytest.raises(CkptoolError, match="2 checkpoints are below this folder"):
+    with pytest.raises(CkptoolError, match="2 checkpoints:"):
         open_checkpoint(tmp_path)
 
 
@@ -192,7 +192,7 @@ def test_ranks_of_adapters_are_no_ranks_of_processes(
     rows: dict[int, int], name: str, tmp_path: Path
 ) -> None:
     folder = ranked(tmp_path, rows, name)
-    with pytest.raises(CkptoolError, match=f"{len(rows)} checkpoints are below this folder"):
+    with pytest.raises(CkptoolError, match=f"{len(rows)} checkpoints:"):
         open_checkpoint(folder)
     last = max(rows)
     if last > 2:
@@ -229,7 +229,7 @@ def test_two_steps_of_one_rank_are_no_two_ranks(copy_of: Callable[[str], Path]) 
         shutil.copy(folder / "checkpoint_0.pt", folder / f"run{number}" / "model.pt")
     for rank in range(4):
         (folder / f"checkpoint_{rank}.pt").unlink()
-    with pytest.raises(CkptoolError, match="2 checkpoints are below this folder"):
+    with pytest.raises(CkptoolError, match="2 checkpoints:"):
         open_checkpoint(folder)
 
 

@@ -21,7 +21,7 @@ def doubled(times: int) -> Call:
 
 
 def test_what_doubles_without_end_is_a_bomb_of_few_digits() -> None:
-    with pytest.raises(Damaged, match="unfold to more than 1,000,000,000,000,000") as caught:
+    with pytest.raises(Damaged, match="expand to more than 1,000,000,000,000,000") as caught:
         require_bounded([doubled(DOUBLINGS)], what="f.pt")
     assert caught.value.message.code == "pickle-bomb"
     assert len(str(caught.value)) < 200

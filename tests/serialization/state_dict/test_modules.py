@@ -120,7 +120,7 @@ def test_a_module_that_holds_itself_has_an_end(tmp_path: Path) -> None:
     torch.save({"net": net, "w": torch.ones(1)}, tmp_path / "m.pt")
     catalog = ckptool.open(tmp_path / "m.pt").catalog
     assert set(catalog.tensors) == {"net.weight", "net.bias", "w"}
-    assert "not read: net.self is net again, in which it lies" in catalog.notes
+    assert "not read: net.self refers back to net, which contains it" in catalog.notes
 
 
 @pytest.mark.parametrize("passing", [None, [["x"]], Call(Global("builtins", "set"), ([1],)), 3])

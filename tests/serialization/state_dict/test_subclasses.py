@@ -153,7 +153,7 @@ def test_dtensors_of_them_are_named(tmp_path: Path) -> None:
     catalog = ckptool.open(tmp_path / "m.pt").catalog
     assert [*catalog.tensors] == ["n"]
     (note,) = catalog.notes
-    assert re.fullmatch(r"not read: w \(.*DTensor of .*Scaled\) is no plain tensor", note)
+    assert re.fullmatch(r"not read: w \(.*DTensor of .*Scaled\) is not a plain tensor", note)
 
 
 def test_attributes_without_end_are_no_tensor(tmp_path: Path) -> None:

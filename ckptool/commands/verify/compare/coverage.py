@@ -65,7 +65,7 @@ def rewritten_coverage(made: Rewritten, names: Collection[str], values: int) -> 
     """
     total = amount(made.whole.tensors.values(), len(made.whole.objects))
     if made.map is not None:
-        gone = sum(name in made.kept.objects for name in made.map.left_out)
+        gone = sum(name in made.kept.objects for name in made.map.excluded)
         lacking = len(made.catalog.objects) - values
         values = max(0, len(made.kept.objects) - gone - lacking)
     sources = set(names) if made.map is None else _sources(made.map, names)
@@ -85,8 +85,8 @@ def left_out(made: Rewritten, path: object) -> list[Problem]:
     values = len(made.whole.objects) - len(made.kept.objects)
     found = [not_chosen(path, gone, values)] if gone or values else []
     if made.map is not None:
-        by_map = [made.kept.tensors[n] for n in made.map.left_out if n in made.kept.tensors]
-        rest = len(made.map.left_out) - len(by_map)
+        by_map = [made.kept.tensors[n] for n in made.map.excluded if n in made.kept.tensors]
+        rest = len(made.map.excluded) - len(by_map)
         if by_map or rest:
             what = f"{amount(by_map, rest)} of {path} are left out, as the map {made.map.name} says"
             found.append(Problem(what, "not-chosen"))
