@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -35,8 +36,13 @@ def root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
+    plugins: Annotated[
+        bool, typer.Option("--plugins", help="Load installed formats of others: they are code.")
+    ] = False,
 ) -> None:
     """See, prove, convert and reshard distributed PyTorch checkpoints."""
+    if plugins:
+        os.environ["CKPTOOL_PLUGINS"] = "1"
 
 
 for command in (inspect, convert, reshard, verify, bench, formats, maps):

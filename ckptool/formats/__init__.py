@@ -2,37 +2,74 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from importlib import import_module
+from typing import TYPE_CHECKING
 
+from ckptool.errors import UsageError
 from ckptool.formats.base import FileRule, Format
 from ckptool.serialization.source import Source
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+
+PLUGINS = "CKPTOOL_PLUGINS"
+"""The environment variable that allows installed formats of others where it is 1."""
 
 
 class Registry(Mapping[str, Format]):
     """Formats by their names, each imported when it is first asked for.
 
     ``places`` maps names to ``module.attribute`` below this package. A command pays only for the
-    formats it meets.
+    formats it meets. Installed packages add formats by entry points of the group
+    ``ckptool.formats``, which come first, where ``PLUGINS`` allows it: a plug-in is code.
     """
 
     def __init__(self, places: dict[str, str]) -> None:
         self._places = places
 
+    @cached_property
+    def _plugins(self) -> dict[str, EntryPoint]:
+        if os.environ.get(PLUGINS) != "1":
+            return {}
+        from importlib.metadata import entry_points
+
+        points = {point.name: point for point in entry_points(group="ckptool.formats")}
+        for name in points.keys() & self._places.keys():
+            raise UsageError(f"plug-in {points[name].value}: ckptool has a format {name!r} itself")
+        return points
+
     def __getitem__(self, name: str) -> Format:
+        if name in self._plugins:
+            return _load_plugin(self._plugins[name])
         module, _, attribute = self._places[name].rpartition(".")
         row: Format = getattr(import_module(f"{__name__}.{module}"), attribute)
         return row
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter((*self._plugins, *self._places))
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._plugins) + len(self._places)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places
+        return name in self._plugins or name in self._places
+
+
+def _load_plugin(point: EntryPoint) -> Format:
+    """Return the format of a plug-in. Raises UsageError where it is none of its entry's name."""
+    try:
+        row = point.load()
+    except (ImportError, AttributeError) as error:
+        raise UsageError(
+            f"plug-in {point.value}: {error}", hint=f"{PLUGINS}=0 leaves it out"
+        ) from None
+    if not isinstance(row, Format) or row.name != point.name:
+        raise UsageError(f"plug-in {point.value}: not a Format of the name {point.name!r}")
+    return row
 
 
 FORMATS = Registry(

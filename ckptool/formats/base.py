@@ -109,7 +109,6 @@ class FileRole(Enum):
     SAFETENSORS = "a safetensors file"
     INDEX = "the JSON of a Hugging Face index"
     JSON = "other JSON"
-    RAW = "bytes that other files describe"
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,7 +187,7 @@ class FileCheck:
             read_weight_map(self._source, file)
         elif role is FileRole.METADATA:
             self._pickles.look_at(read_metadata(self._source, file), file, 0)
-        elif size and role not in (FileRole.ITEMS, FileRole.RAW):
+        elif size and role is not FileRole.ITEMS:
             self._look_at_torch_file(file, size)
 
     def _look_at_safetensors(self, file: str) -> None:

@@ -1,0 +1,93 @@
+"""The worked example of the docs, installed as a plug-in: read, written, checked, or not known."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import case, read_back
+
+ROOT = Path(__file__).parent.parent.parent
+DOCS = ROOT / "ckptool" / "docs" / "adding-a-format.md"
+SOURCE = case("dcp_fsdp2").path
+
+
+def install(folder: Path, *, name: str = "raw-json", value: str = "raw_json:FORMAT") -> Path:
+    """Install the example of the docs as pip would: a module, and its metadata beside it."""
+    code = re.search(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    assert code is not None
+    (folder / "raw_json.py").write_text(code[1])
+    info = folder / "raw_json-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: raw-json\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[ckptool.formats]\n{name} = {value}\n")
+    return folder
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    return folder
+
+
+def ckptool(site: Path, *arguments: object, plugins: str = "1") -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join((str(ROOT), str(site)))
+    env = {**os.environ, "PYTHONPATH": path, "CKPTOOL_PLUGINS": plugins}
+    command = [sys.executable, "-m", "ckptool", *map(str, arguments)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+def test_the_example_of_the_docs_does_all(site: Path, out: Path) -> None:
+    install(site)
+    raw, cut, back = out / "raw", out / "cut", out / "back"
+    for arguments in (
+        ("convert", SOURCE, raw, "--to", "raw-json"),
+        ("reshard", raw, cut, "--mesh", "4"),
+        ("convert", cut, back, "--to", "dcp"),
+        ("verify", cut),
+        ("verify", cut, "--against", SOURCE, "--drop", "step"),
+    ):
+        done = ckptool(site, *arguments)
+        assert done.returncode == 0, (arguments, done.stderr, done.stdout)
+    assert read_back("dcp", back) == case("dcp_fsdp2").truth
+    shown = json.loads(ckptool(site, "inspect", cut, "--json").stdout)
+    assert shown["format"] == "raw-json"
+
+
+def test_the_example_notices_damage(site: Path, out: Path) -> None:
+    install(site)
+    ckptool(site, "convert", SOURCE, out / "raw", "--to", "raw-json")
+    file = out / "raw" / "0.bin"
+    file.write_bytes(file.read_bytes()[:-1])
+    done = ckptool(site, "verify", out / "raw")
+    assert done.returncode == 1
+    assert "0.bin" in done.stdout
+
+
+def test_a_plugin_is_off_unless_it_is_allowed(site: Path) -> None:
+    install(site)
+    (site / "raw_json.py").write_text("print('was run')")
+    off = ckptool(site, "formats", plugins="0")
+    assert off.returncode == 0
+    assert "raw-json" not in off.stdout
+    assert "was run" in ckptool(site, "--plugins", "formats", plugins="0").stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("dcp", "raw_json:FORMAT", "ckptool has a format 'dcp' itself"),
+        ("other", "raw_json:FORMAT", "not a Format of the name 'other'"),
+        ("raw-json", "raw_json:NONE", "NONE"),
+    ],
+)
+def test_a_plugin_that_is_none_is_named(site: Path, name: str, value: str, words: str) -> None:
+    done = ckptool(install(site, name=name, value=value), "formats")
+    assert done.returncode == 2
+    assert words in done.stderr
