@@ -33,7 +33,7 @@ def bench(
 
     asked = Keywords("bench", options, Benching).options(BenchOptions)
     if asked.like is not None and asked.size is not None:
-        raise UsageError("like and size contradict one another")
+        raise UsageError("like and size cannot be combined")
     return prepare_bench(asked).run(progress)
 
 

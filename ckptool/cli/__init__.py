@@ -45,7 +45,7 @@ def main() -> NoReturn:
 def _open_closed_streams() -> None:
     """Let standard streams that were closed (``>&-``) lead nowhere.
 
-    Else the next file that is opened has their number, and what is said goes into it.
+    Otherwise the next file that is opened gets their number, and messages are written into it.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -53,19 +53,19 @@ def _open_closed_streams() -> None:
 
 
 def _writes_to_sockets(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Whether stores or other ranks are talked to.
+    """Return whether the process connects to stores or other ranks.
 
-    Then a connection that the other side has closed must be an error, to be tried again or told:
-    SIGPIPE would end the process without a word.
+    A connection closed by the other side must then be an error, to be retried or reported:
+    SIGPIPE would end the process without a message.
     """
-    return any("://" in one for one in arguments) or "WORLD_SIZE" in environment
+    return any("://" in argument for argument in arguments) or "WORLD_SIZE" in environment
 
 
 def _run() -> int:
-    """The exit code of the command that was asked for.
+    """Run the command and return its exit code.
 
-    Raises BrokenPipeError, or the SystemExit that rich and typer make of it, where nobody reads
-    what is said.
+    Raises BrokenPipeError, or the SystemExit that rich and typer make of it, if nobody reads the
+    output.
     """
     try:
         from ckptool.cli.app import app
@@ -78,9 +78,9 @@ def _run() -> int:
             raise
         if done.code in _INTERRUPTED:
             return _interrupted(done.code, done)
-        said = getattr(done.__context__, "format_message", None)
-        if said is not None:
-            _answer(UsageError(said()))
+        message = getattr(done.__context__, "format_message", None)
+        if message is not None:
+            _print_json_error(UsageError(message()))
         return done.code if isinstance(done.code, int) else 0
     except BrokenPipeError:
         raise
@@ -90,7 +90,7 @@ def _run() -> int:
 
 
 def _failed(error: Exception) -> int:
-    """Say what went wrong, in plain text where there is no memory for more; the exit code."""
+    """Show an error, as plain text if there is no memory for more, and return its exit code."""
     known = known_error(error)
     try:
         if "--debug" in sys.argv:
@@ -98,7 +98,7 @@ def _failed(error: Exception) -> int:
         from ckptool.render.messages import show_error
 
         show_error(known)
-        _answer(known)
+        _print_json_error(known)
     except BrokenPipeError:
         raise
     except (Exception, RecursionError):
@@ -106,8 +106,8 @@ def _failed(error: Exception) -> int:
     return known.exit_code
 
 
-def _answer(error: CkptoolError) -> None:
-    """With --json an error is an answer too: one object, from the first of several ranks."""
+def _print_json_error(error: CkptoolError) -> None:
+    """Print an error as one JSON object if --json is given, on the first of several ranks."""
     if "--json" in sys.argv and os.environ.get("RANK", "0") == "0":
         from ckptool.render.messages import error_json, print_json
 
@@ -115,7 +115,7 @@ def _answer(error: CkptoolError) -> None:
 
 
 def _interrupted(code: int, error: BaseException | None) -> int:
-    """Say what an interruption left, as is noted on it or on what it was raised for."""
+    """Show what an interruption left, from the notes on its error or on the causes of it."""
     from ckptool.render.messages import show_interrupted
 
     notes: list[str] = []
@@ -132,9 +132,9 @@ _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 def _give_memory_back() -> None:
-    """Let what a store sent go back to the kernel at once when it is freed.
+    """Return memory of received data to the kernel as soon as it is freed.
 
-    glibc else keeps it, an arena a thread: 70 MB beyond the budget were measured.
+    Otherwise glibc keeps it, in one arena per thread: 70 MB beyond the budget were measured.
     """
     import ctypes
 

@@ -58,27 +58,29 @@ def bench(
     if transfer:
         _require_paths(out=options.out)
         if plot or compare or {*changed(options)} - {"--size", "--repeat", "--out"}:
-            raise UsageError("--transfer goes with --size, --repeat, --out and --json alone")
+            raise UsageError(
+                "--transfer can only be combined with --size, --repeat, --out and --json"
+            )
         _transfer(source, options, as_json=as_json)
         return
     if source is not None:
         raise UsageError(
-            f"{source}: an argument is for --transfer", hint=f"--like {source} takes its shapes"
+            f"{source}: unexpected argument without --transfer", hint=f"--like {source}"
         )
     if options.like is not None and options.size is not None:
-        raise UsageError("--like and --size contradict one another")
+        raise UsageError("--like and --size cannot be combined")
     report, changes = _measured(options, plot, compare, tolerance, quiet=quiet)
     if report is not None:
         _show(report, changes, plot, as_json=as_json)
 
 
 def _require_paths(**places: object) -> None:
-    """UsageError for a URL."""
+    """Raise UsageError for a URL."""
     for name, place in places.items():
         if _URL.match(str(place)):
-            said = "--transfer" if name == "source" else f"--{name}"
+            option = "--transfer" if name == "source" else f"--{name}"
             raise UsageError(
-                f"{said} takes a path, no URL",
+                f"{option} takes a path, not a URL",
                 hint="without --transfer, --like and --out take URLs",
             )
 
@@ -86,7 +88,7 @@ def _require_paths(**places: object) -> None:
 def _measured(
     options: BenchOptions, plot: Path | None, compare: Path | None, tolerance: str, *, quiet: bool
 ) -> tuple[BenchReport | None, list[Change] | None]:
-    """The report, and the changes against an earlier run; what is wrong is said before the run."""
+    """Return the report and the changes since an earlier run; wrong options fail before the run."""
     from ckptool.commands.bench.report import Baseline, parse_tolerance
     from ckptool.commands.bench.run import prepare_bench
     from ckptool.render.bench.bars import require_plottable
@@ -108,7 +110,7 @@ def _measured(
 def _show(
     report: BenchReport, changes: list[Change] | None, plot: Path | None, *, as_json: bool
 ) -> None:
-    """Exit 1 where something has become slower than it may."""
+    """Show the report; exit 1 if something is slower than --tolerance allows."""
     from ckptool.render.bench.bars import write_plot
     from ckptool.render.bench.report import bench_json, show_bench
     from ckptool.render.messages import print_json

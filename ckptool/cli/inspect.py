@@ -88,14 +88,14 @@ def inspect(
         require_marked(export, export_mark(export), noun="screen that ckptool exported")
     place = parse_place(source, "SRC")
     report = run_inspect(place, replace(reading, values=values or isinstance(place, Path)))
-    found = None
+    statistics = None
     if stats:
         from ckptool.commands.inspect.stats import stats as run_stats
 
-        found = run_stats(report.opened, stats)
+        statistics = run_stats(report.opened, stats)
     if as_json:
-        told = inspect_json(report, tensors=tensors or (), ranks=rank_bytes, map_name=shards)
-        print_json(told | (stats_json(found) if found is not None else {}))
+        content = inspect_json(report, tensors=tensors or (), ranks=rank_bytes, map_name=shards)
+        print_json(content | (stats_json(statistics) if statistics is not None else {}))
     else:
         screen = console(record=export is not None)
         show(
@@ -105,7 +105,7 @@ def inspect(
             ranks=rank_bytes,
             values=values,
             map_name=shards,
-            stats=found or (),
+            stats=statistics or (),
         )
         if export is not None:
             write_whole(export, exported(screen, export), mark=export_mark(export))

@@ -1,4 +1,4 @@
-"""What is said of an error that no command foresaw."""
+"""Messages for errors that no command expects."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ def known_error(error: BaseException) -> CkptoolError:
         return error
     if _lacks_threads(error):
         return CannotDo(
-            "no thread can be started: a limit of processes or memory is reached",
+            "cannot start a thread: the limit of processes or memory is reached",
             hint="raise it (ulimit -u, ulimit -v, the container's pids limit), or --workers 1",
         )
     if isinstance(error, MemoryError) or _is(error, errno.ENOMEM):
-        return CannotDo("there is not enough memory for this", hint="a smaller --budget needs less")
+        return CannotDo("not enough memory", hint="use a smaller --budget")
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename is not None else ""
         return TransferError(f"{where}{error.strerror or error or type(error).__name__}")
     if isinstance(error, RecursionError):
         return Damaged("the source is nested too deep to be read")
     if isinstance(error, ImportError):
-        return CannotDo(f"a package cannot be imported: {error}", hint="install ckptool again")
+        return CannotDo(f"cannot import a package: {error}", hint="reinstall ckptool")
     return _internal(error)
 
 
 def _internal(error: BaseException) -> InternalError:
-    """One line that says what happened where, so that a report of it is of use."""
+    """Return an error with the exception and its place in one line, for a bug report."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({PurePath(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    said = " ".join(str(error).split())[:300]
-    what = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    message = " ".join(str(error).split())[:300]
+    what = f"{type(error).__name__}: {message}" if message else type(error).__name__
     return InternalError(
-        f"a fault of ckptool {__version__} itself: {what}{where}",
-        hint="report this line, and the traceback that the same command shows with --debug",
+        f"bug in ckptool {__version__}: {what}{where}",
+        hint="report this line and the traceback that --debug shows",
     )
 
 

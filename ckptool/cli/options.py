@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import is_dataclass, replace
+from dataclasses import is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
@@ -50,7 +50,7 @@ def with_options(command: Command) -> Command:
         hint = hints[parameter.name]
         kind, *how = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         if is_dataclass(kind):
-            group = replace(how[0] if how else OptionGroup(), kind=kind)
+            group = (how[0] if how else OptionGroup())._replace(kind=kind)
             groups[parameter.name] = group
             parameters += map(_parameter, options_of(group))
         else:

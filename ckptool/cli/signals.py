@@ -1,4 +1,4 @@
-"""Signals end a command in good order, and always."""
+"""Clean ends of commands on signals."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import threading
 from typing import NoReturn
 
 _GRACE = 20.0
-"""Seconds to end in good order. Threads may wait longer for a disk or a store that is stuck."""
+"""Seconds to unwind. Threads may wait longer for a disk or a store that does not respond."""
 
 
 def end_on_signals() -> None:
     """Unwind on SIGTERM as on Ctrl-C, so that what is written can be resumed.
 
-    An ignored Ctrl-C stays so, as nohup asks for it.
+    An ignored Ctrl-C stays ignored, as nohup needs.
     """
     signal.signal(signal.SIGTERM, _terminate)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -33,7 +33,7 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 
 
 def _end_at_last(code: int) -> None:
-    """End the process after a while even where something does not let it unwind."""
+    """End the process after a while even if something blocks its unwinding."""
     timer = threading.Timer(_GRACE, os._exit, [code])
     timer.daemon = True
     try:

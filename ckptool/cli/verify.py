@@ -9,14 +9,14 @@ import typer
 
 from ckptool.cli.options import AsJson, Debug, SourcePath
 from ckptool.cli.verify_modes import (
-    Output,
-    Told,
+    Answer,
+    ReportOutput,
+    answer_of,
     run_against,
     run_proving,
     run_salvage,
     run_steps,
     run_writing,
-    told_of,
 )
 from ckptool.commands.options.source import RewriteOptions
 from ckptool.commands.options.verify import CompareOptions, ManifestOptions, VerifyOptions
@@ -90,7 +90,7 @@ def verify(
     that `ckptool convert SRC DST` took, `--against DST` proves that DST is what it should be.
     If GITHUB_ACTIONS is true, findings are annotations too (on stderr with --json).
     """
-    output = Output(junit, as_json, quiet)
+    output = ReportOutput(junit, as_json, quiet)
     if codes:
         output.show_codes()
         return
@@ -108,16 +108,16 @@ def verify(
         _end(run_steps(place, options, output, every=every))
     with started_progress(quiet=quiet) as started:
         if against is not None:
-            told = run_against(place, location(against), comparison, rewrite, options, started)
+            answer = run_against(place, location(against), comparison, rewrite, options, started)
         elif manifest.write_manifest is not None:
             target, overwrite = manifest.write_manifest, manifest.overwrite
-            told = run_writing(place, target, rewrite, options, started, overwrite=overwrite)
+            answer = run_writing(place, target, rewrite, options, started, overwrite=overwrite)
         elif manifest.manifest is not None:
-            told = run_proving(place, manifest.manifest, rewrite, options, started)
+            answer = run_proving(place, manifest.manifest, rewrite, options, started)
         else:
-            told = _verified(place, options, started)
-    output.show(told, strict=options.strict)
-    _end(told.report.sound)
+            answer = _verified(place, options, started)
+    output.show(answer, strict=options.strict)
+    _end(answer.report.sound)
 
 
 def _require_possible(
@@ -142,10 +142,10 @@ def _require_possible(
         raise UsageError(f"{flags[0]} says what to compare: {needs}")
 
 
-def _verified(place: Location, options: VerifyOptions, started: Started) -> Told:
+def _verified(place: Location, options: VerifyOptions, started: Started) -> Answer:
     from ckptool.commands.verify.verify import verify as run_verify
 
-    return told_of(run_verify(place, options, started))
+    return answer_of(run_verify(place, options, started))
 
 
 def _end(answer: bool) -> NoReturn:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Answer:
     """``show`` is for people, ``content`` makes the one JSON object."""
 
     report: VerifyReport
@@ -26,26 +26,26 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Output:
+class ReportOutput:
     """Where a report goes, and how."""
 
     junit: Path | None
     as_json: bool
     quiet: bool
 
-    def show(self, told: Told, *, strict: bool) -> None:
+    def show(self, answer: Answer, *, strict: bool) -> None:
         """Write a report: as a file for CI, as annotations on GitHub, as JSON or in words."""
         from ckptool.render.messages import print_json
         from ckptool.render.verify.report import show_annotations, write_junit
 
         if self.junit is not None:
-            write_junit(told.report, self.junit, strict=strict)
+            write_junit(answer.report, self.junit, strict=strict)
         if os.environ.get("GITHUB_ACTIONS") == "true" and not self.quiet:
-            show_annotations(told.report, stderr=self.as_json)
+            show_annotations(answer.report, stderr=self.as_json)
         if self.as_json:
-            print_json(told.content())
+            print_json(answer.content())
         elif not self.quiet:
-            told.show()
+            answer.show()
 
     def show_codes(self) -> None:
         """Print what the finding codes mean."""
@@ -58,11 +58,11 @@ class Output:
             show_codes()
 
 
-def told_of(report: VerifyReport) -> Told:
+def answer_of(report: VerifyReport) -> Answer:
     """A report by itself, and how to show it."""
     from ckptool.render.verify.report import show_verify, verify_json
 
-    return Told(report, lambda: show_verify(report), lambda: verify_json(report))
+    return Answer(report, lambda: show_verify(report), lambda: verify_json(report))
 
 
 def run_against(
@@ -72,13 +72,13 @@ def run_against(
     rewrite: RewriteOptions,
     options: VerifyOptions,
     started: Started,
-) -> Told:
+) -> Answer:
     """Compare with another checkpoint."""
     from ckptool.commands.verify.compare.against import AgainstOptions, against
     from ckptool.render.verify.against import against_json, show_against
 
     report = against(source, AgainstOptions(other, rewrite, comparison, options), started)
-    return Told(report.verify, lambda: show_against(report), lambda: against_json(report))
+    return Answer(report.verify, lambda: show_against(report), lambda: against_json(report))
 
 
 def run_writing(
@@ -89,11 +89,11 @@ def run_writing(
     started: Started,
     *,
     overwrite: bool,
-) -> Told:
+) -> Answer:
     """Write a manifest if no errors are found."""
     from ckptool.commands.verify.manifest.check import ProvingOptions, write
 
-    return told_of(write(source, ProvingOptions(target, overwrite, options, rewrite), started))
+    return answer_of(write(source, ProvingOptions(target, overwrite, options, rewrite), started))
 
 
 def run_proving(
@@ -102,7 +102,7 @@ def run_proving(
     rewrite: RewriteOptions,
     options: VerifyOptions,
     started: Started,
-) -> Told:
+) -> Answer:
     """Prove by a manifest; every byte is read for the digests in any case."""
     from dataclasses import replace
 
@@ -111,10 +111,10 @@ def run_proving(
     if options.sample == 1 and not options.fail_nonfinite:
         options = replace(options, quick=True)
     asked = ProvingOptions(manifest, verify=options, rewrite=rewrite)
-    return told_of(prove(source, asked, started))
+    return answer_of(prove(source, asked, started))
 
 
-def run_steps(run: Location, options: VerifyOptions, output: Output, *, every: bool) -> bool:
+def run_steps(run: Location, options: VerifyOptions, output: ReportOutput, *, every: bool) -> bool:
     """Verify the steps of a run; whether the question that was asked is answered with yes.
 
     For every step: whether all are whole. For the latest good one: whether there is one.
@@ -137,7 +137,7 @@ def run_salvage(
     source: Location,
     target: Location,
     options: VerifyOptions,
-    output: Output,
+    output: ReportOutput,
     *,
     overwrite: bool,
 ) -> bool:

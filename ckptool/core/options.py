@@ -7,10 +7,11 @@ their help derive from fields made by ``option``. A field made by ``group`` nest
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, field, fields
 from functools import partial
 from keyword import iskeyword
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 from ckptool.core.units import parse_size
 from ckptool.errors import UsageError
@@ -18,8 +19,7 @@ from ckptool.errors import UsageError
 Options = TypeVar("Options")
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(NamedTuple):
     """Values of an option: their types on the command line and as a keyword, and how to parse both.
 
     ``keyword`` is source text, for the generated signatures. ``parse`` is called with a value of
@@ -49,8 +49,7 @@ NUMBER = Kind(float, "float")
 SIZE = Kind(str, "Size", lambda value, name: parse_size(str(value), name))
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """One option. ``shown`` is the default as people write it, ``former`` the flag's old name."""
 
     flag: str
@@ -98,14 +97,13 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-@dataclass(frozen=True, slots=True)
-class OptionGroup:
+class OptionGroup(NamedTuple):
     """A class of options as a part: its help panel, keywords left out, defaults that differ."""
 
     kind: Any = None
     panel: str | None = None
     without: Collection[str] = ()
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = MappingProxyType({})
 
 
 def group(kind: Any, panel: str | None = None, without: Collection[str] = (), **other: Any) -> Any:
@@ -125,12 +123,12 @@ def options_of(part: OptionGroup) -> Iterator[Option]:
         declared: Option | None = each.metadata.get("option")
         if inner is not None:
             without = {*part.without, *inner.without}
-            yield from options_of(replace(inner, panel=part.panel or inner.panel, without=without))
+            yield from options_of(inner._replace(panel=part.panel or inner.panel, without=without))
         elif declared is not None:
             default = part.defaults.get(each.name, _default(each))
-            known = replace(declared, field=each.name, default=default)
+            known = declared._replace(field=each.name, default=default)
             if known.keyword not in part.without:
-                yield replace(known, panel=part.panel or known.panel)
+                yield known._replace(panel=part.panel or known.panel)
 
 
 def build(part: OptionGroup, values: Mapping[str, Any], /, **given: Any) -> Any:
@@ -144,7 +142,7 @@ def build(part: OptionGroup, values: Mapping[str, Any], /, **given: Any) -> Any:
         if inner is not None:
             made[each.name] = build(inner, values)
         elif declared is not None:
-            keyword = replace(declared, field=each.name).keyword
+            keyword = declared._replace(field=each.name).keyword
             if keyword in values:
                 made[each.name] = values[keyword]
     return part.kind(**made)

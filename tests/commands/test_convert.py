@@ -99,7 +99,7 @@ def test_renamed_tensors_keep_their_values_and_nesting(out: Path) -> None:
         ({"rename": ("a",)}, "REGEX=REPLACEMENT"),
         ({"rename": (r".*=x",)}, "same name"),
         ({"drop": ("*",)}, "no tensors or values left"),
-        ({"format_name": "nothing"}, "unknown format"),
+        ({"from_format": "nothing"}, "unknown format"),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], words: str, out: Path) -> None:
@@ -312,7 +312,7 @@ def _written(path: Path, data: bytes) -> Path:
 
 
 def test_the_format_can_be_told(out: Path) -> None:
-    convert_to("dcp", case("zip_zoo").path, out / "m", format_name="torch-save")
+    convert_to("dcp", case("zip_zoo").path, out / "m", from_format="torch-save")
     assert read_back("dcp", out / "m") == case("zip_zoo").truth
 
 
