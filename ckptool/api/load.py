@@ -17,7 +17,7 @@ from ckptool.api.state_dict import Leaf, Matched, keys_differ, leaves_of, listed
 from ckptool.api.values import rebuilt
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
-from ckptool.core.parts import part_of
+from ckptool.core.state_category import state_category
 from ckptool.errors import CannotDo
 
 
@@ -171,7 +171,7 @@ def cast_hint(entry: TensorEntry, wanted: str) -> str:
     there, here = entry.dtype, BY_NAME.get(wanted)
     if here is None or {there.kind, here.kind} != {"float"}:
         return "nothing is cast in silence"
-    if not entry.shape and part_of(entry) != "model":
+    if not entry.shape and state_category(entry) != "model":
         return "what has no dims and is none of the model, such as a step counter, is never cast"
     if there.itemsize == 1:
         return "dequantize=True makes numbers of quantised tensors, cast=True casts others"

@@ -27,9 +27,9 @@ from ckptool.core.casts import as_type
 from ckptool.core.catalog import Catalog, Chunk, TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh
-from ckptool.core.parts import part_of
 from ckptool.core.plan import ChunkIndex
 from ckptool.core.quantization import quantised_names
+from ckptool.core.state_category import state_category
 from ckptool.engine.check.unchanged import require_unchanged
 from ckptool.errors import CannotDo, Damaged, UsageError
 from ckptool.storage.local import Files, LocalSource
@@ -134,7 +134,7 @@ class Checkpoint:
             self._whole.add(name)
         if dtype is None or dtype == found.dtype or {dtype.kind, found.dtype.kind} != {"float"}:
             return found
-        if name in self._quantised or not (found.shape or part_of(found) == "model"):
+        if name in self._quantised or not (found.shape or state_category(found) == "model"):
             return found
         return as_type(found, dtype)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ckptool.commands.keymap.assets import with_assets
 from ckptool.commands.keymap.report import MapReport, decided_by
-from ckptool.commands.keymap.written_config import as_numbers, with_true_config
+from ckptool.commands.keymap.written_config import drop_quantization_config, with_true_config
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.source import RewriteOptions, Selection
 from ckptool.commands.options.target import ConvertOptions
@@ -88,7 +88,7 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Prep
     assets = options.rewrite.map.assets
     layout = with_assets(layout, assets, found.map, catalog, model=writer.is_model_folder)
     if options.rewrite.dequantize:
-        layout = as_numbers(opened, catalog, layout)
+        layout = drop_quantization_config(opened, catalog, layout)
     chosen = options.rewrite.selection
     layout = with_true_config(
         opened,

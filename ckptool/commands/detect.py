@@ -45,16 +45,16 @@ class Candidate:
         return {**self.source.unlisted, **self.unlisted_beside}
 
 
-def recognise(path: Location, format_name: str | None = None) -> Candidate:
+def detect_checkpoint(path: Location, format_name: str | None = None) -> Candidate:
     """The checkpoint that a path means, or what lies there read as ``format_name``.
 
     Raises NotFound, Unrecognised (with what is there), or UsageError for a format of no such name.
     """
     _require_there(path)
-    return bounded(path, lambda: _recognised(path, format_name))
+    return bounded(path, lambda: _detect(path, format_name))
 
 
-def below(path: Location) -> tuple[Location | None, list[Location]]:
+def find_checkpoints(path: Location) -> tuple[Location | None, list[Location]]:
     """The folder, if it is a checkpoint as a whole, and the places of those that lie below it.
 
     A place that cannot be read, or no longer, is among them: what is wrong is said where it is
@@ -160,12 +160,12 @@ def _similar(path: Path) -> str | None:
     return f"did you mean {path.parent / close[0]}?" if close else None
 
 
-def _recognised(path: Location, format_name: str | None) -> Candidate:
+def _detect(path: Location, format_name: str | None) -> Candidate:
     if format_name is not None:
-        return _as_told(path, format_name)
+        return _use_format(path, format_name)
     if path.is_dir():
-        return _in_folder(path)
-    return _around_file(path)
+        return _detect_in_folder(path)
+    return _detect_from_file(path)
 
 
 def require_known(format_name: str | None) -> None:
@@ -176,15 +176,15 @@ def require_known(format_name: str | None) -> None:
         )
 
 
-def _as_told(path: Location, format_name: str) -> Candidate:
+def _use_format(path: Location, format_name: str) -> Candidate:
     require_known(format_name)
     source = folder_at(path) if path.is_dir() else file_at(path)
     return Candidate(path, source, FORMATS[format_name])
 
 
-def _around_file(path: Location) -> Candidate:
+def _detect_from_file(path: Location) -> Candidate:
     """The checkpoint that a file is part of, or the file by itself."""
-    whole = _whole_around(path) if isinstance(path, Path) or _marks(path.name) else None
+    whole = _find_enclosing(path) if isinstance(path, Path) or _marks(path.name) else None
     if whole is not None:
         return whole
     source = file_at(path)
@@ -203,7 +203,7 @@ def _around_file(path: Location) -> Candidate:
     )
 
 
-def _whole_around(path: Location) -> Candidate | None:
+def _find_enclosing(path: Location) -> Candidate | None:
     """The checkpoint in the file's folder that the file is part of."""
     try:
         folder = folder_at(path.parent)
@@ -228,7 +228,7 @@ def _files_of(item: Format, source: Files) -> frozenset[str]:
         return frozenset()
 
 
-def _in_folder(path: Location) -> Candidate:
+def _detect_in_folder(path: Location) -> Candidate:
     source = folder_at(path)
     found = detect_folder(source)
     if found is not None:
@@ -236,7 +236,7 @@ def _in_folder(path: Location) -> Candidate:
     require_finished(source)
     latest = latest_folder(source)
     if latest is not None:
-        inner = _in_folder(path / latest)
+        inner = _detect_in_folder(path / latest)
         loose = (name for name in source.files if "/" not in name)
         return replace(inner, beside=(*inner.beside, *loose))
     candidates = list(_candidates(path, source))

@@ -11,12 +11,18 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptool.commands.detect import Candidate, bounded, recognise, require_finished, unfinished
+from ckptool.commands.detect import (
+    Candidate,
+    bounded,
+    detect_checkpoint,
+    require_finished,
+    unfinished,
+)
 from ckptool.commands.options.source import AS_DETECTED, ReadOptions
 from ckptool.commands.unlisted import require_listed, unlisted_notes, unlisted_problems
-from ckptool.commands.unread_files import explained, unread_files, with_cause
+from ckptool.commands.unread_files import explain_damage, unread_files, with_cause
 from ckptool.core.catalog import Catalog
-from ckptool.core.parts import with_parts
+from ckptool.core.state_category import with_parts
 from ckptool.errors import (
     CkptoolError,
     Damaged,
@@ -79,14 +85,14 @@ class Opened:
 def open_checkpoint(
     path: Location, options: ReadOptions = AS_DETECTED, *, whole: bool = True
 ) -> Opened:
-    """Recognise the checkpoint at ``path`` and scan its metadata.
+    """Detect the checkpoint at ``path`` and scan its metadata.
 
     ``path`` may be the checkpoint, a file inside it, its parent folder, or a run's folder that
     holds just one. Raises NotFound, Unrecognised (with what is there), Damaged or Hostile. Not
     ``whole``, single tensors and values that cannot be read, or must not be, are refusals among
     the catalog's conflicts, for ``require_readable`` to raise once it is known what is wanted.
     """
-    found = recognise(path, options.from_format)
+    found = detect_checkpoint(path, options.from_format)
     require_finished(found.source)
     require_listed(unlisted_problems(found.unlisted))
     catalog = _scanned(found, scan_options(options, found.format))
@@ -102,7 +108,7 @@ def require_readable(catalog: Catalog, source: Files, subject: str) -> None:
     refusals = [why for why in catalog.conflicts.values() if isinstance(why, Refusal)]
     if refusals:
         error = refused(refusals, subject=subject)
-        raise explained(source, error) if isinstance(error, Damaged) else error
+        raise explain_damage(source, error) if isinstance(error, Damaged) else error
 
 
 def _is_empty(catalog: Catalog) -> bool:
@@ -114,7 +120,7 @@ def _scanned(found: Candidate, options: ScanOptions) -> Catalog:
     try:
         catalog = bounded(found.path, lambda: found.format.scan(found.source, options))
     except Damaged as error:
-        raise explained(found.source, error) from None
+        raise explain_damage(found.source, error) from None
     unread = bounded(found.path, lambda: unread_files(found, catalog, options.found or ()))
     gone = unlisted_notes(found.unlisted)
     return replace(catalog, notes=(*catalog.notes, *unread, *gone))
@@ -136,12 +142,12 @@ class Survey:
 
 
 def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
-    """Recognise the checkpoint at ``path`` and read what can be read of it.
+    """Detect the checkpoint at ``path`` and read what can be read of it.
 
     Raises NotFound or Unrecognised where there is none, UsageError where it cannot be read as
     asked, and nothing for damage.
     """
-    found = recognise(path, options.from_format)
+    found = detect_checkpoint(path, options.from_format)
     problems = [problem] if (problem := unfinished(found.source)) is not None else []
     problems += unlisted_problems(found.unlisted)
     asked = scan_options(options, found.format, problems)

@@ -24,7 +24,7 @@ from ckptool.errors import CannotDo
 
 
 @dataclass(frozen=True, slots=True)
-class Rewritten:
+class RewriteResult:
     """What a rewrite made of a checkpoint.
 
     ``whole`` is all there was to select from, ``kept`` what was selected, ``catalog`` the result.
@@ -46,7 +46,7 @@ def rewrite(
     *,
     locate: bool = False,
     check: Callable[[Catalog], None] = lambda kept: None,
-) -> Rewritten:
+) -> RewriteResult:
     """Select, rename, map and cast what a checkpoint holds. No tensor byte is read.
 
     ``check`` is shown what was selected and raises where that will not do. With ``locate`` every
@@ -55,7 +55,7 @@ def rewrite(
     not be.
     """
     casts = options.casts or NO_CASTS
-    found = taken(opened, options.selection, casts.model, dequantize=options.dequantize)
+    found = select_tensors(opened, options.selection, casts.model, dequantize=options.dequantize)
     require_readable(found.kept, opened.source, "what was selected")
     check(found.kept)
     catalog = found.kept
@@ -63,11 +63,11 @@ def rewrite(
         catalog = opened.located(catalog)
     catalog, report = mapped(opened, catalog, options.map)
     catalog, cast = with_casts(catalog, casts)
-    return Rewritten(found.whole, found.kept, catalog, report, cast, found.dequantized)
+    return RewriteResult(found.whole, found.kept, catalog, report, cast, found.dequantized)
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class SelectionResult:
     """What is ``kept`` of the ``whole``, and how many tensors of each kind numbers are made of."""
 
     whole: Catalog
@@ -75,14 +75,16 @@ class Taken:
     dequantized: dict[str, int]
 
 
-def taken(opened: Opened, selection: Selection, dtype: DType | None, *, dequantize: bool) -> Taken:
+def select_tensors(
+    opened: Opened, selection: Selection, dtype: DType | None, *, dequantize: bool
+) -> SelectionResult:
     """What is selected of a checkpoint, with numbers for its quantised tensors if wanted.
 
     They are of ``dtype``, bf16 unless told. Raises CannotDo without torch, where no tensor is
     quantised in a known way, and where scales do not fit a tensor that is kept.
     """
     if not dequantize:
-        return Taken(opened.catalog, selected(opened.catalog, selection), {})
+        return SelectionResult(opened.catalog, selected(opened.catalog, selection), {})
     _require_torch("--dequantize")
     names = quantised_names(opened.catalog)
     inner = {name: entry for name, entry in opened.catalog.tensors.items() if name in names}
@@ -90,7 +92,7 @@ def taken(opened: Opened, selection: Selection, dtype: DType | None, *, dequanti
     catalog = opened.catalog.with_tensors(opened.catalog.tensors | located)
     made = dequantized(catalog, dtype or BY_NAME["bfloat16"], block_size(opened))
     kept = selected(made.catalog, selection)
-    return Taken(made.catalog, kept, made.counts(kept))
+    return SelectionResult(made.catalog, kept, made.counts(kept))
 
 
 def with_casts(catalog: Catalog, casts: Casts) -> tuple[Catalog, dict[str, int]]:

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 from ckptool.commands.options.source import Selection
 from ckptool.core.catalog import Catalog
-from ckptool.core.parts import (
+from ckptool.core.rewrite import drop, rename, select, strip_prefix, strip_prefixes, substitution
+from ckptool.core.state_category import (
     is_master,
     masters_are_weights,
     model_prefixes,
-    part_of_name,
+    state_category_of_name,
     weights,
     with_every_part,
 )
-from ckptool.core.rewrite import drop, rename, select, strip_prefix, strip_prefixes, substitution
 from ckptool.errors import CannotDo, Refusal
 
 
@@ -40,8 +40,8 @@ def selected(catalog: Catalog, selection: Selection) -> Catalog:
 def _may_be_of_model(name: str, why: str) -> bool:
     """Return whether what cannot be read may be a tensor of the model: its values are left out."""
     if not isinstance(why, Refusal):
-        return part_of_name(name, ()) == "model"
-    return why.may_be_tensor and (why.part or part_of_name(name, ())) == "model"
+        return state_category_of_name(name, ()) == "model"
+    return why.may_be_tensor and (why.part or state_category_of_name(name, ())) == "model"
 
 
 def only_model(catalog: Catalog) -> Catalog:

@@ -111,7 +111,7 @@ _MOST = 64
 """Files that are looked at: where one is a pointer, nearly all are."""
 
 
-def explained(source: Files, error: Damaged) -> Damaged:
+def explain_damage(source: Files, error: Damaged) -> Damaged:
     """The error, or that files stand in for others where that is what lies behind it."""
     found = list(_stand_ins(source))
     if not found:

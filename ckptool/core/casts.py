@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 
 from ckptool.core.catalog import Catalog, Scaled, TensorEntry
 from ckptool.core.dtype import DType, parse_dtype
-from ckptool.core.parts import part_of
 from ckptool.core.quantization import quantised_names
+from ckptool.core.state_category import state_category
 from ckptool.errors import UsageError
 
 _FEW = 3
@@ -31,7 +31,7 @@ class Casts:
         for glob, dtype in self.rules:
             if fnmatchcase(entry.name, glob):
                 return dtype
-        return self.model if part_of(entry) == "model" else None
+        return self.model if state_category(entry) == "model" else None
 
 
 NO_CASTS = Casts()
@@ -126,7 +126,7 @@ def _left_notes(catalog: Catalog, casts: Casts, wanted: dict[str, DType | None])
         return ()
     others = [e for e in catalog.tensors.values() if _has_other_type(e, casts.model)]
     beside = [e.name for e in others if e.name in wanted and wanted[e.name] is None]
-    scalars = [e.name for e in others if not e.shape and part_of(e) == "model"]
+    scalars = [e.name for e in others if not e.shape and state_category(e) == "model"]
     notes = []
     if beside:
         notes.append(

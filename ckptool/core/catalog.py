@@ -40,7 +40,7 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class EncodedBlob:
     """A blob that a codec must decode whole before any element can be addressed.
 
     ``nbytes`` is its size in the file, ``size`` the size once decoded; ``start`` and ``strides``
@@ -112,10 +112,10 @@ class Scaled:
         return self.values.chunks[0].at.offset
 
 
-Place = Extent | Packed | Item | Scaled
+Place = Extent | EncodedBlob | Item | Scaled
 
 
-def stored_places(at: Place) -> Iterator[Extent | Packed | Item]:
+def stored_places(at: Place) -> Iterator[Extent | EncodedBlob | Item]:
     """The places in files that a place is made of."""
     if not isinstance(at, Scaled):
         yield at

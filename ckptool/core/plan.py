@@ -15,7 +15,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import (
     Catalog,
     Chunk,
-    Packed,
+    EncodedBlob,
     TensorEntry,
     coverage_problem,
     stored_places,
@@ -77,7 +77,7 @@ class Tile(NamedTuple):
         return math.prod(self.shape) * self.entry.dtype.itemsize
 
 
-class Spot(NamedTuple):
+class LayoutPart(NamedTuple):
     """A tensor part of a file: file ``file`` of the layout, part ``position``, byte ``offset``."""
 
     file: int
@@ -90,7 +90,7 @@ class Spot(NamedTuple):
 class Group:
     """Parts that are cut in step, ``rows`` rows a tile; or one part by itself where it is 0."""
 
-    spots: tuple[Spot, ...]
+    spots: tuple[LayoutPart, ...]
     rows: int
 
     def tile_counts(self, limit: int) -> Iterator[tuple[int, int]]:
@@ -142,7 +142,7 @@ class Plan:
                 for entry in self.entries
                 for chunk in entry.chunks
                 for at in stored_places(chunk.at)
-                if isinstance(at, Packed)
+                if isinstance(at, EncodedBlob)
             ),
             default=0,
         )
@@ -161,12 +161,12 @@ class Plan:
 
         ``files`` are places in the layout with their parts, ``limit`` the bytes of a tile.
         """
-        found: dict[object, list[Spot]] = {}
+        found: dict[object, list[LayoutPart]] = {}
         for number, parts in files:
             offset = 0
             for position, part in enumerate(parts):
                 if isinstance(part, Data | Scattered):
-                    spot = Spot(number, position, offset, part)
+                    spot = LayoutPart(number, position, offset, part)
                     found.setdefault(_rows_of(spot), []).append(spot)
                 offset += part.nbytes
         return [group for spots in found.values() for group in _grouped(spots, limit)]
@@ -186,7 +186,7 @@ class Plan:
         return found
 
 
-def _rows_of(spot: Spot) -> object:
+def _rows_of(spot: LayoutPart) -> object:
     """What the parts of one group have in common: the tensor and the rows they hold."""
     part = spot.part
     if isinstance(part, Data) and len(part.box.lo) > 1 and part.box.volume:
@@ -194,7 +194,7 @@ def _rows_of(spot: Spot) -> object:
     return spot.file, spot.position
 
 
-def _grouped(spots: list[Spot], limit: int) -> list[Group]:
+def _grouped(spots: list[LayoutPart], limit: int) -> list[Group]:
     """One group, or where a row of all is more than a tile, one for each spot."""
     rows = spots[0].part.shape[0] if len(spots) > 1 else 0
     row = sum(spot.part.nbytes for spot in spots) // max(1, rows)
@@ -204,7 +204,7 @@ def _grouped(spots: list[Spot], limit: int) -> list[Group]:
 
 
 def _tiles_of(
-    spot: Spot, entry: TensorEntry, index: ChunkIndex, rows: int, limit: int
+    spot: LayoutPart, entry: TensorEntry, index: ChunkIndex, rows: int, limit: int
 ) -> Iterator[Tile]:
     part, offset = spot.part, spot.offset
     shape = part.shape

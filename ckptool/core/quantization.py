@@ -116,7 +116,7 @@ def _parents(name: str) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Dequantized:
+class DequantizeResult:
     """A catalog with numbers in the place of values and scales.
 
     ``kinds`` are those of the tensors that numbers are made of, ``unfit`` why values whose scales
@@ -139,7 +139,7 @@ class Dequantized:
 
 def dequantized(
     catalog: Catalog, dtype: DType, block: tuple[int, int] | None = None
-) -> Dequantized:
+) -> DequantizeResult:
     """With numbers of ``dtype`` in the place of values and scales.
 
     ``block`` is the size of an FP8 block where the model's config says it. Raises CannotDo where
@@ -153,7 +153,7 @@ def dequantized(
             " X_scales",
         )
     gone = {pair.scales.name for pair in found.values()}
-    made = Dequantized(catalog, {}, {})
+    made = DequantizeResult(catalog, {}, {})
     tensors: dict[str, TensorEntry] = {}
     for name, entry in catalog.tensors.items():
         if name in gone:
@@ -167,7 +167,7 @@ def dequantized(
 
 
 def _noted(
-    made: Dequantized, pair: Pair, dtype: DType, block: tuple[int, int] | None
+    made: DequantizeResult, pair: Pair, dtype: DType, block: tuple[int, int] | None
 ) -> TensorEntry:
     """The numbers of a pair, or its values where they cannot be made."""
     try:

@@ -16,7 +16,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from ckptool.core.box import Box, flat_range, row_major_strides
-from ckptool.core.catalog import Chunk, Copy, Extent, Item, Packed, Part, Place, Scaled, TensorEntry
+from ckptool.core.catalog import (
+    Chunk,
+    Copy,
+    EncodedBlob,
+    Extent,
+    Item,
+    Part,
+    Place,
+    Scaled,
+    TensorEntry,
+)
 from ckptool.errors import CannotDo
 
 
@@ -24,7 +34,7 @@ def shifted(at: Place, start: tuple[int, ...]) -> Place:
     """The place of the part of a tensor that begins at index ``start``."""
     if isinstance(at, Extent):
         return replace(at, offset=at.offset + _distance(start, at.strides))
-    if isinstance(at, Packed):
+    if isinstance(at, EncodedBlob):
         return replace(at, start=at.start + _distance(start, at.strides))
     raise TypeError(f"{at} cannot be shifted")
 
@@ -49,7 +59,7 @@ def part_of_place(
     if isinstance(at, Extent):
         offset, steps = mapped(shape, at.strides, part, start, strides, itemsize)
         return replace(at, offset=at.offset + offset, strides=steps)
-    if isinstance(at, Packed):
+    if isinstance(at, EncodedBlob):
         offset, steps = mapped(shape, at.strides, part, start, strides, itemsize)
         return replace(at, start=at.start + offset, strides=steps)
     if at.part is None:
@@ -289,7 +299,7 @@ def _merged(chunk: Chunk, dim: int, size: int) -> Iterator[Chunk]:
 
 def _strides(chunk: Chunk) -> Iterator[Strides]:
     for at in (chunk.at, *(copy.at for copy in chunk.copies)):
-        part = at if isinstance(at, Extent | Packed) else _part_of(at, chunk.box.shape)
+        part = at if isinstance(at, Extent | EncodedBlob) else _part_of(at, chunk.box.shape)
         yield part.strides
 
 
@@ -313,10 +323,10 @@ def part_of_chunk(
 
 
 def _moved(at: Place, shape: Index, first: Index, restride: Restride) -> Place:
-    part = at if isinstance(at, Extent | Packed) else _part_of(at, shape)
+    part = at if isinstance(at, Extent | EncodedBlob) else _part_of(at, shape)
     skip = sum(i * s for i, s in zip(first, part.strides, strict=False))
     strides = restride(part.strides)
-    if isinstance(at, Packed):
+    if isinstance(at, EncodedBlob):
         return replace(at, start=at.start + skip, strides=strides)
     if isinstance(at, Extent):
         return Extent(at.file, at.offset + skip, strides, at.record, at.ops)

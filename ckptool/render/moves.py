@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ckptool.commands.keymap.report import MapReport
-from ckptool.core.parts import PARTS, part_of
+from ckptool.core.state_category import STATE_CATEGORIES, state_category
 from ckptool.render.inspect.listing import Numbers, natural, split_numbers, with_numbers
 from ckptool.render.text import escaped
 
@@ -53,7 +53,7 @@ def _alike(moves: Iterable[Move]) -> list[list[Move]]:
 
 def _order(move: Move) -> tuple[int, object]:
     name = move.sources[0]
-    return PARTS.index(part_of(move.entry)), natural(name)
+    return STATE_CATEGORIES.index(state_category(move.entry)), natural(name)
 
 
 def _folded(names: Iterable[str]) -> list[str]:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from ckptool.cli import _run, _writes_to_sockets
 from ckptool.cli.app import app
 from ckptool.cli.options import parse_place
-from ckptool.commands import detect as recognise
+from ckptool.commands import detect as detect_checkpoint
 from ckptool.commands.open import open_checkpoint
 from ckptool.core.units import parse_dims
 from ckptool.engine.launch import launch_of
@@ -147,7 +147,7 @@ def ran(words: list[str], error: BaseException, monkeypatch: pytest.MonkeyPatch)
     def fail(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr(recognise, "folder_at", fail)
+    monkeypatch.setattr(detect_checkpoint, "folder_at", fail)
     monkeypatch.setattr(sys, "argv", ["ckptool", *words])
     return _run()
 

@@ -20,7 +20,7 @@ import ckptool
 from ckptool.api.open import open as open_checkpoint
 from ckptool.core.casts import Casts
 from ckptool.core.dtype import BY_NAME
-from ckptool.core.parts import part_of
+from ckptool.core.state_category import state_category
 from ckptool.errors import CannotDo
 
 BF16 = BY_NAME["bfloat16"]
@@ -46,7 +46,7 @@ def test_only_the_model_is_cast(name: str) -> None:
     one, plain = (open_checkpoint(source.path, **more) for more in ({"dtype": "bf16"}, {}))
     beside = 0
     for tensor, entry in plain.tensors.items():
-        of_model = part_of(one.tensors[tensor]) == "model"
+        of_model = state_category(one.tensors[tensor]) == "model"
         beside += not of_model
         floating = of_model and entry.dtype.kind == "float" and entry.shape
         assert one.tensors[tensor].dtype.name == ("bfloat16" if floating else entry.dtype.name)

@@ -7,7 +7,7 @@ import pytest
 from ckptool.core.casts import Casts, cast, parse_casts
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import BY_NAME
-from ckptool.core.parts import with_every_part
+from ckptool.core.state_category import with_every_part
 from ckptool.errors import UsageError
 
 NAMES = {

@@ -15,9 +15,9 @@ from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import (
     Chunk,
     Copy,
+    EncodedBlob,
     Extent,
     Item,
-    Packed,
     Part,
     Place,
     TensorEntry,
@@ -74,7 +74,7 @@ class Files:
         if isinstance(at, Item):
             part = at.part or Part(shape, 0, row_major_strides(shape, 1))
             return part.start * 4, tuple(stride * 4 for stride in part.strides)
-        assert isinstance(at, Extent | Packed)
+        assert isinstance(at, Extent | EncodedBlob)
         return (at.offset if isinstance(at, Extent) else at.start), at.strides
 
 
@@ -106,7 +106,7 @@ def tensors(
         where = [files.store(part, draw(orders), draw(st.integers(0, 2))) for _ in range(2)]
         file, strides = where[0]
         nbytes = len(files.data[file])
-        kinds = [Extent(file, 0, strides), Packed(file, 0, 1, "zstd", nbytes, 0, strides)]
+        kinds = [Extent(file, 0, strides), EncodedBlob(file, 0, 1, "zstd", nbytes, 0, strides)]
         if strides == row_major_strides(box.shape, 4):
             kinds.append(Item(file, 0, nbytes))
         at = draw(st.sampled_from(kinds))

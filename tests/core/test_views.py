@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Extent, Item, Packed, Part, Place
+from ckptool.core.catalog import EncodedBlob, Extent, Item, Part, Place
 from ckptool.core.views import narrowed, part_of_place, pieces_of_run
 
 SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
@@ -70,7 +70,7 @@ def test_a_part_of_an_item_that_is_not_opened_yet() -> None:
 
 
 def test_a_part_of_what_must_be_decoded_first() -> None:
-    packed = Packed("f", 0, 9, "zstd", 96, 0, (24, 8))
+    packed = EncodedBlob("f", 0, 9, "zstd", 96, 0, (24, 8))
     assert narrowed(packed, (4, 3), Box((2, 1), (3, 2)), ITEM).start == 56
 
 

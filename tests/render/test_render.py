@@ -18,10 +18,10 @@ from ckptool.core.catalog import (
     Catalog,
     Chunk,
     Copy,
+    EncodedBlob,
     Extent,
     Item,
     ObjectEntry,
-    Packed,
     TensorEntry,
 )
 from ckptool.core.dtype import BY_NAME
@@ -258,7 +258,7 @@ def test_map_folds_hundreds_of_boxes():
         (Extent("f", 1234, (8, 4)), "1,234"),
         (Extent("f", 0, (4, 16)), "strided"),
         (Extent("f", 0, (8, 4), ops=("conj",)), "conj"),
-        (Packed("f", 50, 20, "zstd", 32, 0, (8, 4)), "zstd, 32 bytes decoded"),
+        (EncodedBlob("f", 50, 20, "zstd", 32, 0, (8, 4)), "zstd, 32 bytes decoded"),
         (Item("f", 7, 999, ("zstd",)), "999"),
     ],
 )

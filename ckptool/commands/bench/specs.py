@@ -16,7 +16,7 @@ from ckptool.commands.bench.transfer.torch_tools import parameter_shapes
 from ckptool.commands.open import open_checkpoint
 from ckptool.core.catalog import Catalog
 from ckptool.core.dtype import BY_NAME, DType
-from ckptool.core.parts import part_of
+from ckptool.core.state_category import state_category
 from ckptool.errors import CannotDo
 from ckptool.storage.url import Location, location
 
@@ -79,7 +79,7 @@ def _of_part(catalog: Catalog, part: str) -> dict[str, TensorSpec]:
     return {
         entry.name: TensorSpec((part, entry.name), entry.shape, _plain(entry.dtype))
         for entry in catalog.tensors.values()
-        if part_of(entry) == part
+        if state_category(entry) == part
     }
 
 

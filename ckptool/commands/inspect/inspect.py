@@ -13,7 +13,7 @@ from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.commands.options.source import AS_DETECTED, ReadOptions
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
-from ckptool.core.parts import PARTS, part_of, weights
+from ckptool.core.state_category import STATE_CATEGORIES, state_category, weights
 from ckptool.storage.url import Location
 
 _STEP_NAMES = (
@@ -94,7 +94,7 @@ class InspectReport:
 
 
 def inspect(path: Location, options: ReadOptions = AS_DETECTED) -> InspectReport:
-    """Recognise the checkpoint at ``path`` and describe it. No tensor byte is read."""
+    """Detect the checkpoint at ``path`` and describe it. No tensor byte is read."""
     return report(open_checkpoint(path, options))
 
 
@@ -115,7 +115,7 @@ def shares_of(entries: Iterable[TensorEntry]) -> tuple[Share, ...]:
     """Tensors summed up by part and element type, the largest type of a part first."""
     groups: dict[tuple[str, DType], list[TensorEntry]] = {}
     for entry in entries:
-        groups.setdefault((part_of(entry), entry.dtype), []).append(entry)
+        groups.setdefault((state_category(entry), entry.dtype), []).append(entry)
     shares = [
         Share(
             part,
@@ -126,7 +126,9 @@ def shares_of(entries: Iterable[TensorEntry]) -> tuple[Share, ...]:
         )
         for (part, dtype), members in groups.items()
     ]
-    return tuple(sorted(shares, key=lambda s: (PARTS.index(s.part), -s.nbytes, s.dtype.name)))
+    return tuple(
+        sorted(shares, key=lambda s: (STATE_CATEGORIES.index(s.part), -s.nbytes, s.dtype.name))
+    )
 
 
 def step_of(path: Location, catalog: Catalog) -> int | None:

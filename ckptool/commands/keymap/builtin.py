@@ -83,7 +83,11 @@ def map_checkpoint(
     Raises UsageError or CannotDo as ``apply_map``, and where no map or several would do.
     """
     known = records(opened.source, opened.catalog, options.assets)
-    chosen = _found(catalog, known, options) if options.name == AUTO else _asked(catalog, options)
+    chosen = (
+        _detect_map(catalog, known, options)
+        if options.name == AUTO
+        else _requested_map(catalog, options)
+    )
     key_map, reason = chosen
     types = _model_types(known)
     if types and not _is_for(key_map, types):
@@ -134,11 +138,11 @@ def _keys(lookups: Sequence[str | int]) -> list[str]:
 # Which map, and which way
 
 
-def _asked(catalog: Catalog, options: MapOptions) -> tuple[KeyMap, str]:
+def _requested_map(catalog: Catalog, options: MapOptions) -> tuple[KeyMap, str]:
     forward = load_map(options.name or "")
     if options.inverse is not None:
         return (forward.inverse if options.inverse else forward), "as asked"
-    taken = [_taken(catalog, one) for one in (forward, forward.inverse)]
+    taken = [_count_matches(catalog, one) for one in (forward, forward.inverse)]
     if taken[0] == taken[1] and taken[0]:
         raise UsageError(
             f"--map {options.name}: names match both sides of the map",
@@ -149,14 +153,14 @@ def _asked(catalog: Catalog, options: MapOptions) -> tuple[KeyMap, str]:
     return forward, "as asked"
 
 
-def _taken(catalog: Catalog, key_map: KeyMap) -> int:
+def _count_matches(catalog: Catalog, key_map: KeyMap) -> int:
     """How many of the model's tensors the map's rules take."""
     matcher = Matcher(key_map, Facts().of(catalog, key_map), "model")
     found, _ = framed(catalog, matcher.knows, matcher.knows)
     return sum(len(names) for frame, names in found.items() if frame.part == "model")
 
 
-def _found(catalog: Catalog, known: list[Record], options: MapOptions) -> tuple[KeyMap, str]:
+def _detect_map(catalog: Catalog, known: list[Record], options: MapOptions) -> tuple[KeyMap, str]:
     """The one built-in map that takes every tensor of the model."""
     kinds = kinds_of(catalog)
     candidates = [
@@ -205,8 +209,8 @@ def _require_for(types: Sequence[str], candidates: Sequence[KeyMap]) -> None:
 def _none_fits(catalog: Catalog) -> UsageError:
     """The error that says which map comes nearest, and what it does not take."""
     ways = [way for one in builtin_maps().values() for way in (one, one.inverse)]
-    nearest = max(ways, key=lambda way: _taken(catalog, way))
-    if not _taken(catalog, nearest):
+    nearest = max(ways, key=lambda way: _count_matches(catalog, way))
+    if not _count_matches(catalog, nearest):
         return UsageError(
             "--map auto: no built-in map matches any model tensor",
             hint="`ckptool maps` lists maps; `ckptool maps NAME` prints one to start from",

@@ -16,7 +16,7 @@ from ckptool.commands.keymap.config_check import main_dtype
 from ckptool.commands.keymap.megatron_arguments import HARMLESS
 from ckptool.commands.keymap.model_record import Record
 from ckptool.core.catalog import Catalog
-from ckptool.core.parts import part_of
+from ckptool.core.state_category import state_category
 
 Config = dict[str, Any]
 
@@ -173,7 +173,7 @@ def _finished(
     shapes |= {"intermediate_size": gate[0]} if gate else {}
     made = {"architectures": [architecture], "model_type": kind, **config, **shapes}
     wanted = names_of(made)
-    model = {name for name, entry in catalog.tensors.items() if part_of(entry) == "model"}
+    model = {name for name, entry in catalog.tensors.items() if state_category(entry) == "model"}
     if model == wanted:
         return made, ""
     odd = sorted(model - wanted) or sorted(wanted - model)

@@ -83,7 +83,7 @@ def block_size(opened: Opened) -> tuple[int, int] | None:
     return None
 
 
-def as_numbers(opened: Opened, catalog: Catalog, layout: Layout) -> Layout:
+def drop_quantization_config(opened: Opened, catalog: Catalog, layout: Layout) -> Layout:
     """The layout without what says that the weights are quantised.
 
     Where some still are, in a way that no numbers are made of, all of it stays, and is noted.

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ckptool.commands.reshard.load_check_rank import Check, Held, last_line
+from ckptool.commands.reshard.load_check_rank import Check, LocalTensor, last_line
 from ckptool.commands.reshard.reshard import PreparedReshard
 from ckptool.core.box import Box
 from ckptool.core.catalog import Index, TensorEntry
@@ -48,7 +48,7 @@ def _own_file(path: Path) -> Any:
         raise TransferError(f"{path}: torch cannot load it: {last_line(error)}") from error
 
 
-def _found(check: Check, entry: TensorEntry, state: Any) -> Held:
+def _found(check: Check, entry: TensorEntry, state: Any) -> LocalTensor:
     """A tensor of the file, once it is known to be placed and shaped as it should be."""
     from torch.distributed.tensor import DTensor
 
@@ -59,13 +59,13 @@ def _found(check: Check, entry: TensorEntry, state: Any) -> Held:
         raise check.differs(entry, f"{name} {list(state.shape)}")
     if not isinstance(state, DTensor):
         pieces = (Piece(Box.whole(entry.shape), Box.whole(entry.shape)),)
-        return Held(state, state, pieces if entry.elements else ())
+        return LocalTensor(state, state, pieces if entry.elements else ())
     shard, local, mesh = check.shard(entry), state.to_local(), state.device_mesh
     if tuple(local.shape) != shard.shape or list(state.placements) != check.placements(entry):
         raise check.differs(entry, f"{list(local.shape)} placed {state.placements}")
     if (mesh.shape, mesh.mesh_dim_names) != (check.mesh.shape, check.mesh.mesh_dim_names):
         raise check.differs(entry, f"device mesh {mesh}")
-    return Held(state, local, shard.pieces)
+    return LocalTensor(state, local, shard.pieces)
 
 
 def check_dcp(check: Check) -> None:
@@ -111,7 +111,7 @@ def _load(target: Path, state: dict[str, Any], reader: Any) -> None:
         raise TransferError(f"{target}: torch cannot load it: {last_line(error)}") from error
 
 
-def _empty(check: Check, entry: TensorEntry) -> Held:
+def _empty(check: Check, entry: TensorEntry) -> LocalTensor:
     """Memory for this rank's shard and a DTensor around it; for the whole where torch errs."""
     import torch
     from torch.distributed.tensor import DTensor
@@ -120,13 +120,15 @@ def _empty(check: Check, entry: TensorEntry) -> Held:
     placements = check.placements(entry)
     if not _torch_agrees(entry.shape, shard, check.mesh, placements):
         whole = torch.empty(entry.shape, dtype=dtype)
-        return Held(whole, whole, tuple(Piece(piece.box, piece.box) for piece in shard.pieces))
+        return LocalTensor(
+            whole, whole, tuple(Piece(piece.box, piece.box) for piece in shard.pieces)
+        )
     local = torch.empty(shard.shape, dtype=dtype)
     meta = torch.empty(entry.shape, dtype=dtype, device="meta")
     tensor = DTensor.from_local(
         local, check.mesh, placements, run_check=False, shape=meta.shape, stride=meta.stride()
     )
-    return Held(tensor, local, shard.pieces)
+    return LocalTensor(tensor, local, shard.pieces)
 
 
 def _torch_agrees(shape: tuple[int, ...], shard: LocalShard, mesh: Any, placed: list[Any]) -> bool:

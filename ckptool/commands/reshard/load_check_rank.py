@@ -27,7 +27,7 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalTensor:
     """What a rank has of a tensor: ``local`` is its memory, ``pieces`` say what lies where in it.
 
     ``tensor`` is what torch's loader is given: the DTensor around it, or itself.
@@ -96,7 +96,7 @@ class Check:
         rank = len(entry.shape)
         return [_torch_placement(item, rank) for item in self._placed.placements[entry.name]]
 
-    def compare(self, entry: TensorEntry, held: Held) -> None:
+    def compare(self, entry: TensorEntry, held: LocalTensor) -> None:
         """TransferError where what was loaded is not what the source has."""
         loaded = _bits(held.local, entry.dtype.itemsize)
         for piece in held.pieces:

@@ -134,7 +134,7 @@ def prepare_reshard(
     opened = open_checkpoint(source, replace(options.read, per_rank=True), whole=False)
     target = named_target(target or _sibling(opened.path, placer.mesh))
     require_apart(opened, target)
-    catalog = settled(opened.catalog, options.rank_state)
+    catalog = resolve_rank_state(opened.catalog, options.rank_state)
     left_out = names_left_out(opened.catalog, catalog)
     require_readable(catalog, opened.source, str(opened.path))
     require_agreement(catalog)
@@ -272,7 +272,7 @@ def require_rank_state(what: str) -> None:
         )
 
 
-def settled(catalog: Catalog, what: str) -> Catalog:
+def resolve_rank_state(catalog: Catalog, what: str) -> Catalog:
     """The catalog without, or with all, or with one rank's state that differs between ranks.
 
     ``what`` is ``drop``, ``keep``, ``stop`` or the number of a rank. CannotDo, with the list, where
@@ -291,7 +291,7 @@ def settled(catalog: Catalog, what: str) -> Catalog:
             hint="--rank-state drop excludes them, keep keeps each as NAME@rankR, 0 uses rank"
             " 0's for all",
         )
-    return _taken_from(catalog, names, what)
+    return _select_rank(catalog, names, what)
 
 
 def names_left_out(before: Catalog, after: Catalog) -> list[str]:
@@ -308,7 +308,7 @@ def _names(catalog: Catalog) -> tuple[str, ...]:
     return (*catalog.tensors, *catalog.objects, *catalog.conflicts)
 
 
-def _taken_from(catalog: Catalog, names: list[str], rank: str) -> Catalog:
+def _select_rank(catalog: Catalog, names: list[str], rank: str) -> Catalog:
     mine = {name for name in names if name.endswith(f"@rank{rank}")}
     if not mine:
         raise UsageError(f"--rank-state {rank!r}: use stop, keep, drop or a rank of the source")

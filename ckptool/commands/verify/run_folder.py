@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptool.commands.detect import below, natural_key, require_known
+from ckptool.commands.detect import find_checkpoints, natural_key, require_known
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.report import VerifyReport, require_codes
 from ckptool.commands.verify.verify import verify
@@ -174,7 +174,7 @@ def steps_of(run: Location) -> list[Step]:
     nothing below the folder is one, the folder itself may be. Raises NotFound or Unrecognised
     where there is no checkpoint at all.
     """
-    whole, found = below(run)
+    whole, found = find_checkpoints(run)
     if whole is not None:
         found = [place for place in found if _is_step(place, run)] or [whole]
     if not found:

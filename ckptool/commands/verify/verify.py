@@ -44,7 +44,7 @@ from ckptool.commands.verify.report import (
     require_codes,
 )
 from ckptool.core.catalog import Catalog, Item, TensorEntry
-from ckptool.core.parts import part_of
+from ckptool.core.state_category import state_category
 from ckptool.engine.check.content import Found, check_spans
 from ckptool.engine.check.spans import Span
 from ckptool.errors import Problem
@@ -140,7 +140,7 @@ class _Check:
         self._found += [
             not_finite_count(entry, self._survey.source)
             for entry in shown
-            if part_of(entry) != "other"
+            if state_category(entry) != "other"
         ]
         self._found += self._without_checksum(spans)
 

@@ -10,9 +10,9 @@ from typing import Any
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.keymap.carry import Made, carry, one_value
 from ckptool.core.keymap.match import Claim, Facts, Frame, Framed, Matcher, framed
-from ckptool.core.keymap.model import Held, KeyMap, Rule, UnknownSizes, group_sizes
-from ckptool.core.parts import part_of
+from ckptool.core.keymap.model import BoundTensor, KeyMap, Rule, UnknownSizes, group_sizes
 from ckptool.core.rewrite import renamed_path
+from ckptool.core.state_category import state_category
 from ckptool.errors import CannotDo, UsageError
 
 _MOST_SHOWN = 12
@@ -137,7 +137,9 @@ class _Application:
         self, frame: Frame, names: Mapping[str, str], claims: list[Claim], *, scalars: bool
     ) -> None:
         rule = claims[0].rule
-        held = [Held(c.pattern, c.binding, self._catalog.tensors[names[c.inner]]) for c in claims]
+        held = [
+            BoundTensor(c.pattern, c.binding, self._catalog.tensors[names[c.inner]]) for c in claims
+        ]
         try:
             made = (
                 self._scalars(claims, held)
@@ -159,12 +161,12 @@ class _Application:
             entry = _named(one.entry, target)
             self._moves.append(Move(sources, target, entry, one.operation))
 
-    def _elements(self, rule: Rule, held: list[Held], *, exact: bool) -> list[Made]:
+    def _elements(self, rule: Rule, held: list[BoundTensor], *, exact: bool) -> list[Made]:
         sizes = group_sizes(rule, held, self._facts.sizes)
         self._require_alike(rule, held[0], sizes)
         return carry(rule, held, sizes, exact=exact)
 
-    def _require_alike(self, rule: Rule, first: Held, sizes: Mapping[str, int]) -> None:
+    def _require_alike(self, rule: Rule, first: BoundTensor, sizes: Mapping[str, int]) -> None:
         """CannotDo where a dim of the model, or what is numbered in names, has another size here.
 
         What all names of a rule number, such as layers, may differ in its other numbers: experts.
@@ -180,7 +182,7 @@ class _Application:
                     f" but {size:,} in {seen}: a tensor is missing, or the given dims are wrong"
                 )
 
-    def _scalars(self, claims: list[Claim], held: list[Held]) -> list[Made]:
+    def _scalars(self, claims: list[Claim], held: list[BoundTensor]) -> list[Made]:
         names = self._names.get(claims[0].group)
         if names is None:
             raise CannotDo("its parameter was not found")
@@ -234,7 +236,7 @@ class _Application:
         left = [
             name
             for name, entry in self._catalog.tensors.items()
-            if name not in handled and part_of(entry) == "optimizer"
+            if name not in handled and state_category(entry) == "optimizer"
         ]
         refused = [*self._refused, *left]
         if refused:
@@ -265,7 +267,7 @@ class _Application:
 
 def _is_list_of_names(entry: ObjectEntry) -> bool:
     """Whether a value of the optimizer is a list of texts."""
-    if part_of(entry) != "optimizer" or not isinstance(entry.value, list | tuple):
+    if state_category(entry) != "optimizer" or not isinstance(entry.value, list | tuple):
         return False
     return bool(entry.value) and all(isinstance(item, str) for item in entry.value)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ckptool.core.catalog import Chunk, TensorEntry, merge_copies
 from ckptool.core.keymap.axes import Axis, axes_of, size_of
-from ckptool.core.keymap.model import Binding, Held, Pattern, Rule, Sizes, kept_size
+from ckptool.core.keymap.model import Binding, BoundTensor, Pattern, Rule, Sizes, kept_size
 from ckptool.core.views import insert_dim, merge_dims, narrow, pad, permute, split_dim, unstack
 from ckptool.errors import CannotDo
 
@@ -28,7 +28,9 @@ class Made:
     operation: str
 
 
-def carry(rule: Rule, group: Sequence[Held], sizes: Sizes, *, exact: bool = False) -> list[Made]:
+def carry(
+    rule: Rule, group: Sequence[BoundTensor], sizes: Sizes, *, exact: bool = False
+) -> list[Made]:
     """The targets of a rule, from all of the sources that differ only in what it takes together.
 
     ``sizes`` are those of ``group_sizes``. Raises CannotDo where a source is missing, and with
@@ -65,7 +67,7 @@ def _as_copies(entries: Sequence[TensorEntry]) -> TensorEntry:
 # One tensor under several names
 
 
-def _tied(rule: Rule, group: Sequence[Held], common: Binding, known: Sizes) -> list[Made]:
+def _tied(rule: Rule, group: Sequence[BoundTensor], common: Binding, known: Sizes) -> list[Made]:
     """The sources as copies of one another, under each name that is made."""
     first, *others = [held.entry for held in group]
     for other in others:
@@ -117,7 +119,7 @@ def _cut_at(entry: TensorEntry, dim: int, edges: Sequence[int]) -> Iterator[Chun
 # Assembling and cutting
 
 
-def _require_all(rule: Rule, group: Sequence[Held], common: Binding, sizes: Sizes) -> None:
+def _require_all(rule: Rule, group: Sequence[BoundTensor], common: Binding, sizes: Sizes) -> None:
     """CannotDo where one of the sources that belong together is not there."""
     there = {(id(held.pattern), *sorted(held.binding.items())) for held in group}
     lacks = sum(_count(rule, pattern, sizes) for pattern in rule.sources) - len(there)
@@ -153,7 +155,7 @@ def _indexes(rule: Rule, pattern: Pattern, sizes: Sizes, most: int) -> Iterator[
         yield dict(zip(spelled, indexes, strict=True))
 
 
-def _assembled(rule: Rule, group: Sequence[Held], sizes: Sizes) -> TensorEntry:
+def _assembled(rule: Rule, group: Sequence[BoundTensor], sizes: Sizes) -> TensorEntry:
     """The array that the sources are boxes of, without padding."""
     chunks: list[Chunk] = []
     for held in group:
@@ -171,7 +173,7 @@ def _assembled(rule: Rule, group: Sequence[Held], sizes: Sizes) -> TensorEntry:
     return replace(group[0].entry, shape=shape, chunks=tuple(chunks), placements=None, mesh=None)
 
 
-def _apart(held: Held, rule: Rule, sizes: Sizes) -> tuple[TensorEntry, list[Axis]]:
+def _apart(held: BoundTensor, rule: Rule, sizes: Sizes) -> tuple[TensorEntry, list[Axis]]:
     """The tensor with a dim for each axis, without padding, and these axes."""
     entry, axes = held.entry, held.pattern.axes or ()
     for dim in range(len(axes) - 1, -1, -1):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptool.core.catalog import Catalog
 from ckptool.core.keymap.model import Binding, KeyMap, Pattern, Rule, UnknownSizes, abstract
-from ckptool.core.parts import part_of
+from ckptool.core.state_category import state_category
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Matcher:
 
 def kinds_of(catalog: Catalog) -> frozenset[str]:
     """The model's names with ``#`` for each number; there are few, however many the tensors."""
-    names = [n for n, e in catalog.tensors.items() if part_of(e) == "model"]
+    names = [n for n, e in catalog.tensors.items() if state_category(e) == "model"]
     return frozenset(found[0] if (found := abstract(name)) else name for name in names)
 
 
@@ -189,7 +189,7 @@ def framed(catalog: Catalog, known: Known, known_state: Known) -> tuple[Framed, 
 
 
 def _by_part(catalog: Catalog) -> tuple[list[str], list[str]]:
-    model = [n for n, e in catalog.tensors.items() if part_of(e) == "model"]
+    model = [n for n, e in catalog.tensors.items() if state_category(e) == "model"]
     mine = set(model)
     others = [n for n in catalog.tensors if n not in mine]
     return model, [*others, *catalog.objects]

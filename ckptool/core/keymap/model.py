@@ -228,7 +228,7 @@ Sizes = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class BoundTensor:
     """A tensor that a rule's source pattern takes, with the indexes that its name spells out."""
 
     pattern: Pattern
@@ -249,7 +249,7 @@ class UnknownSizes(UsageError):
         return UnknownSizes(names, self.pattern)
 
 
-def group_sizes(rule: Rule, group: Sequence[Held], known: Sizes) -> dict[str, int]:
+def group_sizes(rule: Rule, group: Sequence[BoundTensor], known: Sizes) -> dict[str, int]:
     """The sizes of all axes of a rule that are needed to carry the group over.
 
     Raises UnknownSizes; CannotDo where a shape is not what the axes say.
@@ -276,7 +276,7 @@ def group_sizes(rule: Rule, group: Sequence[Held], known: Sizes) -> dict[str, in
     return sizes
 
 
-def _spelled_sizes(rule: Rule, group: Sequence[Held]) -> dict[str, int]:
+def _spelled_sizes(rule: Rule, group: Sequence[BoundTensor]) -> dict[str, int]:
     """How many indexes the sources' names spell out of each axis that the targets' do not."""
     found: dict[str, int] = {}
     for held in group:
@@ -286,13 +286,13 @@ def _spelled_sizes(rule: Rule, group: Sequence[Held]) -> dict[str, int]:
     return found
 
 
-def _require_fit(held: Held, sizes: Sizes) -> None:
+def _require_fit(held: BoundTensor, sizes: Sizes) -> None:
     for dim, length in zip(held.pattern.axes or (), held.entry.shape, strict=True):
         if math.prod(size_of(axis, sizes) or 0 for axis in dim) != length:
             raise _misfit(held, sizes)
 
 
-def _misfit(held: Held, sizes: Sizes) -> CannotDo:
+def _misfit(held: BoundTensor, sizes: Sizes) -> CannotDo:
     axes = held.pattern.axes or ()
     named = [f"{n} {sizes[n]:,}" for axis in axes_of(axes) for n in axis if n in sizes]
     known = f" with {', '.join(named)}" if named else ""

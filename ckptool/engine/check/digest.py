@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Extent, Packed, Place, Record, TensorEntry, places
+from ckptool.core.catalog import EncodedBlob, Extent, Place, Record, TensorEntry, places
 from ckptool.engine.read.gather import Gatherer, raw, unit
 from ckptool.engine.read.records import crc_of, record_job
 from ckptool.engine.read.tensors import CheckedSource, TensorSource, TensorTile, tensor_job
@@ -72,13 +72,13 @@ class Intact:
 
     def __init__(self, entries: Iterable[TensorEntry], source: Files, workers: int) -> None:
         self._sizes = source.files
-        self._damaged: dict[Record | Packed, str] = {}
+        self._damaged: dict[Record | EncodedBlob, str] = {}
         self._lock = threading.Lock()
         records: set[Record] = set()
-        blobs: dict[Packed, TensorEntry] = {}
+        blobs: dict[EncodedBlob, TensorEntry] = {}
         for entry in entries:
             for place in places(entry):
-                if isinstance(place, Packed):
+                if isinstance(place, EncodedBlob):
                     blobs[place] = entry
                 elif isinstance(place, Extent) and place.record and place.record.nbytes:
                     records.add(place.record)
@@ -92,7 +92,7 @@ class Intact:
 
         ``shape`` and ``itemsize`` (bytes) are of the elements that lie there.
         """
-        if isinstance(place, Packed):
+        if isinstance(place, EncodedBlob):
             return self._damaged.get(place)
         if not isinstance(place, Extent):
             return None
@@ -121,13 +121,13 @@ class Intact:
 
         self._check(record, problem)
 
-    def _check_blob(self, blob: Packed, tiles: Iterator[memoryview]) -> None:
+    def _check_blob(self, blob: EncodedBlob, tiles: Iterator[memoryview]) -> None:
         def problem() -> None:
             deque(tiles, maxlen=0)
 
         self._check(blob, problem)
 
-    def _check(self, place: Record | Packed, find: Callable[[], str | None]) -> None:
+    def _check(self, place: Record | EncodedBlob, find: Callable[[], str | None]) -> None:
         try:
             if place.offset + place.nbytes > self._sizes.get(place.file, 0):
                 problem: str | None = f"{place.file} holds no whole record of it"
@@ -140,7 +140,7 @@ class Intact:
                 self._damaged[place] = problem
 
 
-def _decode_job(blob: Packed, entry: TensorEntry) -> Job[Packed, Gatherer, memoryview]:
+def _decode_job(blob: EncodedBlob, entry: TensorEntry) -> Job[EncodedBlob, Gatherer, memoryview]:
     """Return the job that decodes a blob whole, and yields nothing: what is wrong is raised."""
 
     def decode(gatherer: Gatherer) -> Iterator[memoryview]:

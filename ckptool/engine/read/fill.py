@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Chunk, Packed, TensorEntry, stored_places
+from ckptool.core.catalog import Chunk, EncodedBlob, TensorEntry, stored_places
 from ckptool.core.layout import tiles
 from ckptool.core.plan import ChunkIndex
 from ckptool.engine.read.gather import Array, Gatherer
@@ -86,7 +86,7 @@ def _first_spot(wanted: Wanted) -> tuple[str, int]:
 
 
 def _is_packed(chunk: Chunk) -> bool:
-    return any(isinstance(at, Packed) for at in stored_places(chunk.at))
+    return any(isinstance(at, EncodedBlob) for at in stored_places(chunk.at))
 
 
 def _fill_boxes(wanted: Wanted, boxes: Sequence[Box], gatherer: Gatherer) -> Iterator[TensorTile]:

@@ -12,8 +12,8 @@ import numpy as np
 from ckptool.core.box import Box
 from ckptool.core.catalog import (
     Chunk,
+    EncodedBlob,
     Extent,
-    Packed,
     Place,
     Scaled,
     TensorEntry,
@@ -62,7 +62,7 @@ class Gatherer:
         self._reader = source.reader()
         self._block = source.block
         self._rows = Rows(self._reader, noted)
-        self._blob: tuple[Packed, bytes] | None = None
+        self._blob: tuple[EncodedBlob, bytes] | None = None
         self._indexes: dict[int, tuple[TensorEntry, ChunkIndex]] = {}
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class Gatherer:
 
     def fill_from(self, at: Place, out: Array, local: Box, dtype: DType) -> None:
         """Copy the elements ``local`` of a chunk (in its own coordinates) into ``out``."""
-        if isinstance(at, Packed):
+        if isinstance(at, EncodedBlob):
             blob = self._decoded(at)
             out[...] = _strided(blob, at.start, at.strides, local, dtype.itemsize)
             _repair(out, at.ops, dtype)
@@ -184,7 +184,7 @@ class Gatherer:
         self._fill(out[(*head, slice(0, half))], file, offset, strides)
         self._fill(out[(*head, slice(half, None))], file, offset + half * strides[dim], strides)
 
-    def _decoded(self, at: Packed) -> bytes:
+    def _decoded(self, at: EncodedBlob) -> bytes:
         if self._blob is None or self._blob[0] != at:
             stored = bytearray(at.nbytes)
             self._reader.read_into(at.file, at.offset, memoryview(stored))
@@ -208,7 +208,7 @@ def _runs(out: Array, dim: int, strides: tuple[int, ...]) -> list[memoryview] | 
     return [memory[start : start + run] for start in range(0, len(memory), run)]
 
 
-def _require_crc(at: Packed, blob: bytes, what: str) -> None:
+def _require_crc(at: EncodedBlob, blob: bytes, what: str) -> None:
     """Damaged where a decoded blob is not what its writer checksummed."""
     record = at.record
     if record is None:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Chunk, Extent, Packed
+from ckptool.core.catalog import Chunk, EncodedBlob, Extent
 from ckptool.core.plan import Group, Plan
 from ckptool.engine.read.gather import has_rows, span_of, worth_a_span
 from ckptool.storage.local import Files
@@ -79,7 +79,7 @@ def _box_runs(chunk: Chunk, local: Box, itemsize: int, block: int) -> Iterator[R
     at = chunk.at
     if not local.volume:
         return
-    if isinstance(at, Packed):
+    if isinstance(at, EncodedBlob):
         yield at.file, at.offset, at.nbytes
     elif isinstance(at, Extent):
         start = at.offset + sum(i * s for i, s in zip(local.lo, at.strides, strict=True))

@@ -12,7 +12,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from ckptool.core.layout import Data, FileLayout, Literal, Part, Scattered, Verbatim
-from ckptool.core.plan import Group, Plan, Spot, Tile
+from ckptool.core.plan import Group, LayoutPart, Plan, Tile
 from ckptool.engine.check.unchanged import require_unchanged
 from ckptool.engine.checksum import crc32
 from ckptool.engine.options import RunOptions
@@ -155,7 +155,7 @@ class _Stream:
             raise
         return upload
 
-    def tiles(self, spot: Spot) -> Iterator[bytes]:
+    def tiles(self, spot: LayoutPart) -> Iterator[bytes]:
         """The bytes of a tensor part, in order, while further tiles are read."""
         group = Group((spot,), 0)
         waiting: deque[Future[bytes]] = deque()
@@ -220,7 +220,7 @@ class _Content:
     def _counted(self, position: int, part: Data | Scattered) -> Iterator[bytes]:
         """The tiles of a part; its CRC-32 is known at the end."""
         total = 0
-        spot = Spot(self._number, position, self._offsets[position], part)
+        spot = LayoutPart(self._number, position, self._offsets[position], part)
         for data in self._stream.tiles(spot):
             total = crc32(data, total)
             yield data

@@ -11,9 +11,9 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import (
     Catalog,
     Chunk,
+    EncodedBlob,
     Extent,
     Item,
-    Packed,
     Path,
     Place,
     TensorEntry,
@@ -68,7 +68,7 @@ class _Opened:
         if not isinstance(inner, Extent):
             raise Damaged(f"{self.item.file}: a compressed record inside a compressed item")
         item = self.item
-        return Packed(
+        return EncodedBlob(
             item.file, item.offset, item.nbytes, "zstd", self.size, inner.offset, inner.strides,
             inner.ops, inner.record,
         )  # fmt: skip

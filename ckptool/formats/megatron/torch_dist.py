@@ -24,8 +24,8 @@ from typing import Any
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, ObjectEntry, TensorEntry
 from ckptool.core.layout import FileLayout, Layout, Literal
-from ckptool.core.parts import part_of
 from ckptool.core.sharding.infer import with_inferred_mesh
+from ckptool.core.state_category import state_category
 from ckptool.core.views import pieces_of_run
 from ckptool.errors import CannotDo, Damaged, Problem, Unrecognised
 from ckptool.formats.base import Request, ScanOptions
@@ -192,7 +192,7 @@ def _require_model(catalog: Catalog) -> None:
             "no tensor has a name of Megatron-core's GPT, such as embedding.word_embeddings.weight",
             hint="--map megatron-gpt, or another that `ckptool maps` lists, gives it; --model-only",
         )
-    odd = [n for n, e in catalog.tensors.items() if part_of(e) != "model"]
+    odd = [n for n, e in catalog.tensors.items() if state_category(e) != "model"]
     if odd:
         raise CannotDo(
             f"a release of Megatron-LM's holds the model alone, and {odd[0]} is none of it",

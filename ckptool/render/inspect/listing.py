@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.text import Text
 
 from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.parts import PARTS, part_of
 from ckptool.core.rewrite import matches
+from ckptool.core.state_category import STATE_CATEGORIES, state_category
 from ckptool.errors import UsageError
 from ckptool.render.inspect.values import preview
 from ckptool.render.text import columns, plural, ranges, visible
@@ -126,10 +126,10 @@ def fold(entries: Collection[TensorEntry]) -> list[Folded]:
     kinds: dict[_Kind, dict[Numbers, TensorEntry]] = {}
     for entry in entries:
         words, numbers = split_numbers(entry.name)
-        kind = _Kind(part_of(entry), words, _looks(entry))
+        kind = _Kind(state_category(entry), words, _looks(entry))
         kinds.setdefault(kind, {})[numbers] = entry
     lines = [line for kind, members in kinds.items() for line in _lines(kind, members)]
-    lines.sort(key=lambda line: (PARTS.index(line.part), natural(line.entry.name)))
+    lines.sort(key=lambda line: (STATE_CATEGORIES.index(line.part), natural(line.entry.name)))
     return _fold_states(_fold_scalars(lines, [entry.name for entry in entries]))
 
 

@@ -17,18 +17,18 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import (
     Catalog,
     Chunk,
+    EncodedBlob,
     Item,
-    Packed,
     Place,
     Scaled,
     TensorEntry,
     contiguous,
 )
 from ckptool.core.dtype import short_name
-from ckptool.core.parts import part_of
 from ckptool.core.quantization import kinds
+from ckptool.core.state_category import state_category
 from ckptool.render.inspect.listing import Folded, fold
-from ckptool.render.inspect.values import telling
+from ckptool.render.inspect.values import notable_values
 from ckptool.render.text import bar, columns, magnitude, plural, ranges, size, visible
 
 PART_COLOURS = {"model": "green", "optimizer": "blue", "other": "yellow"}
@@ -175,7 +175,7 @@ def _values(catalog: Catalog, screen: Console) -> list[Text]:
     if not catalog.objects:
         return []
     entries = catalog.objects.values()
-    parts = [part_of(entry) for entry in entries]
+    parts = [state_category(entry) for entry in entries]
     counted = ", ".join(f"{parts.count(part):,} {part}" for part in dict.fromkeys(parts))
     title = Text.assemble(
         (f"  {plural(len(parts), 'non-tensor value')}", "bold"),
@@ -183,7 +183,8 @@ def _values(catalog: Catalog, screen: Console) -> list[Text]:
         ("; use --values to list them", "dim"),
     )
     rows = [
-        [Text(f"  {visible(name)}"), Text(shown, style="cyan")] for name, shown in telling(entries)
+        [Text(f"  {visible(name)}"), Text(shown, style="cyan")]
+        for name, shown in notable_values(entries)
     ]
     return [title, *columns(screen, rows, "ll", cuts=0)]
 
@@ -198,7 +199,7 @@ _COLOURS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
+class ChunkLocation:
     """One box in one file; ``remark`` says how the bytes lie if not plainly."""
 
     rank: int | None
@@ -230,18 +231,18 @@ def legend_lines(entry: TensorEntry, screen: Console) -> list[Text]:
     return lines
 
 
-def spots(entry: TensorEntry) -> Iterator[Spot]:
+def spots(entry: TensorEntry) -> Iterator[ChunkLocation]:
     """Every box of a tensor and where it is stored, replicas included."""
     itemsize = entry.source_dtype.itemsize
     for chunk in entry.chunks:
         for rank, at in ((chunk.rank, chunk.at), *((c.rank, c.at) for c in chunk.copies)):
             nbytes, remark = _stored(at, chunk.box, itemsize)
-            yield Spot(rank, _colour(rank), chunk.box, at, nbytes, remark)
+            yield ChunkLocation(rank, _colour(rank), chunk.box, at, nbytes, remark)
 
 
 def _stored(at: Place, box: Box, itemsize: int) -> tuple[int, str]:
     """Bytes in the file, and how they lie."""
-    if isinstance(at, Packed):
+    if isinstance(at, EncodedBlob):
         return at.nbytes, f"{at.codec}, {at.size:,} bytes decoded"
     if isinstance(at, Item):
         return at.nbytes, "+".join(at.transforms)
@@ -251,28 +252,30 @@ def _stored(at: Place, box: Box, itemsize: int) -> tuple[int, str]:
     return box.volume * itemsize, ", ".join([*(["strided"] if strided else []), *at.ops])
 
 
-def _one_by_one(spots: list[Spot]) -> list[list[Text]]:
+def _one_by_one(spots: list[ChunkLocation]) -> list[list[Text]]:
     return [
         _row(spot, spot.at.file, _box(spot.box), f"{spot.at.offset:,}", spot.nbytes, spot.remark)
         for spot in spots
     ]
 
 
-def _by_file(spots: list[Spot]) -> list[list[Text]]:
-    groups: dict[tuple[int | None, str], list[Spot]] = {}
+def _by_file(spots: list[ChunkLocation]) -> list[list[Text]]:
+    groups: dict[tuple[int | None, str], list[ChunkLocation]] = {}
     for spot in spots:
         groups.setdefault((spot.rank, spot.at.file), []).append(spot)
     return [_file_row(file, group) for (_, file), group in groups.items()]
 
 
-def _file_row(file: str, group: list[Spot]) -> list[Text]:
+def _file_row(file: str, group: list[ChunkLocation]) -> list[Text]:
     offsets = sorted(spot.at.offset for spot in group)
     boxes = _box(group[0].box) if len(group) == 1 else plural(len(group), "box")
     span = f"{offsets[0]:,}" + (f" .. {offsets[-1]:,}" if len(group) > 1 else "")
     return _row(group[0], file, boxes, span, sum(spot.nbytes for spot in group), "")
 
 
-def _row(spot: Spot, file: str, box: str, offset: str, nbytes: int, remark: str) -> list[Text]:
+def _row(
+    spot: ChunkLocation, file: str, box: str, offset: str, nbytes: int, remark: str
+) -> list[Text]:
     return [
         Text("  ", style=f"on {spot.colour}"),
         Text("?" if spot.rank is None else str(spot.rank), style="bold"),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ckptool.core.catalog import ObjectEntry
-from ckptool.core.parts import part_of
+from ckptool.core.state_category import state_category
 from ckptool.render.text import visible
 from ckptool.serialization.pickle.records import Call, Global, Persistent
 from ckptool.serialization.state_dict.values import type_name
@@ -99,12 +99,12 @@ def _atom(value: Any) -> str:
     return repr(value)
 
 
-def telling(entries: Iterable[ObjectEntry], most: int = 8) -> list[tuple[str, str]]:
+def notable_values(entries: Iterable[ObjectEntry], most: int = 8) -> list[tuple[str, str]]:
     """The values a person asks for first: short ones outside the optimizer, then its rates."""
     others: list[ObjectEntry] = []
     optimizer: list[ObjectEntry] = []
     for entry in entries:
-        is_optimizer = part_of(entry) == "optimizer"
+        is_optimizer = state_category(entry) == "optimizer"
         (optimizer if is_optimizer else others).append(entry)
     short = [entry for entry in others if isinstance(entry.value, int | float | str)]
     short.sort(key=lambda entry: len(entry.path))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.core.box import row_major_strides
-from ckptool.core.catalog import Extent, Packed, Place, Record
+from ckptool.core.catalog import EncodedBlob, Extent, Place, Record
 from ckptool.core.dtype import BY_NAME, BY_STORAGE, QUANTISED_STORAGES, DType
 from ckptool.errors import Damaged, coded
 from ckptool.serialization.pickle.records import TORCH_SIZE, Call, Global, Persistent
@@ -248,7 +248,7 @@ def _place(tensor: StoredTensor, file: Any) -> Place:
     crc = stored.crc32
     if stored.codec:
         whole = None if crc is None else Record(stored.file, 0, stored.size, crc)
-        return Packed(
+        return EncodedBlob(
             stored.file,
             stored.offset,
             stored.nbytes,

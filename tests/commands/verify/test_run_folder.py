@@ -19,7 +19,7 @@ from recipes.damage import DAMAGE
 from typer.testing import CliRunner
 
 from ckptool.cli.app import app
-from ckptool.commands import detect as recognise
+from ckptool.commands import detect as detect_checkpoint
 from ckptool.commands.options.source import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify import run_folder
@@ -271,8 +271,8 @@ def test_steps_that_rotate(
             shutil.rmtree(run / "step-3", ignore_errors=True)
 
     module, name = {
-        "listed": (recognise, "folder_at"),
-        "detected": (recognise, "detect"),
+        "listed": (detect_checkpoint, "folder_at"),
+        "detected": (detect_checkpoint, "detect"),
         "verified": (run_folder, "verify"),
     }[point]
     real = getattr(module, name)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Chunk, Extent, Packed, Place
+from ckptool.core.catalog import Chunk, EncodedBlob, Extent, Place
 from ckptool.core.dtype import BY_NAME
 from ckptool.engine.read import gather
 from ckptool.engine.read.gather import Gatherer, unit
@@ -51,7 +51,7 @@ def gathered(at: Place, box: Box, itemsize: int, corner: tuple[int, ...]) -> np.
     moved = Box.at([l + c for l, c in zip(box.lo, corner, strict=True)], box.shape)
     with TemporaryDirectory() as folder:
         Path(folder, "f").write_bytes(DATA)
-        if isinstance(at, Packed):
+        if isinstance(at, EncodedBlob):
             Path(folder, "z").write_bytes(b"head" + deflated(DATA))
         gatherer = Gatherer(LocalSource(Path(folder), {}))
         try:
@@ -87,7 +87,7 @@ def test_any_strides_and_box(
 @settings(max_examples=50)
 def test_packed_blobs(found: tuple[int, int, tuple[int, ...], tuple[int, ...], Box]) -> None:
     itemsize, offset, shape, strides, box = found
-    at = Packed("z", 4, len(deflated(DATA)), "deflate", len(DATA), offset, strides)
+    at = EncodedBlob("z", 4, len(deflated(DATA)), "deflate", len(DATA), offset, strides)
     result = gathered(at, box, itemsize, (0,) * len(shape))
     assert result.tobytes() == expected(offset, strides, box, itemsize).tobytes()
 

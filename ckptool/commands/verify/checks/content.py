@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Chunk, Item, Packed, Place, Scaled, TensorEntry
+from ckptool.core.catalog import Catalog, Chunk, EncodedBlob, Item, Place, Scaled, TensorEntry
 from ckptool.engine.check.content import all_finite, can_be_not_finite
 from ckptool.engine.check.spans import Packing, Span, View
 from ckptool.engine.read.gather import raw
@@ -106,7 +106,7 @@ def _run(at: Place, shape: tuple[int, ...], itemsize: int) -> tuple[_Where, int,
     nbytes = itemsize + sum((n - 1) * s for n, s in zip(shape, at.strides, strict=True))
     if math.prod(shape) * itemsize < nbytes:
         return None
-    if isinstance(at, Packed):
+    if isinstance(at, EncodedBlob):
         return Packing(at.file, at.offset, at.nbytes, at.codec), at.start, nbytes
     return at.file, at.offset, nbytes
 

@@ -10,7 +10,7 @@ import numpy as np
 from ckptool.commands.inspect.stats import decoded, is_numeric
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Item, RankStep, TensorEntry
-from ckptool.core.parts import part_of
+from ckptool.core.state_category import state_category
 from ckptool.engine.read.gather import Gatherer, unit
 from ckptool.errors import CkptoolError, Problem
 from ckptool.storage.local import Files
@@ -41,7 +41,7 @@ def _states(catalog: Catalog) -> dict[str, dict[str, TensorEntry]]:
     states: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
     for entry in catalog.tensors.values():
         head, _, kind = entry.name.rpartition(".")
-        if kind in _KINDS and head and part_of(entry) == "optimizer":
+        if kind in _KINDS and head and state_category(entry) == "optimizer":
             states[head][kind] = entry
     return states
 
@@ -100,7 +100,7 @@ def _models_by_tail(catalog: Catalog) -> dict[str, TensorEntry]:
     """The model's tensors by their names, and by their names without the first step."""
     found: dict[str, TensorEntry] = {}
     for entry in catalog.tensors.values():
-        if part_of(entry) == "model":
+        if state_category(entry) == "model":
             found[entry.name] = entry
             found.setdefault(entry.name.partition(".")[2], entry)
     return found
@@ -139,7 +139,7 @@ def _differing_tensors(located: Iterable[TensorEntry], source: Files) -> list[Pr
     gatherer = Gatherer(source)
     try:
         for entry in located:
-            if entry.name.endswith(".step") and part_of(entry) == "optimizer":
+            if entry.name.endswith(".step") and state_category(entry) == "optimizer":
                 value = _only_value(entry, gatherer)
                 if value is not None:
                     values[value].append(entry.name)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.commands.options.source import ReadOptions, RewriteOptions
 from ckptool.commands.options.verify import CompareOptions, VerifyOptions
-from ckptool.commands.rewrite import Rewritten, rewrite
+from ckptool.commands.rewrite import RewriteResult, rewrite
 from ckptool.commands.verify.compare.companions import differing_companions
 from ckptool.commands.verify.compare.coverage import (
     Amount,
@@ -126,7 +126,7 @@ class _Comparison:
         self._pairs: list[Pair] = []
         self._values = 0
         self._whole_values = 0, 0
-        self._made: Rewritten | None = None
+        self._made: RewriteResult | None = None
         self._theirs: Counterpart | None = None
         here = options.verify.read
         reads = (here, ReadOptions(options.comparison.other_format, per_rank=here.per_rank))
@@ -179,7 +179,7 @@ class _Comparison:
         self._values = len(compared)
         self._whole_values = mine.whole(compared), theirs.whole(compared)
 
-    def _rewritten(self, one: Opened, theirs: Catalog) -> Rewritten | None:
+    def _rewritten(self, one: Opened, theirs: Catalog) -> RewriteResult | None:
         """The first side as it is asked for, None where damage keeps it from being so."""
         try:
             return rewrite(one, applicable(self._options.rewrite, one.catalog, theirs))

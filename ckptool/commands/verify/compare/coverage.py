@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ckptool.commands.keymap.report import MapReport
-from ckptool.commands.rewrite import Rewritten
+from ckptool.commands.rewrite import RewriteResult
 from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.parts import part_of
+from ckptool.core.state_category import state_category
 from ckptool.errors import Problem
 
 
@@ -58,7 +58,7 @@ def amount(tensors: Iterable[TensorEntry], values: int = 0) -> Amount:
     return Amount(len(sizes), sum(sizes), values)
 
 
-def rewritten_coverage(made: Rewritten, names: Collection[str], values: int) -> Coverage:
+def rewritten_coverage(made: RewriteResult, names: Collection[str], values: int) -> Coverage:
     """What was compared of a checkpoint of whose rewritten tensors those ``names`` were.
 
     What a key map joins or splits counts as what it comes from.
@@ -78,7 +78,7 @@ def _sources(report: MapReport, names: Collection[str]) -> set[str]:
     return {one for move in report.moves if move.target in names for one in move.sources}
 
 
-def left_out(made: Rewritten, path: object) -> list[Problem]:
+def left_out(made: RewriteResult, path: object) -> list[Problem]:
     """A remark on what the selection leaves out of a checkpoint, and one on what the map does."""
     kept = {id(entry.chunks) for entry in made.kept.tensors.values()}
     gone = [entry for entry in made.whole.tensors.values() if id(entry.chunks) not in kept]
@@ -99,7 +99,7 @@ def left_out(made: Rewritten, path: object) -> list[Problem]:
 
 def not_chosen(path: object, tensors: Collection[TensorEntry], values: int) -> Problem:
     """The remark that some of a checkpoint was not to be compared."""
-    parts = Counter(part_of(entry) for entry in tensors)
+    parts = Counter(state_category(entry) for entry in tensors)
     of = ", ".join(f"{count:,} {part}" for part, count in parts.most_common())
     told = f": {of} tensors" if of else ""
     what = f"{amount(tensors, values)} of {path} are left out as asked{told}"

@@ -15,8 +15,8 @@ from ckptool.commands.selection import only_model
 from ckptool.commands.verify.compare.values import value_digest
 from ckptool.core.casts import can_cast
 from ckptool.core.catalog import Catalog, Scaled, TensorEntry, coverage_problem
-from ckptool.core.parts import part_of, part_of_name, weights
 from ckptool.core.rewrite import is_used, matches
+from ckptool.core.state_category import state_category, state_category_of_name, weights
 from ckptool.errors import CannotDo, Damaged, Hostile, Problem
 from ckptool.formats import FORMATS
 from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
@@ -63,7 +63,7 @@ def counterpart(catalog: Catalog, mine: Catalog, selection: Selection) -> Counte
 
 def _model_like(catalog: Catalog, wanted: set[str]) -> Counterpart:
     """The model's tensors, under their own names or the bare ones, whichever are wanted."""
-    names = [n for n, e in catalog.tensors.items() if part_of(e) == "model"]
+    names = [n for n, e in catalog.tensors.items() if state_category(e) == "model"]
     plain = replace(
         catalog,
         tensors={name: catalog.tensors[name] for name in names},
@@ -71,7 +71,7 @@ def _model_like(catalog: Catalog, wanted: set[str]) -> Counterpart:
         conflicts={
             name: why
             for name, why in catalog.conflicts.items()
-            if part_of_name(name, ()) == "model"
+            if state_category_of_name(name, ()) == "model"
         },
     )
     found = Counterpart(plain, {name: name for name in names})
@@ -125,7 +125,7 @@ def unread_notes(catalog: Catalog, selection: Selection = EVERYTHING) -> list[Pr
 
 
 def _is_chosen(name: str, selection: Selection) -> bool:
-    if selection.model_only and part_of_name(name, ()) != "model":
+    if selection.model_only and state_category_of_name(name, ()) != "model":
         return False
     chosen = not selection.select or matches(name, selection.select)
     return chosen and not matches(name, selection.drop)
@@ -164,7 +164,7 @@ def differing_type(
     types = one.dtype, other.dtype
     if types[0] == types[1] or (as_numbers and all(map(is_numeric, types))):
         return None
-    if cast and can_cast(one) and part_of(one) == "model" and other.dtype.kind == "float":
+    if cast and can_cast(one) and state_category(one) == "model" and other.dtype.kind == "float":
         return None
     message = f"{one.name}: {types[0]} here, {types[1]} there"
     return Problem(message, "dtype-differs", tensor=one.name)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ckptool.commands.open import Opened
 from ckptool.commands.verify.compare.names import readable, unread_notes
-from ckptool.core.catalog import Catalog, Chunk, Copy, Extent, Packed, TensorEntry
+from ckptool.core.catalog import Catalog, Chunk, Copy, EncodedBlob, Extent, TensorEntry
 from ckptool.engine.check.digest import Intact, file_digests
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.errors import CannotDo, Problem
@@ -162,6 +162,6 @@ def _is_unproved(entry: TensorEntry) -> bool:
     """Whether some of the tensor's bytes have no checksum."""
     return any(
         chunk.box.volume
-        and not (isinstance(chunk.at, Extent | Packed) and chunk.at.record is not None)
+        and not (isinstance(chunk.at, Extent | EncodedBlob) and chunk.at.record is not None)
         for chunk in entry.chunks
     )

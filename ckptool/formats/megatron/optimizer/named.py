@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.parts import part_of
+from ckptool.core.state_category import state_category
 from ckptool.errors import Undetermined
 from ckptool.formats.dcp import Plan
 from ckptool.formats.megatron.arguments import arguments_among
@@ -38,7 +38,7 @@ def with_named_state(source: Source, catalog: Catalog, plans: list[Plan]) -> Cat
     if not state:
         return catalog
     rest = {name: entry for name, entry in catalog.tensors.items() if name not in state}
-    model = {name: entry for name, entry in rest.items() if part_of(entry) == "model"}
+    model = {name: entry for name, entry in rest.items() if state_category(entry) == "model"}
     writers = _writers(state.values())
     args = arguments_among(catalog.objects.values())
     stages = Stages(model, plans, args, writers, {})

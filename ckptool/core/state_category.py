@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from ckptool.core.catalog import Catalog, ObjectEntry, Path, TensorEntry
 
-PARTS = ("model", "optimizer", "other")
+STATE_CATEGORIES = ("model", "optimizer", "other")
 
 _KIND = "fp32|exp_avg|exp_avg_sq|exp_inf|max_exp_avg_sq|momentum_buffer|square_avg"
 _KINDS = re.compile(_KIND)
@@ -35,12 +35,12 @@ _GROUPS = ".param_groups"
 _OF_A_LAYER = re.compile(r".+\.(weight|bias|running_mean|running_var|num_batches_tracked)")
 
 
-def part_of(entry: TensorEntry | ObjectEntry) -> str:
+def state_category(entry: TensorEntry | ObjectEntry) -> str:
     """``model``, ``optimizer`` or ``other``: as the whole catalog shows it, else by the name."""
-    return entry.part or part_of_name(entry.name, entry.path)
+    return entry.part or state_category_of_name(entry.name, entry.path)
 
 
-def part_of_name(name: str, path: Path) -> str:
+def state_category_of_name(name: str, path: Path) -> str:
     """``model``, ``optimizer`` or ``other``, by a name alone."""
     first = (str(path[0]) if path else name).partition(".")[0].partition("@")[0]
     return _part_of_step(first) or ("optimizer" if _is_of_optimizer(name) else "model")
@@ -71,8 +71,8 @@ def with_every_part(catalog: Catalog) -> Catalog:
 
     Masters are the model where they are its only weights.
     """
-    parts = {name: part_of(entry) for name, entry in catalog.tensors.items()}
-    parts |= {name: part_of(entry) for name, entry in catalog.objects.items()}
+    parts = {name: state_category(entry) for name, entry in catalog.tensors.items()}
+    parts |= {name: state_category(entry) for name, entry in catalog.objects.items()}
     return _parted(catalog, parts | dict.fromkeys(weights(catalog), "model"))
 
 
@@ -176,7 +176,7 @@ def weights(catalog: Catalog) -> list[str]:
     DeepSpeed's ZeRO 3 saves no weights of partitioned parameters but the masters,
     ``fp32.<parameter>``; those that are not partitioned lie in ``module``.
     """
-    names = [n for n, e in catalog.tensors.items() if part_of(e) == "model"]
+    names = [n for n, e in catalog.tensors.items() if state_category(e) == "model"]
     if {_head(name) for name in names} <= _OF_A_MODULE:
         refused = (name for name in catalog.conflicts if _head(name) in _OF_A_MODULE)
         parameters = {name.partition(".")[2] for name in (*names, *refused)}
@@ -240,7 +240,7 @@ def model_prefix(catalog: Catalog) -> str | None:
 
 
 def _of_model(catalog: Catalog) -> Iterator[TensorEntry]:
-    return (entry for entry in catalog.tensors.values() if part_of(entry) == "model")
+    return (entry for entry in catalog.tensors.values() if state_category(entry) == "model")
 
 
 def _is_flat(paths: Iterable[Path]) -> bool:

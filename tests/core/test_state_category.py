@@ -8,7 +8,13 @@ import pytest
 
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.dtype import BY_NAME
-from ckptool.core.parts import model_prefixes, part_of, weights, with_every_part, with_parts
+from ckptool.core.state_category import (
+    model_prefixes,
+    state_category,
+    weights,
+    with_every_part,
+    with_parts,
+)
 
 
 def catalog(tensors: list[str], values: dict[str, Any] | None = None) -> Catalog:
@@ -24,7 +30,7 @@ def catalog(tensors: list[str], values: dict[str, Any] | None = None) -> Catalog
 
 def parts(tensors: list[str], *values: str) -> dict[str, str]:
     whole = catalog(tensors, dict.fromkeys(values, 1))
-    return {name: part_of(entry) for name, entry in (whole.tensors | whole.objects).items()}
+    return {name: state_category(entry) for name, entry in (whole.tensors | whole.objects).items()}
 
 
 LAYER = ["layers.0.weight", "layers.0.bias"]
