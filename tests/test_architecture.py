@@ -27,6 +27,7 @@ ALLOWED = {
     "core": set(),
     "errors": set(),
     "__main__": {"cli"},
+    "conformance": {"commands", "core", "formats"},
     "__init__": {"api", "core", "dcp"},
 }
 """What each layer may import beside itself and ``errors``."""

@@ -30,6 +30,12 @@ class Registry(Mapping[str, Format]):
 
     def __init__(self, places: dict[str, str]) -> None:
         self._places = places
+        self._added: dict[str, Format] = {}
+
+    def add(self, row: Format) -> None:
+        """Make a format known in this process, before all others."""
+        if row.name not in self:
+            self._added[row.name] = row
 
     @cached_property
     def _plugins(self) -> dict[str, EntryPoint]:
@@ -43,6 +49,8 @@ class Registry(Mapping[str, Format]):
         return points
 
     def __getitem__(self, name: str) -> Format:
+        if name in self._added:
+            return self._added[name]
         if name in self._plugins:
             return _load_plugin(self._plugins[name])
         module, _, attribute = self._places[name].rpartition(".")
@@ -50,13 +58,13 @@ class Registry(Mapping[str, Format]):
         return row
 
     def __iter__(self) -> Iterator[str]:
-        return iter((*self._plugins, *self._places))
+        return iter((*self._added, *self._plugins, *self._places))
 
     def __len__(self) -> int:
-        return len(self._plugins) + len(self._places)
+        return len(self._added) + len(self._plugins) + len(self._places)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._plugins or name in self._places
+        return name in self._added or name in self._plugins or name in self._places
 
 
 def _load_plugin(point: EntryPoint) -> Format:

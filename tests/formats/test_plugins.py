@@ -37,9 +37,15 @@ def site(tmp_path: Path) -> Path:
 
 
 def ckptool(site: Path, *arguments: object, plugins: str = "1") -> subprocess.CompletedProcess[str]:
+    return run(site, "ckptool", *arguments, plugins=plugins)
+
+
+def run(
+    site: Path, module: str, *arguments: object, plugins: str
+) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join((str(ROOT), str(site)))
     env = {**os.environ, "PYTHONPATH": path, "CKPTOOL_PLUGINS": plugins}
-    command = [sys.executable, "-m", "ckptool", *map(str, arguments)]
+    command = [sys.executable, "-m", module, *map(str, arguments)]
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
 
@@ -91,3 +97,29 @@ def test_a_plugin_that_is_none_is_named(site: Path, name: str, value: str, words
     done = ckptool(install(site, name=name, value=value), "formats")
     assert done.returncode == 2
     assert words in done.stderr
+
+
+def conformance(site: Path, fixture: Path) -> subprocess.CompletedProcess[str]:
+    return run(site, "ckptool.conformance", "raw_json", fixture, plugins="0")
+
+
+def test_the_conformance_suite_runs_outside(site: Path, out: Path) -> None:
+    install(site)
+    ckptool(site, "convert", SOURCE, out / "ckpt", "--to", "raw-json")
+    for name in ("truth.json", "truth.safetensors"):
+        (out / name).write_bytes((SOURCE.parent / name).read_bytes())
+    done = conformance(site, out)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_conformance_suite_names_what_is_wrong(site: Path, out: Path) -> None:
+    install(site)
+    ckptool(site, "convert", SOURCE, out / "ckpt", "--to", "raw-json")
+    facts = json.loads((SOURCE.parent / "truth.json").read_text())
+    name = next(iter(facts["tensors"]))
+    facts["tensors"][name]["shape"] = [1]
+    (out / "truth.json").write_text(json.dumps(facts))
+    (out / "truth.safetensors").write_bytes((SOURCE.parent / "truth.safetensors").read_bytes())
+    done = conformance(site, out)
+    assert done.returncode == 1
+    assert all(f"{step}: {name}: " in done.stderr for step in ("read", "dcp", "convert", "reshard"))
