@@ -364,14 +364,14 @@ def _require_cut(entry: TensorEntry, placement: object, ranks: int) -> None:
     rule = _written_rule(entry, dim, ranks)
     wanted = rule.dim
     if len(rule.blocks) > 1:
-        raise CannotDo(f"{entry.name}: several tensors in one, which ckptool does not cut")
+        raise CannotDo(f"{entry.name}: several tensors in one, which ckptool does not shard")
     if dim != wanted:
         shown = "whole on every rank" if wanted is None else f"cut along dim {wanted}"
         raise CannotDo(f"{entry.name}: {placement}; Meta's code has it {shown}")
     if dim is not None and entry.shape[dim] % ranks:
         raise CannotDo(
-            f"{entry.name}: {entry.shape[dim]:,} of dim {dim} are no {ranks} equal parts, as Meta's"
-            " code wants them"
+            f"{entry.name}: {entry.shape[dim]:,} of dim {dim} do not make {ranks} equal parts,"
+            " as Meta's code wants them"
         )
 
 

@@ -137,7 +137,7 @@ def test_embeddings_stay_cut_as_they_were(out: Path) -> None:
     ("mesh", "rule", "words"),
     [
         ("2x2", None, "one model-parallel dim"),
-        ("3", None, "no 3 equal parts"),
+        ("3", None, "do not make 3 equal parts"),
         ("2", "*wo.weight=Shard(0)", "cut along dim 1"),
     ],
 )

@@ -49,5 +49,5 @@ def _box(offset: Sizes, size: Sizes, shape: Sizes, what: str) -> Box:
         )
     box = Box.at(offset, size)
     if min((*offset, *size), default=0) < 0 or not Box.whole(shape).contains(box):
-        raise ValueError(f"the shard {box} leaves {what} {list(shape)}")
+        raise ValueError(f"the shard {box} is outside {what} {list(shape)}")
     return box

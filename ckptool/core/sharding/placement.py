@@ -53,7 +53,7 @@ def parse_mesh(text: str) -> Mesh:
     names = [name.strip() for name, _, _ in named] or None
     sizes = [size for _, _, size in named] or text.lower().split("x")
     if not all(re.fullmatch(r"\s*0*[1-9]\d{0,8}\s*", size) for size in sizes):
-        raise UsageError(f"--mesh {text!r} is no mesh", hint="such as 8, 2x4 or dp=2,tp=4")
+        raise UsageError(f"invalid mesh {text.strip()!r}", hint="such as 8, 2x4 or dp=2,tp=4")
     if names is not None and (len(set(names)) != len(names) or not all(names)):
         raise UsageError(f"--mesh {text!r}: each dim needs a name of its own")
     shape = [int(size) for size in sizes]
@@ -82,7 +82,7 @@ def parse_placement(text: str) -> Placement:
     if name == "partial":
         raise UsageError(f"{text.strip()!r}: each rank would hold an addend, not the values")
     raise UsageError(
-        f"{text.strip()!r} is no placement", hint="Shard(0), StridedShard(0, 2) or Replicate()"
+        f"{text.strip()!r} is not a placement", hint="Shard(0), StridedShard(0, 2) or Replicate()"
     )
 
 

@@ -107,7 +107,7 @@ def require_matched(rules: Sequence[NamedRule], names: Sequence[str]) -> None:
     """Raise UsageError where the glob of a rule matches none of the parameters' names."""
     for glob, _ in rules:
         if not any(fnmatchcase(name, glob) for name in names):
-            raise UsageError(f"--tp-rule {glob!r} matches none of the {len(names):,} parameters")
+            raise UsageError(f"--tp-rule {glob!r} matches none of {len(names):,} parameters")
 
 
 Resolver = Callable[[re.Match[str], _Facts], TpRule | None]

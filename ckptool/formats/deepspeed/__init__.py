@@ -67,7 +67,7 @@ def _scan_universal(source: Source, options: ScanOptions) -> Catalog:
 
 UNIVERSAL_FORMAT = Format(
     "deepspeed-universal",
-    "DeepSpeed's universal checkpoint: a folder a parameter",
+    "DeepSpeed's universal checkpoint: a folder per parameter",
     _probe_universal,
     _scan_universal,
     convert=Deferred("ckptool.formats.deepspeed.universal_write:lay_out"),

@@ -74,7 +74,7 @@ class Checkpoint:
 def read_checkpoint(source: Source, files: Files) -> Checkpoint:
     """Return all states of a tag. Raises Damaged where the file of a rank is missing."""
     if not files.models:
-        message = f"{source.root}: no file of model states in the folder of the tag"
+        message = f"{source.root}: no model states in the folder of the tag"
         raise Damaged(Problem(message, "file-missing"))
     models = {ranks: read_state(source, file) for ranks, file in files.models.items()}
     first = models[min(models)]
@@ -234,7 +234,7 @@ def _shards(name: Name, held: Mapping[int, RankShard], grid: Grid) -> dict[int, 
     if len(stages) > 1 and not name[1].startswith(_TIED):
         raise Damaged(
             Problem(
-                f"{'.'.join(name)}: is held by the pipeline stages {stages}, but is no tied module",
+                f"{'.'.join(name)}: pipeline stages {stages} hold it, but it is not tied",
                 "ranks-disagree",
             )
         )

@@ -109,7 +109,8 @@ def _naming_groups(optimizer: State) -> list[dict[str, Any]]:
 def _experts_of_rank(experts: Experts, optimizer: State, rank: int) -> dict[str, Vector] | None:
     """Return the parameters of one rank's experts, in the order of the module.
 
-    None where layers are spread over several numbers of ranks: nothing says which over how many.
+    None where layers are spread over several numbers of ranks: the files do not say which is
+    over how many.
     """
     degrees = expert_degrees(_naming_groups(optimizer))
     if len(degrees) != 1:
@@ -128,8 +129,8 @@ def _experts_of_rank(experts: Experts, optimizer: State, rank: int) -> dict[str,
 
 EXPERT = re.compile(r"(?P<head>.*\bdeepspeed_experts\.)(?P<number>\d+)(?P<tail>\..*)")
 _INSIDE = "experts.deepspeed_experts."
-_EXCHANGED = "files were exchanged or given other numbers: put them back, or take another copy"
-_MOVE = "an earlier save with more experts left it behind? move it away"
+_EXCHANGED = "files were swapped or renumbered: restore their names, or use another copy"
+_MOVE = "an earlier save with more experts may have left it: move it away"
 
 
 def require_experts(checkpoint: Checkpoint) -> None:
@@ -146,7 +147,9 @@ def require_experts(checkpoint: Checkpoint) -> None:
         )
         raise Damaged(Problem(message, "file-missing"))
     for key in sorted(files.keys() - wanted):
-        message = f"{files[key]}: is of no expert of this model, whose MoE layers have {counts}"
+        message = (
+            f"{files[key]}: belongs to no expert of this model, whose MoE layers have {counts}"
+        )
         raise Damaged(Problem(message, "saves-mixed", file=files[key]), hint=_MOVE)
 
 
@@ -208,7 +211,7 @@ def lost_optimizers(checkpoint: Checkpoint) -> Problem | None:
     degree = max(degrees, default=1 + max(ranks, default=0))
     stray = [file for (rank, _), file in files.expert_optimizers.items() if rank >= degree]
     if stray:
-        message = f"{stray[0]}: is of no rank of {degree:,} expert-parallel ones"
+        message = f"{stray[0]}: belongs to no rank of {degree:,} expert-parallel ones"
         return Problem(message, "saves-mixed", file=stray[0])
     missing = first_missing(ranks, degree)
     if not missing:

@@ -92,7 +92,7 @@ def tag_folder(source: Source, marker: str) -> str:
     others = ", ".join(tags(source)) or "no other tag"
     raise Damaged(
         Problem(
-            f"{marker} names the tag {text.strip()[:80]!r}, which is not there; here are: {others}",
+            f"{marker} names the tag {text.strip()[:80]!r}, which does not exist; found: {others}",
             "file-missing",
             file=marker,
         ),
@@ -164,9 +164,9 @@ def require_all(files: dict[Ranks, str], dp: int, mp: int, what: str) -> None:
     if stray:
         raise Damaged(
             Problem(
-                f"{stray[0]} is of no rank of {dp:,} data-parallel and {mp:,} model-parallel ones",
+                f"{stray[0]} belongs to no rank of DP {dp:,} and {mp:,} model-parallel ones",
                 "saves-mixed",
                 file=stray[0],
             ),
-            hint="an earlier save with more ranks left it behind? move it away",
+            hint="an earlier save with more ranks may have left it: move it away",
         )

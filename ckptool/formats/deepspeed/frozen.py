@@ -57,7 +57,7 @@ def _certain(checkpoint: Checkpoint, state: State) -> Problem | None:
         return None
     message = (
         f"{state.file.what}: saved without its frozen parameters (exclude_frozen_parameters=True):"
-        " they are in no file, nor is what they are called"
+        " no file has them or their names"
     )
     message += f"; modules without a tensor: {_listed(bare)}" if bare else ""
     return Problem(message, EXCLUDED, file=state.file.what)

@@ -165,7 +165,7 @@ def slot_of(state: State, master: Any, kept: Mapping[str, Any], padding: int) ->
     if vector is None or not vector.is_flat:
         raise Damaged(
             Problem(
-                f"{state.file.what}: a flat group of masters is no flat tensor", "tensor-record"
+                f"{state.file.what}: a flat group of masters is not a flat tensor", "tensor-record"
             )
         )
     slot, least = Slot({MASTER: vector}), vector.shape[0]

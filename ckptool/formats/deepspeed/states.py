@@ -153,9 +153,7 @@ def malformed_is_damaged(what: str) -> Iterator[None]:
         raise refused([error.refusal], subject=what) from None
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise Damaged(
-            Problem(
-                f"{what}: a state that DeepSpeed does not write: {error}", "metadata-unreadable"
-            )
+            Problem(f"{what}: not a state that DeepSpeed writes: {error}", "metadata-unreadable")
         ) from None
 
 

@@ -49,7 +49,7 @@ def fit_shards(name: str, shapes: Sequence[Shape], info: Mapping[str, Any]) -> l
     if _listed(name, info, "tp_replicated_parameter_patterns"):
         return fit_ranks(shapes, REPLICATED)
     if _listed(name, info, "parameter_to_average_patterns"):
-        raise Undetermined("each rank has values of its own, of which DeepSpeed takes the mean")
+        raise Undetermined("ranks hold different values, which DeepSpeed averages")
     if _listed(name, info, "parameter_with_2_sub_params_cat_dim_0"):
         return fit_ranks(shapes, GATED)
     parts = _sub_params(name, info)
@@ -76,7 +76,7 @@ def _fit_of_parts(
     dim = natural(parts.get("partition_dim"))
     spec = parts.get("shape")
     if not isinstance(spec, list | tuple) or len(spec) != len(shapes[0]):
-        raise Undetermined("its parts are told in another shape than its own")
+        raise Undetermined("its parts have a different shape from its own")
     widths = next(
         (
             [list(map(natural, part)) for part in stored]
@@ -133,7 +133,7 @@ def _matches(pattern: str, name: str) -> bool:
     try:
         return re.match(pattern, name) is not None
     except (re.error, RecursionError):
-        raise CannotDo(f"universal_checkpoint_info: {pattern[:80]!r} is no pattern") from None
+        raise CannotDo(f"universal_checkpoint_info: {pattern[:80]!r} is not a pattern") from None
 
 
 # Universal checkpoints
@@ -183,12 +183,12 @@ def fit_affine_map(entry: Mapping[str, Any], shapes: Sequence[Shape]) -> list[Fi
     """A map of strided views (``checkpoint/affine.py``, version 1), where all of them are boxes."""
     whole, ranks = sizes(entry.get("logical_shape")), entry.get("ranks")
     if not isinstance(ranks, dict) or {int(rank) for rank in ranks} != set(range(len(shapes))):
-        raise Undetermined("its affine map is not one of these ranks")
+        raise Undetermined("its affine map is for different ranks")
     by_rank = {int(rank): value for rank, value in ranks.items()}
     fits = []
     for rank, shape in enumerate(shapes):
         if sizes(by_rank[rank].get("shard_shape")) != shape:
-            raise Undetermined("its affine map tells other shapes than the files")
+            raise Undetermined("its affine map has different shapes from the files")
         solid = [piece for piece in by_rank[rank]["pieces"] if 0 not in sizes(piece["shape"])]
         pieces = tuple(_piece_boxes(piece, shape, whole) for piece in solid)
         fits.append(Fit(shape, whole, pieces))
@@ -218,5 +218,5 @@ def _strided_box(size: Shape, view: Any, shape: Shape) -> Box:
     )
     box = Box.at(lo, size) if fits else Box.whole(())
     if not fits or left or not Box.whole(shape).contains(box):
-        raise Undetermined("its affine map has views that are no boxes")
+        raise Undetermined("its affine map has views that are not boxes")
     return box

@@ -1,6 +1,6 @@
 """Read a universal checkpoint: ``zero``, and the model files beside it.
 
-The ``zero`` folder of a universal checkpoint: a folder a parameter, a file a state.
+The ``zero`` folder of a universal checkpoint: a folder per parameter, a file a state.
 
 DeepSpeed's ``ds_to_universal`` (0.10 to 0.19) writes ``{"param": tensor, ...}``, from ZeRO 3 a bare
 vector without a shape, and ``step.pt`` a bare tensor or number. It also writes masters for what has

@@ -72,7 +72,7 @@ def _sorted(catalog: Catalog) -> _Sorted:
     found.states.update({rest: {} for kind, rest, _ in pairs if kind == MASTER and rest})
     if not found.states:
         raise CannotDo(
-            "a universal checkpoint is made of masters, fp32.<parameter>, and none is here",
+            "a universal checkpoint is made of masters, fp32.<parameter>, and there are none",
             hint="--rename REGEX=REPLACEMENT gives weights that name",
         )
     strange = []

@@ -214,7 +214,7 @@ def _head(
         raise Damaged(
             Problem(
                 f"layer {layer}: is one of the tied modules {', '.join(fitting)}, which are alike;"
-                " nothing says which",
+                " the files do not say which",
                 "sharding-unknown",
             )
         )

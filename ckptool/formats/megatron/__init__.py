@@ -51,7 +51,7 @@ def _probe_torch(source: Source) -> bool:
 
 TORCH_FORMAT = Format(
     "megatron-torch",
-    "Megatron's own format, one folder a model-parallel rank (mp_rank_00/model_optim_rng.pt)",
+    "Megatron's own format, one folder per model-parallel rank (mp_rank_00/model_optim_rng.pt)",
     _probe_torch,
     Deferred("ckptool.formats.megatron.torch:scan"),
     latest=_LATEST,

@@ -181,7 +181,7 @@ def require_common(source: Source, catalog: Catalog, options: ScanOptions) -> No
     if COMMON in source.files or any(str(path[0]).startswith(f"{_STATE}/") for path in paths):
         return
     message = (
-        f"{COMMON} is missing, with which Megatron keeps arguments, step and the optimizer's groups"
+        f"{COMMON} is missing, where Megatron keeps arguments, step and the optimizer's groups"
     )
     options.report(
         [Problem(message, "file-missing", file=COMMON)],
@@ -200,7 +200,7 @@ def with_common(source: Source, catalog: Catalog) -> Catalog:
     twice = found.objects.keys() & catalog.objects.keys()
     if twice:
         raise Damaged(
-            Problem(f"{COMMON}: {sorted(twice)[0]!r} is a ShardedObject, too", "items-overlap")
+            Problem(f"{COMMON}: {sorted(twice)[0]!r} is also a ShardedObject", "items-overlap")
         )
     tensors: dict[str, TensorEntry] = catalog.tensors | found.tensors
     files = catalog.files | {COMMON: source.files[COMMON]}

@@ -37,7 +37,7 @@ from ckptool.serialization.state_dict.values import unread_notes
 FORMAT_NAME = "nvrx-local"
 _PLAIN = "BasicTensorAwareStateDict"
 _RANKS_UNKNOWN = (
-    "the number of ranks is not recorded: it is that of the highest rank seen; --world-size says it"
+    "the number of ranks is not recorded: the highest rank seen gives it; --world-size N sets it"
 )
 
 
@@ -58,7 +58,7 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
     notes = list(local.notes)
     if kinds == {ROOT}:
         if options.tp_rules:
-            raise UsageError("--tp-rule: these files say themselves how their ranks fit together")
+            raise UsageError("--tp-rule: these files record how their ranks' shards merge")
         found, reason = read_megatron(source, local.files, args.degree("EP") > 1)
         if reason:
             notes.append(f"the optimizer's state is kept by bucket: {reason}")
@@ -102,7 +102,9 @@ def _kind(file: TorchFile) -> str:
     name = file.inert.name.rpartition(".")[2] if isinstance(file.inert, Call) else "something else"
     if name not in (ROOT, _PLAIN):
         raise Damaged(
-            Problem(f"{file.what}: holds {name}, no tensor-aware state dict", "file-unrecognised")
+            Problem(
+                f"{file.what}: holds {name}, not a tensor-aware state dict", "file-unrecognised"
+            )
         )
     return name
 
@@ -137,7 +139,7 @@ def _read_plain(source: Source, files: Mapping[int, TorchFile], options: ScanOpt
     plain = plain_names & found.tensors.keys()
     for name in [n for n in sorted(plain) if not _same_everywhere(found.tensors[n])]:
         del found.tensors[name]
-        found.conflicts[name] = f"{name}: nothing says how the ranks' plain tensors fit together"
+        found.conflicts[name] = f"{name}: nothing says how to merge the ranks' plain tensors"
     for name in plain_names & found.conflicts.keys():
         if isinstance(found.conflicts[name], Refusal):
             continue
@@ -222,8 +224,8 @@ def read_local(source: Source, world_size: int | None = None) -> Local:
             failed.append(_lacks(iteration, missing, mine, notes))
     lacks = "\n".join(f"  - {lack}" for lack in failed)
     raise Damaged(
-        Problem(f"{source.root}: no iteration is whole:\n{lacks}", "rank-missing"),
-        hint="bring together the folders of all ranks, which lie on the machines that wrote them",
+        Problem(f"{source.root}: no iteration is complete:\n{lacks}", "rank-missing"),
+        hint="copy the folders of all ranks, which are on the machines that wrote them, into one",
     )
 
 

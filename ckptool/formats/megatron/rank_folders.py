@@ -130,7 +130,7 @@ def _written_by(file: TorchFile) -> int | None:
 
 
 def _require_own(ranks: Mapping[Rank, str], writers: Mapping[str, int | None]) -> None:
-    """Raise Damaged where folders took each other's place.
+    """Raise Damaged where folders were swapped.
 
     Global ranks grow with each of the three, in whatever order they are counted. Tools that write
     all folders in one process save the same rank in each.
@@ -141,7 +141,7 @@ def _require_own(ranks: Mapping[Rank, str], writers: Mapping[str, int | None]) -
     for rank, other in _neighbours(known):
         if known[rank] > known[other]:
             message = f"{ranks[rank]} was written by rank {known[rank]}, {ranks[other]} by rank"
-            message += f" {known[other]}: folders took each other's place"
+            message += f" {known[other]}: folders were swapped"
             raise Damaged(Problem(message, "rank-copied", file=ranks[rank]))
 
 
@@ -162,10 +162,10 @@ def _require_all(ranks: Mapping[Rank, str], args: Arguments) -> None:
             degrees_ = " x ".join(
                 f"{k} {said or 1}" for k, said in zip(_DEGREES, stated, strict=True)
             )
-            message = f"{name} is of no rank of {degrees_}, which the arguments in it state"
+            message = f"{name} belongs to no rank of {degrees_}, which the arguments in it state"
             raise Damaged(
                 Problem(message, "saves-mixed", file=name),
-                hint="an earlier save with more ranks left it behind? move it away",
+                hint="an earlier save with more ranks may have left it: move it away",
             )
     sizes = [max(size, said or 1) for size, said in zip(degrees(ranks), stated, strict=True)]
     lacking = prod(sizes) - len(ranks)

@@ -101,7 +101,7 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
         others.objects,
         {name: source.files[name] for name in names},
         world_size=args.integer("world_size") or len(folders),
-        info={"writer": "Megatron-LM, one folder a model-parallel rank"} | args.info(),
+        info={"writer": "Megatron-LM, one folder per model-parallel rank"} | args.info(),
         notes=(*others.notes, *read.notes, *unread_notes(others.objects)),
         conflicts=refusals | read.conflicts | whole.conflicts | layer_wise_conflict(source),
     )

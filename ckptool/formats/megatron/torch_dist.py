@@ -76,7 +76,7 @@ def _reshaped(catalog: Catalog, parsed: dict[str, DcpMetadata]) -> Catalog:
         if name not in tensors:
             raise Damaged(
                 Problem(
-                    f"{name}: mcore_data gives it the shape {list(shape)}, nothing stores it",
+                    f"{name}: mcore_data gives it the shape {list(shape)}, no file stores it",
                     "data-missing",
                 )
             )
@@ -113,7 +113,7 @@ def unflattened(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
     if len(grid) != len(shape) or whole != shape or math.prod(local) != entry.shape[-1]:
         raise Damaged(
             Problem(
-                f"{entry.name}: stored as {list(entry.shape)}, which is no way to reformulate the"
+                f"{entry.name}: stored as {list(entry.shape)}, which does not reformulate the"
                 f" {list(shape)} that mcore_data states",
                 "tensor-record",
             )

@@ -106,8 +106,8 @@ def _by_expert(
     if sizes.experts in (None, shape[0]) and sizes.inner in (None, inner * world):
         return [{r: _expert(p, n) for r, p in parts.items()} for n in range(shape[0])]
     raise Undetermined(
-        f"{list(shape)} on each of {world} ranks is not what {CONFIG} tells of"
-        f" {sizes.experts or 'its'} experts of {sizes.inner or 'some'} inner size"
+        f"{list(shape)} on each of {world} ranks does not match {CONFIG}:"
+        f" {sizes.experts or 'unknown'} experts of inner size {sizes.inner or 'unknown'}"
     )
 
 
@@ -270,7 +270,9 @@ class Merger:
                 _require_part(outputs or {}, self.world)
             return shapes[0][1]
         if not known.heads or not known.head_size:
-            raise Undetermined(f"without {CONFIG} nothing says which of its rows are queries")
+            raise Undetermined(
+                f"without {CONFIG} the files do not say which of its rows are queries"
+            )
         if known.heads % self.world:
             raise Damaged(
                 f"{CONFIG} says {known.heads} heads, which {self.world} ranks cannot share"

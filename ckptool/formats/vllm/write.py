@@ -67,7 +67,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     mesh = placed.mesh
     if len(mesh.shape) != 1:
         raise CannotDo(
-            f"sharded state has one file set a tensor-parallel rank; the mesh"
+            f"sharded state has one file set per tensor-parallel rank; the mesh"
             f" {'x'.join(map(str, mesh.shape))} has {len(mesh.shape)} dims",
             hint=f"--mesh {mesh.size}",
         )
@@ -205,8 +205,8 @@ class _Joiner:
         each, left = divmod(-(-rows // PADDING) * PADDING, self._ranks)
         if left:
             raise CannotDo(
-                f"{entry.name}: {rows:,} rows, padded to a multiple of {PADDING}, are no"
-                f" {self._ranks} equal parts"
+                f"{entry.name}: {rows:,} rows, padded to a multiple of {PADDING}, do not"
+                f" make {self._ranks} equal parts"
             )
         start, stop = min(rows, position * each), min(rows, (position + 1) * each)
         box = Box((start, *(0 for _ in rest)), (stop, *rest))

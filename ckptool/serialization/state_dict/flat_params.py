@@ -59,7 +59,7 @@ def members_of(flats: Mapping[str, TensorEntry], given: Given) -> dict[str, list
         name = base + short
         inside = [head for head in heads if name.startswith(head)]
         if not inside:
-            raise CannotDo(f"--flat-params: {short} lies in no FSDP unit of {sorted(heads)[:8]}")
+            raise CannotDo(f"--flat-params: {short} is in no FSDP unit of {sorted(heads)[:8]}")
         owned[heads[max(inside, key=len)]].append((name, shape))
     return {name: _laid_out(flats[name], parts) for name, parts in owned.items()}
 

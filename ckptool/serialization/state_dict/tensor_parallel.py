@@ -76,7 +76,7 @@ def halves(name: str, parts: LocalTensors, which: int) -> LocalTensors:
     """Return the first or the second half of the rows of each local tensor."""
     odd = [part.shape for part in parts.values() if not part.shape or part.shape[0] % 2]
     if odd:
-        raise Damaged(f"{name}: {list(odd[0])} has no two halves")
+        raise Damaged(f"{name}: {list(odd[0])} does not have two equal halves")
     sizes = {rank: part.shape[0] // 2 for rank, part in parts.items()}
     return {
         rank: rows_of(name, part, which * sizes[rank], (which + 1) * sizes[rank])

@@ -53,7 +53,7 @@ def test_the_first_rule_that_matches_wins() -> None:
 
 
 def test_a_rule_that_matches_nothing_is_a_mistake() -> None:
-    with pytest.raises(UsageError, match="none of the 1 parameters"):
+    with pytest.raises(UsageError, match="none of 1 parameters"):
         require_matched((parse_tp_rule("b=row"),), ["a"])
 
 

@@ -74,7 +74,7 @@ def test_a_file_of_one_expert_too_many(name: str, copy_of: Copy, out: Path) -> N
     folder = copy_of(name)
     shutil.copy(folder / "global_step1" / expert(1, 1), folder / "global_step1" / expert(1, 2))
     with pytest.raises(
-        Damaged, match=r"of no expert of this model, whose MoE layers have \[4, 2\]"
+        Damaged, match=r"to no expert of this model, whose MoE layers have \[4, 2\]"
     ):
         convert_to("safetensors", folder, out / "m")
 

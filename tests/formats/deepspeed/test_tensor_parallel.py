@@ -108,10 +108,10 @@ def test_a_rank_without_heads_has_an_empty_shard() -> None:
     ("info", "why"),
     [
         ({}, "no universal_checkpoint_info"),
-        ({"parameter_to_average_patterns": ["w"]}, "mean"),
+        ({"parameter_to_average_patterns": ["w"]}, "averages"),
         ({"autotp_unsupported_parameter_patterns": {"w": "heads are uneven"}}, "heads are uneven"),
         (affine(scale=0.5), "scaled"),
-        (affine(strides=(1, 12)), "no boxes"),
+        (affine(strides=(1, 12)), "not boxes"),
         (
             {
                 "parameter_with_sub_params": [

@@ -255,7 +255,7 @@ def test_a_rank_without_its_folder(copy_of: Copy) -> None:
 def test_a_folder_of_a_rank_there_is_none_of(copy_of: Copy) -> None:
     run = copy_of("megatron_torch") / "iter_0000100"
     shutil.copytree(run / "mp_rank_01", run / "mp_rank_02")
-    with pytest.raises(Damaged, match=r"mp_rank_02/.* is of no rank of TP 2 x PP 1 x EP 1"):
+    with pytest.raises(Damaged, match=r"mp_rank_02/.* belongs to no rank of TP 2 x PP 1 x EP 1"):
         open_checkpoint(run)
 
 

@@ -52,7 +52,7 @@ def numbered_state(
 def _groups(optimizer: Any) -> Iterator[tuple[dict[str, Any], dict[Any, Any], list[Any]]]:
     """Yield each group with the states of all numbers, and its masters."""
     if not isinstance(optimizer, dict):
-        raise Undetermined("it is no dict")
+        raise Undetermined("it is not a dict")
     inner = optimizer.get("optimizer", optimizer)
     state = inner.get("state") if isinstance(inner, dict) else None
     groups = inner.get("param_groups") if isinstance(inner, dict) else None

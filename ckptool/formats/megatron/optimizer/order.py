@@ -180,7 +180,7 @@ def _only_order(inner: Sequence[str], before: Mapping[str, set[str]]) -> list[st
         ready = sorter.get_ready()
         if len(ready) > 1:
             raise Undetermined(
-                f"nothing says which of {' and '.join(sorted(ready)[:2])} comes first in a layer"
+                f"the files do not say which of {' and '.join(sorted(ready)[:2])} comes first"
             )
         order += ready
         sorter.done(*ready)
