@@ -255,5 +255,5 @@ def parse_tolerance(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise UsageError(f"--tolerance {text!r} is no share", hint="such as 10% or 0.1")
+        raise UsageError(f"invalid --tolerance '{text}': not a fraction", hint="such as 10% or 0.1")
     return value
