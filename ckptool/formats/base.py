@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import Layout
-from ckptool.core.sharding.placement import Placed, Rule
+from ckptool.core.sharding.placement import Placed, PlacementRule
 from ckptool.core.sharding.tensor_parallel import NamedRule
 from ckptool.errors import CannotDo, CkptoolError, Problem, damaged
 
@@ -177,7 +177,7 @@ class Format:
     locate: Callable[[Source, Catalog], Catalog] | None = None
     convert: LayOut | None = None
     reshard: LayOut | None = None
-    rules: Callable[[], tuple[Rule, ...]] = tuple
+    rules: Callable[[], tuple[PlacementRule, ...]] = tuple
     recover: Callable[[Source], Recovery] | None = None
     trim: Callable[[TensorEntry], TensorEntry] | None = None
     files: tuple[FileRule, ...] = ()

@@ -23,7 +23,7 @@ from typing import Any
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout
 from ckptool.core.mesh import Shard
-from ckptool.core.sharding.placement import Rule
+from ckptool.core.sharding.placement import PlacementRule
 from ckptool.core.sharding.tensor_parallel import (
     COLUMN,
     GATED,
@@ -56,7 +56,7 @@ from ckptool.serialization.state_dict.values import unread_notes
 
 _EMBEDDING = re.compile(r"(.*\.)?tok_embeddings\.weight")
 RULES = tuple(
-    Rule(glob, style=style, required=False)
+    PlacementRule(glob, style=style, required=False)
     for style, globs in {
         "colwise": ("*attention.w[qkv].*", "*feed_forward.w[13].*", "*output.*"),
         "rowwise": ("*attention.wo.*", "*feed_forward.w2.*"),
@@ -71,7 +71,7 @@ Token embeddings are placed as in the source, or by rows as in Llama 3.
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class LlamaSizes:
     """What ``params.json`` says of a model; None where it is silent."""
 
     width: int | None = None
@@ -94,13 +94,13 @@ class Sizes:
         return ", ".join(f"{word} {size}" for word, size in told.items() if size is not None)
 
 
-def sizes_of(params: Mapping[str, Any]) -> Sizes:
+def sizes_of(params: Mapping[str, Any]) -> LlamaSizes:
     """Return the sizes in the content of ``params.json``; Llama 4 has them under ``model``."""
     inner = params.get("model")
     params = inner if isinstance(inner, dict) else params
     experts = params.get("moe_args")
     width, heads = size_in(params, "dim"), size_in(params, "n_heads")
-    return Sizes(
+    return LlamaSizes(
         width,
         heads,
         size_in(params, "n_kv_heads") or heads,
@@ -115,7 +115,7 @@ class _Facts:
     """What decides a cut besides a tensor's name; ``shape`` is that of one rank's part."""
 
     shape: tuple[int, ...]
-    sizes: Sizes
+    sizes: LlamaSizes
     ranks: int
 
 
@@ -186,7 +186,7 @@ _TABLE: RuleTable[_Facts] = RuleTable(
 )
 
 
-def find_rule(name: str, shape: tuple[int, ...], sizes: Sizes, ranks: int) -> TpRule:
+def find_rule(name: str, shape: tuple[int, ...], sizes: LlamaSizes, ranks: int) -> TpRule:
     """Return how a tensor is cut among ``ranks``; ``shape`` is that of one rank's part.
 
     Raises Undetermined where no rule is known, or params.json does not say what it takes.
@@ -242,7 +242,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     )
 
 
-def _info(sizes: Sizes, world: int) -> dict[str, str]:
+def _info(sizes: LlamaSizes, world: int) -> dict[str, str]:
     info = {"writer": "Meta llama (by its file names)", "parallelism": f"TP {world}"}
     return info | ({"arguments": sizes.arguments} if sizes.arguments else {})
 
@@ -262,7 +262,7 @@ class _Merger:
     """
 
     def __init__(
-        self, ranks: Mapping[int, RankLeaves], sizes: Sizes, rules: Sequence[NamedRule]
+        self, ranks: Mapping[int, RankLeaves], sizes: LlamaSizes, rules: Sequence[NamedRule]
     ) -> None:
         self.problems: list[Problem] = []
         self._ranks = ranks
@@ -351,7 +351,7 @@ def _written_rule(entry: TensorEntry, dim: int | None, ranks: int) -> TpRule:
     if _EMBEDDING.fullmatch(entry.name):
         return TpRule(dim)
     try:
-        return find_rule(entry.name, entry.shape, Sizes(), ranks)
+        return find_rule(entry.name, entry.shape, LlamaSizes(), ranks)
     except Undetermined as error:
         raise error.within(entry.name) from None
 

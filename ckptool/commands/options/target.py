@@ -13,7 +13,7 @@ from ckptool.engine.options import RunOptions
 
 if TYPE_CHECKING:
     from ckptool.core.mesh import Mesh
-    from ckptool.core.sharding.placement import Rule
+    from ckptool.core.sharding.placement import PlacementRule
 
 WRITING = "How to write DST"
 
@@ -86,7 +86,7 @@ class ReshardOptions:
     mesh: Mesh | None = option(
         "--mesh", MESH, metavar="MESH", help="Write for this device mesh: 2x4, 8, or dp=2,tp=4."
     )
-    rules: tuple[Rule, ...] = option(
+    rules: tuple[PlacementRule, ...] = option(
         "--shard",
         SHARD_RULES,
         default=(),

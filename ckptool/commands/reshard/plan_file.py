@@ -9,13 +9,19 @@ from typing import Any
 
 from ckptool.commands.open import text_of
 from ckptool.core.mesh import Mesh
-from ckptool.core.sharding.placement import STYLES, Rule, parse_mesh, rule_of, split_placements
+from ckptool.core.sharding.placement import (
+    STYLES,
+    PlacementRule,
+    parse_mesh,
+    rule_of,
+    split_placements,
+)
 from ckptool.errors import UsageError
 
 _KEYS, _RULE_KEYS = ("mesh", "names", "rule"), ("tensor", "placements")
 
 
-def read_plan(path: Path, mesh: Mesh | None = None) -> tuple[Mesh | None, list[Rule]]:
+def read_plan(path: Path, mesh: Mesh | None = None) -> tuple[Mesh | None, list[PlacementRule]]:
     """The mesh and rules of a TOML plan: ``mesh``, ``names``, ``[[rule]]`` tables in order.
 
     A ``mesh`` that is given goes before the plan's; the plan's names go to a mesh without.
@@ -62,7 +68,7 @@ def _planned_names(said: Any, where: str) -> list[str] | None:
     return list(said)
 
 
-def _planned_rule(rule: Any, where: str) -> Rule:
+def _planned_rule(rule: Any, where: str) -> PlacementRule:
     if not isinstance(rule, Mapping) or not all(rule.get(key) for key in _RULE_KEYS):
         raise UsageError(f"{where}: each [[rule]] needs tensor and placements")
     _require_keys(rule, _RULE_KEYS, f"{where}: [[rule]]")
@@ -73,7 +79,7 @@ def _planned_rule(rule: Any, where: str) -> Rule:
     return rule_of(str(rule["tensor"]), [str(word) for word in words])
 
 
-def read_tp_plan(path: Path) -> list[Rule]:
+def read_tp_plan(path: Path) -> list[PlacementRule]:
     """The rules of a ``base_model_tp_plan`` or ``tp_plan`` in a transformers config.json."""
     try:
         content = json.loads(text_of(path, "--tp-plan"))
@@ -89,9 +95,9 @@ def read_tp_plan(path: Path) -> list[Rule]:
     ]
 
 
-def _module_rules(module: str, style: str) -> list[Rule]:
+def _module_rules(module: str, style: str) -> list[PlacementRule]:
     globs = [f"*{module}.{leaf}*" for leaf in ("weight", "bias")]
-    return [Rule(glob, style=_style(style), required=False) for glob in globs]
+    return [PlacementRule(glob, style=_style(style), required=False) for glob in globs]
 
 
 def _style(word: str) -> str:

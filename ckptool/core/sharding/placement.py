@@ -27,7 +27,7 @@ _MOST_RANKS = 131_072
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class PlacementRule:
     """Tensors whose name matches ``glob`` get these placements, or those of a style on ``tp``.
 
     A ``required`` rule must match something.
@@ -86,7 +86,7 @@ def parse_placement(text: str) -> Placement:
     )
 
 
-def parse_rule(text: str) -> Rule:
+def parse_rule(text: str) -> PlacementRule:
     """Return the rule ``GLOB=Shard(0),Replicate()`` or ``GLOB=colwise``.
 
     Raises UsageError where it is none.
@@ -97,11 +97,11 @@ def parse_rule(text: str) -> Rule:
     return rule_of(glob.strip(), [right] if right.strip() in STYLES else split_placements(right))
 
 
-def rule_of(glob: str, placements: Sequence[str]) -> Rule:
+def rule_of(glob: str, placements: Sequence[str]) -> PlacementRule:
     """Return a rule from a glob and the words for its placements, one a mesh dim, or one style."""
     if len(placements) == 1 and placements[0].strip() in STYLES:
-        return Rule(glob, style=placements[0].strip())
-    return Rule(glob, placements=tuple(map(parse_placement, placements)))
+        return PlacementRule(glob, style=placements[0].strip())
+    return PlacementRule(glob, placements=tuple(map(parse_placement, placements)))
 
 
 def split_placements(text: str) -> list[str]:
@@ -117,7 +117,7 @@ class Placer:
     """Chooses placements on ``mesh``: by rule, policy, the source's own, dim names, or fsdp."""
 
     mesh: Mesh
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[PlacementRule, ...] = ()
     policy: str | None = None
 
     def choose(self, catalog: Catalog) -> dict[str, Choice]:
@@ -148,7 +148,7 @@ class Placer:
             return Choice(self._by_dim_names(entry), "mesh dim names")
         return Choice(fsdp(entry, self.mesh), "policy fsdp, the default")
 
-    def _by_rule(self, rule: Rule, entry: TensorEntry) -> Placements:
+    def _by_rule(self, rule: PlacementRule, entry: TensorEntry) -> Placements:
         if rule.style is not None:
             return self._by_style(rule.style, entry)
         placements = rule.placements or ()

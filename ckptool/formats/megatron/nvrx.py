@@ -109,7 +109,7 @@ def _kind(file: TorchFile) -> str:
     return name
 
 
-def _arguments(local: Local) -> Arguments:
+def _arguments(local: LocalIteration) -> Arguments:
     """Megatron's arguments, where the files hold its state."""
     first = next(iter(local.files.values())).inert
     common = first.fields.get("common") if isinstance(first, Call) else None
@@ -181,7 +181,7 @@ _LOCAL_FILE = re.compile(r"([0-9]{1,9})/iter_([0-9]{7,18})_([0-9]{1,9})_local(\.
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
+class LocalIteration:
     """The files of one iteration, one for each owner, and what a person should know of them."""
 
     iteration: int
@@ -198,7 +198,7 @@ class _Copy:
     dirty: bool
 
 
-def read_local(source: Source, world_size: int | None = None) -> Local:
+def read_local(source: Source, world_size: int | None = None) -> LocalIteration:
     """Return the files of the newest iteration that is whole.
 
     ``world_size`` is the number of owners; where it is not known, that of the highest rank seen.
@@ -217,7 +217,7 @@ def read_local(source: Source, world_size: int | None = None) -> Local:
         others = [owner for owner in files if owner >= expected]
         if not missing and not others:
             skipped = (f"{lack}; iteration {iteration:,} is read" for lack in failed)
-            return Local(iteration, files, (*skipped, *notes))
+            return LocalIteration(iteration, files, (*skipped, *notes))
         if others:
             failed.append(f"iteration {iteration:,} has a file of rank {max(others)}")
         else:
@@ -271,6 +271,6 @@ def other_copies(files: Collection[str], used: Collection[str]) -> set[str]:
     }
 
 
-def files_used(source: Source, local: Local) -> Mapping[str, int]:
+def files_used(source: Source, local: LocalIteration) -> Mapping[str, int]:
     """Return the files that are read, with their sizes."""
     return {file.what: source.files[file.what] for file in local.files.values()}

@@ -158,7 +158,7 @@ _TABLE: RuleTable[_Facts] = RuleTable(
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class ModelSizes:
     """What a model's ``config.json`` says of its sizes; None where it is silent."""
 
     heads: int | None = None
@@ -169,10 +169,10 @@ class Sizes:
     experts: ExpertSizes = field(default_factory=ExpertSizes)
 
 
-def sizes_of(config: Mapping[str, Any]) -> Sizes:
+def sizes_of(config: Mapping[str, Any]) -> ModelSizes:
     """Return the sizes in a Hugging Face config."""
     heads, hidden = size_in(config, "num_attention_heads"), size_in(config, "hidden_size")
-    return Sizes(
+    return ModelSizes(
         heads,
         size_in(config, "num_key_value_heads") or heads,
         size_in(config, "head_dim") or (hidden // heads if hidden and heads else None),
@@ -189,7 +189,7 @@ class Merger:
     A rule that was given decides before a name does, and keeps fused tensors as they are.
     """
 
-    config: Sizes
+    config: ModelSizes
     world: int
     rules: Sequence[NamedRule] = ()
     tensors: dict[str, TensorEntry] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from ckptool.core.catalog import Catalog, TensorEntry, tied
 from ckptool.core.dtype import DType
 from ckptool.core.layout import Data, FileLayout, Layout, Literal, Part, Scattered
 from ckptool.core.mesh import Placement, Shard
-from ckptool.core.sharding.placement import Placed, Rule
+from ckptool.core.sharding.placement import Placed, PlacementRule
 from ckptool.errors import CannotDo
 from ckptool.formats.base import Request
 from ckptool.formats.safetensors import extras, split_by_support
@@ -33,7 +33,7 @@ _KEYS_AND_VALUES = re.compile(r"(.*\.)?[kv]_proj\.(weight|bias)")
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 RULES = tuple(
-    Rule(f"*{name}", style=style, required=False)
+    PlacementRule(f"*{name}", style=style, required=False)
     for style, names in {
         "colwise": ("[qkv]_proj.*", "gate_proj.*", "up_proj.*", "embed_tokens.*", "lm_head.*"),
         "rowwise": ("o_proj.*", "down_proj.*"),
@@ -45,7 +45,7 @@ RULES = tuple(
 
 
 @dataclass(frozen=True, slots=True)
-class _Local:
+class _OutgoingShard:
     """A tensor of one rank: contents one after the other, which C order makes rows of it."""
 
     name: str
@@ -172,7 +172,7 @@ class _Joiner:
             )
         return notes
 
-    def locals(self, position: int) -> Iterator[_Local]:
+    def locals(self, position: int) -> Iterator[_OutgoingShard]:
         """Yield the tensors of the rank at a position of the mesh."""
         for name, members in self._groups.items():
             if VOCABULARY.fullmatch(name) and members[0].shape and self._by_rows(members[0]):
@@ -182,9 +182,9 @@ class _Joiner:
                 yield self._joined(name, members, position)
                 continue
             ref = ShardRef(members[0], self._shards[members[0].name][position])
-            yield _Local(name, ref.dtype, ref.shape, (ref.content,))
+            yield _OutgoingShard(name, ref.dtype, ref.shape, (ref.content,))
 
-    def _joined(self, name: str, members: Sequence[TensorEntry], position: int) -> _Local:
+    def _joined(self, name: str, members: Sequence[TensorEntry], position: int) -> _OutgoingShard:
         """Return a rank's rows of each member.
 
         Where heads are fewer than ranks, some hold the same.
@@ -197,9 +197,9 @@ class _Joiner:
             contents.append(Data(entry.name, box, entry.dtype.itemsize))
         first = members[0]
         rows = sum(content.box.shape[0] for content in contents)
-        return _Local(name, first.dtype, (rows, *first.shape[1:]), tuple(contents))
+        return _OutgoingShard(name, first.dtype, (rows, *first.shape[1:]), tuple(contents))
 
-    def _padded(self, entry: TensorEntry, position: int) -> _Local:
+    def _padded(self, entry: TensorEntry, position: int) -> _OutgoingShard:
         """Return a rank's rows of the vocabulary, which zero rows fill up to a multiple of 64."""
         rows, *rest = entry.shape
         each, left = divmod(-(-rows // PADDING) * PADDING, self._ranks)
@@ -213,10 +213,10 @@ class _Joiner:
         data = Data(entry.name, box, entry.dtype.itemsize)
         row = Box.whole(rest).volume * entry.dtype.itemsize
         zeros = Literal(bytes((each - (stop - start)) * row))
-        return _Local(entry.name, entry.dtype, (each, *rest), (data, zeros))
+        return _OutgoingShard(entry.name, entry.dtype, (each, *rest), (data, zeros))
 
 
-def _rank_files(rank: int, held: list[_Local], limit: int) -> list[FileLayout]:
+def _rank_files(rank: int, held: list[_OutgoingShard], limit: int) -> list[FileLayout]:
     """Return the parts of one rank, in order; at least one, for the loader wants a file."""
     groups = by_size((local for local in held if local.nbytes), limit)
     return [
@@ -225,7 +225,7 @@ def _rank_files(rank: int, held: list[_Local], limit: int) -> list[FileLayout]:
     ]
 
 
-def _part_file(path: str, locals_: list[_Local], rank: int) -> FileLayout:
+def _part_file(path: str, locals_: list[_OutgoingShard], rank: int) -> FileLayout:
     """Return a safetensors file of local tensors."""
     contents = {local.name: local.contents for local in locals_}
     slices = [OutgoingSlice(o.name, o.name, o.dtype, Box.whole(o.shape)) for o in locals_]

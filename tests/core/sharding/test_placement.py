@@ -16,8 +16,8 @@ from ckptool.core.mesh import Mesh, Partial, Placement, Placements, Replicate, S
 from ckptool.core.sharding.placement import (
     Choice,
     Placed,
+    PlacementRule,
     Placer,
-    Rule,
     parse_mesh,
     parse_placement,
     parse_rule,
@@ -106,13 +106,13 @@ def test_no_placement(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("*=Shard(0),Replicate()", Rule("*", (S0, R))),
-        ("a.*.w = StridedShard(0, 2) , Shard(0)", Rule("a.*.w", (STRIDED, S0))),
-        ("*.q=colwise", Rule("*.q", style="colwise")),
-        ("*.o= rowwise ", Rule("*.o", style="rowwise")),
+        ("*=Shard(0),Replicate()", PlacementRule("*", (S0, R))),
+        ("a.*.w = StridedShard(0, 2) , Shard(0)", PlacementRule("a.*.w", (STRIDED, S0))),
+        ("*.q=colwise", PlacementRule("*.q", style="colwise")),
+        ("*.o= rowwise ", PlacementRule("*.o", style="rowwise")),
     ],
 )
-def test_a_rule(text: str, rule: Rule) -> None:
+def test_a_rule(text: str, rule: PlacementRule) -> None:
     assert parse_rule(text) == rule
 
 
@@ -325,7 +325,10 @@ def written(path: Path, text: str) -> Path:
 def test_a_plan_names_the_mesh_and_the_rules_in_order(tmp_path: Path) -> None:
     mesh, rules = read_plan(written(tmp_path / "p.toml", PLAN))
     assert mesh == Mesh.of((2, 4), ("dp", "tp"))
-    assert rules == [Rule("a.*", (StridedShard(0, 4), S0)), Rule("*", style="rowwise")]
+    assert rules == [
+        PlacementRule("a.*", (StridedShard(0, 4), S0)),
+        PlacementRule("*", style="rowwise"),
+    ]
 
 
 @pytest.mark.parametrize(
