@@ -6,17 +6,23 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import IO
 
 from ckptool.core.layout import FileLayout, Literal, Part, Verbatim
 from ckptool.core.plan import Plan, Tile
-from ckptool.engine.checksum import Piece, crc32, file_crc, joined
+from ckptool.engine.checksum import Piece as CrcPiece
+from ckptool.engine.checksum import crc32, file_crc, joined
 from ckptool.engine.options import RunOptions
+from ckptool.engine.read.planned import Piece, PlanSource, plan_job, touch
 from ckptool.engine.read.records import RecordCheck, require_intact
+from ckptool.engine.read.tiles import read_tiles
 from ckptool.engine.threads import share_jobs
 from ckptool.engine.write.journal import NO_JOURNAL, Journal
-from ckptool.engine.write.worker import Worker, touch
+from ckptool.engine.write.output_files import OutputFiles
 from ckptool.errors import CannotDo, Damaged
 from ckptool.storage.disk import allocate, open_unfollowed
 from ckptool.storage.local import CORES, SPAN, TILE, Files, LocalSource, pieces
@@ -111,11 +117,12 @@ class _Transfer:
         self._files = plan.layout.files
         self._source = source
         self._folder = folder
+        self._output = OutputFiles(folder)
         self._workers = workers_within_budget(plan, source, options)
         self._fsync = options.fsync
         self._progress = progress
         self._records = RecordCheck()
-        self._crcs: dict[int, dict[int, list[Piece]]] = defaultdict(lambda: defaultdict(list))
+        self._crcs: dict[int, dict[int, list[CrcPiece]]] = defaultdict(lambda: defaultdict(list))
         self._lock = threading.Lock()
         self._left: dict[int, int] = {}
 
@@ -124,12 +131,10 @@ class _Transfer:
         self._journal = journal
         touch_files(self._plan, finished, self._records)
         self._progress(sum(self._files[number].nbytes for number in finished))
-        share_jobs(
-            self._write_jobs(todo),
-            self._workers,
-            lambda: Worker(self._source, self._folder, self._records),
-            self._write_tiles,
-        )
+        jobs = map(plan_job, self._write_jobs(todo))
+        reads = PlanSource(self._source, self._records)
+        with closing(self._output):
+            read_tiles(reads, jobs, self._write_tiles, self._workers, self._progress)
         self._records.read_unseen(self._source, self._workers)
         require_intact(self._records.problems())
         for number in todo:
@@ -163,15 +168,17 @@ class _Transfer:
         with open(descriptor, "wb") as stream:
             allocate(stream.fileno(), file.nbytes)
 
-    def _write_tiles(self, worker: Worker, tiles: list[Tile]) -> None:
-        worker.forget_rows()
-        for tile in tiles:
-            crc = worker.write_tile(tile, self._files[tile.file].path, shared=len(tiles) > 1)
-            self._count(tile, crc)
+    def _write_tiles(self, tiles: Sequence[Tile], read: Iterator[Piece]) -> None:
+        """Write the pieces of some tiles as they are read."""
+        for tile, parts in groupby(read, attrgetter("tile")):
+            self._count(tile, joined([self._write_piece(tile, piece) for piece in parts]))
+
+    def _write_piece(self, tile: Tile, piece: Piece) -> CrcPiece:
+        self._output.write(self._files[tile.file].path, tile.offset + piece.skip, piece.data)
+        return piece.skip, piece.nbytes, piece.crc
 
     def _count(self, tile: Tile, crc: int) -> None:
-        """One tile more is written, with this CRC-32; the last of a file finishes it."""
-        self._progress(tile.nbytes)
+        """Note one tile more that is written, with this CRC-32; the last of a file finishes it."""
         with self._lock:
             self._crcs[tile.file][tile.part].append((tile.offset, tile.nbytes, crc))
             self._left[tile.file] -= 1

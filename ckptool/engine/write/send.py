@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from queue import SimpleQueue
 
 from ckptool.core.layout import Data, FileLayout, Literal, Part, Scattered, Verbatim
@@ -16,10 +15,10 @@ from ckptool.core.plan import Group, LayoutPart, Plan, Tile
 from ckptool.engine.check.unchanged import require_unchanged
 from ckptool.engine.checksum import crc32
 from ckptool.engine.options import RunOptions
+from ckptool.engine.read.planned import PlanReader
 from ckptool.engine.read.records import RecordCheck, require_intact
 from ckptool.engine.threads import share_jobs
 from ckptool.engine.write.run import patched, touch_files, verbatim
-from ckptool.engine.write.worker import Worker
 from ckptool.errors import CannotDo, TransferError
 from ckptool.storage.local import SPAN, Files
 from ckptool.storage.multipart import Upload, memory_of_part
@@ -127,9 +126,9 @@ class _Stream:
     def __init__(self, sending: Sending) -> None:
         self._sending = sending
         self._pool = ThreadPoolExecutor(sending.room.readers, "ckptool-read")
-        self._idle: SimpleQueue[Worker] = SimpleQueue()
+        self._idle: SimpleQueue[PlanReader] = SimpleQueue()
         for _ in range(sending.room.readers):
-            self._idle.put(Worker(sending.source, Path(), sending.records))
+            self._idle.put(PlanReader(sending.source, sending.records))
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -176,11 +175,11 @@ class _Stream:
         self._sending.progress(nbytes)
 
     def _gathered(self, tile: Tile) -> bytes:
-        worker = self._idle.get()
+        reader = self._idle.get()
         try:
-            return bytes(worker.data(tile))
+            return bytes(reader.data(tile))
         finally:
-            self._idle.put(worker)
+            self._idle.put(reader)
 
 
 class _Content:

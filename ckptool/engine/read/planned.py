@@ -1,36 +1,31 @@
-"""What one thread of a transfer does: read, check, gather, cast and write tiles."""
+"""Read the tiles of a plan as they are to be written: read, check, gather, cast."""
 
 from __future__ import annotations
 
 import math
-import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from operator import mul, sub
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptool.core.catalog import Extent, Record, contiguous, stored_places
 from ckptool.core.plan import Source, Tile
-from ckptool.engine.checksum import crc32, joined
+from ckptool.engine.checksum import crc32, crc32_combine
 from ckptool.engine.read.records import RecordCheck
 from ckptool.engine.read.row_cache import Rows
-from ckptool.errors import TransferError
-from ckptool.storage.disk import open_unfollowed
+from ckptool.engine.read.tiles import Job
 from ckptool.storage.local import Files
 
 if TYPE_CHECKING:
     from ckptool.engine.read.gather import Array, Gatherer
-
-_WRITE = 1 << 19
-"""Bytes of one write, while the processor's cache holds them."""
-_MOST_OPEN = 32
 
 Run = tuple[Extent, int, int, int]
 """A run of bytes: its place, file offset, offset in a tile and length."""
 
 
 def run_of(tile: Tile, source: Source) -> Run | None:
-    """The run of bytes that one source of a tile is, or None where it is not one as it lies."""
+    """Return the run of bytes that one source of a tile is, None where it is none as it lies."""
     at, where = source.chunk.at, source.where
     itemsize = tile.entry.source_dtype.itemsize
     if not isinstance(at, Extent) or at.ops or where.shape[1:] != tile.shape[1:]:
@@ -51,21 +46,32 @@ def touch(records: RecordCheck, tile: Tile) -> None:
                 records.touch(at.record, tile.entry.name)
 
 
-class Worker:
-    """The descriptors and buffers of one thread.
+class Piece(NamedTuple):
+    """Bytes of a tile as they are to be written, ``skip`` bytes behind its beginning."""
 
-    Tiles of straight runs of bytes are copied piece by piece, wide columns are joined from rows
-    that are read once; others are gathered by numpy, which is only then imported. ``records`` is
-    told of all pieces of checksummed records that are read.
+    tile: Tile
+    skip: int
+    data: memoryview
+    crc: int
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+
+class PlanReader:
+    """Reads tiles of a plan for one thread.
+
+    Tiles of straight runs of bytes are read piece by piece, wide columns are joined from rows that
+    are read once; others are gathered by numpy, which is only then imported. ``records`` is told of
+    all pieces of checksummed records that are read.
     """
 
-    def __init__(self, source: Files, folder: Path, records: RecordCheck) -> None:
+    def __init__(self, source: Files, records: RecordCheck) -> None:
         self._source = source
-        self._folder = folder
         self._records = records
         self._reader = source.reader()
         self._buffer = memoryview(bytearray(source.tile))
-        self._open: dict[str, int] = {}
 
     @cached_property
     def _rows(self) -> Rows:
@@ -77,59 +83,55 @@ class Worker:
 
         return Gatherer(self._source, self._note)
 
-    def write_tile(self, tile: Tile, path: str, *, shared: bool) -> int:
-        """Write a tile into the output file ``path``, and return the CRC-32 of its bytes.
-
-        ``shared`` says that further tiles will need the same rows of the source.
-        """
-        straight = self._straight(tile)
-        if len(straight) == len(tile.sources) and tile.entry.source_dtype == tile.entry.dtype:
-            return joined(
-                [(run[2], run[3], self._copy(run, path, tile.offset)) for run in straight]
-            )
-        data = self._bytes_of(tile, straight, shared=shared)
-        self._write(path, tile.offset, data)
-        return crc32(data)
+    def pieces(self, tiles: Sequence[Tile]) -> Iterator[Piece]:
+        """Read tiles that share rows of the source, each piece valid until the next."""
+        self._forget_rows()
+        for tile in tiles:
+            straight = self._straight(tile)
+            if len(straight) == len(tile.sources) and tile.entry.source_dtype == tile.entry.dtype:
+                for run in straight:
+                    yield from self._copied(tile, run)
+            else:
+                data = self._bytes_of(tile, straight, shared=len(tiles) > 1)
+                yield Piece(tile, 0, data, crc32(data))
 
     def data(self, tile: Tile) -> memoryview:
-        """The bytes of a tile as they are to be written, until the next tile is asked for."""
+        """Return the bytes of a tile as they are to be written, until the next is asked for."""
         return self._bytes_of(tile, self._straight(tile), shared=False)
-
-    def forget_rows(self) -> None:
-        """The tiles to come share no rows of the source with those before."""
-        if "_gatherer" in self.__dict__:
-            self._gatherer.forget()
-        if "_rows" in self.__dict__:
-            self._rows.forget()
 
     def close(self) -> None:
         """Close all files."""
         self._reader.close()
         if "_gatherer" in self.__dict__:
             self._gatherer.close()
-        self._close_outputs()
+
+    def _forget_rows(self) -> None:
+        if "_gatherer" in self.__dict__:
+            self._gatherer.forget()
+        if "_rows" in self.__dict__:
+            self._rows.forget()
 
     def _straight(self, tile: Tile) -> list[Run]:
-        """The sources of a tile that are runs of bytes as they lie; its records are noted."""
+        """Return the sources of a tile that are runs of bytes as they lie; note its records."""
         touch(self._records, tile)
         runs = (run_of(tile, source) for source in tile.sources)
         return [run for run in runs if run is not None]
 
-    def _copy(self, run: Run, path: str, offset: int) -> int:
-        """Copy a run of bytes into the tile at ``offset`` of an output file; its CRC-32."""
+    def _copied(self, tile: Tile, run: Run) -> Iterator[Piece]:
+        """Read a run of bytes in pieces that the processor's cache holds."""
         at, start, skip, nbytes = run
-        crc, step = 0, min(self._source.piece, len(self._buffer))
+        total, step = 0, min(self._source.piece, len(self._buffer))
         for done in range(0, nbytes, step):
-            piece = self._buffer[: min(step, nbytes - done)]
-            self._reader.read_into(at.file, start + done, piece)
-            crc = crc32(piece, crc)
-            self._write(path, offset + skip + done, piece)
+            data = self._buffer[: min(step, nbytes - done)]
+            self._reader.read_into(at.file, start + done, data)
+            crc = crc32(data)
+            total = crc32_combine(total, crc, len(data)) if done else crc
+            yield Piece(tile, skip + done, data, crc)
         if at.record is not None:
-            self._records.piece(at.record, start, nbytes, crc)
-        return crc
+            self._records.piece(at.record, start, nbytes, total)
 
     def _bytes_of(self, tile: Tile, straight: list[Run], *, shared: bool) -> memoryview:
-        """The bytes of a tile as they are to be written; its ``straight`` runs are noted."""
+        """Return the bytes of a tile as they are to be written; note its ``straight`` runs."""
         if shared and tile.entry.source_dtype == tile.entry.dtype:
             data = self._rows.columns(tile)
             if data is not None:
@@ -148,7 +150,7 @@ class Worker:
         return raw(self._target_values(tile, values))
 
     def _target_values(self, tile: Tile, values: Array) -> Array:
-        """The gathered values in the element type that is written."""
+        """Return the gathered values in the element type that is written."""
         from ckptool.engine.read.rounding import cast
 
         if tile.entry.source_dtype == tile.entry.dtype:
@@ -156,7 +158,7 @@ class Worker:
         return cast(values, tile.entry.source_dtype, tile.entry.dtype)
 
     def _gathered(self, tile: Tile, *, shared: bool) -> Array:
-        """The tile's elements, in the source's element type, in an array of the tile's shape."""
+        """Return the tile's elements as the source has them, in an array of the tile's shape."""
         from ckptool.engine.read.gather import array
 
         dtype = tile.entry.source_dtype
@@ -170,20 +172,19 @@ class Worker:
     def _note(self, record: Record, offset: int, data: memoryview) -> None:
         self._records.piece(record, offset, len(data), crc32(data))
 
-    def _write(self, path: str, offset: int, data: memoryview) -> None:
-        descriptor = self._open.get(path)
-        if descriptor is None:
-            if len(self._open) >= _MOST_OPEN:
-                self._close_outputs()
-            descriptor = open_unfollowed(Path(f"{self._folder}/{path}"), os.O_WRONLY)
-            self._open[path] = descriptor
-        done = 0
-        while done < len(data):
-            try:
-                done += os.pwrite(descriptor, data[done : done + _WRITE], offset + done)
-            except OSError as error:
-                raise TransferError(f"{path}: {error.strerror} at byte {offset + done:,}") from None
 
-    def _close_outputs(self) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
+@dataclass(frozen=True, slots=True)
+class PlanSource:
+    """Files to read the tiles of a plan from, noting their records."""
+
+    files: Files
+    records: RecordCheck
+
+    def reader(self) -> PlanReader:
+        """Return what one thread reads with."""
+        return PlanReader(self.files, self.records)
+
+
+def plan_job(tiles: Sequence[Tile]) -> Job[Sequence[Tile], PlanReader, Piece]:
+    """Return the job that reads tiles which share rows of the source."""
+    return Job(tiles, lambda reader: reader.pieces(tiles))
