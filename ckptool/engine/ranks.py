@@ -12,7 +12,7 @@ from ckptool.core.layout import Layout
 from ckptool.engine.launch import Launch, launch_of
 from ckptool.engine.threads import wait_for
 from ckptool.errors import CannotDo, CkptoolError, TransferError
-from ckptool.storage.retry import said
+from ckptool.storage.retry import error_text
 
 Value = TypeVar("Value")
 
@@ -54,7 +54,7 @@ class TorchRanks(Ranks):
         except TimeoutError:
             raise _no_meeting(launch, f"within {MEETING:g} s") from None
         except (RuntimeError, ValueError, OSError) as error:
-            raise _no_meeting(launch, f"({said(error)})") from None
+            raise _no_meeting(launch, f"({error_text(error)})") from None
 
     def gather(self, value: Value) -> list[Value]:
         """What every rank passed, in the order of ranks."""
@@ -63,7 +63,7 @@ class TorchRanks(Ranks):
             wait_for(lambda: self._distributed.all_gather_object(values, value))
         except RuntimeError as error:
             raise TransferError(
-                f"rank {self.rank}: the other ranks are lost: {said(error)}",
+                f"rank {self.rank}: the other ranks are lost: {error_text(error)}",
                 hint="what they say tells why; the same command with --resume continues",
             ) from None
         return values  # type: ignore[return-value]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ckptool.errors import CkptoolError, TransferError
-from ckptool.storage.retry import is_ours, said
+from ckptool.storage.retry import error_text, is_ours
 from ckptool.storage.store import Store
 from ckptool.storage.url import RemotePath
 
@@ -114,7 +114,7 @@ class Upload:
         except Exception as error:
             if is_ours(error):
                 raise
-            reason = error.message if isinstance(error, CkptoolError) else said(error)
+            reason = error.message if isinstance(error, CkptoolError) else error_text(error)
             raise TransferError(
                 f"{self._place}: byte {self._done:,} cannot be written: {reason}"
             ) from None

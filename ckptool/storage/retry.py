@@ -1,4 +1,4 @@
-"""Asking a store patiently, and what is said where that is vain.
+"""Retry the requests of stores, and tell errors that last from those that pass.
 
 Each client of fsspec has errors of its own (s3fs 2026.9, gcsfs 2026.10, adlfs 2026.8, and 2.4 of
 huggingface_hub): what they share is the answer's status, in them or in what caused them.
@@ -20,7 +20,7 @@ _LASTING = (FileNotFoundError, PermissionError, NotImplementedError, ValueError)
 _DENIED = (401, 403)
 _GONE = (404, 410)
 _REFUSED = (*_DENIED, *_GONE, 301, 405, 412, 416, 501)
-_LONGEST_WISH = 120.0
+_LONGEST_RETRY_AFTER = 120.0
 
 
 class NoAnswer(OSError):
@@ -36,7 +36,7 @@ class Denied(NotFound):
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RetryPolicy:
     """How often a request is tried, and the seconds to wait: for an answer, and between tries."""
 
     attempts: int = 5
@@ -45,21 +45,21 @@ class Patience:
     longest_pause: float = 20.0
 
     def before(self, attempt: int) -> float:
-        """Seconds before this attempt: twice as long each time, and never in step with others."""
+        """Return the seconds before this attempt, twice as long each time and randomly fewer."""
         doubled: float = self.pause * 2 ** (attempt - 2)
         return min(self.longest_pause, doubled) * random.uniform(0.5, 1)
 
 
-def ask(patience: Patience, what: str, work: Callable[[], _T]) -> _T:
-    """The answer to a request, tried again where that may help.
+def retry(policy: RetryPolicy, what: str, work: Callable[[], _T]) -> _T:
+    """Return the answer to a request, tried again where that may help.
 
-    NotFound where nothing is there, Denied where access is, NoAnswer where the store gives none.
-    An error of our own code is no answer, and is raised as it is.
+    Raises NotFound where nothing is there, Denied where access is, NoAnswer where the store gives
+    none. An error of our own code is no answer, and is raised as it is.
     """
-    wished = 0.0
-    for attempt in range(1, patience.attempts + 1):
+    retry_after = 0.0
+    for attempt in range(1, policy.attempts + 1):
         if attempt > 1:
-            time.sleep(max(wished, patience.before(attempt)))
+            time.sleep(max(retry_after, policy.before(attempt)))
         try:
             return work()
         except CkptoolError:
@@ -69,21 +69,21 @@ def ask(patience: Patience, what: str, work: Callable[[], _T]) -> _T:
                 raise
             if _lasts(error):
                 raise unreachable(what, error) from None
-            reason, wished = said(error), _wished_pause(error)
-    raise NoAnswer(f"{what}: no answer in {patience.attempts} attempts: {reason}")
+            reason, retry_after = error_text(error), _retry_after(error)
+    raise NoAnswer(f"{what}: no answer in {policy.attempts} attempts: {reason}")
 
 
 def unreachable(what: str, error: Exception) -> NotFound:
-    """What an error that lasts says of a place."""
+    """Return what an error that lasts says of a place."""
     hint = "the store's own tools say what credentials it takes"
     status = status_of(error)
     if isinstance(error, FileNotFoundError) or status in _GONE:
-        return NotFound(f"{what}: no such file or folder ({said(error)})")
+        return NotFound(f"{what}: no such file or folder ({error_text(error)})")
     if _lacks_credentials(error):
         return Denied(f"{what}: no credentials were found", hint=hint)
     if isinstance(error, PermissionError) or status in _DENIED or _is_forbidden(error):
-        return Denied(f"{what}: access is denied ({said(error)})", hint=hint)
-    return NotFound(f"{what}: cannot be read: {said(error)}")
+        return Denied(f"{what}: access is denied ({error_text(error)})", hint=hint)
+    return NotFound(f"{what}: cannot be read: {error_text(error)}")
 
 
 def is_ours(error: BaseException) -> bool:
@@ -99,16 +99,16 @@ def is_ours(error: BaseException) -> bool:
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status of the answer that an error stands for, None where it tells none."""
-    for one in _causes(error):
-        for holder in (one, getattr(one, "response", None)):
+    """Return the HTTP status of the answer that an error stands for, None where it has none."""
+    for cause in _causes(error):
+        for holder in (cause, getattr(cause, "response", None)):
             if isinstance(holder, Mapping):
-                told: Iterator[object] = iter([_boto(holder).get("HTTPStatusCode")])
+                values: Iterator[object] = iter([_boto(holder).get("HTTPStatusCode")])
             else:
-                told = (getattr(holder, name, None) for name in ("status_code", "status", "code"))
-            found = next((text for text in map(str, told) if text.isdecimal()), None)
-            if found is not None:
-                return int(found)
+                values = (getattr(holder, name, None) for name in ("status_code", "status", "code"))
+            status = next((text for text in map(str, values) if text.isdecimal()), None)
+            if status is not None:
+                return int(status)
     return None
 
 
@@ -118,34 +118,34 @@ def _lasts(error: Exception) -> bool:
     return status_of(error) in _REFUSED
 
 
-def _wished_pause(error: Exception) -> float:
-    """The seconds that a store asks to wait, 0 where it does not."""
-    for one in _causes(error):
-        response: Any = getattr(one, "response", one)
+def _retry_after(error: Exception) -> float:
+    """Return the seconds that a store asks to wait, 0 where it does not."""
+    for cause in _causes(error):
+        response: Any = getattr(cause, "response", cause)
         if isinstance(response, Mapping):
             headers = _boto(response).get("HTTPHeaders", {})
         else:
             headers = getattr(response, "headers", None) or {}
-        wish = str(headers.get("retry-after") or headers.get("Retry-After") or "")
-        if wish.isdecimal():
-            return min(float(wish), _LONGEST_WISH)
+        text = str(headers.get("retry-after") or headers.get("Retry-After") or "")
+        if text.isdecimal():
+            return min(float(text), _LONGEST_RETRY_AFTER)
     return 0.0
 
 
 def _boto(response: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What botocore tells of an answer."""
-    found: Mapping[str, Any] = response.get("ResponseMetadata", {})
-    return found
+    """Return what botocore tells of an answer."""
+    metadata: Mapping[str, Any] = response.get("ResponseMetadata", {})
+    return metadata
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, and those that it was raised for."""
-    found: BaseException | None = error
+    """Yield an error, and those that it was raised for."""
+    cause: BaseException | None = error
     for _ in range(8):
-        if found is None:
+        if cause is None:
             return
-        yield found
-        found = found.__cause__ or found.__context__
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def _lacks_credentials(error: Exception) -> bool:
@@ -157,8 +157,8 @@ def _is_forbidden(error: Exception) -> bool:
     return type(error) is OSError and str(error).startswith("Forbidden:")
 
 
-def said(error: BaseException) -> str:
-    """What an error says, in one line, without credentials that URLs in it may hold."""
+def error_text(error: BaseException) -> str:
+    """Return what an error says, in one line, without credentials that URLs in it may hold."""
     text = " ".join(str(error).split()) or type(error).__name__
     text = re.sub(r"(\w+://)[^/\s@'\"]*@", r"\1", text)
     return re.sub(r"\?[^\s'\")]*=[^\s'\")]*", "", text)[:300]

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from ckptool.errors import CannotDo, Changed, NotFound, UsageError
 from ckptool.storage.block_cache import Blocks, Pinned
-from ckptool.storage.retry import Patience, ask, said, status_of, unreachable
-from ckptool.storage.url import shown
+from ckptool.storage.retry import RetryPolicy, error_text, retry, status_of, unreachable
+from ckptool.storage.url import redact_url
 
 _T = TypeVar("_T")
 _EXTRAS = {
@@ -68,7 +68,7 @@ class Store:
     Credentials are fsspec's own business and appear in no message.
     """
 
-    patience = Patience()
+    policy = RetryPolicy()
 
     def __init__(self, fs: Any, scheme: str) -> None:
         self.fs = fs
@@ -88,15 +88,17 @@ class Store:
         except ImportError as error:
             extra = _EXTRAS.get(scheme)
             hint = f"pip install 'ckptool[{extra}]'" if extra else str(error)
-            message = f"{shown(url)}: a package that reads {scheme}:// is missing"
+            message = f"{redact_url(url)}: a package that reads {scheme}:// is missing"
             raise CannotDo(message, hint=hint) from None
         except ValueError as error:
             if "not known" not in str(error).lower():
-                raise UsageError(f"{shown(url)}: {said(error)}") from None
+                raise UsageError(f"{redact_url(url)}: {error_text(error)}") from None
             hint = "s3://, gs://, az://, hf://, https://, or another that fsspec knows"
-            raise UsageError(f"{shown(url)}: no store is called {scheme}://", hint=hint) from None
+            raise UsageError(
+                f"{redact_url(url)}: no store is called {scheme}://", hint=hint
+            ) from None
         except Exception as error:
-            raise unreachable(shown(url), error) from None
+            raise unreachable(redact_url(url), error) from None
 
     @property
     def whole_or_not(self) -> bool:
@@ -115,7 +117,7 @@ class Store:
 
     def url(self, key: str) -> str:
         """A place of the store as messages show it."""
-        return shown(self.fs.unstrip_protocol(key))
+        return redact_url(self.fs.unstrip_protocol(key))
 
     def find(self, key: str, what: str) -> dict[str, Info]:
         """All files below a place by their relative paths; a file itself is ``""``.
@@ -162,11 +164,11 @@ class Store:
         """What the server says of a file, its size at least; None where there is none."""
         self.traffic.count()
         try:
-            info: dict[str, Any] = self.ask(shown(key), lambda: self._timed("_info", key))
+            info: dict[str, Any] = self.ask(redact_url(key), lambda: self._timed("_info", key))
         except NotFound:
             return None
         if info["size"] is None:
-            raise CannotDo(f"{shown(key)}: the server does not say how large it is")
+            raise CannotDo(f"{redact_url(key)}: the server does not say how large it is")
         return info
 
     def _fetch(self, file: Pinned, start: int, end: int) -> bytes:
@@ -216,7 +218,7 @@ class Store:
             data = self.fs.open(key, "rb", size=end)._fetch_range(start, end)
         except ValueError:
             raise CannotDo(
-                f"{shown(key)}: the server does not answer requests for a part of a file",
+                f"{redact_url(key)}: the server does not answer requests for a part of a file",
                 hint="download the checkpoint first",
             ) from None
         return data
@@ -239,7 +241,7 @@ class Store:
         """What a coroutine of the file system returns, given up after a time."""
         from fsspec.asyn import sync
 
-        return sync(self.fs.loop, lambda: work, timeout=self.patience.timeout)
+        return sync(self.fs.loop, lambda: work, timeout=self.policy.timeout)
 
     def make_folder(self, key: str, what: str) -> None:
         """Make a folder, where the store has some."""
@@ -277,7 +279,7 @@ class Store:
 
     def ask(self, what: str, work: Callable[[], _T]) -> _T:
         """The answer to a request. NotFound or NoAnswer where there is none."""
-        return ask(self.patience, what, work)
+        return retry(self.policy, what, work)
 
 
 def _wide(scheme: str) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class RemotePath:
         return cls(Store.connect(url), base, mark + query)
 
     def __str__(self) -> str:
-        return shown(self._base)
+        return redact_url(self._base)
 
     def __repr__(self) -> str:
         return f"RemotePath({str(self)!r})"
@@ -157,7 +157,9 @@ def location(text: str | Path) -> Location:
     """A path, or what a URL names; ``file://`` is a path. UsageError where it is half a URL."""
     text = str(text)
     if "::" in text and "://" in text:
-        raise UsageError(f"{shown(text)}: chained URLs are not read", hint="name the inner one")
+        raise UsageError(
+            f"{redact_url(text)}: chained URLs are not read", hint="name the inner one"
+        )
     match = _URL.match(text)
     if match is None:
         if _HALF_URL.match(text) and not Path(text.partition("/")[0]).exists():
@@ -181,7 +183,7 @@ def _sound(scheme: str, rest: str) -> str:
     return f"{scheme}://{rest}"
 
 
-def shown(url: str) -> str:
+def redact_url(url: str) -> str:
     """A URL as messages show it: no user, password or signature."""
     head, mark, rest = url.partition("://")
     host, slash, path = rest.partition("/")

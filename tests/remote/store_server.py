@@ -157,7 +157,7 @@ def s3(server: tuple[S3, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
     import s3fs
     from fsspec.asyn import get_loop
 
-    from ckptool.storage.retry import Patience
+    from ckptool.storage.retry import RetryPolicy
     from ckptool.storage.store import Store
 
     found, endpoint = server
@@ -172,7 +172,7 @@ def s3(server: tuple[S3, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
         monkeypatch.setenv(name, value)
     get_loop()
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 2)
-    monkeypatch.setattr(Store, "patience", Patience(attempts=4, pause=0.01, longest_pause=0.05))
+    monkeypatch.setattr(Store, "policy", RetryPolicy(attempts=4, pause=0.01, longest_pause=0.05))
     s3fs.S3FileSystem.clear_instance_cache()
     found.fault = None
     found.bucket = f"bucket-{uuid.uuid4().hex[:8]}"

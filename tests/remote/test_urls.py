@@ -23,8 +23,8 @@ from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ConvertOptions
 from ckptool.errors import CannotDo, CkptoolError, NotFound, UsageError
-from ckptool.storage.retry import said
-from ckptool.storage.url import location, shown
+from ckptool.storage.retry import error_text
+from ckptool.storage.url import location, redact_url
 
 SECRET = "hunter2"
 
@@ -43,14 +43,14 @@ SECRET = "hunter2"
     ],
 )
 def test_urls_are_shown_without_secrets(url: str, safe: str | None) -> None:
-    assert shown(url.rstrip("/")) == (safe or url)
+    assert redact_url(url.rstrip("/")) == (safe or url)
 
 
 def test_errors_are_told_without_secrets() -> None:
     error = OSError(
         f"404, url=https://me:{SECRET}@host/m?sig={SECRET}\n for https://host/m?b={SECRET}"
     )
-    assert said(error) == "404, url=https://host/m for https://host/m"
+    assert error_text(error) == "404, url=https://host/m for https://host/m"
 
 
 @pytest.mark.parametrize(

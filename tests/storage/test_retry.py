@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ckptool.errors import NotFound
-from ckptool.storage.retry import Denied, NoAnswer, Patience, ask, status_of, time
+from ckptool.storage.retry import Denied, NoAnswer, RetryPolicy, retry, status_of, time
 
-QUICK = Patience(attempts=3, pause=0.0, longest_pause=0.0)
+QUICK = RetryPolicy(attempts=3, pause=0.0, longest_pause=0.0)
 
 
 class Answer:
@@ -87,7 +87,7 @@ def test_an_answer_that_lasts_is_asked_for_once(error: Exception, kind: type[Not
         raising(error)()
 
     with pytest.raises(NotFound) as caught:
-        ask(QUICK, "s3://b/m", work)
+        retry(QUICK, "s3://b/m", work)
     assert type(caught.value) is kind
     assert len(asked) == 1
 
@@ -113,9 +113,9 @@ def test_any_other_is_asked_for_again(error: Exception) -> None:
             raising(left.pop())()
         return "here"
 
-    assert ask(QUICK, "s3://b/m", work) == "here"
+    assert retry(QUICK, "s3://b/m", work) == "here"
     with pytest.raises(NoAnswer, match="3 attempts"):
-        ask(QUICK, "s3://b/m", raising(error))
+        retry(QUICK, "s3://b/m", raising(error))
 
 
 @pytest.mark.parametrize("error", [TypeError("a slip"), ValueError("a slip"), KeyError("a slip")])
@@ -123,7 +123,7 @@ def test_a_slip_of_our_own_is_no_answer(error: Exception) -> None:
     ours: dict[str, Any] = {"__name__": "ckptool.storage.store", "error": error}
     exec("def work():\n    raise error", ours)
     with pytest.raises(type(error), match="a slip"):
-        ask(QUICK, "s3://b/m", ours["work"])
+        retry(QUICK, "s3://b/m", ours["work"])
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_store_says_how_long_to_wait(
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
     with pytest.raises(NoAnswer):
-        ask(QUICK, "s3://b/m", raising(error))
+        retry(QUICK, "s3://b/m", raising(error))
     assert waited == [seconds, seconds]
 
 

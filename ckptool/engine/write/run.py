@@ -22,12 +22,15 @@ from ckptool.engine.read.records import RecordCheck, require_intact
 from ckptool.engine.read.tiles import read_tiles
 from ckptool.engine.threads import share_jobs
 from ckptool.engine.write.journal import NO_JOURNAL, Journal
-from ckptool.engine.write.output_files import OutputFiles
-from ckptool.errors import CannotDo, Damaged
+from ckptool.errors import CannotDo, Damaged, TransferError
 from ckptool.storage.disk import allocate, open_unfollowed
 from ckptool.storage.local import CORES, SPAN, TILE, Files, LocalSource, pieces
 
 _MINIMUM_PER_WORKER = 16 << 20
+_WRITE = 1 << 19
+"""Bytes of one write, while the processor's cache holds them."""
+_MOST_OPEN = 32
+"""Descriptors of one thread."""
 
 
 def run(
@@ -117,7 +120,7 @@ class _Transfer:
         self._files = plan.layout.files
         self._source = source
         self._folder = folder
-        self._output = OutputFiles(folder)
+        self._output = _OutputFiles(folder)
         self._workers = workers_within_budget(plan, source, options)
         self._fsync = options.fsync
         self._progress = progress
@@ -214,6 +217,46 @@ class _Transfer:
             stream.write(piece)
             crc = crc32(piece, crc)
         return crc
+
+
+class _OutputFiles:
+    """The files below a folder; each thread that writes has descriptors of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._local = threading.local()
+        self._threads: list[dict[str, int]] = []
+
+    def write(self, path: str, offset: int, data: memoryview) -> None:
+        """Write all bytes at an offset of a file; TransferError where that fails."""
+        descriptor = self._descriptor(path)
+        done = 0
+        while done < len(data):
+            try:
+                done += os.pwrite(descriptor, data[done : done + _WRITE], offset + done)
+            except OSError as error:
+                raise TransferError(f"{path}: {error.strerror} at byte {offset + done:,}") from None
+
+    def close(self) -> None:
+        """Close the descriptors of all threads, none of which writes any longer."""
+        for descriptors in self._threads:
+            _close_all(descriptors)
+
+    def _descriptor(self, path: str) -> int:
+        descriptors: dict[str, int] | None = getattr(self._local, "descriptors", None)
+        if descriptors is None:
+            descriptors = self._local.descriptors = {}
+            self._threads.append(descriptors)
+        if path not in descriptors:
+            if len(descriptors) >= _MOST_OPEN:
+                _close_all(descriptors)
+            descriptors[path] = open_unfollowed(Path(f"{self._folder}/{path}"), os.O_WRONLY)
+        return descriptors[path]
+
+
+def _close_all(descriptors: dict[str, int]) -> None:
+    while descriptors:
+        os.close(descriptors.popitem()[1])
 
 
 def touch_files(plan: Plan, numbers: Sequence[int], records: RecordCheck) -> None:
