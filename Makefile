@@ -58,7 +58,7 @@ faults: $(READY) ## Kill and fail each command at every system call that changes
 
 matrix: $(READY) ## The core's tests on other Pythons; saves and loads by other torches (CKPTOOL_TORCH_AT).
 	@for version in $(PYTHONS); do \
-		command -v python$$version > /dev/null || { echo "no python$$version here: skipped"; continue; }; \
+		python$$version -c "" 2> /dev/null || { echo "no python$$version here: skipped"; continue; }; \
 		echo "Python $$version"; \
 		test -e .venv-$$version/ready || { rm -rf .venv-$$version && python$$version -m venv .venv-$$version \
 			&& .venv-$$version/bin/pip install -qq --disable-pip-version-check -e '.[dev]' \
