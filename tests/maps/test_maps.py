@@ -193,7 +193,8 @@ def test_how_many_words_a_padded_vocabulary_has_must_be_said(out: Path) -> None:
     with pytest.raises(UsageError, match="size of vocab not found") as caught:
         mapped(save(out / "a", words), out / "b", MapOptions("megatron-gpt"))
     assert caught.value.hint is not None
-    assert caught.value.hint.endswith("vocab_size; or --dim vocab=N")
+    assert caught.value.hint.startswith("pass --dim vocab=N, or")
+    assert caught.value.hint.endswith("vocab_size")
 
 
 MEGATRON = {
