@@ -30,11 +30,13 @@ class Problem(str):
     """One thing that is wrong, as people read it, with what a program needs to know of it.
 
     ``code`` is one of those that ``verify`` documents, ``file`` relative to the source's root.
+    ``end`` is the offset in bytes up to which a file that is cut should reach, if known.
     """
 
     code: str
     file: str | None
     tensor: str | None
+    end: int | None
 
     def __new__(
         cls,
@@ -43,9 +45,10 @@ class Problem(str):
         *,
         file: str | None = None,
         tensor: str | None = None,
+        end: int | None = None,
     ) -> Self:
         problem = super().__new__(cls, message)
-        problem.code, problem.file, problem.tensor = code, file, tensor
+        problem.code, problem.file, problem.tensor, problem.end = code, file, tensor, end
         return problem
 
     def within(self, head: str, *, tensor: str | None = None) -> Problem:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def verify(
     path: AnyPath, *, progress: Progress = silent, **options: Unpack[Verifying]
 ) -> VerifyReport:
-    """Check that the checkpoint at ``path`` is whole, unchanged and safe: see ``sound``.
+    """Check that the checkpoint at ``path`` is whole, unchanged and safe: see ``ok``.
 
     ``write_manifest`` is written where it is sound; by a ``manifest`` it is proved to be what was
     written then, in whatever format. Raises NotFound and Unrecognised where there is no
@@ -62,7 +62,7 @@ def compare(
 ) -> AgainstReport:
     """Compare two checkpoints of any formats, bit by bit, or as numbers where asked.
 
-    As ``ckptool verify PATH --against OTHER``; ``verify.sound`` of the report says whether they
+    As ``ckptool verify PATH --against OTHER``; ``verify.ok`` of the report says whether they
     are the same.
     """
     from ckptool.commands.verify.compare.against import AgainstOptions, against

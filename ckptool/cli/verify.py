@@ -117,7 +117,7 @@ def verify(
         else:
             answer = _verified(place, options, started)
     output.show(answer, strict=options.strict)
-    _end(answer.report.sound)
+    _end(answer.report.ok)
 
 
 def _require_possible(

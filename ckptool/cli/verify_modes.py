@@ -130,7 +130,7 @@ def run_steps(run: Location, options: VerifyOptions, output: ReportOutput, *, ev
         show_steps(report)
     else:
         show_latest_good(report, quiet=output.quiet)
-    return all(one.whole for one in report.verified) if every else report.latest_good is not None
+    return all(one.ok for one in report.verified) if every else report.latest_good is not None
 
 
 def run_salvage(

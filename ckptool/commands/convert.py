@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ckptool.commands.keymap.assets import with_assets
 from ckptool.commands.keymap.report import MapReport, decided_by
@@ -40,13 +40,13 @@ class ConvertReport:
     target: Location
     target_format: str
     tensors: int
-    objects: int
-    files: tuple[FileLayout, ...]
+    objects: int = field(metadata={"key": "values"})
+    files: tuple[FileLayout, ...] = field(metadata={"key": None})
     read_bytes: int
     write_bytes: int
     free_bytes: int | None
     excluded: tuple[str, ...]
-    map: MapReport | None
+    map: MapReport | None = field(metadata={"key": None})
     cast: dict[str, int]
     dequantized: dict[str, int]
     notes: tuple[str, ...]

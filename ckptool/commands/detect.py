@@ -87,7 +87,7 @@ def unfinished(source: Files) -> Problem | None:
     if UNFINISHED not in source.files:
         return None
     message = f"{source.root}: unfinished ckptool output (contains {UNFINISHED})"
-    return Problem(message, "save-unfinished", file=UNFINISHED)
+    return Problem(message, "save-incomplete", file=UNFINISHED)
 
 
 def require_finished(source: Files) -> None:

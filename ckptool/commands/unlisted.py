@@ -81,7 +81,7 @@ def unfinished_file(file: str) -> Problem | None:
     if not (_UNFINISHED.fullmatch(file) or file.endswith(_DIRTY)):
         return None
     message = f"{file}: unfinished write (temporary file name)"
-    return Problem(message, "file-unfinished", file=file)
+    return Problem(message, "file-incomplete", file=file)
 
 
 def is_data(file: str) -> bool:

@@ -69,11 +69,11 @@ def _of_folders(found: Candidate, folders: Mapping[str, str]) -> Iterator[Proble
     parts = [folder for folder in folders if folder not in steps]
     if steps:
         message = f"other checkpoints in this folder: {_some(steps)}"
-        yield Problem(message, "checkpoint-beside", file=steps[0])
+        yield Problem(message, "checkpoint-nested", file=steps[0])
     for like in _alike(parts):
         message = f"not read: {_and_more(like, '/')}, a separate checkpoint ({folders[like[0]]});"
         message += f" run `ckptool inspect {found.path / like[0]}`"
-        yield Problem(message, "file-extra", file=like[0])
+        yield Problem(message, "file-unused", file=like[0])
 
 
 def _of_files(names: list[str]) -> Iterator[Problem]:
@@ -83,7 +83,7 @@ def _of_files(names: list[str]) -> Iterator[Problem]:
             yield Problem(f"not read: {_and_more(like)}: {what}", "note", file=like[0])
         else:
             message = f"not read: {_and_more(like)}: looks like part of a checkpoint"
-            yield Problem(message, "file-extra", file=like[0])
+            yield Problem(message, "file-unused", file=like[0])
 
 
 def _alike(names: Iterable[str]) -> list[list[str]]:
@@ -130,7 +130,7 @@ def with_cause(source: Files, problems: Iterable[Problem]) -> list[Problem]:
 def _problem(found: list[tuple[str, FileKind]]) -> Problem:
     file, kind = found[0]
     more = f" and {len(found) - 1:,} more" if len(found) > 1 else ""
-    return Problem(f"{file}{more}: {kind.what}", "file-unrecognised", file=file)
+    return Problem(f"{file}{more}: {kind.what}", "file-type-mismatch", file=file)
 
 
 def _stand_ins(source: Files) -> Iterator[tuple[str, FileKind]]:

@@ -210,7 +210,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     parts = _parts(source)
     if not parts:
         message = f"{source.root}: no .metadata that ByteCheckpoint wrote"
-        raise Damaged(Problem(message, "save-unfinished"))
+        raise Damaged(Problem(message, "save-incomplete"))
     _require_families(source, parts, options)
     fields = {name: _fields(source, name) for name in parts}
     flat = flat_members(fields)

@@ -17,7 +17,7 @@ from ckptool.serialization.pickle.write import TensorRef
 from ckptool.serialization.state_dict.tree import nest
 from ckptool.serialization.state_dict.values import NUMPY, UNREAD_TENSOR, Foreign, type_name
 
-NOT_CARRIED = "value-not-carried"
+NOT_CARRIED = "value-not-written"
 """The code of a note on what no writer carries over, or only one that writes pickles of its own."""
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from ckptool.commands.document import document
 from ckptool.core.layout import FileLayout
 from ckptool.render.moves import moves_json, show_moves
 from ckptool.render.text import columns, console, emit, free, plural, size, visible
@@ -52,22 +53,7 @@ def show_files(files: Iterable[FileLayout], screen: Console) -> None:
 
 
 def convert_json(report: ConvertReport, *, dry_run: bool) -> dict[str, Any]:
-    """The report as ``ckptool.convert/1``."""
-    return {
-        "schema": "ckptool.convert/1",
-        "source": {"path": str(report.source), "format": report.source_format},
-        "target": {"path": str(report.target), "format": report.target_format},
-        "written": not dry_run,
-        "totals": {
-            "tensors": report.tensors,
-            "objects": report.objects,
-            "read_bytes": report.read_bytes,
-            "write_bytes": report.write_bytes,
-        },
-        "files": [{"path": file.path, "nbytes": file.nbytes} for file in report.files],
-        "map": moves_json(report.map),
-        "cast": report.cast,
-        "dequantized": report.dequantized,
-        "excluded": list(report.excluded),
-        "notes": list(report.notes),
-    }
+    """Return the report as ``ckptool.convert/2``."""
+    files = [{"path": file.path, "bytes": file.nbytes} for file in report.files]
+    more = {"files": files, "map": moves_json(report.map), "written": not dry_run}
+    return document("convert", report, **more)

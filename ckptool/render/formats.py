@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
+from ckptool.commands.document import document
 from ckptool.commands.formats import known_formats
 from ckptool.commands.keymap.builtin import builtin_maps, map_text
 from ckptool.render.text import console
@@ -28,9 +29,9 @@ def show_formats() -> None:
 
 
 def formats_json() -> dict[str, Any]:
-    """The table as ``ckptool.formats/1``."""
+    """Return the table as ``ckptool.formats/2``."""
     rows = [row._asdict() for row in known_formats()]
-    return {"schema": "ckptool.formats/1", "formats": rows}
+    return document("formats", formats=rows)
 
 
 def show_maps() -> None:
@@ -55,7 +56,7 @@ def show_map(name: str) -> None:
 
 
 def maps_json(name: str | None) -> dict[str, Any]:
-    """The maps as ``ckptool.maps/1``; with ``name`` just that one, with its text."""
+    """Return the maps as ``ckptool.maps/2``; with ``name`` just that one, with its text."""
     chosen = builtin_maps() if name is None else {name: builtin_maps().get(name)}
     texts = {} if name is None else {"toml": map_text(name)}
     rows = [
@@ -63,4 +64,4 @@ def maps_json(name: str | None) -> dict[str, Any]:
         for m in chosen.values()
         if m is not None
     ]
-    return {"schema": "ckptool.maps/1", "maps": rows}
+    return document("maps", maps=rows)

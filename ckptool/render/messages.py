@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ckptool.commands.document import document
 from ckptool.errors import UNCODED, CkptoolError, Damaged
 from ckptool.render.text import console, escaped
 
@@ -21,23 +22,19 @@ def show_error(error: CkptoolError) -> None:
 
 
 def error_json(error: CkptoolError) -> dict[str, Any]:
-    """The error as ``ckptool.error/1``: what it says, the exit code, and each of its problems."""
+    """Return the error as ``ckptool.error/2``: what it says, its exit code, all its problems."""
     damaged = isinstance(error, Damaged)
-    return {
-        "schema": "ckptool.error/1",
-        "message": str(error.message),
-        "hint": error.hint,
-        "exit_code": error.exit_code,
-        "problems": [
-            {
-                "message": str(one),
-                "code": one.code if damaged or one.code != UNCODED else None,
-                "file": one.file,
-                "tensor": one.tensor,
-            }
-            for one in error.problems
-        ],
-    }
+    problems = [
+        {
+            "message": problem,
+            "code": problem.code if damaged or problem.code != UNCODED else None,
+            "file": problem.file,
+            "tensor": problem.tensor,
+        }
+        for problem in error.problems
+    ]
+    more = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}
+    return document("error", **more, problems=problems)
 
 
 def show_notes(notes: Iterable[str]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from ckptool.commands.document import document
 from ckptool.render.convert import show_files
 from ckptool.render.moves import moves_json, show_moves
 from ckptool.render.text import columns, console, emit, free, plural, size, visible
@@ -112,42 +113,17 @@ def _ranks(report: ReshardReport) -> str:
 
 
 def reshard_json(report: ReshardReport, costs: Costs | None) -> dict[str, Any]:
-    """The report as ``ckptool.reshard/1``; for a dry run with what loading will cost."""
-    names = list(report.mesh.names) if report.mesh.names else None
-    return {
-        "schema": "ckptool.reshard/1",
-        "source": {"path": str(report.source), "format": report.source_format},
-        "target": {"path": str(report.target), "format": report.target_format},
-        "mesh": {"shape": list(report.mesh.shape), "names": names},
-        "written": costs is None,
-        "totals": {
-            "tensors": len(report.choices),
-            "objects": report.objects,
-            "read_bytes": report.read_bytes if costs is None else costs.read_bytes,
-            "over_read": None if costs is None else over_read(report, costs),
-            "write_bytes": report.write_bytes,
-            "free_bytes": report.free_bytes,
-            "peak_memory": report.peak_memory,
-            "budget": report.budget,
-        },
-        "tensors": [
-            {"name": name, "placements": list(map(str, c.placements)), "reason": c.reason}
-            for name, c in report.choices.items()
-        ],
-        "map": moves_json(report.map),
-        "rank_bytes": list(report.rank_bytes),
-        "load": None
-        if costs is None
-        else {
-            "source": _load_json(costs.from_source),
-            "target": _load_json(costs.from_target),
-        },
-        "files": [
-            {"path": file.path, "nbytes": file.nbytes, "rank": file.rank} for file in report.files
-        ],
-        "notes": list(report.notes),
-    }
-
-
-def _load_json(costs: tuple[LoadCost, ...]) -> list[dict[str, int]]:
-    return [{"files": cost.files, "nbytes": cost.nbytes} for cost in costs]
+    """Return the report as ``ckptool.reshard/2``; for a dry run with what loading will cost."""
+    files = [{"path": f.path, "bytes": f.nbytes, "rank": f.rank} for f in report.files]
+    tensors = [
+        {"name": name, "placements": list(map(str, choice.placements)), "reason": choice.reason}
+        for name, choice in report.choices.items()
+    ]
+    more: dict[str, object] = {"over_read": None, "load": None}
+    if costs is not None:
+        load = {"source": costs.from_source, "target": costs.from_target}
+        ratio = over_read(report, costs)
+        more = {"read_bytes": costs.read_bytes, "over_read": ratio, "load": load}
+    mesh = {"shape": report.mesh.shape, "names": report.mesh.names}
+    more |= {"mesh": mesh, "tensors": tensors, "files": files, "map": moves_json(report.map)}
+    return document("reshard", report, **more, written=costs is None)

@@ -212,7 +212,7 @@ def not_a(expected: str, source: Source, file: str) -> Damaged:
     found = (
         f"{kind.what}, not {expected}" if kind else f"not {expected} (it begins with {begin(head)})"
     )
-    problem = Problem(f"{file}: {found}", "file-unrecognised", file=file)
+    problem = Problem(f"{file}: {found}", "file-type-mismatch", file=file)
     return Damaged(problem, hint=hint_for(kind, file) if kind else None)
 
 
@@ -220,7 +220,7 @@ def unrecognised_zip(names: Collection[str], file: str) -> Unrecognised:
     """The error for a zip archive that torch.save did not write."""
     kind = kind_of_zip(names, file)
     what = kind.what if kind else "a zip archive, but not one that torch.save wrote"
-    problem = Problem(f"{file}: {what}", "file-unrecognised", file=file)
+    problem = Problem(f"{file}: {what}", "file-type-mismatch", file=file)
     return Unrecognised(problem, hint=hint_for(kind, file) if kind else None)
 
 

@@ -224,13 +224,13 @@ def _require_no_holes(
         if item.at.offset != position and is_whole:
             message = f"{file}: {name} begins at byte {item.at.offset:,}, the tensor before it ends"
             message += f" at {position:,}: a gap before it"
-            raise Damaged(Problem(message, "safetensors-hole", tensor=name))
+            raise Damaged(Problem(message, "safetensors-gap", tensor=name))
         position = item.at.offset + _nbytes(item)
     if position > size or (is_whole and position != size):
         message = f"{file}: the header describes {position:,} bytes, the file has {size:,};"
-        code = "file-truncated" if position > size else "safetensors-hole"
+        code = "file-truncated" if position > size else "safetensors-gap"
         reason = "truncated, or extra bytes at the end"
-        raise Damaged(Problem(f"{message} {reason}", code))
+        raise Damaged(Problem(f"{message} {reason}", code, file=file, end=position))
 
 
 def _step_over_overlaps(

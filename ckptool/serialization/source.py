@@ -58,7 +58,7 @@ def read_metadata(source: Source, file: str) -> bytes:
     kind = stand_in(data[:HEAD])
     if kind is not None:
         raise Damaged(
-            Problem(f"{file}: {kind.what}", "file-unrecognised", file=file),
+            Problem(f"{file}: {kind.what}", "file-type-mismatch", file=file),
             hint=hint_for(kind, file),
         )
     return data

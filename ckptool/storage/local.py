@@ -269,6 +269,7 @@ def too_short(file: str, offset: int, nbytes: int, size: int) -> Damaged:
             f" {size:,} bytes; it is truncated or its metadata is wrong",
             "file-truncated",
             file=file,
+            end=offset + nbytes,
         )
     )
 

@@ -114,9 +114,9 @@ def test_a_dry_run_writes_nothing(out: Path) -> None:
 def test_reshard_and_verify_and_compare(out: Path) -> None:
     report = ckptool.reshard(SOURCE, out / "m", mesh="4x2", policy="hsdp", fsync=False)
     assert report.mesh.shape == (4, 2)
-    assert ckptool.verify(out / "m", strict=True).sound
-    assert ckptool.compare(out / "m", SOURCE).verify.sound
-    assert not ckptool.compare(out / "m", case("dcp_base").path).verify.sound
+    assert ckptool.verify(out / "m", strict=True).ok
+    assert ckptool.compare(out / "m", SOURCE).verify.ok
+    assert not ckptool.compare(out / "m", case("dcp_base").path).verify.ok
 
 
 def test_a_reshard_is_checked_through_torch(out: Path) -> None:
@@ -129,21 +129,21 @@ def test_a_reshard_is_checked_through_torch(out: Path) -> None:
 def test_a_comparison_of_what_was_cast(out: Path) -> None:
     ckptool.convert(SOURCE, out / "m", to="dcp", dtype="bf16", model_only=True, fsync=False)
     model = {"model_only": True}
-    assert not ckptool.compare(SOURCE, out / "m", **model).verify.sound
-    assert ckptool.compare(SOURCE, out / "m", cast=True, other_format="dcp", **model).verify.sound
-    assert ckptool.compare(SOURCE, out / "m", dtype="bf16", **model).verify.sound
+    assert not ckptool.compare(SOURCE, out / "m", **model).verify.ok
+    assert ckptool.compare(SOURCE, out / "m", cast=True, other_format="dcp", **model).verify.ok
+    assert ckptool.compare(SOURCE, out / "m", dtype="bf16", **model).verify.ok
     assert ckptool.compare(SOURCE, out / "m", rtol=0.01, select=["model.*"]).verify.findings
 
 
 def test_a_manifest_proves_other_formats(out: Path) -> None:
     ckptool.convert(SOURCE, out / "m.pt", to="torch-save", fsync=False)
     written = ckptool.verify(SOURCE, write_manifest=out / "m.json")
-    assert written.sound
-    assert ckptool.verify(out / "m.pt", manifest=str(out / "m.json")).sound
-    assert not ckptool.verify(case("dcp_base").path, manifest=out / "m.json").sound
+    assert written.ok
+    assert ckptool.verify(out / "m.pt", manifest=str(out / "m.json")).ok
+    assert not ckptool.verify(case("dcp_base").path, manifest=out / "m.json").ok
     with pytest.raises(ckptool.CkptoolError, match="exists"):
         ckptool.verify(SOURCE, write_manifest=out / "m.json")
-    assert ckptool.verify(SOURCE, write_manifest=out / "m.json", overwrite=True).sound
+    assert ckptool.verify(SOURCE, write_manifest=out / "m.json", overwrite=True).ok
     with pytest.raises(UsageError, match="one at a time"):
         ckptool.verify(SOURCE, manifest=out / "m.json", write_manifest=out / "n.json")
 
@@ -162,7 +162,7 @@ def test_the_newest_good_step(run: Path) -> None:
     found = ckptool.verify_run(run)
     assert found.latest_good is not None
     assert found.latest_good.step.path == run / "step-20"
-    assert [one.whole for one in ckptool.verify_run(run, every=True).verified] == [
+    assert [one.ok for one in ckptool.verify_run(run, every=True).verified] == [
         False,
         True,
         True,

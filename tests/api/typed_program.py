@@ -20,8 +20,8 @@ def as_it_should_be(path: Path, model: torch.nn.Module) -> list[str]:
     report = ckptool.load(checkpoint, model.state_dict(), strict=False, workers=2)
     missing: tuple[str, ...] = report.missing
     written: int = ckptool.convert(path, "model/", to="safetensors", budget="1GiB").write_bytes
-    sound: bool = ckptool.verify(path, quick=True, ignore=["no-checksum"]).sound
-    same: bool = ckptool.compare(path, "s3://bucket/step", rtol=1e-3).verify.sound
+    ok: bool = ckptool.verify(path, quick=True, ignore=["no-checksum"]).ok
+    same: bool = ckptool.compare(path, "s3://bucket/step", rtol=1e-3).verify.ok
     good = ckptool.verify_run(path.parent).latest_good
     lost = dict(ckptool.salvage(path, "left/").lost) if good is None else {}
     mesh = ckptool.reshard(path, mesh="2x4", shard="*=Shard(0)", dry_run=True).mesh
@@ -31,7 +31,7 @@ def as_it_should_be(path: Path, model: torch.nn.Module) -> list[str]:
         missing += error.unexpected
     except ckptool.CkptoolError as error:
         print(error.message, error.hint)
-    told = (shapes, rows.shape, bits.shape, written, sound, same, lost, mesh.shape)
+    told = (shapes, rows.shape, bits.shape, written, ok, same, lost, mesh.shape)
     return [*missing, *map(str, told), *(one.name for one in ckptool.list_formats())]
 
 

@@ -25,7 +25,7 @@ from ckptool.commands.inspect.inspect import inspect
 from ckptool.commands.options.source import ReadOptions
 from ckptool.commands.options.target import ConvertOptions, TransferOptions
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.verify.report import Severity
+from ckptool.commands.verify.codes import Severity
 from ckptool.commands.verify.verify import verify
 from ckptool.engine.options import RunOptions
 from ckptool.errors import CkptoolError, TransferError

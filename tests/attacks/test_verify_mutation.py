@@ -292,7 +292,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def manifest_of(source: Path, target: Path) -> set[str]:
     """Write the manifest of an unharmed checkpoint; the files that it records, below ``source``."""
     report = write(source, ProvingOptions(target, verify=VerifyOptions(workers=1)))
-    assert report.sound
+    assert report.ok
     files = json.loads(target.read_text())["files"]
     root = report.path if report.path.is_dir() else report.path.parent
     return {str((root / name).relative_to(source)) for name in files}
@@ -301,7 +301,7 @@ def manifest_of(source: Path, target: Path) -> set[str]:
 def is_proved(folder: Path, manifest: Path, usual: Counter[str]) -> bool:
     try:
         options = VerifyOptions(workers=1, quick=True, strict=True, ignore=tuple(usual))
-        return prove(folder, ProvingOptions(manifest, verify=options)).sound
+        return prove(folder, ProvingOptions(manifest, verify=options)).ok
     except CkptoolError:
         return False
 

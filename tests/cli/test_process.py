@@ -75,7 +75,7 @@ def test_an_error_is_an_answer_with_json(words: tuple[str, ...], code: int, mess
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     told = json.loads(done.stdout)
     assert done.returncode == told["exit_code"] == code
-    assert told["schema"] == "ckptool.error/1"
+    assert told["schema"] == "ckptool.error/2"
     assert told["message"].startswith(message)
     assert message in done.stderr
     assert [one["code"] for one in told["problems"]] == [None]

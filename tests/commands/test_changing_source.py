@@ -153,11 +153,11 @@ def test_verify_says_so(change: Callable[[Path], None], source: Path, tmp_path: 
         return lambda nbytes: None
 
     found = verify(source, VerifyOptions(), started)
-    assert not found.sound
+    assert not found.ok
     assert "file-changed" in {one.code for one in found.findings}
     other = save(tmp_path / "other.safetensors", "aa", "bb", 1)
     found = against(other, AgainstOptions(source), started).verify
-    assert not found.sound
+    assert not found.ok
     assert "file-changed" in {one.code for one in found.findings}
 
 
@@ -194,7 +194,7 @@ def test_the_manifest_of_a_changing_source_is_not_written(source: Path, tmp_path
         return lambda nbytes: None
 
     asked = ProvingOptions(tmp_path / "m.json", verify=VerifyOptions())
-    assert not write(source, asked, started).sound
+    assert not write(source, asked, started).ok
     assert not (tmp_path / "m.json").exists()
 
 

@@ -368,10 +368,10 @@ def test_quantised_tensors_are_shown_for_what_they_are(
     names: list[str], kind: str, out: Path
 ) -> None:
     source = saved({name: torch.zeros(2, dtype=torch.uint8) for name in names}, out / "hf")
-    found = inspect_json(inspect(source))["quantised"]
+    found = inspect_json(inspect(source))["quantized"]
     assert [(told.startswith(kind), count) for told, count in found.items()] == [(True, 1)]
 
 
 def test_plain_models_are_not_called_quantised(out: Path) -> None:
     source = saved({"a.weight": torch.zeros(2), "b.scales": torch.zeros(2)}, out / "hf")
-    assert inspect_json(inspect(source))["quantised"] == {}
+    assert inspect_json(inspect(source))["quantized"] == {}

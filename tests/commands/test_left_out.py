@@ -65,7 +65,7 @@ def test_one_value_stops_only_who_wants_it(
         ckptool.inspect(source)
     report = ckptool.verify(source)
     assert code in {finding.code for finding in report.findings}
-    assert not report.sound
+    assert not report.ok
     assert not Path("EXECUTED").exists()
 
 
@@ -166,7 +166,7 @@ def test_one_value_of_a_format_stops_only_who_wants_it(
         assert ckptool.open(source, model_only=True).tensors.keys() == expected
     report = ckptool.verify(source)
     assert code in {finding.code for finding in report.findings}
-    assert not report.sound
+    assert not report.ok
 
 
 @pytest.mark.parametrize("kind", ["hostile", "cut short"])
@@ -186,7 +186,7 @@ def test_one_value_of_a_snapshot_stops_only_who_wants_it(
     name = raised.value.problems[0].tensor
     assert name is not None
     ckptool.convert(source, tmp_path / "a.pt", to="torch-save", drop=[name])
-    assert not ckptool.verify(source).sound
+    assert not ckptool.verify(source).ok
 
 
 TENSOR_FILES = {
@@ -221,7 +221,7 @@ def test_one_tensor_of_a_snapshot_stops_only_who_wants_it(
     assert sorted(ckptool.open(source, drop=[f"{name}*"]).tensors) == sorted(expected)
     report = ckptool.verify(source)
     assert raised.value.problems[0].code in {finding.code for finding in report.findings}
-    assert not report.sound
+    assert not report.ok
 
 
 def test_one_item_of_megatron_fsdp_stops_only_who_wants_it(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_a_part_of_megatrons_model_stops_only_who_wants_it(
         assert ckptool.open(source, model_only=True).tensors.keys() == known.keys()
     report = ckptool.verify(source)
     assert code in {finding.code for finding in report.findings}
-    assert not report.sound
+    assert not report.ok
 
 
 def test_what_may_be_all_of_a_layer_stops_all(

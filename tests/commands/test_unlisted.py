@@ -83,7 +83,7 @@ def test_a_file_that_cannot_be_looked_at_ends_the_command(
     assert [(f.code, f.file) for f in found.findings if f.code == "file-unreadable"] == [
         ("file-unreadable", LAST)
     ]
-    assert not found.sound
+    assert not found.ok
 
 
 def test_a_file_that_vanishes_while_it_is_listed(
@@ -104,7 +104,7 @@ def test_a_subfolder_that_cannot_be_listed(
     fail(monkeypatch, "more", number, "scandir")
     with pytest.raises(NotFound, match="more: cannot be read"):
         open_checkpoint(shards)
-    assert not verify(shards, VerifyOptions()).sound
+    assert not verify(shards, VerifyOptions()).ok
 
 
 @pytest.mark.parametrize("name", [".git", ".cache", "lost+found"])
@@ -114,7 +114,7 @@ def test_what_cannot_belong_to_a_checkpoint_stops_nothing(
     (shards / name).mkdir()
     fail(monkeypatch, name, errno.EACCES, "scandir")
     assert set(open_checkpoint(shards).catalog.tensors) == {"w1", "w2"}
-    assert verify(shards, VerifyOptions()).sound
+    assert verify(shards, VerifyOptions()).ok
 
 
 @pytest.mark.parametrize("target", ["../blobs/1", LAST])
@@ -132,7 +132,7 @@ def test_another_link_to_nothing_is_named(shards: Path) -> None:
     (shards / "latest-run").symlink_to("nowhere")
     notes = open_checkpoint(shards).catalog.notes
     assert "latest-run" in [note.file for note in notes if isinstance(note, Problem)]
-    assert verify(shards, VerifyOptions()).sound
+    assert verify(shards, VerifyOptions()).ok
 
 
 def test_a_subfolder_has_what_could_not_be_listed_in_it(
@@ -171,4 +171,4 @@ def test_a_folder_that_lies_too_deep_is_named(shards: Path) -> None:
         open_checkpoint(shards)
     report = verify(shards, VerifyOptions())
     assert ("file-unreadable", name) in {(f.code, f.file) for f in report.findings}
-    assert not report.sound
+    assert not report.ok

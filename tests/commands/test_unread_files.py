@@ -43,18 +43,18 @@ def notes_of(folder: Path) -> dict[str, str]:
 def test_a_stray_file_is_named(name: str, copy_of: Callable[[str], Path]) -> None:
     folder = copy_of(name)
     before, told = notes_of(folder), verify(folder, VerifyOptions(quick=True)).findings
-    assert not any(key.startswith("file-extra") for key in before), before
+    assert not any(key.startswith("file-unused") for key in before), before
     for stray in STRAYS:
         (folder / stray).parent.mkdir(exist_ok=True)
         (folder / stray).write_bytes(b"x" * 64)
     after = notes_of(folder)
-    assert [stray for stray in STRAYS if f"file-extra {stray}" not in after] == []
+    assert [stray for stray in STRAYS if f"file-unused {stray}" not in after] == []
     found = verify(folder, VerifyOptions(quick=True))
-    new = {f.file for f in found.findings if f.code == "file-extra"}
+    new = {f.file for f in found.findings if f.code == "file-unused"}
     assert new == set(STRAYS)
-    assert found.sound
+    assert found.ok
     assert len(found.findings) == len(told) + len(STRAYS)
-    assert not verify(folder, VerifyOptions(quick=True, strict=True)).sound
+    assert not verify(folder, VerifyOptions(quick=True, strict=True)).ok
 
 
 def test_what_is_no_part_of_a_checkpoint_is_not_named(copy_of: Callable[[str], Path]) -> None:
@@ -100,7 +100,7 @@ def test_a_part_in_a_folder_of_its_own_is_named_with_what_reads_it(
     result = CliRunner().invoke(app, ["verify", str(folder), "--json", "--strict"])
     assert result.exit_code == 1
     (finding,) = [f for f in json.loads(result.stdout)["findings"] if f["severity"] == "warning"]
-    assert (finding["code"], finding["file"]) == ("file-extra", "2_Dense")
+    assert (finding["code"], finding["file"]) == ("file-unused", "2_Dense")
 
 
 def test_the_parts_of_a_pipeline_are_all_named(tmp_path: Path) -> None:
@@ -114,9 +114,9 @@ def test_the_parts_of_a_pipeline_are_all_named(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
     save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
     assert notes_of(tmp_path).keys() == {
-        "file-extra unet",
-        "file-extra vae",
-        "file-extra text_encoder",
+        "file-unused unet",
+        "file-unused vae",
+        "file-unused text_encoder",
     }
 
 
@@ -126,7 +126,7 @@ def test_a_comparison_says_what_it_left_out(copy_of: Callable[[str], Path]) -> N
     line = ["verify", str(case("hf_shards").path), "--against", str(folder), "--json"]
     result = CliRunner().invoke(app, line)
     assert result.exit_code == 0
-    assert [f["code"] for f in json.loads(result.stdout)["findings"]] == ["file-extra"]
+    assert [f["code"] for f in json.loads(result.stdout)["findings"]] == ["file-unused"]
 
 
 def test_steps_below_a_model_are_other_checkpoints(tmp_path: Path) -> None:
@@ -136,20 +136,20 @@ def test_steps_below_a_model_are_other_checkpoints(tmp_path: Path) -> None:
         save_file({"w": np.ones(2, np.float32)}, folder / "model.safetensors")
         torch.save({"lr": 0.1}, folder / "training_args.bin")
     notes = notes_of(tmp_path)
-    assert notes.keys() == {"checkpoint-beside checkpoint-1000", "note training_args.bin"}
-    assert "checkpoint-1000, checkpoint-500" in notes["checkpoint-beside checkpoint-1000"]
-    assert verify(tmp_path, VerifyOptions(strict=True)).sound
+    assert notes.keys() == {"checkpoint-nested checkpoint-1000", "note training_args.bin"}
+    assert "checkpoint-1000, checkpoint-500" in notes["checkpoint-nested checkpoint-1000"]
+    assert verify(tmp_path, VerifyOptions(strict=True)).ok
 
 
 def test_files_beside_the_only_checkpoint_of_a_folder(tmp_path: Path) -> None:
     shutil.copytree(case("dcp_base").path, tmp_path / "weights")
     np.savez(tmp_path / "optimizer.npz", m=np.ones(3))
     (tmp_path / "log.txt").write_text("x")
-    assert notes_of(tmp_path).keys() == {"file-extra optimizer.npz"}
+    assert notes_of(tmp_path).keys() == {"file-unused optimizer.npz"}
     shutil.rmtree(tmp_path / "weights")
     save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
     torch.save({"v": torch.ones(1)}, tmp_path / "model.extra.pt")
-    assert notes_of(tmp_path).keys() == {"file-extra optimizer.npz"}
+    assert notes_of(tmp_path).keys() == {"file-unused optimizer.npz"}
 
 
 def test_random_states_of_ranks_do_not_hide_the_model(copy_of: Callable[[str], Path]) -> None:
@@ -159,17 +159,17 @@ def test_random_states_of_ranks_do_not_hide_the_model(copy_of: Callable[[str], P
     for rank in range(2):
         torch.save({"cpu": torch.arange(4) + rank}, folder / f"rng_state_{rank}.pth")
     assert open_checkpoint(folder).catalog.tensors.keys() == before
-    assert notes_of(folder).keys() == {"file-extra rng_state_0.pth"}
+    assert notes_of(folder).keys() == {"file-unused rng_state_0.pth"}
 
 
 def test_a_file_that_was_never_finished(copy_of: Callable[[str], Path]) -> None:
     folder = copy_of("hf_shards")
     (folder / "model-00009-of-00009.safetensors.incomplete").write_bytes(b"x")
-    key = "file-unfinished model-00009-of-00009.safetensors.incomplete"
+    key = "file-incomplete model-00009-of-00009.safetensors.incomplete"
     assert notes_of(folder).keys() == {key}
     found = verify(folder, VerifyOptions(quick=True)).findings
     assert [f.code for f in found if f.file and f.file.endswith("incomplete")] == [
-        "file-unfinished"
+        "file-incomplete"
     ]
 
 

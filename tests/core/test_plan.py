@@ -69,8 +69,8 @@ def test_coverage_is_what_counting_every_element_says(
     if inside:
         for box in boxes:
             count[tuple(map(slice, box.lo, box.hi))] += 1
-    sound = inside and bool((count == 1).all())
-    assert (coverage_problem(entry(shape, boxes)) is None) == sound
+    ok = inside and bool((count == 1).all())
+    assert (coverage_problem(entry(shape, boxes)) is None) == ok
 
 
 @given(TILED)

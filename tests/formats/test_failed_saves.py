@@ -23,7 +23,7 @@ def test_a_legacy_stream_of_any_protocol_is_read(protocol: int, tmp_path: Path) 
     found = ckptool.open(tmp_path / "a.pt")
     assert torch.equal(found.read("w"), state["w"])
     assert found.objects["step"] == 3
-    assert ckptool.verify(tmp_path / "a.pt").sound
+    assert ckptool.verify(tmp_path / "a.pt").ok
 
 
 def test_a_save_that_failed_is_called_that(tmp_path: Path) -> None:
@@ -32,4 +32,4 @@ def test_a_save_that_failed_is_called_that(tmp_path: Path) -> None:
     with pytest.raises(Damaged, match=r"torch\.save failed before it wrote the object"):
         ckptool.open(tmp_path / "a.pt")
     codes = {finding.code for finding in ckptool.verify(tmp_path / "a.pt").findings}
-    assert "save-unfinished" in codes
+    assert "save-incomplete" in codes

@@ -29,7 +29,7 @@ def test_saves_to_a_store_are_measured_and_removed(
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    assert told["left_out"] == {"torch-save": "saves to disks only"}
+    assert told["skipped"] == {"torch-save": "saves to disks only"}
     assert told["failed"] == {}
     assert told["settings"]["folder"] == s3.url("run")
     assert {"fsspec", "s3fs"} <= set(told["versions"])

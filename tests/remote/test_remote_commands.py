@@ -56,7 +56,7 @@ def test_a_manifest_proves_a_copy_and_may_lie_in_the_store(s3: S3) -> None:
     manifest = s3.url("m.json")
     assert told("verify", SOURCE, "--write-manifest", manifest).exit_code == 0
     again = told("verify", SOURCE, "--write-manifest", manifest)
-    assert "m.json exists already" in str(again.exception)
+    assert "m.json already exists" in str(again.exception)
     assert told("verify", url, "--manifest", manifest).exit_code == 0
 
 

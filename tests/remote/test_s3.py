@@ -140,5 +140,5 @@ def test_reshard_of_more_than_the_memory_budget(s3: S3, out: Path) -> None:
     bodies = [one.received for one in s3.requests if one.method == "PUT"]
     assert sum(bodies) > nbytes
     assert max(bodies) < PART + 4096
-    assert against(location(large), AgainstOptions(location(s3.url("target")))).verify.sound
+    assert against(location(large), AgainstOptions(location(s3.url("target")))).verify.ok
     assert not s3.uploads()

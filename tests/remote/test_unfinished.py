@@ -69,7 +69,7 @@ def is_refused(target: RemotePath) -> bool:
         report = verify(location(target.url), VerifyOptions())
     except SourceError:
         return True
-    return not report.sound and "save-unfinished" in {one.code for one in report.findings}
+    return not report.ok and "save-incomplete" in {one.code for one in report.findings}
 
 
 @pytest.mark.parametrize("kind", ["hf", "dcp", "dcp-safetensors", "rank-local"])

@@ -149,7 +149,7 @@ def test_pointers_in_a_checkpoint_are_no_damage(copy_of: Callable[[str], Path]) 
         file.write_bytes(LFS)
     found = verify(folder, VerifyOptions()).findings
     assert {f.code for f in found if f.file and f.file.endswith(".safetensors")} == {
-        "file-unrecognised"
+        "file-type-mismatch"
     }
 
 
@@ -165,7 +165,7 @@ def test_pointers_are_the_cause_of_what_is_truncated(
     with pytest.raises(CkptoolError, match="a git-lfs pointer to a file") as caught:
         open_checkpoint(folder)
     assert caught.value.hint == "git lfs pull"
-    assert verify(folder, VerifyOptions()).findings[0].code == "file-unrecognised"
+    assert verify(folder, VerifyOptions()).findings[0].code == "file-type-mismatch"
 
 
 def test_a_page_that_is_called_one_is_no_cause_of_damage(copy_of: Callable[[str], Path]) -> None:

@@ -16,7 +16,7 @@ from ckptool.commands.bench.abort import Left
 from ckptool.commands.bench.worker.consistency import CONSISTENT, Consistency
 from ckptool.errors import CannotDo, NotFound, UsageError
 
-SCHEMA = "ckptool.bench/1"
+SCHEMA = "ckptool.bench/2"
 
 _Sample = TypeVar("_Sample")
 

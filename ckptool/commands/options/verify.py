@@ -55,7 +55,7 @@ class VerifyOptions:
     @property
     def depth(self) -> str:
         """Return how much is read: ``quick``, ``sample`` or ``content``."""
-        return "quick" if self.quick else "sample" if self.sample < 1 else "content"
+        return "quick" if self.quick else "sample" if self.sample < 1 else "full"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import ChainMap, Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +56,16 @@ class ReshardReport:
     target: Location
     target_format: str
     mesh: Mesh
-    choices: dict[str, Choice]
-    files: tuple[FileLayout, ...]
+    choices: dict[str, Choice] = field(metadata={"key": None})
+    files: tuple[FileLayout, ...] = field(metadata={"key": None})
     read_bytes: int
     write_bytes: int
     free_bytes: int | None
     rank_bytes: tuple[int, ...]
     peak_memory: int
     budget: int
-    objects: int
-    map: MapReport | None
+    objects: int = field(metadata={"key": "values"})
+    map: MapReport | None = field(metadata={"key": None})
     notes: tuple[str, ...]
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from ckptool.commands.detect import find_checkpoints, natural_key, require_known
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.verify.report import VerifyReport, require_codes
+from ckptool.commands.verify.codes import require_codes
+from ckptool.commands.verify.report import VerifyReport
 from ckptool.commands.verify.verify import verify
 from ckptool.errors import CkptoolError, NotFound, Unrecognised
 from ckptool.storage.retry import NoAnswer
@@ -24,15 +26,25 @@ from ckptool.storage.url import Location, within
 class StepReport:
     """What verify found of one step: a report for each checkpoint in it.
 
-    ``reasons`` say why it is not whole; there are none where it is.
+    ``reasons`` say why it is not good; there are none where it is.
     """
 
-    step: Step
+    computed: ClassVar = ("path", "number", "ok")
+
+    step: Step = field(metadata={"key": None})
     reports: tuple[VerifyReport, ...]
     reasons: tuple[str, ...]
 
     @property
-    def whole(self) -> bool:
+    def path(self) -> Location:
+        return self.step.path
+
+    @property
+    def number(self) -> int | None:
+        return self.step.number
+
+    @property
+    def ok(self) -> bool:
         return not self.reasons
 
 
@@ -47,7 +59,7 @@ class RunReport:
     @property
     def latest_good(self) -> StepReport | None:
         """The newest step that is whole."""
-        return next((one for one in self.verified if one.whole), None)
+        return next((one for one in self.verified if one.ok), None)
 
 
 def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunReport:
@@ -62,10 +74,10 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
     steps = steps_of(run)
     verified = []
     for report in _reports(steps, options):
-        if not report.whole and _is_gone(report.step.path):
+        if not report.ok and _is_gone(report.step.path):
             continue
         verified.append(report)
-        if report.whole and not every:
+        if report.ok and not every:
             break
     return RunReport(run, len(steps), tuple(verified))
 
@@ -89,7 +101,7 @@ def _report(step: Step, older: Sequence[Step], options: VerifyOptions) -> StepRe
             reasons.append(where + said)
             continue
         reports.append(report)
-        if not report.sound:
+        if not report.ok:
             reasons.append(where + _reason(report, options))
     return StepReport(step, tuple(reports), tuple(reasons))
 
@@ -103,7 +115,7 @@ def _missing_parts(step: Step, older: Sequence[Step]) -> Iterator[str]:
     common = frozenset[str]().union(*beside).intersection(*beside) if beside else frozenset()
     if step.names < common:
         missing = ", ".join(sorted(common - step.names))
-        yield f"{missing} is missing, which every earlier step has"
+        yield f"{missing} is missing; every earlier step has it"
 
 
 def _nothing_in(path: Location) -> str:
@@ -111,7 +123,7 @@ def _nothing_in(path: Location) -> str:
         is_empty = path.is_dir() and not any(path.iterdir())
     except (NotFound, OSError) as error:
         return f"cannot be listed: {error}"
-    return "the folder is empty" if is_empty else "no checkpoint that ckptool knows is in it"
+    return "the folder is empty" if is_empty else "no known checkpoint in it"
 
 
 def _is_gone(path: Location) -> bool:
@@ -131,7 +143,7 @@ def _reason(report: VerifyReport, options: VerifyOptions) -> str:
     """The first thing that is wrong, and how much more is."""
     found = report.fails(options.strict)
     if not found:
-        return report.sentence
+        return report.summary
     more = f" (and {len(found) - 1:,} more)" if len(found) > 1 else ""
     message = found[0].message.partition("\n")[0].removeprefix(f"{report.path}: ")
     return f"{found[0].code}: {message}{more}"
@@ -179,8 +191,8 @@ def steps_of(run: Location) -> list[Step]:
         found = [place for place in found if _is_step(place, run)] or [whole]
     if not found:
         raise Unrecognised(
-            f"{run}: no checkpoint is below this folder",
-            hint="ckptool formats lists what is recognised",
+            f"{run}: no checkpoint in this folder",
+            hint="list the known formats: ckptool formats",
         )
     steps = _grouped(run, found)
     return sorted([*steps, *_without_checkpoint(steps)], key=_order)

@@ -3,10 +3,6 @@
 Nothing stops the rest: what a scan steps over becomes a finding, every file is looked at by itself,
 and then the content is read once.
 
-From all problems that were noted to the findings of a report.
-
-The one sentence that ends a report.
-
 Which share of the data a verification reads.
 
 Whether files stayed as they were while they were read.
@@ -34,15 +30,9 @@ from ckptool.commands.verify.checks.files import FileCheck, name_problems, newer
 from ckptool.commands.verify.checks.model_folder import folder_problems
 from ckptool.commands.verify.checks.pickles import odd_values
 from ckptool.commands.verify.checks.training import optimizer_problems, step_problems
-from ckptool.commands.verify.report import (
-    CODES,
-    Finding,
-    Severity,
-    VerifyReport,
-    failing,
-    finding_of,
-    require_codes,
-)
+from ckptool.commands.verify.codes import CODES, Severity, failing, require_codes
+from ckptool.commands.verify.findings import Finding, Findings
+from ckptool.commands.verify.report import VerifyReport, summarize
 from ckptool.core.catalog import Catalog, Item, TensorEntry
 from ckptool.core.state_category import state_category
 from ckptool.engine.check.content import Found, check_spans
@@ -188,35 +178,34 @@ class _Check:
         if not files:
             return []
         more = f" and {len(files) - 1:,} more files" if len(files) > 1 else ""
-        message = f"{files[0]}{more}: no checksum is stored, so a changed value cannot be seen"
+        message = f"{files[0]}{more}: no checksum stored; changed values cannot be detected"
         return [Problem(message, "no-checksum", file=files[0])]
 
     def report(self) -> VerifyReport:
         """All findings, and what they come to."""
         findings = self._findings()
         severities = failing(self._options.strict)
-        sound = not any(finding.severity in severities for finding in findings)
+        ok = not any(finding.severity in severities for finding in findings)
         catalog = self._catalog
         report = VerifyReport(
             self._survey.path,
             self._survey.format.name,
             findings,
-            sound,
+            ok,
             "",
             self._options.depth,
             self._nbytes,
             len(catalog.files) if catalog else len(self._survey.source.files),
             len(catalog.tensors) if catalog else 0,
         )
-        return replace(report, sentence=sentence(report, self._options.sample, self._options.seed))
+        return replace(report, summary=summarize(report, self._options.sample, self._options.seed))
 
     def _findings(self) -> tuple[Finding, ...]:
         looked_at = map(self._of_a_copy, [*self._found, *self._files.problems])
-        return findings_of(
+        options, files = self._options, self._survey.source.files
+        return Findings(self._catalog, files, options.ignore, options.fail_nonfinite).of(
             [*self.watched.problems(), *self._survey.problems, *looked_at],
             self._files.pickle_problems,
-            ignore=self._options.ignore,
-            finite=self._options.fail_nonfinite,
         )
 
     def _of_a_copy(self, problem: Problem) -> Problem:
@@ -224,76 +213,6 @@ class _Check:
         is_error = CODES[problem.code].severity is Severity.ERROR
         of_a_copy = is_error and problem.file in self._spare
         return problem.recoded("copy-damaged") if of_a_copy else problem
-
-
-def findings_of(
-    problems: Iterable[Problem],
-    pickle_problems: Collection[Problem],
-    *,
-    ignore: Collection[str],
-    finite: bool,
-) -> tuple[Finding, ...]:
-    """Each problem once, the gravest first, and causes before what they lead to.
-
-    ``pickle_problems`` say best where a pickle names what it should not; ``ignore`` are codes to
-    leave out, ``finite`` makes NaN and infinity errors.
-    """
-    unique: dict[tuple[object, ...], Problem] = {}
-    for problem in problems:
-        unique.setdefault(_identity(problem), problem)
-    found = [
-        _finding(problem, finite=finite)
-        for problem in unique.values()
-        if problem.code not in ignore and not _is_said_better(problem, pickle_problems)
-    ]
-    order = list(Severity)
-    # A file that is cut shows in each of its tensors.
-    return tuple(sorted(found, key=lambda one: (order.index(one.severity), bool(one.tensor))))
-
-
-def _identity(problem: Problem) -> tuple[object, ...]:
-    """What two problems share that are one: what is wrong with a whole file, however it shows."""
-    of_a_file = problem.code in ("file-missing", "copy-damaged", "rank-copied") and problem.file
-    return (problem.code, problem.file, "" if of_a_file else str(problem))
-
-
-def _is_said_better(problem: Problem, pickle_problems: Collection[Problem]) -> bool:
-    """Whether the look at the pickles themselves says where in the file it is."""
-    if problem.code != "hostile-global" or problem in pickle_problems:
-        return False
-    return any(
-        one.code == problem.code and problem.file in (None, one.file) for one in pickle_problems
-    )
-
-
-def _finding(problem: Problem, *, finite: bool) -> Finding:
-    finding = finding_of(problem)
-    if problem.code == "not-finite" and finite:
-        return replace(finding, severity=Severity.ERROR)
-    return finding
-
-
-_READ = {
-    "content": "every byte of its data was read",
-    "quick": "its metadata was read, not its data",
-}
-
-
-def sentence(report: VerifyReport, sample: float, seed: int) -> str:
-    """What a verification comes to; ``sample`` is the share of the data that ``seed`` chose."""
-    sampled = f"a sample of {sample:.3g} of its data was read (seed {seed})"
-    read = _READ.get(report.depth, sampled)
-    counts = [
-        f"{len(report.of(severity)):,} {severity.value}{'s' * (len(report.of(severity)) != 1)}"
-        for severity in (Severity.ERROR, Severity.WARNING)
-        if report.of(severity)
-    ]
-    if not report.sound:
-        rest = "" if report.depth == "content" else f"; {read}"
-        return f"Not sound: {' and '.join(counts)}{rest}."
-    unprotected = any(finding.code == "no-checksum" for finding in report.findings)
-    extent = " as far as files without checksums can show" if unprotected else ""
-    return f"Sound{extent}{', with ' + counts[0] if counts else ''}: {read}."
 
 
 class Sample:

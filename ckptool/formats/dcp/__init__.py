@@ -155,13 +155,13 @@ def _catalog(
     ranks = {int(m[1]) for name in data if name not in stale and (m := DATA.fullmatch(name))}
     planned = max((len(m.plans or ()) for m in parsed.values()), default=0)
     notes = [
-        Problem(f"{name} is named by no metadata (left by another save)", "file-extra", file=name)
+        Problem(f"{name} is named by no metadata (left by another save)", "file-unused", file=name)
         for name in stale
     ]
     notes += [
         Problem(
             f"{name} is not read: {METADATA} is there too, of another save",
-            "file-extra",
+            "file-unused",
             file=name,
         )
         for name in source.files

@@ -80,7 +80,7 @@ def metadata_files(source: Source, options: ScanOptions) -> dict[str, DcpMetadat
             f" what its data files hold ({_data_files(source)})"
         )
         raise Damaged(
-            Problem(message, "save-unfinished"),
+            Problem(message, "save-incomplete"),
             hint="take the checkpoint before it; .metadata is written last, once all data is safe",
         )
     names.sort(key=lambda name: [int(n) for n in re.findall("[0-9]+", name)])
@@ -155,7 +155,7 @@ def _collect(source: Source, file: str, metadata: DcpMetadata, found: Collected)
             found.problems.append(Problem(message, "data-missing", file=item.file, tensor=name))
     for name, offset in metadata.items.keys() - used:
         message = f"{name}: {file} stores an item at {offset} that no chunk claims"
-        found.problems.append(Problem(message, "data-unclaimed", file=file, tensor=name))
+        found.problems.append(Problem(message, "data-unused", file=file, tensor=name))
 
 
 def _has_its_bytes(source: Source, file: str, name: str, item: Item, found: Collected) -> bool:
@@ -182,13 +182,13 @@ def _why_lost(source: Source, file: str, name: str, item: Item) -> Problem:
     except Damaged as error:
         return error.message
     if not size:
-        message = f"{item.file}: the file is empty (0 bytes); {file} puts {name} into it"
+        message = f"{item.file}: the file is empty (0 bytes)"
         return Problem(message, "file-empty", file=item.file)
     end = item.offset + item.nbytes
     if end > size:
         message = f"{name}: {file} puts it at bytes {item.offset:,} to"
         message += f" {end:,} of {item.file}, which has {size:,} bytes"
-        return Problem(message, "file-truncated", file=item.file, tensor=name)
+        return Problem(message, "file-truncated", file=item.file, tensor=name, end=end)
     unknown = [step for step in item.transforms if step != ZSTD]
     message = f"{name}: stored through {unknown[0]!r}, which ckptool cannot undo"
     return Problem(message, "transform-unknown", file=item.file, tensor=name)

@@ -260,7 +260,7 @@ def _why_no_tensor(
         message = f"{what} holds {type_name(value)}, no plain tensor"
         return Damaged(Problem(message, "item-mismatch", file=item.file))
     message = f"{what} holds a tensor of a kind that is not read ({type_name(value)})"
-    return _NoPlainTensor(Problem(message, "tensor-unread", file=item.file))
+    return _NoPlainTensor(Problem(message, "tensor-unsupported", file=item.file))
 
 
 def _open(source: Source, item: Item, what: str, limit: int, edge: int) -> _Opened:

@@ -103,7 +103,7 @@ def _gaps(source: Source, file: str, items: list[Item]) -> Iterator[Problem]:
     for item in [*items, Item(file, source.files[file], 0)]:
         if item.offset > position:
             message = f"{file}: bytes {position:,} to {item.offset:,} are no whole item"
-            yield Problem(message, "bytes-unclaimed", file=file)
+            yield Problem(message, "bytes-unused", file=file)
         position = item.offset + item.nbytes
 
 

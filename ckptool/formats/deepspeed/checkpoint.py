@@ -277,7 +277,7 @@ def _keep_apart(
     text = ".".join(name)
     if not per_rank:
         shapes = [local.shape for local in shards.values()]
-        result.conflicts[text] = unmerged(text, name[1], shapes, why, "ranks-unplaced")
+        result.conflicts[text] = unmerged(text, name[1], shapes, why, "sharding-unrecorded")
         return
     for mp, local in shards.items():
         rank = grid.rank(0, mp)

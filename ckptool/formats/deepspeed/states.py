@@ -167,7 +167,7 @@ def read_state(source: Source, file: str) -> State:
         raise Damaged(
             Problem(
                 f"{file}: holds {shown(opened.inert)}, DeepSpeed writes a dict there",
-                "file-unrecognised",
+                "file-type-mismatch",
             )
         )
     readable, refused = with_refusals(opened, source)

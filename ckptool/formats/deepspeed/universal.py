@@ -67,7 +67,7 @@ def _states(checkpoint: Checkpoint, holdings: list[RankContents], folder: str) -
     source, found = checkpoint.source, RankContents()
     if folder + OPTIMIZER_STATE not in source.files:
         message = f"{folder}{OPTIMIZER_STATE} is missing: the conversion to a universal checkpoint"
-        raise Damaged(Problem(f"{message} was not finished", "save-unfinished"))
+        raise Damaged(Problem(f"{message} was not finished", "save-incomplete"))
     optimizer = read_optimizer(source, folder + OPTIMIZER_STATE)
     shapes = {
         n: s for state in checkpoint.models.values() for n, s in trained_shapes(state).items()

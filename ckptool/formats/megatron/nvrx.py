@@ -94,7 +94,7 @@ def _info(args: Arguments) -> dict[str, str]:
 def _hinted(why: str, name: str) -> str:
     if isinstance(why, Refusal) or how_to_say(name) in why:
         return why
-    code = why.code if isinstance(why, Problem) else "ranks-unplaced"
+    code = why.code if isinstance(why, Problem) else "sharding-unrecorded"
     return Problem(f"{why}; {how_to_say(name)}", code, tensor=name)
 
 
@@ -103,7 +103,7 @@ def _kind(file: TorchFile) -> str:
     if name not in (ROOT, _PLAIN):
         raise Damaged(
             Problem(
-                f"{file.what}: holds {name}, not a tensor-aware state dict", "file-unrecognised"
+                f"{file.what}: holds {name}, not a tensor-aware state dict", "file-type-mismatch"
             )
         )
     return name
@@ -143,7 +143,7 @@ def _read_plain(source: Source, files: Mapping[int, TorchFile], options: ScanOpt
     for name in plain_names & found.conflicts.keys():
         if isinstance(found.conflicts[name], Refusal):
             continue
-        found.conflicts[name] = Problem(found.conflicts[name], "ranks-unplaced", tensor=name)
+        found.conflicts[name] = Problem(found.conflicts[name], "sharding-unrecorded", tensor=name)
     found.tensors = placed | found.tensors
     found.conflicts |= conflicts
     return found

@@ -134,7 +134,7 @@ def merge_fragments(fit: Callable[[LocalParameter], Fit], found: Fragments) -> M
             fits = [fit(held) for held, _ in parts]
         except Undetermined as error:
             shapes, parameter = [held.local for held, _ in parts], parts[0][0].name
-            whole.conflicts[name] = unmerged(name, parameter, shapes, error, "ranks-unplaced")
+            whole.conflicts[name] = unmerged(name, parameter, shapes, error, "sharding-unrecorded")
             continue
         dtypes = {stored.dtype for _, runs in parts for stored in runs}
         if len(dtypes) != 1:

@@ -98,7 +98,7 @@ def _unfinished(source: Source, catalog: Catalog, options: ScanOptions) -> Catal
         raise Damaged(Problem(message, "metadata-unreadable", file=CONFIG))
     message = f"{CONFIG} is missing, which Megatron writes last: the save never finished"
     if options.found is not None:
-        options.report([Problem(message, "save-unfinished", file=CONFIG)], subject=source.root)
+        options.report([Problem(message, "save-incomplete", file=CONFIG)], subject=source.root)
     return replace(catalog, notes=(*catalog.notes, message))
 
 

@@ -57,7 +57,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     if is_uncommitted(source):
         metadata = METADATA
         message = f"{source.root}: no {metadata}, which alone says how the ranks' tensors are cut"
-        raise Damaged(Problem(message, "save-unfinished", file=metadata))
+        raise Damaged(Problem(message, "save-incomplete", file=metadata))
     files = _files(source, options.world_size)
     if not files:
         raise Damaged(f"{source.root}: no files that are one a rank")

@@ -200,7 +200,7 @@ def _consolidated(
         world = max(int(match["rank"]) for match in shards)
         message = f"nothing here records the number of ranks: if there were more than {world},"
         reason = "their shards are lost and the shapes too small"
-        return [Problem(f"{message} {reason}", "world-unrecorded")], frozenset()
+        return [Problem(f"{message} {reason}", "world-size-unrecorded")], frozenset()
     try:
         whole = HF.scan(source, ScanOptions())
     except CkptoolError as error:

@@ -162,7 +162,7 @@ class Reader:
             kind = kind if parameters is not _NOTHING else None
         if kind is None or not chunks:
             message = f"not read: {flat_name(path)} ({said}) is no plain tensor"
-            self.notes.append(Problem(message, "tensor-unread", tensor=flat_name(path)))
+            self.notes.append(Problem(message, "tensor-unsupported", tensor=flat_name(path)))
             return _NOTHING
         full = (*path, INTEGERS) if said in QUANTISED else path
         name = flat_name(full)
@@ -261,7 +261,7 @@ def _is_uncommitted(source: Source) -> bool:
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     if METADATA not in source.files:
         message = f"{source.root}: no {METADATA}, which a snapshot gets once all its data is there"
-        raise Damaged(Problem(message, "save-unfinished", file=METADATA))
+        raise Damaged(Problem(message, "save-incomplete", file=METADATA))
     manifest = read_manifest(source)
     reader = Reader(Places(source), manifest)
     for logical, held in manifest.leaves():
@@ -303,7 +303,7 @@ def _unnamed(source: Source, used: Collection[str]) -> list[Problem]:
         return []
     more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
     message = f"not read: {names[0]}{more}, which {METADATA} does not name"
-    return [Problem(message, "file-extra", file=names[0])]
+    return [Problem(message, "file-unused", file=names[0])]
 
 
 FORMAT = Format("torchsnapshot", "TorchSnapshot folder (.snapshot_metadata)", _probe, _scan)

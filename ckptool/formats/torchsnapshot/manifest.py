@@ -176,7 +176,7 @@ class Places:
         start, stop = map(natural, entry.get("byte_range") or (0, size))
         if not start <= stop <= size:
             message = f"bytes {start:,} to {stop:,} of {file}, which has {size:,} bytes"
-            raise Damaged(Problem(message, "file-truncated", file=file))
+            raise Damaged(Problem(message, "file-truncated", file=file, end=stop))
         return file, start, stop - start
 
     def _archived(

@@ -170,7 +170,7 @@ def bench_json(report: BenchReport, changes: Sequence[Change] | None = None) -> 
         "settings": asdict(report.settings),
         "limits": dict(report.limits),
         "strategies": [_strategy(report, result) for result in report.ranked],
-        "left_out": dict(report.left_out),
+        "skipped": dict(report.left_out),
         "failed": dict(report.failed),
         "best": best.name if best else None,
         "advice": advice(report),

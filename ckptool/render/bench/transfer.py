@@ -83,9 +83,9 @@ def _ratio(ratio: Ratio) -> Text:
 
 
 def transfer_bench_json(report: TransferBenchReport) -> dict[str, Any]:
-    """The report with every sample as ``ckptool.transfer-bench/1``."""
+    """The report with every sample as ``ckptool.transfer-bench/2``."""
     return {
-        "schema": "ckptool.transfer-bench/1",
+        "schema": "ckptool.transfer-bench/2",
         "machine": dict(report.machine),
         "versions": dict(report.versions),
         "settings": {
@@ -96,7 +96,7 @@ def transfer_bench_json(report: TransferBenchReport) -> dict[str, Any]:
             "repeat": report.repeat,
         },
         "rows": [_row_json(report, result) for result in report.results],
-        "left_out": dict(report.left_out),
+        "skipped": dict(report.left_out),
     }
 
 

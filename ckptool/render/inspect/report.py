@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from ckptool.commands.document import document
 from ckptool.commands.inspect.inspect import InspectReport
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.quantization import kinds
@@ -87,7 +88,7 @@ def inspect_json(
     ranks: bool = False,
     map_name: str | None = None,
 ) -> dict[str, Any]:
-    """The report as ``ckptool.inspect/1``; ``value`` is left out where JSON cannot hold it.
+    """Return the report as ``ckptool.inspect/2``; ``value`` is left out where JSON cannot hold it.
 
     With globs only the ``tensors`` that match; ``ranks`` and ``map`` only where asked for.
     """
@@ -96,27 +97,21 @@ def inspect_json(
     more: dict[str, Any] = {"ranks": _ranks_json(catalog)} if ranks else {}
     if map_name is not None:
         more["map"] = _map_json(tensor_named(catalog, map_name))
-    return {
-        "schema": "ckptool.inspect/1",
-        "path": str(report.path),
+    content = {
+        "path": report.path,
         "format": catalog.format,
-        "info": dict(catalog.info),
-        "quantised": kinds(catalog),
+        "info": catalog.info,
+        "quantized": kinds(catalog),
         "step": report.step,
         "world_size": catalog.world_size,
         "mesh": _mesh_json(catalog),
-        "totals": {
-            "tensors": report.totals.tensors,
-            "parameters": report.totals.parameters,
-            "bytes": report.totals.nbytes,
-            "files": report.totals.files,
-        },
+        "totals": report.totals,
         "tensors": [_tensor_json(catalog.tensors[name]) for name in names],
-        "objects": [_object_json(entry) for entry in catalog.objects.values()],
-        "notes": list(report.notes),
-        "problems": list(report.problems),
-        **more,
+        "values": [_object_json(entry) for entry in catalog.objects.values()],
+        "notes": report.notes,
+        "problems": report.problems,
     }
+    return document("inspect", **content, **more)
 
 
 def _mesh_json(catalog: Catalog) -> dict[str, Any] | None:
@@ -133,7 +128,7 @@ def _tensor_json(entry: TensorEntry) -> dict[str, Any]:
         "name": entry.name,
         "dtype": entry.dtype.name,
         "shape": list(entry.shape),
-        "nbytes": entry.nbytes,
+        "bytes": entry.nbytes,
         "placements": None if placements is None else list(map(str, placements)),
         "chunks": len(entry.chunks),
     }
@@ -149,7 +144,7 @@ def _object_json(entry: ObjectEntry) -> dict[str, Any]:
 
 def _ranks_json(catalog: Catalog) -> list[dict[str, int]]:
     loads, _ = loads_of(catalog)
-    return [{"rank": r, "chunks": n, "nbytes": held} for r, (n, held) in sorted(loads.items())]
+    return [{"rank": r, "chunks": n, "bytes": held} for r, (n, held) in sorted(loads.items())]
 
 
 def _map_json(entry: TensorEntry) -> list[dict[str, Any]]:
@@ -159,7 +154,7 @@ def _map_json(entry: TensorEntry) -> list[dict[str, Any]]:
             "rank": spot.rank,
             "file": spot.at.file,
             "offset": spot.at.offset,
-            "nbytes": spot.nbytes,
+            "bytes": spot.nbytes,
             "from": list(spot.box.lo),
             "to": list(spot.box.hi),
         }

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from ckptool.commands.document import document, plain
 from ckptool.commands.verify.compare.against import SIDES, AgainstReport, DifferingTensor
-from ckptool.commands.verify.compare.coverage import Amount, Coverage
+from ckptool.commands.verify.compare.coverage import Coverage
 from ckptool.render.text import columns, console, emit, plural, size, visible
-from ckptool.render.verify.report import show_findings, show_sentence, verify_json
+from ckptool.render.verify.report import show_findings, show_summary
 
 _MOST_SHOWN = 12
 
@@ -23,7 +24,7 @@ def show_against(report: AgainstReport) -> None:
     others = [one for one in report.verify.findings if one.code != "tensor-differs"]
     show_findings(others, screen)
     _show_differing(report.differing, screen)
-    show_sentence(report.verify, screen)
+    show_summary(report.verify, screen)
 
 
 def _show_heads(report: AgainstReport, screen: Console) -> None:
@@ -35,7 +36,7 @@ def _show_heads(report: AgainstReport, screen: Console) -> None:
         [
             Text(where, "dim"),
             Text(visible(str(path)), "bold"),
-            Text(name or "not readable"),
+            Text(name or "cannot be read"),
             Text(_of_all(coverage), "dim"),
         ]
         for where, path, name, coverage in zip(SIDES, paths, formats, covered, strict=True)
@@ -88,45 +89,28 @@ def _held(tensor: DifferingTensor) -> list[list[Text]]:
 
 
 def against_json(report: AgainstReport) -> dict[str, Any]:
-    """The report as ``ckptool.verify/1``, with what was compared under ``against``."""
-    return verify_json(report.verify) | {
-        "against": {
-            "path": str(report.other),
-            "format": report.other_format,
-            "tensors_compared": report.verify.tensors,
-            "values_compared": report.values,
-            "coverage": _coverage_json(report),
-            "differing": [_tensor_json(tensor) for tensor in report.differing],
-        }
-    }
+    """Return the report as ``ckptool.verify/2``, with what was compared under ``against``.
 
-
-def _coverage_json(report: AgainstReport) -> dict[str, Any] | None:
-    """What was compared of all that either side holds."""
-    if report.coverage is None:
-        return None
-    return {
-        where: {"compared": _amount_json(one.compared), "total": _amount_json(one.total)}
-        for where, one in zip(SIDES, report.coverage, strict=True)
-    }
-
-
-def _amount_json(amount: Amount) -> dict[str, int]:
-    return {"tensors": amount.tensors, "bytes": amount.nbytes, "values": amount.values}
+    What is of either side is under ``a`` and ``b``.
+    """
+    compared = plain(report) | {"tensors_compared": report.verify.tensors}
+    compared["coverage"] = report.coverage and _of_sides(report.coverage)
+    compared["differing"] = [_tensor_json(tensor) for tensor in report.differing]
+    return document("verify", report.verify, against=compared)
 
 
 def _tensor_json(tensor: DifferingTensor) -> dict[str, Any]:
     found = tensor.difference
-    largest = found.largest
-    sides = zip(SIDES, found.values, tensor.holders, strict=True)
+    sides = zip(found.values, tensor.holders, strict=True)
     return {
         "tensor": tensor.name,
-        "shape": list(tensor.shape),
+        "shape": tensor.shape,
         "elements": tensor.elements,
         "differing": found.elements,
-        "first": list(found.first),
-        "largest": str(largest) if largest is not None and math.isinf(largest) else largest,
-    } | {
-        where: {"value": value, "rank": holder.rank, "file": holder.file}
-        for where, value, holder in sides
-    }
+        "first": found.first,
+        "largest": found.largest,
+    } | _of_sides([{"value": value} | plain(holder) for value, holder in sides])
+
+
+def _of_sides(sides: Sequence[object]) -> dict[str, Any]:
+    return dict(zip(map(str.lower, SIDES), map(plain, sides), strict=True))

@@ -10,7 +10,10 @@ from xml.etree import ElementTree
 
 from rich.console import Console
 
-from ckptool.commands.verify.report import CODES, Finding, Severity, VerifyReport
+from ckptool.commands.document import document
+from ckptool.commands.verify.codes import CODES, Severity
+from ckptool.commands.verify.findings import Finding
+from ckptool.commands.verify.report import VerifyReport
 from ckptool.errors import TransferError
 from ckptool.render.text import console, escaped, plural, size, visible
 
@@ -27,7 +30,7 @@ def show_verify(report: VerifyReport) -> None:
     tensors = f"{plural(report.tensors, 'tensor')} in " if report.tensors else ""
     _line(screen, f"  [dim]{tensors}{plural(report.files, 'file')}{read}[/]")
     show_findings(report.findings, screen)
-    show_sentence(report, screen)
+    show_summary(report, screen)
 
 
 def show_findings(findings: Iterable[Finding], screen: Console) -> None:
@@ -37,11 +40,11 @@ def show_findings(findings: Iterable[Finding], screen: Console) -> None:
         _show_group(screen, list(group))
 
 
-def show_sentence(report: VerifyReport, screen: Console) -> None:
+def show_summary(report: VerifyReport, screen: Console) -> None:
     """What it all comes to."""
-    colour = "bold green" if report.sound else "bold red"
+    colour = "bold green" if report.ok else "bold red"
     _line(screen, "")
-    first, mark, rest = report.sentence.partition(":" if report.sound else ";")
+    first, mark, rest = report.summary.partition(":")
     _line(screen, f"[{colour}]{escaped(first)}[/]{mark}{escaped(rest)}")
 
 
@@ -68,28 +71,8 @@ def _line(screen: Console, text: str) -> None:
 
 
 def verify_json(report: VerifyReport) -> dict[str, Any]:
-    """The report as one JSON object, schema ``ckptool.verify/1``."""
-    return {
-        "schema": "ckptool.verify/1",
-        "path": str(report.path),
-        "format": report.format,
-        "depth": report.depth,
-        "bytes_read": report.nbytes,
-        "sound": report.sound,
-        "findings": [_finding_json(finding) for finding in report.findings],
-        "sentence": report.sentence,
-    }
-
-
-def _finding_json(finding: Finding) -> dict[str, Any]:
-    return {
-        "code": finding.code,
-        "severity": finding.severity.value,
-        "file": finding.file,
-        "tensor": finding.tensor,
-        "message": finding.message,
-        "hint": finding.hint,
-    }
+    """Return the report as one JSON object, schema ``ckptool.verify/2``."""
+    return document("verify", report)
 
 
 def write_junit(report: VerifyReport, target: Path, *, strict: bool) -> None:
@@ -155,9 +138,7 @@ def show_codes() -> None:
 
 
 def codes_json() -> dict[str, Any]:
-    """The codes as ``ckptool.codes/1``."""
-    rows = [
-        {"code": name, "severity": one.severity.value, "meaning": one.meaning, "hint": one.hint}
-        for name, one in CODES.items()
-    ]
-    return {"schema": "ckptool.codes/1", "codes": rows}
+    """Return the codes as ``ckptool.codes/2``."""
+    return document(
+        "codes", codes=[{"code": name} | code._asdict() for name, code in CODES.items()]
+    )

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.text import Text
 
+from ckptool.commands.document import document
 from ckptool.commands.verify.run_folder import RunReport, StepReport
-from ckptool.render.text import columns, console, emit, escaped, visible
-from ckptool.render.verify.report import verify_json
+from ckptool.render.text import columns, console, emit, escaped, plural, visible
 
 
 def show_latest_good(report: RunReport, *, quiet: bool) -> None:
@@ -18,12 +18,16 @@ def show_latest_good(report: RunReport, *, quiet: bool) -> None:
     if not quiet:
         screen = console(stderr=True)
         for step in report.verified:
-            if not step.whole:
+            if not step.ok:
                 path = escaped(str(step.step.path))
                 reasons = escaped("; ".join(step.reasons))
-                screen.print(f"[yellow]passed over[/] {path}: {reasons}", soft_wrap=True)
+                screen.print(f"[yellow]skipped[/] {path}: {reasons}", soft_wrap=True)
         if report.latest_good is None:
-            screen.print(f"[bold red]No step is whole[/] of {report.steps:,} in {report.path}.")
+            screen.print(
+                f"[bold red]no good checkpoint[/] in {escaped(str(report.path))}"
+                f" ({plural(report.steps, 'step')})",
+                soft_wrap=True,
+            )
     if report.latest_good is not None:
         sys.stdout.buffer.write(os.fsencode(str(report.latest_good.step.path)) + b"\n")
         sys.stdout.buffer.flush()
@@ -35,14 +39,14 @@ def show_steps(report: RunReport) -> None:
     rows = [[Text(head, "dim") for head in ("step", "checkpoint", "format", "", "why")]]
     rows += [_row(one, report) for one in report.verified]
     emit(screen, columns(screen, rows, "rllll"))
-    latest, whole = report.latest_good, sum(one.whole for one in report.verified)
+    latest, whole = report.latest_good, sum(one.ok for one in report.verified)
     screen.print()
     if latest is None:
-        screen.print(f"[bold red]No step is whole[/] of {report.steps:,}.")
+        screen.print(f"[bold red]FAILED[/]: no good step of {report.steps:,}")
         return
     path = escaped(str(latest.step.path))
     screen.print(
-        f"[bold green]{whole:,} of {report.steps:,} steps are whole[/]; the newest of them: {path}",
+        f"[bold green]{whole:,} of {report.steps:,} steps OK[/]; latest good: {path}",
         soft_wrap=True,
     )
 
@@ -56,28 +60,12 @@ def _row(one: StepReport, report: RunReport) -> list[Text]:
         Text("" if one.step.number is None else str(one.step.number)),
         Text(visible(name), "bold" if is_latest else ""),
         Text(" + ".join(formats)),
-        Text("whole", "bold green" if is_latest else "green") if one.whole else Text("no", "red"),
+        Text("OK", "bold green" if is_latest else "green") if one.ok else Text("FAILED", "red"),
         Text(visible("; ".join(one.reasons))),
     ]
 
 
 def run_json(report: RunReport) -> dict[str, Any]:
-    """The report as ``ckptool.verify-run/1``."""
+    """Return the report as ``ckptool.verify-run/2``; ``latest_good`` is the path of that step."""
     latest = report.latest_good
-    return {
-        "schema": "ckptool.verify-run/1",
-        "path": str(report.path),
-        "latest_good": None if latest is None else str(latest.step.path),
-        "steps": report.steps,
-        "verified": [_step_json(one) for one in report.verified],
-    }
-
-
-def _step_json(one: StepReport) -> dict[str, Any]:
-    return {
-        "path": str(one.step.path),
-        "step": one.step.number,
-        "sound": one.whole,
-        "reasons": list(one.reasons),
-        "checkpoints": [verify_json(report) for report in one.reports],
-    }
+    return document("verify-run", report, latest_good=latest and latest.path)

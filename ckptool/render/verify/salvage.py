@@ -17,16 +17,14 @@ def show_salvage(report: SalvageReport) -> None:
     """What is wrong, what is lost and why, what cannot be known, then what was written."""
     screen = console()
     screen.print(f"[bold]{escaped(report.path)}[/]  {report.format}", soft_wrap=True)
-    _show_lines(screen, "wrong with it", report.problems)
+    _show_lines(screen, "problems", report.problems)
     _show_lost(screen, report)
-    _show_lines(screen, "no file tells", report.unknown)
-    _show_lines(screen, "in the target", report.notes)
+    _show_lines(screen, "unknown", report.unknown)
+    _show_lines(screen, "notes", report.notes)
     if report.unproved:
         tensors = plural(report.unproved, "tensor")
-        _show_lines(
-            screen, "unproved", [f"{tensors} without checksums: whole, but a changed value shows"
-                                 " nowhere"]
-        )  # fmt: skip
+        why = "complete, but changed values cannot be detected"
+        _show_lines(screen, "no checksum", [f"{tensors}: {why}"])
     _show_end(screen, report)
 
 
@@ -62,12 +60,12 @@ def _show_end(screen: Console, report: SalvageReport) -> None:
     kept = f"{plural(report.tensors, 'tensor')}, {plural(report.values, 'value')}"
     kept += f", {size(report.nbytes)}"
     if report.complete:
-        head = "[bold green]Nothing is lost[/]"
+        head = "[bold green]nothing lost[/]"
     elif report.lost:
-        head = f"[bold red]{plural(len(report.lost), 'name')} lost[/]"
+        head = f"[bold red]{len(report.lost):,} lost[/]"
     else:
-        head = "[bold yellow]Whatever is named is whole[/]"
+        head = "[bold yellow]all known names recovered[/]"
     screen.print(f"\n{head}", end="")
     target = escaped(report.target)
     screen.print(f"; wrote [bold]{target}[/] ({report.target_format}): {kept}", soft_wrap=True)
-    screen.print(f"the whole list: {escaped(report.listing)}", soft_wrap=True)
+    screen.print(f"full list: {escaped(report.listing)}", soft_wrap=True)

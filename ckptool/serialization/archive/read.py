@@ -184,7 +184,7 @@ def _root(region: Region, records: Mapping[str, ZipRecord]) -> str:
         message = f"{region.what}: torch.save failed before it wrote the object: the archive has"
         message += f" {len(records)} records but no data.pkl; nothing can be salvaged"
         raise Damaged(
-            Problem(message, "save-unfinished", file=region.file), hint="use another checkpoint"
+            Problem(message, "save-incomplete", file=region.file), hint="use another checkpoint"
         )
     if len(roots) != 1:
         raise unrecognised_zip(records, region.what)

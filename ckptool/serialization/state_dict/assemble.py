@@ -198,7 +198,7 @@ def merge_dtensor(name: str, held: dict[int, Leaf], result: Assembled, keep: boo
     partial = [p for p in first.placements if isinstance(p, Partial)]
     if partial:
         message = f"not read: {name} is {partial[0]}: ranks hold partial sums, not values"
-        result.notes.append(Problem(message, "tensor-unread", tensor=name))
+        result.notes.append(Problem(message, "tensor-unsupported", tensor=name))
         return
     stages = _stages(held)
     if not _differ(stages):

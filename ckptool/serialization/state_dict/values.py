@@ -308,7 +308,7 @@ def unread_notes(objects: Mapping[str, ObjectEntry]) -> list[str]:
     """One note for each value that is not read, such as a sparse tensor or a dict in itself."""
     known = Foreign()
     return [
-        Problem(_why_unread(entry), "tensor-unread", tensor=entry.name)
+        Problem(_why_unread(entry), "tensor-unsupported", tensor=entry.name)
         for entry in objects.values()
         if UNREAD_TENSOR in known.of(entry.value)
     ]

@@ -141,7 +141,7 @@ def test_what_is_dirty_unless_training_waits_is_said_so(capsys: pytest.CaptureFi
 
 def test_json_holds_every_sample_and_both_fractions() -> None:
     told = json.loads(json.dumps(bench_json(report(SYNC, FAST, DIRTY))))
-    assert told["schema"] == "ckptool.bench/1"
+    assert told["schema"] == "ckptool.bench/2"
     assert told["best"] == "fast"
     fast = told["strategies"][1]
     assert fast["blocked"]["samples"] == [1.5, 0.5, 0.5]
@@ -227,8 +227,8 @@ def test_another_size_is_not_compared(old: Path) -> None:
         (None, NotFound),
         ("{", UsageError),
         ("[]", UsageError),
-        ('{"schema": "ckptool.convert/1"}', UsageError),
-        ('{"schema": "ckptool.bench/1", "strategies": [{}], "settings": {}}', UsageError),
+        ('{"schema": "ckptool.convert/2"}', UsageError),
+        ('{"schema": "ckptool.bench/2", "strategies": [{}], "settings": {}}', UsageError),
     ],
 )
 def test_what_is_no_earlier_run_is_refused(

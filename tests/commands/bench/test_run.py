@@ -165,7 +165,7 @@ def test_what_is_dirty_is_never_the_best(ran: Ran) -> None:
 def test_what_fails_or_cannot_run_is_listed_with_its_reason(ran: Ran) -> None:
     assert ran.told["failed"][OWN + "Failing"] == "rank 1: ValueError: no such luck"
     assert ran.told["failed"][OWN + "Dying"].startswith("rank ")
-    assert ran.told["left_out"] == {OWN + "Impossible": "not on cpu, not with 2 ranks"}
+    assert ran.told["skipped"] == {OWN + "Impossible": "not on cpu, not with 2 ranks"}
 
 
 def test_nothing_is_left_behind(ran: Ran) -> None:

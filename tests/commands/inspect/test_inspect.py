@@ -112,30 +112,30 @@ def test_json_of_a_sharded_checkpoint():
             mesh_source="declared",
         )
     )
-    assert found["schema"] == "ckptool.inspect/1"
+    assert found["schema"] == "ckptool.inspect/2"
     assert found["mesh"] == {"shape": [2, 2], "names": ["dp", "tp"], "source": "declared"}
     assert found["totals"] == {"tensors": 2, "parameters": 9, "bytes": 36, "files": 1}
     assert found["tensors"][0] == {
         "name": "w",
         "dtype": "float32",
         "shape": [4, 2],
-        "nbytes": 32,
+        "bytes": 32,
         "placements": ["StridedShard(0, 2)", "Shard(0)"],
         "chunks": 2,
     }
     assert found["tensors"][1]["placements"] is None
-    assert found["objects"] == [{"name": "step", "type": "int", "value": 7}]
+    assert found["values"] == [{"name": "step", "type": "int", "value": 7}]
 
 
 @pytest.mark.parametrize(
     "value", [None, True, -3, 0.5, "a", [], [1, "b"], {"a": [None]}, 2**63 - 1]
 )
 def test_json_holds_a_plain_value(value):
-    assert inspect_json(described(objects={"v": value}))["objects"][0]["value"] == value
+    assert inspect_json(described(objects={"v": value}))["values"][0]["value"] == value
 
 
 def test_json_holds_a_tuple_as_a_list():
-    described_value = inspect_json(described(objects={"v": (1, (2,))}))["objects"][0]
+    described_value = inspect_json(described(objects={"v": (1, (2,))}))["values"][0]
     assert described_value == {"name": "v", "type": "tuple", "value": [1, [2]]}
 
 
@@ -170,7 +170,7 @@ def _shared():
     ids=lambda value: type(value).__name__,
 )
 def test_json_leaves_out_a_value_it_cannot_hold(value):
-    assert "value" not in inspect_json(described(objects={"v": value}))["objects"][0]
+    assert "value" not in inspect_json(described(objects={"v": value}))["values"][0]
 
 
 def test_json_has_the_views_that_are_asked_for():
@@ -179,7 +179,7 @@ def test_json_has_the_views_that_are_asked_for():
     assert [row["name"] for row in found["tensors"]] == ["a.w"]
     assert found["totals"]["tensors"] == 2
     assert [(one["from"], one["to"]) for one in found["map"]] == [([0, 0], [4, 2])]
-    assert found["ranks"] == [{"rank": 0, "chunks": 2, "nbytes": 64}]
+    assert found["ranks"] == [{"rank": 0, "chunks": 2, "bytes": 64}]
     with pytest.raises(UsageError, match="--tensors 'c' matches no tensor"):
         inspect_json(held, tensors=("c",))
 

@@ -141,8 +141,8 @@ def test_what_is_not_there_is_said(out: Path) -> None:
         {"base_model.model.x.lora_A.weight": torch.ones(2)}, adapter / "adapter_model.safetensors"
     )
     (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
-    assert codes(adapter) == ["adapter-alone"]
-    assert ckptool.verify(adapter, strict=True).sound
+    assert codes(adapter) == ["base-model-missing"]
+    assert ckptool.verify(adapter, strict=True).ok
 
 
 def test_a_config_that_cannot_be_read(out: Path) -> None:

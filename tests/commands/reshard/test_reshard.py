@@ -605,11 +605,11 @@ def test_the_report_is_json(source: Path, out: Path) -> None:
     done = command(source, out / "r", "--mesh", "dp=2,tp=2", "--json", "--no-fsync")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert report["schema"] == "ckptool.reshard/1"
+    assert report["schema"] == "ckptool.reshard/2"
     assert report["mesh"] == {"shape": [2, 2], "names": ["dp", "tp"]}
     assert report["written"] is True
     assert {row["name"] for row in report["tensors"]} == set(read_back("dcp", source))
-    assert sum(row["nbytes"] for row in report["files"]) == report["totals"]["write_bytes"]
+    assert sum(row["bytes"] for row in report["files"]) == report["write_bytes"]
     assert len(report["rank_bytes"]) == 4
 
 

@@ -248,7 +248,7 @@ def test_two_nodes_of_two_ranks(source: Path, nodes: list[Path]) -> None:
     ended = on_ranks(4, (*RESHARD, *words), folders)
     assert [one.code for one in ended] == [0] * 4, ended[0].stderr
     assert files(nodes[0] / "r") == files(nodes[1] / "r")
-    assert verify(nodes[1] / "r", VerifyOptions()).sound
+    assert verify(nodes[1] / "r", VerifyOptions()).ok
 
 
 def test_a_byte_that_turns_on_one_node_is_found(source: Path, nodes: list[Path]) -> None:

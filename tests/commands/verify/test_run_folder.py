@@ -174,7 +174,7 @@ def test_the_table_and_its_json(tmp_path: Path) -> None:
     assert result.exit_code == 1
     content = json.loads(result.stdout)
     assert content["latest_good"] == str(run / "step-1")
-    assert [one["sound"] for one in content["verified"]] == [False, True]
+    assert [one["ok"] for one in content["verified"]] == [False, True]
     assert "1 of 2 steps" in CliRunner().invoke(app, ["verify", str(run), "--all"]).stdout
 
 
@@ -231,7 +231,7 @@ def test_no_error_of_one_step_ends_the_answer(
     monkeypatch.setattr(run_folder, "verify", failing)
     assert latest(run) == "step-2"
     report = checked(run)
-    assert [one.whole for one in report.verified] == [False, True, True]
+    assert [one.ok for one in report.verified] == [False, True, True]
     assert report.verified[0].reasons == ("more than can be done",)
 
 
@@ -288,7 +288,7 @@ def test_steps_that_rotate(
     monkeypatch.setattr(module, name, rotating)
     assert latest(run) == "step-2"
     report = checked(run)
-    assert {one.step.path.name for one in report.verified if one.whole} == {"step-1", "step-2"}
+    assert {one.step.path.name for one in report.verified if one.ok} == {"step-1", "step-2"}
     assert len(report.verified) == (3 if gone else 2)
 
 

@@ -23,7 +23,9 @@ from typer.testing import CliRunner
 
 from ckptool.cli.app import app
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.verify.report import CODES, Finding, Severity, VerifyReport
+from ckptool.commands.verify.codes import CODES, Severity
+from ckptool.commands.verify.findings import Finding
+from ckptool.commands.verify.report import VerifyReport
 from ckptool.commands.verify.verify import verify
 from ckptool.core.dtype import BY_NAME
 from ckptool.engine.check.content import all_finite
@@ -56,7 +58,7 @@ def not_finite(one: Case) -> bool:
 def test_a_good_checkpoint_is_sound_without_a_warning(one: Case, depth: dict[str, Any]) -> None:
     report = checked(one.path, **depth)
     allowed = {"not-finite"} if not_finite(one) else set()
-    assert report.sound
+    assert report.ok
     assert codes(report) <= allowed
     if not depth:
         assert codes(report) == allowed
@@ -65,8 +67,8 @@ def test_a_good_checkpoint_is_sound_without_a_warning(one: Case, depth: dict[str
 @pytest.mark.parametrize("one", [one for one in GOOD if one.expect == "part"], ids=by_name)
 def test_what_is_not_read_is_a_warning(one: Case) -> None:
     report = checked(one.path)
-    assert report.sound
-    unread = {"tensor-unread"} if one.name != "torchao" else set()
+    assert report.ok
+    unread = {"tensor-unsupported"} if one.name != "torchao" else set()
     assert codes(report) - {"unknown-global"} == unread
 
 
@@ -81,12 +83,12 @@ EXPECTED = {
     "file_empty": "file-empty",
     "file_zeroed": "item-mismatch",
     "files_swapped": "file-truncated",
-    "of_two_saves": "torn-overwrite",
+    "of_two_saves": "overwrite-interrupted",
     "data_flipped": "crc-mismatch",
     "directory_flipped": "zip-structure",
     "pickle_flipped": "crc-mismatch",
-    "no_metadata": "save-unfinished",
-    "metadata_unfinished": "save-unfinished",
+    "no_metadata": "save-incomplete",
+    "metadata_unfinished": "save-incomplete",
     "metadata_truncated": "metadata-unreadable",
     "metadata_empty": "metadata-unreadable",
     "metadata_of_something_else": "metadata-unreadable",
@@ -96,7 +98,7 @@ EXPECTED = {
     "chunks_overlap": "chunk-overlap",
     "chunk_gap": "chunk-gap",
     "chunk_without_storage": "data-missing",
-    "storage_without_chunk": "data-unclaimed",
+    "storage_without_chunk": "data-unused",
     "chunk_outside": "chunk-outside",
     "shape_too_large": "chunk-gap",
     "other_dtype": "item-mismatch",
@@ -105,7 +107,7 @@ EXPECTED = {
     "path_traversal": "path-outside",
     "path_beside": "path-outside",
     "path_absolute": "path-outside",
-    "stale_files": "file-extra",
+    "stale_files": "file-unused",
     "rank_metadata_lost": "rank-missing",
     "zstd_truncated": "file-truncated",
     "zstd_flipped": "codec-corrupt",
@@ -121,7 +123,7 @@ EXPECTED = {
     "sharding_info_lost": "sharding-unknown",
     "middle_shard_lost": "chunk-gap",
     "last_shard_lost": "data-missing",
-    "last_shard_lost_without_a_trace": "world-unrecorded",
+    "last_shard_lost_without_a_trace": "world-size-unrecorded",
     "indexed_file_lost": "file-missing",
     "index_names_another_file": "index-mismatch",
     "index_of_lost_tensor": "index-mismatch",
@@ -140,14 +142,14 @@ EXPECTED = {
     "replicas_of_other_types": "ranks-disagree",
     "verl_rank_lost": "rank-missing",
     "archive_without_end": "zip-structure",
-    "archive_of_zeros": "file-unrecognised",
+    "archive_of_zeros": "file-type-mismatch",
     "storage_short": "storage-mismatch",
     "archive_flipped": "crc-mismatch",
     "legacy_truncated": "legacy-stream",
     "deflated_flipped": "codec-corrupt",
     "zero_rank_lost": "rank-missing",
     "zero_optimizers_lost": "file-missing",
-    "sharding_declarations_lost": "save-unfinished",
+    "sharding_declarations_lost": "save-incomplete",
     "zero_rank_copied_over": "rank-copied",
     "zero_rank_too_many": "saves-mixed",
     "zero_model_lost": "rank-missing",
@@ -155,7 +157,7 @@ EXPECTED = {
     "zero_truncated": "zip-structure",
     "stage_lost": "rank-missing",
     "universal_parameter_lost": "file-missing",
-    "universal_unfinished": "save-unfinished",
+    "universal_unfinished": "save-incomplete",
 }
 UNSEEN = ["items_swapped", "shard_flipped"]
 """Nothing in the files shows it: bytes of equal kind exchanged, or bytes without a checksum."""
@@ -172,7 +174,7 @@ def test_damage_has_its_code(name: str, copy_of: Callable[[str], Path]) -> None:
     DAMAGE[name].apply(folder)
     report = checked(folder)
     assert EXPECTED[name] in {finding.code for finding in report.findings}
-    assert report.sound == (DAMAGE[name].answer == "note")
+    assert report.ok == (DAMAGE[name].answer == "note")
     assert all(finding.message for finding in report.findings)
 
 
@@ -181,7 +183,7 @@ def test_what_nothing_can_show_is_sound(name: str, copy_of: Callable[[str], Path
     """Kept so that a check that learns to notice it says so here."""
     folder = copy_of(DAMAGE[name].source)
     DAMAGE[name].apply(folder)
-    assert checked(folder).sound
+    assert checked(folder).ok
 
 
 HOSTILE_CODES = {
@@ -227,16 +229,41 @@ def test_all_damage_is_collected(copy_of: Callable[[str], Path]) -> None:
     (folder / "__2_0.distcp").unlink()
     (folder / ".metadata.tmp").write_bytes(b"")
     found = codes(checked(folder))
-    assert {"crc-mismatch", "file-extra", "file-missing", "torn-overwrite"} <= found
+    assert {"crc-mismatch", "file-unused", "file-missing", "overwrite-interrupted"} <= found
 
 
-def test_a_cause_comes_before_its_effects(copy_of: Callable[[str], Path]) -> None:
-    """A file that was cut first, then the tensors that lack a part for it."""
-    folder = copy_of("rank_base")
-    DAMAGE["rank_truncated"].apply(folder)
-    found = [finding.code for finding in checked(folder).findings]
-    assert found[0] == "zip-structure"
-    assert "chunk-gap" in found
+@pytest.mark.parametrize(
+    ("source", "damage", "code", "tensors"),
+    [
+        ("rank_base", "rank_truncated", "zip-structure", 4),
+        ("hf_sharded", "shard_truncated", "file-truncated", 5),
+        ("dcp_base", "truncated", "file-truncated", 3),
+        ("dcp_base", "file_lost", "file-missing", 4),
+        ("dcp_base", "file_empty", "file-empty", 5),
+    ],
+)
+def test_a_cause_is_one_finding_with_all_that_it_affects(
+    source: str, damage: str, code: str, tensors: int, copy_of: Callable[[str], Path]
+) -> None:
+    folder = copy_of(source)
+    assert DAMAGE[damage].source == source
+    DAMAGE[damage].apply(folder)
+    report = checked(folder)
+    (found,) = report.fails(strict=True)
+    names = {affected.tensor for affected in found.affected} & case(source).truth.keys()
+    assert (found.code, len(names)) == (code, tensors)
+    assert found.message.startswith((f"{found.file}:", f"'{found.file}'"))
+    assert next(iter(found.affected)).tensor in found.message
+
+
+def test_a_gap_that_no_lost_file_explains_is_its_own_finding(
+    copy_of: Callable[[str], Path],
+) -> None:
+    """Of a cut file whose parts the metadata places, another gap is another cause."""
+    folder = copy_of("dcp_base")
+    DAMAGE["chunk_gap"].apply(folder)
+    DAMAGE["file_empty"].apply(folder)
+    assert {"chunk-gap", "file-empty"} <= codes(checked(folder))
 
 
 # Names and sizes
@@ -245,10 +272,10 @@ def test_a_cause_comes_before_its_effects(copy_of: Callable[[str], Path]) -> Non
 @pytest.mark.parametrize(
     ("source", "name", "content", "code"),
     [
-        ("dcp_base", ".metadata.tmp", b"x", "torn-overwrite"),
-        ("hf_shards", "model.safetensors.incomplete", b"x", "file-unfinished"),
-        ("rank_base", "checkpoint_3.pt.tmp", b"x", "file-unfinished"),
-        ("rank_base", "iter_0000010_0_local.dirty.pt", b"x", "file-unfinished"),
+        ("dcp_base", ".metadata.tmp", b"x", "overwrite-interrupted"),
+        ("hf_shards", "model.safetensors.incomplete", b"x", "file-incomplete"),
+        ("rank_base", "checkpoint_3.pt.tmp", b"x", "file-incomplete"),
+        ("rank_base", "iter_0000010_0_local.dirty.pt", b"x", "file-incomplete"),
         ("dcp_base", "weights.bin", b"", "file-empty"),
     ],
 )
@@ -344,7 +371,7 @@ def test_bytes_behind_what_torch_saved_belong_to_nothing(
     data = path.read_bytes()
     path.write_bytes(data + (more or data))
     report = checked(path.parent)
-    unclaimed = [one for one in report.findings if one.code == "bytes-unclaimed"]
+    unclaimed = [one for one in report.findings if one.code == "bytes-unused"]
     assert [f"{len(more or data):,} of its" in one.message for one in unclaimed] == [True]
 
 
@@ -451,8 +478,8 @@ def test_nan_is_a_warning_and_finite_makes_it_an_error(tmp_path: Path) -> None:
     found = [f for f in checked(folder).findings if f.code == "not-finite"]
     assert {f.tensor for f in found} == {"w", "columns"}
     assert "1 NaN and 1 infinite values of 3,000" in found[0].message
-    assert checked(folder).sound
-    assert not checked(folder, fail_nonfinite=True).sound
+    assert checked(folder).ok
+    assert not checked(folder, fail_nonfinite=True).ok
 
 
 # Depths
@@ -462,7 +489,7 @@ def test_quick_reads_no_tensor(copy_of: Callable[[str], Path]) -> None:
     folder = copy_of("dcp_base")
     DAMAGE["data_flipped"].apply(folder)
     report = checked(folder, quick=True)
-    assert report.sound
+    assert report.ok
     assert report.nbytes == 0
 
 
@@ -473,8 +500,8 @@ def test_a_sample_is_seeded(copy_of: Callable[[str], Path]) -> None:
     whole = checked(case("dcp_fsdp2").path)
     assert one.nbytes == again.nbytes != other.nbytes
     assert 0 < one.nbytes < whole.nbytes
-    assert "sample of 0.3" in one.sentence
-    assert "seed 1" in one.sentence
+    assert "sample of 0.3" in one.summary
+    assert "seed 1" in one.summary
 
 
 # What counts
@@ -483,14 +510,14 @@ def test_a_sample_is_seeded(copy_of: Callable[[str], Path]) -> None:
 def test_strict_and_ignore(copy_of: Callable[[str], Path]) -> None:
     folder = copy_of("dcp_base")
     DAMAGE["stale_files"].apply(folder)
-    assert checked(folder).sound
-    assert not checked(folder, strict=True).sound
-    ignored = checked(folder, strict=True, ignore=("file-extra", "bytes-unclaimed"))
-    assert ignored.sound
+    assert checked(folder).ok
+    assert not checked(folder, strict=True).ok
+    ignored = checked(folder, strict=True, ignore=("file-unused", "bytes-unused"))
+    assert ignored.ok
     assert not codes(ignored)
     with pytest.raises(UsageError, match="no such code") as caught:
-        checked(folder, ignore=("file-extar",))
-    assert caught.value.hint == "did you mean file-extra ?"
+        checked(folder, ignore=("file-unusd",))
+    assert caught.value.hint == "did you mean file-unused ?"
 
 
 def codes_in(tree: ast.AST) -> Iterator[str]:
@@ -539,17 +566,17 @@ def test_exit_codes(flipped: Path, tmp_path: Path) -> None:
 
 
 def test_the_report_ends_with_one_sentence(flipped: Path) -> None:
-    assert ran(str(case("dcp_base").path)).stdout.splitlines()[-1].startswith("Sound: ")
-    assert ran(str(flipped)).stdout.splitlines()[-1].startswith("Not sound: 1 error.")
+    assert ran(str(case("dcp_base").path)).stdout.splitlines()[-1].startswith("OK: ")
+    assert ran(str(flipped)).stdout.splitlines()[-1].startswith("FAILED: 1 error")
 
 
 def test_json(flipped: Path) -> None:
     content = json.loads(ran(str(flipped), "--json").stdout)
-    assert content["schema"] == "ckptool.verify/1"
-    assert content["sound"] is False
+    assert content["schema"] == "ckptool.verify/2"
+    assert content["ok"] is False
     newer, finding = sorted(content["findings"], key=lambda one: one["severity"], reverse=True)
     assert newer["code"] == "data-newer"
-    assert finding.keys() == {"code", "severity", "file", "tensor", "message", "hint"}
+    assert finding.keys() == {"code", "severity", "file", "tensor", "message", "affected", "hint"}
     assert (finding["code"], finding["severity"]) == ("crc-mismatch", "error")
     assert finding["file"] == "__1_0.distcp"
 
@@ -574,7 +601,7 @@ def test_junit_of_names_that_no_xml_can_hold(tmp_path: Path) -> None:
     from ckptool.render.verify.report import write_junit
 
     finding = Finding("not-finite", Severity.WARNING, "a\x00\x1b[31m<&>\ud800", "f", "t")
-    report = VerifyReport(tmp_path, "dcp", (finding,), True, "Sound.")
+    report = VerifyReport(tmp_path, "dcp", (finding,), True, "OK")
     write_junit(report, tmp_path / "x.xml", strict=True)
     text = ElementTree.parse(tmp_path / "x.xml").getroot().find(".//failure").text
     assert text == "a\\x00\\x1b[31m<&>\\ud800"
@@ -629,7 +656,7 @@ def test_a_file_that_changes_meanwhile(
     report = verify(folder, VerifyOptions(workers=1), started)
     first = report.findings[0]
     assert (first.code, first.file) == ("file-changed", "checkpoint_2.pt")
-    assert not report.sound
+    assert not report.ok
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
@@ -643,7 +670,7 @@ def test_large_records_are_read_in_tiles(tmp_path: Path) -> None:
     """A flip in the middle of a record of several MiB is found, whichever thread reads it."""
     torch = pytest.importorskip("torch")
     folder = saved(tmp_path / "c", state={"w": torch.zeros(3 << 20)})
-    assert checked(folder).sound
+    assert checked(folder).ok
     data = np.memmap(folder / "state.pt", "u1", "r+")
     data[7 << 20] ^= 4
     data.flush()
@@ -653,5 +680,5 @@ def test_large_records_are_read_in_tiles(tmp_path: Path) -> None:
 def test_links_and_loops(copy_of: Callable[[str], Path], tmp_path: Path) -> None:
     folder = copy_of("dcp_base")
     (folder / "again").symlink_to(folder)
-    assert checked(folder).sound
+    assert checked(folder).ok
     shutil.rmtree(folder)

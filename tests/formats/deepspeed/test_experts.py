@@ -66,7 +66,7 @@ def test_the_file_of_an_expert_that_is_not_its_own(
     move(folder / "global_step1", moves)
     with pytest.raises(Damaged, match=words):
         convert_to("safetensors", folder, out / "m", model_only=True)
-    assert not verify(folder, VerifyOptions(workers=1)).sound
+    assert not verify(folder, VerifyOptions(workers=1)).ok
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -98,7 +98,7 @@ def test_the_optimizer_of_experts_is_whole_or_left_out(
     move(folder / "global_step1", moves)
     with pytest.raises(Damaged, match=words):
         convert_to("safetensors", folder, out / "m")
-    assert not verify(folder, VerifyOptions(workers=1)).sound
+    assert not verify(folder, VerifyOptions(workers=1)).ok
     convert_to("safetensors", folder, out / "m", model_only=True)
     truth = case("deepspeed_experts").truth
     weights = {n.removeprefix("module."): t for n, t in truth.items() if n.startswith("module.")}

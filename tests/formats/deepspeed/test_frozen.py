@@ -38,7 +38,7 @@ def test_frozen_parameters_that_were_left_out_are_missed(out: Path) -> None:
         prepare_reshard(one.path, out / "m", ReshardOptions(parse_mesh("2")))
     assert not list(out.iterdir())
     assert EXCLUDED in codes(one.path)
-    assert not verify(one.path, VerifyOptions(strict=True, workers=1)).sound
+    assert not verify(one.path, VerifyOptions(strict=True, workers=1)).ok
 
 
 def test_what_is_there_is_written_where_that_is_said(out: Path) -> None:

@@ -96,7 +96,7 @@ def test_a_stray_file_of_one_parameter_is_no_state(copy_of: Callable[[str], Path
     shutil.copy(state, state.with_name("exp_avg_backup.pt"))
     catalog = open_checkpoint(folder).catalog
     assert catalog.tensors.keys() == before
-    told = [n.file for n in catalog.notes if isinstance(n, Problem) and n.code == "file-extra"]
+    told = [n.file for n in catalog.notes if isinstance(n, Problem) and n.code == "file-unused"]
     assert [Path(file or "").name for file in told] == ["exp_avg_backup.pt"]
 
 

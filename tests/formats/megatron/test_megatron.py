@@ -308,7 +308,7 @@ def test_thousands_of_folders_are_compared_at_once() -> None:
 def test_a_file_that_no_rank_has(copy_of: Copy) -> None:
     run = copy_of("megatron_torch_distributed") / "iter_0000100"
     shutil.copy(run / "mp_rank_00_000" / "distrib_optim.pt", run / "distrib_optim.pt")
-    assert "file-extra" in {one.code for one in verify(run, VerifyOptions()).findings}
+    assert "file-unused" in {one.code for one in verify(run, VerifyOptions()).findings}
 
 
 def test_a_number_that_may_be_a_pipeline_or_an_expert_rank(copy_of: Copy) -> None:
@@ -331,7 +331,7 @@ def test_a_save_that_never_finished(copy_of: Copy) -> None:
     assert "never finished" in notes
     found = verify(run, VerifyOptions())
     assert [one.code for one in found.findings if one.severity.value == "error"] == [
-        "save-unfinished"
+        "save-incomplete"
     ]
     (run / "iter_0000100" / ".metadata").unlink()
     with pytest.raises(Damaged, match="never finished"):
@@ -400,9 +400,9 @@ def test_a_rule_that_nobody_knows_is_a_conflict_that_tp_rule_settles(
     rules = parse_tp_rules(["my.own.weight=row"])
     convert_to("safetensors", run, out / "model", tp_rules=rules)
     verifying = VerifyOptions(ReadOptions(tp_rules=rules))
-    assert verify(run, verifying).sound
+    assert verify(run, verifying).ok
     one = RewriteOptions(Selection(select=("model.my.own.weight",)))
-    assert against(run, AgainstOptions(out / "model", one, verify=verifying)).verify.sound
+    assert against(run, AgainstOptions(out / "model", one, verify=verifying)).verify.ok
     wanted = case("megatron_torch").truth[
         "model.decoder.layers.0.self_attention.linear_proj.weight"
     ]
@@ -544,7 +544,7 @@ def test_the_weights_of_a_release(name: str, copy_of: Copy, out: Path) -> None:
     truth = case(name).truth
     assert found == {tensor: truth[truth_name(name, tensor)] for tensor in found}
     assert len(found) > 5
-    assert verify(run, VerifyOptions()).sound
+    assert verify(run, VerifyOptions()).ok
 
 
 def truth_name(name: str, tensor: str) -> str:

@@ -144,7 +144,7 @@ def test_names_that_differ_in_numbers(
     convert_to("safetensors", folder, out / "m")
     found, truth = read_back("safetensors", out / "m"), case(fixture).truth
     assert {name: found[name] for name in truth} == truth
-    assert verify(folder, VerifyOptions(workers=1)).sound
+    assert verify(folder, VerifyOptions(workers=1)).ok
 
 
 @pytest.mark.parametrize("kind", NAMES)

@@ -132,7 +132,7 @@ def _of_another_name(file: str, records: list[ZipRecord], source: Source) -> lis
     is_alike = _DIGITS.sub("0", saved_as) == _DIGITS.sub("0", stem)
     if saved_as == stem or not is_alike or other not in source.files:
         return []
-    message = f"{file}: its records are called as those of {other}: a copied or renamed file"
+    message = f"{file}: its records are named like those of {other}: copied or renamed"
     return [Problem(message, "rank-copied", file=file)]
 
 
@@ -140,8 +140,8 @@ def _unclaimed(region: Region, records: Iterable[ZipRecord]) -> list[Problem]:
     spare = unclaimed_bytes(region, records)
     if not spare:
         return []
-    message = f"{region.what}: {spare:,} of its {region.nbytes:,} bytes belong to no record"
-    return [Problem(message, "bytes-unclaimed", file=region.file)]
+    message = f"{region.what}: {spare:,} of its {region.nbytes:,} bytes are not used by any record"
+    return [Problem(message, "bytes-unused", file=region.file)]
 
 
 def _in_reach(region: Region, records: Iterable[ZipRecord]) -> Iterator[ZipRecord]:

@@ -59,7 +59,7 @@ def _not_carried(catalog: Catalog) -> list[Problem]:
 def _misnamed(catalog: Catalog) -> list[Problem]:
     return [
         Problem(
-            f"{entry.name}: its path spells {flat_name(entry.path)!r}",
+            f"{entry.name}: its path is {flat_name(entry.path)!r}",
             "name-mismatch",
             tensor=entry.name,
         )
@@ -89,7 +89,7 @@ def lost_shards(source: Source, catalog: Catalog) -> list[Problem]:
     for name, entry in catalog.tensors.items():
         if wanted and name.endswith(_QUERIES) and entry.shape and entry.shape[0] != wanted:
             message = f"{name}: {entry.shape[0]:,} rows, {_PARAMS} says {wanted:,}:"
-            message += f" there were more ranks than the {catalog.world_size} whose files are here"
+            message += f" files of ranks are missing ({catalog.world_size} found)"
             return [Problem(message, "rank-missing", tensor=name)]
     return []
 
@@ -120,9 +120,9 @@ def unnamed_latest(asked: Location, found: Survey) -> list[Problem]:
     if asked not in found.path.parents or (run / marker.file).exists():
         return []
     message = (
-        f"{run}: no {marker.file} beside {found.path.name}, so nothing says that it is the latest"
+        f"{run}: no {marker.file} beside {found.path.name}, so trainers will not resume from it"
     )
-    return [Problem(message, "latest-unnamed", file=marker.file)]
+    return [Problem(message, "latest-missing", file=marker.file)]
 
 
 PAGE = 4096
@@ -147,8 +147,8 @@ def unwritten_ends(
             continue
         view = next((v for span in by_file[file] for v in _cut(span, start, end)), None)
         if view is not None:
-            message = f"{file}: {sizes[file] - start:,} zeros from byte {start:,} to its end, which"
-            message += f" begin with a page in the midst of {view.tensor}"
+            message = f"{file}: {sizes[file] - start:,} zeros from byte {start:,} to the end,"
+            message += f" beginning at a page boundary inside {view.tensor}"
             yield Problem(message, "zeros-at-end", file=file)
 
 
@@ -182,7 +182,9 @@ def _listed_by_md5sum(source: Source) -> list[Problem]:
     text = read_metadata(source, CHECKLIST).decode("utf-8", "replace")
     lines = [_MD5_LINE.fullmatch(line.strip()) for line in text.splitlines() if line.strip()]
     if not all(lines):
-        return [Problem(f"{CHECKLIST}: no list of MD5s", "index-unreadable", file=CHECKLIST)]
+        return [
+            Problem(f"{CHECKLIST}: not a list of MD5 digests", "index-unreadable", file=CHECKLIST)
+        ]
     files = {line[2]: line[1].lower() for line in lines if line is not None}
     return list(_differing(source, files, CHECKLIST, "md5"))
 
@@ -198,7 +200,7 @@ def _listed_by_megatron(source: Source) -> list[Problem]:
     if not isinstance(files, dict) or not isinstance(listed, dict):
         return [Problem(f"{LISTED}: no list of files", "index-unreadable", file=LISTED)]
     if listed.get("algorithm") != _ALGORITHM:
-        message = f"{LISTED}: {str(listed.get('algorithm'))[:40]!r} is unknown; nothing is compared"
+        message = f"{LISTED}: {str(listed.get('algorithm'))[:40]!r} is not supported; not checked"
         return [Problem(message, "note", file=LISTED)]
     return list(_differing(source, files, LISTED, _ALGORITHM))
 
@@ -214,7 +216,9 @@ def _differing(
             yield from error.problems
             continue
         if found != digest:
-            message = f"{file}: {algorithm} {found[:16]}..., {listed} says {str(digest)[:16]}..."
+            message = (
+                f"{file}: {algorithm} {found[:16]}..., expected {str(digest)[:16]}... by {listed}"
+            )
             yield Problem(message, f"{algorithm}-mismatch", file=file)
 
 

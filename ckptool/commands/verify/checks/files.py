@@ -41,8 +41,8 @@ def name_problems(source: Source, row: Format, catalog: Catalog | None) -> list[
         whole = file.removesuffix(".tmp")
         commits = whole != file and whole.rpartition("/")[2] in committing
         if commits and whole in source.files:
-            message = f"{file} lies beside {whole}: a later save into this folder never finished"
-            problems.append(Problem(message, "torn-overwrite", file=file))
+            message = f"{file} lies beside {whole}: a later save into this folder did not finish"
+            problems.append(Problem(message, "overwrite-interrupted", file=file))
         elif not commits and (unfinished := unfinished_file(file)):
             problems.append(unfinished)
         elif not source.files[file] and _must_hold_bytes(file, rule):
@@ -67,8 +67,8 @@ def _uncommitted(rules: Mapping[str, FileRule | None]) -> list[Problem]:
     for folder, kinds in folders.items():
         last = max(rule.committed_by for rule in kinds)
         if folder and last and not any(rule.role is FileRole.METADATA for rule in kinds):
-            message = f"{folder}: data files and no {last}, which is written last"
-            problems.append(Problem(message, "save-unfinished", file=f"{folder}/{last}"))
+            message = f"{folder}: data files without {last}, which is written last"
+            problems.append(Problem(message, "save-incomplete", file=f"{folder}/{last}"))
     return problems
 
 
@@ -214,8 +214,8 @@ class FileCheck:
         held = read_torch_file(self._source, file).storages.values()
         spare = size - max((one.offset + one.nbytes for one in held), default=size)
         if spare:
-            message = f"{file}: {spare:,} of its {size:,} bytes belong to no storage"
-            self._problems.append(Problem(message, "bytes-unclaimed", file=file))
+            message = f"{file}: {spare:,} of its {size:,} bytes are not used by any storage"
+            self._problems.append(Problem(message, "bytes-unused", file=file))
 
     def _look_for_archives(self, file: str) -> None:
         held = 0
@@ -224,7 +224,7 @@ class FileCheck:
             held += item.nbytes
         spare = self._source.files[file] - held
         if spare:
-            message = f"{file}: {spare:,} of its bytes are no whole torch.save archive"
+            message = f"{file}: {spare:,} of its bytes are not a complete torch.save archive"
             raise Damaged(Problem(message, "file-truncated", file=file))
 
     def _compare_with_found(self, file: str, items: list[Item]) -> None:
@@ -233,10 +233,10 @@ class FileCheck:
         strangers = found - {(item.offset, item.nbytes) for item in items}
         if len(strangers) * 2 > len(found):
             message = (
-                f"{file}: {len(strangers):,} of its {len(found):,} whole archives lie at places"
+                f"{file}: {len(strangers):,} of its {len(found):,} archives are at offsets"
                 " that the metadata does not name: it is of another save"
             )
-            self._problems.append(Problem(message, "torn-overwrite", file=file))
+            self._problems.append(Problem(message, "overwrite-interrupted", file=file))
 
     def _require_claimed(self, file: str, items: list[Item]) -> None:
         """Bytes between and behind the items of a file."""
@@ -247,5 +247,5 @@ class FileCheck:
             position = max(position, end)
         spare += max(0, size - position)
         if spare:
-            message = f"{file}: {spare:,} of its {size:,} bytes belong to no item of the metadata"
-            self._problems.append(Problem(message, "bytes-unclaimed", file=file))
+            message = f"{file}: {spare:,} of its {size:,} bytes are not used by the metadata"
+            self._problems.append(Problem(message, "bytes-unused", file=file))

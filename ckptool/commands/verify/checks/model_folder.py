@@ -25,9 +25,11 @@ def folder_problems(source: Files, catalog: Catalog) -> list[Problem]:
         except UsageError as error:
             return [Problem(str(error), "metadata-unreadable", file=CONFIG)]
     if _ADAPTER in source.files:
-        return [Problem(_adapter_note(source), "adapter-alone", file=_ADAPTER)]
+        return [Problem(_adapter_note(source), "base-model-missing", file=_ADAPTER)]
     if catalog.format == "hf":
-        return [Problem(f"no {CONFIG}: nothing says what model the tensors are", "config-missing")]
+        return [
+            Problem(f"{CONFIG} not found: the model of these tensors is unknown", "config-missing")
+        ]
     return []
 
 
@@ -37,4 +39,4 @@ def _adapter_note(source: Files) -> str:
     except UsageError:
         base = None
     of = f", {json.dumps(base)}" if isinstance(base, str) and base else ""
-    return f"an adapter: the model that it belongs to{of}, is not here"
+    return f"an adapter; its base model{of} is not in this folder"

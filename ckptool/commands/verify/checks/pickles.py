@@ -63,12 +63,12 @@ def _problem(item: Global, file: str, offset: int | None, at: int, *, hostile: b
     place = f"at byte {at:,} of its compressed pickle"
     if offset is not None:
         place = f"at byte {offset + at:,}"
-    code, meaning = "unknown-callable", "is on no list of known data; nothing was called"
+    code, meaning = "unknown-callable", "is not known to be harmless; nothing was called"
     if hostile:
         code, meaning = "hostile-global", "can run code; nothing was called"
     elif is_harmless(item):
-        code, meaning = "unknown-global", "is no part of a plain checkpoint"
-    return Problem(f"{file}: the pickle {place} names {item}, which {meaning}", code, file=file)
+        code, meaning = "unknown-global", "is not part of a plain checkpoint"
+    return Problem(f"{file}: pickle {place} names {item}, which {meaning}", code, file=file)
 
 
 _DEEPEST = 100
@@ -100,14 +100,17 @@ class _Walk:
         size = self._unfolding.parts(value)
         self._descend(value)
         if self._endless:
-            yield "pickle-bomb", "a value that holds itself"
+            yield "pickle-bomb", "a value that contains itself"
         elif self._deepest > _DEEPEST or not self._unfolding.is_bounded(size):
             yield (
                 "pickle-bomb",
                 f"a value of {self._deepest:,} levels that unfolds to {size:,} parts",
             )
         if self._computed:
-            yield "value-odd", "a record that would call what is no class or function"
+            yield (
+                "value-suspicious",
+                "a record that would call what is not a class or function",
+            )
 
     def _descend(self, value: Any) -> None:
         """Go down to each part that no value before has had."""

@@ -12,6 +12,7 @@ from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.commands.options.source import ReadOptions, RewriteOptions
 from ckptool.commands.options.verify import CompareOptions, VerifyOptions
 from ckptool.commands.rewrite import RewriteResult, rewrite
+from ckptool.commands.verify.codes import Severity, require_codes
 from ckptool.commands.verify.compare.companions import differing_companions
 from ckptool.commands.verify.compare.coverage import (
     Amount,
@@ -36,7 +37,8 @@ from ckptool.commands.verify.compare.names import (
 )
 from ckptool.commands.verify.compare.tensors import Difference, Pair, Tolerance, compare
 from ckptool.commands.verify.compare.values import Unfolded, unfolded
-from ckptool.commands.verify.report import Severity, VerifyReport, finding_of, require_codes
+from ckptool.commands.verify.findings import finding_of
+from ckptool.commands.verify.report import VerifyReport
 from ckptool.commands.verify.verify import Progress, Started, Watched
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, TensorEntry
@@ -47,7 +49,7 @@ from ckptool.errors import CkptoolError, Damaged, Hostile, Problem, UsageError
 from ckptool.formats.writing import NOT_CARRIED
 from ckptool.storage.url import Location
 
-SIDES = ("here", "there")
+SIDES = ("A", "B")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +74,10 @@ class AgainstReport:
     ``coverage`` is how much of either side was compared, None where one cannot be read.
     """
 
-    verify: VerifyReport
-    other: Location
-    other_format: str | None
-    values: int
+    verify: VerifyReport = field(metadata={"key": None})
+    other: Location = field(metadata={"key": "path"})
+    other_format: str | None = field(metadata={"key": "format"})
+    values: int = field(metadata={"key": "values_compared"})
     differing: tuple[DifferingTensor, ...]
     coverage: tuple[Coverage, Coverage] | None
 
@@ -194,7 +196,7 @@ class _Comparison:
                 problem = why
             self._note(SIDES[number], [problem])
         notes = [note for note in catalog.notes if isinstance(note, Problem)]
-        self._note(SIDES[number], [n for n in notes if n.code in ("file-extra", NOT_CARRIED)])
+        self._note(SIDES[number], [n for n in notes if n.code in ("file-unused", NOT_CARRIED)])
         watched = Watched(opened.source, [*opened.catalog.files, *opened.catalog.companions])
         reads = CheckedSource(opened.source)
         return _Side(SIDES[number], opened, catalog, catalog, reads, watched)
@@ -263,7 +265,7 @@ class _Comparison:
         """All that was found, and what it comes to."""
         options = self._options
         if self._sides and not self._compared:
-            self._found.append(Problem("no name of the one is in the other", "nothing-compared"))
+            self._found.append(Problem("no name in common", "nothing-compared"))
         problems = [*self._found, *(tensor.problem for tensor in self._differing)]
         ignored = options.verify.ignore
         findings = tuple(finding_of(one) for one in problems if one.code not in ignored)
@@ -272,15 +274,15 @@ class _Comparison:
             self._path,
             formats[0],
             findings,
-            sound=True,
-            sentence="",
+            ok=True,
+            summary="",
             nbytes=self._nbytes,
             tensors=len(self._pairs),
         )
         failures = len(report.fails(options.verify.strict))
         coverage = self._coverage()
-        sound = not failures and coverage is not None and self._compared
-        report = replace(report, sound=sound, sentence=self._sentence(failures, coverage))
+        ok = not failures and coverage is not None and self._compared
+        report = replace(report, ok=ok, summary=self._sentence(failures, coverage))
         return AgainstReport(
             report, options.other, formats[1], self._values, tuple(self._differing), coverage
         )
@@ -304,16 +306,16 @@ class _Comparison:
 
     def _sentence(self, failures: int, coverage: tuple[Coverage, Coverage] | None) -> str:
         if coverage is None:
-            return "Not compared; what is damaged cannot be."
+            return "FAILED: not compared: damaged"
         if failures or not self._compared:
-            return f"Not the same; {counted(failures, 'difference')}."
+            return f"DIFFERENT: {counted(failures, 'difference')}"
         rests = [
             f"{one.rest} of {path}"
             for one, path in zip(coverage, (self._path, self._options.other), strict=True)
             if one.rest != Amount()
         ]
         but = f"; not compared: {', '.join(rests)}" if rests else ""
-        return f"The same: {self._what()}{but}."
+        return f"EQUAL: {self._what()}{but}"
 
     def _what(self) -> str:
         """What was compared, and how."""
@@ -321,7 +323,7 @@ class _Comparison:
         compared = sum(pair.one.nbytes for pair in self._pairs)
         cast = sum(pair.is_cast for pair in self._pairs)
         once = f", {cast:,} of them cast to the other's type" if cast else ""
-        values = f", {counted(self._values, 'value')} besides" if self._values else ""
+        values = f", {counted(self._values, 'non-tensor value')}" if self._values else ""
         return f"{counted(len(self._pairs), 'tensor')} ({compared:,} bytes) {how}{once}{values}"
 
 
@@ -338,7 +340,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class DifferingTensor:
-    """A tensor whose values differ: how, and who holds the first differing element, here and there.
+    """A tensor whose values differ: how, and who holds the first differing element, A and B.
 
     ``elements`` is the number of all elements of the tensor.
     """
@@ -356,8 +358,8 @@ class DifferingTensor:
         largest = "" if found.largest is None else f", largest difference {found.largest:.6g}"
         message = (
             f"{self.name}: {found.elements:,} of {self.elements:,} elements differ, first at"
-            f" {list(found.first)}: {found.values[0]} here ({self.holders[0]}),"
-            f" {found.values[1]} there ({self.holders[1]}){largest}"
+            f" {list(found.first)}: A {found.values[0]} ({self.holders[0]}),"
+            f" B {found.values[1]} ({self.holders[1]}){largest}"
         )
         return Problem(message, "tensor-differs", file=self.holders[0].file, tensor=self.name)
 

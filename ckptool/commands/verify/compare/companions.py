@@ -37,9 +37,9 @@ def differing_companions(one: Opened, other: Opened, assets: Path | None) -> Ite
     for name, here in mine.items():
         there = theirs.get(name)
         if there is None:
-            yield Problem(f"{name}: a file here, missing there", "companion-missing", file=name)
+            yield Problem(f"{name}: a file in A, missing in B", "companion-missing", file=name)
         elif here.nbytes != there.nbytes or here.digest() != there.digest():
-            message = f"{name}: {here.nbytes:,} bytes here, {there.nbytes:,} there, not the same"
+            message = f"{name}: content differs (A {here.nbytes:,} bytes, B {there.nbytes:,})"
             yield Problem(message, "companion-differs", file=name)
 
 

@@ -88,12 +88,12 @@ def left_out(made: RewriteResult, path: object) -> list[Problem]:
         by_map = [made.kept.tensors[n] for n in made.map.excluded if n in made.kept.tensors]
         rest = len(made.map.excluded) - len(by_map)
         if by_map or rest:
-            what = f"{amount(by_map, rest)} of {path} are left out, as the map {made.map.name} says"
-            found.append(Problem(what, "not-chosen"))
+            what = f"{amount(by_map, rest)} of {path} excluded by the map {made.map.name}"
+            found.append(Problem(what, "excluded"))
         cut = [move for move in made.map.moves if "unpad" in move.operation]
         if cut:
             what = f"the padding of {counted(len(cut), 'tensor')} of {path} is cut off, such as"
-            found.append(Problem(f"{what} {cut[0].target}: {cut[0].operation}", "not-chosen"))
+            found.append(Problem(f"{what} {cut[0].target}: {cut[0].operation}", "excluded"))
     return found
 
 
@@ -102,8 +102,8 @@ def not_chosen(path: object, tensors: Collection[TensorEntry], values: int) -> P
     parts = Counter(state_category(entry) for entry in tensors)
     of = ", ".join(f"{count:,} {part}" for part, count in parts.most_common())
     told = f": {of} tensors" if of else ""
-    what = f"{amount(tensors, values)} of {path} are left out as asked{told}"
-    return Problem(what, "not-chosen")
+    what = f"excluded: {amount(tensors, values)} of {path}{told}"
+    return Problem(what, "excluded")
 
 
 def catalog_coverage(catalog: Catalog, names: Collection[str], values: int) -> Coverage:

@@ -87,21 +87,23 @@ def _model_like(catalog: Catalog, wanted: set[str]) -> Counterpart:
 def differing_names(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:
     """One problem for each tensor and each value that only one of the two has."""
     for holds, lacks, code, here, there in (
-        (mine, theirs, "missing", "here", "there"),
-        (theirs, mine, "extra", "there", "here"),
+        (mine, theirs, "missing", "A", "B"),
+        (theirs, mine, "extra", "B", "A"),
     ):
         for name in holds.tensors:
             if name not in lacks.tensors:
                 state = "a value" if name in lacks.objects else "missing"
-                message = f"{name}: a tensor {here}, {state} {there}"
+                message = f"{name}: a tensor in {here}, {state} in {there}"
                 yield Problem(message, f"tensor-{code}", tensor=name)
         names = [name for name in holds.objects if not _has(lacks, name)]
         if names and not lacks.objects and holds_no_values(lacks.format):
-            message = f"{len(names):,} values besides tensors, which {lacks.format} cannot hold"
-            yield Problem(message, "values-not-held")
+            message = f"{len(names):,} non-tensor values, which {lacks.format} cannot hold"
+            yield Problem(message, "values-unsupported")
             continue
         for name in names:
-            yield Problem(f"{name}: a value {here}, missing {there}", f"value-{code}", tensor=name)
+            yield Problem(
+                f"{name}: a value in {here}, missing in {there}", f"value-{code}", tensor=name
+            )
 
 
 def holds_no_values(format_name: str) -> bool:
@@ -116,7 +118,7 @@ def _has(catalog: Catalog, name: str) -> bool:
 def unread_notes(catalog: Catalog, selection: Selection = EVERYTHING) -> list[Problem]:
     """What a scan noted of selected tensors that it does not read at all."""
     notes = [note for note in catalog.notes if isinstance(note, Problem)]
-    unread = [note for note in notes if note.code == "tensor-unread" and note.tensor]
+    unread = [note for note in notes if note.code == "tensor-unsupported" and note.tensor]
     return [
         note
         for note in unread
@@ -144,8 +146,8 @@ def differing_unread(mine: Catalog, theirs: Catalog, selection: Selection) -> It
             note = notes[0].get(name) or notes[1][name]
             yield Problem(str(note), "value-not-compared", tensor=name)
             continue
-        here, there = ("here", "there") if name in notes[0] else ("there", "here")
-        message = f"{name}: a tensor that ckptool does not read {here}, missing {there}"
+        here, there = ("A", "B") if name in notes[0] else ("B", "A")
+        message = f"{name}: unsupported tensor in {here}, missing in {there}"
         code = "tensor-missing" if name in notes[0] else "tensor-extra"
         yield Problem(message, code, tensor=name)
 
@@ -159,14 +161,14 @@ def differing_type(
     model's weights will. Single numbers, such as a step counter, are never cast.
     """
     if one.shape != other.shape:
-        message = f"{one.name}: shape {list(one.shape)} here, {list(other.shape)} there"
+        message = f"{one.name}: shape A {list(one.shape)}, B {list(other.shape)}"
         return Problem(message, "shape-differs", tensor=one.name)
     types = one.dtype, other.dtype
     if types[0] == types[1] or (as_numbers and all(map(is_numeric, types))):
         return None
     if cast and can_cast(one) and state_category(one) == "model" and other.dtype.kind == "float":
         return None
-    message = f"{one.name}: {types[0]} here, {types[1]} there"
+    message = f"{one.name}: A {types[0]}, B {types[1]}"
     return Problem(message, "dtype-differs", tensor=one.name)
 
 
@@ -176,10 +178,10 @@ def differing_values(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:
     for name in common_values(mine, theirs):
         one, other = mine.objects[name].value, theirs.objects[name].value
         if any(UNREAD_TENSOR in known.of(value) for value in (one, other)):
-            message = f"{name}: a {type_name(one)}, whose bytes ckptool does not read"
+            message = f"{name}: unsupported type {type_name(one)}; not compared"
             yield Problem(message, "value-not-compared", tensor=name)
         elif value_digest(one, name) != value_digest(other, name):
-            message = f"{name}: {_short(one)} here, {_short(other)} there"
+            message = f"{name}: A {_short(one)}, B {_short(other)}"
             yield Problem(message, "value-differs", tensor=name)
 
 

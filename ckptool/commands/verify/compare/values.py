@@ -59,7 +59,7 @@ def _too_large(name: str) -> CannotDo:
     return CannotDo(
         f"{name}: a value of more than {_MOST_NODES:,} parts, or nested more than {_DEEPEST} deep,"
         " cannot be compared",
-        hint=f"--drop '{name}' leaves it out",
+        hint=f"exclude it with --drop '{name}'",
     )
 
 

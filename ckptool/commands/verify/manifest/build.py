@@ -107,7 +107,7 @@ def _unplaced(catalog: Catalog) -> dict[str, str]:
     return {
         name: str(why)
         for name, why in catalog.conflicts.items()
-        if isinstance(why, Problem) and why.code == "ranks-unplaced"
+        if isinstance(why, Problem) and why.code == "sharding-unrecorded"
     }
 
 
@@ -118,7 +118,7 @@ def _values(catalog: Catalog) -> tuple[dict[str, ValueProof], dict[str, str]]:
     unproved |= _unplaced(catalog)
     for name, entry in catalog.objects.items():
         if UNREAD_TENSOR in known.of(entry.value):
-            unproved[name] = f"a {type_name(entry.value)}, whose bytes ckptool does not read"
+            unproved[name] = f"unsupported type {type_name(entry.value)}; not read"
             continue
         text = value_text(entry.value, name)
         short = text if len(text) <= _LONGEST_JSON else None
@@ -143,10 +143,10 @@ def write_manifest(manifest: Manifest, path: Location, *, overwrite: bool) -> No
 def require_writable(path: Location, *, overwrite: bool) -> None:
     """CannotDo where a manifest must not or cannot be written: ask before all is read."""
     if path.is_dir():
-        raise CannotDo(f"{path}: is a folder, no file to write a manifest to")
+        raise CannotDo(f"{path}: is a folder; a manifest is a file")
     if isinstance(path, Path) and not path.parent.is_dir():
-        raise CannotDo(f"{path.parent}: no such folder to write into")
+        raise CannotDo(f"{path.parent}: no such folder")
     if (path.exists() or (isinstance(path, Path) and path.is_symlink())) and not overwrite:
-        raise CannotDo(f"{path} exists already", hint="--overwrite replaces it")
+        raise CannotDo(f"{path} already exists", hint="--overwrite replaces it")
     if isinstance(path, Path):
         require_marked(path, MARK, noun="manifest")

@@ -12,14 +12,17 @@ from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.commands.options.source import RewriteOptions, Selection
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.rewrite import rewrite
+from ckptool.commands.verify.codes import CODES, Severity, require_codes
 from ckptool.commands.verify.compare.coverage import (
     Amount,
     amount,
+    counted,
     left_out,
     not_chosen,
     rewritten_coverage,
 )
 from ckptool.commands.verify.compare.names import applicable, counterpart, holds_no_values
+from ckptool.commands.verify.findings import finding_of
 from ckptool.commands.verify.manifest.build import (
     Measured,
     file_sizes,
@@ -29,7 +32,7 @@ from ckptool.commands.verify.manifest.build import (
     write_manifest,
 )
 from ckptool.commands.verify.manifest.schema import Manifest, ValueProof, read_manifest
-from ckptool.commands.verify.report import CODES, Severity, VerifyReport, finding_of, require_codes
+from ckptool.commands.verify.report import VerifyReport
 from ckptool.commands.verify.verify import Started, examine
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.dtype import BY_NAME
@@ -68,7 +71,7 @@ def write(path: Location, options: ProvingOptions, started: Started | None = Non
     options = replace(options, verify=replace(options.verify, ignore=_harmless(options.verify)))
     examined = examine(path, options.verify, started, digest=True)
     report, opened = examined.report, _opened(path, options)
-    if not report.sound or opened is None:
+    if not report.ok or opened is None:
         return _not_written(report, options)
     made = rewrite(opened, options.rewrite)
     files = sorted(file_sizes(opened.catalog)) if options.is_whole else []
@@ -80,13 +83,13 @@ def write(path: Location, options: ProvingOptions, started: Started | None = Non
     ]
     found += left_out(made, opened.path)
     report = _with(report, measured, [*examined.watched.problems(), *found], options.verify)
-    if not report.sound or made.catalog.tensors.keys() - measured.manifest.tensors.keys():
+    if not report.ok or made.catalog.tensors.keys() - measured.manifest.tensors.keys():
         return _not_written(report, options)
     write_manifest(measured.manifest, options.manifest, overwrite=options.overwrite)
     written = measured.manifest
     rest = rewritten_coverage(made, written.tensors, len(written.values)).rest
-    sentence = f"Sound: wrote {options.manifest}, {_told(written)}{_but(rest, path)}."
-    return replace(report, sentence=sentence)
+    summary = f"OK: wrote {options.manifest}: {_told(written)}{_but(rest, path)}"
+    return replace(report, summary=summary)
 
 
 def prove(path: Location, options: ProvingOptions, started: Started | None = None) -> VerifyReport:
@@ -98,8 +101,8 @@ def prove(path: Location, options: ProvingOptions, started: Started | None = Non
     examined = examine(path, options.verify, started)
     report, opened = examined.report, _opened(path, options)
     if opened is None:
-        sentence = f"Not proved by {options.manifest}; it cannot be read."
-        return replace(report, sound=False, sentence=sentence)
+        summary = f"FAILED: cannot be read, so not compared with {options.manifest}"
+        return replace(report, ok=False, summary=summary)
     asked = applicable(options.rewrite, opened.catalog, manifest_catalog(manifest))
     made = rewrite(opened, asked)
     chosen = Narrowed(manifest, [], 0)
@@ -118,19 +121,21 @@ def prove(path: Location, options: ProvingOptions, started: Started | None = Non
     alike = [name for name in recorded.tensors if name in measured.manifest.tensors]
     values = len(recorded.values.keys() & measured.manifest.values.keys())
     if not alike and (measured.manifest.tensors or not values):
-        nothing = finding_of(Problem("no name of the one is in the other", "nothing-compared"))
-        report = replace(report, findings=(*report.findings, nothing), sound=False)
-    if not report.sound:
-        count = len(report.fails(options.verify.strict))
-        thing = f"{count:,} thing{' is' if count == 1 else 's are'}"
-        sentence = f"Not proved by {options.manifest}; {thing} not as it should be."
-        return replace(report, sentence=sentence)
+        nothing = finding_of(Problem("no name in common", "nothing-compared"))
+        report = replace(report, findings=(*report.findings, nothing), ok=False)
+    if not report.ok:
+        summary = f"FAILED: does not match {options.manifest}: {_count(report, options)}"
+        return replace(report, summary=summary)
     but = _but(rewritten_coverage(made, alike, values).rest, path)
     but += _but(amount(chosen.tensors, chosen.values), options.manifest)
     found_files = measured.manifest.files
     same = {name: file for name, file in recorded.files.items() if found_files.get(name) == file}
-    sentence = f"Proved by {options.manifest}: {_told(replace(recorded, files=same))}{but}."
-    return replace(report, sentence=sentence)
+    summary = f"OK: matches {options.manifest}: {_told(replace(recorded, files=same))}{but}"
+    return replace(report, summary=summary)
+
+
+def _count(report: VerifyReport, options: ProvingOptions) -> str:
+    return counted(len(report.fails(options.verify.strict)), "problem")
 
 
 def _harmless(options: VerifyOptions) -> tuple[str, ...]:
@@ -141,7 +146,7 @@ def _harmless(options: VerifyOptions) -> tuple[str, ...]:
 
 def _but(rest: Amount, path: Location) -> str:
     """What of a checkpoint or manifest was left out."""
-    return "" if rest == Amount() else f"; left out: {rest} of {path}"
+    return "" if rest == Amount() else f"; excluded: {rest} of {path}"
 
 
 def _opened(path: Location, options: ProvingOptions) -> Opened | None:
@@ -173,12 +178,16 @@ def _with(
     more = [finding_of(problem) for problem in problems if problem.code not in options.ignore]
     findings = (*report.findings, *more)
     nbytes = report.nbytes + measured.nbytes
-    report = replace(report, findings=findings, depth="content", nbytes=nbytes)
-    return replace(report, sound=not report.fails(options.strict))
+    report = replace(report, findings=findings, depth="full", nbytes=nbytes)
+    return replace(report, ok=not report.fails(options.strict))
 
 
 def _not_written(report: VerifyReport, options: ProvingOptions) -> VerifyReport:
-    return replace(report, sound=False, sentence=f"Not sound; {options.manifest} is not written.")
+    return replace(
+        report,
+        ok=False,
+        summary=f"FAILED: {_count(report, options)}; {options.manifest} not written",
+    )
 
 
 def _told(manifest: Manifest) -> str:
@@ -246,13 +255,13 @@ def differences(recorded: Manifest, found: Manifest, catalog: Catalog) -> Iterat
     if recorded.files and not changed:
         return
     if changed and _is_another_writing(recorded, found, changed, catalog):
-        message = f"{len(recorded.files):,} files are recorded; those here are not the same"
+        message = f"{len(recorded.files):,} files in the manifest; the checkpoint has other files"
         yield Problem(message, "manifest-other-files")
     else:
         yield from (_differing_file(name, recorded, found, catalog) for name in changed)
     for name in sorted({*recorded.unproved, *found.unproved}):
         why = recorded.unproved.get(name) or found.unproved[name]
-        yield Problem(f"{name}: {why}", "manifest-unproved", tensor=name)
+        yield Problem(f"{name}: {why}", "manifest-unchecked", tensor=name)
 
 
 def _is_another_writing(
@@ -280,21 +289,21 @@ def _differing_tensors(recorded: Manifest, found: Manifest) -> Iterator[Problem]
         here, said = (f"{one.dtype} {list(one.shape)}" for one in (other, proof))
         if here == said:
             here, said = (f"SHA-256 {one.sha256[:16]}..." for one in (other, proof))
-        message = f"{name}: {here}, the manifest says {said}"
+        message = f"{name}: {here}; in the manifest {said}"
         yield Problem(message, "manifest-differs", tensor=name)
 
 
 def _differing_values(recorded: Manifest, found: Manifest) -> Iterator[Problem]:
     if recorded.values and not found.values and holds_no_values(found.format):
-        message = f"{len(recorded.values):,} values besides tensors, which {found.format}"
-        yield Problem(f"{message} cannot hold, are not proved", "values-not-held")
+        message = f"{len(recorded.values):,} non-tensor values, which {found.format}"
+        yield Problem(f"{message} cannot hold, are not checked", "values-unsupported")
         return
     yield from _missing(recorded.values, found.values, "a value")
     for name, proof in recorded.values.items():
         other = found.values.get(name)
         if other is not None and other.sha256 != proof.sha256:
             message = (
-                f"{name}: {_tell_difference(other)}, the manifest says {_tell_difference(proof)}"
+                f"{name}: {_tell_difference(other)}; in the manifest {_tell_difference(proof)}"
             )
             yield Problem(message, "manifest-differs", tensor=name)
 
@@ -316,10 +325,10 @@ def _differing_file(name: str, recorded: Manifest, found: Manifest, catalog: Cat
         return Problem(f"{name}: a file", "manifest-missing", file=name)
     said = recorded.files[name]
     if size != said.nbytes:
-        message = f"{name}: the file has {size:,} bytes, the manifest says {said.nbytes:,}"
+        message = f"{name}: the file has {size:,} bytes; in the manifest {said.nbytes:,}"
     else:
         here = found.files[name].sha256[:16]
-        message = f"{name}: the file's SHA-256 is {here}..., the manifest says"
+        message = f"{name}: SHA-256 {here}...; in the manifest"
         message += f" {said.sha256[:16]}..."
     return Problem(message, "manifest-differs", file=name)
 

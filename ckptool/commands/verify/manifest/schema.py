@@ -100,18 +100,18 @@ def read_manifest(path: Location) -> Manifest:
     """
     try:
         if isinstance(path, Path) and path.stat().st_size > _LARGEST:
-            raise Damaged(f"{path}: {path.stat().st_size:,} bytes; no manifest is as large")
+            raise Damaged(f"{path}: {path.stat().st_size:,} bytes; too large for a manifest")
         text = path.read_bytes().decode()
     except OSError as error:
         raise NotFound(
             f"{path}: cannot be read: {(error.strerror or str(error)).lower()}"
         ) from None
     except UnicodeDecodeError:
-        raise Damaged(f"{path}: no manifest: it is not text") from None
+        raise Damaged(f"{path}: not a manifest: not text") from None
     try:
         content = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
-        raise Damaged(f"{path}: no manifest: it is not JSON, or was cut") from None
+        raise Damaged(f"{path}: not a manifest: not JSON, or truncated") from None
     return _parsed(content, path)
 
 
@@ -121,18 +121,18 @@ def _refuse_constant(word: str) -> None:
 
 def _parsed(content: Any, path: Location) -> Manifest:
     if not isinstance(content, dict) or "schema" not in content:
-        raise Damaged(f"{path}: no manifest: it names no schema")
+        raise Damaged(f"{path}: not a manifest: no schema")
     if content["schema"] != SCHEMA:
         raise Damaged(
-            f"{path}: a manifest of schema {str(content['schema'])[:80]!r}; this ckptool reads"
-            f" {SCHEMA!r}",
+            f"{path}: manifest schema {str(content['schema'])[:80]!r} is not supported;"
+            f" this ckptool reads {SCHEMA!r}",
             hint="verify with the ckptool that wrote it, or a newer one",
         )
     recorded = content.pop("sha256", None)
     if recorded != text_digest(canonical_text(content)):
         raise Damaged(
-            f"{path}: the manifest is not as it was written: its own SHA-256 differs",
-            hint="take another copy of it; a manifest that was edited proves nothing",
+            f"{path}: the manifest was changed: its own SHA-256 differs",
+            hint="use an unchanged copy of the manifest",
         )
     try:
         return Manifest(
@@ -143,44 +143,44 @@ def _parsed(content: Any, path: Location) -> Manifest:
             {_text(name): _file(proof) for name, proof in _items(content["files"])},
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise Damaged(f"{path}: a manifest that lacks something: {error}") from None
+        raise Damaged(f"{path}: incomplete manifest: {error}") from None
 
 
 def _items(value: Any) -> Any:
     if not isinstance(value, dict):
-        raise TypeError("a list of names is none")
+        raise TypeError("not an object")
     return value.items()
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{str(value)[:80]!r} is no text")
+        raise TypeError(f"{str(value)[:80]!r} is not text")
     return value
 
 
 def _digest(proof: Mapping[str, Any]) -> str:
     if not _DIGEST.fullmatch(_text(proof["sha256"])):
-        raise ValueError(f"{proof['sha256'][:80]!r} is no SHA-256")
+        raise ValueError(f"{proof['sha256'][:80]!r} is not a SHA-256")
     return str(proof["sha256"])
 
 
 def _natural(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{str(value)[:80]!r} is no size")
+        raise ValueError(f"{str(value)[:80]!r} is not a size")
     return value
 
 
 def _tensor(proof: Any) -> TensorProof:
     dtype = _text(proof["dtype"])
     if dtype not in BY_NAME:
-        raise ValueError(f"{dtype[:80]!r} is no element type")
+        raise ValueError(f"{dtype[:80]!r} is not an element type")
     return TensorProof(dtype, tuple(map(_natural, proof["shape"])), _digest(proof))
 
 
 def _value(proof: Any) -> ValueProof:
     text = proof["json"]
     if text is not None and text_digest(_text(text)) != proof["sha256"]:
-        raise ValueError("a value is not what its SHA-256 says")
+        raise ValueError("a value does not match its SHA-256")
     return ValueProof(_digest(proof), text)
 
 

@@ -14,7 +14,7 @@ from ckptool.engine.check.replicas import differing_replicas
 from ckptool.errors import CannotDo, Problem
 from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
 
-_SPOILS_ITS_FILE = frozenset(["rank-copied", "torn-overwrite", "item-mismatch"])
+_SPOILS_ITS_FILE = frozenset(["rank-copied", "overwrite-interrupted", "item-mismatch"])
 _SPOILS_ALL = frozenset(["saves-mixed"])
 
 
@@ -68,7 +68,7 @@ def _blamed(catalog: Catalog, problems: list[Problem]) -> dict[str, str]:
     mixed = [problem for problem in problems if problem.code in _SPOILS_ALL]
     if mixed:
         raise CannotDo(
-            f"nothing can be told to be whole: {mixed[0]}",
+            f"nothing can be recovered: {mixed[0]}",
             hint="move the files of each save into a folder of their own",
         )
     lost = {name: str(why) for name, why in catalog.conflicts.items()}
@@ -78,7 +78,7 @@ def _blamed(catalog: Catalog, problems: list[Problem]) -> dict[str, str]:
     known = Foreign()
     for name, value in catalog.objects.items():
         if UNREAD_TENSOR in known.of(value.value):
-            lost[name] = f"a {type_name(value.value)}, which ckptool does not read"
+            lost[name] = f"unsupported type {type_name(value.value)}"
     return lost | {str(note.tensor): str(note) for note in unread_notes(catalog)}
 
 

@@ -214,8 +214,8 @@ def rebuild(found: Survey, options: ReadOptions) -> Rebuilt:
         unknown = (*recovery.unknown, *_unrecorded(recovery.catalog))
         return Rebuilt(recovery.catalog, (*found.problems, *recovery.problems), unknown)
     raise CannotDo(
-        f"{found.path}: nothing of it can be read: {found.problems[0]}",
-        hint="ckptool verify lists what is wrong with it",
+        f"{found.path}: nothing can be read: {found.problems[0]}",
+        hint=f"run: ckptool verify {found.path}",
     )
 
 
@@ -236,7 +236,7 @@ def _scanned_again(found: Survey, longer: Mended, options: ReadOptions) -> Rebui
 
 def _unrecorded(catalog: Catalog) -> tuple[str, ...]:
     notes = [note for note in catalog.notes if isinstance(note, Problem)]
-    return tuple(str(note) for note in notes if note.code == "world-unrecorded")
+    return tuple(str(note) for note in notes if note.code == "world-size-unrecorded")
 
 
 def _unseen(found: Survey, problems: Iterable[Problem]) -> tuple[str, ...]:
@@ -244,4 +244,4 @@ def _unseen(found: Survey, problems: Iterable[Problem]) -> tuple[str, ...]:
     if found.format.name == "dcp" and _METADATA in found.source.files:
         return ()
     files = dict.fromkeys(one.file for one in problems if one.file and not one.tensor)
-    return tuple(f"what lay in {file} alone" for file in files)
+    return tuple(f"what only {file} contained" for file in files)

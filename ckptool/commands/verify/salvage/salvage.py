@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from ckptool.commands.document import document
 from ckptool.commands.open import Opened, survey
 from ckptool.commands.options.verify import SalvageOptions
 from ckptool.commands.transfer import (
@@ -28,8 +29,8 @@ from ckptool.formats.base import Request
 from ckptool.storage.disk import require_marked, write_whole
 from ckptool.storage.url import Location
 
-_AFRESH = "the same command starts afresh"
-_AGAIN = "the same command with --overwrite writes both again"
+_AFRESH = "run the same command again"
+_AGAIN = "run the same command with --overwrite"
 _MARK = b'{\n "schema": "ckptool.salvage/'
 
 
@@ -42,6 +43,8 @@ class SalvageReport:
     the tensors lie in bytes for which no checksum is stored. ``nbytes`` were written; ``listing``
     is the file beside the target that says all of this.
     """
+
+    computed: ClassVar = ("complete",)
 
     path: str
     format: str
@@ -97,7 +100,7 @@ class Salvage:
             self._write_list()
             earlier.remove()
         except (CannotDo, NotFound, OSError) as error:
-            message = f"{error}; {self.report.target}: the new one stands, whole"
+            message = f"{error}; {self.report.target}: the new one is complete"
             raise Committed(message, hint=_AGAIN) from None
         if late is not None:
             raise Committed(late.message, hint=_AGAIN) from late
@@ -158,15 +161,15 @@ def plan_salvage(path: Location, target: Location, options: SalvageOptions) -> S
     require_apart(opened, target)
     listing = target.with_name(f"{target.name}.salvage.json")
     if listing.exists() and not options.transfer.overwrite:
-        raise CannotDo(f"{listing} exists already", hint="--overwrite replaces it")
+        raise CannotDo(f"{listing} already exists", hint="--overwrite replaces it")
     if isinstance(listing, Path):
         require_marked(listing, _MARK, noun="list of a salvage")
     workers = options.transfer.run.workers or opened.source.workers
     whole = whole_part(opened, rebuilt.problems, workers)
     if not whole.catalog.tensors and not whole.catalog.objects:
         raise CannotDo(
-            f"{found.path}: nothing in it is whole",
-            hint="ckptool verify lists what is wrong with it",
+            f"{found.path}: nothing in it can be recovered",
+            hint=f"run: ckptool verify {found.path}",
         )
     writer = single_file_suffixes().get(target.suffix, FORMATS["dcp"])
     layout = writer.lay_out(whole.catalog, Request(target.name))
@@ -191,5 +194,5 @@ def plan_salvage(path: Location, target: Location, options: SalvageOptions) -> S
 
 
 def salvage_content(report: SalvageReport) -> dict[str, Any]:
-    """The report as ``ckptool.salvage/1``."""
-    return {"schema": "ckptool.salvage/1", "complete": report.complete} | asdict(report)
+    """Return the report as ``ckptool.salvage/2``."""
+    return document("salvage", report)

@@ -98,7 +98,7 @@ def test_nothing_is_left_behind(report: TransferBenchReport, workdir: Path) -> N
 
 def test_json_holds_every_sample(report: TransferBenchReport) -> None:
     told = json.loads(json.dumps(transfer_bench_json(report)))
-    assert told["schema"] == "ckptool.transfer-bench/1"
+    assert told["schema"] == "ckptool.transfer-bench/2"
     assert told["settings"]["repeat"] == 1
     assert [len(row["samples"]) for row in told["rows"]] == [1] * len(MEASURED)
     assert told["versions"]["torch"]

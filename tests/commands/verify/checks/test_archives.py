@@ -48,8 +48,8 @@ def test_a_changed_byte_shows_as_in_the_first(rows: int) -> None:
 def test_one_that_differs_in_its_values_alone_is_known() -> None:
     first, second = (saved(seed, 300) for seed in (1, 2))
     regions = [Region(EdgeSource("x", d, b"", len(d)), "x", 0, len(d)) for d in (first, second)]
-    sound = SoundArchives()
-    sound.learn(regions[0], read_directory(regions[0]).values())
-    found = sound.again(regions[1])
+    ok = SoundArchives()
+    ok.learn(regions[0], read_directory(regions[0]).values())
+    found = ok.again(regions[1])
     records = read_directory(regions[1])
     assert found == [records["archive/data/0"], records["archive/.data/serialization_id"]]

@@ -47,7 +47,7 @@ def test_verify_says_what_convert_leaves_behind(make: object, count: int, tmp_pa
     source = make(tmp_path)
     report = ckptool.convert(source, tmp_path / "out", to="safetensors", fsync=False)
     noted = [note for note in report.notes if note.startswith("not carried")]
-    found = [f for f in ckptool.verify(source).findings if f.code == "value-not-carried"]
+    found = [f for f in ckptool.verify(source).findings if f.code == "value-not-written"]
     assert len(noted) == count
     assert [finding.message for finding in found] == noted
 
@@ -81,7 +81,7 @@ def test_files_that_go_with_the_model_are_compared(model: Path) -> None:
     assert codes(model, other) == ["companion-differs"]
     (other / "tokenizer.json").unlink()
     assert codes(model, other) == ["companion-missing"]
-    assert not ckptool.compare(model, other, strict=True).verify.sound
+    assert not ckptool.compare(model, other, strict=True).verify.ok
     assert codes(other, model) == []
 
 

@@ -84,8 +84,8 @@ def saved(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
 @pytest.mark.parametrize("one", GOOD, ids=by_name)
 def test_every_checkpoint_is_the_same_as_itself(one: Case) -> None:
     report = against(one.path, one.path)
-    assert report.verify.sound
-    assert report.verify.sentence.startswith("The same")
+    assert report.verify.ok
+    assert report.verify.summary.startswith("EQUAL")
     assert report.verify.tensors >= len(one.truth)
 
 
@@ -97,10 +97,10 @@ def test_a_conversion_is_the_same_both_ways(one: Case, target: str, out: Path) -
     for pair in ((one.path, path), (path, one.path)):
         report = against(*pair)
         assert codes(report) <= {
-            "values-not-held",
+            "values-unsupported",
             "value-missing",
             "value-extra",
-            "value-not-carried",
+            "value-not-written",
             "companion-missing",
         }
         assert report.verify.tensors >= len(one.truth)
@@ -111,7 +111,7 @@ def test_a_conversion_is_the_same_both_ways(one: Case, target: str, out: Path) -
 def test_another_mesh_is_the_same(name: str, mesh: str, out: Path) -> None:
     prepare_reshard(case(name).path, out / "m", ReshardOptions(parse_mesh(mesh))).run()
     report = against(case(name).path, out / "m")
-    assert report.verify.sound
+    assert report.verify.ok
     assert report.verify.tensors >= len(case(name).truth)
 
 
@@ -149,7 +149,7 @@ def test_one_element_is_found_and_placed(
     saved: Callable[..., tuple[Path, Path]],
 ) -> None:
     report = against(*saved(set_element(name, index, value)))
-    assert not report.verify.sound
+    assert not report.verify.ok
     (found,) = report.differing
     assert (found.name, found.difference.elements, found.difference.first) == (name, 1, index)
     assert [holder.file for holder in found.holders] == ["one.safetensors", "other.safetensors"]
@@ -192,7 +192,7 @@ def test_structure_is_compared(
     change: Callable[[Any], None], code: str, saved: Callable[..., tuple[Path, Path]]
 ) -> None:
     report = against(*saved(change))
-    assert not report.verify.sound
+    assert not report.verify.ok
     assert codes(report) == {code}
 
 
@@ -213,7 +213,7 @@ def test_values_are_compared(change: Callable[[Any], None], code: str, tmp_path:
     change(content)
     torch.save(content, tmp_path / "other.pt")
     report = against(tmp_path / "one.pt", tmp_path / "other.pt")
-    assert not report.verify.sound
+    assert not report.verify.ok
     assert codes(report) == {code}
 
 
@@ -223,11 +223,11 @@ def test_values_that_the_other_format_cannot_hold_are_a_difference_unless_left_o
     torch.save({"w": torch.ones(2), "step": 7}, tmp_path / "one.pt")
     save_file({"w": torch.ones(2)}, tmp_path / "other.safetensors")
     report = against(tmp_path / "one.pt", tmp_path / "other.safetensors")
-    assert not report.verify.sound
-    assert codes(report) == {"values-not-held"}
+    assert not report.verify.ok
+    assert codes(report) == {"values-unsupported"}
     report = against(tmp_path / "one.pt", tmp_path / "other.safetensors", drop=("step",))
-    assert report.verify.sound
-    assert "not compared: 1 value of" in report.verify.sentence
+    assert report.verify.ok
+    assert "not compared: 1 value of" in report.verify.summary
 
 
 def test_two_that_have_nothing_in_common_are_not_the_same(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_what_is_damaged_is_never_the_same(name: str, copy_of: Callable[[str], P
     good = case(DAMAGE[name].source).path
     for pair in ((folder, good), (good, folder), (folder, folder)):
         report = against(*pair)
-        assert not report.verify.sound
+        assert not report.verify.ok
         assert report.verify.findings
 
 
@@ -262,7 +262,7 @@ def test_what_no_file_can_show_another_checkpoint_shows(
 @pytest.mark.parametrize("one", [one for one in CASES if one.expect == "conflict"], ids=by_name)
 def test_ranks_that_contradict_one_another_are_not_the_same(one: Case) -> None:
     assert codes(against(one.path, one.path)) == {"ranks-disagree"}
-    assert against(one.path, one.path, per_rank=True).verify.sound
+    assert against(one.path, one.path, per_rank=True).verify.ok
 
 
 # Other types
@@ -271,9 +271,9 @@ def test_ranks_that_contradict_one_another_are_not_the_same(one: Case) -> None:
 def test_a_cast_copy_is_the_same_once_cast(out: Path) -> None:
     source = case("dcp_fsdp2").path
     convert_to("safetensors", source, out / "m", casts=Casts(BY_NAME["bfloat16"]), model_only=True)
-    assert codes(against(source, out / "m", model_only=True)) == {"dtype-differs", "not-chosen"}
-    assert against(source, out / "m", model_only=True, cast=True).verify.sound
-    assert not against(out / "m", source, model_only=True, cast=True).verify.sound
+    assert codes(against(source, out / "m", model_only=True)) == {"dtype-differs", "excluded"}
+    assert against(source, out / "m", model_only=True, cast=True).verify.ok
+    assert not against(out / "m", source, model_only=True, cast=True).verify.ok
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_a_copy_in_another_type_is_the_same_within_a_tolerance(
         tensors["wide"] = tensors["wide"].bfloat16()
 
     report = against(*saved(halved), rtol=rtol, atol=atol)
-    assert report.verify.sound == same
+    assert report.verify.ok == same
 
 
 FLOATS = ["float64", "float32", "float16", "bfloat16", "complex64", "int64", "uint8", "bool"]
@@ -354,17 +354,17 @@ def test_select_drop_and_rename_choose_what_is_compared(out: Path) -> None:
     source = case("dcp_fsdp2_tp").path
     convert_to("safetensors", source, out / "m", select=("model.*",), rename=(r"^model\.=net.",))
     names = {"select": ("model.*",), "rename": (r"^model\.=net.",)}
-    assert against(source, out / "m", **names).verify.sound
-    assert against(source, out / "m", drop=("optim*", "step"), rename=names["rename"]).verify.sound
-    assert not against(source, out / "m").verify.sound
+    assert against(source, out / "m", **names).verify.ok
+    assert against(source, out / "m", drop=("optim*", "step"), rename=names["rename"]).verify.ok
+    assert not against(source, out / "m").verify.ok
 
 
 def test_a_choice_applies_to_both_sides(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "one.safetensors")
     save_file({"a": torch.ones(1), "b": torch.zeros(1)}, tmp_path / "other.safetensors")
     report = against(tmp_path / "one.safetensors", tmp_path / "other.safetensors", select=("a",))
-    assert report.verify.sound
-    assert codes(report) == {"not-chosen"}
+    assert report.verify.ok
+    assert codes(report) == {"excluded"}
 
 
 def test_what_the_other_has_more_of_the_choice_is_a_difference(tmp_path: Path) -> None:
@@ -380,7 +380,7 @@ def test_the_models_alone_are_compared(name: str, out: Path) -> None:
     convert_to("safetensors", source, out / "m", model_only=True)
     for other in (out / "m", source):
         report = against(source, other, model_only=True)
-        assert report.verify.sound
+        assert report.verify.ok
         assert report.verify.tensors
 
 
@@ -398,8 +398,8 @@ def test_exit_codes_and_json(tmp_path: Path) -> None:
     result = run(one, "--against", case("dcp_hsdp").path, "--json")
     assert result.exit_code == 1
     content = json.loads(result.stdout)
-    assert content["schema"] == "ckptool.verify/1"
-    assert content["sound"] is False
+    assert content["schema"] == "ckptool.verify/2"
+    assert content["ok"] is False
     assert content["against"]["format"] == "dcp"
 
 

@@ -95,13 +95,13 @@ def with_one_element_changed(path: Path) -> Path:
 def test_the_options_that_made_an_export_prove_it(options: dict[str, Any], run: Path) -> None:
     made = export(run, run.with_name("m.safetensors"), options)
     report = ckptool.compare(run, made, **options)
-    assert report.verify.sound, report.verify.findings
+    assert report.verify.ok, report.verify.findings
     assert report.coverage is not None
     here, there = report.coverage
     assert there.compared == there.total
     assert (here.compared.tensors, here.total.tensors) == (10, 20)
-    assert "not compared: 10 tensors (1,320 bytes) and 1 value of" in report.verify.sentence
-    assert not ckptool.compare(run, made).verify.sound
+    assert "not compared: 10 tensors (1,320 bytes) and 1 value of" in report.verify.summary
+    assert not ckptool.compare(run, made).verify.ok
     changed = ckptool.compare(run, with_one_element_changed(made), **options)
     assert [f.code for f in changed.verify.findings if f.severity.value == "error"] == [
         "tensor-differs"
@@ -113,11 +113,11 @@ def test_a_manifest_of_the_rewritten_proves_the_export(options: dict[str, Any], 
     made = export(run, run.with_name("m.safetensors"), options)
     manifest = run.with_name("m.json")
     written = ckptool.verify(run, write_manifest=manifest, **options)
-    assert "left out: 10 tensors (1,320 bytes) and 1 value of" in written.sentence
-    assert ckptool.verify(made, manifest=manifest).sound
-    assert ckptool.verify(run, manifest=manifest, **options).sound
-    assert not ckptool.verify(run, manifest=manifest).sound
-    assert not ckptool.verify(with_one_element_changed(made), manifest=manifest).sound
+    assert "excluded: 10 tensors (1,320 bytes) and 1 value of" in written.summary
+    assert ckptool.verify(made, manifest=manifest).ok
+    assert ckptool.verify(run, manifest=manifest, **options).ok
+    assert not ckptool.verify(run, manifest=manifest).ok
+    assert not ckptool.verify(with_one_element_changed(made), manifest=manifest).ok
 
 
 @pytest.mark.parametrize("name", ["model", "mapped"])
@@ -127,24 +127,24 @@ def test_a_manifest_of_all_proves_an_export_whose_options_can_be_undone(
     """The map goes back by itself, as the names are those of its ``to`` side."""
     made = export(run, run.with_name("m.safetensors"), EXPORTS[name])
     manifest = run.with_name("all.json")
-    assert ckptool.verify(run, write_manifest=manifest).sound
-    assert not ckptool.verify(made, manifest=manifest).sound
+    assert ckptool.verify(run, write_manifest=manifest).ok
+    assert not ckptool.verify(made, manifest=manifest).ok
     report = ckptool.verify(made, manifest=manifest, **EXPORTS[name])
-    assert report.sound, report.findings
-    assert "left out: 10 tensors (1,320 bytes) and 1 value of" in report.sentence
+    assert report.ok, report.findings
+    assert "excluded: 10 tensors (1,320 bytes) and 1 value of" in report.summary
     changed = with_one_element_changed(made)
-    assert not ckptool.verify(changed, manifest=manifest, **EXPORTS[name]).sound
+    assert not ckptool.verify(changed, manifest=manifest, **EXPORTS[name]).ok
 
 
 def test_numbers_of_quantised_tensors_are_proved(tmp_path: Path) -> None:
     source, manifest = quantised(tmp_path), tmp_path / "m.json"
     made = export(source, tmp_path / "m.safetensors", {"dequantize": True})
-    assert ckptool.compare(source, made, dequantize=True).verify.sound
-    assert not ckptool.compare(source, made).verify.sound
+    assert ckptool.compare(source, made, dequantize=True).verify.ok
+    assert not ckptool.compare(source, made).verify.ok
     ckptool.verify(source, write_manifest=manifest, dequantize=True)
-    assert ckptool.verify(made, manifest=manifest).sound
+    assert ckptool.verify(made, manifest=manifest).ok
     changed = with_one_element_changed(made)
-    assert not ckptool.compare(source, changed, dequantize=True).verify.sound
+    assert not ckptool.compare(source, changed, dequantize=True).verify.ok
 
 
 @pytest.mark.parametrize("to", ["torch-save", "dcp", "dcp-safetensors", "safetensors"])
@@ -154,7 +154,7 @@ def test_whatever_format_it_was_exported_to(to: str, out: Path) -> None:
     options: dict[str, Any] = {"model_only": True, "dtype": "fp16"}
     ckptool.convert(source, target, to=to, **options)
     report = ckptool.compare(source, target, **options)
-    assert report.verify.sound, report.verify.findings
+    assert report.verify.ok, report.verify.findings
     assert report.coverage is not None
     assert report.coverage[0].rest.tensors > 0
 
@@ -163,8 +163,8 @@ def test_the_whole_of_both_sides_counts_unless_an_option_leaves_it_out(run: Path
     made = export(run, run.with_name("m.safetensors"), {"model_only": True})
     save_file(load_file(made) | {"more": torch.ones(2)}, run.with_name("more.safetensors"))
     report = ckptool.compare(run, run.with_name("more.safetensors"), model_only=True)
-    assert {f.code for f in report.verify.findings} == {"not-chosen", "tensor-extra"}
-    assert not report.verify.sound
+    assert {f.code for f in report.verify.findings} == {"excluded", "tensor-extra"}
+    assert not report.verify.ok
 
 
 @pytest.mark.parametrize("name", ["torch_2_1_dcp", "deepspeed_zero_2", "megatron_torch_dist"])
@@ -175,8 +175,8 @@ def test_values_in_one_piece_are_those_under_a_name_each(name: str, target: str,
     dropped = ["args"] if "megatron" in name else []
     for one, other in ((source, out / target), (out / target, source)):
         report = ckptool.compare(one, other, drop=dropped)
-        assert {f.code for f in report.verify.findings} <= {"not-chosen", "value-not-carried"}
-        assert report.verify.sound
+        assert {f.code for f in report.verify.findings} <= {"excluded", "value-not-written"}
+        assert report.verify.ok
         assert report.coverage is not None
         assert all(side.rest.values == 0 or dropped for side in report.coverage)
 
@@ -189,8 +189,8 @@ def test_what_has_nothing_in_common_is_never_the_same(tmp_path: Path) -> None:
     save_file({"b": torch.ones(2)}, tmp_path / "b.safetensors")
     ignored = ["tensor-missing", "tensor-extra", "nothing-compared"]
     report = ckptool.compare(tmp_path / "a.safetensors", tmp_path / "b.safetensors", ignore=ignored)
-    assert not report.verify.sound
-    assert not report.verify.sentence.startswith("The same")
+    assert not report.verify.ok
+    assert not report.verify.summary.startswith("EQUAL")
 
 
 def test_values_alike_do_not_stand_for_tensors(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_manifest_without_a_tensor_in_common_proves_nothing(tmp_path: Path) ->
     report = ckptool.verify(
         tmp_path / "b.safetensors", manifest=tmp_path / "m.json", ignore=[*ignored, "no-checksum"]
     )
-    assert not report.sound
+    assert not report.ok
     assert [finding.code for finding in report.findings] == ["nothing-compared"]
 
 
@@ -220,7 +220,7 @@ def test_no_manifest_lacks_a_tensor_that_could_not_be_read(tmp_path: Path) -> No
     data[data.index(torch.arange(64.0).numpy().tobytes())] ^= 1
     path.write_bytes(data)
     report = ckptool.verify(path, write_manifest=tmp_path / "m.json", ignore="crc-mismatch")
-    assert not report.sound
+    assert not report.ok
     assert not (tmp_path / "m.json").exists()
 
 
@@ -246,8 +246,8 @@ def test_how_many_were_cast_is_told(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2), "b": torch.ones(3)}, tmp_path / "a.safetensors")
     save_file({"a": torch.ones(2).half(), "b": torch.ones(3)}, tmp_path / "b.safetensors")
     report = ckptool.compare(tmp_path / "a.safetensors", tmp_path / "b.safetensors", cast=True)
-    assert report.verify.sentence == (
-        "The same: 2 tensors (20 bytes) bit by bit, 1 of them cast to the other's type."
+    assert report.verify.summary == (
+        "EQUAL: 2 tensors (20 bytes) bit by bit, 1 of them cast to the other's type"
     )
 
 
@@ -255,7 +255,7 @@ def test_a_tensor_that_is_not_read_and_that_the_other_lacks_is_a_difference(out:
     source = case("odd_kinds").path
     convert_to("safetensors", source, out / "m")
     report = ckptool.compare(source, out / "m")
-    assert not report.verify.sound
+    assert not report.verify.ok
     assert "value-missing" in {finding.code for finding in report.verify.findings}
 
 
@@ -269,7 +269,7 @@ def test_the_command_line_takes_the_options_of_convert(run: Path) -> None:
     assert invoke(app, ["convert", str(run), made, "--to", "safetensors", *options]).exit_code == 0
     told = invoke(app, ["verify", str(run), "--against", made, *options, "--json"])
     assert told.exit_code == 0, told.output
-    assert json.loads(told.stdout)["against"]["coverage"]["here"] == {
+    assert json.loads(told.stdout)["against"]["coverage"]["a"] == {
         "compared": {"tensors": 10, "bytes": 1320, "values": 0},
         "total": {"tensors": 20, "bytes": 2640, "values": 1},
     }

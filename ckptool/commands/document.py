@@ -1,0 +1,53 @@
+"""The JSON of a report, derived from its dataclass: keys are the names of its fields.
+
+``nbytes`` is the key ``bytes``; a field whose metadata has ``key`` is under that, or left out where
+it is None. Properties that a class names in ``computed`` come last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Set
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+VERSION = 2
+"""Of all schemas: the major version of what ``--json`` prints."""
+
+
+def document(schema: str, report: object = None, **more: object) -> dict[str, Any]:
+    """Return a report as one JSON object that begins with its ``schema``; ``more`` is added."""
+    content = {} if report is None else plain(report)
+    extra = {key: plain(value) for key, value in more.items()}
+    return {"schema": f"ckptool.{schema}/{VERSION}"} | content | extra
+
+
+def plain(value: object) -> Any:
+    """Return what JSON can hold of a value: infinite and NaN floats, and paths, as text."""
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if isinstance(value, str):
+        return str(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return _content(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple | Set):
+        return [plain(inner) for inner in value]
+    return str(value)
+
+
+def _content(report: Any) -> dict[str, Any]:
+    renamed = {"nbytes": "bytes"}
+    content = {
+        key: plain(getattr(report, field.name))
+        for field in fields(report)
+        if (key := field.metadata.get("key", renamed.get(field.name, field.name))) is not None
+    }
+    computed = getattr(report, "computed", ())
+    return content | {name: plain(getattr(report, name)) for name in computed}
