@@ -119,7 +119,7 @@ def _damage_problems(source: Path, file: Path, scratch: Path) -> Iterator[str]:
 
 def _is_sound(path: Path) -> bool:
     try:
-        return ckptool.verify(path).sound
+        return ckptool.verify(path).ok
     except CkptoolError:
         return False
 
