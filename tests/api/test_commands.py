@@ -214,7 +214,7 @@ def test_formats_and_maps() -> None:
         ),
         (lambda: ckptool.open(SOURCE, dtype="int8"), UsageError, "not a floating-point type"),
         (lambda: ckptool.open(SOURCE, dtype=torch.int8), UsageError, "not a floating-point type"),
-        (lambda: ckptool.reshard(SOURCE, mesh="two"), UsageError, "no mesh"),
+        (lambda: ckptool.reshard(SOURCE, mesh="two"), UsageError, "invalid mesh"),
         (lambda: ckptool.reshard(SOURCE, mesh=(2, 4)), TypeError, "2x4, 8, or dp=2,tp=4"),  # type: ignore[arg-type]
         (lambda: ckptool.convert(SOURCE, "m", to="dcp", budget="much"), UsageError, "not a size"),
         (lambda: ckptool.bench(like=SOURCE, size=1), UsageError, "cannot be combined"),

@@ -79,8 +79,8 @@ def test_padding_stays_as_it_was(saved: Path) -> None:
     [
         ({"global_shape": (6, 5)}, r"float32 \[6, 4\] in the checkpoint, float32 \[6, 5\]"),
         ({"local_sizes": ((3, 4),)}, "2 global_offsets, 2 local_offsets and 1 local_sizes"),
-        ({"global_offsets": ((4, 0), (0, 0))}, r"leaves global_shape \[6, 4\]"),
-        ({"local_offsets": ((0, 0), (4, 0))}, r"leaves its own shape \[6, 4\]"),
+        ({"global_offsets": ((4, 0), (0, 0))}, r"is outside global_shape \[6, 4\]"),
+        ({"local_offsets": ((0, 0), (4, 0))}, r"is outside its own shape \[6, 4\]"),
         ({"local_offsets": ((0,), (3, 0))}, "at an offset of 1"),
         ({"local_offsets": ((0, 0), (1, 0))}, "two of its shards share elements"),
         ({"global_shape": None}, "contradict one another"),
@@ -142,7 +142,7 @@ def test_one_rank_s_file_is_not_the_whole_tensor(tmp_path: Path) -> None:
 
 def test_attributes_that_contradict_one_another_are_damage(tmp_path: Path) -> None:
     torch.save({"w": part(torch.ones(3, 4), **HALF | {"global_shape": (5, 4)})}, tmp_path / "m.pt")
-    with pytest.raises(Damaged, match=r"w: attributes .* leaves global_shape \[5, 4\]"):
+    with pytest.raises(Damaged, match=r"w: attributes .* is outside global_shape \[5, 4\]"):
         ckptool.open(tmp_path / "m.pt")
 
 

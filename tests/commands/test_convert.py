@@ -215,7 +215,7 @@ def test_a_folder_without_a_name_is_replaced_by_its_own(
     run, inner = out / "run", out / "run" / "inner"
     inner.mkdir(parents=True)
     monkeypatch.chdir(run if target == "." else inner)
-    with pytest.raises(CkptoolError, match=f"{run} exists already"):
+    with pytest.raises(CkptoolError, match=f"{run} already exists"):
         convert_to("dcp", case("dcp_base").path, Path(target))
     inner.rmdir()
     if target == ".":

@@ -342,7 +342,7 @@ def test_nothing_to_resume(make: Callable[..., Any], source: Path, out: Path) ->
 
 def test_a_target_that_is_there_is_not_resumed(source: Path, out: Path) -> None:
     ready(source, out / "r").run()
-    with pytest.raises(CannotDo, match="exists already"):
+    with pytest.raises(CannotDo, match="already exists"):
         ready(source, out / "r", resume=True).run()
 
 

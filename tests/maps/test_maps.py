@@ -527,7 +527,7 @@ def test_names_of_a_model_that_config_says_is_another_are_not_enough(
     gemma = assets(tmp_path / "gemma", "gemma")
     with pytest.raises(UsageError, match=r"model_type in config\.json is gemma") as caught:
         mapped(source, out / "b", MapOptions("auto", assets=gemma))
-    named = (caught.value.hint or "").split()[1]
+    named = (caught.value.hint or "").split()[2]  # use --map NAME
     report = convert_to("dcp", source, out / "b", map=MapOptions(named, assets=gemma))
     assert "but the model_type in config.json is gemma" in report.map.reason
 

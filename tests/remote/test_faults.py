@@ -343,7 +343,7 @@ def test_an_object_that_is_replaced_between_two_of_its_parts(s3: S3, out: Path) 
 def test_an_existing_target_is_refused_and_replaced_when_asked(s3: S3, out: Path) -> None:
     source = case("dcp_fsdp2_tp").path
     resharded(source, s3.url("m"), "8")
-    with pytest.raises(CannotDo, match=r"s3://\S+/m exists already \(9 files"):
+    with pytest.raises(CannotDo, match=r"s3://\S+/m already exists \(9 files"):
         resharded(source, s3.url("m"), "2")
     resharded(source, out / "m", "2")
     resharded(source, s3.url("m"), "2", overwrite=True)

@@ -93,7 +93,7 @@ class RemoteStage:
         others = [name for name in there if name not in self._old]
         if others and not self._options.overwrite:
             raise CannotDo(
-                f"{self.target} exists already ({len(others):,} files, such as {others[0]})",
+                f"{self.target} already exists ({len(others):,} files, such as {others[0]})",
                 hint="--overwrite removes its checkpoint before the new one is written",
             )
         if others:

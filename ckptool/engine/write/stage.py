@@ -306,7 +306,7 @@ class Stage:
         there = [path for path in paths if os.path.lexists(path)]
         if there and not self._options.overwrite:
             raise CannotDo(
-                f"{', '.join(map(str, there))} exists already",
+                f"{', '.join(map(str, there))} already exists",
                 hint="--overwrite replaces it once all is written",
             )
         for path in there:

@@ -231,7 +231,7 @@ def test_torchruns_ranks_are_used(folder: Path, monkeypatch: pytest.MonkeyPatch)
         (["--tolerance", "much"], 2, "not a fraction"),
         (["--plot", "bars.jpg"], 2, ".svg or .png"),
         (["--like", "none"], 3, "none"),
-        (["--transfer", "--abort"], 2, "--transfer goes with"),
+        (["--transfer", "--abort"], 2, "--transfer can only be combined with"),
         (["some.json"], 2, "unexpected argument"),
     ],
 )

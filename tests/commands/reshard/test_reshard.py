@@ -358,7 +358,7 @@ def test_a_dry_run_says_what_is_in_the_way(source: Path, out: Path) -> None:
     (out / "no").mkdir()
     assert planned.obstacle() is None
     (out / "no" / "r").mkdir()
-    assert "r exists already; --overwrite" in (planned.obstacle() or "")
+    assert "r already exists; --overwrite" in (planned.obstacle() or "")
 
 
 def test_the_dry_run_is_what_is_written(source: Path, out: Path) -> None:
@@ -453,7 +453,7 @@ def test_the_target_lies_apart(place: str, source: Path, out: Path) -> None:
 def test_an_existing_target_is_kept(source: Path, out: Path) -> None:
     reshard(source, out / "r", "2")
     before = tree(out)
-    with pytest.raises(CannotDo, match="exists already"):
+    with pytest.raises(CannotDo, match="already exists"):
         reshard(source, out / "r", "3")
     assert tree(out) == before
     reshard(source, out / "r", "3", overwrite=True)

@@ -177,7 +177,7 @@ def test_nothing_is_replaced_unless_asked(target: str, out: Path) -> None:
     path = out / f"m{SUFFIX[target]}"
     convert_to(target, case("dcp_base").path, path)
     before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
-    with pytest.raises(CannotDo, match="exists already") as caught:
+    with pytest.raises(CannotDo, match="already exists") as caught:
         convert_to(target, case("dcp_fsdp2_tp").path, path)
     assert "--overwrite" in (caught.value.hint or "")
     assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
