@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from operator import mul, sub
 from typing import TYPE_CHECKING, NamedTuple
@@ -171,18 +170,6 @@ class PlanReader:
 
     def _note(self, record: Record, offset: int, data: memoryview) -> None:
         self._records.piece(record, offset, len(data), crc32(data))
-
-
-@dataclass(frozen=True, slots=True)
-class PlanSource:
-    """Files to read the tiles of a plan from, noting their records."""
-
-    files: Files
-    records: RecordCheck
-
-    def reader(self) -> PlanReader:
-        """Return what one thread reads with."""
-        return PlanReader(self.files, self.records)
 
 
 def plan_job(tiles: Sequence[Tile]) -> Job[Sequence[Tile], PlanReader, Piece]:

@@ -6,18 +6,17 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from ckptool.core.layout import FileLayout, Literal, Part, Verbatim
 from ckptool.core.plan import Plan, Tile
 from ckptool.engine.checksum import Piece as CrcPiece
 from ckptool.engine.checksum import crc32, file_crc, joined
 from ckptool.engine.options import RunOptions
-from ckptool.engine.read.planned import Piece, PlanSource, plan_job, touch
+from ckptool.engine.read.planned import Piece, PlanReader, plan_job, touch
 from ckptool.engine.read.records import RecordCheck, require_intact
 from ckptool.engine.read.tiles import read_tiles
 from ckptool.engine.threads import share_jobs
@@ -135,9 +134,8 @@ class _Transfer:
         touch_files(self._plan, finished, self._records)
         self._progress(sum(self._files[number].nbytes for number in finished))
         jobs = map(plan_job, self._write_jobs(todo))
-        reads = PlanSource(self._source, self._records)
-        with closing(self._output):
-            read_tiles(reads, jobs, self._write_tiles, self._workers, self._progress)
+        reads = _Source(self._source, self._records, self._output)
+        read_tiles(reads, jobs, self._write_tiles, self._workers, self._progress)
         self._records.read_unseen(self._source, self._workers)
         require_intact(self._records.problems())
         for number in todo:
@@ -225,7 +223,6 @@ class _OutputFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._local = threading.local()
-        self._threads: list[dict[str, int]] = []
 
     def write(self, path: str, offset: int, data: memoryview) -> None:
         """Write all bytes at an offset of a file; TransferError where that fails."""
@@ -238,20 +235,48 @@ class _OutputFiles:
                 raise TransferError(f"{path}: {error.strerror} at byte {offset + done:,}") from None
 
     def close(self) -> None:
-        """Close the descriptors of all threads, none of which writes any longer."""
-        for descriptors in self._threads:
-            _close_all(descriptors)
+        """Close the descriptors of the thread that calls this."""
+        _close_all(getattr(self._local, "descriptors", {}))
 
     def _descriptor(self, path: str) -> int:
         descriptors: dict[str, int] | None = getattr(self._local, "descriptors", None)
         if descriptors is None:
             descriptors = self._local.descriptors = {}
-            self._threads.append(descriptors)
         if path not in descriptors:
             if len(descriptors) >= _MOST_OPEN:
                 _close_all(descriptors)
             descriptors[path] = open_unfollowed(Path(f"{self._folder}/{path}"), os.O_WRONLY)
         return descriptors[path]
+
+
+class _Reader(PlanReader):
+    """Reads on one thread, which closes what it wrote when it ends.
+
+    No other thread may: after a second interrupt this one still writes, and its descriptors'
+    numbers would be given to other files.
+    """
+
+    def __init__(self, files: Files, records: RecordCheck, output: _OutputFiles) -> None:
+        super().__init__(files, records)
+        self._output = output
+
+    def close(self) -> None:
+        try:
+            self._output.close()
+        finally:
+            super().close()
+
+
+class _Source(NamedTuple):
+    """Files to read the tiles of a plan from, and those to write by the same threads."""
+
+    files: Files
+    records: RecordCheck
+    output: _OutputFiles
+
+    def reader(self) -> PlanReader:
+        """Return what one thread reads with."""
+        return _Reader(self.files, self.records, self.output)
 
 
 def _close_all(descriptors: dict[str, int]) -> None:

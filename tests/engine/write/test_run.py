@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from conftest import SUFFIX, TENSORS_OF, case, convert_to, read_back
 from ckptool.commands.convert import prepare
 from ckptool.commands.options.target import ConvertOptions
 from ckptool.engine.options import RunOptions
+from ckptool.engine.write.run import _OutputFiles
 from ckptool.errors import CannotDo, CkptoolError, Damaged, TransferError
 from ckptool.storage.local import LocalSource
 
@@ -263,3 +265,17 @@ def test_no_descriptor_is_left_open(out: Path) -> None:
     with pytest.raises(CannotDo):
         convert_to("dcp", case(name).path, out / name)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_thread_closes_what_it_wrote_and_nothing_else(out: Path) -> None:
+    """After a second interrupt threads still write, while the caller is on its way out."""
+    (out / "a").touch()
+    files = _OutputFiles(out)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(files.write, "a", 0, memoryview(b"abc")).result()
+        files.close()
+        with open(out / "b", "wb"):
+            pool.submit(files.write, "a", 3, memoryview(b"def")).result()
+        pool.submit(files.close).result()
+    assert (out / "a").read_bytes() == b"abcdef"
+    assert (out / "b").read_bytes() == b""
