@@ -253,6 +253,9 @@ def _joined(
     first, text = locals_[0], ".".join(name)
     if len(locals_) == 1:
         return TensorEntry(text, name, first.dtype, first.shape, merge_copies(first.chunks))
+    if len({local.dtype for local in locals_}) > 1:
+        message = f"{text}: the tensor-parallel ranks hold it in several element types"
+        raise Damaged(Problem(message, "ranks-disagree", tensor=text))
     shapes = [local.shape for local in locals_]
     fits = fit_shards(name[1], shapes, info) if rule is None else fit_ranks(shapes, rule)
     if all(fit.is_whole for fit in fits):

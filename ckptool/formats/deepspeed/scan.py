@@ -210,7 +210,10 @@ def _note_values(found: RankContents, states: Iterable[State]) -> None:
     noted: set[Any] = set()
     for state in states:
         for key in ("module", "frozen_param_fragments"):
-            names = [name for name in values_of(state.inner(key)) if name not in noted]
+            inner = state.inner(key)
+            if isinstance(inner.readable, Refusal):
+                continue
+            names = [name for name in values_of(inner) if name not in noted]
             found.notes += stray_notes(state.file.what, names)
             noted.update(names)
 

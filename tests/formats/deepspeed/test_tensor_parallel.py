@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 from ckptool.core.box import Box
-from ckptool.core.sharding.tensor_parallel import Fit, fit_ranks, parse_tp_rule
-from ckptool.errors import CannotDo, Undetermined
+from ckptool.core.catalog import Chunk, Extent
+from ckptool.core.dtype import BY_NAME
+from ckptool.core.sharding.tensor_parallel import Fit, RankShard, fit_ranks, parse_tp_rule
+from ckptool.errors import CannotDo, Damaged, Undetermined
+from ckptool.formats.deepspeed.checkpoint import _joined
 from ckptool.formats.deepspeed.tensor_parallel import fit_shards
 
 WHOLE = np.arange(12 * 8).reshape(12, 8)
@@ -157,3 +160,17 @@ def test_a_rule_that_does_not_fit_is_refused(rule: str) -> None:
 def test_patterns_that_may_take_for_ever_are_refused(pattern: str) -> None:
     with pytest.raises(CannotDo, match="universal_checkpoint_info"):
         fit_shards("w", [(2,), (2,)], {"tp_replicated_parameter_patterns": [pattern]})
+
+
+def test_copies_of_several_types_are_refused_however_they_are_cut() -> None:
+    """The borders of ZeRO's partitions cut the ranks' copies in different places."""
+    at = Extent("a", 0, (4,))
+    whole = [Chunk(Box((0,), (4,)), at, 0)]
+    halves = [Chunk(Box((0,), (2,)), at, 1), Chunk(Box((2,), (4,)), at, 1)]
+    shards = {
+        0: RankShard(BY_NAME["float32"], (4,), whole),
+        1: RankShard(BY_NAME["bfloat16"], (4,), halves),
+    }
+    info = VERSION | {"tp_replicated_parameter_patterns": ["w"]}
+    with pytest.raises(Damaged, match="w: the tensor-parallel ranks hold it in several"):
+        _joined(("fp32", "w"), shards, info, None)
