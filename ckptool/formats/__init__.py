@@ -34,7 +34,9 @@ class Registry(Mapping[str, Format]):
 
     def add(self, row: Format) -> None:
         """Make a format known in this process, before all others."""
-        if row.name not in self:
+        if row.name in self._places and self[row.name] is not row:
+            raise UsageError(f"ckptool has a format {row.name!r} itself")
+        if row.name not in self._places:
             self._added[row.name] = row
 
     @cached_property
@@ -56,6 +58,10 @@ class Registry(Mapping[str, Format]):
         module, _, attribute = self._places[name].rpartition(".")
         row: Format = getattr(import_module(f"{__name__}.{module}"), attribute)
         return row
+
+    def built_in(self) -> Iterator[Format]:
+        """Yield the formats of this package."""
+        return (self[name] for name in self._places)
 
     def __iter__(self) -> Iterator[str]:
         return iter((*self._added, *self._plugins, *self._places))
@@ -118,14 +124,15 @@ def targets(*, mesh: bool = False) -> dict[str, Format]:
 
 
 def file_rule(row: Format | None, file: str) -> FileRule | None:
-    """Return what a file is: as its own format says, or else any format; None where none does."""
+    """Return what a file is by its own format's rules, or else by any of ckptool's; or None."""
     own = next((rule for rule in (row.files if row else ()) if rule.matches(file)), None)
     return own or _shared_rule(file)
 
 
 @lru_cache(maxsize=1 << 16)
 def _shared_rule(file: str) -> FileRule | None:
-    rules = (rule for row in FORMATS.values() for rule in row.files)
+    # What another package says of files is for its own checkpoints: it must not end checks of ours.
+    rules = (rule for row in FORMATS.built_in() for rule in row.files)
     return next((rule for rule in rules if rule.matches(file)), None)
 
 

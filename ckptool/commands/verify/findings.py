@@ -21,6 +21,8 @@ _FOLLOWS = (*_NOT_THERE, "data-missing", "bytes-unused")
 _ONCE_A_FILE = ("copy-damaged", "rank-copied")
 _JOINED = (*_NOT_THERE, "file-unreadable", "crc-mismatch", "item-mismatch", "codec-corrupt")
 """The codes of which a file has one finding, however many of its parts show it."""
+_LOSSES = frozenset([*_NOT_THERE, "file-unreadable", "metadata-unreadable", "zip-structure"])
+"""What can be the reason that nothing of a file could be placed."""
 _MOST_NAMED = 3
 
 
@@ -113,18 +115,19 @@ class Findings:
     def _of_file(self, file: str, group: Sequence[Problem]) -> Finding:
         """Return the finding of a file that is missing, empty or cut, with all that it affects."""
         cause = group[0]
-        affected = {p.tensor: Affected(p.tensor, str(p)) for p in group if p.tensor}
+        affected = list(dict.fromkeys(Affected(p.tensor, str(p)) for p in group if p.tensor))
+        names = dict.fromkeys(one.tensor for one in affected if one.tensor)
         if cause.code != "file-truncated":
             for name in self._stored_in(file):
-                affected.setdefault(name, Affected(name, f"{name}: stored in {file}"))
-        others = [
-            Affected(None, str(p)) for p in group[1:] if not p.tensor and p.code != cause.code
-        ]
-        message, names = str(cause), {name: None for name in affected if name}
+                if name not in names:
+                    affected.append(Affected(name, f"{name}: stored in {file}"))
+                    names[name] = None
+        affected += dict.fromkeys(Affected(None, str(p)) for p in group[1:] if not p.tensor)
+        message = str(cause)
         end = max((problem.end or 0 for problem in group), default=0)
         if cause.code == "file-truncated" and end and file in self.sizes:
             message = f"{file}: {self.sizes[file]:,} bytes, at least {end:,} expected"
-        found = finding_of(cause, (*affected.values(), *(Affected(None, str(p)) for p in others)))
+        found = finding_of(cause, tuple(affected))
         return replace(found, message=f"{message}{self._named(names)}", tensor=None)
 
     def _stored_in(self, file: str) -> list[str]:
@@ -191,7 +194,8 @@ def _unread_file(problems: list[Problem], catalog: Catalog | None) -> tuple[str,
         problem.file: problem.code
         for problem in reversed(problems)
         if problem.file and CODES[problem.code].severity is Severity.ERROR
-        if problem.file not in placed
+        if problem.file not in placed and problem.code in _LOSSES
+        if problem.code == "file-missing" or problem.file in catalog.files
     }
     if len(lost) != 1:
         return None

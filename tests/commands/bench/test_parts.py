@@ -251,7 +251,9 @@ def test_a_process_is_ended_when_it_shall(tmp_path: Path) -> None:
 
 def _train(tell: Any) -> None:
     tell("training", None)
+    time.sleep(0.5)  # the watching process reads the base meanwhile
     held = bytearray(b"x") * (64 * MIB)
+    time.sleep(0.5)
     tell("checking", None)
     more = bytearray(b"x") * (64 * MIB)
     assert len(held) == len(more)

@@ -22,6 +22,7 @@ from recipes.hostile import HOSTILE
 from typer.testing import CliRunner
 
 from ckptool.cli.app import app
+from ckptool.commands.options.source import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.codes import CODES, Severity
 from ckptool.commands.verify.findings import Finding
@@ -682,3 +683,29 @@ def test_links_and_loops(copy_of: Callable[[str], Path], tmp_path: Path) -> None
     (folder / "again").symlink_to(folder)
     assert checked(folder).ok
     shutil.rmtree(folder)
+
+
+def test_a_lost_random_state_is_seen_whatever_the_folder_is_read_as(
+    copy_of: Callable[[str], Path],
+) -> None:
+    folder = copy_of("accelerate_whole")
+    (folder / "random_states_0.pkl").unlink()
+    report = verify(folder, VerifyOptions(ReadOptions(from_format="hf")))
+    assert "rank-missing" in {finding.code for finding in report.findings}
+
+
+def test_what_a_cut_file_affects_is_told_in_words(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("dcp_fsdp2")
+    with open(folder / "__3_0.distcp", "r+b") as file:
+        file.truncate(2000)
+    findings = verify(folder, VerifyOptions()).findings
+    messages = [one.message for finding in findings for one in finding.affected]
+    assert messages
+    assert not any("Affected(" in message for message in messages)
+
+
+def test_a_stray_file_does_not_explain_a_gap(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("dcp_base")
+    DAMAGE["chunk_gap"].apply(folder)
+    (folder / "stray.pt").touch()
+    assert "chunk-gap" in {finding.code for finding in verify(folder, VerifyOptions()).findings}
