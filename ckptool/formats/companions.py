@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from ckptool.core.catalog import Catalog, Extent, ObjectEntry, Place, Scaled, Te
 from ckptool.core.mesh import Shard
 from ckptool.errors import Damaged, Problem
 from ckptool.formats.base import ScanOptions
-from ckptool.serialization.source import Source, read_metadata
+from ckptool.serialization.source import Source, first_missing, read_metadata
 
 _NAMES = frozenset(
     "config.json generation_config.json tokenizer.json tokenizer.model tokenizer_config.json"
@@ -259,3 +260,18 @@ def size_in(content: Mapping[str, Any], key: str) -> int | None:
     """A size that a model's config says; None where it is silent."""
     value = content.get(key)
     return value if type(value) is int and value > 0 else None
+
+
+RANDOM_STATES = re.compile(r"random_states_(\d{1,6})\.pkl")
+"""What accelerate calls the file of a rank's random states, beside a model of any format."""
+
+
+def lost_random_states(source: Source, catalog: Catalog) -> list[Problem]:
+    """Return the rank whose random states are lost: each writes its own (accelerate 1.15)."""
+    ranks = {int(match[1]) for match in map(RANDOM_STATES.fullmatch, source.files) if match}
+    missing = first_missing(ranks, catalog.world_size or 0) if ranks else []
+    if not missing:
+        return []
+    file = f"random_states_{missing[0]}.pkl"
+    message = f"{file} is missing, of {catalog.world_size} ranks"
+    return [Problem(message, "rank-missing", file=file)]

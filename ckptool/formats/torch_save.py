@@ -14,7 +14,7 @@ from functools import partial
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.layout import FileLayout, Layout
 from ckptool.errors import Damaged, Problem, Refusal, Unrecognised
-from ckptool.formats.base import Deferred, FileRole, FileRule, Format, Request, ScanOptions
+from ckptool.formats.base import FileRole, FileRule, Format, Request, ScanOptions
 from ckptool.formats.companions import companions, config_info, framework_info
 from ckptool.formats.writing import nested_state, plain_objects
 from ckptool.serialization.archive.read import is_legacy, is_zip, read_torch_file
@@ -171,7 +171,6 @@ FORMAT = Format(
     "one torch.save file (.pt .pth .bin .ckpt)",
     _probe,
     _scan,
-    checks=Deferred("ckptool.formats.rank_files.accelerate:lost_random_states"),
     convert=lay_out,
     files=(FileRule(r".*\.index\.json", FileRole.INDEX),),
     suffixes=(".pt", ".pth", ".bin", ".ckpt"),

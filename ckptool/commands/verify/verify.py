@@ -38,6 +38,7 @@ from ckptool.core.state_category import state_category
 from ckptool.engine.check.content import Found, check_spans
 from ckptool.engine.check.spans import Span
 from ckptool.errors import Problem
+from ckptool.formats.companions import lost_random_states
 from ckptool.storage.file_status import changed
 from ckptool.storage.local import Files
 from ckptool.storage.url import Location
@@ -105,6 +106,7 @@ class _Check:
         if self._catalog is not None:
             self._found += catalog_problems(self._catalog)
             self._found += lost_shards(self._survey.source, self._catalog)
+            self._found += lost_random_states(self._survey.source, self._catalog)
             if self._survey.format.checks is not None:
                 self._found += self._survey.format.checks(self._survey.source, self._catalog)
             self._found += optimizer_problems(self._catalog)

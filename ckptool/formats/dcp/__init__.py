@@ -194,7 +194,6 @@ FORMAT = Format(
     convert=Deferred("ckptool.formats.dcp.write:lay_out"),
     reshard=Deferred("ckptool.formats.dcp.write:lay_out"),
     recover=Deferred("ckptool.formats.dcp.recover:recover"),
-    checks=Deferred("ckptool.formats.rank_files.accelerate:lost_random_states"),
     files=(
         FileRule(r"(__\d+)?\.metadata", FileRole.METADATA),
         FileRule(r".*\.distcp", FileRole.ITEMS, committed_by=METADATA),

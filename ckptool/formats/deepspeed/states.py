@@ -234,8 +234,9 @@ def all_tensors(state: State) -> dict[str, Vector]:
 
 def values_of(state: State) -> list[Any]:
     """Return the names in a state of what is no plain tensor, but for what is refused."""
-    tensors, refused = all_tensors(state), refused_entries(state)
-    return [name for name in state.fields if str(name) not in tensors and str(name) not in refused]
+    refused = refused_entries(state)
+    values = (name for name, value in state.fields.items() if plain_tensor(value) is None)
+    return [name for name in values if str(name) not in refused]
 
 
 def refused_entries(state: State) -> dict[str, Refusal]:

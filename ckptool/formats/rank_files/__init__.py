@@ -320,7 +320,6 @@ FORMAT = Format(
     _scan,
     reshard=Deferred("ckptool.formats.rank_files.write:lay_out_rank_files"),
     files=(FileRule(r"metadata\.pkl", FileRole.METADATA),),
-    checks=Deferred("ckptool.formats.rank_files.accelerate:lost_random_states"),
     takes_world_size=True,
 )
 

@@ -14,16 +14,14 @@ from dataclasses import replace
 
 from ckptool.core.catalog import Catalog
 from ckptool.core.rewrite import with_prefix
-from ckptool.errors import Problem
 from ckptool.formats import FORMATS, torch_save
 from ckptool.formats.base import Deferred, Format, ScanOptions
-from ckptool.formats.companions import relocated, scanned_below, together
-from ckptool.serialization.source import Source, first_missing
+from ckptool.formats.companions import RANDOM_STATES, relocated, scanned_below, together
+from ckptool.serialization.source import Source
 
 _PART = re.compile(
     r"(?P<folder>(?P<family>pytorch_model(_fsdp)?|optimizer)_(?P<number>\d+))/\.metadata"
 )
-_RANDOM_STATES = re.compile(r"random_states_(\d{1,6})\.pkl")
 _FAMILIES = {"pytorch_model_fsdp": "model", "pytorch_model": "model", "optimizer": "optimizer"}
 
 
@@ -45,7 +43,7 @@ def _whole_model(source: Source) -> Format | None:
 
     Random states by accelerate's name tell its folders from models that are only that.
     """
-    if not any(map(_RANDOM_STATES.fullmatch, source.files)):
+    if not any(map(RANDOM_STATES.fullmatch, source.files)):
         return None
     if FORMATS["hf"].matches(source):
         return FORMATS["hf"]
@@ -66,17 +64,6 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     return replace(together(*catalogs), format="accelerate", info=writer)
 
 
-def lost_random_states(source: Source, catalog: Catalog) -> list[Problem]:
-    """Return the rank whose random states are lost: each writes its own (accelerate 1.15)."""
-    ranks = {int(match[1]) for match in map(_RANDOM_STATES.fullmatch, source.files) if match}
-    missing = first_missing(ranks, catalog.world_size or 0) if ranks else []
-    if not missing:
-        return []
-    file = f"random_states_{missing[0]}.pkl"
-    message = f"{file} is missing, of {catalog.world_size} ranks"
-    return [Problem(message, "rank-missing", file=file)]
-
-
 def _in_family(catalog: Catalog, family: str) -> Catalog:
     if all(name.startswith(f"{family}.") for name in (*catalog.tensors, *catalog.objects)):
         return catalog
@@ -89,6 +76,5 @@ FORMAT = Format(
     _probe,
     _scan,
     locate=Deferred("ckptool.formats.dcp:locate"),
-    checks=lost_random_states,
     takes_world_size=True,
 )

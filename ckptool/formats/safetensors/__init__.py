@@ -9,7 +9,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, ObjectEntry, TensorEntry
 from ckptool.core.layout import Layout
 from ckptool.errors import Problem, Unrecognised, damaged
-from ckptool.formats.base import EXTRA, Deferred, FileRole, FileRule, Format, Request, ScanOptions
+from ckptool.formats.base import EXTRA, FileRole, FileRule, Format, Request, ScanOptions
 from ckptool.formats.writing import NOT_CARRIED, extra_file, plain_objects, tied_notes
 from ckptool.serialization.archive.read import read_torch_file
 from ckptool.serialization.safetensors import (
@@ -148,7 +148,6 @@ FORMAT = Format(
     "one safetensors file",
     _probe,
     _scan,
-    checks=Deferred("ckptool.formats.rank_files.accelerate:lost_random_states"),
     convert=lay_out,
     files=(FileRule(r".*\.safetensors", FileRole.SAFETENSORS),),
     suffixes=(".safetensors",),

@@ -19,7 +19,7 @@ from ckptool.core.dtype import DType
 from ckptool.core.layout import FileLayout, Layout
 from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.errors import CkptoolError, Problem
-from ckptool.formats.base import EXTRA, Deferred, Format, Request, ScanOptions
+from ckptool.formats.base import EXTRA, Format, Request, ScanOptions
 from ckptool.formats.companions import companions
 from ckptool.formats.safetensors import extras, split_by_support, with_extra
 from ckptool.formats.safetensors.huggingface import FORMAT as HF
@@ -255,7 +255,6 @@ FORMAT = Format(
     "safetensors shards with DCP sharding info (HuggingFaceStorageWriter)",
     _probe,
     _scan,
-    checks=Deferred("ckptool.formats.rank_files.accelerate:lost_random_states"),
     convert=lay_out,
     reshard=lay_out,
     has_values=False,

@@ -16,7 +16,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.errors import Damaged, Problem
-from ckptool.formats.base import EXTRA, Deferred, Format, Request, ScanOptions
+from ckptool.formats.base import EXTRA, Format, Request, ScanOptions
 from ckptool.formats.companions import companions, config_info
 from ckptool.formats.safetensors import (
     extras,
@@ -226,7 +226,6 @@ FORMAT = Format(
     "Hugging Face folder: safetensors shards and their index",
     _probe,
     _scan,
-    checks=Deferred("ckptool.formats.rank_files.accelerate:lost_random_states"),
     convert=lay_out,
     has_values=False,
     is_model_folder=True,
