@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -251,12 +252,17 @@ def test_a_process_is_ended_when_it_shall(tmp_path: Path) -> None:
 
 def _train(tell: Any) -> None:
     tell("training", None)
-    time.sleep(0.5)  # the watching process reads the base meanwhile
-    held = bytearray(b"x") * (64 * MIB)
-    time.sleep(0.5)
+    first = _fresh_pages(64 * MIB)
     tell("checking", None)
-    more = bytearray(b"x") * (64 * MIB)
-    assert len(held) == len(more)
+    more = _fresh_pages(64 * MIB)
+    assert len(first) == len(more)
+
+
+def _fresh_pages(nbytes: int) -> mmap.mmap:
+    """Map and fill pages that the parent never had: copies of its free ones are half there."""
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.write(b"x" * nbytes)
+    return pages
 
 
 def test_memory_is_watched_from_the_first_step_on(tmp_path: Path) -> None:
