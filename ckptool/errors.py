@@ -100,14 +100,26 @@ class Refusal(Problem):
 class CkptoolError(Exception):
     """Base of all errors meant for the user. ``exit_code`` is what the process ends with.
 
-    ``problems`` are what it is made of: one, unless ``damaged`` joined several.
+    ``code``, ``file``, ``tensor`` and ``end`` are those of its ``Problem``; a message that is one
+    brings its own. ``problems`` are what it is made of: one, unless ``damaged`` joined several.
     """
 
     exit_code = 1
 
-    def __init__(self, message: str, *, hint: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        code: str = UNCODED,
+        *,
+        file: str | None = None,
+        tensor: str | None = None,
+        end: int | None = None,
+        hint: str | None = None,
+    ) -> None:
         super().__init__(message)
-        self.message = message if isinstance(message, Problem) else Problem(message)
+        if not isinstance(message, Problem):
+            message = Problem(message, code, file=file, tensor=tensor, end=end)
+        self.message: Problem = message
         self.hint = hint
         if hint is not None:
             self.add_note(f"hint: {hint}")

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Protocol
 
-from ckptool.errors import Damaged, Problem
+from ckptool.errors import Damaged
 
 
 class _Readable(Protocol):
@@ -29,7 +29,7 @@ def decode(blob: bytes, codec: str, limit: int, *, what: str) -> bytes:
 
 
 def _corrupt(message: str) -> Damaged:
-    return Damaged(Problem(message, "codec-corrupt"))
+    return Damaged(message, "codec-corrupt")
 
 
 def zstd_edges(blob: bytes, limit: int, edge: int, *, what: str) -> tuple[bytes, bytes, int]:

@@ -58,7 +58,7 @@ def flat_members(fields: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Memb
             }
         except (KeyError, TypeError, ValueError, AttributeError, IndexError):
             raise Damaged(
-                Problem(f"{name}: what flat parameters are made of is unclear", "parameters-flat")
+                f"{name}: what flat parameters are made of is unclear", "parameters-flat"
             ) from None
     return found
 
@@ -123,7 +123,7 @@ def skeletons_of(fields: Mapping[str, Mapping[str, Any]], parts: Mapping[str, st
                     found[file, natural(where["offset"]), natural(where["length"])] = pickled
         except (KeyError, TypeError, AttributeError):
             message = f"{name}: not as ByteCheckpoint writes it"
-            raise Damaged(Problem(message, "metadata-unreadable", file=name)) from None
+            raise Damaged(message, "metadata-unreadable", file=name) from None
     return found
 
 
@@ -162,17 +162,13 @@ def _place(entry: TensorEntry, chunk: Chunk, at: Place, skeletons: Skeletons) ->
     pickled = skeletons.get((at.file, at.offset, at.nbytes))
     if pickled is None:
         raise Damaged(
-            Problem(
-                f"{what}: .metadata does not say how its bytes are strided", "metadata-unreadable"
-            )
+            f"{what}: .metadata does not say how its bytes are strided", "metadata-unreadable"
         )
     tensor = _skeleton(pickled)
     if tensor is None or (tensor.dtype, tensor.shape) != (entry.source_dtype, chunk.box.shape):
         raise Damaged(
-            Problem(
-                f"{what}: no {entry.source_dtype} {list(chunk.box.shape)}, as it should be",
-                "item-mismatch",
-            )
+            f"{what}: no {entry.source_dtype} {list(chunk.box.shape)}, as it should be",
+            "item-mismatch",
         )
     stored = StoredBytes(at.file, at.offset, at.nbytes, at.nbytes)
     file = TorchFile(what, None, {tensor.storage.key: stored}, "little", {}, len(pickled))
@@ -210,7 +206,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     parts = _parts(source)
     if not parts:
         message = f"{source.root}: no .metadata that ByteCheckpoint wrote"
-        raise Damaged(Problem(message, "save-incomplete"))
+        raise Damaged(message, "save-incomplete")
     _require_families(source, parts, options)
     fields = {name: _fields(source, name) for name in parts}
     flat = flat_members(fields)
@@ -247,7 +243,7 @@ def _fields(source: Source, name: str) -> Mapping[str, Any]:
     value = read_pickle(read_metadata(source, name), what=name).value
     if not isinstance(value, Call):
         message = f"{name}: the pickle holds no ByteCheckpoint Metadata"
-        raise Damaged(Problem(message, "metadata-unreadable", file=name))
+        raise Damaged(message, "metadata-unreadable", file=name)
     return value.fields
 
 

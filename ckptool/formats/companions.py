@@ -236,7 +236,7 @@ def read_json_object(source: Source, file: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
-        raise Damaged(Problem(f"{file}: not a JSON object", "metadata-unreadable", file=file))
+        raise Damaged(f"{file}: not a JSON object", "metadata-unreadable", file=file)
     return content
 
 

@@ -216,7 +216,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     if missing:
         message = f"{source.root}: consolidated.{missing[0]:02d}.pth is missing"
         message += f" (model-parallel ranks {missing} of {world})"
-        raise Damaged(Problem(message, "rank-missing"))
+        raise Damaged(message, "rank-missing")
     expect_archives(source, (files[rank] for rank in sorted(files)))
     ranks = {rank: _leaves(source, files[rank]) for rank in sorted(files)}
     sizes = sizes_of(read_json_object(source, _PARAMS))
@@ -316,7 +316,7 @@ def _locals(name: str, held: Mapping[int, Leaf]) -> LocalTensors:
     for rank, leaf in held.items():
         if not isinstance(leaf.value, PlainLeaf):
             message = f"{name}: a tensor on some ranks, none on rank {rank}"
-            raise Damaged(Problem(message, "rank-missing", tensor=name))
+            raise Damaged(message, "rank-missing", tensor=name)
         tensor = leaf.value.tensor
         found[rank] = LocalTensor(tensor.dtype, tensor.shape, leaf.value.place)
     return found

@@ -153,7 +153,7 @@ def read_weight_map(source: Source, index: str) -> dict[str, str]:
 
 
 def _no_index(message: str, index: str) -> Damaged:
-    return Damaged(Problem(message, "index-unreadable", file=index))
+    return Damaged(message, "index-unreadable", file=index)
 
 
 def lay_out(catalog: Catalog, request: Request) -> Layout:

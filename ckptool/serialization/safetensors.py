@@ -95,7 +95,7 @@ def _header(
     """What a header holds, and where it ends."""
     size = source.files[file]
     if not size:
-        raise Damaged(Problem(f"{file}: the file is empty (0 bytes): truncated", "file-empty"))
+        raise Damaged(f"{file}: the file is empty (0 bytes): truncated", "file-empty")
     length = int.from_bytes(source.read(file, 0, 8), "little") if size >= 8 else 0
     if size < 8 or length > size - 8:
         head = read_head(source, file)
@@ -152,7 +152,7 @@ def _require_within_limits(text: bytes, file: str) -> None:
     if entries > _MOST_ENTRIES or tokens > _MOST_TOKENS:
         message = f"{file}: a header of {entries:,} entries and {tokens:,} tokens; ckptool reads up"
         message += f" to {_MOST_ENTRIES:,} and {_MOST_TOKENS:,}"
-        raise CannotDo(Problem(message, "limit-exceeded", file=file), hint=_FEWER)
+        raise CannotDo(message, "limit-exceeded", file=file, hint=_FEWER)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def _slice(file: str, name: str, entry: Any, start: int) -> StoredSlice:
     if dtype is None:
         shown = repr(dtype_name[:40]) if isinstance(dtype_name, str) else "that is not text"
         message = f"{file}: {name} has the unknown element type {shown}"
-        raise Damaged(Problem(message, "safetensors-dtype", tensor=name))
+        raise Damaged(message, "safetensors-dtype", tensor=name)
     sizes = _torch_shape(file, name, dtype, tuple(shape))
     if end - begin != math.prod(sizes) * dtype.itemsize:
         raise Damaged(
@@ -224,13 +224,13 @@ def _require_no_holes(
         if item.at.offset != position and is_whole:
             message = f"{file}: {name} begins at byte {item.at.offset:,}, the tensor before it ends"
             message += f" at {position:,}: a gap before it"
-            raise Damaged(Problem(message, "safetensors-gap", tensor=name))
+            raise Damaged(message, "safetensors-gap", tensor=name)
         position = item.at.offset + _nbytes(item)
     if position > size or (is_whole and position != size):
         message = f"{file}: the header describes {position:,} bytes, the file has {size:,};"
         code = "file-truncated" if position > size else "safetensors-gap"
         reason = "truncated, or extra bytes at the end"
-        raise Damaged(Problem(f"{message} {reason}", code, file=file, end=position))
+        raise Damaged(f"{message} {reason}", code, file=file, end=position)
 
 
 def _step_over_overlaps(
@@ -242,7 +242,7 @@ def _step_over_overlaps(
         message = f"{file}: {other} begins at byte {at:,}, inside {name}, which"
         message += f" ends at {end:,}: overlaps the tensor before it"
         if found is None:
-            raise Damaged(Problem(message, "safetensors-overlap", tensor=other))
+            raise Damaged(message, "safetensors-overlap", tensor=other)
         for one in (name, other):
             found.append(Problem(message, "safetensors-overlap", file=file, tensor=one))
             shared.add(one)
@@ -312,7 +312,7 @@ def _require_readable(text: bytes, path: str) -> None:
     """CannotDo where a header would be refused when it is read."""
     if len(text) > LONGEST_HEADER:
         message = f"{path}: a header of {len(text):,} bytes; the format allows {LONGEST_HEADER:,}"
-        raise CannotDo(Problem(message, "limit-exceeded", file=path), hint=_FEWER)
+        raise CannotDo(message, "limit-exceeded", file=path, hint=_FEWER)
     _require_within_limits(text, path)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Protocol
 
-from ckptool.errors import Damaged, Problem
+from ckptool.errors import Damaged
 from ckptool.serialization.file_kinds import HEAD, hint_for, stand_in
 
 LARGEST = 1 << 29
@@ -40,7 +40,7 @@ def require(source: Source, file: str, *, wanted_by: str) -> int:
     if size is None:
         reason = "is outside the folder" if _leaves(file) else "is missing"
         code = "path-outside" if _leaves(file) else "file-missing"
-        raise Damaged(Problem(f"{file!r}, referenced by {wanted_by}, {reason}", code, file=file))
+        raise Damaged(f"{file!r}, referenced by {wanted_by}, {reason}", code, file=file)
     return size
 
 
@@ -58,7 +58,9 @@ def read_metadata(source: Source, file: str) -> bytes:
     kind = stand_in(data[:HEAD])
     if kind is not None:
         raise Damaged(
-            Problem(f"{file}: {kind.what}", "file-type-mismatch", file=file),
+            f"{file}: {kind.what}",
+            "file-type-mismatch",
+            file=file,
             hint=hint_for(kind, file),
         )
     return data
@@ -96,7 +98,7 @@ def require_rank(rank: int, what: str) -> None:
     """Damaged where a rank, or a world size, is larger than any."""
     if rank > MOST_RANKS:
         message = f"{what}: rank {rank:,}; ckptool reads up to {MOST_RANKS:,} ranks"
-        raise Damaged(Problem(message, "rank-missing"))
+        raise Damaged(message, "rank-missing")
 
 
 def _leaves(file: str) -> bool:

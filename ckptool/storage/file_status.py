@@ -65,7 +65,9 @@ def changed(files: Iterable[str]) -> Changed:
     first, *others = files
     more = f", and {len(others):,} more were" if others else ""
     return Changed(
-        Problem(f"{first}: it was changed while it was read{more}", "file-changed", file=first),
+        f"{first}: it was changed while it was read{more}",
+        "file-changed",
+        file=first,
         hint="run the same command again once nothing writes to the source",
     )
 

@@ -253,24 +253,20 @@ def pieces(reader: Bytes, file: str, nbytes: int, at_once: int) -> Iterator[memo
 
 
 def missing(file: str) -> Damaged:
-    return Damaged(Problem(f"{file}: the file is missing", "file-missing", file=file))
+    return Damaged(f"{file}: the file is missing", "file-missing", file=file)
 
 
 def unreadable(file: str, error: OSError) -> NotFound:
-    return NotFound(
-        Problem(f"{file}: cannot be read: {error.strerror}", "file-unreadable", file=file)
-    )
+    return NotFound(f"{file}: cannot be read: {error.strerror}", "file-unreadable", file=file)
 
 
 def too_short(file: str, offset: int, nbytes: int, size: int) -> Damaged:
     return Damaged(
-        Problem(
-            f"{file}: {nbytes:,} bytes are expected at offset {offset:,}, but the file has"
-            f" {size:,} bytes; it is truncated or its metadata is wrong",
-            "file-truncated",
-            file=file,
-            end=offset + nbytes,
-        )
+        f"{file}: {nbytes:,} bytes are expected at offset {offset:,}, but the file has"
+        f" {size:,} bytes; it is truncated or its metadata is wrong",
+        "file-truncated",
+        file=file,
+        end=offset + nbytes,
     )
 
 

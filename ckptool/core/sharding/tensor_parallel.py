@@ -296,7 +296,7 @@ def merge_shards(
         shapes = " and ".join(sorted(str(list(shape)) for shape in wholes))
         kinds = " and ".join(sorted(map(str, dtypes)))
         message = f"{name}: ranks hold it in the shape {shapes}, as {kinds}"
-        raise Damaged(Problem(message, "ranks-disagree", tensor=name))
+        raise Damaged(message, "ranks-disagree", tensor=name)
     chunks = [
         placed
         for shard, fit in zip(shards, fits, strict=True)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ckptool.core.dtype import DType
 from ckptool.engine.read.tiles import ByteReader, Job
-from ckptool.errors import Damaged, Problem
+from ckptool.errors import Damaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +163,10 @@ def _read_packed(packing: Packing, spans: Sequence[Span], reader: ByteReader) ->
         position += len(piece)
         if packing.codec == "deflate" and position > last.end:
             message = f"{last.what} decodes to more than its {last.nbytes:,} bytes"
-            raise Damaged(Problem(message, "codec-corrupt", file=last.file))
+            raise Damaged(message, "codec-corrupt", file=last.file)
     if cut is not None:
         message = f"{cut[0].what} ends after {position:,} decoded bytes"
-        raise Damaged(Problem(message, "codec-corrupt", file=cut[0].file))
+        raise Damaged(message, "codec-corrupt", file=cut[0].file)
 
 
 def _decoded(packing: Packing, span: Span, reader: ByteReader) -> Iterator[bytes]:
@@ -174,7 +174,7 @@ def _decoded(packing: Packing, span: Span, reader: ByteReader) -> Iterator[bytes
         yield from _DECODERS[packing.codec](_packed(packing, reader))
     except (zlib.error, ValueError) as error:
         message = f"{span.what}: the {packing.codec} data is corrupt: {error}"
-        raise Damaged(Problem(message, "codec-corrupt", file=span.file)) from None
+        raise Damaged(message, "codec-corrupt", file=span.file) from None
 
 
 def _packed(packing: Packing, reader: ByteReader) -> Iterator[bytes]:

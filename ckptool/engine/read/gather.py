@@ -24,7 +24,7 @@ from ckptool.core.dtype import DType
 from ckptool.core.plan import ChunkIndex
 from ckptool.engine.read.rounding import cast
 from ckptool.engine.read.row_cache import Noted, Rows
-from ckptool.errors import Damaged, Problem
+from ckptool.errors import Damaged
 from ckptool.storage.local import SPAN, Files
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -216,7 +216,7 @@ def _require_crc(at: EncodedBlob, blob: bytes, what: str) -> None:
     found = zlib.crc32(memoryview(blob)[record.offset : record.offset + record.nbytes])
     if found != record.crc32:
         message = f"{what}: decodes to bytes of CRC-32 {found:08x}, recorded {record.crc32:08x}"
-        raise Damaged(Problem(message, "crc-mismatch", file=at.file))
+        raise Damaged(message, "crc-mismatch", file=at.file)
 
 
 def span_of(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:

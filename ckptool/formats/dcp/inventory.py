@@ -80,7 +80,8 @@ def metadata_files(source: Source, options: ScanOptions) -> dict[str, DcpMetadat
             f" what its data files hold ({_data_files(source)})"
         )
         raise Damaged(
-            Problem(message, "save-incomplete"),
+            message,
+            "save-incomplete",
             hint="take the checkpoint before it; .metadata is written last, once all data is safe",
         )
     names.sort(key=lambda name: [int(n) for n in re.findall("[0-9]+", name)])

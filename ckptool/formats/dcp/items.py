@@ -201,7 +201,9 @@ def _unread(problems: list[Problem]) -> CannotDo:
     """One error for all tensors of kinds that are not read."""
     more = f"\n  and {len(problems) - 1:,} more such tensors" if len(problems) > 1 else ""
     error = CannotDo(
-        Problem(f"{problems[0]}{more}", problems[0].code, tensor=problems[0].tensor),
+        f"{problems[0]}{more}",
+        problems[0].code,
+        tensor=problems[0].tensor,
         hint="--drop NAME leaves one out; in torch: save tensors made plain",
     )
     error.problems = tuple(problems)
@@ -238,7 +240,7 @@ def _located_place(source: Source, entry: TensorEntry, box: Box, at: Place) -> P
     if (tensor.dtype, tensor.shape) != (dtype, shape):
         message = f"{what}: its item at byte {at.offset:,} of {at.file} is {tensor.dtype}"
         message += f" {list(tensor.shape)}, the metadata says {dtype} {list(shape)}"
-        raise Damaged(Problem(message, "item-mismatch", file=at.file))
+        raise Damaged(message, "item-mismatch", file=at.file)
     place = opened.place(place_of(tensor, opened.file))
     if at.part is None:
         return place
@@ -247,7 +249,7 @@ def _located_place(source: Source, entry: TensorEntry, box: Box, at: Place) -> P
         return part_of_place(place, shape, box.shape, start, strides, dtype.itemsize)
     except ValueError as error:
         message = f"{what}: its item in {at.file} is {error}"
-        raise Damaged(Problem(message, "item-mismatch", file=at.file)) from None
+        raise Damaged(message, "item-mismatch", file=at.file) from None
 
 
 def _why_no_tensor(
@@ -258,9 +260,9 @@ def _why_no_tensor(
     what = f"{what}: its item in {item.file}"
     if not is_tensor_record(value) or outer not in (None, meant):
         message = f"{what} holds {type_name(value)}, no plain tensor"
-        return Damaged(Problem(message, "item-mismatch", file=item.file))
+        return Damaged(message, "item-mismatch", file=item.file)
     message = f"{what} holds a tensor of a kind that is not read ({type_name(value)})"
-    return _NoPlainTensor(Problem(message, "tensor-unsupported", file=item.file))
+    return _NoPlainTensor(message, "tensor-unsupported", file=item.file)
 
 
 def _open(source: Source, item: Item, what: str, limit: int, edge: int) -> _Opened:
@@ -276,5 +278,5 @@ def _open(source: Source, item: Item, what: str, limit: int, edge: int) -> _Open
             " (safetensors data, which torch itself cannot read back)" if head[8:] == b"{" else ""
         )
         message = f"{what}: no torch.save archive at byte {item.offset:,} of {item.file}{kind}"
-        raise Damaged(Problem(message, "item-mismatch", file=item.file))
+        raise Damaged(message, "item-mismatch", file=item.file)
     return _Opened(read_torch_zip(region), item, region.nbytes)

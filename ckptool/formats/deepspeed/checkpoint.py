@@ -22,7 +22,7 @@ from ckptool.core.sharding.tensor_parallel import (
     require_matched,
     unmerged,
 )
-from ckptool.errors import Damaged, Problem, Refusal, Undetermined
+from ckptool.errors import Damaged, Refusal, Undetermined
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.deepspeed.files import Files, Ranks, require_all
 from ckptool.formats.deepspeed.partitions import Name, Partition, RankContents
@@ -75,7 +75,7 @@ def read_checkpoint(source: Source, files: Files) -> Checkpoint:
     """Return all states of a tag. Raises Damaged where the file of a rank is missing."""
     if not files.models:
         message = f"{source.root}: no model states in the folder of the tag"
-        raise Damaged(Problem(message, "file-missing"))
+        raise Damaged(message, "file-missing")
     models = {ranks: read_state(source, file) for ranks, file in files.models.items()}
     first = models[min(models)]
     optimizers = {ranks: read_optimizer(source, file) for ranks, file in files.optimizers.items()}
@@ -94,10 +94,8 @@ def _grid(files: Files, first: State, optimizers: Mapping[Ranks, State]) -> Grid
     tensor = _tensor_ranks(files, first, model_ranks)
     if model_ranks % tensor:
         raise Damaged(
-            Problem(
-                f"{first.file.what}: {model_ranks} model ranks with {tensor} tensor ranks",
-                "ranks-disagree",
-            )
+            f"{first.file.what}: {model_ranks} model ranks with {tensor} tensor ranks",
+            "ranks-disagree",
         )
     return Grid(model_ranks // tensor, data, tensor)
 
@@ -233,16 +231,14 @@ def _shards(name: Name, held: Mapping[int, RankShard], grid: Grid) -> dict[int, 
     stages = sorted({mp // grid.tensor for mp in held})
     if len(stages) > 1 and not name[1].startswith(_TIED):
         raise Damaged(
-            Problem(
-                f"{'.'.join(name)}: pipeline stages {stages} hold it, but it is not tied",
-                "ranks-disagree",
-            )
+            f"{'.'.join(name)}: pipeline stages {stages} hold it, but it is not tied",
+            "ranks-disagree",
         )
     first = stages[0] * grid.tensor
     missing = [mp for mp in range(first, first + grid.tensor) if mp not in held]
     if missing:
         message = f"{'.'.join(name)}: mp_rank {missing[0]:02d} has no shard of it"
-        raise Damaged(Problem(message, "rank-missing", tensor=".".join(name)))
+        raise Damaged(message, "rank-missing", tensor=".".join(name))
     return {mp: held[mp] for mp in range(first, first + grid.tensor)}
 
 
@@ -255,7 +251,7 @@ def _joined(
         return TensorEntry(text, name, first.dtype, first.shape, merge_copies(first.chunks))
     if len({local.dtype for local in locals_}) > 1:
         message = f"{text}: the tensor-parallel ranks hold it in several element types"
-        raise Damaged(Problem(message, "ranks-disagree", tensor=text))
+        raise Damaged(message, "ranks-disagree", tensor=text)
     shapes = [local.shape for local in locals_]
     fits = fit_shards(name[1], shapes, info) if rule is None else fit_ranks(shapes, rule)
     if all(fit.is_whole for fit in fits):

@@ -145,12 +145,12 @@ def require_experts(checkpoint: Checkpoint) -> None:
         message = (
             f"the files of {named}{more} are missing: {len(files):,} of {len(wanted):,} are there"
         )
-        raise Damaged(Problem(message, "file-missing"))
+        raise Damaged(message, "file-missing")
     for key in sorted(files.keys() - wanted):
         message = (
             f"{files[key]}: belongs to no expert of this model, whose MoE layers have {counts}"
         )
-        raise Damaged(Problem(message, "saves-mixed", file=files[key]), hint=_MOVE)
+        raise Damaged(message, "saves-mixed", file=files[key], hint=_MOVE)
 
 
 def _counts(model: State, found: Collection[tuple[int, int]]) -> list[int]:
@@ -195,7 +195,7 @@ def _place(head: str, first: Mapping[str, int]) -> int | None:
 
 
 def _exchanged(message: str, file: str) -> Damaged:
-    return Damaged(Problem(message, "rank-copied", file=file), hint=_EXCHANGED)
+    return Damaged(message, "rank-copied", file=file, hint=_EXCHANGED)
 
 
 def lost_optimizers(checkpoint: Checkpoint) -> Problem | None:

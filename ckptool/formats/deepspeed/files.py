@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ckptool.errors import Damaged, Problem
+from ckptool.errors import Damaged
 from ckptool.serialization.source import Source, first_missing, require_rank
 
 LATEST = "latest"
@@ -91,11 +91,9 @@ def tag_folder(source: Source, marker: str) -> str:
         return folder
     others = ", ".join(tags(source)) or "no other tag"
     raise Damaged(
-        Problem(
-            f"{marker} names the tag {text.strip()[:80]!r}, which does not exist; found: {others}",
-            "file-missing",
-            file=marker,
-        ),
+        f"{marker} names the tag {text.strip()[:80]!r}, which does not exist; found: {others}",
+        "file-missing",
+        file=marker,
         hint="name the folder of a tag itself",
     )
 
@@ -140,11 +138,9 @@ def _ranks(match: re.Match[str], first: str, second: str) -> Ranks:
 def _put(files: dict[_Key, str], key: _Key, path: str) -> None:
     if key in files:
         raise Damaged(
-            Problem(
-                f"{files[key]} and {path} claim the same ranks: two checkpoints lie in one folder",
-                "saves-mixed",
-                file=path,
-            ),
+            f"{files[key]} and {path} claim the same ranks: two checkpoints lie in one folder",
+            "saves-mixed",
+            file=path,
             hint="move the files of one of the two away",
         )
     files[key] = path
@@ -159,14 +155,12 @@ def require_all(files: dict[Ranks, str], dp: int, mp: int, what: str) -> None:
             ranks = ", ".join(map(str, missing))
             message = f"{what} of zero_pp_rank {ranks}, mp_rank {model_rank:02d} missing:"
             message += f" {len(held):,} of {dp:,} are there"
-            raise Damaged(Problem(message, "rank-missing"))
+            raise Damaged(message, "rank-missing")
     stray = [name for (d, m), name in files.items() if d >= dp or m >= mp]
     if stray:
         raise Damaged(
-            Problem(
-                f"{stray[0]} belongs to no rank of DP {dp:,} and {mp:,} model-parallel ones",
-                "saves-mixed",
-                file=stray[0],
-            ),
+            f"{stray[0]} belongs to no rank of DP {dp:,} and {mp:,} model-parallel ones",
+            "saves-mixed",
+            file=stray[0],
             hint="an earlier save with more ranks may have left it: move it away",
         )

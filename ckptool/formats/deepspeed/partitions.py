@@ -29,7 +29,7 @@ from ckptool.core.catalog import Chunk, Extent, Path, Place, Record, flat_name
 from ckptool.core.dtype import DType
 from ckptool.core.sharding.tensor_parallel import RankShard
 from ckptool.core.views import pieces_of_run
-from ckptool.errors import Damaged, Problem, Refusal
+from ckptool.errors import Damaged, Refusal
 from ckptool.formats.deepspeed.states import State, Vector
 from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf
 from ckptool.serialization.state_dict.refusals import Barred, refusal_in
@@ -65,11 +65,9 @@ def flat_runs(shapes: Shapes, paddings: Sequence[int], size: int, parts: int) ->
         offset += numel + padding
     if not 0 <= size * parts - offset < max(2 * parts, 1):
         raise Damaged(
-            Problem(
-                f"{len(shapes):,} parameters of {offset:,} elements do not fit {parts:,} partitions"
-                f" of {size:,} elements",
-                "storage-mismatch",
-            )
+            f"{len(shapes):,} parameters of {offset:,} elements do not fit {parts:,} partitions"
+            f" of {size:,} elements",
+            "storage-mismatch",
         )
 
 
@@ -91,18 +89,14 @@ def split_runs(shapes: Shapes, sizes: Sequence[int], part: int, parts: int) -> I
         offset += piece
         if crossed < len(ends) and ends[crossed] < offset:
             raise Damaged(
-                Problem(
-                    f"{name}: its piece of {piece:,} elements crosses the end of a sub group",
-                    "storage-mismatch",
-                )
+                f"{name}: its piece of {piece:,} elements crosses the end of a sub group",
+                "storage-mismatch",
             )
     if offset != sum(sizes):
         raise Damaged(
-            Problem(
-                f"{len(shapes):,} parameters take {offset:,} elements of rank {part}'s sub groups,"
-                f" which hold {sum(sizes):,}",
-                "storage-mismatch",
-            )
+            f"{len(shapes):,} parameters take {offset:,} elements of rank {part}'s sub groups,"
+            f" which hold {sum(sizes):,}",
+            "storage-mismatch",
         )
 
 
@@ -164,9 +158,7 @@ def slot_of(state: State, master: Any, kept: Mapping[str, Any], padding: int) ->
     vector = state.vector(master)
     if vector is None or not vector.is_flat:
         raise Damaged(
-            Problem(
-                f"{state.file.what}: a flat group of masters is not a flat tensor", "tensor-record"
-            )
+            f"{state.file.what}: a flat group of masters is not a flat tensor", "tensor-record"
         )
     slot, least = Slot({MASTER: vector}), vector.shape[0]
     for kind, value in kept.items():
@@ -213,11 +205,9 @@ def add_run(
     held = vector.shape[0] if vector else 0
     if vector is None or run.at + run.stop - run.start > held:
         raise Damaged(
-            Problem(
-                f"{partition.state.file.what}: {kind}.{name} needs elements {run.at:,} to"
-                f" {run.at + run.stop - run.start:,} of a partition that holds {held:,}",
-                "storage-mismatch",
-            )
+            f"{partition.state.file.what}: {kind}.{name} needs elements {run.at:,} to"
+            f" {run.at + run.stop - run.start:,} of a partition that holds {held:,}",
+            "storage-mismatch",
         )
     shape = shapes[run.name]
     chunks = run_chunks(run, shape, vector.at, vector.dtype.itemsize, partition.rank)
@@ -254,7 +244,7 @@ def require_distinct(held: Sequence[tuple[str, Sequence[Vector], Sequence[Vector
             message = (
                 f"{file} holds the same partitions as {first[key]}: one was copied over the other"
             )
-            raise Damaged(Problem(message, "rank-copied", file=file))
+            raise Damaged(message, "rank-copied", file=file)
 
 
 def _record(vector: Vector) -> Record | None:
@@ -299,11 +289,9 @@ class RankContents:
         local = self.tensors.setdefault(name, RankShard(dtype, shape))
         if (local.dtype, local.shape) != (dtype, shape):
             raise Damaged(
-                Problem(
-                    f"{'.'.join(name)}: {local.dtype} {list(local.shape)} in one file,"
-                    f" {dtype} {list(shape)} in another",
-                    "ranks-disagree",
-                )
+                f"{'.'.join(name)}: {local.dtype} {list(local.shape)} in one file,"
+                f" {dtype} {list(shape)} in another",
+                "ranks-disagree",
             )
         local.chunks.extend(chunks)
 

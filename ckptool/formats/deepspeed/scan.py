@@ -86,11 +86,9 @@ def _miss_optimizers(checkpoint: Checkpoint, found: Assembled) -> None:
     what = checkpoint.model.file.what
     if checkpoint.files.stage_3:
         raise Damaged(
-            Problem(
-                f"{what}: ZeRO 3 keeps weights in the files of optimizer states, and none of those"
-                " is there",
-                "file-missing",
-            )
+            f"{what}: ZeRO 3 keeps weights in the files of optimizer states, and none of those"
+            " is there",
+            "file-missing",
         )
     message = f"{what}: was trained with ZeRO, and all files of optimizer states are missing: no"
     message += " masters and moments; --model-only converts the weights"

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool.core.catalog import Path, Place
 from ckptool.core.dtype import DType
-from ckptool.errors import Damaged, Problem, Refusal, SourceError, refused
+from ckptool.errors import Damaged, Refusal, SourceError, refused
 from ckptool.serialization.archive.read import TorchFile, read_torch_file
 from ckptool.serialization.archive.storage import (
     StoredTensor,
@@ -138,7 +138,7 @@ class State:
     def _typed(self, value: Any, kind: Any, key: str) -> Any:
         if isinstance(value, kind):
             return value
-        raise Damaged(Problem(f"{self.file.what}: {key} is {shown(value)}", "metadata-unreadable"))
+        raise Damaged(f"{self.file.what}: {key} is {shown(value)}", "metadata-unreadable")
 
 
 @contextmanager
@@ -153,7 +153,7 @@ def malformed_is_damaged(what: str) -> Iterator[None]:
         raise refused([error.refusal], subject=what) from None
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise Damaged(
-            Problem(f"{what}: not a state that DeepSpeed writes: {error}", "metadata-unreadable")
+            f"{what}: not a state that DeepSpeed writes: {error}", "metadata-unreadable"
         ) from None
 
 
@@ -165,10 +165,8 @@ def read_state(source: Source, file: str) -> State:
     opened = read_torch_file(source, file)
     if not isinstance(opened.inert, dict):
         raise Damaged(
-            Problem(
-                f"{file}: holds {shown(opened.inert)}, DeepSpeed writes a dict there",
-                "file-type-mismatch",
-            )
+            f"{file}: holds {shown(opened.inert)}, DeepSpeed writes a dict there",
+            "file-type-mismatch",
         )
     readable, refused = with_refusals(opened, source)
     require_harmless(opened.narrowed(readable).hostile)
@@ -214,9 +212,7 @@ def shape_groups(state: State, key: str = "param_shapes") -> list[dict[str, tupl
     found = []
     for group in groups:
         if not isinstance(group, dict):
-            raise Damaged(
-                Problem(f"{state.file.what}: {key} holds {shown(group)}", "metadata-unreadable")
-            )
+            raise Damaged(f"{state.file.what}: {key} holds {shown(group)}", "metadata-unreadable")
         found.append({str(name): sizes(shape) for name, shape in group.items()})
     return found
 

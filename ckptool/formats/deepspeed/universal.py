@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ckptool.core.catalog import Catalog
-from ckptool.errors import Damaged, Problem, SourceError
+from ckptool.errors import Damaged, SourceError
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.deepspeed.checkpoint import Checkpoint, read_checkpoint, whole_entries
 from ckptool.formats.deepspeed.files import (
@@ -67,7 +67,7 @@ def _states(checkpoint: Checkpoint, holdings: list[RankContents], folder: str) -
     source, found = checkpoint.source, RankContents()
     if folder + OPTIMIZER_STATE not in source.files:
         message = f"{folder}{OPTIMIZER_STATE} is missing: the conversion to a universal checkpoint"
-        raise Damaged(Problem(f"{message} was not finished", "save-incomplete"))
+        raise Damaged(f"{message} was not finished", "save-incomplete")
     optimizer = read_optimizer(source, folder + OPTIMIZER_STATE)
     shapes = {
         n: s for state in checkpoint.models.values() for n, s in trained_shapes(state).items()
@@ -83,7 +83,7 @@ def _states(checkpoint: Checkpoint, holdings: list[RankContents], folder: str) -
     missing = [n for n in shapes if (MASTER, n) not in found.tensors and n not in held]
     if missing:
         message = f"{folder}zero/{missing[0]}/{MASTER}.pt is missing ({len(missing)} such)"
-        raise Damaged(Problem(message, "file-missing", tensor=missing[0]))
+        raise Damaged(message, "file-missing", tensor=missing[0])
     _add_common_step(found, optimizer, shapes)
     found.add_leaves(optimizer_leaves(optimizer, source), 0)
     found.add_leaves(refused_leaves(optimizer, ("optimizer",)), 0)
@@ -187,9 +187,7 @@ def _add_state(
         return
     if vector is None:
         raise Damaged(
-            Problem(
-                f"{path}: holds {shown(value)}, a universal checkpoint a tensor", "tensor-record"
-            )
+            f"{path}: holds {shown(value)}, a universal checkpoint a tensor", "tensor-record"
         )
     if isinstance(opened.value, dict) or shape is None or len(shape) == 1:
         found.add_whole(name, vector, 0)
@@ -203,10 +201,7 @@ def _add_vector(
     numel = math.prod(shape)
     if not vector.is_flat or vector.shape != (numel,):
         raise Damaged(
-            Problem(
-                f"{path}: {list(vector.shape)} for a parameter of shape {list(shape)}",
-                "tensor-record",
-            )
+            f"{path}: {list(vector.shape)} for a parameter of shape {list(shape)}", "tensor-record"
         )
     chunks = run_chunks(Run(name[1], 0, numel, 0, 0), shape, vector.at, vector.dtype.itemsize, 0)
     found.add(name, vector.dtype, shape, chunks)

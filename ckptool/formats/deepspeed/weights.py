@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 
-from ckptool.errors import Damaged, Problem, Refusal
+from ckptool.errors import Damaged, Refusal
 from ckptool.formats.deepspeed.partitions import Partition, RankContents, Run, run_chunks
 from ckptool.formats.deepspeed.states import (
     State,
@@ -115,10 +115,7 @@ def add_frozen_pieces(found: RankContents, states: Iterable[Partition], parts: i
         if shapes.keys() - pieces.keys():
             missing = ", ".join(sorted(shapes.keys() - pieces.keys())[:3])
             raise Damaged(
-                Problem(
-                    f"{partition.state.file.what}: no fragment of the frozen {missing}",
-                    "data-missing",
-                )
+                f"{partition.state.file.what}: no fragment of the frozen {missing}", "data-missing"
             )
         for name, shape in shapes.items():
             _add_piece(found, partition, name, shape, pieces[name], parts)
@@ -137,11 +134,9 @@ def _add_piece(
     lo, hi = min(partition.dp * piece, numel), min((partition.dp + 1) * piece, numel)
     if not vector.is_flat or vector.shape[0] < hi - lo:
         raise Damaged(
-            Problem(
-                f"{partition.state.file.what}: frozen.{name} needs {hi - lo:,} elements, its"
-                f" fragment has the shape {list(vector.shape)}",
-                "storage-mismatch",
-            )
+            f"{partition.state.file.what}: frozen.{name} needs {hi - lo:,} elements, its"
+            f" fragment has the shape {list(vector.shape)}",
+            "storage-mismatch",
         )
     run = Run(name, lo, hi, partition.dp, 0)
     chunks = run_chunks(run, shape, vector.at, vector.dtype.itemsize, partition.rank)
@@ -212,11 +207,9 @@ def _head(
     ]
     if len(fitting) > 1:
         raise Damaged(
-            Problem(
-                f"layer {layer}: is one of the tied modules {', '.join(fitting)}, which are alike;"
-                " the files do not say which",
-                "sharding-unknown",
-            )
+            f"layer {layer}: is one of the tied modules {', '.join(fitting)}, which are alike;"
+            " the files do not say which",
+            "sharding-unknown",
         )
     if fitting:
         return f"tied_modules.{fitting[0]}"

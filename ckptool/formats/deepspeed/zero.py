@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from ckptool.errors import Damaged, Problem
+from ckptool.errors import Damaged
 from ckptool.formats.deepspeed.experts import EXPERT
 from ckptool.formats.deepspeed.partitions import (
     MASTER,
@@ -59,10 +59,8 @@ def add_flat_groups(
     if any(len(held) != len(groups) for held in slots):
         counts = sorted({len(held) for held in slots})
         raise Damaged(
-            Problem(
-                f"{ranks[0].state.file.what}: {counts} flat groups, {len(groups)} of names",
-                "tensor-record",
-            )
+            f"{ranks[0].state.file.what}: {counts} flat groups, {len(groups)} of names",
+            "tensor-record",
         )
     require_distinct_ranks(ranks, slots)
     counts = _partition_counts(ranks[0].state, len(groups), len(ranks))
@@ -110,11 +108,8 @@ def _partition_counts(state: State, groups: int, ranks: int) -> list[int]:
     counts = list(map(natural, stored if isinstance(stored, list | tuple) else [stored] * groups))
     if len(counts) != groups or any(not count or ranks % count for count in counts):
         raise Damaged(
-            Problem(
-                f"{state.file.what}: partition_count {counts} for {groups} groups and {ranks}"
-                " ranks",
-                "tensor-record",
-            )
+            f"{state.file.what}: partition_count {counts} for {groups} groups and {ranks} ranks",
+            "tensor-record",
         )
     return counts
 
@@ -126,10 +121,7 @@ def _paddings(state: State, groups: Sequence[Shapes]) -> list[list[int]]:
     stored = [list(map(natural, group)) for group in state.sequence("param_alignment_paddings")]
     if list(map(len, stored)) != list(map(len, groups)):
         raise Damaged(
-            Problem(
-                f"{state.file.what}: param_alignment_paddings do not fit param_shapes",
-                "tensor-record",
-            )
+            f"{state.file.what}: param_alignment_paddings do not fit param_shapes", "tensor-record"
         )
     return stored
 
@@ -309,19 +301,15 @@ def _require_plain_split(state: State, groups: int) -> None:
     param_groups = state.inner("optimizer_state_dict").groups()
     if len(param_groups) > groups:
         raise Damaged(
-            Problem(
-                f"{state.file.what}: {len(param_groups)} groups of parameters, whose order"
-                " DeepSpeed did not save before 0.5.4",
-                "sharding-unknown",
-            )
+            f"{state.file.what}: {len(param_groups)} groups of parameters, whose order"
+            " DeepSpeed did not save before 0.5.4",
+            "sharding-unknown",
         )
     if state.get("ds_zero_partition_groups"):
         raise Damaged(
-            Problem(
-                f"{state.file.what}: ZeRO 3 with automatic expert parallelism cuts experts among"
-                " groups of ranks of their own; ckptool does not read that",
-                "sharding-unknown",
-            ),
+            f"{state.file.what}: ZeRO 3 with automatic expert parallelism cuts experts among"
+            " groups of ranks of their own; ckptool does not read that",
+            "sharding-unknown",
             hint="deepspeed's ds_to_universal.py makes a universal checkpoint of it",
         )
 

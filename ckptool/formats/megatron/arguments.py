@@ -138,10 +138,7 @@ def with_plain_names(catalog: Catalog) -> Catalog:
             objects[found.name] = found
     if len(tensors) < len(catalog.tensors) or tensors.keys() & objects.keys():
         raise Damaged(
-            Problem(
-                "two ShardedObjects, or one and a tensor, have the same key and offset",
-                "items-overlap",
-            )
+            "two ShardedObjects, or one and a tensor, have the same key and offset", "items-overlap"
         )
     return replace(catalog, tensors=tensors, objects=objects)
 
@@ -199,9 +196,7 @@ def with_common(source: Source, catalog: Catalog) -> Catalog:
         raise damaged(found.problems, subject=COMMON)
     twice = found.objects.keys() & catalog.objects.keys()
     if twice:
-        raise Damaged(
-            Problem(f"{COMMON}: {sorted(twice)[0]!r} is also a ShardedObject", "items-overlap")
-        )
+        raise Damaged(f"{COMMON}: {sorted(twice)[0]!r} is also a ShardedObject", "items-overlap")
     tensors: dict[str, TensorEntry] = catalog.tensors | found.tensors
     files = catalog.files | {COMMON: source.files[COMMON]}
     return replace(

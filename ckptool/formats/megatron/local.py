@@ -21,7 +21,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, Path, TensorEntry, flat_name, merge_copies
 from ckptool.core.dtype import DType
 from ckptool.core.sharding.tensor_parallel import Fit
-from ckptool.errors import Damaged, Problem, Undetermined
+from ckptool.errors import Damaged, Undetermined
 from ckptool.formats.megatron.names import global_expert, global_layer, is_buffer, is_expert
 from ckptool.formats.megatron.optimizer.buckets import Group, bucket_state, buckets_among, is_bucket
 from ckptool.formats.megatron.optimizer.gathered import expected_buffers
@@ -136,10 +136,8 @@ def _add(
     known = ranks.kinds.setdefault(name, (dtype, whole))
     if known != (dtype, whole):
         raise Damaged(
-            Problem(
-                f"{name}: ranks hold it as {known[0]} {list(known[1])} and {dtype} {list(whole)}",
-                "ranks-disagree",
-            )
+            f"{name}: ranks hold it as {known[0]} {list(known[1])} and {dtype} {list(whole)}",
+            "ranks-disagree",
         )
     chunks = ranks.chunks.setdefault(name, [])
     if chunk is not None:
@@ -227,7 +225,7 @@ def side_by_side(parts: Sequence[Sharded]) -> Sequence[Sharded]:
     if any(
         len(part.whole) != len(first.whole) or len(part.whole) <= part.prepended for part in parts
     ):
-        raise Damaged(Problem(f"{first.key}: parts that cannot be joined", "tensor-record"))
+        raise Damaged(f"{first.key}: parts that cannot be joined", "tensor-record")
     dim = first.prepended
     sizes_ = {part.key: part.whole[dim] for part in parts}
     starts = dict(zip(sizes_, accumulate(sizes_.values(), initial=0), strict=False))
@@ -268,28 +266,21 @@ def _record(record: Call, file: TorchFile, rank: int) -> Sharded:
         box = Box.at(sizes(fields["global_offset"]), local)
     except (KeyError, TypeError, ValueError) as error:
         raise Damaged(
-            Problem(
-                f"{file.what}: not a ShardedTensor as Megatron-core writes it: {error}",
-                "tensor-record",
-            )
+            f"{file.what}: not a ShardedTensor as Megatron-core writes it: {error}", "tensor-record"
         ) from None
     if fields.get("flattened_range") is not None:
         raise Damaged(
-            Problem(
-                f"{file.what}: {key} is a flattened range, which is not read from local files",
-                "sharding-unknown",
-            )
+            f"{file.what}: {key} is a flattened range, which is not read from local files",
+            "sharding-unknown",
         )
     tensor = plain_tensor(fields.get("data"))
     if tensor is None:
         return Sharded(key, dtype, whole, box, prepended, None)
     if (tensor.dtype, tensor.shape) != (dtype, local[prepended:]):
         raise Damaged(
-            Problem(
-                f"{file.what}: {key} is {tensor.dtype} {list(tensor.shape)}, its record says"
-                f" {dtype} {list(local[prepended:])}",
-                "tensor-record",
-            )
+            f"{file.what}: {key} is {tensor.dtype} {list(tensor.shape)}, its record says"
+            f" {dtype} {list(local[prepended:])}",
+            "tensor-record",
         )
     return Sharded(key, dtype, whole, box, prepended, Chunk(box, place_of(tensor, file), rank))
 

@@ -52,9 +52,7 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
         local = read_local(source, stated)
     kinds = {_kind(file) for file in local.files.values()}
     if len(kinds) > 1:
-        raise Damaged(
-            Problem(f"{source.root}: files of {' and of '.join(sorted(kinds))}", "saves-mixed")
-        )
+        raise Damaged(f"{source.root}: files of {' and of '.join(sorted(kinds))}", "saves-mixed")
     notes = list(local.notes)
     if kinds == {ROOT}:
         if options.tp_rules:
@@ -102,9 +100,7 @@ def _kind(file: TorchFile) -> str:
     name = file.inert.name.rpartition(".")[2] if isinstance(file.inert, Call) else "something else"
     if name not in (ROOT, _PLAIN):
         raise Damaged(
-            Problem(
-                f"{file.what}: holds {name}, not a tensor-aware state dict", "file-type-mismatch"
-            )
+            f"{file.what}: holds {name}, not a tensor-aware state dict", "file-type-mismatch"
         )
     return name
 
@@ -224,7 +220,8 @@ def read_local(source: Source, world_size: int | None = None) -> LocalIteration:
             failed.append(_lacks(iteration, missing, mine, notes))
     lacks = "\n".join(f"  - {lack}" for lack in failed)
     raise Damaged(
-        Problem(f"{source.root}: no iteration is complete:\n{lacks}", "rank-missing"),
+        f"{source.root}: no iteration is complete:\n{lacks}",
+        "rank-missing",
         hint="copy the folders of all ranks, which are on the machines that wrote them, into one",
     )
 

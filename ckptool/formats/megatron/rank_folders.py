@@ -10,7 +10,7 @@ from math import prod
 from typing import Any
 
 from ckptool.core.catalog import Index, flat_name
-from ckptool.errors import Damaged, Problem, Refusal, refused
+from ckptool.errors import Damaged, Refusal, refused
 from ckptool.formats.megatron.arguments import Arguments, arguments
 from ckptool.formats.megatron.names import layer_counts, local_experts
 from ckptool.formats.megatron.parameters import Rank
@@ -74,7 +74,7 @@ def _rank(name: str, args: Arguments) -> Rank:
     match = _FOLDER.fullmatch(name)
     numbers = [int(part) for part in match.groups() if part] if match else []
     if max(numbers) > MOST_RANKS:
-        raise Damaged(Problem(f"{name}: rank {max(numbers):,}", "rank-missing"))
+        raise Damaged(f"{name}: rank {max(numbers):,}", "rank-missing")
     if len(numbers) == 3:
         return numbers[0], numbers[1], numbers[2]
     if len(numbers) == 1:
@@ -82,11 +82,9 @@ def _rank(name: str, args: Arguments) -> Rank:
     pipeline, expert = args.degree("PP") > 1, args.degree("EP") > 1
     if pipeline == expert:
         raise Damaged(
-            Problem(
-                f"{name}: {numbers[1]} may be a pipeline or an expert rank, and the arguments saved"
-                f" in it state PP {args.degree('PP')} and EP {args.degree('EP')}",
-                "sharding-unknown",
-            )
+            f"{name}: {numbers[1]} may be a pipeline or an expert rank, and the arguments saved"
+            f" in it state PP {args.degree('PP')} and EP {args.degree('EP')}",
+            "sharding-unknown",
         )
     return (numbers[0], numbers[1], 0) if pipeline else (numbers[0], 0, numbers[1])
 
@@ -142,7 +140,7 @@ def _require_own(ranks: Mapping[Rank, str], writers: Mapping[str, int | None]) -
         if known[rank] > known[other]:
             message = f"{ranks[rank]} was written by rank {known[rank]}, {ranks[other]} by rank"
             message += f" {known[other]}: folders were swapped"
-            raise Damaged(Problem(message, "rank-copied", file=ranks[rank]))
+            raise Damaged(message, "rank-copied", file=ranks[rank])
 
 
 def _neighbours(ranks: Iterable[Rank]) -> Iterator[tuple[Rank, Rank]]:
@@ -164,7 +162,9 @@ def _require_all(ranks: Mapping[Rank, str], args: Arguments) -> None:
             )
             message = f"{name} belongs to no rank of {degrees_}, which the arguments in it state"
             raise Damaged(
-                Problem(message, "saves-mixed", file=name),
+                message,
+                "saves-mixed",
+                file=name,
                 hint="an earlier save with more ranks may have left it: move it away",
             )
     sizes = [max(size, said or 1) for size, said in zip(degrees(ranks), stated, strict=True)]
@@ -179,7 +179,7 @@ def _require_all(ranks: Mapping[Rank, str], args: Arguments) -> None:
             f"the folder of {what} is missing ({lacking} of"
             f" {' x '.join(map(str, sizes))} model-parallel ranks)"
         )
-        raise Damaged(Problem(message, "rank-missing"))
+        raise Damaged(message, "rank-missing")
 
 
 def _require_optimizers(source: Source, names: Sequence[str], args: Arguments) -> None:
@@ -190,7 +190,7 @@ def _require_optimizers(source: Source, names: Sequence[str], args: Arguments) -
             f"{missing[0]!r} is missing, which {len(names) - len(missing)} of {len(names)}"
             " model-parallel ranks have"
         )
-        raise Damaged(Problem(message, "file-missing", file=missing[0]))
+        raise Damaged(message, "file-missing", file=missing[0])
 
 
 def _folder(source: Source, rank: Rank, number: int, file: TorchFile, name: str) -> RankFolder:
@@ -208,7 +208,7 @@ def _folder(source: Source, rank: Rank, number: int, file: TorchFile, name: str)
             rest[full] = leaf
     _require_numbers(runs, rest, name)
     if not runs:
-        raise Damaged(Problem(f"{name}: no model in it", "data-missing"))
+        raise Damaged(f"{name}: no model in it", "data-missing")
     if distributed is not None:
         state = read_leaves(distributed, source, prefix=("optimizer", "state"), refuse=True)
         rest |= {full: leaf for full, leaf in state.items() if isinstance(leaf.value, Refusal)}

@@ -75,10 +75,8 @@ def _reshaped(catalog: Catalog, parsed: dict[str, DcpMetadata]) -> Catalog:
     for name, shape in chain(*(metadata.reformulated.items() for metadata in parsed.values())):
         if name not in tensors:
             raise Damaged(
-                Problem(
-                    f"{name}: mcore_data gives it the shape {list(shape)}, no file stores it",
-                    "data-missing",
-                )
+                f"{name}: mcore_data gives it the shape {list(shape)}, no file stores it",
+                "data-missing",
             )
         tensors[name] = unflattened(tensors[name], shape)
     return catalog.with_tensors(tensors)
@@ -95,7 +93,7 @@ def _unfinished(source: Source, catalog: Catalog, options: ScanOptions) -> Catal
     """A save whose last file is not there: a note where all else can be read, damage to verify."""
     if CONFIG in source.files:
         message = f"{CONFIG} names no backend, as Megatron's does: it is damaged"
-        raise Damaged(Problem(message, "metadata-unreadable", file=CONFIG))
+        raise Damaged(message, "metadata-unreadable", file=CONFIG)
     message = f"{CONFIG} is missing, which Megatron writes last: the save never finished"
     if options.found is not None:
         options.report([Problem(message, "save-incomplete", file=CONFIG)], subject=source.root)
@@ -112,11 +110,9 @@ def unflattened(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
     whole = tuple(size * parts for size, parts in zip(local, grid, strict=False))
     if len(grid) != len(shape) or whole != shape or math.prod(local) != entry.shape[-1]:
         raise Damaged(
-            Problem(
-                f"{entry.name}: stored as {list(entry.shape)}, which does not reformulate the"
-                f" {list(shape)} that mcore_data states",
-                "tensor-record",
-            )
+            f"{entry.name}: stored as {list(entry.shape)}, which does not reformulate the"
+            f" {list(shape)} that mcore_data states",
+            "tensor-record",
         )
     chunks = [piece for chunk in entry.chunks for piece in _pieces(entry, chunk, local)]
     return replace(entry, shape=shape, chunks=tuple(chunks))
@@ -128,9 +124,7 @@ def _pieces(entry: TensorEntry, chunk: Chunk, local: tuple[int, ...]) -> Iterato
     stop = chunk.box.hi[-1]
     if math.prod(chunk.box.shape[:-1]) != 1:
         raise Damaged(
-            Problem(
-                f"{entry.name}: chunk {chunk.box} spans several ranks' parts", "sharding-unknown"
-            )
+            f"{entry.name}: chunk {chunk.box} spans several ranks' parts", "sharding-unknown"
         )
     origin = tuple(index * size for index, size in zip(cell, local, strict=True))
     itemsize = entry.source_dtype.itemsize

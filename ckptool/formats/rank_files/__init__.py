@@ -57,7 +57,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     if is_uncommitted(source):
         metadata = METADATA
         message = f"{source.root}: no {metadata}, which alone says how the ranks' tensors are cut"
-        raise Damaged(Problem(message, "save-incomplete", file=metadata))
+        raise Damaged(message, "save-incomplete", file=metadata)
     files = _files(source, options.world_size)
     if not files:
         raise Damaged(f"{source.root}: no files that are one a rank")
@@ -151,7 +151,8 @@ def _require_one_world_size(root: str, files: list[RankFile]) -> None:
         return
     most = max(stated, key=lambda world: len(stated[world]))
     raise Damaged(
-        Problem(f"{root}: rank files of several world sizes: {_counted(stated)}", "saves-mixed"),
+        f"{root}: rank files of several world sizes: {_counted(stated)}",
+        "saves-mixed",
         hint=f"--world-size {most} reads those of {most} ranks; move the others away",
     )
 
@@ -167,7 +168,8 @@ def _require_one_step(root: str, files: list[RankFile]) -> None:
         if len(steps) > 1:
             message = f"{root}: rank files of several steps: {_counted(steps)}"
             raise Damaged(
-                Problem(message, "saves-mixed"),
+                message,
+                "saves-mixed",
                 hint="move the files of each step into a folder of their own",
             )
 
@@ -180,7 +182,9 @@ def _require_one_file_a_rank(files: list[RankFile]) -> None:
         if other != item.file:
             message = f"{other} and {item.file} are both the {item.family} of rank {item.rank}"
             raise Damaged(
-                Problem(message, "saves-mixed", file=item.file),
+                message,
+                "saves-mixed",
+                file=item.file,
                 hint="move the files of one of the two saves away",
             )
 

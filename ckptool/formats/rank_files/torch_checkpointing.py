@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptool.core.box import row_major_strides
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
-from ckptool.errors import Damaged, Problem, coded
+from ckptool.errors import Damaged, coded
 from ckptool.serialization.archive.dtensor import DTensorShare, flat_ints
 from ckptool.serialization.archive.storage import Storage, StoredTensor, natural, sizes
 from ckptool.serialization.pickle.load import read_pickle
@@ -100,7 +100,7 @@ def _leaf(
         return ShareLeaf(_share(stored, local, record["data"], rank), (stored.at,))
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
         message = f"{METADATA}: a sharding record that is not as it should be"
-        raise Damaged(Problem(message, "dtensor-contradiction", file=METADATA)) from None
+        raise Damaged(message, "dtensor-contradiction", file=METADATA) from None
 
 
 def _share(

@@ -107,7 +107,8 @@ def _unindexed(source: Source) -> list[str]:
     if len(counts) > 1:
         message = f"{source.root}: file names state {', '.join(sorted(counts))} shards"
         raise Damaged(
-            Problem(f"{message}, and no index says which are the model", "saves-mixed"),
+            f"{message}, and no index says which are the model",
+            "saves-mixed",
             hint="move the shards of the other save away",
         )
     first = matches[0]

@@ -124,9 +124,7 @@ class Reader:
         if kind in CONTAINERS:
             return _value(path, [] if kind == "list" else {})
         if kind not in VALUES:
-            raise Damaged(
-                Problem(f"an entry of the unknown type {kind!r:.40}", "metadata-unreadable")
-            )
+            raise Damaged(f"an entry of the unknown type {kind!r:.40}", "metadata-unreadable")
         return _value(path, VALUES[kind](entry["serialized_value"]))
 
     def _tensor(self, path: Path, rank: int, entry: Fields) -> Catalog:
@@ -142,7 +140,7 @@ class Reader:
         """A ShardedTensor or DTensor: the shards of all ranks that have some."""
         shards = [shard for entry in held.values() for shard in entry["shards"]]
         if not shards:
-            raise Damaged(Problem("a sharded tensor without a shard", "chunk-gap"))
+            raise Damaged("a sharded tensor without a shard", "chunk-gap")
         chunks = [
             c for rank, entry in held.items() for c in self.places.chunks(rank, entry["shards"])
         ]
@@ -261,7 +259,7 @@ def _is_uncommitted(source: Source) -> bool:
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     if METADATA not in source.files:
         message = f"{source.root}: no {METADATA}, which a snapshot gets once all its data is there"
-        raise Damaged(Problem(message, "save-incomplete", file=METADATA))
+        raise Damaged(message, "save-incomplete", file=METADATA)
     manifest = read_manifest(source)
     reader = Reader(Places(source), manifest)
     for logical, held in manifest.leaves():

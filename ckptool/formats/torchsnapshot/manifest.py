@@ -17,7 +17,7 @@ from urllib.parse import unquote
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Chunk, Extent, Index, Path, Place
 from ckptool.core.dtype import BY_NAME, DType
-from ckptool.errors import Damaged, Problem, Unrecognised
+from ckptool.errors import Damaged, Unrecognised
 from ckptool.serialization.archive.read import TorchFile, read_torch_zip
 from ckptool.serialization.archive.storage import (
     INTEGERS,
@@ -100,11 +100,11 @@ def read_manifest(source: Source) -> Manifest:
             entries.setdefault(logical, {})[int(rank)] = {"type": str(entry["type"])} | entry
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         message = f"{METADATA}: not a manifest as TorchSnapshot writes it"
-        raise Damaged(Problem(message, "metadata-unreadable", file=METADATA)) from None
+        raise Damaged(message, "metadata-unreadable", file=METADATA) from None
     highest = max((rank for held in entries.values() for rank in held), default=0)
     if type(world) is not int or not 0 <= highest < world:
         message = f"{METADATA}: an entry of rank {highest} in a world of {world!r:.20}"
-        raise Damaged(Problem(message, "metadata-unreadable", file=METADATA))
+        raise Damaged(message, "metadata-unreadable", file=METADATA)
     require_rank(world, METADATA)
     return Manifest(version, world, entries)
 
@@ -165,7 +165,7 @@ class Places:
         nbytes = math.prod(shape) * dtype.itemsize
         if length != nbytes:
             message = f"{dtype} {list(shape)} needs {nbytes:,} bytes, {file} has {length:,} for it"
-            raise Damaged(Problem(message, "file-truncated", file=file))
+            raise Damaged(message, "file-truncated", file=file)
         return Extent(file, start, row_major_strides(shape, dtype.itemsize))
 
     def span(self, entry: Fields) -> tuple[str, int, int]:
@@ -176,7 +176,7 @@ class Places:
         start, stop = map(natural, entry.get("byte_range") or (0, size))
         if not start <= stop <= size:
             message = f"bytes {start:,} to {stop:,} of {file}, which has {size:,} bytes"
-            raise Damaged(Problem(message, "file-truncated", file=file, end=stop))
+            raise Damaged(message, "file-truncated", file=file, end=stop)
         return file, start, stop - start
 
     def _archived(
@@ -187,9 +187,7 @@ class Places:
         tensor = plain_tensor(parts[INTEGERS] if parts else opened.value)
         if tensor is None or (tensor.dtype, tensor.shape) != (dtype, shape):
             raise Damaged(
-                Problem(
-                    f"{file} holds no {dtype} {list(shape)}, as the manifest says", "item-mismatch"
-                )
+                f"{file} holds no {dtype} {list(shape)}, as the manifest says", "item-mismatch"
             )
         return place_of(tensor, opened)
 

@@ -12,7 +12,7 @@ import re
 from functools import partial
 
 from ckptool.core.catalog import Catalog
-from ckptool.errors import Damaged, Problem
+from ckptool.errors import Damaged
 from ckptool.formats.base import Format, ScanOptions
 from ckptool.formats.companions import companions, config_info, read_config
 from ckptool.formats.safetensors import with_extra
@@ -66,9 +66,7 @@ def _require_whole(source: Source, files: list[re.Match[str]], world: int) -> No
         lost = first_missing(numbers, max(numbers) + 1)
         missing += [f"model-rank-{rank}-part-{part}" for part in lost]
     if missing:
-        raise Damaged(
-            Problem(f"{source.root}: {missing[0]}.safetensors is missing", "rank-missing")
-        )
+        raise Damaged(f"{source.root}: {missing[0]}.safetensors is missing", "rank-missing")
 
 
 def _locals(

@@ -33,7 +33,7 @@ from ckptool.core.sharding.tensor_parallel import (
     unmerged,
 )
 from ckptool.core.views import narrowed
-from ckptool.errors import Damaged, Problem, Undetermined
+from ckptool.errors import Damaged, Undetermined
 from ckptool.formats.companions import CONFIG, size_in
 from ckptool.serialization.state_dict.tensor_parallel import (
     LocalTensor,
@@ -250,7 +250,7 @@ class Merger:
         keys = (rows - queries) // 2
         if keys < 1 or queries + 2 * keys != rows:
             message = f"{name}: {rows} rows are not {queries} of queries, and keys and values"
-            raise Damaged(Problem(message, "config-mismatch", tensor=name))
+            raise Damaged(message, "config-mismatch", tensor=name)
         holders = self._holders(name, queries, keys)
         for member, start, stop, held_by in (
             ("q_proj", 0, queries, 1),
@@ -293,7 +293,7 @@ class Merger:
         if keys * self.world != heads * size * holders:
             message = f"{name}: {keys} rows of keys on each of {self.world} ranks, but {CONFIG}"
             message += f" says {heads} key-value heads of {size}"
-            raise Damaged(Problem(message, "config-mismatch", tensor=name))
+            raise Damaged(message, "config-mismatch", tensor=name)
         return holders
 
     def _without_padding(self, name: str, parts: LocalTensors) -> LocalTensors:
@@ -304,7 +304,7 @@ class Merger:
             return parts
         if not 0 < held - wanted < PADDING * self.world:
             message = f"{name}: {held:,} rows, but {CONFIG} says a vocabulary of {wanted:,}"
-            raise Damaged(Problem(message, "config-mismatch", tensor=name))
+            raise Damaged(message, "config-mismatch", tensor=name)
         self.notes.append(f"{name}: without the {held - wanted} rows that pad the vocabulary")
         left = {rank: min(each, max(0, wanted - rank * each)) for rank in parts}
         return {rank: rows_of(name, part, 0, left[rank]) for rank, part in parts.items()}

@@ -116,7 +116,7 @@ def read_torch_file(source: Source, file: str) -> TorchFile:
     if is_zip(head):
         return read_torch_zip(Region(source, file, 0, size))
     if not size:
-        raise Damaged(Problem(f"{file}: the file is empty (0 bytes)", "file-empty", file=file))
+        raise Damaged(f"{file}: the file is empty (0 bytes)", "file-empty", file=file)
     raise not_a("a torch.save file", source, file)
 
 
@@ -183,9 +183,7 @@ def _root(region: Region, records: Mapping[str, ZipRecord]) -> str:
     if not roots and any(name.endswith("/.data/serialization_id") for name in records):
         message = f"{region.what}: torch.save failed before it wrote the object: the archive has"
         message += f" {len(records)} records but no data.pkl; nothing can be salvaged"
-        raise Damaged(
-            Problem(message, "save-incomplete", file=region.file), hint="use another checkpoint"
-        )
+        raise Damaged(message, "save-incomplete", file=region.file, hint="use another checkpoint")
     if len(roots) != 1:
         raise unrecognised_zip(records, region.what)
     return roots[0]
@@ -211,7 +209,7 @@ def record_bytes(region: Region, record: ZipRecord, has_crc: bool) -> bytes:
         data = decode(data, "deflate", record.size, what=f"{region.what}: {record.name}")
     if len(data) != record.size or (has_crc and zlib.crc32(data) != record.crc32):
         message = f"{region.what}: record {record.name!r} does not match its CRC-32"
-        raise Damaged(Problem(message, "crc-mismatch", file=region.file))
+        raise Damaged(message, "crc-mismatch", file=region.file)
     return data
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ckptool.errors import Damaged, Problem
+from ckptool.errors import Damaged
 from ckptool.serialization.pickle.instances import Memo
 from ckptool.serialization.pickle.records import (
     TORCH_SIZE,
@@ -42,7 +42,7 @@ class Stack:
 
     def malformed(self, reason: str) -> Damaged:
         place = f"{self.what}: malformed pickle at byte {self.pos - self._start:,}"
-        return Damaged(Problem(f"{place}: {reason}", "pickle-malformed"))
+        return Damaged(f"{place}: {reason}", "pickle-malformed")
 
     def _take(self, count: int) -> bytes:
         end = self.pos + count

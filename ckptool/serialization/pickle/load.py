@@ -72,7 +72,7 @@ def _run(machine: Machine, size: int) -> Any:
     except (IndexError, struct.error):
         if machine.pos >= size:
             message = f"{what}: the pickle ends before its last opcode"
-            raise Truncated(Problem(message, "pickle-malformed")) from None
+            raise Truncated(message, "pickle-malformed") from None
         raise machine.malformed("stack underflow") from None
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError):
         raise machine.malformed("an opcode does not match the stack") from None

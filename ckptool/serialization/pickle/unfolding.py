@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ckptool.errors import Damaged, Problem
+from ckptool.errors import Damaged
 from ckptool.serialization.pickle.records import Call
 
 MOST_TIMES = 16
@@ -72,4 +72,4 @@ def require_bounded(values: Iterable[Any], *, what: str) -> None:
     if not unfolding.is_bounded(size):
         message = f"{what}: {unfolding.held:,} values refer to one another so often that they"
         message += f" expand to {'more than ' if size == _COUNTED else ''}{size:,}"
-        raise Damaged(Problem(message, "pickle-bomb"))
+        raise Damaged(message, "pickle-bomb")

@@ -66,7 +66,7 @@ def _merge(name: str, held: dict[int, Leaf], result: Assembled, per_rank: bool) 
     kinds = {_kind(leaf.value) for leaf in held.values()}
     if len(kinds) > 1:
         message = f"is {' on some ranks, '.join(sorted(kinds))} on others"
-        raise Damaged(Problem(message, "ranks-disagree"))
+        raise Damaged(message, "ranks-disagree")
     first = next(iter(held.values()))
     if kinds == {"DTensor"}:
         with coded("dtensor-contradiction"):
@@ -271,7 +271,7 @@ def _dtensor_entry(name: str, held: dict[int, Leaf]) -> TensorEntry:
         if (share.dtype, share.shape) != (first.dtype, first.shape):
             message = f"rank {rank} has {share.dtype} {list(share.shape)},"
             message += f" another {first.dtype} {list(first.shape)}"
-            raise Damaged(Problem(message, "ranks-disagree"))
+            raise Damaged(message, "ranks-disagree")
         if share.local.dtype != share.dtype:
             raise Damaged(f"rank {rank} has {share.local.dtype}, its record {share.dtype}")
         if tuple(map(str, share.placements)) != tuple(map(str, first.placements)):
@@ -343,7 +343,7 @@ def merge_sharded(name: str, held: dict[int, Leaf], result: Assembled) -> None:
             chunks.append(Chunk(box, place, rank))
     missing = {owner for _, owner in first.boxes if owner is not None} - set(held)
     if missing:
-        raise Damaged(Problem(f"the shards of rank {_listed(missing)} are missing", "rank-missing"))
+        raise Damaged(f"the shards of rank {_listed(missing)} are missing", "rank-missing")
     path = next(iter(held.values())).path
     entry = TensorEntry(name, path, first.dtype, first.shape, merge_copies(chunks))
     result.tensors[name] = entry
@@ -362,7 +362,7 @@ def merge_declared(name: str, held: dict[int, Leaf], result: Assembled) -> None:
         if (share.dtype, share.shape) != (first.dtype, first.shape):
             message = f"{first.dtype} {list(first.shape)} on rank {first_rank},"
             message += f" {share.dtype} {list(share.shape)} on rank {rank}"
-            raise Damaged(Problem(message, "ranks-disagree"))
+            raise Damaged(message, "ranks-disagree")
         at = one.value.places[0]
         chunks += [Chunk(piece.box, shifted(at, piece.local.lo), rank) for piece in share.pieces]
     result.tensors[name] = TensorEntry(

@@ -191,7 +191,7 @@ def _classified(value: Any, file: TorchFile, source: Source, name: str) -> Any:
         raise error.within(name, tensor=name) from None
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
         message = f"{name}: {file.what}: a contradictory tensor record"
-        raise Damaged(Problem(message, "tensor-record", tensor=name)) from None
+        raise Damaged(message, "tensor-record", tensor=name) from None
     if share is None:
         return value
     locals_ = [t for _, t in share.local] if isinstance(share, ShardedShare) else [share.local]

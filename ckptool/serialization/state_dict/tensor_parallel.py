@@ -11,7 +11,7 @@ from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh, Replicate, Shard
 from ckptool.core.sharding.tensor_parallel import RankShard, TpRule, fit_ranks, merge_shards
 from ckptool.core.views import shifted
-from ckptool.errors import Damaged, Problem
+from ckptool.errors import Damaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def merge_ranks(
     missing = sorted(set(range(world)) - set(parts))
     if missing:
         message = f"{name}: rank {missing[0]} has none, rank {min(parts)} has one"
-        raise Damaged(Problem(message, "rank-missing", tensor=name))
+        raise Damaged(message, "rank-missing", tensor=name)
     ordered = [parts[rank] for rank in range(world)]
     first, dim = ordered[0], rule.dim
     for rank, part in enumerate(ordered):
@@ -46,7 +46,7 @@ def merge_ranks(
             message = f"{name}: rank 0 holds {first.dtype} {list(first.shape)},"
             message += f" rank {rank} {part.dtype} {list(part.shape)}"
             message += "" if dim is None else f"; sharded along dim {dim}, only that may differ"
-            raise Damaged(Problem(message, "ranks-disagree", tensor=name))
+            raise Damaged(message, "ranks-disagree", tensor=name)
     shards = [
         RankShard(part.dtype, part.shape, [Chunk(Box.whole(part.shape), part.at, rank)])
         for rank, part in enumerate(ordered)

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from ckptool.core.catalog import Index, Path, RankStep, flat_name
-from ckptool.errors import CannotDo, Damaged, Problem
+from ckptool.errors import CannotDo, Damaged
 from ckptool.serialization.archive.storage import quantised_parts
 from ckptool.serialization.pickle.records import Call
 from ckptool.serialization.state_dict.modules import (
@@ -76,7 +76,7 @@ class Walk:
                 f"{self._what}: the state dict is nested more than {_DEEPEST} deep, or expands"
             )
             reason = "to more values than its pickle has bytes"
-            raise Damaged(Problem(f"{message} {reason}", "pickle-bomb"))
+            raise Damaged(f"{message} {reason}", "pickle-bomb")
 
     def _module(self, value: Any) -> Module | None:
         """What a module holds, looked up once however often the pickle refers to it."""
@@ -166,7 +166,7 @@ def _is_entered(value: Any, what: str, known: dict[int, bool]) -> bool:
             continue
         if depth > _DEEPEST:
             message = f"{what}: a value is nested more than {_DEEPEST} levels deep"
-            raise Damaged(Problem(message, "pickle-bomb"))
+            raise Damaged(message, "pickle-bomb")
         seen.add(id(item))
         if any(is_tensor_record(inner) or module_state(inner) for inner in inside):
             return True

@@ -225,7 +225,7 @@ class FileCheck:
         spare = self._source.files[file] - held
         if spare:
             message = f"{file}: {spare:,} of its bytes are not a complete torch.save archive"
-            raise Damaged(Problem(message, "file-truncated", file=file))
+            raise Damaged(message, "file-truncated", file=file)
 
     def _compare_with_found(self, file: str, items: list[Item]) -> None:
         """Where items are not as said: whether the file is whole, but of another save."""
