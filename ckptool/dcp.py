@@ -40,7 +40,7 @@ from ckptool.commands.detect import holds_checkpoint
 from ckptool.core.box import Box
 from ckptool.core.catalog import Index, Path, TensorEntry
 from ckptool.core.rewrite import with_loadable_paths
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 
 __all__ = ["CheckpointReader"]
 
@@ -51,7 +51,7 @@ class CheckpointReader(StorageReader):
     ``options`` are those of ``ckptool.open``, or the checkpoint is given open. Names are the
     catalog's, as ``ckptool inspect`` shows them. Every tensor is one chunk of the metadata: its
     boxes are found in the source's own chunks, and only the bytes of these are read, by several
-    threads. A value is rebuilt only where it is plain data; CannotDo where another is asked for.
+    threads. A value is rebuilt only where it is plain data; Unsupported where another is asked for.
     ``cast`` makes floating tensors those of the state dict's types, which torch's reader does
     unasked.
     """
@@ -124,7 +124,7 @@ class CheckpointReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill what the plan asks for; done when it returns.
 
-        Raises CannotDo for a value that is no plain data, for an element type that is not the
+        Raises Unsupported for a value that is no plain data, for an element type that is not the
         checkpoint's, and for memory that cannot be filled; Damaged where bytes are not as they
         were written, or ranks contradict one another on a tensor that is asked for.
         """
@@ -167,12 +167,12 @@ def _target(entry: TensorEntry, item: ReadItem, tensor: torch.Tensor) -> Target:
     box = Box.at(item.storage_offsets, item.lengths)
     dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
     if (dtype, shape) != (entry.dtype.name, box.shape):
-        raise CannotDo(
+        raise Unsupported(
             f"{entry.name} {box}: {entry.dtype} {list(box.shape)} in the checkpoint, {dtype}"
             f" {list(shape)} in the state dict",
             hint=cast_hint(entry, dtype),
         )
     why = why_not_filled(tensor)
     if why is not None:
-        raise CannotDo(f"{entry.name}: {why}")
+        raise Unsupported(f"{entry.name}: {why}")
     return Target(entry, box, tensor)

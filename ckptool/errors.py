@@ -7,7 +7,7 @@
     │   ├── Unrecognised       something is there, but no checkpoint ckptool knows
     │   ├── Damaged            a checkpoint that is not whole or contradicts itself
     │   └── Hostile            a pickle that names a global able to run code
-    ├── CannotDo          4    the source is fine, but what is asked cannot be done with it
+    ├── Unsupported          4    the source is fine, but what is asked cannot be done with it
     ├── TransferError     5    reading or writing failed midway
     │   ├── Changed            the source was changed while it was read
     │   ├── NotVerified        what was written is not what should have been
@@ -158,13 +158,13 @@ class Hostile(SourceError):
     """A pickle names a global that can run code. Nothing was called."""
 
 
-class CannotDo(CkptoolError):
+class Unsupported(CkptoolError):
     """The source is fine, but what is asked cannot be done with it."""
 
     exit_code = 4
 
 
-class Undetermined(CannotDo):
+class Undetermined(Unsupported):
     """Nothing here determines it: no answer is known, or more than one fits."""
 
 

@@ -26,7 +26,7 @@ def bench(
     """Measure ways to save on this machine: how long each blocks training, until it is durable.
 
     ``progress`` is told what happens, each a mapping with an ``event``. None on all torchrun
-    ranks but the first. Raises UsageError, CannotDo without torch or room, TransferError where
+    ranks but the first. Raises UsageError, Unsupported without torch or room, TransferError where
     nothing could be measured.
     """
     from ckptool.commands.bench.run import prepare_bench
@@ -43,7 +43,8 @@ def bench_changes(
     """What has changed since the run of which ``compare`` keeps ``ckptool bench --json``.
 
     ``regressed`` of each says whether it is slower by more than ``tolerance``, or worse. Raises
-    NotFound or UsageError where there is no such file, CannotDo where it measured something else.
+    NotFound or UsageError where there is no such file, Unsupported where it measured something
+    else.
     """
     from ckptool.commands.bench.report import Baseline, parse_tolerance
 
@@ -63,7 +64,7 @@ def bench_transfer(
 ) -> TransferBenchReport:
     """Measure ckptool's own commands against cp and torch's, on ``source`` or one of ``size``.
 
-    As ``ckptool bench --transfer``. Raises CannotDo where the disk will not hold it.
+    As ``ckptool bench --transfer``. Raises Unsupported where the disk will not hold it.
     """
     from ckptool.commands.bench.transfer.run import transfer_bench
 

@@ -76,7 +76,7 @@ def convert(
 ) -> ConvertReport:
     """Write ``source`` in the format ``to`` at ``target``, whole or not at all.
 
-    ``progress`` is told of bytes as they are written. Raises UsageError or CannotDo where it
+    ``progress`` is told of bytes as they are written. Raises UsageError or Unsupported where it
     cannot be done as asked, TransferError where it fails midway: ``resume=True`` then continues.
     """
     asked = Keywords("convert", options, Converting).options(ConvertOptions, to=to)

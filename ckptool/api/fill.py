@@ -16,7 +16,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.engine.read.fill import Wanted
 from ckptool.engine.read.gather import Array, raw, unit
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ def fill_targets(
     """Read every box into its tensor, done when it returns.
 
     Of several boxes for the same memory one is read into it and the others are compared with it.
-    Raises CannotDo where they are not the same, Changed where the checkpoint did not stay as it
+    Raises Unsupported where they are not the same, Changed where the checkpoint did not stay as it
     was, else as ``Checkpoint.fill`` does.
     """
     staging = Staging()
@@ -65,13 +65,13 @@ def fill_targets(
 def _require_same(
     checkpoint: Checkpoint, pairs: Sequence[tuple[Target, Target]], workers: int | None
 ) -> None:
-    """CannotDo where boxes for the same memory are not the same; what is read is not kept."""
+    """Unsupported where boxes for the same memory are not the same; what is read is not kept."""
     held = [_Compared(target.tensor) for _, target in pairs]
     wanted = [Wanted(t.entry, t.box, m) for (_, t), m in zip(pairs, held, strict=True)]
     checkpoint.fill(wanted, workers)
     for (first, target), memory in zip(pairs, held, strict=True):
         if memory.differs.is_set():
-            raise CannotDo(
+            raise Unsupported(
                 f"{first.entry.name} and {target.entry.name} share their memory in the state dict,"
                 " and differ in the checkpoint",
                 hint=f"untie them, or drop={[target.entry.name]}",

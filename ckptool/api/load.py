@@ -18,7 +18,7 @@ from ckptool.api.values import rebuilt
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.state_category import state_category
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -58,9 +58,9 @@ def load(
     makes floating tensors those of the state dict's types. The keywords fit the checkpoint to the
     state dict: ``model_only=True``, ``rename=[...]``, ``map="auto"``, ``dequantize=True``.
 
-    Raises KeysDiffer where names differ and ``strict``, CannotDo where shapes, element types or
+    Raises KeysDiffer where names differ and ``strict``, Unsupported where shapes, element types or
     kinds do, before anything is written; Damaged where the source's bytes are not as they were
-    written, CannotDo where tied parameters are not the same in it: what was filled then stays.
+    written, Unsupported where tied parameters are not the same in it: what was filled then stays.
     """
     with no_collecting():
         Keywords("load", options, Opening)
@@ -114,7 +114,7 @@ def _memory(value: Any) -> tuple[Any, ...] | None:
 def _require_alike(
     checkpoint: Checkpoint, entries: Mapping[str, TensorEntry], items: Mapping[str, Leaf]
 ) -> None:
-    """CannotDo where what the state dict has cannot be filled with what the checkpoint has."""
+    """Unsupported where what the state dict has cannot be filled with what the checkpoint has."""
     import torch
 
     values = {name: leaf for name, leaf in items.items() if name not in entries}
@@ -131,7 +131,7 @@ def _require_alike(
     problems += [why for n, entry in entries.items() if (why := _why_not(entry, items[n].value))]
     if problems:
         lines = listed([problem.message for problem in problems])
-        raise CannotDo(
+        raise Unsupported(
             f"{checkpoint.path} cannot fill the state dict:\n  " + "\n  ".join(lines),
             hint=next((one.hint for one in problems if one.hint), None),
         )

@@ -31,7 +31,7 @@ from ckptool.core.plan import ChunkIndex
 from ckptool.core.quantization import quantised_names
 from ckptool.core.state_category import state_category
 from ckptool.engine.check.unchanged import require_unchanged
-from ckptool.errors import CannotDo, Damaged, UsageError
+from ckptool.errors import Damaged, Unsupported, UsageError
 from ckptool.storage.local import Files, LocalSource
 from ckptool.storage.url import Location
 
@@ -107,7 +107,7 @@ class Checkpoint:
         """A tensor or a part of it, whatever chunks it lies in; only the bytes of these are read.
 
         Checksums are verified where all that they cover is read. Raises UsageError for an unknown
-        name or a box outside the shape, CannotDo where numpy has no such element type, Damaged
+        name or a box outside the shape, Unsupported where numpy has no such element type, Damaged
         where the tensor is not whole.
         """
         entry = self.entry(name)
@@ -189,7 +189,7 @@ class Checkpoint:
         from ckptool.engine.read.gather import unit
 
         if entry.dtype.name not in np.sctypeDict:
-            raise CannotDo(f"{entry.name}: numpy has no {entry.dtype}", hint="read it as torch")
+            raise Unsupported(f"{entry.name}: numpy has no {entry.dtype}", hint="read it as torch")
         bits: Any = np.empty(box.shape, unit(entry.dtype.itemsize))
         self.fill([Wanted(entry, box, ArrayMemory(bits))])
         return bits.view(entry.dtype.name)
@@ -200,7 +200,7 @@ def open(path: AnyPath, **options: Unpack[Opening]) -> Checkpoint:
     """Open the checkpoint at ``path``: of any format, from its metadata alone.
 
     The keywords say how to read it, what to take of it, how to call that, and as which numbers.
-    Raises NotFound, Unrecognised, Damaged, Hostile, UsageError or CannotDo.
+    Raises NotFound, Unrecognised, Damaged, Hostile, UsageError or Unsupported.
     """
     keywords = Keywords("open", options, Opening)
     with no_collecting():
@@ -306,7 +306,7 @@ class Places:
         located = self._opened.located(self._catalog.with_tensors(alone)).tensors
         for name in alone:
             if name not in located:
-                raise CannotDo(
+                raise Unsupported(
                     f"{name}: a tensor subclass that wraps others, no plain tensor",
                     hint="convert gives the tensors in it names of their own",
                 )

@@ -15,7 +15,7 @@ import numpy as np
 from ckptool.core.box import Box
 from ckptool.engine.read.fill import ArrayMemory, Memory
 from ckptool.engine.read.gather import Array, unit
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 
 if TYPE_CHECKING:
     import torch
@@ -214,10 +214,10 @@ def bits_of(tensor: torch.Tensor) -> Array:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch's type of a name; CannotDo where this torch has none."""
+    """torch's type of a name; Unsupported where this torch has none."""
     import torch
 
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise CannotDo(f"torch {torch.__version__} has no element type {name}")
+        raise Unsupported(f"torch {torch.__version__} has no element type {name}")
     return found

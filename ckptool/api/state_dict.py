@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ckptool.api.open import Checkpoint
 from ckptool.commands.selection import only_model
-from ckptool.errors import CannotDo, CkptoolError, UsageError
+from ckptool.errors import CkptoolError, Unsupported, UsageError
 
 
 class Leaf(NamedTuple):
@@ -86,7 +86,7 @@ _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", 
 """The steps that torch.compile, activation checkpointing, FSDP1 and DDP put into names."""
 
 
-class KeysDiffer(CannotDo):
+class KeysDiffer(Unsupported):
     """The state dict and the checkpoint do not have the same names.
 
     ``missing`` are those that only the state dict has, ``unexpected`` those that only the

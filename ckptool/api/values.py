@@ -15,7 +15,7 @@ import numpy as np
 
 from ckptool.core.catalog import ObjectEntry
 from ckptool.core.layout import Literal
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 from ckptool.serialization.archive.write import torch_archive
 from ckptool.serialization.pickle.numpy_records import holds_objects, is_generator, is_numpy
 from ckptool.serialization.pickle.records import Call, Global, OrderedMapping
@@ -25,13 +25,13 @@ _SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 
 
 def archived(entry: ObjectEntry) -> bytes:
-    """What torch.save would write of a value; CannotDo where it is no plain data.
+    """What torch.save would write of a value; Unsupported where it is no plain data.
 
     Plain is what ``torch.load(weights_only=True)`` rebuilds, and what numpy holds.
     """
     foreign = foreign_globals(entry.value) - {NUMPY}
     if foreign:
-        raise CannotDo(
+        raise Unsupported(
             f"{entry.name}: a {type_name(entry.value)}, made of {', '.join(sorted(foreign))}, which"
             " ckptool does not rebuild",
             hint="leave it out of the state dict, or drop it where the checkpoint is opened",
@@ -41,7 +41,7 @@ def archived(entry: ObjectEntry) -> bytes:
 
 
 def rebuilt(entry: ObjectEntry) -> Any:
-    """The value as a Python object; CannotDo where it is no plain data, but numpy's arrays."""
+    """The value as a Python object; Unsupported where it is no plain data, but numpy's arrays."""
     if isinstance(entry.value, _SIMPLE):
         return entry.value
     if foreign_globals(entry.value) != {NUMPY}:
@@ -52,7 +52,7 @@ def rebuilt(entry: ObjectEntry) -> Any:
 
     try:
         return python_value(entry.value, plain)
-    except CannotDo as error:
+    except Unsupported as error:
         raise error.within(entry.name) from None
 
 
@@ -69,12 +69,12 @@ _DEEPEST = 100
 def python_value(value: Any, plain: Rebuild) -> Any:
     """The value as a Python object; ``plain`` rebuilds what is torch's.
 
-    Raises CannotDo for a random generator, and for a record that contradicts itself.
+    Raises Unsupported for a random generator, and for a record that contradicts itself.
     """
     try:
         return _Builder(plain).build(value, _DEEPEST)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
-        raise CannotDo("a numpy record that contradicts itself") from None
+        raise Unsupported("a numpy record that contradicts itself") from None
 
 
 class _Builder:
@@ -87,7 +87,7 @@ class _Builder:
     def build(self, value: Any, depth: int) -> Any:
         """One part of the value, no more than ``depth`` levels deep."""
         if not depth:
-            raise CannotDo("a value that is nested too deep to be rebuilt")
+            raise Unsupported("a value that is nested too deep to be rebuilt")
         if id(value) not in self._built:
             self._built[id(value)] = self._made(value, depth - 1)
         return self._built[id(value)]
@@ -115,7 +115,7 @@ class _Builder:
         if not isinstance(call.function, Global) or not is_numpy(call.function):
             return self._plain(call)
         if is_generator(call.function):
-            raise CannotDo("a random generator of numpy, which ckptool does not rebuild")
+            raise Unsupported("a random generator of numpy, which ckptool does not rebuild")
         if call.name == "numpy.dtype":
             return element_type(call)
         if call.function.name == "scalar":

@@ -96,7 +96,7 @@ def salvage(
     """Write what is provably whole of a damaged checkpoint to ``target``: see ``lost``.
 
     ``target`` is a DCP folder, or a .safetensors or .pt file; a list of what is lost comes beside
-    it. Raises CannotDo where nothing is whole.
+    it. Raises Unsupported where nothing is whole.
     """
     from ckptool.commands.verify.salvage.salvage import plan_salvage
 

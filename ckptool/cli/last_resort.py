@@ -7,7 +7,7 @@ import traceback
 from pathlib import PurePath
 
 from ckptool import __version__
-from ckptool.errors import CannotDo, CkptoolError, Damaged, InternalError, TransferError
+from ckptool.errors import CkptoolError, Damaged, InternalError, TransferError, Unsupported
 
 
 def known_error(error: BaseException) -> CkptoolError:
@@ -15,19 +15,19 @@ def known_error(error: BaseException) -> CkptoolError:
     if isinstance(error, CkptoolError):
         return error
     if _lacks_threads(error):
-        return CannotDo(
+        return Unsupported(
             "cannot start a thread: the limit of processes or memory is reached",
             hint="raise it (ulimit -u, ulimit -v, the container's pids limit), or --workers 1",
         )
     if isinstance(error, MemoryError) or _is(error, errno.ENOMEM):
-        return CannotDo("not enough memory", hint="use a smaller --budget")
+        return Unsupported("not enough memory", hint="use a smaller --budget")
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename is not None else ""
         return TransferError(f"{where}{error.strerror or error or type(error).__name__}")
     if isinstance(error, RecursionError):
         return Damaged("the source is nested too deep to be read")
     if isinstance(error, ImportError):
-        return CannotDo(f"cannot import a package: {error}", hint="reinstall ckptool")
+        return Unsupported(f"cannot import a package: {error}", hint="reinstall ckptool")
     return _internal(error)
 
 

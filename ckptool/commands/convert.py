@@ -24,7 +24,7 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout
 from ckptool.core.plan import Plan
 from ckptool.core.quantization import kinds, quantised_names
-from ckptool.errors import CannotDo, UsageError
+from ckptool.errors import Unsupported, UsageError
 from ckptool.formats import FORMATS, targets
 from ckptool.formats.base import Format, Request
 from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
@@ -73,7 +73,7 @@ class Prepared:
 def prepare(source: Location, target: Location, options: ConvertOptions) -> Prepared:
     """Plan a conversion: nothing is written yet, and no tensor byte is read.
 
-    Raises UsageError, CannotDo or a SourceError where it cannot be done as asked.
+    Raises UsageError, Unsupported or a SourceError where it cannot be done as asked.
     """
     target = named_target(target)
     writer = _writer(options.to, target)
@@ -133,13 +133,13 @@ def _require_some(source: Location, kept: Catalog) -> None:
 
 
 def _require_readable(source: Location, kept: Catalog) -> None:
-    """CannotDo where there are only tensors of kinds that are not read, such as sparse ones."""
+    """Unsupported where there are only tensors of kinds that are not read, such as sparse ones."""
     foreign = Foreign()
     values = kept.objects.values()
     if kept.tensors or not all(UNREAD_TENSOR in foreign.of(entry.value) for entry in values):
         return
     names = ", ".join(f"{entry.name} ({type_name(entry.value)})" for entry in [*values][:3])
-    raise CannotDo(
+    raise Unsupported(
         f"{source}: no readable tensors: {names}",
         hint="in torch: convert them to plain tensors and save those",
     )

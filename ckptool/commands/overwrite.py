@@ -15,7 +15,7 @@ from ckptool.core.layout import FileLayout, Layout, Verbatim
 from ckptool.engine.write.existing import kept_entries
 from ckptool.engine.write.run import verbatim
 from ckptool.engine.write.writer import UNFINISHED
-from ckptool.errors import CannotDo, CkptoolError, Problem, TransferError
+from ckptool.errors import CkptoolError, Problem, TransferError, Unsupported
 from ckptool.formats import detect
 from ckptool.formats.base import Format, ScanOptions
 from ckptool.formats.companions import MEGATRON, RELEASE, is_of_model, latest_folder
@@ -33,8 +33,8 @@ def own_files(target: Location, layout: Layout, new: Files) -> frozenset[str] | 
     """The files of the checkpoint at a target that ``layout`` would replace, relative to it.
 
     ``new`` is the source of what is to be written. Of a file that is the file itself and what
-    ckptool put beside it. None where there is no checkpoint; CannotDo where it cannot be told which
-    files belong to it.
+    ckptool put beside it. None where there is no checkpoint; Unsupported where it cannot be told
+    which files belong to it.
     """
     if not layout.folder:
         return _own_beside(target)
@@ -49,7 +49,7 @@ def own_files(target: Location, layout: Layout, new: Files) -> frozenset[str] | 
         if own is None:
             return None
         own |= _unchanged(source, layout, new)
-    except CannotDo:
+    except Unsupported:
         raise
     except (CkptoolError, OSError) as error:
         raise _unknown(target, error) from None
@@ -161,7 +161,7 @@ def _files_of(target: Location, source: Files, found: Format, layout: Layout) ->
 
 
 def _named_files(target: Location, source: Files, found: Format) -> frozenset[str]:
-    """The files of a checkpoint that cannot be read whole; CannotDo where names do not tell."""
+    """The files of a checkpoint that cannot be read whole; Unsupported where names do not tell."""
     problems: list[Problem] = []
     options = ScanOptions(per_rank=True, values=False, found=problems)
     try:
@@ -220,8 +220,8 @@ def _without_linked(target: Path, names: frozenset[str]) -> frozenset[str]:
     )
 
 
-def _unknown(target: Location, error: Exception) -> CannotDo:
-    return CannotDo(
+def _unknown(target: Location, error: Exception) -> Unsupported:
+    return Unsupported(
         f"{target}: cannot determine which files belong to the old checkpoint: {error}",
         hint="choose another target or move this one away; ckptool never deletes other files",
     )

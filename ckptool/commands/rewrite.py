@@ -20,7 +20,7 @@ from ckptool.core.casts import NO_CASTS, Casts, cast, needs_torch
 from ckptool.core.catalog import Catalog
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.quantization import dequantized, quantised_names
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def rewrite(
     """Select, rename, map and cast what a checkpoint holds. No tensor byte is read.
 
     ``check`` is shown what was selected and raises where that will not do. With ``locate`` every
-    container is opened; a map needs that in any case. Raises UsageError or CannotDo where it
+    container is opened; a map needs that in any case. Raises UsageError or Unsupported where it
     cannot be done as asked, Damaged where what was selected cannot be read, Hostile where it must
     not be.
     """
@@ -80,7 +80,7 @@ def select_tensors(
 ) -> SelectionResult:
     """What is selected of a checkpoint, with numbers for its quantised tensors if wanted.
 
-    They are of ``dtype``, bf16 unless told. Raises CannotDo without torch, where no tensor is
+    They are of ``dtype``, bf16 unless told. Raises Unsupported without torch, where no tensor is
     quantised in a known way, and where scales do not fit a tensor that is kept.
     """
     if not dequantize:
@@ -98,7 +98,7 @@ def select_tensors(
 def with_casts(catalog: Catalog, casts: Casts) -> tuple[Catalog, dict[str, int]]:
     """The catalog with its casts and notes on them, and how many were cast from each type.
 
-    CannotDo where a cast needs torch and it is not there.
+    Unsupported where a cast needs torch and it is not there.
     """
     done = cast(catalog, casts)
     for entry in done.changed:
@@ -111,4 +111,4 @@ def with_casts(catalog: Catalog, casts: Casts) -> tuple[Catalog, dict[str, int]]
 
 def _require_torch(option: str) -> None:
     if importlib.util.find_spec("torch") is None:
-        raise CannotDo(f"{option} needs torch", hint="pip install 'ckptool[torch]'")
+        raise Unsupported(f"{option} needs torch", hint="pip install 'ckptool[torch]'")

@@ -15,7 +15,7 @@ from ckptool.core.state_category import (
     weights,
     with_every_part,
 )
-from ckptool.errors import CannotDo, Refusal
+from ckptool.errors import Refusal, Unsupported
 
 
 def selected(catalog: Catalog, selection: Selection) -> Catalog:
@@ -55,7 +55,7 @@ def only_model(catalog: Catalog) -> Catalog:
         if _may_be_of_model(name, why) or (masters and is_master(name))
     }
     if not names and not any(isinstance(why, Refusal) for why in conflicts.values()):
-        raise CannotDo("--model-only: no model tensors found")
+        raise Unsupported("--model-only: no model tensors found")
     model = replace(
         catalog,
         tensors={name: replace(catalog.tensors[name], part="model") for name in names},

@@ -23,7 +23,6 @@ from ckptool.engine.ranks import Ranks, share
 from ckptool.engine.write.output import Output
 from ckptool.engine.write.stage import RESUME_HINT, Stage, StageOptions
 from ckptool.errors import (
-    CannotDo,
     Changed,
     CkptoolError,
     Committed,
@@ -31,6 +30,7 @@ from ckptool.errors import (
     Problem,
     SourceError,
     TransferError,
+    Unsupported,
     UsageError,
     damaged,
 )
@@ -59,12 +59,12 @@ def no_progress(nbytes: int) -> None:
 def require_agreement(catalog: Catalog) -> None:
     """Damaged where ranks contradict one another on something that is to be written.
 
-    CannotDo where all that is missing was left out when the checkpoint was saved.
+    Unsupported where all that is missing was left out when the checkpoint was saved.
     """
     reasons = catalog.conflicts.values()
     codes = {why.code if isinstance(why, Problem) else "" for why in reasons}
     if codes == {"frozen-excluded"}:
-        raise CannotDo(
+        raise Unsupported(
             "; ".join(reasons),
             hint=f"`ckptool convert --drop {next(iter(catalog.conflicts))}` excludes it and"
             " without them",
@@ -83,7 +83,7 @@ def require_apart(opened: Opened, target: Location) -> None:
     try:
         source, there = opened.path.resolve(), target.resolve()
     except (OSError, RuntimeError) as error:
-        raise CannotDo(f"{target}: cannot be followed: {error}") from None
+        raise Unsupported(f"{target}: cannot be followed: {error}") from None
     if there == source or source in there.parents or there in source.parents:
         raise UsageError(f"{target}: target and source {opened.path} must not contain one another")
 
@@ -174,7 +174,7 @@ class Transfer:
         stage = stage_at(self.target, self.plan.layout, self._stage_options())
         try:
             stage.require_possible()
-        except CannotDo as error:
+        except Unsupported as error:
             return f"{error.message}; {error.hint}" if error.hint else error.message
         return None
 
@@ -219,11 +219,11 @@ class Transfer:
     def _staged(self, ranks: Ranks) -> Output | None:
         """The stage of this rank, None where an earlier run wrote all that is asked for.
 
-        Damaged where replicas differ, CannotDo where plans differ.
+        Damaged where replicas differ, Unsupported where plans differ.
         """
         options = ranks.together(self._stage_options)
         if len(set(ranks.gather((options.plan, options.source)))) > 1:
-            raise CannotDo("ranks see different sources or made different plans")
+            raise Unsupported("ranks see different sources or made different plans")
         stage = stage_at(self.target, self.plan.layout, options)
         if _is_finished_by(stage, ranks):
             return None

@@ -21,7 +21,7 @@ from ckptool.core.catalog import (
     stored_places,
 )
 from ckptool.core.layout import Data, Layout, Part, Scattered, row_tiles, tile_count, tiles
-from ckptool.errors import CannotDo, Damaged, damaged
+from ckptool.errors import Damaged, Unsupported, damaged
 
 _BATCH = 16
 
@@ -106,7 +106,7 @@ class Group:
 class Plan:
     """A checked pairing of a source's catalog with the layout of all of its tensors.
 
-    Raises Damaged where the chunks of a tensor do not tile it exactly, CannotDo where two files
+    Raises Damaged where the chunks of a tensor do not tile it exactly, Unsupported where two files
     have one path.
     """
 
@@ -118,7 +118,7 @@ class Plan:
         paths = Counter(file.path for file in layout.files)
         twice = [path for path, count in paths.items() if count > 1]
         if twice:
-            raise CannotDo(f"duplicate output file name {twice[0]}")
+            raise Unsupported(f"duplicate output file name {twice[0]}")
         problems = [p for p in map(coverage_problem, self.entries) if p is not None]
         if problems:
             raise damaged(

@@ -12,7 +12,7 @@ from ckptool.core.catalog import Catalog, Chunk, Part, Scaled, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.rewrite import renamed_path
 from ckptool.core.views import insert_dim
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 
 _SCALE, _BLOCKS, _SCALES, _ONE_SCALE = "_scale_inv", "_blocks", "_scales", ".weight_scale"
 _BLOCK = (128, 128)
@@ -126,10 +126,10 @@ class DequantizeResult:
 
     catalog: Catalog
     kinds: dict[int, str]
-    unfit: dict[int, CannotDo]
+    unfit: dict[int, Unsupported]
 
     def counts(self, kept: Catalog) -> dict[str, int]:
-        """How many of each kind a selection keeps; CannotDo where it keeps one that is unfit."""
+        """How many of each kind a selection keeps; Unsupported where it keeps one that is unfit."""
         chunks = [id(entry.chunks) for entry in kept.tensors.values()]
         for one in chunks:
             if one in self.unfit:
@@ -142,12 +142,12 @@ def dequantized(
 ) -> DequantizeResult:
     """With numbers of ``dtype`` in the place of values and scales.
 
-    ``block`` is the size of an FP8 block where the model's config says it. Raises CannotDo where
+    ``block`` is the size of an FP8 block where the model's config says it. Raises Unsupported where
     no tensor is quantised in a known way.
     """
     found = {pair.values.name: pair for pair in pairs(catalog)}
     if not found:
-        raise CannotDo(
+        raise Unsupported(
             "--dequantize: no tensors with supported scales found",
             hint="supported: X.weight with X.weight_scale_inv or X.weight_scale, and X_blocks with"
             " X_scales",
@@ -161,7 +161,7 @@ def dequantized(
         if name in found:
             entry = _noted(made, found[name], dtype, block)
         if entry.name in tensors:
-            raise CannotDo(f"--dequantize: tensor {entry.name} already exists")
+            raise Unsupported(f"--dequantize: tensor {entry.name} already exists")
         tensors[entry.name] = entry
     return replace(made, catalog=catalog.with_tensors(tensors))
 
@@ -172,7 +172,7 @@ def _noted(
     """The numbers of a pair, or its values where they cannot be made."""
     try:
         entry = _numbers(pair, dtype, block)
-    except CannotDo as error:
+    except Unsupported as error:
         made.unfit[id(pair.values.chunks)] = error
         return pair.values
     made.kinds[id(entry.chunks)] = pair.kind
@@ -221,8 +221,8 @@ def _four_bits(pair: Pair, dtype: DType) -> TensorEntry:
     return _scaled(pair, name, dtype, whole, (*(1 for _ in grid[1:]), size))
 
 
-def _unfit(pair: Pair) -> CannotDo:
-    return CannotDo(
+def _unfit(pair: Pair) -> Unsupported:
+    return Unsupported(
         f"{pair.values.name} {list(pair.values.shape)}: scales {pair.scales.name}"
         f" {list(pair.scales.shape)} do not match its blocks",
         hint=f"use --drop '{pair.values.name}' to exclude it",

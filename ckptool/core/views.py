@@ -27,7 +27,7 @@ from ckptool.core.catalog import (
     Scaled,
     TensorEntry,
 )
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 
 
 def shifted(at: Place, start: tuple[int, ...]) -> Place:
@@ -132,9 +132,9 @@ Index = tuple[int, ...]
 
 
 def narrow(entry: TensorEntry, dim: int, start: int, stop: int) -> TensorEntry:
-    """The indexes ``start`` to ``stop`` of a dim. CannotDo where the tensor has fewer."""
+    """The indexes ``start`` to ``stop`` of a dim. Unsupported where the tensor has fewer."""
     if not 0 <= start <= stop <= entry.shape[dim]:
-        raise CannotDo(
+        raise Unsupported(
             f"{entry.name}: {start:,} to {stop:,} is out of range in dim {dim} of {_shape(entry)}"
         )
     shape = (*entry.shape[:dim], stop - start, *entry.shape[dim + 1 :])
@@ -150,9 +150,11 @@ def narrow(entry: TensorEntry, dim: int, start: int, stop: int) -> TensorEntry:
 
 
 def split(entry: TensorEntry, dim: int, sizes: Sequence[int]) -> list[TensorEntry]:
-    """Consecutive parts of ``sizes`` indexes along a dim. CannotDo where they are not all of it."""
+    """Split a dim into parts of ``sizes`` indexes; Unsupported where they are not all of it."""
     if sum(sizes) != entry.shape[dim]:
-        raise CannotDo(f"{entry.name}: {list(sizes)} do not add up to dim {dim} of {_shape(entry)}")
+        raise Unsupported(
+            f"{entry.name}: {list(sizes)} do not add up to dim {dim} of {_shape(entry)}"
+        )
     stops = [sum(sizes[: at + 1]) for at in range(len(sizes))]
     return [narrow(entry, dim, s - n, s) for n, s in zip(sizes, stops, strict=True)]
 
@@ -160,7 +162,7 @@ def split(entry: TensorEntry, dim: int, sizes: Sequence[int]) -> list[TensorEntr
 def join(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
     """The tensors one after the other along a dim, under the first one's name.
 
-    CannotDo where their shapes (but for ``dim``) or element types differ.
+    Unsupported where their shapes (but for ``dim``) or element types differ.
     """
     first = entries[0]
     chunks: list[Chunk] = []
@@ -174,7 +176,7 @@ def join(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
 
 
 def stack(entries: Sequence[TensorEntry], dim: int = 0) -> TensorEntry:
-    """The tensors along a new dim, under the first one's name; CannotDo where they differ."""
+    """The tensors along a new dim, under the first one's name; Unsupported where they differ."""
     return join([insert_dim(entry, dim) for entry in entries], dim)
 
 
@@ -223,11 +225,13 @@ def pad(entry: TensorEntry, dim: int, size: int) -> TensorEntry:
     """Lengthened to ``size`` indexes along a dim by repeating the last one.
 
     As Megatron-LM's checkpoint converter pads a vocabulary (tools/checkpoint, core 0.12 to 0.20).
-    CannotDo where there is no last index, or ``size`` is less than there are.
+    Unsupported where there is no last index, or ``size`` is less than there are.
     """
     more = size - entry.shape[dim]
     if more < 0 or (more and not entry.shape[dim]):
-        raise CannotDo(f"{entry.name}: dim {dim} of {_shape(entry)} cannot be padded to {size:,}")
+        raise Unsupported(
+            f"{entry.name}: dim {dim} of {_shape(entry)} cannot be padded to {size:,}"
+        )
     if not more:
         return entry
     last = unstack(narrow(entry, dim, entry.shape[dim] - 1, entry.shape[dim]), dim)[0]
@@ -240,7 +244,7 @@ def split_dim(entry: TensorEntry, dim: int, sizes: Sequence[int]) -> TensorEntry
     A chunk that begins or ends amid a row of the new dims becomes several.
     """
     if math.prod(sizes) != entry.shape[dim]:
-        raise CannotDo(
+        raise Unsupported(
             f"{entry.name}: dim {dim} of {_shape(entry)} is not {' x '.join(map(str, sizes))}"
         )
     steps = row_major_strides(sizes, 1)
@@ -352,7 +356,7 @@ def _with(entry: TensorEntry, shape: tuple[int, ...], chunks: list[Chunk]) -> Te
 def _require_alike(first: TensorEntry, entry: TensorEntry, dim: int) -> None:
     kinds = [(e.dtype, e.source_dtype, _without(e.shape, dim)) for e in (first, entry)]
     if kinds[0] != kinds[1]:
-        raise CannotDo(
+        raise Unsupported(
             f"{entry.name} ({entry.dtype} {_shape(entry)}) does not fit {first.name}"
             f" ({first.dtype} {_shape(first)}) along dim {dim}"
         )

@@ -11,7 +11,7 @@ from typing import TypeVar
 from ckptool.core.layout import Layout
 from ckptool.engine.launch import Launch, launch_of
 from ckptool.engine.threads import wait_for
-from ckptool.errors import CannotDo, CkptoolError, TransferError
+from ckptool.errors import CkptoolError, TransferError, Unsupported
 from ckptool.storage.retry import error_text
 
 Value = TypeVar("Value")
@@ -101,7 +101,7 @@ def _as_report(error: CkptoolError | None) -> tuple[type[CkptoolError], str, str
 def ranks() -> Iterator[Ranks]:
     """The ranks torchrun started this process among, or this process alone.
 
-    Raises UsageError where the environment that torchrun sets makes no sense, CannotDo where the
+    Raises UsageError where the environment that torchrun sets makes no sense, Unsupported where the
     other ranks cannot be met.
     """
     launch = launch_of(os.environ)
@@ -111,7 +111,7 @@ def ranks() -> Iterator[Ranks]:
     try:
         group = TorchRanks(launch)
     except ImportError:
-        raise CannotDo(
+        raise Unsupported(
             "under torchrun ckptool needs torch", hint="pip install 'ckptool[torch]'"
         ) from None
     try:
@@ -123,8 +123,8 @@ def ranks() -> Iterator[Ranks]:
     group.close()
 
 
-def _no_meeting(launch: Launch, why: str) -> CannotDo:
-    return CannotDo(
+def _no_meeting(launch: Launch, why: str) -> Unsupported:
+    return Unsupported(
         f"rank {launch.rank} of {launch.size} meets no other rank at {launch.address} {why}",
         hint="start it with torchrun; to work alone, unset RANK and WORLD_SIZE",
     )

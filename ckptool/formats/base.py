@@ -13,7 +13,7 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import Layout
 from ckptool.core.sharding.placement import Placed, PlacementRule
 from ckptool.core.sharding.tensor_parallel import NamedRule
-from ckptool.errors import CannotDo, CkptoolError, Problem, damaged
+from ckptool.errors import CkptoolError, Problem, Unsupported, damaged
 
 if TYPE_CHECKING:
     from ckptool.serialization.source import Source
@@ -197,11 +197,13 @@ class Format:
     def lay_out(self, catalog: Catalog, request: Request) -> Layout:
         """Lay a catalog out whole, or cut for the mesh that ``request`` places it on.
 
-        Raises CannotDo where the format is not written so, or cannot hold what is asked.
+        Raises Unsupported where the format is not written so, or cannot hold what is asked.
         """
         writer = self.convert if request.placed is None else self.reshard
         if writer is None:
-            raise CannotDo(f"{self.name} is not written here", hint="ckptool formats lists targets")
+            raise Unsupported(
+                f"{self.name} is not written here", hint="ckptool formats lists targets"
+            )
         return writer(catalog, request)
 
 

@@ -36,7 +36,7 @@ from ckptool.core.sharding.tensor_parallel import (
     require_matched,
     unmerged,
 )
-from ckptool.errors import CannotDo, Damaged, Problem, Refusal, Undetermined
+from ckptool.errors import Damaged, Problem, Refusal, Undetermined, Unsupported
 from ckptool.formats.base import Format, Request, ScanOptions
 from ckptool.formats.companions import companions, read_json_object, size_in
 from ckptool.formats.writing import companion_files, placed_of, plain_objects
@@ -323,10 +323,10 @@ def _locals(name: str, held: Mapping[int, Leaf]) -> LocalTensors:
 
 
 def lay_out(catalog: Catalog, request: Request) -> Layout:
-    """One file a rank of a mesh of one dim. Raises CannotDo where Meta's code could not load it."""
+    """Lay out a file per rank of a mesh of one dim; Unsupported if Meta's code cannot load it."""
     placed = placed_of(request)
     if len(placed.mesh.shape) != 1:
-        raise CannotDo("Meta's llama files have one model-parallel dim", hint="such as --mesh 8")
+        raise Unsupported("Meta's llama files have one model-parallel dim", hint="such as --mesh 8")
     objects, notes = plain_objects(catalog)
     shards = {name: placed.shards(entry) for name, entry in catalog.tensors.items()}
     for entry in catalog.tensors.values():
@@ -357,19 +357,19 @@ def _written_rule(entry: TensorEntry, dim: int | None, ranks: int) -> TpRule:
 
 
 def _require_cut(entry: TensorEntry, placement: object, ranks: int) -> None:
-    """Raise CannotDo where a tensor is not cut as Meta's code cuts it, into equal parts."""
+    """Raise Unsupported where a tensor is not cut as Meta's code cuts it, into equal parts."""
     dim = placement.dim if isinstance(placement, Shard) else None
     if ranks == 1:
         return
     rule = _written_rule(entry, dim, ranks)
     wanted = rule.dim
     if len(rule.blocks) > 1:
-        raise CannotDo(f"{entry.name}: several tensors in one, which ckptool does not shard")
+        raise Unsupported(f"{entry.name}: several tensors in one, which ckptool does not shard")
     if dim != wanted:
         shown = "whole on every rank" if wanted is None else f"cut along dim {wanted}"
-        raise CannotDo(f"{entry.name}: {placement}; Meta's code has it {shown}")
+        raise Unsupported(f"{entry.name}: {placement}; Meta's code has it {shown}")
     if dim is not None and entry.shape[dim] % ranks:
-        raise CannotDo(
+        raise Unsupported(
             f"{entry.name}: {entry.shape[dim]:,} of dim {dim} do not make {ranks} equal parts,"
             " as Meta's code wants them"
         )

@@ -10,7 +10,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, ObjectEntry, Path, TensorEntry, tied
 from ckptool.core.layout import FileLayout, Verbatim
 from ckptool.core.sharding.placement import Placed
-from ckptool.errors import CannotDo, Problem
+from ckptool.errors import Problem, Unsupported
 from ckptool.formats.base import Request
 from ckptool.serialization.archive.write import torch_archive
 from ckptool.serialization.pickle.write import TensorRef
@@ -197,11 +197,11 @@ def _merged(boxes: list[Box]) -> list[Box]:
 
 
 def placed_of(request: Request) -> Placed:
-    """The request's mesh and placements; CannotDo where it has none that files a rank can have."""
+    """Return the mesh and placements; Unsupported where they are none that rank files can have."""
     placed = request.placed
     if placed is None:
-        raise CannotDo("one file a rank needs a device mesh", hint="ckptool reshard --mesh 2x4")
+        raise Unsupported("one file a rank needs a device mesh", hint="ckptool reshard --mesh 2x4")
     mesh = placed.mesh
     if set(mesh.ranks) != set(range(mesh.size)):
-        raise CannotDo(f"one file a rank needs the ranks 0 to {mesh.size - 1}, not {mesh.ranks}")
+        raise Unsupported(f"one file a rank needs the ranks 0 to {mesh.size - 1}, not {mesh.ranks}")
     return placed

@@ -18,7 +18,7 @@ from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Extent
 from ckptool.core.dtype import BY_SAFETENSORS, DType
 from ckptool.core.layout import Data, FileLayout, Literal, Part
-from ckptool.errors import UNCODED, CannotDo, Damaged, Problem, coded
+from ckptool.errors import UNCODED, Damaged, Problem, Unsupported, coded
 from ckptool.serialization.file_kinds import kind_of, not_a, read_head
 from ckptool.serialization.source import Source
 
@@ -143,7 +143,8 @@ def _parsed(text: bytes, file: str) -> dict[str, Any]:
 
 
 def _require_within_limits(text: bytes, file: str) -> None:
-    """CannotDo where a header has more in it than ckptool reads, which also bounds what it writes.
+    """Unsupported where a header has more in it than ckptool reads, which also bounds what it
+    writes.
 
     A name that has such characters in it counts for more.
     """
@@ -152,7 +153,7 @@ def _require_within_limits(text: bytes, file: str) -> None:
     if entries > _MOST_ENTRIES or tokens > _MOST_TOKENS:
         message = f"{file}: a header of {entries:,} entries and {tokens:,} tokens; ckptool reads up"
         message += f" to {_MOST_ENTRIES:,} and {_MOST_TOKENS:,}"
-        raise CannotDo(message, "limit-exceeded", file=file, hint=_FEWER)
+        raise Unsupported(message, "limit-exceeded", file=file, hint=_FEWER)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -291,10 +292,10 @@ def lay_out_safetensors(
     position = 0
     for item in ordered:
         if item.name == "__metadata__":
-            raise CannotDo(f"{path}: safetensors cannot store a tensor named __metadata__")
+            raise Unsupported(f"{path}: safetensors cannot store a tensor named __metadata__")
         if len(item.box.shape) > _MOST_DIMS:
             message = f"{path}: {item.name} has {len(item.box.shape):,} dims;"
-            raise CannotDo(f"{message} ckptool reads up to {_MOST_DIMS}")
+            raise Unsupported(f"{message} ckptool reads up to {_MOST_DIMS}")
         header[item.name] = {
             "dtype": item.dtype.safetensors,
             "shape": _header_shape(item),
@@ -309,10 +310,10 @@ def lay_out_safetensors(
 
 
 def _require_readable(text: bytes, path: str) -> None:
-    """CannotDo where a header would be refused when it is read."""
+    """Unsupported where a header would be refused when it is read."""
     if len(text) > LONGEST_HEADER:
         message = f"{path}: a header of {len(text):,} bytes; the format allows {LONGEST_HEADER:,}"
-        raise CannotDo(message, "limit-exceeded", file=path, hint=_FEWER)
+        raise Unsupported(message, "limit-exceeded", file=path, hint=_FEWER)
     _require_within_limits(text, path)
 
 
@@ -321,7 +322,7 @@ def _encoded(header: dict[str, Any]) -> bytes:
         return json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         name = ascii(error.object[max(0, error.start - 40) : error.end])
-        raise CannotDo(f"safetensors cannot store a name that is not Unicode: {name}") from None
+        raise Unsupported(f"safetensors cannot store a name that is not Unicode: {name}") from None
 
 
 def _header_shape(item: OutgoingSlice) -> list[int]:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 from ckptool.storage.disk import identity, in_the_way, is_real_file, open_unfollowed, sync_folder
 
 _SCHEMA = "ckptool.commit/2"
@@ -52,7 +52,7 @@ class NoteFile:
         self._fsync = fsync
 
     def read(self) -> CommitNote | None:
-        """What a run noted that was cut short; None where none was. CannotDo for another's file."""
+        """Read what a run that was cut short noted, or None; Unsupported for another's file."""
         if not os.path.lexists(self.path):
             return None
         if not is_real_file(self.path):
@@ -123,8 +123,8 @@ def note_path(target: Path) -> Path:
 def side_file(path: Path) -> Path | None:
     """The file that goes with a safetensors file, None where it has none.
 
-    In the middle of a commit, or of one that was killed, it is not in its place. CannotDo where it
-    cannot be told which one goes with the file.
+    In the middle of a commit, or of one that was killed, it is not in its place. Unsupported where
+    it cannot be told which one goes with the file.
     """
     name = side_name(path.name)
     if name is None:
@@ -137,7 +137,7 @@ def side_file(path: Path) -> Path | None:
 
 def _side_in_commit(path: Path, side: Path) -> Path:
     note = None
-    with suppress(OSError, CannotDo):
+    with suppress(OSError, Unsupported):
         note = NoteFile(note_path(path), fsync=False).read()
     if note is None:
         return side
@@ -156,9 +156,9 @@ def _is_new(path: Path, name: str, note: CommitNote) -> bool:
     return identity(path) == note.new and stamp(path) == note.names.get(name)
 
 
-def _unknown(target: Path, staged: Path) -> CannotDo:
+def _unknown(target: Path, staged: Path) -> Unsupported:
     """The error where neither place has the file that was noted, as in a copy of both."""
-    return CannotDo(
+    return Unsupported(
         f"{target}: a run was cut short while it put a file of {staged} there, and neither the one"
         " that stands there nor one in that folder is the file it noted: changed since, or copied;"
         f" so it cannot be told whether the side file that goes with {target.name} is the one"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from ckptool.errors import CannotDo, Committed
+from ckptool.errors import Committed, Unsupported
 
 _HERE = -100
 _NO_REPLACE, _EXCHANGE = 1, 2
@@ -98,7 +98,7 @@ def begins_with(path: Path, mark: bytes) -> bool:
 
 
 def open_unfollowed(path: Path, flags: int) -> int:
-    """A descriptor of a regular file, made where there is none; CannotDo where a link is there."""
+    """Open a regular file, made where there is none; Unsupported where a link is there."""
     try:
         found = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except OSError as error:
@@ -111,9 +111,9 @@ def open_unfollowed(path: Path, flags: int) -> int:
     return found
 
 
-def in_the_way(path: Path) -> CannotDo:
+def in_the_way(path: Path) -> Unsupported:
     """The error where something has a name that ckptool needs, and ckptool did not make it."""
-    return CannotDo(
+    return Unsupported(
         f"{path}: is in the way: ckptool needs the name, and did not make what is there",
         hint=f"look what it is, and move it away: mv {path} ELSEWHERE",
     )
@@ -132,7 +132,7 @@ def write_whole(path: Path, data: bytes, *, mark: bytes) -> None:
     """Make or replace a small file: at any moment the old one stands, or the new one.
 
     ``mark`` is what files of this kind begin with: what was left beside the target by a run that
-    was killed must begin so. Raises CannotDo where that is not so or the file cannot be written,
+    was killed must begin so. Raises Unsupported where that is not so or the file cannot be written,
     Committed where it was written and the disk did not confirm it.
     """
     part = path.with_name(f".{path.name}.partial")
@@ -141,7 +141,7 @@ def write_whole(path: Path, data: bytes, *, mark: bytes) -> None:
         _write_new(part, data)
         _or_remove(part, lambda: os.replace(part, path))
     except OSError as error:
-        raise CannotDo(f"{path}: cannot be written: {error.strerror}") from None
+        raise Unsupported(f"{path}: cannot be written: {error.strerror}") from None
     try:
         sync_folder(path.parent)
     except OSError as error:
@@ -151,9 +151,9 @@ def write_whole(path: Path, data: bytes, *, mark: bytes) -> None:
 
 
 def require_marked(path: Path, mark: bytes, *, noun: str) -> None:
-    """CannotDo where the file at a path, which is to be replaced, is of another kind."""
+    """Unsupported where the file at a path, which is to be replaced, is of another kind."""
     if os.path.lexists(path) and not (path.is_file() and begins_with(path, mark)):
-        raise CannotDo(
+        raise Unsupported(
             f"{path}: is no {noun}, and is not replaced",
             hint=f"name another file, or move it away: mv {path} ELSEWHERE",
         )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
-from ckptool.errors import CannotDo, Changed, NotFound, UsageError
+from ckptool.errors import Changed, NotFound, Unsupported, UsageError
 from ckptool.storage.block_cache import Blocks, Pinned
 from ckptool.storage.retry import RetryPolicy, error_text, retry, status_of, unreachable
 from ckptool.storage.url import redact_url
@@ -79,7 +79,7 @@ class Store:
 
     @classmethod
     def connect(cls, url: str) -> Store:
-        """The store of a URL. UsageError, or CannotDo where a package for it is missing."""
+        """The store of a URL. UsageError, or Unsupported where a package for it is missing."""
         scheme = url.partition("://")[0].lower()
         try:
             from fsspec.core import url_to_fs
@@ -89,7 +89,7 @@ class Store:
             extra = _EXTRAS.get(scheme)
             hint = f"pip install 'ckptool[{extra}]'" if extra else str(error)
             message = f"{redact_url(url)}: a package that reads {scheme}:// is missing"
-            raise CannotDo(message, hint=hint) from None
+            raise Unsupported(message, hint=hint) from None
         except ValueError as error:
             if "not known" not in str(error).lower():
                 raise UsageError(f"{redact_url(url)}: {error_text(error)}") from None
@@ -168,7 +168,7 @@ class Store:
         except NotFound:
             return None
         if info["size"] is None:
-            raise CannotDo(f"{redact_url(key)}: the server does not say how large it is")
+            raise Unsupported(f"{redact_url(key)}: the server does not say how large it is")
         return info
 
     def _fetch(self, file: Pinned, start: int, end: int) -> bytes:
@@ -217,7 +217,7 @@ class Store:
         try:
             data = self.fs.open(key, "rb", size=end)._fetch_range(start, end)
         except ValueError:
-            raise CannotDo(
+            raise Unsupported(
                 f"{redact_url(key)}: the server does not answer requests for a part of a file",
                 hint="download the checkpoint first",
             ) from None

@@ -11,7 +11,7 @@ from conftest import bits, case
 from safetensors.torch import save_file
 
 import ckptool
-from ckptool.errors import CannotDo, Damaged
+from ckptool.errors import Damaged, Unsupported
 
 TRUTH = torch.arange(6 * 4.0).reshape(6, 4)
 
@@ -88,7 +88,7 @@ def test_padding_stays_as_it_was(saved: Path) -> None:
 )
 def test_what_does_not_fit_is_refused(saved: Path, changed: dict[str, Any], says: str) -> None:
     state = {"w": part(swapped(), **changed)}
-    with pytest.raises(CannotDo, match=says):
+    with pytest.raises(Unsupported, match=says):
         ckptool.load(saved, state)
     assert not state["w"].any()
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import ckptool
 from ckptool.dcp import CheckpointReader
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 
 Tensors = dict[str, torch.Tensor]
 
@@ -111,7 +111,7 @@ def test_a_state_dict_of_several_types(tmp_path: Path, way: str) -> None:
 def test_what_is_no_number_by_itself_is_not_cast(tmp_path: Path, name: str) -> None:
     save_file(quantised(), tmp_path / "m.safetensors")
     state = {name: torch.zeros(quantised()[name].shape, dtype=torch.float16)}
-    with pytest.raises(CannotDo, match=f"{name}: .* in the checkpoint, float16"):
+    with pytest.raises(Unsupported, match=f"{name}: .* in the checkpoint, float16"):
         ckptool.load(tmp_path / "m.safetensors", state, strict=False, cast=True)
 
 
@@ -124,5 +124,5 @@ def test_quantised_weights_stay_as_they_are_under_a_cast(both: tuple[Path, Tenso
 
 
 def test_nothing_to_make_numbers_of() -> None:
-    with pytest.raises(CannotDo, match="no tensors with supported scales"):
+    with pytest.raises(Unsupported, match="no tensors with supported scales"):
         ckptool.open(case("dcp_base").path, dequantize=True)

@@ -27,7 +27,7 @@ from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.casts import Casts
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.errors import CannotDo, Damaged
+from ckptool.errors import Damaged, Unsupported
 from ckptool.render.inspect.report import inspect_json
 
 
@@ -199,7 +199,7 @@ def test_one_scale_for_a_tensor_or_a_row(
 
 def test_a_scale_that_is_a_weight_of_its_own_is_none(out: Path) -> None:
     state = {"a.weight": torch.zeros(3, 3), "a.weight_scale": torch.ones(())}
-    with pytest.raises(CannotDo, match="no tensors with supported scales"):
+    with pytest.raises(Unsupported, match="no tensors with supported scales"):
         convert_to("safetensors", saved(state, out / "hf"), out / "m", dequantize=True)
 
 
@@ -330,7 +330,7 @@ def test_checksums_of_values_and_scales_are_checked(out: Path) -> None:
     ],
 )
 def test_what_cannot_be_done(state: dict[str, torch.Tensor], words: str, out: Path) -> None:
-    with pytest.raises(CannotDo, match=words):
+    with pytest.raises(Unsupported, match=words):
         convert_to("safetensors", saved(state, out / "hf"), out / "m", dequantize=True)
 
 

@@ -18,7 +18,7 @@ from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ConvertOptions, TransferOptions
 from ckptool.engine.options import RunOptions
-from ckptool.errors import CannotDo, CkptoolError
+from ckptool.errors import CkptoolError, Unsupported
 from ckptool.storage import disk
 
 CALLS = ("rename", "replace", "unlink", "rmdir", "mkdir")
@@ -166,7 +166,7 @@ def test_a_copy_is_refused_and_says_what_stands_where(
     for place in whole[:1]:
         copy = tmp_path / "copy"
         shutil.copytree(place, copy)
-        with pytest.raises(CannotDo, match="copied") as caught:
+        with pytest.raises(Unsupported, match="copied") as caught:
             write(copy, overwrite=True)
         assert f"{copy / 'run'} has the files of the new one" in caught.value.message
         assert ".run.partial has the files of the old one" in caught.value.message
@@ -205,7 +205,7 @@ def test_a_file_of_a_planned_name_that_is_too_large_stays(tmp_path: Path) -> Non
         assert die_at(number, lambda: write(place, overwrite=True))
         number += 1
     (place / ".run.partial" / ".metadata").write_bytes(b"x" * (1 << 20))
-    with pytest.raises(CannotDo, match=r"holds \.metadata, which ckptool did not write"):
+    with pytest.raises(Unsupported, match=r"holds \.metadata, which ckptool did not write"):
         write(place, overwrite=True)
     assert (place / ".run.partial" / ".metadata").stat().st_size == 1 << 20
 

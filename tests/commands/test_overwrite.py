@@ -18,7 +18,7 @@ from ckptool.cli.app import app
 from ckptool.commands.convert import prepare
 from ckptool.commands.options.target import ConvertOptions, TransferOptions
 from ckptool.engine.options import RunOptions
-from ckptool.errors import CannotDo, Committed, TransferError
+from ckptool.errors import Committed, TransferError, Unsupported
 from ckptool.storage import disk
 
 FOREIGN = {
@@ -100,7 +100,7 @@ def test_a_name_that_is_taken_is_refused(name: str, out: Path) -> None:
     (source / name).write_bytes(b"of the model")
     shutil.copytree(case("dcp_base").path, target)
     (target / name).write_bytes(b"mine")
-    with pytest.raises(CannotDo, match=f"{name}: not part of the checkpoint there"):
+    with pytest.raises(Unsupported, match=f"{name}: not part of the checkpoint there"):
         convert_to("safetensors", source, target, overwrite=True)
     assert (target / name).read_bytes() == b"mine"
     assert read_back("dcp", target) == case("dcp_base").truth
@@ -114,7 +114,7 @@ def test_text_that_a_person_wrote_is_not_replaced_by_the_models(out: Path) -> No
     convert_to("safetensors", source, out / "m")
     convert_to("safetensors", source, out / "m", overwrite=True)
     (out / "m" / "README.md").write_text("my own")
-    with pytest.raises(CannotDo, match=r"README\.md"):
+    with pytest.raises(Unsupported, match=r"README\.md"):
         convert_to("safetensors", source, out / "m", overwrite=True)
     assert (out / "m" / "README.md").read_text() == "my own"
 
@@ -140,7 +140,7 @@ def test_nothing_is_left_where_no_folder_can_be_made(
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
 
     monkeypatch.setattr(Path, "mkdir", fails)
-    with pytest.raises(CannotDo, match="cannot be written to"):
+    with pytest.raises(Unsupported, match="cannot be written to"):
         ready(case("dcp_base").path, out / "m").run()
     assert list(out.iterdir()) == []
 
@@ -153,7 +153,7 @@ def test_a_folder_that_cannot_be_read_as_a_checkpoint_is_left(out: Path) -> None
     (target / "train.py").write_text("mine")
     try:
         convert_to("dcp", case("dcp_base").path, target, overwrite=True)
-    except CannotDo:
+    except Unsupported:
         assert weights.exists()
     assert (target / "train.py").read_text() == "mine"
 
@@ -161,14 +161,14 @@ def test_a_folder_that_cannot_be_read_as_a_checkpoint_is_left(out: Path) -> None
 def test_a_link_to_a_folder_is_not_replaced(out: Path) -> None:
     convert_to("dcp", case("dcp_base").path, out / "real")
     (out / "run").symlink_to("real")
-    with pytest.raises(CannotDo, match="is a link"):
+    with pytest.raises(Unsupported, match="is a link"):
         convert_to("dcp", case("dcp_fsdp2_tp").path, out / "run", overwrite=True)
     assert read_back("dcp", out / "real") == case("dcp_base").truth
 
 
 def test_a_file_that_is_no_checkpoint_is_not_replaced(out: Path) -> None:
     (out / "m.txt").write_bytes(b"dear diary")
-    with pytest.raises(CannotDo, match="is no checkpoint"):
+    with pytest.raises(Unsupported, match="is no checkpoint"):
         convert_to("torch-save", case("dcp_base").path, out / "m.txt", overwrite=True)
     assert (out / "m.txt").read_bytes() == b"dear diary"
 
@@ -180,7 +180,7 @@ def test_a_file_that_is_no_checkpoint_is_not_replaced(out: Path) -> None:
 def test_a_folder_of_the_hidden_name_is_left(more: dict[str, Any], out: Path) -> None:
     (out / ".m.partial").mkdir()
     (out / ".m.partial" / "thesis.txt").write_text("all of it")
-    with pytest.raises(CannotDo, match=r"\.m\.partial: is in the way"):
+    with pytest.raises(Unsupported, match=r"\.m\.partial: is in the way"):
         ready(case("dcp_base").path, out / "m", **more).run()
     assert (out / ".m.partial" / "thesis.txt").read_text() == "all of it"
     assert hidden(out) == [".m.partial"]
@@ -190,7 +190,7 @@ def test_a_folder_of_the_hidden_name_is_left(more: dict[str, Any], out: Path) ->
 def test_a_planted_link_is_not_followed(name: str, out: Path) -> None:
     (out / "precious").write_text("keep me")
     (out / f".m.partial.journal.{name}").symlink_to("precious")
-    with pytest.raises(CannotDo, match="is in the way"):
+    with pytest.raises(Unsupported, match="is in the way"):
         ready(case("dcp_base").path, out / "m").run()
     assert (out / "precious").read_text() == "keep me"
     assert (out / f".m.partial.journal.{name}").is_symlink()
@@ -198,7 +198,7 @@ def test_a_planted_link_is_not_followed(name: str, out: Path) -> None:
 
 def test_a_file_named_as_a_journal_is_left(out: Path) -> None:
     (out / ".m.partial.journal.0").write_text("my own journal")
-    with pytest.raises(CannotDo, match="is in the way"):
+    with pytest.raises(Unsupported, match="is in the way"):
         ready(case("dcp_base").path, out / "m").run()
     assert (out / ".m.partial.journal.0").read_text() == "my own journal"
 
@@ -249,7 +249,7 @@ def test_a_link_among_the_staged_files_is_not_followed(kind: str, out: Path, sto
     name = finished(stopped)[0].name if kind == "file" else "sub"
     (stopped / name).unlink(missing_ok=True)
     (stopped / name).symlink_to("../precious/file" if kind == "file" else "../precious")
-    with pytest.raises(CannotDo, match="is in the way"):
+    with pytest.raises(Unsupported, match="is in the way"):
         ready(case("dcp_fsdp2_tp").path, out / "m", resume=True).run()
     assert (out / "precious" / "file").read_text() == "keep me"
 

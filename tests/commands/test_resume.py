@@ -28,7 +28,7 @@ from ckptool.commands.reshard.reshard import PreparedReshard, prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.options import RunOptions
 from ckptool.engine.write.stage import Stage, StageOptions
-from ckptool.errors import CannotDo, CkptoolError
+from ckptool.errors import CkptoolError, Unsupported
 
 KILLS = 12
 SLOW = ("--workers", "1")
@@ -253,7 +253,7 @@ def test_a_journal_that_ends_anywhere(left: int, source: Path, out: Path, stoppe
     journal.write_bytes(journal.read_bytes()[:left])
     try:
         ready(source, out / "r", resume=True).run()
-    except CannotDo:
+    except Unsupported:
         assert not (out / "r").exists()
         ready(source, out / "r").run()
     assert read_back("dcp", out / "r") == read_back("dcp", source)
@@ -294,7 +294,7 @@ def test_stopped_before_the_first_byte(
 def test_a_run_without_resume_starts_afresh(source: Path, out: Path, stopped: Path) -> None:
     (stopped / "stale").write_text("put there by hand")
     before = sorted(os.listdir(stopped))
-    with pytest.raises(CannotDo, match="holds stale, which ckptool did not write"):
+    with pytest.raises(Unsupported, match="holds stale, which ckptool did not write"):
         ready(source, out / "r", "2").run()
     assert sorted(os.listdir(stopped)) == before
     (stopped / "stale").unlink()
@@ -306,7 +306,7 @@ def test_a_run_without_resume_starts_afresh(source: Path, out: Path, stopped: Pa
 @pytest.mark.parametrize("mesh", ["2", "3x2", "1"])
 def test_another_mesh_is_refused(mesh: str, source: Path, out: Path, stopped: Path) -> None:
     before = sorted(os.listdir(stopped))
-    with pytest.raises(CannotDo, match="cannot resume: the plan"):
+    with pytest.raises(Unsupported, match="cannot resume: the plan"):
         ready(source, out / "r", mesh, resume=True).run()
     assert sorted(os.listdir(stopped)) == before
     ready(source, out / "r", resume=True).run()
@@ -327,7 +327,7 @@ def test_a_changed_source_is_refused(
     change: Callable[[Path], None], source: Path, out: Path, stopped: Path
 ) -> None:
     change(source)
-    with pytest.raises(CannotDo, match="cannot resume: the source"):
+    with pytest.raises(Unsupported, match="cannot resume: the source"):
         ready(source, out / "r", resume=True).run()
     assert not (out / "r").exists()
     assert stopped.is_dir()
@@ -335,14 +335,14 @@ def test_a_changed_source_is_refused(
 
 @pytest.mark.parametrize("make", [ready, lambda s, t, **m: ready_to_convert(s, t, "dcp", **m)])
 def test_nothing_to_resume(make: Callable[..., Any], source: Path, out: Path) -> None:
-    with pytest.raises(CannotDo, match="no partial output to resume"):
+    with pytest.raises(Unsupported, match="no partial output to resume"):
         make(source, out / "r", resume=True).run()
     assert os.listdir(out) == []
 
 
 def test_a_target_that_is_there_is_not_resumed(source: Path, out: Path) -> None:
     ready(source, out / "r").run()
-    with pytest.raises(CannotDo, match="already exists"):
+    with pytest.raises(Unsupported, match="already exists"):
         ready(source, out / "r", resume=True).run()
 
 
@@ -394,7 +394,7 @@ def test_the_second_is_refused_and_the_first_unharmed(
     mesh: str, more: dict[str, Any], source: Path, out: Path
 ) -> None:
     first = Held(ready(source, out / "r"))
-    with pytest.raises(CannotDo, match="another ckptool is writing this target"):
+    with pytest.raises(Unsupported, match="another ckptool is writing this target"):
         ready(source, out / "r", mesh, **more).run()
     first.release()
     assert read_back("dcp", out / "r") == read_back("dcp", source)

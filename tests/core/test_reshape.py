@@ -37,7 +37,7 @@ from ckptool.core.views import (
     stack,
     unstack,
 )
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 
 INT = BY_NAME["int32"]
 Array = np.ndarray[Any, Any]
@@ -233,6 +233,6 @@ def test_the_rotary_permutation_cuts_a_chunk_into_two_boxes_a_head() -> None:
 def test_what_does_not_fit_is_refused_with_its_numbers(
     what: Callable[[], object], words: str
 ) -> None:
-    with pytest.raises(CannotDo) as caught:
+    with pytest.raises(Unsupported) as caught:
         what()
     assert words in caught.value.message

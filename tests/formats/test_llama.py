@@ -16,7 +16,7 @@ from ckptool.commands.options.target import ReshardOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
 from ckptool.core.sharding.tensor_parallel import parse_tp_rules
-from ckptool.errors import CannotDo, Damaged, UsageError
+from ckptool.errors import Damaged, Unsupported, UsageError
 
 DIM, HEADS, SIZE, HIDDEN, WORDS = 8, 4, 2, 12, 20
 
@@ -146,13 +146,13 @@ def test_what_metas_code_could_not_load_is_refused(
 ) -> None:
     folder = saved(parts_of(model(), 2), out / "llama", params())
     rules = (parse_rule(rule),) if rule else ()
-    with pytest.raises(CannotDo, match=words):
+    with pytest.raises(Unsupported, match=words):
         prepare_reshard(folder, out / "o", ReshardOptions(parse_mesh(mesh), rules=rules))
 
 
 def test_names_that_are_not_metas_are_refused(out: Path) -> None:
     torch.save({"model.layers.0.self_attn.q_proj.weight": torch.ones(4, 4)}, out / "m.pt")
-    with pytest.raises(CannotDo, match="no rule says how Meta's code cuts it"):
+    with pytest.raises(Unsupported, match="no rule says how Meta's code cuts it"):
         prepare_reshard(out / "m.pt", out / "o", ReshardOptions(parse_mesh("2"), to="llama"))
 
 

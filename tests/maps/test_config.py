@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from ckptool.commands.keymap.architectures import names_of
 from ckptool.commands.options.source import MapOptions
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 
 ARGS: dict[str, Any] = {
     "num_layers": 2,
@@ -148,7 +148,7 @@ def test_a_model_whose_values_mean_something_else_is_refused(name: str, out: Pat
     state = {"embedding.word_embeddings.weight": torch.zeros(112, 32)}
     args = {"args": argparse.Namespace(**ARGS, **{name: True})}
     dcp.save(state | args, checkpoint_id=out / "a", no_dist=True)
-    with pytest.raises(CannotDo, match=name):
+    with pytest.raises(Unsupported, match=name):
         convert_to("safetensors", out / "a", out / "b", map=MapOptions("megatron-gpt"))
 
 

@@ -26,7 +26,7 @@ from conftest import convert_to
 from safetensors.torch import load_file, save_file
 
 from ckptool.commands.options.source import MapOptions
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 
 HERE = Path(__file__).parent
 DIMS = {"kv": 2, "dim": 8, "vocab": 103}
@@ -87,7 +87,7 @@ def test_a_projection_without_a_gate_is_not_halved(
 ) -> None:
     name = "decoder.layers.mlp.linear_fc1.weight"
     save_file(stored | {name: stored[name][:, :48].contiguous()}, out / "a.safetensors")
-    with pytest.raises(CannotDo, match="ffn is"):
+    with pytest.raises(Unsupported, match="ffn is"):
         convert_to("dcp", out / "a.safetensors", out / "b", map=MapOptions("megatron-gpt", DIMS))
 
 

@@ -27,7 +27,7 @@ from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.options import RunOptions
 from ckptool.engine.write.writer import UNFINISHED
-from ckptool.errors import CannotDo, Changed, CkptoolError, Damaged, NotFound, TransferError
+from ckptool.errors import Changed, CkptoolError, Damaged, NotFound, TransferError, Unsupported
 from ckptool.storage.retry import NoAnswer
 from ckptool.storage.url import location
 
@@ -167,7 +167,7 @@ def test_a_resumed_upload_writes_only_what_is_missing(s3: S3, out: Path) -> None
     s3.fault = None
     done = set(s3.get("m"))
     assert done == {UNFINISHED, "__0_0.distcp", "__1_0.distcp"}
-    with pytest.raises(CannotDo, match="plan is not the one"):
+    with pytest.raises(Unsupported, match="plan is not the one"):
         resharded(source, s3.url("m"), "2", resume=True)
     s3.requests.clear()
     resharded(source, s3.url("m"), "4", resume=True)
@@ -259,13 +259,17 @@ def test_a_run_on_this_machine_that_has_not_ended_keeps_others_out(
 ) -> None:
     started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
     noted(s3, leave_unfinished(s3), process=os.getppid(), started=started)
-    with pytest.raises(CannotDo, match=rf"another ckptool is writing it: process {os.getppid()}"):
+    with pytest.raises(
+        Unsupported, match=rf"another ckptool is writing it: process {os.getppid()}"
+    ):
         resharded(case("dcp_fsdp2_tp").path, s3.url("m"), "2", **more)
 
 
 def test_what_another_machine_left_is_not_taken_for_ones_own(s3: S3) -> None:
     noted(s3, leave_unfinished(s3), host="elsewhere")
-    with pytest.raises(CannotDo, match=r"unfinished output of process .* on elsewhere") as caught:
+    with pytest.raises(
+        Unsupported, match=r"unfinished output of process .* on elsewhere"
+    ) as caught:
         resharded(case("dcp_fsdp2_tp").path, s3.url("m"), "2")
     assert "--resume continues it" in (caught.value.hint or "")
     resharded(case("dcp_fsdp2_tp").path, s3.url("m"), "2", resume=True)
@@ -343,7 +347,7 @@ def test_an_object_that_is_replaced_between_two_of_its_parts(s3: S3, out: Path) 
 def test_an_existing_target_is_refused_and_replaced_when_asked(s3: S3, out: Path) -> None:
     source = case("dcp_fsdp2_tp").path
     resharded(source, s3.url("m"), "8")
-    with pytest.raises(CannotDo, match=r"s3://\S+/m already exists \(9 files"):
+    with pytest.raises(Unsupported, match=r"s3://\S+/m already exists \(9 files"):
         resharded(source, s3.url("m"), "2")
     resharded(source, out / "m", "2")
     resharded(source, s3.url("m"), "2", overwrite=True)
@@ -366,7 +370,7 @@ def test_the_old_checkpoint_is_no_longer_one_before_the_new_one_is_written(s3: S
 
 def test_a_folder_that_is_no_checkpoint_is_not_replaced(s3: S3) -> None:
     s3.fs.pipe_file(f"{s3.bucket}/m/letter.txt", b"dear")
-    with pytest.raises(CannotDo, match="is no checkpoint, and is not replaced"):
+    with pytest.raises(Unsupported, match="is no checkpoint, and is not replaced"):
         resharded(case("dcp_fsdp2_tp").path, s3.url("m"), "2", overwrite=True)
     assert s3.get("m") == {"letter.txt": b"dear"}
 

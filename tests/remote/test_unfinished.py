@@ -21,7 +21,7 @@ from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.options import RunOptions
 from ckptool.engine.write.writer import UNFINISHED
-from ckptool.errors import CannotDo, CkptoolError, Damaged, SourceError, Unrecognised
+from ckptool.errors import CkptoolError, Damaged, SourceError, Unrecognised, Unsupported
 from ckptool.storage.multipart import Upload
 from ckptool.storage.url import RemotePath, location
 

@@ -22,7 +22,7 @@ from ckptool.cli.app import app
 from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ConvertOptions
-from ckptool.errors import CannotDo, CkptoolError, NotFound, UsageError
+from ckptool.errors import CkptoolError, NotFound, Unsupported, UsageError
 from ckptool.storage.retry import error_text
 from ckptool.storage.url import location, redact_url
 
@@ -181,7 +181,7 @@ def test_credentials_that_are_missing(s3: S3, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(CannotDo) as caught:
+    with pytest.raises(Unsupported) as caught:
         location("gs://bucket/m")
     assert caught.value.hint == "pip install 'ckptool[gcs]'"
 
@@ -284,7 +284,7 @@ def test_a_server_that_tells_no_size(
 ) -> None:
     monkeypatch.setattr(Web, "sizes", False)
     save_file({"a": torch.ones(3)}, tmp_path / "m.safetensors")
-    with pytest.raises(CannotDo, match="does not say how large it is"):
+    with pytest.raises(Unsupported, match="does not say how large it is"):
         open_checkpoint(location(f"{web}/m.safetensors"))
 
 
@@ -293,5 +293,5 @@ def test_a_server_that_gives_no_parts_of_files(
 ) -> None:
     monkeypatch.setattr(Web, "ranges", False)
     torch.save(torch.ones(1 << 20), tmp_path / "m.pt")
-    with pytest.raises(CannotDo, match="does not answer requests for a part of a file"):
+    with pytest.raises(Unsupported, match="does not answer requests for a part of a file"):
         open_checkpoint(location(f"{web}/m.pt"))

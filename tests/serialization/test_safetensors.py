@@ -22,7 +22,7 @@ from ckptool.commands.verify.verify import verify
 from ckptool.core.box import Box
 from ckptool.core.dtype import BY_NAME, BY_SAFETENSORS
 from ckptool.core.layout import Data
-from ckptool.errors import CannotDo, Damaged
+from ckptool.errors import Damaged, Unsupported
 from ckptool.serialization.archive.items import EdgeSource
 from ckptool.serialization.safetensors import (
     OutgoingSlice,
@@ -176,7 +176,7 @@ def test_headers_beyond_all_bounds(header: bytes, tmp_path: Path) -> None:
 
 def test_a_name_that_is_no_unicode_cannot_be_written() -> None:
     item = OutgoingSlice("a\ud800", "a", BY_NAME["uint8"], Box.whole((1,)))
-    with pytest.raises(CannotDo, match="Unicode"):
+    with pytest.raises(Unsupported, match="Unicode"):
         lay_out_safetensors("x.safetensors", [item], {})
 
 
@@ -188,7 +188,7 @@ def header_of(entries: bytes) -> bytes:
 def test_a_header_of_too_many_entries_is_refused(piece: bytes, tmp_path: Path) -> None:
     many = piece * 2_000_000
     (tmp_path / "a.safetensors").write_bytes(header_of(b"{" + many[:-1] + b"}"))
-    with pytest.raises(CannotDo, match=r"ckptool reads up to 300,000 and 9,600,000"):
+    with pytest.raises(Unsupported, match=r"ckptool reads up to 300,000 and 9,600,000"):
         ckptool.open(tmp_path / "a.safetensors")
 
 
@@ -199,7 +199,7 @@ def test_a_header_beyond_the_limits_is_not_called_damaged(tmp_path: Path) -> Non
     path.write_bytes(header_of(b"{" + text.encode() + b"}") + bytes(300_001))
     for command in (["inspect", path], ["convert", path, tmp_path / "m", "--to", "dcp"]):
         error = CliRunner().invoke(app, list(map(str, command))).exception
-        assert isinstance(error, CannotDo)
+        assert isinstance(error, Unsupported)
         assert "300,002 entries" in error.message
     codes = [one.code for one in verify(path, VerifyOptions()).findings]
     assert "limit-exceeded" in codes
@@ -222,7 +222,7 @@ def test_nothing_is_written_that_could_not_be_read(
 ) -> None:
     box = Box.whole(shape)
     items = [OutgoingSlice(name, name, BY_NAME["uint8"], box) for name in names]
-    with pytest.raises(CannotDo, match=r"ckptool reads up to|the format allows|__metadata__"):
+    with pytest.raises(Unsupported, match=r"ckptool reads up to|the format allows|__metadata__"):
         lay_out_safetensors("x.safetensors", items, {"format": "pt"})
 
 

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 
 _SAMPLE = 0.05
 _MOST_TIME_SAMPLING = 0.05
@@ -202,9 +202,9 @@ class Process:
 
 
 def require_proc() -> None:
-    """CannotDo where the system has no ``/proc`` that says what memory a process holds."""
+    """Unsupported where the system has no ``/proc`` that says what memory a process holds."""
     if not _maps("self").exists():
-        raise CannotDo("the benchmark needs Linux's /proc/PID/smaps, which is not here")
+        raise Unsupported("the benchmark needs Linux's /proc/PID/smaps, which is not here")
 
 
 def adopt_orphans() -> None:

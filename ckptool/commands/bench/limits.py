@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptool.commands.bench.store import remove_uploaded, upload
 from ckptool.commands.bench.worker.device import Accelerators, Device
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 from ckptool.storage.url import Location
 
 _ROUNDS = 3
@@ -109,7 +109,7 @@ loaded."""
 
 
 def require_room(out: Location, nbytes: int, ranks: int, here: Accelerators) -> None:
-    """CannotDo, with the numbers, where a run with ``nbytes`` of state would not fit.
+    """Unsupported, with the numbers, where a run with ``nbytes`` of state would not fit.
 
     One checkpoint at a time lies on disk, or the raw file that is as large. A store is not asked.
     """
@@ -118,7 +118,7 @@ def require_room(out: Location, nbytes: int, ranks: int, here: Accelerators) -> 
     copies = _HOST_COPIES["accelerator" if here.count else "cpu"]
     memory, available = nbytes * copies + ranks * _RANK_BYTES, memory_available()
     if memory > available:
-        raise CannotDo(
+        raise Unsupported(
             f"{memory:,} bytes of memory are needed ({copies} times the state, and {ranks} ranks),"
             f" {available:,} are available",
             hint="a smaller --size",
@@ -128,10 +128,10 @@ def require_room(out: Location, nbytes: int, ranks: int, here: Accelerators) -> 
 
 def _require_disk(out: Path, nbytes: int) -> None:
     if not out.is_dir():
-        raise CannotDo(f"{out}: no such folder to work in", hint=f"mkdir -p {out}")
+        raise Unsupported(f"{out}: no such folder to work in", hint=f"mkdir -p {out}")
     needed, free = nbytes * 21 // 20 + (64 << 20), shutil.disk_usage(out).free
     if needed > free:
-        raise CannotDo(
+        raise Unsupported(
             f"{out}: {needed:,} bytes of disk are needed, {free:,} are free",
             hint="a smaller --size, or another --out",
         )
@@ -140,7 +140,7 @@ def _require_disk(out: Path, nbytes: int) -> None:
 def _require_device_room(share: int, here: Accelerators) -> None:
     needed = share * _DEVICE_COPIES + _DEVICE_BYTES
     if here.free is not None and needed > here.free:
-        raise CannotDo(
+        raise Unsupported(
             f"{needed:,} bytes of memory are needed on each {here.type} device ({_DEVICE_COPIES}"
             f" times a rank's share), {here.free:,} are free",
             hint="a smaller --size, or more --ranks",

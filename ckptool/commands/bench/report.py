@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ckptool.commands.bench.abort import Left
 from ckptool.commands.bench.worker.consistency import CONSISTENT, Consistency
-from ckptool.errors import CannotDo, NotFound, UsageError
+from ckptool.errors import NotFound, Unsupported, UsageError
 
 SCHEMA = "ckptool.bench/2"
 
@@ -218,11 +218,11 @@ class Baseline:
             raise UsageError(f"--compare {path}: not what `ckptool bench --json` prints") from None
 
     def require_comparable(self, settings: Settings) -> None:
-        """CannotDo where the run to come measures something else."""
+        """Unsupported where the run to come measures something else."""
         for key in _SAME:
             old, new = self.settings[key], getattr(settings, key)
             if old != new:
-                raise CannotDo(
+                raise Unsupported(
                     f"{self.path} was measured with {key} {old}, this run has {new}",
                     hint="compare runs of the same --size, --ranks and device",
                 )

@@ -29,7 +29,7 @@ from ckptool.commands.bench.worker.device import Accelerators
 from ckptool.commands.bench.worker.rank import Emit, accelerators_here, run_rank
 from ckptool.commands.options.bench import STATE_SIZE, BenchOptions
 from ckptool.engine.launch import launch_of, number_in
-from ckptool.errors import CannotDo, TransferError
+from ckptool.errors import TransferError, Unsupported
 from ckptool.storage.url import Location, RemotePath
 
 _CPU_RANKS = 2
@@ -107,7 +107,7 @@ class PreparedBench:
 def prepare_bench(options: BenchOptions) -> PreparedBench:
     """Settle what is measured and where, and that it will fit.
 
-    Raises UsageError for a strategy that is none, CannotDo without torch or room, and what
+    Raises UsageError for a strategy that is none, Unsupported without torch or room, and what
     ``open_checkpoint`` raises for ``like``.
     """
     names = chosen(options.strategies)
@@ -139,25 +139,25 @@ def _under_torchrun() -> bool:
 def _require_torch() -> None:
     found = version("torch")
     if found is None:
-        raise CannotDo("the benchmark needs torch", hint="pip install 'ckptool[torch]'")
+        raise Unsupported("the benchmark needs torch", hint="pip install 'ckptool[torch]'")
     if tuple(int(part) for part in found.split(".")[:2]) < _OLDEST_TORCH:
         wanted = ".".join(map(str, _OLDEST_TORCH))
-        raise CannotDo(
+        raise Unsupported(
             f"the benchmark needs torch {wanted} or newer, {found} is here",
             hint=f"pip install 'torch>={wanted}'",
         )
 
 
 def _ranks(asked: int | None, here: Accelerators) -> int:
-    """How many ranks train; CannotDo where this machine has too few devices for its own."""
+    """How many ranks train; Unsupported where this machine has too few devices for its own."""
     if _under_torchrun():
         ranks, local = (number_in(os.environ, n) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         if asked not in (None, ranks):
-            raise CannotDo(f"--ranks {asked}: torchrun started {ranks}")
+            raise Unsupported(f"--ranks {asked}: torchrun started {ranks}")
     else:
         ranks = local = asked or here.count or _CPU_RANKS
     if here.count and local > here.count:
-        raise CannotDo(
+        raise Unsupported(
             f"{local} ranks: there are {here.count} devices of type {here.type}",
             hint=f"{here.count} ranks; CUDA_VISIBLE_DEVICES= measures on CPU ranks",
         )

@@ -17,7 +17,7 @@ from ckptool.commands.open import open_checkpoint
 from ckptool.core.catalog import Catalog
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.state_category import state_category
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 from ckptool.storage.url import Location, location
 
 _STEP = 8
@@ -60,13 +60,13 @@ def _adamw(model: dict[str, TensorSpec]) -> Iterator[TensorSpec]:
 def as_in(path: Location) -> list[TensorSpec]:
     """The tensors of a checkpoint by its catalog; AdamW's state too where it has none.
 
-    Raises what ``open_checkpoint`` raises, and CannotDo where it holds no tensor.
+    Raises what ``open_checkpoint`` raises, and Unsupported where it holds no tensor.
     """
     catalog = open_checkpoint(path).catalog
     model = _of_part(catalog, "model")
     optimizer = _of_part(catalog, "optimizer")
     if not model:
-        raise CannotDo(f"{path}: no tensor of a model in it to take the shape of")
+        raise Unsupported(f"{path}: no tensor of a model in it to take the shape of")
     return [
         *model.values(),
         *(optimizer.values() or _adamw(model)),

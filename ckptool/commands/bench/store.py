@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ckptool.errors import CannotDo, NotFound, TransferError, UsageError
+from ckptool.errors import NotFound, TransferError, Unsupported, UsageError
 from ckptool.storage.retry import Denied
 from ckptool.storage.store import SCHEMES
 from ckptool.storage.url import Location, RemotePath
@@ -96,29 +96,29 @@ _PIECE = 16 << 20
 
 
 def require_savable(out: RemotePath, *, abort: bool) -> None:
-    """CannotDo for a store that ranks cannot write to or share, UsageError for an ``abort``."""
+    """Unsupported for a store that ranks cannot write to or share, UsageError for an ``abort``."""
     if abort:
         raise UsageError(
             "--abort looks for what is left on disk; --out is a URL", hint="--out with a folder"
         )
     if out.store.scheme in SCHEMES:
-        raise CannotDo(f"{out}: cannot be written to: the web is only read")
+        raise Unsupported(f"{out}: cannot be written to: the web is only read")
     if out.store.scheme == "memory":
-        raise CannotDo(f"{out}: every rank is a process, and has a memory:// of its own")
+        raise Unsupported(f"{out}: every rank is a process, and has a memory:// of its own")
 
 
 @contextmanager
 def emptied(place: RemotePath) -> Iterator[RemotePath]:
     """A folder that can be written and removed, and is removed at the end.
 
-    Raises CannotDo before anything is measured, TransferError where something stays.
+    Raises Unsupported before anything is measured, TransferError where something stays.
     """
     try:
         (place / "probe").write_bytes(b"ckptool")
         remove_uploaded(place)
     except NotFound as error:
         message = f"{place.parent}: cannot be written to: {error.message}"
-        raise CannotDo(message, hint=error.hint) from None
+        raise Unsupported(message, hint=error.hint) from None
     try:
         yield place
     finally:

@@ -23,7 +23,7 @@ def mapped(
 ) -> tuple[Catalog, MapReport | None]:
     """The (located) catalog under the key map that is asked for, if any, and what was done.
 
-    Raises UsageError or CannotDo where that is not possible.
+    Raises UsageError or Unsupported where that is not possible.
     """
     if options.name is None:
         if options.dims or options.inverse is not None:

@@ -80,7 +80,7 @@ def map_checkpoint(
 ) -> tuple[Catalog, MapReport]:
     """The (located) catalog under the map that is asked for, and what was done.
 
-    Raises UsageError or CannotDo as ``apply_map``, and where no map or several would do.
+    Raises UsageError or Unsupported as ``apply_map``, and where no map or several would do.
     """
     known = records(opened.source, opened.catalog, options.assets)
     chosen = (

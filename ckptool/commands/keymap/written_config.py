@@ -17,7 +17,7 @@ from ckptool.commands.open import Opened
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout, Literal, Part, Verbatim
 from ckptool.core.quantization import kinds
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 
 _MOST_SHOWN = 6
 _KEYS = ("dtype", "torch_dtype")
@@ -28,8 +28,8 @@ def with_true_config(
 ) -> Layout:
     """The layout, whose config.json (if any) describes the tensors.
 
-    Where tensors were ``cast`` it says their new type. CannotDo where it says something else than
-    the tensors; of a ``partial`` checkpoint that is only noted.
+    Where tensors were ``cast`` it says their new type. Unsupported where it says something else
+    than the tensors; of a ``partial`` checkpoint that is only noted.
     """
     file = next((file for file in layout.files if file.path == CONFIG), None)
     config: Config = content_of(opened, file.parts[0]) if file and file.parts else {}
@@ -44,7 +44,7 @@ def with_true_config(
         return replace(layout, notes=(*layout.notes, *map(str, problems)))
     types = [str(config[key]) for key in _KEYS if config.get(key)]
     only_type = all(problem.tensor is None and "most elements" in problem for problem in problems)
-    raise CannotDo(
+    raise Unsupported(
         "config.json does not match the tensors:\n  " + "\n  ".join(problems[:_MOST_SHOWN]),
         hint=f"--dtype {types[0].removeprefix('torch.')} casts the weights to match"
         if only_type and types

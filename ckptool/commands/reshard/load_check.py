@@ -24,7 +24,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Index, TensorEntry
 from ckptool.core.sharding.dtensor import LocalShard, Piece
 from ckptool.engine.ranks import Ranks
-from ckptool.errors import CannotDo, TransferError
+from ckptool.errors import TransferError, Unsupported
 
 
 def check_rank_file(check: Check) -> None:
@@ -142,20 +142,20 @@ def _torch_agrees(shape: tuple[int, ...], shard: LocalShard, mesh: Any, placed: 
 
 
 def require_loadable(prepared: PreparedReshard, ranks: Ranks) -> None:
-    """CannotDo where the result cannot be loaded by these ranks: ask before it is written."""
+    """Unsupported where the result cannot be loaded by these ranks: ask before it is written."""
     target, size = prepared.report.target_format, prepared.report.mesh.size
     if target not in _LOADERS:
-        raise CannotDo(
+        raise Unsupported(
             f"--check: torch cannot load {target}",
             hint="supported: " + ", ".join(_LOADERS),
         )
     if not isinstance(prepared.report.target, Path):
-        raise CannotDo(
+        raise Unsupported(
             "--check needs a target on local disk, not a URL",
             hint="compare with `ckptool verify SRC --against DST`",
         )
     if ranks.size != size:
-        raise CannotDo(
+        raise Unsupported(
             f"--check: the mesh has {size} ranks, but {ranks.size} are running",
             hint=f"torchrun --nproc-per-node {size} -m ckptool reshard ...",
         )
@@ -164,9 +164,9 @@ def require_loadable(prepared: PreparedReshard, ranks: Ranks) -> None:
 def check_loads(prepared: PreparedReshard, ranks: Ranks) -> None:
     """Load the written checkpoint through torch, each rank its shards, and compare every bit.
 
-    Raises CannotDo where the result cannot be loaded by these ranks, and TransferError where torch
-    fails or finds other values than the source has; on every rank the same. Values are gathered
-    from the source anew; tensors are loaded a few at a time.
+    Raises Unsupported where the result cannot be loaded by these ranks, and TransferError where
+    torch fails or finds other values than the source has; on every rank the same. Values are
+    gathered from the source anew; tensors are loaded a few at a time.
     """
     require_loadable(prepared, ranks)
     with _process_group():
@@ -184,7 +184,7 @@ def _process_group() -> Iterator[None]:
         import torch.distributed as distributed
         from torch._C._distributed_c10d import HashStore
     except ImportError:
-        raise CannotDo("--check needs torch", hint="pip install 'ckptool[torch]'") from None
+        raise Unsupported("--check needs torch", hint="pip install 'ckptool[torch]'") from None
     if distributed.is_initialized():
         yield
         return

@@ -18,7 +18,7 @@ from ckptool.core.sharding.dtensor import LocalShard, Piece
 from ckptool.core.sharding.placement import Placed
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.read.gather import Array, Gatherer, unit
-from ckptool.errors import CannotDo, TransferError
+from ckptool.errors import TransferError, Unsupported
 
 _GROUP = 256 << 20
 _TILE = 1 << 20
@@ -79,10 +79,10 @@ class Check:
             yield group
 
     def require_all_files(self) -> None:
-        """CannotDo where this rank does not see all of the output."""
+        """Unsupported where this rank does not see all of the output."""
         missing = [file.path for file in self._files if not (self.target / file.path).exists()]
         if missing:
-            raise CannotDo(
+            raise Unsupported(
                 f"--check: {self.target}: {missing[0]} not found on rank {self.rank}",
                 hint="gather the files of all nodes first, or use --to rank-local",
             )
@@ -158,7 +158,7 @@ def _torch_placement(placement: Placement, rank: int) -> Any:
         return theirs._StridedShard(placement.dim % rank, split_factor=placement.split_factor)
     if isinstance(placement, Replicate):
         return theirs.Replicate()
-    raise CannotDo(f"{placement}: partial values cannot be loaded (sum of ranks)")
+    raise Unsupported(f"{placement}: partial values cannot be loaded (sum of ranks)")
 
 
 def last_line(error: BaseException) -> str:

@@ -37,7 +37,7 @@ from ckptool.core.rewrite import drop_names, without_rank
 from ckptool.core.sharding.placement import POLICIES, Choice, Placed, Placer
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.write.run import peak_memory
-from ckptool.errors import CannotDo, UsageError
+from ckptool.errors import Unsupported, UsageError
 from ckptool.formats import FORMATS, targets
 from ckptool.formats.base import Format, Request
 from ckptool.storage.url import Location
@@ -127,7 +127,7 @@ def prepare_reshard(
     """Plan a reshard: nothing is written yet, and no tensor byte is read.
 
     ``target`` None means a sibling of the source named after the mesh. Raises UsageError,
-    CannotDo or a SourceError where it cannot be done as asked.
+    Unsupported or a SourceError where it cannot be done as asked.
     """
     require_rank_state(options.rank_state)
     placer = _placer(options)
@@ -139,7 +139,7 @@ def prepare_reshard(
     require_readable(catalog, opened.source, str(opened.path))
     require_agreement(catalog)
     if not catalog.tensors:
-        raise CannotDo(f"{opened.path}: no tensors to reshard")
+        raise Unsupported(f"{opened.path}: no tensors to reshard")
     catalog, map_report = mapped(opened, opened.located(catalog), options.map)
     writer = _writer(options.to, opened)
     placer = replace(placer, rules=(*placer.rules, *writer.rules()))
@@ -275,8 +275,8 @@ def require_rank_state(what: str) -> None:
 def resolve_rank_state(catalog: Catalog, what: str) -> Catalog:
     """The catalog without, or with all, or with one rank's state that differs between ranks.
 
-    ``what`` is ``drop``, ``keep``, ``stop`` or the number of a rank. CannotDo, with the list, where
-    there is such state and it is ``stop``; UsageError where that rank has none.
+    ``what`` is ``drop``, ``keep``, ``stop`` or the number of a rank. Unsupported, with the list,
+    where there is such state and it is ``stop``; UsageError where that rank has none.
     """
     if what == "drop":
         return drop_names(catalog, filter(_RANK_STATE.fullmatch, _names(catalog)))
@@ -286,7 +286,7 @@ def resolve_rank_state(catalog: Catalog, what: str) -> Catalog:
     if what == "stop":
         kinds = Counter(_RANK_STATE.sub(r"\g<name>", name) for name in names)
         listed = ", ".join(list(kinds)[:8]) + (" ..." if len(kinds) > 8 else "")
-        raise CannotDo(
+        raise Unsupported(
             f"{len(kinds)} values differ between ranks of the source: {listed}",
             hint="--rank-state drop excludes them, keep keeps each as NAME@rankR, 0 uses rank"
             " 0's for all",

@@ -13,7 +13,7 @@ from ckptool.core.keymap.match import Claim, Facts, Frame, Framed, Matcher, fram
 from ckptool.core.keymap.model import BoundTensor, KeyMap, Rule, UnknownSizes, group_sizes
 from ckptool.core.rewrite import renamed_path
 from ckptool.core.state_category import state_category
-from ckptool.errors import CannotDo, UsageError
+from ckptool.errors import Unsupported, UsageError
 
 _MOST_SHOWN = 12
 
@@ -41,12 +41,12 @@ def apply_map(catalog: Catalog, key_map: KeyMap, facts: Facts) -> Mapped:
     """The checkpoint under the map: its model, and what an optimizer keeps for each parameter.
 
     The places of tensors must have been located. Raises UsageError where no rule takes a tensor
-    or two make one name, UnknownSizes, and CannotDo where shapes are not what the map says or the
-    optimizer's state cannot follow.
+    or two make one name, UnknownSizes, and Unsupported where shapes are not what the map says or
+    the optimizer's state cannot follow.
     """
     unfit = [name for name in key_map.unless if name in facts.true]
     if unfit:
-        raise CannotDo(f"map {key_map.name} does not support models with {', '.join(unfit)}")
+        raise Unsupported(f"map {key_map.name} does not support models with {', '.join(unfit)}")
     return _Application(catalog, key_map, facts.of(catalog, key_map)).run()
 
 
@@ -149,7 +149,7 @@ class _Application:
         except UnknownSizes as error:
             self._unknown.setdefault(rule.whole.text, error)
             return
-        except CannotDo as error:
+        except Unsupported as error:
             if frame.part == "model":
                 raise
             self._refused.append(f"{names[claims[0].inner]} ({error.message})")
@@ -167,7 +167,8 @@ class _Application:
         return carry(rule, held, sizes, exact=exact)
 
     def _require_alike(self, rule: Rule, first: BoundTensor, sizes: Mapping[str, int]) -> None:
-        """CannotDo where a dim of the model, or what is numbered in names, has another size here.
+        """Unsupported where a dim of the model, or what is numbered in names, has another size
+        here.
 
         What all names of a rule number, such as layers, may differ in its other numbers: experts.
         """
@@ -177,7 +178,7 @@ class _Application:
             of = within if name in self._numbered else ()
             size, seen = self._sizes.setdefault((name, of), (sizes[name], first.entry.name))
             if size != sizes[name]:
-                raise CannotDo(
+                raise Unsupported(
                     f"{name} is {sizes[name]:,} in {first.entry.name} {list(first.entry.shape)},"
                     f" but {size:,} in {seen}: a tensor is missing, or the given dims are wrong"
                 )
@@ -185,7 +186,7 @@ class _Application:
     def _scalars(self, claims: list[Claim], held: list[BoundTensor]) -> list[Made]:
         names = self._names.get(claims[0].group)
         if names is None:
-            raise CannotDo("its parameter was not found")
+            raise Unsupported("its parameter was not found")
         return one_value(names, [one.entry for one in held])
 
     # Values
@@ -240,7 +241,7 @@ class _Application:
         ]
         refused = [*self._refused, *left]
         if refused:
-            raise CannotDo(
+            raise Unsupported(
                 f"{len(refused):,} parts of the optimizer state cannot follow the parameters:\n"
                 + listed(refused),
                 hint="use --model-only to exclude the optimizer, or --drop 'GLOB' for tensors",

@@ -14,7 +14,7 @@ from ckptool.core.catalog import Chunk, TensorEntry, merge_copies
 from ckptool.core.keymap.axes import Axis, axes_of, size_of
 from ckptool.core.keymap.model import Binding, BoundTensor, Pattern, Rule, Sizes, kept_size
 from ckptool.core.views import insert_dim, merge_dims, narrow, pad, permute, split_dim, unstack
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 
 _MOST_NAMED = 3
 
@@ -33,7 +33,7 @@ def carry(
 ) -> list[Made]:
     """The targets of a rule, from all of the sources that differ only in what it takes together.
 
-    ``sizes`` are those of ``group_sizes``. Raises CannotDo where a source is missing, and with
+    ``sizes`` are those of ``group_sizes``. Raises Unsupported where a source is missing, and with
     ``exact`` where elements would be added or left out.
     """
     common = {axis: group[0].binding[axis] for axis in rule.common}
@@ -44,7 +44,7 @@ def carry(
         return [Made(name, group[0].entry, "rename")]
     _require_all(rule, group, common, sizes)
     if exact and rule.padding is not None and sizes[rule.padding]:
-        raise CannotDo(f"{padding(rule, sizes)} is not a permutation of its elements")
+        raise Unsupported(f"{padding(rule, sizes)} is not a permutation of its elements")
     array = _assembled(rule, group, sizes)
     return [
         Made(pattern.name(common | binding, sizes), _shaped(rule, pattern, part, sizes), what)
@@ -72,7 +72,7 @@ def _tied(rule: Rule, group: Sequence[BoundTensor], common: Binding, known: Size
     first, *others = [held.entry for held in group]
     for other in others:
         if (first.shape, first.dtype) != (other.shape, other.dtype):
-            raise CannotDo(
+            raise Unsupported(
                 f"{first.name} {list(first.shape)} and {other.name} {list(other.shape)} are tied"
                 " but differ in shape or type"
             )
@@ -120,7 +120,7 @@ def _cut_at(entry: TensorEntry, dim: int, edges: Sequence[int]) -> Iterator[Chun
 
 
 def _require_all(rule: Rule, group: Sequence[BoundTensor], common: Binding, sizes: Sizes) -> None:
-    """CannotDo where one of the sources that belong together is not there."""
+    """Unsupported where one of the sources that belong together is not there."""
     there = {(id(held.pattern), *sorted(held.binding.items())) for held in group}
     lacks = sum(_count(rule, pattern, sizes) for pattern in rule.sources) - len(there)
     if lacks <= 0:
@@ -133,7 +133,7 @@ def _require_all(rule: Rule, group: Sequence[BoundTensor], common: Binding, size
     )
     named = ", ".join(itertools.islice(missing, _MOST_NAMED))
     more = f", and {lacks - _MOST_NAMED:,} more" if lacks > _MOST_NAMED else ""
-    raise CannotDo(
+    raise Unsupported(
         f"{group[0].entry.name}: {named}{more} not found, required to make {rule.targets[0].text}"
     )
 

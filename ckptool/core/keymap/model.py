@@ -27,7 +27,7 @@ from ckptool.core.keymap.axes import (
     solve,
     unknown_axes,
 )
-from ckptool.errors import CannotDo, UsageError
+from ckptool.errors import Unsupported, UsageError
 
 _NUMBER = re.compile(r"[0-9]+")
 
@@ -252,7 +252,7 @@ class UnknownSizes(UsageError):
 def group_sizes(rule: Rule, group: Sequence[BoundTensor], known: Sizes) -> dict[str, int]:
     """The sizes of all axes of a rule that are needed to carry the group over.
 
-    Raises UnknownSizes; CannotDo where a shape is not what the axes say.
+    Raises UnknownSizes; Unsupported where a shape is not what the axes say.
     """
     if rule.renames:
         return dict(known)
@@ -292,11 +292,11 @@ def _require_fit(held: BoundTensor, sizes: Sizes) -> None:
             raise _misfit(held, sizes)
 
 
-def _misfit(held: BoundTensor, sizes: Sizes) -> CannotDo:
+def _misfit(held: BoundTensor, sizes: Sizes) -> Unsupported:
     axes = held.pattern.axes or ()
     named = [f"{n} {sizes[n]:,}" for axis in axes_of(axes) for n in axis if n in sizes]
     known = f" with {', '.join(named)}" if named else ""
-    return CannotDo(
+    return Unsupported(
         f"{held.entry.name}: shape {list(held.entry.shape)} does not match"
         f" [{show_axes(axes)}]{known}"
     )

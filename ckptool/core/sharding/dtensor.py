@@ -44,7 +44,7 @@ from ckptool.core.sharding.index_runs import (
     total_length,
     whole,
 )
-from ckptool.errors import CannotDo, Damaged
+from ckptool.errors import Damaged, Unsupported
 
 _MOST_STRIPES = 1 << 16
 _MOST_STRIPES_A_POSITION = 8
@@ -91,7 +91,7 @@ def local_shards(
     ``shard_order`` is torch 2.13's; where its mesh dims do not ascend it is followed instead.
 
     Raises Damaged where the arguments contradict one another (a recorded shape that no reading
-    gives, a dim out of range) and CannotDo for a partial placement.
+    gives, a dim out of range) and Unsupported for a partial placement.
     """
     return _every_shard(_decide(shape, mesh_shape, placements, local_shapes, shard_order))
 
@@ -270,7 +270,7 @@ def cuts_by_dim(
     by_dim: list[list[Cut]] = [[] for _ in range(rank)]
     for mesh_dim, (size, placement) in enumerate(zip(sizes, placements, strict=True)):
         if isinstance(placement, Partial):
-            raise CannotDo(
+            raise Unsupported(
                 f"{placement} on mesh dim {mesh_dim}: each rank holds an addend, not the values"
             )
         if not isinstance(placement, Replicate):

@@ -21,7 +21,7 @@ from ckptool.core.sharding.dtensor import (
     local_shards,
     placements_of,
 )
-from ckptool.errors import CannotDo, UsageError
+from ckptool.errors import Unsupported, UsageError
 
 _MOST_RANKS = 131_072
 
@@ -183,7 +183,7 @@ class Placer:
         if entry.placements is None or source is None:
             return None
         if any(isinstance(p, Partial) for p in entry.placements):
-            raise CannotDo(f"{entry.name}: partial values cannot be placed")
+            raise Unsupported(f"{entry.name}: partial values cannot be placed")
         places = _places(source, self.mesh)
         return None if places is None else _carried(entry, source, self.mesh, places)
 

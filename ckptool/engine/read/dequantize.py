@@ -15,7 +15,7 @@ import numpy as np
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Part, Scaled, TensorEntry
 from ckptool.core.dtype import DType
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Gathered = Callable[[TensorEntry, Box], Array]
@@ -32,7 +32,7 @@ def fill_scaled(gathered: Gathered, at: Scaled, out: Array, box: Box, dtype: DTy
     try:
         import torch
     except ImportError:
-        raise CannotDo("--dequantize needs torch", hint="pip install 'ckptool[torch]'") from None
+        raise Unsupported("--dequantize needs torch", hint="pip install 'ckptool[torch]'") from None
     if not out.size:
         return
     wanted = getattr(torch, dtype.name)

@@ -131,7 +131,7 @@ class Gatherer:
     def values(self, entry: TensorEntry, box: Box) -> Array:
         """As ``gathered``, in the element type that a rewrite asks for.
 
-        Raises CannotDo where that needs torch and it is not there.
+        Raises Unsupported where that needs torch and it is not there.
         """
         stored = self.gathered(entry, box)
         if entry.source_dtype == entry.dtype:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ckptool.core.casts import needs_torch
 from ckptool.core.dtype import DType
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -29,7 +29,7 @@ _LEAST_HALF, _BEYOND_HALF = np.uint32(113 << 23), np.uint32(143 << 23)
 def cast(values: Array, stored: DType, wanted: DType) -> Array:
     """The same numbers in another element type, rounded to the nearest even as torch does.
 
-    ``values`` are stored bits of any shape, and so is the result. CannotDo where only torch does
+    ``values`` are stored bits of any shape, and so is the result. Unsupported where only torch does
     it and it is not there.
     """
     if stored == wanted:
@@ -123,7 +123,7 @@ def _cast_by_torch(flat: Array, stored: DType, wanted: DType) -> Array:
     try:
         import torch
     except ImportError:
-        raise CannotDo(
+        raise Unsupported(
             f"a cast of {stored} to {wanted} needs torch", hint="pip install 'ckptool[torch]'"
         ) from None
     bits = torch.from_numpy(flat.view("u1"))

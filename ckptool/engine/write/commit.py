@@ -25,7 +25,7 @@ from ckptool.engine.write.existing import (
     stamps,
     stands_whole,
 )
-from ckptool.errors import CannotDo, Committed, TransferError
+from ckptool.errors import Committed, TransferError, Unsupported
 from ckptool.storage.commit_note import CommitNote, NoteFile
 from ckptool.storage.disk import (
     CANNOT_MOVE,
@@ -44,7 +44,7 @@ class Commit(Protocol):
     def replace(self, note: CommitNote) -> str | None:
         """Make what is staged the target; a remark where that was not one step.
 
-        OSError or CannotDo where it fails: then the old one stands as it did.
+        OSError or Unsupported where it fails: then the old one stands as it did.
         """
 
     def is_done(self, note: CommitNote) -> bool:
@@ -79,7 +79,7 @@ class FolderCommit:
     def replace(self, note: CommitNote) -> str | None:
         """Make the staged folder the target; a remark where that was not one step.
 
-        OSError or CannotDo where it fails: then the old one stands as it did.
+        OSError or Unsupported where it fails: then the old one stands as it did.
         """
         self._note.write(note)
         if note.old is None:
@@ -95,7 +95,7 @@ class FolderCommit:
     def roll(self, note: CommitNote) -> bool:
         """Go on after a kill: whether the new one now stands at the target.
 
-        False where nothing was done yet. CannotDo where nothing is as it was noted.
+        False where nothing was done yet. Unsupported where nothing is as it was noted.
         """
         if self.is_done(note):
             return True
@@ -162,7 +162,7 @@ class FolderCommit:
         )
 
     def _require_halves(self, note: CommitNote) -> None:
-        """CannotDo unless each new file is staged or in its place, and the old ones unchanged."""
+        """Require each new file staged or in place, the old ones unchanged; else Unsupported."""
         staged, target = stamps(self._staged, note.names), stamps(self._target, note.names)
         places = (identity(self._staged), identity(self._target))
         own = {name: one for name, one in note.own.items() if name in staged or name not in target}
@@ -173,14 +173,14 @@ class FolderCommit:
         ):
             raise self._unknown(note)
 
-    def _unknown(self, note: CommitNote) -> CannotDo:
+    def _unknown(self, note: CommitNote) -> Unsupported:
         """The error where nothing is as it was noted, as in a copy: what stands where."""
         there = [
             f"{path} {self._described(path, note)}"
             for path in (self._target, self._staged, self._aside)
             if path != self._aside or os.path.lexists(path)
         ]
-        return CannotDo(
+        return Unsupported(
             f"{self._target}: a run was cut short while it put {self._staged} in its place, and"
             " they are not the folders that it noted (changed since, or copied):"
             f" {'; '.join(there)}; nothing is moved or removed",

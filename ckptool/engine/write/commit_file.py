@@ -53,7 +53,7 @@ class FileCommit:
     def roll(self, note: CommitNote) -> bool:
         """Go back after a kill, unless the new main file stands at the target already.
 
-        CannotDo where nothing is as it was noted.
+        Unsupported where nothing is as it was noted.
         """
         if self.is_done(note):
             return True

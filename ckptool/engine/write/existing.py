@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 from ckptool.storage.commit_note import stamp
 from ckptool.storage.disk import identity, is_real_file, rename_new
 
@@ -43,7 +43,7 @@ def changed_files(folder: Path, files: Mapping[str, Stamp]) -> list[str]:
 def remove_staged(folder: Path, sizes: Mapping[str, int]) -> None:
     """Remove a folder and the files that ckptool wrote into it; nothing where there is more.
 
-    CannotDo where something else lies in it: then all of it stays.
+    Unsupported where something else lies in it: then all of it stays.
     """
     require_no_foreign(folder, sizes)
     remove_own(folder, _written(folder, sizes))
@@ -51,13 +51,13 @@ def remove_staged(folder: Path, sizes: Mapping[str, int]) -> None:
 
 
 def require_no_foreign(folder: Path, sizes: Mapping[str, int]) -> None:
-    """CannotDo where something in a folder cannot be what ckptool writes, whole or in part.
+    """Unsupported where something in a folder cannot be what ckptool writes, whole or in part.
 
     ``sizes`` are the bytes that each of its files has once it is whole.
     """
     foreign = kept_entries(folder, _written(folder, sizes))
     if foreign:
-        raise CannotDo(
+        raise Unsupported(
             f"{folder}: holds {listed(foreign)}, which ckptool did not write or did not note:"
             " nothing in it is removed",
             hint=f"look what it is, and move it away: mv {folder / foreign[0]} ELSEWHERE",
@@ -125,10 +125,10 @@ def _obstacle(folder: Path, own: frozenset[str], name: str) -> str | None:
 
 
 def require_no_conflict(target: object, names: Collection[str]) -> None:
-    """CannotDo where files that are not the old checkpoint's have names of the new one's."""
+    """Unsupported where files that are not the old checkpoint's have names of the new one's."""
     if names:
         more = f", and {len(names) - 8} more" if len(names) > 8 else ""
-        raise CannotDo(
+        raise Unsupported(
             f"{target}: {', '.join([*names][:8])}{more}: not part of the checkpoint there, and the"
             " new one has files of these names",
             hint="move them away, or write elsewhere: what ckptool did not write is never removed",

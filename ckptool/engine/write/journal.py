@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO
 
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 from ckptool.storage.disk import begins_with, in_the_way, is_real_file, open_unfollowed
 
 _SCHEMA = "ckptool.journal/1"
@@ -33,14 +33,14 @@ class Journal:
 
     @classmethod
     def start(cls, path: Path, plan: str, source: str) -> Journal:
-        """A new journal. CannotDo where another process holds it."""
+        """A new journal. Unsupported where another process holds it."""
         journal = cls.lock(path)
         journal.begin(plan, source)
         return journal
 
     @classmethod
     def lock(cls, path: Path) -> Journal:
-        """The journal as it is, kept from other processes. CannotDo where one has it."""
+        """The journal as it is, kept from other processes. Unsupported where one has it."""
         return cls(_locked(path))
 
     def begin(self, plan: str, source: str, files: Mapping[str, int] | None = None) -> None:
@@ -61,7 +61,7 @@ class Journal:
         """The journal of an earlier run of the same plan over the same source.
 
         ``others`` are journals that further ranks kept of the same output, ``files`` the sizes of
-        those that are to be written, to be noted if they are not. CannotDo where plan or
+        those that are to be written, to be noted if they are not. Unsupported where plan or
         source are not those of the earlier run.
         """
         stream = _locked(path)
@@ -70,7 +70,7 @@ class Journal:
             begun = [one for one in {path, *others} if one.stat().st_size]
             for one in begun:
                 finished |= _finished(one, {"source": source, "plan": plan})
-        except CannotDo:
+        except Unsupported:
             stream.close()
             raise
         journal = cls(stream, finished)
@@ -136,7 +136,7 @@ def _locked(path: Path) -> IO[str]:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         stream.close()
-        raise CannotDo(f"{path}: another ckptool is writing this target") from None
+        raise Unsupported(f"{path}: another ckptool is writing this target") from None
     return stream
 
 
@@ -150,10 +150,10 @@ def _finished(path: Path, expected: dict[str, str]) -> dict[str, int]:
 
 
 def require_same_run(path: str, head: Mapping[str, object], expected: Mapping[str, str]) -> None:
-    """CannotDo where a journal begins with other digests than those that are expected."""
+    """Unsupported where a journal begins with other digests than those that are expected."""
     for what, digest in expected.items():
         if head.get(what) != digest:
-            raise CannotDo(
+            raise Unsupported(
                 f"{path}: cannot resume: the {what} is not the one that was begun with",
                 hint="run again without --resume to start afresh",
             )

@@ -31,10 +31,10 @@ class Output(Protocol):
         """Whether something stands at the target."""
 
     def begin(self) -> None:
-        """Make the place, or with ``resume`` take what an earlier run left; CannotDo where not."""
+        """Make the place, or with ``resume`` take what an earlier run left; else Unsupported."""
 
     def require_possible(self) -> None:
-        """CannotDo where ``begin`` would refuse what stands at the target."""
+        """Unsupported where ``begin`` would refuse what stands at the target."""
 
     def join(self, rank: int = 0) -> None:
         """Take part as this rank, after ``begin``."""

@@ -14,7 +14,7 @@ from ckptool.engine.write.existing import require_no_conflict
 from ckptool.engine.write.journal import NO_JOURNAL, journal_head, require_same_run
 from ckptool.engine.write.stage import StageOptions
 from ckptool.engine.write.writer import UNFINISHED, described, is_here, is_running, this_writer
-from ckptool.errors import CannotDo, CkptoolError, NotFound, TransferError
+from ckptool.errors import CkptoolError, NotFound, TransferError, Unsupported
 from ckptool.storage.local import Files
 from ckptool.storage.multipart import hidden_name
 from ckptool.storage.remote import RemoteSource
@@ -62,7 +62,7 @@ class RemoteStage:
     def begin(self) -> None:
         """Note whose output this is and clear the place, or with ``resume`` take what is there.
 
-        Raises CannotDo where the target exists, cannot be written to, or is not to be resumed.
+        Raises Unsupported where the target exists, cannot be written to, or is not to be resumed.
         """
         self.require_possible()
         self._abort_old_uploads()
@@ -75,16 +75,16 @@ class RemoteStage:
             self._remove(self._old & there.keys())
 
     def require_possible(self) -> None:
-        """CannotDo where something is there that may not be replaced, or nothing to resume."""
+        """Unsupported where something is there that may not be replaced, or nothing to resume."""
         if self._store.scheme in SCHEMES:
-            raise CannotDo(f"{self.target}: cannot be written to: the web is only read")
+            raise Unsupported(f"{self.target}: cannot be written to: the web is only read")
         if self._store.whole_or_not and not self.target.parent.name:
-            raise CannotDo(f"{self.target}: is a whole bucket", hint="name a folder in it")
+            raise Unsupported(f"{self.target}: is a whole bucket", hint="name a folder in it")
         note = self._read_note()
         self._require_left(note)
         if self._options.resume:
             if note is None:
-                raise CannotDo(f"{self.target}: there is no partial output to resume")
+                raise Unsupported(f"{self.target}: there is no partial output to resume")
             expected = {"source": self._options.source, "plan": self._options.plan}
             require_same_run(str(self._note), note, expected)
             return
@@ -92,7 +92,7 @@ class RemoteStage:
         self._old = self._noted_files(note) & there.keys()
         others = [name for name in there if name not in self._old]
         if others and not self._options.overwrite:
-            raise CannotDo(
+            raise Unsupported(
                 f"{self.target} already exists ({len(others):,} files, such as {others[0]})",
                 hint="--overwrite removes its checkpoint before the new one is written",
             )
@@ -107,14 +107,14 @@ class RemoteStage:
         return frozenset([*written, *map(hidden_name, written), *map(str, note.get("old", ()))])
 
     def _require_replaceable(self, there: Collection[str], *, begun: bool) -> None:
-        """CannotDo where something is no checkpoint's, and would be replaced.
+        """Unsupported where something is no checkpoint's, and would be replaced.
 
         Once it is ``begun`` the old checkpoint may be gone, and others' files stay.
         """
         own = frozenset(self._options.own() or ())
         is_whole = bool(own) if self._layout.folder else own >= frozenset(there)
         if not (is_whole or begun):
-            raise CannotDo(f"{self.target}: is no checkpoint, and is not replaced")
+            raise Unsupported(f"{self.target}: is no checkpoint, and is not replaced")
         self._old |= own & frozenset(there)
         names = {file.path for file in self._layout.files}
         require_no_conflict(self.target, sorted(names & frozenset(there) - self._old))
@@ -189,14 +189,14 @@ class RemoteStage:
         self._writer = writer
 
     def _require_left(self, note: dict[str, Any] | None) -> None:
-        """CannotDo where another run may still be writing here."""
+        """Unsupported where another run may still be writing here."""
         writer = note.get("writer") if note is not None else None
         if not isinstance(writer, dict):
             return
         if is_running(writer):
-            raise CannotDo(f"{self.target}: another ckptool is writing it: {described(writer)}")
+            raise Unsupported(f"{self.target}: another ckptool is writing it: {described(writer)}")
         if not is_here(writer) and not self._options.resume and not self._options.overwrite:
-            raise CannotDo(
+            raise Unsupported(
                 f"{self.target}: holds the unfinished output of {described(writer)}",
                 hint="once that has ended, --resume continues it and --overwrite starts afresh",
             )
@@ -250,7 +250,7 @@ class RemoteStage:
         try:
             work()
         except NotFound as error:
-            raise CannotDo(
+            raise Unsupported(
                 f"{self.target}: cannot be written to: {error.message}", hint=error.hint
             ) from None
 

@@ -21,7 +21,7 @@ from ckptool.engine.read.records import RecordCheck, require_intact
 from ckptool.engine.read.tiles import read_tiles
 from ckptool.engine.threads import share_jobs
 from ckptool.engine.write.journal import NO_JOURNAL, Journal
-from ckptool.errors import CannotDo, Damaged, TransferError
+from ckptool.errors import Damaged, TransferError, Unsupported
 from ckptool.storage.disk import allocate, open_unfollowed
 from ckptool.storage.local import CORES, SPAN, TILE, Files, LocalSource, pieces
 
@@ -47,7 +47,7 @@ def run(
     ``progress`` is told of bytes as they are written; ``journal`` of each finished file, and it
     names those that need not be written again.
     Raises Damaged where source bytes differ from the checksum their writer stored or a
-    file ends early, TransferError where writing fails, CannotDo where the budget is too small.
+    file ends early, TransferError where writing fails, Unsupported where the budget is too small.
     """
     mine = range(len(plan.layout.files)) if numbers is None else numbers
     finished = _finished(plan, mine, folder, options, journal)
@@ -67,10 +67,10 @@ def peak_memory(plan: Plan, source: Files, options: RunOptions, *, local: bool =
 
 
 def workers_within_budget(plan: Plan, source: Files, options: RunOptions) -> int:
-    """Fewer workers where the budget is small; CannotDo where not even one fits."""
+    """Fewer workers where the budget is small; Unsupported where not even one fits."""
     per_worker = _MINIMUM_PER_WORKER + plan.largest_blob
     if per_worker > options.budget:
-        raise CannotDo(
+        raise Unsupported(
             f"a budget of {options.budget:,} bytes is too small: one worker needs {per_worker:,}",
             hint=f"--budget {-(-per_worker // (1 << 20))}MiB",
         )

@@ -19,7 +19,7 @@ from ckptool.engine.read.planned import PlanReader
 from ckptool.engine.read.records import RecordCheck, require_intact
 from ckptool.engine.threads import share_jobs
 from ckptool.engine.write.run import patched, touch_files, verbatim
-from ckptool.errors import CannotDo, TransferError
+from ckptool.errors import TransferError, Unsupported
 from ckptool.storage.local import SPAN, Files
 from ckptool.storage.multipart import Upload, memory_of_part
 from ckptool.storage.remote import AT_ONCE
@@ -99,7 +99,7 @@ def send(
 def within_budget(plan: Plan, source: Files, options: RunOptions, numbers: Collection[int]) -> Room:
     """What there is room for while files of the layout, those of ``numbers``, are sent.
 
-    CannotDo where there is none for one file, one thread that reads and one part.
+    Unsupported where there is none for one file, one thread that reads and one part.
     """
     cached = options.budget // 8
     part = memory_of_part(max((plan.layout.files[number].nbytes for number in numbers), default=0))
@@ -107,7 +107,7 @@ def within_budget(plan: Plan, source: Files, options: RunOptions, numbers: Colle
     least, left = HELD + part + reader, options.budget - cached
     if least > left:
         needed = least * 8 // 7
-        raise CannotDo(
+        raise Unsupported(
             f"a budget of {options.budget:,} bytes is too small: an upload needs {needed:,}",
             hint=f"--budget {-(-needed // (1 << 20))}MiB",
         )

@@ -24,7 +24,7 @@ from ckptool.engine.write.existing import (
 )
 from ckptool.engine.write.journal import Journal, is_journal, noted_sizes
 from ckptool.engine.write.run import run
-from ckptool.errors import CannotDo, Committed
+from ckptool.errors import Committed, Unsupported
 from ckptool.storage.commit_note import CommitNote, NoteFile, note_path, side_name, staging_folder
 from ckptool.storage.disk import (
     first_stranger,
@@ -107,7 +107,7 @@ class Stage:
     def begin(self) -> None:
         """Make the folder, or with ``resume`` take the one an earlier run left.
 
-        Raises CannotDo where the target exists, does not fit, or there is nothing to resume.
+        Raises Unsupported where the target exists, does not fit, or there is nothing to resume.
         """
         self.finish_earlier()
         self.require_possible()
@@ -121,7 +121,7 @@ class Stage:
             self._first.begin(self._options.plan, self._options.source, self._sizes)
             self.folder.mkdir()
         except OSError as error:
-            raise CannotDo(
+            raise Unsupported(
                 f"{self.target.parent}: cannot be written to: {error.strerror}"
             ) from None
         finally:
@@ -129,7 +129,7 @@ class Stage:
                 self._first.close()
 
     def _remove_earlier(self) -> None:
-        """Remove what an earlier run staged. CannotDo where something else lies there."""
+        """Remove what an earlier run staged. Unsupported where something else lies there."""
         journals = self._journals()
         if is_real_folder(self.folder):
             remove_staged(self.folder, noted_sizes(journals, self._sizes))
@@ -143,23 +143,23 @@ class Stage:
         return {file.path: file.nbytes for file in self._layout.files}
 
     def _require_no_link(self) -> None:
-        """CannotDo where something in the folder would be written through."""
+        """Unsupported where something in the folder would be written through."""
         self.folder.mkdir(exist_ok=True)
         stranger = first_stranger(self.folder)
         if stranger is not None:
             raise in_the_way(stranger)
 
     def require_possible(self) -> None:
-        """CannotDo where the target exists and may not be replaced, or does not fit."""
+        """Unsupported where the target exists and may not be replaced, or does not fit."""
         self._require_ours()
         self._refuse_existing()
         if not self._options.resume:
             self._require_space()
         elif not self.is_partial():
-            raise CannotDo(f"{self.target}: there is no partial output to resume")
+            raise Unsupported(f"{self.target}: there is no partial output to resume")
 
     def _require_ours(self) -> None:
-        """CannotDo where something that ckptool did not make has a name that it needs."""
+        """Unsupported where something that ckptool did not make has a name that it needs."""
         journals = self._journals()
         for path in journals:
             if not is_journal(path):
@@ -270,7 +270,7 @@ class Stage:
         self.journal.close()
         if not self._is_new and not resumed:
             return
-        with suppress(OSError, CannotDo):
+        with suppress(OSError, Unsupported):
             if is_real_folder(self.folder):
                 remove_staged(self.folder, self._sizes)
             self._forget()
@@ -305,7 +305,7 @@ class Stage:
         paths = self.outputs()[-1:] if self._options.resume else self.outputs()
         there = [path for path in paths if os.path.lexists(path)]
         if there and not self._options.overwrite:
-            raise CannotDo(
+            raise Unsupported(
                 f"{', '.join(map(str, there))} already exists",
                 hint="--overwrite replaces it once all is written",
             )
@@ -316,14 +316,14 @@ class Stage:
         """--overwrite replaces a checkpoint's files, and nothing that another program made."""
         if path.is_dir() != self._layout.folder:
             kinds = ("a folder", "a file") if path.is_dir() else ("a file", "a folder")
-            raise CannotDo(f"{path}: is {kinds[0]}, and {kinds[1]} would be written")
+            raise Unsupported(f"{path}: is {kinds[0]}, and {kinds[1]} would be written")
         own = self.own
         if not self._layout.folder:
             if own is None or path.name not in own:
                 raise _no_checkpoint(path)
             return
         if path.is_symlink():
-            raise CannotDo(
+            raise Unsupported(
                 f"{path}: is a link, and is not replaced", hint=f"name the folder {path.resolve()}"
             )
         if any(path.iterdir()) and own is None:
@@ -334,14 +334,14 @@ class Stage:
     def _require_space(self) -> None:
         folder, needed = self.target.parent, self._layout.nbytes
         if not folder.is_dir():
-            raise CannotDo(f"{folder}: no such folder to write into", hint=f"mkdir -p {folder}")
+            raise Unsupported(f"{folder}: no such folder to write into", hint=f"mkdir -p {folder}")
         free = shutil.disk_usage(folder).free
         if needed > free:
-            raise CannotDo(f"{folder}: {needed:,} bytes are needed, {free:,} are free")
+            raise Unsupported(f"{folder}: {needed:,} bytes are needed, {free:,} are free")
 
 
-def _no_checkpoint(path: Path) -> CannotDo:
-    return CannotDo(
+def _no_checkpoint(path: Path) -> Unsupported:
+    return Unsupported(
         f"{path}: is no checkpoint, and is not replaced",
         hint=f"write elsewhere, or move it away: mv {path} ELSEWHERE",
     )

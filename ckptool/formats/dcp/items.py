@@ -23,12 +23,12 @@ from ckptool.core.dtype import DType
 from ckptool.core.views import part_of_place
 from ckptool.errors import (
     UNCODED,
-    CannotDo,
     CkptoolError,
     Damaged,
     Problem,
     Refusal,
     SourceError,
+    Unsupported,
     coded,
     damaged,
 )
@@ -133,7 +133,7 @@ def _placed(leaf: Leaf, opened: _Opened) -> Leaf:
     return leaf
 
 
-class _NoPlainTensor(CannotDo):
+class _NoPlainTensor(Unsupported):
     """An item holds a tensor of another kind, where the metadata has only its type and shape."""
 
 
@@ -141,8 +141,8 @@ def locate(source: Source, catalog: Catalog) -> Catalog:
     """Open the items of the catalog's tensors and check them against the metadata.
 
     The metadata does not tell a tensor subclass that wraps others from a plain tensor: one that
-    lies in one item is replaced by the tensors in it. Raises CannotDo where one lies in several, or
-    is of a kind that is not read, Damaged where an item is not what the metadata says.
+    lies in one item is replaced by the tensors in it. Raises Unsupported where one lies in several,
+    or is of a kind that is not read, Damaged where an item is not what the metadata says.
     """
     problems: list[Problem] = []
     unread: list[Problem] = []
@@ -197,10 +197,10 @@ def _inner_tensors(source: Source, entry: TensorEntry) -> Assembled | None:
     return found if found.tensors and not found.problems else None
 
 
-def _unread(problems: list[Problem]) -> CannotDo:
+def _unread(problems: list[Problem]) -> Unsupported:
     """One error for all tensors of kinds that are not read."""
     more = f"\n  and {len(problems) - 1:,} more such tensors" if len(problems) > 1 else ""
-    error = CannotDo(
+    error = Unsupported(
         f"{problems[0]}{more}",
         problems[0].code,
         tensor=problems[0].tensor,

@@ -23,7 +23,7 @@ from ckptool.core.sharding.tensor_parallel import (
     fit_blocks,
     fit_ranks,
 )
-from ckptool.errors import CannotDo, Undetermined
+from ckptool.errors import Undetermined, Unsupported
 from ckptool.serialization.archive.storage import natural, sizes
 from ckptool.serialization.pickle.records import Call, Global
 
@@ -127,13 +127,13 @@ def _matches(pattern: str, name: str) -> bool:
     """``re.match``, for patterns that take no more than a moment."""
     repeats = len(re.findall(r"(?<!\\)[*+{]", pattern))
     if len(pattern) + len(name) > _LONGEST or repeats > _MOST_REPEATS:
-        raise CannotDo(f"universal_checkpoint_info: the pattern {pattern[:80]!r} is too long")
+        raise Unsupported(f"universal_checkpoint_info: the pattern {pattern[:80]!r} is too long")
     if _REPEATED_GROUP.search(pattern):
-        raise CannotDo(f"universal_checkpoint_info: {pattern[:80]!r} repeats a group")
+        raise Unsupported(f"universal_checkpoint_info: {pattern[:80]!r} repeats a group")
     try:
         return re.match(pattern, name) is not None
     except (re.error, RecursionError):
-        raise CannotDo(f"universal_checkpoint_info: {pattern[:80]!r} is not a pattern") from None
+        raise Unsupported(f"universal_checkpoint_info: {pattern[:80]!r} is not a pattern") from None
 
 
 # Universal checkpoints
@@ -159,7 +159,9 @@ def _sub_param_shape(parts: Mapping[str, Any], shape: Shape) -> Call:
     """DeepSpeed's own record of a parameter's parts (``checkpoint/universal_checkpoint.py``)."""
     dim, spec = natural(parts.get("partition_dim")), parts.get("shape")
     if not isinstance(spec, list | tuple) or dim >= min(len(spec), len(shape)):
-        raise CannotDo("universal_checkpoint_info: parts of another shape than their parameter's")
+        raise Unsupported(
+            "universal_checkpoint_info: parts of another shape than their parameter's"
+        )
     count = spec[dim]
     widths = (shape[dim] // count,) * count if isinstance(count, int) and count else count
     record = Call(_SUB_PARAM_SHAPE, (), is_new=True)

@@ -13,7 +13,7 @@ from typing import Any
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.layout import FileLayout, Layout, Literal
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 from ckptool.formats.base import Request
 from ckptool.formats.deepspeed.files import LATEST_UNIVERSAL, OPTIMIZER_STATE
 from ckptool.formats.deepspeed.partitions import MASTER
@@ -42,7 +42,7 @@ class _Sorted:
 
 
 def lay_out(catalog: Catalog, request: Request) -> Layout:
-    """Return the files of a universal checkpoint. CannotDo where the names are not DeepSpeed's."""
+    """Return a universal checkpoint's files; Unsupported for names that are not DeepSpeed's."""
     tensors = _sorted(catalog)
     objects, notes = plain_objects(catalog)
     values = _values(objects, tensors.client)
@@ -71,7 +71,7 @@ def _sorted(catalog: Catalog) -> _Sorted:
     pairs = [(*name.partition(".")[::2], entry) for name, entry in catalog.tensors.items()]
     found.states.update({rest: {} for kind, rest, _ in pairs if kind == MASTER and rest})
     if not found.states:
-        raise CannotDo(
+        raise Unsupported(
             "a universal checkpoint is made of masters, fp32.<parameter>, and there are none",
             hint="--rename REGEX=REPLACEMENT gives weights that name",
         )
@@ -93,7 +93,7 @@ def _sorted(catalog: Catalog) -> _Sorted:
 
 def _require_known(strange: list[str]) -> None:
     if strange:
-        raise CannotDo(
+        raise Unsupported(
             f"a universal checkpoint has no place for {len(strange)} tensors, such as {strange[0]}",
             hint="its names are module.*, frozen.*, buffer.*, fp32.* and <state>.* of the same"
             " parameters; --drop 'GLOB' leaves others out",
@@ -103,7 +103,7 @@ def _require_known(strange: list[str]) -> None:
 def _require_folders(names: Mapping[str, Any]) -> None:
     for name in names:
         if not name or "/" in name or "\0" in name or name in (".", ".."):
-            raise CannotDo(f"the parameter {name!r} cannot name a folder")
+            raise Unsupported(f"the parameter {name!r} cannot name a folder")
 
 
 def _state_files(

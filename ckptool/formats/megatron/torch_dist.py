@@ -27,7 +27,7 @@ from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.core.state_category import state_category
 from ckptool.core.views import pieces_of_run
-from ckptool.errors import CannotDo, Damaged, Problem, Unrecognised
+from ckptool.errors import Damaged, Problem, Unrecognised, Unsupported
 from ckptool.formats.base import Request, ScanOptions
 from ckptool.formats.companions import MEGATRON, RELEASE
 from ckptool.formats.dcp import FORMAT as DCP
@@ -156,7 +156,7 @@ def _of_one_rank() -> Call:
 def lay_out(catalog: Catalog, request: Request) -> Layout:
     """Return the files of a run with one ``release``.
 
-    Raises CannotDo where it is no model of Megatron's.
+    Raises Unsupported where it is no model of Megatron's.
     """
     _require_model(catalog)
     arguments = catalog.objects.get(_ARGUMENTS)
@@ -182,13 +182,13 @@ def _within(file: FileLayout) -> FileLayout:
 
 def _require_model(catalog: Catalog) -> None:
     if not any(name.startswith(_NAMES) for name in catalog.tensors):
-        raise CannotDo(
+        raise Unsupported(
             "no tensor has a name of Megatron-core's GPT, such as embedding.word_embeddings.weight",
             hint="--map megatron-gpt, or another that `ckptool maps` lists, gives it; --model-only",
         )
     odd = [n for n, e in catalog.tensors.items() if state_category(e) != "model"]
     if odd:
-        raise CannotDo(
+        raise Unsupported(
             f"a release of Megatron-LM's holds the model alone, and {odd[0]} is none of it",
             hint="--model-only leaves out what is not the model's",
         )

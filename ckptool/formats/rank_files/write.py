@@ -25,7 +25,7 @@ from ckptool.core.catalog import Catalog, Index, Path, TensorEntry, tied
 from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.core.mesh import Mesh, Placement, Placements, Shard, StridedShard
 from ckptool.core.sharding.placement import Placed
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 from ckptool.formats.base import Request
 from ckptool.formats.rank_files.torch_checkpointing import METADATA
 from ckptool.formats.writing import companion_files, placed_of, plain_objects
@@ -38,7 +38,7 @@ from ckptool.serialization.state_dict.tree import nest
 def lay_out_rank_files(catalog: Catalog, request: Request) -> Layout:
     """One file a rank: its shards of the tensors, and the same values in each.
 
-    Raises CannotDo where the request has no mesh.
+    Raises Unsupported where the request has no mesh.
     """
     tensors = RankTensors(catalog, placed_of(request))
     objects, notes = plain_objects(catalog)
@@ -126,7 +126,7 @@ _FLAT = "model"
 def lay_out_torch_checkpointing(catalog: Catalog, request: Request) -> Layout:
     """One file an item and rank, and ``metadata.pkl`` as the last file.
 
-    A state dict without levels becomes the item ``model``. Raises CannotDo where the request has
+    A state dict without levels becomes the item ``model``. Raises Unsupported where the request has
     no mesh, or a name cannot be an item's.
     """
     placed = placed_of(request)
@@ -163,15 +163,15 @@ def _by_item(leaves: Sequence[tuple[Path, Any]]) -> dict[str, Any]:
         inside.setdefault(_item(path), []).append((path[1:], leaf))
     for item, parts in inside.items():
         if len(parts) > 1 and any(not path for path, _ in parts):
-            raise CannotDo(f"{item!r} is both a value and holds others")
+            raise Unsupported(f"{item!r} is both a value and holds others")
     return {item: nest(parts) for item, parts in inside.items()}
 
 
 def _item(path: Path) -> str:
-    """The item of a path; CannotDo where its name cannot begin a file name."""
+    """The item of a path; Unsupported where its name cannot begin a file name."""
     item = str(path[0]) if path else "value"
     if not item or item.startswith(".") or any(c in "/\\" or ord(c) < 32 for c in item):
-        raise CannotDo(
+        raise Unsupported(
             f"torch_checkpointing names files by the top of the state dict, not {item!r}",
             hint="ckptool convert --rename or --drop it first",
         )
@@ -237,7 +237,7 @@ def _metadata(
 def _nested_path(name: str, path: Path) -> str:
     steps = [step.position if isinstance(step, Index) else step for step in path]
     if not all(step is None or isinstance(step, str | int | float) for step in steps):
-        raise CannotDo(f"{name}: a key of its path is neither text nor a number")
+        raise Unsupported(f"{name}: a key of its path is neither text nor a number")
     return json.dumps(steps, separators=(",", ":"))
 
 

@@ -17,7 +17,7 @@ from ckptool.core.dtype import DType
 from ckptool.core.layout import Data, FileLayout, Layout, Literal, Part, Scattered
 from ckptool.core.mesh import Placement, Shard
 from ckptool.core.sharding.placement import Placed, PlacementRule
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 from ckptool.formats.base import Request
 from ckptool.formats.safetensors import extras, split_by_support
 from ckptool.formats.vllm.merge import PADDING, VOCABULARY, sizes_of
@@ -61,12 +61,12 @@ class _OutgoingShard:
 def lay_out(catalog: Catalog, request: Request) -> Layout:
     """The files of every rank of a mesh of one dim, and one for what safetensors cannot hold.
 
-    Raises CannotDo where the request has no mesh, or one of several dims.
+    Raises Unsupported where the request has no mesh, or one of several dims.
     """
     placed = placed_of(request)
     mesh = placed.mesh
     if len(mesh.shape) != 1:
-        raise CannotDo(
+        raise Unsupported(
             f"sharded state has one file set per tensor-parallel rank; the mesh"
             f" {'x'.join(map(str, mesh.shape))} has {len(mesh.shape)} dims",
             hint=f"--mesh {mesh.size}",
@@ -143,7 +143,7 @@ class _Joiner:
         if not heads or not _KEYS_AND_VALUES.fullmatch(entry.name):
             return self._ranks
         if max(heads, self._ranks) % min(heads, self._ranks):
-            raise CannotDo(
+            raise Unsupported(
                 f"{entry.name}: {self._ranks} ranks cannot share {heads} key-value heads evenly, as"
                 " vLLM wants them",
                 hint=f"--mesh {heads}",
@@ -204,7 +204,7 @@ class _Joiner:
         rows, *rest = entry.shape
         each, left = divmod(-(-rows // PADDING) * PADDING, self._ranks)
         if left:
-            raise CannotDo(
+            raise Unsupported(
                 f"{entry.name}: {rows:,} rows, padded to a multiple of {PADDING}, do not"
                 f" make {self._ranks} equal parts"
             )

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ckptool.commands.bench.report import BenchReport, Measured
-from ckptool.errors import CannotDo, UsageError
+from ckptool.errors import Unsupported, UsageError
 from ckptool.render.bench.progress import seconds
 from ckptool.render.text import columns, size, visible
 
@@ -68,22 +68,23 @@ def _parts(result: Measured) -> tuple[float, float, float]:
 
 
 def require_plottable(path: Path) -> None:
-    """UsageError where the suffix is no picture's, CannotDo where it cannot be drawn or put there.
+    """UsageError where the suffix is no picture's, Unsupported where it cannot be drawn or put
+    there.
 
     Asked before anything is measured.
     """
     if path.suffix not in (".svg", ".png"):
         raise UsageError(f"--plot {path}: the file must end in .svg or .png")
     if not path.parent.is_dir():
-        raise CannotDo(f"{path.parent}: no such folder", hint=f"mkdir -p {path.parent}")
+        raise Unsupported(f"{path.parent}: no such folder", hint=f"mkdir -p {path.parent}")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise CannotDo("--plot needs matplotlib", hint="pip install 'ckptool[plot]'") from None
+        raise Unsupported("--plot needs matplotlib", hint="pip install 'ckptool[plot]'") from None
 
 
 def write_plot(report: BenchReport, path: Path) -> None:
-    """Draw the bars into an SVG or PNG file; CannotDo where it cannot be written."""
+    """Draw the bars into an SVG or PNG file; Unsupported where it cannot be written."""
     from matplotlib.figure import Figure
 
     results = report.ranked[::-1]
@@ -108,7 +109,7 @@ def write_plot(report: BenchReport, path: Path) -> None:
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:
-        raise CannotDo(f"{path}: cannot be written: {error.strerror}") from None
+        raise Unsupported(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def _draw(axes: Any, place: int, result: Measured, *, best: bool) -> None:

@@ -17,7 +17,7 @@ from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from ckptool.core.sharding.dtensor import LocalShard
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.serialization.pickle.write import (
     KnownTensor,
@@ -99,7 +99,7 @@ def _placement(item: Placement, rank: int) -> Call:
         return _made(cls, dim=item.dim % rank, split_factor=item.split_factor)
     if isinstance(item, Replicate):
         return _made(Global(_PLACEMENTS, "Replicate"))
-    raise CannotDo(f"{item}: values that are partial sums cannot be written")
+    raise Unsupported(f"{item}: values that are partial sums cannot be written")
 
 
 def _default_order(placements: Sequence[Placement], rank: int) -> tuple[Call, ...]:

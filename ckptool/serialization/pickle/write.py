@@ -17,7 +17,7 @@ from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.layout import Data, Literal, Scattered
 from ckptool.core.sharding.dtensor import LocalShard
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 from ckptool.serialization.pickle.globals import is_name
 from ckptool.serialization.pickle.records import Call, Global, OrderedMapping, Persistent
 
@@ -94,14 +94,14 @@ def dumps(value: Any, protocol: int = 2) -> bytes:
 def pickled(value: Any, protocol: int) -> tuple[bytes, list[Content]]:
     """The pickle of a value, and what fills its storages, by number.
 
-    Raises CannotDo where the value is nested too deep.
+    Raises Unsupported where the value is nested too deep.
     """
     stream = io.BytesIO()
     pickler = _RecordPickler(stream, protocol)
     try:
         pickler.dump(value)
     except RecursionError:
-        raise CannotDo("cannot write a value that is nested too deeply") from None
+        raise Unsupported("cannot write a value that is nested too deeply") from None
     return stream.getvalue(), list(pickler.storages)
 
 
@@ -135,7 +135,7 @@ class _RecordPickler(_PurePickler):  # type: ignore[misc]
             self.write(self.get(known[0]))
             return
         if not is_name(item.module) or not is_name(item.name):
-            raise CannotDo("cannot write a global whose name is not a dotted name")
+            raise Unsupported("cannot write a global whose name is not a dotted name")
         if self.proto >= 4:
             self.save(item.module)
             self.save(item.name)

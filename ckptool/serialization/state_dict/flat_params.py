@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from ckptool.core.catalog import Chunk, Copy, Path, TensorEntry, flat_name
 from ckptool.core.views import pieces_of_run
-from ckptool.errors import CannotDo, Damaged
+from ckptool.errors import Damaged, Unsupported
 
 FLAT = "_flat_param"
 _ALIGNMENT = 16
@@ -49,7 +49,7 @@ def is_flat(name: str) -> bool:
 def members_of(flats: Mapping[str, TensorEntry], given: Given) -> dict[str, list[Member]]:
     """Return what each flat parameter is made of, by the model's parameters.
 
-    A parameter belongs to the innermost unit that its name lies in. Raises CannotDo where the
+    A parameter belongs to the innermost unit that its name lies in. Raises Unsupported where the
     parameters of a unit do not fill its flat parameter.
     """
     heads = {name.removesuffix(FLAT): name for name in flats}
@@ -59,7 +59,7 @@ def members_of(flats: Mapping[str, TensorEntry], given: Given) -> dict[str, list
         name = base + short
         inside = [head for head in heads if name.startswith(head)]
         if not inside:
-            raise CannotDo(f"--flat-params: {short} is in no FSDP unit of {sorted(heads)[:8]}")
+            raise Unsupported(f"--flat-params: {short} is in no FSDP unit of {sorted(heads)[:8]}")
         owned[heads[max(inside, key=len)]].append((name, shape))
     return {name: _laid_out(flats[name], parts) for name, parts in owned.items()}
 
@@ -82,7 +82,7 @@ def _laid_out(flat: TensorEntry, parts: Given) -> list[Member]:
     if aligned and 0 <= flat.elements - aligned[-1].stop < len(flat.chunks):
         return aligned
     end = f"{plain[-1].stop:,} elements, {aligned[-1].stop:,} aligned" if plain else "none"
-    raise CannotDo(
+    raise Unsupported(
         f"--flat-params: {flat.name} has {flat.elements:,} elements, the {len(parts)} parameters"
         f" that should lie in it have {end}",
         hint="they must be all of the model's, by its own names, in the order of its modules",

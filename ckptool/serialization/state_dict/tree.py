@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from ckptool.core.catalog import Index, Path, RankStep, flat_name
-from ckptool.errors import CannotDo, Damaged
+from ckptool.errors import Damaged, Unsupported
 from ckptool.serialization.archive.storage import quantised_parts
 from ckptool.serialization.pickle.records import Call
 from ckptool.serialization.state_dict.modules import (
@@ -217,15 +217,15 @@ def nest(found: Iterable[tuple[Path, Any]]) -> Any:
     root: _Node = _Node()
     for path, leaf in items:
         if not path:
-            raise CannotDo("torch cannot nest a value without a name beside others")
+            raise Unsupported("torch cannot nest a value without a name beside others")
         node = root
         for step in path[:-1]:
             child = node.children.setdefault(step, _Node())
             if not isinstance(child, _Node):
-                raise CannotDo(f"{flat_name(path)!r} is inside another value")
+                raise Unsupported(f"{flat_name(path)!r} is inside another value")
             node = child
         if path[-1] in node.children:
-            raise CannotDo(f"duplicate value {flat_name(path)!r}")
+            raise Unsupported(f"duplicate value {flat_name(path)!r}")
         node.children[path[-1]] = leaf
     return root.built()
 

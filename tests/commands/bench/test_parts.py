@@ -28,7 +28,7 @@ from ckptool.commands.bench.strategies import (
 from ckptool.commands.bench.strategies.base import Place, version
 from ckptool.commands.bench.strategies.nvrx import Nvrx
 from ckptool.commands.bench.worker.device import Accelerators, Device
-from ckptool.errors import CannotDo, UsageError
+from ckptool.errors import Unsupported, UsageError
 
 MIB = 1 << 20
 
@@ -177,9 +177,9 @@ def test_direct_io_needs_a_file_system_that_takes_unaligned_pieces(
 
 
 def test_what_does_not_fit_is_refused_with_numbers(tmp_path: Path) -> None:
-    with pytest.raises(CannotDo, match=r"[\d,]+ bytes of disk are needed, [\d,]+ are free"):
+    with pytest.raises(Unsupported, match=r"[\d,]+ bytes of disk are needed, [\d,]+ are free"):
         require_room(tmp_path, 10**18, 2, Accelerators())
-    with pytest.raises(CannotDo, match="no such folder"):
+    with pytest.raises(Unsupported, match="no such folder"):
         require_room(tmp_path / "none", 1, 2, Accelerators())
 
 
@@ -187,7 +187,9 @@ def test_too_little_memory_is_refused_with_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckptool.commands.bench.limits.memory_available", lambda: 1000 * MIB)
-    with pytest.raises(CannotDo, match=r"1,887,436,800 bytes of memory are needed .*1,048,576,000"):
+    with pytest.raises(
+        Unsupported, match=r"1,887,436,800 bytes of memory are needed .*1,048,576,000"
+    ):
         require_room(tmp_path, 200 * MIB, 2, Accelerators())
 
 

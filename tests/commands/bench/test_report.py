@@ -16,7 +16,7 @@ from ckptool.cli.bench import _show
 from ckptool.commands.bench.abort import BROKEN, Left
 from ckptool.commands.bench.report import Baseline, BenchReport, parse_tolerance
 from ckptool.commands.bench.worker.consistency import CONSISTENT, Consistency
-from ckptool.errors import CannotDo, CkptoolError, NotFound, UsageError
+from ckptool.errors import CkptoolError, NotFound, Unsupported, UsageError
 from ckptool.render.bench.bars import require_plottable, write_plot
 from ckptool.render.bench.progress import advice, seconds, slowdown
 from ckptool.render.bench.report import bench_json, show_bench
@@ -164,7 +164,7 @@ def test_the_picture_is_drawn(suffix: str, magic: bytes, tmp_path: Path) -> None
 def test_a_picture_that_cannot_be_is_refused_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"\.svg or \.png"):
         require_plottable(tmp_path / "bars.jpg")
-    with pytest.raises(CannotDo, match="no such folder"):
+    with pytest.raises(Unsupported, match="no such folder"):
         require_plottable(tmp_path / "none" / "bars.png")
 
 
@@ -217,7 +217,7 @@ def test_another_size_is_not_compared(old: Path) -> None:
     baseline = Baseline.read(old)
     baseline.require_comparable(report(SYNC).settings)
     other = Baseline(baseline.path, {**baseline.settings, "ranks": 8}, {}, frozenset())
-    with pytest.raises(CannotDo, match="ranks 8, this run has 2"):
+    with pytest.raises(Unsupported, match="ranks 8, this run has 2"):
         other.require_comparable(report(SYNC).settings)
 
 

@@ -15,7 +15,7 @@ import ckptool
 from ckptool.commands.options.source import MapOptions
 from ckptool.core.casts import Casts
 from ckptool.core.dtype import BY_NAME
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -72,12 +72,12 @@ WRONG = [
 def test_a_config_of_another_model(change: dict[str, Any], words: str, out: Path) -> None:
     source = folder(out / "wrong", CONFIG | change)
     assert set(codes(source)) == {"config-mismatch"}
-    with pytest.raises(CannotDo, match=r"config\.json says") as caught:
+    with pytest.raises(Unsupported, match=r"config\.json says") as caught:
         convert_to("safetensors", source, out / "copy")
     assert words in caught.value.message
     assert not (out / "copy").exists()
     bare, assets = folder(out / "bare", None), MapOptions(assets=source)
-    with pytest.raises(CannotDo, match=r"config\.json says"):
+    with pytest.raises(Unsupported, match=r"config\.json says"):
         convert_to("safetensors", bare, out / "copy", map=assets)
 
 

@@ -37,7 +37,7 @@ from ckptool.engine.options import RunOptions
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.read.tensors import TensorSource
 from ckptool.engine.write import stage as stage_module
-from ckptool.errors import CannotDo, Damaged, TransferError, UsageError
+from ckptool.errors import Damaged, TransferError, Unsupported, UsageError
 from ckptool.formats import FORMATS, targets
 from ckptool.formats.base import Request
 from ckptool.render.reshard import show_reshard
@@ -406,7 +406,7 @@ def test_state_that_differs_between_ranks(what: str, names: set[str], out: Path)
 
 
 def test_it_stops_with_the_list_unless_told(out: Path) -> None:
-    with pytest.raises(CannotDo, match="1 values differ between ranks of the source: rank"):
+    with pytest.raises(Unsupported, match="1 values differ between ranks of the source: rank"):
         prepared(case("rank_experimental").path, out / "r", "3")
 
 
@@ -453,7 +453,7 @@ def test_the_target_lies_apart(place: str, source: Path, out: Path) -> None:
 def test_an_existing_target_is_kept(source: Path, out: Path) -> None:
     reshard(source, out / "r", "2")
     before = tree(out)
-    with pytest.raises(CannotDo, match="already exists"):
+    with pytest.raises(Unsupported, match="already exists"):
         reshard(source, out / "r", "3")
     assert tree(out) == before
     reshard(source, out / "r", "3", overwrite=True)
@@ -463,7 +463,7 @@ def test_an_existing_target_is_kept(source: Path, out: Path) -> None:
 
 def test_ranks_that_contradict_one_another_are_named(out: Path) -> None:
     one = case("rank_differing")
-    with pytest.raises((CannotDo, Damaged), match="differ"):
+    with pytest.raises((Unsupported, Damaged), match="differ"):
         reshard(one.path, out / "r", "2")
     assert list(out.iterdir()) == []
 
@@ -582,14 +582,14 @@ def test_the_check_finds_a_file_that_torch_cannot_load(
 
 
 def test_the_check_needs_the_ranks_of_the_mesh(source: Path, out: Path) -> None:
-    with pytest.raises(CannotDo, match="the mesh has 4 ranks, but 1 are running") as error:
+    with pytest.raises(Unsupported, match="the mesh has 4 ranks, but 1 are running") as error:
         require_loadable(prepared(source, out / "r", "2x2"), Ranks())
     assert "--nproc-per-node 4" in (error.value.hint or "")
 
 
 @pytest.mark.parametrize("target", [name for name in WRITERS if name not in CHECKED])
 def test_the_check_names_what_it_cannot_load(target: str, source: Path, out: Path) -> None:
-    with pytest.raises(CannotDo, match=target):
+    with pytest.raises(Unsupported, match=target):
         require_loadable(prepared(source, out / "r", "1", to=target), Ranks())
 
 

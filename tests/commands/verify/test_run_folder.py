@@ -25,7 +25,7 @@ from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify import run_folder
 from ckptool.commands.verify.run_folder import RunReport, steps_of, verify_run
 from ckptool.commands.verify.verify import verify
-from ckptool.errors import CannotDo, Changed, CkptoolError, NotFound, Unrecognised, UsageError
+from ckptool.errors import Changed, CkptoolError, NotFound, Unrecognised, Unsupported, UsageError
 from ckptool.storage.retry import NoAnswer
 
 
@@ -217,7 +217,9 @@ def test_a_step_that_cannot_be_read_is_passed_over(
 STEPS = ("step-1", "step-2", "step-3")
 
 
-@pytest.mark.parametrize("kind", [CannotDo, UsageError, Changed, NotFound, CkptoolError, OSError])
+@pytest.mark.parametrize(
+    "kind", [Unsupported, UsageError, Changed, NotFound, CkptoolError, OSError]
+)
 def test_no_error_of_one_step_ends_the_answer(
     kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

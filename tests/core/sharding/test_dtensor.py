@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ckptool.core.box import Box
 from ckptool.core.mesh import Mesh, Partial, Placement, Replicate, Shard, StridedShard
 from ckptool.core.sharding.dtensor import LocalShard, Piece, local_shards
-from ckptool.errors import CannotDo, Damaged
+from ckptool.errors import Damaged, Unsupported
 
 VECTORS = json.loads(
     gzip.decompress((Path(__file__).parent / "dtensor_vectors.json.gz").read_bytes())
@@ -259,7 +259,7 @@ def test_a_position_outside_the_mesh_is_damage() -> None:
 
 
 def test_partial_values_are_refused() -> None:
-    with pytest.raises(CannotDo, match="addend"):
+    with pytest.raises(Unsupported, match="addend"):
         local_shards((8,), (2,), [Partial("sum")])
 
 

@@ -22,7 +22,7 @@ from ckptool.core.sharding.placement import (
     parse_placement,
     parse_rule,
 )
-from ckptool.errors import CannotDo, CkptoolError, UsageError
+from ckptool.errors import CkptoolError, Unsupported, UsageError
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 STRIDED = StridedShard(0, 2)
@@ -240,7 +240,7 @@ def test_dims_that_do_not_agree_are_not_kept() -> None:
 
 
 def test_partial_values_are_refused() -> None:
-    with pytest.raises(CannotDo, match="partial"):
+    with pytest.raises(Unsupported, match="partial"):
         placed("2", entry(placements=(Partial("sum"),), mesh=Mesh.of((2,))))
 
 
@@ -429,5 +429,5 @@ def test_placed_shards_are_those_of_the_mesh() -> None:
 
 
 def test_every_refusal_has_an_exit_code() -> None:
-    assert (UsageError.exit_code, CannotDo.exit_code) == (2, 4)
-    assert issubclass(CannotDo, CkptoolError)
+    assert (UsageError.exit_code, Unsupported.exit_code) == (2, 4)
+    assert issubclass(Unsupported, CkptoolError)

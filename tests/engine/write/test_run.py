@@ -15,7 +15,7 @@ from ckptool.commands.convert import prepare
 from ckptool.commands.options.target import ConvertOptions
 from ckptool.engine.options import RunOptions
 from ckptool.engine.write.run import _OutputFiles
-from ckptool.errors import CannotDo, CkptoolError, Damaged, TransferError
+from ckptool.errors import CkptoolError, Damaged, TransferError, Unsupported
 from ckptool.storage.local import LocalSource
 
 NAMES = ["dcp_fsdp2_tp", "rank_experimental", "zip_zoo", "dcp_zstd"]
@@ -70,7 +70,7 @@ def test_progress_adds_up_to_what_is_written(out: Path) -> None:
 
 @pytest.mark.parametrize("name", ["dcp_fsdp2_tp", "dcp_zstd"])
 def test_a_budget_too_small_is_refused(name: str, out: Path) -> None:
-    with pytest.raises(CannotDo, match="budget") as caught:
+    with pytest.raises(Unsupported, match="budget") as caught:
         convert_to("dcp", case(name).path, out / "m", run=RunOptions(budget=1000))
     assert caught.value.exit_code == 4
     assert "--budget" in (caught.value.hint or "")
@@ -79,7 +79,7 @@ def test_a_budget_too_small_is_refused(name: str, out: Path) -> None:
 
 def test_the_hinted_budget_is_enough(out: Path) -> None:
     run = RunOptions(budget=1000)
-    with pytest.raises(CannotDo) as caught:
+    with pytest.raises(Unsupported) as caught:
         convert_to("dcp", case("dcp_zstd").path, out / "m", run=run)
     size = int(caught.value.hint.removeprefix("--budget ").removesuffix("MiB")) << 20
     run = RunOptions(workers=8, budget=size, fsync=False)
@@ -179,7 +179,7 @@ def test_nothing_is_replaced_unless_asked(target: str, out: Path) -> None:
     path = out / f"m{SUFFIX[target]}"
     convert_to(target, case("dcp_base").path, path)
     before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
-    with pytest.raises(CannotDo, match="already exists") as caught:
+    with pytest.raises(Unsupported, match="already exists") as caught:
         convert_to(target, case("dcp_fsdp2_tp").path, path)
     assert "--overwrite" in (caught.value.hint or "")
     assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
@@ -216,7 +216,7 @@ def test_overwrite_keeps_the_old_until_the_new_is_whole(
 def test_overwrite_of_a_link_replaces_the_link(out: Path) -> None:
     (out / "real.pt").write_bytes(b"precious")
     (out / "m.pt").symlink_to("real.pt")
-    with pytest.raises(CannotDo):
+    with pytest.raises(Unsupported):
         convert_to("torch-save", case("dcp_base").path, out / "m.pt")
     convert_to("torch-save", case("dcp_base").path, out / "m.pt", overwrite=True)
     assert (out / "real.pt").read_bytes() == b"precious"
@@ -224,7 +224,7 @@ def test_overwrite_of_a_link_replaces_the_link(out: Path) -> None:
 
 
 def test_no_folder_to_write_into(out: Path) -> None:
-    with pytest.raises(CannotDo, match="no such folder"):
+    with pytest.raises(Unsupported, match="no such folder"):
         convert_to("dcp", case("dcp_base").path, out / "none" / "m")
 
 
@@ -232,7 +232,7 @@ def test_no_folder_to_write_into(out: Path) -> None:
 def test_a_folder_that_cannot_be_written_to(out: Path) -> None:
     out.chmod(0o500)
     try:
-        with pytest.raises(CannotDo, match="cannot be written"):
+        with pytest.raises(Unsupported, match="cannot be written"):
             convert_to("dcp", case("dcp_base").path, out / "m")
     finally:
         out.chmod(0o700)
@@ -262,7 +262,7 @@ def test_no_descriptor_is_left_open(out: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for name in ("dcp_base", "rank_experimental"):
         convert_to("dcp", case(name).path, out / name)
-    with pytest.raises(CannotDo):
+    with pytest.raises(Unsupported):
         convert_to("dcp", case(name).path, out / name)
     assert len(os.listdir("/proc/self/fd")) == before
 

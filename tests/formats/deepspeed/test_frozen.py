@@ -18,7 +18,7 @@ from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.errors import CannotDo, Problem
+from ckptool.errors import Problem, Unsupported
 from ckptool.formats.deepspeed.frozen import EXCLUDED, UNRECORDED
 
 EXCLUDED_BY_DEEPSPEED = "deepspeed_frozen_excluded"
@@ -31,10 +31,10 @@ def codes(path: Path) -> set[str]:
 
 def test_frozen_parameters_that_were_left_out_are_missed(out: Path) -> None:
     one = case(EXCLUDED_BY_DEEPSPEED)
-    with pytest.raises(CannotDo, match=r"without its frozen parameters.*fixed") as caught:
+    with pytest.raises(Unsupported, match=r"without its frozen parameters.*fixed") as caught:
         convert_to("safetensors", one.path, out / "m")
     assert "--drop frozen" in str(caught.value.hint)
-    with pytest.raises(CannotDo, match="without its frozen parameters"):
+    with pytest.raises(Unsupported, match="without its frozen parameters"):
         prepare_reshard(one.path, out / "m", ReshardOptions(parse_mesh("2")))
     assert not list(out.iterdir())
     assert EXCLUDED in codes(one.path)
@@ -93,7 +93,7 @@ def test_every_kind_of_checkpoint_says_so(name: str, copy_of: Copy, out: Path) -
 
     folder = changed(copy_of(name), as_zero_2)
     assert EXCLUDED in codes(folder)
-    with pytest.raises(CannotDo, match="without its frozen parameters"):
+    with pytest.raises(Unsupported, match="without its frozen parameters"):
         convert_to("torch-save", folder, out / "m.pt")
 
 

@@ -11,7 +11,7 @@ import torch
 from conftest import bits, case, convert_to, flat, load_dcp, read_back
 
 from ckptool.commands.options.source import MapOptions
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 
 STACKED = {
     "embedding.word_embeddings.weight": torch.arange(24.0).reshape(6, 4),
@@ -69,12 +69,12 @@ def test_a_megatron_run_is_written_again(out: Path) -> None:
 
 
 def test_names_of_another_framework_are_refused(out: Path) -> None:
-    with pytest.raises(CannotDo, match="no tensor has a name of Megatron-core"):
+    with pytest.raises(Unsupported, match="no tensor has a name of Megatron-core"):
         convert_to("megatron-torch_dist", case("safetensors_file").path, out / "run")
 
 
 def test_the_state_of_an_optimizer_is_refused(out: Path) -> None:
-    with pytest.raises(CannotDo, match="the model alone") as caught:
+    with pytest.raises(Unsupported, match="the model alone") as caught:
         convert_to("megatron-torch_dist", case("megatron_torch_dist").path, out / "run")
     assert "--model-only" in (caught.value.hint or "")
 
@@ -91,7 +91,7 @@ def test_the_report_is_what_is_written(tmp_path: Path, out: Path) -> None:
 def test_a_map_gives_the_names(tmp_path: Path, out: Path) -> None:
     torch.save({"model.norm.weight": torch.ones(4)}, tmp_path / "a.pt")
     options = MapOptions("megatron-gpt", inverse=True)
-    with pytest.raises(CannotDo, match="no tensor has a name"):
+    with pytest.raises(Unsupported, match="no tensor has a name"):
         convert_to("megatron-torch_dist", tmp_path / "a.pt", out / "a")
     convert_to("megatron-torch_dist", tmp_path / "a.pt", out / "b", map=options)
     assert "decoder.final_layernorm.weight" in flat(load_dcp(out / "b" / "release"))

@@ -39,7 +39,7 @@ from ckptool.core.sharding.dtensor import local_shards
 from ckptool.core.sharding.placement import Placed, Placer, parse_mesh
 from ckptool.engine.options import RunOptions
 from ckptool.engine.write.run import run
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 from ckptool.formats.base import Request
 from ckptool.formats.rank_files.write import lay_out_rank_files, lay_out_torch_checkpointing
 from ckptool.serialization.archive.dtensor_write import RankRecords
@@ -364,7 +364,7 @@ UNFIT = [
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize(("placed", "reason"), UNFIT)
 def test_meshes_that_cannot_be_written(placed: Placed | None, reason: str, writer: Writer) -> None:
-    with pytest.raises(CannotDo, match=reason):
+    with pytest.raises(Unsupported, match=reason):
         writer(declared(None, None, (4,)), Request("m", placed=placed))
 
 
@@ -502,7 +502,7 @@ def test_a_state_dict_without_levels_is_the_item_model(out: Path) -> None:
 
 @pytest.mark.parametrize("item", ["../up", "a/b", "", ".hidden", "a\x00b"])
 def test_items_that_cannot_name_a_file(item: str, out: Path) -> None:
-    with pytest.raises(CannotDo, match="names files by the top"):
+    with pytest.raises(Unsupported, match="names files by the top"):
         reshard(
             saved({item: {"w": torch.randn(4)}}, out),
             out / "m",

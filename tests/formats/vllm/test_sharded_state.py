@@ -25,7 +25,7 @@ from ckptool.core.sharding.placement import Placed, parse_mesh
 from ckptool.core.sharding.tensor_parallel import parse_tp_rules
 from ckptool.engine.options import RunOptions
 from ckptool.engine.write.run import run
-from ckptool.errors import CannotDo, Damaged
+from ckptool.errors import Damaged, Unsupported
 from ckptool.formats.base import Request
 from ckptool.formats.vllm.write import lay_out
 
@@ -155,13 +155,13 @@ def test_config_and_tokenizer_come_along(out: Path) -> None:
 
 @pytest.mark.parametrize("mesh", ["2x2", "1x4", "dp=2,tp=2"])
 def test_meshes_of_several_dims_are_refused(mesh: str, out: Path) -> None:
-    with pytest.raises(CannotDo, match="has 2 dims"):
+    with pytest.raises(Unsupported, match="has 2 dims"):
         write({"w": torch.randn(4)}, out, mesh, {})
 
 
 def test_no_mesh_is_refused(out: Path) -> None:
     torch.save({"w": torch.randn(4)}, out / "s.pt")
-    with pytest.raises(CannotDo, match="needs a device mesh"):
+    with pytest.raises(Unsupported, match="needs a device mesh"):
         lay_out(open_checkpoint(out / "s.pt").catalog, Request("m"))
 
 
@@ -462,5 +462,5 @@ def test_ranks_that_cannot_share_heads_evenly_are_refused(out: Path) -> None:
     save_file(hf_model(2), out / "hf" / "model.safetensors")
     (out / "hf" / "config.json").write_text(json.dumps(config_of(2)))
     options = ReshardOptions(mesh=parse_mesh("3"), to="sharded-state")
-    with pytest.raises(CannotDo, match="3 ranks cannot share 2 key-value heads"):
+    with pytest.raises(Unsupported, match="3 ranks cannot share 2 key-value heads"):
         prepare_reshard(out / "hf", out / "vllm", options)

@@ -26,7 +26,7 @@ from pathlib import Path
 from ckptool.commands.bench.transfer.machine import machine, versions
 from ckptool.commands.bench.transfer.rows import OTHERS, ROWS, TORCH_SIDE, Row
 from ckptool.commands.bench.transfer.torch_tools import RANKS, parameter_shapes
-from ckptool.errors import CannotDo, TransferError, UsageError
+from ckptool.errors import TransferError, Unsupported, UsageError
 
 _LIGHT_BYTES = 4_000_000
 
@@ -127,14 +127,14 @@ def transfer_bench(
 ) -> TransferBenchReport:
     """Measure ``rows`` on the checkpoint ``source``, or on a generated one of ``size`` bytes.
 
-    Works in a folder of its own below ``workdir`` and removes it in every case. Raises CannotDo
+    Works in a folder of its own below ``workdir`` and removes it in every case. Raises Unsupported
     where the disk will not hold it, or torch is missing to generate with.
     """
     if repeat < 1:
         raise UsageError(f"--repeat {repeat}: at least one round is needed")
     has_torch = importlib.util.find_spec("torch") is not None
     if source is None and not has_torch:
-        raise CannotDo("torch is not installed to write a checkpoint", hint="name one to measure")
+        raise Unsupported("no torch to write a checkpoint with", hint="name one to measure")
     opened, nbytes, dcp = (None, size, True) if source is None else _given(source)
     _require_space(workdir, nbytes, generated=source is None)
     with tempfile.TemporaryDirectory(prefix="ckptool-bench-", dir=workdir) as scratch:
@@ -172,12 +172,12 @@ def _files(path: Path) -> Iterable[Path]:
 def _require_space(workdir: Path, nbytes: int, *, generated: bool) -> None:
     """The disk must hold the largest output, and the sources too where they are made here."""
     if not workdir.is_dir():
-        raise CannotDo(f"{workdir}: no such folder to work in", hint=f"mkdir -p {workdir}")
+        raise Unsupported(f"{workdir}: no such folder to work in", hint=f"mkdir -p {workdir}")
     checkpoints = sum(OTHERS.values()) + max(OTHERS.values()) + 1 if generated else 1
     needed = int(nbytes * checkpoints * 1.05) + 4 * _LIGHT_BYTES
     free = shutil.disk_usage(workdir).free
     if needed > free:
-        raise CannotDo(
+        raise Unsupported(
             f"{workdir}: {needed:,} bytes are needed for the run, {free:,} are free",
             hint="a smaller --size, or another folder to work in",
         )

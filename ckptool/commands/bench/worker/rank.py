@@ -30,7 +30,7 @@ from ckptool.commands.bench.specs import Task
 from ckptool.commands.bench.store import Meeting
 from ckptool.commands.bench.strategies import strategy
 from ckptool.commands.bench.worker.device import Accelerators, Device
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 
 _OPEN_FILES = 1 << 16
 
@@ -160,7 +160,7 @@ def _is_consequence(reason: str) -> bool:
 def accelerators_here() -> Accelerators:
     """The accelerators here, asked in a process of its own: what asks can fork no more.
 
-    CannotDo where torch cannot tell.
+    Unsupported where torch cannot tell.
     """
     with warnings.catch_warnings(action="ignore"):
         import torch  # noqa: F401 (here, for the rest of the run needs it as well)
@@ -169,7 +169,7 @@ def accelerators_here() -> Accelerators:
         ended = child.watch(lambda: None, lambda word, value: None)
         child.join()
     if not isinstance(ended.value, Accelerators):
-        raise CannotDo(
+        raise Unsupported(
             f"torch cannot tell which accelerators are here: {ended.failure}",
             hint="CUDA_VISIBLE_DEVICES= measures on CPU ranks",
         )

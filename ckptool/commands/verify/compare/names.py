@@ -17,7 +17,7 @@ from ckptool.core.casts import can_cast
 from ckptool.core.catalog import Catalog, Scaled, TensorEntry, coverage_problem
 from ckptool.core.rewrite import is_used, matches
 from ckptool.core.state_category import state_category, state_category_of_name, weights
-from ckptool.errors import CannotDo, Damaged, Hostile, Problem
+from ckptool.errors import Damaged, Hostile, Problem, Unsupported
 from ckptool.formats import FORMATS
 from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
 
@@ -77,7 +77,7 @@ def _model_like(catalog: Catalog, wanted: set[str]) -> Counterpart:
     found = Counterpart(plain, {name: name for name in names})
     try:
         bare = only_model(catalog)
-    except CannotDo:
+    except Unsupported:
         return found
     if len(wanted & bare.tensors.keys()) <= len(wanted & plain.tensors.keys()):
         return found
@@ -210,7 +210,7 @@ def readable(opened: Opened, catalog: Catalog) -> tuple[Catalog, dict[str, Probl
     tiled = {name: entry for name, entry in catalog.tensors.items() if name not in lost}
     try:
         return opened.located(replace(catalog, tensors=tiled)), lost
-    except (CannotDo, Damaged, Hostile):
+    except (Unsupported, Damaged, Hostile):
         return _one_by_one(opened, replace(catalog, tensors=tiled), lost)
 
 
@@ -222,7 +222,7 @@ def _one_by_one(
     for name, entry in catalog.tensors.items():
         try:
             found |= opened.located(replace(catalog, tensors={name: entry})).tensors
-        except (CannotDo, Damaged, Hostile) as error:
+        except (Unsupported, Damaged, Hostile) as error:
             lost[name] = error.problems[0]
     return replace(catalog, tensors=found), lost
 

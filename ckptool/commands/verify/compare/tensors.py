@@ -95,8 +95,8 @@ def compare(
     """Compare all pairs on a few threads, a few MiB of memory each.
 
     Bit by bit without a tolerance: equal NaN patterns are equal, 0.0 and -0.0 are not; after a cast
-    any NaN is equal to any other. The chunks of every tensor must tile it exactly. Raises CannotDo
-    where a cast needs torch and it is not there.
+    any NaN is equal to any other. The chunks of every tensor must tile it exactly. Raises
+    Unsupported where a cast needs torch and it is not there.
     """
     comparison = _Comparison(tolerance)
     read_tiles(_Sides(reads), _jobs(pairs), comparison.compare, workers, progress)

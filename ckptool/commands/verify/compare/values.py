@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.core.catalog import Catalog, ObjectEntry
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 from ckptool.serialization.pickle.records import Call, Global, Persistent
 
 _DEEPEST = 200
@@ -37,7 +37,7 @@ def canonical_text(content: Any) -> str:
 def value_text(value: Any, name: str) -> str:
     """The canonical JSON of a value of a checkpoint.
 
-    Raises CannotDo where it is too deep or too large to be written down (a million parts).
+    Raises Unsupported where it is too deep or too large to be written down (a million parts).
     """
     try:
         return canonical_text(_plain(value, _DEEPEST, iter(range(_MOST_NODES)), name))
@@ -55,8 +55,8 @@ def text_digest(text: str) -> str:
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
-def _too_large(name: str) -> CannotDo:
-    return CannotDo(
+def _too_large(name: str) -> Unsupported:
+    return Unsupported(
         f"{name}: a value of more than {_MOST_NODES:,} parts, or nested more than {_DEEPEST} deep,"
         " cannot be compared",
         hint=f"exclude it with --drop '{name}'",

@@ -22,7 +22,7 @@ from ckptool.core.catalog import Catalog
 from ckptool.engine.check.digest import digests, file_digests
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.read.tensors import CheckedSource, TensorSource
-from ckptool.errors import CannotDo, CkptoolError, Problem
+from ckptool.errors import CkptoolError, Problem, Unsupported
 from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
 from ckptool.storage.disk import require_marked, write_whole
 from ckptool.storage.url import Location
@@ -63,7 +63,7 @@ def measure(
     ``catalog`` is that of ``opened``, rewritten or not.
     Every record's checksum is checked on the way, and copies are compared, unless that was done
     when the digests of files that are ``known`` were made. What cannot be read has no digest and is
-    a problem. Raises CannotDo where a value is too large to be written down.
+    a problem. Raises Unsupported where a value is too large to be written down.
     """
     held, lost = readable(opened, catalog)
     checked = CheckedSource(opened.source)
@@ -132,7 +132,7 @@ def file_sizes(catalog: Catalog) -> dict[str, int]:
 
 
 def write_manifest(manifest: Manifest, path: Location, *, overwrite: bool) -> None:
-    """Write a manifest, whole or not at all. CannotDo where it exists or cannot be written."""
+    """Write a manifest, whole or not at all. Unsupported where it exists or cannot be written."""
     require_writable(path, overwrite=overwrite)
     if not isinstance(path, Path):
         path.write_bytes(manifest_text(manifest).encode())
@@ -141,12 +141,12 @@ def write_manifest(manifest: Manifest, path: Location, *, overwrite: bool) -> No
 
 
 def require_writable(path: Location, *, overwrite: bool) -> None:
-    """CannotDo where a manifest must not or cannot be written: ask before all is read."""
+    """Unsupported where a manifest must not or cannot be written: ask before all is read."""
     if path.is_dir():
-        raise CannotDo(f"{path}: is a folder; a manifest is a file")
+        raise Unsupported(f"{path}: is a folder; a manifest is a file")
     if isinstance(path, Path) and not path.parent.is_dir():
-        raise CannotDo(f"{path.parent}: no such folder")
+        raise Unsupported(f"{path.parent}: no such folder")
     if (path.exists() or (isinstance(path, Path) and path.is_symlink())) and not overwrite:
-        raise CannotDo(f"{path} already exists", hint="--overwrite replaces it")
+        raise Unsupported(f"{path} already exists", hint="--overwrite replaces it")
     if isinstance(path, Path):
         require_marked(path, MARK, noun="manifest")

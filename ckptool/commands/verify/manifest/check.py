@@ -63,8 +63,8 @@ class ProvingOptions:
 def write(path: Location, options: ProvingOptions, started: Started | None = None) -> VerifyReport:
     """Verify the checkpoint at ``path``, read all of it, and write its manifest where it is sound.
 
-    Errors count though they are to be ignored. Raises as verify does, CannotDo where the manifest
-    cannot be written.
+    Errors count though they are to be ignored. Raises as verify does, Unsupported where the
+    manifest cannot be written.
     """
     require_writable(options.manifest, overwrite=options.overwrite)
     # Damage that is ignored would be taken for the truth from then on.

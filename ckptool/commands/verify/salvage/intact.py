@@ -11,7 +11,7 @@ from ckptool.commands.verify.compare.names import readable, unread_notes
 from ckptool.core.catalog import Catalog, Chunk, Copy, EncodedBlob, Extent, TensorEntry
 from ckptool.engine.check.digest import Intact, file_digests
 from ckptool.engine.check.replicas import differing_replicas
-from ckptool.errors import CannotDo, Problem
+from ckptool.errors import Problem, Unsupported
 from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
 
 _SPOILS_ITS_FILE = frozenset(["rank-copied", "overwrite-interrupted", "item-mismatch"])
@@ -35,7 +35,7 @@ def whole_part(opened: Opened, problems: Iterable[Problem], workers: int) -> Who
 
     ``problems`` are those of the scan; what they name is lost. Every chunk is read. Where a
     damaged one has a whole copy, that takes its place; copies that differ are lost. Raises
-    CannotDo where files of several saves are mixed, for then nothing is certain.
+    Unsupported where files of several saves are mixed, for then nothing is certain.
     """
     problems = list(problems)
     lost = _blamed(opened.catalog, problems)
@@ -67,7 +67,7 @@ def _blamed(catalog: Catalog, problems: list[Problem]) -> dict[str, str]:
     """Names that problems spoil, with why."""
     mixed = [problem for problem in problems if problem.code in _SPOILS_ALL]
     if mixed:
-        raise CannotDo(
+        raise Unsupported(
             f"nothing can be recovered: {mixed[0]}",
             hint="move the files of each save into a folder of their own",
         )

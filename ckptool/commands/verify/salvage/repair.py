@@ -18,7 +18,7 @@ from ckptool.commands.open import Survey, scan_options
 from ckptool.commands.options.source import ReadOptions
 from ckptool.core.catalog import Catalog
 from ckptool.core.rewrite import unstacked
-from ckptool.errors import CannotDo, CkptoolError, Damaged, Problem
+from ckptool.errors import CkptoolError, Damaged, Problem, Unsupported
 from ckptool.serialization.archive.read import is_legacy, is_zip, read_torch_file
 from ckptool.serialization.archive.recover import Recovered, legacy_counts, recovered
 from ckptool.serialization.safetensors import promised_size, read_safetensors
@@ -199,7 +199,7 @@ class Rebuilt:
 def rebuild(found: Survey, options: ReadOptions) -> Rebuilt:
     """The catalog of what was surveyed, cut files included.
 
-    Where that is none: from the data files alone, where the format can. Raises CannotDo
+    Where that is none: from the data files alone, where the format can. Raises Unsupported
     where nothing can be read.
     """
     longer = mended(found.source)
@@ -213,7 +213,7 @@ def rebuild(found: Survey, options: ReadOptions) -> Rebuilt:
         recovery = found.format.recover(found.source)
         unknown = (*recovery.unknown, *_unrecorded(recovery.catalog))
         return Rebuilt(recovery.catalog, (*found.problems, *recovery.problems), unknown)
-    raise CannotDo(
+    raise Unsupported(
         f"{found.path}: nothing can be read: {found.problems[0]}",
         hint=f"run: ckptool verify {found.path}",
     )

@@ -23,7 +23,7 @@ from ckptool.commands.verify.salvage.intact import whole_part
 from ckptool.commands.verify.salvage.repair import rebuild
 from ckptool.core.plan import Plan
 from ckptool.engine.write.stage import RESUME_HINT
-from ckptool.errors import CannotDo, Committed, NotFound, TransferError
+from ckptool.errors import Committed, NotFound, TransferError, Unsupported
 from ckptool.formats import FORMATS, single_file_suffixes
 from ckptool.formats.base import Request
 from ckptool.storage.disk import require_marked, write_whole
@@ -99,7 +99,7 @@ class Salvage:
         try:
             self._write_list()
             earlier.remove()
-        except (CannotDo, NotFound, OSError) as error:
+        except (Unsupported, NotFound, OSError) as error:
             message = f"{error}; {self.report.target}: the new one is complete"
             raise Committed(message, hint=_AGAIN) from None
         if late is not None:
@@ -151,7 +151,7 @@ class EarlierList:
 def plan_salvage(path: Location, target: Location, options: SalvageOptions) -> Salvage:
     """Read a damaged checkpoint as far as it can be, and plan to write what is whole of it.
 
-    Raises NotFound or Unrecognised where there is no checkpoint, CannotDo where nothing in it is
+    Raises NotFound or Unrecognised where there is no checkpoint, Unsupported where nothing in it is
     whole or the target cannot be written. The source is only read.
     """
     target = named_target(target)
@@ -161,13 +161,13 @@ def plan_salvage(path: Location, target: Location, options: SalvageOptions) -> S
     require_apart(opened, target)
     listing = target.with_name(f"{target.name}.salvage.json")
     if listing.exists() and not options.transfer.overwrite:
-        raise CannotDo(f"{listing} already exists", hint="--overwrite replaces it")
+        raise Unsupported(f"{listing} already exists", hint="--overwrite replaces it")
     if isinstance(listing, Path):
         require_marked(listing, _MARK, noun="list of a salvage")
     workers = options.transfer.run.workers or opened.source.workers
     whole = whole_part(opened, rebuilt.problems, workers)
     if not whole.catalog.tensors and not whole.catalog.objects:
-        raise CannotDo(
+        raise Unsupported(
             f"{found.path}: nothing in it can be recovered",
             hint=f"run: ckptool verify {found.path}",
         )

@@ -24,7 +24,7 @@ from ckptool.commands.bench.transfer.run import (
     run_sample,
     transfer_bench,
 )
-from ckptool.errors import CannotDo, TransferError
+from ckptool.errors import TransferError, Unsupported
 from ckptool.render.bench.transfer import show_transfer_bench, transfer_bench_json
 
 SIZE = 4_000_000
@@ -125,7 +125,7 @@ def test_a_plan_too_large_to_write_is_cut_for_its_mesh() -> None:
 
 def test_a_full_disk_is_refused_with_numbers(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    with pytest.raises(CannotDo, match=r"[\d,]+ bytes are needed for the run, [\d,]+ are free"):
+    with pytest.raises(Unsupported, match=r"[\d,]+ bytes are needed for the run, [\d,]+ are free"):
         transfer_bench(None, 10**18, tmp_path, 1)
     assert list(tmp_path.iterdir()) == []
 

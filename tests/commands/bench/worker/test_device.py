@@ -14,7 +14,7 @@ from ckptool.commands.bench.limits import require_room
 from ckptool.commands.bench.run import _ranks
 from ckptool.commands.bench.worker.device import Accelerators, Device
 from ckptool.commands.bench.worker.loop import Clocked, _one_save, _slowest, _steps_before
-from ckptool.errors import CannotDo
+from ckptool.errors import Unsupported
 
 torch = pytest.importorskip("torch")
 GIB = 1 << 30
@@ -130,7 +130,7 @@ def test_one_rank_a_device_or_two_on_the_cpu(
 
 def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(CannotDo, match="3 ranks: there are 2 devices of type cuda"):
+    with pytest.raises(Unsupported, match="3 ranks: there are 2 devices of type cuda"):
         _ranks(3, TWO)
 
 
@@ -144,7 +144,7 @@ def test_torchruns_ranks_each_need_a_device_of_their_machine(
     if fits:
         assert _ranks(None, TWO) == 8
     else:
-        with pytest.raises(CannotDo, match="4 ranks: there are 2 devices"):
+        with pytest.raises(Unsupported, match="4 ranks: there are 2 devices"):
             _ranks(None, TWO)
 
 
@@ -158,7 +158,7 @@ def test_a_share_that_no_device_holds_is_refused_with_numbers(
     usage = SimpleNamespace(free=10**15)
     monkeypatch.setattr("ckptool.commands.bench.limits.shutil.disk_usage", lambda path: usage)
     require_room(tmp_path, 50 * GIB, 2, TWO)
-    with pytest.raises(CannotDo, match=r"97,710,505,984 bytes .* cuda device .*85,899,345,920"):
+    with pytest.raises(Unsupported, match=r"97,710,505,984 bytes .* cuda device .*85,899,345,920"):
         require_room(tmp_path, 60 * GIB, 2, TWO)
     require_room(tmp_path, 60 * GIB, 2, Accelerators("mps", 2, None))
 

@@ -29,7 +29,7 @@ from ckptool.commands.verify.manifest.check import ProvingOptions
 from ckptool.commands.verify.manifest.schema import SCHEMA, read_manifest
 from ckptool.commands.verify.report import VerifyReport
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.errors import CannotDo, Damaged, NotFound, Unrecognised
+from ckptool.errors import Damaged, NotFound, Unrecognised, Unsupported
 
 UNREAD = {"odd_kinds", "rank_partial"}
 """Cases that hold tensors whose bytes are in no tensor's digest."""
@@ -240,9 +240,9 @@ def test_a_damaged_checkpoint_gets_no_manifest(
 
 def test_nothing_is_overwritten_unless_asked(manifest: Path) -> None:
     manifest.write_text("mine")
-    with pytest.raises(CannotDo, match="already exists"):
+    with pytest.raises(Unsupported, match="already exists"):
         write(case("dcp_base").path, manifest)
-    with pytest.raises(CannotDo, match="is no manifest, and is not replaced"):
+    with pytest.raises(Unsupported, match="is no manifest, and is not replaced"):
         write(case("dcp_base").path, manifest, overwrite=True)
     assert manifest.read_text() == "mine"
     manifest.unlink()

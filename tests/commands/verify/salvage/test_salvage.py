@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from ckptool.cli.app import app
 from ckptool.commands.options.verify import SalvageOptions
 from ckptool.commands.verify.salvage.salvage import SalvageReport, plan_salvage
-from ckptool.errors import CannotDo, CkptoolError
+from ckptool.errors import CkptoolError, Unsupported
 
 HARMFUL = [n for n, one in DAMAGE.items() if one.answer == "Damaged"]
 
@@ -55,7 +55,7 @@ def test_what_is_written_is_right_and_the_rest_is_named(
     truth, before = case(DAMAGE[name].source).truth, contents(source)
     try:
         report = salvage(source, out / "m")
-    except CannotDo:
+    except Unsupported:
         assert not list(out.iterdir())
         return
     written = read_back("dcp", out / "m")
@@ -256,7 +256,7 @@ def test_the_list_of_what_is_lost_lies_beside(copy_of: Callable[[str], Path], ou
     listing = json.loads((out / "m.salvage.json").read_text())
     assert listing["schema"] == "ckptool.salvage/2"
     assert listing["lost"] == dict(report.lost)
-    with pytest.raises(CannotDo, match="already exists"):
+    with pytest.raises(Unsupported, match="already exists"):
         salvage(source, out / "m")
 
 
@@ -397,5 +397,5 @@ def test_without_the_last_shard_no_shape_is_known(
     source = copy_of("hf_sharded")
     file = source / "shard-00004-model-00001-of-00001.safetensors"
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(CannotDo, match="nothing in it can be recovered"):
+    with pytest.raises(Unsupported, match="nothing in it can be recovered"):
         salvage(source, out / "m")
