@@ -160,6 +160,7 @@ def end_orphans() -> None:
 def _child(work: Work, pipe: Connection, log: Path) -> None:
     """The process itself. Ctrl-C is for the one that watches, which ends this one."""
     die_with_parent()
+    gc.freeze()  # collecting would write to, and so copy, every page shared with the parent
     gc.enable()  # the command line goes without
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
