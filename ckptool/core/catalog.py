@@ -72,11 +72,11 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """A container in a file that holds one chunk, or more of which the chunk is a ``part``.
+class Container:
+    """An archive or item in a file, not opened yet; it holds one chunk, or more than its ``part``.
 
-    It is not opened yet: ``inspect`` never does, the format's ``locate`` turns it into one of the
-    other places. ``nbytes`` is the size of the container.
+    ``inspect`` never opens it; the format's ``locate`` turns it into one of the other places.
+    ``nbytes`` is its size in the file.
     """
 
     file: str
@@ -112,10 +112,10 @@ class Scaled:
         return self.values.chunks[0].at.offset
 
 
-Place = Extent | EncodedBlob | Item | Scaled
+Place = Extent | EncodedBlob | Container | Scaled
 
 
-def stored_places(at: Place) -> Iterator[Extent | EncodedBlob | Item]:
+def stored_places(at: Place) -> Iterator[Extent | EncodedBlob | Container]:
     """The places in files that a place is made of."""
     if not isinstance(at, Scaled):
         yield at
@@ -267,7 +267,7 @@ class Catalog:
     companions: dict[str, int] = field(default_factory=dict)
     copies: frozenset[str] = frozenset()
     bare: frozenset[str] = frozenset()
-    archives: tuple[Item, ...] = ()
+    archives: tuple[Container, ...] = ()
     named: dict[str, dict[tuple[str, str], int]] = field(default_factory=dict)
 
     def with_tensors(self, tensors: dict[str, TensorEntry]) -> Catalog:

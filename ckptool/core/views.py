@@ -5,7 +5,7 @@ Places of a tensor's parts: shifted, narrowed, and cut out of a flat run of elem
 Tensors cut, joined, stacked, turned and padded: entries in, entries out. No byte is moved.
 
 A tensor's chunks are boxes whose bytes have strides, so each of these is geometry on boxes and
-strides; of an ``Item``, which is not opened yet, and of ``Scaled``, they are those of its ``part``.
+strides; of a ``Container``, not opened yet, and of ``Scaled``, they are those of its ``part``.
 Replicas follow their chunk. Names and paths stay, placements go.
 """
 
@@ -18,10 +18,10 @@ from dataclasses import replace
 from ckptool.core.box import Box, flat_range, row_major_strides
 from ckptool.core.catalog import (
     Chunk,
+    Container,
     Copy,
     EncodedBlob,
     Extent,
-    Item,
     Part,
     Place,
     Scaled,
@@ -338,7 +338,7 @@ def _moved(at: Place, shape: Index, first: Index, restride: Restride) -> Place:
     return replace(at, part=Part(whole.shape, whole.start + skip, strides))
 
 
-def _part_of(at: Item | Scaled, shape: Index) -> Part:
+def _part_of(at: Container | Scaled, shape: Index) -> Part:
     """The elements of a container that a chunk of ``shape`` takes: all, where nothing is said."""
     return at.part or Part(shape, 0, row_major_strides(shape, 1))
 

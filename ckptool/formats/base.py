@@ -151,7 +151,7 @@ class Format:
     - ``probe`` says from names and first bytes whether a source is of this format; None where its
       checkpoints are detected as another format's.
     - ``scan`` reads metadata only and returns the catalog.
-    - ``locate`` opens the containers that ``scan`` left closed (``Item``), for the tensors of the
+    - ``locate`` opens the ``Container`` places that ``scan`` left closed, for the tensors of the
       catalog it is given; None where ``scan`` leaves none.
     - ``convert`` lays a whole checkpoint out, ``reshard`` one that is cut for a mesh; None where
       the format is not written so.

@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
-from ckptool.core.catalog import Catalog, Chunk, Item, Place, TensorEntry, places
+from ckptool.core.catalog import Catalog, Chunk, Container, Place, TensorEntry, places
 from ckptool.core.rewrite import with_prefix
 from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.errors import Damaged, Problem, coded
@@ -156,7 +156,7 @@ def _chunk(entry: TensorEntry, chunk: Chunk, skeletons: Skeletons) -> Chunk:
 
 
 def _place(entry: TensorEntry, chunk: Chunk, at: Place, skeletons: Skeletons) -> Place:
-    if not isinstance(at, Item):
+    if not isinstance(at, Container):
         return at
     what = f"{entry.name} {chunk.box} at byte {at.offset:,} of {at.file}"
     pickled = skeletons.get((at.file, at.offset, at.nbytes))

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import (
     Chunk,
+    Container,
     Copy,
     EncodedBlob,
     Extent,
-    Item,
     Part,
     Place,
     TensorEntry,
@@ -71,7 +71,7 @@ class Files:
 
     def _address(self, at: Place, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
         """Where the elements lie in their file; those of a container one after the other."""
-        if isinstance(at, Item):
+        if isinstance(at, Container):
             part = at.part or Part(shape, 0, row_major_strides(shape, 1))
             return part.start * 4, tuple(stride * 4 for stride in part.strides)
         assert isinstance(at, Extent | EncodedBlob)
@@ -108,7 +108,7 @@ def tensors(
         nbytes = len(files.data[file])
         kinds = [Extent(file, 0, strides), EncodedBlob(file, 0, 1, "zstd", nbytes, 0, strides)]
         if strides == row_major_strides(box.shape, 4):
-            kinds.append(Item(file, 0, nbytes))
+            kinds.append(Container(file, 0, nbytes))
         at = draw(st.sampled_from(kinds))
         chunks.append(Chunk(box, at, rank, (Copy(Extent(where[1][0], 0, where[1][1]), rank + 1),)))
     return files, TensorEntry("t", ("t",), INT, shape, tuple(chunks)), values

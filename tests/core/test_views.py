@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import EncodedBlob, Extent, Item, Part, Place
+from ckptool.core.catalog import Container, EncodedBlob, Extent, Part, Place
 from ckptool.core.views import narrowed, part_of_place, pieces_of_run
 
 SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
@@ -62,11 +62,11 @@ def test_a_flat_run_of_a_tensor(shape: tuple[int, ...], data: st.DataObject) -> 
 
 
 def test_a_part_of_an_item_that_is_not_opened_yet() -> None:
-    item = Item("f", 100, 900)
+    item = Container("f", 100, 900)
     once = narrowed(item, (4, 6), Box((1, 0), (3, 6)), ITEM)
-    assert once == Item("f", 100, 900, (), Part((4, 6), 6, (6, 1)))
+    assert once == Container("f", 100, 900, (), Part((4, 6), 6, (6, 1)))
     twice = narrowed(once, (2, 6), Box((1, 2), (2, 5)), ITEM)
-    assert twice == Item("f", 100, 900, (), Part((4, 6), 14, (6, 1)))
+    assert twice == Container("f", 100, 900, (), Part((4, 6), 14, (6, 1)))
 
 
 def test_a_part_of_what_must_be_decoded_first() -> None:

@@ -17,10 +17,10 @@ from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import (
     Catalog,
     Chunk,
+    Container,
     Copy,
     EncodedBlob,
     Extent,
-    Item,
     ObjectEntry,
     TensorEntry,
 )
@@ -207,7 +207,7 @@ def test_map_draws_a_grid():
 
 def test_map_is_proportional():
     boxes = [Box((0,), (6,)), Box((6,), (8,))]
-    chunks = tuple(Chunk(box, Item("f", 0, 9), rank) for rank, box in enumerate(boxes))
+    chunks = tuple(Chunk(box, Container("f", 0, 9), rank) for rank, box in enumerate(boxes))
     entry = TensorEntry("w", ("w",), BY_NAME["int8"], (8,), chunks)
     (row,) = blocks(entry)
     assert row.index("┌1") == 48
@@ -259,7 +259,7 @@ def test_map_folds_hundreds_of_boxes():
         (Extent("f", 0, (4, 16)), "strided"),
         (Extent("f", 0, (8, 4), ops=("conj",)), "conj"),
         (EncodedBlob("f", 50, 20, "zstd", 32, 0, (8, 4)), "zstd, 32 bytes decoded"),
-        (Item("f", 7, 999, ("zstd",)), "999"),
+        (Container("f", 7, 999, ("zstd",)), "999"),
     ],
 )
 def test_legend_says_how_the_bytes_lie(place, told):

@@ -11,7 +11,7 @@ Whether files stayed as they were while they were read.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ckptool.commands.inspect.stats import not_finite_count
@@ -33,7 +33,7 @@ from ckptool.commands.verify.checks.training import optimizer_problems, step_pro
 from ckptool.commands.verify.codes import CODES, Severity, failing, require_codes
 from ckptool.commands.verify.findings import Finding, Findings
 from ckptool.commands.verify.report import VerifyReport, summarize
-from ckptool.core.catalog import Catalog, Item, TensorEntry
+from ckptool.core.catalog import Catalog, Container, TensorEntry
 from ckptool.core.state_category import state_category
 from ckptool.engine.check.content import Found, check_spans
 from ckptool.engine.check.spans import Span
@@ -224,9 +224,9 @@ class Sample:
         self.is_all = share >= 1
         self._share = share
         self._chance = random.Random(seed)
-        self._choices: dict[Item, bool] = {}
+        self._choices: dict[Container, bool] = {}
 
-    def takes(self, item: Item) -> bool:
+    def takes(self, item: Container) -> bool:
         """Whether an item is in the sample, however often that is asked."""
         if self.is_all:
             return True
@@ -234,7 +234,7 @@ class Sample:
             self._choices[item] = self._chance.random() < self._share
         return self._choices[item]
 
-    def of(self, spans: list[Span], chosen: Container[str]) -> list[Span]:
+    def of(self, spans: list[Span], chosen: Collection[str]) -> list[Span]:
         """The spans to be read: all in files of which items were ``chosen``, some of the others."""
         if self.is_all:
             return spans

@@ -7,8 +7,6 @@ dim, once for each offset; FSDP1's ShardedTensor leaves them out.
 The search is exact: a mesh is reported only where it explains every tensor, and no other shape with
 as few dims does. Tensor dims are cut independently, so each is explained on its own by the mesh
 dims that cut it, in some order; a tensor fits where its dims can do with different mesh dims.
-
-Fill in the mesh and placements that a format does not record.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ _MOST_RANKS = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class ChunkedTensor:
     """What a checkpoint says about one tensor.
 
     ``chunks`` are boxes and the ranks that wrote them (None where the file does not tell). Several
@@ -61,7 +59,7 @@ class Inference:
     choices: dict[str, tuple[Placements, ...]]
 
 
-def infer(tensors: Iterable[Stored], world_size: int) -> Inference:
+def infer(tensors: Iterable[ChunkedTensor], world_size: int) -> Inference:
     """Return the mesh and placements of ``tensors``, so far as their chunks determine them.
 
     ``world_size`` is the number of ranks seen; the mesh is taken to hold exactly these, or as many
@@ -326,7 +324,7 @@ def with_inferred_mesh(catalog: Catalog) -> Catalog:
     )
 
 
-def _stored(entry: TensorEntry) -> Stored:
+def _stored(entry: TensorEntry) -> ChunkedTensor:
     chunks = tuple((chunk.box, chunk.rank) for chunk in entry.chunks)
     copies = tuple((chunk.box, copy.rank) for chunk in entry.chunks for copy in chunk.copies)
-    return Stored(entry.name, entry.shape, chunks + copies)
+    return ChunkedTensor(entry.name, entry.shape, chunks + copies)

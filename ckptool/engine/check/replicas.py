@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Chunk, Copy, Item, Place, Scaled, TensorEntry, proved_equal
+from ckptool.core.catalog import Chunk, Container, Copy, Place, Scaled, TensorEntry, proved_equal
 from ckptool.core.layout import tiles
 from ckptool.engine.read.tiles import Job, read_tiles
 from ckptool.errors import Problem
@@ -78,7 +78,7 @@ def _read_both(
 
 def _distinct(shape: tuple[int, ...], one: Place, other: Place) -> tuple[int, ...]:
     """Return the shape without the dims along which both places repeat one element."""
-    if isinstance(one, Item | Scaled) or isinstance(other, Item | Scaled):
+    if isinstance(one, Container | Scaled) or isinstance(other, Container | Scaled):
         return shape
     pairs = zip(shape, one.strides, other.strides, strict=True)
     return tuple(min(n, 1) if a == b == 0 else n for n, a, b in pairs)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import pairwise
 
-from ckptool.core.catalog import Chunk, Item, Path
+from ckptool.core.catalog import Chunk, Container, Path
 from ckptool.errors import Damaged, Problem
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.dcp.metadata import DcpMetadata, TensorMetadata, parse
@@ -34,10 +34,12 @@ class Collected:
 
     types: dict[str, TensorMetadata] = field(default_factory=dict)
     chunks: dict[str, list[Chunk]] = field(default_factory=lambda: defaultdict(list))
-    values: dict[str, list[tuple[int, Item]]] = field(default_factory=lambda: defaultdict(list))
+    values: dict[str, list[tuple[int, Container]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     paths: dict[str, Path] = field(default_factory=dict)
     extents: list[tuple[str, int, int, str]] = field(default_factory=list)
-    archives: list[Item] = field(default_factory=list)
+    archives: list[Container] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     lost: set[str] = field(default_factory=set)
 
@@ -159,7 +161,7 @@ def _collect(source: Source, file: str, metadata: DcpMetadata, found: Collected)
         found.problems.append(Problem(message, "data-unused", file=file, tensor=name))
 
 
-def _has_its_bytes(source: Source, file: str, name: str, item: Item, found: Collected) -> bool:
+def _has_its_bytes(source: Source, file: str, name: str, item: Container, found: Collected) -> bool:
     """Whether an item can be opened as an archive; where not, it is noted why."""
     found.extents.append((item.file, item.offset, item.nbytes, name))
     size = source.files.get(item.file)
@@ -176,7 +178,7 @@ def _has_its_bytes(source: Source, file: str, name: str, item: Item, found: Coll
     return False
 
 
-def _why_lost(source: Source, file: str, name: str, item: Item) -> Problem:
+def _why_lost(source: Source, file: str, name: str, item: Container) -> Problem:
     """Why an item cannot be opened; one of no tensor is about the whole file."""
     try:
         size = require(source, item.file, wanted_by=file)

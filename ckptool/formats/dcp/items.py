@@ -11,9 +11,9 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import (
     Catalog,
     Chunk,
+    Container,
     EncodedBlob,
     Extent,
-    Item,
     Path,
     Place,
     TensorEntry,
@@ -58,7 +58,7 @@ class _Opened:
     """The torch.save archive of one item; ``size`` is that of the decoded item in bytes."""
 
     file: TorchFile
-    item: Item
+    item: Container
     size: int
 
     def place(self, inner: Place) -> Place:
@@ -77,7 +77,7 @@ class _Opened:
 def read_values(
     source: Source,
     name: str,
-    items: list[tuple[int, Item]],
+    items: list[tuple[int, Container]],
     path: Path,
     *,
     refuse: bool = False,
@@ -106,7 +106,7 @@ def _refusal(name: str, problem: Problem) -> Refusal:
 
 
 def _value_leaves(
-    source: Source, name: str, item: Item, path: Path, *, refuse: bool
+    source: Source, name: str, item: Container, path: Path, *, refuse: bool
 ) -> dict[str, Leaf]:
     """Return what an item holds; where some of it is refused, the item is, as it is one value."""
     opened = _open(source, item, name, _LARGEST_VALUE, _LARGEST_VALUE)
@@ -191,7 +191,7 @@ def _inner_tensors(source: Source, entry: TensorEntry) -> Assembled | None:
     chunk = entry.chunks[0]
     item = chunk.at
     is_one = len(entry.chunks) == 1 and not chunk.copies and entry.stored is None
-    if not is_one or not isinstance(item, Item) or item.part or chunk.box.shape != entry.shape:
+    if not is_one or not isinstance(item, Container) or item.part or chunk.box.shape != entry.shape:
         return None
     found = read_values(source, entry.name, [(chunk.rank or 0, item)], entry.path)
     return found if found.tensors and not found.problems else None
@@ -213,7 +213,7 @@ def _unread(problems: list[Problem]) -> Unsupported:
 def _items_of(catalog: Catalog) -> Iterator[tuple[str, int, int]]:
     for entry in catalog.tensors.values():
         for at in places(entry):
-            if isinstance(at, Item):
+            if isinstance(at, Container):
                 yield at.file, at.offset, at.nbytes
 
 
@@ -225,7 +225,7 @@ def _located(source: Source, entry: TensorEntry, chunk: Chunk) -> Chunk:
 
 
 def _located_place(source: Source, entry: TensorEntry, box: Box, at: Place) -> Place:
-    if not isinstance(at, Item):
+    if not isinstance(at, Container):
         return at
     what = f"{entry.name} {box}"
     dtype = entry.source_dtype
@@ -253,7 +253,7 @@ def _located_place(source: Source, entry: TensorEntry, box: Box, at: Place) -> P
 
 
 def _why_no_tensor(
-    value: Any, what: str, item: Item, meant: tuple[DType, tuple[int, ...]]
+    value: Any, what: str, item: Container, meant: tuple[DType, tuple[int, ...]]
 ) -> CkptoolError:
     """Why an item is no plain tensor of the type and shape that are ``meant``."""
     outer = outer_of(value) if is_tensor_record(value) else meant
@@ -265,7 +265,7 @@ def _why_no_tensor(
     return _NoPlainTensor(message, "tensor-unsupported", file=item.file)
 
 
-def _open(source: Source, item: Item, what: str, limit: int, edge: int) -> _Opened:
+def _open(source: Source, item: Container, what: str, limit: int, edge: int) -> _Opened:
     """Open the archive of one item.
 
     One that is packed is decoded, to ``limit`` bytes at most; the first and last ``edge`` of them

@@ -8,7 +8,7 @@ from operator import add
 from typing import Any
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Index, Item, Path
+from ckptool.core.catalog import Container, Index, Path
 from ckptool.core.dtype import DType
 from ckptool.errors import Damaged, coded
 from ckptool.serialization.archive.storage import dtype_of, natural, sizes
@@ -49,7 +49,7 @@ class DcpMetadata:
 
     tensors: dict[str, TensorMetadata]
     bytes_names: tuple[str, ...]
-    items: dict[Spot, Item]
+    items: dict[Spot, Container]
     paths: dict[str, Path]
     version: str | None
     named: dict[tuple[str, str], int]
@@ -158,7 +158,7 @@ class _Boxes(dict[tuple[tuple[int, ...], tuple[int, ...]], Box]):
         return self[self._sizes.of(fields["offsets"]), self._sizes.of(fields["sizes"])]
 
 
-def _items(storage_data: Any) -> Iterator[tuple[Spot, Item]]:
+def _items(storage_data: Any) -> Iterator[tuple[Spot, Container]]:
     known = _Sizes()
     for index, info in storage_data.items():
         spot, where = _spot(index, known), info.fields
@@ -167,7 +167,7 @@ def _items(storage_data: Any) -> Iterator[tuple[Spot, Item]]:
         if not isinstance(file, str):
             raise Damaged("a relative_path that is no text")
         steps = tuple(map(_text, transforms)) if transforms else ()
-        yield spot, Item(file, natural(start), natural(length), steps)
+        yield spot, Container(file, natural(start), natural(length), steps)
 
 
 def _spot(index: Call, known: _Sizes) -> Spot:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Chunk, Item, ObjectEntry, TensorEntry
+from ckptool.core.catalog import Catalog, Chunk, Container, ObjectEntry, TensorEntry
 from ckptool.errors import CkptoolError, Problem
 from ckptool.formats.base import Recovery, ScanOptions
 from ckptool.formats.dcp import FORMAT
@@ -98,9 +98,9 @@ def _by_items(source: Source) -> Recovery:
     return Recovery(catalog, tuple(problems), _UNNAMED)
 
 
-def _gaps(source: Source, file: str, items: list[Item]) -> Iterator[Problem]:
+def _gaps(source: Source, file: str, items: list[Container]) -> Iterator[Problem]:
     position = 0
-    for item in [*items, Item(file, source.files[file], 0)]:
+    for item in [*items, Container(file, source.files[file], 0)]:
         if item.offset > position:
             message = f"{file}: bytes {position:,} to {item.offset:,} are no whole item"
             yield Problem(message, "bytes-unused", file=file)

@@ -17,8 +17,8 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import (
     Catalog,
     Chunk,
+    Container,
     EncodedBlob,
-    Item,
     Place,
     Scaled,
     TensorEntry,
@@ -244,7 +244,7 @@ def _stored(at: Place, box: Box, itemsize: int) -> tuple[int, str]:
     """Bytes in the file, and how they lie."""
     if isinstance(at, EncodedBlob):
         return at.nbytes, f"{at.codec}, {at.size:,} bytes decoded"
-    if isinstance(at, Item):
+    if isinstance(at, Container):
         return at.nbytes, "+".join(at.transforms)
     if isinstance(at, Scaled):
         return box.volume * itemsize, "from values and scales"

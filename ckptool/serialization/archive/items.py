@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 
-from ckptool.core.catalog import Item
+from ckptool.core.catalog import Container
 from ckptool.core.codec import zstd_edges
 from ckptool.errors import Damaged
 from ckptool.serialization.source import Source
@@ -25,7 +25,7 @@ _BLOCK = 1 << 22
 _END_NBYTES = 22
 
 
-def item_region(source: Source, item: Item, what: str, limit: int, edge: int) -> Region:
+def item_region(source: Source, item: Container, what: str, limit: int, edge: int) -> Region:
     """The bytes of an item as a region of its own, decoded where it is packed.
 
     Of a packed one, of ``limit`` decoded bytes at most, the first and last ``edge`` are at hand.
@@ -37,12 +37,12 @@ def item_region(source: Source, item: Item, what: str, limit: int, edge: int) ->
     return Region(EdgeSource(item.file, head, tail, size), item.file, 0, size)
 
 
-def find_archives(source: Source, file: str) -> list[Item]:
+def find_archives(source: Source, file: str) -> list[Container]:
     """Every archive that lies whole in a file, in order; what lies between them is passed over.
 
     One that lies in the data of another is a part of it.
     """
-    found: list[Item] = []
+    found: list[Container] = []
     for where, at in _ends(source, file):
         start = at - _END64_NBYTES - where
         end = at + _TAIL.size - 4 + _END_NBYTES
@@ -52,7 +52,7 @@ def find_archives(source: Source, file: str) -> list[Item]:
         while found and found[-1].offset >= start:
             found.pop()
         if not found or found[-1].offset + found[-1].nbytes <= start:
-            found.append(Item(file, start, end - start))
+            found.append(Container(file, start, end - start))
     return found
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ckptool.core.box import Box
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from ckptool.core.sharding.dtensor import LocalShard, local_shards
-from ckptool.core.sharding.infer import Inference, Stored, infer
+from ckptool.core.sharding.infer import ChunkedTensor, Inference, infer
 
 Placements = tuple[Placement, ...]
 NESTED = (StridedShard(0, 2), Shard(0))
@@ -49,17 +49,17 @@ def written(
     placements: Placements,
     writers: random.Random | None = None,
     lists_empty: bool = True,
-) -> Stored:
+) -> ChunkedTensor:
     """A tensor as DCP stores it: every box once, by one of its ranks (the lowest by default)."""
     holders: dict[Box, list[int]] = {}
     for rank, box in enumerate(boxes_by_rank(shape, mesh, placements)):
         if box.volume or lists_empty:
             holders.setdefault(box, []).append(rank)
     chosen = {box: writers.choice(some) if writers else some[0] for box, some in holders.items()}
-    return Stored(name, tuple(shape), tuple(chosen.items()))
+    return ChunkedTensor(name, tuple(shape), tuple(chosen.items()))
 
 
-def assert_explains(inference: Inference, tensor: Stored) -> None:
+def assert_explains(inference: Inference, tensor: ChunkedTensor) -> None:
     """Every placement reported for the tensor gives its boxes, held by the ranks that wrote."""
     assert inference.mesh is not None
     known = inference.placements[tensor.name]
@@ -144,7 +144,7 @@ def test_fsdp2_over_tensor_parallel() -> None:
         for name, placements in expected.items()
         if placements and name != "step"
     ]
-    tensors.append(Stored("step", (), ((Box((), ()), 3),)))
+    tensors.append(ChunkedTensor("step", (), ((Box((), ()), 3),)))
     assert infer(tensors, 4) == Inference(Mesh.of(mesh), expected, (), {})
 
 
@@ -154,31 +154,33 @@ def test_a_flat_mesh_is_preferred_to_one_of_more_dims() -> None:
 
 
 def test_whole_tensors_are_replicated_on_a_flat_mesh() -> None:
-    tensors = [Stored(name, (3, 4), ((Box.whole((3, 4)), rank),)) for rank, name in enumerate("ab")]
+    tensors = [
+        ChunkedTensor(name, (3, 4), ((Box.whole((3, 4)), rank),)) for rank, name in enumerate("ab")
+    ]
     replicated = (Replicate(),)
     expected = Inference(Mesh.of((4,)), {"a": replicated, "b": replicated}, (), {})
     assert infer(tensors, 4) == expected
 
 
 def test_a_tensor_without_elements_counts_as_replicated() -> None:
-    tensor = Stored("none", (0, 4), ((Box((0, 0), (0, 4)), 0),))
+    tensor = ChunkedTensor("none", (0, 4), ((Box((0, 0), (0, 4)), 0),))
     assert infer([tensor], 2).placements == {"none": (Replicate(),)}
 
 
 def test_one_rank_alone() -> None:
-    assert infer([Stored("w", (4,), ((Box((0,), (4,)), 0),))], 1).mesh == Mesh.of((1,))
+    assert infer([ChunkedTensor("w", (4,), ((Box((0,), (4,)), 0),))], 1).mesh == Mesh.of((1,))
 
 
 def test_shapes_that_explain_equally_well_are_listed() -> None:
     grid = written("w", (8, 8), (2, 4), (Shard(0), Shard(1)))
-    unknown = Stored("w", (8, 8), tuple((box, None) for box, _ in grid.chunks))
+    unknown = ChunkedTensor("w", (8, 8), tuple((box, None) for box, _ in grid.chunks))
     inference = infer([unknown], 8)
     assert inference == Inference(None, {"w": None}, ((2, 4), (4, 2)), {})
     assert infer([grid], 8).mesh == Mesh.of((2, 4))
 
 
 def test_placements_that_writers_do_not_tell_apart_are_listed() -> None:
-    halves = Stored("w", (8,), ((Box((0,), (4,)), 0), (Box((4,), (8,)), 3)))
+    halves = ChunkedTensor("w", (8,), ((Box((0,), (4,)), 0), (Box((4,), (8,)), 3)))
     inference = infer([halves], 4)
     assert inference.mesh == Mesh.of((2, 2))
     assert inference.placements == {"w": None}
@@ -187,28 +189,30 @@ def test_placements_that_writers_do_not_tell_apart_are_listed() -> None:
 
 def test_an_empty_chunk_tells_a_shard_from_a_whole_tensor() -> None:
     whole, empty = Box((0,), (1,)), Box((1,), (1,))
-    assert infer([Stored("w", (1,), ((whole, 0),))], 2).placements["w"] == (Replicate(),)
-    assert infer([Stored("w", (1,), ((whole, 0), (empty, 1)))], 2).placements["w"] == (Shard(0),)
+    assert infer([ChunkedTensor("w", (1,), ((whole, 0),))], 2).placements["w"] == (Replicate(),)
+    assert infer([ChunkedTensor("w", (1,), ((whole, 0), (empty, 1)))], 2).placements["w"] == (
+        Shard(0),
+    )
 
 
 def test_the_writer_of_an_empty_chunk_must_hold_nothing() -> None:
     whole, empty = Box((0,), (1,)), Box((1,), (1,))
-    assert infer([Stored("w", (1,), ((whole, 1), (empty, 0)))], 2).mesh is None
-    inner = infer([Stored("w", (1,), ((whole, 2), (empty, 1)))], 4)
+    assert infer([ChunkedTensor("w", (1,), ((whole, 1), (empty, 0)))], 2).mesh is None
+    inner = infer([ChunkedTensor("w", (1,), ((whole, 2), (empty, 1)))], 4)
     assert inner.placements == {"w": (Replicate(), Shard(0))}
 
 
 def test_the_same_box_may_come_from_several_ranks() -> None:
     low, high = Box((0,), (4,)), Box((4,), (8,))
-    every_rank = Stored("w", (8,), ((low, 0), (high, 1), (low, 2), (high, 3)))
+    every_rank = ChunkedTensor("w", (8,), ((low, 0), (high, 1), (low, 2), (high, 3)))
     assert infer([every_rank], 4).placements["w"] == (Replicate(), Shard(0))
 
 
 RAGGED = [
-    Stored("uneven", (10,), ((Box((0,), (3,)), 0), (Box((3,), (10,)), 1))),
-    Stored("twice", (8,), tuple((Box((2 * i,), (2 * i + 2,)), i // 2) for i in range(4))),
-    Stored("gap", (8,), ((Box((0,), (4,)), 0), (Box((5,), (8,)), 1))),
-    Stored(
+    ChunkedTensor("uneven", (10,), ((Box((0,), (3,)), 0), (Box((3,), (10,)), 1))),
+    ChunkedTensor("twice", (8,), tuple((Box((2 * i,), (2 * i + 2,)), i // 2) for i in range(4))),
+    ChunkedTensor("gap", (8,), ((Box((0,), (4,)), 0), (Box((5,), (8,)), 1))),
+    ChunkedTensor(
         "no grid",
         (4, 4),
         (
@@ -217,13 +221,13 @@ RAGGED = [
             (Box((2, 0), (4, 4)), 2),
         ),
     ),
-    Stored("nothing", (4,), ()),
-    Stored("other rank", (4, 4), ((Box((0,), (4,)), 0),)),
+    ChunkedTensor("nothing", (4,), ()),
+    ChunkedTensor("other rank", (4, 4), ((Box((0,), (4,)), 0),)),
 ]
 
 
 @pytest.mark.parametrize("ragged", RAGGED, ids=lambda tensor: tensor.name)
-def test_a_tensor_that_no_mesh_explains_leaves_none(ragged: Stored) -> None:
+def test_a_tensor_that_no_mesh_explains_leaves_none(ragged: ChunkedTensor) -> None:
     regular = written("w", (8,), (4,), (Shard(0),))
     expected: dict[str, Placements | None] = {"w": None, ragged.name: None}
     assert infer([regular, ragged], 4) == Inference(None, expected, (), {})
@@ -242,7 +246,7 @@ def test_a_rank_beyond_those_seen_widens_the_world() -> None:
 
 
 def test_a_world_past_all_reason_is_not_searched() -> None:
-    halves = Stored("w", (2,), ((Box((0,), (1,)), 0), (Box((1,), (2,)), 10**12)))
+    halves = ChunkedTensor("w", (2,), ((Box((0,), (1,)), 0), (Box((1,), (2,)), 10**12)))
     assert infer([halves], 1).mesh is None
 
 

@@ -15,7 +15,7 @@ from itertools import starmap
 from typing import NamedTuple
 
 from ckptool.commands.verify.checks.pickles import PickleAudit
-from ckptool.core.catalog import Item
+from ckptool.core.catalog import Container
 from ckptool.engine.check.spans import Packing, Span
 from ckptool.errors import CkptoolError, Problem, coded
 from ckptool.serialization.archive.items import item_region
@@ -54,7 +54,7 @@ class ArchiveCheck:
         self.unchecked: set[str] = set()
         self._sound = SoundArchives()
 
-    def look_at(self, item: Item) -> bool:
+    def look_at(self, item: Container) -> bool:
         """Check one archive; whether its directory could be read."""
         try:
             with coded("zip-structure", file=item.file):
@@ -69,7 +69,7 @@ class ArchiveCheck:
             return False
         return True
 
-    def _look_at_all(self, item: Item, region: Region, records: list[ZipRecord]) -> None:
+    def _look_at_all(self, item: Container, region: Region, records: list[ZipRecord]) -> None:
         """Everything about an archive that is like none before it."""
         before = len(self.problems)
         is_file = item.nbytes == self._source.files.get(item.file)
@@ -81,12 +81,12 @@ class ArchiveCheck:
         if has_crc and is_plain and not is_file and len(self.problems) == before:
             self._sound.learn(region, records)
 
-    def _region(self, item: Item) -> Region:
+    def _region(self, item: Container) -> Region:
         limit = max(_LEAST_LIMIT, _MOST_INFLATED * item.nbytes)
         return item_region(self._source, item, "an item", limit, _EDGE)
 
     def _look_into(
-        self, item: Item, region: Region, records: list[ZipRecord], *, has_crc: bool
+        self, item: Container, region: Region, records: list[ZipRecord], *, has_crc: bool
     ) -> bool:
         """Small records now, the others as spans; whether all that pickles name belongs there."""
         is_plain = True
@@ -104,7 +104,9 @@ class ArchiveCheck:
                 self.spans.append(_span(item, region, record, has_crc))
         return is_plain
 
-    def _look_at_small(self, item: Item, region: Region, record: ZipRecord, has_crc: bool) -> bool:
+    def _look_at_small(
+        self, item: Container, region: Region, record: ZipRecord, has_crc: bool
+    ) -> bool:
         """What is no storage is read at once: the pickle, and notes such as the byte order."""
         try:
             with coded("archive-content", file=item.file):
@@ -153,7 +155,7 @@ def _in_reach(region: Region, records: Iterable[ZipRecord]) -> Iterator[ZipRecor
             yield record
 
 
-def _span(item: Item, region: Region, record: ZipRecord, has_crc: bool) -> Span:
+def _span(item: Container, region: Region, record: ZipRecord, has_crc: bool) -> Span:
     what = f"{region.what}: record {record.name!r}"
     crc = record.crc32 if has_crc else None
     if item.transforms:

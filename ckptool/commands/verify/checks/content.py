@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Chunk, EncodedBlob, Item, Place, Scaled, TensorEntry
+from ckptool.core.catalog import Catalog, Chunk, Container, EncodedBlob, Place, Scaled, TensorEntry
 from ckptool.engine.check.content import all_finite, can_be_not_finite
 from ckptool.engine.check.spans import Packing, Span, View
 from ckptool.engine.read.gather import raw
@@ -25,14 +25,14 @@ _Where = str | Packing
 
 
 def located(
-    format_: Format, source: Files, catalog: Catalog, chosen: Callable[[Item], bool]
+    format_: Format, source: Files, catalog: Catalog, chosen: Callable[[Container], bool]
 ) -> tuple[dict[str, TensorEntry], list[Problem]]:
     """The tensors with their containers opened; what cannot be opened is left out."""
     problems: list[Problem] = []
     tensors: dict[str, TensorEntry] = {}
     bare = replace(catalog, objects={})
     for name, entry in catalog.tensors.items():
-        kept = tuple(c for c in entry.chunks if not isinstance(c.at, Item) or chosen(c.at))
+        kept = tuple(c for c in entry.chunks if not isinstance(c.at, Container) or chosen(c.at))
         whole = replace(entry, chunks=kept)
         try:
             opened = _opened(format_, source, bare, whole)
@@ -48,7 +48,7 @@ def located(
 def _opened(format_: Format, source: Files, catalog: Catalog, entry: TensorEntry) -> Catalog:
     """The catalog of one tensor, or of those that it turns out to wrap."""
     catalog = catalog.with_tensors({entry.name: entry})
-    if format_.locate is None or not any(isinstance(chunk.at, Item) for chunk in entry.chunks):
+    if format_.locate is None or not any(isinstance(chunk.at, Container) for chunk in entry.chunks):
         return catalog
     return format_.locate(source, catalog)
 
@@ -101,7 +101,7 @@ class Views:
 
 def _run(at: Place, shape: tuple[int, ...], itemsize: int) -> tuple[_Where, int, int] | None:
     """Where the elements lie and their bytes, if they fill one run, in any order, or again."""
-    if isinstance(at, Item | Scaled) or at.ops:
+    if isinstance(at, Container | Scaled) or at.ops:
         return None
     nbytes = itemsize + sum((n - 1) * s for n, s in zip(shape, at.strides, strict=True))
     if math.prod(shape) * itemsize < nbytes:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from ckptool.commands.unlisted import unfinished_file
 from ckptool.commands.verify.checks.archives import ArchiveCheck
 from ckptool.commands.verify.checks.pickles import PickleAudit
-from ckptool.core.catalog import Catalog, Item
+from ckptool.core.catalog import Catalog, Container
 from ckptool.engine.check.spans import Span
 from ckptool.errors import CkptoolError, Damaged, Problem
 from ckptool.formats import file_rule, single_file_suffixes
@@ -107,7 +107,7 @@ class FileCheck:
     read, ``problems`` what is wrong.
     """
 
-    def __init__(self, source: Source, row: Format, chosen: Callable[[Item], bool]) -> None:
+    def __init__(self, source: Source, row: Format, chosen: Callable[[Container], bool]) -> None:
         self._source = source
         self._format = row
         self._chosen = chosen
@@ -146,7 +146,7 @@ class FileCheck:
                 if self._role(file) is FileRole.ITEMS:
                     self._attempt(file, self._look_for_archives)
             return
-        by_file: dict[str, list[Item]] = {}
+        by_file: dict[str, list[Container]] = {}
         for item in catalog.archives:
             by_file.setdefault(item.file, []).append(item)
         for file, items in by_file.items():
@@ -200,7 +200,7 @@ class FileCheck:
     def _look_at_torch_file(self, file: str, size: int) -> None:
         head = self._source.read(file, 0, min(size, 64))
         if is_zip(head):
-            self._archives.look_at(Item(file, 0, size))
+            self._archives.look_at(Container(file, 0, size))
         elif is_legacy(head):
             self.unchecked.add(file)
             data = self._source.read(file, 0, min(size, _LEGACY_HEAD))
@@ -227,7 +227,7 @@ class FileCheck:
             message = f"{file}: {spare:,} of its bytes are not a complete torch.save archive"
             raise Damaged(message, "file-truncated", file=file)
 
-    def _compare_with_found(self, file: str, items: list[Item]) -> None:
+    def _compare_with_found(self, file: str, items: list[Container]) -> None:
         """Where items are not as said: whether the file is whole, but of another save."""
         found = {(item.offset, item.nbytes) for item in find_archives(self._source, file)}
         strangers = found - {(item.offset, item.nbytes) for item in items}
@@ -238,7 +238,7 @@ class FileCheck:
             )
             self._problems.append(Problem(message, "overwrite-interrupted", file=file))
 
-    def _require_claimed(self, file: str, items: list[Item]) -> None:
+    def _require_claimed(self, file: str, items: list[Container]) -> None:
         """Bytes between and behind the items of a file."""
         size = self._source.files.get(file, 0)
         spare, position = 0, 0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
 from ckptool.commands.inspect.stats import decoded, is_numeric
 from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Item, RankStep, TensorEntry
+from ckptool.core.catalog import Catalog, Container, RankStep, TensorEntry
 from ckptool.core.state_category import state_category
 from ckptool.engine.read.gather import Gatherer, unit
 from ckptool.errors import CkptoolError, Problem
@@ -60,7 +60,7 @@ def _states_by_kind(catalog: Catalog) -> dict[str, dict[str, TensorEntry]]:
 
 
 def _incomplete(
-    states: dict[str, dict[str, TensorEntry]], conflicts: Container[str]
+    states: dict[str, dict[str, TensorEntry]], conflicts: Collection[str]
 ) -> list[Problem]:
     """State that is a part of what other parameters have; names in ``conflicts`` are there too."""
     groups: dict[frozenset[str], list[str]] = defaultdict(list)
@@ -161,7 +161,7 @@ def _only_value(entry: TensorEntry, gatherer: Gatherer) -> float | None:
     if entry.elements != 1 or not is_numeric(dtype):
         return None
     for chunk in entry.chunks:
-        if chunk.box.volume and not isinstance(chunk.at, Item):
+        if chunk.box.volume and not isinstance(chunk.at, Container):
             out = np.empty(chunk.box.shape, unit(dtype.itemsize))
             try:
                 gatherer.fill_from(chunk.at, out, Box.whole(chunk.box.shape), dtype)

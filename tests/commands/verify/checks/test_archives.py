@@ -8,7 +8,7 @@ import pytest
 
 from ckptool.commands.verify.checks.archives import ArchiveCheck, SoundArchives
 from ckptool.commands.verify.checks.pickles import PickleAudit
-from ckptool.core.catalog import Item
+from ckptool.core.catalog import Container
 from ckptool.serialization.archive.items import EdgeSource
 from ckptool.serialization.zip import Region, read_directory
 
@@ -28,10 +28,10 @@ def judged(
     data = first + second
     check = ArchiveCheck(EdgeSource("items", data, b"", len(data)), PickleAudit())
     if both:
-        check.look_at(Item("items", 0, len(first)))
+        check.look_at(Container("items", 0, len(first)))
         assert not check.problems
     before = len(check.spans)
-    check.look_at(Item("items", len(first), len(second)))
+    check.look_at(Container("items", len(first), len(second)))
     spans = [(span.offset, span.nbytes, span.crc32, span.what) for span in check.spans[before:]]
     return list(check.problems), spans
 
