@@ -6,6 +6,7 @@ their help derive from fields made by ``option``. A field made by ``group`` nest
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, field, fields
 from functools import partial
@@ -40,12 +41,18 @@ def _list(value: str | Collection[str], name: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in words if word.strip())
 
 
+def _finite(value: float, name: str) -> float:
+    if not abs(value) <= sys.float_info.max:
+        raise UsageError(f"{name} {value}: not a finite number")
+    return value
+
+
 FLAG = Kind(bool, "bool")
 TEXT = Kind(str, "str")
 TEXTS = Kind(list[str], "Strings", _texts)
 LIST = Kind(str, "Strings", _list)
 COUNT = Kind(int, "int")
-NUMBER = Kind(float, "float")
+NUMBER = Kind(float, "float", _finite)
 SIZE = Kind(str, "Size", lambda value, name: parse_size(str(value), name))
 
 

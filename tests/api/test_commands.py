@@ -133,6 +133,9 @@ def test_a_comparison_of_what_was_cast(out: Path) -> None:
     assert ckptool.compare(SOURCE, out / "m", cast=True, other_format="dcp", **model).verify.ok
     assert ckptool.compare(SOURCE, out / "m", dtype="bf16", **model).verify.ok
     assert ckptool.compare(SOURCE, out / "m", rtol=0.01, select=["model.*"]).verify.findings
+    for limit in (float("inf"), float("nan"), 10**400):
+        with pytest.raises(ckptool.CkptoolError, match="not a finite number"):
+            ckptool.compare(SOURCE, out / "m", atol=limit)
 
 
 def test_a_manifest_proves_other_formats(out: Path) -> None:

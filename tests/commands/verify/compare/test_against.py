@@ -412,6 +412,8 @@ def test_exit_codes_and_json(tmp_path: Path) -> None:
         ("--cast",),
         ("--select", "a"),
         ("--rename", "a=b"),
+        ("--against", ".", "--rtol", "inf"),
+        ("--against", ".", "--atol", "nan"),
     ],
 )
 def test_what_is_said_of_a_comparison_needs_one(arguments: tuple[str, ...]) -> None:
