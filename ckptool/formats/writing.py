@@ -124,7 +124,7 @@ def tied_notes(catalog: Catalog) -> list[str]:
 _FEW_BOXES = 4
 
 
-class Cutter:
+class WriterAssignment:
     """Decides which box of each tensor which rank writes, replicas once."""
 
     def __init__(self, request: Request) -> None:

@@ -27,7 +27,7 @@ from ckptool.formats.dcp.inventory import (
     metadata_files,
 )
 from ckptool.formats.dcp.items import locate, read_values
-from ckptool.formats.dcp.metadata import DcpMetadata, Plan
+from ckptool.formats.dcp.metadata import DcpMetadata, SavePlan
 from ckptool.serialization.archive.read import read_torch_file
 from ckptool.serialization.source import Source, expect_edges
 from ckptool.serialization.state_dict.assemble import assemble
@@ -36,7 +36,7 @@ from ckptool.serialization.state_dict.leaves import Assembled, read_leaves
 from ckptool.serialization.state_dict.tree import free_name
 from ckptool.serialization.state_dict.values import unread_notes
 
-__all__ = ["FORMAT", "DcpMetadata", "Plan", "locate", "read_folder", "scan_folder"]
+__all__ = ["FORMAT", "DcpMetadata", "SavePlan", "locate", "read_folder", "scan_folder"]
 
 _LIGHTNING = "meta.pt"
 

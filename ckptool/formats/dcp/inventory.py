@@ -135,13 +135,13 @@ def _collect(source: Source, file: str, metadata: DcpMetadata, found: Collected)
             message += f" {known.dtype} {list(known.shape)}"
             found.problems.append(Problem(message, "ranks-disagree", file=file, tensor=name))
         for box in entry.chunks:
-            spot = name, box.lo
-            item = metadata.items.get(spot)
+            index = name, box.lo
+            item = metadata.items.get(index)
             if item is None:
                 message = f"{name}: chunk {box} has no data ({file} says where of none)"
                 found.problems.append(Problem(message, "data-missing", file=file, tensor=name))
                 continue
-            used.add(spot)
+            used.add(index)
             _has_its_bytes(source, file, name, item, found)
             found.chunks[name].append(Chunk(box, item, rank_of(item.file)))
     for name in metadata.bytes_names:

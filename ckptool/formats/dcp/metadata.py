@@ -29,9 +29,10 @@ class TensorMetadata:
     chunks: tuple[Box, ...]
 
 
-Spot = tuple[str, tuple[int, ...] | None]
+MetadataIndex = tuple[str, tuple[int, ...] | None]
 """A name and a chunk's offset; the offset is None for a bytes item."""
-Plan = tuple[Spot, ...]
+SavePlan = tuple[MetadataIndex, ...]
+"""What one rank meant to save, in its own order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,11 @@ class DcpMetadata:
 
     tensors: dict[str, TensorMetadata]
     bytes_names: tuple[str, ...]
-    items: dict[Spot, Container]
+    items: dict[MetadataIndex, Container]
     paths: dict[str, Path]
     version: str | None
     named: dict[tuple[str, str], int]
-    plans: tuple[Plan, ...] | None = None
+    plans: tuple[SavePlan, ...] | None = None
     reformulated: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -158,29 +159,29 @@ class _Boxes(dict[tuple[tuple[int, ...], tuple[int, ...]], Box]):
         return self[self._sizes.of(fields["offsets"]), self._sizes.of(fields["sizes"])]
 
 
-def _items(storage_data: Any) -> Iterator[tuple[Spot, Container]]:
+def _items(storage_data: Any) -> Iterator[tuple[MetadataIndex, Container]]:
     known = _Sizes()
-    for index, info in storage_data.items():
-        spot, where = _spot(index, known), info.fields
+    for record, info in storage_data.items():
+        where = info.fields
         transforms = where.get("transform_descriptors") or ()
         file, start, length = where["relative_path"], where["offset"], where["length"]
         if not isinstance(file, str):
             raise Damaged("a relative_path that is no text")
         steps = tuple(map(_text, transforms)) if transforms else ()
-        yield spot, Container(file, natural(start), natural(length), steps)
+        yield _index(record, known), Container(file, natural(start), natural(length), steps)
 
 
-def _spot(index: Call, known: _Sizes) -> Spot:
-    offset = index.fields.get("offset")
-    return _text(index.fields["fqn"]), None if offset is None else known.of(offset)
+def _index(record: Call, known: _Sizes) -> MetadataIndex:
+    offset = record.fields.get("offset")
+    return _text(record.fields["fqn"]), None if offset is None else known.of(offset)
 
 
-def _plans(value: Any) -> tuple[Plan, ...] | None:
+def _plans(value: Any) -> tuple[SavePlan, ...] | None:
     if not isinstance(value, list):
         return None
     known = _Sizes()
     return tuple(
-        tuple(_spot(item.fields["index"], known) for item in plan.fields.get("items") or ())
+        tuple(_index(item.fields["index"], known) for item in plan.fields.get("items") or ())
         for plan in value
     )
 

@@ -22,7 +22,7 @@ from ckptool.formats.dcp.metadata_write import (
     WrittenValue,
     metadata_pickle,
 )
-from ckptool.formats.writing import Cutter, companion_files, tied_notes
+from ckptool.formats.writing import WriterAssignment, companion_files, tied_notes
 from ckptool.serialization.archive.write import offset_parts, torch_archive
 from ckptool.serialization.pickle.write import TensorRef
 from ckptool.serialization.state_dict.values import NUMPY, UNREAD_TENSOR, Foreign
@@ -108,10 +108,10 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     ]
     names = {name for entry in catalog.objects.values() for name in known.of(entry.value)}
     foreign = sorted(names - {UNREAD_TENSOR, NUMPY})
-    cutter = Cutter(request)
+    assignment = WriterAssignment(request)
     tensors = []
     for entry in catalog.tensors.values():
-        chunks = [file_of(rank).add_chunk(entry, box) for box, rank in cutter.boxes(entry).items()]
+        chunks = [file_of(rank).add_chunk(entry, box) for box, rank in assignment.boxes(entry).items()]
         tensors.append(WrittenTensor(entry, chunks))
     layouts = companion_files(catalog)
     layouts += [

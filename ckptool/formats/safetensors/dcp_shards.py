@@ -23,7 +23,7 @@ from ckptool.formats.base import EXTRA, Format, Request, ScanOptions
 from ckptool.formats.companions import companions
 from ckptool.formats.safetensors import extras, split_by_support, with_extra
 from ckptool.formats.safetensors.huggingface import FORMAT as HF
-from ckptool.formats.writing import Cutter, companion_files, extra_file, tied_notes
+from ckptool.formats.writing import WriterAssignment, companion_files, extra_file, tied_notes
 from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors, read_safetensors
 from ckptool.serialization.source import Source, expect_heads, read_metadata, require_rank
 
@@ -225,11 +225,11 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     others += [entry for entry in fitting if entry.dtype.safetensors in _UNREAD_BY_TORCH]
     fitting = [entry for entry in fitting if entry.dtype.safetensors not in _UNREAD_BY_TORCH]
     objects, notes = extras(catalog, others, _EXTRA)
-    cutter = Cutter(request)
+    assignment = WriterAssignment(request)
     by_file: dict[tuple[int, int], list[OutgoingSlice]] = defaultdict(list)
     for entry in fitting:
         written: dict[int, int] = defaultdict(int)
-        for box, rank in cutter.boxes(entry).items():
+        for box, rank in assignment.boxes(entry).items():
             if entry.elements and not box.volume:
                 continue
             item = OutgoingSlice(entry.name, entry.name, entry.dtype, box)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.state_category import state_category
 from ckptool.errors import Undetermined
-from ckptool.formats.dcp import Plan
+from ckptool.formats.dcp import SavePlan
 from ckptool.formats.megatron.arguments import arguments_among
 from ckptool.formats.megatron.optimizer.buckets import Group, bucket_state, buckets_among, is_bucket
 from ckptool.formats.megatron.optimizer.gathered import (
@@ -28,7 +28,7 @@ _GATHERED = re.compile(
 _BY_BUCKET = "the optimizer's state is kept by bucket, for its parameters are not known"
 
 
-def with_named_state(source: Source, catalog: Catalog, plans: list[Plan]) -> Catalog:
+def with_named_state(source: Source, catalog: Catalog, plans: list[SavePlan]) -> Catalog:
     """Return the catalog with ``fp32.<name>``, ``exp_avg.<name>``, ... in the place of buckets.
 
     Where the parameters in them are not known for certain, the buckets stay, and a note says why.

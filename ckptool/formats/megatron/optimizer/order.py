@@ -25,7 +25,7 @@ from graphlib import CycleError, TopologicalSorter
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.views import join
 from ckptool.errors import Undetermined
-from ckptool.formats.dcp import Plan
+from ckptool.formats.dcp import SavePlan
 from ckptool.formats.megatron.names import is_buffer
 
 _EXPERTS = "mlp.experts.experts."
@@ -102,7 +102,7 @@ def outer_order(keys: Iterable[str]) -> tuple[list[str], list[str], list[str]]:
 
 
 def layer_order(
-    inner: Sequence[str], plans: Sequence[Plan], implementation: str | None
+    inner: Sequence[str], plans: Sequence[SavePlan], implementation: str | None
 ) -> list[str]:
     """The order of a layer's keys, from the plans, and Megatron's own where they leave it open.
 
@@ -123,7 +123,7 @@ def layer_order(
 
 
 def _prediction_order(
-    inner: Sequence[str], plans: Sequence[Plan], implementation: str | None
+    inner: Sequence[str], plans: Sequence[SavePlan], implementation: str | None
 ) -> list[str]:
     """``MultiTokenPredictionLayer``: norms, projection, the transformer layer, the last norm."""
     nested = [key.removeprefix(_NESTED) for key in inner if key.startswith(_NESTED)]
@@ -136,7 +136,7 @@ def _prediction_order(
     return order
 
 
-def _precedences(inner: set[str], plans: Sequence[Plan]) -> dict[str, set[str]]:
+def _precedences(inner: set[str], plans: Sequence[SavePlan]) -> dict[str, set[str]]:
     """For each key, those that come before it in the layer in which a plan meets both first."""
     before: dict[str, set[str]] = {key: set() for key in inner}
     for plan in plans:

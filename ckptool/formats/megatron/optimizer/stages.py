@@ -14,7 +14,7 @@ from itertools import groupby
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.sharding.tensor_parallel import Fit, RankCut, fit_rank
 from ckptool.errors import Undetermined
-from ckptool.formats.dcp import Plan
+from ckptool.formats.dcp import SavePlan
 from ckptool.formats.megatron.arguments import Arguments
 from ckptool.formats.megatron.names import is_expert
 from ckptool.formats.megatron.optimizer.buckets import Group
@@ -45,7 +45,7 @@ class Stages:
     """
 
     model: dict[str, TensorEntry]
-    plans: Sequence[Plan]
+    plans: Sequence[SavePlan]
     args: Arguments
     writers: Mapping[Group, frozenset[int]]
     fits: dict[LocalParameter, Fit]
