@@ -111,7 +111,8 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     assignment = WriterAssignment(request)
     tensors = []
     for entry in catalog.tensors.values():
-        chunks = [file_of(rank).add_chunk(entry, box) for box, rank in assignment.boxes(entry).items()]
+        boxes = assignment.boxes(entry)
+        chunks = [file_of(rank).add_chunk(entry, box) for box, rank in boxes.items()]
         tensors.append(WrittenTensor(entry, chunks))
     layouts = companion_files(catalog)
     layouts += [
