@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import Layout
@@ -168,6 +168,8 @@ class Format:
     - ``has_values`` is False where the files have no place for values that are no tensors.
     - ``is_model_folder`` says that what is written is a folder which a model is loaded from, with
       its config.json.
+    - ``config`` says whether a Hugging Face config.json must lie beside the tensors; where it is
+      there, it must fit them. None where such a file is of no meaning.
     """
 
     name: str
@@ -189,6 +191,7 @@ class Format:
     takes_world_size: bool = False
     has_values: bool = True
     is_model_folder: bool = False
+    config: Literal["required", "optional"] | None = None
 
     def matches(self, source: Source) -> bool:
         """Return whether a source is detected as this format."""

@@ -196,6 +196,7 @@ def find_rule(name: str, shape: tuple[int, ...], sizes: LlamaSizes, ranks: int) 
 
 _FILE = re.compile(r"consolidated\.([0-9]{2,9})\.pth")
 _PARAMS = "params.json"
+_QUERIES = "attention.wq.weight"
 
 
 def _files(source: Source) -> dict[int, str]:
@@ -240,6 +241,18 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         conflicts=found.conflicts | conflicts,
         companions=companions(source),
     )
+
+
+def _lost_ranks(source: Source, catalog: Catalog) -> list[Problem]:
+    """Return that the last ranks' files are gone, where rows of queries are missing."""
+    sizes = sizes_of(read_json_object(source, _PARAMS))
+    rows = sizes.heads * sizes.head_size if sizes.heads and sizes.head_size else None
+    for name, entry in catalog.tensors.items():
+        if rows and name.endswith(_QUERIES) and entry.shape and entry.shape[0] != rows:
+            message = f"{name}: {entry.shape[0]:,} rows, {_PARAMS} says {rows:,}:"
+            message += f" files of ranks are missing ({catalog.world_size} found)"
+            return [Problem(message, "rank-missing", tensor=name)]
+    return []
 
 
 def _info(sizes: LlamaSizes, world: int) -> dict[str, str]:
@@ -382,5 +395,6 @@ FORMAT = Format(
     _scan,
     reshard=lay_out,
     rules=lambda: RULES,
+    checks=_lost_ranks,
     takes_tp_rules=True,
 )

@@ -174,4 +174,5 @@ FORMAT = Format(
     convert=lay_out,
     files=(FileRule(r".*\.index\.json", FileRole.INDEX),),
     suffixes=(".pt", ".pth", ".bin", ".ckpt"),
+    config="optional",
 )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import Bits, bits, convert_to, load_torch, read_back
 
+import ckptool
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.source import ReadOptions
 from ckptool.commands.options.target import ReshardOptions
@@ -82,6 +83,15 @@ def params(key_value_heads: int = 2) -> dict[str, Any]:
 def values_of(folder: Path, out: Path) -> dict[str, Bits]:
     convert_to("safetensors", folder, out)
     return read_back("safetensors", out)
+
+
+def test_verify_notices_that_the_last_ranks_are_gone(out: Path) -> None:
+    parts = parts_of(model(), 2)
+    assert ckptool.verify(saved(parts, out / "whole", params())).ok
+    report = ckptool.verify(saved(parts[:1], out / "cut", params()))
+    lost = [finding for finding in report.findings if finding.code == "rank-missing"]
+    assert [finding.severity.value for finding in lost] == ["error"]
+    assert "4 rows, params.json says 8: files of ranks are missing (1 found)" in str(lost[0])
 
 
 @pytest.mark.parametrize("said", [params(), None], ids=["params.json", "no params.json"])

@@ -20,7 +20,6 @@ from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.checks.consistency import (
     catalog_problems,
     integrity_problems,
-    lost_shards,
     replica_problems,
     unnamed_latest,
     unwritten_ends,
@@ -105,12 +104,11 @@ class _Check:
         self._files.look_at_metadata(self._catalog)
         if self._catalog is not None:
             self._found += catalog_problems(self._catalog)
-            self._found += lost_shards(self._survey.source, self._catalog)
             self._found += lost_random_states(self._survey.source, self._catalog)
             if self._survey.format.checks is not None:
                 self._found += self._survey.format.checks(self._survey.source, self._catalog)
             self._found += optimizer_problems(self._catalog)
-            self._found += folder_problems(self._survey.source, self._catalog)
+            self._found += folder_problems(self._survey.source, self._survey.format, self._catalog)
             self._found += odd_values(self._catalog.objects.values())
 
     def content(self, started: Started, *, digest: bool) -> None:

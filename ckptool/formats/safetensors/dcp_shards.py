@@ -258,4 +258,5 @@ FORMAT = Format(
     convert=lay_out,
     reshard=lay_out,
     has_values=False,
+    config="optional",
 )

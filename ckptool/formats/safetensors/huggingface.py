@@ -230,4 +230,5 @@ FORMAT = Format(
     convert=lay_out,
     has_values=False,
     is_model_folder=True,
+    config="required",
 )

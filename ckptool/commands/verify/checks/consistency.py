@@ -2,8 +2,6 @@
 
 What contradicts itself in a catalog, and between the copies that ranks hold.
 
-Ranks whose files are lost though no file says how many there were.
-
 What says of a save which it is, and whether it was finished, where it should lie.
 
 Files that end in zeros as a crash leaves them: sized, and never written to their end.
@@ -27,7 +25,7 @@ from ckptool.commands.open import Survey
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem, flat_name
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.check.spans import Span, View
-from ckptool.errors import UNCODED, CkptoolError, Damaged, Problem
+from ckptool.errors import UNCODED, CkptoolError, Problem
 from ckptool.formats.writing import NOT_CARRIED, plain_objects
 from ckptool.serialization.source import Source, read_metadata, require
 from ckptool.storage.local import Files
@@ -77,36 +75,6 @@ def replica_problems(entries: Iterable[TensorEntry], source: Files) -> list[Prob
         except CkptoolError as error:
             problems += error.problems
     return problems
-
-
-_PARAMS = "params.json"
-_QUERIES = "attention.wq.weight"
-
-
-def lost_shards(source: Source, catalog: Catalog) -> list[Problem]:
-    """Meta's model-parallel files of which the last are gone: rows of queries are missing."""
-    wanted = _query_rows(source) if catalog.format == "llama" else None
-    for name, entry in catalog.tensors.items():
-        if wanted and name.endswith(_QUERIES) and entry.shape and entry.shape[0] != wanted:
-            message = f"{name}: {entry.shape[0]:,} rows, {_PARAMS} says {wanted:,}:"
-            message += f" files of ranks are missing ({catalog.world_size} found)"
-            return [Problem(message, "rank-missing", tensor=name)]
-    return []
-
-
-def _query_rows(source: Source) -> int | None:
-    """Heads times their size, as Llama's and Mistral's ``params.json`` say."""
-    try:
-        params = json.loads(read_metadata(source, _PARAMS)) if _PARAMS in source.files else None
-    except (ValueError, RecursionError, Damaged):
-        return None
-    sizes = params if isinstance(params, dict) else {}
-    dim, heads, size = (sizes.get(key) for key in ("dim", "n_heads", "head_dim"))
-    if type(heads) is not int or heads < 1:
-        return None
-    if type(size) is int:
-        return heads * size
-    return dim if type(dim) is int else None
 
 
 def unnamed_latest(asked: Location, found: Survey) -> list[Problem]:

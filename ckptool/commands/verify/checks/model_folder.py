@@ -9,15 +9,15 @@ from ckptool.commands.keymap.config_check import config_problems
 from ckptool.commands.keymap.model_record import read_beside
 from ckptool.core.catalog import Catalog
 from ckptool.errors import Problem, UsageError
+from ckptool.formats.base import Format
 from ckptool.storage.local import Files
 
 _ADAPTER = "adapter_config.json"
-_FOLDERS = ("hf", "dcp-safetensors", "torch-save")
 
 
-def folder_problems(source: Files, catalog: Catalog) -> list[Problem]:
-    """Whether the config.json of a model's folder is there, and describes the tensors."""
-    if catalog.format not in _FOLDERS:
+def folder_problems(source: Files, row: Format, catalog: Catalog) -> list[Problem]:
+    """Return that the config.json of a model's folder is missing, or does not fit the tensors."""
+    if row.config is None:
         return []
     if CONFIG in source.files:
         try:
@@ -26,7 +26,7 @@ def folder_problems(source: Files, catalog: Catalog) -> list[Problem]:
             return [Problem(str(error), "metadata-unreadable", file=CONFIG)]
     if _ADAPTER in source.files:
         return [Problem(_adapter_note(source), "base-model-missing", file=_ADAPTER)]
-    if catalog.format == "hf":
+    if row.config == "required":
         return [
             Problem(f"{CONFIG} not found: the model of these tensors is unknown", "config-missing")
         ]
