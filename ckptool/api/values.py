@@ -17,9 +17,9 @@ from ckptool.core.catalog import ObjectEntry
 from ckptool.core.layout import Literal
 from ckptool.errors import Unsupported
 from ckptool.serialization.archive.write import torch_archive
-from ckptool.serialization.pickle.numpy_records import holds_objects, is_generator, is_numpy
+from ckptool.serialization.pickle.globals import is_generator, is_numpy
 from ckptool.serialization.pickle.records import Call, Global, OrderedMapping
-from ckptool.serialization.state_dict.values import NUMPY, foreign_globals, type_name
+from ckptool.serialization.state_dict.values import NUMPY, foreign_globals, holds_objects, type_name
 
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 

@@ -1,22 +1,37 @@
-"""Which of the classes and functions that a pickle names could run code."""
+"""The classes and functions that pickles name: which run code, are numpy's, or hold plain data.
+
+Those of real checkpoints were seen in files by torch 2.1 to 2.13, torchao 0.18, accelerate,
+Lightning, torchtitan, verl, Megatron-core 0.12 to 0.20, nvidia-resiliency-ext, DeepSpeed 0.19 and
+ByteCheckpoint 0.0.2, or on torch's own ``weights_only`` list. None is ever imported or called.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 
-from ckptool.serialization.pickle.numpy_records import is_numpy
+from ckptool.core.dtype import BY_NAME
 from ckptool.serialization.pickle.records import Global
+
+
+def _expand(names_by_module: Mapping[str, str]) -> frozenset[Global]:
+    """Return each name of a module, where a table has them as one text."""
+    return frozenset(
+        Global(module, name) for module, names in names_by_module.items() for name in names.split()
+    )
+
 
 GETATTR = Global("builtins", "getattr")
 """Sound pickles name it, and call it with one pair of arguments; others can run code with it."""
 SHARDED_MODULE = "torch.distributed._shard.sharded_tensor.api"
+_BUILTINS = ("builtins", "__builtin__")
 _SAFE_BUILTINS = frozenset(
     "set frozenset complex bytearray range slice int float str bytes list dict tuple bool"
     " object xrange long unicode Ellipsis NotImplemented".split()
 )
 """Those of Python 3, and what protocol 2 calls ``range``, ``int`` and ``str``."""
-_CODE_MODULES = frozenset(
-    "IPython _ctypes _functools _operator _osx_support _pickle _posixsubprocess _socket"
+_CODE_PACKAGES = frozenset(
+    "IPython _ctypes _functools _io _operator _osx_support _pickle _posixsubprocess _socket"
     " _thread aiohttp asyncio atexit bdb cProfile cffi cgitb cloudpickle code codeop commands"
     " compileall concurrent ctypes curses dill distutils doctest ensurepip fabric fileinput"
     " ftplib functools gc getpass glob http idlelib imp importlib inspect lib2to3 linecache"
@@ -25,93 +40,213 @@ _CODE_MODULES = frozenset(
     " py_compile pydoc readline requests resource rlcompleter runpy sched setuptools sh shutil"
     " signal site smtplib socket sqlite3 ssl subprocess sys tarfile telnetlib tempfile"
     " threading timeit trace turtledemo types unittest urllib uuid venv webbrowser xmlrpc"
-    " zipfile zipimport".split()
+    " zipfile zipimport"
+    " numpy.f2py numpy.testing torch._classes torch._dynamo.guards torch._inductor torch._ops"
+    " torch.classes torch.distributed.checkpoint.format_utils"
+    " torch.distributed.checkpoint.state_dict_loader"
+    " torch.distributed.checkpoint.state_dict_saver torch.distributed.elastic"
+    " torch.distributed.launcher torch.distributed.rpc torch.distributed.run torch.hub torch.jit"
+    " torch.multiprocessing torch.ops torch.package torch.testing torch.utils.benchmark"
+    " torch.utils.bottleneck torch.utils.collect_env torch.utils.cpp_extension"
+    " torch.utils.data._utils torch.utils.data.datapipes torch.utils.model_zoo".split()
 )
-_CODE_GLOBALS = frozenset(
-    [
-        ("torch.hub", ""),
-        ("torch.ops", ""),
-        ("torch._ops", ""),
-        ("torch.classes", ""),
-        ("torch._classes", ""),
-        ("torch.multiprocessing", ""),
-        ("torch.utils.model_zoo", ""),
-        ("torch.utils.data._utils", ""),
-        ("torch.utils.data.datapipes", ""),
-        ("torch.distributed.checkpoint.state_dict_loader", ""),
-        ("torch.distributed.checkpoint.state_dict_saver", ""),
-        ("torch.distributed.checkpoint.format_utils", ""),
-        ("torch.utils.collect_env", ""),
-        ("torch.utils.benchmark", ""),
-        ("torch.utils.bottleneck", ""),
-        ("torch.testing", ""),
-        ("torch.distributed.elastic", ""),
-        ("torch.distributed.launcher", ""),
-        ("torch.distributed.run", ""),
-        ("torch.jit", ""),
-        ("torch.utils.cpp_extension", ""),
-        ("torch.package", ""),
-        ("torch.serialization", "load"),
-        ("torch", "load"),
-        ("torch.storage", "_load_from_bytes"),
-        ("torch.fx.graph_module", "reduce_graph_module"),
-        ("numpy.testing", ""),
-        ("numpy.f2py", ""),
-        ("numpy", "load"),
-        ("joblib", "load"),
-        ("torch._dynamo.guards", ""),
-        ("torch.distributed.rpc", ""),
-        ("torch._inductor", ""),
-        ("_io", ""),
-        ("io", "open"),
-        ("io", "FileIO"),
-        ("io", "open_code"),
-    ]
+"""Whatever these packages hold can run code, or touch the system, but for ``_INERT``."""
+_CODE_FUNCTIONS = _expand(
+    {
+        "io": "open FileIO open_code",
+        "joblib": "load",
+        "numpy": "load",
+        "torch": "load",
+        "torch.fx.graph_module": "reduce_graph_module",
+        "torch.serialization": "load",
+        "torch.storage": "_load_from_bytes",
+    }
 )
-
-
-_INERT = frozenset(
-    [
-        ("_io", "BytesIO"),
-        ("io", "BytesIO"),
-        ("signal", "Signals"),
-        ("types", "SimpleNamespace"),
-        ("functools", "partial"),
-        ("uuid", "UUID"),
-        ("uuid", "SafeUUID"),
-    ]
+_INERT = _expand(
+    {
+        "_io": "BytesIO",
+        "io": "BytesIO",
+        "signal": "Signals",
+        "types": "SimpleNamespace",
+        "functools": "partial",
+        "uuid": "UUID SafeUUID",
+    }
 )
 """Plain holders of data whose modules also hold what runs code.
 
 Of Megatron-core's safe globals, and of the hyperparameters that Lightning saves. What a partial
 would call is a global too, and judged by itself.
 """
-
 _DOTTED = frozenset([Global(SHARDED_MODULE, "ShardedTensor.ProcessGroupState")])
 """Names with a dot that checkpoints really hold; any other walks from a class to what it hides."""
 
 
 def can_run_code(item: Global) -> bool:
-    """Whether calling this global could run code or touch the system."""
-    if item.module in ("builtins", "__builtin__", "__builtins__"):
+    """Return whether calling this global could run code or touch the system."""
+    if item.module in (*_BUILTINS, "__builtins__"):
         return item.name not in _SAFE_BUILTINS and item.name != "getattr"
     if is_numpy(item):
         return False
     if ("." in item.name and item not in _DOTTED) or item.name.startswith("__"):
         return True
-    if (item.module, item.name) in _INERT:
-        return False
-    return (item.module, item.name) in _CODE_GLOBALS or _is_code(item.module)
+    return item not in _INERT and (item in _CODE_FUNCTIONS or _is_code(item.module))
 
 
 @lru_cache(maxsize=4096)
 def _is_code(module: str) -> bool:
-    """Whether all that a module holds could run code. Hostile pickles name one a million times."""
+    """Return whether all of a module could run code. Hostile pickles name one a million times."""
     steps = module.split(".")
-    outer = (".".join(steps[:count]) for count in range(1, len(steps) + 1))
-    return steps[0] in _CODE_MODULES or any((one, "") in _CODE_GLOBALS for one in outer)
+    return any(".".join(steps[: end + 1]) in _CODE_PACKAGES for end in range(len(steps)))
 
 
 def is_name(text: str) -> bool:
-    """Whether a text can be the dotted name of a module, class or function."""
+    """Return whether a text can be the dotted name of a module, class or function."""
     return len(text) < 1000 and all(step.isidentifier() for step in text.split("."))
+
+
+_SCALARS = (
+    "bool_ bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 intc uintc longlong ulonglong"
+    " float16 float32 float64 longdouble float128 complex64 complex128 clongdouble complex256"
+    " str_ bytes_ void datetime64 timedelta64"
+)
+"""The classes of numpy's scalars, which settings name as element types."""
+_NUMPY_DATA = _expand(
+    {
+        "numpy": f"ndarray dtype {_SCALARS}",
+        "numpy.core.multiarray": "_reconstruct scalar",
+        "numpy._core.multiarray": "_reconstruct scalar",
+        "numpy.core.numeric": "_frombuffer",
+        "numpy._core.numeric": "_frombuffer",
+    }
+)
+"""What makes arrays, by numpy 1.17 to 2.4, whose inner modules are ``numpy._core`` since 2.0."""
+_NUMPY_RANDOM = _expand(
+    {
+        "numpy.random": "__RandomState_ctor",
+        "numpy.random._pickle": "__generator_ctor __bit_generator_ctor __randomstate_ctor",
+        "numpy.random._mt19937": "MT19937",
+        "numpy.random._pcg64": "PCG64 PCG64DXSM",
+        "numpy.random._philox": "Philox",
+        "numpy.random._sfc64": "SFC64",
+        "numpy.random.bit_generator": "SeedSequence __pyx_unpickle_SeedSequence",
+        "numpy.random._bit_generator": "SeedSequence __pyx_unpickle_SeedSequence",
+    }
+)
+
+
+def is_numpy(item: Global) -> bool:
+    """Return whether a global makes, or is the type of, an array, a scalar or a random generator.
+
+    They are data, as long as no element is a Python object.
+    """
+    return item in _NUMPY_DATA or item in _NUMPY_RANDOM
+
+
+def is_generator(item: Global) -> bool:
+    """Return whether a global makes a random generator, or is a part of one."""
+    return item in _NUMPY_RANDOM
+
+
+_DTYPES = frozenset(BY_NAME) | frozenset(
+    ["qint8", "quint8", "qint32", "quint4x2", "quint2x4"]
+    + [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)]
+)
+"""Element types that can be a value; those of the second line are of no tensor that is read."""
+
+
+def is_dtype(item: Global) -> bool:
+    """Return whether a global is one of torch's element types."""
+    return item.module == "torch" and item.name in _DTYPES
+
+
+_KNOWN = _expand(
+    {
+        "argparse": "Namespace",
+        "collections": "OrderedDict Counter defaultdict deque",
+        "decimal": "Decimal",
+        "fractions": "Fraction",
+        "functools": "partial",
+        "random": "Random",
+        "typing": "Any",
+        "uuid": "UUID SafeUUID",
+        "omegaconf.dictconfig": "DictConfig",
+        "omegaconf.listconfig": "ListConfig",
+        "omegaconf.base": "ContainerMetadata Metadata",
+        "omegaconf.nodes": "AnyNode StringNode IntegerNode FloatNode BooleanNode BytesNode"
+        " PathNode EnumNode InterpolationResultNode",
+        "lightning.fabric.utilities.data": "AttributeDict",
+        "lightning_fabric.utilities.data": "AttributeDict",
+        "lightning.pytorch.utilities.parsing": "AttributeDict",
+        "pytorch_lightning.utilities.parsing": "AttributeDict",
+        "torch.nn.functional": "gelu relu silu softplus sigmoid tanh",
+        "torch._C._nn": "gelu silu",
+        "torch.nn.init": "normal_ zeros_ ones_ xavier_uniform_ xavier_normal_ kaiming_uniform_",
+        "megatron.core.activations": "squared_relu quick_gelu fast_gelu",
+        "megatron.core.utils": "init_method_normal scaled_init_method_normal",
+        "pathlib": "Path PosixPath PurePosixPath WindowsPath PureWindowsPath",
+        "pathlib._local": "PosixPath WindowsPath",
+        "datetime": "datetime date timedelta timezone",
+        "types": "SimpleNamespace",
+        "signal": "Signals",
+        "_io": "BytesIO",
+        "_codecs": "encode",
+        "copyreg": "_reconstructor",
+        "numpy.dtypes": "UInt32DType",
+        "torch": "Size device Tensor Generator per_tensor_affine per_channel_affine strided",
+        "torch._C": "Generator",
+        "torch._tensor": "_rebuild_from_type_v2",
+        "torch._utils": "_rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter"
+        " _rebuild_parameter_with_state _rebuild_qtensor _rebuild_sparse_tensor"
+        " _rebuild_sparse_csr_tensor _rebuild_nested_tensor _rebuild_meta_tensor_no_storage"
+        " _rebuild_wrapper_subclass _rebuild_device_tensor_from_numpy"
+        " _rebuild_device_tensor_from_cpu_tensor",
+        "torch.nested._internal.nested_tensor": "_rebuild_njt NestedTensor",
+        "torch.nn.parameter": "Parameter Buffer UninitializedParameter",
+        "torch.serialization": "_get_layout",
+        "torch.storage": "UntypedStorage TypedStorage",
+        "torch.fx.passes.shape_prop": "TensorMetadata",
+        "torch.distributed.remote_device": "_remote_device",
+        "megatron.core.enums": "ModelType",
+        "megatron.core.transformer.enums": "AttnBackend CudaGraphScope CudaGraphModule",
+        "megatron.core.rerun_state_machine": "RerunState RerunMode RerunDiagnostic",
+        "megatron.core.optimizer.optimizer_config": "OptimizerConfig",
+        "deepspeed.runtime.fp16.loss_scaler": "LossScaler DynamicLossScaler",
+        "deepspeed.runtime.zero.config": "ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment": "fragment_address",
+    }
+)
+_KNOWN_PACKAGES = tuple(
+    "torch.distributed.tensor. torch.distributed._tensor. torch.distributed.device_mesh."
+    " torch.distributed._mesh_layout. torch.distributed._shard. torch.distributed.checkpoint."
+    " megatron.core.dist_checkpointing. nvidia_resiliency_ext.checkpointing."
+    " bytecheckpoint.checkpointer.".split()
+)
+"""Their classes are records of shards and metadata."""
+_HARMLESS_PACKAGES = frozenset(
+    "__torch__ accelerate addict composer datasets deepspeed diffusers easydict enum fairseq"
+    " lightning lightning_fabric megatron ml_collections nemo numpy omegaconf peft"
+    " pytorch_lightning safetensors timm tokenizers torch torchao torchtitan torchtune"
+    " torchvision transformers transformer_engine trl verl yacs".split()
+)
+"""Packages whose classes are records of settings, modules and tensors, whatever one is called."""
+
+
+def is_known(item: Global) -> bool:
+    """Return whether real checkpoints name this global, so that naming it is nothing to report."""
+    if item.module in _BUILTINS:
+        return item.name in _SAFE_BUILTINS or item.name == "getattr"
+    if is_numpy(item) or is_dtype(item) or item in _KNOWN:
+        return True
+    if item.module == "torch" and item.name.endswith("Storage"):
+        return True
+    return _is_class(item) and f"{item.module}.".startswith(_KNOWN_PACKAGES)
+
+
+def is_harmless(item: Global) -> bool:
+    """Return whether a global is by its name a class of a package whose classes hold data."""
+    return item.module.partition(".")[0] in _HARMLESS_PACKAGES and _is_class(item)
+
+
+def _is_class(item: Global) -> bool:
+    """Return whether a name is spelt as that of a class, not of a function."""
+    return item.name.lstrip("_")[:1].isupper()

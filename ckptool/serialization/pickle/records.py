@@ -44,22 +44,22 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The dotted name of what would have been called."""
+        """Return the dotted name of what would have been called."""
         return str(self.function) if isinstance(self.function, Global) else "(computed)"
 
     @property
     def is_filled(self) -> bool:
-        """Whether anything may have been appended to the result, or stored into it."""
+        """Return whether anything may have been appended to the result, or stored into it."""
         return self._added is not None
 
     @property
     def items(self) -> list[Any]:
-        """What would have been appended; few calls have any."""
+        """Return what would have been appended; few calls have any."""
         return self._both[0]
 
     @property
     def entries(self) -> list[tuple[Any, Any]]:
-        """What would have been stored into the result."""
+        """Return what would have been stored into the result."""
         return self._both[1]
 
     @property
@@ -70,16 +70,19 @@ class Call:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The attributes BUILD would have set, of plain and of slotted classes."""
+        """Return the attributes BUILD would have set."""
         if type(self.state) is dict:
             return self.state
         if self._fields is None:
-            states = self.state if isinstance(self.state, tuple) else (self.state,)
-            dicts = [state for state in states if isinstance(state, dict)]
-            self._fields = (
-                dicts[0] if len(dicts) == 1 else {k: v for d in dicts for k, v in d.items()}
-            )
+            self._fields = state_fields(self.state)
         return self._fields
+
+
+def state_fields(state: Any) -> dict[str, Any]:
+    """Return the attributes that a state sets: a dict, or of slotted classes a tuple with two."""
+    states = state if isinstance(state, tuple) else (state,)
+    dicts = [part for part in states if isinstance(part, dict)]
+    return dicts[0] if len(dicts) == 1 else {k: v for part in dicts for k, v in part.items()}
 
 
 class Persistent:

@@ -26,11 +26,10 @@ from ckptool.serialization.archive.storage import (
 )
 from ckptool.serialization.pickle.load import require_harmless
 from ckptool.serialization.pickle.records import Call, Global
-from ckptool.serialization.pickle.unfolding import require_bounded
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.modules import is_tensor_record
 from ckptool.serialization.state_dict.tree import Walk, unique_names
-from ckptool.serialization.state_dict.values import globals_in
+from ckptool.serialization.state_dict.values import globals_in, require_bounded
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,34 +1,24 @@
-"""Non-tensor values of a checkpoint: which are plain, what to call them, which are equal.
-
-The classes and functions that real checkpoints name in their pickles.
-
-Seen in files by torch 2.1 to 2.13, torchao 0.18, accelerate, Lightning, torchtitan, verl,
-Megatron-core 0.12 to 0.20, nvidia-resiliency-ext, DeepSpeed 0.19 and ByteCheckpoint 0.0.2, or on
-torch's own ``weights_only`` list. None is ever imported or called.
-"""
+"""Non-tensor values of a checkpoint: their parts, their size, which are plain, what is equal."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ckptool.core.catalog import ObjectEntry
-from ckptool.core.dtype import BY_NAME
-from ckptool.errors import Problem
-from ckptool.serialization.pickle.numpy_records import class_name, holds_objects, is_numpy
-from ckptool.serialization.pickle.records import Call, Global, Persistent
+from ckptool.errors import Damaged, Problem
+from ckptool.serialization.pickle.globals import is_dtype, is_numpy
+from ckptool.serialization.pickle.records import Call, Global, Persistent, state_fields
 
 _PLAIN_CALLS = frozenset(["torch.Size", "torch.device", "torch.serialization._get_layout"])
-_DTYPES = frozenset(BY_NAME) | frozenset(
-    ["qint8", "quint8", "qint32", "quint4x2", "quint2x4"]
-    + [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)]
-)
-"""Element types that can be a value; those of the second line are of no tensor that is read."""
-
-
 UNREAD_TENSOR = "torch storage"
 """Stands among the foreign globals of a value that is not read, such as a tensor of some kinds."""
+NUMPY = "numpy data"
+"""Stands there for all of numpy's arrays, scalars and generators, which writers carry."""
+_SCALARS = frozenset([str, int, float, bool, complex, bytes, bytearray, type(None)])
+_ELEMENT_TYPE = re.compile(r"[<>=|]?[?biufcSUVmM]\d{0,9}")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -41,12 +31,91 @@ class Repeated:
         return f"<{self.outer} again>"
 
 
-NUMPY = "numpy data"
-"""Stands there for all of numpy's arrays, scalars and generators, which writers carry."""
+def inner_parts(value: Any) -> list[Any]:
+    """Return what a value refers to."""
+    if isinstance(value, Call):
+        parts = [value.args, value.state]
+        parts += [value.items, value.entries] if value.is_filled else []
+        return [*parts, value.function]
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    return list(value) if isinstance(value, list | tuple | set | frozenset) else []
 
 
-def _class_name(value: Any) -> str:
-    return str(value) if isinstance(value, Global) else "unknown"
+def _all_parts(value: Any, *, hidden: bool = False) -> Iterator[Any]:
+    """Yield a value and all that lies in it but scalars, each once.
+
+    With ``hidden`` also what persistent ids name, and the attributes of dicts.
+    """
+    stack, seen = [value], set()
+    while stack:
+        item = stack.pop()
+        if type(item) in _SCALARS or id(item) in seen:
+            continue
+        seen.add(id(item))
+        yield item
+        stack += inner_parts(item)
+        if hidden and isinstance(item, Persistent):
+            stack.append(item.value)
+        if hidden and isinstance(item, dict):
+            stack.append(getattr(item, "state", None))
+
+
+MOST_TIMES = 16
+MOST_PARTS = 1_000_000
+_COUNTED = 10**15
+"""Sizes are counted up to here: each doubling would make a number one bit longer."""
+
+
+class Expansion:
+    """Measures how large values of one checkpoint are once they are written out.
+
+    Each part is measured once, however often it is referred to; ``distinct`` counts these. The
+    values must outlive this object.
+    """
+
+    def __init__(self) -> None:
+        self.distinct = 0
+        self._sizes: dict[int, int] = {}
+
+    def parts(self, value: Any) -> int:
+        """Return how many parts a value has once written out, where countless at most ``_COUNTED``.
+
+        What holds itself counts once.
+        """
+        stack: list[tuple[Any, list[Any] | None]] = [(value, None)]
+        while stack:
+            item, inner = stack.pop()
+            if inner is not None:
+                size = self._sizes[id(item)] + sum(map(self._size, inner))
+                self._sizes[id(item)] = min(size, _COUNTED)
+            elif type(item) not in _SCALARS and id(item) not in self._sizes:
+                inner = inner_parts(item)
+                self.distinct += 1 + len(inner)
+                self._sizes[id(item)] = 1
+                if _SCALARS.issuperset(map(type, inner)):
+                    self._sizes[id(item)] += len(inner)
+                    continue
+                stack.append((item, inner))
+                stack += [(part, None) for part in inner]
+        return self._size(value)
+
+    def is_bounded(self, size: int) -> bool:
+        """Return whether a number of parts is in proportion to the distinct ones."""
+        return size <= MOST_PARTS + MOST_TIMES * self.distinct
+
+    def _size(self, item: Any) -> int:
+        return self._sizes.get(id(item), 1)
+
+
+def require_bounded(values: Iterable[Any], *, what: str) -> None:
+    """Raise Damaged where values refer to their parts so often that writing them has no end."""
+    expansion = Expansion()
+    size = min(sum(map(expansion.parts, values)), _COUNTED)
+    if not expansion.is_bounded(size):
+        message = f"{what}: {expansion.distinct:,} values refer to one another so often that they"
+        message += f" expand to {'more than ' if size == _COUNTED else ''}{size:,}"
+        raise Damaged(message, "pickle-bomb")
 
 
 class Foreign:
@@ -56,18 +125,18 @@ class Foreign:
         self._known: dict[int, set[str]] = {}
 
     def of(self, value: Any) -> set[str]:
-        """The value's foreign globals; the value must outlive this object."""
+        """Return the value's foreign globals; the value must outlive this object."""
         if id(value) not in self._known:
             self._known[id(value)] = foreign_globals(value)
         return self._known[id(value)]
 
 
 def foreign_globals(value: Any) -> set[str]:
-    """Names of the classes and functions in a value that are no plain data.
+    """Return the names of the classes and functions in a value that are no plain data.
 
     Plain is what ``torch.load(weights_only=True)`` rebuilds without further permission.
     """
-    return {name for item in _parts(value) if (name := _foreign_name(item)) is not None}
+    return {name for item in _all_parts(value) if (name := _foreign_name(item)) is not None}
 
 
 def _foreign_name(item: Any) -> str | None:
@@ -77,7 +146,7 @@ def _foreign_name(item: Any) -> str | None:
             return "numpy elements that are Python objects"
         return None if isinstance(item.function, Global) else item.name
     if isinstance(item, Global):
-        if _plain_global(item):
+        if _is_plain(item):
             return None
         return NUMPY if is_numpy(item) else str(item)
     if isinstance(item, Persistent | Repeated):
@@ -85,92 +154,81 @@ def _foreign_name(item: Any) -> str | None:
     return "frozenset" if isinstance(item, frozenset) else None
 
 
-def stray_notes(file: str, keys: Iterable[Any]) -> list[str]:
-    """Return a note on what lies in a file under keys that its format does not have, if any."""
-    names = ", ".join(repr(key)[:80] for key in keys)
-    return [f"not carried: {names} of {file}, unknown to its format"] if names else []
+def holds_objects(call: Call) -> bool:
+    """Return whether a call would make a numpy element type of Python objects, or an odd one."""
+    if call.name != "numpy.dtype":
+        return False
+    text = call.args[0] if call.args else None
+    return not (isinstance(text, str) and _ELEMENT_TYPE.fullmatch(text))
+
+
+def _is_plain(item: Global) -> bool:
+    return str(item) in _PLAIN_CALLS or is_dtype(item)
 
 
 def globals_in(value: Any) -> set[Global]:
     """Return every class and function that a value names, wherever in it."""
-    return {item for item in _parts(value, hidden=True) if isinstance(item, Global)}
+    return {item for item in _all_parts(value, hidden=True) if isinstance(item, Global)}
 
 
-def _parts(value: Any, *, hidden: bool = False) -> Iterator[Any]:
-    """Yield a value and all that lies in it, each once.
-
-    With ``hidden`` also what persistent ids name, and the attributes of dicts.
-    """
-    stack, seen = [value], set()
-    while stack:
-        item = stack.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        yield item
-        if isinstance(item, Call):
-            stack += [item.args, item.state]
-            stack += [item.items, item.entries] if item.is_filled else []
-            stack.append(item.function)
-        elif isinstance(item, dict):
-            stack += [*item.keys(), *item.values()]
-        elif isinstance(item, list | tuple | set | frozenset):
-            stack += list(item)
-        if hidden and isinstance(item, Persistent):
-            stack.append(item.value)
-        if hidden and isinstance(item, dict):
-            stack.append(getattr(item, "state", None))
-
-
-def is_dtype(item: Global) -> bool:
-    """Whether a global is one of torch's element types."""
-    return item.module == "torch" and item.name in _DTYPES
-
-
-def _plain_global(item: Global) -> bool:
-    return str(item) in _PLAIN_CALLS or is_dtype(item)
-
-
-def _of_subclass(record: Call) -> str:
-    """Of a DTensor, the class of its local tensor where that is a subclass too."""
-    state = record.args[3] if len(record.args) == 4 else None
-    parts = state if isinstance(state, tuple) else (state,)
-    found = (
-        part["_local_tensor"] for part in parts if isinstance(part, dict) if "_local_tensor" in part
-    )
-    local = next(found, None)
-    is_one = isinstance(local, Call) and local.name == record.name and len(local.args) > 1
-    return f" of {_class_name(local.args[1])}" if isinstance(local, Call) and is_one else ""
+_CALL_TYPES = {
+    "torch._utils._rebuild_qtensor": "quantized tensor",
+    "torch._utils._rebuild_sparse_tensor": "sparse tensor",
+}
+_NUMPY_TYPES = {
+    "_frombuffer": "numpy.ndarray",
+    "_reconstruct": "numpy.ndarray",
+    "scalar": "numpy scalar",
+    "__generator_ctor": "numpy.random.Generator",
+    "__bit_generator_ctor": "numpy.random.BitGenerator",
+    "__randomstate_ctor": "numpy.random.RandomState",
+    "__RandomState_ctor": "numpy.random.RandomState",
+}
 
 
 def type_name(value: Any) -> str:
-    """What a person calls the type: ``int``, ``torch.Size``, ``argparse.Namespace``."""
+    """Return what a person calls the type: ``int``, ``torch.Size``, ``argparse.Namespace``."""
     if isinstance(value, Call):
-        if value.name == "torch._utils._rebuild_qtensor":
-            return "quantized tensor"
-        if value.name == "torch._utils._rebuild_sparse_tensor":
-            return "sparse tensor"
-        if value.name.endswith("_rebuild_nested_tensor"):
-            return "nested tensor"
-        if value.name == "torch._tensor._rebuild_from_type_v2" and len(value.args) > 1:
-            return _class_name(value.args[1]) + _of_subclass(value)
-        numpy_name = class_name(value)
-        if numpy_name is not None:
-            return numpy_name
-        return value.name
+        return _call_type(value)
     if isinstance(value, Persistent):
         return UNREAD_TENSOR
     if isinstance(value, Repeated):
         return "reference"
     if isinstance(value, Global):
-        return "torch.dtype" if _plain_global(value) else "class or function"
+        return "torch.dtype" if _is_plain(value) else "class or function"
     return "NoneType" if value is None else type(value).__name__.replace("Mapping", "Dict")
 
 
-def same_value(one: Any, other: Any) -> bool:
-    """Whether two values read from pickles are equal, inert records included."""
+def _call_type(call: Call) -> str:
+    """Return what a person calls what a call would make."""
+    if call.name == "torch._tensor._rebuild_from_type_v2" and len(call.args) > 1:
+        return _class_name(call.args[1]) + _of_subclass(call)
+    if call.name.endswith("_rebuild_nested_tensor"):
+        return "nested tensor"
+    if isinstance(call.function, Global) and is_numpy(call.function):
+        name, cls = call.function.name, call.args[0] if call.args else None
+        if name == "_reconstruct" and isinstance(cls, Global):
+            return str(cls)
+        return _NUMPY_TYPES.get(name, call.name)
+    return _CALL_TYPES.get(call.name, call.name)
+
+
+def _class_name(value: Any) -> str:
+    return str(value) if isinstance(value, Global) else "unknown"
+
+
+def _of_subclass(record: Call) -> str:
+    """Return of a DTensor the class of its local tensor where that is a subclass too."""
+    local = state_fields(record.args[3]).get("_local_tensor") if len(record.args) == 4 else None
+    if isinstance(local, Call) and local.name == record.name and len(local.args) > 1:
+        return f" of {_class_name(local.args[1])}"
+    return ""
+
+
+def same_value(first: Any, second: Any) -> bool:
+    """Return whether two values read from pickles are equal, inert records included."""
     compared: set[tuple[int, int]] = set()
-    stack = [(one, other)]
+    stack = [(first, second)]
     while stack:
         a, b = stack.pop()
         if a is b or (id(a), id(b)) in compared:
@@ -185,127 +243,30 @@ def same_value(one: Any, other: Any) -> bool:
     return True
 
 
-def _pairs(one: Any, other: Any) -> list[tuple[Any, Any]] | None:
-    """What must be equal inside two values of one type; None where they differ themselves."""
-    if isinstance(one, Call):
+def _pairs(a: Any, b: Any) -> list[tuple[Any, Any]] | None:
+    """Return what must be equal inside two values of one type; None where they differ themselves.
+
+    NaN equals NaN.
+    """
+    if isinstance(a, Call):
         parts = ("function", "args", "state", "items", "entries")
-        return [(getattr(one, part), getattr(other, part)) for part in parts]
-    if isinstance(one, dict):
-        if one.keys() != other.keys():
-            return None
-        return [(value, other[key]) for key, value in one.items()]
-    if isinstance(one, list | tuple):
-        return list(zip(one, other, strict=True)) if len(one) == len(other) else None
-    if isinstance(one, float):
-        return [] if one == other or (one != one and other != other) else None
-    return [] if one == other else None
+        return [(getattr(a, part), getattr(b, part)) for part in parts]
+    if isinstance(a, dict):
+        return [(a[key], b[key]) for key in a] if a.keys() == b.keys() else None
+    if isinstance(a, list | tuple):
+        return list(zip(a, b, strict=True)) if len(a) == len(b) else None
+    is_equal = a == b or (isinstance(a, float) and a != a and b != b)
+    return [] if is_equal else None
 
 
-_PLAIN = {
-    "argparse": "Namespace",
-    "collections": "OrderedDict Counter defaultdict deque",
-    "decimal": "Decimal",
-    "fractions": "Fraction",
-    "functools": "partial",
-    "random": "Random",
-    "typing": "Any",
-    "uuid": "UUID SafeUUID",
-    "omegaconf.dictconfig": "DictConfig",
-    "omegaconf.listconfig": "ListConfig",
-    "omegaconf.base": "ContainerMetadata Metadata",
-    "omegaconf.nodes": "AnyNode StringNode IntegerNode FloatNode BooleanNode BytesNode PathNode"
-    " EnumNode InterpolationResultNode",
-    "lightning.fabric.utilities.data": "AttributeDict",
-    "lightning_fabric.utilities.data": "AttributeDict",
-    "lightning.pytorch.utilities.parsing": "AttributeDict",
-    "pytorch_lightning.utilities.parsing": "AttributeDict",
-    "torch.nn.functional": "gelu relu silu softplus sigmoid tanh",
-    "torch._C._nn": "gelu silu",
-    "torch.nn.init": "normal_ zeros_ ones_ xavier_uniform_ xavier_normal_ kaiming_uniform_",
-    "megatron.core.activations": "squared_relu quick_gelu fast_gelu",
-    "megatron.core.utils": "init_method_normal scaled_init_method_normal",
-    "pathlib": "Path PosixPath PurePosixPath WindowsPath PureWindowsPath",
-    "pathlib._local": "PosixPath WindowsPath",
-    "datetime": "datetime date timedelta timezone",
-    "types": "SimpleNamespace",
-    "signal": "Signals",
-    "_io": "BytesIO",
-    "_codecs": "encode",
-    "copyreg": "_reconstructor",
-    "numpy.dtypes": "UInt32DType",
-    "torch": "Size device Tensor Generator per_tensor_affine per_channel_affine strided",
-    "torch._C": "Generator",
-    "torch._tensor": "_rebuild_from_type_v2",
-    "torch._utils": "_rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter"
-    " _rebuild_parameter_with_state _rebuild_qtensor _rebuild_sparse_tensor"
-    " _rebuild_sparse_csr_tensor _rebuild_nested_tensor _rebuild_meta_tensor_no_storage"
-    " _rebuild_wrapper_subclass _rebuild_device_tensor_from_numpy"
-    " _rebuild_device_tensor_from_cpu_tensor",
-    "torch.nested._internal.nested_tensor": "_rebuild_njt NestedTensor",
-    "torch.nn.parameter": "Parameter Buffer UninitializedParameter",
-    "torch.serialization": "_get_layout",
-    "torch.storage": "UntypedStorage TypedStorage",
-    "torch.fx.passes.shape_prop": "TensorMetadata",
-    "torch.distributed.remote_device": "_remote_device",
-    "megatron.core.enums": "ModelType",
-    "megatron.core.transformer.enums": "AttnBackend CudaGraphScope CudaGraphModule",
-    "megatron.core.rerun_state_machine": "RerunState RerunMode RerunDiagnostic",
-    "megatron.core.optimizer.optimizer_config": "OptimizerConfig",
-    "deepspeed.runtime.fp16.loss_scaler": "LossScaler DynamicLossScaler",
-    "deepspeed.runtime.zero.config": "ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment": "fragment_address",
-}
-_KNOWN = frozenset(f"{module}.{name}" for module, names in _PLAIN.items() for name in names.split())
-_BUILTINS = frozenset(
-    "set frozenset complex bytearray range slice int float str bytes list dict tuple bool object"
-    " xrange long unicode Ellipsis NotImplemented getattr".split()
-)
-_KNOWN_PACKAGES = (
-    "torch.distributed.tensor",
-    "torch.distributed._tensor",
-    "torch.distributed.device_mesh",
-    "torch.distributed._mesh_layout",
-    "torch.distributed._shard",
-    "torch.distributed.checkpoint",
-    "megatron.core.dist_checkpointing",
-    "nvidia_resiliency_ext.checkpointing",
-    "bytecheckpoint.checkpointer",
-)
-_HARMLESS_PACKAGES = frozenset(
-    "__torch__ accelerate addict composer datasets deepspeed diffusers easydict enum fairseq"
-    " lightning lightning_fabric megatron ml_collections nemo numpy omegaconf peft"
-    " pytorch_lightning safetensors timm tokenizers torch torchao torchtitan torchtune"
-    " torchvision transformers transformer_engine trl verl yacs".split()
-)
-"""Packages whose classes are records of settings, modules and tensors, whatever one is called."""
-
-
-def is_known(item: Global) -> bool:
-    """Whether real checkpoints name this global, so that naming it is nothing to report."""
-    if item.module in ("builtins", "__builtin__"):
-        return item.name in _BUILTINS
-    if (
-        is_numpy(item)
-        or is_dtype(item)
-        or (item.module == "torch" and item.name.endswith("Storage"))
-    ):
-        return True
-    within = (item.module == top or item.module.startswith(f"{top}.") for top in _KNOWN_PACKAGES)
-    return str(item) in _KNOWN or (_is_class(item) and any(within))
-
-
-def is_harmless(item: Global) -> bool:
-    """Whether a global is by its name a class of a package whose classes hold data."""
-    return item.module.partition(".")[0] in _HARMLESS_PACKAGES and _is_class(item)
-
-
-def _is_class(item: Global) -> bool:
-    """Whether a name is spelt as that of a class, not of a function."""
-    return item.name.lstrip("_")[:1].isupper()
+def stray_notes(file: str, keys: Iterable[Any]) -> list[str]:
+    """Return a note on what lies in a file under keys that its format does not have, if any."""
+    names = ", ".join(repr(key)[:80] for key in keys)
+    return [f"not carried: {names} of {file}, unknown to its format"] if names else []
 
 
 def unread_notes(objects: Mapping[str, ObjectEntry]) -> list[str]:
-    """One note for each value that is not read, such as a sparse tensor or a dict in itself."""
+    """Return a note for each value that is not read: a sparse tensor, a dict in itself."""
     known = Foreign()
     return [
         Problem(_why_unread(entry), "tensor-unsupported", tensor=entry.name)

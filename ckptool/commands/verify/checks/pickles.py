@@ -10,11 +10,10 @@ from typing import Any
 
 from ckptool.core.catalog import ObjectEntry
 from ckptool.errors import Problem
-from ckptool.serialization.pickle.globals import can_run_code
+from ckptool.serialization.pickle.globals import can_run_code, is_harmless, is_known
 from ckptool.serialization.pickle.load import named_globals
 from ckptool.serialization.pickle.records import Call, Global
-from ckptool.serialization.pickle.unfolding import Unfolding, inner_parts
-from ckptool.serialization.state_dict.values import is_harmless, is_known
+from ckptool.serialization.state_dict.values import Expansion, inner_parts
 
 _SMALL = 4096
 
@@ -88,7 +87,7 @@ class _Walk:
     """One look at values, each part of them once, however often it is referred to."""
 
     def __init__(self) -> None:
-        self._unfolding = Unfolding()
+        self._expansion = Expansion()
         self._done: set[int] = set()
         self._open: set[int] = set()
         self._deepest = 0
@@ -97,11 +96,11 @@ class _Walk:
     def oddities(self, value: Any) -> Iterator[tuple[str, str]]:
         """The codes that a value deserves, and why."""
         self._deepest, self._endless, self._computed = 0, False, False
-        size = self._unfolding.parts(value)
+        size = self._expansion.parts(value)
         self._descend(value)
         if self._endless:
             yield "pickle-bomb", "a value that contains itself"
-        elif self._deepest > _DEEPEST or not self._unfolding.is_bounded(size):
+        elif self._deepest > _DEEPEST or not self._expansion.is_bounded(size):
             yield (
                 "pickle-bomb",
                 f"a value of {self._deepest:,} levels that unfolds to {size:,} parts",

@@ -6,7 +6,7 @@ import pytest
 
 from ckptool.errors import Damaged
 from ckptool.serialization.pickle.records import Call, Global
-from ckptool.serialization.pickle.unfolding import Unfolding, require_bounded
+from ckptool.serialization.state_dict.values import Expansion, require_bounded
 
 DOUBLINGS = 20_000
 """So many that the number of parts, written out, would have more digits than Python shows."""
@@ -14,10 +14,10 @@ DOUBLINGS = 20_000
 
 def doubled(times: int) -> Call:
     """A record that refers twice to one that refers twice to one, and so on."""
-    made = Call(Global("some", "Class"), ())
+    record = Call(Global("some", "Class"), ())
     for _ in range(times):
-        made = Call(Global("some", "Class"), (made, made))
-    return made
+        record = Call(Global("some", "Class"), (record, record))
+    return record
 
 
 def test_what_doubles_without_end_is_a_bomb_of_few_digits() -> None:
@@ -28,15 +28,15 @@ def test_what_doubles_without_end_is_a_bomb_of_few_digits() -> None:
 
 
 def test_sizes_stay_small_numbers() -> None:
-    unfolding, value = Unfolding(), doubled(DOUBLINGS)
-    size = unfolding.parts([value, value])
+    expansion, value = Expansion(), doubled(DOUBLINGS)
+    size = expansion.parts([value, value])
     assert size.bit_length() < 64
-    assert not unfolding.is_bounded(size)
+    assert not expansion.is_bounded(size)
 
 
 def test_few_doublings_are_counted_exactly_and_are_no_bomb() -> None:
     value: list[object] = [0]
     for _ in range(3):
         value = [value, value]
-    assert Unfolding().parts(value) == 1 + 2 + 4 + 8 + 8
+    assert Expansion().parts(value) == 1 + 2 + 4 + 8 + 8
     require_bounded([value], what="f.pt")
