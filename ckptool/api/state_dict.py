@@ -12,7 +12,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from ckptool.api.open import Checkpoint
-from ckptool.commands.selection import only_model
+from ckptool.commands.rewrite import only_model
 from ckptool.errors import CkptoolError, Unsupported, UsageError
 
 

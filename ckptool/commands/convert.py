@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from ckptool.commands.keymap.assets import with_assets
-from ckptool.commands.keymap.report import MapReport, decided_by
-from ckptool.commands.keymap.written_config import drop_quantization_config, with_true_config
+from ckptool.commands.keymap.assets import (
+    drop_quantization_config,
+    with_assets,
+    with_true_config,
+)
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.source import RewriteOptions, Selection
 from ckptool.commands.options.target import ConvertOptions
@@ -29,6 +32,9 @@ from ckptool.formats import FORMATS, targets
 from ckptool.formats.base import Format, Request
 from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
 from ckptool.storage.url import Location
+
+if TYPE_CHECKING:
+    from ckptool.commands.keymap.builtin import MapReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +85,22 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Prep
     writer = _writer(options.to, target)
     opened = open_checkpoint(source, options.read, whole=False)
     require_apart(opened, target)
-    found = rewrite(
+    rewritten = rewrite(
         opened, options.rewrite, locate=True, check=lambda kept: _require_some(opened.path, kept)
     )
-    catalog = found.catalog
+    catalog = rewritten.catalog
     request = Request(target.name, options.max_shard_size, options.single_rank)
     layout = writer.lay_out(catalog, request)
-    assets = options.rewrite.map.assets
-    layout = with_assets(layout, assets, found.map, catalog, model=writer.is_model_folder)
+    assets, selection = options.rewrite.map.assets, options.rewrite.selection
+    layout = with_assets(layout, assets, rewritten.map, catalog, model=writer.is_model_folder)
     if options.rewrite.dequantize:
         layout = drop_quantization_config(opened, catalog, layout)
-    chosen = options.rewrite.selection
     layout = with_true_config(
         opened,
         catalog,
         layout,
-        cast=bool(found.cast or found.dequantized),
-        partial=bool(chosen.select or chosen.drop),
+        cast=bool(rewritten.cast or rewritten.dequantized),
+        partial=bool(selection.select or selection.drop),
     )
     plan = Plan(catalog, layout)
     report = ConvertReport(
@@ -109,18 +114,19 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Prep
         read_bytes=plan.read_bytes,
         write_bytes=layout.nbytes,
         free_bytes=free_bytes(target.parent),
-        excluded=_excluded(found.whole, found.kept, options.rewrite.selection),
-        map=found.map,
-        cast=found.cast,
-        dequantized=found.dequantized,
+        excluded=_excluded(rewritten.whole, rewritten.kept, selection),
+        map=rewritten.map,
+        cast=rewritten.cast,
+        dequantized=rewritten.dequantized,
         notes=(
             *catalog.notes,
             *layout.notes,
-            *_quantised_notes(catalog, options.rewrite),
+            *_quantized_notes(catalog, options.rewrite),
             *target_notes(opened, target, layout, options.transfer),
         ),
     )
-    decided = (writer.name, options.max_shard_size, options.single_rank, decided_by(found.map))
+    moves = rewritten.map and rewritten.map.decided
+    decided = (writer.name, options.max_shard_size, options.single_rank, moves)
     return Prepared(Transfer(opened, plan, target, options.transfer, decided), report)
 
 
@@ -133,7 +139,7 @@ def _require_some(source: Location, kept: Catalog) -> None:
 
 
 def _require_readable(source: Location, kept: Catalog) -> None:
-    """Unsupported where there are only tensors of kinds that are not read, such as sparse ones."""
+    """Raise Unsupported where all tensors are of kinds that are not read, such as sparse ones."""
     foreign = Foreign()
     values = kept.objects.values()
     if kept.tensors or not all(UNREAD_TENSOR in foreign.of(entry.value) for entry in values):
@@ -155,23 +161,22 @@ def _writer(to: str, target: Location) -> Format:
     return FORMATS["hf" if to == "safetensors" and not is_file else to]
 
 
-def _quantised_notes(catalog: Catalog, options: RewriteOptions) -> list[str]:
-    """What a person should know of quantised tensors that are cast or made numbers of."""
-    notes = []
-    if options.casts is not None and options.casts.model is not None and quantised_names(catalog):
-        listed = ", ".join(f"{count} {kind}" for kind, count in kinds(catalog).items())
-        notes.append(f"--dtype does not change quantized tensors ({listed}); use --dequantize")
-    return notes
+def _quantized_notes(catalog: Catalog, options: RewriteOptions) -> list[str]:
+    """Note the quantised tensors that ``--dtype`` leaves as they are."""
+    if options.casts is None or options.casts.model is None or not quantised_names(catalog):
+        return []
+    listed = ", ".join(f"{count} {kind}" for kind, count in kinds(catalog).items())
+    return [f"--dtype does not change quantized tensors ({listed}); use --dequantize"]
 
 
 def _excluded(before: Catalog, after: Catalog, selection: Selection) -> tuple[str, ...]:
     """Return what the selection excludes, a line for tensors and one for values."""
-    asked = {
+    given = {
         "--select": selection.select,
         "--drop": selection.drop,
         "--model-only": selection.model_only,
     }
-    options = ", ".join(option for option, given in asked.items() if given)
+    options = ", ".join(option for option, value in given.items() if value)
     tensors = len(before.tensors) - len(after.tensors)
     values = len(before.objects) - len(after.objects)
     return tuple(

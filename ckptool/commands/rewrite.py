@@ -1,7 +1,4 @@
-"""A checkpoint as it is asked for: what is selected of it, under other names, as other numbers.
-
-Other numbers than those that are stored: quantised tensors as numbers, and casts.
-"""
+"""Rewrite a checkpoint's catalog as asked: select, dequantize, rename, map and cast its tensors."""
 
 from __future__ import annotations
 
@@ -9,18 +6,28 @@ import importlib.util
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from ckptool.commands.keymap.assets import mapped
-from ckptool.commands.keymap.report import MapReport
-from ckptool.commands.keymap.written_config import block_size
+from ckptool.commands.keymap.assets import block_size
 from ckptool.commands.open import Opened, require_readable
-from ckptool.commands.options.source import RewriteOptions, Selection
-from ckptool.commands.selection import selected
+from ckptool.commands.options.source import MapOptions, RewriteOptions, Selection
 from ckptool.core.casts import NO_CASTS, Casts, cast, needs_torch
 from ckptool.core.catalog import Catalog
 from ckptool.core.dtype import BY_NAME, DType
-from ckptool.core.quantization import dequantized, quantised_names
-from ckptool.errors import Unsupported
+from ckptool.core.quantization import DequantizeResult, dequantized, quantised_names
+from ckptool.core.rewrite import drop, rename, select, strip_prefix, strip_prefixes, substitution
+from ckptool.core.state_category import (
+    is_master,
+    masters_are_weights,
+    model_prefixes,
+    state_category_of_name,
+    weights,
+    with_every_part,
+)
+from ckptool.errors import Refusal, Unsupported, UsageError
+
+if TYPE_CHECKING:
+    from ckptool.commands.keymap.builtin import MapReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,58 +62,108 @@ def rewrite(
     not be.
     """
     casts = options.casts or NO_CASTS
-    found = select_tensors(opened, options.selection, casts.model, dequantize=options.dequantize)
-    require_readable(found.kept, opened.source, "what was selected")
-    check(found.kept)
-    catalog = found.kept
-    if locate or options.map.name is not None:
-        catalog = opened.located(catalog)
+    source = DequantizeResult(opened.catalog, {}, {})
+    if options.dequantize:
+        source = _dequantize(opened, casts.model)
+    kept = selected(source.catalog, options.selection)
+    counts = source.counts(kept)
+    require_readable(kept, opened.source, "what was selected")
+    check(kept)
+    catalog = opened.located(kept) if locate or options.map.name is not None else kept
     catalog, report = mapped(opened, catalog, options.map)
-    catalog, cast = with_casts(catalog, casts)
-    return RewriteResult(found.whole, found.kept, catalog, report, cast, found.dequantized)
+    catalog, cast_counts = _cast(catalog, casts)
+    return RewriteResult(source.catalog, kept, catalog, report, cast_counts, counts)
 
 
-@dataclass(frozen=True, slots=True)
-class SelectionResult:
-    """What is ``kept`` of the ``whole``, and how many tensors of each kind numbers are made of."""
+def _dequantize(opened: Opened, dtype: DType | None) -> DequantizeResult:
+    """Put numbers of ``dtype``, or bf16, in the place of a checkpoint's quantised tensors.
 
-    whole: Catalog
-    kept: Catalog
-    dequantized: dict[str, int]
-
-
-def select_tensors(
-    opened: Opened, selection: Selection, dtype: DType | None, *, dequantize: bool
-) -> SelectionResult:
-    """What is selected of a checkpoint, with numbers for its quantised tensors if wanted.
-
-    They are of ``dtype``, bf16 unless told. Raises Unsupported without torch, where no tensor is
-    quantised in a known way, and where scales do not fit a tensor that is kept.
+    Raises Unsupported without torch, and where no tensor is quantised in a known way.
     """
-    if not dequantize:
-        return SelectionResult(opened.catalog, selected(opened.catalog, selection), {})
     _require_torch("--dequantize")
-    names = quantised_names(opened.catalog)
-    inner = {name: entry for name, entry in opened.catalog.tensors.items() if name in names}
-    located = opened.located(opened.catalog.with_tensors(inner)).tensors
-    catalog = opened.catalog.with_tensors(opened.catalog.tensors | located)
-    made = dequantized(catalog, dtype or BY_NAME["bfloat16"], block_size(opened))
-    kept = selected(made.catalog, selection)
-    return SelectionResult(made.catalog, kept, made.counts(kept))
+    catalog = opened.catalog
+    names = quantised_names(catalog)
+    inner = {name: entry for name, entry in catalog.tensors.items() if name in names}
+    located = opened.located(catalog.with_tensors(inner)).tensors
+    catalog = catalog.with_tensors(catalog.tensors | located)
+    return dequantized(catalog, dtype or BY_NAME["bfloat16"], block_size(opened))
 
 
-def with_casts(catalog: Catalog, casts: Casts) -> tuple[Catalog, dict[str, int]]:
-    """The catalog with its casts and notes on them, and how many were cast from each type.
+def selected(catalog: Catalog, selection: Selection) -> Catalog:
+    """Return what is selected of a catalog, renamed as asked. UsageError where that makes no sense.
+
+    Every entry keeps the ``part`` that it had under its own name.
+    """
+    catalog = with_every_part(catalog)
+    if selection.select:
+        catalog = select(catalog, selection.select)
+    if selection.drop:
+        catalog = drop(catalog, selection.drop)
+    if selection.model_only:
+        catalog = only_model(catalog)
+    if selection.strip_prefix is not None:
+        catalog = strip_prefix(catalog, selection.strip_prefix)
+    for rule in selection.rename:
+        catalog = rename(catalog, substitution(rule))
+    return catalog
+
+
+def _may_be_of_model(name: str, why: str) -> bool:
+    """Return whether what cannot be read may be a tensor of the model."""
+    if not isinstance(why, Refusal):
+        return state_category_of_name(name, ()) == "model"
+    return why.may_be_tensor and (why.part or state_category_of_name(name, ())) == "model"
+
+
+def only_model(catalog: Catalog) -> Catalog:
+    """Return the model's tensors alone, under the names the model itself gives them."""
+    prefixes = model_prefixes(catalog)
+    names = weights(catalog)
+    masters = masters_are_weights(catalog)
+    conflicts = {
+        name: why
+        for name, why in catalog.conflicts.items()
+        if _may_be_of_model(name, why) or (masters and is_master(name))
+    }
+    if not names and not any(isinstance(why, Refusal) for why in conflicts.values()):
+        raise Unsupported("--model-only: no model tensors found")
+    model = replace(
+        catalog,
+        tensors={name: replace(catalog.tensors[name], part="model") for name in names},
+        objects={},
+        conflicts=conflicts,
+    )
+    return strip_prefixes(model, prefixes) if prefixes else model
+
+
+def mapped(
+    opened: Opened, catalog: Catalog, options: MapOptions
+) -> tuple[Catalog, MapReport | None]:
+    """Return the (located) catalog under the key map asked for, if any, and what it did.
+
+    Raises UsageError or Unsupported where that is not possible.
+    """
+    if options.name is None:
+        if options.dims or options.inverse is not None:
+            raise UsageError("--dim and --inverse require --map")
+        return catalog, None
+    from ckptool.commands.keymap.builtin import map_checkpoint
+
+    return map_checkpoint(opened, catalog, options)
+
+
+def _cast(catalog: Catalog, casts: Casts) -> tuple[Catalog, dict[str, int]]:
+    """Return the catalog with its casts and notes on them, and a count by stored type.
 
     Unsupported where a cast needs torch and it is not there.
     """
-    done = cast(catalog, casts)
-    for entry in done.changed:
-        wanted = done.catalog.tensors[entry.name].dtype
-        if needs_torch(entry.source_dtype, wanted):
-            _require_torch(f"--dtype {wanted} of {entry.source_dtype}")
-    noted = replace(done.catalog, notes=(*done.catalog.notes, *done.notes))
-    return noted, dict(Counter(entry.dtype.name for entry in done.changed))
+    result = cast(catalog, casts)
+    for entry in result.changed:
+        dtype = result.catalog.tensors[entry.name].dtype
+        if needs_torch(entry.source_dtype, dtype):
+            _require_torch(f"--dtype {dtype} of {entry.source_dtype}")
+    noted = replace(result.catalog, notes=(*result.catalog.notes, *result.notes))
+    return noted, dict(Counter(entry.dtype.name for entry in result.changed))
 
 
 def _require_torch(option: str) -> None:

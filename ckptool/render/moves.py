@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from ckptool.commands.keymap.report import MapReport
 from ckptool.core.state_category import STATE_CATEGORIES, state_category
 from ckptool.render.inspect.listing import Numbers, natural, split_numbers, with_numbers
 from ckptool.render.text import escaped
 
 if TYPE_CHECKING:
+    from ckptool.commands.keymap.builtin import MapReport
     from ckptool.core.keymap.apply import Move
 
 

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from conftest import convert_to, flat, load_dcp
 from safetensors import safe_open
 
-from ckptool.commands.keymap.architectures import names_of
+from ckptool.commands.keymap.hf_config import expected_names
 from ckptool.commands.options.source import MapOptions
 from ckptool.errors import Unsupported
 
@@ -192,7 +192,9 @@ def test_the_names_of_an_architecture_are_those_that_transformers_writes(
     folder = original(family, out / "original")
     config = json.loads((folder / "config.json").read_text())
     with safe_open(folder / "model.safetensors", "pt") as file:
-        assert names_of({"mlp_only_layers": [], "num_experts": 4} | config) == set(file.keys())
+        assert expected_names({"mlp_only_layers": [], "num_experts": 4} | config) == set(
+            file.keys()
+        )
 
 
 def without(*ends: str) -> Callable[[dict[str, Any]], dict[str, Any]]:

@@ -1,43 +1,47 @@
-"""A key map where one is asked for, and the files that go with a model: ``--hf-assets``, config."""
+"""The files that go with a model: those of ``--hf-assets``, and a config.json that must be true.
+
+A config.json is copied, or written from what the checkpoint records; it says the dtype of what is
+written and nothing of quantised weights that are dequantized, and is refused where it does not
+describe the tensors.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ckptool.commands.keymap.report import MapReport
+from ckptool.commands.keymap.config_check import (
+    DTYPE_KEYS,
+    Config,
+    config_problems,
+    main_dtype,
+    with_dtype,
+)
 from ckptool.commands.open import Opened
-from ckptool.commands.options.source import MapOptions
 from ckptool.commands.unlisted import require_listed, unlisted_problems
 from ckptool.core.catalog import Catalog
-from ckptool.core.layout import FileLayout, Layout, Literal, Verbatim
-from ckptool.errors import UsageError
+from ckptool.core.layout import FileLayout, Layout, Literal, Part, Verbatim
+from ckptool.core.quantization import kinds
+from ckptool.errors import Unsupported, UsageError
 from ckptool.storage.local import LocalSource
 
+if TYPE_CHECKING:
+    from ckptool.commands.keymap.builtin import MapReport
+
 CONFIG = "config.json"
-
-
-def mapped(
-    opened: Opened, catalog: Catalog, options: MapOptions
-) -> tuple[Catalog, MapReport | None]:
-    """The (located) catalog under the key map that is asked for, if any, and what was done.
-
-    Raises UsageError or Unsupported where that is not possible.
-    """
-    if options.name is None:
-        if options.dims or options.inverse is not None:
-            raise UsageError("--dim and --inverse require --map")
-        return catalog, None
-    from ckptool.commands.keymap.builtin import map_checkpoint
-
-    return map_checkpoint(opened, catalog, options)
+_LARGEST = 1 << 24
+_MOST_SHOWN = 6
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+_QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 
 
 def with_assets(
     layout: Layout, assets: Path | None, report: MapReport | None, catalog: Catalog, *, model: bool
 ) -> Layout:
-    """The layout with the files of ``assets``, which go before those of the same name.
+    """Add the files of ``assets`` to a layout, in the place of those of the same name.
 
     ``model`` says that the target is a model's folder: it gets a config.json from the map's report
     where it has none. UsageError where files are asked for and the target is a single file.
@@ -47,32 +51,28 @@ def with_assets(
     files = [] if assets is None else _asset_files(assets)
     names = {file.path for file in files}
     files += [file for file in layout.files if file.path not in names]
+    layout = replace(layout, files=tuple(files))
     if not model or report is None or any(file.path == CONFIG for file in files):
-        return replace(layout, files=tuple(files))
-    if report.config is None:
-        lacks = (
-            f"config.json not written: {report.config_lacks}; use --hf-assets FOLDER to copy one"
-        )
-        return replace(
-            layout, notes=(*layout.notes, lacks) if report.config_lacks else layout.notes
-        )
-    from ckptool.commands.keymap.hf_config import with_dtype
-
-    text = json.dumps(with_dtype(report.config, catalog), indent=2) + "\n"
-    made = FileLayout(CONFIG, (Literal(text.encode()),))
-    note = f"{CONFIG} written from the configuration recorded in the checkpoint"
-    return replace(layout, files=(made, *files), notes=(*layout.notes, note))
+        return layout
+    if report.config is not None:
+        note = f"{CONFIG} written from the configuration recorded in the checkpoint"
+        config = with_dtype(report.config, main_dtype(catalog))
+        return replace(layout, files=(_config_file(config), *files), notes=(*layout.notes, note))
+    if report.config_lacks:
+        note = f"{CONFIG} not written: {report.config_lacks}; use --hf-assets FOLDER to copy one"
+        return replace(layout, notes=(*layout.notes, note))
+    return layout
 
 
 def _asset_files(folder: Path) -> list[FileLayout]:
-    """The files of ``--hf-assets``, to be copied as they are."""
+    """Lay out the files of ``--hf-assets``, to be copied as they are."""
     root = folder.resolve()
-    _, found = assets_in(folder)
-    return [FileLayout(name, (Verbatim(str(root / name), size),)) for name, size in found.items()]
+    _, sizes = assets_in(folder)
+    return [FileLayout(name, (Verbatim(str(root / name), size),)) for name, size in sizes.items()]
 
 
 def assets_in(folder: Path) -> tuple[LocalSource, dict[str, int]]:
-    """A folder, and the sizes of config.json, tokenizer files and their like in it.
+    """Return a folder and the sizes of config.json, tokenizer files and their like in it.
 
     UsageError where it is no folder, or holds none of them.
     """
@@ -82,10 +82,121 @@ def assets_in(folder: Path) -> tuple[LocalSource, dict[str, int]]:
         raise UsageError(f"--hf-assets {folder}: no such folder")
     source = LocalSource.folder(folder)
     require_listed(unlisted_problems(source.unlisted))
-    found = companions(source)
-    if not found:
+    sizes = companions(source)
+    if not sizes:
         raise UsageError(
             f"--hf-assets {folder}: no config.json or tokenizer file among"
             f" {len(source.files):,} files"
         )
-    return source, found
+    return source, sizes
+
+
+def drop_quantization_config(opened: Opened, catalog: Catalog, layout: Layout) -> Layout:
+    """Drop from a layout what says that the weights are quantised.
+
+    All of it stays, with a note, where some still are in a way that cannot be dequantized.
+    """
+    left = kinds(catalog)
+    if left:
+        listed = ", ".join(f"{count} {kind}" for kind, count in left.items())
+        note = f"still quantized (not supported by --dequantize): {listed}"
+        return replace(layout, notes=(*layout.notes, note))
+    kept = tuple(file for file in layout.files if file.path not in _QUANTIZATION_FILES)
+    files = tuple(_unquantized(opened, file) if file.path == CONFIG else file for file in kept)
+    if files == kept:
+        return replace(layout, files=files)
+    note = f"{CONFIG}: quantization_config removed"
+    return replace(layout, files=files, notes=(*layout.notes, note))
+
+
+def _unquantized(opened: Opened, file: FileLayout) -> FileLayout:
+    """Drop from a config.json, and the models it is made of, their quantization."""
+    config = _content(opened, file.parts[0])
+    keys = [(part, key) for part in _models(config) for key in _QUANTIZATION_KEYS if key in part]
+    for part, key in keys:
+        del part[key]
+    return _config_file(config) if keys else file
+
+
+def with_true_config(
+    opened: Opened, catalog: Catalog, layout: Layout, *, cast: bool, partial: bool
+) -> Layout:
+    """Make the config.json of a layout (if any) describe the tensors.
+
+    Where tensors were ``cast`` it says their new type. Unsupported where it says something else
+    than the tensors; of a ``partial`` checkpoint that is only noted.
+    """
+    file = next((file for file in layout.files if file.path == CONFIG), None)
+    config: Config = _content(opened, file.parts[0]) if file and file.parts else {}
+    if not config:
+        return layout
+    if cast:
+        layout, config = _with_main_dtype(catalog, layout, config)
+    problems = config_problems(config, catalog)
+    if not problems:
+        return layout
+    if partial:
+        return replace(layout, notes=(*layout.notes, *map(str, problems)))
+    types = [str(config[key]) for key in DTYPE_KEYS if config.get(key)]
+    only_type = all(problem.tensor is None and "most elements" in problem for problem in problems)
+    raise Unsupported(
+        "config.json does not match the tensors:\n  " + "\n  ".join(problems[:_MOST_SHOWN]),
+        hint=f"--dtype {types[0].removeprefix('torch.')} casts the weights to match"
+        if only_type and types
+        else "use --hf-assets FOLDER to copy the config.json of this model",
+    )
+
+
+def _with_main_dtype(catalog: Catalog, layout: Layout, config: Config) -> tuple[Layout, Config]:
+    """Set the dtype of a layout's config.json, where it says one, to that of most elements."""
+    main = main_dtype(catalog)
+    types = {str(config[key]).removeprefix("torch.") for key in DTYPE_KEYS if config.get(key)}
+    if main is None or not types or types == {main}:
+        return layout, config
+    config = with_dtype(config, main)
+    made = _config_file(config)
+    files = tuple(made if file.path == CONFIG else file for file in layout.files)
+    note = f"{CONFIG}: dtype set to {main}, as written"
+    return replace(layout, files=files, notes=(*layout.notes, note)), config
+
+
+def block_size(opened: Opened) -> tuple[int, int] | None:
+    """Return the size of an FP8 block as the model's config.json says it (DeepSeek-V3)."""
+    companions = opened.catalog.companions
+    name = next((name for name in companions if name.rpartition("/")[2] == CONFIG), None)
+    config = {} if name is None else _content(opened, Verbatim(name, companions[name]))
+    for part in _models(config):
+        try:
+            rows, columns = map(int, part["quantization_config"]["weight_block_size"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        if rows > 0 and columns > 0:
+            return rows, columns
+    return None
+
+
+def _content(opened: Opened, part: Part) -> dict[str, Any]:
+    """Read the JSON object of a file of the source, or of ``--hf-assets``; {} where it is none."""
+    if not isinstance(part, Verbatim | Literal) or part.nbytes > _LARGEST:
+        return {}
+    try:
+        if isinstance(part, Literal):
+            content = json.loads(part.data)
+        elif Path(part.file).is_absolute():
+            content = json.loads(Path(part.file).read_bytes())
+        else:
+            content = json.loads(opened.source.read(part.file, 0, part.nbytes))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _config_file(config: Config) -> FileLayout:
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    return FileLayout(CONFIG, (Literal(text.encode()),))
+
+
+def _models(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a config and those of the models it is made of, such as ``text_config``."""
+    yield config
+    yield from (value for value in config.values() if isinstance(value, dict))

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from ckptool.commands.keymap.hf_config import recorded_config
 from ckptool.commands.keymap.model_record import Record, facts, records
-from ckptool.commands.keymap.report import MapReport
 from ckptool.commands.open import Opened, text_of
 from ckptool.commands.options.source import MapOptions
 from ckptool.core.catalog import Catalog
-from ckptool.core.keymap.apply import Mapped, apply_map, listed
-from ckptool.core.keymap.match import Facts, Matcher, fits, framed, kinds_of
+from ckptool.core.keymap.apply import Move, apply_map, listed
+from ckptool.core.keymap.match import Facts, Framed, Matcher, fits, framed, kinds_of
 from ckptool.core.keymap.model import KeyMap, UnknownSizes
 from ckptool.core.keymap.parse import parse_map
 from ckptool.errors import UsageError
@@ -25,43 +25,69 @@ AUTO = "auto"
 HUGGING_FACE = "Hugging Face"
 
 
+@dataclass(frozen=True, slots=True)
+class MapReport:
+    """The map that was applied, why this one, and every tensor that it makes.
+
+    ``config`` is the model's configuration as config.json has it, None where the target is not
+    Hugging Face's or the checkpoint does not record enough: ``config_lacks`` says what.
+    """
+
+    name: str
+    source: str
+    target: str
+    reason: str
+    moves: tuple[Move, ...]
+    excluded: tuple[str, ...]
+    config: dict[str, Any] | None = None
+    config_lacks: str = ""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know of it."""
+        applied = f"map {self.name}, {self.source} to {self.target}: {self.reason}"
+        left = (f"excluded by the map: {', '.join(self.excluded)}",) if self.excluded else ()
+        return (applied, *left)
+
+    @property
+    def decided(self) -> object:
+        """What the map decides of the output, beyond names and places."""
+        return [
+            (move.sources, move.target, move.entry.shape, move.operation) for move in self.moves
+        ]
+
+
 @cache
 def builtin_maps() -> dict[str, KeyMap]:
-    """The maps that come with ckptool, by name."""
-    found = {}
-    for file in sorted(resources.files("ckptool").joinpath("maps").iterdir(), key=str):
-        if file.name.endswith(".toml"):
-            read = parse_map(tomllib.loads(file.read_text("utf-8")), file.name)
-            found[read.name] = read
-    return found
+    """Return the maps that come with ckptool, by name."""
+    files = sorted(resources.files("ckptool").joinpath("maps").iterdir(), key=str)
+    texts = {file.name: file.read_text("utf-8") for file in files if file.name.endswith(".toml")}
+    maps = [parse_map(tomllib.loads(text), name) for name, text in texts.items()]
+    return {key_map.name: key_map for key_map in maps}
 
 
 def map_text(name: str) -> str:
-    """The TOML of a built-in map; UsageError where there is none of that name."""
+    """Return the TOML of a built-in map; UsageError where there is none of that name."""
     if name not in builtin_maps():
         raise UsageError(f"{name!r}: unknown map", hint=_nearest(name) or _known_maps())
     return resources.files("ckptool").joinpath("maps", f"{name}.toml").read_text("utf-8")
 
 
 def load_map(name: str) -> KeyMap:
-    """The built-in map of that name, or that of a TOML file; UsageError where it is neither."""
+    """Return the built-in map of a name, or that of a TOML file; UsageError where it is neither."""
     path = Path(name)
-    if name in builtin_maps() or (path.suffix != ".toml" and not path.is_file()):
-        _require_known(name)
+    if name in builtin_maps():
         return builtin_maps()[name]
+    if path.suffix != ".toml" and not path.is_file():
+        raise UsageError(
+            f"--map {name!r}: not a built-in map or a file",
+            hint=_nearest(name) or f"{AUTO}, {_known_maps()}, or a TOML file",
+        )
     try:
         content = tomllib.loads(text_of(path, "--map"))
     except ValueError as error:
         raise UsageError(f"--map {name}: {error}") from None
     return parse_map(content, name)
-
-
-def _require_known(name: str) -> None:
-    if name not in builtin_maps():
-        raise UsageError(
-            f"--map {name!r}: not a built-in map or a file",
-            hint=_nearest(name) or f"{AUTO}, {_known_maps()}, or a TOML file",
-        )
 
 
 def _known_maps() -> str:
@@ -78,46 +104,41 @@ def _nearest(name: str) -> str | None:
 def map_checkpoint(
     opened: Opened, catalog: Catalog, options: MapOptions
 ) -> tuple[Catalog, MapReport]:
-    """The (located) catalog under the map that is asked for, and what was done.
+    """Return the (located) catalog under the map that is asked for, and what was done.
 
     Raises UsageError or Unsupported as ``apply_map``, and where no map or several would do.
     """
     known = records(opened.source, opened.catalog, options.assets)
-    chosen = (
+    key_map, reason = (
         _detect_map(catalog, known, options)
         if options.name == AUTO
         else _requested_map(catalog, options)
     )
-    key_map, reason = chosen
     types = _model_types(known)
     if types and not _is_for(key_map, types):
         reason += f", but the model_type in config.json is {', '.join(types)}"
     try:
-        done = apply_map(catalog, key_map, facts(key_map, known, options.dims))
+        mapped = apply_map(catalog, key_map, facts(key_map, known, options.dims))
     except UnknownSizes as error:
         raise _unknown_sizes(error, key_map) from None
     config, lacks = (None, "")
     if key_map.target == HUGGING_FACE:
-        config, lacks = recorded_config(known, done.catalog)
+        config, lacks = recorded_config(known, mapped.catalog)
     report = MapReport(
         key_map.name,
         key_map.source,
         key_map.target,
         reason,
-        done.moves,
-        done.excluded,
+        mapped.moves,
+        mapped.excluded,
         config,
         lacks,
     )
-    return _noted(done, report), report
-
-
-def _noted(done: Mapped, report: MapReport) -> Catalog:
-    return replace(done.catalog, notes=(*done.catalog.notes, *report.notes))
+    return replace(mapped.catalog, notes=(*mapped.catalog.notes, *report.notes)), report
 
 
 def _unknown_sizes(error: UnknownSizes, key_map: KeyMap) -> UsageError:
-    """The error that names the dims that can be looked up or given."""
+    """Return the error that names the dims that can be looked up or given."""
     keys = {n: _keys(key_map.sizes.get(n, ())) for n in error.names}
     names = [name for name in error.names if keys[name]] or list(error.names)
     written = ", ".join(keys[name][0] for name in names if keys[name])
@@ -131,42 +152,45 @@ def _unknown_sizes(error: UnknownSizes, key_map: KeyMap) -> UsageError:
 
 
 def _keys(lookups: Sequence[str | int]) -> list[str]:
-    """The keys of config.json among what tells a dim's size: no expressions."""
+    """Return the keys of config.json among a dim's lookups, without expressions."""
     return [look for look in lookups if isinstance(look, str) and " " not in look]
 
 
-# Which map, and which way
-
-
 def _requested_map(catalog: Catalog, options: MapOptions) -> tuple[KeyMap, str]:
+    """Return the map of ``--map``, turned as asked or as most names match, and the reason."""
     forward = load_map(options.name or "")
     if options.inverse is not None:
         return (forward.inverse if options.inverse else forward), "as asked"
-    taken = [_count_matches(catalog, one) for one in (forward, forward.inverse)]
-    if taken[0] == taken[1] and taken[0]:
+    matches, inverse_matches = (_count_matches(catalog, way) for way in (forward, forward.inverse))
+    if matches == inverse_matches and matches:
         raise UsageError(
             f"--map {options.name}: names match both sides of the map",
             hint="use --inverse to apply it from `to` to `from`, --no-inverse from `from` to `to`",
         )
-    if taken[1] > taken[0]:
+    if inverse_matches > matches:
         return forward.inverse, "applied in reverse: the names match its `to` side"
     return forward, "as asked"
 
 
 def _count_matches(catalog: Catalog, key_map: KeyMap) -> int:
-    """How many of the model's tensors the map's rules take."""
+    """Count the model's tensors that the map's rules take."""
+    frames, _ = _match(catalog, key_map)
+    return sum(len(names) for frame, names in frames.items() if frame.part == "model")
+
+
+def _match(catalog: Catalog, key_map: KeyMap) -> tuple[Framed, list[str]]:
+    """Return the names that the map's rules take, by frame, and the model's that none takes."""
     matcher = Matcher(key_map, Facts().of(catalog, key_map), "model")
-    found, _ = framed(catalog, matcher.knows, matcher.knows)
-    return sum(len(names) for frame, names in found.items() if frame.part == "model")
+    return framed(catalog, matcher.knows, matcher.knows)
 
 
 def _detect_map(catalog: Catalog, known: list[Record], options: MapOptions) -> tuple[KeyMap, str]:
-    """The one built-in map that takes every tensor of the model."""
+    """Return the one built-in map that takes every tensor of the model, and the reason."""
     kinds = kinds_of(catalog)
     candidates = [
         way
-        for one in builtin_maps().values()
-        for inverse, way in ((False, one), (True, one.inverse))
+        for key_map in builtin_maps().values()
+        for inverse, way in ((False, key_map), (True, key_map.inverse))
         if options.inverse in (None, inverse) and fits(catalog, kinds, way, facts(way, known, {}))
     ]
     if not candidates:
@@ -174,20 +198,21 @@ def _detect_map(catalog: Catalog, known: list[Record], options: MapOptions) -> t
     types = _model_types(known)
     if types:
         _require_for(types, candidates)
-        candidates = [one for one in candidates if _is_for(one, types)]
+        candidates = [key_map for key_map in candidates if _is_for(key_map, types)]
     if len(candidates) == 1:
         by = "names and config.json" if types else "names"
         return candidates[0], f"detected from {by}"
+    matches = [f"{way.name} ({way.source} to {way.target})" for way in candidates]
     raise UsageError(
-        f"--map auto: {len(candidates)} maps match:\n"
-        + listed([f"{one.name} ({one.source} to {one.target})" for one in candidates]),
+        f"--map auto: {len(candidates)} maps match:\n" + listed(matches),
         hint=f"choose one, for example --map {candidates[0].name}",
     )
 
 
 def _model_types(known: Sequence[Record]) -> list[str]:
-    """What config.json files say the model is, each once."""
-    return list(dict.fromkeys(str(one["model_type"]) for one in known if one.get("model_type")))
+    """Return the ``model_type`` of each config.json, each once."""
+    types = [str(record["model_type"]) for record in known if record.get("model_type")]
+    return list(dict.fromkeys(types))
 
 
 def _is_for(key_map: KeyMap, types: Collection[str]) -> bool:
@@ -195,8 +220,8 @@ def _is_for(key_map: KeyMap, types: Collection[str]) -> bool:
 
 
 def _require_for(types: Sequence[str], candidates: Sequence[KeyMap]) -> None:
-    """UsageError where names fit, but config.json says that the model is another."""
-    if any(_is_for(one, types) for one in candidates):
+    """Raise UsageError where names fit, but config.json says that the model is another."""
+    if any(_is_for(key_map, types) for key_map in candidates):
         return
     first = candidates[0]
     raise UsageError(
@@ -207,18 +232,19 @@ def _require_for(types: Sequence[str], candidates: Sequence[KeyMap]) -> None:
 
 
 def _none_fits(catalog: Catalog) -> UsageError:
-    """The error that says which map comes nearest, and what it does not take."""
-    ways = [way for one in builtin_maps().values() for way in (one, one.inverse)]
+    """Return the error that says which map comes nearest, and what it does not take."""
+    maps = builtin_maps().values()
+    ways = [way for key_map in maps for way in (key_map, key_map.inverse)]
     nearest = max(ways, key=lambda way: _count_matches(catalog, way))
     if not _count_matches(catalog, nearest):
         return UsageError(
             "--map auto: no built-in map matches any model tensor",
             hint="`ckptool maps` lists maps; `ckptool maps NAME` prints one to start from",
         )
-    matcher = Matcher(nearest, Facts().of(catalog, nearest), "model")
-    _, odd = framed(catalog, matcher.knows, matcher.knows)
+    _, unmatched = _match(catalog, nearest)
     return UsageError(
         f"--map auto: no built-in map matches all model tensors; {nearest.name}"
-        f" ({nearest.source} to {nearest.target}) matches all but {len(odd):,}:\n" + listed(odd),
+        f" ({nearest.source} to {nearest.target}) matches all but {len(unmatched):,}:\n"
+        + listed(unmatched),
         hint="use --drop 'GLOB' to exclude tensors",
     )

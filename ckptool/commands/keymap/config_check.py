@@ -31,36 +31,40 @@ _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _MORE_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_layers")
 _NARROW = ("embedding_size", "word_embed_proj_dim", "embedding_dim")
-_TYPES = ("dtype", "torch_dtype")
+DTYPE_KEYS = ("dtype", "torch_dtype")
 _PLAIN = frozenset(
     "llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 olmo olmo2 olmoe starcoder2"
     " cohere granite".split()
 )
-"""Kinds of models whose projections have as many rows as there are heads of one size."""
+"""Model types whose projections have as many rows as there are heads of one size."""
 _HEAD_SIZE_OF_ITS_OWN = frozenset(["qwen3", "qwen3_moe", "gemma", "gemma2"])
 
 
 def config_problems(config: Config, catalog: Catalog) -> list[Problem]:
-    """What a config.json says otherwise than the tensors, each with the code config-mismatch.
+    """Find where a config.json contradicts the tensors, each with the code config-mismatch.
 
-    Nothing is said of names that are not transformers', of quantised tensors, and of what a config
-    is silent about.
+    Names that are not transformers', quantised tensors, and what a config is silent about are not
+    compared.
     """
     inner = config.get("text_config")
-    known = {**config, **inner} if isinstance(inner, dict) else dict(config)
+    merged = {**config, **inner} if isinstance(inner, dict) else dict(config)
     tensors = {n: e for n, e in catalog.tensors.items() if _is_plain(e)}
-    found = [*_sizes(known, tensors), *_layers(known, catalog), *_ties(known, catalog)]
-    found += _attention(known, tensors)
-    if not kinds(catalog) and "quantization_config" not in known:
-        found += _types(known, catalog)
+    differences = [
+        *_compare_sizes(merged, tensors),
+        *_compare_layers(merged, catalog),
+        *_compare_ties(merged, catalog),
+        *_compare_attention(merged, tensors),
+    ]
+    if not kinds(catalog) and "quantization_config" not in merged:
+        differences += _compare_dtypes(merged, catalog)
     return [
         Problem(f"config.json says {text}", "config-mismatch", file="config.json", tensor=name)
-        for text, name in found
+        for text, name in differences
     ]
 
 
 Difference = tuple[str, str | None]
-"""What the config says and what is so instead, and the tensor that shows it."""
+"""What the config says and what is true instead, and the tensor that shows it."""
 
 
 def _is_plain(entry: TensorEntry) -> bool:
@@ -71,69 +75,71 @@ def _numbers(config: Config, keys: tuple[str, ...]) -> dict[str, int]:
     return {key: config[key] for key in keys if type(config.get(key)) is int}
 
 
-def _sizes(config: Config, tensors: Mapping[str, TensorEntry]) -> Iterator[Difference]:
-    """The vocabulary and the hidden size, by embeddings, the head and the last norm."""
+def _compare_sizes(config: Config, tensors: Mapping[str, TensorEntry]) -> Iterator[Difference]:
+    """Compare vocabulary and hidden size with the embeddings, the head and the last norm."""
     vocabulary = _numbers(config, _VOCABULARY)
     hidden = {} if _numbers(config, _NARROW) else _numbers(config, _HIDDEN)
     for name, entry in tensors.items():
         shape = entry.shape
         if len(shape) == 2 and (_EMBEDDING.fullmatch(name) or _HEAD.fullmatch(name)):
-            yield from _unlike(vocabulary, shape[0], f"{name} has {shape[0]:,} rows", name)
-            yield from _unlike(hidden, shape[1], f"{name} has {shape[1]:,} columns", name)
+            yield from _difference(vocabulary, shape[0], f"{name} has {shape[0]:,} rows", name)
+            yield from _difference(hidden, shape[1], f"{name} has {shape[1]:,} columns", name)
         elif len(shape) == 1 and _NORM.fullmatch(name):
-            yield from _unlike(hidden, shape[0], f"{name} has {shape[0]:,} elements", name)
+            yield from _difference(hidden, shape[0], f"{name} has {shape[0]:,} elements", name)
 
 
-def _unlike(said: Mapping[str, int], size: int, is_so: str, name: str) -> Iterator[Difference]:
-    if said and size not in said.values():
-        yield f"{_listed(said)}, but {is_so}", name
+def _difference(
+    config: Mapping[str, int], size: int, measured: str, name: str
+) -> Iterator[Difference]:
+    """Yield the difference of a size from all those that the config gives, if any."""
+    if config and size not in config.values():
+        yield f"{_listed(config)}, but {measured}", name
 
 
-def _listed(said: Mapping[str, object]) -> str:
-    return " and ".join(f"{key} {value}" for key, value in said.items())
+def _listed(config: Config) -> str:
+    return " and ".join(f"{key} {value}" for key, value in config.items())
 
 
-def _layers(config: Config, catalog: Catalog) -> Iterator[Difference]:
-    """How many layers there are, with those that predict further tokens or without.
+def _compare_layers(config: Config, catalog: Catalog) -> Iterator[Difference]:
+    """Count the layers, with those that predict further tokens or without.
 
     Those that predict join the last hidden state with an embedding by ``eh_proj`` (DeepSeek V3,
     GLM 4.5); transformers skips them, and its config need not count them.
     """
-    said = _numbers(config, _LAYERS)
+    counts = _numbers(config, _LAYERS)
     matches = [match for name in catalog.tensors if (match := _LAYER.fullmatch(name))]
     numbers = {int(match[2]) for match in matches}
-    if not said or len({match[1] for match in matches}) != 1:
+    if not counts or len({match[1] for match in matches}) != 1:
         return
     predicting = {int(m[1]) for name in catalog.tensors if (m := _PREDICTING.fullmatch(name))}
     more = max(_numbers(config, _MORE_LAYERS).values(), default=len(predicting))
-    if not any(len(numbers) in (n, n + more) for n in said.values()):
-        yield f"{_listed(said)}, but found tensors of {len(numbers):,} layers", None
+    if not any(len(numbers) in (n, n + more) for n in counts.values()):
+        yield f"{_listed(counts)}, but found tensors of {len(numbers):,} layers", None
 
 
-def _attention(config: Config, tensors: Mapping[str, TensorEntry]) -> Iterator[Difference]:
-    """Heads times their size, and the width of what follows, of models that are all alike in it."""
-    kind = config.get("model_type")
-    if kind not in _PLAIN:
+def _compare_attention(config: Config, tensors: Mapping[str, TensorEntry]) -> Iterator[Difference]:
+    """Compare heads times head size, and the width of a plain MLP, with projections' rows."""
+    model_type = config.get("model_type")
+    if model_type not in _PLAIN:
         return
-    wide = _numbers(config, ("intermediate_size",))
+    width = _numbers(config, ("intermediate_size",))
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     size = config.get("head_dim")
     if type(size) is not int and type(heads) is int and type(hidden) is int and heads:
-        size = None if kind in _HEAD_SIZE_OF_ITS_OWN else hidden // heads
+        size = None if model_type in _HEAD_SIZE_OF_ITS_OWN else hidden // heads
     counts = {"q": heads, "k": config.get("num_key_value_heads") or heads}
     names = {"q": "num_attention_heads", "k": "num_key_value_heads"}
     for name, entry in tensors.items():
         match, rows = _PROJECTION.fullmatch(name), entry.shape[0]
         count = counts[match[1]] if match else None
         if match and type(size) is int and type(count) is int and rows != count * size:
-            said = f"{names[match[1]]} {count} of size {size}"
-            yield f"{said}, but {name} has {rows:,} rows", name
-        if _GATE.fullmatch(name) and kind not in ("qwen2_moe", "qwen3_moe"):
-            yield from _unlike(wide, rows, f"{name} has {rows:,} rows", name)
+            yield f"{names[match[1]]} {count} of size {size}, but {name} has {rows:,} rows", name
+        if _GATE.fullmatch(name) and model_type not in ("qwen2_moe", "qwen3_moe"):
+            yield from _difference(width, rows, f"{name} has {rows:,} rows", name)
 
 
-def _ties(config: Config, catalog: Catalog) -> Iterator[Difference]:
-    """A head that the config says is a tensor of its own."""
+def _compare_ties(config: Config, catalog: Catalog) -> Iterator[Difference]:
+    """Yield that a head is missing which the config says is a tensor of its own."""
     names = config.get("architectures")
     is_causal = isinstance(names, list) and any(str(n).endswith("ForCausalLM") for n in names)
     if config.get("tie_word_embeddings") is not False or not is_causal:
@@ -143,28 +149,30 @@ def _ties(config: Config, catalog: Catalog) -> Iterator[Difference]:
         yield "tie_word_embeddings false, but lm_head.weight not found", None
 
 
-def _types(config: Config, catalog: Catalog) -> Iterator[Difference]:
-    said = {k: str(config[k]).removeprefix("torch.") for k in _TYPES if config.get(k)}
-    is_known = all(name in BY_NAME for name in said.values())
+def _compare_dtypes(config: Config, catalog: Catalog) -> Iterator[Difference]:
+    dtypes = {k: str(config[k]).removeprefix("torch.") for k in DTYPE_KEYS if config.get(k)}
+    is_known = all(name in BY_NAME for name in dtypes.values())
     main = main_dtype(catalog)
-    if said and is_known and main is not None and main not in said.values():
-        yield f"{_listed(said)}, but most elements are {main}", None
+    if dtypes and is_known and main is not None and main not in dtypes.values():
+        yield f"{_listed(dtypes)}, but most elements are {main}", None
 
 
 def main_dtype(catalog: Catalog) -> str | None:
-    """The element type of most floating elements: norms and biases may be kept in another."""
-    types: Counter[str] = Counter()
+    """Return the dtype of most floating elements: norms and biases may be kept in another."""
+    elements: Counter[str] = Counter()
     for entry in catalog.tensors.values():
         if entry.dtype.kind == "float":
-            types[entry.dtype.name] += entry.elements
-    return types.most_common(1)[0][0] if types else None
+            elements[entry.dtype.name] += entry.elements
+    return elements.most_common(1)[0][0] if elements else None
 
 
-def with_dtype(config: Config, dtype: str) -> dict[str, Any]:
-    """A config that says another element type, wherever it says one."""
-    says = [key for key in _TYPES if key in config] or ["torch_dtype"]
+def with_dtype(config: Config, dtype: str | None) -> dict[str, Any]:
+    """Return a config with another element type wherever it says one; as it is for None."""
+    if dtype is None:
+        return dict(config)
+    keys = [key for key in DTYPE_KEYS if key in config] or ["torch_dtype"]
     inner = config.get("text_config")
-    made = {**config, **dict.fromkeys(says, dtype)}
-    if isinstance(inner, dict) and any(key in inner for key in _TYPES):
-        made["text_config"] = with_dtype(inner, dtype)
-    return made
+    changed = {**config, **dict.fromkeys(keys, dtype)}
+    if isinstance(inner, dict) and any(key in inner for key in DTYPE_KEYS):
+        changed["text_config"] = with_dtype(inner, dtype)
+    return changed

@@ -8,12 +8,11 @@ argument is understood or known to change nothing, and the tensors are exactly t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib import resources
 from typing import Any
 
-from ckptool.commands.keymap.architectures import names_of
-from ckptool.commands.keymap.config_check import main_dtype
-from ckptool.commands.keymap.megatron_arguments import HARMLESS
 from ckptool.commands.keymap.model_record import Record
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category
@@ -57,20 +56,14 @@ _OF_EXPERTS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def recorded_config(found: Sequence[Record], catalog: Catalog) -> tuple[Config | None, str]:
-    """The configuration of a model under Hugging Face's names, or None and what it lacks."""
-    for record in found:
+def recorded_config(records: Sequence[Record], catalog: Catalog) -> tuple[Config | None, str]:
+    """Return the configuration of a model under Hugging Face's names, or None and what it lacks."""
+    for record in records:
         if record.keys() >= _META:
             return _of_meta(record, catalog)
         if "num_layers" in record and "ffn_hidden_size" in record:
             return _of_megatron(record, catalog)
     return None, "the checkpoint does not record the model's configuration"
-
-
-def with_dtype(config: Config, catalog: Catalog) -> Config:
-    """With the element type of most of the weights' elements."""
-    main = main_dtype(catalog)
-    return config if main is None else {**config, "torch_dtype": main}
 
 
 def _of_meta(record: Record, catalog: Catalog) -> tuple[Config | None, str]:
@@ -85,35 +78,35 @@ def _of_meta(record: Record, catalog: Catalog) -> tuple[Config | None, str]:
         "rope_theta": record.get("rope_theta", 10000.0),
         "tie_word_embeddings": False,
     }
-    return _finished("llama", "LlamaForCausalLM", config, catalog)
+    return _checked("llama", "LlamaForCausalLM", config, catalog)
 
 
 def _of_megatron(record: Record, catalog: Catalog) -> tuple[Config | None, str]:
-    odd = [*_unfit(record), *_not_understood(record)]
-    odd += [f"{name} is not recorded" for name in _MEGATRON if record.get(name) is None]
-    if odd:
-        return None, "Megatron arguments: " + ", ".join(odd[:4])
+    problems = [*_unsupported_values(record), *_unknown_arguments(record)]
+    problems += [f"{name} is not recorded" for name in _MEGATRON if record.get(name) is None]
+    if problems:
+        return None, "Megatron arguments: " + ", ".join(problems[:4])
     config = {theirs: record[name] for name, theirs in _MEGATRON.items()}
     groups = record.get("num_query_groups") or record["num_attention_heads"]
     config["num_key_value_heads"] = groups
-    kind, architecture, more = _kind(record, catalog)
-    return _finished(kind, architecture, config | more, catalog)
+    model_type, architecture, more = _architecture(record, catalog)
+    return _checked(model_type, architecture, config | more, catalog)
 
 
-def _unfit(record: Record) -> list[str]:
-    """The arguments that say what none of the models here computes."""
-    wanted = {**_MUST_BE, **(_OF_EXPERTS if record.get("num_experts") else {})}
+def _unsupported_values(record: Record) -> list[str]:
+    """List the arguments whose value asks for what none of these models computes."""
+    supported = {**_MUST_BE, **(_OF_EXPERTS if record.get("num_experts") else {})}
     return [
         f"{name} is {record.get(name)!r}"
-        for name, values in wanted.items()
+        for name, values in supported.items()
         if record.get(name) not in values
     ]
 
 
-def _not_understood(record: Record) -> list[str]:
-    """The arguments that say something, and nothing here knows what it does to the model."""
+def _unknown_arguments(record: Record) -> list[str]:
+    """List the arguments that are set and may change the model in a way not known here."""
     known = {*_MEGATRON, *_MUST_BE, *_SHOWN_BY_NAMES, *_SIZES, *_SIZES_OF_EXPERTS, *_OF_EXPERTS}
-    known |= HARMLESS
+    known |= _harmless_arguments()
     has_experts = bool(record.get("num_experts"))
     return [
         f"{name} is {value!r}, which is not supported"
@@ -122,13 +115,24 @@ def _not_understood(record: Record) -> list[str]:
     ]
 
 
+@cache
+def _harmless_arguments() -> frozenset[str]:
+    """Return Megatron-LM's arguments that change nothing of what a trained model computes.
+
+    From its command line and configuration classes (core 0.7 to 0.20): how it was trained, on what,
+    where and how fast, in which precision, and details of what another argument switches on.
+    """
+    file = resources.files(__package__).joinpath("megatron_arguments.txt")
+    return frozenset(file.read_text("utf-8").split())
+
+
 def _is_off(value: Any) -> bool:
-    """Whether an argument says nothing; a zero may say something."""
+    """Return whether an argument is unset; a zero may mean something."""
     return value is None or value is False or (isinstance(value, str | list | tuple) and not value)
 
 
-def _kind(record: Record, catalog: Catalog) -> tuple[str, str, Config]:
-    """Which of transformers' models the names are those of, and what only that one has."""
+def _architecture(record: Record, catalog: Catalog) -> tuple[str, str, Config]:
+    """Return which of transformers' models has these names, its class, and what only it records."""
     names = catalog.tensors
     if not record.get("num_experts"):
         if any(name.endswith(".q_norm.weight") for name in names):
@@ -136,46 +140,84 @@ def _kind(record: Record, catalog: Catalog) -> tuple[str, str, Config]:
         if any(name.endswith(".q_proj.bias") for name in names):
             return "qwen2", "Qwen2ForCausalLM", {}
         return "llama", "LlamaForCausalLM", {}
-    each, width = record["num_experts"], record.get("moe_ffn_hidden_size")
-    shared = {"num_experts_per_tok": record.get("moe_router_topk", 2)}
+    experts = record["num_experts"]
+    width = record.get("moe_ffn_hidden_size") or record["ffn_hidden_size"]
+    config = {"num_experts_per_tok": record.get("moe_router_topk", 2)}
     if any("block_sparse_moe" in name for name in names):
-        mixtral = {
-            "num_local_experts": each,
-            "intermediate_size": width or record["ffn_hidden_size"],
-        }
-        return "mixtral", "MixtralForCausalLM", shared | mixtral
-    qwen = {
-        "num_experts": each,
-        "moe_intermediate_size": width or record["ffn_hidden_size"],
+        config |= {"num_local_experts": experts, "intermediate_size": width}
+        return "mixtral", "MixtralForCausalLM", config
+    config |= {
+        "num_experts": experts,
+        "moe_intermediate_size": width,
         "norm_topk_prob": True,
         "mlp_only_layers": _dense_layers(record),
     }
-    return "qwen3_moe", "Qwen3MoeForCausalLM", shared | qwen
+    return "qwen3_moe", "Qwen3MoeForCausalLM", config
 
 
 def _dense_layers(record: Record) -> list[int]:
-    """The layers without experts, by a list that says it of each, or where every nth has some."""
-    said = record.get("moe_layer_freq") or 1
+    """Return the layers without experts.
+
+    ``moe_layer_freq`` is a list with a flag for each layer, or n where every nth has experts.
+    """
+    frequency = record.get("moe_layer_freq") or 1
     layers = range(record["num_layers"])
-    if isinstance(said, list):
-        return [at for at, has in zip(layers, said, strict=False) if not has]
-    return [at for at in layers if at % said]
+    if isinstance(frequency, list):
+        return [layer for layer, flag in zip(layers, frequency, strict=False) if not flag]
+    return [layer for layer in layers if layer % frequency]
 
 
-def _finished(
-    kind: str, architecture: str, config: Config, catalog: Catalog
+def _checked(
+    model_type: str, architecture: str, config: Config, catalog: Catalog
 ) -> tuple[Config | None, str]:
-    """With what the tensors themselves say; None where they are not exactly the architecture's."""
-    found: Mapping[str, Any] = {name: e.shape for name, e in catalog.tensors.items()}
-    embedding = found.get("model.embed_tokens.weight")
-    gate = found.get("model.layers.0.mlp.gate_proj.weight")
-    shapes = {"vocab_size": embedding[0]} if embedding else {}
-    shapes |= {"intermediate_size": gate[0]} if gate else {}
-    made = {"architectures": [architecture], "model_type": kind, **config, **shapes}
-    wanted = names_of(made)
-    model = {name for name, entry in catalog.tensors.items() if state_category(entry) == "model"}
-    if model == wanted:
-        return made, ""
-    odd = sorted(model - wanted) or sorted(wanted - model)
-    what = "has no" if model - wanted else "wants"
+    """Add the sizes that tensors have; None where they are not exactly the architecture's."""
+    shapes = {name: entry.shape for name, entry in catalog.tensors.items()}
+    embedding = shapes.get("model.embed_tokens.weight")
+    gate = shapes.get("model.layers.0.mlp.gate_proj.weight")
+    config = {"architectures": [architecture], "model_type": model_type, **config}
+    config |= {"vocab_size": embedding[0]} if embedding else {}
+    config |= {"intermediate_size": gate[0]} if gate else {}
+    expected = expected_names(config)
+    names = {name for name, entry in catalog.tensors.items() if state_category(entry) == "model"}
+    if names == expected:
+        return config, ""
+    unexpected = sorted(names - expected)
+    odd = unexpected or sorted(expected - names)
+    what = "has no" if unexpected else "wants"
     return None, f"{architecture} {what} {', '.join(odd[:3])}{', ...' if len(odd) > 3 else ''}"
+
+
+_LAYER = ("input_layernorm.weight", "post_attention_layernorm.weight")
+_ATTENTION = tuple(f"self_attn.{part}_proj.weight" for part in "qkvo")
+_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+_BIASES = tuple(f"self_attn.{part}_proj.bias" for part in "qkv")
+_DENSE = tuple(f"mlp.{part}_proj.weight" for part in ("gate", "up", "down"))
+_OF_TYPE = {"qwen2": _BIASES, "qwen3": _NORMS, "qwen3_moe": _NORMS}
+
+
+def expected_names(config: Mapping[str, Any]) -> set[str]:
+    """Return every parameter's name of a llama, qwen2, qwen3, mixtral or qwen3_moe.
+
+    As transformers 5 names them in files, for a model of this configuration.
+    """
+    names = {"model.embed_tokens.weight", "model.norm.weight"}
+    if not config["tie_word_embeddings"]:
+        names.add("lm_head.weight")
+    for layer in range(config["num_hidden_layers"]):
+        names |= {f"model.layers.{layer}.{name}" for name in _layer_names(config, layer)}
+    return names
+
+
+def _layer_names(config: Mapping[str, Any], layer: int) -> Iterator[str]:
+    model_type = config["model_type"]
+    yield from (*_LAYER, *_ATTENTION, *_OF_TYPE.get(model_type, ()))
+    if model_type == "mixtral":
+        yield "block_sparse_moe.gate.weight"
+        for expert in range(config["num_local_experts"]):
+            yield from (f"block_sparse_moe.experts.{expert}.w{n}.weight" for n in (1, 2, 3))
+    elif model_type == "qwen3_moe" and layer not in config["mlp_only_layers"]:
+        yield "mlp.gate.weight"
+        for expert in range(config["num_experts"]):
+            yield from (name.replace("mlp.", f"mlp.experts.{expert}.") for name in _DENSE)
+    else:
+        yield from _DENSE

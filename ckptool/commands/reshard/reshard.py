@@ -12,13 +12,13 @@ from collections import ChainMap, Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ckptool.commands.keymap.assets import mapped, with_assets
-from ckptool.commands.keymap.report import MapReport, decided_by
+from ckptool.commands.keymap.assets import with_assets
 from ckptool.commands.open import Opened, open_checkpoint, require_readable
 from ckptool.commands.options.target import ReshardOptions
 from ckptool.commands.reshard.plan_file import read_plan, read_tp_plan
+from ckptool.commands.rewrite import mapped
 from ckptool.commands.transfer import (
     Progress,
     Transfer,
@@ -41,6 +41,9 @@ from ckptool.errors import Unsupported, UsageError
 from ckptool.formats import FORMATS, targets
 from ckptool.formats.base import Format, Request
 from ckptool.storage.url import Location
+
+if TYPE_CHECKING:
+    from ckptool.commands.keymap.builtin import MapReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +179,7 @@ def prepare_reshard(
             *target_notes(opened, target, layout, options.transfer),
         ),
     )
-    decided = (writer.name, placed, decided_by(map_report))
+    decided = (writer.name, placed, map_report and map_report.decided)
     transfer = Transfer(opened, plan, target, options.transfer, decided, placer.mesh.size)
     return PreparedReshard(transfer, report, placed)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ckptool.commands.keymap.report import MapReport
 from ckptool.commands.rewrite import RewriteResult
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.state_category import state_category
 from ckptool.errors import Problem
+
+if TYPE_CHECKING:
+    from ckptool.commands.keymap.builtin import MapReport
 
 
 @dataclass(frozen=True, slots=True)
