@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from ckptool.api.keywords import Benching
 from ckptool.api.options import AnyPath, Keywords, Size, documented
 from ckptool.commands.options.bench import BenchOptions
-from ckptool.core.units import parse_size
+from ckptool.core.options import parse_size
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.core.box import Box, overlapping_pair
 from ckptool.core.mesh import Placement, Replicate, Shard, StridedShard
-from ckptool.core.sharding.declared import SHARD_ATTRIBUTES, declared_pieces
-from ckptool.core.sharding.dtensor import Piece, shard_at
+from ckptool.core.sharding.dtensor import SHARD_ATTRIBUTES, Piece, declared_pieces, shard_at
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ from ckptool.cli.app import app
 from ckptool.cli.options import parse_place
 from ckptool.commands import detect as detect_checkpoint
 from ckptool.commands.open import open_checkpoint
-from ckptool.core.units import parse_dims
+from ckptool.core.options import parse_dims
 from ckptool.engine.launch import launch_of
 from ckptool.errors import CkptoolError, Damaged, NotFound, UsageError, damaged
 from ckptool.render.messages import show_error

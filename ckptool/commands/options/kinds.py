@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckptool.core.options import Kind
-from ckptool.core.units import parse_dims, parse_share
+from ckptool.core.options import Kind, parse_dims, parse_share
 from ckptool.errors import UsageError
 
 

@@ -8,43 +8,33 @@ tensor parallelism (torch 2.4 to 2.13) writes ``[_StridedShard(0, 2), Shard(0)]`
 ``Shard`` first; ``distribute_tensor`` (torch 2.13) really cuts from left to right. Both give the
 same rows when the sizes divide, and differ for example for 9 rows on a 4x2 mesh.
 
-In which order the mesh dims cut a tensor dim, and how split factors encode it.
-
-A mesh dim is strided by the product of the sizes of the later mesh dims that cut before it (torch
-2.13, ``DTensorSpec._maybe_convert_StridedShard_to_shard_order``; FSDP2 writes the same).
+A plain tensor may declare its boxes itself, by attributes: torch 2.15's
+``torch.distributed.checkpoint.CheckpointableTensor`` is any tensor with these four.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from ckptool.core.box import Box
-from ckptool.core.mesh import (
-    Partial,
-    Placement,
-    Placements,
-    Replicate,
-    Shard,
-    StridedShard,
-    coordinate_of,
-)
-from ckptool.core.sharding.index_runs import (
-    Cut,
+from ckptool.core.mesh import Placement, coordinate_of
+from ckptool.core.sharding.cuts import (
     Cuts,
     Runs,
     Span,
+    cuts_by_dim,
+    encoded_order,
     runs_table,
     spans_of,
     table_index,
     total_length,
     whole,
 )
-from ckptool.errors import Damaged, Unsupported
+from ckptool.errors import Damaged
 
 _MOST_STRIPES = 1 << 16
 _MOST_STRIPES_A_POSITION = 8
@@ -257,70 +247,44 @@ def _piece(spans: tuple[Span, ...]) -> Piece:
     )
 
 
-Order = tuple[int, ...]
-"""The mesh dims that cut a tensor dim, in the order they cut; () where it is whole."""
+SHARD_ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+"""The attributes that declare it, in the order ``declared_pieces`` takes them."""
+
+Sizes = Sequence[int]
 
 
-def cuts_by_dim(
-    rank: int, sizes: tuple[int, ...], placements: Sequence[Placement]
-) -> tuple[Cuts, ...]:
-    """For each of ``rank`` tensor dims the mesh dims that cut it, from left to right."""
-    if len(placements) != len(sizes):
-        raise Damaged(f"{len(placements)} placements on a mesh of {len(sizes)} dims")
-    by_dim: list[list[Cut]] = [[] for _ in range(rank)]
-    for mesh_dim, (size, placement) in enumerate(zip(sizes, placements, strict=True)):
-        if isinstance(placement, Partial):
-            raise Unsupported(
-                f"{placement} on mesh dim {mesh_dim}: each rank holds an addend, not the values"
-            )
-        if not isinstance(placement, Replicate):
-            dim = _tensor_dim(placement, rank)
-            by_dim[dim].append(Cut(mesh_dim, size, _factor(placement)))
-    return tuple(map(tuple, by_dim))
+def declared_pieces(
+    global_shape: Sizes,
+    global_offsets: Sequence[Sizes],
+    local_offsets: Sequence[Sizes],
+    local_sizes: Sequence[Sizes],
+    local_shape: Sizes,
+) -> tuple[Piece, ...]:
+    """Return which boxes of the tensor of ``global_shape`` lie where in that of ``local_shape``.
+
+    Elements of the local tensor that no shard covers are padding. Raises ValueError where the
+    numbers do not fit one another, as DCP does.
+    """
+    if not len(global_offsets) == len(local_offsets) == len(local_sizes):
+        counts = f"{len(global_offsets)} global_offsets, {len(local_offsets)} local_offsets"
+        raise ValueError(f"{counts} and {len(local_sizes)} local_sizes")
+    shards = zip(global_offsets, local_offsets, local_sizes, strict=True)
+    return tuple(
+        Piece(
+            _box(above, size, global_shape, "global_shape"),
+            _box(inside, size, local_shape, "its own shape"),
+        )
+        for above, inside, size in shards
+    )
 
 
-def _tensor_dim(placement: Shard | StridedShard, rank: int) -> int:
-    """Return the dim a placement cuts, negative ones counted from the end."""
-    if not -rank <= placement.dim < rank:
-        raise Damaged(f"{placement} of a tensor with {rank} dims")
-    return placement.dim % rank
-
-
-def _factor(placement: Shard | StridedShard) -> int:
-    if isinstance(placement, Shard):
-        return 1
-    if placement.split_factor < 1:
-        raise Damaged(f"{placement} has a split factor below 1")
-    return placement.split_factor
-
-
-def encoded_order(cuts: Cuts) -> Cuts | None:
-    """The plain cuts in the order that the split factors encode, or None where they encode none."""
-    if all(cut.factor == 1 for cut in cuts):
-        return cuts
-    order: list[Cut] = []
-    for cut in reversed(cuts):
-        products = list(itertools.accumulate((c.size for c in order), operator.mul, initial=1))
-        if cut.factor not in products:
-            return None
-        order.insert(products.index(cut.factor), Cut(cut.mesh_dim, cut.size, 1))
-    return tuple(order)
-
-
-def after_the_later(cuts: Cuts) -> Cuts:
-    """The plain cuts in FSDP2's order: a mesh dim that is strided cuts after all later ones."""
-    order: list[Cut] = []
-    for cut in reversed(cuts):
-        plain = Cut(cut.mesh_dim, cut.size, 1)
-        order = [*order, plain] if cut.factor > 1 else [plain, *order]
-    return tuple(order)
-
-
-def placements_of(orders: Sequence[Sequence[int]], shape: Sequence[int]) -> Placements:
-    """Placements on a mesh of ``shape`` that encode the order of each tensor dim."""
-    placements: list[Placement] = [Replicate()] * len(shape)
-    for dim, order in enumerate(orders):
-        for index, mesh_dim in enumerate(order):
-            factor = math.prod(shape[other] for other in order[:index] if other > mesh_dim)
-            placements[mesh_dim] = StridedShard(dim, factor) if factor > 1 else Shard(dim)
-    return tuple(placements)
+def _box(offset: Sizes, size: Sizes, shape: Sizes, what: str) -> Box:
+    """Return the box of a shard; ValueError where it does not lie within ``shape``."""
+    if not len(offset) == len(size) == len(shape):
+        raise ValueError(
+            f"a shard of {len(size)} dims at an offset of {len(offset)} in {what} {list(shape)}"
+        )
+    box = Box.at(offset, size)
+    if min((*offset, *size), default=0) < 0 or not Box.whole(shape).contains(box):
+        raise ValueError(f"the shard {box} is outside {what} {list(shape)}")
+    return box

@@ -20,8 +20,7 @@ from functools import lru_cache
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.mesh import Mesh, Placements, Replicate, StridedShard
-from ckptool.core.sharding.dtensor import Order, placements_of
-from ckptool.core.sharding.index_runs import chunk_bounds
+from ckptool.core.sharding.cuts import Order, chunk_bounds, placements_of
 
 _MOST_DIMS = 3
 _MOST_RANKS = 1 << 17

@@ -13,14 +13,13 @@ from fnmatch import fnmatchcase
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.mesh import Mesh, Partial, Placement, Placements, Replicate, Shard, StridedShard
-from ckptool.core.sharding.dtensor import (
-    LocalShard,
+from ckptool.core.sharding.cuts import (
     after_the_later,
     cuts_by_dim,
     encoded_order,
-    local_shards,
     placements_of,
 )
+from ckptool.core.sharding.dtensor import LocalShard, local_shards
 from ckptool.errors import Unsupported, UsageError
 
 _MOST_RANKS = 131_072

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptool.core.catalog import Index, ObjectEntry, Path, Place, TensorEntry, flat_name
 from ckptool.core.mesh import Mesh
-from ckptool.core.sharding.declared import SHARD_ATTRIBUTES
+from ckptool.core.sharding.dtensor import SHARD_ATTRIBUTES
 from ckptool.errors import Damaged, Problem, Refusal, coded
 from ckptool.serialization.archive.dtensor import (
     OF_DTENSORS,
