@@ -30,7 +30,7 @@ from ckptool.formats.base import Format, ScanOptions
 from ckptool.formats.companions import relocated, scanned_below, together
 from ckptool.formats.dcp import scan_folder
 from ckptool.serialization.archive.read import StoredBytes, TorchFile, read_torch_file
-from ckptool.serialization.archive.storage import (
+from ckptool.serialization.archive.tensors import (
     StoredTensor,
     natural,
     place_of,

@@ -11,7 +11,7 @@ import torch
 import ckptool
 from ckptool.errors import CkptoolError
 from ckptool.serialization.archive.recover import recovered
-from ckptool.serialization.archive.storage import plain_tensor
+from ckptool.serialization.archive.tensors import plain_tensor
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.storage.local import LocalSource
 

@@ -35,7 +35,7 @@ from ckptool.errors import (
 from ckptool.formats.dcp.inventory import DAMAGE_HINT
 from ckptool.serialization.archive.items import item_region
 from ckptool.serialization.archive.read import TorchFile, is_zip, read_torch_zip
-from ckptool.serialization.archive.storage import place_of, plain_tensor
+from ckptool.serialization.archive.tensors import is_tensor_record, outer_of, place_of, plain_tensor
 from ckptool.serialization.source import Source, expect_edges
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import (
@@ -45,7 +45,6 @@ from ckptool.serialization.state_dict.leaves import (
     ShareLeaf,
     read_leaves,
 )
-from ckptool.serialization.state_dict.modules import is_tensor_record, outer_of
 from ckptool.serialization.state_dict.values import type_name
 
 _LARGEST_VALUE = 1 << 26

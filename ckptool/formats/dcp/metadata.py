@@ -11,7 +11,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Container, Index, Path
 from ckptool.core.dtype import DType
 from ckptool.errors import Damaged, coded
-from ckptool.serialization.archive.storage import dtype_of, natural, sizes
+from ckptool.serialization.archive.tensors import dtype_of, natural, sizes
 from ckptool.serialization.pickle.load import read_pickle
 from ckptool.serialization.pickle.records import Call, Global
 

@@ -18,7 +18,7 @@ from ckptool.formats.dcp import FORMAT
 from ckptool.formats.dcp.inventory import DATA, METADATA, rank_of
 from ckptool.serialization.archive.items import find_archives
 from ckptool.serialization.archive.read import read_torch_zip
-from ckptool.serialization.archive.storage import place_of, plain_tensor
+from ckptool.serialization.archive.tensors import place_of, plain_tensor
 from ckptool.serialization.source import Source
 from ckptool.serialization.zip import Region
 

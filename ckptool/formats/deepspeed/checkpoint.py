@@ -29,8 +29,7 @@ from ckptool.formats.deepspeed.partitions import Name, Partition, RankContents
 from ckptool.formats.deepspeed.states import State, read_optimizer, read_state
 from ckptool.formats.deepspeed.tensor_parallel import fit_shards
 from ckptool.serialization.source import Source
-from ckptool.serialization.state_dict.leaves import Assembled
-from ckptool.serialization.state_dict.refusals import Barred
+from ckptool.serialization.state_dict.leaves import Assembled, Barred
 
 
 @dataclass(slots=True)

@@ -31,8 +31,7 @@ from ckptool.core.sharding.tensor_parallel import RankShard
 from ckptool.core.views import pieces_of_run
 from ckptool.errors import Damaged, Refusal
 from ckptool.formats.deepspeed.states import State, Vector
-from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf
-from ckptool.serialization.state_dict.refusals import Barred, refusal_in
+from ckptool.serialization.state_dict.leaves import Barred, Leaf, PlainLeaf, refusal_in
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Parameters by name, in the order in which a flat buffer holds them."""

@@ -11,7 +11,7 @@ from ckptool.core.catalog import Path, Place
 from ckptool.core.dtype import DType
 from ckptool.errors import Damaged, Refusal, SourceError, refused
 from ckptool.serialization.archive.read import TorchFile, read_torch_file
-from ckptool.serialization.archive.storage import (
+from ckptool.serialization.archive.tensors import (
     StoredTensor,
     natural,
     place_of,
@@ -21,7 +21,7 @@ from ckptool.serialization.archive.storage import (
 )
 from ckptool.serialization.pickle.load import require_harmless
 from ckptool.serialization.source import Source
-from ckptool.serialization.state_dict.refusals import (
+from ckptool.serialization.state_dict.leaves import (
     Barred,
     refusal_in,
     require_readable,

@@ -24,7 +24,7 @@ from ckptool.core.sharding.tensor_parallel import (
     fit_ranks,
 )
 from ckptool.errors import Undetermined, Unsupported
-from ckptool.serialization.archive.storage import natural, sizes
+from ckptool.serialization.archive.tensors import natural, sizes
 from ckptool.serialization.pickle.records import Call, Global
 
 _LONGEST = 1000

@@ -37,10 +37,9 @@ from ckptool.formats.deepspeed.states import (
 from ckptool.formats.deepspeed.values import optimizer_leaves, refused_leaves
 from ckptool.formats.deepspeed.weights import trained_shapes
 from ckptool.serialization.archive.read import read_torch_file
-from ckptool.serialization.archive.storage import shown
+from ckptool.serialization.archive.tensors import shown
 from ckptool.serialization.source import Source
-from ckptool.serialization.state_dict.leaves import Leaf
-from ckptool.serialization.state_dict.refusals import Barred
+from ckptool.serialization.state_dict.leaves import Barred, Leaf
 from ckptool.serialization.state_dict.values import stray_notes
 
 

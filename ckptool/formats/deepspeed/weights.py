@@ -15,8 +15,8 @@ from ckptool.formats.deepspeed.states import (
     refused_entries,
     shape_groups,
 )
-from ckptool.serialization.archive.storage import sizes
-from ckptool.serialization.state_dict.refusals import Barred
+from ckptool.serialization.archive.tensors import sizes
+from ckptool.serialization.state_dict.leaves import Barred
 
 _Shapes = Mapping[str, tuple[int, ...]]
 

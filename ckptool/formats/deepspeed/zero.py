@@ -41,7 +41,7 @@ from ckptool.formats.deepspeed.partitions import (
     split_runs,
 )
 from ckptool.formats.deepspeed.states import State, Vector, require_shallow
-from ckptool.serialization.archive.storage import natural
+from ckptool.serialization.archive.tensors import natural
 
 _ANY = 1 << 62
 

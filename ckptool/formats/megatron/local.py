@@ -27,7 +27,7 @@ from ckptool.formats.megatron.optimizer.buckets import Group, bucket_state, buck
 from ckptool.formats.megatron.optimizer.gathered import expected_buffers
 from ckptool.formats.megatron.parameters import Fragments, LocalParameter, merge_fragments
 from ckptool.serialization.archive.read import TorchFile
-from ckptool.serialization.archive.storage import dtype_of, natural, place_of, plain_tensor, sizes
+from ckptool.serialization.archive.tensors import dtype_of, natural, place_of, plain_tensor, sizes
 from ckptool.serialization.pickle.records import Call
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.assemble import assemble

@@ -41,7 +41,7 @@ from ckptool.formats.megatron.rank_folders import (
     virtual_stage,
 )
 from ckptool.formats.megatron.tensor_parallel import experts_view
-from ckptool.serialization.archive.storage import place_of
+from ckptool.serialization.archive.tensors import place_of
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf

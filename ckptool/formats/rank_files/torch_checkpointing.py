@@ -16,7 +16,7 @@ from ckptool.core.box import row_major_strides
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from ckptool.errors import Damaged, coded
 from ckptool.serialization.archive.dtensor import DTensorShare, flat_ints
-from ckptool.serialization.archive.storage import Storage, StoredTensor, natural, sizes
+from ckptool.serialization.archive.tensors import Storage, StoredTensor, natural, sizes
 from ckptool.serialization.pickle.load import read_pickle
 from ckptool.serialization.safetensors import StoredSlice, read_safetensors
 from ckptool.serialization.source import Source, read_metadata

@@ -48,7 +48,7 @@ from ckptool.formats.torchsnapshot.manifest import (
     read_manifest,
 )
 from ckptool.serialization.archive.dtensor import flat_ints
-from ckptool.serialization.archive.storage import INTEGERS, quantised_notes, quantised_parts, sizes
+from ckptool.serialization.archive.tensors import INTEGERS, quantised_notes, quantised_parts, sizes
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Leaf, read_leaves

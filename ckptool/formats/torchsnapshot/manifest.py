@@ -19,7 +19,7 @@ from ckptool.core.catalog import Chunk, Extent, Index, Path, Place
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.errors import Damaged, Unrecognised
 from ckptool.serialization.archive.read import TorchFile, read_torch_zip
-from ckptool.serialization.archive.storage import (
+from ckptool.serialization.archive.tensors import (
     INTEGERS,
     natural,
     place_of,

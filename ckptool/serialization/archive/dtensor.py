@@ -22,10 +22,11 @@ from ckptool.core.mesh import Mesh, Partial, Placement, Replicate, Shard, Stride
 from ckptool.core.sharding.dtensor import SHARD_ATTRIBUTES, Piece, declared_pieces
 from ckptool.errors import Damaged
 from ckptool.serialization.archive.read import TorchFile
-from ckptool.serialization.archive.storage import (
+from ckptool.serialization.archive.tensors import (
     StoredTensor,
     attributes_of,
     dtype_of,
+    is_tensor_record,
     natural,
     place_of,
     plain_tensor,
@@ -35,7 +36,6 @@ from ckptool.serialization.archive.storage import (
 )
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.serialization.source import Source
-from ckptool.serialization.state_dict.modules import is_tensor_record
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from ckptool.core.codec import decode
 from ckptool.core.mesh import Mesh
 from ckptool.errors import CkptoolError, Damaged, Problem, Unrecognised, coded
-from ckptool.serialization.archive.storage import storage_of
+from ckptool.serialization.archive.tensors import storage_of
 from ckptool.serialization.file_kinds import not_a, unrecognised_zip
 from ckptool.serialization.pickle.load import Loaded, Truncated, read_pickle, require_harmless
 from ckptool.serialization.pickle.records import Call, Global

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ckptool.errors import CkptoolError, Damaged
 from ckptool.serialization.archive.read import is_zip, legacy_pickles
-from ckptool.serialization.archive.storage import storage_of
+from ckptool.serialization.archive.tensors import storage_of
 from ckptool.serialization.pickle.load import Loaded, Truncated, read_pickle
 from ckptool.serialization.source import LARGEST, Source
 from ckptool.serialization.zip import ZipRecord

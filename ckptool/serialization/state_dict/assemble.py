@@ -25,7 +25,7 @@ from ckptool.core.sharding.dtensor import LocalShard, local_shards
 from ckptool.core.views import shifted
 from ckptool.errors import CkptoolError, Damaged, Problem, Refusal, coded
 from ckptool.serialization.archive.dtensor import DeclaredShare, DTensorShare, ShardedShare
-from ckptool.serialization.archive.storage import StoredTensor, quantised_notes
+from ckptool.serialization.archive.tensors import StoredTensor, quantised_notes
 from ckptool.serialization.state_dict.leaves import (
     Assembled,
     Leaf,

@@ -4,23 +4,60 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Container, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.core.catalog import Index, Path, RankStep, flat_name
 from ckptool.errors import Damaged, Unsupported
-from ckptool.serialization.archive.storage import quantised_parts
-from ckptool.serialization.pickle.records import Call
-from ckptool.serialization.state_dict.modules import (
-    Module,
+from ckptool.serialization.archive.tensors import (
     is_tensor_record,
-    module_state,
+    quantised_parts,
     wrapped_parts,
     wrapper_class,
 )
+from ckptool.serialization.pickle.records import Call
 from ckptool.serialization.state_dict.values import Repeated
 
 _DEEPEST = 100
 _FEWEST_LEAVES = 100_000
+
+
+class Module(NamedTuple):
+    """What a module holds itself, by name, and the modules in it."""
+
+    tensors: list[tuple[str, Any]]
+    children: list[tuple[str, Any]]
+
+
+def module_state(value: Any) -> Module | None:
+    """Return what a module's record holds, in the order of ``state_dict()``; None for all else.
+
+    A module is an object whose attributes are kept as they are in memory (torch 1.0 to 2.15):
+    ``_parameters``, ``_buffers`` and ``_modules``, each a dict by name, and the set of the names of
+    buffers that are not saved. What a class of its own adds by code cannot be known.
+    """
+    if not isinstance(value, Call) or value.state is None:
+        return None
+    fields = value.fields
+    names = ("_parameters", "_buffers", "_modules")
+    parts = [part for name in names if isinstance(part := fields.get(name), dict)]
+    if len(parts) < len(names):
+        return None
+    parameters, buffers, modules = parts
+    skipped = _names(fields.get("_non_persistent_buffers_set"))
+    saved = [(name, buffer) for name, buffer in buffers.items() if name not in skipped]
+    tensors = [*parameters.items(), *saved]
+    return Module(
+        [(str(name), tensor) for name, tensor in tensors if tensor is not None],
+        [(str(name), child) for name, child in modules.items() if child is not None],
+    )
+
+
+def _names(value: Any) -> set[str]:
+    """Return the members of a set of names, as protocol 2 writes it or later ones."""
+    if isinstance(value, Call) and len(value.args) == 1:
+        value = value.args[0]
+    names = value if isinstance(value, list | tuple | set | frozenset) else ()
+    return {name for name in names if isinstance(name, str)}
 
 
 def leaves(value: Any, *, what: str, pickled: int = 0) -> Iterator[tuple[Path, Any]]:

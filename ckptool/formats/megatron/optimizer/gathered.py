@@ -17,7 +17,7 @@ from ckptool.errors import Undetermined
 from ckptool.formats.megatron.names import is_expert
 from ckptool.formats.megatron.optimizer.buckets import MASTER, Slot, gaps, slots_in_run
 from ckptool.formats.megatron.parameters import Fragments, LocalParameter, StorageRun, runs_between
-from ckptool.serialization.archive.storage import StoredTensor, plain_tensor
+from ckptool.serialization.archive.tensors import StoredTensor, plain_tensor
 from ckptool.serialization.pickle.records import Global
 from ckptool.serialization.source import Source
 

@@ -17,7 +17,7 @@ from ckptool.errors import Undetermined
 from ckptool.formats.megatron.names import is_expert
 from ckptool.formats.megatron.parameters import Fragments, LocalParameter, StorageRun
 from ckptool.serialization.archive.read import TorchFile
-from ckptool.serialization.archive.storage import place_of, plain_tensor, unwrapped
+from ckptool.serialization.archive.tensors import place_of, plain_tensor, unwrapped
 from ckptool.serialization.pickle.records import Call
 
 MASTERS = "fp32_from_fp16_params"
