@@ -3,21 +3,54 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
 from ckptool import __version__
-from ckptool.cli.bench import bench
-from ckptool.cli.convert import convert
-from ckptool.cli.formats import formats, maps
-from ckptool.cli.inspect import inspect
-from ckptool.cli.options import RenamingCommand, with_options
-from ckptool.cli.reshard import reshard
-from ckptool.cli.verify import verify
+
+SUMMARIES = {
+    "inspect": "Show what a checkpoint holds, from its metadata alone.",
+    "convert": "Write a checkpoint in another format, bit for bit.",
+    "reshard": "Write a checkpoint for a new device mesh, in one process or under torchrun.",
+    "verify": "Check that a checkpoint is complete, unchanged and safe, from its own files alone.",
+    "bench": "Measure ways to save on this machine: how long each blocks training, and until it is"
+    " durable.",
+    "formats": "List the formats that are read and written.",
+    "maps": "List the key maps that --map of convert and reshard takes by name, or print one.",
+}
+"""The commands, with the first lines of their docstrings."""
+
+
+class CommandGroup(TyperGroup):
+    """The commands by name. Each is imported, and its options made, where it runs."""
+
+    def __init__(self, **settings: Any) -> None:
+        commands = {name: TyperCommand(name, help=text) for name, text in SUMMARIES.items()}
+        super().__init__(**settings | {"commands": commands})
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Return the command that the first word names, ready to run, and the words after it."""
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, name and load_command(name), rest
+
+
+def load_command(name: str) -> Any:
+    """Import a command, and return it with its options."""
+    from ckptool.cli.options import RenamingCommand, with_options
+
+    module = import_module(f"ckptool.cli.{'formats' if name == 'maps' else name}")
+    alone = typer.Typer(add_completion=False)
+    alone.command(name, cls=RenamingCommand)(with_options(getattr(module, name)))
+    return get_command(alone)
+
 
 app = typer.Typer(
     name="ckptool",
+    cls=CommandGroup,
     help="See, prove, convert and reshard distributed PyTorch checkpoints.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -43,7 +76,3 @@ def root(
     """See, prove, convert and reshard distributed PyTorch checkpoints."""
     if plugins:
         os.environ["CKPTOOL_PLUGINS"] = "1"
-
-
-for command in (inspect, convert, reshard, verify, bench, formats, maps):
-    app.command(cls=RenamingCommand)(with_options(command))

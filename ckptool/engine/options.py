@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ckptool.core.options import COUNT, FLAG, SIZE, option
+from ckptool.core.options import COUNT, FLAG, SIZE, OptionSet, option
 
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
+class RunOptions(OptionSet):
     """``budget`` in bytes of memory for tiles, source spans and decoded blobs together.
 
     ``workers`` is None for as many as suit the source and the target.

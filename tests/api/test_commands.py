@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import case, read_back
-from typer.main import get_command
 
 import ckptool
 from ckptool.api import commands, keywords
 from ckptool.api.options import source_text
-from ckptool.cli.app import app
+from ckptool.cli.app import load_command
 from ckptool.commands.bench import run as run_module
 from ckptool.commands.options.bench import BenchOptions
 from ckptool.errors import UsageError
@@ -56,7 +55,7 @@ NO_OPTIONS = {"progress", "path", "other", "source", "target", "run", "report", 
 
 @pytest.mark.parametrize("command", FUNCTIONS)
 def test_every_option_is_a_keyword_and_the_other_way_round(command: str) -> None:
-    parameters = get_command(app).commands[command].params  # type: ignore[attr-defined]
+    parameters = load_command(command).params
     long = [one.opts[0].removeprefix("--") for one in parameters if one.opts[0].startswith("--")]
     options = {PYTHONS_OWN.get(one, one).replace("-", "_") for one in long}
     for_python = {o for o in options if o not in FOR_PEOPLE and f"{command} {o}" not in FOR_PEOPLE}

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ckptool.cli import _run, _writes_to_sockets
-from ckptool.cli.app import app
+from ckptool.cli.app import SUMMARIES, app, load_command
 from ckptool.cli.options import parse_place
 from ckptool.commands import detect as detect_checkpoint
 from ckptool.commands.open import open_checkpoint
@@ -101,6 +101,26 @@ def test_a_former_name_is_answered_with_the_new_one(words: list[str], renamed: s
 @pytest.mark.parametrize("words", [["verify", "--ranks"], ["formats", "--map"]])
 def test_no_option_of_another_command_is_suggested(words: list[str]) -> None:
     assert "Did you mean" not in CliRunner().invoke(app, words).output
+
+
+@pytest.mark.parametrize("command", SUMMARIES)
+def test_the_list_of_commands_says_what_each_says_of_itself(command: str) -> None:
+    text = load_command(command).help or ""
+    assert " ".join(text.partition("\n\n")[0].split()) == SUMMARIES[command]
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_the_list_of_commands_imports_none(option: str) -> None:
+    code = (
+        "import sys, runpy; sys.argv = ['ckptool', sys.argv[1]]\n"
+        "try: runpy.run_module('ckptool.cli.app').get('app')()\n"
+        "except SystemExit: sys.exit(str([m for m in sys.modules if 'ckptool.commands' in m]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, option], capture_output=True, text=True, check=False
+    )
+    assert done.stdout
+    assert done.stderr.strip() == "[]"
 
 
 # Words

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptool.commands.options.kinds import PLACE
-from ckptool.core.options import COUNT, FLAG, LIST, SIZE, option
+from ckptool.core.options import COUNT, FLAG, LIST, SIZE, OptionSet, option
 
 if TYPE_CHECKING:
     from ckptool.storage.url import Location
@@ -15,8 +14,7 @@ if TYPE_CHECKING:
 STATE_SIZE = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class BenchOptions:
+class BenchOptions(OptionSet):
     """What to measure: state of ``size`` bytes or shaped as in ``like``, written below ``out``."""
 
     size: int | None = option(

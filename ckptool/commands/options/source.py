@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptool.commands.options.kinds import CASTS, DIMS, FILE, TP_RULES
-from ckptool.core.options import COUNT, FLAG, TEXTS, group, option
+from ckptool.core.options import COUNT, FLAG, TEXTS, OptionSet, group, option
 
 if TYPE_CHECKING:
     from ckptool.core.casts import Casts
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
 READING = "How to read SRC"
 
 
-@dataclass(frozen=True, slots=True)
-class ReadOptions:
+class ReadOptions(OptionSet):
     """How to read a checkpoint.
 
     Without ``values`` those that lie among the data may be left ``UNREAD``.
@@ -68,8 +66,7 @@ class ReadOptions:
 AS_DETECTED = ReadOptions()
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(OptionSet):
     """Which tensors and values to keep and how to rename them, in this order."""
 
     select: tuple[str, ...] = option(
@@ -99,8 +96,7 @@ class Selection:
 EVERYTHING = Selection()
 
 
-@dataclass(frozen=True, slots=True)
-class MapOptions:
+class MapOptions(OptionSet):
     """Which key map to apply, and what it needs. ``inverse`` None: the way that the names fit."""
 
     name: str | None = option(
@@ -130,8 +126,7 @@ class MapOptions:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class RewriteOptions:
+class RewriteOptions(OptionSet):
     """What to keep of a checkpoint, under which names and element types, in this order."""
 
     selection: Selection = group(Selection, "What to keep, and how to rename it")

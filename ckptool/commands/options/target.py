@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptool.commands.options.kinds import FILE, MESH, SHARD_RULES
 from ckptool.commands.options.source import READING, MapOptions, ReadOptions, RewriteOptions
-from ckptool.core.options import FLAG, SIZE, group, option
+from ckptool.core.options import FLAG, SIZE, OptionSet, group, option
 from ckptool.engine.options import RunOptions
 
 if TYPE_CHECKING:
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 WRITING = "How to write DST"
 
 
-@dataclass(frozen=True, slots=True)
-class TransferOptions:
+class TransferOptions(OptionSet):
     """How to write. ``dry_run`` is for the command: a transfer itself always writes."""
 
     overwrite: bool = option(
@@ -41,8 +40,7 @@ class TransferOptions:
     dry_run: bool = option("--dry-run", FLAG, default=False, help="Show the plan; write nothing.")
 
 
-@dataclass(frozen=True, slots=True)
-class ConvertOptions:
+class ConvertOptions(OptionSet):
     """How to read a checkpoint, what to make of it, and how to write it.
 
     ``max_shard_size`` in bytes.
@@ -75,8 +73,7 @@ class ConvertOptions:
     transfer: TransferOptions = group(TransferOptions, WRITING, without=("verify",))
 
 
-@dataclass(frozen=True, slots=True)
-class ReshardOptions:
+class ReshardOptions(OptionSet):
     """The mesh, what decides the placements, how to read and how to write.
 
     ``rank_state`` decides on state that differs between the source's ranks, whatever

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptool.commands.options.kinds import PLACE, SHARE
 from ckptool.commands.options.source import ReadOptions
 from ckptool.commands.options.target import TransferOptions
-from ckptool.core.options import COUNT, FLAG, NUMBER, TEXTS, group, option
+from ckptool.core.options import COUNT, FLAG, NUMBER, TEXTS, OptionSet, group, option
 from ckptool.engine.options import RunOptions
 
 if TYPE_CHECKING:
     from ckptool.storage.url import Location
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyOptions:
+class VerifyOptions(OptionSet):
     """How to read it, how deep to look, and what fails.
 
     ``sample`` is the share of the data that is read, above 0 and up to 1.
@@ -58,8 +56,7 @@ class VerifyOptions:
         return "quick" if self.quick else "sample" if self.sample < 1 else "full"
 
 
-@dataclass(frozen=True, slots=True)
-class CompareOptions:
+class CompareOptions(OptionSet):
     """When two values are equal, and how to read the other checkpoint.
 
     Without ``rtol``, ``atol`` and ``cast``, element types must be equal and bits are compared.
@@ -83,8 +80,7 @@ class CompareOptions:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ManifestOptions:
+class ManifestOptions(OptionSet):
     """Which manifest to write, or to verify by."""
 
     write_manifest: Location | None = option(
@@ -107,8 +103,7 @@ class ManifestOptions:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class SalvageOptions:
+class SalvageOptions(OptionSet):
     """How to read the source, and how to write what is intact in it."""
 
     read: ReadOptions = group(ReadOptions, without=("split_stacked",))
