@@ -17,7 +17,7 @@ from ckptool.errors import CkptoolError, Damaged, NotFound, Problem, Unrecognise
 from ckptool.formats import FORMATS, detect, file_rule, single_file_suffixes
 from ckptool.formats.base import EXTRA, FileRole, Format, ScanOptions
 from ckptool.formats.companions import latest_folder
-from ckptool.serialization.file_kinds import FileKind, begin, hint_for, kind_of, read_head
+from ckptool.serialization.file_kinds import FileKind, detect_kind, read_head
 from ckptool.storage.local import Files, LocalSource
 from ckptool.storage.url import Location, within
 
@@ -194,11 +194,11 @@ def _detect_from_file(path: Location) -> Candidate:
     if not source.files[path.name]:
         raise Unrecognised(f"{path}: the file is empty (0 bytes)")
     head = read_head(source, path.name)
-    kind = kind_of(head, path.name)
+    kind = detect_kind(head, path.name)
     if kind is not None:
-        raise Unrecognised(f"{path}: {kind.what}", hint=hint_for(kind, str(path)))
+        raise Unrecognised(f"{path}: {kind.what}", hint=kind.hint_for(str(path)))
     raise Unrecognised(
-        f"{path}: unknown checkpoint format (begins with {begin(head)})",
+        f"{path}: unknown checkpoint format (begins with {head[:8].hex(' ')})",
         hint="run `ckptool formats` to list known formats; use --from FORMAT to force one",
     )
 
@@ -252,7 +252,7 @@ def _detect_in_folder(path: Location) -> Candidate:
     foreign = next(_foreign_files(source), None)
     if foreign is not None:
         name, kind = foreign
-        raise Unrecognised(f"{message}; {name} is {kind.what}", hint=hint_for(kind, name))
+        raise Unrecognised(f"{message}; {name} is {kind.what}", hint=kind.hint_for(name))
     raise Unrecognised(message, hint=hint)
 
 
@@ -261,7 +261,7 @@ def _foreign_files(source: Files) -> Iterator[tuple[str, FileKind]]:
     names = sorted(source.files, key=lambda name: -source.files[name])
     for name in names[:_MOST_SHOWN]:
         try:
-            kind = kind_of(read_head(source, name), name)
+            kind = detect_kind(read_head(source, name), name)
         except CkptoolError:
             continue
         if kind is not None and not kind.what.startswith("text") and "no tensors" not in kind.what:

@@ -13,7 +13,7 @@ from ckptool.commands.detect import Candidate, detect_folder
 from ckptool.commands.unlisted import is_data, unfinished_file
 from ckptool.core.catalog import Catalog
 from ckptool.errors import CkptoolError, Damaged, Problem
-from ckptool.serialization.file_kinds import FileKind, hint_for, read_head, stand_in
+from ckptool.serialization.file_kinds import FileKind, detect_placeholder, read_head
 from ckptool.storage.local import Files
 
 _STEP = re.compile(r"(?:step|iter|epoch|checkpoint|ckpt)[a-z]*[-_=.]?[0-9]", re.IGNORECASE)
@@ -117,7 +117,7 @@ def explain_damage(source: Files, error: Damaged) -> Damaged:
     if not found:
         return error
     file, kind = found[0]
-    return Damaged(_problem(found), hint=hint_for(kind, file))
+    return Damaged(_problem(found), hint=kind.hint_for(file))
 
 
 def with_cause(source: Files, problems: Iterable[Problem]) -> list[Problem]:
@@ -138,7 +138,7 @@ def _stand_ins(source: Files) -> Iterator[tuple[str, FileKind]]:
     small = [n for n, size in sizes if 0 < size <= _LARGEST and not n.lower().endswith(_TEXTS)]
     for name in small[:_MOST]:
         try:
-            kind = stand_in(read_head(source, name))
+            kind = detect_placeholder(read_head(source, name))
         except CkptoolError:
             continue
         if kind is not None:

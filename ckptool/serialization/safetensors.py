@@ -19,7 +19,7 @@ from ckptool.core.catalog import Extent
 from ckptool.core.dtype import BY_SAFETENSORS, DType
 from ckptool.core.layout import Data, FileLayout, Literal, Part
 from ckptool.errors import UNCODED, Damaged, Problem, Unsupported, coded
-from ckptool.serialization.file_kinds import kind_of, not_a, read_head
+from ckptool.serialization.file_kinds import detect_kind, not_a, read_head
 from ckptool.serialization.source import Source
 
 LONGEST_HEADER = 100_000_000
@@ -99,7 +99,7 @@ def _header(
     length = int.from_bytes(source.read(file, 0, 8), "little") if size >= 8 else 0
     if size < 8 or length > size - 8:
         head = read_head(source, file)
-        if kind_of(head, file) is not None:
+        if detect_kind(head, file) is not None:
             raise not_a("a safetensors file", source, file)
         message = f"{file}: the header should have {length:,} bytes, but the file has {size:,};"
         raise Damaged(f"{message} truncated or not a safetensors file")

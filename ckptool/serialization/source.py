@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Protocol
 
 from ckptool.errors import Damaged
-from ckptool.serialization.file_kinds import HEAD, hint_for, stand_in
+from ckptool.serialization.file_kinds import HEAD, detect_placeholder
 
 LARGEST = 1 << 29
 """Bytes of the largest pickle that is read."""
@@ -55,14 +55,10 @@ def read_metadata(source: Source, file: str) -> bytes:
     if size > LARGEST:
         raise Damaged(f"{file}: {size:,} bytes; metadata is read up to {LARGEST:,} bytes")
     data = source.read(file, 0, size)
-    kind = stand_in(data[:HEAD])
+    kind = detect_placeholder(data[:HEAD])
     if kind is not None:
-        raise Damaged(
-            f"{file}: {kind.what}",
-            "file-type-mismatch",
-            file=file,
-            hint=hint_for(kind, file),
-        )
+        hint = kind.hint_for(file)
+        raise Damaged(f"{file}: {kind.what}", "file-type-mismatch", file=file, hint=hint)
     return data
 
 

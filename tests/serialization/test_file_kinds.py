@@ -86,7 +86,7 @@ KINDS: dict[str, tuple[str, Callable[[], bytes], str, str]] = {
         ".json",
         lambda: json.dumps({"metadata": {}, "weight_map": {"w": "m-1.safetensors"}}).encode(),
         "an index of shards",
-        "bring the shards",
+        "put the shards",
     ),
 }
 
