@@ -186,6 +186,6 @@ def test_verbose_says_what_was_asked(s3: S3) -> None:
     shown = CliRunner().invoke(app, ["inspect", url, "--verbose"])
     assert shown.exit_code == 0
     assert "2 requests, 10.6 KiB read" in shown.stderr
-    assert "values lie among the data and were not read; --values reads them" in shown.stderr
+    assert "values in data files not read; --values reads them" in shown.stderr
     shown = CliRunner().invoke(app, ["inspect", url, "--verbose", "--values"])
     assert "not read" not in shown.output

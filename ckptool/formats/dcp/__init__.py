@@ -22,9 +22,9 @@ from ckptool.formats.dcp.inventory import (
     DATA,
     METADATA,
     RANK_METADATA,
-    Collected,
-    collected,
+    Inventory,
     metadata_files,
+    take_inventory,
 )
 from ckptool.formats.dcp.items import locate, read_values
 from ckptool.formats.dcp.metadata import DcpMetadata, SavePlan
@@ -53,85 +53,81 @@ def _probe(source: Source) -> bool:
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     catalog, _ = read_folder(source, options, values=options.values)
-    return _apart(source, with_inferred_mesh(catalog), options)
+    return _unflatten(source, with_inferred_mesh(catalog), options)
 
 
 def scan_folder(source: Source, options: ScanOptions) -> Catalog:
-    """What the metadata of a folder that is laid out as DCP does says."""
+    """Read the metadata of a folder that is laid out as DCP does."""
     return with_tensor_parallelism(with_inferred_mesh(read_folder(source, options)[0]))
 
 
 def read_folder(
     source: Source, options: ScanOptions, *, values: bool = True
 ) -> tuple[Catalog, dict[str, DcpMetadata]]:
-    """The catalog of a DCP folder, with no mesh yet, and its metadata files as they were read.
+    """Read a DCP folder: its catalog, with no mesh yet, and its metadata files.
 
     Without ``values`` nothing is read but metadata: values are ``UNREAD``. A value that cannot be
     read, or must not be, is a conflict of its own.
     """
     parsed = metadata_files(source, options)
-    stored = collected(source, parsed)
-    options.report(stored.problems, subject=source.root, hint=DAMAGE_HINT)
-    found = Assembled()
-    for name, entry in stored.types.items():
-        chunks = merge_copies(stored.chunks[name])
-        tensor = TensorEntry(name, stored.path(name), entry.dtype, entry.shape, chunks)
-        found.tensors[name] = tensor
+    inventory = take_inventory(source, parsed)
+    options.report(inventory.problems, subject=source.root, hint=DAMAGE_HINT)
+    contents = Assembled()
+    for name, entry in inventory.types.items():
+        chunks = merge_copies(inventory.chunks[name])
+        tensor = TensorEntry(name, inventory.path(name), entry.dtype, entry.shape, chunks)
+        contents.tensors[name] = tensor
     if values:
-        _add_values(source, options, stored, found)
-    elif stored.values:
-        _leave_unread(stored, found)
+        _add_values(source, options, inventory, contents)
+    elif inventory.values:
+        names = inventory.values
+        contents.objects |= {n: ObjectEntry(n, inventory.path(n), UNREAD) for n in names}
+        contents.notes.append(f"{len(names):,} values in data files not read; --values reads them")
     if _LIGHTNING in source.files:
-        _add(found, options.attempt(partial(_read_lightning, source)))
-    conflicts = [why for why in found.conflicts.values() if not isinstance(why, Refusal)]
-    options.report([*found.problems, *conflicts], subject=source.root, hint=DAMAGE_HINT)
-    found.conflicts = {n: why for n, why in found.conflicts.items() if isinstance(why, Refusal)}
-    return _catalog(source, parsed, stored, found), parsed
+        _add(contents, options.attempt(partial(_read_lightning, source)))
+    conflicts = [why for why in contents.conflicts.values() if not isinstance(why, Refusal)]
+    options.report([*contents.problems, *conflicts], subject=source.root, hint=DAMAGE_HINT)
+    contents.conflicts = {
+        name: why for name, why in contents.conflicts.items() if isinstance(why, Refusal)
+    }
+    return _catalog(source, parsed, inventory, contents), parsed
 
 
-def _add_values(source: Source, options: ScanOptions, stored: Collected, found: Assembled) -> None:
-    held = [item for items in stored.values.values() for _, item in items]
-    expect_edges(source, ((item.file, item.offset, item.nbytes) for item in held))
-    for name, items in stored.values.items():
-        work = partial(read_values, source, name, items, stored.path(name), refuse=True)
-        _add(found, options.attempt(work))
+def _add_values(
+    source: Source, options: ScanOptions, inventory: Inventory, contents: Assembled
+) -> None:
+    items = [item for items in inventory.values.values() for _, item in items]
+    expect_edges(source, ((item.file, item.offset, item.nbytes) for item in items))
+    for name, of_ranks in inventory.values.items():
+        work = partial(read_values, source, name, of_ranks, inventory.path(name), refuse=True)
+        _add(contents, options.attempt(work))
 
 
-def _leave_unread(stored: Collected, found: Assembled) -> None:
-    found.objects |= {n: ObjectEntry(n, stored.path(n), UNREAD) for n in stored.values}
-    found.notes.append(
-        f"{len(stored.values):,} values lie among the data and were not read; --values reads them"
-    )
-
-
-def _add(found: Assembled, more: Assembled | None) -> None:
-    """Take in what a value held, where it could be read."""
-    if more is None:
+def _add(contents: Assembled, value: Assembled | None) -> None:
+    """Add what lies in a value, under names of its own where others have them."""
+    if value is None:
         return
-    found.problems += more.problems
-    for entries in (more.tensors, more.objects):
-        _rename_repeated(entries, {*found.tensors, *found.objects}, more)
-    found.conflicts |= more.conflicts
-    found.notes += more.notes
-    found.tensors |= more.tensors
-    found.objects |= more.objects
+    used = {*contents.tensors, *contents.objects}
+    inner: tuple[dict[str, Any], ...] = (value.tensors, value.objects)
+    for entries in inner:
+        for name in entries.keys() & used:
+            free = free_name(name, {*used, *value.tensors, *value.objects})
+            entries[free] = replace(entries.pop(name), name=free)
+            value.notes.append(f"{free} lies inside a value; another is called {name!r}")
+    contents.problems += value.problems
+    contents.conflicts |= value.conflicts
+    contents.notes += value.notes
+    contents.tensors |= value.tensors
+    contents.objects |= value.objects
 
 
-def _rename_repeated(entries: dict[str, Any], taken: set[str], more: Assembled) -> None:
-    """Give what a value held a name of its own where another has it."""
-    for name in entries.keys() & taken:
-        free = free_name(name, {*taken, *more.tensors, *more.objects})
-        entries[free] = replace(entries.pop(name), name=free)
-        more.notes.append(f"{free} lies inside a value; another is called {name!r}")
-
-
-def _apart(source: Source, catalog: Catalog, options: ScanOptions) -> Catalog:
-    """The catalog with FSDP1's flat parameters taken apart, or a note that they are there."""
+def _unflatten(source: Source, catalog: Catalog, options: ScanOptions) -> Catalog:
+    """Take FSDP1's flat parameters apart where ``options`` has them, else note them."""
     flats = {name: entry for name, entry in catalog.tensors.items() if is_flat(name)}
     if not flats:
         return catalog
     if not options.flat_params:
-        note = f"FSDP1 flat parameters stay as they are ({', '.join(flats)}); {HINT}"
+        note = f"FSDP1 flat parameters are kept as they are ({', '.join(flats)}); {HINT}"
         return replace(catalog, notes=(*catalog.notes, note))
     tensors = {name: e for name, e in catalog.tensors.items() if name not in flats}
     members = members_of(flats, options.flat_params)
@@ -141,26 +137,26 @@ def _apart(source: Source, catalog: Catalog, options: ScanOptions) -> Catalog:
 
 
 def _read_lightning(source: Source) -> Assembled:
-    """Lightning's ``meta.pt``, a family of its own beside the DCP files."""
+    """Read Lightning's ``meta.pt``, a family of its own beside the DCP files."""
     file = read_torch_file(source, _LIGHTNING)
     return assemble({0: read_leaves(file, source, prefix=("meta",), refuse=True)})
 
 
 def _catalog(
-    source: Source, parsed: dict[str, DcpMetadata], stored: Collected, found: Assembled
+    source: Source, parsed: dict[str, DcpMetadata], inventory: Inventory, contents: Assembled
 ) -> Catalog:
-    used = {file for file, _, _, _ in stored.extents} | set(parsed) | {_LIGHTNING}
+    used = {file for file, _, _, _ in inventory.extents} | set(parsed) | {_LIGHTNING}
     data = [name for name in source.files if DATA.fullmatch(name)]
     stale = [name for name in data if name not in used and source.files[name]]
     ranks = {int(m[1]) for name in data if name not in stale and (m := DATA.fullmatch(name))}
     planned = max((len(m.plans or ()) for m in parsed.values()), default=0)
     notes = [
-        Problem(f"{name} is named by no metadata (left by another save)", "file-unused", file=name)
+        Problem(f"{name} is not in the metadata (left by another save)", "file-unused", file=name)
         for name in stale
     ]
     notes += [
         Problem(
-            f"{name} is not read: {METADATA} is there too, of another save",
+            f"{name} is not read: {METADATA}, of another save, is used instead",
             "file-unused",
             file=name,
         )
@@ -168,19 +164,19 @@ def _catalog(
         if RANK_METADATA.fullmatch(name) and name not in parsed and METADATA in parsed
     ]
     version = next((m.version for m in parsed.values() if m.version), None)
-    lightning = _LIGHTNING in source.files
-    info = {"writer": "Lightning" if lightning else "torch.distributed.checkpoint"}
+    is_lightning = _LIGHTNING in source.files
+    info = {"writer": "Lightning" if is_lightning else "torch.distributed.checkpoint"}
     info |= {"metadata version": version} if version else {}
     return Catalog(
         "dcp",
-        found.tensors,
-        found.objects,
+        contents.tensors,
+        contents.objects,
         {name: source.files[name] for name in source.files if name in used or name in data},
         world_size=max([planned, *(rank + 1 for rank in ranks)], default=1),
-        info=info | framework_info(found.objects),
-        notes=(*notes, *found.notes, *unread_notes(found.objects)),
-        conflicts=found.conflicts,
-        archives=tuple(stored.archives),
+        info=info | framework_info(contents.objects),
+        notes=(*notes, *contents.notes, *unread_notes(contents.objects)),
+        conflicts=contents.conflicts,
+        archives=tuple(inventory.archives),
         named={file: metadata.named for file, metadata in parsed.items()},
     )
 

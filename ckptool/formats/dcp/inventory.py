@@ -24,12 +24,12 @@ DAMAGE_HINT = "the save was interrupted, or files were lost or mixed with those 
 
 
 @dataclass(slots=True)
-class Collected:
+class Inventory:
     """What the metadata files say together.
 
     ``chunks`` and ``values`` are by name, values with the rank of each item; ``extents`` are file,
-    offset and bytes of every item, with its name; ``archives`` those that can be opened. ``lost``
-    are files of which a problem was told.
+    offset and bytes of every item, with its name; ``archives`` those that can be opened.
+    ``damaged_files`` have a problem of their own, which stands for all of their items.
     """
 
     types: dict[str, TensorMetadata] = field(default_factory=dict)
@@ -41,40 +41,38 @@ class Collected:
     extents: list[tuple[str, int, int, str]] = field(default_factory=list)
     archives: list[Container] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    lost: set[str] = field(default_factory=set)
+    damaged_files: set[str] = field(default_factory=set)
 
     def path(self, name: str) -> Path:
-        """Where a name stands in the state dict."""
+        """Return where a name stands in the state dict."""
         return self.paths.get(name, (name,))
 
 
-def collected(source: Source, parsed: Mapping[str, DcpMetadata]) -> Collected:
-    """All that the metadata files say, with what contradicts them or one another."""
-    found = Collected()
+def take_inventory(source: Source, parsed: Mapping[str, DcpMetadata]) -> Inventory:
+    """Collect all that the metadata files say, with what contradicts them or one another."""
+    inventory = Inventory()
     for file, metadata in parsed.items():
-        _collect(source, file, metadata, found)
-    found.problems += _shared_bytes(found.extents)
-    found.problems += [
+        _add_metadata(source, file, metadata, inventory)
+    inventory.problems += _shared_bytes(inventory.extents)
+    inventory.problems += [
         Problem(
             f"{name}: a tensor in one rank's metadata, a value in another's",
             "ranks-disagree",
             tensor=name,
         )
-        for name in found.values
-        if name in found.types
+        for name in inventory.values
+        if name in inventory.types
     ]
-    return found
+    return inventory
 
 
 def metadata_files(source: Source, options: ScanOptions) -> dict[str, DcpMetadata]:
-    """The metadata of a folder by file: that of all ranks, or else of each.
+    """Read the metadata of a folder by file: that of all ranks, or else of each.
 
     Raises Damaged where there is none; where ranks' is missing it is reported.
     """
-    names = [name for name in source.files if RANK_METADATA.fullmatch(name)]
-    if METADATA in source.files:
-        names = [METADATA]
-    if not names:
+    by_rank = {name: int(m[1]) for name in source.files if (m := RANK_METADATA.fullmatch(name))}
+    if METADATA not in source.files and not by_rank:
         left = f"{METADATA}.tmp"
         state = f"only {left} is there" if left in source.files else f"there is no {METADATA}"
         message = (
@@ -86,18 +84,17 @@ def metadata_files(source: Source, options: ScanOptions) -> dict[str, DcpMetadat
             "save-incomplete",
             hint="take the checkpoint before it; .metadata is written last, once all data is safe",
         )
-    names.sort(key=lambda name: [int(n) for n in re.findall("[0-9]+", name)])
     _require_ranks(source)
-    if names == [METADATA]:
-        return {METADATA: _parsed(source, METADATA)}
-    problems = _missing_ranks([int(name[2:].partition(".")[0]) for name in names], source)
-    options.report(problems, subject=source.root)
-    found = {name: options.attempt(partial(_parsed, source, name)) for name in names}
-    return {name: parsed for name, parsed in found.items() if parsed is not None}
+    if METADATA in source.files:
+        return {METADATA: _read(source, METADATA)}
+    options.report(_missing_ranks({*by_rank.values()}, source), subject=source.root)
+    names = sorted(by_rank, key=by_rank.__getitem__)
+    parsed = {name: options.attempt(partial(_read, source, name)) for name in names}
+    return {name: metadata for name, metadata in parsed.items() if metadata is not None}
 
 
 def _data_files(source: Source) -> str:
-    """How many data files there are, of which ranks as far as names say, and their bytes."""
+    """Count the data files, the ranks in their names, and their bytes."""
     sizes = {name: size for name, size in source.files.items() if name.endswith(".distcp")}
     ranks = {int(match[1]) for name in sizes if (match := DATA.fullmatch(name))}
     empty = sum(not size for size in sizes.values())
@@ -105,7 +102,7 @@ def _data_files(source: Source) -> str:
     return ", ".join([*words, f"{empty:,} files empty"] if empty else words)
 
 
-def _parsed(source: Source, file: str) -> DcpMetadata:
+def _read(source: Source, file: str) -> DcpMetadata:
     return parse(read_metadata(source, file), file)
 
 
@@ -116,70 +113,70 @@ def _require_ranks(source: Source) -> None:
             require_rank(int(match[1]), name)
 
 
-def _missing_ranks(ranks: list[int], source: Source) -> list[Problem]:
-    seen = {int(m[1]) for name in source.files if (m := DATA.fullmatch(name))}
-    missing = first_missing(set(ranks), max([*ranks, *seen]) + 1)
+def _missing_ranks(ranks: set[int], source: Source) -> list[Problem]:
+    writers = {int(m[1]) for name in source.files if (m := DATA.fullmatch(name))}
+    missing = first_missing(ranks, max(ranks | writers) + 1)
     if not missing:
         return []
     message = f"{source.root}: __{missing[0]}.metadata is missing (ranks {missing})"
     return [Problem(message, "rank-missing")]
 
 
-def _collect(source: Source, file: str, metadata: DcpMetadata, found: Collected) -> None:
-    found.paths |= metadata.paths
+def _add_metadata(source: Source, file: str, metadata: DcpMetadata, inventory: Inventory) -> None:
+    inventory.paths |= metadata.paths
     used: set[tuple[str, tuple[int, ...] | None]] = set()
     for name, entry in metadata.tensors.items():
-        known = found.types.setdefault(name, entry)
+        known = inventory.types.setdefault(name, entry)
         if (known.dtype, known.shape) != (entry.dtype, entry.shape):
             message = f"{name}: {file} says {entry.dtype} {list(entry.shape)}, another"
             message += f" {known.dtype} {list(known.shape)}"
-            found.problems.append(Problem(message, "ranks-disagree", file=file, tensor=name))
+            inventory.problems.append(Problem(message, "ranks-disagree", file=file, tensor=name))
         for box in entry.chunks:
             index = name, box.lo
             item = metadata.items.get(index)
             if item is None:
-                message = f"{name}: chunk {box} has no data ({file} says where of none)"
-                found.problems.append(Problem(message, "data-missing", file=file, tensor=name))
+                message = f"{name}: chunk {box} has no data (none is listed in {file})"
+                inventory.problems.append(Problem(message, "data-missing", file=file, tensor=name))
                 continue
             used.add(index)
-            _has_its_bytes(source, file, name, item, found)
-            found.chunks[name].append(Chunk(box, item, rank_of(item.file)))
+            _add_item(source, file, name, item, inventory)
+            inventory.chunks[name].append(Chunk(box, item, rank_of(item.file)))
     for name in metadata.bytes_names:
         item = metadata.items.get((name, None))
         if item is None:
-            message = f"{name}: has no data ({file} does not say where it lies)"
-            found.problems.append(Problem(message, "data-missing", file=file, tensor=name))
+            message = f"{name}: has no data (none is listed in {file})"
+            inventory.problems.append(Problem(message, "data-missing", file=file, tensor=name))
             continue
         used.add((name, None))
-        if _has_its_bytes(source, file, name, item, found):
-            found.values[name].append((rank_of(item.file) or 0, item))
+        if _add_item(source, file, name, item, inventory):
+            inventory.values[name].append((rank_of(item.file) or 0, item))
         else:
             message = f"{name}: a value whose data in {item.file} is lost"
-            found.problems.append(Problem(message, "data-missing", file=item.file, tensor=name))
+            inventory.problems.append(Problem(message, "data-missing", file=item.file, tensor=name))
     for name, offset in metadata.items.keys() - used:
         message = f"{name}: {file} stores an item at {offset} that no chunk claims"
-        found.problems.append(Problem(message, "data-unused", file=file, tensor=name))
+        inventory.problems.append(Problem(message, "data-unused", file=file, tensor=name))
 
 
-def _has_its_bytes(source: Source, file: str, name: str, item: Container, found: Collected) -> bool:
-    """Whether an item can be opened as an archive; where not, it is noted why."""
-    found.extents.append((item.file, item.offset, item.nbytes, name))
+def _add_item(source: Source, file: str, name: str, item: Container, inventory: Inventory) -> bool:
+    """Return whether an item can be opened as an archive; where not, note why."""
+    inventory.extents.append((item.file, item.offset, item.nbytes, name))
     size = source.files.get(item.file)
     is_read = not item.transforms or set(item.transforms) == {ZSTD}
     if size and item.offset + item.nbytes <= size and is_read:
-        found.archives.append(item)
+        inventory.archives.append(item)
         return True
-    problem = _why_lost(source, file, name, item)
-    is_of_file = problem.tensor is None
-    if not (is_of_file and item.file in found.lost):
-        found.problems.append(problem)
-    if is_of_file:
-        found.lost.add(item.file)
+    problem = _item_problem(source, file, name, item)
+    if problem.tensor is not None:
+        inventory.problems.append(problem)
+    elif item.file not in inventory.damaged_files:
+        inventory.problems.append(problem)
+        inventory.damaged_files.add(item.file)
     return False
 
 
-def _why_lost(source: Source, file: str, name: str, item: Container) -> Problem:
-    """Why an item cannot be opened; one of no tensor is about the whole file."""
+def _item_problem(source: Source, file: str, name: str, item: Container) -> Problem:
+    """Return why an item cannot be opened; a problem of no tensor is about the whole file."""
     try:
         size = require(source, item.file, wanted_by=file)
     except Damaged as error:
@@ -210,6 +207,6 @@ def _shared_bytes(extents: list[tuple[str, int, int, str]]) -> list[Problem]:
 
 @lru_cache(maxsize=4096)
 def rank_of(file: str) -> int | None:
-    """The rank that wrote a data file, by its name."""
+    """Return the rank that wrote a data file, by its name."""
     match = DATA.fullmatch(file)
     return int(match[1]) if match else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ckptool.core.box import Box
@@ -61,7 +62,7 @@ class _Opened:
     size: int
 
     def place(self, inner: Place) -> Place:
-        """Where a tensor of the archive lies, seen from the folder."""
+        """Return where a tensor of the archive lies, seen from the folder."""
         if not self.item.transforms:
             return inner
         if not isinstance(inner, Extent):
@@ -94,14 +95,13 @@ def read_values(
         except SourceError as error:
             if not refuse:
                 raise
-            problem = error.message
-            return Assembled(conflicts={name: _refusal(name, problem)})
+            return Assembled(conflicts={name: _refusal(name, error.message)})
     return assemble(ranks)
 
 
 def _refusal(name: str, problem: Problem) -> Refusal:
-    shown = problem if problem.startswith(name) else f"{name}: {problem}"
-    return Refusal(shown, problem.code, file=problem.file, tensor=name)
+    message = problem if problem.startswith(name) else f"{name}: {problem}"
+    return Refusal(message, problem.code, file=problem.file, tensor=name)
 
 
 def _value_leaves(
@@ -110,20 +110,19 @@ def _value_leaves(
     """Return what an item holds; where some of it is refused, the item is, as it is one value."""
     opened = _open(source, item, name, _LARGEST_VALUE, _LARGEST_VALUE)
     leaves = read_leaves(opened.file, source, prefix=path, refuse=refuse)
+    has_tensor = any(isinstance(leaf.value, PlainLeaf | ShareLeaf) for leaf in leaves.values())
     refused = [leaf.value for leaf in leaves.values() if isinstance(leaf.value, Refusal)]
     if refused:
-        whole = _refusal(name, refused[0])
-        whole.record = opened.file.inert
-        whole.may_be_tensor = any(why.may_be_tensor for why in refused) or any(
-            isinstance(leaf.value, PlainLeaf | ShareLeaf) for leaf in leaves.values()
-        )
-        return {name: Leaf(path, whole)}
-    if any(isinstance(leaf.value, PlainLeaf | ShareLeaf) for leaf in leaves.values()):
-        return {n: _placed(leaf, opened) for n, leaf in leaves.items()}
+        refusal = _refusal(name, refused[0])
+        refusal.record = opened.file.inert
+        refusal.may_be_tensor = has_tensor or any(part.may_be_tensor for part in refused)
+        return {name: Leaf(path, refusal)}
+    if has_tensor:
+        return {n: _locate_leaf(leaf, opened) for n, leaf in leaves.items()}
     return {name: Leaf(path, opened.file.value)}
 
 
-def _placed(leaf: Leaf, opened: _Opened) -> Leaf:
+def _locate_leaf(leaf: Leaf, opened: _Opened) -> Leaf:
     if isinstance(leaf.value, PlainLeaf):
         return replace(leaf, value=replace(leaf.value, place=opened.place(leaf.value.place)))
     if isinstance(leaf.value, ShareLeaf):
@@ -145,36 +144,36 @@ def locate(source: Source, catalog: Catalog) -> Catalog:
     """
     problems: list[Problem] = []
     unread: list[Problem] = []
-    found = Assembled()
+    contents = Assembled()
     expect_edges(source, _items_of(catalog))
     for name, entry in catalog.tensors.items():
         try:
-            found.tensors[name] = _opened_entry(source, entry)
+            contents.tensors[name] = _locate_entry(source, entry)
         except _NoPlainTensor as error:
-            inner = _inner_tensors(source, entry)
+            inner = _read_inner_tensors(source, entry)
             if inner is None or not inner.tensors.keys().isdisjoint(catalog.tensors):
                 unread.append(error.message)
             else:
-                found.tensors |= inner.tensors
-                found.objects |= inner.objects
-                found.notes += inner.notes
+                contents.tensors |= inner.tensors
+                contents.objects |= inner.objects
+                contents.notes += inner.notes
         except CkptoolError as error:
             problems += error.problems
     if problems:
         raise damaged(problems, subject="the items", hint=DAMAGE_HINT)
     if unread:
-        raise _unread(unread)
-    objects, notes = catalog.objects | found.objects, (*catalog.notes, *found.notes)
-    return replace(catalog, tensors=found.tensors, objects=objects, notes=notes)
+        raise _unread_tensors(unread)
+    objects, notes = catalog.objects | contents.objects, (*catalog.notes, *contents.notes)
+    return replace(catalog, tensors=contents.tensors, objects=objects, notes=notes)
 
 
-def _opened_entry(source: Source, entry: TensorEntry) -> TensorEntry:
-    """The tensor with its items opened; one error for all of its chunks that cannot be."""
+def _locate_entry(source: Source, entry: TensorEntry) -> TensorEntry:
+    """Open the items of a tensor; one error is raised for all of its chunks that cannot be."""
     chunks: list[Chunk] = []
     problems: list[Problem] = []
     for chunk in entry.chunks:
         try:
-            chunks.append(_located(source, entry, chunk))
+            chunks.append(_locate_chunk(source, entry, chunk))
         except _NoPlainTensor:
             raise
         except CkptoolError as error:
@@ -185,19 +184,19 @@ def _opened_entry(source: Source, entry: TensorEntry) -> TensorEntry:
     return replace(entry, chunks=tuple(chunks))
 
 
-def _inner_tensors(source: Source, entry: TensorEntry) -> Assembled | None:
-    """What the one item of a tensor holds that wraps others; None where that is not all of it."""
+def _read_inner_tensors(source: Source, entry: TensorEntry) -> Assembled | None:
+    """Read the one item of a tensor that wraps others; None where that is not all of it."""
     chunk = entry.chunks[0]
     item = chunk.at
     is_one = len(entry.chunks) == 1 and not chunk.copies and entry.stored is None
     if not is_one or not isinstance(item, Container) or item.part or chunk.box.shape != entry.shape:
         return None
-    found = read_values(source, entry.name, [(chunk.rank or 0, item)], entry.path)
-    return found if found.tensors and not found.problems else None
+    inner = read_values(source, entry.name, [(chunk.rank or 0, item)], entry.path)
+    return inner if inner.tensors and not inner.problems else None
 
 
-def _unread(problems: list[Problem]) -> Unsupported:
-    """One error for all tensors of kinds that are not read."""
+def _unread_tensors(problems: list[Problem]) -> Unsupported:
+    """Return one error for all tensors of kinds that are not read."""
     more = f"\n  and {len(problems) - 1:,} more such tensors" if len(problems) > 1 else ""
     error = Unsupported(
         f"{problems[0]}{more}",
@@ -216,14 +215,13 @@ def _items_of(catalog: Catalog) -> Iterator[tuple[str, int, int]]:
                 yield at.file, at.offset, at.nbytes
 
 
-def _located(source: Source, entry: TensorEntry, chunk: Chunk) -> Chunk:
-    copies = tuple(
-        replace(copy, at=_located_place(source, entry, chunk.box, copy.at)) for copy in chunk.copies
-    )
-    return replace(chunk, at=_located_place(source, entry, chunk.box, chunk.at), copies=copies)
+def _locate_chunk(source: Source, entry: TensorEntry, chunk: Chunk) -> Chunk:
+    locate_place = partial(_locate_place, source, entry, chunk.box)
+    copies = tuple(replace(copy, at=locate_place(copy.at)) for copy in chunk.copies)
+    return replace(chunk, at=locate_place(chunk.at), copies=copies)
 
 
-def _located_place(source: Source, entry: TensorEntry, box: Box, at: Place) -> Place:
+def _locate_place(source: Source, entry: TensorEntry, box: Box, at: Place) -> Place:
     if not isinstance(at, Container):
         return at
     what = f"{entry.name} {box}"
@@ -233,9 +231,7 @@ def _located_place(source: Source, entry: TensorEntry, box: Box, at: Place) -> P
     opened = _open(source, at, what, limit, _EDGE)
     tensor = plain_tensor(opened.file.value)
     if tensor is None:
-        raise _why_no_tensor(
-            opened.file.value, f"{what}: its item in {at.file}", at, (dtype, shape)
-        )
+        raise _no_tensor(opened.file.value, f"{what}: its item in {at.file}", at, (dtype, shape))
     if (tensor.dtype, tensor.shape) != (dtype, shape):
         message = f"{what}: its item at byte {at.offset:,} of {at.file} is {tensor.dtype}"
         message += f" {list(tensor.shape)}, the metadata says {dtype} {list(shape)}"
@@ -251,13 +247,12 @@ def _located_place(source: Source, entry: TensorEntry, box: Box, at: Place) -> P
         raise Damaged(message, "item-mismatch", file=at.file) from None
 
 
-def _why_no_tensor(
-    value: Any, what: str, item: Container, meant: tuple[DType, tuple[int, ...]]
+def _no_tensor(
+    value: Any, what: str, item: Container, expected: tuple[DType, tuple[int, ...]]
 ) -> CkptoolError:
-    """Why an item is no plain tensor of the type and shape that are ``meant``."""
-    outer = outer_of(value) if is_tensor_record(value) else meant
-    what = f"{what}: its item in {item.file}"
-    if not is_tensor_record(value) or outer not in (None, meant):
+    """Return why an item is no plain tensor of the type and shape that are ``expected``."""
+    outer = outer_of(value) if is_tensor_record(value) else expected
+    if not is_tensor_record(value) or outer not in (None, expected):
         message = f"{what} holds {type_name(value)}, no plain tensor"
         return Damaged(message, "item-mismatch", file=item.file)
     message = f"{what} holds a tensor of a kind that is not read ({type_name(value)})"

@@ -66,10 +66,10 @@ def parse(data: bytes, what: str) -> DcpMetadata:
         except Damaged as error:
             raise Damaged(error.message.recoded("metadata-unreadable")) from None
         named = {(item.module, item.name): at for item, at in loaded.globals.items()}
-        return _parsed(loaded.value, named, what)
+        return _metadata(loaded.value, named, what)
 
 
-def _parsed(value: Any, named: dict[tuple[str, str], int], what: str) -> DcpMetadata:
+def _metadata(value: Any, named: dict[tuple[str, str], int], what: str) -> DcpMetadata:
     if not isinstance(value, Call) or value.name.rpartition(".")[2] not in _CLASSES:
         raise Damaged(f"{what}: the pickle holds no torch.distributed.checkpoint Metadata")
     fields = value.fields
@@ -103,7 +103,7 @@ def _parsed(value: Any, named: dict[tuple[str, str], int], what: str) -> DcpMeta
 
 
 def _is_quantised(entry: Call) -> bool:
-    """Whether a tensor is one that torch quantised: its one item is read as a value's is."""
+    """Return whether torch quantised a tensor: its one item is read as a value's is."""
     try:
         dtype = _dtype(entry)
     except (KeyError, TypeError, AttributeError, IndexError):
@@ -132,11 +132,11 @@ class _Sizes(dict[Call, tuple[int, ...]]):
     """The sizes that records hold, one and the same tuple for one and the same record."""
 
     def __missing__(self, record: Call) -> tuple[int, ...]:
-        self[record] = found = sizes(record)
-        return found
+        self[record] = shape = sizes(record)
+        return shape
 
     def of(self, value: Any) -> tuple[int, ...]:
-        """A shape or strides of a pickle."""
+        """Return a shape or strides of a pickle."""
         return self[value] if type(value) is Call else sizes(value)
 
 
@@ -150,17 +150,17 @@ class _Boxes(dict[tuple[tuple[int, ...], tuple[int, ...]], Box]):
         low, shape = key
         if len(low) != len(shape):
             raise ValueError(f"a chunk of {len(shape)} dims at an offset of {len(low)}")
-        self[key] = found = Box(low, tuple(map(add, low, shape)))
-        return found
+        self[key] = box = Box(low, tuple(map(add, low, shape)))
+        return box
 
     def of(self, chunk: Call) -> Box:
-        """The box of a ChunkStorageMetadata."""
+        """Return the box of a ChunkStorageMetadata."""
         fields = chunk.fields
         return self[self._sizes.of(fields["offsets"]), self._sizes.of(fields["sizes"])]
 
 
 def _items(storage_data: Any) -> Iterator[tuple[MetadataIndex, Container]]:
-    known = _Sizes()
+    shapes = _Sizes()
     for record, info in storage_data.items():
         where = info.fields
         transforms = where.get("transform_descriptors") or ()
@@ -168,20 +168,20 @@ def _items(storage_data: Any) -> Iterator[tuple[MetadataIndex, Container]]:
         if not isinstance(file, str):
             raise Damaged("a relative_path that is no text")
         steps = tuple(map(_text, transforms)) if transforms else ()
-        yield _index(record, known), Container(file, natural(start), natural(length), steps)
+        yield _index(record, shapes), Container(file, natural(start), natural(length), steps)
 
 
-def _index(record: Call, known: _Sizes) -> MetadataIndex:
+def _index(record: Call, shapes: _Sizes) -> MetadataIndex:
     offset = record.fields.get("offset")
-    return _text(record.fields["fqn"]), None if offset is None else known.of(offset)
+    return _text(record.fields["fqn"]), None if offset is None else shapes.of(offset)
 
 
 def _plans(value: Any) -> tuple[SavePlan, ...] | None:
     if not isinstance(value, list):
         return None
-    known = _Sizes()
+    shapes = _Sizes()
     return tuple(
-        tuple(_index(item.fields["index"], known) for item in plan.fields.get("items") or ())
+        tuple(_index(item.fields["index"], shapes) for item in plan.fields.get("items") or ())
         for plan in value
     )
 
@@ -200,7 +200,7 @@ def _text(value: Any) -> str:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a value is text that can be written, and so no half of a surrogate pair."""
+    """Return whether a value is text that can be written, and so no half of a surrogate pair."""
     try:
         return isinstance(value, str) and (value.isascii() or bool(value.encode()))
     except UnicodeEncodeError:
@@ -208,7 +208,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _paths(planner_data: Any) -> dict[str, Path]:
-    """The path of each flat name; empty where the state dict was saved unflattened."""
+    """Return the path of each flat name; empty where the state dict was saved unflattened."""
     if not isinstance(planner_data, dict):
         return {}
     return {

@@ -114,7 +114,7 @@ def test_a_dcp_folder_is_taken_apart(out: Path) -> None:
     flat = torch.cat([seeded(name, *shape).reshape(-1) for name, shape in LINEAR.items()])
     dcp.save({"model": {"_flat_param": flat}}, checkpoint_id=out / "flat", no_dist=True)
     report = convert_to("safetensors", out / "flat", out / "whole")
-    assert any("flat parameters stay as they are" in note for note in report.notes)
+    assert any("flat parameters are kept as they are" in note for note in report.notes)
     convert_to("safetensors", out / "flat", out / "parts", flat_params=given_file(out, LINEAR))
     expected = {f"model.{n}": bits(seeded(n, *shape)) for n, shape in LINEAR.items()}
     assert read_back("safetensors", out / "parts") == expected
