@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Unpack
 from ckptool.api.keywords import Converting, Reading, Resharding
 from ckptool.api.options import AnyPath, Keywords, documented, location
 from ckptool.commands.convert import ConvertReport, prepare
-from ckptool.commands.formats import KnownFormat, known_formats
+from ckptool.commands.detect import KnownFormat, known_formats
 from ckptool.commands.inspect import inspect as _inspect
 from ckptool.commands.inspect.inspect import InspectReport
 from ckptool.commands.options.source import ReadOptions

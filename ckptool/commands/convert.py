@@ -19,6 +19,7 @@ from ckptool.commands.transfer import (
     Transfer,
     free_bytes,
     named_target,
+    no_progress,
     require_agreement,
     require_apart,
     target_notes,
@@ -70,7 +71,7 @@ class Prepared:
         """Bytes that the transfer moves."""
         return self.transfer.nbytes
 
-    def run(self, progress: Progress = lambda nbytes: None) -> ConvertReport:
+    def run(self, progress: Progress = no_progress) -> ConvertReport:
         """Write the target. Raises as a transfer does; the target is whole or not there."""
         notes = self.transfer.run(progress)
         return replace(self.report, notes=(*self.report.notes, *notes))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ckptool.commands.unlisted import require_listed, unlisted_problems
 from ckptool.engine.write.writer import UNFINISHED
@@ -24,6 +24,26 @@ from ckptool.storage.url import Location, within
 _LEVELS = 4
 _T = TypeVar("_T")
 _MOST_SHOWN = 12
+
+
+class KnownFormat(NamedTuple):
+    """A format: whether it is read, and written by convert and by reshard."""
+
+    name: str
+    reads: bool
+    converts: bool
+    reshards: bool
+    summary: str
+
+
+def known_formats() -> tuple[KnownFormat, ...]:
+    """Return every format, in the order in which they are looked for."""
+    return tuple(
+        KnownFormat(
+            row.name, row.reads, row.convert is not None, row.reshard is not None, row.summary
+        )
+        for row in FORMATS.values()
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +66,7 @@ class Candidate:
 
 
 def detect_checkpoint(path: Location, format_name: str | None = None) -> Candidate:
-    """The checkpoint that a path means, or what lies there read as ``format_name``.
+    """Find the checkpoint that a path means, or take what lies there as ``format_name``.
 
     Raises NotFound, Unrecognised (with what is there), or UsageError for a format of no such name.
     """
@@ -55,10 +75,10 @@ def detect_checkpoint(path: Location, format_name: str | None = None) -> Candida
 
 
 def find_checkpoints(path: Location) -> tuple[Location | None, list[Location]]:
-    """The folder, if it is a checkpoint as a whole, and the places of those that lie below it.
+    """Return the folder, if it is a checkpoint as a whole, and the paths of those below it.
 
-    A place that cannot be read, or no longer, is among them: what is wrong is said where it is
-    read. Raises NotFound where there is no such folder, Unrecognised where it is a file.
+    A path that cannot be read, or no longer, is among them: reading it raises. Raises NotFound
+    where there is no such folder, Unrecognised where it is a file.
     """
     _require_there(path)
     if not path.is_dir():
@@ -66,16 +86,16 @@ def find_checkpoints(path: Location) -> tuple[Location | None, list[Location]]:
     source = folder_at(path)
     failed: list[Location] = []
     whole = bounded(path, lambda: _detected(path, lambda: detect_folder(source), []))
-    found = bounded(path, lambda: list(_candidates(path, source, failed)))
-    places = [*(one.path for one in found), *failed]
-    unreadable = [p.file for p in unlisted_problems(source.unlisted) if p.code != "file-changed"]
-    shut = [path / name for name in unreadable if name is not None]
-    places += [one for one in shut if one not in places and set(one.parents).isdisjoint(places)]
-    return None if whole is None else path, places
+    candidates = bounded(path, lambda: list(_candidates(path, source, failed)))
+    paths = [*(candidate.path for candidate in candidates), *failed]
+    problems = [p for p in unlisted_problems(source.unlisted) if p.code != "file-changed"]
+    unreadable = [path / problem.file for problem in problems if problem.file is not None]
+    paths += [p for p in unreadable if p not in paths and set(p.parents).isdisjoint(paths)]
+    return None if whole is None else path, paths
 
 
 def holds_checkpoint(path: Location) -> bool:
-    """Whether a folder is a checkpoint of a known format by its names, whole or not."""
+    """Return whether a folder is a checkpoint of a known format by its names, whole or not."""
     try:
         return path.is_dir() and detect(folder_at(path)) is not None
     except (CkptoolError, OSError):
@@ -83,7 +103,7 @@ def holds_checkpoint(path: Location) -> bool:
 
 
 def unfinished(source: Files) -> Problem | None:
-    """The problem of a folder that a ckptool writes to, or left when it was killed."""
+    """Return the problem of a folder that a ckptool writes to, or left when it was killed."""
     if UNFINISHED not in source.files:
         return None
     message = f"{source.root}: unfinished ckptool output (contains {UNFINISHED})"
@@ -116,7 +136,7 @@ def _require_there(path: Location) -> None:
 
 
 def folder_at(path: Location) -> Files:
-    """The files below a folder."""
+    """Return the files below a folder."""
     if isinstance(path, Path):
         return LocalSource.folder(path)
     from ckptool.storage.remote import RemoteSource
@@ -125,7 +145,7 @@ def folder_at(path: Location) -> Files:
 
 
 def file_at(path: Location) -> Files:
-    """A file by itself, with what goes with it."""
+    """Return a file by itself, with what goes with it."""
     if isinstance(path, Path):
         return LocalSource.file(path)
     from ckptool.storage.remote import RemoteSource
@@ -134,7 +154,7 @@ def file_at(path: Location) -> Files:
 
 
 def bounded(path: Location, work: Callable[[], _T]) -> _T:
-    """The last line of defence against metadata that no check foresaw."""
+    """Do ``work``; Damaged where metadata that no check foresaw exhausts stack or memory."""
     try:
         return work()
     except RecursionError:
@@ -162,29 +182,25 @@ def _similar(path: Path) -> str | None:
 
 def _detect(path: Location, format_name: str | None) -> Candidate:
     if format_name is not None:
-        return _use_format(path, format_name)
+        require_known(format_name)
+        source = folder_at(path) if path.is_dir() else file_at(path)
+        return Candidate(path, source, FORMATS[format_name])
     if path.is_dir():
         return _detect_in_folder(path)
     return _detect_from_file(path)
 
 
 def require_known(format_name: str | None) -> None:
-    """UsageError where a format is named that there is not."""
+    """Raise UsageError where no format has this name."""
     if format_name is not None and format_name not in FORMATS:
         raise UsageError(
             f"--from {format_name!r}: unknown format", hint="one of " + ", ".join(FORMATS)
         )
 
 
-def _use_format(path: Location, format_name: str) -> Candidate:
-    require_known(format_name)
-    source = folder_at(path) if path.is_dir() else file_at(path)
-    return Candidate(path, source, FORMATS[format_name])
-
-
 def _detect_from_file(path: Location) -> Candidate:
-    """The checkpoint that a file is part of, or the file by itself."""
-    whole = _find_enclosing(path) if isinstance(path, Path) or _marks(path.name) else None
+    """Detect the checkpoint that a file is part of, or the file by itself."""
+    whole = _find_enclosing(path) if isinstance(path, Path) or _is_part(path.name) else None
     if whole is not None:
         return whole
     source = file_at(path)
@@ -204,41 +220,41 @@ def _detect_from_file(path: Location) -> Candidate:
 
 
 def _find_enclosing(path: Location) -> Candidate | None:
-    """The checkpoint in the file's folder that the file is part of."""
+    """Find the checkpoint in the file's folder that the file is part of."""
     try:
         folder = folder_at(path.parent)
     except NotFound:
         return None
-    found = detect_folder(folder)
-    if found is None or not (path.name in _files_of(found, folder) or _marks(path.name)):
+    whole = detect_folder(folder)
+    if whole is None or not (path.name in _files_of(whole, folder) or _is_part(path.name)):
         return None
-    return Candidate(path.parent, folder, found)
+    return Candidate(path.parent, folder, whole)
 
 
-def _marks(name: str) -> bool:
-    """Whether a file name says that the file is only a part of a checkpoint."""
+def _is_part(name: str) -> bool:
+    """Return whether a file name says that the file is only a part of a checkpoint."""
     rule = file_rule(None, name)
     return rule is not None and rule.role in (FileRole.METADATA, FileRole.ITEMS, FileRole.INDEX)
 
 
-def _files_of(item: Format, source: Files) -> frozenset[str]:
+def _files_of(row: Format, source: Files) -> frozenset[str]:
     try:
-        return frozenset(item.scan(source, ScanOptions(per_rank=True)).files)
+        return frozenset(row.scan(source, ScanOptions(per_rank=True)).files)
     except CkptoolError:
         return frozenset()
 
 
 def _detect_in_folder(path: Location) -> Candidate:
     source = folder_at(path)
-    found = detect_folder(source)
-    if found is not None:
-        return Candidate(path, source, found)
+    whole = detect_folder(source)
+    if whole is not None:
+        return Candidate(path, source, whole)
     require_finished(source)
     latest = latest_folder(source)
     if latest is not None:
         inner = _detect_in_folder(path / latest)
-        loose = (name for name in source.files if "/" not in name)
-        return replace(inner, beside=(*inner.beside, *loose))
+        beside = (name for name in source.files if "/" not in name)
+        return replace(inner, beside=(*inner.beside, *beside))
     candidates = list(_candidates(path, source))
     if len(candidates) == 1:
         return _with_beside(candidates[0], path, source)
@@ -247,7 +263,9 @@ def _detect_in_folder(path: Location) -> Candidate:
     require_listed(unlisted_problems(source.unlisted))
     if not source.files:
         raise Unrecognised(f"{path}: the folder is empty")
-    message = f"{path}: no checkpoint found in {len(source.files):,} files: {_listing(source)}"
+    names = list(source.files)
+    listed = ", ".join(names[:8]) + (f", and {len(names) - 8} more" if len(names) > 8 else "")
+    message = f"{path}: no checkpoint found in {len(names):,} files: {listed}"
     hint = "run `ckptool formats` to list known formats; use --from FORMAT to force one"
     foreign = next(_foreign_files(source), None)
     if foreign is not None:
@@ -257,7 +275,7 @@ def _detect_in_folder(path: Location) -> Candidate:
 
 
 def _foreign_files(source: Files) -> Iterator[tuple[str, FileKind]]:
-    """The files that look like checkpoints, or what stands in for one, the largest first."""
+    """Yield the files that look like checkpoints, or stand in for one, the largest first."""
     names = sorted(source.files, key=lambda name: -source.files[name])
     for name in names[:_MOST_SHOWN]:
         try:
@@ -269,45 +287,45 @@ def _foreign_files(source: Files) -> Iterator[tuple[str, FileKind]]:
 
 
 def _with_beside(only: Candidate, path: Location, source: Files) -> Candidate:
-    """The one candidate below a folder, with the files of the folder that are none of its own."""
-    here = "/".join(within(only.path, path).parts)
-    own = {f"{here}/{name}" for name in only.source.files} if only.path.is_dir() else {here}
-    own |= {here.removesuffix(".safetensors") + EXTRA}
+    """Add to the one candidate below a folder the folder's files that are none of its own."""
+    inner = "/".join(within(only.path, path).parts)
+    own = {f"{inner}/{name}" for name in only.source.files} if only.path.is_dir() else {inner}
+    own |= {inner.removesuffix(".safetensors") + EXTRA}
     beside = tuple(name for name in source.files if name not in own)
-    unlisted = {n: why for n, why in source.unlisted.items() if not n.startswith(f"{here}/")}
+    unlisted = {n: why for n, why in source.unlisted.items() if not n.startswith(f"{inner}/")}
     return replace(only, beside=beside, unlisted_beside=unlisted)
 
 
 def detect_folder(source: Files) -> Format | None:
-    """The format of a folder as a whole; None where it only holds a single-file checkpoint."""
+    """Return the format of a folder as a whole; None where it only holds a single-file one."""
     if len(source.files) == 1 and "/" not in next(iter(source.files)):
         dcp = FORMATS["dcp"]
         return dcp if dcp.matches(source) else None
-    found = detect(source)
-    if found is None or not found.suffixes:
-        return found
-    return None if len(source.files) == 1 or found.name == "safetensors" else found
+    row = detect(source)
+    if row is None or not row.suffixes:
+        return row
+    return None if len(source.files) == 1 or row.name == "safetensors" else row
 
 
 def _detected(
-    place: Location, detect_it: Callable[[], _T | None], failed: list[Location] | None
+    path: Location, detect_it: Callable[[], _T | None], failed: list[Location] | None
 ) -> _T | None:
-    """What is detected at a place; one where that fails is None, and noted where that is asked."""
+    """Return what is detected at a path; where that fails None, with the path in ``failed``."""
     try:
         return detect_it()
     except CkptoolError:
         if failed is None:
             raise
-        failed.append(place)
+        failed.append(path)
         return None
 
 
 def _candidates(
     path: Location, source: Files, failed: list[Location] | None = None
 ) -> Iterator[Candidate]:
-    """Checkpoints below a folder: subfolders that are one, and single files that are one.
+    """Yield the checkpoints below a folder: subfolders and single files that are one.
 
-    Places that cannot be read go to ``failed``, where that is given.
+    Paths that cannot be read go to ``failed``, where that is given.
     """
     folders = source.subfolders()
     covered: set[str] = set()
@@ -315,17 +333,16 @@ def _candidates(
         if folder.count("/") >= _LEVELS or any(str(p) in covered for p in Path(folder).parents):
             continue
         inner = folders[folder]
-        place = path / folder
-        found = _detected(place, partial(detect_folder, inner), failed)
-        if found is not None or unfinished(inner) or place in (failed or ()):
+        row = _detected(path / folder, partial(detect_folder, inner), failed)
+        if row is not None or unfinished(inner) or path / folder in (failed or ()):
             covered.add(folder)
-        if found is not None:
-            yield Candidate(place, inner, found)
+        if row is not None:
+            yield Candidate(path / folder, inner, row)
     for name in source.files:
         if not any(str(parent) in covered for parent in Path(name).parents):
-            one = _detected(path / name, partial(_single_file, path, source, name), failed)
-            if one is not None:
-                yield one
+            file = _detected(path / name, partial(_single_file, path, source, name), failed)
+            if file is not None:
+                yield file
 
 
 def _single_file(path: Location, source: Files, name: str) -> Candidate | None:
@@ -334,13 +351,13 @@ def _single_file(path: Location, source: Files, name: str) -> Candidate | None:
     if name.endswith(EXTRA) and name.removesuffix(EXTRA) + ".safetensors" in source.files:
         return None
     alone = source.alone(name)
-    found = detect(alone)
-    return None if found is None else Candidate(path / name, alone, found)
+    row = detect(alone)
+    return None if row is None else Candidate(path / name, alone, row)
 
 
 def _several(path: Location, candidates: list[Candidate]) -> Unrecognised:
-    candidates = sorted(candidates, key=lambda item: natural_key(str(item.path)))
-    shown = [f"  {item.path}  ({item.format.name})" for item in candidates[-_MOST_SHOWN:]]
+    candidates = sorted(candidates, key=lambda candidate: natural_key(str(candidate.path)))
+    shown = [f"  {one.path}  ({one.format.name})" for one in candidates[-_MOST_SHOWN:]]
     more = len(candidates) - len(shown)
     listed = ([f"  ... and {more} earlier"] if more else []) + shown
     return Unrecognised(
@@ -350,12 +367,6 @@ def _several(path: Location, candidates: list[Candidate]) -> Unrecognised:
 
 
 def natural_key(name: str) -> list[tuple[int, int | str]]:
-    """A sort key under which step-9 comes before step-10."""
+    """Return a sort key under which step-9 comes before step-10."""
     parts = enumerate(re.split(r"([0-9]+)", name))
     return [(0, int(part)) if at % 2 else (1, part) for at, part in parts]
-
-
-def _listing(source: Files) -> str:
-    names = list(source.files)
-    more = f", and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more

@@ -1,9 +1,4 @@
-"""From what the user points at to a source, its format and its catalog.
-
-How to read a checkpoint, where its files alone leave that open.
-
-Small text files that options name: plans, maps, shapes.
-"""
+"""Open a checkpoint: from what the user points at to a source, its format and its catalog."""
 
 from __future__ import annotations
 
@@ -40,34 +35,34 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def scan_options(
-    options: ReadOptions, of: Format, found: list[Problem] | None = None
+    options: ReadOptions, row: Format, problems: list[Problem] | None = None
 ) -> ScanOptions:
-    """Return what a scan of that format is asked for; UsageError where it has no such option."""
-    if options.tp_rules and not of.takes_tp_rules:
-        raise UsageError(f"--tp-rule: not applicable, {of.name} records how tensors are split")
-    if options.world_size is not None and not of.takes_world_size:
-        raise UsageError(f"--world-size: not applicable, {of.name} records the number of ranks")
+    """Return what a scan of a format is asked for; UsageError where it has no such option."""
+    if options.tp_rules and not row.takes_tp_rules:
+        raise UsageError(f"--tp-rule: not applicable, {row.name} records how tensors are split")
+    if options.world_size is not None and not row.takes_world_size:
+        raise UsageError(f"--world-size: not applicable, {row.name} records the number of ranks")
     shapes = _shapes_in(options.flat_params) if options.flat_params else ()
     return ScanOptions(
-        options.per_rank, shapes, options.tp_rules, found, options.values, options.world_size
+        options.per_rank, shapes, options.tp_rules, problems, options.values, options.world_size
     )
 
 
 def _shapes_in(path: Path) -> Shapes:
-    """Names and shapes, in order, of a JSON file; UsageError where it is none."""
+    """Read names and shapes, in order, from a JSON file; UsageError where it is none."""
     try:
         content = json.loads(text_of(path, "--flat-params"))
-        found = tuple((name, tuple(shape)) for name, shape in content.items())
+        shapes = tuple((name, tuple(shape)) for name, shape in content.items())
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise UsageError(f"--flat-params {path}: {error}") from None
-    if not all(type(n) is int and n >= 0 for _, shape in found for n in shape):
+    if not all(type(n) is int and n >= 0 for _, shape in shapes for n in shape):
         raise UsageError(f"--flat-params {path}: each shape must be a list of sizes")
-    return found
+    return shapes
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A checkpoint that was recognised. ``path`` is where it lies, ``catalog`` what it says."""
+    """A checkpoint that was detected. ``path`` is where it lies, ``catalog`` what it says."""
 
     path: Location
     source: Files
@@ -75,7 +70,7 @@ class Opened:
     catalog: Catalog
 
     def located(self, catalog: Catalog) -> Catalog:
-        """A (rewritten) catalog of this checkpoint with every container opened."""
+        """Open every container of a (rewritten) catalog of this checkpoint."""
         locate = self.format.locate
         if locate is None:
             return catalog
@@ -92,15 +87,16 @@ def open_checkpoint(
     ``whole``, single tensors and values that cannot be read, or must not be, are refusals among
     the catalog's conflicts, for ``require_readable`` to raise once it is known what is wanted.
     """
-    found = detect_checkpoint(path, options.from_format)
-    require_finished(found.source)
-    require_listed(unlisted_problems(found.unlisted))
-    catalog = _scanned(found, scan_options(options, found.format))
+    candidate = detect_checkpoint(path, options.from_format)
+    path, source = candidate.path, candidate.source
+    require_finished(source)
+    require_listed(unlisted_problems(candidate.unlisted))
+    catalog = _scan(candidate, scan_options(options, candidate.format))
     if _is_empty(catalog):
-        raise _nothing_in(found.path)
+        raise _no_content(path)
     if whole:
-        require_readable(catalog, found.source, str(found.path))
-    return Opened(found.path, found.source, found.format, _taken_apart(catalog, options))
+        require_readable(catalog, source, str(path))
+    return Opened(path, source, candidate.format, _with_parts(catalog, options))
 
 
 def require_readable(catalog: Catalog, source: Files, subject: str) -> None:
@@ -115,15 +111,16 @@ def _is_empty(catalog: Catalog) -> bool:
     return not (catalog.tensors or catalog.objects or catalog.conflicts)
 
 
-def _scanned(found: Candidate, options: ScanOptions) -> Catalog:
-    """The catalog, with a note on each file beside it that looks like part of a checkpoint."""
+def _scan(candidate: Candidate, options: ScanOptions) -> Catalog:
+    """Scan a checkpoint, with a note on each file beside it that looks like part of one."""
+    path, source = candidate.path, candidate.source
     try:
-        catalog = bounded(found.path, lambda: found.format.scan(found.source, options))
+        catalog = bounded(path, lambda: candidate.format.scan(source, options))
     except Damaged as error:
-        raise explain_damage(found.source, error) from None
-    unread = bounded(found.path, lambda: unread_files(found, catalog, options.found or ()))
-    gone = unlisted_notes(found.unlisted)
-    return replace(catalog, notes=(*catalog.notes, *unread, *gone))
+        raise explain_damage(source, error) from None
+    unread = bounded(path, lambda: unread_files(candidate, catalog, options.found or ()))
+    links = unlisted_notes(candidate.unlisted)
+    return replace(catalog, notes=(*catalog.notes, *unread, *links))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +128,7 @@ class Survey:
     """What could be read of a checkpoint, whole or not.
 
     ``catalog`` is None where nothing could be put together; ``problems`` say why, and what was
-    stepped over.
+    skipped.
     """
 
     path: Location
@@ -147,31 +144,31 @@ def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
     Raises NotFound or Unrecognised where there is none, UsageError where it cannot be read as
     asked, and nothing for damage.
     """
-    found = detect_checkpoint(path, options.from_format)
-    problems = [problem] if (problem := unfinished(found.source)) is not None else []
-    problems += unlisted_problems(found.unlisted)
-    asked = scan_options(options, found.format, problems)
+    candidate = detect_checkpoint(path, options.from_format)
+    source = candidate.source
+    problems = [problem] if (problem := unfinished(source)) is not None else []
+    problems += unlisted_problems(candidate.unlisted)
+    scanning = scan_options(options, candidate.format, problems)
     catalog = None
     try:
-        catalog = _scanned(found, asked)
+        catalog = _scan(candidate, scanning)
     except (Unrecognised, UsageError):
         raise
     except CkptoolError as error:
         problems += error.problems
     if not problems and (catalog is None or _is_empty(catalog)):
-        raise _nothing_in(found.path)
+        raise _no_content(candidate.path)
     if catalog is not None:
         refusals = {n: why for n, why in catalog.conflicts.items() if isinstance(why, Refusal)}
         problems += [why for why in refusals.values() if not why.derived]
         others = {n: why for n, why in catalog.conflicts.items() if n not in refusals}
-        catalog = replace(catalog, conflicts=others)
-    whole = None if catalog is None else _taken_apart(catalog, options)
-    causes = with_cause(found.source, problems)
-    return Survey(found.path, found.source, found.format, whole, tuple(causes))
+        catalog = _with_parts(replace(catalog, conflicts=others), options)
+    causes = with_cause(source, problems)
+    return Survey(candidate.path, source, candidate.format, catalog, tuple(causes))
 
 
-def _taken_apart(catalog: Catalog, options: ReadOptions) -> Catalog:
-    """The catalog with its parts, and a tensor for each layer and expert where that is asked."""
+def _with_parts(catalog: Catalog, options: ReadOptions) -> Catalog:
+    """Mark each entry's part, and split stacked layers and experts where that is asked."""
     catalog = with_parts(catalog)
     if not options.split_stacked:
         return catalog
@@ -180,12 +177,12 @@ def _taken_apart(catalog: Catalog, options: ReadOptions) -> Catalog:
     return unstacked(catalog)
 
 
-def _nothing_in(path: Location) -> Unrecognised:
+def _no_content(path: Location) -> Unrecognised:
     return Unrecognised(f"{path}: contains no tensors or values")
 
 
 def text_of(path: Path, option: str) -> str:
-    """The text of a file; UsageError, beginning with the option, where it cannot be read."""
+    """Read the text of a file; UsageError, beginning with the option, where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

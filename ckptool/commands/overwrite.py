@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 from ckptool.commands.detect import bounded, file_at, folder_at
-from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout, Verbatim
 from ckptool.engine.write.existing import kept_entries
 from ckptool.engine.write.run import verbatim
@@ -30,11 +29,11 @@ _SCAN = ScanOptions(per_rank=True, values=False)
 
 
 def own_files(target: Location, layout: Layout, new: Files) -> frozenset[str] | None:
-    """The files of the checkpoint at a target that ``layout`` would replace, relative to it.
+    """Find the files of the checkpoint at a target that ``layout`` would replace, relative to it.
 
-    ``new`` is the source of what is to be written. Of a file that is the file itself and what
-    ckptool put beside it. None where there is no checkpoint; Unsupported where it cannot be told
-    which files belong to it.
+    ``new`` is the source of what is to be written. For a single file it is that file and what
+    ckptool put beside it. None where there is no checkpoint; Unsupported where it is unclear which
+    files belong to it.
     """
     if not layout.folder:
         return _own_beside(target)
@@ -42,10 +41,10 @@ def own_files(target: Location, layout: Layout, new: Files) -> frozenset[str] | 
         return None
     try:
         source = folder_at(target)
-        found = detect(source)
+        row = detect(source)
         own = _files_of_release(target, source, layout)
-        if found is not None:
-            own = _files_of(target, source, found, layout)
+        if row is not None:
+            own = _files_of(target, source, row, layout)
         if own is None:
             return None
         own |= _unchanged(source, layout, new)
@@ -57,7 +56,7 @@ def own_files(target: Location, layout: Layout, new: Files) -> frozenset[str] | 
 
 
 def kept_note(target: Location, layout: Layout, new: Files) -> str | None:
-    """What stays at a target that is replaced; None where nothing does."""
+    """Return a note on what stays at a target that is replaced; None where nothing does."""
     if not layout.folder or not target.is_dir():
         return None
     own = own_files(target, layout, new)
@@ -76,31 +75,31 @@ def kept_note(target: Location, layout: Layout, new: Files) -> str | None:
 
 
 def require_unmixed(target: Path, staged: Path, own: Iterable[str]) -> None:
-    """TransferError where what stays at a target would be read as part of the new checkpoint."""
+    """Raise TransferError where what stays at a target would be read with the new checkpoint."""
     names = frozenset(own)
-    there = LocalSource.folder(target)
-    kept = {name: size for name, size in there.files.items() if name not in names}
+    old = LocalSource.folder(target)
+    kept = {name: size for name, size in old.files.items() if name not in names}
     if not kept:
         return
     alone = LocalSource.folder(staged)
-    mixed = _Mixed(alone, LocalSource(target, kept))
-    taken = _taken_for_parts(target, alone, mixed)
-    if taken:
-        more = f", and {len(taken) - 8} more" if len(taken) > 8 else ""
+    mixed = _MixedSource(alone, LocalSource(target, kept))
+    read = _read_with(target, alone, mixed)
+    if read:
+        more = f", and {len(read) - 8} more" if len(read) > 8 else ""
         raise TransferError(
-            f"{target}: {', '.join(taken[:8])}{more}: not part of the old checkpoint, but"
+            f"{target}: {', '.join(read[:8])}{more}: not part of the old checkpoint, but"
             " would be read as part of the new one",
             hint="move it away, then run the same command with --resume",
         )
 
 
-def _taken_for_parts(target: Path, alone: LocalSource, mixed: _Mixed) -> list[str]:
-    """The files beside the new checkpoint that would be read with it, or in its stead."""
-    new, found = detect(alone), detect(mixed)
-    if new is None or found is None:
-        return [] if new is found else sorted(mixed.kept.files)
-    if new is not found:
+def _read_with(target: Path, alone: LocalSource, mixed: _MixedSource) -> list[str]:
+    """Return the files beside the new checkpoint that would be read with it, or in its stead."""
+    new = detect(alone)
+    if new is not detect(mixed):
         return sorted(mixed.kept.files)
+    if new is None:
+        return []
     try:
         expected = bounded(target, lambda: new.scan(alone, _SCAN))
     except CkptoolError:
@@ -112,7 +111,7 @@ def _taken_for_parts(target: Path, alone: LocalSource, mixed: _Mixed) -> list[st
     return sorted(read.files.keys() - expected.files.keys())
 
 
-class _Mixed:
+class _MixedSource:
     """The files of the new checkpoint, and those that would lie beside it."""
 
     def __init__(self, new: LocalSource, kept: LocalSource) -> None:
@@ -122,50 +121,53 @@ class _Mixed:
         self._new = new
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        """Exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
+        """Read exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
         source = self._new if file in self._new.files else self.kept
         return source.read(file, offset, nbytes)
 
-    def narrowed(self, folder: str) -> _Mixed:
-        """The part below a subfolder, as a source of its own."""
-        return _Mixed(self._new.narrowed(folder), self.kept.narrowed(folder))
+    def narrowed(self, folder: str) -> _MixedSource:
+        """Return the part below a subfolder, as a source of its own."""
+        return _MixedSource(self._new.narrowed(folder), self.kept.narrowed(folder))
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
-        """A disk needs no notice."""
+        """Do nothing: a disk needs no notice."""
 
 
 def _own_beside(target: Location) -> frozenset[str] | None:
-    """The file at a target and its side file, as far as they are a checkpoint's."""
+    """Return the file at a target and its side file, as far as they are a checkpoint's."""
     side = side_name(target.name)
-    places = [target] if side is None else [target, target.with_name(side)]
-    return frozenset(place.name for place in places if _is_own_file(place))
+    files = [target] if side is None else [target, target.with_name(side)]
+    return frozenset(file.name for file in files if _is_own_file(file))
 
 
-def _is_own_file(place: Location) -> bool:
-    """Whether a checkpoint's file may be replaced: itself, a link to whatever, or an empty file."""
+def _is_own_file(file: Location) -> bool:
+    """Return whether a file may be replaced: a checkpoint, a link to whatever, or empty."""
     try:
-        if isinstance(place, Path) and place.is_symlink():
+        if isinstance(file, Path) and file.is_symlink():
             return True
-        source: Source = file_at(place)
-        return not source.files.get(place.name, 1) or detect(source) is not None
+        source: Source = file_at(file)
+        return not source.files.get(file.name, 1) or detect(source) is not None
     except (CkptoolError, OSError):
         return False
 
 
-def _files_of(target: Location, source: Files, found: Format, layout: Layout) -> frozenset[str]:
+def _files_of(target: Location, source: Files, row: Format, layout: Layout) -> frozenset[str]:
+    """Return a checkpoint's files, and those of its model where the new one brings its own."""
     try:
-        catalog = bounded(target, lambda: found.scan(source, _SCAN))
+        catalog = bounded(target, lambda: row.scan(source, _SCAN))
     except CkptoolError:
-        return _named_files(target, source, found)
-    return frozenset(catalog.files) | _replaced_companions(catalog, layout)
+        return _named_files(target, source, row)
+    new = {file.path for file in layout.files}
+    companions = (name for name in catalog.companions if name in new and is_of_model(name))
+    return frozenset(catalog.files).union(companions)
 
 
-def _named_files(target: Location, source: Files, found: Format) -> frozenset[str]:
-    """The files of a checkpoint that cannot be read whole; Unsupported where names do not tell."""
+def _named_files(target: Location, source: Files, row: Format) -> frozenset[str]:
+    """Return the files of a checkpoint that cannot be read whole; Unsupported if names lack."""
     problems: list[Problem] = []
     options = ScanOptions(per_rank=True, values=False, found=problems)
     try:
-        return frozenset(bounded(target, lambda: found.scan(source, options)).files)
+        return frozenset(bounded(target, lambda: row.scan(source, options)).files)
     except CkptoolError as error:
         named = frozenset(name for name in source.files if name.endswith(_UNFINISHED))
         if not named:
@@ -173,14 +175,8 @@ def _named_files(target: Location, source: Files, found: Format) -> frozenset[st
         return named
 
 
-def _replaced_companions(catalog: Catalog, layout: Layout) -> frozenset[str]:
-    """Files that go with a model, where the new one brings its own."""
-    new = {file.path for file in layout.files}
-    return frozenset(name for name in catalog.companions if name in new and is_of_model(name))
-
-
 def _unchanged(source: Files, layout: Layout, new: Files) -> frozenset[str]:
-    """Files that the new checkpoint brings along just as they are there."""
+    """Return the files that the new checkpoint brings along just as they are there."""
     return frozenset(
         file.path
         for file in layout.files
@@ -197,22 +193,22 @@ def _is_same(file: FileLayout, source: Files, new: Files) -> bool:
 
 
 def _files_of_release(target: Location, source: Files, layout: Layout) -> frozenset[str] | None:
-    """The files of a run that ckptool wrote for Megatron-LM, whose one checkpoint is a release."""
+    """Return the files of a run written by ckptool for Megatron-LM: its checkpoint is a release."""
     folder = latest_folder(source)
     if folder != RELEASE or MEGATRON not in {file.path for file in layout.files}:
         return None
     inner = source.narrowed(folder)
-    found = detect(inner)
-    if found is None:
+    row = detect(inner)
+    if row is None:
         return None
-    own = _files_of(target / folder, inner, found, layout)
+    own = _files_of(target / folder, inner, row, layout)
     beside = {n for n in source.files if "/" not in n and is_of_model(n)}
     new = {file.path for file in layout.files}
     return frozenset(f"{folder}/{name}" for name in own) | {MEGATRON} | (beside & new)
 
 
 def _without_linked(target: Path, names: frozenset[str]) -> frozenset[str]:
-    """The files that lie in the folder itself, not behind a link that leads out of it."""
+    """Drop the files that lie behind a link which leads out of the folder."""
     folders = {parent for name in names for parent in PurePosixPath(name).parents}
     linked = {str(folder) for folder in folders if (target / folder).is_symlink() and folder.name}
     return frozenset(

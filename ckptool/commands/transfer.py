@@ -44,7 +44,7 @@ Progress = Callable[[int], None]
 
 
 def stage_at(target: Location, layout: Layout, options: StageOptions) -> Output:
-    """Where output is made that shall stand at the target."""
+    """Return the stage in which output for a target is made."""
     if isinstance(target, Path):
         return Stage(target, layout, options)
     from ckptool.engine.write.remote_stage import RemoteStage
@@ -57,7 +57,7 @@ def no_progress(nbytes: int) -> None:
 
 
 def require_agreement(catalog: Catalog) -> None:
-    """Damaged where ranks contradict one another on something that is to be written.
+    """Raise Damaged where ranks contradict one another on something that is to be written.
 
     Unsupported where all that is missing was left out when the checkpoint was saved.
     """
@@ -79,32 +79,32 @@ def require_agreement(catalog: Catalog) -> None:
 
 
 def require_apart(opened: Opened, target: Location) -> None:
-    """UsageError where the target lies in the source, or holds it."""
+    """Raise UsageError where the target lies in the source, or holds it."""
     try:
-        source, there = opened.path.resolve(), target.resolve()
+        source, resolved = opened.path.resolve(), target.resolve()
     except (OSError, RuntimeError) as error:
         raise Unsupported(f"{target}: cannot be followed: {error}") from None
-    if there == source or source in there.parents or there in source.parents:
+    if resolved == source or source in resolved.parents or resolved in source.parents:
         raise UsageError(f"{target}: target and source {opened.path} must not contain one another")
 
 
 def named_target(target: Location) -> Location:
-    """The target by a name that others can be put beside: the folder that ``.`` or ``..`` is.
+    """Resolve ``.`` and ``..`` to the folder's own name, beside which others can be put.
 
     UsageError where it has none, as the root of a disk.
     """
     if not isinstance(target, Path) or target.name not in ("", ".."):
         return target
-    named = target.resolve()
-    if not named.name:
+    target = target.resolve()
+    if not target.name:
         raise UsageError(f"{target}: is the root folder", hint="name a folder below it")
-    return named
+    return target
 
 
 def target_notes(
     opened: Opened, target: Location, layout: Layout, options: TransferOptions
 ) -> tuple[str, ...]:
-    """What a person should know of the place that is written to, and of what stands there."""
+    """Return notes on the place that is written to, and on what stays there."""
     kept = kept_note(target, layout, opened.source) if options.overwrite else None
     notes = [] if kept is None else [kept]
     if isinstance(target, Path):
@@ -120,7 +120,7 @@ def target_notes(
 
 
 def free_bytes(folder: Location) -> int | None:
-    """Free bytes of the disk that a folder lies on, 0 where it cannot be told; None of a store."""
+    """Return the free bytes of a folder's disk, 0 where unknown; None of a store."""
     if not isinstance(folder, Path):
         return None
     try:
@@ -130,7 +130,7 @@ def free_bytes(folder: Location) -> int | None:
 
 
 def _is_finished_by(stage: Output, ranks: Ranks) -> bool:
-    """Finish what an earlier run was killed in: whether nothing is left to be done.
+    """Finish what an earlier run was killed in; return whether nothing is left to be done.
 
     The first rank does so, then the first of each other node, whose disk may be another.
     """
@@ -144,8 +144,8 @@ def _is_finished_by(stage: Output, ranks: Ranks) -> bool:
 class Transfer:
     """A transfer that is planned and checked, but not begun.
 
-    ``decided`` is what the command was asked for and chose, beyond what the layout shows; a run
-    can only be resumed where it is the same. ``mesh_size`` is the number of ranks that the output
+    ``decided`` is what options and maps decided, beyond what the layout shows; a run can only be
+    resumed where it is the same. ``mesh_size`` is the number of ranks that the output
     is cut for, None where it is cut for none. ``before_commit`` is called when all is written, just
     before it takes its place.
     """
@@ -160,14 +160,14 @@ class Transfer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that will be written (and, with ``verify``, read back twice)."""
+        """Bytes that progress counts: those written, with ``verify`` those read back twice."""
         written = self.plan.layout.nbytes
         return written + 2 * self.plan.read_bytes if self.options.verify else written
 
     def obstacle(self) -> str | None:
-        """Why a run would be refused as the target is now; None where it would not.
+        """Return why a run would be refused as the target is now; None where it would not.
 
-        Nothing is asked of a store.
+        Stores are not asked.
         """
         if not isinstance(self.target, Path):
             return None
@@ -209,7 +209,7 @@ class Transfer:
             stage.journal.close()
 
     def _failed(self, error: OSError | CkptoolError) -> TransferError:
-        """The error that says which target it was, and what leads on."""
+        """Return the error with the target's path and a hint at ``--resume``."""
         head = f"{self.target}: "
         if isinstance(error, OSError):
             return TransferError(head + (error.strerror or str(error)), hint=RESUME_HINT)
@@ -217,7 +217,7 @@ class Transfer:
         return TransferError(message, hint="; ".join(filter(None, (error.hint, RESUME_HINT))))
 
     def _staged(self, ranks: Ranks) -> Output | None:
-        """The stage of this rank, None where an earlier run wrote all that is asked for.
+        """Make the stage of this rank; None where an earlier run wrote all that is asked for.
 
         Damaged where replicas differ, Unsupported where plans differ.
         """
@@ -240,7 +240,7 @@ class Transfer:
             )
 
     def _write_unchanged(self, stage: Output, progress: Progress, ranks: Ranks) -> tuple[str, ...]:
-        """Write; Changed where a source that was changed looks damaged for it."""
+        """Write; raise Changed where what looks damaged is a source that was changed."""
         try:
             return self._write(stage, progress, ranks)
         except (SourceError, NotVerified) as error:
@@ -295,7 +295,7 @@ class Transfer:
     def _without_aliases(
         self, mine: dict[str, TensorEntry], written: dict[str, TensorEntry]
     ) -> dict[str, TensorEntry]:
-        """Without names that the layout stores under a tied one, or that hold no element."""
+        """Drop names that the layout stores under a tied one, or that hold no element."""
         aliases = {name for names in tied(self.plan.catalog) for name in names}
         return {
             name: entry
@@ -304,17 +304,17 @@ class Transfer:
         }
 
     def _digest(self) -> str:
-        """A SHA-256 of all that decides the output, but for the source's own bytes."""
-        found = hashlib.sha256(repr((__version__, self.decided)).encode())
+        """Hash all that decides the output, but for the source's own bytes, with SHA-256."""
+        digest = hashlib.sha256(repr((__version__, self.decided)).encode())
         for file in self.plan.layout.files:
-            found.update(repr((file.path, file.nbytes, file.rank)).encode())
+            digest.update(repr((file.path, file.nbytes, file.rank)).encode())
         for entry in self.plan.entries:
             kind = (entry.name, entry.path, entry.shape, entry.dtype.name, entry.source_dtype.name)
-            spots = [(chunk.box.lo, chunk.at.file, chunk.at.offset) for chunk in entry.chunks]
-            found.update(repr((kind, spots)).encode())
+            places = [(chunk.box.lo, chunk.at.file, chunk.at.offset) for chunk in entry.chunks]
+            digest.update(repr((kind, places)).encode())
         for value in self.plan.catalog.objects.values():
-            found.update(repr((value.name, value.path)).encode())
-        return found.hexdigest()
+            digest.update(repr((value.name, value.path)).encode())
+        return digest.hexdigest()
 
     def _verify(self, stage: Output, progress: Progress, node: Node) -> None:
         """Compare the content of this rank's share of tensors, as it lies on disk, with the source.
@@ -332,12 +332,12 @@ class Transfer:
         mine = self._without_aliases(mine, written)
         source, staged = self.opened.source, stage.written
         workers = self.options.run.workers or max(source.workers, staged.workers)
-        wanted = digests(mine.values(), TensorSource(source), workers, progress)
-        found = digests(written.values(), TensorSource(staged), workers, progress)
-        wrong = [name for name in wanted if found.get(name) != wanted[name]]
-        if wrong:
+        expected = digests(mine.values(), TensorSource(source), workers, progress)
+        actual = digests(written.values(), TensorSource(staged), workers, progress)
+        names = [name for name in expected if actual.get(name) != expected[name]]
+        if names:
             raise NotVerified(
-                f"verification failed: {len(wrong)} tensors differ after writing, first {wrong[0]}"
+                f"verification failed: {len(names)} tensors differ after writing, first {names[0]}"
             )
         copies = differing_replicas(written.values(), staged)
         if copies:

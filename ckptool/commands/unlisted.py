@@ -1,6 +1,6 @@
-"""What a folder has and its listing lacks: links to nothing, and what cannot be looked at.
+"""Names of files: those that data is stored under, and those that cannot be listed.
 
-Names that tensors, or a part of a checkpoint, are stored under.
+What cannot be listed are links to nothing, and what cannot be looked at.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from collections.abc import Iterable, Mapping
 
 from ckptool.errors import Changed, NotFound, Problem
 
-_LOST_AND_FOUND = "lost+found"
-
 
 def unlisted_problems(unlisted: Mapping[str, Problem]) -> list[Problem]:
-    """Return what is wrong for what is not listed and may be part of a checkpoint.
+    """Return the problems of what is not listed and may be part of a checkpoint.
 
     A link to nothing may be where its name is one that data is stored under, anything else
     unless it is hidden.
@@ -59,7 +57,7 @@ def _may_belong(name: str, why: Problem) -> bool:
         return is_data(name)
     *folders, last = name.split("/")
     is_hidden = any(part.startswith(".") for part in folders)
-    return not (is_hidden or last == _LOST_AND_FOUND or (last[:1] == "." and last not in MARKS))
+    return not (is_hidden or last == "lost+found" or (last[:1] == "." and last not in MARKS))
 
 
 _DATA = (
@@ -73,12 +71,11 @@ _RANKED = re.compile(
     re.IGNORECASE,
 )
 _UNFINISHED = re.compile(r"(?P<whole>.*?)(?:\.tmp|\.dirty|\.incomplete|\.partial|\.part)")
-_DIRTY = ".dirty.pt"
 
 
 def unfinished_file(file: str) -> Problem | None:
     """Return that a file was never finished, where its name says so."""
-    if not (_UNFINISHED.fullmatch(file) or file.endswith(_DIRTY)):
+    if not (_UNFINISHED.fullmatch(file) or file.endswith(".dirty.pt")):
         return None
     message = f"{file}: unfinished write (temporary file name)"
     return Problem(message, "file-incomplete", file=file)

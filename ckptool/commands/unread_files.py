@@ -1,6 +1,6 @@
-"""Files that look like part of a checkpoint, and that nothing read: none is left out unsaid.
+"""Files that explain what a scan lacks: data that nothing read, and stand-ins for data.
 
-Small files in the place of large ones: pointers that were never followed, a server's answers.
+Stand-ins are small files in the place of large ones: pointers never followed, a server's answers.
 """
 
 from __future__ import annotations
@@ -22,61 +22,64 @@ _MOST_FOLDERS = 200
 _MOST_SHOWN = 8
 
 
-def unread_files(found: Candidate, catalog: Catalog, reported: Iterable[Problem]) -> list[Problem]:
-    """What of the files below a checkpoint its catalog leaves out, though it looks like data.
+def unread_files(
+    candidate: Candidate, catalog: Catalog, reported: Iterable[Problem]
+) -> list[Problem]:
+    """Note the files below a checkpoint that look like data and that its catalog leaves out.
 
-    ``reported`` are problems of the scan: a file that one of them names is no news.
+    ``reported`` are problems of the scan: a file that one of them names is not noted again.
     """
-    sizes = found.source.files
-    said = {note.file for note in catalog.notes if isinstance(note, Problem)}
-    known = {*catalog.files, *catalog.companions, *catalog.copies, *said}
-    known |= {problem.file for problem in reported}
-    left = [name for name, size in sizes.items() if size and name not in known and is_data(name)]
-    left += [name for name in found.beside if is_data(name)]
-    if not left:
+    sizes = candidate.source.files
+    problems = [*reported, *(note for note in catalog.notes if isinstance(note, Problem))]
+    known = {*catalog.files, *catalog.companions, *catalog.copies, *(p.file for p in problems)}
+    unread = [name for name, size in sizes.items() if size and name not in known and is_data(name)]
+    unread += [name for name in candidate.beside if is_data(name)]
+    if not unread:
         return []
-    unfinished = [problem for name in left if (problem := unfinished_file(name))]
-    left = [name for name in left if unfinished_file(name) is None]
-    folders = dict(_checkpoints(found, catalog.files, left))
-    loose = [name for name in left if not any(name.startswith(f"{one}/") for one in folders)]
-    return [*unfinished, *_of_folders(found, folders), *_of_files(loose)]
+    unfinished = [problem for name in unread if (problem := unfinished_file(name))]
+    unread = [name for name in unread if unfinished_file(name) is None]
+    folders = dict(_checkpoints(candidate, catalog.files, unread))
+    files = [name for name in unread if not any(name.startswith(f"{one}/") for one in folders)]
+    return [*unfinished, *_folder_notes(candidate, folders), *_file_notes(files)]
 
 
 def _checkpoints(
-    found: Candidate, used: Iterable[str], left: Iterable[str]
+    candidate: Candidate, used: Iterable[str], unread: Iterable[str]
 ) -> Iterator[tuple[str, str]]:
-    """The folders of files that are left which are checkpoints by themselves, and their formats."""
-    taken = {str(parent) for name in used for parent in PurePosixPath(name).parents}
-    beside = set(found.beside)
-    inside = (PurePosixPath(name).parents for name in left if name not in beside)
-    folders = dict.fromkeys(str(one) for parents in inside for one in reversed(parents))
+    """Yield the folders of unread files that are checkpoints by themselves, and their formats."""
+    occupied = {str(parent) for name in used for parent in PurePosixPath(name).parents}
+    beside = set(candidate.beside)
+    inside = (PurePosixPath(name).parents for name in unread if name not in beside)
+    folders = dict.fromkeys(str(folder) for parents in inside for folder in reversed(parents))
+    free = [folder for folder in folders if folder not in occupied and folder != "."]
     covered: list[str] = []
-    for folder in [one for one in folders if one not in taken and one != "."][:_MOST_FOLDERS]:
-        if any(folder.startswith(f"{one}/") for one in covered):
+    for folder in free[:_MOST_FOLDERS]:
+        if any(folder.startswith(f"{outer}/") for outer in covered):
             continue
         try:
-            item = detect_folder(found.source.narrowed(folder))
+            row = detect_folder(candidate.source.narrowed(folder))
         except (CkptoolError, OSError):
             continue
-        if item is not None:
+        if row is not None:
             covered.append(folder)
-            yield folder, item.name
+            yield folder, row.name
 
 
-def _of_folders(found: Candidate, folders: Mapping[str, str]) -> Iterator[Problem]:
-    """One remark for all steps, and one for each part that is a checkpoint by itself."""
+def _folder_notes(candidate: Candidate, folders: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield one note for all steps, and one for each part that is a checkpoint by itself."""
     steps = [folder for folder in folders if _STEP.search(folder.rpartition("/")[2])]
     parts = [folder for folder in folders if folder not in steps]
     if steps:
-        message = f"other checkpoints in this folder: {_some(steps)}"
+        more = f", and {len(steps) - _MOST_SHOWN} more" if len(steps) > _MOST_SHOWN else ""
+        message = f"other checkpoints in this folder: {', '.join(steps[:_MOST_SHOWN])}{more}"
         yield Problem(message, "checkpoint-nested", file=steps[0])
     for like in _alike(parts):
         message = f"not read: {_and_more(like, '/')}, a separate checkpoint ({folders[like[0]]});"
-        message += f" run `ckptool inspect {found.path / like[0]}`"
+        message += f" run `ckptool inspect {candidate.path / like[0]}`"
         yield Problem(message, "file-unused", file=like[0])
 
 
-def _of_files(names: list[str]) -> Iterator[Problem]:
+def _file_notes(names: list[str]) -> Iterator[Problem]:
     for like in _alike(names):
         what = _TENSORLESS.get(like[0].rpartition("/")[2])
         if what is not None:
@@ -87,7 +90,7 @@ def _of_files(names: list[str]) -> Iterator[Problem]:
 
 
 def _alike(names: Iterable[str]) -> list[list[str]]:
-    """Names that differ in numbers only, together."""
+    """Group names that differ in numbers only."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(re.sub(r"[0-9]+", "#", name), []).append(name)
@@ -99,37 +102,32 @@ def _and_more(like: list[str], end: str = "") -> str:
     return f"{like[0]}{end}{more}"
 
 
-def _some(names: list[str]) -> str:
-    more = f", and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
-    return ", ".join(names[:_MOST_SHOWN]) + more
-
-
 _LARGEST = 4096
 _TEXTS = (".html", ".htm", ".xhtml", ".xml", ".svg", ".md")
-"""What is called so is what it looks like: a report, a drawing."""
+"""Names of small files that are just that: a report, a drawing."""
 _MOST = 64
 """Files that are looked at: where one is a pointer, nearly all are."""
 
 
 def explain_damage(source: Files, error: Damaged) -> Damaged:
-    """The error, or that files stand in for others where that is what lies behind it."""
-    found = list(_stand_ins(source))
-    if not found:
+    """Return the error, or where files stand in for others one that says so, the cause."""
+    files = list(_stand_ins(source))
+    if not files:
         return error
-    file, kind = found[0]
-    return Damaged(_problem(found), hint=kind.hint_for(file))
+    file, kind = files[0]
+    return Damaged(_problem(files), hint=kind.hint_for(file))
 
 
 def with_cause(source: Files, problems: Iterable[Problem]) -> list[Problem]:
-    """The problems, behind the one that explains them: files that stand in for others."""
+    """Put the problem that explains the others before them: files that stand in for others."""
     problems = list(problems)
-    found = list(_stand_ins(source)) if problems else []
-    return [_problem(found), *problems] if found else problems
+    files = list(_stand_ins(source)) if problems else []
+    return [_problem(files), *problems] if files else problems
 
 
-def _problem(found: list[tuple[str, FileKind]]) -> Problem:
-    file, kind = found[0]
-    more = f" and {len(found) - 1:,} more" if len(found) > 1 else ""
+def _problem(files: list[tuple[str, FileKind]]) -> Problem:
+    file, kind = files[0]
+    more = f" and {len(files) - 1:,} more" if len(files) > 1 else ""
     return Problem(f"{file}{more}: {kind.what}", "file-type-mismatch", file=file)
 
 

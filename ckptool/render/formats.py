@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.table import Table
 
+from ckptool.commands.detect import known_formats
 from ckptool.commands.document import document
-from ckptool.commands.formats import known_formats
 from ckptool.commands.keymap.builtin import builtin_maps, map_text
 from ckptool.render.text import console
 

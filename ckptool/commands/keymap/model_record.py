@@ -24,34 +24,34 @@ Record = Mapping[str, Any]
 
 
 def records(source: Files, catalog: Catalog, assets: Path | None) -> list[Record]:
-    """What is recorded, the strongest first.
+    """Return what is recorded of the model, the strongest record first.
 
     The config.json of ``assets``, that beside the checkpoint, Meta's params.json, and the arguments
     that Megatron-LM saves. UsageError where a file of ``assets`` cannot be read.
     """
-    asked = [_of_file(assets / CONFIG)] if assets is not None else []
+    given = [_read_file(assets / CONFIG)] if assets is not None else []
     beside = [read_beside(source, name) for name in (CONFIG, _PARAMS)]
-    return [*asked, *beside, *map(_of_megatron, _arguments(catalog))]
+    return [*given, *beside, *map(_of_megatron, _arguments(catalog))]
 
 
 def read_beside(source: Files, name: str) -> Record:
-    """What a file of the checkpoint says; empty where there is no such file."""
+    """Read a JSON file of the checkpoint; empty where there is no such file."""
     size = source.files.get(name)
     if size is None:
         return {}
-    return _parsed(f"{source.root}/{name}", size, lambda: source.read(name, 0, size))
+    return _parse(f"{source.root}/{name}", size, lambda: source.read(name, 0, size))
 
 
-def _of_file(path: Path) -> Record:
-    """What a file says; empty where there is none."""
+def _read_file(path: Path) -> Record:
+    """Read a JSON file; empty where there is none."""
     try:
-        return _parsed(str(path), path.stat().st_size, path.read_bytes) if path.exists() else {}
+        return _parse(str(path), path.stat().st_size, path.read_bytes) if path.exists() else {}
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error}") from None
 
 
-def _parsed(path: str, nbytes: int, read: Callable[[], bytes]) -> Record:
-    """A JSON object, with its ``text_config`` as part of it."""
+def _parse(path: str, nbytes: int, read: Callable[[], bytes]) -> Record:
+    """Parse a JSON object, with its ``text_config`` as part of it."""
     if nbytes > _LARGEST:
         raise UsageError(f"{path}: larger than {_LARGEST:,} bytes, not a configuration file")
     try:
@@ -65,7 +65,7 @@ def _parsed(path: str, nbytes: int, read: Callable[[], bytes]) -> Record:
 
 
 def _arguments(catalog: Catalog) -> Iterator[Record]:
-    """Every ``args`` namespace among the values."""
+    """Yield every ``args`` namespace among the values."""
     for entry in catalog.objects.values():
         yield from _namespaces(entry.value, _DEEPEST, named=str(entry.path[-1]) == "args")
 
@@ -81,7 +81,7 @@ def _namespaces(value: Any, depth: int, *, named: bool) -> Iterator[Record]:
 
 
 def _of_megatron(arguments: Record) -> Record:
-    """Megatron-LM's arguments, with what they mean said as others say it (core 0.7 to 0.20)."""
+    """Add to Megatron-LM's arguments what they mean under others' names (core 0.7 to 0.20)."""
     record = dict(arguments)
     if record.get("group_query_attention") is False:
         record["num_query_groups"] = record.get("num_attention_heads")
@@ -91,10 +91,10 @@ def _of_megatron(arguments: Record) -> Record:
     return record
 
 
-def facts(key_map: KeyMap, found: Sequence[Record], given: Mapping[str, int]) -> Facts:
-    """The sizes of a map's axes, as given or as the records tell, and all facts that hold."""
+def facts(key_map: KeyMap, records: Sequence[Record], given: Mapping[str, int]) -> Facts:
+    """Return the sizes of a map's axes, as given or as recorded, and all facts that hold."""
     merged: dict[str, Any] = {}
-    for record in reversed(found):
+    for record in reversed(records):
         merged |= {name: value for name, value in record.items() if value is not None}
     unknown = given.keys() - key_map.axes
     if unknown:
@@ -105,39 +105,39 @@ def facts(key_map: KeyMap, found: Sequence[Record], given: Mapping[str, int]) ->
         )
     sizes = {**given}
     for name in key_map.sizes:
-        size = sizes[name] if name in sizes else _looked_up(name, key_map, merged, sizes, ())
+        size = sizes[name] if name in sizes else _look_up(name, key_map, merged, sizes, ())
         if size is not None:
             sizes[name] = size
     return Facts(sizes, frozenset(n for n, value in merged.items() if value is True))
 
 
-def _looked_up(
+def _look_up(
     name: str, key_map: KeyMap, merged: Record, sizes: Mapping[str, int], seen: tuple[str, ...]
 ) -> int | None:
-    """The first size that a dim's keys and expressions tell.
+    """Return the first size that a dim's keys and expressions give.
 
-    A dim that is said to be as large as another by default is so only where both are recorded: of
-    a size that was given, nothing is known of the other.
+    A dim that is as large as another by default is so only where that one is recorded: a size that
+    was given says nothing of the other.
     """
     for lookup in key_map.sizes[name]:
         if isinstance(lookup, int):
             return lookup
         words = lookup.split()
         known = sizes if len(words) > 1 else {}
-        size = _evaluated(words, key_map, merged, known, (*seen, name))
+        size = _evaluate(words, key_map, merged, known, (*seen, name))
         if size is not None:
             return size
     return None
 
 
-def _evaluated(
+def _evaluate(
     words: list[str],
     key_map: KeyMap,
     merged: Record,
     sizes: Mapping[str, int],
     seen: tuple[str, ...],
 ) -> int | None:
-    """``a``, ``a / b`` or ``a * b``; None where something is unknown or does not divide."""
+    """Evaluate ``a``, ``a / b`` or ``a * b``; None where a size is unknown or does not divide."""
     value = _value(words[0], key_map, merged, sizes, seen)
     for sign, word in zip(words[1::2], words[2::2], strict=False):
         other = _value(word, key_map, merged, sizes, seen)
@@ -150,12 +150,12 @@ def _evaluated(
 def _value(
     word: str, key_map: KeyMap, merged: Record, sizes: Mapping[str, int], seen: tuple[str, ...]
 ) -> int | None:
-    """A record's number, or the size of another dim."""
+    """Return a record's number, or the size of another dim."""
     if word in sizes:
         return sizes[word]
-    found = merged.get(word)
-    if type(found) is int and found > 0:
-        return found
+    number = merged.get(word)
+    if type(number) is int and number > 0:
+        return number
     if word in key_map.sizes and word not in seen:
-        return _looked_up(word, key_map, merged, sizes, seen)
+        return _look_up(word, key_map, merged, sizes, seen)
     return None
