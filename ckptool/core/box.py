@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from operator import ge, le, lt, sub
 from typing import NamedTuple
@@ -17,17 +18,17 @@ class Box(NamedTuple):
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """The box of a whole tensor of ``shape``."""
+        """Return the box of a whole tensor of ``shape``."""
         return cls((0,) * len(shape), tuple(shape))
 
     @classmethod
     def at(cls, offset: Sequence[int], shape: Sequence[int]) -> Box:
-        """The box of ``shape`` that begins at ``offset``."""
+        """Return the box of ``shape`` that begins at ``offset``."""
         return cls(tuple(offset), tuple(o + s for o, s in zip(offset, shape, strict=True)))
 
     @classmethod
     def along(cls, dim: int, start: int, shape: Sequence[int]) -> Box:
-        """The box of ``shape`` that begins at ``start`` along one dim, at 0 along the others."""
+        """Return the box of ``shape`` that begins at ``start`` along ``dim``, at 0 along others."""
         return cls.at([start if at == dim else 0 for at in range(len(shape))], shape)
 
     @property
@@ -40,17 +41,17 @@ class Box(NamedTuple):
         return math.prod(map(sub, self.hi, self.lo))
 
     def intersect(self, other: Box) -> Box | None:
-        """The common box, or None where the two share no element."""
+        """Return the common box, or None where the two share no element."""
         lo = tuple(map(max, self.lo, other.lo))
         hi = tuple(map(min, self.hi, other.hi))
         return Box(lo, hi) if all(map(lt, lo, hi)) else None
 
     def contains(self, other: Box) -> bool:
-        """Whether every corner of ``other`` lies in this box (an empty box may sit on its edge)."""
+        """Return whether every corner of ``other`` lies in this box, or on its edge if empty."""
         return all(map(le, self.lo, other.lo)) and all(map(ge, self.hi, other.hi))
 
     def relative_to(self, origin: Sequence[int]) -> Box:
-        """The same box in coordinates whose zero is ``origin``."""
+        """Return the same box in coordinates whose zero is ``origin``."""
         return Box(tuple(map(sub, self.lo, origin)), tuple(map(sub, self.hi, origin)))
 
     def __str__(self) -> str:
@@ -58,7 +59,7 @@ class Box(NamedTuple):
 
 
 def row_major_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Byte strides of a C-ordered array of ``shape``."""
+    """Return the byte strides of a C-ordered array of ``shape``."""
     strides = [itemsize] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * shape[dim + 1]
@@ -66,7 +67,7 @@ def row_major_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 
 def flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The boxes that hold elements ``start`` to ``stop`` of a row-major tensor, in that order.
+    """Return the boxes that hold elements ``start`` to ``stop`` of a row-major tensor, in order.
 
     At most ``2 n - 1`` boxes for ``n`` dimensions: ragged ends around whole rows. ValueError where
     the range does not lie within the tensor.
@@ -97,7 +98,7 @@ def _within_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[B
 
 
 def is_grid(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
-    """Whether the boxes are all those of a grid over the whole shape, each once: a cheap proof.
+    """Return whether the boxes are those of a grid over the whole shape: a cheap proof of tiling.
 
     Other boxes may tile it too.
     """
@@ -122,7 +123,7 @@ _FEW_PAIRS = 256
 
 
 def overlapping_pair(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share an element, or None.
+    """Find two boxes that share an element; None where there are none.
 
     Sweeps along the dimension that separates the boxes best. Where that one alone would leave many
     pairs to compare, a segment tree over up to four dimensions keeps the cost of n boxes near
@@ -131,7 +132,8 @@ def overlapping_pair(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
     solid = [box for box in boxes if box.volume]
     unique = set(solid)
     if len(unique) < len(solid):
-        return _repeated(solid)
+        repeated = Counter(solid).most_common(1)[0][0]
+        return repeated, repeated
     if len(solid) < 2:
         return None
     costs = {dim: _projected_pairs(solid, dim) for dim in range(len(solid[0].lo))}
@@ -141,53 +143,41 @@ def overlapping_pair(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
     return _clash(solid, solid, tuple(dims[:_MOST_DIMS]), -math.inf, math.inf)
 
 
-def _repeated(boxes: list[Box]) -> tuple[Box, Box] | None:
-    """The first box that is there twice."""
-    seen: set[Box] = set()
-    for box in boxes:
-        if box in seen:
-            return box, box
-        seen.add(box)
-    return None
-
-
 def _projected_pairs(boxes: list[Box], dim: int) -> int:
-    """How many pairs share an index of ``dim``."""
+    """Count the pairs that share an index of ``dim``."""
     ends = sorted(box.hi[dim] for box in boxes)
     apart = sum(bisect_right(ends, box.lo[dim]) for box in boxes)
     return len(boxes) * (len(boxes) - 1) // 2 - apart
 
 
 def _one_way(spans: list[Box], starts: list[Box], dim: int) -> tuple[Box, Box] | None:
-    """A box of ``spans`` and one of ``starts`` that begins within it along ``dim``, overlapping."""
+    """Find a box of ``spans`` and one of ``starts`` that begins within it along ``dim``."""
     ordered = sorted(starts, key=lambda box: box.lo[dim])
     lows = [box.lo[dim] for box in ordered]
     for box in spans:
         for at in range(bisect_left(lows, box.lo[dim]), len(lows)):
             if lows[at] >= box.hi[dim]:
                 break
-            if ordered[at] is not box and box.intersect(ordered[at]):
+            if _overlap(box, ordered[at]):
                 return box, ordered[at]
     return None
 
 
-def _any_pair(some: list[Box], others: list[Box]) -> tuple[Box, Box] | None:
-    for box in some:
-        for other in others:
-            if other is not box and box.intersect(other):
-                return box, other
-    return None
+def _overlap(box: Box, other: Box) -> bool:
+    """Return whether two different boxes share an element."""
+    return other is not box and box.intersect(other) is not None
 
 
 def _clash(
     spans: list[Box], starts: list[Box], dims: tuple[int, ...], low: float, high: float
 ) -> tuple[Box, Box] | None:
-    """An overlapping pair, one of each list: the node from ``low`` to ``high`` of a segment tree.
+    """Find an overlapping pair, one of each list, in a segment tree's node ``low`` to ``high``.
 
     Along the last of ``dims`` the box of ``starts`` begins in the node and within the other one.
     """
     if len(spans) * len(starts) <= _FEW_PAIRS:
-        return _any_pair(spans, starts)
+        pairs = ((a, b) for a in spans for b in starts)
+        return next((pair for pair in pairs if _overlap(*pair)), None)
     *fewer, dim = dims
     if not fewer:
         return _one_way(spans, starts, dim)
@@ -196,11 +186,11 @@ def _clash(
         through = [box for box in spans if box.lo[dim] <= lows[0] < box.hi[dim]]
         return _either_way(through, starts, tuple(fewer))
     through = [box for box in spans if box.lo[dim] <= low and high <= box.hi[dim]]
-    found = _either_way(through, starts, tuple(fewer))
+    pair = _either_way(through, starts, tuple(fewer))
     middle = lows[max(len(lows) // 2, bisect_right(lows, lows[0]))]
     rest = [box for box in spans if not (box.lo[dim] <= low and high <= box.hi[dim])]
     return (
-        found
+        pair
         or _clash(
             [box for box in rest if box.lo[dim] < middle and box.hi[dim] > low],
             [box for box in starts if box.lo[dim] < middle],
@@ -221,7 +211,7 @@ def _clash(
 def _either_way(
     some: list[Box], others: list[Box], dims: tuple[int, ...]
 ) -> tuple[Box, Box] | None:
-    """An overlapping pair of the two lists, whichever of the two begins first."""
+    """Find an overlapping pair of the two lists, whichever of the two begins first."""
     return _clash(some, others, dims, -math.inf, math.inf) or _clash(
         others, some, dims, -math.inf, math.inf
     )

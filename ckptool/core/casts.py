@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -27,7 +27,7 @@ class Casts:
     rules: tuple[tuple[str, DType], ...] = ()
 
     def wanted(self, entry: TensorEntry) -> DType | None:
-        """The type that is asked for a tensor; None where nothing is."""
+        """Return the type that is asked for a tensor; None where none is."""
         for glob, dtype in self.rules:
             if fnmatchcase(entry.name, glob):
                 return dtype
@@ -38,7 +38,7 @@ NO_CASTS = Casts()
 
 
 def parse_casts(texts: Sequence[str]) -> Casts:
-    """What ``bf16`` and ``GLOB=bf16`` ask for together; UsageError where they make no sense."""
+    """Parse ``bf16`` and ``GLOB=bf16``; UsageError where they make no sense together."""
     model: DType | None = None
     rules: list[tuple[str, DType]] = []
     for text in texts:
@@ -60,7 +60,7 @@ def parse_casts(texts: Sequence[str]) -> Casts:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """A catalog with its casts, the entries as they were before, and what is to be said of it."""
+    """A catalog with its casts, the changed entries as they were before, and notes."""
 
     catalog: Catalog
     changed: tuple[TensorEntry, ...]
@@ -75,38 +75,38 @@ def cast(catalog: Catalog, casts: Casts) -> Cast:
     """
     if casts == NO_CASTS:
         return Cast(catalog, (), ())
-    keep = quantised_names(catalog)
-    able = {n: e for n, e in catalog.tensors.items() if can_cast(e) and n not in keep}
-    _require_used(catalog, casts, able)
-    wanted = {name: casts.wanted(entry) for name, entry in able.items()}
+    quantized = quantised_names(catalog)
+    castable = {n: e for n, e in catalog.tensors.items() if can_cast(e) and n not in quantized}
+    _require_used(catalog, casts, castable)
+    dtypes = {name: casts.wanted(entry) for name, entry in castable.items()}
     tensors, changed = dict(catalog.tensors), []
-    for name, dtype in wanted.items():
-        if dtype is not None and dtype != able[name].dtype:
-            tensors[name] = as_type(able[name], dtype)
-            changed.append(able[name])
-    notes = _left_notes(catalog, casts, wanted)
+    for name, dtype in dtypes.items():
+        if dtype is not None and dtype != castable[name].dtype:
+            tensors[name] = as_type(castable[name], dtype)
+            changed.append(castable[name])
+    notes = _uncast_notes(catalog, casts, dtypes)
     return Cast(catalog.with_tensors(tensors), tuple(changed), notes)
 
 
 def can_cast(entry: TensorEntry) -> bool:
-    """Whether a tensor is one of floating numbers with dims."""
+    """Return whether a tensor is one of floating numbers with dims."""
     return entry.dtype.kind == "float" and bool(entry.shape)
 
 
 def needs_torch(stored: DType, wanted: DType) -> bool:
-    """Whether only torch casts the one type to the other: those of 8 bits and less."""
+    """Return whether only torch casts the one type to the other: those of 8 bits and less."""
     return stored != wanted and not {stored.name, wanted.name} <= _WITHOUT_TORCH
 
 
 def as_type(entry: TensorEntry, dtype: DType) -> TensorEntry:
-    """A tensor with its numbers in another type; those that are computed are rounded once."""
+    """Return a tensor with another dtype; numbers that are computed are rounded once."""
     is_computed = any(isinstance(chunk.at, Scaled) for chunk in entry.chunks)
     return replace(entry, dtype=dtype, stored=None if is_computed else entry.source_dtype)
 
 
-def _require_used(catalog: Catalog, casts: Casts, able: dict[str, TensorEntry]) -> None:
+def _require_used(catalog: Catalog, casts: Casts, castable: Collection[str]) -> None:
     for glob, dtype in casts.rules:
-        if any(fnmatchcase(name, glob) for name in able):
+        if any(fnmatchcase(name, glob) for name in castable):
             continue
         matched = [name for name in catalog.tensors if fnmatchcase(name, glob)]
         if matched:
@@ -120,12 +120,15 @@ def _require_used(catalog: Catalog, casts: Casts, able: dict[str, TensorEntry]) 
         )
 
 
-def _left_notes(catalog: Catalog, casts: Casts, wanted: dict[str, DType | None]) -> tuple[str, ...]:
-    """What floating tensors of other types are left by the type that the model gets."""
+def _uncast_notes(
+    catalog: Catalog, casts: Casts, dtypes: Mapping[str, DType | None]
+) -> tuple[str, ...]:
+    """Note the floating tensors of other types that the model's dtype leaves as they are."""
     if casts.model is None:
         return ()
-    others = [e for e in catalog.tensors.values() if _has_other_type(e, casts.model)]
-    beside = [e.name for e in others if e.name in wanted and wanted[e.name] is None]
+    floating = (e for e in catalog.tensors.values() if e.dtype.kind == "float")
+    others = [entry for entry in floating if entry.dtype != casts.model]
+    beside = [e.name for e in others if e.name in dtypes and dtypes[e.name] is None]
     scalars = [e.name for e in others if not e.shape and state_category(e) == "model"]
     notes = []
     if beside:
@@ -136,10 +139,6 @@ def _left_notes(catalog: Catalog, casts: Casts, wanted: dict[str, DType | None])
     if scalars:
         notes.append(f"not cast (scalars):  {_counted(scalars)}")
     return tuple(notes)
-
-
-def _has_other_type(entry: TensorEntry, dtype: DType) -> bool:
-    return entry.dtype.kind == "float" and entry.dtype != dtype
 
 
 def _counted(names: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptool.core.box import Box, is_grid, overlapping_pair
+from ckptool.core.box import Box, is_grid, overlapping_pair, row_major_strides
 from ckptool.core.dtype import DType
 from ckptool.errors import Problem
 
@@ -61,7 +61,7 @@ class EncodedBlob:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The elements of a stored tensor of ``shape`` that a chunk takes.
+    """The elements of a stored tensor of ``shape`` that a chunk consists of.
 
     ``start`` and ``strides`` count elements in the row-major order of ``shape``.
     """
@@ -88,12 +88,12 @@ class Container:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """Numbers that are stored as coarse ones, each block of them with a scale of its own.
+    """Quantised numbers, each block of them with a scale of its own.
 
     ``block`` is how many elements a block has in each dim. Where ``values`` are ``uint8``, each
     byte holds two elements of four bits, the first in its lower half (MXFP4), and ``scales`` are
     exponents that 127 was added to; else an element is the product of its value and scale.
-    ``part`` are those of the elements that the chunk takes.
+    ``part`` are those of the elements that the chunk consists of.
     """
 
     values: TensorEntry
@@ -116,7 +116,7 @@ Place = Extent | EncodedBlob | Container | Scaled
 
 
 def stored_places(at: Place) -> Iterator[Extent | EncodedBlob | Container]:
-    """The places in files that a place is made of."""
+    """Yield the places in files that a place is made of."""
     if not isinstance(at, Scaled):
         yield at
         return
@@ -170,7 +170,7 @@ Path = tuple[Any, ...]
 
 
 def flat_name(path: Path) -> str:
-    """The name DCP gives to a path: its steps joined by dots."""
+    """Return the name DCP gives to a path: its steps joined by dots."""
     return ".".join(map(str, path))
 
 
@@ -232,7 +232,7 @@ UNREAD = Unread()
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """Everything a checkpoint says, and nothing of what it weighs.
+    """Everything a checkpoint's metadata says, and no tensor's bytes.
 
     ``files`` maps each file, relative to the root, to its size in bytes. ``mesh_source`` is
     ``declared`` or ``inferred``. ``notes`` are things a person should know that stop nothing;
@@ -275,33 +275,26 @@ class Catalog:
 
 
 def places(entry: TensorEntry) -> Iterator[Place]:
-    """Every place that holds bytes of the tensor, replicas included."""
+    """Yield every place that holds bytes of the tensor, replicas included."""
     for chunk in entry.chunks:
         yield chunk.at
         for copy in chunk.copies:
             yield copy.at
 
 
-def proved_equal(one: Place, other: Place) -> bool:
-    """Whether the checksums that their writers recorded prove two places equal."""
-    if not isinstance(one, Extent) or not isinstance(other, Extent):
-        return False
-    a, b = one.record, other.record
-    if a is None or b is None:
-        return False
-    same_bytes = (a.crc32, a.nbytes) == (b.crc32, b.nbytes)
-    spots = (
-        (one.offset - a.offset, one.strides, one.ops),
-        (other.offset - b.offset, other.strides, other.ops),
-    )
-    return same_bytes and spots[0] == spots[1]
+def proved_equal(first: Place, second: Place) -> bool:
+    """Return whether the checksums that their writers recorded prove two places equal."""
+    spans = []
+    for at in (first, second):
+        if not isinstance(at, Extent) or at.record is None:
+            return False
+        record = at.record
+        spans.append((record.crc32, record.nbytes, at.offset - record.offset, at.strides, at.ops))
+    return spans[0] == spans[1]
 
 
 def merge_copies(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
-    """One chunk a box: the first that holds it, with the others as its copies."""
-    chunks = tuple(chunks)
-    if len({chunk.box for chunk in chunks}) == len(chunks):
-        return tuple(replace(one, copies=()) if one.copies else one for one in chunks)
+    """Merge chunks of the same box: the first of each, with the others as its copies."""
     merged: dict[Box, list[Chunk]] = {}
     for chunk in chunks:
         merged.setdefault(chunk.box, []).append(chunk)
@@ -313,7 +306,7 @@ def merge_copies(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
 
 
 def coverage_problem(entry: TensorEntry) -> Problem | None:
-    """Why the chunks do not tile the tensor exactly, with numbers, or None where they do."""
+    """Return why the chunks do not tile the tensor exactly, in numbers; None where they do."""
     boxes = [chunk.box for chunk in entry.chunks]
     if is_grid(boxes, entry.shape):
         return None
@@ -326,18 +319,18 @@ def coverage_problem(entry: TensorEntry) -> Problem | None:
     if pair:
         message = f"{entry.name}: chunks {pair[0]} and {pair[1]} overlap"
         return Problem(message, "chunk-overlap", tensor=entry.name)
-    held = sum(box.volume for box in boxes)
-    if held != entry.elements:
+    volume = sum(box.volume for box in boxes)
+    if volume != entry.elements:
         message = (
-            f"{entry.name}: chunks hold {held:,} of {entry.elements:,} elements"
-            f" of shape {list(entry.shape)}; {entry.elements - held:,} missing"
+            f"{entry.name}: chunks hold {volume:,} of {entry.elements:,} elements"
+            f" of shape {list(entry.shape)}; {entry.elements - volume:,} missing"
         )
         return Problem(message, "chunk-gap", tensor=entry.name)
     return None
 
 
 def tied(catalog: Catalog) -> list[tuple[str, ...]]:
-    """Groups of names that are one and the same tensor: same bytes, shape and type.
+    """Group the names that are one and the same tensor: same bytes, shape and type.
 
     Tensors without dims, such as the step that an optimizer keeps for each parameter, are never
     one: whoever loads them changes each by itself.
@@ -346,16 +339,14 @@ def tied(catalog: Catalog) -> list[tuple[str, ...]]:
     for entry in catalog.tensors.values():
         solid = entry.shape and entry.elements
         if solid and all(isinstance(chunk.at, Extent) for chunk in entry.chunks):
-            spots = tuple((chunk.box, chunk.at) for chunk in entry.chunks)
-            groups.setdefault((entry.dtype, entry.shape, spots), []).append(entry.name)
+            extents = tuple((chunk.box, chunk.at) for chunk in entry.chunks)
+            groups.setdefault((entry.dtype, entry.shape, extents), []).append(entry.name)
     return [tuple(names) for names in groups.values() if len(names) > 1]
 
 
 def contiguous(strides: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> bool:
-    """Whether a box of ``shape`` with these byte strides is one C-ordered run of bytes."""
-    wanted = itemsize
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size != 1 and stride != wanted:
-            return False
-        wanted *= size
-    return True
+    """Return whether a box of ``shape`` with these byte strides is one C-ordered run of bytes."""
+    rows = row_major_strides(shape, itemsize)
+    return all(
+        size == 1 or stride == row for size, stride, row in zip(shape, strides, rows, strict=True)
+    )

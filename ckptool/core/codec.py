@@ -14,7 +14,7 @@ class _Readable(Protocol):
 
 
 def decode(blob: bytes, codec: str, limit: int, *, what: str) -> bytes:
-    """The decoded blob, of ``limit`` bytes at most.
+    """Decode a blob to ``limit`` bytes at most.
 
     ``codec`` is ``deflate`` (a raw stream, as in zip records) or ``zstd`` (one frame, as DCP's
     ZStandard extension writes). Raises Damaged where the blob is corrupt or decodes to more.
@@ -33,9 +33,9 @@ def _corrupt(message: str) -> Damaged:
 
 
 def zstd_edges(blob: bytes, limit: int, edge: int, *, what: str) -> tuple[bytes, bytes, int]:
-    """The first and last ``edge`` bytes of a zstd frame, and its decoded size in bytes.
+    """Return the first and last ``edge`` bytes of a zstd frame, and its decoded size in bytes.
 
-    The rest is decoded and forgotten. Raises Damaged where the frame is corrupt or decodes to
+    The rest is decoded and discarded. Raises Damaged where the frame is corrupt or decodes to
     more than ``limit`` bytes.
     """
     import zstandard
@@ -69,7 +69,7 @@ def _unzstd(blob: bytes, limit: int) -> bytes:
 
 
 def _pieces(stream: _Readable, limit: int) -> Iterator[bytes]:
-    """The stream in pieces of at most a MiB, up to one byte more than ``limit``."""
+    """Read the stream in pieces of at most a MiB, up to one byte more than ``limit``."""
     left = limit + 1
     while left and (piece := stream.read(min(left, 1 << 20))):
         left -= len(piece)

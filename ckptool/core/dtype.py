@@ -65,7 +65,7 @@ _TABLE = (
 BY_NAME = {dtype.name: dtype for dtype in _TABLE}
 BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in _TABLE if dtype.safetensors}
 QUANTISED_STORAGES = {"QInt8Storage": "int8", "QUInt8Storage": "uint8", "QInt32Storage": "int32"}
-"""torch's storages of quantised tensors: what they hold are integers."""
+"""torch's storages of quantised tensors: they hold integers."""
 
 BY_STORAGE = {dtype.storage: dtype for dtype in _TABLE if dtype.storage} | {
     storage: BY_NAME[name] for storage, name in QUANTISED_STORAGES.items()
@@ -84,18 +84,18 @@ SHORT_NAMES = {
 
 
 def short_name(name: str) -> str:
-    """The name people say: ``bf16`` for ``bfloat16``, ``fp32`` for ``float32``."""
+    """Return the name people use: ``bf16`` for ``bfloat16``, ``fp32`` for ``float32``."""
     return {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}.get(
         name, name
     )
 
 
 def parse_dtype(text: str) -> DType:
-    """The floating type called ``bf16``, ``torch.float16``, ``float8_e4m3fn``; or UsageError."""
+    """Return the floating type called ``bf16``, ``torch.float16``, ...; UsageError if none is."""
     name = text.lower().removeprefix("torch.")
     dtype = BY_NAME.get(SHORT_NAMES.get(name, name))
     if dtype is None or dtype.kind != "float":
-        floating = [item.name for item in BY_NAME.values() if item.kind == "float"]
+        floating = [known.name for known in BY_NAME.values() if known.kind == "float"]
         raise UsageError(
             f"invalid --dtype {text!r}: not a floating-point type",
             hint="one of " + ", ".join(floating),

@@ -1,10 +1,8 @@
-"""What a writer will write, known to the byte before one byte moves.
-
-The catalog of what a layout writes.
-"""
+"""What a writer will write, known to the byte before one byte moves."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -99,11 +97,11 @@ class FileLayout:
     def lazy(
         cls, path: str, nbytes: int, make: Callable[[], tuple[Part, ...]], rank: int | None
     ) -> FileLayout:
-        """A file of ``nbytes`` bytes whose parts ``make`` returns."""
-        made = cls(path, (), rank)
-        made.nbytes = nbytes
-        made._make = make
-        return made
+        """Make a file of ``nbytes`` bytes whose parts ``make`` returns."""
+        file = cls(path, (), rank)
+        file.nbytes = nbytes
+        file._make = make
+        return file
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -137,7 +135,7 @@ def tiles(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
         return
     dim, inner = _split_dim(shape, itemsize, limit)
     step = max(1, limit // inner) if dim < len(shape) else 1
-    for outer in _positions(box, dim):
+    for outer in itertools.product(*map(range, box.lo[:dim], box.hi[:dim])):
         if dim == len(shape):
             yield Box(outer, tuple(o + 1 for o in outer))
             continue
@@ -157,7 +155,7 @@ def row_tiles(shape: tuple[int, ...], rows: int) -> list[Box]:
 
 
 def tile_count(shape: tuple[int, ...], itemsize: int, limit: int) -> int:
-    """How many tiles ``tiles`` cuts a box of ``shape`` into."""
+    """Count the tiles that ``tiles`` cuts a box of ``shape`` into."""
     if not math.prod(shape):
         return 0
     dim, inner = _split_dim(shape, itemsize, limit)
@@ -167,7 +165,7 @@ def tile_count(shape: tuple[int, ...], itemsize: int, limit: int) -> int:
 
 
 def _split_dim(shape: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, int]:
-    """The outermost dim one step of which fits the limit, and the bytes of such a step."""
+    """Return the outermost dim one step of which fits the limit, and the bytes of such a step."""
     for dim in range(len(shape)):
         inner = math.prod(shape[dim + 1 :]) * itemsize
         if inner <= limit:
@@ -175,20 +173,10 @@ def _split_dim(shape: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, 
     return len(shape), itemsize
 
 
-def _positions(box: Box, dims: int) -> Iterator[tuple[int, ...]]:
-    """All index tuples of the first ``dims`` dims of a box, in order."""
-    if not dims:
-        yield ()
-        return
-    for head in _positions(box, dims - 1):
-        for index in range(box.lo[dims - 1], box.hi[dims - 1]):
-            yield (*head, index)
-
-
 def written_entries(layout: Layout, sources: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """What a layout puts where, as the catalog of its own output, replicas as copies.
+    """Return where a layout puts tensors, as entries of its own output, replicas as copies.
 
-    ``sources`` are the entries that are wanted, of those the layout was made from.
+    ``sources`` are the wanted ones of the entries that the layout was made from.
     """
     chunks: dict[str, list[Chunk]] = defaultdict(list)
     for file in layout.files:
@@ -197,7 +185,16 @@ def written_entries(layout: Layout, sources: dict[str, TensorEntry]) -> dict[str
             if isinstance(part, Data | Scattered) and part.name in sources:
                 chunks[part.name] += _written_chunks(file, offset, part)
             offset += part.nbytes
-    return {name: _written(sources[name], merge_copies(found)) for name, found in chunks.items()}
+    return {
+        name: TensorEntry(
+            name,
+            sources[name].path,
+            sources[name].dtype,
+            sources[name].shape,
+            merge_copies(written),
+        )
+        for name, written in chunks.items()
+    }
 
 
 def _written_chunks(file: FileLayout, offset: int, part: Data | Scattered) -> Iterator[Chunk]:
@@ -205,7 +202,3 @@ def _written_chunks(file: FileLayout, offset: int, part: Data | Scattered) -> It
     for box, local in part.pieces:
         start = offset + sum(i * s for i, s in zip(local.lo, strides, strict=True))
         yield Chunk(box, Extent(file.path, start, strides), file.rank or 0)
-
-
-def _written(source: TensorEntry, chunks: tuple[Chunk, ...]) -> TensorEntry:
-    return TensorEntry(source.name, source.path, source.dtype, source.shape, chunks)

@@ -80,7 +80,7 @@ class Mesh:
 
     @classmethod
     def of(cls, shape: Sequence[int], names: Sequence[str] | None = None) -> Mesh:
-        """The mesh of ``shape`` whose ranks count from 0 in row-major order."""
+        """Return the mesh of ``shape`` whose ranks count from 0 in row-major order."""
         return cls(
             tuple(shape), None if names is None else tuple(names), tuple(range(math.prod(shape)))
         )
@@ -91,14 +91,14 @@ class Mesh:
         return math.prod(self.shape)
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Where global ``rank`` sits, one index per mesh dim; None where it has no place."""
+        """Return where global ``rank`` sits, one index per mesh dim; None where it does not."""
         if rank not in self.ranks:
             return None
         return coordinate_of(self.ranks.index(rank), self.shape)
 
 
 def coordinate_of(position: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Row-major coordinates of ``position``."""
+    """Return the row-major coordinates of ``position``."""
     at = []
     for size in reversed(shape):
         position, index = divmod(position, size)

@@ -42,7 +42,7 @@ class ChunkIndex:
         self._ends_so_far = list(accumulate(ends, max))
 
     def find(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
-        """Each chunk that overlaps ``box``, with the common box."""
+        """Yield each chunk that overlaps ``box``, with the common box."""
         first, last = 0, len(self._chunks)
         if self._dim is not None:
             first = bisect_right(self._ends_so_far, box.lo[self._dim])
@@ -94,7 +94,7 @@ class Group:
     rows: int
 
     def tile_counts(self, limit: int) -> Iterator[tuple[int, int]]:
-        """Each spot's file, and the number of its tiles."""
+        """Yield each part's file, and the number of its tiles."""
         for spot in self.spots:
             shape = spot.part.shape
             if self.rows:
@@ -148,7 +148,7 @@ class Plan:
         )
 
     def batches(self, numbers: Sequence[int]) -> Iterator[list[tuple[int, tuple[Part, ...]]]]:
-        """Files of the layout with their parts, a few files at a time.
+        """Yield files of the layout with their parts, a few files at a time.
 
         The parts of one batch exist together; columns of the same rows share them in a batch.
         """
@@ -157,45 +157,44 @@ class Plan:
             yield [(number, self.layout.files[number].parts) for number in batch]
 
     def groups(self, files: Iterable[tuple[int, Sequence[Part]]], limit: int) -> list[Group]:
-        """The tensor parts of some files, those that share the rows of a tensor together.
+        """Group the tensor parts of some files: those that share the rows of a tensor.
 
         ``files`` are places in the layout with their parts, ``limit`` the bytes of a tile.
         """
-        found: dict[object, list[LayoutPart]] = {}
+        by_rows: dict[object, list[LayoutPart]] = {}
         for number, parts in files:
             offset = 0
             for position, part in enumerate(parts):
                 if isinstance(part, Data | Scattered):
                     spot = LayoutPart(number, position, offset, part)
-                    found.setdefault(_rows_of(spot), []).append(spot)
+                    by_rows.setdefault(_rows_of(spot), []).append(spot)
                 offset += part.nbytes
-        return [group for spots in found.values() for group in _grouped(spots, limit)]
+        return [group for spots in by_rows.values() for group in _group(spots, limit)]
 
     def jobs(self, group: Group, limit: int) -> Iterator[list[Tile]]:
-        """The tiles of a group, in order; those of one job read the same rows of the source."""
+        """Yield the tiles of a group, in order; those of one job read the same source rows."""
         entry = self.catalog.tensors[group.spots[0].part.name]
         index = self.index(entry)
         runs = [_tiles_of(spot, entry, index, group.rows, limit) for spot in group.spots]
         yield from map(list, zip(*runs, strict=True))
 
     def index(self, entry: TensorEntry) -> ChunkIndex:
-        """What finds the chunks of a tensor."""
-        found = self._indexes.get(entry.name)
-        if found is None:
-            found = self._indexes[entry.name] = ChunkIndex(entry)
-        return found
+        """Return the index of a tensor's chunks, made once."""
+        if entry.name not in self._indexes:
+            self._indexes[entry.name] = ChunkIndex(entry)
+        return self._indexes[entry.name]
 
 
 def _rows_of(spot: LayoutPart) -> object:
-    """What the parts of one group have in common: the tensor and the rows they hold."""
+    """Return what the parts of one group have in common: the tensor and the rows they hold."""
     part = spot.part
     if isinstance(part, Data) and len(part.box.lo) > 1 and part.box.volume:
         return part.name, part.box.lo[0], part.box.hi[0]
     return spot.file, spot.position
 
 
-def _grouped(spots: list[LayoutPart], limit: int) -> list[Group]:
-    """One group, or where a row of all is more than a tile, one for each spot."""
+def _group(spots: list[LayoutPart], limit: int) -> list[Group]:
+    """Return one group, or where a row of all is more than a tile, one for each part."""
     rows = spots[0].part.shape[0] if len(spots) > 1 else 0
     row = sum(spot.part.nbytes for spot in spots) // max(1, rows)
     if rows and row <= 2 * limit:
@@ -208,7 +207,7 @@ def _tiles_of(
 ) -> Iterator[Tile]:
     part, offset = spot.part, spot.offset
     shape = part.shape
-    pieces = [(there, tuple(map(sub, whole.lo, there.lo))) for whole, there in part.pieces]
+    pieces = [(inner, tuple(map(sub, whole.lo, inner.lo))) for whole, inner in part.pieces]
     cut = row_tiles(shape, rows) if rows else tiles(Box.whole(shape), part.itemsize, limit)
     for local in cut:
         sources = tuple(_sources(local, pieces, index))
@@ -222,15 +221,15 @@ def _tiles_of(
 def _sources(
     local: Box, pieces: list[tuple[Box, tuple[int, ...]]], index: ChunkIndex
 ) -> Iterator[Source]:
-    """What fills a box of a local tensor.
+    """Yield what fills a box of a local tensor.
 
-    ``pieces`` are boxes of the local tensor, each with the way from there to the global tensor.
+    ``pieces`` are boxes of the local tensor, each with its shift to the global tensor.
     """
-    for there, shift in pieces:
-        mine = local.intersect(there) if local.lo else there
-        if mine is None:
+    for inner, shift in pieces:
+        common = local.intersect(inner) if local.lo else inner
+        if common is None:
             continue
-        wanted = Box(tuple(map(add, mine.lo, shift)), tuple(map(add, mine.hi, shift)))
+        wanted = Box(tuple(map(add, common.lo, shift)), tuple(map(add, common.hi, shift)))
         origin = tuple(map(add, local.lo, shift))
-        for chunk, common in index.find(wanted):
-            yield Source(chunk, common, common.relative_to(origin))
+        for chunk, box in index.find(wanted):
+            yield Source(chunk, box, box.relative_to(origin))
