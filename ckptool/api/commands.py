@@ -20,7 +20,7 @@ from ckptool.commands.inspect.inspect import InspectReport
 from ckptool.commands.options.source import ReadOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions
 from ckptool.commands.reshard.reshard import ReshardReport, prepare_reshard
-from ckptool.engine.ranks import ranks
+from ckptool.engine.ranks import join_ranks
 
 if TYPE_CHECKING:
     from ckptool.commands.inspect.stats import TensorStats
@@ -99,7 +99,7 @@ def reshard(
     """
     asked = Keywords("reshard", options, Resharding).options(ReshardOptions)
     where = None if target is None else location(target)
-    with ranks() as group:
+    with join_ranks() as group:
         prepared = group.together(lambda: prepare_reshard(location(source), where, asked))
         if asked.check:
             from ckptool.commands.reshard.load_check import check_loads, require_loadable

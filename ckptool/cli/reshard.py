@@ -31,7 +31,7 @@ def reshard(
     """
     from ckptool.cli.options import parse_place
     from ckptool.commands.reshard.reshard import prepare_reshard
-    from ckptool.engine.ranks import ranks
+    from ckptool.engine.ranks import join_ranks
     from ckptool.render.progress import progress
     from ckptool.storage.url import Location
 
@@ -41,7 +41,7 @@ def reshard(
         there = None if target is None else parse_place(target, "DST")
         return parse_place(source, "SRC"), there
 
-    with ranks() as group:
+    with join_ranks() as group:
         prepared = group.together(lambda: prepare_reshard(*ends(), options))
         quiet = quiet or group.rank > 0
         if not quiet:

@@ -18,8 +18,7 @@ from ckptool.core.layout import written_entries
 from ckptool.core.plan import Plan
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.check.unchanged import require_unchanged
-from ckptool.engine.nodes import Node, begin
-from ckptool.engine.ranks import Ranks, share
+from ckptool.engine.ranks import Node, Ranks, begin_output, share_files
 from ckptool.engine.write.output import Output
 from ckptool.engine.write.stage import RESUME_HINT, Stage, StageOptions
 from ckptool.errors import (
@@ -249,9 +248,9 @@ class Transfer:
             raise
 
     def _write(self, stage: Output, progress: Progress, ranks: Ranks) -> tuple[str, ...]:
-        node = begin(stage, ranks)
+        node = begin_output(stage, ranks)
         ranks.together(lambda: stage.join(ranks.rank))
-        mine = share(self.plan.layout, node.position, node.size, self.mesh_size)
+        mine = share_files(self.plan.layout, node.position, node.size, self.mesh_size)
         mine = [number for number in mine if number not in stage.held]
         ranks.together(lambda: self._move(stage, progress, mine))
         if self.options.verify:

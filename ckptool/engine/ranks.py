@@ -1,23 +1,65 @@
-"""The processes that torchrun started, as far as a transfer needs them."""
+"""The processes that torchrun started, and how they share a transfer among them."""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from ckptool.core.layout import Layout
-from ckptool.engine.launch import Launch, launch_of
-from ckptool.engine.threads import wait_for
-from ckptool.errors import CkptoolError, TransferError, Unsupported
+from ckptool.errors import CkptoolError, TransferError, Unsupported, UsageError
 from ckptool.storage.retry import error_text
+
+if TYPE_CHECKING:
+    from ckptool.core.layout import Layout
+    from ckptool.engine.write.output import Output
 
 Value = TypeVar("Value")
 
 MEETING = 120.0
 """Seconds after which ranks that were started together must have met."""
+_TO_WORK_ALONE = "torchrun sets it; to work alone, unset RANK and WORLD_SIZE"
+
+
+class Launch(NamedTuple):
+    """The place of a process among the ranks of a job, and where they meet (host:port)."""
+
+    rank: int
+    size: int
+    local_rank: int
+    address: str
+
+
+def read_launch(environment: Mapping[str, str]) -> Launch | None:
+    """Return what torchrun's environment variables say; None for a process it did not start.
+
+    Raises UsageError where a variable is missing, is no number, or does not fit the others.
+    """
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return None
+    rank, size = read_number(environment, "RANK"), read_number(environment, "WORLD_SIZE")
+    if rank >= size:
+        raise UsageError(f"RANK={rank} of WORLD_SIZE={size}: no such rank", hint=_TO_WORK_ALONE)
+    local = read_number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else 0
+    host = environment.get("MASTER_ADDR")
+    if not host:
+        raise UsageError("RANK and WORLD_SIZE are set, and MASTER_ADDR is not", hint=_TO_WORK_ALONE)
+    port = read_number(environment, "MASTER_PORT")
+    if port > 65535:
+        raise UsageError(f"MASTER_PORT={port}: no port", hint=_TO_WORK_ALONE)
+    return Launch(rank, size, local, f"{host}:{port}")
+
+
+def read_number(environment: Mapping[str, str], name: str) -> int:
+    """Return a variable that is a natural number; UsageError where it is none, or not set."""
+    text = environment.get(name)
+    if text is None:
+        raise UsageError(f"RANK and WORLD_SIZE are set, and {name} is not", hint=_TO_WORK_ALONE)
+    if not (text.isascii() and text.isdecimal()) or len(text) > 9:
+        raise UsageError(f"{name}={text!r}: not a number", hint=_TO_WORK_ALONE)
+    return int(text)
 
 
 class Ranks:
@@ -28,7 +70,7 @@ class Ranks:
     local_rank = 0
 
     def gather(self, value: Value) -> list[Value]:
-        """What every rank passed, in the order of ranks."""
+        """Return what every rank passed, in the order of ranks."""
         return [value]
 
     def together(self, work: Callable[[], Value]) -> Value:
@@ -57,14 +99,14 @@ class TorchRanks(Ranks):
             raise _no_meeting(launch, f"({error_text(error)})") from None
 
     def gather(self, value: Value) -> list[Value]:
-        """What every rank passed, in the order of ranks."""
+        """Return what every rank passed, in the order of ranks."""
         values: list[Value | None] = [None] * self.size
         try:
             wait_for(lambda: self._distributed.all_gather_object(values, value))
         except RuntimeError as error:
             raise TransferError(
                 f"rank {self.rank}: the other ranks are lost: {error_text(error)}",
-                hint="what they say tells why; the same command with --resume continues",
+                hint="their messages say why; the same command with --resume continues",
             ) from None
         return values  # type: ignore[return-value]
 
@@ -77,9 +119,9 @@ class TorchRanks(Ranks):
             failure = error
         except OSError as error:
             failure = TransferError(str(error))
-        for rank, other in enumerate(self.gather(_as_report(failure))):
-            if other is not None:
-                kind, message, hint = other
+        for rank, report in enumerate(self.gather(_as_report(failure))):
+            if report is not None:
+                kind, message, hint = report
                 raise kind(f"rank {rank}: {message}", hint=hint) from failure
         return result
 
@@ -98,13 +140,13 @@ def _as_report(error: CkptoolError | None) -> tuple[type[CkptoolError], str, str
 
 
 @contextmanager
-def ranks() -> Iterator[Ranks]:
-    """The ranks torchrun started this process among, or this process alone.
+def join_ranks() -> Iterator[Ranks]:
+    """Join the ranks that torchrun started this process among; alone, be the only one.
 
     Raises UsageError where the environment that torchrun sets makes no sense, Unsupported where the
     other ranks cannot be met.
     """
-    launch = launch_of(os.environ)
+    launch = read_launch(os.environ)
     if launch is None:
         yield Ranks()
         return
@@ -130,8 +172,8 @@ def _no_meeting(launch: Launch, why: str) -> Unsupported:
     )
 
 
-def share(layout: Layout, rank: int, size: int, mesh_size: int | None) -> list[int]:
-    """The places in the layout of the files that ``rank`` of ``size`` writes.
+def share_files(layout: Layout, rank: int, size: int, mesh_size: int | None) -> list[int]:
+    """Return the places in the layout of the files that ``rank`` of ``size`` writes.
 
     Where there are as many ranks as the mesh has, each writes its own files; else files go to the
     rank with the fewest bytes so far. What belongs to all ranks is written by rank 0.
@@ -155,3 +197,82 @@ def _balanced(sizes: Sequence[int], count: int) -> list[int]:
         load[owner] += size
         owners.append(owner)
     return owners
+
+
+class Node(NamedTuple):
+    """The ranks that write into the place that this one writes into, out of all ``places``.
+
+    All ranks do on a shared disk, else those of one machine.
+    """
+
+    rank: int
+    ranks: tuple[int, ...]
+    places: int
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the one that begins and commits."""
+        return self.rank == self.ranks[0]
+
+    @property
+    def position(self) -> int:
+        """The number of this rank among those of the node."""
+        return self.ranks.index(self.rank)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks of the node."""
+        return len(self.ranks)
+
+
+def begin_output(stage: Output, ranks: Ranks) -> Node:
+    """Begin the output in each place that ranks write into: each will hold all of it.
+
+    Raises as ``Output.begin`` does, TransferError where a rank sees none that was begun.
+    """
+    tokens = ranks.gather(os.urandom(8).hex())
+
+    def begin_here(leads: bool) -> None:
+        if leads:
+            stage.begin()
+            stage.mark(tokens[ranks.rank])
+
+    ranks.together(lambda: begin_here(ranks.rank == 0))
+    is_apart = not stage.is_marked(tokens[0])
+    if any(ranks.gather(is_apart)):
+        ranks.together(lambda: begin_here(is_apart and ranks.local_rank == 0))
+    first = ranks.together(lambda: _first_of(stage, ranks, tokens))
+    firsts = ranks.gather(first)
+    members = tuple(rank for rank, leader in enumerate(firsts) if leader == first)
+    return Node(ranks.rank, members, len(set(firsts)))
+
+
+def _first_of(stage: Output, ranks: Ranks, tokens: list[str]) -> int:
+    """Return the rank that began the output where this rank writes."""
+    for rank, token in enumerate(tokens):
+        if stage.is_marked(token):
+            return rank
+    raise TransferError(
+        f"rank {ranks.rank} sees no output that a rank of its node began",
+        hint="torchrun gives the first rank of each node LOCAL_RANK=0",
+    )
+
+
+def wait_for(work: Callable[[], Value], seconds: float | None = None) -> Value:
+    """Do work that may block outside Python on a thread of its own, so that signals end the wait.
+
+    Raises what the work raises, TimeoutError where it takes longer than ``seconds``; it then goes
+    on by itself.
+    """
+    from concurrent.futures import Future
+
+    future: Future[Value] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future.result(seconds)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import closing
 from typing import Protocol, TypeVar
 
@@ -18,25 +17,6 @@ class Closeable(Protocol):
 
 Worker = TypeVar("Worker", bound=Closeable)
 Job = TypeVar("Job")
-Result = TypeVar("Result")
-
-
-def wait_for(work: Callable[[], Result], seconds: float | None = None) -> Result:
-    """Do work that may block outside Python on a thread of its own, so that signals end the wait.
-
-    Raises what the work raises, TimeoutError where it takes longer than ``seconds``; it then goes
-    on by itself.
-    """
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future.result(seconds)
 
 
 def share_jobs(

@@ -20,7 +20,7 @@ from ckptool.cli.options import parse_place
 from ckptool.commands import detect as detect_checkpoint
 from ckptool.commands.open import open_checkpoint
 from ckptool.core.options import parse_dims
-from ckptool.engine.launch import launch_of
+from ckptool.engine.ranks import read_launch
 from ckptool.errors import CkptoolError, Damaged, NotFound, UsageError, damaged
 from ckptool.render.messages import show_error
 
@@ -241,15 +241,15 @@ JOB = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT"
 )
 def test_what_torchrun_sets_is_checked(changes: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)) as caught:
-        launch_of(JOB | changes)
+        read_launch(JOB | changes)
     assert "unset RANK and WORLD_SIZE" in (caught.value.hint or "")
 
 
 def test_a_process_by_itself_is_no_rank() -> None:
-    assert launch_of({"WORLD_SIZE": "2"}) is None
-    assert launch_of(JOB) == (0, 2, 0, "localhost:1")
+    assert read_launch({"WORLD_SIZE": "2"}) is None
+    assert read_launch(JOB) == (0, 2, 0, "localhost:1")
     with pytest.raises(UsageError, match="MASTER_PORT is not"):
-        launch_of({name: JOB[name] for name in JOB if name != "MASTER_PORT"})
+        read_launch({name: JOB[name] for name in JOB if name != "MASTER_PORT"})
 
 
 ALONE = """

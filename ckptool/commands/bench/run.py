@@ -28,7 +28,7 @@ from ckptool.commands.bench.transfer.machine import machine, versions
 from ckptool.commands.bench.worker.device import Accelerators
 from ckptool.commands.bench.worker.rank import Emit, accelerators_here, run_rank
 from ckptool.commands.options.bench import STATE_SIZE, BenchOptions
-from ckptool.engine.launch import launch_of, number_in
+from ckptool.engine.ranks import read_launch, read_number
 from ckptool.errors import TransferError, Unsupported
 from ckptool.storage.url import Location, RemotePath
 
@@ -133,7 +133,7 @@ def prepare_bench(options: BenchOptions) -> PreparedBench:
 
 
 def _under_torchrun() -> bool:
-    return launch_of(os.environ) is not None
+    return read_launch(os.environ) is not None
 
 
 def _require_torch() -> None:
@@ -151,7 +151,7 @@ def _require_torch() -> None:
 def _ranks(asked: int | None, here: Accelerators) -> int:
     """How many ranks train; Unsupported where this machine has too few devices for its own."""
     if _under_torchrun():
-        ranks, local = (number_in(os.environ, n) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        ranks, local = (read_number(os.environ, n) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         if asked not in (None, ranks):
             raise Unsupported(f"--ranks {asked}: torchrun started {ranks}")
     else:

@@ -17,13 +17,13 @@ from ckptool.commands.reshard.load_check import check_loads
 from ckptool.commands.reshard.reshard import PreparedReshard, prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
 from ckptool.engine.options import RunOptions
-from ckptool.engine.ranks import Ranks, ranks
+from ckptool.engine.ranks import Ranks, join_ranks
 from ckptool.errors import CkptoolError
 
 
 def main() -> None:
     source, out, rows = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
-    with ranks() as group:
+    with join_ranks() as group:
         ends = {row["name"]: end_of(row, source, out, group) for row in rows}
         (out / f"rank-{group.rank}.json").write_text(json.dumps(ends))
 

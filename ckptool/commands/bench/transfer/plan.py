@@ -14,7 +14,7 @@ from ckptool.core.dtype import BY_NAME
 from ckptool.core.mesh import Shard
 from ckptool.core.plan import Plan
 from ckptool.core.sharding.placement import Placed, parse_mesh
-from ckptool.engine.ranks import share
+from ckptool.engine.ranks import share_files
 from ckptool.formats import FORMATS
 from ckptool.formats.base import Request
 from ckptool.storage.local import TILE
@@ -50,7 +50,7 @@ def plan(tensors: int, chunks: int, mesh: str, rank: int = 0, world_size: int = 
     target = parse_mesh(mesh)
     placed = Placed(target, {name: (Shard(0), Shard(1)) for name in catalog.tensors})
     planned = Plan(catalog, FORMATS["dcp"].lay_out(catalog, Request("out", placed=placed)))
-    mine = share(planned.layout, rank, world_size, target.size)
+    mine = share_files(planned.layout, rank, world_size, target.size)
     for group in planned.groups(next(planned.batches(mine)), TILE):
         for _ in planned.jobs(group, TILE):
             pass
