@@ -30,7 +30,7 @@ from ckptool.core.mesh import Mesh
 from ckptool.core.plan import ChunkIndex
 from ckptool.core.quantization import quantised_names
 from ckptool.core.state_category import state_category
-from ckptool.engine.check.unchanged import require_unchanged
+from ckptool.engine.read.tiles import require_unchanged
 from ckptool.errors import Damaged, Unsupported, UsageError
 from ckptool.storage.local import Files, LocalSource
 from ckptool.storage.url import Location

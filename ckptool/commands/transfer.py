@@ -17,8 +17,8 @@ from ckptool.core.catalog import Catalog, TensorEntry, tied
 from ckptool.core.layout import written_entries
 from ckptool.core.plan import Plan
 from ckptool.engine.check.replicas import differing_replicas
-from ckptool.engine.check.unchanged import require_unchanged
 from ckptool.engine.ranks import Node, Ranks, begin_output, share_files
+from ckptool.engine.read.tiles import require_unchanged
 from ckptool.engine.write.output import Output
 from ckptool.engine.write.stage import RESUME_HINT, Stage, StageOptions
 from ckptool.errors import (

@@ -1,33 +1,124 @@
-"""Compute CRC-32 of files, and of runs from those of their pieces."""
+"""CRC-32: of runs from those of their pieces, and of records against what their writer stored."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import threading
+from collections import defaultdict
+from collections.abc import Collection, Iterator
 
 from isal.isal_zlib import crc32, crc32_combine
 
-from ckptool.storage.disk import is_real_file
+from ckptool.core.catalog import Record
+from ckptool.engine.read.tiles import ByteReader, ByteSource, Job, byte_job, read_tiles
+from ckptool.errors import Problem, damaged
+from ckptool.storage.local import Files
 
-__all__ = ["Piece", "crc32", "crc32_combine", "file_crc", "joined"]
+__all__ = [
+    "CrcPiece",
+    "RecordCheck",
+    "crc32",
+    "crc32_combine",
+    "crc_of",
+    "join_crcs",
+    "record_job",
+    "require_intact",
+]
 
-Piece = tuple[int, int, int]
+CrcPiece = tuple[int, int, int]
 """A run of bytes: its offset, how many they are, and their CRC-32."""
 
 
-def file_crc(path: Path, nbytes: int, buffer: memoryview) -> int | None:
-    """The CRC-32 of a file of ``nbytes``, read through ``buffer``; None if it is no such file."""
-    if not is_real_file(path) or path.stat().st_size != nbytes:
-        return None
-    total = 0
-    with open(path, "rb", buffering=0) as stream:
-        while count := stream.readinto(buffer):
-            total = crc32(buffer[:count], total)
-    return total
-
-
-def joined(pieces: list[Piece]) -> int:
-    """The CRC-32 of adjoining pieces ``(offset, nbytes, crc32)``, in order of offset."""
+def join_crcs(pieces: list[CrcPiece]) -> int:
+    """Return the CRC-32 of adjoining pieces, given in any order."""
     total = 0
     for _, nbytes, crc in sorted(pieces):
         total = crc32_combine(total, crc, nbytes)
     return total
+
+
+def crc_of(tiles: Iterator[memoryview]) -> int:
+    """Return the CRC-32 of tiles in order."""
+    total = 0
+    for data in tiles:
+        total = crc32(data, total)
+    return total
+
+
+def record_job(record: Record) -> Job[Record, ByteReader, memoryview]:
+    """Return the job that reads a whole record."""
+    return byte_job(record, record.file, record.offset, record.nbytes)
+
+
+class RecordCheck:
+    """Compares the records that are touched with the CRC-32 their writer stored.
+
+    Pieces that are read in passing are noted; ``unseen`` names the records that must still be read.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pieces: dict[Record, dict[int, tuple[int, int]]] = defaultdict(dict)
+        self._tensor: dict[Record, str] = {}
+
+    def touch(self, record: Record, tensor: str) -> None:
+        """Note that bytes of this record are needed for this tensor."""
+        with self._lock:
+            self._tensor.setdefault(record, tensor)
+
+    def piece(self, record: Record, offset: int, nbytes: int, crc: int) -> None:
+        """Note that these bytes of the file, part of the record, have this CRC-32."""
+        with self._lock:
+            self._pieces[record].setdefault(offset, (nbytes, crc))
+
+    def unseen(self) -> list[Record]:
+        """Return the records whose noted pieces do not cover them exactly."""
+        return [record for record in self._tensor if not self._covered(record)]
+
+    def problems(self, without: Collection[Record] = ()) -> list[Problem]:
+        """Return a problem for each record whose bytes are not those that were written.
+
+        All records that are touched must have been read whole, but for those left out.
+        """
+        problems: list[Problem] = []
+        for record, tensor in self._tensor.items():
+            if record in without:
+                continue
+            pieces = [(o, n, c) for o, (n, c) in self._pieces[record].items()]
+            actual = join_crcs(pieces)
+            if actual != record.crc32:
+                span = f"bytes {record.offset:,} to {record.offset + record.nbytes:,}"
+                message = f"{record.file}: {span} ({tensor}) have CRC-32 {actual:08x}, the writer"
+                message += f" recorded {record.crc32:08x}"
+                problems.append(Problem(message, "crc-mismatch", file=record.file, tensor=tensor))
+        return problems
+
+    def read_unseen(self, source: Files, workers: int) -> None:
+        """Read the records that pieces do not cover; Damaged where a file ends before one does."""
+        jobs = map(record_job, self.unseen())
+        read_tiles(ByteSource(source), jobs, self._note_whole, workers)
+
+    def whole(self, record: Record, crc: int) -> None:
+        """Note that the whole record was read and has this CRC-32."""
+        with self._lock:
+            self._pieces[record] = {record.offset: (record.nbytes, crc)}
+
+    def _note_whole(self, record: Record, tiles: Iterator[memoryview]) -> None:
+        self.whole(record, crc_of(tiles))
+
+    def _covered(self, record: Record) -> bool:
+        position = record.offset
+        for offset, (nbytes, _) in sorted(self._pieces[record].items()):
+            if offset != position:
+                return False
+            position += nbytes
+        return position == record.offset + record.nbytes
+
+
+def require_intact(problems: list[Problem]) -> None:
+    """Raise Damaged where records of the source are not as their writer left them."""
+    if problems:
+        raise damaged(
+            problems,
+            subject="the source's data",
+            hint="the bytes changed after they were written; take another copy of the file",
+        )

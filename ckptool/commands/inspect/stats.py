@@ -17,9 +17,8 @@ from ckptool.commands.open import Opened
 from ckptool.core.catalog import TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
 from ckptool.core.rewrite import matches
-from ckptool.engine.check.unchanged import require_unchanged
 from ckptool.engine.read.tensors import TensorSource, TensorTile, tensor_job
-from ckptool.engine.read.tiles import read_tiles
+from ckptool.engine.read.tiles import read_tiles, require_unchanged
 from ckptool.errors import CkptoolError, Problem, UsageError, damaged
 from ckptool.storage.local import Files
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from ckptool.core.dtype import DType
 from ckptool.engine.check.spans import Span, SpanTile, span_jobs
-from ckptool.engine.checksum import Piece, crc32, joined
+from ckptool.engine.checksum import CrcPiece, crc32, join_crcs
 from ckptool.engine.read.tiles import ByteSource, Progress, read_tiles
 from ckptool.errors import CkptoolError, Problem
 from ckptool.storage.local import Files
@@ -56,7 +56,7 @@ def check_spans(
     Files of ``whole``, which have so many bytes, are read from end to end and digested.
     """
     found = Found()
-    pieces: dict[int, list[Piece]] = {id(span): [] for span in spans}
+    pieces: dict[int, list[CrcPiece]] = {id(span): [] for span in spans}
 
     def check(file: str | None, tiles: Iterator[SpanTile]) -> None:
         digest = None if file is None else hashlib.sha256()
@@ -78,7 +78,7 @@ def check_spans(
     return found
 
 
-def _check_tile(span: Span, tile: SpanTile, found: Found, pieces: list[Piece]) -> None:
+def _check_tile(span: Span, tile: SpanTile, found: Found, pieces: list[CrcPiece]) -> None:
     end = tile.start + tile.nbytes
     for view in span.views:
         low, high = max(tile.start, view.start), min(end, view.start + view.nbytes)
@@ -98,10 +98,10 @@ def _written_end(span: Span, tile: SpanTile) -> int:
     return span.offset + tile.start + nbytes if nbytes else 0
 
 
-def _crc_problem(span: Span, pieces: list[Piece]) -> Problem | None:
+def _crc_problem(span: Span, pieces: list[CrcPiece]) -> Problem | None:
     if span.crc32 is None or sum(nbytes for _, nbytes, _ in pieces) != span.nbytes:
         return None
-    actual = joined(pieces)
+    actual = join_crcs(pieces)
     if actual == span.crc32:
         return None
     tensors = {view.tensor for view in span.views}

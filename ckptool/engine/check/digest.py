@@ -11,8 +11,8 @@ import numpy as np
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import EncodedBlob, Extent, Place, Record, TensorEntry, places
+from ckptool.engine.checksum import crc_of, record_job
 from ckptool.engine.read.gather import Gatherer, raw, unit
-from ckptool.engine.read.records import crc_of, record_job
 from ckptool.engine.read.tensors import CheckedSource, TensorSource, TensorTile, tensor_job
 from ckptool.engine.read.tiles import ByteSource, Job, Progress, byte_job, read_tiles
 from ckptool.errors import CkptoolError

@@ -13,8 +13,8 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, EncodedBlob, TensorEntry, stored_places
 from ckptool.core.layout import tiles
 from ckptool.core.plan import ChunkIndex
+from ckptool.engine.checksum import require_intact
 from ckptool.engine.read.gather import Array, Gatherer
-from ckptool.engine.read.records import require_intact
 from ckptool.engine.read.rounding import cast
 from ckptool.engine.read.tensors import CheckedSource, TensorTile
 from ckptool.engine.read.tiles import Job, read_tiles

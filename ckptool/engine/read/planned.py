@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckptool.core.catalog import Extent, Record, contiguous, stored_places
 from ckptool.core.plan import Source, Tile
-from ckptool.engine.checksum import crc32, crc32_combine
-from ckptool.engine.read.records import RecordCheck
+from ckptool.engine.checksum import RecordCheck, crc32, crc32_combine
 from ckptool.engine.read.row_cache import Rows
 from ckptool.engine.read.tiles import Job
 from ckptool.storage.local import Files

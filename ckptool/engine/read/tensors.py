@@ -11,9 +11,8 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Extent, Place, Record, TensorEntry, places
 from ckptool.core.dtype import DType
 from ckptool.core.layout import tiles
-from ckptool.engine.checksum import crc32
+from ckptool.engine.checksum import RecordCheck, crc32
 from ckptool.engine.read.gather import Array, Gatherer, array
-from ckptool.engine.read.records import RecordCheck
 from ckptool.engine.read.tiles import Job
 from ckptool.errors import Problem
 from ckptool.storage.local import Files

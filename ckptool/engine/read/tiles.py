@@ -10,16 +10,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from ckptool.engine.threads import Closeable, share_jobs
+from ckptool.core.catalog import Catalog
+from ckptool.storage.file_status import changed
 from ckptool.storage.local import Files
 
 Progress = Callable[[int], None]
 
 
-class Tile(Protocol):
+class Closeable(Protocol):
+    """What a thread owns and gives back at its end."""
+
+    def close(self) -> None:
+        """Give back what is held."""
+
+
+class ReadTile(Protocol):
     """Elements of a tensor (a C-ordered array), or bytes (a memoryview), or both of a pair."""
 
     @property
@@ -30,10 +39,10 @@ class Tile(Protocol):
 Subject = TypeVar("Subject")
 Reader = TypeVar("Reader", bound=Closeable)
 ReaderOut = TypeVar("ReaderOut", bound=Closeable, covariant=True)
-TileOut = TypeVar("TileOut", bound=Tile)
+TileOut = TypeVar("TileOut", bound=ReadTile)
 
 
-class Readable(Protocol[ReaderOut]):
+class ReadSource(Protocol[ReaderOut]):
     """What tiles are read from: files, one side or two of a comparison."""
 
     def reader(self) -> ReaderOut:
@@ -52,7 +61,7 @@ class Cancelled(Exception):
 
 
 def read_tiles(
-    source: Readable[Reader],
+    source: ReadSource[Reader],
     wanted: Iterable[Job[Subject, Reader, TileOut]],
     sink: Callable[[Subject, Iterator[TileOut]], None],
     workers: int,
@@ -60,11 +69,15 @@ def read_tiles(
 ) -> None:
     """Read all jobs into the sink, on ``workers`` threads.
 
-    The sink is called by several threads at once, in any order of jobs. ``progress`` is told of
-    the bytes of each tile once the sink has done with it. The first error, also an interruption,
-    ends all threads after their tile, and is raised.
+    The sink is called by several threads at once, in any order of jobs. ``progress`` is called
+    with the bytes of each tile once the sink has done with it. The first error, also an
+    interruption, ends all threads after their tile, and is raised.
     """
-    stop = threading.Event()
+    stop, lock, jobs = threading.Event(), threading.Lock(), iter(wanted)
+
+    def next_job() -> Job[Subject, Reader, TileOut] | None:
+        with lock:
+            return next(jobs, None)
 
     def counted(tiles: Iterator[TileOut]) -> Iterator[TileOut]:
         for tile in tiles:
@@ -73,10 +86,53 @@ def read_tiles(
             if stop.is_set():
                 raise Cancelled
 
-    def work(reader: Reader, job: Job[Subject, Reader, TileOut]) -> None:
-        sink(job.subject, counted(job.read(reader)))
+    def read_jobs() -> None:
+        with closing(source.reader()) as reader:
+            while not stop.is_set() and (job := next_job()) is not None:
+                sink(job.subject, counted(job.read(reader)))
 
-    share_jobs(iter(wanted), workers, source.reader, work, stop)
+    _run_threads(read_jobs, workers, stop)
+
+
+def _run_threads(work: Callable[[], None], count: int, stop: threading.Event) -> None:
+    """Do ``work`` on ``count`` threads until all have ended.
+
+    The first error, also an interruption of the caller, sets ``stop`` and is raised at the end.
+    """
+    errors: list[BaseException] = []
+
+    def run(ended: threading.Event) -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+            stop.set()
+        finally:
+            ended.set()
+
+    ends = [threading.Event() for _ in range(count)]
+    threads = [threading.Thread(target=run, args=(ended,), daemon=True) for ended in ends]
+    try:
+        for thread in threads:
+            thread.start()
+        for ended in ends:
+            ended.wait()
+    except BaseException as error:
+        errors.append(error)
+        stop.set()
+        # An interrupted Thread.join takes a running thread for ended.
+        for thread, ended in zip(threads, ends, strict=True):
+            if thread.is_alive():
+                ended.wait()
+    if errors:
+        raise errors[0]
+
+
+def require_unchanged(catalog: Catalog, source: Files) -> None:
+    """Raise Changed where a file of the catalog was written, replaced or removed since listed."""
+    files = source.changed([*catalog.files, *catalog.companions])
+    if files:
+        raise changed(files).within(source.root)
 
 
 class ByteReader:

@@ -13,16 +13,20 @@ from typing import IO, NamedTuple
 
 from ckptool.core.layout import FileLayout, Literal, Part, Verbatim
 from ckptool.core.plan import Plan, Tile
-from ckptool.engine.checksum import Piece as CrcPiece
-from ckptool.engine.checksum import crc32, file_crc, joined
+from ckptool.engine.checksum import (
+    CrcPiece,
+    RecordCheck,
+    crc32,
+    crc_of,
+    join_crcs,
+    require_intact,
+)
 from ckptool.engine.options import RunOptions
 from ckptool.engine.read.planned import Piece, PlanReader, plan_job, touch
-from ckptool.engine.read.records import RecordCheck, require_intact
-from ckptool.engine.read.tiles import read_tiles
-from ckptool.engine.threads import share_jobs
+from ckptool.engine.read.tiles import ByteSource, byte_job, read_tiles
 from ckptool.engine.write.journal import NO_JOURNAL, Journal
 from ckptool.errors import Damaged, TransferError, Unsupported
-from ckptool.storage.disk import allocate, open_unfollowed
+from ckptool.storage.disk import allocate, is_real_file, open_unfollowed
 from ckptool.storage.local import CORES, SPAN, TILE, Files, LocalSource, pieces
 
 _MINIMUM_PER_WORKER = 16 << 20
@@ -80,28 +84,24 @@ def workers_within_budget(plan: Plan, source: Files, options: RunOptions) -> int
 def _finished(
     plan: Plan, numbers: Collection[int], folder: Path, options: RunOptions, journal: Journal
 ) -> list[int]:
-    """Those of the files that an earlier run finished, and that still are as it wrote them."""
+    """Return those of the files that an earlier run finished, and that are as it wrote them."""
     files = plan.layout.files
-    begun = [number for number in numbers if journal.crc_of(files[number].path) is not None]
+    whole: dict[int, FileLayout] = {}
+    for number in numbers:
+        file, path = files[number], folder / files[number].path
+        noted = journal.crc_of(file.path) is not None
+        if noted and is_real_file(path) and path.stat().st_size == file.nbytes:
+            whole[number] = file
     same: list[int] = []
 
-    def check(buffer: _Buffer, number: int) -> None:
-        file = files[number]
-        if file_crc(folder / file.path, file.nbytes, buffer.memory) == journal.crc_of(file.path):
+    def compare(number: int, tiles: Iterator[memoryview]) -> None:
+        if crc_of(tiles) == journal.crc_of(files[number].path):
             same.append(number)
 
-    share_jobs(iter(begun), options.workers or CORES, _Buffer, check)
+    source = ByteSource(LocalSource(folder, {file.path: file.nbytes for file in whole.values()}))
+    jobs = (byte_job(number, file.path, 0, file.nbytes) for number, file in whole.items())
+    read_tiles(source, jobs, compare, options.workers or CORES)
     return sorted(same)
-
-
-class _Buffer:
-    """What one thread reads files through."""
-
-    def __init__(self) -> None:
-        self.memory = memoryview(bytearray(TILE))
-
-    def close(self) -> None:
-        """Give nothing back: the memory goes with it."""
 
 
 class _Transfer:
@@ -172,7 +172,7 @@ class _Transfer:
     def _write_tiles(self, tiles: Sequence[Tile], read: Iterator[Piece]) -> None:
         """Write the pieces of some tiles as they are read."""
         for tile, parts in groupby(read, attrgetter("tile")):
-            self._count(tile, joined([self._write_piece(tile, piece) for piece in parts]))
+            self._count(tile, join_crcs([self._write_piece(tile, piece) for piece in parts]))
 
     def _write_piece(self, tile: Tile, piece: Piece) -> CrcPiece:
         self._output.write(self._files[tile.file].path, tile.offset + piece.skip, piece.data)
@@ -196,7 +196,7 @@ class _Transfer:
             for at, part in enumerate(file.parts):
                 stream.seek(offset)
                 if isinstance(part, Literal):
-                    data = patched(part, lambda at: joined(crcs[at]))
+                    data = patched(part, lambda at: join_crcs(crcs[at]))
                     stream.write(data)
                     crcs[at] = [(offset, part.nbytes, crc32(data))]
                 elif isinstance(part, Verbatim):
@@ -206,7 +206,7 @@ class _Transfer:
             stream.flush()
             if self._fsync:
                 os.fsync(stream.fileno())
-        self._journal.done(file.path, joined([piece for at in crcs.values() for piece in at]))
+        self._journal.done(file.path, join_crcs([piece for at in crcs.values() for piece in at]))
 
     def _copy_file(self, part: Verbatim, stream: IO[bytes]) -> int:
         """Copy a file as it is; its CRC-32."""

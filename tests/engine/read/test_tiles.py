@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,3 +81,60 @@ def test_the_first_error_ends_the_jobs_of_all_threads(source: ByteSource) -> Non
     with pytest.raises(ValueError, match="bad"):
         read_tiles(source, jobs, sink, 2)
     assert not failed.is_set()
+
+
+class NoReader:
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class NoFiles:
+    """Something to read nothing from, for sinks that only count their jobs."""
+
+    def reader(self) -> NoReader:
+        return NoReader()
+
+
+def empty_jobs(count: int) -> Iterator[Job[int, NoReader, memoryview]]:
+    return (Job(number, lambda reader: iter(())) for number in range(count))
+
+
+def test_every_job_is_done_once() -> None:
+    done: list[int] = []
+    read_tiles(NoFiles(), empty_jobs(100), lambda number, tiles: done.append(number), 4)
+    assert sorted(done) == list(range(100))
+
+
+def test_a_reader_that_cannot_be_made_is_an_error() -> None:
+    class Full(NoFiles):
+        def reader(self) -> NoReader:
+            raise OSError("no memory")
+
+    with pytest.raises(OSError, match="no memory"):
+        read_tiles(Full(), empty_jobs(3), lambda number, tiles: None, 2)
+
+
+def test_the_first_error_stops_all() -> None:
+    done: list[int] = []
+
+    def sink(number: int, tiles: Iterator[memoryview]) -> None:
+        if number == 5:
+            raise ValueError(number)
+        done.append(number)
+
+    with pytest.raises(ValueError, match="5"):
+        read_tiles(NoFiles(), empty_jobs(10_000), sink, 1)
+    assert done == [0, 1, 2, 3, 4]
+
+
+def test_an_interruption_is_raised_once_all_threads_have_ended() -> None:
+    ended = []
+
+    def sink(number: int, tiles: Iterator[memoryview]) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        ended.append(number)
+
+    with pytest.raises(KeyboardInterrupt):
+        read_tiles(NoFiles(), empty_jobs(1), sink, 1)
+    assert ended == [0]

@@ -11,8 +11,8 @@ from conftest import case
 from ckptool.commands.options.target import ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
+from ckptool.engine.checksum import RecordCheck
 from ckptool.engine.options import RunOptions
-from ckptool.engine.read.records import RecordCheck
 from ckptool.storage.local import Reader
 
 COLUMNS = "*=Replicate(),Shard(-1)"
