@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ckptool.errors import Changed, NotFound, Unsupported, UsageError
 from ckptool.storage.block_cache import Blocks, Pinned
+from ckptool.storage.byte_range import read_s3_range, read_web_range
 from ckptool.storage.retry import RetryPolicy, error_text, retry, status_of, unreachable
 from ckptool.storage.url import redact_url
 
@@ -192,6 +193,8 @@ class Store:
                 raise
             data = b""
         self.traffic.count(len(data))
+        if len(data) > end - start:
+            raise OSError(f"{len(data):,} bytes came, {end - start:,} were asked for")
         if len(data) < end - start and self._size_now(key) > start + len(data):
             raise OSError(f"only {len(data):,} bytes came")
         return data
@@ -206,22 +209,18 @@ class Store:
         return hasattr(self.fs, "_call_s3") and version.startswith('"')
 
     def _part(self, file: Pinned, start: int, end: int) -> bytes:
-        key = file.key
-        if start < end and self.reads_version(file.version):
-            found: bytes = self._synced(_version_of_s3(self.fs, file, start, end))
-            return found
-        if self.scheme not in SCHEMES:
-            plain = {"cache_type": "none", "size": self._sizes.get(key)} if self._is_plain else {}
-            data: bytes = self._timed("_cat_file", key, start=start, end=end, **plain)
-            return data
-        try:
-            data = self.fs.open(key, "rb", size=end)._fetch_range(start, end)
-        except ValueError:
-            raise Unsupported(
-                f"{redact_url(key)}: the server does not answer requests for a part of a file",
-                hint="download the checkpoint first",
-            ) from None
-        return data
+        if start >= end:
+            return b""
+        if hasattr(self.fs, "_call_s3"):
+            pinned = self.reads_version(file.version)
+            data = self._synced(read_s3_range(self.fs, file, start, end, pinned=pinned))
+        elif self.scheme in SCHEMES:
+            data = self._synced(read_web_range(self.fs, file, start, end))
+        else:
+            plain = {"cache_type": "none", "size": self._sizes.get(file.key)}
+            known = plain if self._is_plain else {}
+            data = self._timed("_cat_file", file.key, start=start, end=end, **known)
+        return bytes(data)
 
     @cached_property
     def _is_plain(self) -> bool:
@@ -290,18 +289,6 @@ def _wide(scheme: str) -> dict[str, Any]:
 
     theirs = conf.get("s3", {}).get("config_kwargs", {})
     return {"config_kwargs": {"max_pool_connections": _CONNECTIONS} | theirs}
-
-
-async def _version_of_s3(fs: Any, file: Pinned, start: int, end: int) -> bytes:
-    """Read a range of an object, in the version that was listed; s3fs itself has no such read."""
-    bucket, key, _ = fs.split_path(file.key)
-    where = {"Bucket": bucket, "Key": key, "Range": f"bytes={start}-{end - 1}"}
-    answer = await fs._call_s3("get_object", **where, IfMatch=file.version)
-    try:
-        data: bytes = await answer["Body"].read()
-        return data
-    finally:
-        answer["Body"].close()
 
 
 def _info(info: dict[str, Any]) -> Info:

@@ -52,6 +52,25 @@ def few(environ: Environ, start: Callable[..., Any]) -> Iterable[bytes]:
     return [b"xyz"]
 
 
+def shifted(environ: Environ, start: Callable[..., Any]) -> None:
+    """The bytes that begin one later, as the answer says."""
+    first, last = environ["HTTP_RANGE"].removeprefix("bytes=").split("-")
+    environ["HTTP_RANGE"] = f"bytes={int(first) + 1}-{last}"
+
+
+def of_no_range(environ: Environ, start: Callable[..., Any]) -> Iterable[bytes]:
+    """Bytes of which nobody says where they lie."""
+    first, last = environ["HTTP_RANGE"].removeprefix("bytes=").split("-")
+    body = bytes(int(last) + 1 - int(first))
+    start("206 Partial Content", [("Content-Length", str(len(body)))])
+    return [body]
+
+
+def whole(environ: Environ, start: Callable[..., Any]) -> None:
+    """The whole object, as of a proxy that does not know ranges."""
+    del environ["HTTP_RANGE"]
+
+
 def writes(environ: Environ) -> bool:
     return environ["REQUEST_METHOD"] in ("PUT", "POST")
 
@@ -60,7 +79,7 @@ def anything(environ: Environ) -> bool:
     return True
 
 
-@pytest.mark.parametrize("fault", [SLOW_DOWN, INTERNAL, cut, few])
+@pytest.mark.parametrize("fault", [SLOW_DOWN, INTERNAL, cut, few, shifted, of_no_range])
 def test_reads_are_tried_again(fault: Any, s3: S3, out: Path) -> None:
     source = s3.put(case("dcp_fsdp2_tp").path, "source")
     resharded(case("dcp_fsdp2_tp").path, out / "one", "4")
@@ -77,7 +96,7 @@ def test_writes_are_tried_again(fault: Any, s3: S3, out: Path) -> None:
     assert s3.get("m") == files_of(out / "one")
 
 
-@pytest.mark.parametrize("fault", [SLOW_DOWN, INTERNAL, cut, few])
+@pytest.mark.parametrize("fault", [SLOW_DOWN, INTERNAL, cut, few, shifted, of_no_range])
 def test_reads_that_never_succeed_name_file_offset_and_attempts(
     fault: Any, s3: S3, out: Path
 ) -> None:
@@ -91,6 +110,14 @@ def test_reads_that_never_succeed_name_file_offset_and_attempts(
     assert f"{source}/__" in caught.value.message
     assert "bytes 0 to" in caught.value.message
     assert "4 attempts" in caught.value.message
+    assert not (out / "m").exists()
+
+
+def test_a_proxy_that_gives_whole_objects_is_refused(s3: S3, out: Path) -> None:
+    source = s3.put(big(out, 1), "source")
+    s3.fault = some(whole, lambda e: of_data(e) and not e["HTTP_RANGE"].startswith("bytes=0-"))
+    with pytest.raises(CkptoolError, match="does not answer requests for a part of a file"):
+        resharded(source, out / "m", "4")
     assert not (out / "m").exists()
 
 

@@ -23,7 +23,8 @@ from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ConvertOptions
 from ckptool.errors import CkptoolError, NotFound, Unsupported, UsageError
-from ckptool.storage.retry import error_text
+from ckptool.storage.retry import NoAnswer, RetryPolicy, error_text
+from ckptool.storage.store import Store
 from ckptool.storage.url import location, redact_url
 
 SECRET = "hunter2"
@@ -207,6 +208,7 @@ class Web(http.server.SimpleHTTPRequestHandler):
     ranges = True
     heads = True
     sizes = True
+    shift = 0
 
     def log_message(self, *said: Any) -> None:
         pass
@@ -232,6 +234,7 @@ class Web(http.server.SimpleHTTPRequestHandler):
             super().do_GET()
             return
         start, last = asked.removeprefix("bytes=").split("-")
+        start = str(int(start) + self.shift)
         data = Path(self.translate_path(self.path)).read_bytes()
         piece = data[int(start) : int(last) + 1]
         self.send_response(206)
@@ -295,3 +298,13 @@ def test_a_server_that_gives_no_parts_of_files(
     torch.save(torch.ones(1 << 20), tmp_path / "m.pt")
     with pytest.raises(Unsupported, match="does not answer requests for a part of a file"):
         open_checkpoint(location(f"{web}/m.pt"))
+
+
+def test_a_server_that_gives_other_bytes_than_were_asked_for(
+    web: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Web, "shift", 1)
+    monkeypatch.setattr(Store, "policy", RetryPolicy(attempts=2, pause=0.01))
+    save_file({"a": torch.ones(1 << 20)}, tmp_path / "m.safetensors")
+    with pytest.raises(NoAnswer, match=r"the answer is of other bytes: bytes 1-\d+/"):
+        open_checkpoint(location(f"{web}/m.safetensors"))
