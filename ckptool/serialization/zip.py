@@ -1,19 +1,17 @@
-"""The directory of a zip archive that may lie anywhere inside a file.
+"""The directory of a zip archive that may lie anywhere inside a file, and what contradicts it.
 
 torch.save writes zips of stored records, always with a zip64 end record, sizes and CRC-32 only in
 the central directory and in descriptors (torch 1.6 to 2.13). Other zips (re-compressed) are legal.
-
-What stands beside the records of a zip, checked against its directory.
-
-No reader of tensors looks at either.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ckptool.core.catalog import Container
+from ckptool.core.codec import zstd_edges
 from ckptool.errors import Damaged, Problem, coded
 from ckptool.serialization.source import EDGE, Source
 
@@ -24,12 +22,12 @@ IN_EXTRA = 0xFFFFFFFF
 """Stands where a size or offset is in the zip64 extra field."""
 
 LOCAL = struct.Struct("<4s5H3L2H")
-_CENTRAL = struct.Struct("<4s6H3L5H2L")
+CENTRAL = struct.Struct("<4s6H3L5H2L")
 _CRC32_AT = 16
 CRC32_NBYTES = 4
-_END = struct.Struct("<4s4H2LH")
-_END64 = struct.Struct("<4sQ2H2L4Q")
-_LOCATOR64 = struct.Struct("<4sLQL")
+END = struct.Struct("<4s4H2LH")
+END64 = struct.Struct("<4sQ2H2L4Q")
+LOCATOR64 = struct.Struct("<4sLQL")
 _BLOCK = 512
 """Bytes between the edges that are read at once."""
 
@@ -48,29 +46,29 @@ class Region:
 
     @property
     def what(self) -> str:
-        """How errors call this region."""
+        """Return what errors call this region."""
         return self.file if self.offset == 0 else f"{self.file} at offset {self.offset:,}"
 
     def is_at_hand(self, start: int, end: int) -> bool:
-        """Whether reading these bytes costs no further access."""
+        """Return whether reading these bytes costs no further access."""
         return end <= len(self._head) or start >= self.nbytes - len(self._tail)
 
     def expect(self, starts: Iterable[int]) -> None:
-        """A local header is read next at each of these, those apart that are at hand."""
+        """Announce that local headers are read next at these offsets, but for those at hand."""
         low, high = len(self._head), self.nbytes - len(self._tail)
         far = (start for start in starts if low <= start < high)
         self.source.expect((self.file, self.offset + start, LOCAL.size) for start in far)
 
     def joined(self, spans: Iterable[tuple[int, int]]) -> bytes:
-        """The bytes from each start to its end, one after another."""
+        """Return the bytes from each start to its end, one after another."""
         return b"".join([self.read(start, end - start) for start, end in spans])
 
     def crc32_at(self, start: int) -> int:
-        """The CRC-32 that is noted there."""
+        """Return the CRC-32 that is noted there."""
         return int.from_bytes(self.read(start, CRC32_NBYTES), "little")
 
     def read(self, start: int, nbytes: int) -> bytes:
-        """``nbytes`` from ``start`` bytes into the region; Damaged beyond its end."""
+        """Return ``nbytes`` from ``start`` bytes into the region; Damaged beyond its end."""
         if start < 0 or nbytes < 0 or start + nbytes > self.nbytes:
             raise Damaged(
                 f"{self.what}: truncated: expected {nbytes:,} bytes at {start:,} of {self.nbytes:,}"
@@ -83,7 +81,7 @@ class Region:
         return self._from_block(start, nbytes)
 
     def _from_block(self, start: int, nbytes: int) -> bytes:
-        """What lies between the edges: a descriptor, the header behind it and its name at once."""
+        """Read between the edges: a descriptor, the header behind it and its name at once."""
         at = start - self._at
         if at < 0 or at + nbytes > len(self._block):
             end = min(start + max(nbytes, _BLOCK), self.nbytes - len(self._tail))
@@ -93,6 +91,46 @@ class Region:
                 return self.source.read(self.file, self.offset + start, nbytes)
             self._at, self._block, at = start, block, 0
         return self._block[at : at + nbytes]
+
+
+class EdgeSource:
+    """One file of ``size`` bytes, of which the first and the last ones are at hand."""
+
+    def __init__(self, file: str, head: bytes, tail: bytes, size: int) -> None:
+        self._head, self._tail = head, tail
+        self._size = size
+        self.root = file
+        self.files: Mapping[str, int] = {file: size}
+
+    def read(self, file: str, offset: int, nbytes: int) -> bytes:
+        """Return exactly ``nbytes`` at ``offset``; Damaged where they are not at hand."""
+        if 0 <= offset <= offset + nbytes <= len(self._head):
+            return self._head[offset : offset + nbytes]
+        inside = offset - (self._size - len(self._tail))
+        if inside >= 0 and nbytes >= 0 and inside + nbytes <= len(self._tail):
+            return self._tail[inside : inside + nbytes]
+        raise Damaged(
+            f"{file}: {nbytes:,} bytes at {offset:,} of an encoded entry are out of range"
+        )
+
+    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
+        """Do nothing: all is at hand."""
+
+    def narrowed(self, folder: str) -> EdgeSource:
+        """Raise Damaged: a blob has no folders."""
+        raise Damaged(f"{self.root}: no folder {folder}")
+
+
+def item_region(source: Source, item: Container, what: str, limit: int, edge: int) -> Region:
+    """Return the bytes of an item as a region of its own, decoded where it is packed.
+
+    Of a packed one, of ``limit`` decoded bytes at most, the first and last ``edge`` are at hand.
+    """
+    if not item.transforms:
+        return Region(source, item.file, item.offset, item.nbytes)
+    packed = source.read(item.file, item.offset, item.nbytes)
+    head, tail, size = zstd_edges(packed, limit, edge, what=f"{what} in {item.file}")
+    return Region(EdgeSource(item.file, head, tail, size), item.file, 0, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +153,12 @@ class ZipRecord:
 
     @property
     def is_storage(self) -> bool:
-        """Whether torch.save put a storage into it."""
+        """Return whether torch.save put a storage into it."""
         return "/data/" in self.name
 
 
 def has_checksums(records: Iterable[ZipRecord]) -> bool:
-    """Whether the CRC-32 of some of these is stored; a 0 then is one, else it stands for none.
+    """Return whether the CRC-32 of some of these is stored; a 0 then is one, else none.
 
     torch stores none at all under ``set_crc32_options(False)``, and none of storages under
     ``skip_data()``, which someone else fills (GPUDirect Storage).
@@ -129,55 +167,50 @@ def has_checksums(records: Iterable[ZipRecord]) -> bool:
 
 
 def read_directory(region: Region) -> dict[str, ZipRecord]:
-    """All records of the archive that fills the region, in the directory's order.
+    """Return all records of the archive that fills the region, in the directory's order.
 
     Raises Damaged where the archive is truncated or its headers contradict one another.
     """
     with coded("zip-structure", file=region.file):
-        return _directory(region)
-
-
-def _directory(region: Region) -> dict[str, ZipRecord]:
-    start, size, count = _find_directory(region)
-    data = region.read(start, size)
-    region.expect(_headers(data))
-    records: dict[str, ZipRecord] = {}
-    position = 0
-    for _ in range(count):
-        record, position = _central_entry(region, data, start, position)
-        if record.name in records:
-            raise Damaged(f"{region.what}: duplicate zip record {record.name!r}")
-        records[record.name] = record
-    if position != len(data):
-        raise Damaged(f"{region.what}: the zip directory does not have {count:,} records")
-    return records
+        start, size, count = _find_directory(region)
+        data = region.read(start, size)
+        region.expect(_headers(data))
+        records: dict[str, ZipRecord] = {}
+        position = 0
+        for _ in range(count):
+            record, position = _central_entry(region, data, start, position)
+            if record.name in records:
+                raise Damaged(f"{region.what}: duplicate zip record {record.name!r}")
+            records[record.name] = record
+        if position != len(data):
+            raise Damaged(f"{region.what}: the zip directory does not have {count:,} records")
+        return records
 
 
 def _headers(data: bytes) -> Iterator[int]:
-    """Where the directory says the local headers are, as far as it can be read."""
+    """Yield where the directory says the local headers are, as far as it can be read."""
     position = 0
-    while data[position : position + 4] == b"PK\x01\x02" and position + _CENTRAL.size <= len(data):
-        fields = _CENTRAL.unpack_from(data, position)
+    while data[position : position + 4] == b"PK\x01\x02" and position + CENTRAL.size <= len(data):
+        fields = CENTRAL.unpack_from(data, position)
         yield fields[16]
-        position += _CENTRAL.size + sum(fields[10:13])
+        position += CENTRAL.size + sum(fields[10:13])
 
 
 def _find_directory(region: Region) -> tuple[int, int, int]:
-    """Offset, size in bytes and number of entries of the central directory."""
+    """Return offset, size in bytes and number of entries of the central directory."""
     end = _end_offset(region)
-    fields = _END.unpack(region.read(end, _END.size))
-    count, size, start = fields[4], fields[5], fields[6]
-    narrow = fields[3:7]
-    if end >= _LOCATOR64.size:
-        locator = region.read(end - _LOCATOR64.size, _LOCATOR64.size)
+    fields = END.unpack(region.read(end, END.size))
+    count, size, start = fields[4:7]
+    if end >= LOCATOR64.size:
+        locator = region.read(end - LOCATOR64.size, LOCATOR64.size)
         if locator[:4] == b"PK\x06\x07":
-            where = _LOCATOR64.unpack(locator)[2]
-            end64 = _END64.unpack(region.read(where, _END64.size))
+            where = LOCATOR64.unpack(locator)[2]
+            end64 = END64.unpack(region.read(where, END64.size))
             if end64[0] != b"PK\x06\x06":
                 raise Damaged(f"{region.what}: the zip64 end record is damaged")
-            count, size, start = end64[7], end64[8], end64[9]
-            _require_same_end(region, narrow, end64[6:10])
-    if start + size > end or count * _CENTRAL.size > size:
+            count, size, start = end64[7:10]
+            _require_same_end(region, fields[3:7], end64[6:10])
+    if start + size > end or count * CENTRAL.size > size:
         raise Damaged(
             f"{region.what}: the zip directory ({count:,} records, {size:,} bytes at {start:,})"
             f" does not fit before the end record at {end:,}"
@@ -186,18 +219,19 @@ def _find_directory(region: Region) -> tuple[int, int, int]:
 
 
 def _require_same_end(region: Region, narrow: Sequence[int], wide: Sequence[int]) -> None:
-    """Damaged where the two end records differ in what the narrow one can hold."""
-    for one, other, limit in zip(narrow, wide, (0xFFFF, 0xFFFF, IN_EXTRA, IN_EXTRA), strict=True):
-        if one not in (other, limit):
+    """Raise Damaged where the two end records differ in what the narrow one can hold."""
+    limits = (0xFFFF, 0xFFFF, IN_EXTRA, IN_EXTRA)
+    for number, wide_number, limit in zip(narrow, wide, limits, strict=True):
+        if number not in (wide_number, limit):
             raise Damaged(f"{region.what}: the two end records of the zip disagree")
 
 
 def _end_offset(region: Region) -> int:
-    if region.nbytes >= _END.size:
-        for length in (_END.size, min(region.nbytes, 65_557)):
+    if region.nbytes >= END.size:
+        for length in (END.size, min(region.nbytes, 65_557)):
             tail = region.read(region.nbytes - length, length)
             at = tail.rfind(b"PK\x05\x06")
-            if at >= 0 and at + _END.size <= length:
+            if at >= 0 and at + END.size <= length:
                 return region.nbytes - length + at
     raise Damaged(
         f"{region.what}: no zip directory at the end of its {region.nbytes:,} bytes;"
@@ -206,21 +240,16 @@ def _end_offset(region: Region) -> int:
 
 
 def _central_entry(region: Region, data: bytes, start: int, position: int) -> tuple[ZipRecord, int]:
-    """A record, and where the next one's entry begins in a directory that begins at ``start``."""
-    if position + _CENTRAL.size > len(data) or data[position : position + 4] != b"PK\x01\x02":
+    """Return a record, and where the next one's entry begins; the directory begins at ``start``."""
+    if position + CENTRAL.size > len(data) or data[position : position + 4] != b"PK\x01\x02":
         raise Damaged(f"{region.what}: the zip directory is damaged at byte {position:,}")
-    fields = _CENTRAL.unpack_from(data, position)
-    method, crc, stored, size = fields[4], fields[7], fields[8], fields[9]
-    name_length, extra_length, comment_length, header = (
-        fields[10],
-        fields[11],
-        fields[12],
-        fields[16],
-    )
-    at = position + _CENTRAL.size
+    fields = CENTRAL.unpack_from(data, position)
+    method, crc, stored, size = fields[4], *fields[7:10]
+    name_length, extra_length, comment_length = fields[10:13]
+    at = position + CENTRAL.size
     name = data[at : at + name_length].decode("utf-8", "replace")
     extra = data[at + name_length : at + name_length + extra_length]
-    size, stored, header = _zip64(extra, size, stored, header)
+    size, stored, header = _zip64(extra, size, stored, fields[16])
     if method not in (STORED, DEFLATED):
         raise Damaged(f"{region.what}: record {name!r} is compressed with method {method}")
     offset = _data_offset(region, name, header)
@@ -262,7 +291,7 @@ def _data_offset(region: Region, name: str, header: int) -> int:
 
 
 def unclaimed_bytes(region: Region, records: Iterable[ZipRecord]) -> int:
-    """Bytes of the region that belong to no record, nor to the directory and its end records.
+    """Count bytes of the region that belong to no record, nor to the directory and its end records.
 
     Descriptors are as long as they may be: what is hidden in less is not noticed.
     """
@@ -273,15 +302,15 @@ def unclaimed_bytes(region: Region, records: Iterable[ZipRecord]) -> int:
         spare += max(0, record.header - position)
         position = record.offset + record.stored + (24 if record.flags & STREAMED else 0)
     spare += max(0, start - position)
-    wide = region.read(end - _LOCATOR64.size, 4) == b"PK\x06\x07"
-    ends = _END64.size + _LOCATOR64.size if wide else 0
-    comment = int(_END.unpack(region.read(end, _END.size))[7])
+    wide = region.read(end - LOCATOR64.size, 4) == b"PK\x06\x07"
+    ends = END64.size + LOCATOR64.size if wide else 0
+    comment = int(END.unpack(region.read(end, END.size))[7])
     spare += max(0, end - ends - start - size)
-    return spare + max(0, region.nbytes - end - _END.size - comment)
+    return spare + max(0, region.nbytes - end - END.size - comment)
 
 
 def header_problems(region: Region, records: Iterable[ZipRecord]) -> list[Problem]:
-    """Where what stands beside the records contradicts the directory.
+    """Return where what stands beside the records contradicts the directory.
 
     That is a record's local header, and the descriptor behind its bytes where flag bit 3 promises
     one.
@@ -300,15 +329,14 @@ def header_problems(region: Region, records: Iterable[ZipRecord]) -> list[Proble
 
 def _local_problem(region: Region, record: ZipRecord) -> str | None:
     fields = LOCAL.unpack(region.read(record.header, LOCAL.size))
-    flags, method, crc, stored, size = fields[2], fields[3], fields[6], fields[7], fields[8]
+    flags, method, noted = fields[2], fields[3], fields[6:9]
     if (flags, method) != (record.flags, record.method):
         return "its local header and the directory differ in method or flags"
-    noted = (crc, stored, size)
     if flags & STREAMED and noted == (0, 0, 0):
         return None
     wanted = (record.crc32, record.stored, record.size)
     pairs = zip(noted, wanted, strict=True)
-    if any(one not in (other, IN_EXTRA) for one, other in pairs):
+    if any(number not in (listed, IN_EXTRA) for number, listed in pairs):
         return f"its local header has {noted} (CRC-32, bytes), the directory {wanted}"
     return None
 

@@ -50,8 +50,8 @@ def fuzz_metadata(data: bytes) -> None:
 
 
 def fuzz_zip(data: bytes) -> None:
-    from ckptool.serialization.archive.items import find_archives
     from ckptool.serialization.archive.read import read_torch_zip
+    from ckptool.serialization.archive.recover import find_archives
     from ckptool.serialization.zip import Region, header_problems, read_directory
 
     source = Bytes(data, "fuzz.pt")

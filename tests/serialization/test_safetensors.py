@@ -23,13 +23,13 @@ from ckptool.core.box import Box
 from ckptool.core.dtype import BY_NAME, BY_SAFETENSORS
 from ckptool.core.layout import Data
 from ckptool.errors import Damaged, Unsupported
-from ckptool.serialization.archive.items import EdgeSource
 from ckptool.serialization.safetensors import (
     OutgoingSlice,
     lay_out_safetensors,
     looks_like_safetensors,
     read_safetensors,
 )
+from ckptool.serialization.zip import EdgeSource
 from ckptool.storage.local import LocalSource
 
 DTYPES = [dtype.name for dtype in BY_SAFETENSORS.values() if dtype.safetensors != "F4"]

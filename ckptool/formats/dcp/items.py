@@ -34,7 +34,6 @@ from ckptool.errors import (
     damaged,
 )
 from ckptool.formats.dcp.inventory import DAMAGE_HINT
-from ckptool.serialization.archive.items import item_region
 from ckptool.serialization.archive.read import TorchFile, is_zip, read_torch_zip
 from ckptool.serialization.archive.tensors import is_tensor_record, outer_of, place_of, plain_tensor
 from ckptool.serialization.source import Source, expect_edges
@@ -47,6 +46,7 @@ from ckptool.serialization.state_dict.leaves import (
     read_leaves,
 )
 from ckptool.serialization.state_dict.values import type_name
+from ckptool.serialization.zip import item_region
 
 _LARGEST_VALUE = 1 << 26
 _EDGE = 1 << 16

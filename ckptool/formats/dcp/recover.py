@@ -16,8 +16,8 @@ from ckptool.errors import CkptoolError, Problem
 from ckptool.formats.base import Recovery, ScanOptions
 from ckptool.formats.dcp import FORMAT
 from ckptool.formats.dcp.inventory import DATA, METADATA, rank_of
-from ckptool.serialization.archive.items import find_archives
 from ckptool.serialization.archive.read import read_torch_zip
+from ckptool.serialization.archive.recover import find_archives
 from ckptool.serialization.archive.tensors import place_of, plain_tensor
 from ckptool.serialization.source import Source
 from ckptool.serialization.zip import Region

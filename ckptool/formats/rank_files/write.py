@@ -29,8 +29,7 @@ from ckptool.errors import Unsupported
 from ckptool.formats.base import Request
 from ckptool.formats.rank_files.torch_checkpointing import METADATA
 from ckptool.formats.writing import companion_files, placed_of, plain_objects
-from ckptool.serialization.archive.dtensor_write import RankRecords
-from ckptool.serialization.archive.write import torch_archive
+from ckptool.serialization.archive.write import RankRecords, torch_archive
 from ckptool.serialization.pickle.write import TensorRef, contiguous_strides
 from ckptool.serialization.state_dict.tree import nest
 

@@ -1,4 +1,4 @@
-"""What is left of a torch.save archive that was cut or broken: its records, one after the other.
+"""Archives in a file without an index, and the records of one that was cut or broken.
 
 A zip's directory lies at its end. torch.save (torch 1.6 to 2.13) writes ``data.pkl`` first, then
 the storages, each behind a header with its name and, where it is not empty, before a descriptor
@@ -13,20 +13,58 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ckptool.core.catalog import Container
 from ckptool.errors import CkptoolError, Damaged
 from ckptool.serialization.archive.read import is_zip, legacy_pickles
 from ckptool.serialization.archive.tensors import storage_of
 from ckptool.serialization.pickle.load import Loaded, Truncated, read_pickle
 from ckptool.serialization.source import LARGEST, Source
-from ckptool.serialization.zip import ZipRecord
+from ckptool.serialization.zip import IN_EXTRA, LOCAL, STREAMED, ZipRecord
 
-_HEADER = struct.Struct("<4s5H3L2H")
 _DESCRIPTOR = struct.Struct("<4s3L")
 _DESCRIPTOR64 = struct.Struct("<4sL2Q")
-_HAS_DESCRIPTOR = 0x08
 _SMALL = 1024
 _PIECE = 1 << 16
-_ZIP64 = 0xFFFFFFFF
+_LOCATOR = b"PK\x06\x07"
+_TAIL = struct.Struct("<4sLQL4s")
+_END64_NBYTES = 56
+_END_NBYTES = 22
+_BLOCK = 1 << 22
+
+
+def find_archives(source: Source, file: str) -> list[Container]:
+    """Return every archive that lies whole in a file, in order, whatever lies between them.
+
+    The zip64 locator that torch always writes (torch 1.6 to 2.13) states where the end record lies,
+    counted from the archive's first byte; where that holds, one ends. One that lies in the data of
+    another is a part of it.
+    """
+    archives: list[Container] = []
+    for where, at in _ends(source, file):
+        start = at - _END64_NBYTES - where
+        end = at + _TAIL.size - 4 + _END_NBYTES
+        is_inside = start >= 0 and end <= source.files[file]
+        if not is_inside or source.read(file, start, 4) != b"PK\x03\x04":
+            continue
+        while archives and archives[-1].offset >= start:
+            archives.pop()
+        if not archives or archives[-1].offset + archives[-1].nbytes <= start:
+            archives.append(Container(file, start, end - start))
+    return archives
+
+
+def _ends(source: Source, file: str) -> Iterator[tuple[int, int]]:
+    """Yield what each locator states, and where it lies."""
+    size = source.files[file]
+    for block in range(0, size, _BLOCK):
+        data = source.read(file, block, min(_BLOCK + _TAIL.size, size - block))
+        at = data.find(_LOCATOR)
+        while 0 <= at < _BLOCK:
+            if at + _TAIL.size <= len(data):
+                _, _, where, _, mark = _TAIL.unpack_from(data, at)
+                if mark == b"PK\x05\x06":
+                    yield where, block + at
+            at = data.find(_LOCATOR, at + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,64 +79,69 @@ class Recovered:
 
 
 def recovered(source: Source, file: str) -> Recovered:
-    """The records of a cut or broken archive. Damaged where not even its pickle is whole."""
-    return _Walk(source, file).result()
+    """Read the records of a cut or broken archive; Damaged where not even its pickle is whole."""
+    return _RecordScan(source, file).run()
 
 
 def legacy_counts(source: Source, file: str) -> tuple[int, dict[int, bytes]]:
-    """The size of a legacy stream that was cut, and what stood at which place before its storages.
+    """Return the size in bytes of a legacy stream that was cut, and its storages' counts by place.
 
-    That is each storage's number of elements, as its pickle says it. Raises Damaged where that is
-    not whole, or contradicts a number that is there.
+    A count is the 8 bytes before a storage: its number of elements, as its pickle says it. Raises
+    Damaged where that is not whole, or contradicts a number that is there.
     """
     *_, value, keys = legacy_pickles(source, file)
     storages = {s.key: s for s in map(storage_of, value.persistent)}
-    position, found = keys.end, {}
+    position, counts = keys.end, {}
     for key in map(str, keys.value if isinstance(keys.value, list) else []):
         storage = storages.get(key)
         if storage is None:
             raise Damaged(f"{file}: storage not in the pickle: {key[:40]!r}")
-        found[position] = struct.pack("<q", storage.numel)
+        counts[position] = struct.pack("<q", storage.numel)
         left = min(8, source.files[file] - position)
-        if left > 0 and not found[position].startswith(source.read(file, position, left)):
+        if left > 0 and not counts[position].startswith(source.read(file, position, left)):
             raise Damaged(f"{file}: storage {key} has a different size from its pickle")
         position += 8 + storage.nbytes
-    return position, found
+    return position, counts
 
 
-class _Walk:
-    """The records of an archive, read one behind the other, without its directory."""
+class _RecordScan:
+    """Reads the records of an archive one behind the other, without its directory."""
 
     def __init__(self, source: Source, file: str) -> None:
         self._source, self._file = source, file
         self._size = source.files[file]
         self._root = ""
         self._sizes: dict[str, int] | None = None
-        self._found: dict[str, ZipRecord] = {}
-        self._twice: set[str] = set()
+        self._records: dict[str, ZipRecord] = {}
+        self._repeated: set[str] = set()
         self._next: int | None = None
 
-    def result(self) -> Recovered:
-        """What the walk meets."""
+    def run(self) -> Recovered:
+        """Read all records, and return those that are whole and named once."""
         for position in self._positions():
-            self._found_at(position)
+            try:
+                if is_zip(self._read(position, 4)):
+                    self._read_record(position)
+            except CkptoolError:
+                if self._sizes is None:
+                    raise
         if self._sizes is None:
             raise Damaged(f"{self._file}: not a torch.save archive: does not begin with a pickle")
-        whole = {name: one for name, one in self._found.items() if name not in self._twice}
-        named = {f"{self._root}/data/{key}": size for key, size in self._sizes.items()}
-        lost = {name: size for name, size in named.items() if name not in whole}
-        return Recovered(tuple(whole.values()), lost)
+        records = {n: record for n, record in self._records.items() if n not in self._repeated}
+        sizes = {f"{self._root}/data/{key}": size for key, size in self._sizes.items()}
+        lost = {name: size for name, size in sizes.items() if name not in records}
+        return Recovered(tuple(records.values()), lost)
 
     def _positions(self) -> Iterator[int]:
-        """Where headers begin: behind the record before, or else wherever the next one is."""
+        """Yield where headers begin: behind the record before, or else wherever the next one is."""
         position: int | None = 0
-        while position is not None and position + _HEADER.size <= self._size:
+        while position is not None and position + LOCAL.size <= self._size:
             self._next = None
             yield position
             position = self._next if self._next is not None else self._header_after(position)
 
     def _header_after(self, position: int) -> int | None:
-        """The next place that looks like a header, in the rest of the file."""
+        """Return the next place that looks like a header, in the rest of the file."""
         for start in range(position + 4, self._size, _PIECE):
             data = self._read(start, min(_PIECE + 3, self._size - start))
             at = data.find(b"PK\x03\x04")
@@ -106,34 +149,27 @@ class _Walk:
                 return start + at
         return None
 
-    def _found_at(self, position: int) -> None:
-        """Take in the record whose header begins here, if one does and it is whole."""
-        try:
-            if is_zip(self._read(position, 4)):
-                self._take(position)
-        except CkptoolError:
-            if self._sizes is None:
-                raise
-
-    def _take(self, position: int) -> None:
-        header = _HEADER.unpack(self._read(position, _HEADER.size))
-        name = self._read(position + _HEADER.size, header[9]).decode("utf-8", "replace")
-        start = position + _HEADER.size + header[9] + header[10]
-        described = bool(header[2] & _HAS_DESCRIPTOR)
+    def _read_record(self, position: int) -> None:
+        """Read the record whose header begins here; Damaged where it is not whole."""
+        header = LOCAL.unpack(self._read(position, LOCAL.size))
+        name = self._read(position + LOCAL.size, header[9]).decode("utf-8", "replace")
+        start = position + LOCAL.size + header[9] + header[10]
+        described = bool(header[2] & STREAMED)
         size = self._size_of(name, start) if described else header[7]
         crc, end = header[6], start + size
         if described:
-            wide = size >= _ZIP64 or position >= _ZIP64
+            wide = size >= IN_EXTRA or position >= IN_EXTRA
             crc, end = self._descriptor(name, end, size, _DESCRIPTOR64 if wide else _DESCRIPTOR)
         if name.endswith("/data.pkl") and self._sizes is None:
-            self._open(name, start, size, crc)
+            self._read_sizes(name, start, size, crc)
         self._require_named(name, size, end)
-        if name in self._found:
-            self._twice.add(name)
-        self._found[name] = ZipRecord(name, 0, crc, size, size, start, position, header[2])
+        if name in self._records:
+            self._repeated.add(name)
+        self._records[name] = ZipRecord(name, 0, crc, size, size, start, position, header[2])
         self._next = end
 
-    def _open(self, name: str, start: int, size: int, crc: int) -> None:
+    def _read_sizes(self, name: str, start: int, size: int, crc: int) -> None:
+        """Read how large the pickle that is this record says the storages are."""
         if crc and zlib.crc32(self._read(start, size)) != crc:
             raise Damaged(f"{self._file}: record {name!r} does not match its CRC-32")
         self._root = name.removesuffix("/data.pkl")
@@ -141,7 +177,7 @@ class _Walk:
         self._sizes = {storage.key: storage.nbytes for storage in storages}
 
     def _require_named(self, name: str, size: int, end: int) -> None:
-        """Damaged where it is none of this archive, or of another size than its pickle says."""
+        """Raise Damaged where it is none of this archive, or its pickle says another size."""
         root, _, inner = name.partition("/")
         folder, _, key = inner.partition("/")
         sizes = self._sizes or {}
@@ -154,6 +190,7 @@ class _Walk:
         return self._source.read(self._file, position, nbytes)
 
     def _size_of(self, name: str, start: int) -> int:
+        """Return the size in bytes of a record that only its descriptor says."""
         if name.endswith("/data.pkl"):
             return self._load(start).end
         key = name.partition("/data/")[2]
@@ -161,13 +198,13 @@ class _Walk:
             if self._sizes is None or key not in self._sizes:
                 raise Damaged(f"{self._file}: a storage that its pickle does not know: {name!r}")
             return self._sizes[key]
-        found = self._read(start, min(_SMALL, self._size - start)).find(b"PK\x07\x08")
-        if found < 0:
+        size = self._read(start, min(_SMALL, self._size - start)).find(b"PK\x07\x08")
+        if size < 0:
             raise Damaged(f"{self._file}: record {name!r} has no end")
-        return found
+        return size
 
     def _load(self, start: int) -> Loaded:
-        """The pickle that begins at ``start``, read in growing pieces until it ends."""
+        """Read the pickle that begins at ``start`` in growing pieces until it ends."""
         length = min(self._size - start, _PIECE)
         while True:
             try:
@@ -178,7 +215,7 @@ class _Walk:
                 length = min(self._size - start, length * 4, LARGEST)
 
     def _descriptor(self, name: str, at: int, size: int, form: struct.Struct) -> tuple[int, int]:
-        """The CRC-32 that stands behind a record, and where the next record begins."""
+        """Return the CRC-32 that stands behind a record, and where the next record begins."""
         mark, crc, stored, plain = form.unpack(self._read(at, form.size))
         if mark != b"PK\x07\x08" or (stored, plain) != (size, size):
             raise Damaged(f"{self._file}: record {name!r} does not end where it should")

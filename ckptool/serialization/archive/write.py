@@ -1,4 +1,4 @@
-"""Lay out what torch.save would write, without torch and without the tensors' bytes.
+"""Lay out what torch.save would write, DTensors included, without torch and the tensors' bytes.
 
 The archive follows torch 2.13: stored records, data aligned to 64 bytes by an ``FB`` extra field,
 CRC-32 and sizes in a descriptor after the data and in the central directory, zip64 end records.
@@ -9,20 +9,37 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckptool.core.box import row_major_strides
+from ckptool.core.catalog import TensorEntry
+from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.layout import Literal, Part, Patch
-from ckptool.serialization.pickle.write import Content, pickled
+from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
+from ckptool.core.sharding.dtensor import LocalShard
+from ckptool.errors import Unsupported
+from ckptool.serialization.pickle.records import Call, Global
+from ckptool.serialization.pickle.write import (
+    Content,
+    KnownTensor,
+    ShardRef,
+    contiguous_strides,
+    dtype_global,
+    pickled,
+)
+from ckptool.serialization.zip import CENTRAL, END, END64, IN_EXTRA, LOCAL, LOCATOR64, STREAMED
 
 _ALIGNMENT = 64
-_FOUR_GIB = 0xFFFFFFFF
-_FLAGS_DESCRIPTOR, _FLAGS_EMPTY = 0x0808, 0x0800
+_UTF8 = 0x800
+_CRC32_AT = 16
+"""Where an entry of the directory has its CRC-32."""
 
 
 def torch_archive(value: Any, *, root: str = "archive") -> list[Part]:
-    """The parts of a torch.save zip of ``value``, whose tensors are references."""
+    """Lay out a torch.save zip of ``value``, whose tensors are references."""
     data, storages = pickled(value, 2)
     archive = _Archive(root)
     archive.literal("data.pkl", data)
@@ -62,15 +79,15 @@ class _Archive:
         self._record(name, content, crc)
 
     def finished(self) -> list[Part]:
-        """All parts, with the central directory and the end records."""
+        """Return all parts, with the central directory and the end records."""
         start, length = self._position, 0
         for entry in self._entries:
-            central, crc_at = _central_header(entry)
-            patches = (Patch(crc_at, entry.part),) if entry.crc is None else ()
+            central = _central_header(entry)
+            patches = (Patch(_CRC32_AT, entry.part),) if entry.crc is None else ()
             self._add(Literal(central, patches))
             length += len(central)
         self._add(Literal(_end_records(len(self._entries), length, start)))
-        return _merged(self._parts)
+        return _join_literals(self._parts)
 
     def _record(self, name: str, content: Content, crc: int | None) -> None:
         encoded = f"{self._root}/{name}".encode()
@@ -79,7 +96,7 @@ class _Archive:
         part = self._add(content)
         self._entries.append(_Entry(encoded, offset, nbytes, crc, part))
         if nbytes:
-            wide = nbytes >= _FOUR_GIB or offset >= _FOUR_GIB
+            wide = nbytes >= IN_EXTRA or offset >= IN_EXTRA
             sizes = struct.pack("<2Q" if wide else "<2L", nbytes, nbytes)
             patches = (Patch(4, part),) if crc is None else ()
             self._add(Literal(b"PK\x07\x08" + struct.pack("<L", crc or 0) + sizes, patches))
@@ -91,83 +108,50 @@ class _Archive:
 
 
 def _local_header(name: bytes, offset: int, nbytes: int) -> bytes:
-    """The header of a record at ``offset``, padded so that its data is aligned."""
-    wide = b""
-    if nbytes >= _FOUR_GIB:
-        wide += struct.pack("<2H2Q", 1, 16, 0, 0)
-    size_field = _FOUR_GIB if wide else 0
-    end = offset + 30 + len(name) + len(wide) + 4
+    """Return the header of a record at ``offset``, padded so that its data is aligned."""
+    wide = struct.pack("<2H2Q", 1, 16, 0, 0) if nbytes >= IN_EXTRA else b""
+    size = IN_EXTRA if wide else 0
+    end = offset + LOCAL.size + len(name) + len(wide) + 4
     padding = -end % _ALIGNMENT
     extra = wide + b"FB" + struct.pack("<H", padding) + b"Z" * padding
-    flags = _FLAGS_DESCRIPTOR if nbytes else _FLAGS_EMPTY
-    head = struct.pack(
-        "<4s5H3L2H",
-        b"PK\x03\x04",
-        0,
-        flags,
-        0,
-        0,
-        0,
-        0,
-        size_field,
-        size_field,
-        len(name),
-        len(extra),
-    )
-    return head + name + extra
+    flags = _UTF8 | STREAMED if nbytes else _UTF8
+    fields = (0, flags, 0, 0, 0, 0, size, size, len(name), len(extra))
+    return LOCAL.pack(b"PK\x03\x04", *fields) + name + extra
 
 
-def _central_header(entry: _Entry) -> tuple[bytes, int]:
-    """The directory's record of an entry, and where its CRC-32 stands."""
-    big = entry.nbytes >= _FOUR_GIB
-    far = entry.offset >= _FOUR_GIB
+def _central_header(entry: _Entry) -> bytes:
+    """Return the directory's entry of a record."""
+    big, far = entry.nbytes >= IN_EXTRA, entry.offset >= IN_EXTRA
     values = [entry.nbytes, entry.nbytes] * big + [entry.offset] * far
     extra = struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""
-    size = _FOUR_GIB if big else entry.nbytes
-    flags = _FLAGS_DESCRIPTOR if entry.nbytes else _FLAGS_EMPTY
-    head = struct.pack(
-        "<4s6H3L5H2L",
-        *(b"PK\x01\x02", 0, 0, flags, 0, 0, 0),
-        *(entry.crc or 0, size, size, len(entry.name), len(extra), 0, 0, 0, 0),
-        _FOUR_GIB if far else entry.offset,
-    )
-    return head + entry.name + extra, 16
+    size = IN_EXTRA if big else entry.nbytes
+    flags = _UTF8 | STREAMED if entry.nbytes else _UTF8
+    fields = (0, 0, flags, 0, 0, 0, entry.crc or 0, size, size, len(entry.name), len(extra))
+    offset = IN_EXTRA if far else entry.offset
+    return CENTRAL.pack(b"PK\x01\x02", *fields, 0, 0, 0, 0, offset) + entry.name + extra
 
 
 def _end_records(count: int, length: int, start: int) -> bytes:
-    end64 = struct.pack(
-        "<4sQ2H2L4Q", b"PK\x06\x06", 44, 0x031E, 0x002D, 0, 0, count, count, length, start
-    )
-    locator = struct.pack("<4sLQL", b"PK\x06\x07", 0, start + length, 1)
-    short = min(count, 0xFFFF)
-    end = struct.pack(
-        "<4s4H2LH",
-        b"PK\x05\x06",
-        0,
-        0,
-        short,
-        short,
-        min(length, _FOUR_GIB),
-        min(start, _FOUR_GIB),
-        0,
-    )
-    return end64 + locator + end
+    """Return the end of an archive whose directory has ``length`` bytes at ``start``."""
+    end64 = END64.pack(b"PK\x06\x06", 44, 0x031E, 0x002D, 0, 0, count, count, length, start)
+    locator = LOCATOR64.pack(b"PK\x06\x07", 0, start + length, 1)
+    short, sizes = min(count, 0xFFFF), (min(length, IN_EXTRA), min(start, IN_EXTRA))
+    return end64 + locator + END.pack(b"PK\x05\x06", 0, 0, short, short, *sizes, 0)
 
 
-def _merged(parts: list[Part]) -> list[Part]:
-    """Adjoining literals as one, with their patches moved along and renumbered."""
-    numbers: dict[int, int] = {}
+def _join_literals(parts: list[Part]) -> list[Part]:
+    """Join adjoining literals, with their patches moved along and renumbered."""
+    numbers: list[int] = []
     groups: list[list[Part]] = []
-    for old, part in enumerate(parts):
-        literal = isinstance(part, Literal)
-        if not (literal and groups and isinstance(groups[-1][0], Literal)):
+    for part in parts:
+        if not groups or not isinstance(part, Literal) or not isinstance(groups[-1][0], Literal):
             groups.append([])
         groups[-1].append(part)
-        numbers[old] = len(groups) - 1
-    return [_renumbered(_one(group), numbers) for group in groups]
+        numbers.append(len(groups) - 1)
+    return [_renumber(_join(group), numbers.__getitem__) for group in groups]
 
 
-def _one(group: list[Part]) -> Part:
+def _join(group: list[Part]) -> Part:
     literals = [part for part in group if isinstance(part, Literal)]
     if not literals:
         return group[0]
@@ -179,18 +163,145 @@ def _one(group: list[Part]) -> Part:
     return Literal(b"".join(literal.data for literal in literals), tuple(patches))
 
 
-def _renumbered(part: Part, numbers: Mapping[int, int]) -> Part:
+def _renumber(part: Part, number_of: Callable[[int], int]) -> Part:
     if not isinstance(part, Literal) or not part.patches:
         return part
-    return Literal(part.data, tuple(Patch(p.at, numbers[p.part]) for p in part.patches))
+    return Literal(part.data, tuple(Patch(p.at, number_of(p.part)) for p in part.patches))
 
 
 def offset_parts(parts: list[Part], by: int) -> list[Part]:
-    """The same parts when ``by`` others come before them in a file."""
-    numbers = {
-        patch.part: patch.part + by
-        for part in parts
-        if isinstance(part, Literal)
-        for patch in part.patches
-    }
-    return [_renumbered(part, numbers) for part in parts]
+    """Return the same parts when ``by`` others come before them in a file."""
+    return [_renumber(part, lambda number: number + by) for part in parts]
+
+
+_SPEC, _LAYOUT = "torch.distributed.tensor._dtensor_spec", "torch.distributed._mesh_layout"
+_DTENSOR = Global("torch.distributed.tensor", "DTensor")
+_REBUILD = Global("torch._tensor", "_rebuild_from_type_v2")
+_REBUILD_WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
+_PLACEMENTS = "torch.distributed.tensor.placement_types"
+
+_Key = tuple[DType, tuple[int, ...], tuple[Placement, ...]]
+"""Element type, shape and placements of a DTensor."""
+
+
+class RankRecords:
+    """Makes the records that torch 2.13 pickles the DTensors of one rank's file as.
+
+    The mesh need not exist: a record is what ``torch.save`` writes in a job whose first groups are
+    those of its one mesh. Hashes are left to be computed anew, as torch does where it finds None: a
+    recorded one would be wrong in another process. All DTensors share one record of the mesh, and
+    those that are alike but for their values (a layer's and the next one's, a weight's and its
+    moments') one of everything else, as torch's operators do.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int) -> None:
+        self._mesh = _device_mesh(mesh, rank)
+        self._layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+        self._device = Call(Global("torch", "device"), ("cpu",))
+        self._records: dict[_Key, tuple[tuple[Any, ...], Call]] = {}
+
+    def dtensor(
+        self, entry: TensorEntry, shard: LocalShard, placements: tuple[Placement, ...]
+    ) -> Call:
+        """Return the call that rebuilds this rank's share of a tensor."""
+        key = (entry.dtype, entry.shape, placements)
+        if key not in self._records:
+            self._records[key] = self._wrapper(*key[:2]), self._spec(*key)
+        wrapper, spec = self._records[key]
+        state = {"_local_tensor": ShardRef(entry, shard), "_spec": spec}
+        return Call(_REBUILD, (_REBUILD_WRAPPER, _DTENSOR, wrapper, (None, state)))
+
+    def _wrapper(self, dtype: DType, shape: tuple[int, ...]) -> tuple[Any, ...]:
+        """Return the arguments that make the DTensor itself, which has no values."""
+        strides = contiguous_strides(shape)
+        return (_DTENSOR, dtype_global(dtype), shape, strides, 0, self._layout, self._device, False)
+
+    def _spec(
+        self, dtype: DType, shape: tuple[int, ...], placements: tuple[Placement, ...]
+    ) -> Call:
+        """Return a ``DTensorSpec``, as its ``__post_init__`` leaves it."""
+        strided = any(isinstance(item, StridedShard) for item in placements)
+        size = Call(Global("torch", "Size"), (shape,))
+        meta = (size, contiguous_strides(shape), dtype_global(dtype))
+        return _object(
+            Global(_SPEC, "DTensorSpec"),
+            mesh=self._mesh,
+            placements=tuple(_placement(item, len(shape)) for item in placements),
+            tensor_meta=Call(Global(_SPEC, "TensorMeta"), meta, is_new=True),
+            shard_order=None if strided else _default_order(placements, len(shape)),
+            use_strided_shard_as_shard_order=strided,
+            _hash=None,
+        )
+
+
+def _object(cls: Global, **attributes: Any) -> Call:
+    """Return an object of a class, made without its ``__init__``."""
+    return Call(cls, (), True, attributes)
+
+
+def _placement(item: Placement, rank: int) -> Call:
+    """Return the record of a placement; its dim counts from the front, as torch records it."""
+    if isinstance(item, Shard):
+        return _object(Global(_PLACEMENTS, "Shard"), dim=item.dim % rank)
+    if isinstance(item, StridedShard):
+        cls = Global(_PLACEMENTS, "_StridedShard")
+        return _object(cls, dim=item.dim % rank, split_factor=item.split_factor)
+    if isinstance(item, Replicate):
+        return _object(Global(_PLACEMENTS, "Replicate"))
+    raise Unsupported(f"{item}: values that are partial sums cannot be written")
+
+
+def _default_order(placements: Sequence[Placement], rank: int) -> tuple[Call, ...]:
+    """Return the cuts of each tensor dim from left to right (``compute_default_shard_order``)."""
+    by_dim: dict[int, list[int]] = defaultdict(list)
+    for mesh_dim, item in enumerate(placements):
+        if isinstance(item, Shard):
+            by_dim[item.dim % rank].append(mesh_dim)
+    cls = Global(_SPEC, "ShardOrderEntry")
+    return tuple(Call(cls, (dim, tuple(by_dim[dim])), is_new=True) for dim in sorted(by_dim))
+
+
+def _device_mesh(mesh: Mesh, rank: int) -> Call:
+    """Return a root ``DeviceMesh`` on the CPU, as ``rank`` sees it."""
+    ranks = struct.pack(f"<{mesh.size}i", *mesh.ranks)
+    return _object(
+        Global("torch.distributed.device_mesh", "DeviceMesh"),
+        _device_type="cpu",
+        _layout=_mesh_layout(mesh),
+        _rank_map=KnownTensor(BY_NAME["int32"], (mesh.size,), ranks),
+        _mesh_dim_names=mesh.names,
+        _root_mesh=None,
+        _flatten_rank_map=mesh.ranks,
+        _thread_id=None,
+        _flatten_mapping={},
+        _dim_group_names=_group_names(mesh, rank),
+        _rank=rank,
+        _coordinate_on_dim=mesh.coordinate(rank),
+        _hash=None,
+    )
+
+
+def _group_names(mesh: Mesh, rank: int) -> list[str]:
+    """Return the names of a rank's process groups, one per mesh dim, as torch 2.13 numbers them.
+
+    ``init_process_group`` makes group 0; ``init_device_mesh`` takes it for a dim of all ranks, and
+    makes for every other dim one group after another, row-major over the other dims.
+    """
+    coordinate = mesh.coordinate(rank) or ()
+    names, first = [], 1
+    for dim, size in enumerate(mesh.shape):
+        strides = row_major_strides(mesh.shape[:dim] + mesh.shape[dim + 1 :], 1)
+        inside = coordinate[:dim] + coordinate[dim + 1 :]
+        group = first + sum(at * step for at, step in zip(inside, strides, strict=True))
+        names.append("0" if size == mesh.size else str(group))
+        first += 0 if size == mesh.size else mesh.size // size
+    return names
+
+
+def _mesh_layout(mesh: Mesh) -> Call:
+    """Return a ``_MeshLayout``: size and stride of each mesh dim, none for a dim of size 1."""
+    cls = Global(_LAYOUT, "_FlatLayout")
+    pairs = zip(mesh.shape, row_major_strides(mesh.shape, 1), strict=True)
+    axes = [((size,), (step,)) if size > 1 else ((), ()) for size, step in pairs]
+    records = [_object(cls, shape=shape, stride=stride) for shape, stride in axes]
+    return _object(Global(_LAYOUT, "_MeshLayout"), axes=tuple(records))

@@ -42,8 +42,7 @@ from ckptool.engine.write.run import run
 from ckptool.errors import Unsupported
 from ckptool.formats.base import Request
 from ckptool.formats.rank_files.write import lay_out_rank_files, lay_out_torch_checkpointing
-from ckptool.serialization.archive.dtensor_write import RankRecords
-from ckptool.serialization.archive.write import torch_archive
+from ckptool.serialization.archive.write import RankRecords, torch_archive
 from ckptool.serialization.pickle.load import read_pickle
 from ckptool.serialization.pickle.records import Call, Persistent
 

@@ -18,7 +18,6 @@ from ckptool.commands.verify.checks.pickles import PickleAudit
 from ckptool.core.catalog import Container
 from ckptool.engine.check.spans import Packing, Span
 from ckptool.errors import CkptoolError, Problem, coded
-from ckptool.serialization.archive.items import item_region
 from ckptool.serialization.archive.read import record_bytes
 from ckptool.serialization.source import Source
 from ckptool.serialization.zip import (
@@ -29,6 +28,7 @@ from ckptool.serialization.zip import (
     ZipRecord,
     has_checksums,
     header_problems,
+    item_region,
     read_directory,
     unclaimed_bytes,
 )

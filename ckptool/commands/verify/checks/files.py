@@ -14,8 +14,8 @@ from ckptool.errors import CkptoolError, Damaged, Problem
 from ckptool.formats import file_rule, single_file_suffixes
 from ckptool.formats.base import FileRole, FileRule, Format
 from ckptool.formats.torch_save import read_weight_map
-from ckptool.serialization.archive.items import find_archives
 from ckptool.serialization.archive.read import is_legacy, is_zip, read_torch_file
+from ckptool.serialization.archive.recover import find_archives
 from ckptool.serialization.pickle.records import Global
 from ckptool.serialization.safetensors import read_safetensors
 from ckptool.serialization.source import Source, expect_edges, read_metadata

@@ -9,8 +9,7 @@ import pytest
 from ckptool.commands.verify.checks.archives import ArchiveCheck, SoundArchives
 from ckptool.commands.verify.checks.pickles import PickleAudit
 from ckptool.core.catalog import Container
-from ckptool.serialization.archive.items import EdgeSource
-from ckptool.serialization.zip import Region, read_directory
+from ckptool.serialization.zip import EdgeSource, Region, read_directory
 
 torch = pytest.importorskip("torch")
 
