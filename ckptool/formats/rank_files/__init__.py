@@ -1,4 +1,4 @@
-"""One file a rank, written by torch.save (or, by torch_checkpointing, as safetensors).
+"""One file a rank, written by torch.save or, by torch_checkpointing, as safetensors.
 
 Read: torch ``_experimental`` ``checkpoint_{r}.pt``; plain FSDP rank files such as
 ``model_rank{r}.pt``; verl ``model_world_size_{W}_rank_{r}.pt``; accelerate 1.15
@@ -9,25 +9,32 @@ each rank's random states; torch_checkpointing 0.1 ``<item>_{r}.pt`` with
 
 from __future__ import annotations
 
-import json
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from ckptool.core.catalog import Catalog
+from ckptool.core.catalog import Catalog, Path, TensorEntry, flat_name
 from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.errors import Damaged, Problem
 from ckptool.formats.base import Deferred, FileRole, FileRule, Format, ScanOptions
-from ckptool.formats.companions import companions
-from ckptool.formats.rank_files.flat_ranks import assembled
-from ckptool.formats.rank_files.names import RankFile, has_fsdp_folder, is_single, rank_files
-from ckptool.formats.rank_files.numbered import STATES_OF_A_RANK, numbered_files, of_processes
+from ckptool.formats.companions import companions, read_json_object
+from ckptool.formats.rank_files.names import (
+    STATES_OF_A_RANK,
+    RankFile,
+    has_fsdp_folder,
+    keep_processes,
+    missing_ranks,
+    numbered_files,
+    rank_files,
+    require_one_save,
+)
 from ckptool.formats.rank_files.torch_checkpointing import (
     METADATA,
     Declared,
     is_uncommitted,
-    read,
+    read_declared,
     safetensors_leaves,
 )
 from ckptool.formats.torch_save import INDEX
@@ -35,16 +42,27 @@ from ckptool.serialization.archive.read import read_torch_file
 from ckptool.serialization.source import (
     Source,
     expect_archives,
-    first_missing,
     read_metadata,
-    require_rank,
 )
-from ckptool.serialization.state_dict.flat_params import HINT, is_flat
-from ckptool.serialization.state_dict.leaves import Assembled, Leaf, ShareLeaf, read_leaves
+from ckptool.serialization.state_dict.assemble import assemble
+from ckptool.serialization.state_dict.flat_params import (
+    HINT,
+    Member,
+    is_flat,
+    members_of,
+    taken_apart,
+)
+from ckptool.serialization.state_dict.leaves import (
+    Assembled,
+    Leaf,
+    PlainLeaf,
+    RankLeaves,
+    ShareLeaf,
+    read_leaves,
+)
 from ckptool.serialization.state_dict.values import unread_notes
 
 _VERL_CONFIG = "fsdp_config.json"
-_STEP = re.compile(r"(?:step|iter|epoch)[a-z]*[-_=.]?([0-9]{1,18})", re.IGNORECASE)
 
 
 def _probe(source: Source) -> bool:
@@ -55,52 +73,47 @@ def _probe(source: Source) -> bool:
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     if is_uncommitted(source):
-        metadata = METADATA
-        message = f"{source.root}: no {metadata}, which alone says how the ranks' tensors are cut"
-        raise Damaged(message, "save-incomplete", file=metadata)
+        message = f"{source.root}: no {METADATA}, which alone says how the ranks' tensors are cut"
+        raise Damaged(message, "save-incomplete", file=METADATA)
     files = _files(source, options.world_size)
     if not files:
         raise Damaged(f"{source.root}: no files that are one a rank")
-    _require_one_file_a_rank(files)
-    declared = read(source)
-    if options.world_size is None:
-        _require_one_world_size(source.root, files)
-    _require_one_step(source.root, files)
-    problems = _missing_ranks(files, declared.world_size if declared else options.world_size)
+    require_one_save(source.root, files, one_world=options.world_size is None)
+    declared = read_declared(source)
+    problems = missing_ranks(files, declared.world_size if declared else options.world_size)
     ranks: dict[int, dict[str, Leaf]] = {}
     families = list(dict.fromkeys(item.family for item in files))
     several = len(families) > 1 or declared is not None or has_fsdp_folder(source)
     expect_archives(source, (item.file for item in files))
     for item in files:
         leaves = options.attempt(partial(_read, source, item, declared)) or {}
-        ranks.setdefault(item.rank, {}).update(_renamed(leaves, item, several))
+        ranks.setdefault(item.rank, {}).update(_in_family(leaves, item, several))
     ranks = _strip_repeated(ranks, families) if len(families) > 1 else ranks
-    problems += [p for rank, leaves in ranks.items() for p in _wrong_rank(rank, leaves)]
-    found = assembled(ranks, options)
-    flat = _flat_parameters(found)
-    problems += found.problems + flat + _absent_members(found, ranks)
+    problems += [p for rank, leaves in ranks.items() for p in _copied_file(rank, leaves)]
+    merged = _merge(ranks, options)
+    flat = _flat_parameters(merged)
+    problems += merged.problems + flat + _absent_members(merged, ranks)
     options.report(problems, subject=source.root, hint=HINT if flat else None)
-    return _catalog(source, files, found, declared is not None)
+    return _catalog(source, files, merged, declared is not None)
 
 
 def _files(source: Source, world: int | None = None) -> list[RankFile]:
-    """The rank files, by names that are known, and by numbers in others where contents agree."""
+    """Return the rank files, by known names, and by numbers in others where contents agree."""
     named = rank_files(source)
     if METADATA not in source.files:
         numbered = numbered_files(source, {item.file for item in named} - _of_two_numbers(named))
         claimed = {item.file for item in numbered}
         named = [*(item for item in named if item.file not in claimed), *numbered]
-        named = of_processes(source, named)
-    return [item for item in named if world is None or _is_of(item, world)]
-
-
-def _is_of(item: RankFile, world: int) -> bool:
-    """Whether a file is one of so many ranks, by the size in its name or else by its rank."""
-    return item.rank < world if item.world is None else item.world == world
+        named = keep_processes(source, named)
+    if world is None:
+        return named
+    return [
+        item for item in named if (item.rank < world if item.world is None else item.world == world)
+    ]
 
 
 def _of_two_numbers(files: list[RankFile]) -> set[str]:
-    """The files that seem to be of kinds which differ in a number, such as another rank's."""
+    """Return the files that seem to be of kinds which differ in a number, such as a second rank."""
     kinds: dict[str, set[str]] = {}
     for item in files:
         kinds.setdefault(re.sub(r"[0-9]+", "#", item.file), set()).add(item.family)
@@ -108,23 +121,23 @@ def _of_two_numbers(files: list[RankFile]) -> set[str]:
 
 
 def _catalog(
-    source: Source, files: list[RankFile], found: Assembled, checkpointing: bool
+    source: Source, files: list[RankFile], merged: Assembled, checkpointing: bool
 ) -> Catalog:
     world = max(item.rank for item in files) + 1
-    full = [mesh for mesh in found.meshes if mesh.size == world]
+    full = [mesh for mesh in merged.meshes if mesh.size == world]
     mesh = max(full, key=lambda mesh: (len(mesh.shape), mesh.names is not None), default=None)
     names = {item.file for item in files} | {METADATA}
     catalog = Catalog(
         "rank-local",
-        found.tensors,
-        found.objects,
+        merged.tensors,
+        merged.objects,
         {name: size for name, size in source.files.items() if name in names},
         world_size=world,
         mesh=mesh,
         mesh_source="declared" if mesh else None,
         info={"writer": "torch_checkpointing" if checkpointing else _writer(files)},
-        notes=(*found.notes, *unread_notes(found.objects)),
-        conflicts=found.conflicts,
+        notes=(*merged.notes, *unread_notes(merged.objects)),
+        conflicts=merged.conflicts,
         companions=companions(source) or companions(source, "huggingface/"),
     )
     return with_inferred_mesh(catalog) if mesh is None else catalog
@@ -141,90 +154,10 @@ def _writer(files: list[RankFile]) -> str:
     return "torch.save, one file a rank"
 
 
-def _require_one_world_size(root: str, files: list[RankFile]) -> None:
-    """Damaged where the names state several numbers of ranks, as after a relaunch with others."""
-    stated: dict[int, list[str]] = {}
-    for item in files:
-        if item.world:
-            stated.setdefault(item.world, []).append(item.file)
-    if len(stated) < 2:
-        return
-    most = max(stated, key=lambda world: len(stated[world]))
-    raise Damaged(
-        f"{root}: rank files of several world sizes: {_counted(stated)}",
-        "saves-mixed",
-        hint=f"--world-size {most} reads those of {most} ranks; move the others away",
-    )
-
-
-def _require_one_step(root: str, files: list[RankFile]) -> None:
-    """Damaged where files of one kind are of several steps, by their names."""
-    kinds: dict[str, dict[int, list[str]]] = {}
-    for item in files:
-        if match := _STEP.search(item.family):
-            kind = item.family[: match.start(1)] + item.family[match.end(1) :]
-            kinds.setdefault(kind, {}).setdefault(int(match[1]), []).append(item.file)
-    for steps in kinds.values():
-        if len(steps) > 1:
-            message = f"{root}: rank files of several steps: {_counted(steps)}"
-            raise Damaged(
-                message,
-                "saves-mixed",
-                hint="move the files of each step into a folder of their own",
-            )
-
-
-def _require_one_file_a_rank(files: list[RankFile]) -> None:
-    """Damaged where two files of one kind are of the same rank, and of the same number of ranks."""
-    known: dict[object, str] = {}
-    for item in files:
-        other = known.setdefault((item.family, item.rank, item.world), item.file)
-        if other != item.file:
-            message = f"{other} and {item.file} are both the {item.family} of rank {item.rank}"
-            raise Damaged(
-                message,
-                "saves-mixed",
-                file=item.file,
-                hint="move the files of one of the two saves away",
-            )
-
-
-def _counted(files: Mapping[int, list[str]]) -> str:
-    return ", ".join(
-        f"{number} ({len(names):,} file{'s' * (len(names) > 1)}, such as {names[0]})"
-        for number, names in sorted(files.items())
-    )
-
-
-def _missing_ranks(files: list[RankFile], known: int | None) -> list[Problem]:
-    """Ranks that the names promise and no file holds, family by family.
-
-    ``known`` is the number of ranks where no name states it.
-    """
-    problems: list[Problem] = []
-    known = None if any(item.world for item in files) else known
-    for family in dict.fromkeys(item.family for item in files):
-        mine = [item for item in files if item.family == family]
-        if is_single(mine[0].file):
-            continue
-        last = max(mine, key=lambda item: item.rank)
-        expected = last.world or known or last.rank + 1
-        require_rank(max(expected, last.rank), mine[0].family)
-        if last.rank >= expected:
-            message = f"{last.file}: a file of rank {last.rank}, and there are {expected} ranks"
-            problems.append(Problem(message, "saves-mixed", file=last.file))
-        missing = first_missing({item.rank for item in mine}, expected)
-        if missing:
-            what = ", ".join(map(str, missing))
-            like = f"{mine[0].file} and its like"
-            message = f"{like}: the file of rank {what} of {expected} is missing"
-            problems.append(Problem(message, "rank-missing"))
-    return problems
-
-
 def _read(source: Source, item: RankFile, declared: Declared | None) -> dict[str, Leaf]:
     if item.file.endswith(".json"):
-        return _json_leaves(source, item.file)
+        content = read_json_object(source, item.file)
+        return {name: Leaf((name,), value) for name, value in content.items()}
     if item.file.endswith(".safetensors") and declared is not None:
         return safetensors_leaves(source, item.file, item.family, item.rank, declared)
     state = item.family.startswith(STATES_OF_A_RANK) or _is_flat_optimizer(source, item)
@@ -232,27 +165,18 @@ def _read(source: Source, item: RankFile, declared: Declared | None) -> dict[str
     return read_leaves(opened, source, rank_state=state, refuse=True)
 
 
-def _json_leaves(source: Source, file: str) -> dict[str, Leaf]:
-    try:
-        value = json.loads(read_metadata(source, file))
-        return {name: Leaf((name,), leaf) for name, leaf in value.items()}
-    except (ValueError, AttributeError, RecursionError):
-        problem = Problem(f"{file}: not a JSON object", "metadata-unreadable", file=file)
-        raise Damaged(problem) from None
-
-
 def _is_flat_optimizer(source: Source, item: RankFile) -> bool:
-    """verl with FSDP1 saves each rank's own part of flat optimizer state, and no map to names."""
+    """Return whether a rank's file is its part of flat optimizer state, as verl saves FSDP1's."""
     if item.family != "optim" or _VERL_CONFIG not in source.files:
         return False
     text = read_metadata(source, _VERL_CONFIG)
     return re.search(rb'"FSDP_version"\s*:\s*1\b', text) is not None
 
 
-def _renamed(
+def _in_family(
     leaves: Mapping[str, Leaf], item: RankFile, several: bool
 ) -> Iterator[tuple[str, Leaf]]:
-    """The leaves with their family in front, where there are several families."""
+    """Yield the leaves with their family in front, where there are several families."""
     for name, leaf in leaves.items():
         if not several:
             yield name, leaf
@@ -265,7 +189,7 @@ def _renamed(
 def _strip_repeated(
     ranks: dict[int, dict[str, Leaf]], families: list[str]
 ) -> dict[int, dict[str, Leaf]]:
-    """Without the family where all names of the family begin with it already."""
+    """Drop the family where all names of the family begin with it already."""
     for family in families:
         double = f"{family}.{family}."
         mine = [n for leaves in ranks.values() for n in leaves if n.startswith(f"{family}.")]
@@ -283,8 +207,8 @@ def _unprefixed(leaves: Mapping[str, Leaf], family: str) -> Iterator[tuple[str, 
             yield name, leaf
 
 
-def _wrong_rank(rank: int, leaves: Mapping[str, Leaf]) -> Iterator[Problem]:
-    """A file whose DTensors say that another rank wrote them is a copy in the wrong place."""
+def _copied_file(rank: int, leaves: Mapping[str, Leaf]) -> Iterator[Problem]:
+    """Yield a problem where the DTensors in a file say that another rank wrote it."""
     for name, leaf in leaves.items():
         if isinstance(leaf.value, ShareLeaf) and leaf.value.share.rank not in (None, rank):
             message = f"the file of rank {rank} was written by rank {leaf.value.share.rank}"
@@ -294,17 +218,17 @@ def _wrong_rank(rank: int, leaves: Mapping[str, Leaf]) -> Iterator[Problem]:
             return
 
 
-def _absent_members(found: Assembled, ranks: Mapping[int, object]) -> list[Problem]:
-    absent = sorted({r for mesh in found.meshes for r in mesh.ranks} - set(ranks))
+def _absent_members(merged: Assembled, ranks: Mapping[int, object]) -> list[Problem]:
+    absent = sorted({r for mesh in merged.meshes for r in mesh.ranks} - set(ranks))
     if not absent:
         return []
-    size = max(mesh.size for mesh in found.meshes)
+    size = max(mesh.size for mesh in merged.meshes)
     message = f"the device mesh has {size} ranks; the file of rank {absent[:12]} is missing"
     return [Problem(message, "rank-missing")]
 
 
-def _flat_parameters(found: Assembled) -> list[Problem]:
-    """FSDP1's local state dicts hold flat parameters and no map back to the originals."""
+def _flat_parameters(merged: Assembled) -> list[Problem]:
+    """Return FSDP1's flat parameters: local state dicts hold no map back to the originals."""
     return [
         Problem(
             f"{name}: an FSDP1 flat parameter; nothing in the files says which parameters it is"
@@ -312,9 +236,83 @@ def _flat_parameters(found: Assembled) -> list[Problem]:
             "parameters-flat",
             tensor=name,
         )
-        for name in found.tensors
+        for name in merged.tensors
         if is_flat(name)
     ]
+
+
+def _merge(ranks: Mapping[int, RankLeaves], options: ScanOptions) -> Assembled:
+    """Merge the ranks' values; take FSDP1's flat parameters apart where ``options`` has them.
+
+    With ``use_orig_params`` the files also hold each rank's piece of each parameter. It lies in
+    the flat one and says nothing more, but its length must be what is expected there.
+    """
+    if not options.flat_params:
+        return assemble(ranks, per_rank=options.per_rank)
+    flats = assemble(_select(ranks, is_flat)).tensors
+    members = [
+        (flat, member)
+        for flat, parts in members_of(flats, options.flat_params).items()
+        for member in parts
+    ]
+    inner = {flat_name(member.path): (flat, member) for flat, member in members}
+    tied = _tied_names(ranks, inner)
+    members += [(inner[name][0], replace(inner[name][1], path=path)) for path, name in tied.items()]
+    known = {*inner, *map(flat_name, tied)}
+    rest = _select(ranks, lambda name: not is_flat(name) and name not in known)
+    merged = assemble(rest, per_rank=options.per_rank)
+    merged.problems += _wrong_pieces(ranks, flats, members)
+    for flat, member in members:
+        for entry in taken_apart(flats[flat], [member]):
+            merged.tensors[entry.name] = entry
+    return merged
+
+
+def _select(
+    ranks: Mapping[int, RankLeaves], is_wanted: Callable[[str], bool]
+) -> dict[int, RankLeaves]:
+    return {r: {n: leaf for n, leaf in of.items() if is_wanted(n)} for r, of in ranks.items()}
+
+
+def _tied_names(ranks: Mapping[int, RankLeaves], inner: Collection[str]) -> dict[Path, str]:
+    """Return further names of members: on every rank the very bytes of the member's piece."""
+    by_path: dict[Path, set[str]] = {}
+    for leaves in ranks.values():
+        pieces = {
+            leaf.value.place: name
+            for name, leaf in leaves.items()
+            if name in inner and isinstance(leaf.value, PlainLeaf) and _elements(leaf.value)
+        }
+        for name, leaf in leaves.items():
+            if name not in inner and isinstance(leaf.value, PlainLeaf) and _elements(leaf.value):
+                by_path.setdefault(leaf.path, set()).add(pieces.get(leaf.value.place, ""))
+    return {
+        path: min(names) for path, names in by_path.items() if len(names) == 1 and "" not in names
+    }
+
+
+def _elements(leaf: PlainLeaf) -> int:
+    return math.prod(leaf.tensor.shape)
+
+
+def _wrong_pieces(
+    ranks: Mapping[int, RankLeaves],
+    flats: Mapping[str, TensorEntry],
+    members: Iterable[tuple[str, Member]],
+) -> Iterator[Problem]:
+    """Yield the pieces of parameters that are longer or shorter than the flat parameter says."""
+    for flat, member in members:
+        name = flat_name(member.path)
+        for chunk in flats[flat].chunks:
+            leaf = ranks.get(chunk.rank or 0, {}).get(name)
+            if leaf is None or not isinstance(leaf.value, PlainLeaf):
+                continue
+            low, high = max(chunk.box.lo[0], member.start), min(chunk.box.hi[0], member.stop)
+            actual, expected = _elements(leaf.value), max(0, high - low)
+            if actual != expected:
+                message = f"{name}: rank {chunk.rank} has {actual:,} elements of it, by"
+                message += f" --flat-params it should have {expected:,}"
+                yield Problem(message, "sharding-unknown", tensor=name)
 
 
 FORMAT = Format(

@@ -26,12 +26,12 @@ _FAMILIES = {"pytorch_model_fsdp": "model", "pytorch_model": "model", "optimizer
 
 
 def _parts(source: Source) -> dict[str, str]:
-    """Subfolder to family, the model first."""
-    found = {}
+    """Return the subfolders with their families, the model first."""
+    families = {}
     for match in filter(None, map(_PART.fullmatch, sorted(source.files, reverse=True))):
         number = "" if match["number"] == "0" else f"_{match['number']}"
-        found[match["folder"]] = _FAMILIES[match["family"]] + number
-    return found
+        families[match["folder"]] = _FAMILIES[match["family"]] + number
+    return families
 
 
 def _probe(source: Source) -> bool:
@@ -39,7 +39,7 @@ def _probe(source: Source) -> bool:
 
 
 def _whole_model(source: Source) -> Format | None:
-    """What reads the model where it is not in DCP folders, but as Hugging Face's shards.
+    """Return what reads the model where it is not in DCP folders, but as Hugging Face's shards.
 
     Random states by accelerate's name tell its folders from models that are only that.
     """

@@ -7,6 +7,7 @@ nested_path_to_metadata: {json path: [{sharding_metadata, ranks}]}, rank_to_layo
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,19 +24,21 @@ from ckptool.serialization.source import Source, read_metadata
 from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, ShareLeaf
 
 METADATA = "metadata.pkl"
-
-
 _SHARD = re.compile(r"(.+)_([0-9]{1,9})\.safetensors")
 
 
 def is_uncommitted(source: Source) -> bool:
-    """Whether there is no ``metadata.pkl``, but a safetensors and a JSON file for each rank."""
+    """Return whether each rank has a safetensors and a JSON file, without ``metadata.pkl``."""
     shards = [match for match in map(_SHARD.fullmatch, source.files) if match]
     ranks = sorted({int(match[2]) for match in shards})
     if METADATA in source.files or len(ranks) < 2 or ranks != list(range(len(ranks))):
         return False
     values = {name.removesuffix("_0.json") for name in source.files if name.endswith("_0.json")}
     return any(all(f"{item}_{rank}.json" in source.files for rank in ranks) for item in values)
+
+
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+"""What is raised where a record lacks something, or has it in another form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,39 +49,36 @@ class Declared:
     items: Mapping[str, Mapping[tuple[Any, ...], Mapping[int, Mapping[str, Any]]]]
 
 
-def read(source: Source) -> Declared | None:
-    """The declarations, or None where the folder has none of this kind."""
+def read_declared(source: Source) -> Declared | None:
+    """Read the declarations; None where the folder has none of this kind."""
     if METADATA not in source.files:
         return None
     with coded("metadata-unreadable", file=METADATA):
-        return _declared(read_pickle(read_metadata(source, METADATA), what=METADATA).value)
-
-
-def _declared(value: Any) -> Declared:
-    try:
-        items = {str(item): _by_path(entry) for item, entry in value["metadata"].items()}
-        return Declared(natural(value["world_size"]), items)
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
-        raise Damaged(f"{METADATA}: not as torch_checkpointing writes it") from None
+        value = read_pickle(read_metadata(source, METADATA), what=METADATA).value
+        try:
+            items = {str(item): _by_path(entry) for item, entry in value["metadata"].items()}
+            return Declared(natural(value["world_size"]), items)
+        except _MALFORMED:
+            raise Damaged(f"{METADATA}: not as torch_checkpointing writes it") from None
 
 
 def _by_path(entry: Mapping[str, Any]) -> dict[tuple[Any, ...], dict[int, Mapping[str, Any]]]:
     paths = entry["nested_path_to_metadata"]
     if isinstance(paths, str):
         raise TypeError("nested_path_to_metadata is text")
-    found: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}
+    by_path: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}
     for path, records in paths.items():
-        by_rank = found.setdefault(tuple(json.loads(path)), {})
+        by_rank = by_path.setdefault(tuple(json.loads(path)), {})
         for record in records:
             for rank in record["ranks"]:
                 by_rank[int(rank)] = record["sharding_metadata"]
-    return found
+    return by_path
 
 
 def safetensors_leaves(
     source: Source, file: str, item: str, rank: int, declared: Declared
 ) -> dict[str, Leaf]:
-    """The tensors of one rank's safetensors file, sharded as the metadata declares."""
+    """Read the tensors of one rank's safetensors file, sharded as the metadata declares."""
     records = declared.items.get(item, {})
     by_name = {".".join(map(str, path)): (path, ranks) for path, ranks in records.items()}
     leaves = {}
@@ -91,14 +91,14 @@ def safetensors_leaves(
 def _leaf(
     stored: StoredSlice, record: Mapping[str, Any] | None, rank: int
 ) -> PlainLeaf | ShareLeaf:
-    local = _as_stored_tensor(stored)
+    local = _stored_tensor(stored)
     if record is None:
         return PlainLeaf(stored.at, local)
     try:
         if record["type"] != "DTensorShardingMetadata":
             return PlainLeaf(stored.at, local)
         return ShareLeaf(_share(stored, local, record["data"], rank), (stored.at,))
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
+    except _MALFORMED:
         message = f"{METADATA}: a sharding record that is not as it should be"
         raise Damaged(message, "dtensor-contradiction", file=METADATA) from None
 
@@ -121,11 +121,8 @@ def _share(
     )
 
 
-def _as_stored_tensor(stored: StoredSlice) -> StoredTensor:
-    numel = 1
-    for n in stored.shape:
-        numel *= n
-    storage = Storage("", stored.dtype, numel)
+def _stored_tensor(stored: StoredSlice) -> StoredTensor:
+    storage = Storage("", stored.dtype, math.prod(stored.shape))
     return StoredTensor(storage, stored.dtype, stored.shape, row_major_strides(stored.shape, 1), 0)
 
 

@@ -1,15 +1,9 @@
-"""Lay out one file a rank: torch.save files, and those of torch_checkpointing.
+"""Lay out one file a rank on a new mesh: torch.save files, and those of torch_checkpointing.
 
-Lay out one torch.save file a rank, whose tensors are DTensors on a new mesh.
-
-``checkpoint_{rank}.pt``, as the writer of ``torch.distributed.checkpoint._experimental`` (torch
-2.13) calls them.
-
-Lay out what torch_checkpointing 0.1.1 writes: ``<item>_{rank}.pt`` and ``metadata.pkl``.
-
-Each key at the top of the state dict is an item. Its file of a rank is a torch.save of the value,
-with DTensors; ``metadata.pkl`` (version 2.0, plain containers) records the sharding of every
-tensor, from which its ``DefaultResharder`` loads onto another mesh.
+``checkpoint_{rank}.pt`` is what the writer of ``torch.distributed.checkpoint._experimental`` (torch
+2.13) calls its files. torch_checkpointing 0.1.1 writes ``<item>_{rank}.pt``, where each key at the
+top of the state dict is an item, and ``metadata.pkl`` (version 2.0, plain containers) with the
+sharding of every tensor, from which its ``DefaultResharder`` loads onto another mesh.
 """
 
 from __future__ import annotations
@@ -17,13 +11,12 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Index, Path, TensorEntry, tied
 from ckptool.core.layout import FileLayout, Layout, Literal
-from ckptool.core.mesh import Mesh, Placement, Placements, Shard, StridedShard
+from ckptool.core.mesh import Placement, Placements, Shard, StridedShard
 from ckptool.core.sharding.placement import Placed
 from ckptool.errors import Unsupported
 from ckptool.formats.base import Request
@@ -35,7 +28,7 @@ from ckptool.serialization.state_dict.tree import nest
 
 
 def lay_out_rank_files(catalog: Catalog, request: Request) -> Layout:
-    """One file a rank: its shards of the tensors, and the same values in each.
+    """Lay out one file a rank: its shards of the tensors, and the same values in each.
 
     Raises Unsupported where the request has no mesh.
     """
@@ -51,7 +44,7 @@ def lay_out_rank_files(catalog: Catalog, request: Request) -> Layout:
 
 
 def stays_plain(catalog: Catalog, entry: TensorEntry) -> bool:
-    """Whether a tensor is no DTensor: the source says so or, where it is silent, a scalar is not.
+    """Return whether a tensor is no DTensor: as the source says or, if silent, as it is a scalar.
 
     Scalars such as an optimizer's step and buffers are plain tensors on every rank.
     """
@@ -79,14 +72,14 @@ class RankTensors:
         self._stored = {entry.name: entry for entry in self._entries} | self._tied(catalog)
 
     def _tied(self, catalog: Catalog) -> dict[str, TensorEntry]:
-        """Each tied tensor with the first of its group that is placed as it is."""
-        found: dict[str, TensorEntry] = {}
+        """Return each tied tensor with the first of its group that is placed as it is."""
+        stored: dict[str, TensorEntry] = {}
         for names in tied(catalog):
             first: dict[Any, TensorEntry] = {}
             for name in names:
                 key = name in self._plain or self._placements[name]
-                found[name] = first.setdefault(key, catalog.tensors[name])
-        return found
+                stored[name] = first.setdefault(key, catalog.tensors[name])
+        return stored
 
     @property
     def notes(self) -> list[str]:
@@ -98,11 +91,11 @@ class RankTensors:
         return [f"plain tensors, so whole on every rank: {listed}"]
 
     def is_plain(self, name: str) -> bool:
-        """Whether a tensor is whole in the file of every rank, and no DTensor."""
+        """Return whether a tensor is whole in the file of every rank, and no DTensor."""
         return name in self._plain
 
     def leaves(self, rank: int) -> list[tuple[Path, Any]]:
-        """The tensors of a rank's file with their paths, as ``torch_archive`` takes them."""
+        """Return the tensors of a rank's file with their paths, as ``torch_archive`` takes them."""
         records = RankRecords(self.mesh, rank)
         position = self.mesh.ranks.index(rank)
         return [(entry.path, self._leaf(entry, records, position)) for entry in self._entries]
@@ -123,40 +116,29 @@ _FLAT = "model"
 
 
 def lay_out_torch_checkpointing(catalog: Catalog, request: Request) -> Layout:
-    """One file an item and rank, and ``metadata.pkl`` as the last file.
+    """Lay out one file an item and rank, and ``metadata.pkl`` as the last file.
 
     A state dict without levels becomes the item ``model``. Raises Unsupported where the request has
     no mesh, or a name cannot be an item's.
     """
     placed = placed_of(request)
     objects, notes = plain_objects(catalog)
-    outline = _Outline(catalog)
+    paths = [entry.path for entry in catalog.tensors.values()]
+    head: Path = (_FLAT,) if paths and all(len(path) < 2 for path in paths) else ()
     tensors = RankTensors(catalog, placed)
     files = companion_files(catalog)
     values = [(entry.path, entry.value) for entry in objects]
     for rank in range(placed.mesh.size):
-        leaves = [(outline.path(path), leaf) for path, leaf in tensors.leaves(rank)]
+        leaves = [((*head, *path), leaf) for path, leaf in tensors.leaves(rank)]
         for item, value in _by_item([*leaves, *values]).items():
             files.append(FileLayout(f"{item}_{rank}.pt", tuple(torch_archive(value)), rank))
-    metadata = _metadata(catalog, placed, tensors, outline)
+    metadata = _metadata(catalog, placed, tensors, head)
     files.append(FileLayout(METADATA, (Literal(pickle.dumps(metadata, protocol=4)),)))
     return Layout(tuple(files), folder=True, notes=(*notes, *tensors.notes))
 
 
-class _Outline:
-    """Where the tensors of a catalog stand among the items."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        paths = [entry.path for entry in catalog.tensors.values()]
-        self._flat = bool(paths) and all(len(path) < 2 for path in paths)
-
-    def path(self, path: Path) -> Path:
-        """The path with its item in front."""
-        return (_FLAT, *path) if self._flat else path
-
-
 def _by_item(leaves: Sequence[tuple[Path, Any]]) -> dict[str, Any]:
-    """The value of each item, nested."""
+    """Return the value of each item, nested."""
     inside: dict[str, list[tuple[Path, Any]]] = {}
     for path, leaf in leaves:
         inside.setdefault(_item(path), []).append((path[1:], leaf))
@@ -167,7 +149,7 @@ def _by_item(leaves: Sequence[tuple[Path, Any]]) -> dict[str, Any]:
 
 
 def _item(path: Path) -> str:
-    """The item of a path; Unsupported where its name cannot begin a file name."""
+    """Return the item of a path; raises Unsupported where its name cannot begin a file name."""
     item = str(path[0]) if path else "value"
     if not item or item.startswith(".") or any(c in "/\\" or ord(c) < 32 for c in item):
         raise Unsupported(
@@ -180,56 +162,46 @@ def _item(path: Path) -> str:
 # metadata.pkl
 
 
-@dataclass(frozen=True, slots=True)
-class _Records:
-    """Sharding records of tensors; those of one mesh share its description, as in the library."""
+def _metadata(catalog: Catalog, placed: Placed, tensors: RankTensors, head: Path) -> dict[str, Any]:
+    """Return ``DistributedMetadata.to_dict()``. Items without tensors are not in it.
 
-    mesh: dict[str, Any]
-    world: dict[str, Any]
-    ranks: tuple[int, ...]
-
-    @classmethod
-    def of(cls, mesh: Mesh) -> _Records:
-        ranks = tuple(range(mesh.size))
-        own = _mesh_spec(mesh.shape, mesh.ranks, mesh.names)
-        return cls(own, _mesh_spec((mesh.size,), ranks, None), ranks)
-
-    def record(
-        self, entry: TensorEntry, placements: Sequence[Placement] | None
-    ) -> list[dict[str, Any]]:
-        """What a tensor is on all ranks; plain ones count as replicated over the world."""
-        data = {
-            "global_shape": list(entry.shape),
-            "dtype": f"torch.{entry.dtype.name}",
-            "stride": list(contiguous_strides(entry.shape)),
-            "mesh_spec": self.world if placements is None else self.mesh,
-            "placements": [{"type": "Replicate"}]
-            if placements is None
-            else [_placement(item, len(entry.shape)) for item in placements],
-        }
-        sharding = {"type": "DTensorShardingMetadata", "data": data}
-        return [{"sharding_metadata": sharding, "ranks": self.ranks}]
-
-
-def _metadata(
-    catalog: Catalog, placed: Placed, tensors: RankTensors, outline: _Outline
-) -> dict[str, Any]:
-    """``DistributedMetadata.to_dict()``. Items without tensors are not in it."""
-    records = _Records.of(placed.mesh)
+    Tensors of one mesh share its description, as in the library. Plain ones count as replicated
+    over the world.
+    """
+    mesh, ranks = placed.mesh, tuple(range(placed.mesh.size))
+    own = _mesh_spec(mesh.shape, mesh.ranks, mesh.names)
+    world = _mesh_spec((mesh.size,), ranks, None)
     items: dict[str, dict[str, Any]] = {}
     for name, entry in catalog.tensors.items():
-        path = outline.path(entry.path)
-        placements = None if tensors.is_plain(name) else placed.placements[name]
-        inside = items.setdefault(_item(path), {})
-        inside[_nested_path(name, path[1:])] = records.record(entry, placements)
-    default = dict.fromkeys(records.ranks)
+        path = (*head, *entry.path)
+        if tensors.is_plain(name):
+            data = _sharding(entry, world, [{"type": "Replicate"}])
+        else:
+            rank = len(entry.shape)
+            placements = [_placement(item, rank) for item in placed.placements[name]]
+            data = _sharding(entry, own, placements)
+        sharding = {"type": "DTensorShardingMetadata", "data": data}
+        record = {"sharding_metadata": sharding, "ranks": ranks}
+        items.setdefault(_item(path), {})[_nested_path(name, path[1:])] = [record]
     return {
         "metadata": {
-            item: {"nested_path_to_metadata": inside, "rank_to_layout_info": dict(default)}
-            for item, inside in items.items()
+            item: {"nested_path_to_metadata": records, "rank_to_layout_info": dict.fromkeys(ranks)}
+            for item, records in items.items()
         },
-        "world_size": placed.mesh.size,
+        "world_size": mesh.size,
         "version": "2.0",
+    }
+
+
+def _sharding(
+    entry: TensorEntry, mesh_spec: dict[str, Any], placements: list[dict[str, Any]]
+) -> dict[str, Any]:
+    return {
+        "global_shape": list(entry.shape),
+        "dtype": f"torch.{entry.dtype.name}",
+        "stride": list(contiguous_strides(entry.shape)),
+        "mesh_spec": mesh_spec,
+        "placements": placements,
     }
 
 
