@@ -20,25 +20,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckptool import dcp as dcp
     from ckptool import errors as errors
-    from ckptool.api.bench import bench as bench
-    from ckptool.api.bench import bench_changes as bench_changes
-    from ckptool.api.bench import bench_transfer as bench_transfer
+    from ckptool.api.commands import bench as bench
+    from ckptool.api.commands import bench_changes as bench_changes
+    from ckptool.api.commands import bench_transfer as bench_transfer
+    from ckptool.api.commands import compare as compare
     from ckptool.api.commands import convert as convert
     from ckptool.api.commands import inspect as inspect
     from ckptool.api.commands import list_formats as list_formats
     from ckptool.api.commands import list_maps as list_maps
     from ckptool.api.commands import map_text as map_text
     from ckptool.api.commands import reshard as reshard
+    from ckptool.api.commands import salvage as salvage
     from ckptool.api.commands import stats as stats
+    from ckptool.api.commands import verify as verify
+    from ckptool.api.commands import verify_run as verify_run
     from ckptool.api.load import LoadReport as LoadReport
     from ckptool.api.load import load as load
     from ckptool.api.open import Checkpoint as Checkpoint
     from ckptool.api.open import open as open
     from ckptool.api.state_dict import KeysDiffer as KeysDiffer
-    from ckptool.api.verify import compare as compare
-    from ckptool.api.verify import salvage as salvage
-    from ckptool.api.verify import verify as verify
-    from ckptool.api.verify import verify_run as verify_run
     from ckptool.core.box import Box as Box
     from ckptool.errors import CkptoolError as CkptoolError
 
@@ -50,10 +50,10 @@ _PLACES = {
     "CkptoolError": "errors.CkptoolError",
     "KeysDiffer": "api.state_dict.KeysDiffer",
     "LoadReport": "api.load.LoadReport",
-    "bench": "api.bench.bench",
-    "bench_changes": "api.bench.bench_changes",
-    "bench_transfer": "api.bench.bench_transfer",
-    "compare": "api.verify.compare",
+    "bench": "api.commands.bench",
+    "bench_changes": "api.commands.bench_changes",
+    "bench_transfer": "api.commands.bench_transfer",
+    "compare": "api.commands.compare",
     "convert": "api.commands.convert",
     "inspect": "api.commands.inspect",
     "list_formats": "api.commands.list_formats",
@@ -62,10 +62,10 @@ _PLACES = {
     "map_text": "api.commands.map_text",
     "open": "api.open.open",
     "reshard": "api.commands.reshard",
-    "salvage": "api.verify.salvage",
+    "salvage": "api.commands.salvage",
     "stats": "api.commands.stats",
-    "verify": "api.verify.verify",
-    "verify_run": "api.verify.verify_run",
+    "verify": "api.commands.verify",
+    "verify_run": "api.commands.verify_run",
 }
 
 __all__ = [*_PLACES, "__version__", "dcp", "errors"]

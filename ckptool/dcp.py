@@ -28,14 +28,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ckptool.api.commands import no_collecting
-from ckptool.api.fill import Target, fill_targets
 from ckptool.api.keywords import Opening
-from ckptool.api.load import cast_hint, dtype_of
+from ckptool.api.load import Target, cast_hint, dtype_of, fill_targets
 from ckptool.api.open import Checkpoint, checkpoint_at, open
-from ckptool.api.options import AnyPath, Keywords, documented, location
+from ckptool.api.options import AnyPath, Keywords, location, no_collecting, with_keywords
 from ckptool.api.staging import torch_dtype, why_not_filled
-from ckptool.api.values import archived
+from ckptool.api.values import archive
 from ckptool.commands.detect import holds_checkpoint
 from ckptool.core.box import Box
 from ckptool.core.catalog import Index, Path, TensorEntry
@@ -56,7 +54,7 @@ class CheckpointReader(StorageReader):
     unasked.
     """
 
-    @documented(Opening)
+    @with_keywords(Opening)
     def __init__(
         self,
         path: AnyPath | Checkpoint,
@@ -77,19 +75,19 @@ class CheckpointReader(StorageReader):
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The checkpoint, opened when it is first needed."""
+        """Open the checkpoint when it is first needed, and return it."""
         if self._checkpoint is None:
             self._checkpoint = open(self._path, **self._options)
         return self._checkpoint
 
     @property
     def checkpoint_id(self) -> AnyPath:
-        """The path that is read."""
+        """Return the path that is read."""
         return self._path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether a checkpoint of a known format lies there."""
+        """Return whether a checkpoint of a known format lies there."""
         return holds_checkpoint(location(checkpoint_id))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -98,40 +96,41 @@ class CheckpointReader(StorageReader):
             self._path, self._checkpoint = checkpoint_id, None
 
     def read_metadata(self, *args: Any, **ignored: Any) -> Metadata:
-        """What the checkpoint holds, as torch's planners want it; no tensor byte is read.
+        """Describe what the checkpoint holds to torch's planners; no tensor byte is read.
 
         torch 2.13 tries again for metadata of one rank where there is a parameter ``kwargs``.
         """
         catalog = with_loadable_paths(self.checkpoint.catalog)
-        held: dict[str, Any] = {n: _described(entry) for n, entry in catalog.tensors.items()}
-        held |= {name: BytesStorageMetadata() for name in catalog.objects}
+        entries: dict[str, Any] = {n: _describe(entry) for n, entry in catalog.tensors.items()}
+        entries |= {name: BytesStorageMetadata() for name in catalog.objects}
         paths = {n: _path(entry.path) for n, entry in (catalog.tensors | catalog.objects).items()}
-        return Metadata(held, planner_data=paths, storage_data={})
+        return Metadata(entries, planner_data=paths, storage_data={})
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing is to be set up: every rank reads for itself."""
+        """Set up nothing: every rank reads for itself."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """Return the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Return the plans as they are."""
         return plans
 
+    @no_collecting()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill what the plan asks for; done when it returns.
 
-        Raises Unsupported for a value that is no plain data, for an element type that is not the
+        Raises Unsupported for a value that is not plain data, for an element type that is not the
         checkpoint's, and for memory that cannot be filled; Damaged where bytes are not as they
         were written, or ranks contradict one another on a tensor that is asked for.
         """
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         objects = self.checkpoint.catalog.objects
-        archives = [(item, archived(objects[item.storage_index.fqn])) for item in values]
+        archives = [(item, archive(objects[item.storage_index.fqn])) for item in values]
         self._read_tensors(tensors, planner)
         for item, data in archives:
             planner.load_bytes(item, io.BytesIO(data))
@@ -140,10 +139,8 @@ class CheckpointReader(StorageReader):
         return done
 
     def _read_tensors(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        with no_collecting():
-            tensors = [planner.resolve_tensor(item).detach() for item in items]
-            entries = map(self._entry, items, tensors)
-            targets = list(map(_target, entries, items, tensors))
+        tensors = [planner.resolve_tensor(item).detach() for item in items]
+        targets = list(map(_target, map(self._entry, items, tensors), items, tensors))
         fill_targets(self.checkpoint, targets, self._workers)
         for item, tensor in zip(items, tensors, strict=True):
             planner.commit_tensor(item, tensor)
@@ -153,7 +150,7 @@ class CheckpointReader(StorageReader):
         return self.checkpoint.entry(item.storage_index.fqn, wanted)
 
 
-def _described(entry: TensorEntry) -> TensorStorageMetadata:
+def _describe(entry: TensorEntry) -> TensorStorageMetadata:
     shape = torch.Size(entry.shape)
     whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
     return TensorStorageMetadata(TensorProperties(torch_dtype(entry.dtype.name)), shape, [whole])
@@ -172,7 +169,7 @@ def _target(entry: TensorEntry, item: ReadItem, tensor: torch.Tensor) -> Target:
             f" {list(shape)} in the state dict",
             hint=cast_hint(entry, dtype),
         )
-    why = why_not_filled(tensor)
-    if why is not None:
-        raise Unsupported(f"{entry.name}: {why}")
+    obstacle = why_not_filled(tensor)
+    if obstacle is not None:
+        raise Unsupported(f"{entry.name}: {obstacle}")
     return Target(entry, box, tensor)

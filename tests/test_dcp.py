@@ -165,7 +165,7 @@ def test_errors_travel_between_ranks(saved: Path) -> None:
     found = failure({"model": {"w": torch.zeros(3, 4, dtype=torch.float16)}}, saved)
     there = pickle.loads(pickle.dumps(found))
     assert (type(there), there.message, there.hint) == (Unsupported, found.message, found.hint)
-    assert there.__notes__ == ["hint: nothing is cast in silence: cast=True casts"]
+    assert there.__notes__ == ["hint: nothing is cast silently: use cast=True"]
 
 
 def failure(state: dict[str, Any], path: Path) -> Any:

@@ -1,40 +1,54 @@
-"""The commands as functions: the same options as keywords, the commands' own reports.
-
-Work on many objects at once.
-"""
+"""The commands as functions: the same options as keywords, the commands' own reports."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
-from ckptool.api.keywords import Converting, Reading, Resharding
-from ckptool.api.options import AnyPath, Keywords, documented, location
+from ckptool.api.keywords import (
+    Benching,
+    Checking,
+    Comparing,
+    Converting,
+    Reading,
+    Resharding,
+    Salvaging,
+    Verifying,
+)
+from ckptool.api.options import AnyPath, Keywords, Size, location, with_keywords
 from ckptool.commands.convert import ConvertReport, prepare
 from ckptool.commands.detect import KnownFormat, known_formats
 from ckptool.commands.inspect import inspect as _inspect
 from ckptool.commands.inspect.inspect import InspectReport
-from ckptool.commands.options.source import ReadOptions
+from ckptool.commands.options.bench import BenchOptions
+from ckptool.commands.options.source import ReadOptions, RewriteOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions
+from ckptool.commands.options.verify import (
+    CompareOptions,
+    ManifestOptions,
+    SalvageOptions,
+    VerifyOptions,
+)
 from ckptool.commands.reshard.reshard import ReshardReport, prepare_reshard
+from ckptool.commands.transfer import Progress, no_progress
+from ckptool.core.options import parse_size
 from ckptool.engine.ranks import join_ranks
+from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
+    from ckptool.commands.bench.report import BenchReport, Change
+    from ckptool.commands.bench.transfer.run import TransferBenchReport
     from ckptool.commands.inspect.stats import TensorStats
+    from ckptool.commands.verify.compare.against import AgainstReport
+    from ckptool.commands.verify.report import VerifyReport
+    from ckptool.commands.verify.run_folder import RunReport
+    from ckptool.commands.verify.salvage.salvage import SalvageReport
     from ckptool.core.keymap.model import KeyMap
 
 
-Progress = Callable[[int], None]
-
-
-def silent(nbytes: int) -> None:
-    """Tell nobody."""
-
-
-@documented(Reading)
+@with_keywords(Reading)
 def inspect(
     path: AnyPath, *, values: bool | None = None, **options: Unpack[Reading]
 ) -> InspectReport:
@@ -49,7 +63,7 @@ def inspect(
     return _inspect.inspect(place, read)
 
 
-@documented(Reading)
+@with_keywords(Reading)
 def stats(
     path: AnyPath, tensors: str | Sequence[str] = "*", **options: Unpack[Reading]
 ) -> list[TensorStats]:
@@ -65,31 +79,32 @@ def stats(
     return _stats(opened, [tensors] if isinstance(tensors, str) else tensors)
 
 
-@documented(Converting)
+@with_keywords(Converting)
 def convert(
     source: AnyPath,
     target: AnyPath,
     *,
     to: str,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
     **options: Unpack[Converting],
 ) -> ConvertReport:
     """Write ``source`` in the format ``to`` at ``target``, whole or not at all.
 
-    ``progress`` is told of bytes as they are written. Raises UsageError or Unsupported where it
-    cannot be done as asked, TransferError where it fails midway: ``resume=True`` then continues.
+    ``progress`` is called with the bytes that were written since the last call. Raises UsageError
+    or Unsupported where it cannot be done as asked, TransferError where it fails midway:
+    ``resume=True`` then continues.
     """
-    asked = Keywords("convert", options, Converting).options(ConvertOptions, to=to)
-    prepared = prepare(location(source), location(target), asked)
-    return prepared.report if asked.transfer.dry_run else prepared.run(progress)
+    parsed = Keywords("convert", options, Converting).options(ConvertOptions, to=to)
+    prepared = prepare(location(source), location(target), parsed)
+    return prepared.report if parsed.transfer.dry_run else prepared.run(progress)
 
 
-@documented(Resharding)
+@with_keywords(Resharding)
 def reshard(
     source: AnyPath,
     target: AnyPath | None = None,
     *,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
     **options: Unpack[Resharding],
 ) -> ReshardReport:
     """Write ``source`` for a new device mesh at ``target``, or beside it, named after the mesh.
@@ -97,48 +112,177 @@ def reshard(
     Under torchrun the ranks share the work; there must be no process group yet. Raises as
     ``convert`` does, on every rank the same.
     """
-    asked = Keywords("reshard", options, Resharding).options(ReshardOptions)
+    parsed = Keywords("reshard", options, Resharding).options(ReshardOptions)
     where = None if target is None else location(target)
     with join_ranks() as group:
-        prepared = group.together(lambda: prepare_reshard(location(source), where, asked))
-        if asked.check:
+        prepared = group.together(lambda: prepare_reshard(location(source), where, parsed))
+        if parsed.check:
             from ckptool.commands.reshard.load_check import check_loads, require_loadable
 
             group.together(lambda: require_loadable(prepared, group))
-        if asked.transfer.dry_run:
+        if parsed.transfer.dry_run:
             return prepared.report
         report = prepared.run(progress, group)
-        if asked.check:
+        if parsed.check:
             check_loads(prepared, group)
         return report
 
 
+@with_keywords(Verifying)
+def verify(
+    path: AnyPath, *, progress: Progress = no_progress, **options: Unpack[Verifying]
+) -> VerifyReport:
+    """Check that the checkpoint at ``path`` is complete, unchanged and safe: see ``ok``.
+
+    ``write_manifest`` is written if no errors are found; with ``manifest`` every tensor is compared
+    with what was recorded, whatever the format. Raises NotFound and Unrecognised where there is no
+    checkpoint, and nothing for damage: that is in the report.
+    """
+    keywords = Keywords("verify", options, Verifying)
+    parsed, rewrite = keywords.options(VerifyOptions), keywords.options(RewriteOptions)
+    manifest = keywords.options(ManifestOptions)
+    target, recorded = manifest.write_manifest, manifest.manifest
+    if target is not None and recorded is not None:
+        raise UsageError("manifest and write_manifest cannot be combined")
+    from ckptool.commands.verify import verify as _verify
+    from ckptool.commands.verify.manifest.check import ProvingOptions, prove, write
+
+    if target is not None:
+        proving = ProvingOptions(target, manifest.overwrite, parsed, rewrite)
+        return write(location(path), proving, lambda total: progress)
+    if recorded is not None:
+        if parsed.sample == 1 and not parsed.fail_nonfinite:
+            parsed = replace(parsed, quick=True)
+        proving = ProvingOptions(recorded, verify=parsed, rewrite=rewrite)
+        return prove(location(path), proving, lambda total: progress)
+    if rewrite != RewriteOptions():
+        raise UsageError("selecting, renaming, mapping or casting needs a manifest, or compare()")
+    return _verify.verify(location(path), parsed, lambda total: progress)
+
+
+@with_keywords(Comparing)
+def compare(
+    path: AnyPath, other: AnyPath, *, progress: Progress = no_progress, **options: Unpack[Comparing]
+) -> AgainstReport:
+    """Compare two checkpoints of any formats, bit by bit, or as numbers where asked.
+
+    As ``ckptool verify PATH --against OTHER``; ``verify.ok`` of the report says whether they
+    are the same.
+    """
+    from ckptool.commands.verify.compare.against import AgainstOptions, against
+
+    keywords = Keywords("compare", options, Comparing)
+    parsed = AgainstOptions(
+        location(other),
+        keywords.options(RewriteOptions),
+        keywords.options(CompareOptions),
+        keywords.options(VerifyOptions),
+    )
+    return against(location(path), parsed, lambda total: progress)
+
+
+@with_keywords(Checking)
+def verify_run(run: AnyPath, *, every: bool = False, **options: Unpack[Checking]) -> RunReport:
+    """Verify a run's steps from the newest to the first one without errors: see ``latest_good``.
+
+    As ``ckptool verify RUN --latest-good``, or with ``every`` step as ``--all``.
+    """
+    from ckptool.commands.verify.run_folder import verify_run as _verify_run
+
+    parsed = Keywords("verify_run", options, Checking).options(VerifyOptions)
+    return _verify_run(location(run), parsed, every=every)
+
+
+@with_keywords(Salvaging)
+def salvage(
+    path: AnyPath,
+    target: AnyPath,
+    *,
+    progress: Progress = no_progress,
+    **options: Unpack[Salvaging],
+) -> SalvageReport:
+    """Write what is intact of a damaged checkpoint to ``target``: see ``lost``.
+
+    ``target`` is a DCP folder, or a .safetensors or .pt file; a list of what is lost comes beside
+    it. Raises Unsupported where nothing is intact.
+    """
+    from ckptool.commands.verify.salvage.salvage import plan_salvage
+
+    parsed = Keywords("salvage", options, Salvaging).options(SalvageOptions)
+    return plan_salvage(location(path), location(target), parsed).run(progress)
+
+
+@with_keywords(Benching)
+def bench(
+    *,
+    progress: Callable[[Mapping[str, Any]], None] = lambda event: None,
+    **options: Unpack[Benching],
+) -> BenchReport | None:
+    """Measure ways to save on this machine: how long each blocks training, until it is durable.
+
+    ``progress`` is called with what happens, each a mapping with an ``event``. None on all torchrun
+    ranks but the first. Raises UsageError, Unsupported without torch or room, TransferError where
+    nothing could be measured.
+    """
+    from ckptool.commands.bench.run import prepare_bench
+
+    parsed = Keywords("bench", options, Benching).options(BenchOptions)
+    if parsed.like is not None and parsed.size is not None:
+        raise UsageError("like and size cannot be combined")
+    return prepare_bench(parsed).run(progress)
+
+
+def bench_changes(
+    report: BenchReport, compare: AnyPath, tolerance: float | str = "10%"
+) -> list[Change]:
+    """Compare a report with the earlier run that ``compare`` keeps, of ``ckptool bench --json``.
+
+    ``regressed`` of each says whether it is slower by more than ``tolerance``, or worse. Raises
+    NotFound or UsageError where there is no such file, Unsupported where it measured something
+    else.
+    """
+    from ckptool.commands.bench.report import Baseline, parse_tolerance
+
+    baseline, allowed = Baseline.read(Path(compare)), parse_tolerance(str(tolerance))
+    baseline.require_comparable(report.settings)
+    measured = [result.name for result in report.results]
+    return baseline.changes(report, allowed, [*measured, *report.left_out, *report.failed])
+
+
+def bench_transfer(
+    source: AnyPath | None = None,
+    *,
+    size: Size = "2GB",
+    out: AnyPath = ".",
+    repeat: int = 5,
+    progress: Callable[[str], None] = lambda line: None,
+) -> TransferBenchReport:
+    """Measure ckptool's own commands against cp and torch's, on ``source`` or one of ``size``.
+
+    As ``ckptool bench --transfer``. Raises Unsupported where the disk is too small for it.
+    """
+    from ckptool.commands.bench.transfer.run import transfer_bench
+
+    place = None if source is None else Path(source)
+    return transfer_bench(
+        place, parse_size(str(size), "size"), Path(out), repeat, progress=progress
+    )
+
+
 def list_formats() -> tuple[KnownFormat, ...]:
-    """Every format: whether it is read, and written by ``convert`` and by ``reshard``."""
+    """Return every format: whether it is read, and written by ``convert`` and by ``reshard``."""
     return known_formats()
 
 
 def list_maps() -> Mapping[str, KeyMap]:
-    """The key maps that come with ckptool, by the name that ``map=`` takes."""
+    """Return the key maps that come with ckptool, by the name that ``map=`` takes."""
     from ckptool.commands.keymap.builtin import builtin_maps
 
     return dict(builtin_maps())
 
 
 def map_text(name: str) -> str:
-    """A built-in key map as the TOML file that it is, to begin one's own with."""
+    """Return a built-in key map as the TOML file that it is, to begin one's own with."""
     from ckptool.commands.keymap import builtin as maps
 
     return maps.map_text(name)
-
-
-@contextmanager
-def no_collecting() -> Iterator[None]:
-    """No garbage collection: a catalog is many objects and no cycle, and torch is many more."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()

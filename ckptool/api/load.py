@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
-from ckptool.api.commands import no_collecting
-from ckptool.api.fill import Target, fill_targets, memory_of
+import numpy as np
+
 from ckptool.api.keywords import Opening
 from ckptool.api.local import declared_boxes, global_shape, local_parts, local_tensors, why_not_held
 from ckptool.api.open import Checkpoint, checkpoint_at
-from ckptool.api.options import AnyPath, Keywords, documented
-from ckptool.api.staging import why_not_filled
-from ckptool.api.state_dict import Leaf, Matched, keys_differ, leaves_of, listed, matched
-from ckptool.api.values import rebuilt
+from ckptool.api.options import AnyPath, Keywords, with_keywords
+from ckptool.api.staging import Staging, bits_of, why_not_filled
+from ckptool.api.state_dict import Leaf, Matched, keys_differ, leaves_of, list_names, match_names
+from ckptool.api.values import rebuild
+from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.state_category import state_category
+from ckptool.engine.read.fill import Wanted
+from ckptool.engine.read.gather import Array, raw, unit
 from ckptool.errors import Unsupported
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -39,7 +47,7 @@ class LoadReport:
         return f"<ckptool.LoadReport: {', '.join(counts)}, {self.nbytes:,} bytes>"
 
 
-@documented(Opening)
+@with_keywords(Opening)
 def load(
     path: AnyPath | Checkpoint,
     state_dict: dict[str, Any],
@@ -62,45 +70,45 @@ def load(
     kinds do, before anything is written; Damaged where the source's bytes are not as they were
     written, Unsupported where tied parameters are not the same in it: what was filled then stays.
     """
-    with no_collecting():
-        Keywords("load", options, Opening)
-        items = leaves_of(state_dict)
-        checkpoint = checkpoint_at(path, **options)
-        found = _with_tied(matched(checkpoint, items), items)
-        if strict and (found.missing or found.unexpected):
-            raise keys_differ(checkpoint, found)
-        held = {name: items[name] for name in found.both if checkpoint.has(name)}
-        values = {n: rebuilt(entry) for n, entry in checkpoint.catalog.objects.items() if n in held}
-        entries = {
-            name: checkpoint.entry(name, dtype_of(leaf.value) if cast else None)
-            for name, leaf in held.items()
-            if name not in values
-        }
-        _require_alike(checkpoint, entries, held)
-        targets = [
-            Target(entry, box, memory)
-            for name, entry in entries.items()
-            for box, memory in local_parts(held[name].value)
-        ]
+    Keywords("load", options, Opening)
+    leaves = leaves_of(state_dict)
+    checkpoint = checkpoint_at(path, **options)
+    matched = _with_tied(match_names(checkpoint, leaves), leaves)
+    if strict and (matched.missing or matched.unexpected):
+        raise keys_differ(checkpoint, matched)
+    leaves = {name: leaves[name] for name in matched.both if checkpoint.has(name)}
+    objects = checkpoint.catalog.objects
+    values = {name: rebuild(entry) for name, entry in objects.items() if name in leaves}
+    entries = {
+        name: checkpoint.entry(name, dtype_of(leaf.value) if cast else None)
+        for name, leaf in leaves.items()
+        if name not in values
+    }
+    _require_alike(checkpoint, entries, leaves)
+    targets = [
+        Target(entry, box, memory)
+        for name, entry in entries.items()
+        for box, memory in local_parts(leaves[name].value)
+    ]
     fill_targets(checkpoint, targets, workers)
     for name, value in values.items():
-        held[name].replace(value)
-    nbytes = sum(one.box.volume * one.entry.dtype.itemsize for one in targets)
-    return LoadReport(*found, nbytes)
+        leaves[name].replace(value)
+    nbytes = sum(target.box.volume * target.entry.dtype.itemsize for target in targets)
+    return LoadReport(*matched, nbytes)
 
 
-def _with_tied(found: Matched, items: Mapping[str, Leaf]) -> Matched:
-    """With names as loaded that only the state dict has, where another name loads their memory."""
-    if not found.missing:
-        return found
-    loaded = {_memory(items[name].value) for name in found.both} - {None}
-    missing = {n: None for n in found.missing if _memory(items[n].value) not in loaded}
-    both = tuple(name for name in items if name not in missing)
-    return Matched(both, tuple(missing), found.unexpected)
+def _with_tied(matched: Matched, leaves: Mapping[str, Leaf]) -> Matched:
+    """Count names as loaded that only the state dict has, where another name loads their memory."""
+    if not matched.missing:
+        return matched
+    loaded = {_memory(leaves[name].value) for name in matched.both} - {None}
+    missing = {n: None for n in matched.missing if _memory(leaves[n].value) not in loaded}
+    both = tuple(name for name in leaves if name not in missing)
+    return Matched(both, tuple(missing), matched.unexpected)
 
 
 def _memory(value: Any) -> tuple[Any, ...] | None:
-    """What tells a tensor's memory and which part of the whole it is; None of what has none."""
+    """Return a tensor's memory and its part of the global tensor; None of what cannot be filled."""
     import torch
 
     if not isinstance(value, torch.Tensor) or why_not_held(value) is not None:
@@ -108,16 +116,25 @@ def _memory(value: Any) -> tuple[Any, ...] | None:
     local = local_tensors(value)
     if any(map(why_not_filled, local)):
         return None
-    return (global_shape(value), declared_boxes(value), *map(memory_of, local))
+    return (global_shape(value), declared_boxes(value), *map(_memory_of, local))
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what is equal of two tensors with the same memory, as tied parameters have."""
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+# What cannot be filled
 
 
 def _require_alike(
-    checkpoint: Checkpoint, entries: Mapping[str, TensorEntry], items: Mapping[str, Leaf]
+    checkpoint: Checkpoint, entries: Mapping[str, TensorEntry], leaves: Mapping[str, Leaf]
 ) -> None:
-    """Unsupported where what the state dict has cannot be filled with what the checkpoint has."""
+    """Raise Unsupported where the state dict cannot be filled with what the checkpoint has."""
     import torch
 
-    values = {name: leaf for name, leaf in items.items() if name not in entries}
+    values = {name: leaf for name, leaf in leaves.items() if name not in entries}
     problems = [
         _Problem(f"{name}: a value in the checkpoint, a tensor in the state dict")
         for name, leaf in values.items()
@@ -128,12 +145,13 @@ def _require_alike(
         for name, leaf in values.items()
         if leaf.is_fixed
     ]
-    problems += [why for n, entry in entries.items() if (why := _why_not(entry, items[n].value))]
+    mismatches = (_mismatch(entry, leaves[name].value) for name, entry in entries.items())
+    problems += filter(None, mismatches)
     if problems:
-        lines = listed([problem.message for problem in problems])
+        lines = list_names([problem.message for problem in problems])
         raise Unsupported(
             f"{checkpoint.path} cannot fill the state dict:\n  " + "\n  ".join(lines),
-            hint=next((one.hint for one in problems if one.hint), None),
+            hint=next((problem.hint for problem in problems if problem.hint), None),
         )
 
 
@@ -142,37 +160,106 @@ class _Problem(NamedTuple):
     hint: str | None = None
 
 
-def _why_not(entry: TensorEntry, tensor: Any) -> _Problem | None:
-    """Why the tensor cannot hold the entry, with both of what differs; None where it can."""
+def _mismatch(entry: TensorEntry, tensor: Any) -> _Problem | None:
+    """Return why the tensor cannot hold the entry, with both sides; None where it can."""
     import torch
 
     if not isinstance(tensor, torch.Tensor):
         kind = type(tensor).__name__
         return _Problem(f"{entry.name}: a tensor in the checkpoint, a {kind} in the state dict")
-    why = why_not_held(tensor)
-    if why is not None:
-        return _Problem(f"{entry.name}: {why}")
+    obstacle = why_not_held(tensor)
+    if obstacle is not None:
+        return _Problem(f"{entry.name}: {obstacle}")
     shape, dtype = global_shape(tensor), str(tensor.dtype).removeprefix("torch.")
     if (shape, dtype) != (entry.shape, entry.dtype.name):
-        there, here = f"{entry.dtype} {list(entry.shape)}", f"{dtype} {list(shape)}"
-        message = f"{entry.name}: {there} in the checkpoint, {here} in the state dict"
-        return _Problem(message, cast_hint(entry, dtype) if shape == entry.shape else None)
-    why = next(filter(None, map(why_not_filled, local_tensors(tensor))), None)
-    return _Problem(f"{entry.name}: {why}") if why else None
+        sides = f"{entry.dtype} {list(entry.shape)} in the checkpoint, {dtype} {list(shape)}"
+        hint = cast_hint(entry, dtype) if shape == entry.shape else None
+        return _Problem(f"{entry.name}: {sides} in the state dict", hint)
+    obstacle = next(filter(None, map(why_not_filled, local_tensors(tensor))), None)
+    return _Problem(f"{entry.name}: {obstacle}") if obstacle else None
 
 
 def dtype_of(value: Any) -> DType | None:
-    """The element type of a tensor; None of what is none, or of a type of its own."""
+    """Return the element type of a tensor; None of other values and of types unknown here."""
     return BY_NAME.get(str(getattr(value, "dtype", "")).removeprefix("torch."))
 
 
 def cast_hint(entry: TensorEntry, wanted: str) -> str:
-    """What to say where the state dict has another element type."""
-    there, here = entry.dtype, BY_NAME.get(wanted)
-    if here is None or {there.kind, here.kind} != {"float"}:
-        return "nothing is cast in silence"
+    """Return what to do where the state dict has another element type."""
+    source, target = entry.dtype, BY_NAME.get(wanted)
+    if target is None or {source.kind, target.kind} != {"float"}:
+        return "nothing is cast silently"
     if not entry.shape and state_category(entry) != "model":
-        return "what has no dims and is none of the model, such as a step counter, is never cast"
-    if there.itemsize == 1:
-        return "dequantize=True makes numbers of quantised tensors, cast=True casts others"
-    return "nothing is cast in silence: cast=True casts"
+        return "tensors without dims outside the model, such as step counters, are never cast"
+    if source.itemsize == 1:
+        return "dequantize=True dequantizes quantised tensors, cast=True casts others"
+    return "nothing is cast silently: use cast=True"
+
+
+# Filling
+
+
+class Target(NamedTuple):
+    """``box`` of a tensor of the checkpoint goes into ``tensor``, which has its shape and type."""
+
+    entry: TensorEntry
+    box: Box
+    tensor: torch.Tensor
+
+
+def fill_targets(
+    checkpoint: Checkpoint, targets: Sequence[Target], workers: int | None = None
+) -> None:
+    """Read every box into its tensor, done when it returns.
+
+    Of several boxes for the same memory one is read into it and the others are compared with it.
+    Raises Unsupported where they are not the same, Changed where the checkpoint did not stay as it
+    was, else as ``Checkpoint.fill`` does.
+    """
+    staging = Staging()
+    first: dict[tuple[Any, ...], Target] = {}
+    tied: list[tuple[Target, Target]] = []
+    for target in targets:
+        filled = first.setdefault(_memory_of(target.tensor), target)
+        if (filled.entry.chunks, filled.box) != (target.entry.chunks, target.box):
+            tied.append((filled, target))
+    wanted = [Wanted(t.entry, t.box, staging.memory(t.tensor)) for t in first.values()]
+    try:
+        checkpoint.fill(wanted, workers)
+    finally:
+        staging.finish()
+    _require_same(checkpoint, tied, workers)
+    checkpoint.require_unchanged()
+
+
+def _require_same(
+    checkpoint: Checkpoint, pairs: Sequence[tuple[Target, Target]], workers: int | None
+) -> None:
+    """Raise Unsupported where boxes for the same memory are not the same; neither is kept."""
+    memories = [_ComparedMemory(target.tensor) for _, target in pairs]
+    wanted = [Wanted(t.entry, t.box, m) for (_, t), m in zip(pairs, memories, strict=True)]
+    checkpoint.fill(wanted, workers)
+    for (first, target), memory in zip(pairs, memories, strict=True):
+        if memory.differs.is_set():
+            raise Unsupported(
+                f"{first.entry.name} and {target.entry.name} share their memory in the state dict,"
+                " and differ in the checkpoint",
+                hint=f"untie them, or drop={[target.entry.name]}",
+            )
+
+
+class _ComparedMemory:
+    """Memory that what is read is compared with."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self.differs = threading.Event()
+
+    @contextmanager
+    def part(self, where: Box) -> Iterator[Array]:
+        """Yield an array of its own, which is compared at the end."""
+        read: Array = np.empty(where.shape, unit(self._tensor.element_size()))
+        yield read
+        filled = bits_of(self._tensor[tuple(map(slice, where.lo, where.hi))].cpu())
+        if raw(read) != raw(np.ascontiguousarray(filled)):
+            self.differs.set()

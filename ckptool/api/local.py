@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 def why_not_held(tensor: torch.Tensor) -> str | None:
-    """Why it cannot be told which values this rank holds; None where it can."""
+    """Return why it is unknown which values this rank holds; None where it is known."""
     if _is_dtensor(tensor):
-        partial = [one for one in _placements(tensor) if one is None]
+        partial = None in _placements(tensor)
         return "a partial placement: each rank holds an addend, not values" if partial else None
     return _why_not_declared(tensor) if _declares_shards(tensor) else None
 
 
 def _why_not_declared(tensor: torch.Tensor) -> str | None:
-    """Why its attributes do not say which values it holds; None where they do."""
+    """Return why its attributes do not say which values it holds; None where they do."""
     try:
         pieces = local_pieces(tensor)
     except (TypeError, ValueError) as error:
@@ -32,27 +32,27 @@ def _why_not_declared(tensor: torch.Tensor) -> str | None:
 
 
 def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape of the whole tensor of which this rank may hold a part."""
+    """Return the shape of the global tensor of which this rank may hold a part."""
     return tuple(tensor.global_shape if _declares_shards(tensor) else tensor.shape)  # type: ignore[attr-defined]
 
 
 def declared_boxes(tensor: torch.Tensor) -> tuple[Box, ...] | None:
-    """The boxes of the whole tensor that its own attributes name; None where it has none such."""
+    """Return the boxes of the global tensor that its own attributes name; None without these."""
     if not _declares_shards(tensor):
         return None
     return tuple(piece.box for piece in local_pieces(tensor))
 
 
 def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The memory of this rank: one tensor, or those of a ShardedTensor's own shards."""
+    """Return the memory of this rank: one tensor, or those of a ShardedTensor's own shards."""
     if _is_sharded(tensor):
         return [shard.tensor.detach() for shard in tensor.local_shards()]  # type: ignore[attr-defined]
-    found: torch.Tensor = tensor._local_tensor if _is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-    return [found.detach()]
+    local: torch.Tensor = tensor._local_tensor if _is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return [local.detach()]
 
 
 def local_parts(tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Which boxes of the global tensor this rank holds, each with its memory. See local_pieces."""
+    """Yield the boxes of the global tensor that this rank holds, each with its memory."""
     if _is_sharded(tensor):
         for shard in tensor.local_shards():  # type: ignore[attr-defined]
             place = shard.metadata
@@ -65,11 +65,11 @@ def local_parts(tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
 
 
 def local_pieces(tensor: torch.Tensor) -> tuple[Piece, ...]:
-    """Which boxes of the global tensor lie where in this rank's memory.
+    """Return which boxes of the global tensor lie where in this rank's memory.
 
-    None where the rank is not on the mesh. ValueError where its attributes declare shards that do
-    not fit. Strided shards are read as FSDP2 cuts them, where this
-    rank's local shape fits that. Damaged where it fits no reading.
+    None where the rank is not on the mesh. Strided shards are read as FSDP2 cuts them, where this
+    rank's local shape fits that. Raises ValueError where its attributes declare shards that do not
+    fit, Damaged where the local shape fits no reading.
     """
     if _declares_shards(tensor):
         whole_shape, above, inside, lengths = (getattr(tensor, n) for n in SHARD_ATTRIBUTES)
@@ -89,14 +89,14 @@ def local_pieces(tensor: torch.Tensor) -> tuple[Piece, ...]:
         position,
         tuple(tensor.shape),
         tuple(mesh.shape),
-        [one for one in _placements(tensor) if one is not None],
+        [placement for placement in _placements(tensor) if placement is not None],
         local_shape=tuple(local_tensors(tensor)[0].shape),
-        shard_order=[(one.tensor_dim, tuple(one.mesh_dims)) for one in order] if order else None,
+        shard_order=[(cut.tensor_dim, tuple(cut.mesh_dims)) for cut in order] if order else None,
     ).pieces
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is one of ``torch.distributed._shard``, as FSDP1's state dicts have them."""
+    """Return whether it is one of ``torch.distributed._shard``, as in FSDP1's state dicts."""
     return hasattr(tensor, "local_shards")
 
 
@@ -105,15 +105,15 @@ def _is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def _declares_shards(tensor: torch.Tensor) -> bool:
-    """Whether it is a CheckpointableTensor of torch 2.15: a plain one that says what it is."""
+    """Return whether it is a CheckpointableTensor of torch 2.15, which names its boxes."""
     if _is_dtensor(tensor) or _is_sharded(tensor):
         return False
     return all(hasattr(tensor, name) for name in SHARD_ATTRIBUTES)
 
 
 def _placements(tensor: Any) -> list[Placement | None]:
-    """The placements as ckptool's own; None for one that is partial."""
-    return [_placement(one) for one in tensor.placements]
+    """Return the placements as ckptool's own; None for one that is partial."""
+    return [_placement(placement) for placement in tensor.placements]
 
 
 def _placement(theirs: Any) -> Placement | None:

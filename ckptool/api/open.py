@@ -1,8 +1,6 @@
 """An open checkpoint: what it holds, and any part of any tensor.
 
-Which part of a tensor is meant.
-
-Where the chunks of an open checkpoint lie: containers are opened when a box needs them.
+Containers of chunks are opened when a box needs what is in them.
 """
 
 from __future__ import annotations
@@ -16,9 +14,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
-from ckptool.api.commands import no_collecting
 from ckptool.api.keywords import Opening
-from ckptool.api.options import AnyPath, Keywords, documented, location
+from ckptool.api.options import AnyPath, Keywords, location, no_collecting, with_keywords
 from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.commands.options.source import ReadOptions, RewriteOptions
 from ckptool.commands.rewrite import rewrite
@@ -51,40 +48,40 @@ class Checkpoint:
     def __init__(self, opened: Opened, catalog: Catalog) -> None:
         self._opened = opened
         self._catalog = catalog
-        self._whole: set[str] = set()
-        self._places = Places(opened, catalog)
+        self._complete: set[str] = set()
+        self._containers = _Containers(opened, catalog)
 
     def __repr__(self) -> str:
         return f"<ckptool.Checkpoint {self.path} {self.format}: {len(self.tensors):,} tensors>"
 
     @property
     def path(self) -> Location:
-        """Where it lies, which may be below the path that was given."""
+        """Return where it lies, which may be below the path that was given."""
         return self._opened.path
 
     @property
     def format(self) -> str:
-        """The name of its format, as ``ckptool formats`` lists it."""
+        """Return the name of its format, as ``ckptool formats`` lists it."""
         return self._opened.format.name
 
     @property
     def catalog(self) -> Catalog:
-        """All that its metadata says, as every command sees it."""
+        """Return all that its metadata says, as every command sees it."""
         return self._catalog
 
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
-        """Each tensor by name: ``dtype``, ``shape``, ``placements``, ``mesh``, ``chunks``."""
+        """Return tensors by name: ``dtype``, ``shape``, ``placements``, ``mesh``, ``chunks``."""
         return MappingProxyType(self._catalog.tensors)
 
     @property
     def objects(self) -> Mapping[str, Any]:
-        """Each value that is no tensor: plain data, or records of what was not unpickled."""
+        """Return each non-tensor value: plain data, or records of what was not unpickled."""
         return MappingProxyType({n: entry.value for n, entry in self._catalog.objects.items()})
 
     @property
     def mesh(self) -> Mesh | None:
-        """The device mesh it was written on, as far as it is known."""
+        """Return the device mesh it was written on, as far as it is known."""
         return self._catalog.mesh
 
     @cached_property
@@ -104,11 +101,11 @@ class Checkpoint:
     def read(
         self, name: str, box: Index | None = None, *, as_: Literal["torch", "numpy"] = "torch"
     ) -> Any:
-        """A tensor or a part of it, whatever chunks it lies in; only the bytes of these are read.
+        """Read a tensor or a part of it, whatever chunks it lies in; only their bytes are read.
 
         Checksums are verified where all that they cover is read. Raises UsageError for an unknown
         name or a box outside the shape, Unsupported where numpy has no such element type, Damaged
-        where the tensor is not whole.
+        where the tensor is not complete.
         """
         entry = self.entry(name)
         where = box_of(entry, box)
@@ -119,32 +116,33 @@ class Checkpoint:
         raise UsageError(f"as_={as_!r}: torch or numpy")
 
     def entry(self, name: str, dtype: DType | None = None) -> TensorEntry:
-        """A tensor whose chunks tile it exactly, cast where another floating type is given.
+        """Return a tensor whose chunks tile it exactly, cast where another floating type is given.
 
         Other types are never cast, nor are quantised tensors and their scales, nor what has no
         dims and is none of the model, such as a step counter. Raises UsageError for an unknown
         name, and Damaged where chunks are missing or ranks contradict one another.
         """
         self._require(name)
-        found = self._catalog.tensors[name]
-        if name not in self._whole:
-            problem = coverage_problem(found)
+        entry = self._catalog.tensors[name]
+        if name not in self._complete:
+            problem = coverage_problem(entry)
             if problem is not None:
                 raise Damaged(problem, hint="a shard is missing, or its metadata is wrong")
-            self._whole.add(name)
-        if dtype is None or dtype == found.dtype or {dtype.kind, found.dtype.kind} != {"float"}:
-            return found
-        if name in self._quantised or not (found.shape or state_category(found) == "model"):
-            return found
-        return as_type(found, dtype)
+            self._complete.add(name)
+        if dtype is None or dtype == entry.dtype or {dtype.kind, entry.dtype.kind} != {"float"}:
+            return entry
+        if name in self._quantised or not (entry.shape or state_category(entry) == "model"):
+            return entry
+        return as_type(entry, dtype)
 
     def has(self, name: str) -> bool:
-        """Whether a tensor or a value is called so."""
+        """Return whether a tensor or a value has this name."""
         catalog = self._catalog
-        return any(name in held for held in (catalog.tensors, catalog.objects, catalog.conflicts))
+        return name in catalog.tensors or name in catalog.objects or name in catalog.conflicts
 
+    @no_collecting()
     def fill(self, wanted: Sequence[Wanted], workers: int | None = None) -> None:
-        """Read boxes of tensors into memory; see ``engine.boxes.fill``.
+        """Read boxes of tensors into memory; see ``engine.read.fill``.
 
         Containers are opened only where a box needs what is in them.
         """
@@ -153,9 +151,7 @@ class Checkpoint:
         threads = workers_of_this_rank(self._opened.source) if workers is None else workers
         if threads < 1:
             raise UsageError(f"workers {threads}: at least 1")
-        with no_collecting():
-            located = self._places.located(wanted)
-        fill(located, self._opened.source, threads)
+        fill(self._containers.locate(wanted), self._opened.source, threads)
 
     def require_unchanged(self) -> None:
         """Raise Changed where its files were written or replaced since it was opened."""
@@ -170,7 +166,7 @@ class Checkpoint:
         if name not in self._catalog.tensors:
             close = get_close_matches(name, self._catalog.tensors, n=1)
             hint = f"did you mean {close[0]!r} ?" if close else None
-            raise UsageError(f"{self.path}: no tensor is called {name!r}", hint=hint)
+            raise UsageError(f"{self.path}: no tensor named {name!r}", hint=hint)
 
     def _read_torch(self, entry: TensorEntry, box: Box) -> Any:
         import torch
@@ -195,34 +191,33 @@ class Checkpoint:
         return bits.view(entry.dtype.name)
 
 
-@documented(Opening)
+@with_keywords(Opening)
 def open(path: AnyPath, **options: Unpack[Opening]) -> Checkpoint:
     """Open the checkpoint at ``path``: of any format, from its metadata alone.
 
-    The keywords say how to read it, what to take of it, how to call that, and as which numbers.
+    The keywords say how to read it, what to select, and how to rename and cast that.
     Raises NotFound, Unrecognised, Damaged, Hostile, UsageError or Unsupported.
     """
     keywords = Keywords("open", options, Opening)
-    with no_collecting():
-        opened = open_checkpoint(location(path), keywords.options(ReadOptions), whole=False)
+    opened = open_checkpoint(location(path), keywords.options(ReadOptions), whole=False)
     return Checkpoint(opened, rewrite(opened, keywords.options(RewriteOptions)).catalog)
 
 
 def checkpoint_at(path: AnyPath | Checkpoint, **options: Unpack[Opening]) -> Checkpoint:
-    """An open checkpoint as it is, else that at the path."""
+    """Return an open checkpoint as it is, or open that at a path."""
     if not isinstance(path, Checkpoint):
         return open(path, **options)
     if options:
-        raise TypeError(f"{next(iter(options))} says how to open a checkpoint: give open() it")
+        raise TypeError(f"{next(iter(options))} is for opening a checkpoint: give it to open()")
     return path
 
 
 def workers_of_this_rank(source: Files) -> int:
-    """Threads for this process: the ranks that torchrun started here share a disk's, no store's."""
+    """Return the threads of this process: ranks of torchrun share a disk's, not a store's."""
     if not isinstance(source, LocalSource):
         return source.workers
-    beside = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, source.workers // int(beside if beside.isdecimal() else 1))
+    local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, source.workers // int(local_ranks if local_ranks.isdecimal() else 1))
 
 
 Index = Box | slice | Sequence[slice]
@@ -230,7 +225,7 @@ Index = Box | slice | Sequence[slice]
 
 
 def box_of(entry: TensorEntry, index: Index | None) -> Box:
-    """The box that an index means; UsageError where it is none of this tensor."""
+    """Return the box that an index means; UsageError where the tensor has no such box."""
     if index is None:
         return Box.whole(entry.shape)
     if isinstance(index, Box):
@@ -239,50 +234,51 @@ def box_of(entry: TensorEntry, index: Index | None) -> Box:
         box = _sliced(entry, [index] if isinstance(index, slice) else index)
     fits = len(box.lo) == len(entry.shape) and Box.whole(entry.shape).contains(box)
     if not fits or any(map(int.__lt__, box.hi, box.lo)):
-        raise UsageError(f"{entry.name}: {box} is no box of shape {list(entry.shape)}")
+        raise UsageError(f"{entry.name}: box {box} does not fit shape {list(entry.shape)}")
     return box
 
 
 def _sliced(entry: TensorEntry, slices: Sequence[slice]) -> Box:
-    are_slices = isinstance(slices, Sequence) and all(isinstance(one, slice) for one in slices)
+    are_slices = isinstance(slices, Sequence) and all(isinstance(part, slice) for part in slices)
     if not are_slices or len(slices) > len(entry.shape):
         raise UsageError(
-            f"{entry.name} {list(entry.shape)}: {slices!r} is no box of it",
+            f"{entry.name} {list(entry.shape)}: invalid box {slices!r}",
             hint="a slice for each dim, or for the first ones: (slice(0, 2), slice(8))",
         )
-    if any(one.step not in (None, 1) for one in slices):
-        raise UsageError(f"{entry.name}: slices with steps are not read; take every element")
+    if any(part.step not in (None, 1) for part in slices):
+        raise UsageError(f"{entry.name}: slices with steps are not supported")
     rest = [slice(None)] * (len(entry.shape) - len(slices))
-    bounds = [one.indices(n) for one, n in zip([*slices, *rest], entry.shape, strict=True)]
+    bounds = [part.indices(n) for part, n in zip([*slices, *rest], entry.shape, strict=True)]
     return Box(tuple(lo for lo, _, _ in bounds), tuple(max(lo, hi) for lo, hi, _ in bounds))
 
 
-class Places:
-    """What was opened so far of a checkpoint's containers, for all threads alike."""
+class _Containers:
+    """The containers of a checkpoint that were opened so far, for all threads alike."""
 
     def __init__(self, opened: Opened, catalog: Catalog) -> None:
         self._opened = opened
         self._catalog = catalog
         self._indexes: dict[str, ChunkIndex] = {}
-        self._found: dict[int, Chunk] = {}
+        self._located: dict[int, Chunk] = {}
         self._lock = threading.Lock()
 
-    def located(self, wanted: Sequence[Wanted]) -> list[Wanted]:
-        """The same with the chunks alone that hold the boxes, each in a place that can be read."""
-        needed = [self._chunks(one) for one in wanted]
+    def locate(self, wanted: Sequence[Wanted]) -> list[Wanted]:
+        """Return the same with only the chunks that hold the boxes, each at a place to read."""
+        needed = [self._chunks(target) for target in wanted]
         with self._lock:
-            self._locate(
+            self._open(
                 {
-                    (one.entry.name, id(chunk)): (one.entry, chunk)
-                    for one, chunks in zip(wanted, needed, strict=True)
+                    (target.entry.name, id(chunk)): (target.entry, chunk)
+                    for target, chunks in zip(wanted, needed, strict=True)
                     for chunk in chunks
-                    if id(chunk) not in self._found
+                    if id(chunk) not in self._located
                 }.values()
             )
-        return [
-            one._replace(entry=replace(one.entry, chunks=tuple(self._found[id(c)] for c in chunks)))
-            for one, chunks in zip(wanted, needed, strict=True)
-        ]
+        entries = (
+            replace(target.entry, chunks=tuple(self._located[id(chunk)] for chunk in chunks))
+            for target, chunks in zip(wanted, needed, strict=True)
+        )
+        return [w._replace(entry=entry) for w, entry in zip(wanted, entries, strict=True)]
 
     def _chunks(self, wanted: Wanted) -> list[Chunk]:
         index = self._indexes.get(wanted.entry.name)
@@ -290,7 +286,7 @@ class Places:
             index = self._indexes[wanted.entry.name] = ChunkIndex(wanted.entry)
         return [chunk for chunk, _ in index.find(wanted.box)]
 
-    def _locate(self, closed: Iterable[tuple[TensorEntry, Chunk]]) -> None:
+    def _open(self, closed: Iterable[tuple[TensorEntry, Chunk]]) -> None:
         """Open the containers of chunks, by themselves and not those of their copies."""
         chunks: dict[str, list[Chunk]] = {}
         tensors: dict[str, TensorEntry] = {}
@@ -307,8 +303,8 @@ class Places:
         for name in alone:
             if name not in located:
                 raise Unsupported(
-                    f"{name}: a tensor subclass that wraps others, no plain tensor",
+                    f"{name}: a tensor subclass that wraps others, not a plain tensor",
                     hint="convert gives the tensors in it names of their own",
                 )
-            for chunk, found in zip(chunks[name], located[name].chunks, strict=True):
-                self._found[id(chunk)] = found
+            for chunk, place in zip(chunks[name], located[name].chunks, strict=True):
+                self._located[id(chunk)] = place

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
 from inspect import Parameter, signature
@@ -39,7 +41,7 @@ AnyPath = str | os.PathLike[str]
 """A path or a URL."""
 
 Strings = str | Sequence[str]
-"""Several of an option, or the one by itself."""
+"""Several values, or one by itself."""
 
 Size = int | str
 """Bytes: a number, or as people write it (``"5GB"``, ``"512MiB"``)."""
@@ -142,7 +144,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return False
     if isinstance(value, Mapping):
         return all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
-    return origin is not Sequence or all(_fits(one, inner[0]) for one in value)
+    return origin is not Sequence or all(_fits(item, inner[0]) for item in value)
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -156,27 +158,44 @@ class _Default:
 _DEFAULT = _Default()
 
 
-def documented(known: type) -> Callable[[Function], Function]:
+@contextmanager
+def no_collecting() -> Iterator[None]:
+    """Collect no garbage meanwhile, as the command line does not.
+
+    A catalog is millions of objects and no cycle, a state dict of torch as many.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def with_keywords(known: type) -> Callable[[Function], Function]:
     """Name the keywords of ``**options: Unpack[known]`` in a function's signature and docstring.
 
-    Type checkers see ``Unpack``; this is for ``help``, ``?`` and completion.
+    Type checkers see ``Unpack``; this is for ``help``, ``?`` and completion. The function runs
+    without collecting garbage.
     """
 
-    def with_names(function: Function) -> Function:
-        said = signature(function)
+    def decorate(function: Function) -> Function:
+        declared = signature(function)
         keywords = [
             Parameter(name, Parameter.KEYWORD_ONLY, default=_DEFAULT, annotation=hint)
             for name, hint in hints_of(known).items()
         ]
-        plain = [one for one in said.parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
-        function.__signature__ = said.replace(parameters=[*plain, *keywords])  # type: ignore[attr-defined]
-        function.__doc__ = f"{function.__doc__ or ''}\n{_listed(known)}"
-        return function
+        kept = [p for p in declared.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+        run = no_collecting()(function)
+        run.__signature__ = declared.replace(parameters=[*kept, *keywords])  # type: ignore[attr-defined]
+        run.__doc__ = f"{function.__doc__ or ''}\n{_keyword_lines(known)}"
+        return run
 
-    return with_names
+    return decorate
 
 
-def _listed(known: type) -> str:
+def _keyword_lines(known: type) -> str:
     rows = (f"{name}: {option.help}" for name, option in keywords_of(known.__name__).items())
     lines = [wrap(row, 84, subsequent_indent="    ") for row in rows]
     return "\n".join(["    Keywords:", *(f"        {line}" for row in lines for line in row)])

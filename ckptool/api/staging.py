@@ -1,13 +1,10 @@
-"""torch tensors as memory to fill: in place on the CPU, through pinned staging on a device.
-
-The memory of torch tensors: whether it can be filled, and its bits.
-"""
+"""The memory of torch tensors: filled in place on the CPU, through pinned buffers on a device."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Staging:
-    """Pinned buffers between files and devices: two a thread and device, so that reads overlap.
+    """Pinned buffers between files and devices: two per thread and device, so that reads overlap.
 
     Copies wait for what the calling thread's current stream of a device had been given before;
     ``finish`` waits for them, so that any stream may use the tensors afterwards, and memory may be
@@ -35,7 +32,7 @@ class Staging:
         self._before: dict[torch.device, Any] = {}
 
     def memory(self, tensor: torch.Tensor) -> Memory:
-        """Where to write the elements of a tensor that can be filled.
+        """Return where to write the elements of a tensor that can be filled.
 
         To be called by the thread that the tensor's user works in: streams are a thread's own.
         """
@@ -51,7 +48,7 @@ class Staging:
         return _DeviceMemory(tensor, self)
 
     def lane(self, device: torch.device) -> _Lane:
-        """The buffers of this thread for a device."""
+        """Return the buffers of this thread for a device."""
         lanes: dict[Any, _Lane] = self._local.__dict__.setdefault("lanes", {})
         if device not in lanes:
             lanes[device] = _Lane(device, self._before[device])
@@ -73,16 +70,13 @@ class _DeviceMemory:
     def __init__(self, tensor: torch.Tensor, staging: Staging) -> None:
         import torch
 
-        of_its_size = _INTEGERS.get(tensor.element_size())
-        self._tensor = tensor.view(getattr(torch, of_its_size)) if of_its_size else tensor
+        integer = _INTEGERS.get(tensor.element_size())
+        self._tensor = tensor.view(getattr(torch, integer)) if integer else tensor
         self._staging = staging
 
-    def part(self, where: Box) -> AbstractContextManager[Array]:
-        """A pinned array whose elements are copied to the device at the end."""
-        return self._staged(where)
-
     @contextmanager
-    def _staged(self, where: Box) -> Iterator[Array]:
+    def part(self, where: Box) -> Iterator[Array]:
+        """Yield a pinned array whose elements are copied to the device at the end."""
         lane = self._staging.lane(self._tensor.device)
         part = self._tensor[tuple(map(slice, where.lo, where.hi))]
         staged = lane.buffer(part)
@@ -94,7 +88,7 @@ _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 def _module(device: torch.device) -> Any:
-    """torch's module of a kind of device, such as ``torch.cuda``."""
+    """Return torch's module for a kind of device, such as ``torch.cuda``."""
     import torch
 
     return getattr(torch, device.type, None)
@@ -105,7 +99,7 @@ def _has_streams(device: torch.device) -> bool:
 
 
 def _work_so_far(device: torch.device) -> Any:
-    """An event after all that this thread's current stream was given; None without streams."""
+    """Record an event after all work of this thread's current stream; None without streams."""
     if not _has_streams(device):
         return None
     module = _module(device)
@@ -127,16 +121,16 @@ class _Lane:
         self._turn = 0
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """A contiguous CPU tensor of this shape and type, once what it held has been sent."""
+        """Return a contiguous CPU tensor of this shape and type, once its last content was sent."""
         self._turn = 1 - self._turn
         if self._sent[self._turn] is not None:
             self._sent[self._turn].synchronize()
         nbytes = like.numel() * like.element_size()
-        held = self._buffers[self._turn]
-        if held is None or held.numel() < nbytes:
-            held = _buffer(nbytes, self._stream is not None)
-            self._buffers[self._turn] = held
-        staged: torch.Tensor = held[:nbytes].view(like.dtype).view(like.shape)
+        buffer = self._buffers[self._turn]
+        if buffer is None or buffer.numel() < nbytes:
+            buffer = _allocate(nbytes, pinned=self._stream is not None)
+            self._buffers[self._turn] = buffer
+        staged: torch.Tensor = buffer[:nbytes].view(like.dtype).view(like.shape)
         return staged
 
     def send(self, staged: torch.Tensor, part: torch.Tensor) -> None:
@@ -163,14 +157,14 @@ class _Lane:
             self._stream.synchronize()
 
 
-def _buffer(nbytes: int, pinned: bool) -> torch.Tensor:
+def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
     import torch
 
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
 
 
 def why_not_filled(tensor: torch.Tensor) -> str | None:
-    """Why bits cannot be written into a tensor; None where they can."""
+    """Return why bits cannot be written into a tensor; None where they can."""
     import torch
 
     if type(tensor.detach()) is not torch.Tensor:
@@ -190,7 +184,7 @@ def why_not_filled(tensor: torch.Tensor) -> str | None:
 
 
 def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether steps along one dim may land within what the dims of smaller steps span."""
+    """Return whether steps along a dim may land within what the dims of smaller steps span."""
     span = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1 and stride < span:
@@ -200,7 +194,7 @@ def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def bits_of(tensor: torch.Tensor) -> Array:
-    """The elements of a CPU tensor as bits, strides and all, without a copy."""
+    """Return the elements of a CPU tensor as bits, strides and all, without a copy."""
     import torch
 
     itemsize = tensor.element_size()
@@ -214,10 +208,10 @@ def bits_of(tensor: torch.Tensor) -> Array:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch's type of a name; Unsupported where this torch has none."""
+    """Return torch's type of a name; Unsupported where this torch has none."""
     import torch
 
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise Unsupported(f"torch {torch.__version__} has no element type {name}")
-    return found
+    return dtype

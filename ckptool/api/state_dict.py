@@ -1,7 +1,4 @@
-"""The leaves of a state dict: their names, where they are, and how to put others there.
-
-The names of a state dict and those of a checkpoint: which are the same, and what would help.
-"""
+"""The leaves of a state dict, and how their names compare with those of a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ class Leaf(NamedTuple):
 
     @property
     def is_fixed(self) -> bool:
-        """Whether no other value can be put there."""
+        """Return whether no other value can be put there."""
         return isinstance(self.container, tuple)
 
     def replace(self, value: Any) -> None:
@@ -34,7 +31,7 @@ class Leaf(NamedTuple):
 
 
 def leaves_of(state_dict: dict[str, Any]) -> dict[str, Leaf]:
-    """Every leaf by the name that its entry of a catalog has: the steps to it, joined by dots.
+    """Return every leaf by the name that its entry of a catalog has, its keys joined by dots.
 
     As DCP flattens (torch 2.4 to 2.13): dicts are entered, lists where a dict or a tensor lies
     inside; and as in catalogs, tuples where a tensor does. Raises TypeError for what is no dict and
@@ -42,14 +39,14 @@ def leaves_of(state_dict: dict[str, Any]) -> dict[str, Leaf]:
     """
     if not isinstance(state_dict, dict):
         raise TypeError(f"load() fills a dict, not {_kind(state_dict)}")
-    found: dict[str, Leaf] = {}
+    leaves: dict[str, Leaf] = {}
     for name, leaf in _leaves("", state_dict):
-        if name in found:
-            raise UsageError(f"two values of the state dict are called {name!r}, joined by dots")
+        if name in leaves:
+            raise UsageError(f"two values of the state dict are named {name!r}, joined by dots")
         if _has_state(leaf.value):
             raise TypeError(f"load() fills tensors, and {name} is {_kind(leaf.value)}")
-        found[name] = leaf
-    return found
+        leaves[name] = leaf
+    return leaves
 
 
 def _leaves(head: str, container: Any) -> Iterator[tuple[str, Leaf]]:
@@ -63,7 +60,7 @@ def _leaves(head: str, container: Any) -> Iterator[tuple[str, Leaf]]:
 
 
 def _is_entered(value: Any) -> bool:
-    """Whether a list holds a dict or a tensor, or a tuple a tensor, at any depth."""
+    """Return whether a list holds a dict or a tensor, or a tuple a tensor, at any depth."""
     import torch
 
     if not isinstance(value, list | tuple):
@@ -77,7 +74,7 @@ def _has_state(value: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    """What a value is, and what to give in its place where it has a state dict."""
+    """Name the type of a value, and what to give in its place where it has a state dict."""
     return f"a {type(value).__name__}" + ("; give its state_dict()" if _has_state(value) else "")
 
 
@@ -105,61 +102,61 @@ class Matched(NamedTuple):
     unexpected: tuple[str, ...]
 
 
-def matched(checkpoint: Checkpoint, names: Collection[str]) -> Matched:
-    """Which names of a state dict the checkpoint has. An empty dict in it is nothing to load."""
+def match_names(checkpoint: Checkpoint, names: Collection[str]) -> Matched:
+    """Sort a state dict's names and a checkpoint's, whose empty dicts are nothing to load."""
     catalog = checkpoint.catalog
-    held = {*catalog.tensors, *catalog.objects, *catalog.conflicts}
+    known = {*catalog.tensors, *catalog.objects, *catalog.conflicts}
     empty = {name for name, entry in catalog.objects.items() if entry.value == {}}
     return Matched(
-        tuple(name for name in names if name in held),
-        tuple(name for name in names if name not in held),
-        tuple(sorted(held - empty - set(names))),
+        tuple(name for name in names if name in known),
+        tuple(name for name in names if name not in known),
+        tuple(sorted(known - empty - set(names))),
     )
 
 
-def keys_differ(checkpoint: Checkpoint, found: Matched) -> KeysDiffer:
-    """The error that lists what only one has, and says which keyword would fit the names."""
+def keys_differ(checkpoint: Checkpoint, matched: Matched) -> KeysDiffer:
+    """Return the error that lists what only one has, and the keyword that would fit the names."""
     lines = [
-        f"  {what} ({len(names):,}): {', '.join(listed(names))}"
-        for what, names in (("missing", found.missing), ("unexpected", found.unexpected))
+        f"  {what} ({len(names):,}): {', '.join(list_names(names))}"
+        for what, names in (("missing", matched.missing), ("unexpected", matched.unexpected))
         if names
     ]
     conflicts = checkpoint.catalog.conflicts
-    lines += [f"  {conflicts[name]}" for name in found.unexpected if name in conflicts]
+    lines += [f"  {conflicts[name]}" for name in matched.unexpected if name in conflicts]
     error = KeysDiffer(
         f"{checkpoint.path} and the state dict do not have the same names:\n" + "\n".join(lines),
-        hint=_hint(checkpoint, found),
+        hint=_hint(checkpoint, matched),
     )
-    error.missing, error.unexpected = found.missing, found.unexpected
+    error.missing, error.unexpected = matched.missing, matched.unexpected
     return error
 
 
-def listed(items: Sequence[str]) -> list[str]:
-    """The first of many, and how many more there are."""
+def list_names(items: Sequence[str]) -> list[str]:
+    """Return the first of many, and how many more there are."""
     more = len(items) - _MOST_SHOWN
     return [*items[:_MOST_SHOWN], *([f"and {more:,} more"] if more > 0 else [])]
 
 
-def _hint(checkpoint: Checkpoint, found: Matched) -> str:
-    if found.missing and {*found.both, *found.missing} <= _names_of_model(checkpoint):
+def _hint(checkpoint: Checkpoint, matched: Matched) -> str:
+    if matched.missing and {*matched.both, *matched.missing} <= _names_of_model(checkpoint):
         return "model_only=True fits the names"
-    prefix = _other_prefix(found)
+    prefix = _other_prefix(matched)
     if prefix is not None:
         return f"{prefix.keyword} fits the names"
-    if any(_WRAPPERS & {*name.split(".")} for name in found.missing):
+    if any(_WRAPPERS & {*name.split(".")} for name in matched.missing):
         return "torch.distributed.checkpoint.state_dict.get_model_state_dict(model) has plain names"
-    if found.missing:
+    if matched.missing:
         return "rename=[REGEX=REPLACEMENT] or map fit names; strict=False loads what both have"
-    if all(".state." in name for name in found.unexpected):
+    if all(".state." in name for name in matched.unexpected):
         return (
             "an optimizer has state once it has stepped; before that, get_optimizer_state_dict of"
             " torch.distributed.checkpoint.state_dict makes it"
         )
-    return "model_only=True, select=[GLOB] or drop=[GLOB] leave names out, strict=False all others"
+    return "model_only=True, select=[GLOB] or drop=[GLOB] exclude names, strict=False all of these"
 
 
 def _names_of_model(checkpoint: Checkpoint) -> set[str]:
-    """The names of a checkpoint's tensors under ``model_only``."""
+    """Return the names of a checkpoint's tensors under ``model_only``."""
     try:
         return set(only_model(checkpoint.catalog).tensors)
     except CkptoolError:
@@ -174,7 +171,7 @@ class _Prefix(NamedTuple):
 
     @property
     def keyword(self) -> str:
-        """What to open the checkpoint with."""
+        """Return what to open the checkpoint with."""
         if not self.new:
             return f"strip_prefix={self.old[:-1]!r}"
         return f"rename=[{'^' + re.escape(self.old) + '=' + self.new!r}]"
@@ -183,21 +180,21 @@ class _Prefix(NamedTuple):
         return self.new + name.removeprefix(self.old) if name.startswith(self.old) else name
 
 
-def _other_prefix(found: Matched) -> _Prefix | None:
-    """The one prefix by which all missing names differ from unexpected ones, if that is so."""
-    if not found.missing or not found.unexpected:
+def _other_prefix(matched: Matched) -> _Prefix | None:
+    """Return the prefix by which all missing names differ from unexpected ones, if that is so."""
+    if not matched.missing or not matched.unexpected:
         return None
-    wanted = found.missing[0].split(".")
-    steps = max((name.split(".") for name in found.unexpected), key=partial(_tail, wanted))
+    wanted = matched.missing[0].split(".")
+    steps = max((name.split(".") for name in matched.unexpected), key=partial(_tail, wanted))
     tail = _tail(wanted, steps)
     old, new = ("".join(f"{s}." for s in name[: len(name) - tail]) for name in (steps, wanted))
     prefix = _Prefix(old, new)
-    if any(name.startswith(old) for name in found.both):
+    if any(name.startswith(old) for name in matched.both):
         return None
-    return prefix if {*map(prefix.changed, found.unexpected)} >= {*found.missing} else None
+    return prefix if {*map(prefix.changed, matched.unexpected)} >= {*matched.missing} else None
 
 
-def _tail(one: Sequence[str], other: Sequence[str]) -> int:
-    """How many steps at the end of two names are the same."""
-    pairs = zip(reversed(one), reversed(other), strict=False)
+def _tail(a: Sequence[str], b: Sequence[str]) -> int:
+    """Count the steps at the end of two names that are the same."""
+    pairs = zip(reversed(a), reversed(b), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

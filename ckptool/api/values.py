@@ -1,7 +1,4 @@
-"""Values besides tensors, as Python objects: only what is plain data is rebuilt.
-
-Values that hold numpy's arrays and scalars, as Python objects.
-"""
+"""Non-tensor values as Python objects: only plain data, and numpy's arrays and scalars."""
 
 from __future__ import annotations
 
@@ -24,8 +21,8 @@ from ckptool.serialization.state_dict.values import NUMPY, foreign_globals, hold
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 
 
-def archived(entry: ObjectEntry) -> bytes:
-    """What torch.save would write of a value; Unsupported where it is no plain data.
+def archive(entry: ObjectEntry) -> bytes:
+    """Return what torch.save would write of a value; Unsupported where it is not plain data.
 
     Plain is what ``torch.load(weights_only=True)`` rebuilds, and what numpy holds.
     """
@@ -40,82 +37,73 @@ def archived(entry: ObjectEntry) -> bytes:
     return b"".join(part.data for part in parts if isinstance(part, Literal))
 
 
-def rebuilt(entry: ObjectEntry) -> Any:
-    """The value as a Python object; Unsupported where it is no plain data, but numpy's arrays."""
+def rebuild(entry: ObjectEntry) -> Any:
+    """Return the value as a Python object; Unsupported where it is neither plain nor numpy's."""
     if isinstance(entry.value, _SIMPLE):
         return entry.value
     if foreign_globals(entry.value) != {NUMPY}:
-        return _loaded(entry)
-
-    def plain(part: Any) -> Any:
-        return _loaded(replace(entry, value=part))
+        return _load(entry)
 
     try:
-        return python_value(entry.value, plain)
+        return _Builder(lambda part: _load(replace(entry, value=part))).build(entry.value, _DEEPEST)
     except Unsupported as error:
         raise error.within(entry.name) from None
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
+        contradiction = Unsupported("a numpy record that contradicts itself")
+        raise contradiction.within(entry.name) from None
 
 
-def _loaded(entry: ObjectEntry) -> Any:
+def _load(entry: ObjectEntry) -> Any:
     import torch
 
-    return torch.load(io.BytesIO(archived(entry)), weights_only=True)
+    return torch.load(io.BytesIO(archive(entry)), weights_only=True)
 
 
-Rebuild = Callable[[Any], Any]
 _DEEPEST = 100
 
 
-def python_value(value: Any, plain: Rebuild) -> Any:
-    """The value as a Python object; ``plain`` rebuilds what is torch's.
-
-    Raises Unsupported for a random generator, and for a record that contradicts itself.
-    """
-    try:
-        return _Builder(plain).build(value, _DEEPEST)
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
-        raise Unsupported("a numpy record that contradicts itself") from None
-
-
 class _Builder:
-    """Builds what a value holds; what it refers to twice is built once."""
+    """Builds what a value holds, each object once; ``plain`` rebuilds what is torch's.
 
-    def __init__(self, plain: Rebuild) -> None:
+    Raises Unsupported for a random generator and for a value that is nested too deep.
+    """
+
+    def __init__(self, plain: Callable[[Any], Any]) -> None:
         self._plain = plain
         self._built: dict[int, Any] = {}
 
     def build(self, value: Any, depth: int) -> Any:
-        """One part of the value, no more than ``depth`` levels deep."""
+        """Build one part of the value, no more than ``depth`` levels deep."""
         if not depth:
             raise Unsupported("a value that is nested too deep to be rebuilt")
         if id(value) not in self._built:
-            self._built[id(value)] = self._made(value, depth - 1)
+            self._built[id(value)] = self._build(value, depth - 1)
         return self._built[id(value)]
 
-    def _made(self, value: Any, depth: int) -> Any:
+    def _build(self, value: Any, depth: int) -> Any:
         if isinstance(value, dict):
-            made: Any = OrderedDict() if isinstance(value, OrderedMapping) else {}
-            self._built[id(value)] = made
+            mapping: Any = OrderedDict() if isinstance(value, OrderedMapping) else {}
+            self._built[id(value)] = mapping
             for key, item in value.items():
-                made[self.build(key, depth)] = self.build(item, depth)
-            return made
+                mapping[self.build(key, depth)] = self.build(item, depth)
+            return mapping
         if isinstance(value, list):
-            made = self._built[id(value)] = []
-            made += [self.build(item, depth) for item in value]
-            return made
+            items = self._built[id(value)] = []
+            items += [self.build(item, depth) for item in value]
+            return items
         if isinstance(value, tuple | set):
             return type(value)([self.build(item, depth) for item in value])
         if isinstance(value, Global):
             return getattr(np, value.name) if is_numpy(value) else self._plain(value)
         if isinstance(value, Call):
-            return self._called(value)
+            return self._call(value)
         return value
 
-    def _called(self, call: Call) -> Any:
+    def _call(self, call: Call) -> Any:
         if not isinstance(call.function, Global) or not is_numpy(call.function):
             return self._plain(call)
         if is_generator(call.function):
-            raise Unsupported("a random generator of numpy, which ckptool does not rebuild")
+            raise Unsupported("a numpy random generator, which ckptool does not rebuild")
         if call.name == "numpy.dtype":
             return element_type(call)
         if call.function.name == "scalar":
@@ -125,9 +113,9 @@ class _Builder:
 
 
 def array(call: Call) -> np.ndarray[Any, np.dtype[Any]]:
-    """The array of a record, in this machine's byte order and with memory of its own.
+    """Return the array of a record, in this machine's byte order and with its own memory.
 
-    ValueError where its bytes do not fit its shape.
+    Raises ValueError where its bytes do not fit its shape.
     """
     if isinstance(call.function, Global) and call.function.name == "_frombuffer":
         data, kind, shape, order = call.args
@@ -140,7 +128,7 @@ def array(call: Call) -> np.ndarray[Any, np.dtype[Any]]:
 
 
 def element_type(call: Call) -> np.dtype[Any]:
-    """The element type of a record. ValueError where its elements are Python objects."""
+    """Return the element type of a record; ValueError where its elements are Python objects."""
     if not isinstance(call, Call) or call.name != "numpy.dtype" or holds_objects(call):
         raise ValueError
     text = str(call.args[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import re
 import shutil
@@ -83,6 +84,20 @@ def test_a_url_is_asked_for_metadata_alone(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == [True, False, True]
 
 
+def test_no_garbage_is_collected_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    collects: list[bool] = []
+
+    def look(*ignored: object) -> SimpleNamespace:
+        collects.append(gc.isenabled())
+        return SimpleNamespace(report=None)
+
+    monkeypatch.setattr(commands._inspect, "inspect", look)
+    monkeypatch.setattr(commands, "prepare", look)
+    ckptool.inspect(SOURCE)
+    ckptool.convert(SOURCE, "m", to="dcp", dry_run=True)
+    assert (collects, gc.isenabled()) == ([False, False], True)
+
+
 def test_stats() -> None:
     (found,) = ckptool.stats(SOURCE, "model.embed.weight")
     truth = ckptool.open(SOURCE).read("model.embed.weight")
@@ -146,7 +161,7 @@ def test_a_manifest_proves_other_formats(out: Path) -> None:
     with pytest.raises(ckptool.CkptoolError, match="exists"):
         ckptool.verify(SOURCE, write_manifest=out / "m.json")
     assert ckptool.verify(SOURCE, write_manifest=out / "m.json", overwrite=True).ok
-    with pytest.raises(UsageError, match="one at a time"):
+    with pytest.raises(UsageError, match="cannot be combined"):
         ckptool.verify(SOURCE, manifest=out / "m.json", write_manifest=out / "n.json")
 
 

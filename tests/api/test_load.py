@@ -333,7 +333,7 @@ def test_many_names_stay_readable(saved: Path) -> None:
         (torch.nn.Linear(1, 1), TypeError, r"a Linear; give its state_dict\(\)"),
         ([torch.zeros(1)], TypeError, "not a list"),
         ({"model": torch.nn.Linear(1, 1)}, TypeError, "model is a Linear; give its state_dict"),
-        ({"a.b": 1, "a": {"b": 2}}, UsageError, "two values .* are called 'a.b'"),
+        ({"a.b": 1, "a": {"b": 2}}, UsageError, "two values .* are named 'a.b'"),
     ],
 )
 def test_what_is_no_state_dict(saved: Path, state: Any, error: type, says: str) -> None:
@@ -343,7 +343,7 @@ def test_what_is_no_state_dict(saved: Path, state: Any, error: type, says: str) 
 
 @pytest.mark.parametrize(
     ("dtype", "hint"),
-    [(torch.bfloat16, "cast=True casts"), (torch.int32, "nothing is cast in silence$")],
+    [(torch.bfloat16, "silently: use cast=True"), (torch.int32, "nothing is cast silently$")],
 )
 def test_the_keyword_that_casts_is_said(saved: Path, dtype: torch.dtype, hint: str) -> None:
     with pytest.raises(Unsupported) as caught:

@@ -91,13 +91,13 @@ def test_slices_mean_what_torch_means(
     ("box", "says"),
     [
         ((slice(0, 2, 2),), "steps"),
-        ((slice(None),) * 4, "no box of it"),
-        ((1,), "no box of it"),
-        (3, "3 is no box of it"),
-        (..., "Ellipsis is no box of it"),
-        (ckptool.Box((0,), (2,)), "no box of shape"),
-        (ckptool.Box((0, 0, 0), (8, 1, 1)), "no box of shape"),
-        (ckptool.Box((2, 0, 0), (1, 1, 1)), "no box of shape"),
+        ((slice(None),) * 4, "invalid box"),
+        ((1,), "invalid box"),
+        (3, "invalid box 3"),
+        (..., "invalid box Ellipsis"),
+        (ckptool.Box((0,), (2,)), "does not fit shape"),
+        (ckptool.Box((0, 0, 0), (8, 1, 1)), "does not fit shape"),
+        (ckptool.Box((2, 0, 0), (1, 1, 1)), "does not fit shape"),
     ],
 )
 def test_boxes_that_make_no_sense(saved: tuple[Path, torch.Tensor], box: Any, says: str) -> None:
@@ -115,7 +115,7 @@ def test_numpy_where_it_has_the_type(saved: tuple[Path, torch.Tensor]) -> None:
 
 
 def test_a_name_that_is_not_there(saved: tuple[Path, torch.Tensor]) -> None:
-    with pytest.raises(UsageError, match="no tensor is called 'y'"):
+    with pytest.raises(UsageError, match="no tensor named 'y'"):
         ckptool.open(saved[0]).read("y")
 
 

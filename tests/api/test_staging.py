@@ -61,7 +61,7 @@ class Device:
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
     monkeypatch.setattr(staging, "_module", lambda on: device)
-    monkeypatch.setattr(staging, "_buffer", lambda nbytes, pinned: torch.empty(nbytes).byte())
+    monkeypatch.setattr(staging, "_allocate", lambda nbytes, **_: torch.empty(nbytes).byte())
     return device
 
 
