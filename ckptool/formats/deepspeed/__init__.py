@@ -1,23 +1,21 @@
-"""DeepSpeed's checkpoints: as it saves them, and universal ones.
+"""DeepSpeed's checkpoints, as it saves them, and universal ones.
 
-A DeepSpeed checkpoint: ``latest`` and a folder a tag, or the tag's folder itself.
+``deepspeed``: ``latest`` and a folder a tag, or the tag's folder itself. Read: ZeRO 0 to 3 of
+DeepSpeed 0.4 to 0.19, BF16_Optimizer, pipeline layers, tensor parallelism with
+``universal_checkpoint_info``, mixtures of experts. Names: ``module.<p>`` (weights in the training
+type), ``fp32.<p>`` (masters), ``exp_avg.<p>`` and the optimizer's other states, ``step.<p>``,
+``frozen.<p>``, ``buffer.<b>``; ``client_state`` is what the training script added.
 
-Read: ZeRO 0 to 3 of DeepSpeed 0.4 to 0.19, BF16_Optimizer, pipeline layers, tensor parallelism
-with ``universal_checkpoint_info``, mixtures of experts. Names: ``module.<p>`` (weights in the
-training type), ``fp32.<p>`` (masters), ``exp_avg.<p>`` and the optimizer's other states,
-``step.<p>``, ``frozen.<p>``, ``buffer.<b>``; ``client_state`` is what the training script added.
-
-DeepSpeed's universal checkpoint: ``zero/<parameter>/fp32.pt`` and its like, and model files.
-
-Read: what ``ds_to_universal`` of DeepSpeed 0.10 to 0.19 writes. Written: what DeepSpeed 0.19 loads
-with ``checkpoint.load_universal``, at any ZeRO stage, data and tensor parallelism.
+``deepspeed-universal``: ``zero/<parameter>/fp32.pt`` and its like, and model files. Read: what
+``ds_to_universal`` of DeepSpeed 0.10 to 0.19 writes. Written: what DeepSpeed 0.19 loads with
+``checkpoint.load_universal``, at any ZeRO stage, data and tensor parallelism.
 """
 
 from __future__ import annotations
 
 from ckptool.core.catalog import Catalog
 from ckptool.formats.base import Deferred, Format, LatestMarker, ScanOptions
-from ckptool.formats.deepspeed.files import (
+from ckptool.formats.deepspeed.checkpoint import (
     LATEST,
     LATEST_UNIVERSAL,
     OPTIMIZER_STATE,
@@ -70,5 +68,5 @@ UNIVERSAL_FORMAT = Format(
     "DeepSpeed's universal checkpoint: a folder per parameter",
     _probe_universal,
     _scan_universal,
-    convert=Deferred("ckptool.formats.deepspeed.universal_write:lay_out"),
+    convert=Deferred("ckptool.formats.deepspeed.universal:lay_out"),
 )

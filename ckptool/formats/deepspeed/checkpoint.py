@@ -1,139 +1,130 @@
-"""A DeepSpeed checkpoint's files, read, and what its ranks hold, merged.
+"""A DeepSpeed checkpoint: the files of one tag by the ranks in their names, read into states.
 
-A DeepSpeed checkpoint's files, read, and the degrees of parallelism they were written with.
-
-Merge what tensor-parallel and pipeline ranks hold.
+A root holds ``latest`` (the tag, as text) and a folder a tag. In names, ``zero_pp_rank`` is the
+data-parallel rank and ``mp_rank`` counts pipeline stages and tensor-parallel ranks, the latter
+fastest (DeepSpeed 0.3 to 0.19, ``runtime/engine.py``).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from ckptool.core.catalog import RankStep, TensorEntry, merge_copies
-from ckptool.core.sharding.tensor_parallel import (
-    RankShard,
-    TpRule,
-    fit_ranks,
-    merge_shards,
-    named_rule,
-    require_matched,
-    unmerged,
-)
-from ckptool.errors import Damaged, Refusal, Undetermined
-from ckptool.formats.base import ScanOptions
-from ckptool.formats.deepspeed.files import Files, Ranks, require_all
-from ckptool.formats.deepspeed.partitions import Name, Partition, RankContents
+from ckptool.errors import Damaged
 from ckptool.formats.deepspeed.states import State, read_optimizer, read_state
-from ckptool.formats.deepspeed.tensor_parallel import fit_shards
-from ckptool.serialization.source import Source
-from ckptool.serialization.state_dict.leaves import Assembled, Barred
+from ckptool.serialization.source import Source, first_missing, require_rank
+from ckptool.serialization.state_dict.leaves import Barred
+
+LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"
+OPTIMIZER_STATE = "zero/optimizer_state.pt"
+_LONGEST_TAG = 1000
+_MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,9})_)?mp_rank_([0-9]{1,9})_model_states\.pt")
+_PATTERNS = {
+    "models": _MODEL,
+    "optimizers": re.compile(
+        r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,9})_mp_rank_([0-9]{1,9})_?optim_states\.pt"
+    ),
+    "layers": re.compile(r"layer_([0-9]{1,9})(?:-model_([0-9]{1,9}))?-model_states\.pt"),
+    "experts": re.compile(
+        r"(?:layer_([0-9]{1,9})_)?expert_([0-9]{1,9})_mp_rank_([0-9]{1,9})_model_states\.pt"
+    ),
+    "expert_optimizers": re.compile(
+        r"expp_rank_([0-9]{1,9})_mp_rank_([0-9]{1,9})_optim_states\.pt"
+    ),
+}
+"""The files of a tag by the field of ``Files`` that lists them; their groups are its keys."""
+
+Ranks = tuple[int, int]
+"""A data-parallel rank and a model-parallel (``mp``) rank."""
 
 
 @dataclass(slots=True)
-class Checkpoint:
-    """All states of one tag."""
+class Files:
+    """The files of one tag. ``stage_3`` says that model files are one a data-parallel rank.
 
-    source: Source
-    files: Files
-    models: dict[Ranks, State]
-    optimizers: dict[Ranks, State]
-    grid: Grid
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def model(self) -> State:
-        """The model file of the first rank."""
-        return self.models[0, 0]
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        """Tied parameters' other names, to the name that holds the data."""
-        return {
-            str(alias): str(name)
-            for state in self.models.values()
-            for alias, name in state.mapping("shared_params").items()
-        }
-
-    def partitions(self, mp: int) -> list[Partition]:
-        """Return the optimizer files of one ``mp`` rank, by data-parallel rank."""
-        return [
-            Partition(self.optimizers[dp, mp].inner("optimizer_state_dict"), dp, self.rank(dp, mp))
-            for dp in range(self.grid.data)
-            if (dp, mp) in self.optimizers
-        ]
-
-    def rank(self, dp: int, mp: int) -> int:
-        """Return the global rank of a data-parallel and a model-parallel one."""
-        return self.grid.rank(dp, mp)
-
-
-def read_checkpoint(source: Source, files: Files) -> Checkpoint:
-    """Return all states of a tag. Raises Damaged where the file of a rank is missing."""
-    if not files.models:
-        message = f"{source.root}: no model states in the folder of the tag"
-        raise Damaged(message, "file-missing")
-    models = {ranks: read_state(source, file) for ranks, file in files.models.items()}
-    first = models[min(models)]
-    optimizers = {ranks: read_optimizer(source, file) for ranks, file in files.optimizers.items()}
-    grid = _grid(files, first, optimizers)
-    return Checkpoint(source, files, models, optimizers, grid)
-
-
-def _grid(files: Files, first: State, optimizers: Mapping[Ranks, State]) -> Grid:
-    """Return the degrees of parallelism; Damaged where the file of a rank is missing."""
-    model_ranks = first.count("mp_world_size", 1 + max(mp for _, mp in files.models))
-    data = _data_ranks(files, first, optimizers)
-    what = "the file of model states"
-    require_all(files.models, data if files.stage_3 else 1, model_ranks, what)
-    if optimizers:
-        require_all(files.optimizers, data, model_ranks, "the file of optimizer states")
-    tensor = _tensor_ranks(files, first, model_ranks)
-    if model_ranks % tensor:
-        raise Damaged(
-            f"{first.file.what}: {model_ranks} model ranks with {tensor} tensor ranks",
-            "ranks-disagree",
-        )
-    return Grid(model_ranks // tensor, data, tensor)
-
-
-def _data_ranks(files: Files, first: State, optimizers: Mapping[Ranks, State]) -> int:
-    """Return the number of data-parallel ranks, which partition_count tells for each group of them.
-
-    Where that cannot be read, the files are counted: nothing of an optimizer is placed then.
+    ``layers`` are by layer and tensor-parallel rank, ``experts`` by MoE layer, expert and ``mp``
+    rank, ``expert_optimizers`` by expert-parallel rank and ``mp`` rank.
     """
-    if not optimizers:
-        ranks = 1 + max(dp for dp, _ in files.models)
-        return ranks if files.stage_3 else first.count("dp_world_size")
-    state = optimizers[min(optimizers)].inner("optimizer_state_dict")
-    try:
-        return _stated_ranks(files, first, state)
-    except Barred:
-        return 1 + max(dp for dp, _ in files.optimizers)
+
+    models: dict[Ranks, str] = field(default_factory=dict)
+    optimizers: dict[Ranks, str] = field(default_factory=dict)
+    layers: dict[tuple[int, int], str] = field(default_factory=dict)
+    experts: dict[tuple[int, int, int], str] = field(default_factory=dict)
+    expert_optimizers: dict[Ranks, str] = field(default_factory=dict)
+    stage_3: bool = False
+
+    @property
+    def all(self) -> list[str]:
+        return [path for kind in _PATTERNS for path in getattr(self, kind).values()]
 
 
-def _stated_ranks(files: Files, first: State, state: State) -> int:
-    """Return the number of data-parallel ranks by ``partition_count``."""
-    counts = state.get("partition_count")
-    if isinstance(counts, list | tuple) and counts and all(type(c) is int for c in counts):
-        experts_only = first.count("dp_world_size") if first.get("num_experts") else 1
-        return max([*map(int, counts), experts_only])
-    return state.count("partition_count", 1 + max(dp for dp, _ in files.optimizers))
+def holds_model_file(names: Iterable[str]) -> bool:
+    """Return whether a folder with these files is one of DeepSpeed's tags."""
+    return any(_MODEL.fullmatch(name) for name in names)
 
 
-def _tensor_ranks(files: Files, first: State, model_ranks: int) -> int:
-    """The tensor-parallel degree: stated since 0.19, else by the layers' files, else all ranks."""
-    stated = first.inner("checkpoint_parallel_dimensions")
-    if stated.fields:
-        return stated.count("tp_degree")
-    if files.layers:
-        return 1 + max(tensor for _, tensor in files.layers)
-    return model_ranks
+def without_copies(paths: Iterable[str]) -> list[str]:
+    """Drop the model files of ZeRO 3 where there are others, as a universal checkpoint has."""
+    matches = {path: _MODEL.fullmatch(path.rpartition("/")[2]) for path in paths}
+    whole = any(match and match[1] is None for match in matches.values())
+    return [path for path, m in matches.items() if not (whole and m and m[1] is not None)]
 
 
-_TIED = "tied_modules."
+def tag_folder(source: Source, marker: str) -> str:
+    """Return the folder of the tag that the marker file names, with a trailing slash.
+
+    Empty without one. Raises Damaged where the marker names a folder that is not there.
+    """
+    size = source.files.get(marker)
+    if size is None:
+        return ""
+    text = source.read(marker, 0, min(size, _LONGEST_TAG)).decode("utf-8", "replace")
+    folder = text.strip() + "/"
+    if len(folder) > 1 and any(name.startswith(folder) for name in source.files):
+        return folder
+    others = ", ".join(tags(source)) or "no other tag"
+    raise Damaged(
+        f"{marker} names the tag {text.strip()[:80]!r}, which does not exist; found: {others}",
+        "file-missing",
+        file=marker,
+        hint="name the folder of a tag itself",
+    )
+
+
+def tags(source: Source) -> list[str]:
+    """Return the folders directly below the root that hold model files of DeepSpeed."""
+    paths = (name.partition("/") for name in source.files if name.count("/") == 1)
+    return list(dict.fromkeys(folder for folder, _, name in paths if _MODEL.fullmatch(name)))
+
+
+def find_files(paths: Iterable[str], folder: str) -> Files:
+    """Return the files directly in ``folder``. Damaged where two of them claim the same ranks."""
+    files = Files()
+    for path in paths:
+        name = path.removeprefix(folder)
+        if path.startswith(folder) and "/" not in name:
+            _add_file(files, name, path)
+    return files
+
+
+def _add_file(files: Files, name: str, path: str) -> None:
+    for kind, pattern in _PATTERNS.items():
+        match = pattern.fullmatch(name)
+        if match is None:
+            continue
+        files.stage_3 |= kind == "models" and match[1] is not None
+        ranks = tuple(int(number or 0) for number in match.groups())
+        require_rank(max(ranks), name)
+        first = getattr(files, kind).setdefault(ranks, path)
+        if first != path:
+            raise Damaged(
+                f"{first} and {path} claim the same ranks: two checkpoints lie in one folder",
+                "saves-mixed",
+                file=path,
+                hint="move the files of one of the two away",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,127 +150,141 @@ class Grid:
         return (stage * self.data + dp) * self.tensor + tensor
 
 
-def merge_into(
-    result: Assembled,
-    holdings: Sequence[RankContents],
-    grid: Grid,
-    info: Mapping[str, Any],
-    options: ScanOptions,
-) -> None:
-    """Add the tensors of all model-parallel ranks to what was assembled.
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A rank's optimizer file, its number among the data-parallel ranks, and its global rank."""
 
-    Shards that nothing says how to join become conflicts, or ``NAME@rankR`` with ``per_rank``.
-    A rule that was given decides before ``info`` does. What a rank has refused is left out.
-    """
-    names = {name[1] for holding in holdings for name in holding.tensors}
-    refused = {n for n, why in result.conflicts.items() if isinstance(why, Refusal)}
-    require_matched(options.tp_rules, sorted(names))
-    for name in dict.fromkeys(name for holding in holdings for name in holding.tensors):
-        if ".".join(name) in refused:
-            continue
-        try:
-            shards = _shards(name, _held(name, holdings), grid)
-        except Damaged as error:
-            if not refused:
-                raise
-            result.conflicts[".".join(name)] = _lacking(name, error)
-            continue
-        try:
-            entry = _joined(name, shards, info, named_rule(options.tp_rules, name[1]))
-        except Undetermined as why:
-            _keep_apart(result, name, shards, grid, why, options.per_rank)
-        else:
-            result.tensors[entry.name] = entry
+    state: State
+    dp: int
+    rank: int
 
 
-def _lacking(name: Name, error: Damaged) -> Refusal:
-    """Why a tensor is refused of which a rank has no shard, where ranks have some refused."""
-    text, why = ".".join(name), error.message
-    found = Refusal(why, why.code, file=why.file, tensor=text)
-    found.part = "model" if name[0] in ("module", "frozen", "buffer") else "optimizer"
-    found.derived = True
-    return found
+@dataclass(slots=True)
+class Checkpoint:
+    """All states of one tag; those of layers and experts are read as they are asked for."""
+
+    source: Source
+    files: Files
+    models: dict[Ranks, State]
+    optimizers: dict[Ranks, State]
+    expert_optimizers: dict[Ranks, State]
+    grid: Grid
+    notes: list[str] = field(default_factory=list)
+    _states: dict[str, State] = field(default_factory=dict)
+
+    @property
+    def model(self) -> State:
+        """The model file of the first rank."""
+        return self.models[0, 0]
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Tied parameters' other names, to the name that holds the data."""
+        return {
+            str(alias): str(name)
+            for state in self.models.values()
+            for alias, name in state.mapping("shared_params").items()
+        }
+
+    @property
+    def first_optimizer(self) -> State | None:
+        """The optimizer's state of the first rank, or None without ZeRO."""
+        return self.partitions(0)[0].state if self.optimizers else None
+
+    def partitions(self, mp: int) -> list[Partition]:
+        """Return the optimizer files of one ``mp`` rank, by data-parallel rank."""
+        return [
+            Partition(self.optimizers[dp, mp].inner("optimizer_state_dict"), dp, self.rank(dp, mp))
+            for dp in range(self.grid.data)
+            if (dp, mp) in self.optimizers
+        ]
+
+    def rank(self, dp: int, mp: int) -> int:
+        """Return the global rank of a data-parallel and a model-parallel one."""
+        return self.grid.rank(dp, mp)
+
+    def state(self, file: str) -> State:
+        """Return the state in the file of a layer or an expert, which is opened once."""
+        if file not in self._states:
+            self._states[file] = read_state(self.source, file)
+        return self._states[file]
 
 
-def _held(name: Name, holdings: Sequence[RankContents]) -> dict[int, RankShard]:
-    """Return a tensor's shards by ``mp`` rank.
-
-    Automatic tensor parallelism gives a rank without heads an empty shard, which its optimizer
-    leaves out.
-    """
-    found = {mp: h.tensors[name] for mp, h in enumerate(holdings) if name in h.tensors}
-    dtype = next(iter(found.values())).dtype
-    for mp, holding in enumerate(holdings):
-        weight = holding.tensors.get(("module", name[1]))
-        if mp not in found and weight is not None and not math.prod(weight.shape):
-            found[mp] = RankShard(dtype, weight.shape)
-    return dict(sorted(found.items()))
-
-
-def whole_entries(holding: RankContents) -> dict[str, TensorEntry]:
-    """Return the tensors of a holding that is not one rank's, but all ranks' together."""
-    joined = (_joined(name, {0: local}, {}, None) for name, local in holding.tensors.items())
-    return {entry.name: entry for entry in joined}
+def read_checkpoint(source: Source, files: Files) -> Checkpoint:
+    """Return all states of a tag. Raises Damaged where the file of a rank is missing."""
+    if not files.models:
+        message = f"{source.root}: no model states in the folder of the tag"
+        raise Damaged(message, "file-missing")
+    models = {ranks: read_state(source, file) for ranks, file in files.models.items()}
+    optimizers, expert_optimizers = (
+        {ranks: read_optimizer(source, file) for ranks, file in kind.items()}
+        for kind in (files.optimizers, files.expert_optimizers)
+    )
+    grid = _grid(files, models[min(models)], optimizers)
+    return Checkpoint(source, files, models, optimizers, expert_optimizers, grid)
 
 
-def _shards(name: Name, held: Mapping[int, RankShard], grid: Grid) -> dict[int, RankShard]:
-    """Return the shards of the first stage that holds a tensor, by ``mp`` rank.
-
-    Only tied modules are held by several stages, and those keep them equal.
-    """
-    stages = sorted({mp // grid.tensor for mp in held})
-    if len(stages) > 1 and not name[1].startswith(_TIED):
+def _grid(files: Files, first: State, optimizers: Mapping[Ranks, State]) -> Grid:
+    """Return the degrees of parallelism; Damaged where the file of a rank is missing."""
+    model_ranks = first.count("mp_world_size", 1 + max(mp for _, mp in files.models))
+    data = _data_ranks(files, first, optimizers)
+    _require_all(files.models, data if files.stage_3 else 1, model_ranks, "model states")
+    if optimizers:
+        _require_all(files.optimizers, data, model_ranks, "optimizer states")
+    tensor = _tensor_ranks(files, first, model_ranks)
+    if model_ranks % tensor:
         raise Damaged(
-            f"{'.'.join(name)}: pipeline stages {stages} hold it, but it is not tied",
+            f"{first.file.what}: {model_ranks} model ranks with {tensor} tensor ranks",
             "ranks-disagree",
         )
-    first = stages[0] * grid.tensor
-    missing = [mp for mp in range(first, first + grid.tensor) if mp not in held]
-    if missing:
-        message = f"{'.'.join(name)}: mp_rank {missing[0]:02d} has no shard of it"
-        raise Damaged(message, "rank-missing", tensor=".".join(name))
-    return {mp: held[mp] for mp in range(first, first + grid.tensor)}
+    return Grid(model_ranks // tensor, data, tensor)
 
 
-def _joined(
-    name: Name, shards: Mapping[int, RankShard], info: Mapping[str, Any], rule: TpRule | None
-) -> TensorEntry:
-    locals_ = list(shards.values())
-    first, text = locals_[0], ".".join(name)
-    if len(locals_) == 1:
-        return TensorEntry(text, name, first.dtype, first.shape, merge_copies(first.chunks))
-    if len({local.dtype for local in locals_}) > 1:
-        message = f"{text}: the tensor-parallel ranks hold it in several element types"
-        raise Damaged(message, "ranks-disagree", tensor=text)
-    shapes = [local.shape for local in locals_]
-    fits = fit_shards(name[1], shapes, info) if rule is None else fit_ranks(shapes, rule)
-    if all(fit.is_whole for fit in fits):
-        locals_ = _chunked_alike(locals_)
-    return merge_shards(text, name, locals_, fits[: len(locals_)])
+def _require_all(files: Mapping[Ranks, str], dp: int, mp: int, what: str) -> None:
+    """Raise Damaged where the file of a rank is missing, or is of a rank there is none of."""
+    for model_rank in range(mp):
+        present = {d for d, m in files if m == model_rank}
+        missing = first_missing(present, dp)
+        if missing:
+            ranks = ", ".join(map(str, missing))
+            message = f"the file of {what} of zero_pp_rank {ranks}, mp_rank {model_rank:02d}"
+            message += f" missing: {len(present):,} of {dp:,} are there"
+            raise Damaged(message, "rank-missing")
+    stray = [name for (d, m), name in files.items() if d >= dp or m >= mp]
+    if stray:
+        raise Damaged(
+            f"{stray[0]} belongs to no rank of DP {dp:,} and {mp:,} model-parallel ones",
+            "saves-mixed",
+            file=stray[0],
+            hint="an earlier save with more ranks may have left it: move it away",
+        )
 
 
-def _chunked_alike(copies: Sequence[RankShard]) -> list[RankShard]:
-    """Return the copies of a tensor that are cut into the same chunks as the first."""
-    boxes = {chunk.box for chunk in copies[0].chunks}
-    return [copy for copy in copies if {chunk.box for chunk in copy.chunks} == boxes]
+def _data_ranks(files: Files, first: State, optimizers: Mapping[Ranks, State]) -> int:
+    """Return the number of data-parallel ranks, which partition_count tells for each group of them.
+
+    Where that cannot be read, the files are counted: nothing of an optimizer is placed then.
+    """
+    if not optimizers:
+        ranks = 1 + max(dp for dp, _ in files.models)
+        return ranks if files.stage_3 else first.count("dp_world_size")
+    state = optimizers[min(optimizers)].inner("optimizer_state_dict")
+    highest = 1 + max(dp for dp, _ in files.optimizers)
+    try:
+        counts = state.get("partition_count")
+        if isinstance(counts, list | tuple) and counts and all(type(c) is int for c in counts):
+            experts_only = first.count("dp_world_size") if first.get("num_experts") else 1
+            return max([*map(int, counts), experts_only])
+        return state.count("partition_count", highest)
+    except Barred:
+        return highest
 
 
-def _keep_apart(
-    result: Assembled,
-    name: Name,
-    shards: Mapping[int, RankShard],
-    grid: Grid,
-    why: Undetermined,
-    per_rank: bool,
-) -> None:
-    text = ".".join(name)
-    if not per_rank:
-        shapes = [local.shape for local in shards.values()]
-        result.conflicts[text] = unmerged(text, name[1], shapes, why, "sharding-unrecorded")
-        return
-    for mp, local in shards.items():
-        rank = grid.rank(0, mp)
-        one = f"{text}@rank{rank}"
-        path = (name[0], RankStep(name[1], rank))
-        chunks = merge_copies(local.chunks)
-        result.tensors[one] = TensorEntry(one, path, local.dtype, local.shape, chunks)
+def _tensor_ranks(files: Files, first: State, model_ranks: int) -> int:
+    """Return the tensor-parallel degree: stated since 0.19, else by the layers' files, else all."""
+    stated = first.inner("checkpoint_parallel_dimensions")
+    if stated.fields:
+        return stated.count("tp_degree")
+    if files.layers:
+        return 1 + max(tensor for _, tensor in files.layers)
+    return model_ranks

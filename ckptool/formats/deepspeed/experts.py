@@ -1,13 +1,11 @@
-"""Mixtures of experts: which rank's experts are which, and their optimizer without ZeRO.
+"""Mixtures of experts: their files, which rank's are which, and their optimizer without ZeRO.
 
 DeepSpeed (``deepspeed.moe``, 0.5 to 0.19) writes a file an expert, under its global number, and
 without ZeRO an optimizer's file an expert-parallel rank. A rank's experts are consecutive ones; the
 groups of parameters that hold experts are called ``ep_size_N`` by their degree.
 
-Whether the files of a mixture of experts are all there, each what its name says.
-
-A model file since DeepSpeed 0.5 records how many experts each MoE layer has. An expert's file names
-its parameters with the expert's number, and its layer's parameters like the model file does.
+A model file records how many experts each MoE layer has. An expert's file names its parameters with
+the expert's number, and its layer's parameters like the model file does.
 """
 
 from __future__ import annotations
@@ -22,29 +20,30 @@ from ckptool.formats.deepspeed.partitions import RankContents
 from ckptool.formats.deepspeed.states import (
     State,
     Vector,
-    all_tensors,
-    read_optimizer,
-    read_state,
-    require_all_tensors,
-)
-from ckptool.formats.deepspeed.unpartitioned import add_whole_optimizer
-from ckptool.formats.deepspeed.values import (
-    expert_degrees,
+    dict_or_empty,
     optimizer_leaves,
     param_groups,
     raw_leaves,
     refused_leaves,
+    require_all_tensors,
+    trained_shapes,
 )
-from ckptool.formats.deepspeed.weights import module_weights, trained_shapes
+from ckptool.formats.deepspeed.unpartitioned import add_whole_optimizer
+from ckptool.formats.deepspeed.weights import module_weights
 from ckptool.serialization.source import first_missing
 from ckptool.serialization.state_dict.leaves import Leaf
 from ckptool.serialization.state_dict.values import stray_notes
 
-Experts = Mapping[tuple[int, int], Mapping[str, Vector]]
-"""Tensors by name, of each MoE layer's expert of a global number."""
+EXPERT = re.compile(r"(?P<head>.*\bdeepspeed_experts\.)(?P<number>\d+)(?P<tail>\..*)")
+_DEGREE = re.compile(r"ep_size_([0-9]{1,6})")
+_INSIDE = "experts.deepspeed_experts."
+_EXCHANGED = "files were swapped or renumbered: restore their names, or use another copy"
+_MOVE = "an earlier save with more experts may have left it: move it away"
+_Key = tuple[int, int]
+"""A MoE layer and an expert's number in it."""
 
 
-def experts_of(checkpoint: Checkpoint, mp: int) -> Mapping[tuple[int, int], State]:
+def read_experts(checkpoint: Checkpoint, mp: int) -> Mapping[_Key, State]:
     """Return the files of all experts, as one model-parallel rank holds them.
 
     Raises Damaged where a file holds another expert than its name says.
@@ -54,83 +53,82 @@ def experts_of(checkpoint: Checkpoint, mp: int) -> Mapping[tuple[int, int], Stat
         for (layer, expert, model_rank), file in sorted(checkpoint.files.experts.items())
         if model_rank == mp
     }
-    found = {key: read_state(checkpoint.source, file) for key, file in files.items()}
-    names = {key: [*map(str, state.fields)] for key, state in found.items()}
-    require_own_names(names, files, list(checkpoint.models[0, mp].inner("module").fields))
-    return found
+    states = {key: checkpoint.state(file) for key, file in files.items()}
+    names = {key: [*map(str, state.fields)] for key, state in states.items()}
+    _require_own_names(names, files, list(checkpoint.models[0, mp].inner("module").fields))
+    return states
 
 
-def add_expert_optimizers(found: RankContents, checkpoint: Checkpoint, mp: int) -> set[str] | None:
-    """Add each expert-parallel rank's optimizer; the trained parameters are returned.
+def add_expert_optimizers(
+    contents: RankContents, checkpoint: Checkpoint, mp: int
+) -> set[str] | None:
+    """Add each expert-parallel rank's optimizer; return the trained parameters.
 
     None where their names are not known: what the files hold is then added under its numbers.
     """
     model = checkpoint.models[0, mp]
-    files = experts_of(checkpoint, mp)
-    require_all_tensors(model.inner("module"), *files.values())
+    experts = read_experts(checkpoint, mp)
+    modules = [model.inner("module"), *experts.values()]
+    require_all_tensors(*modules)
     weights = module_weights(model)
-    experts = {key: all_tensors(state) for key, state in files.items()}
     trained: set[str] = set()
     unnamed = False
-    for (expert_rank, model_rank), file in checkpoint.files.expert_optimizers.items():
+    for (expert_rank, model_rank), state in checkpoint.expert_optimizers.items():
         if model_rank != mp:
             continue
-        held = read_optimizer(checkpoint.source, file)
-        found.notes += stray_notes(file, held.stored.keys() - {"optimizer"})
-        inner, rank = held.inner("optimizer"), checkpoint.rank(expert_rank, mp)
+        contents.notes += stray_notes(state.file.what, state.stored.keys() - {"optimizer"})
+        inner, rank = state.inner("optimizer"), checkpoint.rank(expert_rank, mp)
         own = _experts_of_rank(experts, inner, expert_rank)
-        named = None if own is None else add_whole_optimizer(found, inner, weights, rank, own)
+        named = None if own is None else add_whole_optimizer(contents, inner, weights, rank, own)
         if len(named or ()) < len(weights) + len(own or ()):
-            require_all_tensors(model.inner("module"), *files.values(), values=True)
+            require_all_tensors(*modules, values=True)
         if named is None:
-            leaves = raw_leaves(inner.stored, held, checkpoint.source)
+            leaves = raw_leaves(inner.stored, state, checkpoint.source)
             unnamed = True
         else:
             leaves = optimizer_leaves(inner, checkpoint.source)
             trained |= set(named)
-        found.add_leaves(leaves, rank)
+        contents.add_leaves(leaves, rank)
     return None if unnamed else trained
 
 
 def refused_of_experts(checkpoint: Checkpoint, mp: int) -> Iterator[tuple[int, dict[str, Leaf]]]:
     """Yield what is refused of each expert-parallel rank's optimizer, with the rank."""
-    for (expert_rank, model_rank), file in checkpoint.files.expert_optimizers.items():
+    for (expert_rank, model_rank), state in checkpoint.expert_optimizers.items():
         if model_rank == mp:
-            leaves = refused_leaves(read_optimizer(checkpoint.source, file), ("optimizer",))
-            yield checkpoint.rank(expert_rank, mp), leaves
+            yield checkpoint.rank(expert_rank, mp), refused_leaves(state, ("optimizer",))
 
 
-def _naming_groups(optimizer: State) -> list[dict[str, Any]]:
-    """Return the groups of torch's own optimizer, or of the one that DeepSpeed wraps."""
-    inner = optimizer.inner("optimizer_state_dict")
-    return inner.groups() if inner.stored else optimizer.groups()
+def expert_degrees(groups: Any) -> set[int]:
+    """Return the degrees of expert parallelism that groups of experts are called by."""
+    dicts = map(dict_or_empty, groups if isinstance(groups, list | tuple) else [])
+    names = (group.get("name") for group in dicts)
+    matches = (_DEGREE.match(name) for name in names if isinstance(name, str))
+    return {int(match[1]) for match in matches if match}
 
 
-def _experts_of_rank(experts: Experts, optimizer: State, rank: int) -> dict[str, Vector] | None:
+def _experts_of_rank(
+    experts: Mapping[_Key, State], optimizer: State, rank: int
+) -> dict[str, Vector] | None:
     """Return the parameters of one rank's experts, in the order of the module.
 
     None where layers are spread over several numbers of ranks: the files do not say which is
     over how many.
     """
-    degrees = expert_degrees(_naming_groups(optimizer))
+    inner = optimizer.inner("optimizer_state_dict")  # where DeepSpeed wraps torch's own
+    degrees = expert_degrees((inner if inner.stored else optimizer).groups())
     if len(degrees) != 1:
         return None
     degree = degrees.pop()
-    found: dict[str, Vector] = {}
+    own: dict[str, Vector] = {}
     for layer in dict.fromkeys(layer for layer, _ in experts):
-        numbers = [number for held, number in experts if held == layer]
-        each, rest = divmod(len(numbers), degree)
+        keys = [key for key in experts if key[0] == layer]
+        each, rest = divmod(len(keys), degree)
         if rest:
             return None
-        for number in numbers[rank * each : (rank + 1) * each]:
-            found |= experts[layer, number]
-    return found
-
-
-EXPERT = re.compile(r"(?P<head>.*\bdeepspeed_experts\.)(?P<number>\d+)(?P<tail>\..*)")
-_INSIDE = "experts.deepspeed_experts."
-_EXCHANGED = "files were swapped or renumbered: restore their names, or use another copy"
-_MOVE = "an earlier save with more experts may have left it: move it away"
+        for key in keys[rank * each : (rank + 1) * each]:
+            own |= experts[key].tensors
+    return own
 
 
 def require_experts(checkpoint: Checkpoint) -> None:
@@ -153,28 +151,30 @@ def require_experts(checkpoint: Checkpoint) -> None:
         raise Damaged(message, "saves-mixed", file=files[key], hint=_MOVE)
 
 
-def _counts(model: State, found: Collection[tuple[int, int]]) -> list[int]:
-    """How many experts each MoE layer has: as recorded, else as far as the files are numbered.
+def _counts(model: State, files: Collection[_Key]) -> list[int]:
+    """Return how many experts each MoE layer has: as recorded, else as the files are numbered.
 
     The first versions recorded one number for all layers.
     """
     recorded = model.get("num_experts")
-    layers = range(1 + max((layer for layer, _ in found), default=-1))
+    layers = range(1 + max((layer for layer, _ in files), default=-1))
     if isinstance(recorded, list) and all(type(count) is int for count in recorded):
         return recorded
-    if type(recorded) is int and found:
+    if type(recorded) is int and files:
         return [recorded for _ in layers]
-    return [1 + max((e for layer, e in found if layer == one), default=0) for one in layers]
+    return [1 + max((e for of, e in files if of == layer), default=0) for layer in layers]
 
 
-def require_own_names(
-    experts: Mapping[tuple[int, int], Collection[str]], files: Mapping[tuple[int, int], str],
-    module: Collection[str],
-) -> None:  # fmt: skip
-    """Damaged where a file holds another expert, or one of another layer, than its name says."""
+def _require_own_names(
+    experts: Mapping[_Key, Collection[str]], files: Mapping[_Key, str], module: Collection[str]
+) -> None:
+    """Raise Damaged where a file holds another expert, or one of another layer, than it is named.
+
+    ``experts`` are the names in the files, ``module`` those of the model file, in order.
+    """
     heads: dict[int, str] = {}
-    for (layer, expert), held in experts.items():
-        for match in filter(None, map(EXPERT.fullmatch, held)):
+    for (layer, expert), names in experts.items():
+        for match in filter(None, map(EXPERT.fullmatch, names)):
             head = heads.setdefault(layer, match["head"])
             if int(match["number"]) != expert or match["head"] != head:
                 message = f"{files[layer, expert]}: holds {match[0]}, not expert {expert} of"
@@ -204,10 +204,8 @@ def lost_optimizers(checkpoint: Checkpoint) -> Problem | None:
     if not files.experts or checkpoint.optimizers or trained_shapes(checkpoint.model):
         return None
     ranks = {rank for rank, _ in files.expert_optimizers}
-    degrees: set[int] = set()
-    if ranks:
-        state = read_optimizer(checkpoint.source, next(iter(files.expert_optimizers.values())))
-        degrees = expert_degrees(param_groups(state.inner("optimizer").stored))
+    first = next(iter(checkpoint.expert_optimizers.values()), None)
+    degrees = expert_degrees(param_groups(first.inner("optimizer").stored)) if first else ()
     degree = max(degrees, default=1 + max(ranks, default=0))
     stray = [file for (rank, _), file in files.expert_optimizers.items() if rank >= degree]
     if stray:

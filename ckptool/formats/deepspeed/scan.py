@@ -1,9 +1,4 @@
-"""Read a DeepSpeed checkpoint: files, then ranks, then what they hold together.
-
-From what all ranks of a DeepSpeed checkpoint hold to a catalog.
-
-What the files of each model-parallel rank hold: weights, optimizer, values.
-"""
+"""Read a DeepSpeed checkpoint: what each rank's files hold, and one catalog of all of them."""
 
 from __future__ import annotations
 
@@ -16,50 +11,64 @@ from ckptool.core.catalog import Catalog, ObjectEntry
 from ckptool.errors import Damaged, Problem, Refusal, damaged
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.companions import companions
-from ckptool.formats.deepspeed.checkpoint import Checkpoint, merge_into, read_checkpoint
+from ckptool.formats.deepspeed.checkpoint import (
+    LATEST,
+    Checkpoint,
+    Partition,
+    find_files,
+    read_checkpoint,
+    tag_folder,
+)
 from ckptool.formats.deepspeed.experts import (
     add_expert_optimizers,
-    experts_of,
+    expert_degrees,
     lost_optimizers,
+    read_experts,
     refused_of_experts,
     require_experts,
 )
-from ckptool.formats.deepspeed.files import LATEST, find_files, tag_folder
-from ckptool.formats.deepspeed.frozen import note_excluded
-from ckptool.formats.deepspeed.partitions import MASTER, Partition, RankContents, Shapes
+from ckptool.formats.deepspeed.partitions import MASTER, RankContents, Shapes
 from ckptool.formats.deepspeed.states import (
     State,
-    all_tensors,
-    read_state,
-    require_all_tensors,
-    require_shallow,
-    shape_groups,
-    values_of,
-)
-from ckptool.formats.deepspeed.unpartitioned import add_whole_optimizer
-from ckptool.formats.deepspeed.values import (
+    dict_or_empty,
     engine_leaves,
-    expert_degrees,
     optimizer_leaves,
     param_groups,
     raw_leaves,
     refused_leaves,
-    training_facts,
+    require_all_tensors,
+    require_shallow,
+    shape_groups,
+    trained_shapes,
+    zero_stage,
 )
+from ckptool.formats.deepspeed.tensor_parallel import merge_contents, merge_tensor
+from ckptool.formats.deepspeed.unpartitioned import add_whole_optimizer
 from ckptool.formats.deepspeed.weights import (
     add_frozen_pieces,
     add_layers,
     add_module,
     add_placeholders,
     module_weights,
+    note_excluded,
     refused_kinds,
-    trained_shapes,
 )
 from ckptool.formats.deepspeed.zero import add_flat_groups, add_split_groups
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Assembled
 from ckptool.serialization.state_dict.values import stray_notes, unread_notes
+
+_OPTIMIZER_FILE = frozenset("optimizer_state_dict ds_config ds_version param_shapes".split())
+"""What DeepSpeed writes in a file of optimizer states; shapes up to 0.4."""
+_UNNAMED = (
+    "without ZeRO the optimizer's parameters are numbers, and their shapes fit several names:"
+    " they are kept as optimizer.state.<number>"
+)
+_BY_ORDER = (
+    "without ZeRO the optimizer's parameters are numbers: their names follow from their order"
+    " and shapes"
+)
 
 
 def scan(source: Source, options: ScanOptions) -> Catalog:
@@ -68,55 +77,67 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
     checkpoint = read_checkpoint(source, find_files(source.files, folder))
     if not checkpoint.files.stage_3:
         require_experts(checkpoint)
-    holdings = all_holdings(checkpoint)
-    found = assembled(checkpoint, holdings, options)
-    add_tied_masters(found, checkpoint.aliases)
-    note_excluded(checkpoint, found)
+    assembled = assemble_contents(checkpoint, read_contents(checkpoint), options)
     if not checkpoint.optimizers and trained_shapes(checkpoint.model):
-        _miss_optimizers(checkpoint, found)
+        assembled.conflicts[MASTER] = _missing_optimizers(checkpoint)
     lost = lost_optimizers(checkpoint)
     if lost is not None:
-        found.conflicts[MASTER] = lost
+        assembled.conflicts[MASTER] = lost
     files = [*checkpoint.files.all, *([LATEST] if folder else [])]
-    return catalog_of("deepspeed", checkpoint, found, files)
+    return describe_checkpoint("deepspeed", checkpoint, assembled, files)
 
 
-def _miss_optimizers(checkpoint: Checkpoint, found: Assembled) -> None:
-    """A conflict where the weights are there without masters and moments; else Damaged."""
-    what = checkpoint.model.file.what
+def _missing_optimizers(checkpoint: Checkpoint) -> Problem:
+    """Return the conflict of weights without masters and moments; Damaged without weights."""
+    file = checkpoint.model.file.what
     if checkpoint.files.stage_3:
         raise Damaged(
-            f"{what}: ZeRO 3 keeps weights in the files of optimizer states, and none of those"
+            f"{file}: ZeRO 3 keeps weights in the files of optimizer states, and none of those"
             " is there",
             "file-missing",
         )
-    message = f"{what}: was trained with ZeRO, and all files of optimizer states are missing: no"
+    message = f"{file}: was trained with ZeRO, and all files of optimizer states are missing: no"
     message += " masters and moments; --model-only converts the weights"
-    found.conflicts[MASTER] = Problem(message, "file-missing")
+    return Problem(message, "file-missing")
 
 
-def assembled(
-    checkpoint: Checkpoint, holdings: Sequence[RankContents], options: ScanOptions
+# What all ranks hold together
+
+
+def assemble_contents(
+    checkpoint: Checkpoint,
+    contents: Sequence[RankContents],
+    options: ScanOptions,
+    states: RankContents | None = None,
 ) -> Assembled:
-    """Return all model-parallel ranks' tensors and values. Raises Damaged where they contradict."""
+    """Return all model-parallel ranks' tensors and values. Raises Damaged where they contradict.
+
+    ``states`` are a universal checkpoint's, which are whole already.
+    """
     every = RankContents()
-    for holding in holdings:
-        for rank, held in holding.leaves.items():
-            every.add_leaves(held, rank)
-    found = assemble(every.leaves, per_rank=options.per_rank)
-    found.notes += [note for holding in holdings for note in holding.notes]
+    for rank_contents in contents:
+        for rank, leaves in rank_contents.leaves.items():
+            every.add_leaves(leaves, rank)
+    assembled = assemble(every.leaves, per_rank=options.per_rank)
+    assembled.notes += [note for rank_contents in contents for note in rank_contents.notes]
     info = _universal_info(checkpoint) if checkpoint.grid.tensor > 1 else {}
-    merge_into(found, holdings, checkpoint.grid, info, options)
+    merge_contents(assembled, contents, checkpoint.grid, info, options)
     aliases = checkpoint.aliases
     if aliases:
-        found.objects["shared_params"] = ObjectEntry("shared_params", ("shared_params",), aliases)
-    if found.problems:
-        raise damaged(found.problems, subject=checkpoint.source.root)
-    return found
+        entry = ObjectEntry("shared_params", ("shared_params",), aliases)
+        assembled.objects["shared_params"] = entry
+    if assembled.problems:
+        raise damaged(assembled.problems, subject=checkpoint.source.root)
+    if states is not None:
+        entries = (merge_tensor(name, {0: shard}) for name, shard in states.tensors.items())
+        assembled.tensors |= {entry.name: entry for entry in entries}
+    _add_tied_masters(assembled, aliases)
+    note_excluded(checkpoint, assembled)
+    return assembled
 
 
 def _universal_info(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """How tensor-parallel shards fit together, where the training script or DeepSpeed says so."""
+    """Return how tensor-parallel shards fit, where the training script or DeepSpeed records it."""
     key = "universal_checkpoint_info"
     for state in (*checkpoint.models.values(), *checkpoint.optimizers.values()):
         inner = state.mapping(key) or state.inner("optimizer_state_dict").mapping(key)
@@ -125,85 +146,105 @@ def _universal_info(checkpoint: Checkpoint) -> Mapping[str, Any]:
     return {}
 
 
-def add_tied_masters(found: Assembled, aliases: Mapping[str, str]) -> None:
+def _add_tied_masters(assembled: Assembled, aliases: Mapping[str, str]) -> None:
     """Give masters that are the only weights there are (ZeRO 3) their other names, too."""
     for alias, name in aliases.items():
-        master = found.tensors.get(f"{MASTER}.{name}")
-        if master is not None and f"module.{name}" not in found.tensors:
-            other = f"{MASTER}.{alias}"
-            found.tensors[other] = replace(master, name=other, path=(MASTER, alias))
+        master = assembled.tensors.get(f"{MASTER}.{name}")
+        if master is not None and f"module.{name}" not in assembled.tensors:
+            full = f"{MASTER}.{alias}"
+            assembled.tensors[full] = replace(master, name=full, path=(MASTER, alias))
 
 
-def catalog_of(
-    name: str, checkpoint: Checkpoint, found: Assembled, files: Iterable[str]
+def describe_checkpoint(
+    name: str, checkpoint: Checkpoint, assembled: Assembled, files: Iterable[str]
 ) -> Catalog:
     """Return the catalog of what was assembled; ``files`` are those of the checkpoint."""
     source, grid = checkpoint.source, checkpoint.grid
-    optimizer = checkpoint.partitions(0)[0].state if checkpoint.optimizers else None
-    info = training_facts(checkpoint.model, optimizer)
+    optimizer = checkpoint.first_optimizer
+    info = _training_facts(checkpoint.model, optimizer)
     stored = optimizer.stored if optimizer else checkpoint.model.stored.get("optimizer")
     degrees = expert_degrees(param_groups(stored))
     experts = f", EP {max(degrees)}" if degrees else ""
     info["parallelism"] = f"TP {grid.tensor}, PP {grid.pipeline}, DP {grid.data}{experts}"
-    files = list(files)
     carried = {n: size for n, size in companions(source).items() if not n.startswith("zero_to_")}
-    notes = [*checkpoint.notes, *found.notes, *unread_notes(found.objects)]
+    notes = [*checkpoint.notes, *assembled.notes, *unread_notes(assembled.objects)]
     return Catalog(
         name,
-        found.tensors,
-        found.objects,
+        assembled.tensors,
+        assembled.objects,
         {file: source.files[file] for file in files},
         world_size=grid.size,
         info=info,
         notes=tuple(dict.fromkeys(notes)),
-        conflicts=found.conflicts,
+        conflicts=assembled.conflicts,
         companions=carried,
     )
 
 
-_OPTIMIZER_FILE = frozenset("optimizer_state_dict ds_config ds_version param_shapes".split())
-"""What DeepSpeed writes in a file of optimizer states; shapes up to 0.4."""
+def _training_facts(model: State, optimizer: State | None) -> dict[str, str]:
+    """Return what a person wants to know of a run: version, stage, precision, offloading."""
+    version = model.stored.get("ds_version")
+    config = dict_or_empty(model.stored.get("ds_config"))
+    zero = dict_or_empty(config.get("zero_optimization"))
+    stage = zero_stage(model, optimizer)
+    facts = {"writer": "DeepSpeed"}
+    facts |= {"version": version} if isinstance(version, str) else {}
+    facts["ZeRO"] = "stage unknown" if stage is None else f"stage {stage}"
+    for precision in ("bf16", "bfloat16", "fp16"):
+        if dict_or_empty(config.get(precision)).get("enabled") is True:
+            facts["precision"] = precision
+    name = dict_or_empty(config.get("optimizer")).get("type")
+    if isinstance(name, str):
+        facts["optimizer"] = name
+    device = dict_or_empty(zero.get("offload_optimizer")).get("device")
+    if isinstance(device, str) and device != "none":
+        facts["optimizer offloaded to"] = device
+    if zero.get("round_robin_gradients") is True:
+        facts["gradients"] = "round-robin"
+    return facts
 
 
-def all_holdings(checkpoint: Checkpoint) -> list[RankContents]:
+# What the files of each rank hold
+
+
+def read_contents(checkpoint: Checkpoint) -> list[RankContents]:
     """Return what the files of each model-parallel rank hold.
 
     Where one rank's masters and moments cannot be placed, none are: what is left would look whole.
     """
     ranks = range(checkpoint.grid.model)
-    holdings = [_holding_of(checkpoint, mp, None) for mp in ranks]
-    barred = next((holding.barred for holding in holdings if holding.barred is not None), None)
+    contents = [_read_rank(checkpoint, mp, None) for mp in ranks]
+    barred = next((rank.barred for rank in contents if rank.barred is not None), None)
     if barred is not None:
-        holdings = [_holding_of(checkpoint, mp, barred) for mp in ranks]
-        holdings[0].refuse_masters("model" if checkpoint.files.stage_3 else "optimizer")
-    return holdings
+        contents = [_read_rank(checkpoint, mp, barred) for mp in ranks]
+        contents[0].refuse_masters("model" if checkpoint.files.stage_3 else "optimizer")
+    return contents
 
 
-def _holding_of(checkpoint: Checkpoint, mp: int, barred: Refusal | None) -> RankContents:
-    found = RankContents(barred=barred)
-    trained: set[str] | None
-    if checkpoint.files.stage_3:
-        trained = _add_stage_3(found, checkpoint, mp)
-    else:
-        trained = _add_module_and_optimizer(found, checkpoint, mp)
-    for (dp, model_rank), state in checkpoint.models.items():
-        if model_rank == mp:
-            found.add_leaves(engine_leaves(state, checkpoint.source), checkpoint.rank(dp, mp))
-            kinds = refused_kinds(state, checkpoint.aliases, trained)
-            found.add_leaves(refused_leaves(state, (), kinds), checkpoint.rank(dp, mp))
-    _note_values(found, [s for (_, rank), s in checkpoint.models.items() if rank == mp])
-    for (_, model_rank), optimizer in checkpoint.optimizers.items():
-        if model_rank == mp:
-            found.notes += stray_notes(
-                optimizer.file.what, optimizer.stored.keys() - _OPTIMIZER_FILE
-            )
+def _read_rank(checkpoint: Checkpoint, mp: int, barred: Refusal | None) -> RankContents:
+    """Return what the files of one model-parallel rank hold, without masters where ``barred``."""
+    contents = RankContents(barred=barred)
+    add_tensors = _add_stage_3 if checkpoint.files.stage_3 else _add_module_and_optimizer
+    trained = add_tensors(contents, checkpoint, mp)
+    source = checkpoint.source
+    models = {dp: state for (dp, rank), state in checkpoint.models.items() if rank == mp}
+    for dp, state in models.items():
+        rank = checkpoint.rank(dp, mp)
+        contents.add_leaves(engine_leaves(state, source), rank)
+        kinds = refused_kinds(state, checkpoint.aliases, trained)
+        contents.add_leaves(refused_leaves(state, (), kinds), rank)
+    _note_values(contents, models.values())
+    for (_, rank), optimizer in checkpoint.optimizers.items():
+        if rank == mp:
+            stray = optimizer.stored.keys() - _OPTIMIZER_FILE
+            contents.notes += stray_notes(optimizer.file.what, stray)
     for partition in checkpoint.partitions(mp):
-        found.add_leaves(optimizer_leaves(partition.state, checkpoint.source), partition.rank)
-        found.add_leaves(refused_leaves(partition.state, ("optimizer",)), partition.rank)
-    return found
+        contents.add_leaves(optimizer_leaves(partition.state, source), partition.rank)
+        contents.add_leaves(refused_leaves(partition.state, ("optimizer",)), partition.rank)
+    return contents
 
 
-def _note_values(found: RankContents, states: Iterable[State]) -> None:
+def _note_values(contents: RankContents, states: Iterable[State]) -> None:
     """Note what is no plain tensor where states hold a module's, by the first file that has it."""
     noted: set[Any] = set()
     for state in states:
@@ -211,63 +252,61 @@ def _note_values(found: RankContents, states: Iterable[State]) -> None:
             inner = state.inner(key)
             if isinstance(inner.readable, Refusal):
                 continue
-            names = [name for name in values_of(inner) if name not in noted]
-            found.notes += stray_notes(state.file.what, names)
+            names = [name for name in inner.value_names if name not in noted]
+            contents.notes += stray_notes(state.file.what, names)
             noted.update(names)
 
 
-def _add_stage_3(found: RankContents, checkpoint: Checkpoint, mp: int) -> set[str]:
+def _add_stage_3(contents: RankContents, checkpoint: Checkpoint, mp: int) -> set[str]:
     """Add what the files of ZeRO 3 hold; return the names of the trained parameters."""
-    grid = checkpoint.grid
+    parts = checkpoint.grid.data
     models = [
-        Partition(checkpoint.models[dp, mp], dp, checkpoint.rank(dp, mp)) for dp in range(grid.data)
+        Partition(checkpoint.models[dp, mp], dp, checkpoint.rank(dp, mp)) for dp in range(parts)
     ]
-    add_placeholders(found, models)
-    add_frozen_pieces(found, models, grid.data)
+    add_placeholders(contents, models)
+    add_frozen_pieces(contents, models, parts)
     shapes = shape_groups(checkpoint.models[0, mp])
-    work = partial(add_split_groups, ranks=checkpoint.partitions(mp), groups=shapes)
-    found.attempt(work)
+    contents.attempt(partial(add_split_groups, ranks=checkpoint.partitions(mp), groups=shapes))
     return {name for group in shapes for name in group}
 
 
 def _add_module_and_optimizer(
-    found: RankContents, checkpoint: Checkpoint, mp: int
+    contents: RankContents, checkpoint: Checkpoint, mp: int
 ) -> set[str] | None:
     """Add what the files of one rank hold; return the trained parameters where that is known."""
     state, rank = checkpoint.models[0, mp], checkpoint.rank(0, mp)
     groups = shape_groups(state)
     trained: set[str] | None = {name for group in groups for name in group} or None
     if checkpoint.optimizers:
-        found.attempt(partial(_add_flat_groups, checkpoint, mp, groups))
+        contents.attempt(partial(_add_flat_groups, checkpoint, mp, groups))
     elif not groups:
-        trained = found.attempt(partial(_add_whole_optimizer, checkpoint, mp))
+        trained = contents.attempt(partial(_add_whole_optimizer, checkpoint, mp))
         for number, leaves in refused_of_experts(checkpoint, mp):
-            found.add_leaves(leaves, number)
+            contents.add_leaves(leaves, number)
     if require_shallow(state.fields.get("module")) is not None:
-        add_module(found, state, checkpoint.aliases, trained, rank)
+        add_module(contents, state, checkpoint.aliases, trained, rank)
     if checkpoint.files.layers and mp < checkpoint.grid.tensor:
-        _add_layers(found, checkpoint, mp)
-    for expert in experts_of(checkpoint, mp).values():
-        for name, vector in all_tensors(expert).items():
-            found.add_whole(("module", name), vector, rank)
-        found.add_leaves(refused_leaves(expert, ("module",)), rank)
-        found.notes += stray_notes(expert.file.what, values_of(expert))
+        _add_layers(contents, checkpoint, mp)
+    for expert in read_experts(checkpoint, mp).values():
+        for name, vector in expert.tensors.items():
+            contents.add_whole(("module", name), vector, rank)
+        contents.add_leaves(refused_leaves(expert, ("module",)), rank)
+        contents.notes += stray_notes(expert.file.what, expert.value_names)
     return trained
 
 
 def _add_flat_groups(
-    checkpoint: Checkpoint, mp: int, groups: Sequence[Shapes], found: RankContents
+    checkpoint: Checkpoint, mp: int, groups: Sequence[Shapes], contents: RankContents
 ) -> None:
     config = checkpoint.models[0, mp].inner("ds_config")
     data_first = config.get("use_data_before_expert_parallelism") is True
-    add_flat_groups(found, checkpoint.partitions(mp), groups, data_first=data_first)
+    add_flat_groups(contents, checkpoint.partitions(mp), groups, data_first=data_first)
 
 
-def _add_layers(found: RankContents, checkpoint: Checkpoint, tensor: int) -> None:
+def _add_layers(contents: RankContents, checkpoint: Checkpoint, tensor: int) -> None:
     """Add the layers of all stages that are of one tensor-parallel rank."""
-    files, source, grid = checkpoint.files, checkpoint.source, checkpoint.grid
-    own = {n: file for (n, t), file in files.layers.items() if t == tensor}
-    layers = {n: read_state(source, file) for n, file in own.items()}
+    files, grid = checkpoint.files.layers, checkpoint.grid
+    layers = {n: checkpoint.state(file) for (n, rank), file in files.items() if rank == tensor}
     trained: dict[str, tuple[int, ...]] = {}
     buffers: set[str] = set()
     ranks = dict.fromkeys(layers, checkpoint.rank(0, tensor))
@@ -277,44 +316,36 @@ def _add_layers(found: RankContents, checkpoint: Checkpoint, tensor: int) -> Non
         buffers |= set(checkpoint.models[0, mp].names("buffer_names"))
         heads = {name.partition(".")[0] for name in shapes}
         ranks |= {n: checkpoint.rank(0, mp) for n in layers if str(n) in heads}
-    add_layers(found, layers, trained, buffers, ranks)
+    add_layers(contents, layers, trained, buffers, ranks)
     for n, state in layers.items():
-        found.add_leaves(refused_leaves(state, ("module", str(n))), ranks[n])
-        found.notes += stray_notes(state.file.what, values_of(state))
+        contents.add_leaves(refused_leaves(state, ("module", str(n))), ranks[n])
+        contents.notes += stray_notes(state.file.what, state.value_names)
 
 
-def _add_whole_optimizer(checkpoint: Checkpoint, mp: int, found: RankContents) -> set[str] | None:
-    """Add the optimizer of ZeRO 0; the trained parameters, None where nothing tells them."""
+def _add_whole_optimizer(
+    checkpoint: Checkpoint, mp: int, contents: RankContents
+) -> set[str] | None:
+    """Add the optimizer of ZeRO 0; return the trained parameters, None where nothing tells them."""
     state, source = checkpoint.models[0, mp], checkpoint.source
     if lost_optimizers(checkpoint) is not None:
         return None
-    if checkpoint.files.expert_optimizers:
-        named_experts = add_expert_optimizers(found, checkpoint, mp)
-        checkpoint.notes.append(_UNNAMED if named_experts is None else _BY_ORDER)
-        return named_experts
+    if checkpoint.expert_optimizers:
+        trained = add_expert_optimizers(contents, checkpoint, mp)
+        checkpoint.notes.append(_UNNAMED if trained is None else _BY_ORDER)
+        return trained
     optimizer = state.stored.get("optimizer")
     if not isinstance(optimizer, dict) or not optimizer:
         return None
     inner, rank = state.inner("optimizer"), checkpoint.rank(0, mp)
     require_all_tensors(state.inner("module"))
     weights = module_weights(state)
-    named = add_whole_optimizer(found, inner, weights, rank)
-    if len(named or ()) < len(weights):
+    names = add_whole_optimizer(contents, inner, weights, rank)
+    if len(names or ()) < len(weights):
         require_all_tensors(state.inner("module"), values=True)
-    if named is None:
-        found.add_leaves(raw_leaves(optimizer, state, source), rank)
+    if names is None:
+        contents.add_leaves(raw_leaves(optimizer, state, source), rank)
         checkpoint.notes.append(_UNNAMED)
         return None
-    found.add_leaves(optimizer_leaves(inner, source), rank)
+    contents.add_leaves(optimizer_leaves(inner, source), rank)
     checkpoint.notes.append(_BY_ORDER)
-    return set(named)
-
-
-_UNNAMED = (
-    "without ZeRO the optimizer's parameters are numbers, and their shapes fit several names:"
-    " they are kept as optimizer.state.<number>"
-)
-_BY_ORDER = (
-    "without ZeRO the optimizer's parameters are numbers: their names follow from their order"
-    " and shapes"
-)
+    return set(names)

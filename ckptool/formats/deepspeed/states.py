@@ -1,4 +1,4 @@
-"""The states in DeepSpeed's files, as far as the layout of tensors depends on them."""
+"""The dicts in DeepSpeed's files: their tensors, what lays them out, and values besides."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ckptool.core.catalog import Path, Place
+from ckptool.core.catalog import Path, Place, flat_name
 from ckptool.core.dtype import DType
 from ckptool.errors import Damaged, Refusal, SourceError, refused
 from ckptool.serialization.archive.read import TorchFile, read_torch_file
@@ -20,26 +20,39 @@ from ckptool.serialization.archive.tensors import (
     sizes,
 )
 from ckptool.serialization.pickle.load import require_harmless
+from ckptool.serialization.pickle.records import Call
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.leaves import (
     Barred,
+    Leaf,
+    read_leaves,
     refusal_in,
     require_readable,
     with_refusals,
 )
 
-LAYOUT = frozenset(
+_LAYOUT = frozenset(
     "module optimizer param_shapes frozen_param_shapes frozen_param_fragments buffer_names"
     " shared_params".split()
 )
-PARTITIONS = frozenset(
+_PARTITIONS = frozenset(
     "base_optimizer_state optimizer_state_dict single_partition_of_fp32_groups fp32_flat_groups"
     " fp32_groups fp32_groups_flat group_paddings param_alignment_paddings partition_count"
     " param_slice_mappings state param_groups".split()
 )
-
+CLIENT = "client_state"
 _OPTIMIZERS = ("optimizer", "optimizer_state_dict")
+_WRAPPERS = ("base_optimizer_state", "optimizer_state_dict")
+"""What DeepSpeed keeps torch's own optimizer under."""
 _NAMING = ("params", "name", "moe")
+_ENGINE = frozenset(
+    "lr_scheduler data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size"
+    " mp_world_size checkpoint_parallel_dimensions ds_config ds_version num_experts"
+    " ds_autoep_layers csr_tensor_module_names sparse_tensor_module_names"
+    " universal_checkpoint_info".split()
+)
+_LOSS_SCALERS = "deepspeed.runtime.fp16.loss_scaler."
+_ENUMS = "deepspeed.runtime.zero.config."
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +135,7 @@ class State:
         return [text for text in self._typed(value, list | tuple, key) if isinstance(text, str)]
 
     def groups(self) -> list[dict[str, Any]]:
-        """What names and orders parameters in the ``param_groups`` of this state, if it has any.
+        """Return what names and orders parameters in the ``param_groups`` of this state, if any.
 
         Barred where some of that is refused; what else a group holds is not looked at.
         """
@@ -135,6 +148,25 @@ class State:
         tensor = plain_tensor(value)
         return None if tensor is None else Vector(tensor, place_of(tensor, self.file))
 
+    @property
+    def tensors(self) -> dict[str, Vector]:
+        """The plain tensors of the dict by their names, without what is refused."""
+        vectors = {str(name): self.vector(value) for name, value in self.fields.items()}
+        return {name: vector for name, vector in vectors.items() if vector is not None}
+
+    @property
+    def refusals(self) -> dict[str, Refusal]:
+        """Why entries of the dict are refused, by their names."""
+        reasons = {str(k): refusal_in(v) for k, v in self.fields.items()} if self.refused else {}
+        return {name: why for name, why in reasons.items() if why is not None}
+
+    @property
+    def value_names(self) -> list[Any]:
+        """The names of what is no plain tensor, but for what is refused."""
+        refused = self.refusals
+        values = (name for name, value in self.fields.items() if plain_tensor(value) is None)
+        return [name for name in values if str(name) not in refused]
+
     def _typed(self, value: Any, kind: Any, key: str) -> Any:
         if isinstance(value, kind):
             return value
@@ -143,7 +175,7 @@ class State:
 
 @contextmanager
 def malformed_is_damaged(what: str) -> Iterator[None]:
-    """Damaged where a state is of another make than any DeepSpeed writes, wherever that shows.
+    """Raise Damaged where a state is of another make than any DeepSpeed writes.
 
     Where everything depends on a part that is refused, that is raised: Hostile or Damaged.
     """
@@ -158,7 +190,7 @@ def malformed_is_damaged(what: str) -> Iterator[None]:
 
 
 def read_state(source: Source, file: str) -> State:
-    """The dict in a file that torch.save wrote, with refusals in place of what cannot be read.
+    """Return the dict in a file of torch.save's, with refusals in place of what cannot be read.
 
     Raises Damaged where it is something else, Hostile where what can run code is no such part.
     """
@@ -168,18 +200,15 @@ def read_state(source: Source, file: str) -> State:
             f"{file}: holds {shown(opened.inert)}, DeepSpeed writes a dict there",
             "file-type-mismatch",
         )
-    readable, refused = with_refusals(opened, source)
+    readable, reasons = with_refusals(opened, source)
     require_harmless(opened.narrowed(readable).hostile)
-    for path, why in refused.items():
+    for path, why in reasons.items():
         why.part = "optimizer" if path[0] in _OPTIMIZERS else None
-    return State(opened, opened.inert, readable, refused)
+    return State(opened, opened.inert, readable, reasons)
 
 
 def read_optimizer(source: Source, file: str) -> State:
-    """Return the dict in a file of optimizer states.
-
-    One that cannot be read is refused as a whole.
-    """
+    """Return the dict in a file of optimizer states, all of it refused if it cannot be read."""
     try:
         return read_state(source, file)
     except SourceError as error:
@@ -202,43 +231,30 @@ def require_shallow(value: Any) -> Any:
     return value
 
 
-def shape_groups(state: State, key: str = "param_shapes") -> list[dict[str, tuple[int, ...]]]:
-    """Parameter shapes by name, one dict a group, in the order of the flat buffers.
+def shallow_mapping(value: Any) -> Mapping[Any, Any]:
+    """Return a dict, or an empty one for anything else; Barred where it is refused itself."""
+    return dict_or_empty(require_shallow(value))
+
+
+def shape_groups(state: State) -> list[dict[str, tuple[int, ...]]]:
+    """Return parameter shapes by name, one dict a group, in the order of the flat buffers.
 
     DeepSpeed before 0.5.4 wrote one dict for the only group.
     """
+    key = "param_shapes"
     value = state.get(key) or []
     groups = [value] if isinstance(value, dict) else state.sequence(key) if value else []
-    found = []
+    shapes = []
     for group in groups:
         if not isinstance(group, dict):
             raise Damaged(f"{state.file.what}: {key} holds {shown(group)}", "metadata-unreadable")
-        found.append({str(name): sizes(shape) for name, shape in group.items()})
-    return found
+        shapes.append({str(name): sizes(shape) for name, shape in group.items()})
+    return shapes
 
 
-def named_tensors(state: State, key: str) -> dict[str, Vector]:
-    """The tensors of a dict in a state by their names, without what is refused or no plain one."""
-    return all_tensors(state.inner(key))
-
-
-def all_tensors(state: State) -> dict[str, Vector]:
-    """Return the tensors of a state by their names, without what is refused or no plain tensor."""
-    found = {str(name): state.vector(value) for name, value in state.fields.items()}
-    return {name: vector for name, vector in found.items() if vector is not None}
-
-
-def values_of(state: State) -> list[Any]:
-    """Return the names in a state of what is no plain tensor, but for what is refused."""
-    refused = refused_entries(state)
-    values = (name for name, value in state.fields.items() if plain_tensor(value) is None)
-    return [name for name in values if str(name) not in refused]
-
-
-def refused_entries(state: State) -> dict[str, Refusal]:
-    """Return why entries of a state are refused, by their names."""
-    found = {str(k): refusal_in(v) for k, v in state.fields.items()} if state.refused else {}
-    return {name: why for name, why in found.items() if why is not None}
+def trained_shapes(state: State) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all parameters in the optimizer's groups; empty without ZeRO."""
+    return {name: shape for group in shape_groups(state) for name, shape in group.items()}
 
 
 def require_all_tensors(*states: State, values: bool = False) -> None:
@@ -247,6 +263,99 @@ def require_all_tensors(*states: State, values: bool = False) -> None:
     With ``values``, also where it is none now: another name could fit in its place.
     """
     for state in states:
-        for why in refused_entries(state).values():
+        for why in state.refusals.values():
             if values or why.may_be_tensor:
                 raise Barred(why)
+
+
+# Values
+
+
+def engine_leaves(state: State, source: Source) -> dict[str, Leaf]:
+    """Return the values of a model file. Keys that DeepSpeed does not know are the script's own."""
+    values: dict[Any, Any] = {}
+    client: dict[Any, Any] = {}
+    for key, value in state.stored.items():
+        if key not in _LAYOUT:
+            (values if key in _ENGINE else client)[key] = value
+    if client:
+        values[CLIENT] = client
+    return read_leaves(state.file.narrowed(values), source, refuse=True)
+
+
+def refused_leaves(
+    state: State, prefix: Path = (), kinds: Mapping[str, str] | None = None
+) -> dict[str, Leaf]:
+    """Return what is refused of a file's tensors and of their layout, each part by its name.
+
+    Without a ``prefix`` that is a model file's; ``kinds`` say which names in its module are those
+    of a ``buffer`` or of a ``frozen`` parameter. Other values are ``engine_leaves`` and
+    ``optimizer_leaves``, which refuse theirs.
+    """
+    leaves: dict[str, Leaf] = {}
+    for path, why in state.refused.items():
+        is_value = path[:1] == ("optimizer_state_dict",) and {*path[1:2]} - _PARTITIONS
+        if is_value or not (prefix or path[0] in _LAYOUT):
+            continue
+        inner = path[1:] if path[:1] == prefix else path
+        full = (*prefix, *(step for step in inner if step not in _WRAPPERS))
+        if kinds and path[0] == "module":
+            full = (kinds[str(path[1])], *path[1:])
+        leaves[flat_name(full)] = Leaf(full, why.called(flat_name(full)), bool(why.part))
+    return leaves
+
+
+def optimizer_leaves(optimizer: State, source: Source) -> dict[str, Leaf]:
+    """Return the values of an optimizer that are no parameter's: its groups, the loss scale."""
+    values = {key: _plain(v) for key, v in optimizer.stored.items() if key not in _PARTITIONS}
+    groups = param_groups(optimizer.stored)
+    if groups:
+        values["param_groups"] = groups
+    if not values:
+        return {}
+    file = optimizer.file.narrowed(values)
+    return read_leaves(file, source, prefix=("optimizer",), refuse=True)
+
+
+def raw_leaves(optimizer: Any, state: State, source: Source) -> dict[str, Leaf]:
+    """Return an optimizer's state dict as it is, for each rank."""
+    file = state.file.narrowed(optimizer)
+    return read_leaves(file, source, prefix=("optimizer",), rank_state=True, refuse=True)
+
+
+def param_groups(optimizer: Any) -> Any:
+    """Return torch's param_groups as stored, wherever the kind of optimizer keeps them."""
+    stored = dict_or_empty(optimizer)
+    for key in _WRAPPERS:
+        inner = stored.get(key)
+        if isinstance(inner, dict):
+            return inner.get("param_groups")
+    return stored.get("param_groups")
+
+
+def _plain(value: Any) -> Any:
+    """Return a loss scaler as the dict of its attributes, an enum's member as its value."""
+    if isinstance(value, Call) and value.name.startswith(_LOSS_SCALERS):
+        return dict(value.fields)
+    if isinstance(value, Call) and value.name.startswith(_ENUMS) and len(value.args) == 1:
+        return value.args[0]
+    return value
+
+
+def zero_stage(model: State, optimizer: State | None) -> int | None:
+    """Return the stage of ZeRO, by the optimizer's file or the configuration; None where it is odd.
+
+    Raises Barred where the latter is refused, and the former does not tell it.
+    """
+    stage = _plain(optimizer.stored.get("zero_stage")) if optimizer else None
+    if isinstance(stage, int):
+        return stage
+    config = shallow_mapping(model.fields.get("ds_config"))
+    zero = shallow_mapping(config.get("zero_optimization"))
+    stage = require_shallow(zero.get("stage", 0))
+    return stage if isinstance(stage, int) else None
+
+
+def dict_or_empty(value: Any) -> Mapping[Any, Any]:
+    """Return a value that is a dict, or an empty one."""
+    return value if isinstance(value, dict) else {}

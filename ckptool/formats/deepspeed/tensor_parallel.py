@@ -1,36 +1,165 @@
-"""How tensor-parallel shards fit together, as ``universal_checkpoint_info`` tells it.
+"""How tensor-parallel shards fit together, and their merge into whole tensors.
 
-Megatron-DeepSpeed and DeepSpeed's automatic tensor parallelism write it for DeepSpeed's own
-universal checkpoints (``checkpoint/ds_to_universal.py``, 0.19): patterns of parameters that are
-replicated, cut along dim 1, or made of several parts; all others are cut along dim 0. Without it
-nothing in the files tells how shards fit together.
+Megatron-DeepSpeed and DeepSpeed's automatic tensor parallelism write ``universal_checkpoint_info``
+for DeepSpeed's own universal checkpoints (``checkpoint/ds_to_universal.py``, 0.19): patterns of
+parameters that are replicated, cut along dim 1, or made of several parts; all others are cut along
+dim 0. Without it nothing in the files tells how shards fit together.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptool.core.box import Box, row_major_strides
+from ckptool.core.catalog import RankStep, TensorEntry, merge_copies
 from ckptool.core.sharding.tensor_parallel import (
     COLUMN,
     GATED,
     REPLICATED,
     ROW,
     Fit,
+    RankShard,
     Shape,
+    TpRule,
     fit_blocks,
     fit_ranks,
+    merge_shards,
+    named_rule,
+    require_matched,
+    unmerged,
 )
-from ckptool.errors import Undetermined, Unsupported
+from ckptool.errors import Damaged, Refusal, Undetermined, Unsupported
+from ckptool.formats.base import ScanOptions
+from ckptool.formats.deepspeed.checkpoint import Grid
+from ckptool.formats.deepspeed.partitions import Name, RankContents
 from ckptool.serialization.archive.tensors import natural, sizes
 from ckptool.serialization.pickle.records import Call, Global
+from ckptool.serialization.state_dict.leaves import Assembled
 
+_TIED = "tied_modules."
 _LONGEST = 1000
 _MOST_REPEATS = 4
 _SUB_PARAM_SHAPE = Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
 _REPEATED_GROUP = re.compile(r"\)\s*[*+?{]")
+
+
+def merge_contents(
+    assembled: Assembled,
+    contents: Sequence[RankContents],
+    grid: Grid,
+    info: Mapping[str, Any],
+    options: ScanOptions,
+) -> None:
+    """Add the tensors of all model-parallel ranks to what was assembled.
+
+    Shards that nothing says how to join become conflicts, or ``NAME@rankR`` with ``per_rank``.
+    A rule that was given decides before ``info``, which is ``universal_checkpoint_info``, does.
+    What a rank has refused is left out.
+    """
+    names = dict.fromkeys(name for rank in contents for name in rank.tensors)
+    refused = {n for n, why in assembled.conflicts.items() if isinstance(why, Refusal)}
+    require_matched(options.tp_rules, sorted({parameter for _, parameter in names}))
+    for name in names:
+        text = ".".join(name)
+        if text in refused:
+            continue
+        try:
+            shards = _shards(name, contents, grid)
+        except Damaged as error:
+            if not refused:
+                raise
+            assembled.conflicts[text] = _lacking(name, error)
+            continue
+        try:
+            rule = named_rule(options.tp_rules, name[1])
+            assembled.tensors[text] = merge_tensor(name, shards, info, rule)
+        except Undetermined as why:
+            if options.per_rank:
+                assembled.tensors |= _unmerged_entries(name, shards, grid)
+            else:
+                shapes = [shard.shape for shard in shards.values()]
+                conflict = unmerged(text, name[1], shapes, why, "sharding-unrecorded")
+                assembled.conflicts[text] = conflict
+
+
+def _lacking(name: Name, error: Damaged) -> Refusal:
+    """Return why a tensor is refused of which a rank has no shard, where ranks refuse some."""
+    text, why = ".".join(name), error.message
+    refusal = Refusal(why, why.code, file=why.file, tensor=text)
+    refusal.part = "model" if name[0] in ("module", "frozen", "buffer") else "optimizer"
+    refusal.derived = True
+    return refusal
+
+
+def _shards(name: Name, contents: Sequence[RankContents], grid: Grid) -> dict[int, RankShard]:
+    """Return the shards of the first stage that holds a tensor, by ``mp`` rank.
+
+    Only tied modules are held by several stages, and those keep them equal. Automatic tensor
+    parallelism gives a rank without heads an empty shard, which its optimizer leaves out.
+    """
+    shards = {mp: c.tensors[name] for mp, c in enumerate(contents) if name in c.tensors}
+    dtype = next(iter(shards.values())).dtype
+    for mp, rank in enumerate(contents):
+        weight = rank.tensors.get(("module", name[1]))
+        if mp not in shards and weight is not None and not math.prod(weight.shape):
+            shards[mp] = RankShard(dtype, weight.shape)
+    stages = sorted({mp // grid.tensor for mp in shards})
+    if len(stages) > 1 and not name[1].startswith(_TIED):
+        raise Damaged(
+            f"{'.'.join(name)}: pipeline stages {stages} hold it, but it is not tied",
+            "ranks-disagree",
+        )
+    ranks = range(stages[0] * grid.tensor, (stages[0] + 1) * grid.tensor)
+    missing = [mp for mp in ranks if mp not in shards]
+    if missing:
+        message = f"{'.'.join(name)}: mp_rank {missing[0]:02d} has no shard of it"
+        raise Damaged(message, "rank-missing", tensor=".".join(name))
+    return {mp: shards[mp] for mp in ranks}
+
+
+def merge_tensor(
+    name: Name,
+    shards: Mapping[int, RankShard],
+    info: Mapping[str, Any] | None = None,
+    rule: TpRule | None = None,
+) -> TensorEntry:
+    """Return the tensor that shards make, by ``mp`` rank. Raises Undetermined, see ``fit_shards``.
+
+    Raises Damaged where ranks hold it in several dtypes.
+    """
+    ranks, text = list(shards.values()), ".".join(name)
+    if len(ranks) == 1:
+        (shard,) = ranks
+        return TensorEntry(text, name, shard.dtype, shard.shape, merge_copies(shard.chunks))
+    if len({shard.dtype for shard in ranks}) > 1:
+        message = f"{text}: the tensor-parallel ranks hold it in several element types"
+        raise Damaged(message, "ranks-disagree", tensor=text)
+    shapes = [shard.shape for shard in ranks]
+    fits = fit_shards(name[1], shapes, info or {}) if rule is None else fit_ranks(shapes, rule)
+    if all(fit.is_whole for fit in fits):  # ZeRO may cut the copies of a tensor differently
+        boxes = {chunk.box for chunk in ranks[0].chunks}
+        ranks = [shard for shard in ranks if {chunk.box for chunk in shard.chunks} == boxes]
+    return merge_shards(text, name, ranks, fits[: len(ranks)])
+
+
+def _unmerged_entries(
+    name: Name, shards: Mapping[int, RankShard], grid: Grid
+) -> dict[str, TensorEntry]:
+    """Return each rank's shard as a tensor of its own, ``NAME@rankR``."""
+    entries = {}
+    for mp, shard in shards.items():
+        rank = grid.rank(0, mp)
+        text = f"{'.'.join(name)}@rank{rank}"
+        path = (name[0], RankStep(name[1], rank))
+        chunks = merge_copies(shard.chunks)
+        entries[text] = TensorEntry(text, path, shard.dtype, shard.shape, chunks)
+    return entries
+
+
+# How shards fit together
 
 
 def fit_shards(name: str, shapes: Sequence[Shape], info: Mapping[str, Any]) -> list[Fit]:
@@ -40,12 +169,12 @@ def fit_shards(name: str, shapes: Sequence[Shape], info: Mapping[str, Any]) -> l
     """
     if not info:
         raise Undetermined("no universal_checkpoint_info says how they were cut")
-    for pattern, reason in _mapping(info, "autotp_unsupported_parameter_patterns").items():
-        if _matches(str(pattern), name):
-            raise Undetermined(str(reason))
-    affine = _matching_map(name, info)
-    if affine is not None:
-        return fit_affine_map(affine, shapes)
+    for reason in _matching(info.get("autotp_unsupported_parameter_patterns"), name):
+        raise Undetermined(str(reason))
+    affine = info.get("affine_map")
+    for entry in _matching(affine.get("params") if isinstance(affine, dict) else None, name):
+        if isinstance(entry, dict):
+            return _fit_affine_map(entry, shapes)
     if _listed(name, info, "tp_replicated_parameter_patterns"):
         return fit_ranks(shapes, REPLICATED)
     if _listed(name, info, "parameter_to_average_patterns"):
@@ -57,9 +186,6 @@ def fit_shards(name: str, shapes: Sequence[Shape], info: Mapping[str, Any]) -> l
         return _fit_of_parts(name, parts, shapes, info)
     rows = _listed(name, info, "parameter_with_row_parallelism_patterns")
     return fit_ranks(shapes, ROW if rows else COLUMN)
-
-
-# Parameters made of several parts
 
 
 def _sub_params(name: str, info: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -77,21 +203,15 @@ def _fit_of_parts(
     spec = parts.get("shape")
     if not isinstance(spec, list | tuple) or len(spec) != len(shapes[0]):
         raise Undetermined("its parts have a different shape from its own")
-    widths = next(
-        (
-            [list(map(natural, part)) for part in stored]
-            for pattern, stored in _mapping(info, "sub_param_shard_widths").items()
-            if _matches(str(pattern), name)
-        ),
-        None,
-    )
-    return fit_blocks(
-        shapes, dim, widths or _even_widths(spec[dim], sum(s[dim] for s in shapes), shapes)
-    )
+    stored = next(_matching(info.get("sub_param_shard_widths"), name), None)
+    widths = [list(map(natural, part)) for part in stored or ()]
+    if not widths:
+        widths = _even_widths(spec[dim], sum(shape[dim] for shape in shapes), shapes)
+    return fit_blocks(shapes, dim, widths)
 
 
 def _even_widths(spec: Any, total: int, shapes: Sequence[Shape]) -> list[list[int]]:
-    """Even cuts, from the parts' sizes or from their number alone (before version 0.4)."""
+    """Return even cuts, from the parts' sizes or from their number alone (before version 0.4)."""
     if isinstance(spec, int):
         spec = (total // spec,) * spec if spec and not total % spec else ()
     parts, ranks = sizes(spec), len(shapes)
@@ -100,89 +220,11 @@ def _even_widths(spec: Any, total: int, shapes: Sequence[Shape]) -> list[list[in
     return [[part // ranks] * ranks for part in parts]
 
 
-def _matching_map(name: str, info: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    stored = info.get("affine_map")
-    params = stored.get("params") if isinstance(stored, dict) else None
-    for pattern, entry in (params or {}).items():
-        if _matches(str(pattern), name) and isinstance(entry, dict):
-            return entry
-    return None
+def _fit_affine_map(entry: Mapping[str, Any], shapes: Sequence[Shape]) -> list[Fit]:
+    """Return the fits of a map of strided views (``checkpoint/affine.py``, version 1).
 
-
-# Patterns
-
-
-def _mapping(info: Mapping[str, Any], key: str) -> Mapping[Any, Any]:
-    value = info.get(key)
-    return value if isinstance(value, dict) else {}
-
-
-def _listed(name: str, info: Mapping[str, Any], key: str) -> bool:
-    patterns = info.get(key)
-    found: Iterator[str] = (p for p in patterns or [] if isinstance(p, str))
-    return any(_matches(pattern, name) for pattern in found)
-
-
-def _matches(pattern: str, name: str) -> bool:
-    """``re.match``, for patterns that take no more than a moment."""
-    repeats = len(re.findall(r"(?<!\\)[*+{]", pattern))
-    if len(pattern) + len(name) > _LONGEST or repeats > _MOST_REPEATS:
-        raise Unsupported(f"universal_checkpoint_info: the pattern {pattern[:80]!r} is too long")
-    if _REPEATED_GROUP.search(pattern):
-        raise Unsupported(f"universal_checkpoint_info: {pattern[:80]!r} repeats a group")
-    try:
-        return re.match(pattern, name) is not None
-    except (re.error, RecursionError):
-        raise Unsupported(f"universal_checkpoint_info: {pattern[:80]!r} is not a pattern") from None
-
-
-# Universal checkpoints
-
-
-def tensor_parallel_layout(name: str, shape: Shape, info: Mapping[str, Any]) -> dict[str, Any]:
-    """What a universal checkpoint's file says of how a parameter is cut for tensor parallelism."""
-    found: dict[str, Any] = {}
-    parts = _sub_params(name, info)
-    if parts is not None:
-        return {"sub_param_shape": _sub_param_shape(parts, shape)}
-    if _listed(name, info, "vocabulary_parameter_patterns"):
-        found["vocab_tensor"] = True
-    if _listed(name, info, "tp_replicated_parameter_patterns"):
-        return found
-    if _listed(name, info, "parameter_with_2_sub_params_cat_dim_0"):
-        return found | {"cat_dim": 0, "param_n_sub_params": 2}
-    rows = _listed(name, info, "parameter_with_row_parallelism_patterns")
-    return found | {"cat_dim": 1 if rows else 0}
-
-
-def _sub_param_shape(parts: Mapping[str, Any], shape: Shape) -> Call:
-    """DeepSpeed's own record of a parameter's parts (``checkpoint/universal_checkpoint.py``)."""
-    dim, spec = natural(parts.get("partition_dim")), parts.get("shape")
-    if not isinstance(spec, list | tuple) or dim >= min(len(spec), len(shape)):
-        raise Unsupported(
-            "universal_checkpoint_info: parts of another shape than their parameter's"
-        )
-    count = spec[dim]
-    widths = (shape[dim] // count,) * count if isinstance(count, int) and count else count
-    record = Call(_SUB_PARAM_SHAPE, (), is_new=True)
-    record.state = {
-        "patterns": list(parts.get("patterns") or []),
-        "shape": (*spec[:dim], widths, *spec[dim + 1 :]),
-        "partition_dim": dim,
-    }
-    return record
-
-
-def kept_rows(name: str, shape: Shape, info: Mapping[str, Any]) -> int:
-    """Return the rows of a parameter without the padding of a vocabulary."""
-    original = info.get("original_vocab_size")
-    if type(original) is not int or not _listed(name, info, "vocabulary_parameter_patterns"):
-        return shape[0]
-    return min(shape[0], original)
-
-
-def fit_affine_map(entry: Mapping[str, Any], shapes: Sequence[Shape]) -> list[Fit]:
-    """A map of strided views (``checkpoint/affine.py``, version 1), where all of them are boxes."""
+    Raises Undetermined where one of them is no box.
+    """
     whole, ranks = sizes(entry.get("logical_shape")), entry.get("ranks")
     if not isinstance(ranks, dict) or {int(rank) for rank in ranks} != set(range(len(shapes))):
         raise Undetermined("its affine map is for different ranks")
@@ -222,3 +264,75 @@ def _strided_box(size: Shape, view: Any, shape: Shape) -> Box:
     if not fits or left or not Box.whole(shape).contains(box):
         raise Undetermined("its affine map has views that are not boxes")
     return box
+
+
+# Patterns
+
+
+def _matching(values: Any, name: str) -> Iterator[Any]:
+    """Yield the values of a dict's patterns that match the name; none where it is no dict."""
+    for pattern, value in values.items() if isinstance(values, dict) else ():
+        if _matches(str(pattern), name):
+            yield value
+
+
+def _listed(name: str, info: Mapping[str, Any], key: str) -> bool:
+    patterns = (pattern for pattern in info.get(key) or [] if isinstance(pattern, str))
+    return any(_matches(pattern, name) for pattern in patterns)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Match a name from its start. Unsupported for patterns that may take more than a moment."""
+    repeats = len(re.findall(r"(?<!\\)[*+{]", pattern))
+    if len(pattern) + len(name) > _LONGEST or repeats > _MOST_REPEATS:
+        raise Unsupported(f"universal_checkpoint_info: the pattern {pattern[:80]!r} is too long")
+    if _REPEATED_GROUP.search(pattern):
+        raise Unsupported(f"universal_checkpoint_info: {pattern[:80]!r} repeats a group")
+    try:
+        return re.match(pattern, name) is not None
+    except (re.error, RecursionError):
+        raise Unsupported(f"universal_checkpoint_info: {pattern[:80]!r} is not a pattern") from None
+
+
+# Universal checkpoints
+
+
+def tensor_parallel_layout(name: str, shape: Shape, info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a universal checkpoint's file says of a parameter's cut, by DeepSpeed's keys."""
+    parts = _sub_params(name, info)
+    if parts is not None:
+        return {"sub_param_shape": _sub_param_shape(parts, shape)}
+    vocabulary = _listed(name, info, "vocabulary_parameter_patterns")
+    fields: dict[str, Any] = {"vocab_tensor": True} if vocabulary else {}
+    if _listed(name, info, "tp_replicated_parameter_patterns"):
+        return fields
+    if _listed(name, info, "parameter_with_2_sub_params_cat_dim_0"):
+        return fields | {"cat_dim": 0, "param_n_sub_params": 2}
+    rows = _listed(name, info, "parameter_with_row_parallelism_patterns")
+    return fields | {"cat_dim": 1 if rows else 0}
+
+
+def _sub_param_shape(parts: Mapping[str, Any], shape: Shape) -> Call:
+    """Return DeepSpeed's record of a parameter's parts (``checkpoint/universal_checkpoint.py``)."""
+    dim, spec = natural(parts.get("partition_dim")), parts.get("shape")
+    if not isinstance(spec, list | tuple) or dim >= min(len(spec), len(shape)):
+        raise Unsupported(
+            "universal_checkpoint_info: the parts differ in shape from their parameter"
+        )
+    count = spec[dim]
+    widths = (shape[dim] // count,) * count if isinstance(count, int) and count else count
+    record = Call(_SUB_PARAM_SHAPE, (), is_new=True)
+    record.state = {
+        "patterns": list(parts.get("patterns") or []),
+        "shape": (*spec[:dim], widths, *spec[dim + 1 :]),
+        "partition_dim": dim,
+    }
+    return record
+
+
+def kept_rows(name: str, shape: Shape, info: Mapping[str, Any]) -> int:
+    """Return the rows of a parameter without the padding of a vocabulary."""
+    original = info.get("original_vocab_size")
+    if type(original) is not int or not _listed(name, info, "vocabulary_parameter_patterns"):
+        return shape[0]
+    return min(shape[0], original)

@@ -1,10 +1,12 @@
-"""Read a universal checkpoint: ``zero``, and the model files beside it.
-
-The ``zero`` folder of a universal checkpoint: a folder per parameter, a file a state.
+"""Universal checkpoints, read and written: ``zero``, a folder a parameter, and model files.
 
 DeepSpeed's ``ds_to_universal`` (0.10 to 0.19) writes ``{"param": tensor, ...}``, from ZeRO 3 a bare
 vector without a shape, and ``step.pt`` a bare tensor or number. It also writes masters for what has
 none: frozen parameters, buffers and tied names, rounded; the model file has those as they were.
+
+Written is what DeepSpeed 0.19 loads with ``checkpoint.load_universal``. ZeRO 1 and 2 read
+``mp_rank_00_model_states.pt``, ZeRO 3 reads ``zero_pp_rank_0_...``, all of them ``zero``; both
+model files are written, so that any stage can resume.
 """
 
 from __future__ import annotations
@@ -12,164 +14,172 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from ckptool.core.catalog import Catalog
-from ckptool.errors import Damaged, SourceError
-from ckptool.formats.base import ScanOptions
-from ckptool.formats.deepspeed.checkpoint import Checkpoint, read_checkpoint, whole_entries
-from ckptool.formats.deepspeed.files import (
+from ckptool.core.box import Box
+from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
+from ckptool.core.layout import FileLayout, Layout, Literal
+from ckptool.errors import Damaged, SourceError, Unsupported
+from ckptool.formats.base import Request, ScanOptions
+from ckptool.formats.deepspeed.checkpoint import (
     LATEST_UNIVERSAL,
     OPTIMIZER_STATE,
+    Checkpoint,
     find_files,
+    read_checkpoint,
     tag_folder,
     without_copies,
 )
-from ckptool.formats.deepspeed.frozen import note_excluded
-from ckptool.formats.deepspeed.partitions import MASTER, STATES, RankContents, Run, run_chunks
-from ckptool.formats.deepspeed.scan import add_tied_masters, all_holdings, assembled, catalog_of
+from ckptool.formats.deepspeed.partitions import MASTER, STATES, RankContents, Run
+from ckptool.formats.deepspeed.scan import assemble_contents, describe_checkpoint, read_contents
 from ckptool.formats.deepspeed.states import (
+    CLIENT,
     State,
-    Vector,
+    optimizer_leaves,
     read_optimizer,
     refusal_of_error,
-    require_shallow,
+    refused_leaves,
+    shallow_mapping,
+    trained_shapes,
 )
-from ckptool.formats.deepspeed.values import optimizer_leaves, refused_leaves
-from ckptool.formats.deepspeed.weights import trained_shapes
+from ckptool.formats.deepspeed.tensor_parallel import kept_rows, tensor_parallel_layout
+from ckptool.formats.writing import plain_objects
 from ckptool.serialization.archive.read import read_torch_file
 from ckptool.serialization.archive.tensors import shown
+from ckptool.serialization.archive.write import torch_archive
+from ckptool.serialization.pickle.records import Call, Global, OrderedMapping
+from ckptool.serialization.pickle.write import TensorRef
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.leaves import Barred, Leaf
+from ckptool.serialization.state_dict.tree import nest
 from ckptool.serialization.state_dict.values import stray_notes
+
+_MODEL_KINDS = ("module", "frozen", "buffer")
+_STEP = "step"
+_SUFFIX = ".pt"
+_FIELDS = frozenset("param cat_dim param_n_sub_params sub_param_shape vocab_tensor".split())
+"""A parameter's state, and how it was cut for tensor parallelism, which is undone."""
+_VERSION = "0.19.8"
+_MODEL_FILES = ("mp_rank_00_model_states", "zero_pp_rank_0_mp_rank_00_model_states")
 
 
 def scan(source: Source, options: ScanOptions) -> Catalog:
-    """The catalog of the universal checkpoint that the marker names, or that the source is."""
+    """Return the catalog of the universal checkpoint that the marker names, or the source is."""
     folder = tag_folder(source, LATEST_UNIVERSAL)
     files = find_files(without_copies(source.files), folder)
     checkpoint = read_checkpoint(source, files)
-    holdings = all_holdings(checkpoint)
-    states = _states(checkpoint, holdings, folder)
-    holdings[0].add_leaves(states.leaves.get(0, {}), 0)
-    holdings[0].notes += states.notes
-    found = assembled(checkpoint, holdings, options)
-    found.tensors |= whole_entries(states)
-    add_tied_masters(found, checkpoint.aliases)
-    note_excluded(checkpoint, found)
-    kept = [path for _, _, path in state_files(source, folder)]
-    paths = [*files.all, *kept, folder + OPTIMIZER_STATE, *([LATEST_UNIVERSAL] if folder else [])]
-    return catalog_of("deepspeed-universal", checkpoint, found, paths)
+    contents = read_contents(checkpoint)
+    states = _read_states(checkpoint, contents, folder)
+    contents[0].add_leaves(states.leaves.get(0, {}), 0)
+    contents[0].notes += states.notes
+    assembled = assemble_contents(checkpoint, contents, options, states)
+    state_paths = [path for _, _, path in _state_files(source, folder)]
+    marker = [LATEST_UNIVERSAL] if folder else []
+    paths = [*files.all, *state_paths, folder + OPTIMIZER_STATE, *marker]
+    return describe_checkpoint("deepspeed-universal", checkpoint, assembled, paths)
 
 
-def _states(checkpoint: Checkpoint, holdings: list[RankContents], folder: str) -> RankContents:
+def _read_states(checkpoint: Checkpoint, contents: list[RankContents], folder: str) -> RankContents:
     """Return what ``zero`` holds. Damaged where the state of a trained parameter is missing."""
-    source, found = checkpoint.source, RankContents()
+    source, states = checkpoint.source, RankContents()
     if folder + OPTIMIZER_STATE not in source.files:
         message = f"{folder}{OPTIMIZER_STATE} is missing: the conversion to a universal checkpoint"
         raise Damaged(f"{message} was not finished", "save-incomplete")
     optimizer = read_optimizer(source, folder + OPTIMIZER_STATE)
-    shapes = {
-        n: s for state in checkpoint.models.values() for n, s in trained_shapes(state).items()
-    }
-    left_out = add_states(found, source, folder, shapes, _rounded(checkpoint, holdings, shapes))
+    shapes: dict[str, tuple[int, ...]] = {}
+    for state in checkpoint.models.values():
+        shapes |= trained_shapes(state)
+    rounded = _rounded(checkpoint, contents, shapes)
+    left_out = _add_states(states, source, folder, shapes, rounded)
     if left_out:
         checkpoint.notes.append(
             f"not carried: masters of {', '.join(left_out)}, which are rounded copies of what the"
             " model file holds"
         )
-    refused = found.leaves.get(0, {})
-    held = {name for name in shapes if f"{MASTER}.{name}" in refused}
-    missing = [n for n in shapes if (MASTER, n) not in found.tensors and n not in held]
+    refused = states.leaves.get(0, {})
+    missing = [
+        name
+        for name in shapes
+        if (MASTER, name) not in states.tensors and f"{MASTER}.{name}" not in refused
+    ]
     if missing:
         message = f"{folder}zero/{missing[0]}/{MASTER}.pt is missing ({len(missing)} such)"
         raise Damaged(message, "file-missing", tensor=missing[0])
-    _add_common_step(found, optimizer, shapes)
-    found.add_leaves(optimizer_leaves(optimizer, source), 0)
-    found.add_leaves(refused_leaves(optimizer, ("optimizer",)), 0)
-    return found
+    _add_common_step(states, optimizer, shapes)
+    states.add_leaves(optimizer_leaves(optimizer, source), 0)
+    states.add_leaves(refused_leaves(optimizer, ("optimizer",)), 0)
+    return states
 
 
 def _rounded(
-    checkpoint: Checkpoint, holdings: list[RankContents], trained: Collection[str]
+    checkpoint: Checkpoint, contents: list[RankContents], trained: Collection[str]
 ) -> Collection[str]:
-    """Names that are not trained, but that the converter wrote masters of all the same."""
-    in_model = {name for holding in holdings for _, name in holding.tensors}
-    leaves = [leaf for h in holdings for held in h.leaves.values() for leaf in held.values()]
-    others = {
-        str(leaf.path[1]) for leaf in leaves if leaf.path[0] in ("module", "frozen", "buffer")
-    }
-    return (in_model | others | checkpoint.aliases.keys()) - set(trained) if trained else ()
+    """Return names that are not trained, but that the converter writes masters of all the same."""
+    in_model = {name for rank in contents for _, name in rank.tensors}
+    leaves = [leaf for rank in contents for own in rank.leaves.values() for leaf in own.values()]
+    in_model |= {str(leaf.path[1]) for leaf in leaves if leaf.path[0] in _MODEL_KINDS}
+    return (in_model | checkpoint.aliases.keys()) - set(trained) if trained else ()
 
 
-def _add_common_step(found: RankContents, optimizer: State, names: Iterable[str]) -> None:
-    """The step that ZeRO 3 keeps for all parameters, in what is left of rank 0's optimizer."""
+def _add_common_step(contents: RankContents, optimizer: State, names: Iterable[str]) -> None:
+    """Add the step that ZeRO 3 keeps for all parameters, in what is left of rank 0's optimizer."""
     try:
-        kept = require_shallow(optimizer.inner("optimizer_state_dict").inner("state").fields.get(0))
-        step = kept.get("step") if isinstance(kept, dict) else None
+        group = optimizer.inner("optimizer_state_dict").inner("state").fields.get(0)
+        step = shallow_mapping(group).get(_STEP)
     except Barred as error:
         step = error.refusal
-    if step is not None and not any(name.startswith("step.") for name in found.leaves.get(0, {})):
+    if step is not None and not any(n.startswith("step.") for n in contents.leaves.get(0, {})):
         for name in names:
-            found.add_leaf(("step", name), optimizer.vector(step) or step, 0)
+            contents.add_leaf((_STEP, name), optimizer.vector(step) or step, 0)
 
 
-_STEP = "step"
-_SUFFIX = ".pt"
-_FIELDS = frozenset("param cat_dim param_n_sub_params sub_param_shape vocab_tensor".split())
-"""A parameter's state, and how it was cut for tensor parallelism, which is undone."""
-
-
-def state_files(source: Source, folder: str) -> list[tuple[str, str, str]]:
+def _state_files(source: Source, folder: str) -> list[tuple[str, str, str]]:
     """Return parameter, kind and path of each state below ``zero``.
 
     A file is none that only one of several parameters has, unless optimizers call a state so.
     """
-    files = list(_files_of_parameters(source, folder))
-    counts = Counter(kind for _, kind, _ in files)
-    several = len({name for name, _, _ in files}) > 1
-    return [one for one in files if not several or one[1] in STATES or counts[one[1]] > 1]
-
-
-def _files_of_parameters(source: Source, folder: str) -> Iterator[tuple[str, str, str]]:
-    """Yield parameter, name without suffix and path of each file below ``zero``."""
+    files = []
     head = f"{folder}zero/"
     for path in source.files:
         name, slash, file = path.removeprefix(head).rpartition("/")
         if path.startswith(head) and slash and file.endswith(_SUFFIX):
-            yield name, file.removesuffix(_SUFFIX), path
+            files.append((name, file.removesuffix(_SUFFIX), path))
+    counts = Counter(kind for _, kind, _ in files)
+    several = len({name for name, _, _ in files}) > 1
+    return [file for file in files if not several or file[1] in STATES or counts[file[1]] > 1]
 
 
-def add_states(
-    found: RankContents,
+def _add_states(
+    contents: RankContents,
     source: Source,
     folder: str,
     shapes: Mapping[str, tuple[int, ...]],
     rounded: Collection[str],
 ) -> list[str]:
-    """Add all states; ``rounded`` are left out, and those of them that were there returned.
+    """Add all states but those of ``rounded`` parameters; return which of these were there.
 
-    A state that cannot be read, or must not be, is refused by its name.
-
-    ``shapes`` are those of the parameters, for the vectors that have none.
+    A state that cannot be read, or must not be, is refused by its name. ``shapes`` are those of
+    the parameters, for the vectors that have none.
     """
     left_out = []
-    files = state_files(source, folder)
+    files = _state_files(source, folder)
     with_moments = {name for name, kind, _ in files if kind != MASTER}
     for name, kind, path in files:
         if name in rounded and name not in with_moments:
             left_out.append(name)
             continue
         try:
-            _add_state(found, source, (kind, name), path, shapes.get(name))
+            _add_state(contents, source, (kind, name), path, shapes.get(name))
         except SourceError as error:
             why = refusal_of_error(error, f"{kind}.{name}")
             why.part = None if kind == MASTER else "optimizer"
-            found.add_leaves({f"{kind}.{name}": Leaf((kind, name), why)}, 0)
+            contents.add_leaves({f"{kind}.{name}": Leaf((kind, name), why)}, 0)
     return left_out
 
 
 def _add_state(
-    found: RankContents,
+    contents: RankContents,
     source: Source,
     name: tuple[str, str],
     path: str,
@@ -178,29 +188,188 @@ def _add_state(
     opened = read_torch_file(source, path)
     value = opened.value
     if isinstance(value, dict):
-        found.notes += stray_notes(path, value.keys() - _FIELDS)
+        contents.notes += stray_notes(path, value.keys() - _FIELDS)
         value = value.get("param")
     vector = State(opened, {}, {}, {}).vector(value)
     if name[0] == _STEP and (vector is None or not vector.shape):
-        found.add_leaf(name, vector or value, 0)
+        contents.add_leaf(name, vector or value, 0)
         return
     if vector is None:
         raise Damaged(
             f"{path}: holds {shown(value)}, a universal checkpoint a tensor", "tensor-record"
         )
     if isinstance(opened.value, dict) or shape is None or len(shape) == 1:
-        found.add_whole(name, vector, 0)
+        contents.add_whole(name, vector, 0)
         return
-    _add_vector(found, name, vector, shape, path)
-
-
-def _add_vector(
-    found: RankContents, name: tuple[str, str], vector: Vector, shape: tuple[int, ...], path: str
-) -> None:
     numel = math.prod(shape)
     if not vector.is_flat or vector.shape != (numel,):
         raise Damaged(
             f"{path}: {list(vector.shape)} for a parameter of shape {list(shape)}", "tensor-record"
         )
-    chunks = run_chunks(Run(name[1], 0, numel, 0, 0), shape, vector.at, vector.dtype.itemsize, 0)
-    found.add(name, vector.dtype, shape, chunks)
+    contents.add_run(name, Run(name[1], 0, numel, 0, 0), shape, vector, 0)
+
+
+# Writing
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """A catalog's tensors: states by parameter and kind, the module's and the script's by name."""
+
+    states: dict[str, dict[str, TensorEntry]]
+    module: dict[str, TensorEntry]
+    buffers: list[str]
+    client: dict[str, TensorEntry]
+
+
+def lay_out(catalog: Catalog, request: Request) -> Layout:
+    """Return a universal checkpoint's files; Unsupported for names that are not DeepSpeed's."""
+    parts = _split_tensors(catalog)
+    objects, notes = plain_objects(catalog)
+    values = _values(objects, parts.client)
+    steps = values.get("global_steps")
+    tag = f"global_step{steps}" if type(steps) is int else "checkpoint"
+    tag = f"{tag}_universal"
+    info = values.get("universal_checkpoint_info")
+    files: list[FileLayout] = []
+    for name, states in parts.states.items():
+        files += _state_layouts(name, states, info if isinstance(info, dict) else {}, tag, notes)
+        step = values.get(_STEP, {}).get(name)
+        if step is not None and _STEP not in states:
+            files.append(_file(f"{tag}/zero/{name}/{_STEP}.pt", step))
+    files.append(_file(f"{tag}/{OPTIMIZER_STATE}", _optimizer_state(values, parts)))
+    model = _model_state(values, parts)
+    files += [_file(f"{tag}/{name}.pt", model) for name in _MODEL_FILES]
+    marker = FileLayout(LATEST_UNIVERSAL, (Literal(tag.encode()),))
+    return Layout((*files, marker), folder=True, notes=tuple(notes))
+
+
+def _file(path: str, value: Any) -> FileLayout:
+    root = path.rpartition("/")[2].rpartition(".")[0]
+    return FileLayout(path, tuple(torch_archive(value, root=root)))
+
+
+def _whole(entry: TensorEntry) -> TensorRef:
+    return TensorRef(entry, Box.whole(entry.shape))
+
+
+def _split_tensors(catalog: Catalog) -> _Parts:
+    pairs = [(*name.partition(".")[::2], entry) for name, entry in catalog.tensors.items()]
+    parts = _Parts({rest: {} for kind, rest, _ in pairs if kind == MASTER and rest}, {}, [], {})
+    if not parts.states:
+        raise Unsupported(
+            "a universal checkpoint is made of masters, fp32.<parameter>, and there are none",
+            hint="--rename REGEX=REPLACEMENT gives weights that name",
+        )
+    strange = []
+    for kind, rest, entry in pairs:
+        if kind in _MODEL_KINDS:
+            parts.module[rest] = entry
+            parts.buffers.extend([rest] if kind == "buffer" else [])
+        elif rest in parts.states:
+            parts.states[rest][kind] = entry
+        elif kind == CLIENT:
+            parts.client[entry.name] = entry
+        else:
+            strange.append(entry.name)
+    if strange:
+        raise Unsupported(
+            f"a universal checkpoint has no place for {len(strange)} tensors, such as {strange[0]}",
+            hint="its names are module.*, frozen.*, buffer.*, fp32.* and <state>.* of the same"
+            " parameters; --drop 'GLOB' leaves others out",
+        )
+    for name in parts.states:
+        if not name or "/" in name or "\0" in name or name in (".", ".."):
+            raise Unsupported(f"the parameter {name!r} cannot name a folder")
+    return parts
+
+
+def _state_layouts(
+    name: str,
+    states: Mapping[str, TensorEntry],
+    info: Mapping[str, Any],
+    tag: str,
+    notes: list[str],
+) -> Iterator[FileLayout]:
+    """Yield one file a state; the padding of a vocabulary is cut off, as DeepSpeed does."""
+    for kind, entry in states.items():
+        path = f"{tag}/zero/{name}/{kind}.pt"
+        if kind == _STEP or not entry.shape:
+            yield _file(path, _whole(entry))
+            continue
+        rows = kept_rows(name, entry.shape, info)
+        box = Box.at((0,) * len(entry.shape), (rows, *entry.shape[1:]))
+        if rows < entry.shape[0]:
+            notes.append(
+                f"{entry.name}: rows {rows:,} to {entry.shape[0]:,} pad the vocabulary and are left"
+                " out, as DeepSpeed does"
+            )
+        fields = tensor_parallel_layout(name, box.shape, info)
+        yield _file(path, fields | {"param": TensorRef(entry, box)})
+
+
+def _values(objects: list[ObjectEntry], client: Mapping[str, TensorEntry]) -> dict[str, Any]:
+    """Return all values as one nested dict, tensors of the training script included."""
+    items: list[tuple[Any, Any]] = [(entry.path, entry.value) for entry in objects]
+    items += [(entry.path, _whole(entry)) for entry in client.values()]
+    values = nest(items) if items else {}
+    return dict(values) if isinstance(values, dict) else {}
+
+
+def _model_state(values: Mapping[str, Any], parts: _Parts) -> dict[str, Any]:
+    """Return a model file: what the engine reads back, and the module as it was."""
+    shapes = {n: s[MASTER].shape for n, s in parts.states.items()}
+    size = Global("torch", "Size")
+    refs = {name: _whole(entry) for name, entry in parts.module.items()}
+    client = values.get(CLIENT)
+    kept = {k: v for k, v in values.items() if k not in (CLIENT, "optimizer", _STEP)}
+    defaults = {"lr_scheduler": None, "global_steps": 0, "global_samples": 0, "skipped_steps": 0}
+    return {
+        **(client if isinstance(client, dict) else {}),
+        **defaults,
+        "dp_world_size": 1,
+        "ds_version": _VERSION,
+        **kept,
+        "module": OrderedMapping(refs),
+        "buffer_names": parts.buffers,
+        "param_shapes": [OrderedMapping((n, Call(size, (shape,))) for n, shape in shapes.items())],
+        "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+    }
+
+
+def _optimizer_state(values: Mapping[str, Any], parts: _Parts) -> dict[str, Any]:
+    """Return ``optimizer_state.pt``: ZeRO 1 and 2 read param_groups at the top, ZeRO 3 inside."""
+    stored = values.get("optimizer")
+    optimizer = dict(stored) if isinstance(stored, dict) else {}
+    groups = optimizer.pop("param_groups", None) or []
+    scaler = optimizer.get("loss_scaler")
+    if isinstance(scaler, dict):
+        optimizer["loss_scaler"] = _loss_scaler(scaler)
+    return {
+        "ds_version": _VERSION,
+        **optimizer,
+        "param_groups": groups,
+        "optimizer_state_dict": {
+            "state": {0: _step(values, parts)},
+            "param_groups": groups or [{}],
+        },
+    }
+
+
+def _step(values: Mapping[str, Any], parts: _Parts) -> dict[str, Any]:
+    """Return the step of the first parameter, which ZeRO 3 takes for all."""
+    name, states = next(iter(parts.states.items()))
+    entry = states.get(_STEP)
+    known = values.get(_STEP)
+    value = known.get(name) if isinstance(known, dict) else None
+    step = _whole(entry) if entry else value
+    return {} if step is None else {_STEP: step}
+
+
+def _loss_scaler(fields: Mapping[str, Any]) -> Call:
+    """Return DeepSpeed's loss scaler with these attributes (``runtime/fp16/loss_scaler.py``)."""
+    name = "DynamicLossScaler" if fields.get("dynamic") else "LossScaler"
+    scaler = Call(Global("deepspeed.runtime.fp16.loss_scaler", name), (), is_new=True)
+    scaler.state = dict(fields)
+    return scaler

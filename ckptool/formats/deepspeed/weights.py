@@ -1,33 +1,47 @@
-"""Weights in the training type, frozen parameters and buffers, from DeepSpeed's model files."""
+"""Weights in the training type, frozen parameters and buffers, from DeepSpeed's model files.
+
+``save_checkpoint(exclude_frozen_parameters=True)`` leaves frozen parameters out of all files. From
+ZeRO 2 on, ``frozen_param_shapes`` is None then, and a dict otherwise, empty where nothing was
+frozen (DeepSpeed 0.9 to 0.19, ``runtime/engine.py``). Below that, and in pipelines, it is always
+None: there only the modules that torch lists beside a state dict show that some have no tensor.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from ckptool.errors import Damaged, Refusal
-from ckptool.formats.deepspeed.partitions import Partition, RankContents, Run, run_chunks
-from ckptool.formats.deepspeed.states import (
-    State,
-    Vector,
-    all_tensors,
-    named_tensors,
-    refused_entries,
-    shape_groups,
+from ckptool.errors import Damaged, Problem, Refusal
+from ckptool.formats.deepspeed.checkpoint import Checkpoint, Partition
+from ckptool.formats.deepspeed.partitions import (
+    RankContents,
+    Shapes,
+    add_partition_run,
+    split_run,
 )
+from ckptool.formats.deepspeed.states import State, Vector, trained_shapes, zero_stage
 from ckptool.serialization.archive.tensors import sizes
-from ckptool.serialization.state_dict.leaves import Barred
+from ckptool.serialization.pickle.records import OrderedMapping
+from ckptool.serialization.state_dict.leaves import Assembled, Barred
 
-_Shapes = Mapping[str, tuple[int, ...]]
-
-
-def trained_shapes(state: State) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all parameters in the optimizer's groups; empty without ZeRO."""
-    return {name: shape for group in shape_groups(state) for name, shape in group.items()}
+FROZEN = "frozen"
+EXCLUDED = "frozen-excluded"
+UNRECORDED = "frozen-unrecorded"
+_KEY = "frozen_param_shapes"
+_GRADIENTS = 2
+"""The first stage of ZeRO that records what was frozen."""
+_SHOWN = 8
+_WRAPPED = frozenset(["base_layer", "original_module"])
+"""What PEFT calls the module that an adapter was put on: it has parameters, always."""
+_WITHOUT_PARAMETERS = re.compile(
+    r".*(act|activation|dropout|drop|drop_path|relu|gelu|silu|tanh|sigmoid|softmax|identity|pool"
+    r"|pooling|flatten|rotary|rotary_emb|rope|loss|loss_fn|criterion|attn_drop|proj_drop)(_fn|_func)?\d*"
+)
 
 
 def add_module(
-    found: RankContents,
+    contents: RankContents,
     state: State,
     aliases: Mapping[str, str],
     trained: Collection[str] | None,
@@ -39,46 +53,46 @@ def add_module(
     ``trained`` is None, nothing says what was trained. The optimizer leaves out what is empty.
     """
     buffers = set(state.names("buffer_names"))
-    vectors = named_tensors(state, "frozen_param_fragments") | named_tensors(state, "module")
-    same = same_tensors({name: v for name, v in vectors.items() if name not in buffers})
+    vectors = state.inner("frozen_param_fragments").tensors | state.inner("module").tensors
+    same = _same_tensors({name: v for name, v in vectors.items() if name not in buffers})
     for name, vector in vectors.items():
         names = {name, aliases.get(name), same.get(name)}
         if name in buffers:
-            found.add_leaf(("buffer", name), vector, rank)
+            contents.add_leaf(("buffer", name), vector, rank)
         elif trained is None or not names.isdisjoint(trained) or not math.prod(vector.shape):
-            found.add_whole(("module", name), vector, rank)
+            contents.add_whole(("module", name), vector, rank)
         else:
-            found.add_whole(("frozen", name), vector, rank)
+            contents.add_whole((FROZEN, name), vector, rank)
 
 
 def refused_kinds(
     state: State, aliases: Mapping[str, str], trained: Collection[str] | None
 ) -> dict[str, str]:
-    """What each name in ``module`` that is refused stands for: ``module``, ``buffer``, ``frozen``.
+    """Return what each refused name in ``module`` stands for: ``module``, ``buffer``, ``frozen``.
 
     As ``add_module`` decides it: a tensor is what is trained or a buffer, whatever stands for it
     now, and what is neither, and no tensor, is not frozen.
     """
     buffers = set(state.names("buffer_names"))
-    found = {}
-    for name, why in refused_entries(state.inner("module")).items():
+    kinds = {}
+    for name, why in state.inner("module").refusals.items():
         is_trained = not {name, aliases.get(name)}.isdisjoint(trained or ())
         why.may_be_tensor = why.may_be_tensor or is_trained or name in buffers
         is_frozen = trained is not None and not is_trained and why.may_be_tensor
-        found[name] = "buffer" if name in buffers else "frozen" if is_frozen else "module"
-    return found
+        kinds[name] = "buffer" if name in buffers else FROZEN if is_frozen else "module"
+    return kinds
 
 
 def module_weights(state: State) -> dict[str, Vector]:
     """Return the parameters in ``module``, each once, in the order of the module."""
     buffers = set(state.names("buffer_names"))
-    vectors = {n: v for n, v in named_tensors(state, "module").items() if n not in buffers}
-    same = same_tensors(vectors)
+    vectors = {n: v for n, v in state.inner("module").tensors.items() if n not in buffers}
+    same = _same_tensors(vectors)
     return {name: vector for name, vector in vectors.items() if name not in same}
 
 
-def same_tensors(vectors: Mapping[str, Vector]) -> dict[str, str]:
-    """Names of tied parameters to the first name of the same bytes."""
+def _same_tensors(vectors: Mapping[str, Vector]) -> dict[str, str]:
+    """Return the names of tied parameters, each with the first name of the same bytes."""
     first: dict[object, str] = {}
     same = {}
     for name, vector in vectors.items():
@@ -88,68 +102,44 @@ def same_tensors(vectors: Mapping[str, Vector]) -> dict[str, str]:
     return same
 
 
-def add_placeholders(found: RankContents, states: Iterable[Partition]) -> None:
+def add_placeholders(contents: RankContents, states: Iterable[Partition]) -> None:
     """Add what ZeRO 3 keeps in ``module``: buffers, and parameters that are not partitioned.
 
     Of partitioned parameters there are empty tensors in their place.
     """
     for partition in states:
         buffers = set(partition.state.names("buffer_names"))
-        for name, vector in named_tensors(partition.state, "module").items():
+        for name, vector in partition.state.inner("module").tensors.items():
             if name in buffers:
-                found.add_leaf(("buffer", name), vector, partition.rank)
+                contents.add_leaf(("buffer", name), vector, partition.rank)
             elif math.prod(vector.shape):
-                found.add_leaf(("module", name), vector, partition.rank)
+                contents.add_leaf(("module", name), vector, partition.rank)
 
 
-def add_frozen_pieces(found: RankContents, states: Iterable[Partition], parts: int) -> None:
+def add_frozen_pieces(contents: RankContents, states: Iterable[Partition], parts: int) -> None:
     """Add the frozen parameters of ZeRO 3, of which each rank holds one piece."""
     for partition in states:
-        stored = partition.state.mapping("frozen_param_shapes")
+        file = partition.state.file.what
+        stored = partition.state.mapping(_KEY)
         shapes = {str(name): sizes(shape) for name, shape in stored.items()}
-        pieces = named_tensors(partition.state, "frozen_param_fragments")
-        refused = refused_entries(partition.state.inner("frozen_param_fragments"))
+        fragments = partition.state.inner("frozen_param_fragments")
+        pieces, refused = fragments.tensors, fragments.refusals
         for name in shapes.keys() & refused.keys():
-            found.add_leaf(("frozen", name), refused[name], partition.rank)
+            contents.add_leaf((FROZEN, name), refused[name], partition.rank)
             del shapes[name]
         if shapes.keys() - pieces.keys():
             missing = ", ".join(sorted(shapes.keys() - pieces.keys())[:3])
-            raise Damaged(
-                f"{partition.state.file.what}: no fragment of the frozen {missing}", "data-missing"
-            )
+            raise Damaged(f"{file}: no fragment of the frozen {missing}", "data-missing")
         for name, shape in shapes.items():
-            _add_piece(found, partition, name, shape, pieces[name], parts)
-
-
-def _add_piece(
-    found: RankContents,
-    partition: Partition,
-    name: str,
-    shape: tuple[int, ...],
-    vector: Vector,
-    parts: int,
-) -> None:
-    numel = math.prod(shape)
-    piece = -(-numel // parts)
-    lo, hi = min(partition.dp * piece, numel), min((partition.dp + 1) * piece, numel)
-    if not vector.is_flat or vector.shape[0] < hi - lo:
-        raise Damaged(
-            f"{partition.state.file.what}: frozen.{name} needs {hi - lo:,} elements, its"
-            f" fragment has the shape {list(vector.shape)}",
-            "storage-mismatch",
-        )
-    run = Run(name, lo, hi, partition.dp, 0)
-    chunks = run_chunks(run, shape, vector.at, vector.dtype.itemsize, partition.rank)
-    found.add(("frozen", name), vector.dtype, shape, chunks)
-
-
-# Pipeline layers
+            vector, run = pieces[name], split_run(name, shape, partition.dp, parts)
+            flat = vector if vector.is_flat else None
+            add_partition_run(contents, partition, flat, (FROZEN, name), run, shape)
 
 
 def add_layers(
-    found: RankContents,
+    contents: RankContents,
     layers: Mapping[int, State],
-    trained: _Shapes,
+    trained: Shapes,
     buffers: Collection[str],
     ranks: Mapping[int, int],
 ) -> None:
@@ -161,8 +151,7 @@ def add_layers(
     """
     tied = _tied_modules(trained)
     for layer, state in sorted(layers.items()):
-        vectors = all_tensors(state)
-        refused = refused_entries(state)
+        vectors, refused = state.tensors, state.refusals
         for name, why in refused.items():
             full = f"{layer}.{name}"
             why.may_be_tensor = why.may_be_tensor or full in trained or full in buffers
@@ -170,29 +159,29 @@ def add_layers(
         for name, vector in vectors.items():
             full = f"{head}.{name}"
             if full in buffers or f"{layer}.{name}" in buffers:
-                found.add_leaf(("buffer", full), vector, ranks[layer])
+                contents.add_leaf(("buffer", full), vector, ranks[layer])
             else:
-                kind = "frozen" if trained and full not in trained else "module"
-                found.add_whole((kind, full), vector, ranks[layer])
+                kind = FROZEN if trained and full not in trained else "module"
+                contents.add_whole((kind, full), vector, ranks[layer])
 
 
-def _tied_modules(trained: _Shapes) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Shapes of the tied modules' parameters, by module."""
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
+def _tied_modules(trained: Shapes) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the shapes of the tied modules' parameters, by module."""
+    modules: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in trained.items():
         first, _, rest = name.partition(".")
         key, _, inner = rest.partition(".")
         if first == "tied_modules" and inner:
-            found.setdefault(key, {})[inner] = shape
-    return found
+            modules.setdefault(key, {})[inner] = shape
+    return modules
 
 
 def _head(
     layer: int,
     vectors: Mapping[str, Vector],
     refused: Mapping[str, Refusal],
-    trained: _Shapes,
-    tied: Mapping[str, _Shapes],
+    trained: Shapes,
+    tied: Mapping[str, Shapes],
 ) -> str:
     """Return what the names of a layer's parameters begin with.
 
@@ -217,3 +206,119 @@ def _head(
         if any(name in shapes for shapes in tied.values()):
             raise Barred(why)
     return str(layer)
+
+
+# Frozen parameters that are in no file
+
+
+def note_excluded(checkpoint: Checkpoint, assembled: Assembled) -> None:
+    """Note what shows that frozen parameters are in no file; a conflict where that is certain."""
+    for state in checkpoint.models.values():
+        problem = _certain(checkpoint, state)
+        if problem is not None:
+            assembled.conflicts[FROZEN] = problem
+            checkpoint.notes.append(problem)
+            return
+    problem = _of_layers(checkpoint) if checkpoint.files.layers else _likely(checkpoint.model)
+    if problem is not None:
+        checkpoint.notes.append(problem)
+
+
+def _certain(checkpoint: Checkpoint, state: State) -> Problem | None:
+    """Return what says for certain that parameters are missing."""
+    bare = _bare_modules(state)
+    stage = 3 if checkpoint.files.stage_3 else zero_stage(state, checkpoint.first_optimizer) or 0
+    recorded = state.get(_KEY, {})
+    wrapped = [module for module in bare if module.rpartition(".")[2] in _WRAPPED]
+    if not (stage >= _GRADIENTS and recorded is None) and not wrapped:
+        return None
+    message = (
+        f"{state.file.what}: saved without its frozen parameters (exclude_frozen_parameters=True):"
+        " no file has them or their names"
+    )
+    message += f"; modules without a tensor: {_listed(bare)}" if bare else ""
+    return Problem(message, EXCLUDED, file=state.file.what)
+
+
+def _likely(state: State) -> Problem | None:
+    """Return a remark where modules have no tensor, and nothing says if they have parameters."""
+    stored, modules = _stored(state), _modules(state)
+    trained = trained_shapes(state).keys()
+    buffers, tied = set(state.names("buffer_names")), set(map(str, state.mapping("shared_params")))
+    if not modules or (trained and stored - trained - buffers - tied):
+        return None  # something frozen is there: nothing was left out
+    bare = _bare_modules(state)
+    owners = {_without_numbers(name.rpartition(".")[0]) for name in stored}
+    named = [module for module in bare if not module.rpartition(".")[2].isdigit()]
+    certain = [module for module in named if _without_numbers(module) in owners]
+    if certain:
+        message = f"{state.file.what}: no tensor of {_listed(certain)}, while modules called alike"
+        message += " have some: frozen parameters were left out (exclude_frozen_parameters=True)?"
+        return Problem(message, EXCLUDED, file=state.file.what)
+    unclear = [name for name in bare if not _WITHOUT_PARAMETERS.fullmatch(name.lower())]
+    if not unclear:
+        return None
+    message = f"{state.file.what}: no tensor of the modules {_listed(unclear)}: they have no"
+    message += " parameters, or frozen ones that were left out (exclude_frozen_parameters=True)"
+    return Problem(message, UNRECORDED, file=state.file.what)
+
+
+def _of_layers(checkpoint: Checkpoint) -> Problem | None:
+    """Return a remark where layers of a pipeline hold less than layers like them, or nothing."""
+    layers = {
+        file: set(map(str, checkpoint.state(file).fields))
+        for (_, tensor), file in sorted(checkpoint.files.layers.items())
+        if tensor == 0
+    }
+    trained = {n for state in checkpoint.models.values() for n in trained_shapes(state)}
+    endings = {name.partition(".")[2] for name in trained} | {
+        name.split(".", 2)[2] for name in trained if name.startswith("tied_modules.")
+    }
+    if any(names - endings for names in layers.values()):
+        return None  # something frozen, or a buffer, is there
+    smaller = [file for file, names in layers.items() if _is_less(names, layers.values())]
+    if not smaller:
+        return None
+    message = f"{_listed(smaller)}: no tensor, or fewer than layers like it: no parameters, or"
+    message += " frozen ones that were left out (exclude_frozen_parameters=True)"
+    return Problem(message, UNRECORDED, file=smaller[0])
+
+
+def _is_less(names: set[str], layers: Collection[set[str]]) -> bool:
+    """Return whether a layer is empty, or another has the tensors of its modules and more."""
+    nested = any("." in name for name in names)
+    return not names or (nested and any(names < other for other in layers))
+
+
+def _modules(state: State) -> list[str]:
+    """Return the modules that torch lists beside a state dict; empty where it does not."""
+    module = state.fields.get("module")
+    attributes = getattr(module, "state", None) if isinstance(module, OrderedMapping) else None
+    listed = attributes.get("_metadata") if isinstance(attributes, dict) else None
+    return [name for name in map(str, listed) if name] if isinstance(listed, Mapping) else []
+
+
+def _stored(state: State) -> set[str]:
+    return set(map(str, state.inner("module").fields))
+
+
+def _bare_modules(state: State) -> list[str]:
+    """Return the modules without modules in them, of which no tensor is in the file."""
+    modules, stored = _modules(state), _stored(state)
+    parents = {parent for name in (*modules, *stored) for parent in _parents(name)}
+    return [module for module in modules if module not in parents]
+
+
+def _parents(name: str) -> Iterator[str]:
+    steps = name.split(".")
+    return (".".join(steps[:count]) for count in range(1, len(steps)))
+
+
+def _without_numbers(module: str) -> str:
+    """Return a module's name without the numbers that count its layers."""
+    return re.sub(r"(?<![^.])[0-9]+(?=\.)", "*", module)
+
+
+def _listed(names: Collection[str]) -> str:
+    shown = ", ".join(list(names)[:_SHOWN])
+    return f"{shown} and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else shown

@@ -1,18 +1,12 @@
-"""Masters and moments of ZeRO, stages 1 to 3: named tensors out of partitions.
+"""Masters and moments of ZeRO, stages 1 to 3: named tensors out of the ranks' partitions.
 
-Masters and moments of ZeRO 1 and 2: named tensors out of flat partitions.
+ZeRO 1 and 2 (``runtime/zero/stage_1_and_2.py``, ``bf16_optimizer.py``) put the parameters of a
+group one after the other, pad the end, and cut the whole into one partition a rank. ZeRO 3
+(``stage3.py``) cuts each parameter by itself: rank r holds elements r * s to (r + 1) * s, where s
+is its size divided by the ranks, rounded up (DeepSpeed 0.4 to 0.19).
 
-DeepSpeed 0.4 to 0.19. ``param_slice_mappings`` are not looked at: under round-robin gradients they
-tell the offsets of another order than the one the partitions have. ``param_shapes`` are right.
-
-Momentum that ZeRO 1 and 2 keep by whole parameters and not by partition: that of Muon.
-
-A rank keeps the momentum of each parameter of which its partition holds an element, whole, one
-after the other (DeepSpeed 0.17 to 0.19, ``stage_1_and_2.py``, ``_muon_momentum_buffer``). Of a
-parameter that lies in two partitions, both ranks keep it. An offloaded optimizer's lies in
-partitions, as all other states do.
-
-Masters and moments of ZeRO 3: named tensors out of sub groups, each parameter cut by itself.
+``param_slice_mappings`` are not looked at: under round-robin gradients they tell the offsets of
+another order than the one the partitions have. ``param_shapes`` are right.
 """
 
 from __future__ import annotations
@@ -24,63 +18,66 @@ from itertools import accumulate
 from typing import Any
 
 from ckptool.errors import Damaged
+from ckptool.formats.deepspeed.checkpoint import Partition
 from ckptool.formats.deepspeed.experts import EXPERT
 from ckptool.formats.deepspeed.partitions import (
     MASTER,
-    Partition,
     RankContents,
     Run,
     Shapes,
     Slot,
     add_other,
-    add_run,
-    flat_runs,
+    add_partition_run,
+    read_slot,
     refuse_kinds,
     require_distinct_ranks,
-    slot_of,
-    split_runs,
+    split_run,
 )
-from ckptool.formats.deepspeed.states import State, Vector, require_shallow
+from ckptool.formats.deepspeed.states import State, Vector, shallow_mapping
 from ckptool.serialization.archive.tensors import natural
 
 _ANY = 1 << 62
+_Member = tuple[Partition, Slot]
 
 
 def add_flat_groups(
-    found: RankContents, ranks: Sequence[Partition], groups: Sequence[Shapes], *, data_first: bool
+    contents: RankContents,
+    ranks: Sequence[Partition],
+    groups: Sequence[Shapes],
+    *,
+    data_first: bool,
 ) -> None:
     """Add the tensors of ZeRO 1, ZeRO 2 or BF16_Optimizer.
 
     A group of experts has fewer partitions than there are ranks; ``data_first`` says that ranks
     of one expert follow one another.
     """
-    order = _group_names(ranks[0].state)
-    slots = [_in_order(_slots_of(rank.state), _group_names(rank.state), order) for rank in ranks]
-    if any(len(held) != len(groups) for held in slots):
-        counts = sorted({len(held) for held in slots})
+    first = ranks[0].state
+    order = _group_names(first)
+    slots = [_in_order(_flat_slots(rank.state), _group_names(rank.state), order) for rank in ranks]
+    if any(len(own) != len(groups) for own in slots):
+        sizes = sorted({len(own) for own in slots})
         raise Damaged(
-            f"{ranks[0].state.file.what}: {counts} flat groups, {len(groups)} of names",
-            "tensor-record",
+            f"{first.file.what}: {sizes} flat groups, {len(groups)} of names", "tensor-record"
         )
     require_distinct_ranks(ranks, slots)
-    counts = _partition_counts(ranks[0].state, len(groups), len(ranks))
-    paddings = _paddings(ranks[0].state, groups)
+    counts = _partition_counts(first, len(groups), len(ranks))
+    paddings = _paddings(first, groups)
     for number, shapes in enumerate(groups):
-        held = [slot[number] for slot in slots]
+        group = [own[number] for own in slots]
         parts = counts[number]
-        experts = len(ranks) // parts
-        named = [_global_names(shapes, expert_rank) for expert_rank in range(experts)]
-        every = [name for names in named for name in names.values()]
-        refuse_kinds(found, held, every, ranks[0].rank)
-        for expert_rank, names in enumerate(named):
+        experts = [_global_names(shapes, rank) for rank in range(len(ranks) // parts)]
+        every = [name for names in experts for name in names.values()]
+        refuse_kinds(contents, group, every, ranks[0].rank)
+        for expert_rank, names in enumerate(experts):
             chosen = _members(len(ranks), parts, expert_rank, data_first)
-            members = [(ranks[dp], held[dp]) for dp in chosen]
-            _add_group(found, members, shapes, names, paddings[number])
-        add_other(found, ranks, held, number)
+            members = [(ranks[dp], group[dp]) for dp in chosen]
+            _add_group(contents, members, shapes, names, paddings[number])
+        add_other(contents, ranks, group, number)
 
 
 def _group_names(state: State) -> list[tuple[Any, int]]:
-    """The names of the optimizer's groups, as groups of experts have them, each with its count."""
+    """Return each group's name, which only those of experts have, and how many had it before."""
     if not isinstance(state.stored.get("base_optimizer_state"), dict):
         return []
     names = [group.get("name") for group in state.inner("base_optimizer_state").groups()]
@@ -90,14 +87,14 @@ def _group_names(state: State) -> list[tuple[Any, int]]:
 def _in_order(
     slots: list[Slot], names: list[tuple[Any, int]], order: list[tuple[Any, int]]
 ) -> list[Slot]:
-    """The groups as the first rank has them: DeepSpeed sorts groups of experts by random hashes."""
+    """Sort groups as the first rank has them: DeepSpeed sorts those of experts by random hashes."""
     if len(order) != len(slots) or set(names) != set(order):
         return slots
     return [slots[names.index(name)] for name in order]
 
 
 def _members(ranks: int, parts: int, expert_rank: int, data_first: bool) -> list[int]:
-    """The data-parallel ranks that hold the partitions of one expert-parallel rank, in order."""
+    """Return the data-parallel ranks of one expert-parallel rank's partitions, in order."""
     experts = ranks // parts
     first, step = (expert_rank * parts, 1) if data_first else (expert_rank, experts)
     return [first + step * part for part in range(parts)]
@@ -126,7 +123,7 @@ def _paddings(state: State, groups: Sequence[Shapes]) -> list[list[int]]:
     return stored
 
 
-def _slots_of(state: State) -> list[Slot]:
+def _flat_slots(state: State) -> list[Slot]:
     """Return the groups of one rank's file.
 
     Masters are stored without the padding at their end, moments with it; an elastic checkpoint
@@ -135,143 +132,141 @@ def _slots_of(state: State) -> list[Slot]:
     """
     masters = state.sequence("single_partition_of_fp32_groups")
     paddings = list(map(natural, state.get("group_paddings") or [_ANY] * len(masters)))
-    kept = _kept_states(state, len(masters))
-    slots = []
-    for master, padding, values in zip(masters, paddings, kept, strict=False):
-        slots.append(slot_of(state, master, values, padding))
-    return slots
+    states = _group_states(state, len(masters))
+    groups = zip(masters, paddings, states, strict=False)
+    return [read_slot(state, master, values, padding) for master, padding, values in groups]
 
 
-def _kept_states(state: State, groups: int) -> list[Mapping[str, Any]]:
+def _group_states(state: State, groups: int) -> list[Mapping[Any, Any]]:
+    """Return the optimizer's state of each group, whose one parameter is the flat partition."""
     base = state.fields.get("base_optimizer_state")
     if isinstance(base, list):
-        kept = [value if isinstance(value, dict) else {} for value in map(require_shallow, base)]
-        return [*kept, *[{}] * (groups - len(kept))]
+        return [*map(shallow_mapping, base), *[{}] * (groups - len(base))]
     inner = state.inner("base_optimizer_state")
-    by_index = inner.inner("state").fields
-    values = [require_shallow(by_index.get(index)) for index in _indices(inner, groups)]
-    return [value if isinstance(value, dict) else {} for value in values]
-
-
-def _indices(base: State, groups: int) -> list[Any]:
-    """Return the index that the optimizer's state gives to each group's one flat parameter."""
-    found: list[Any] = list(range(groups))
-    for number, group in enumerate(base.groups()):
+    indices: list[Any] = list(range(groups))
+    for number, group in enumerate(inner.groups()):
         params = group.get("params")
         if number < groups and isinstance(params, list) and params:
-            found[number] = params[0]
-    return found
+            indices[number] = params[0]
+    by_index = inner.inner("state").fields
+    return [shallow_mapping(by_index.get(index)) for index in indices]
+
+
+def _global_names(shapes: Shapes, expert_rank: int) -> dict[str, str]:
+    """Return a group's names with global expert numbers; its own count from zero on each rank.
+
+    DeepSpeed numbers experts by expert-parallel rank, then by their number on the rank.
+    """
+    matches = {name: EXPERT.fullmatch(name) for name in shapes}
+    experts: dict[str, int] = {}
+    for match in filter(None, matches.values()):
+        experts[match["head"]] = max(experts.get(match["head"], 0), int(match["number"]) + 1)
+    names = {}
+    for name, expert in matches.items():
+        if expert:
+            number = int(expert["number"]) + expert_rank * experts[expert["head"]]
+            names[name] = f"{expert['head']}{number}{expert['tail']}"
+        else:
+            names[name] = name
+    return names
 
 
 def _add_group(
-    found: RankContents,
-    members: Sequence[tuple[Partition, Slot]],
+    contents: RankContents,
+    members: Sequence[_Member],
     shapes: Shapes,
     names: Mapping[str, str],
     paddings: Sequence[int],
 ) -> None:
     size = max(vector.shape[0] for _, slot in members for vector in slot.flat.values())
     runs = list(flat_runs(shapes, paddings, size, len(members)))
-    _add_whole_states(found, members, shapes, names, touched_by(runs, len(members)))
+    _add_whole_states(contents, members, runs, shapes, names)
+    dtypes = {k: v.dtype for _, slot in reversed(members) for k, v in slot.flat.items()}
     for kind in dict.fromkeys(kind for _, slot in members for kind in slot.flat):
         for name, shape in shapes.items():
-            found.add((kind, names[name]), _dtype(members, kind), shape, [])
+            contents.add((kind, names[name]), dtypes[kind], shape, [])
         for run in runs:
             partition, slot = members[run.part]
-            add_run(found, partition, slot.flat.get(kind), kind, run, shapes, names[run.name])
+            target, shape = (kind, names[run.name]), shapes[run.name]
+            add_partition_run(contents, partition, slot.flat.get(kind), target, run, shape)
     for partition, slot in members:
         for kind, value in slot.scalars.items():
             for name in names.values():
-                found.add_leaf((kind, name), value, partition.rank)
+                contents.add_leaf((kind, name), value, partition.rank)
+
+
+def flat_runs(shapes: Shapes, paddings: Sequence[int], size: int, parts: int) -> Iterator[Run]:
+    """Yield the runs of a group laid out flat and cut into ``parts`` partitions of ``size``.
+
+    ``paddings`` are the elements left free after each parameter. Raises Damaged where the group
+    does not fill its partitions up to the alignment, which is less than two elements a partition.
+    """
+    offset = 0
+    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+        numel = math.prod(shape)
+        for part in range(offset // size, -(-(offset + numel) // size)) if size else ():
+            lo, hi = max(offset, part * size), min(offset + numel, (part + 1) * size)
+            if lo < hi:
+                yield Run(name, lo - offset, hi - offset, part, lo - part * size)
+        offset += numel + padding
+    if not 0 <= size * parts - offset < max(2 * parts, 1):
+        raise Damaged(
+            f"{len(shapes):,} parameters of {offset:,} elements do not fit {parts:,} partitions"
+            f" of {size:,} elements",
+            "storage-mismatch",
+        )
 
 
 def _add_whole_states(
-    found: RankContents,
-    members: Sequence[tuple[Partition, Slot]],
+    contents: RankContents,
+    members: Sequence[_Member],
+    runs: Sequence[Run],
     shapes: Shapes,
     names: Mapping[str, str],
-    touched: Touched,
 ) -> None:
-    """Add, and take out of the slots, the states that hold whole parameters."""
-    for kind, vectors in whole_states([slot for _, slot in members], touched, shapes):
-        for part, ((partition, _), vector) in enumerate(zip(members, vectors, strict=True)):
-            for run in whole_runs(touched[part], shapes, part):
-                add_run(found, partition, vector, kind, run, shapes, names[run.name])
+    """Add, and take out of the slots, what is kept by whole parameters: the momentum of Muon.
 
-
-def _dtype(members: Sequence[tuple[Partition, Slot]], kind: str) -> Any:
-    return next(slot.flat[kind].dtype for _, slot in members if kind in slot.flat)
-
-
-def _global_names(shapes: Shapes, expert_rank: int) -> dict[str, str]:
-    """Return the names with global expert numbers.
-
-    The group's own count experts from zero on each rank.
-
-    DeepSpeed numbers experts by expert-parallel rank, then by their number on the rank.
+    A rank keeps that of each parameter of which its partition holds an element, one after the
+    other (DeepSpeed 0.17 to 0.19, ``stage_1_and_2.py``, ``_muon_momentum_buffer``); of a parameter
+    in two partitions, both ranks keep it. An offloaded optimizer's lies in partitions. Lengths
+    tell: those of all ranks must be the sums of their parameters', and one must be longer than
+    what its partition has of them.
     """
-    matches = {name: EXPERT.fullmatch(name) for name in shapes}
-    local: dict[str, int] = {}
-    for match in filter(None, matches.values()):
-        local[match["head"]] = max(local.get(match["head"], 0), int(match["number"]) + 1)
-    return {
-        name: f"{match['head']}{int(match['number']) + expert_rank * local[match['head']]}"
-        f"{match['tail']}"
-        if match
-        else name
-        for name, match in matches.items()
-    }
-
-
-Touched = Mapping[int, Sequence[str]]
-"""For each partition the parameters that it holds elements of, in order."""
-
-
-def touched_by(runs: Sequence[Run], parts: int) -> Touched:
-    """Return which parameters each of a group's partitions holds elements of."""
-    return {part: [run.name for run in runs if run.part == part] for part in range(parts)}
-
-
-def whole_states(
-    slots: Sequence[Slot], touched: Touched, shapes: Shapes
-) -> Iterator[tuple[str, list[Vector | None]]]:
-    """Take out of the slots the states that hold whole parameters, each with every rank's vector.
-
-    Lengths tell: those of all ranks must be the sums of their parameters', and one of these must
-    be longer than what its partition has of them.
-    """
-    wanted = [_total(touched[part], shapes) for part in range(len(slots))]
+    whole = [_whole_runs(runs, shapes, part) for part in range(len(members))]
+    wanted = [own[-1].at + own[-1].stop if own else 0 for own in whole]
+    slots = [slot for _, slot in members]
     for kind in dict.fromkeys(kind for slot in slots for kind in (*slot.flat, *slot.other)):
-        held = [_vector(slot, kind) for slot in slots]
-        if [vector.shape[0] if vector else 0 for vector in held] == wanted and any(
-            kind in slot.other for slot in slots
-        ):
-            for slot in slots:
-                slot.flat.pop(kind, None)
-                slot.other.pop(kind, None)
-            yield kind, held
+        vectors = [_flat_vector(slot, kind) for slot in slots]
+        if [vector.shape[0] if vector else 0 for vector in vectors] != wanted:
+            continue
+        if not any(kind in slot.other for slot in slots):
+            continue
+        for slot in slots:
+            slot.flat.pop(kind, None)
+            slot.other.pop(kind, None)
+        for (partition, _), vector, own in zip(members, vectors, whole, strict=True):
+            for run in own:
+                target, shape = (kind, names[run.name]), shapes[run.name]
+                add_partition_run(contents, partition, vector, target, run, shape)
 
 
-def whole_runs(names: Sequence[str], shapes: Shapes, part: int) -> Iterator[Run]:
-    """Yield the runs of a vector that holds these parameters whole."""
-    at = 0
-    for name in names:
+def _whole_runs(runs: Sequence[Run], shapes: Shapes, part: int) -> list[Run]:
+    """Return the runs of a vector that holds whole each parameter of which a partition has some."""
+    whole, at = [], 0
+    for name in [run.name for run in runs if run.part == part]:
         numel = math.prod(shapes[name])
-        yield Run(name, 0, numel, part, at)
+        whole.append(Run(name, 0, numel, part, at))
         at += numel
+    return whole
 
 
-def _total(names: Sequence[str], shapes: Shapes) -> int:
-    return sum(math.prod(shapes[name]) for name in names)
-
-
-def _vector(slot: Slot, kind: str) -> Vector | None:
-    found = slot.flat.get(kind) or slot.other.get(kind)
-    return found if isinstance(found, Vector) and found.is_flat else None
+def _flat_vector(slot: Slot, kind: str) -> Vector | None:
+    value = slot.flat.get(kind) or slot.other.get(kind)
+    return value if isinstance(value, Vector) and value.is_flat else None
 
 
 def add_split_groups(
-    found: RankContents, ranks: Sequence[Partition], groups: Sequence[Shapes]
+    contents: RankContents, ranks: Sequence[Partition], groups: Sequence[Shapes]
 ) -> None:
     """Add the tensors of ZeRO 3; none where it has no ranks, as in a universal checkpoint."""
     if not ranks:
@@ -279,25 +274,53 @@ def add_split_groups(
     shapes = {name: shape for group in groups for name, shape in group.items()}
     for partition in ranks:
         _require_plain_split(partition.state, len(groups))
-    held = [_sub_groups(partition.state) for partition in ranks]
-    require_distinct_ranks(ranks, held)
-    refuse_kinds(found, [slot for slots in held for slot in slots], shapes, ranks[0].rank)
-    for partition, slots in zip(ranks, held, strict=True):
-        sizes = [slot.flat[MASTER].shape[0] for slot in slots]
-        starts = [0, *accumulate(sizes)]
-        for run in split_runs(shapes, sizes, partition.dp, len(ranks)):
-            number = bisect_right(starts, run.at) - 1
-            here = Run(run.name, run.start, run.stop, run.part, run.at - starts[number])
-            for kind, vector in slots[number].flat.items():
-                add_run(found, partition, vector, kind, here, shapes, run.name)
-            for kind, value in slots[number].scalars.items():
-                found.add_leaf((kind, run.name), value, partition.rank)
-        for number, slot in enumerate(slots):
-            add_other(found, [partition], [slot], number)
+    slots = [_sub_groups(partition.state) for partition in ranks]
+    require_distinct_ranks(ranks, slots)
+    refuse_kinds(contents, [slot for own in slots for slot in own], shapes, ranks[0].rank)
+    for partition, own in zip(ranks, slots, strict=True):
+        sizes = [slot.flat[MASTER].shape[0] for slot in own]
+        for run, number in split_runs(shapes, sizes, partition.dp, len(ranks)):
+            for kind, vector in own[number].flat.items():
+                target, shape = (kind, run.name), shapes[run.name]
+                add_partition_run(contents, partition, vector, target, run, shape)
+            for kind, value in own[number].scalars.items():
+                contents.add_leaf((kind, run.name), value, partition.rank)
+        for number, slot in enumerate(own):
+            add_other(contents, [partition], [slot], number)
+
+
+def split_runs(
+    shapes: Shapes, sizes: Sequence[int], part: int, parts: int
+) -> Iterator[tuple[Run, int]]:
+    """Yield the runs of one rank where each parameter was cut by itself into ``parts`` pieces.
+
+    Each with the number of its sub group, in which ``at`` counts; ``sizes`` are the elements of the
+    rank's. Raises Damaged where the pieces do not fill the sub groups exactly.
+    """
+    starts = [0, *accumulate(sizes)]
+    offset = 0
+    for name, shape in shapes.items():
+        number = bisect_right(starts, offset) - 1
+        run = split_run(name, shape, part, parts, offset - starts[number])
+        if run.start < run.stop and number < len(sizes):
+            yield run, number
+        piece = -(-math.prod(shape) // parts)
+        offset += piece
+        if number < len(sizes) and offset > starts[number + 1]:
+            raise Damaged(
+                f"{name}: its piece of {piece:,} elements crosses the end of a sub group",
+                "storage-mismatch",
+            )
+    if offset != sum(sizes):
+        raise Damaged(
+            f"{len(shapes):,} parameters take {offset:,} elements of rank {part}'s sub groups,"
+            f" which hold {sum(sizes):,}",
+            "storage-mismatch",
+        )
 
 
 def _require_plain_split(state: State, groups: int) -> None:
-    state.get("partition_count")
+    state.get("partition_count")  # raises Barred where it is refused
     param_groups = state.inner("optimizer_state_dict").groups()
     if len(param_groups) > groups:
         raise Damaged(
@@ -315,10 +338,6 @@ def _require_plain_split(state: State, groups: int) -> None:
 
 
 def _sub_groups(state: State) -> list[Slot]:
-    masters = state.sequence("fp32_flat_groups")
-    kept = state.inner("optimizer_state_dict").inner("state").fields
-    slots = []
-    for number, master in enumerate(masters):
-        values = require_shallow(kept.get(number))
-        slots.append(slot_of(state, master, values if isinstance(values, dict) else {}, 0))
-    return slots
+    masters = enumerate(state.sequence("fp32_flat_groups"))
+    values = state.inner("optimizer_state_dict").inner("state").fields
+    return [read_slot(state, m, shallow_mapping(values.get(number)), 0) for number, m in masters]

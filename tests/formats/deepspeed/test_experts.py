@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import case, convert_to, read_back
 
+from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.verify import verify
 from ckptool.errors import Damaged
+from ckptool.formats.deepspeed import states
+from ckptool.serialization.archive.read import TorchFile, read_torch_file
+from ckptool.serialization.source import Source
 
 Copy = Callable[[str], Path]
 BOTH = ("deepspeed_experts", "deepspeed_experts_zero_2")
@@ -103,3 +108,17 @@ def test_the_optimizer_of_experts_is_whole_or_left_out(
     truth = case("deepspeed_experts").truth
     weights = {n.removeprefix("module."): t for n, t in truth.items() if n.startswith("module.")}
     assert read_back("safetensors", out / "m") == weights
+
+
+@pytest.mark.parametrize("name", [*BOTH, "deepspeed_pipeline"])
+def test_a_file_is_opened_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: Counter[str] = Counter()
+
+    def read(source: Source, file: str) -> TorchFile:
+        opened[file] += 1
+        return read_torch_file(source, file)
+
+    monkeypatch.setattr(states, "read_torch_file", read)
+    open_checkpoint(case(name).path)
+    assert len(opened) > 2
+    assert set(opened.values()) == {1}

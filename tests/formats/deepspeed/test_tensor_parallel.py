@@ -12,8 +12,7 @@ from ckptool.core.catalog import Chunk, Extent
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.sharding.tensor_parallel import Fit, RankShard, fit_ranks, parse_tp_rule
 from ckptool.errors import Damaged, Undetermined, Unsupported
-from ckptool.formats.deepspeed.checkpoint import _joined
-from ckptool.formats.deepspeed.tensor_parallel import fit_shards
+from ckptool.formats.deepspeed.tensor_parallel import fit_shards, merge_tensor
 
 WHOLE = np.arange(12 * 8).reshape(12, 8)
 
@@ -173,4 +172,4 @@ def test_copies_of_several_types_are_refused_however_they_are_cut() -> None:
     }
     info = VERSION | {"tp_replicated_parameter_patterns": ["w"]}
     with pytest.raises(Damaged, match="w: the tensor-parallel ranks hold it in several"):
-        _joined(("fp32", "w"), shards, info, None)
+        merge_tensor(("fp32", "w"), shards, info)

@@ -19,7 +19,7 @@ from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.errors import Problem, Unsupported
-from ckptool.formats.deepspeed.frozen import EXCLUDED, UNRECORDED
+from ckptool.formats.deepspeed.weights import EXCLUDED, UNRECORDED
 
 EXCLUDED_BY_DEEPSPEED = "deepspeed_frozen_excluded"
 Copy = Callable[[str], Path]
