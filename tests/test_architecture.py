@@ -32,7 +32,7 @@ ALLOWED = {
 }
 """What each layer may import beside itself and ``errors``."""
 
-PROGRAMS = {"commands/bench/transfer/load.py": {"dcp"}}
+PROGRAMS = {"commands/bench/transfer/programs.py": {"dcp"}}
 """Modules that are only run, each in a process of its own: what they use as any user would."""
 
 HEAVY = {"torch", "transformers", "safetensors", "tensorflow", "jax"}

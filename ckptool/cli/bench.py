@@ -92,7 +92,7 @@ def _measured(
     from ckptool.commands.bench.report import Baseline, parse_tolerance
     from ckptool.commands.bench.run import prepare_bench
     from ckptool.render.bench.bars import require_plottable
-    from ckptool.render.bench.progress import bench_progress
+    from ckptool.render.bench.report import bench_progress
 
     baseline, allowed = Baseline.read(compare) if compare else None, parse_tolerance(tolerance)
     if plot is not None:

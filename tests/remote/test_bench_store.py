@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from store_server import S3, Environ, answer, s3, server, some  # the fixtures
 
-from ckptool.commands.bench.store import emptied, listed
+from ckptool.commands.bench.files import list_uploaded, scratch_in_store
 from ckptool.errors import CkptoolError
 from ckptool.storage.url import RemotePath
 
@@ -58,10 +58,10 @@ def test_what_was_saved_and_what_was_begun_is_removed_after_an_interruption(s3: 
 
 
 def save_until_interrupted(s3: S3) -> None:
-    with emptied(RemotePath.parse(s3.url("run/work"))) as place:
+    with scratch_in_store(RemotePath.parse(s3.url("run/work"))) as place:
         (place / "save-0" / "__0_0.distcp").write_bytes(b"half")
         s3.fs.call_s3("create_multipart_upload", Bucket=s3.bucket, Key="run/work/save-0/begun")
-        assert listed(place) == {"save-0/__0_0.distcp": 4}
+        assert list_uploaded(place) == {"save-0/__0_0.distcp": 4}
         raise KeyboardInterrupt
 
 
@@ -80,5 +80,8 @@ def test_a_place_that_cannot_be_written_or_emptied_is_refused_first(
     denied: Callable[[Environ], bool], said: str, s3: S3
 ) -> None:
     s3.fault = some(answer("403 Forbidden", "AccessDenied"), denied)
-    with pytest.raises(CkptoolError, match=said), emptied(RemotePath.parse(s3.url("run/work"))):
+    with (
+        pytest.raises(CkptoolError, match=said),
+        scratch_in_store(RemotePath.parse(s3.url("run/work"))),
+    ):
         pytest.fail("began to measure")

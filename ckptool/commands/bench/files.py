@@ -1,7 +1,4 @@
-"""What a save left on disk and in shared memory: sizes, syncing, leftovers.
-
-The folders that a benchmark works in, which are gone at its end.
-"""
+"""The folders that a benchmark works in, on disk or in a store, and what a save leaves behind."""
 
 from __future__ import annotations
 
@@ -12,38 +9,53 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptool.commands.bench.store import Meeting, emptied, listed, remove_uploaded
-from ckptool.storage.url import Location
+import psutil
 
-SHARED = Path("/dev/shm")
+from ckptool.errors import NotFound, TransferError, Unsupported, UsageError
+from ckptool.storage.retry import Denied
+from ckptool.storage.store import SCHEMES
+from ckptool.storage.url import Location, RemotePath
+
+if TYPE_CHECKING:
+    from ckptool.commands.bench.launch import Meeting
+
+_SHARED_MEMORY = Path("/dev/shm")
 _PAUSES = (0.02, 0.1, 0.5, 1.0, 0.0)
+_PIECE = 16 << 20
 
 
 def usage(folder: Location) -> dict[str, Any]:
-    """The bytes, number and names of the files below a folder."""
+    """Return the bytes, number and names of the files below a folder."""
     if isinstance(folder, Path):
-        sizes = {name: (folder / name).stat().st_size for name in names(folder)}
+        sizes = {name: (folder / name).stat().st_size for name in list_files(folder)}
     else:
-        sizes = listed(folder)
+        sizes = list_uploaded(folder)
     return {"nbytes": sum(sizes.values()), "files": len(sizes), "names": list(sizes)}
 
 
-def names(folder: Path) -> list[str]:
-    """The files below a folder, relative to it."""
-    return sorted(str(file.relative_to(folder)) for file in _files(folder))
+def list_files(folder: Path) -> list[str]:
+    """Return the names of the files below a folder, relative to it."""
+    return sorted(str(file.relative_to(folder)) for file in _walk_files(folder))
 
 
-def holds_bytes(folder: Path) -> bool:
+def has_bytes(folder: Path) -> bool:
     """Whether any file below the folder has a byte in it."""
     with suppress(OSError):
-        return any(file.stat().st_size for file in _files(folder))
+        return any(file.stat().st_size for file in _walk_files(folder))
     return False
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _walk_files(folder: Path) -> Iterator[Path]:
     return (Path(top, name) for top, _, names in os.walk(folder) for name in names)
+
+
+def list_folder(folder: Path) -> set[str]:
+    """Return the names directly in a folder; none where it is not there."""
+    with suppress(OSError):
+        return set(os.listdir(folder))
+    return set()
 
 
 def make_durable(folder: Location) -> None:
@@ -53,7 +65,8 @@ def make_durable(folder: Location) -> None:
     """
     if not isinstance(folder, Path):
         return
-    for path in [*_files(folder), *(Path(top) for top, _, _ in os.walk(folder)), folder.parent]:
+    folders = [Path(top) for top, _, _ in os.walk(folder)]
+    for path in [*_walk_files(folder), *folders, folder.parent]:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -76,47 +89,38 @@ def remove(path: Location) -> None:
             path.unlink()
 
 
-def entries(folder: Path) -> set[str]:
-    """The names directly in a folder; none where it is not there."""
-    with suppress(OSError):
-        return set(os.listdir(folder))
-    return set()
-
-
-def shared_entries() -> set[str]:
-    """The names of this user's shared memory."""
-    found = set()
-    for name in entries(SHARED):
+def list_shared_memory() -> set[str]:
+    """Return the names of this user's shared memory."""
+    names = set()
+    for name in list_folder(_SHARED_MEMORY):
         with suppress(OSError):
-            if (SHARED / name).lstat().st_uid == os.getuid():
-                found.add(name)
-    return found
+            if (_SHARED_MEMORY / name).lstat().st_uid == os.getuid():
+                names.add(name)
+    return names
 
 
-def shared_free() -> int:
-    """Bytes that can still be put into shared memory."""
-    return shutil.disk_usage(SHARED).free if SHARED.is_dir() else 0
+def free_shared_memory() -> int:
+    """Return the bytes that can still be put into shared memory."""
+    return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0
 
 
-def left_shared(before: Collection[str], doomed: Collection[int] = ()) -> list[Path]:
-    """Shared memory since ``before`` that nobody has open but ``doomed`` processes."""
-    fresh = shared_entries() - set(before)
-    return [SHARED / name for name in sorted(fresh) if _opened_by(name) <= set(doomed)]
+def unused_shared_memory(before: Collection[str], doomed: Collection[int] = ()) -> list[Path]:
+    """Return shared memory made since ``before`` that only the processes ``doomed`` have open."""
+    paths = [_SHARED_MEMORY / name for name in sorted(list_shared_memory() - set(before))]
+    if not paths:
+        return []
+    in_use: set[str] = set()
+    for process in psutil.process_iter():
+        if process.pid not in doomed:
+            in_use |= _open_paths(process)
+    return [path for path in paths if str(path) not in in_use]
 
 
-def _opened_by(name: str) -> set[int]:
-    """The processes that have a piece of shared memory open or mapped, as far as can be seen."""
-    path = str(SHARED / name)
-    return {int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _has_open(pid, path)}
-
-
-def _has_open(pid: str, path: str) -> bool:
-    with suppress(OSError):
-        if path in Path(f"/proc/{pid}/maps").read_text("utf-8", "replace"):
-            return True
-        folder = Path(f"/proc/{pid}/fd")
-        return any(os.readlink(link) == path for link in folder.iterdir())
-    return False
+def _open_paths(process: psutil.Process) -> set[str]:
+    """Return the files that a process has open or mapped, as far as this user may see."""
+    with suppress(psutil.Error):
+        return {file.path for file in [*process.open_files(), *process.memory_maps()]}
+    return set()
 
 
 class Folders(NamedTuple):
@@ -129,16 +133,16 @@ class Folders(NamedTuple):
 
 @contextmanager
 def scratch(out: Location) -> Iterator[Folders]:
-    """Folders of the run's own, which are removed at the end."""
-    here = out if isinstance(out, Path) else None
+    """Make folders of the run's own, which are removed at the end."""
+    parent = out if isinstance(out, Path) else None
     # sockets lie among the temporary files, and their paths must be short
-    work, temporary = (tempfile.mkdtemp(prefix="ckptool-", dir=place) for place in (here, None))
+    work, temporary = (tempfile.mkdtemp(prefix="ckptool-", dir=place) for place in (parent, None))
     try:
         (Path(work) / "logs").mkdir()
         if isinstance(out, Path):
             yield Folders(work, temporary, None)
         else:
-            with emptied(out / Path(work).name) as place:
+            with scratch_in_store(out / Path(work).name) as place:
                 yield Folders(work, temporary, place.url)
     finally:
         for folder in (work, temporary):
@@ -147,19 +151,90 @@ def scratch(out: Location) -> Iterator[Folders]:
 
 @contextmanager
 def scratch_of_all(out: Location, meeting: Meeting) -> Iterator[Folders]:
-    """Rank 0's scratch folders, for every rank."""
-    if meeting.rank:
-        folders = Folders(*meeting.gather(None)[0])
-        own = [folders.temporary] if folders.store is None else [folders.temporary, folders.scratch]
-        for folder in own:  # each node has its own
-            (Path(folder) / "logs").mkdir(parents=True, exist_ok=True)
-        try:
+    """Make rank 0's scratch folders, for every rank."""
+    if not meeting.rank:
+        with scratch(out) as folders:
+            meeting.gather(folders)
             yield folders
             meeting.gather(None)
-        finally:
-            for folder in own:
-                remove(Path(folder))
         return
-    with scratch(out) as folders:
-        yield Folders(*meeting.gather(folders)[0])
+    folders = Folders(*meeting.gather(None)[0])
+    own = [folders.temporary] if folders.store is None else [folders.temporary, folders.scratch]
+    for folder in own:  # each node has its own
+        (Path(folder) / "logs").mkdir(parents=True, exist_ok=True)
+    try:
+        yield folders
         meeting.gather(None)
+    finally:
+        for folder in own:
+            remove(Path(folder))
+
+
+def require_savable(out: RemotePath, *, abort: bool) -> None:
+    """Check a store: Unsupported if ranks cannot write to or share it, UsageError for ``abort``."""
+    if abort:
+        raise UsageError(
+            "--abort looks for what is left on disk; --out is a URL", hint="--out with a folder"
+        )
+    if out.store.scheme in SCHEMES:
+        raise Unsupported(f"{out}: cannot be written to: the web is only read")
+    if out.store.scheme == "memory":
+        raise Unsupported(f"{out}: every rank is a process, and has a memory:// of its own")
+
+
+@contextmanager
+def scratch_in_store(place: RemotePath) -> Iterator[RemotePath]:
+    """Try a folder that can be written and removed, and remove it at the end.
+
+    Raises Unsupported before anything is measured, TransferError where something stays.
+    """
+    try:
+        (place / "probe").write_bytes(b"ckptool")
+        remove_uploaded(place)
+    except NotFound as error:
+        message = f"{place.parent}: cannot be written to: {error.message}"
+        raise Unsupported(message, hint=error.hint) from None
+    try:
+        yield place
+    finally:
+        remove_uploaded(place)
+
+
+def remove_uploaded(place: RemotePath) -> None:
+    """Remove a folder, and the parts of files that were not finished; TransferError if it stays."""
+    store, inside = place.store, f"{place.key}/"
+    store.fs.invalidate_cache()
+    with suppress(NotFound):
+        store.ask(str(place), lambda: store.fs.rm(place.key, recursive=True))
+    store.abort_uploads(place.key, lambda key: key.startswith(inside))
+    if list_uploaded(place):
+        raise TransferError(
+            f"{place}: cannot be removed", hint="remove it by the store's own tools"
+        )
+
+
+def list_uploaded(place: RemotePath) -> dict[str, int]:
+    """Return the bytes of every file below, as the store lists them now."""
+    try:
+        return {n: file.nbytes for n, file in place.store.find(place.key, str(place)).items()}
+    except Denied:
+        raise
+    except NotFound:
+        return {}
+
+
+def store_clients(place: RemotePath) -> tuple[str, ...]:
+    """Return the packages that speak with the store: fsspec, and the one that knows it."""
+    return tuple(dict.fromkeys(("fsspec", type(place.store.fs).__module__.partition(".")[0])))
+
+
+def path_or_url(place: Location) -> Path | str:
+    """Return a place as strategies take it."""
+    return place if isinstance(place, Path) else place.url
+
+
+def upload(data: memoryview, file: RemotePath) -> None:
+    """Write a file as fsspec does by itself, in order, until the store has it."""
+    with file.store.fs.open(file.key, "wb") as stream:
+        for start in range(0, len(data), _PIECE):
+            stream.write(data[start : start + _PIECE])

@@ -1,30 +1,152 @@
-"""Start the ranks with torch's elastic launcher, and collect the events of rank 0.
-
-Their events are sorted into a report's parts.
-"""
+"""Start the ranks by torch's elastic launcher with their task; how they agree while they run."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ckptool.commands.bench.fork_server import adopt_orphans, kill_descendants
-from ckptool.commands.bench.report import Limits, Measured
-from ckptool.commands.bench.specs import Task
+from ckptool.commands.bench.processes import adopt_orphans, end_descendants
+from ckptool.commands.bench.specs import TensorSpec, total
 from ckptool.errors import TransferError
+from ckptool.storage.url import Location, location
 
-_LOOK = 0.1
+_LEAST_TIMEOUT = 240.0
+_SLOWEST = 10e6
+"""Bytes a second that are written at least, as long as nobody has measured it."""
+
+_SLACK = 20
+"""How many times as long as a raw write a save may take."""
+
+_MEETING_TIMEOUT = timedelta(hours=12)
+_POLL_MEETING = 0.003
+_POLL_EVENTS = 0.1
 
 Emit = Callable[[dict[str, Any]], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """What the ranks are to do. ``scratch`` is theirs alone; ``temporary`` is their TMPDIR.
+
+    ``store``: the URL that checkpoints are saved below; None to save them in ``scratch``.
+    ``write_rate``: bytes a second that all ranks write together, where that is known.
+    """
+
+    specs: list[TensorSpec]
+    strategies: list[str]
+    saves: int
+    abort: bool
+    device_type: str
+    scratch: str
+    temporary: str
+    store: str | None = None
+    write_rate: float = _SLOWEST * _SLACK
+
+    @staticmethod
+    def read(path: Path) -> Task:
+        """Read the task that ``write`` wrote."""
+        fields = json.loads(path.read_text("utf-8"))
+        specs = [
+            TensorSpec(tuple(spec["path"]), tuple(spec["shape"]), spec["dtype"])
+            for spec in fields["specs"]
+        ]
+        return Task(**{**fields, "specs": specs})
+
+    def write(self, path: Path) -> None:
+        """Write it for a process that is started with its path."""
+        path.write_text(json.dumps(dataclasses.asdict(self)), "utf-8")
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a save, or a talk of the ranks, may take before it counts as hung."""
+        return _LEAST_TIMEOUT + _SLACK * total(self.specs) / self.write_rate
+
+    def folder(self, job: str) -> Path:
+        """Return where a job of the ranks may write."""
+        return Path(self.scratch) / job.replace("/", "_")
+
+    def place(self, job: str) -> Location:
+        """Return where a job of the ranks saves."""
+        if self.store is None:
+            return self.folder(job)
+        return location(self.store) / job.replace("/", "_")
+
+    def log(self, job: str, rank: int) -> Path:
+        """Return the file for what a job's processes print."""
+        return Path(self.scratch) / "logs" / f"{job.replace('/', '_')}-{rank}.log"
+
+
+class Meeting:
+    """What the watching processes of all ranks say to one another, without a process group.
+
+    A group would start threads, which no fork survives. They meet at the store that the elastic
+    agent keeps; where there is none, rank 0 keeps it.
+    """
+
+    def __init__(self) -> None:
+        self.rank = int(os.environ["RANK"])
+        self.size = int(os.environ["WORLD_SIZE"])
+        agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._store = self._connect(serve=not agent_serves and self.rank == 0)
+        self._number = 0
+
+    def _connect(self, *, serve: bool) -> Any:
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(host, port, None, serve, timeout=_MEETING_TIMEOUT, wait_for_workers=False)
+        return PrefixStore("ckptool-bench", store)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return what every rank passed, in the order of ranks; values that JSON holds."""
+        self._number += 1
+        keys = [f"gather-{self._number}-{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], json.dumps(value))
+        return [json.loads(self._await(key)) for key in keys]
+
+    def _await(self, key: str) -> bytes:
+        """Return what a key holds once it is there. The store's own waiting hears no signal."""
+        while not self._has(key):
+            time.sleep(_POLL_MEETING)
+        value: bytes = self._store.get(key)
+        return value
+
+    def failing(self, job: str) -> Callable[[], str | None]:
+        """Return a question: which other rank failed at this job?"""
+        key = f"failed-{job}"
+        return lambda: f"rank {self._store.get(key).decode()} failed" if self._has(key) else None
+
+    def fail(self, job: str) -> None:
+        """Let the others know that this rank failed at the job."""
+        self._store.set(f"failed-{job}", str(self.rank))
+
+    def _has(self, key: str) -> bool:
+        return bool(self._store.check([key]))
+
+    def begin_group(self, job: str, backend: str, timeout: float) -> None:
+        """Start, within a child, the process group of this job's processes.
+
+        ``timeout``: seconds after which what its ranks say to one another fails.
+        """
+        import torch.distributed as dist
+        from torch._C._distributed_c10d import PrefixStore
+
+        store = PrefixStore(job, self._connect(serve=False))
+        most = timedelta(seconds=timeout)
+        dist.init_process_group(
+            backend, store=store, rank=self.rank, world_size=self.size, timeout=most
+        )
 
 
 def launch(task: Task, ranks: int, emit: Emit) -> None:
@@ -39,10 +161,10 @@ def launch(task: Task, ranks: int, emit: Emit) -> None:
     events.touch()
     adopt_orphans()
     try:
-        with _forwarded(events, emit), _own_signals():
+        with _forward_events(events, emit), _keep_signal_handlers():
             _run_agent(ranks, scratch, [str(task_file), str(events)])
     finally:
-        kill_descendants(os.getpid())
+        end_descendants()
 
 
 def _run_agent(ranks: int, scratch: Path, words: list[str]) -> None:
@@ -78,17 +200,17 @@ def _run_agent(ranks: int, scratch: Path, words: list[str]) -> None:
 
 
 def _last_words(logs: Path) -> str:
-    """The last line that any rank wrote to stderr."""
+    """Return the last line that any rank wrote to stderr."""
     for file in sorted(logs.rglob("stderr.log")):
         lines = file.read_text("utf-8", "replace").strip().splitlines()
         if lines:
             return lines[-1]
-    return "it said nothing"
+    return "it printed nothing"
 
 
 @contextmanager
-def _own_signals() -> Iterator[None]:
-    """The agent takes signals for itself; give them back."""
+def _keep_signal_handlers() -> Iterator[None]:
+    """Give signals back to their handlers: the agent takes them for itself."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in numbers}
     try:
@@ -99,20 +221,20 @@ def _own_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _forwarded(events: Path, emit: Emit) -> Iterator[None]:
+def _forward_events(events: Path, emit: Emit) -> Iterator[None]:
     """Pass on what is appended to a file of JSON lines, to the last line."""
     over = threading.Event()
     with open(events, encoding="utf-8") as stream:
-        listener = threading.Thread(target=_listen, args=(stream, over, emit))
-        listener.start()
+        reader = threading.Thread(target=_read_events, args=(stream, over, emit))
+        reader.start()
         try:
             yield
         finally:
             over.set()
-            listener.join()
+            reader.join()
 
 
-def _listen(stream: Any, over: threading.Event, emit: Emit) -> None:
+def _read_events(stream: Any, over: threading.Event, emit: Emit) -> None:
     unfinished = ""
     while True:
         last = over.is_set()
@@ -121,28 +243,4 @@ def _listen(stream: Any, over: threading.Event, emit: Emit) -> None:
             emit(json.loads(line))
         if last:
             return
-        over.wait(_LOOK)
-
-
-@dataclass(slots=True)
-class WorkerEvents:
-    """What rank 0 has reported so far."""
-
-    limits: Limits = field(default_factory=dict)
-    results: list[Measured] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-
-    def add(self, event: Mapping[str, Any]) -> None:
-        """Sort in one event."""
-        kind = event["event"]
-        if kind == "limits":
-            self.limits = event["limits"] or {}
-            if event["failure"]:
-                self.failed["limits"] = event["failure"]
-        elif kind == "measured":
-            self.results.append(Measured.of_event(event))
-        elif kind == "left-out":
-            self.left_out[event["name"]] = event["reason"]
-        elif kind == "failed":
-            self.failed[event["name"]] = event["reason"]
+        over.wait(_POLL_EVENTS)

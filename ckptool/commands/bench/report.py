@@ -1,7 +1,4 @@
-"""What a benchmark of save strategies found.
-
-A benchmark against an earlier one: what has become slower than a tolerance allows.
-"""
+"""The report of a benchmark of save strategies, and what is slower than in an earlier one."""
 
 from __future__ import annotations
 
@@ -12,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ckptool.commands.bench.abort import Left
-from ckptool.commands.bench.worker.consistency import CONSISTENT, Consistency
 from ckptool.errors import NotFound, Unsupported, UsageError
 
 SCHEMA = "ckptool.bench/2"
@@ -37,6 +32,45 @@ class Settings:
     repeat: int
     folder: str
     abort: bool
+
+
+CONSISTENT, DIRTY = "consistent", "DIRTY"
+
+NOTHING = "nothing there"
+UNFINISHED = "does not pass"
+WHOLE = "passes, whole"
+BROKEN = "PASSES, NOT WHOLE"
+
+
+@dataclass(frozen=True, slots=True)
+class Consistency:
+    """What a finished checkpoint held whose parameters were changed during the save.
+
+    ``changed`` says when: ``after the call`` returned, or ``once staged`` where the library wants
+    that awaited. ``tensors`` are those that were not as at the call, of ``of`` in all. For a
+    strategy that wants it awaited, ``at_once`` tells how many are dirty without.
+    """
+
+    verdict: str
+    changed: str
+    tensors: tuple[str, ...]
+    of: int
+    at_once: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AbortResult:
+    """What is there once the loop is killed. ``folder`` is one of the verdicts above.
+
+    ``finished``: the save was over before the kill. ``processes`` are command lines, ``shared``
+    names in /dev/shm, ``files`` paths of temporary files.
+    """
+
+    folder: str
+    finished: bool
+    processes: tuple[str, ...]
+    shared: tuple[str, ...]
+    files: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +99,16 @@ class Measured:
     nbytes: int
     files: int
     consistency: Consistency
-    abort: Left | None
+    abort: AbortResult | None
     remark: str | None
 
     @staticmethod
     def of_event(event: Mapping[str, Any]) -> Measured:
-        """As rank 0 tells it."""
-        fields = {key: event[key] for key in Measured.__slots__}
-        for key in ("blocked", "written", "durable", "before", "after"):
-            fields[key] = tuple(fields[key])
-        fields["during"] = tuple(map(tuple, fields["during"]))
-        found, left = event["consistency"], event["abort"]
-        fields["consistency"] = Consistency(**{**found, "tensors": tuple(found["tensors"])})
-        fields["abort"] = Left(**{k: _frozen(v) for k, v in left.items()}) if left else None
+        """Return what rank 0 reports in an event of JSON values."""
+        fields = {key: _freeze(event[key]) for key in Measured.__slots__}
+        fields["consistency"] = Consistency(**fields["consistency"])
+        if fields["abort"]:
+            fields["abort"] = AbortResult(**fields["abort"])
         return Measured(**fields)
 
     @property
@@ -114,12 +145,15 @@ class Measured:
 
 
 def steady(samples: Sequence[_Sample]) -> Sequence[_Sample]:
-    """The samples without the first, which also starts processes and makes buffers."""
+    """Return the samples without the first, which also starts processes and makes buffers."""
     return samples[1:] or samples
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _freeze(value: Any) -> Any:
+    """Return JSON's lists as tuples, also within lists and objects."""
+    if isinstance(value, Mapping):
+        return {key: _freeze(inner) for key, inner in value.items()}
+    return tuple(map(_freeze, value)) if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +190,11 @@ class BenchReport:
         return self.limits.get("write") or self.limits.get("upload")
 
     def blocked_fraction(self, result: Measured) -> float | None:
-        """The rate at which state is taken from the loop, as a part of ``staging_limit``."""
+        """Return the rate at which state leaves the loop, as a part of ``staging_limit``."""
         return self._fraction(self.staging_limit, result.blocked_median)
 
     def durable_fraction(self, result: Measured) -> float | None:
-        """The rate at which bytes become safe, as a part of ``write_limit``."""
+        """Return the rate at which bytes become safe, as a part of ``write_limit``."""
         return self._fraction(self.write_limit, result.durable_median)
 
     def _fraction(self, limit: float | None, seconds: float) -> float | None:
@@ -195,13 +229,13 @@ class Baseline:
 
     @staticmethod
     def read(path: Path) -> Baseline:
-        """What ``ckptool bench --json`` printed; NotFound or UsageError where that is not there."""
+        """Read what ``ckptool bench --json`` printed; NotFound or UsageError where it is not."""
         try:
             earlier = json.loads(path.read_text("utf-8"))
         except OSError as error:
             raise NotFound(f"{path}: {(error.strerror or 'cannot be read').lower()}") from None
         except ValueError:
-            raise UsageError(f"--compare {path}: no JSON") from None
+            raise UsageError(f"--compare {path}: not JSON") from None
         try:
             if earlier["schema"] != SCHEMA:
                 raise UsageError(f"--compare {path}: {earlier['schema']!r} is not {SCHEMA!r}")
@@ -218,7 +252,7 @@ class Baseline:
             raise UsageError(f"--compare {path}: not what `ckptool bench --json` prints") from None
 
     def require_comparable(self, settings: Settings) -> None:
-        """Unsupported where the run to come measures something else."""
+        """Raise Unsupported where the run to come measures something else."""
         for key in _SAME:
             old, new = self.settings[key], getattr(settings, key)
             if old != new:
@@ -228,15 +262,14 @@ class Baseline:
                 )
 
     def changes(self, report: BenchReport, tolerance: float, asked: list[str]) -> list[Change]:
-        """Every strategy that ran then and was ``asked`` now, value by value."""
+        """Return the values of every strategy that ran then and was ``asked`` now."""
         names = [name for name in self.medians if name in asked]
-        return [change for name in names for change in self._of(name, report, tolerance)]
+        return [change for name in names for change in self._compare(name, report, tolerance)]
 
-    def _of(self, name: str, report: BenchReport, tolerance: float) -> Iterator[Change]:
+    def _compare(self, name: str, report: BenchReport, tolerance: float) -> Iterator[Change]:
         result = next((result for result in report.results if result.name == name), None)
         if result is None:
-            reasons = {**report.left_out, **report.failed}
-            why = reasons.get(name, "it was not measured")
+            why = {**report.left_out, **report.failed}.get(name, "it was not measured")
             yield Change(name, "check", None, None, True, why)
             return
         new = {"blocked": result.blocked_median, "durable": result.durable_median}
@@ -248,7 +281,7 @@ class Baseline:
 
 
 def parse_tolerance(text: str) -> float:
-    """``10%`` or ``0.1`` as 0.1; UsageError where it is neither."""
+    """Read ``10%`` or ``0.1`` as 0.1; UsageError where it is neither."""
     number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
     try:
         value = float(number) / (100 if percent else 1)

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ckptool.commands.bench.files import (
     Folders,
-    left_shared,
+    list_shared_memory,
     remove,
+    require_savable,
     scratch,
     scratch_of_all,
-    shared_entries,
+    store_clients,
+    unused_shared_memory,
 )
-from ckptool.commands.bench.fork_server import require_proc
-from ckptool.commands.bench.launch import WorkerEvents, launch
-from ckptool.commands.bench.limits import require_room
-from ckptool.commands.bench.report import BenchReport, Settings
-from ckptool.commands.bench.specs import Task, TensorSpec, as_in, by_size, total
-from ckptool.commands.bench.store import Meeting, clients, require_savable
-from ckptool.commands.bench.strategies import chosen
-from ckptool.commands.bench.strategies.base import version
-from ckptool.commands.bench.transfer.machine import machine, versions
+from ckptool.commands.bench.launch import Emit, Meeting, Task, launch
+from ckptool.commands.bench.machine import (
+    describe_machine,
+    installed_version,
+    list_versions,
+    require_room,
+)
+from ckptool.commands.bench.processes import require_proportional_memory
+from ckptool.commands.bench.report import BenchReport, Limits, Measured, Settings
+from ckptool.commands.bench.specs import TensorSpec, specs_like, specs_of_size, total
+from ckptool.commands.bench.strategies import select_strategies
 from ckptool.commands.bench.worker.device import Accelerators
-from ckptool.commands.bench.worker.rank import Emit, accelerators_here, run_rank
+from ckptool.commands.bench.worker.rank import find_accelerators, run_rank
 from ckptool.commands.options.bench import STATE_SIZE, BenchOptions
 from ckptool.engine.ranks import read_launch, read_number
 from ckptool.errors import TransferError, Unsupported
@@ -39,7 +43,31 @@ _OLDEST_TORCH = (2, 9)
 _LIBRARIES = ("torch_checkpointing", "nvidia-resiliency-ext")
 
 Progress = Callable[[Mapping[str, Any]], None]
-"""Is told what happens: ``event`` is begin, doing, measured, left-out, failed or limits."""
+"""Takes what happens: ``event`` is begin, doing, measured, left-out, failed or limits."""
+
+
+@dataclass(slots=True)
+class WorkerEvents:
+    """What rank 0 has reported so far."""
+
+    limits: Limits = field(default_factory=dict)
+    results: list[Measured] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Sort in one event."""
+        kind = event["event"]
+        if kind == "limits":
+            self.limits = event["limits"] or {}
+            if event["failure"]:
+                self.failed["limits"] = event["failure"]
+        elif kind == "measured":
+            self.results.append(Measured.of_event(event))
+        elif kind == "left-out":
+            self.left_out[event["name"]] = event["reason"]
+        elif kind == "failed":
+            self.failed[event["name"]] = event["reason"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +85,21 @@ class PreparedBench:
         TransferError where nothing could be measured. All that was written or started is gone at
         the end, however that comes.
         """
-        events, shared = WorkerEvents(), shared_entries()
+        events, shared = WorkerEvents(), list_shared_memory()
 
         def emit(event: dict[str, Any]) -> None:
             events.add(event)
             progress(event)
 
         try:
-            first = self._ranks(emit)
+            first = self._run_ranks(emit)
         finally:
-            for left in left_shared(shared):
-                remove(left)
+            for memory in unused_shared_memory(shared):
+                remove(memory)
         return self._report(events) if first else None
 
-    def _ranks(self, emit: Emit) -> bool:
-        """Have all ranks do the task; whether this process is the one that reports."""
+    def _run_ranks(self, emit: Emit) -> bool:
+        """Have all ranks do the task; return whether this process is the one that reports."""
         if _under_torchrun():
             meeting = Meeting()
             with scratch_of_all(self.out, meeting) as folders:
@@ -82,21 +110,20 @@ class PreparedBench:
         return True
 
     def _task(self, folders: Folders) -> Task:
-        told = self.settings
-        saves = told.repeat + 1
-        return Task(self.specs, self.names, saves, told.abort, told.device, *folders)
+        settings = self.settings
+        saves = settings.repeat + 1
+        return Task(self.specs, self.names, saves, settings.abort, settings.device, *folders)
 
     def _report(self, events: WorkerEvents) -> BenchReport:
         if not events.results:
             reasons = (events.failed | events.left_out).items()
             lines = "\n".join(f"  - {name}: {reason}" for name, reason in reasons)
             raise TransferError(f"nothing could be measured\n{lines}".rstrip())
-        told = _LIBRARIES if isinstance(self.out, Path) else (*_LIBRARIES, *clients(self.out))
-        libraries = {name: found for name in told if (found := version(name))}
+        clients = () if isinstance(self.out, Path) else store_clients(self.out)
         return BenchReport(
             settings=self.settings,
-            machine=machine(self.out),
-            versions={k: v for k, v in versions().items() if k != "cp"} | libraries,
+            machine=describe_machine(self.out),
+            versions=list_versions("torch", "safetensors", "numpy", *_LIBRARIES, *clients),
             limits=events.limits,
             results=tuple(events.results),
             left_out=events.left_out,
@@ -107,24 +134,25 @@ class PreparedBench:
 def prepare_bench(options: BenchOptions) -> PreparedBench:
     """Settle what is measured and where, and that it will fit.
 
-    Raises UsageError for a strategy that is none, Unsupported without torch or room, and what
+    Raises UsageError for an unknown strategy, Unsupported without torch or room, and what
     ``open_checkpoint`` raises for ``like``.
     """
-    names = chosen(options.strategies)
+    names = select_strategies(options.strategies)
     if isinstance(options.out, RemotePath):
         require_savable(options.out, abort=options.abort)
-    require_proc()
+    require_proportional_memory()
     _require_torch()
-    specs = as_in(options.like) if options.like else by_size(options.size or STATE_SIZE)
-    here = accelerators_here()
-    ranks = _ranks(options.ranks, here)
-    require_room(options.out, total(specs), ranks, here)
+    like = options.like
+    specs = specs_like(like) if like else specs_of_size(options.size or STATE_SIZE)
+    devices = find_accelerators()
+    ranks = _count_ranks(options.ranks, devices)
+    require_room(options.out, total(specs), ranks, devices)
     settings = Settings(
-        source=str(options.like) if options.like else "a llama-like model in fp32 with AdamW",
+        source=str(like) if like else "a llama-like model in fp32 with AdamW",
         nbytes=total(specs),
         tensors=len(specs),
         ranks=ranks,
-        device=here.type,
+        device=devices.type,
         repeat=options.repeat,
         folder=str(options.out.resolve()),
         abort=options.abort,
@@ -137,28 +165,28 @@ def _under_torchrun() -> bool:
 
 
 def _require_torch() -> None:
-    found = version("torch")
-    if found is None:
+    version = installed_version("torch")
+    if version is None:
         raise Unsupported("the benchmark needs torch", hint="pip install 'ckptool[torch]'")
-    if tuple(int(part) for part in found.split(".")[:2]) < _OLDEST_TORCH:
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_TORCH:
         wanted = ".".join(map(str, _OLDEST_TORCH))
         raise Unsupported(
-            f"the benchmark needs torch {wanted} or newer, {found} is here",
+            f"the benchmark needs torch {wanted} or newer, {version} is installed",
             hint=f"pip install 'torch>={wanted}'",
         )
 
 
-def _ranks(asked: int | None, here: Accelerators) -> int:
-    """How many ranks train; Unsupported where this machine has too few devices for its own."""
+def _count_ranks(asked: int | None, devices: Accelerators) -> int:
+    """Return how many ranks train; Unsupported where this machine has too few devices for them."""
     if _under_torchrun():
         ranks, local = (read_number(os.environ, n) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         if asked not in (None, ranks):
             raise Unsupported(f"--ranks {asked}: torchrun started {ranks}")
     else:
-        ranks = local = asked or here.count or _CPU_RANKS
-    if here.count and local > here.count:
+        ranks = local = asked or devices.count or _CPU_RANKS
+    if devices.count and local > devices.count:
         raise Unsupported(
-            f"{local} ranks: there are {here.count} devices of type {here.type}",
-            hint=f"{here.count} ranks; CUDA_VISIBLE_DEVICES= measures on CPU ranks",
+            f"{local} ranks: there are {devices.count} devices of type {devices.type}",
+            hint=f"{devices.count} ranks; CUDA_VISIBLE_DEVICES= measures on CPU ranks",
         )
     return ranks

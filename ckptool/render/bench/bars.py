@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from rich.text import Text
 
 from ckptool.commands.bench.report import BenchReport, Measured
 from ckptool.errors import Unsupported, UsageError
-from ckptool.render.bench.progress import seconds
 from ckptool.render.text import columns, size, visible
 
 _BLOCKED, _BACKGROUND, _SYNCING = "#e0605a", "#5fafff", "#b9b4d0"
@@ -21,11 +19,23 @@ _NARROWEST, _WIDEST = 10, 40
 _BESIDE = 36
 """Cells of a line that are neither a name's nor a bar's."""
 
-_INCHES_A_BAR = 0.34
+_INCHES_PER_BAR = 0.34
 
 
-def bars(report: BenchReport, screen: Console) -> list[Text]:
-    """A bar a strategy: blocked, in the background, durable; and what that is of the limits."""
+def seconds(value: float) -> str:
+    """Write ``0.21 s``, ``34 ms``: two or three significant digits."""
+    if value < 0.0995:
+        return f"{value * 1000:.2g} ms" if value < 0.00995 else f"{value * 1000:.0f} ms"
+    return f"{value:.2f} s" if value < 99.5 else f"{value:,.0f} s"
+
+
+def rate(value: float) -> str:
+    """Write bytes a second as ``1.2 GiB/s``."""
+    return f"{size(int(value))}/s"
+
+
+def draw_bars(report: BenchReport, screen: Console) -> list[Text]:
+    """Draw a bar per strategy: blocked, written, durable; and what that is of the limits."""
     shades = _SHADES if screen.encoding.startswith("utf") else _ASCII
     legend = Text("  ")
     for shade, (colour, name) in zip(shades, _NAMES.items(), strict=True):
@@ -37,14 +47,16 @@ def bars(report: BenchReport, screen: Console) -> list[Text]:
     width = _width(report, screen)
     for result in report.ranked:
         fractions = (report.blocked_fraction(result), report.durable_fraction(result))
-        told = [Text("" if value is None else f"{value:.0%}") for value in fractions]
-        rows.append([Text(f"  {visible(result.name)}"), _bar(report, result, width, shades), *told])
+        cells = [Text("" if value is None else f"{value:.0%}") for value in fractions]
+        rows.append(
+            [Text(f"  {visible(result.name)}"), _bar(report, result, width, shades), *cells]
+        )
     legend.rstrip()
     return [legend, *columns(screen, rows, "llrr", cuts=0)]
 
 
 def _width(report: BenchReport, screen: Console) -> int:
-    """Cells of the longest bar: what a terminal leaves beside the names."""
+    """Return the cells of the longest bar: what a terminal leaves beside the names."""
     if not screen.is_terminal:
         return _WIDEST
     names = max(len(visible(result.name)) for result in report.results)
@@ -61,17 +73,16 @@ def _bar(report: BenchReport, result: Measured, width: int, shades: str) -> Text
 
 
 def _parts(result: Measured) -> tuple[float, float, float]:
-    """When each colour of a bar ends; a commit that blocks may end last, and counts as blocked."""
+    """Return when each colour of a bar ends; a commit that blocks may end last, as blocked."""
     durable = result.durable_median
     blocked = min(result.blocked_median, durable)
     return blocked, min(max(result.written_median, blocked), durable), durable
 
 
 def require_plottable(path: Path) -> None:
-    """UsageError where the suffix is no picture's, Unsupported where it cannot be drawn or put
-    there.
+    """Check, before anything is measured, that the picture can be drawn and put there.
 
-    Asked before anything is measured.
+    UsageError for another suffix, Unsupported without the folder or matplotlib.
     """
     if path.suffix not in (".svg", ".png"):
         raise UsageError(f"--plot {path}: the file must end in .svg or .png")
@@ -88,7 +99,7 @@ def write_plot(report: BenchReport, path: Path) -> None:
     from matplotlib.figure import Figure
 
     results = report.ranked[::-1]
-    figure = Figure(figsize=(10, 1.9 + _INCHES_A_BAR * len(results)), layout="constrained")
+    figure = Figure(figsize=(10, 1.9 + _INCHES_PER_BAR * len(results)), layout="constrained")
     axes = figure.add_subplot()
     for place, result in enumerate(results):
         _draw(axes, place, result, best=result is report.best)
@@ -104,8 +115,10 @@ def write_plot(report: BenchReport, path: Path) -> None:
     axes.tick_params(axis="y", length=0)
     axes.set_xlim(0, 1.4 * max(result.durable_median for result in results))
     axes.set_ylim(-0.6, len(results) - 0.4)
-    handles, labels = _once(*axes.get_legend_handles_labels())
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    handles, labels = axes.get_legend_handles_labels()
+    legend = dict(zip(labels, handles, strict=True))  # each label once
+    look: dict[str, Any] = {"ncols": 4, "frameon": False, "fontsize": 9}
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", **look)
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:
@@ -113,7 +126,7 @@ def write_plot(report: BenchReport, path: Path) -> None:
 
 
 def _draw(axes: Any, place: int, result: Measured, *, best: bool) -> None:
-    """One bar, with the seconds behind it."""
+    """Draw one bar, with the seconds behind it."""
     blocked, durable = result.blocked_median, result.durable_median
     alpha = 1.0 if result.is_consistent else 0.45
     begin = 0.0
@@ -130,12 +143,6 @@ def _label(result: Measured) -> str:
 
 
 def _title(report: BenchReport) -> str:
-    told = report.settings
-    where = "CPU ranks" if told.device == "cpu" else f"{told.device} ranks"
-    return f"Saving {size(told.nbytes)} from {told.ranks} {where}, torch {report.versions['torch']}"
-
-
-def _once(handles: Sequence[Any], labels: Sequence[str]) -> tuple[list[Any], list[str]]:
-    """A legend's entries, each label once."""
-    found = dict(zip(labels, handles, strict=True))
-    return list(found.values()), list(found)
+    s = report.settings
+    ranks = "CPU ranks" if s.device == "cpu" else f"{s.device} ranks"
+    return f"Saving {size(s.nbytes)} from {s.ranks} {ranks}, torch {report.versions['torch']}"

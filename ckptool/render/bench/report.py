@@ -1,22 +1,84 @@
-"""Save strategies on the screen: a table by blocked time, bars, what was aborted, advice.
-
-The benchmark of save strategies as ``ckptool.bench/1``.
-"""
+"""The benchmark of save strategies: its progress on stderr, the screen, and ``ckptool.bench/2``."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 from rich.text import Text
 
-from ckptool.commands.bench.abort import BROKEN, Left
-from ckptool.commands.bench.report import SCHEMA, BenchReport, Change, Measured, steady
-from ckptool.render.bench.bars import bars
-from ckptool.render.bench.progress import advice, rate, seconds
+from ckptool.commands.bench.report import (
+    BROKEN,
+    SCHEMA,
+    AbortResult,
+    BenchReport,
+    Change,
+    Measured,
+    steady,
+)
+from ckptool.render.bench.bars import draw_bars, rate, seconds
+from ckptool.render.messages import show_step
 from ckptool.render.text import columns, console, emit, plural, size, visible
+
+OnEvent = Callable[[Mapping[str, Any]], None]
+
+_DOING = {
+    "limits": "what the hardware can do",
+    "training": "training",
+    "save": "saving",
+    "checking": "changing parameters during a save, and loading it back",
+    "aborting": "killing it in mid-save",
+}
+
+
+@contextmanager
+def bench_progress(names: int, saves: int, *, quiet: bool) -> Iterator[OnEvent]:
+    """Yield what shows the events of a run: a live bar on a terminal, else lines."""
+    if quiet:
+        yield lambda event: None
+        return
+    if not sys.stderr.isatty():
+        yield _show_begin
+        return
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
+    bars = (SpinnerColumn(), MofNCompleteColumn(), BarColumn(24), TimeElapsedColumn())
+    words = TextColumn("{task.description}", markup=False)
+    with Progress(*bars, words, console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting the ranks", total=names)
+
+        def show(event: Mapping[str, Any]) -> None:
+            kind = event["event"]
+            if kind in ("measured", "left-out", "failed"):
+                bar.advance(task)
+            elif kind in ("begin", "doing"):
+                bar.update(task, description=_describe(event, saves))
+
+        yield show
+
+
+def _describe(event: Mapping[str, Any], saves: int) -> str:
+    what = _DOING.get(event.get("what", ""), "")
+    if event.get("what") == "save":
+        what += f" {event['number'] + 1} of {saves}"
+    return f"{event['name']}  {what}".rstrip()
+
+
+def _show_begin(event: Mapping[str, Any]) -> None:
+    if event["event"] == "begin":
+        show_step(f"measuring {event['name']}")
+
 
 _LONGEST = 24
 _HEADINGS = "  strategy|blocked|first|durable|steps|memory|device|saved state"
@@ -28,42 +90,40 @@ _ABORT_HEADINGS = "strategy|killed in mid-save: the folder|processes|shared memo
 
 
 def show_bench(report: BenchReport, changes: Sequence[Change] | None = None) -> None:
-    """All that was measured and where; what could not be, with the reasons."""
+    """Show all that was measured and where; what could not be, with the reasons."""
     screen = console()
     accelerated = report.settings.device != "cpu"
     rows = [[Text(heading, "dim") for heading in _HEADINGS.split("|")]]
     rows += [_row(report, result, accelerated=accelerated) for result in report.ranked]
     if not accelerated:
-        _without(rows, 6)
+        _blank_column(rows, 6)
     for column in _DISPENSABLE:
-        if screen.is_terminal and _cells(rows) > screen.width:
-            _without(rows, column)
+        if screen.is_terminal and _width(rows) > screen.width:
+            _blank_column(rows, column)
     blank = Text()
     emit(screen, [*_heading(report), blank, *columns(screen, rows, "lrrrrrrl", cuts=0), blank])
-    emit(screen, [*bars(report, screen), blank])
+    emit(screen, [*draw_bars(report, screen), blank])
     if report.settings.abort:
-        emit(screen, [*columns(screen, _aborted(report), "lllll", cuts=2), blank])
-    emit(screen, [*_aside(report), Text.assemble("  ", (advice(report), "bold"))])
+        emit(screen, [*columns(screen, _abort_rows(report), "lllll", cuts=2), blank])
+    emit(screen, [*_notes(report), Text.assemble("  ", (advice(report), "bold"))])
     if changes is not None:
-        emit(screen, [blank, *_compared(changes)])
+        emit(screen, [blank, *_change_lines(changes)])
 
 
-def _cells(rows: Sequence[Sequence[Text]]) -> int:
-    """How wide the rows are as columns."""
+def _width(rows: Sequence[Sequence[Text]]) -> int:
+    """Return how many cells the rows take as columns."""
     widths = [max(cell.cell_len for cell in column) for column in zip(*rows, strict=True)]
     return sum(width + 2 for width in widths if width)
 
 
-def _without(rows: Sequence[list[Text]], column: int) -> None:
+def _blank_column(rows: Sequence[list[Text]], column: int) -> None:
     for row in rows:
         row[column] = Text()
 
 
 def _heading(report: BenchReport) -> list[Text]:
-    told, machine = report.settings, report.machine
-    kind = "CPU ranks with gloo, no accelerator" if told.device == "cpu" else f"{told.device} ranks"
-    cores = plural(int(machine["cores"]), "core")
-    memory = size(int(machine["memory_bytes"]))
+    settings, device = report.settings, report.settings.device
+    ranks = "CPU ranks with gloo, no accelerator" if device == "cpu" else f"{device} ranks"
     limits = {
         "pinned copy": report.limits.get("device_to_host_pinned"),
         "pageable copy": report.limits.get("device_to_host_pageable"),
@@ -74,14 +134,24 @@ def _heading(report: BenchReport) -> list[Text]:
     shown = ", ".join(f"{name} {rate(value)}" for name, value in limits.items() if value)
     return [
         Text.assemble(
-            (size(told.nbytes), "bold"),
-            f" in {plural(told.tensors, 'tensor')}, {visible(told.source)}; {told.ranks} {kind};"
-            f" first save and {told.repeat} more",
+            (size(settings.nbytes), "bold"),
+            f" in {plural(settings.tensors, 'tensor')}, {visible(settings.source)};"
+            f" {settings.ranks} {ranks}; first save and {settings.repeat} more",
         ),
-        Text(f"{cores} {machine['processor']}, {memory} memory, {machine['filesystem']}", "dim"),
-        Text(", ".join(f"{name} {version}" for name, version in report.versions.items()), "dim"),
+        *describe_machine(report.machine, report.versions),
         Text.assemble(("limits  ", "dim"), shown or "could not be measured"),
     ]
+
+
+def describe_machine(
+    machine: Mapping[str, str | int], versions: Mapping[str, str]
+) -> tuple[Text, Text]:
+    """Return what the figures depend on, as two lines."""
+    cores, memory = plural(int(machine["cores"]), "core"), size(int(machine["memory_bytes"]))
+    return (
+        Text(f"{cores} {machine['processor']}, {memory} memory, {machine['filesystem']}", "dim"),
+        Text(", ".join(f"{name} {version}" for name, version in versions.items()), "dim"),
+    )
 
 
 def _row(report: BenchReport, result: Measured, *, accelerated: bool) -> list[Text]:
@@ -96,42 +166,41 @@ def _row(report: BenchReport, result: Measured, *, accelerated: bool) -> list[Te
         Text(beside, style),
         Text(f"+ {size(result.host_extra)}", style),
         Text(f"+ {size(result.device_peak)}" if accelerated else "", style),
-        _check(result),
+        _saved_state(result),
     ]
 
 
-def _check(result: Measured) -> Text:
-    found = result.consistency
+def _saved_state(result: Measured) -> Text:
+    consistency = result.consistency
     if not result.is_consistent:
-        tensors = f" {len(found.tensors):,} of {found.of:,}"
-        return Text.assemble((found.verdict, "bold red"), (tensors, "red"))
-    if found.at_once:
+        tensors = f" {len(consistency.tensors):,} of {consistency.of:,}"
+        return Text.assemble((consistency.verdict, "bold red"), (tensors, "red"))
+    if consistency.at_once:
         return Text("once staged", "yellow")
     return Text("consistent", "green")
 
 
-def _aborted(report: BenchReport) -> list[list[Text]]:
+def _abort_rows(report: BenchReport) -> list[list[Text]]:
     rows = [[Text(heading, "dim") for heading in _ABORT_HEADINGS.split("|")]]
     aborted = [(result.name, result.abort) for result in report.ranked if result.abort]
-    return rows + [[Text(visible(name)), *_left(left)] for name, left in aborted]
+    return rows + [[Text(visible(name)), *_abort_cells(abort)] for name, abort in aborted]
 
 
-def _left(left: Left) -> list[Text]:
-    over = " (the save was over before the kill)" if left.finished else ""
-    folder = Text(left.folder + over, "bold red" if left.folder == BROKEN else "")
-    kinds = (left.processes, left.shared, left.files)
-    return [folder, *(_leftovers(things) for things in kinds)]
+def _abort_cells(abort: AbortResult) -> list[Text]:
+    over = " (the save was over before the kill)" if abort.finished else ""
+    folder = Text(abort.folder + over, "bold red" if abort.folder == BROKEN else "")
+    return [folder, *map(_leftovers, (abort.processes, abort.shared, abort.files))]
 
 
-def _leftovers(things: Sequence[str]) -> Text:
-    if not things:
+def _leftovers(names: Sequence[str]) -> Text:
+    if not names:
         return Text("none", "dim")
-    first = visible(things[0].split(" -")[0].rpartition("/")[2])[:_LONGEST]
-    return Text(f"{len(things):,}: {first}{', ...' if len(things) > 1 else ''}", "red")
+    first = visible(names[0].split(" -")[0].rpartition("/")[2])[:_LONGEST]
+    return Text(f"{len(names):,}: {first}{', ...' if len(names) > 1 else ''}", "red")
 
 
-def _aside(report: BenchReport) -> list[Text]:
-    """Remarks, failures and what could not run, a line each; then a blank one."""
+def _notes(report: BenchReport) -> list[Text]:
+    """Return remarks, failures and what could not run, a line each; then a blank one."""
     remarks: dict[str, list[str]] = {}
     for result in report.results:
         if result.remark:
@@ -140,19 +209,19 @@ def _aside(report: BenchReport) -> list[Text]:
     if any(result.consistency.at_once for result in report.results):
         kinds.insert(0, ("once staged", "yellow", _ONCE_STAGED))
     kinds += [("failed", "bold red", f"{n}: {reason}") for n, reason in report.failed.items()]
-    kinds += [("left out", "yellow", f"{n}: {r}") for n, r in report.left_out.items()]
+    kinds += [("skipped", "yellow", f"{n}: {r}") for n, r in report.left_out.items()]
     lines = [Text.assemble("  ", (f"{k}: ", style), visible(words)) for k, style, words in kinds]
     return [*lines, Text()] if lines else []
 
 
-def _compared(changes: Sequence[Change]) -> list[Text]:
+def _change_lines(changes: Sequence[Change]) -> list[Text]:
     regressed = [change for change in changes if change.regressed]
     if not regressed:
         return [Text(f"  no regression in {plural(len(changes), 'value')}", "green")]
-    return [Text.assemble("  ", ("regression: ", "bold red"), _words(c)) for c in regressed]
+    return [Text.assemble("  ", ("regression: ", "bold red"), _change(c)) for c in regressed]
 
 
-def _words(change: Change) -> str:
+def _change(change: Change) -> str:
     if change.old is None or change.new is None:
         return visible(f"{change.name}: {change.why}")
     more = f"{change.new / change.old - 1:+.0%}"
@@ -160,10 +229,34 @@ def _words(change: Change) -> str:
     return visible(f"{change.name}: {change.value} {new}, was {old} ({more})")
 
 
-def bench_json(report: BenchReport, changes: Sequence[Change] | None = None) -> dict[str, Any]:
-    """Everything with every sample. Times are seconds, sizes bytes, rates bytes a second."""
+_SYNCHRONOUS = ("dcp-sync", "torch-save", "experimental-sync")
+
+
+def advice(report: BenchReport) -> str:
+    """Say in one sentence which is best, against the synchronous one that people would use."""
     best = report.best
-    told: dict[str, Any] = {
+    if best is None:
+        return "no strategy saved what the parameters were when it was called"
+    others = {result.name: result for result in report.results if result is not best}
+    peer = next((others[name] for name in _SYNCHRONOUS if name in others), None)
+    than = f" against {seconds(peer.blocked_median)} for {peer.says}" if peer else ""
+    durable = f"; until durable {seconds(best.durable_median)}"
+    steps = "" if best.slowdown is None else f"; steps {slowdown(best.slowdown)} meanwhile"
+    return f"{best.says} blocks {seconds(best.blocked_median)} per save{than}{durable}{steps}"
+
+
+def slowdown(value: float) -> str:
+    """Write ``6 % slower``, ``2 % faster``, ``as fast``."""
+    percent = round(abs(value) * 100)
+    if not percent:
+        return "as fast"
+    return f"{percent:,} % {'slower' if value > 0 else 'faster'}"
+
+
+def bench_json(report: BenchReport, changes: Sequence[Change] | None = None) -> dict[str, Any]:
+    """Return everything with every sample: seconds, bytes, bytes a second."""
+    best = report.best
+    document: dict[str, Any] = {
         "schema": SCHEMA,
         "machine": dict(report.machine),
         "versions": dict(report.versions),
@@ -176,8 +269,8 @@ def bench_json(report: BenchReport, changes: Sequence[Change] | None = None) -> 
         "advice": advice(report),
     }
     if changes is not None:
-        told["compared"] = [asdict(change) for change in changes]
-    return told
+        document["compared"] = [asdict(change) for change in changes]
+    return document
 
 
 def _strategy(report: BenchReport, result: Measured) -> dict[str, Any]:
@@ -208,7 +301,7 @@ def _strategy(report: BenchReport, result: Measured) -> dict[str, Any]:
 
 
 def _times(samples: Sequence[float], nbytes: int, fraction: float | None) -> dict[str, Any]:
-    """``median``, ``lowest`` and ``highest`` are of the steady saves, without the first."""
+    """Describe samples; ``median``, ``lowest`` and ``highest`` are without the first."""
     later = steady(samples)
     median = statistics.median(later)
     return {

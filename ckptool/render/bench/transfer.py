@@ -8,17 +8,18 @@ from typing import Any
 from rich.text import Text
 
 from ckptool.commands.bench.transfer.run import Ratio, RowResult, TransferBenchReport
+from ckptool.render.bench.report import describe_machine
 from ckptool.render.text import columns, console, emit, plural, size, visible
 
 _HEADINGS = ("command", "median", "all rounds", "speed", "peak memory", "against its peers")
 
 
 def show_transfer_bench(report: TransferBenchReport) -> None:
-    """What was measured and where, the rows, and what was left out."""
+    """Show what was measured and where, the rows, and what was skipped."""
     screen = console()
     blank = Text()
     left_out = [
-        Text.assemble("  ", ("left out: ", "yellow"), visible(f"{name}: {reason}"))
+        Text.assemble("  ", ("skipped: ", "yellow"), visible(f"{name}: {reason}"))
         for name, reason in report.left_out.items()
     ]
     rows = [[Text(heading, "bold") for heading in _HEADINGS]]
@@ -29,25 +30,18 @@ def show_transfer_bench(report: TransferBenchReport) -> None:
 
 
 def _heading(report: TransferBenchReport) -> list[Text]:
-    machine = report.machine
-    memory = size(int(machine["memory_bytes"]))
     return [
         Text.assemble(
             (size(report.nbytes), "bold"),
             f" in {plural(report.files, 'file')}, {visible(report.source)};"
             f" {plural(report.repeat, 'round')}, interleaved, page cache warm",
         ),
-        Text(
-            f"{plural(int(machine['cores']), 'core')} {machine['processor']}, {memory} memory,"
-            f" {machine['filesystem']}",
-            "dim",
-        ),
-        Text(", ".join(f"{name} {version}" for name, version in report.versions.items()), "dim"),
+        *describe_machine(report.machine, report.versions),
     ]
 
 
 def _rows(report: TransferBenchReport, result: RowResult) -> list[list[Text]]:
-    """The row's line, and one more for each further remark."""
+    """Return the row's line, and one more for each further remark."""
     style = "" if result.row.peers or result.row.measure == "cpu" else "dim"
     unit = "s CPU" if result.row.measure == "cpu" else "s"
     first, *others = [*_remarks(report, result), Text()]
@@ -67,13 +61,15 @@ def _remarks(report: TransferBenchReport, result: RowResult) -> list[Text]:
     if result.read_bytes:
         remarks.append(Text(f"reads {size(result.read_bytes)}"))
     if result.imports_torch is not None:
-        told = ("imports torch", "red") if result.imports_torch else ("torch not imported", "green")
-        remarks.append(Text.assemble(told))
+        loads = result.imports_torch
+        remarks.append(
+            Text("imports torch", "red") if loads else Text("torch not imported", "green")
+        )
     return remarks
 
 
 def _ratio(ratio: Ratio) -> Text:
-    """``1.20 x cp -r``, or how many times faster where it is at least twice as fast."""
+    """Write ``1.20 x cp -r``, or how many times faster where it is at least twice as fast."""
     if ratio.value > 0.5:
         spread = f"({ratio.lowest:.2f} to {ratio.highest:.2f})"
         return Text.assemble((f"{ratio.value:.2f} x", "bold"), f" {ratio.peer} {spread}")
@@ -83,7 +79,7 @@ def _ratio(ratio: Ratio) -> Text:
 
 
 def transfer_bench_json(report: TransferBenchReport) -> dict[str, Any]:
-    """The report with every sample as ``ckptool.transfer-bench/2``."""
+    """Return the report with every sample as ``ckptool.transfer-bench/2``."""
     return {
         "schema": "ckptool.transfer-bench/2",
         "machine": dict(report.machine),

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptool.commands.bench.report import BenchReport, Measured, Settings
-from ckptool.commands.bench.worker.consistency import CONSISTENT, DIRTY, Consistency
+from ckptool.commands.bench.report import (
+    CONSISTENT,
+    DIRTY,
+    BenchReport,
+    Consistency,
+    Measured,
+    Settings,
+)
 
 GIB = 1 << 30
 

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ckptool.commands.bench.strategies.base import State, Written
-from ckptool.commands.bench.strategies.blocking import TorchSave
+from ckptool.commands.bench.strategies.base import Handle, State
+from ckptool.commands.bench.strategies.torch_savers import TorchSave
 
 
 class Dirty(TorchSave):
@@ -22,7 +22,7 @@ class Dirty(TorchSave):
         return _Later(super().save, state, path)
 
 
-class _Later(Written):
+class _Later(Handle):
     def __init__(self, save: Any, state: State, path: Path) -> None:
         self._save, self._words = save, (state, path)
 
@@ -59,7 +59,7 @@ class Leaking(TorchSave):
         dist.barrier()
         file.write_bytes(b"half")
         time.sleep(600)
-        return Written()
+        return Handle()
 
 
 class Failing(TorchSave):

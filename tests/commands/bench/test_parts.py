@@ -7,24 +7,37 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import case
 
-from ckptool.commands.bench.files import holds_bytes, left_shared, shared_entries, usage
-from ckptool.commands.bench.fork_server import Child, descendants, orphans, resident
-from ckptool.commands.bench.limits import memory_available, require_room
-from ckptool.commands.bench.specs import as_in, by_size, total
+from ckptool.commands.bench.files import (
+    has_bytes,
+    list_shared_memory,
+    unused_shared_memory,
+    usage,
+)
+from ckptool.commands.bench.machine import installed_version, require_room
+from ckptool.commands.bench.processes import (
+    Child,
+    command_line,
+    descendants,
+    orphans,
+    proportional_memory,
+)
+from ckptool.commands.bench.specs import specs_like, specs_of_size, total
 from ckptool.commands.bench.strategies import (
     STRATEGIES,
-    chosen,
+    load_strategy,
     nvrx,
-    strategy,
+    select_strategies,
     torch_checkpointing,
 )
-from ckptool.commands.bench.strategies.base import Place, version
+from ckptool.commands.bench.strategies.base import Place
 from ckptool.commands.bench.strategies.nvrx import Nvrx
 from ckptool.commands.bench.worker.device import Accelerators, Device
 from ckptool.errors import Unsupported, UsageError
@@ -37,13 +50,13 @@ MIB = 1 << 20
 
 @pytest.mark.parametrize("nbytes", [10 * MIB, 256 * MIB, 4096 * MIB, 512 * 1024 * MIB])
 def test_the_state_is_of_the_size_asked(nbytes: int) -> None:
-    specs = by_size(nbytes)
+    specs = specs_of_size(nbytes)
     assert total(specs) == pytest.approx(nbytes, rel=0.15)
     assert len({spec.path for spec in specs}) == len(specs)
 
 
 def test_every_parameter_has_two_moments_and_a_step() -> None:
-    specs = by_size(10 * MIB)
+    specs = specs_of_size(10 * MIB)
     model = {spec.path[1]: spec.shape for spec in specs if spec.path[0] == "model"}
     for key in ("exp_avg", "exp_avg_sq"):
         assert {s.path[2]: s.shape for s in specs if s.path[-1] == key} == model
@@ -52,13 +65,13 @@ def test_every_parameter_has_two_moments_and_a_step() -> None:
 
 def test_the_state_may_be_shaped_like_a_checkpoint() -> None:
     source = case("torch_checkpointing")
-    found = sorted((spec.dtype, spec.shape) for spec in as_in(source.path))
+    found = sorted((spec.dtype, spec.shape) for spec in specs_like(source.path))
     assert found == sorted(source.shapes.values())
 
 
 def test_a_model_alone_gets_the_state_of_adamw() -> None:
     source = case("hf_full")
-    found = as_in(source.path)
+    found = specs_like(source.path)
     assert len(found) == 4 * len(source.shapes)
     assert sum(spec.path[0] == "model" for spec in found) == len(source.shapes)
 
@@ -67,7 +80,7 @@ def test_a_model_alone_gets_the_state_of_adamw() -> None:
 
 
 def test_all_unless_told() -> None:
-    assert chosen(()) == list(STRATEGIES)
+    assert select_strategies(()) == list(STRATEGIES)
 
 
 @pytest.mark.parametrize(
@@ -81,11 +94,11 @@ def test_all_unless_told() -> None:
     ],
 )
 def test_names_families_globs_and_own_savers(words: list[str], names: list[str]) -> None:
-    assert chosen(words) == names
+    assert select_strategies(words) == names
 
 
 def test_a_family_is_all_its_variants() -> None:
-    found = [name.partition("/")[2] for name in chosen(["dcp-async-process"])]
+    found = [name.partition("/")[2] for name in select_strategies(["dcp-async-process"])]
     stagings = ("default", "pinned", "async")
     assert found == [f"{staging}{cache}" for staging in stagings for cache in ("", "+cached")]
 
@@ -93,14 +106,14 @@ def test_a_family_is_all_its_variants() -> None:
 @pytest.mark.parametrize("word", ["dcp-asink", "dcp-async-thread/never", ""])
 def test_what_is_no_strategy_is_refused_with_those_there_are(word: str) -> None:
     with pytest.raises(UsageError, match="no such strategy") as refused:
-        chosen([word])
+        select_strategies([word])
     assert "dcp-async-process" in (refused.value.hint or "")
 
 
 @pytest.mark.parametrize("name", ["no_such_module:Saver", "json:Saver"])
 def test_an_own_saver_that_is_not_there(name: str) -> None:
     with pytest.raises(UsageError, match=name):
-        strategy(name)
+        load_strategy(name)
 
 
 def test_names_are_unique_and_every_strategy_says_what_it_is() -> None:
@@ -124,7 +137,7 @@ def test_what_is_not_installed_is_not_available() -> None:
     for name, package in (("torch-checkpointing/buffered", "torch_checkpointing"),
                           ("nvrx/persistent+multi-process", "nvidia-resiliency-ext")):  # fmt: skip
         reason = STRATEGIES[name].unavailable(place(2000 * MIB))
-        assert (reason is None) == (version(package) is not None)
+        assert (reason is None) == (installed_version(package) is not None)
         assert reason is None or "is not installed" in reason
 
 
@@ -153,22 +166,22 @@ def test_nvrx_is_told_how_to_write_where_it_can_be(
     writer: type, told: dict[str, bool], threads: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nvrx, "_writer", lambda: writer)
-    monkeypatch.setattr(nvrx, "version", lambda name: "0.x")
+    monkeypatch.setattr(nvrx, "installed_version", lambda name: "0.x")
     assert Nvrx(persistent=True, files=2)._io == told
     reason = Nvrx(persistent=True, files=2, threaded=True).unavailable(place(2000 * MIB))
     assert reason is None if threads is None else threads in (reason or "")
 
 
-def test_direct_io_needs_a_file_system_that_takes_unaligned_pieces(
+def test_direct_io_needs_a_file_system_that_accepts_unaligned_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_checkpointing, "version", lambda name: "0.1.1")
-    monkeypatch.setattr(torch_checkpointing, "_takes_unaligned", lambda folder: False)
+    monkeypatch.setattr(torch_checkpointing, "installed_version", lambda name: "0.1.1")
+    monkeypatch.setattr(torch_checkpointing, "_accepts_unaligned", lambda folder: False)
     direct = STRATEGIES["torch-checkpointing/direct"].unavailable(place(2000 * MIB))
     assert "O_DIRECT" in (direct or "")
     assert STRATEGIES["torch-checkpointing/buffered"].unavailable(place(2000 * MIB)) is None
     monkeypatch.undo()
-    torch_checkpointing._takes_unaligned(tmp_path)
+    torch_checkpointing._accepts_unaligned(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -185,15 +198,12 @@ def test_what_does_not_fit_is_refused_with_numbers(tmp_path: Path) -> None:
 def test_too_little_memory_is_refused_with_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptool.commands.bench.limits.memory_available", lambda: 1000 * MIB)
+    memory = SimpleNamespace(available=1000 * MIB)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
     with pytest.raises(
         Unsupported, match=r"1,887,436,800 bytes of memory are needed .*1,048,576,000"
     ):
         require_room(tmp_path, 200 * MIB, 2, Accelerators())
-
-
-def test_memory_is_known() -> None:
-    assert memory_available() > MIB
 
 
 # Processes and what they leave
@@ -205,13 +215,20 @@ def test_descendants_and_the_memory_they_hold() -> None:
     try:
         assert process.stdout is not None
         process.stdout.readline()
-        found = {item.pid: item for item in descendants(os.getpid())}
-        assert "bytearray" in found[process.pid].command
-        assert 64 * MIB < resident([process.pid]) < 200 * MIB
+        found = {item.pid: item for item in descendants()}
+        assert "bytearray" in command_line(found[process.pid])
+        assert 64 * MIB < proportional_memory([found[process.pid]]) < 200 * MIB
     finally:
         process.kill()
         process.wait()
-    assert process.pid not in {item.pid for item in descendants(os.getpid())}
+    assert process.pid not in {item.pid for item in descendants()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    before = {process.pid for process in descendants()}
+    yield
+    assert {process.pid for process in orphans(0.0)} <= before
 
 
 def watched(work: Any, log: Path, **options: Any) -> Any:
@@ -243,7 +260,7 @@ def test_a_process_that_fails_says_why(work: Any, reason: str, tmp_path: Path) -
 
 def test_a_process_that_hangs_is_ended(tmp_path: Path) -> None:
     ended = watched(lambda tell: time.sleep(600), tmp_path / "log", timeout=0.2)
-    assert ended.failure.startswith("hung: not a word")
+    assert ended.failure.startswith("hung: no progress")
 
 
 def test_a_process_is_ended_when_it_shall(tmp_path: Path) -> None:
@@ -254,7 +271,7 @@ def test_a_process_is_ended_when_it_shall(tmp_path: Path) -> None:
 _MEMORY = """
 import mmap
 from pathlib import Path
-from ckptool.commands.bench.fork_server import Child
+from ckptool.commands.bench.processes import Child
 
 def pages():
     filled = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -281,27 +298,23 @@ def test_memory_is_watched_from_the_first_step_to_the_check(tmp_path: Path) -> N
     assert 60 * MIB < int(ended.stdout) < 100 * MIB
 
 
-def test_no_process_of_these_tests_is_left() -> None:
-    assert not orphans(0.0)
-
-
 def test_shared_memory_that_nobody_holds_is_found() -> None:
-    before = shared_entries()
+    before = list_shared_memory()
     path = Path(f"/dev/shm/ckptool-test-{os.getpid()}")
     try:
         with open(path, "wb"):
-            assert path not in left_shared(before)
-            assert path in left_shared(before, {os.getpid()})
-        assert path in left_shared(before)
+            assert path not in unused_shared_memory(before)
+            assert path in unused_shared_memory(before, {os.getpid()})
+        assert path in unused_shared_memory(before)
     finally:
         path.unlink()
 
 
 def test_files_of_a_folder(tmp_path: Path) -> None:
-    assert not holds_bytes(tmp_path / "none")
+    assert not has_bytes(tmp_path / "none")
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "empty").touch()
-    assert not holds_bytes(tmp_path)
+    assert not has_bytes(tmp_path)
     (tmp_path / "b").write_bytes(b"xyz")
-    assert holds_bytes(tmp_path)
+    assert has_bytes(tmp_path)
     assert usage(tmp_path) == {"nbytes": 3, "files": 2, "names": ["a/empty", "b"]}

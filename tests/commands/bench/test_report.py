@@ -13,13 +13,18 @@ from bench_samples import GIB, dirty, measured, report
 
 import ckptool
 from ckptool.cli.bench import _show
-from ckptool.commands.bench.abort import BROKEN, Left
-from ckptool.commands.bench.report import Baseline, BenchReport, parse_tolerance
-from ckptool.commands.bench.worker.consistency import CONSISTENT, Consistency
+from ckptool.commands.bench.report import (
+    BROKEN,
+    CONSISTENT,
+    AbortResult,
+    Baseline,
+    BenchReport,
+    Consistency,
+    parse_tolerance,
+)
 from ckptool.errors import CkptoolError, NotFound, Unsupported, UsageError
-from ckptool.render.bench.bars import require_plottable, write_plot
-from ckptool.render.bench.progress import advice, seconds, slowdown
-from ckptool.render.bench.report import bench_json, show_bench
+from ckptool.render.bench.bars import require_plottable, seconds, write_plot
+from ckptool.render.bench.report import advice, bench_json, show_bench, slowdown
 
 SYNC = measured("dcp-sync", 2.0, 2.5)
 FAST = measured("fast", 0.5, 4.0, during=((9.0, 9.0, 9.0), (0.12, 0.2), (0.12,)))
@@ -71,13 +76,13 @@ def test_the_slowdown_is_of_median_steps_beside_steady_saves() -> None:
 
 def test_advice_is_one_sentence_with_all_numbers() -> None:
     assert advice(report(SYNC, FAST, DIRTY)) == (
-        "the fast way blocks 0.50 s a save against 2.00 s for the dcp-sync way;"
+        "the fast way blocks 0.50 s per save against 2.00 s for the dcp-sync way;"
         " until durable 4.00 s; steps 20 % slower meanwhile"
     )
 
 
 def test_advice_where_the_synchronous_save_is_best_or_none_is_consistent() -> None:
-    assert advice(report(SYNC)) == "the dcp-sync way blocks 2.00 s a save; until durable 2.50 s"
+    assert advice(report(SYNC)) == "the dcp-sync way blocks 2.00 s per save; until durable 2.50 s"
     assert "no strategy" in advice(report(DIRTY))
 
 
@@ -105,7 +110,7 @@ def shown(found: BenchReport, capsys: pytest.CaptureFixture[str], *changes: Any)
 
 
 def test_the_screen_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    left = Left(BROKEN, False, ("sleep 9",), ("psm_1",), ())
+    left = AbortResult(BROKEN, False, ("sleep 9",), ("psm_1",), ())
     found = report(
         measured("slow", 3, 3, abort=left),
         FAST,
@@ -119,7 +124,7 @@ def test_the_screen_names_everything(capsys: pytest.CaptureFixture[str]) -> None
     assert "DIRTY 1 of 9" in screen
     assert "PASSES, NOT WHOLE" in screen
     assert "1: sleep 9" in screen
-    assert "left out: nvrx: not installed" in screen
+    assert "skipped: nvrx: not installed" in screen
     assert "failed: direct: rank 0: OSError" in screen
     assert "2 CPU ranks with gloo, no accelerator" in screen
     assert advice(found) in screen

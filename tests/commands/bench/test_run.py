@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from fork_server import Forked, forking_python
 
-from ckptool.commands.bench.files import left_shared, shared_entries
+from ckptool.commands.bench.files import list_shared_memory, unused_shared_memory
 
 pytest.importorskip("torch")
 
@@ -70,7 +70,7 @@ def finish(process: Forked, folder: Path, shared: set[str]) -> Ran:
     finally:
         process.kill()
     left = list(commands_about(folder))
-    found = left_shared(shared)
+    found = unused_shared_memory(shared)
     return Ran(process.returncode, stdout, stderr, folder / "work", folder / "tmp", left, found)
 
 
@@ -84,7 +84,7 @@ def commands_about(folder: Path) -> Iterator[str]:
 
 
 def bench(folder: Path, *words: str, launcher: tuple[str, ...] = ()) -> Ran:
-    shared = shared_entries()
+    shared = list_shared_memory()
     return finish(start(folder, *words, launcher=launcher), folder, shared)
 
 
@@ -196,7 +196,7 @@ def test_what_a_killed_loop_leaves_is_found_and_removed(folder: Path) -> None:
 
 def test_interrupted_it_leaves_nothing(folder: Path) -> None:
     """Ctrl-C while a worker process of the library runs."""
-    shared = shared_entries()
+    shared = list_shared_memory()
     process = start(folder, "--ranks", "2", "--strategies", "dcp-async-process/pinned")
     deadline = time.monotonic() + 300
     while not list(folder.glob("work/*/*/save-0/*")) and time.monotonic() < deadline:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ckptool.commands.bench.worker.device import Device
 
 State = dict[str, Any]
 """A nested state dict with DTensors."""
+
+NOT_PINNED = "staged in shared memory, not pinned: torch pins with CUDA alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,95 +29,45 @@ class Place:
     folder: Path
 
     def lacks_shared_memory(self) -> str | None:
-        """Why state cannot be staged in shared memory here, with numbers, or None."""
+        """Return why state cannot be staged in shared memory here, with numbers, or None."""
         if self.shared_free >= self.nbytes * 21 // 20:
             return None
         free, needed = f"{self.shared_free:,}", f"{self.nbytes:,}"
         return f"/dev/shm has {free} bytes free, staging needs {needed}"
 
 
-class Handle(Protocol):
-    """A save that was started."""
+class Handle:
+    """A save that was started; as it stands, one that was complete when the call returned."""
+
+    def __init__(self) -> None:
+        self._ended = time.perf_counter()
 
     def staged(self) -> None:
         """Wait until the library allows the state to be changed; the loop is blocked meanwhile."""
 
     def done(self) -> bool:
         """Whether this rank's background work is over. Asks no other rank."""
-
-    def commit(self) -> float:
-        """What the loop must still do once all ranks are done; it is blocked meanwhile.
-
-        The moment at which the library holds the checkpoint for written, by ``perf_counter``.
-        Raises what went wrong in the background.
-        """
-
-
-class Strategy(Protocol):
-    """A way to save. An instance lives in every rank, and saves many times.
-
-    ``name`` is ``FAMILY`` or ``FAMILY/VARIANT``, ``says`` what a person would call it.
-    ``background`` tells whether training goes on during the save, ``must_wait`` whether the library
-    wants ``Handle.staged`` awaited before the state changes. One that can save to a URL also has
-    ``to_urls = True``; others save to disks only.
-    """
-
-    name: str
-    says: str
-    library: str
-    background: bool
-    must_wait: bool
-
-    def unavailable(self, place: Place) -> str | None:
-        """Why it cannot run here, or None."""
-
-    def remark(self, place: Place) -> str | None:
-        """What is different here from what the name promises, or None."""
-
-    def set_up(self, device: Device) -> None:
-        """Make ready for the first save; the process group is up."""
-
-    def save(self, state: State, path: Any) -> Handle:
-        """Save to a folder that does not exist yet; all ranks call it at once.
-
-        ``path`` is a ``Path``, or with ``to_urls`` maybe a URL as ``str``.
-        """
-
-    def load(self, state: State, path: Any) -> State:
-        """Load a checkpoint back as the library does it; ``state`` is zeros, to load into."""
-
-    def finish(self) -> None:
-        """Let go of all that ``set_up`` and ``save`` made."""
-
-
-class Written:
-    """A save that was complete when the call returned."""
-
-    def __init__(self) -> None:
-        self._ended = time.perf_counter()
-
-    def staged(self) -> None:
-        """Nothing to wait for."""
-
-    def done(self) -> bool:
-        """Always."""
         return True
 
     def commit(self) -> float:
-        """When the call returned."""
+        """Do what the loop must still do once all ranks are done; it is blocked meanwhile.
+
+        Returns when the library held the checkpoint for written, by ``perf_counter``. Raises what
+        went wrong in the background.
+        """
         return self._ended
 
 
-class Pending:
+class PendingSave(Handle):
     """A save that a future ends; with ``staging``, another that allows the state to change."""
 
     def __init__(self, written: Future[Any], staging: Future[Any] | None = None) -> None:
         self._written = written
         self._staging = staging
         self._ended = 0.0
-        written.add_done_callback(self._note)
+        written.add_done_callback(self._record_end)
 
-    def _note(self, written: Future[Any]) -> None:
+    def _record_end(self, written: Future[Any]) -> None:
         self._ended = time.perf_counter()
 
     def staged(self) -> None:
@@ -130,13 +80,19 @@ class Pending:
         return self._written.done()
 
     def commit(self) -> float:
-        """When the future was set; its exception where it has one."""
+        """Return when the future was set; raise its exception where it has one."""
         self._written.result()
         return self._ended or time.perf_counter()
 
 
-class Basis:
-    """What most strategies answer."""
+class Strategy:
+    """A way to save. An instance lives in every rank, and saves many times.
+
+    ``name`` is ``FAMILY`` or ``FAMILY/VARIANT``, ``says`` what a person would call it.
+    ``background`` tells whether training goes on during the save, ``must_wait`` whether the library
+    wants ``Handle.staged`` awaited before the state changes, ``to_urls`` whether it can save to a
+    URL; others save to disks only.
+    """
 
     name = ""
     says = ""
@@ -146,30 +102,33 @@ class Basis:
     to_urls = False
 
     def unavailable(self, place: Place) -> str | None:
-        """Nothing stands against it."""
+        """Return why it cannot run here, or None."""
         return None
 
     def remark(self, place: Place) -> str | None:
-        """Nothing is different."""
+        """Return what is different here from what the name promises, or None."""
         return None
 
     def set_up(self, device: Device) -> None:
-        """Nothing to make ready."""
+        """Make ready for the first save; the process group is up."""
+
+    def save(self, state: State, path: Any) -> Handle:
+        """Save to a folder that does not exist yet; all ranks call it at once.
+
+        ``path`` is a ``Path``, or with ``to_urls`` maybe a URL as ``str``.
+        """
+        raise NotImplementedError
+
+    def load(self, state: State, path: Any) -> State:
+        """Load a checkpoint back as the library does it; ``state`` is zeros, to load into."""
+        raise NotImplementedError
 
     def finish(self) -> None:
-        """Nothing to let go of."""
+        """Let go of all that ``set_up`` and ``save`` made."""
 
 
-def version(distribution: str) -> str | None:
-    """The version of an installed distribution, or None."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def why_not(check: Callable[[], object]) -> str | None:
-    """The last line of what a check raises, or None."""
+def failure_of(check: Callable[[], object]) -> str | None:
+    """Return the last line of what a check raises, or None."""
     try:
         check()
     except Exception as error:

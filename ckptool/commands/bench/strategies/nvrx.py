@@ -15,12 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckptool.commands.bench.strategies.base import Basis, Place, State, Strategy, version
-from ckptool.commands.bench.strategies.blocking import load_dcp
+from ckptool.commands.bench.machine import installed_version
+from ckptool.commands.bench.strategies.base import Handle, Place, State, Strategy
+from ckptool.commands.bench.strategies.torch_savers import load_dcp
 from ckptool.commands.bench.worker.device import Device
 
 
-class Nvrx(Basis):
+class Nvrx(Strategy):
     """One combination of worker and file I/O."""
 
     library = "nvidia-resiliency-ext"
@@ -41,31 +42,31 @@ class Nvrx(Basis):
         return _known_options(_writer().__init__, is_multiproc_io=not self._threaded)
 
     def unavailable(self, place: Place) -> str | None:
-        """It must be installed, and have what is asked of it."""
-        found = version(self.library)
-        if found is None:
+        """Require the package, and what is asked of it."""
+        version = installed_version(self.library)
+        if version is None:
             return "nvidia-resiliency-ext is not installed (pip install 'ckptool[nvrx]')"
         if self._threaded and not self._io:
-            return f"nvidia-resiliency-ext {found} writes files by processes alone"
+            return f"nvidia-resiliency-ext {version} writes files by processes alone"
         if not self._persistent and place.device.type != "cuda":
             return "its worker a save waits for CUDA, which is not here"
         return None if place.device.type == "cuda" else place.lacks_shared_memory()
 
     def remark(self, place: Place) -> str | None:
-        """What its staging is made for."""
+        """Note what its staging is made for."""
         if place.device.is_accelerator:
             return None
         return "it stages device memory alone: on CPU ranks its worker writes live parameters"
 
     def set_up(self, device: Device) -> None:
-        """The queue of calls; its worker starts with the first save."""
+        """Make the queue of calls; its worker starts with the first save."""
         from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
 
         self._device = device
         daemon = _known_options(AsyncCallsQueue.__init__, is_daemon=self._threaded)
         self._calls = AsyncCallsQueue(persistent=self._persistent, **daemon)
 
-    def save(self, state: State, path: Path) -> Any:
+    def save(self, state: State, path: Path) -> Handle:
         """Plan, then hand the write over."""
         from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest
         from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import (
@@ -76,16 +77,16 @@ class Nvrx(Basis):
 
         writer = _writer()(path, thread_count=self._files, **self._io)
         planned = save_state_dict_async_plan(state, writer, None, planner=DefaultSavePlanner())
-        write, preload, words = writer.get_save_function_and_args()
+        write, preload, arguments = writer.get_save_function_and_args()
         if preload is not None and self._device.type != "cuda":
             # where copies may overlap, which the last argument says, it ends in torch.cuda's calls
             preload = partial(preload.func, *preload.args[:-1], False)
         commit = partial(save_state_dict_async_finalize, *planned)
-        self._calls.schedule_async_request(AsyncRequest(write, words, [commit], {}, preload))
-        return _Queued(self._calls)
+        self._calls.schedule_async_request(AsyncRequest(write, arguments, [commit], {}, preload))
+        return _QueuedSave(self._calls)
 
     def load(self, state: State, path: Path) -> State:
-        """It writes DCP's format."""
+        """Load DCP's format, which it writes."""
         return load_dcp(state, path)
 
     def finish(self) -> None:
@@ -95,18 +96,15 @@ class Nvrx(Basis):
             caller.close()
 
 
-class _Queued:
+class _QueuedSave(Handle):
     """A request in the queue. The loop's ranks agree by themselves when all are done."""
 
     def __init__(self, calls: Any) -> None:
         self._calls = calls
         self._over = False
 
-    def staged(self) -> None:
-        """The call returned once it was staged."""
-
     def done(self) -> bool:
-        """Whether this rank's worker is; it says so only once."""
+        """Return whether this rank's worker is; it says so only once."""
         if not self._over:
             caller = self._calls.async_calls[0].async_caller
             self._over = caller.is_current_async_call_done(blocking=False, no_dist=True)

@@ -6,19 +6,19 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ckptool.commands.bench.machine import installed_version
 from ckptool.commands.bench.strategies.base import (
-    Basis,
+    NOT_PINNED,
     Handle,
-    Pending,
+    PendingSave,
     Place,
     State,
     Strategy,
-    version,
 )
 from ckptool.commands.bench.worker.device import Device
 
 
-class TorchCheckpointing(Basis):
+class TorchCheckpointing(Strategy):
     """The manager's defaults, with or without ``O_DIRECT``."""
 
     library = "torch_checkpointing"
@@ -32,16 +32,16 @@ class TorchCheckpointing(Basis):
         self._manager: Any = None
 
     def unavailable(self, place: Place) -> str | None:
-        """It must be installed; it stages in shared memory."""
-        if version(self.library) is None:
+        """Require the package, and shared memory to stage in."""
+        if installed_version(self.library) is None:
             return "torch_checkpointing is not installed (pip install torch-checkpointing)"
-        if self._direct and not _takes_unaligned(place.folder):
+        if self._direct and not _accepts_unaligned(place.folder):
             return "it writes unaligned pieces with O_DIRECT, which the file system here refuses"
         return place.lacks_shared_memory()
 
     def remark(self, place: Place) -> str | None:
-        """It pins with CUDA alone."""
-        return None if place.device.pins else "staged in shared memory, not pinned"
+        """Note staging that does not pin."""
+        return None if place.device.pins else NOT_PINNED
 
     def set_up(self, device: Device) -> None:
         """Make the manager."""
@@ -53,10 +53,10 @@ class TorchCheckpointing(Basis):
 
     def save(self, state: State, path: Path) -> Handle:
         """Stage and hand over; the manager's lock is held while it stages."""
-        return _Managed(self._manager.save(str(path), state), self._manager)
+        return _ManagedSave(self._manager.save(str(path), state), self._manager)
 
     def load(self, state: State, path: Path) -> State:
-        """Into ``state``."""
+        """Load into ``state``."""
         return dict(self._manager.load(str(path), into=state))
 
     def finish(self) -> None:
@@ -64,8 +64,8 @@ class TorchCheckpointing(Basis):
         self._manager.close()
 
 
-class _Managed(Pending):
-    """Its staging is awaited by taking the lock that training takes for its update."""
+class _ManagedSave(PendingSave):
+    """A save whose staging holds the lock that training takes for its update."""
 
     def __init__(self, written: Any, manager: Any) -> None:
         super().__init__(written)
@@ -77,8 +77,8 @@ class _Managed(Pending):
             pass
 
 
-def _takes_unaligned(folder: Path) -> bool:
-    """Whether the file system takes a write by ``O_DIRECT`` that fills no block.
+def _accepts_unaligned(folder: Path) -> bool:
+    """Return whether the file system accepts a write by ``O_DIRECT`` that fills no block.
 
     The library (0.1.1) falls back to buffered writes only where opening is refused; ext4 and XFS
     open such a file, and refuse the write.

@@ -6,14 +6,15 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-from ckptool.commands.bench.transfer.torch_tools import RANKS
+from ckptool.commands.bench.transfer.programs import RANKS
 
 OTHERS = {"{quarter}": 0.25, "{triple}": 3.0, "{wide}": 1.0}
 """Checkpoints that are written beside the source, as multiples of its size."""
 
 _CKPTOOL = (sys.executable, "-m", "ckptool")
 _CONVERT = (*_CKPTOOL, "convert", "--quiet", "{source}")
-TORCH_SIDE = (sys.executable, "-m", "ckptool.commands.bench.transfer.torch_tools")
+_MODULE = ("-m", "ckptool.commands.bench.transfer.programs")
+PROGRAM = (sys.executable, *_MODULE)
 _FORMAT_UTILS = (sys.executable, "-m", "torch.distributed.checkpoint.format_utils")
 _RESHARD = (*_CKPTOOL, "reshard", "--quiet")
 _TO_2X4 = (
@@ -21,9 +22,8 @@ _TO_2X4 = (
     *("--shard", "*norm.weight*=Shard(0),Replicate()", "--shard", "*=Shard(0),Shard(1)"),
 )
 _MANIFEST = (*_CKPTOOL, "verify", "--quiet", "{source}", "--write-manifest")
-_PLAN = (sys.executable, "-m", "ckptool.commands.bench.transfer.plan")
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node")
-_LOAD = (*_TORCHRUN, str(RANKS), "-m", "ckptool.commands.bench.transfer.load")
+_LOAD = (*_TORCHRUN, str(RANKS), *_MODULE, "load")
 _COPY_AND_SYNC = 'cp -r "$0" "$1" && find "$1" -exec sync {} +'
 _CAT_AND_HASH = 'find "$0" -type f -exec cat {} + | sha256sum'
 
@@ -34,12 +34,10 @@ class Row:
     and ``{triple}``: checkpoints like the source of a quarter and of three times its size.
 
     ``{wide}`` is one of the source's size whose tensors have long rows, ``{many}`` what 64 ranks
-    save of 1,000 small tensors.
-
-    ``measure`` is what is compared with the ``peers``: wall-clock seconds, CPU seconds, or the
-    seconds of the load alone that the command writes to the file ``{told}``. A ``torch`` row needs
-    torch and a checkpoint that torch reads; it is left out, with the reason, where it cannot be
-    done.
+    save of 1,000 small tensors. ``measure`` is what is compared with the ``peers``: wall-clock
+    seconds, CPU seconds, or the seconds of the load alone that the command writes to the file
+    ``{result}``. A ``torch`` row needs torch and a checkpoint that torch reads; it is left out,
+    with the reason, where it cannot be done.
     """
 
     name: str
@@ -50,9 +48,9 @@ class Row:
 
 
 def _loads(what: str, source: str, dim: int) -> tuple[Row, Row]:
-    """The same load by torch's reader and by ckptool's, onto four ranks."""
+    """Return the same load by torch's reader and by ckptool's, onto four ranks."""
     ours, theirs = f"dcp.load, {what}, ckptool's reader", f"dcp.load, {what}, torch's reader"
-    words = (source, str(dim), "{told}")
+    words = (source, str(dim), "{result}")
     return (
         Row(ours, (*_LOAD, "ckptool", *words), peers=(theirs,), measure="load", torch=True),
         Row(theirs, (*_LOAD, "torch", *words), measure="load", torch=True),
@@ -66,11 +64,7 @@ ROWS = (
         (*_CONVERT, "{target}.safetensors", "--to", "safetensors", "--no-fsync"),
         peers=("cp -r", "torch to safetensors"),
     ),
-    Row(
-        "torch to safetensors",
-        (*TORCH_SIDE, "to-safetensors", "{source}", "{target}"),
-        torch=True,
-    ),
+    Row("torch to safetensors", (*PROGRAM, "to-safetensors", "{source}", "{target}"), torch=True),
     Row(
         "convert --to torch-save",
         (*_CONVERT, "{target}.pt", "--to", "torch-save", "--no-fsync"),
@@ -81,11 +75,7 @@ ROWS = (
         (*_FORMAT_UTILS, "dcp_to_torch", "{source}", "{target}.pt"),
         torch=True,
     ),
-    Row(
-        "convert --to dcp",
-        (*_CONVERT, "{target}", "--to", "dcp", "--no-fsync"),
-        peers=("cp -r",),
-    ),
+    Row("convert --to dcp", (*_CONVERT, "{target}", "--to", "dcp", "--no-fsync"), peers=("cp -r",)),
     Row(
         "reshard --mesh 2x4",
         (*_RESHARD, "{source}", *_TO_2X4, "--no-verify"),
@@ -98,15 +88,7 @@ ROWS = (
     ),
     Row(
         "torch to 2x4, 8 ranks",
-        (
-            *_TORCHRUN,
-            "8",
-            "-m",
-            "ckptool.commands.bench.transfer.torch_tools",
-            "reshard",
-            "{source}",
-            "{target}",
-        ),
+        (*_TORCHRUN, "8", *_MODULE, "reshard", "{source}", "{target}"),
         torch=True,
     ),
     Row(
@@ -118,7 +100,10 @@ ROWS = (
         (*_RESHARD, "{triple}", *_TO_2X4, "--no-verify"),
     ),
     *(
-        Row(f"plan 1,000 tensors of {chunks:,} chunks", (*_PLAN, "1000", str(chunks), "32x64"))
+        Row(
+            f"plan 1,000 tensors of {chunks:,} chunks",
+            (*PROGRAM, "plan", "1000", str(chunks), "32x64"),
+        )
         for chunks in (256, 512, 1024)
     ),
     *_loads("row shards", "{source}", 0),
@@ -142,11 +127,5 @@ ROWS = (
     Row(
         "inspect", (*_CKPTOOL, "inspect", "{light}"), peers=("torch read_metadata",), measure="cpu"
     ),
-    Row(
-        "torch read_metadata",
-        (*TORCH_SIDE, "read-metadata", "{light}"),
-        measure="cpu",
-        torch=True,
-    ),
+    Row("torch read_metadata", (*PROGRAM, "read-metadata", "{light}"), measure="cpu", torch=True),
 )
-"""What is measured; another command is another row."""

@@ -1,15 +1,14 @@
 """Measure whole commands against ``cp`` and torch's own tools, interleaved, as ratios with memory.
 
-A row of the report is a row of ``bench_rows.ROWS``: a name, a command line and its peers.
-Every sample is one process from start to end, its output removed afterwards; before it, all is
-synced and its source is read, so that the page cache is warm. A round is every row once. The
-checkpoint is one that torch itself wrote: ``torch.distributed.checkpoint.save`` on four gloo ranks,
-tensors sharded as FSDP2 shards them.
+A row of the report is one of ``rows.ROWS``: a name, a command line and its peers. Every sample is
+one process from start to end, its output removed afterwards; before it, all is synced and its
+source is read, so that the page cache is warm. A round is every row once. The checkpoint is one
+that torch itself wrote: ``torch.distributed.checkpoint.save`` on four gloo ranks, tensors sharded
+as FSDP2 shards them.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -19,13 +18,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptool.commands.bench.transfer.machine import machine, versions
-from ckptool.commands.bench.transfer.rows import OTHERS, ROWS, TORCH_SIDE, Row
-from ckptool.commands.bench.transfer.torch_tools import RANKS, parameter_shapes
+from ckptool.commands.bench.machine import describe_machine, list_versions, require_disk
+from ckptool.commands.bench.transfer.programs import RANKS, parameter_shapes
+from ckptool.commands.bench.transfer.rows import OTHERS, PROGRAM, ROWS, Row
 from ckptool.errors import TransferError, Unsupported, UsageError
 
 _LIGHT_BYTES = 4_000_000
@@ -35,7 +34,7 @@ _LIGHT_BYTES = 4_000_000
 class Sample:
     """One run of a command: seconds, and the largest resident set of any of its processes.
 
-    ``load`` and ``read_bytes`` are what the command itself tells of a load, 0 where it does not.
+    ``load`` and ``read_bytes`` are what the command itself reports of a load, 0 elsewhere.
     """
 
     wall: float
@@ -88,8 +87,8 @@ class RowResult:
         return max(sample.read_bytes for sample in self.samples)
 
     def against(self, peer: RowResult) -> Ratio:
-        """This row as a multiple of another."""
-        rounds = [own / other for own, other in zip(self.values, peer.values, strict=True)]
+        """Return this row as a multiple of another."""
+        rounds = [own / theirs for own, theirs in zip(self.values, peer.values, strict=True)]
         return Ratio(peer.row.name, self.median / peer.median, min(rounds), max(rounds))
 
 
@@ -108,9 +107,9 @@ class TransferBenchReport:
     left_out: Mapping[str, str]
 
     def ratios(self, result: RowResult) -> tuple[Ratio, ...]:
-        """The row against each of its peers that was measured."""
-        there = {other.row.name: other for other in self.results}
-        return tuple(result.against(there[name]) for name in result.row.peers if name in there)
+        """Return the row against each of its peers that was measured."""
+        peers = {peer.row.name: peer for peer in self.results}
+        return tuple(result.against(peers[name]) for name in result.row.peers if name in peers)
 
 
 Progress = Callable[[str], None]
@@ -135,55 +134,55 @@ def transfer_bench(
     has_torch = importlib.util.find_spec("torch") is not None
     if source is None and not has_torch:
         raise Unsupported("no torch to write a checkpoint with", hint="name one to measure")
-    opened, nbytes, dcp = (None, size, True) if source is None else _given(source)
+    opened, nbytes, dcp = (None, size, True) if source is None else _open_source(source)
     _require_space(workdir, nbytes, generated=source is None)
     with tempfile.TemporaryDirectory(prefix="ckptool-bench-", dir=workdir) as scratch:
-        paths = _paths(rows, opened, size, Path(scratch), has_torch, progress)
-        todo, left_out = _possible(rows, paths, has_torch=has_torch, dcp=dcp)
-        results = _measure(todo, paths, repeat, left_out, progress)
-        there = Path(paths["{source}"])
+        paths = _prepare_paths(rows, opened, size, Path(scratch), has_torch, progress)
+        left_out = _find_impossible(rows, paths, has_torch=has_torch, dcp=dcp)
+        results = _measure(rows, paths, repeat, left_out, progress)
+        measured = Path(paths["{source}"])
         return TransferBenchReport(
             source=str(source) if source else f"written by torch on {RANKS} gloo ranks",
-            nbytes=sum(file.stat().st_size for file in _files(there)),
-            files=sum(1 for _ in _files(there)),
+            nbytes=_count_bytes(measured),
+            files=sum(1 for _ in _walk_files(measured)),
             light_tensors=len(parameter_shapes()) * 3 if has_torch else 0,
             repeat=repeat,
-            machine=machine(workdir),
-            versions=versions(),
+            machine=describe_machine(workdir),
+            versions=list_versions("torch", "safetensors", "numpy") | {"cp": _version_of_cp()},
             results=results,
             left_out=left_out,
         )
 
 
-def _given(source: Path) -> tuple[Path, int, bool]:
-    """Where the given checkpoint lies, its bytes, and whether torch's DCP tools read it."""
+def _version_of_cp() -> str:
+    ran = subprocess.run(["cp", "--version"], capture_output=True, text=True, check=False)
+    return ran.stdout.partition("\n")[0].removeprefix("cp ") or "unknown"
+
+
+def _open_source(source: Path) -> tuple[Path, int, bool]:
+    """Return where the given checkpoint lies, its bytes, and whether torch's DCP tools read it."""
     from ckptool.commands.open import open_checkpoint
 
     opened = open_checkpoint(source)
     path = Path(str(opened.path))
-    nbytes = sum(file.stat().st_size for file in _files(path))
-    return path, nbytes, opened.format.name == "dcp"
+    return path, _count_bytes(path), opened.format.name == "dcp"
 
 
-def _files(path: Path) -> Iterable[Path]:
-    return [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+def _walk_files(path: Path) -> Iterator[Path]:
+    yield from [path] if path.is_file() else (file for file in path.rglob("*") if file.is_file())
+
+
+def _count_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in _walk_files(path))
 
 
 def _require_space(workdir: Path, nbytes: int, *, generated: bool) -> None:
-    """The disk must hold the largest output, and the sources too where they are made here."""
-    if not workdir.is_dir():
-        raise Unsupported(f"{workdir}: no such folder to work in", hint=f"mkdir -p {workdir}")
+    """Require room for the largest output, and for the sources too where they are made here."""
     checkpoints = sum(OTHERS.values()) + max(OTHERS.values()) + 1 if generated else 1
-    needed = int(nbytes * checkpoints * 1.05) + 4 * _LIGHT_BYTES
-    free = shutil.disk_usage(workdir).free
-    if needed > free:
-        raise Unsupported(
-            f"{workdir}: {needed:,} bytes are needed for the run, {free:,} are free",
-            hint="a smaller --size, or another folder to work in",
-        )
+    require_disk(workdir, int(nbytes * checkpoints * 1.05) + 4 * _LIGHT_BYTES)
 
 
-def _paths(
+def _prepare_paths(
     rows: tuple[Row, ...],
     opened: Path | None,
     size: int,
@@ -191,36 +190,36 @@ def _paths(
     has_torch: bool,
     progress: Progress,
 ) -> dict[str, str]:
-    """What the placeholders of the rows stand for; checkpoints that are not there are written."""
+    """Return what the placeholders of the rows stand for; write checkpoints that are missing."""
     outputs = scratch / "outputs"
     outputs.mkdir()
-    paths = {"{target}": str(outputs / "target"), "{told}": str(outputs / "told")}
-    wanted = {"{source}": size} | {mark: int(size * times) for mark, times in OTHERS.items()}
+    paths = {"{target}": str(outputs / "target"), "{result}": str(outputs / "result")}
+    sizes = {"{source}": size} | {mark: int(size * times) for mark, times in OTHERS.items()}
     if opened is not None:
         paths["{source}"] = str(opened)
-        wanted = {}
+        sizes = {}
     if has_torch:
-        wanted["{light}"] = _LIGHT_BYTES
+        sizes["{light}"] = _LIGHT_BYTES
     used = {word for row in rows for word in row.command}
     if has_torch and "{many}" in used:
         progress("writing what 64 ranks save of 1,000 tensors")
         paths["{many}"] = str(scratch / "many")
-        run_sample((*TORCH_SIDE, "write-many", paths["{many}"]))
-    for mark, nbytes in wanted.items():
+        run_sample((*PROGRAM, "write-many", paths["{many}"]))
+    for mark, nbytes in sizes.items():
         if mark not in used and mark != "{source}":
             continue
         progress(f"writing a checkpoint of {nbytes:,} bytes with torch on {RANKS} gloo ranks")
         paths[mark] = str(scratch / mark.strip("{}"))
         task = "write-wide" if mark == "{wide}" else "write"
-        run_sample((*TORCH_SIDE, task, paths[mark], str(nbytes)))
+        run_sample((*PROGRAM, task, paths[mark], str(nbytes)))
     paths.setdefault("{light}", paths["{source}"])
     return paths
 
 
-def _possible(
+def _find_impossible(
     rows: tuple[Row, ...], paths: Mapping[str, str], *, has_torch: bool, dcp: bool
-) -> tuple[list[Row], dict[str, str]]:
-    """The rows that can be measured here, and why the others cannot."""
+) -> dict[str, str]:
+    """Return the rows that cannot be measured here, with the reason."""
     left_out: dict[str, str] = {}
     for row in rows:
         if row.torch and not has_torch:
@@ -231,17 +230,17 @@ def _possible(
             left_out[row.name] = "torch is not installed to write a checkpoint"
         elif any(mark in row.command and mark not in paths for mark in OTHERS):
             left_out[row.name] = "no checkpoint of another size is made beside a given one"
-    return [row for row in rows if row.name not in left_out], left_out
+    return left_out
 
 
 def _measure(
-    rows: list[Row],
+    rows: tuple[Row, ...],
     paths: Mapping[str, str],
     repeat: int,
     left_out: dict[str, str],
     progress: Progress,
 ) -> tuple[RowResult, ...]:
-    """Every row once a round; a torch row that fails is left out with what it said."""
+    """Measure every row once a round; a torch row that fails is left out with its error."""
     samples: dict[str, list[Sample]] = {row.name: [] for row in rows}
     for number in range(1, repeat + 1):
         for row in rows:
@@ -249,72 +248,72 @@ def _measure(
                 continue
             progress(f"round {number} of {repeat}: {row.name}")
             try:
-                samples[row.name].append(_one(row, paths))
+                samples[row.name].append(_measure_once(row, paths))
             except TransferError as error:
                 if not row.torch:
                     raise
                 left_out[row.name] = error.message
     return tuple(
-        RowResult(row, tuple(samples[row.name]), _imports_torch(row, paths), _moved(row, paths))
+        RowResult(
+            row, tuple(samples[row.name]), _imports_torch(row, paths), _moved_bytes(row, paths)
+        )
         for row in rows
         if row.name not in left_out
     )
 
 
-def _moved(row: Row, paths: Mapping[str, str]) -> int:
-    """Bytes of the checkpoint that a row's command moves, to a target or into memory."""
+def _moved_bytes(row: Row, paths: Mapping[str, str]) -> int:
+    """Return the bytes of the checkpoint that a row moves, to a target or into memory."""
     words = " ".join(row.command)
-    if "{target}" not in words and "{told}" not in words:
+    if "{target}" not in words and "{result}" not in words:
         return 0
     mark = next(mark for mark in ("{source}", *OTHERS) if mark in row.command)
-    return sum(file.stat().st_size for file in _files(Path(paths[mark])))
+    return _count_bytes(Path(paths[mark]))
 
 
-def _one(row: Row, paths: Mapping[str, str]) -> Sample:
-    """One sample of a row; its output is removed."""
+def _measure_once(row: Row, paths: Mapping[str, str]) -> Sample:
+    """Take one sample of a row; its output is removed."""
     outputs = Path(paths["{target}"]).parent
     os.sync()
     for mark in ("{source}", *OTHERS):
         if any(mark in word for word in row.command):
-            _warm(Path(paths[mark]))
+            _warm_cache(Path(paths[mark]))
     try:
-        sample = run_sample(_filled(row.command, paths))
-        return _with_told(sample, Path(paths["{told}"])) if row.measure == "load" else sample
+        sample = run_sample(_fill(row.command, paths))
+        if row.measure != "load":
+            return sample
+        result = json.loads(Path(paths["{result}"]).read_text())
+        return replace(sample, load=result["seconds"], read_bytes=result["nbytes"])
     finally:
         shutil.rmtree(outputs)
         outputs.mkdir()
 
 
-def _with_told(sample: Sample, told: Path) -> Sample:
-    """The sample with what its command wrote of the load."""
-    said = json.loads(told.read_text())
-    return replace(sample, load=said["seconds"], read_bytes=said["nbytes"])
-
-
-def _warm(checkpoint: Path) -> None:
+def _warm_cache(checkpoint: Path) -> None:
     """Read a checkpoint, so that no row pays for what the page cache gave up in the meantime."""
-    for file in _files(checkpoint):
+    for file in _walk_files(checkpoint):
         with open(file, "rb") as stream:
             while stream.read(1 << 20):
                 pass
 
 
-def _filled(command: tuple[str, ...], paths: Mapping[str, str]) -> tuple[str, ...]:
-    filled = list(command)
+def _fill(command: tuple[str, ...], paths: Mapping[str, str]) -> list[str]:
+    """Put paths for placeholders."""
+    words = list(command)
     for mark, path in paths.items():
-        filled = [word.replace(mark, path) for word in filled]
-    return tuple(filled)
+        words = [word.replace(mark, path) for word in words]
+    return words
 
 
 def _imports_torch(row: Row, paths: Mapping[str, str]) -> bool | None:
-    """Whether a command that is measured in CPU seconds loads torch, by Python's own account."""
+    """Return whether a command that is measured in CPU seconds loads torch, by Python's account."""
     if row.measure != "cpu" or row.torch:
         return None
-    python, *rest = _filled(row.command, paths)
-    told = subprocess.run(
-        [python, "-X", "importtime", *rest], capture_output=True, text=True, check=True
+    python, *words = _fill(row.command, paths)
+    ran = subprocess.run(
+        [python, "-X", "importtime", *words], capture_output=True, text=True, check=True
     )
-    modules = (line.rpartition("|")[2].strip() for line in told.stderr.splitlines())
+    modules = (line.rpartition("|")[2].strip() for line in ran.stderr.splitlines())
     return any(module == "torch" for module in modules)
 
 
@@ -330,8 +329,8 @@ print(os.waitstatus_to_exitcode(status), wall, usage.ru_utime + usage.ru_stime, 
 """Starts the command and waits. A peak counts from the parent's size, so the parent is small."""
 
 
-def run_sample(command: tuple[str, ...]) -> Sample:
-    """Run a command to its end and say what it took.
+def run_sample(command: Sequence[str]) -> Sample:
+    """Run a command to its end and return what it took.
 
     TransferError with its own words where it fails. The command runs in a process group of its own,
     which is killed should this process be interrupted.
@@ -345,19 +344,19 @@ def run_sample(command: tuple[str, ...]) -> Sample:
         start_new_session=True,
     )
     try:
-        told, words = process.communicate()
+        usage, words = process.communicate()
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()  # ends when the last of the session has closed its stderr
         raise
-    if process.returncode or not told.startswith("0 "):
-        code = (told.split() or [str(process.returncode)])[0]
+    if process.returncode or not usage.startswith("0 "):
+        code = (usage.split() or [str(process.returncode)])[0]
         raise TransferError(f"{' '.join(command)} ended with {code}: {_reason(words)}")
-    wall, cpu, peak = map(float, told.split()[1:])
+    wall, cpu, peak = map(float, usage.split()[1:])
     return Sample(wall, cpu, int(peak) * (1 if sys.platform == "darwin" else 1024))
 
 
 def _reason(words: str) -> str:
-    """The line of what a command said that tells why it failed."""
-    lines = words.strip().splitlines() or ["nothing said"]
+    """Return the line of stderr that tells why a command failed."""
+    lines = words.strip().splitlines() or ["no error message"]
     return next((line for line in lines if line.startswith("error: ")), lines[-1])

@@ -23,13 +23,13 @@ class Accelerators:
         """Ask torch. It may start the accelerator's runtime, which does not survive a fork."""
         import torch
 
-        found = torch.accelerator.current_accelerator()
-        if found is None or not torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+        if device is None or not torch.accelerator.is_available():
             return Accelerators()
         count = torch.accelerator.device_count()
-        ask = getattr(torch.get_device_module(found), "mem_get_info", None)
+        ask = getattr(torch.get_device_module(device), "mem_get_info", None)
         free = min(int(ask(index)[0]) for index in range(count)) if ask else None
-        return Accelerators(found.type, count, free)
+        return Accelerators(device.type, count, free)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Device:
 
     @staticmethod
     def of_rank(device_type: str) -> Device:
-        """The device of this rank, made the current one."""
+        """Return the device of this rank, made the current one."""
         import torch
 
         index = int(os.environ.get("LOCAL_RANK", "0"))
@@ -87,17 +87,13 @@ class Device:
 
             torch.accelerator.current_stream().synchronize()
 
-    def forget_peak(self) -> None:
-        """Let the peak of the device's memory count from here."""
-        if self.is_accelerator:
-            import torch
-
-            torch.accelerator.reset_peak_memory_stats()
-
-    def peak(self) -> int:
-        """The most bytes allocated on the device since ``forget_peak``."""
+    def peak_memory(self, *, reset: bool = False) -> int:
+        """Return the most bytes allocated on the device since it was last asked to ``reset``."""
         if not self.is_accelerator:
             return 0
         import torch
 
-        return int(torch.accelerator.max_memory_allocated())
+        nbytes = int(torch.accelerator.max_memory_allocated())
+        if reset:
+            torch.accelerator.reset_peak_memory_stats()
+        return nbytes

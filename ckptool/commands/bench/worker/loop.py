@@ -1,29 +1,27 @@
-"""Train and save with one strategy: what a fresh process of every rank does."""
+"""Train and save with one strategy, and check what was saved, in a fresh process of every rank."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from ckptool.commands.bench.files import make_durable, remove, usage
-from ckptool.commands.bench.store import named
-from ckptool.commands.bench.strategies.base import Handle, Strategy
-from ckptool.commands.bench.worker.consistency import check_consistency
-from ckptool.commands.bench.worker.training import Training
+from ckptool.commands.bench.files import make_durable, path_or_url, remove, usage
+from ckptool.commands.bench.processes import Tell
+from ckptool.commands.bench.report import CONSISTENT, DIRTY, Consistency
+from ckptool.commands.bench.strategies.base import Handle, State, Strategy
+from ckptool.commands.bench.worker.training import Training, shards
 from ckptool.storage.url import Location
 
-STEPS_BEFORE = 6
-
-Tell = Callable[[str, Any], None]
-"""Says something to the process that watches: a word and what belongs to it."""
+_STEPS_BEFORE = 6
+_POLL = 0.005
 
 
 @dataclass(slots=True)
-class Clocked:
+class RankTimes:
     """What one rank measured: seconds, and bytes of device memory above what training needs.
 
     ``during`` has a list a save. ``synced`` is what fsync took.
@@ -43,78 +41,63 @@ def measure(
 ) -> dict[str, Any]:
     """Save ``saves`` times within a step loop, then check what is saved; all ranks together.
 
-    The values of all ranks: times are those of the slowest, for it holds up the others.
+    Returns the values of all ranks: times are the slowest's, for it holds up the others.
     """
-    clocked = Clocked()
-    base = _steps_before(training, clocked, tell)
+    times = RankTimes()
+    disk: dict[str, Any] = {}
+    base = _train_before(training, times, tell)
     # not sooner: what some libraries start here would slow the steps before the first save
     strategy.set_up(training.device)
     try:
-        disk = _saves(strategy, training, folder, saves, clocked, tell)
-        clocked.device_peak = max(0, training.device.peak() - base)
+        for number in range(saves):
+            tell("save", number)
+            path = folder / f"save-{number}"
+            _save(strategy, training, path, times)
+            times.after.append(training.step()[0])
+            disk = usage(path)
+            _run_on_rank_0(partial(remove, path))
+        times.device_peak = max(0, training.device.peak_memory() - base)
         tell("checking", None)
-        found = check_consistency(strategy, training, folder / "checked")
+        consistency = _check_consistency(strategy, training, folder / "checked")
     finally:
         strategy.finish()
-    return {**_slowest(clocked), **disk, "consistency": asdict(found)}
+    return {**_slowest(times), **disk, "consistency": asdict(consistency)}
 
 
-def _steps_before(training: Training, clocked: Clocked, tell: Tell) -> int:
-    """Train without any save; the bytes of device memory that it needs at most."""
-    training.device.forget_peak()
+def _train_before(training: Training, times: RankTimes, tell: Tell) -> int:
+    """Train without any save; return the bytes of device memory that it needs at most."""
+    training.device.peak_memory(reset=True)
     training.step()
     tell("training", None)
-    clocked.before += [training.step()[0] for _ in range(STEPS_BEFORE)]
-    base = training.device.peak()
-    training.device.forget_peak()
-    return base
+    times.before += [training.step()[0] for _ in range(_STEPS_BEFORE)]
+    return training.device.peak_memory(reset=True)
 
 
-def _saves(
-    strategy: Strategy,
-    training: Training,
-    folder: Location,
-    saves: int,
-    clocked: Clocked,
-    tell: Tell,
-) -> dict[str, Any]:
-    """Save and train; what the last save left there."""
-    disk: dict[str, Any] = {}
-    for number in range(saves):
-        tell("save", number)
-        path = folder / f"save-{number}"
-        _one_save(strategy, training, path, clocked)
-        clocked.after.append(training.step()[0])
-        disk = usage(path)
-        _together(partial(remove, path))
-    return disk
-
-
-def _one_save(strategy: Strategy, training: Training, path: Location, clocked: Clocked) -> None:
+def _save(strategy: Strategy, training: Training, path: Location, times: RankTimes) -> None:
     """Save once, and train until every rank's bytes are written; then make them durable."""
     import torch.distributed as dist
 
     training.device.synchronize()
     dist.barrier()
     begin = time.perf_counter()
-    handle = strategy.save(training.state, named(path))
+    handle = strategy.save(training.state, path_or_url(path))
     handle.staged()
     training.device.synchronize_stream()
     blocked = time.perf_counter() - begin
-    clocked.during.append(_train_until_done(training, handle) if strategy.background else [])
+    times.during.append(_train_until_done(training, handle) if strategy.background else [])
     commit = time.perf_counter()
     ended = handle.commit()
     blocked += time.perf_counter() - commit if strategy.background else 0.0
     syncing = time.perf_counter()
     if os.environ.get("LOCAL_RANK", "0") == "0":
         make_durable(path)
-    clocked.synced.append(time.perf_counter() - syncing)
-    clocked.blocked.append(blocked)
-    clocked.written.append(ended - begin)
+    times.synced.append(time.perf_counter() - syncing)
+    times.blocked.append(blocked)
+    times.written.append(ended - begin)
 
 
 def _train_until_done(training: Training, handle: Handle) -> list[float]:
-    """The steps that ran beside the save; the one in which all ranks were done is none of them."""
+    """Return the steps that ran beside the save, without the one in which all ranks were done."""
     steps: list[float] = []
     while True:
         seconds, agreed = training.step(handle.done())
@@ -123,8 +106,8 @@ def _train_until_done(training: Training, handle: Handle) -> list[float]:
         steps.append(seconds)
 
 
-def _together(work: Callable[[], None]) -> None:
-    """Rank 0 works, when all ranks are there; all go on when it is done."""
+def _run_on_rank_0(work: Callable[[], None]) -> None:
+    """Work on rank 0 when all ranks have come here; all go on when it is done."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -133,19 +116,80 @@ def _together(work: Callable[[], None]) -> None:
     dist.barrier()
 
 
-def _slowest(clocked: Clocked) -> dict[str, Any]:
-    """The values of all ranks, save by save the largest; steps are in lockstep, so rank 0's.
+def _slowest(times: RankTimes) -> dict[str, Any]:
+    """Return the values of all ranks, save by save the largest; steps, in lockstep, are rank 0's.
 
     It is durable when the last rank has written, and the slowest fsync after that is done.
     """
     import torch.distributed as dist
 
-    ranks: list[Clocked] = [clocked] * dist.get_world_size()
-    dist.all_gather_object(ranks, clocked)
-    first = asdict(ranks[0])
+    ranks: list[RankTimes] = [times] * dist.get_world_size()
+    dist.all_gather_object(ranks, times)
+    slowest = asdict(ranks[0])
     for name in ("blocked", "written", "synced"):
         values = [getattr(rank, name) for rank in ranks]
-        first[name] = [max(save) for save in zip(*values, strict=True)]
-    durable = [sum(save) for save in zip(first["written"], first.pop("synced"), strict=True)]
-    device_peak = max(rank.device_peak for rank in ranks)
-    return {**first, "durable": durable, "device_peak": device_peak}
+        slowest[name] = [max(save) for save in zip(*values, strict=True)]
+    durable = [sum(save) for save in zip(slowest["written"], slowest.pop("synced"), strict=True)]
+    return {**slowest, "durable": durable, "device_peak": max(rank.device_peak for rank in ranks)}
+
+
+def _check_consistency(strategy: Strategy, training: Training, path: Location) -> Consistency:
+    """Save, change every bit, finish, load back and compare, all ranks together."""
+    wait = strategy.must_wait
+    dirty, at_once = _save_and_change(strategy, training, path, wait=wait), None
+    if wait:
+        unawaited = path.with_name("at-once")
+        at_once = len(_save_and_change(strategy, training, unawaited, wait=False))
+    changed = "once staged" if wait else "after the call"
+    verdict = DIRTY if dirty else CONSISTENT
+    return Consistency(verdict, changed, dirty, len(shards(training.state)), at_once)
+
+
+def _save_and_change(
+    strategy: Strategy, training: Training, path: Location, *, wait: bool
+) -> tuple[str, ...]:
+    """Return the names of the saved tensors that are not what they were at the call."""
+    import torch.distributed as dist
+
+    before = snapshot(training.state)
+    dist.barrier()
+    handle = strategy.save(training.state, path_or_url(path))
+    if wait:
+        handle.staged()
+    training.change_everything()
+    while not handle.done():
+        time.sleep(_POLL)
+    dist.barrier()
+    handle.commit()
+    make_durable(path)
+    dist.barrier()
+    different = diff_bits(before, strategy.load(training.empty_state(), path_or_url(path)))
+    dist.barrier()
+    remove(path)
+    dist.barrier()
+    return different
+
+
+def snapshot(state: State) -> dict[str, Any]:
+    """Copy what this rank holds to the host."""
+    return {name: local.detach().to("cpu", copy=True) for name, local in shards(state).items()}
+
+
+def diff_bits(before: Mapping[str, Any], loaded: State) -> tuple[str, ...]:
+    """Return the names whose bits differ on any rank, the same on every rank; missing ones do."""
+    import torch.distributed as dist
+
+    locals_loaded = shards(loaded)
+    own = {n for n, local in before.items() if not _equal_bits(local, locals_loaded.get(n))}
+    all_own: list[set[str]] = [own] * dist.get_world_size()
+    dist.all_gather_object(all_own, own)
+    return tuple(sorted(set().union(*all_own)))
+
+
+def _equal_bits(tensor: Any, loaded: Any) -> bool:
+    import torch
+
+    if loaded is None or tensor.dtype != loaded.dtype or tensor.shape != loaded.shape:
+        return False
+    flat = [each.cpu().contiguous().reshape(-1) for each in (tensor, loaded)]
+    return not tensor.numel() or torch.equal(*(each.view(torch.uint8) for each in flat))

@@ -10,31 +10,33 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from ckptool.commands.bench.abort import abort
-from ckptool.commands.bench.files import remove
-from ckptool.commands.bench.fork_server import (
+from ckptool.commands.bench.files import free_shared_memory, remove
+from ckptool.commands.bench.launch import Emit, Meeting, Task
+from ckptool.commands.bench.machine import measure_limits
+from ckptool.commands.bench.processes import (
     Child,
-    Ended,
+    ChildResult,
     Tell,
     Work,
     adopt_orphans,
     die_with_parent,
-    end_orphans,
+    end_descendants,
 )
-from ckptool.commands.bench.jobs import Fresh
-from ckptool.commands.bench.specs import Task
-from ckptool.commands.bench.store import Meeting
-from ckptool.commands.bench.strategies import strategy
+from ckptool.commands.bench.specs import total
+from ckptool.commands.bench.strategies import load_strategy
+from ckptool.commands.bench.strategies.base import Place
+from ckptool.commands.bench.worker.abort import abort
 from ckptool.commands.bench.worker.device import Accelerators, Device
+from ckptool.commands.bench.worker.loop import diff_bits, measure, snapshot
+from ckptool.commands.bench.worker.training import Training
 from ckptool.errors import Unsupported
 
 _OPEN_FILES = 1 << 16
-
-Emit = Callable[[dict[str, Any]], None]
 
 
 def run_rank(task: Task, meeting: Meeting, emit: Emit) -> None:
@@ -46,18 +48,18 @@ def run_rank(task: Task, meeting: Meeting, emit: Emit) -> None:
     try:
         Rank(task, meeting, emit).run()
     finally:
-        end_orphans()
+        end_descendants()
 
 
 def _allow_open_files() -> None:
-    """As many as the system lets: every tensor that is shared with a process is an open file."""
+    """Allow as many as the system lets: every tensor shared with a process is an open file."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     allowed = _OPEN_FILES if most == resource.RLIM_INFINITY else min(most, _OPEN_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
 
 
 def _import_torch() -> None:
-    """Everything heavy, so that no fork imports it anew; none of it starts a device's runtime."""
+    """Import all that is heavy, so that no fork does; none of it starts a device's runtime."""
     import torch._dynamo
     import torch.distributed.checkpoint
     import torch.distributed.tensor
@@ -72,72 +74,72 @@ class Rank:
     def __init__(self, task: Task, meeting: Meeting, emit: Emit) -> None:
         self.task = task
         self.meeting = meeting
-        self.fresh = Fresh(task, meeting)
+        self.jobs = Jobs(task, meeting)
         self._emit: Emit = emit if meeting.rank == 0 else lambda event: None
 
     def run(self) -> None:
-        """The limits, then every strategy that can run here."""
+        """Measure the limits, then every strategy that can run here."""
         self._emit_progress("limits", "limits")
-        found = self.child("limits", self.fresh.limits)
-        self._emit({"event": "limits", "limits": found.value, "failure": found.failure})
-        if found.value:
-            rate = found.value["write"] or found.value["upload"]
+        limits = self.run_job("limits", self.jobs.measure_limits)
+        self._emit({"event": "limits", "limits": limits.value, "failure": limits.failure})
+        if limits.value:
+            rate = limits.value["write"] or limits.value["upload"]
             self.task = dataclasses.replace(self.task, write_rate=rate)
-            self.fresh = Fresh(self.task, self.meeting)
+            self.jobs = Jobs(self.task, self.meeting)
         for name in self.task.strategies:
             self._emit({"event": "begin", "name": name})
-            self._emit(self._one(name))
+            self._emit(self._run_strategy(name))
 
-    def _one(self, name: str) -> dict[str, Any]:
-        """Ask, measure and abort one strategy."""
-        chosen = strategy(name)
-        facts = {"name": name, "says": chosen.says, "library": chosen.library}
+    def _run_strategy(self, name: str) -> dict[str, Any]:
+        """Ask, measure and abort one strategy; return its event."""
+        strategy = load_strategy(name)
+        facts = {"name": name, "says": strategy.says, "library": strategy.library}
         # in a process of its own: what is asked may start what no fork survives
-        asked = self._run_in_child(f"{name}-ask", partial(self.fresh.ask, name))
-        reason, remark = asked.value or (asked.failure, None)
+        answer = self._run_in_child(f"{name}-ask", partial(self.jobs.ask, name))
+        reason, remark = answer.value or (answer.failure, None)
         if reason:
             return {"event": "left-out", **facts, "reason": reason}
-        ended = self.child(name, partial(self.fresh.measure, name), measure=True)
-        if ended.failure:
-            return {"event": "failed", **facts, "reason": ended.failure}
-        left = None
+        result = self.run_job(name, partial(self.jobs.measure, name), measure=True)
+        if result.failure:
+            return {"event": "failed", **facts, "reason": result.failure}
+        aborted = None
         if self.task.abort:
             self._emit_progress(name, "aborting")
-            left = abort(self, name, ended.value["names"])
-        return {"event": "measured", **facts, "remark": remark, **ended.value, "abort": left}
+            aborted = abort(self, name, result.value["names"])
+        return {"event": "measured", **facts, "remark": remark, **result.value, "abort": aborted}
 
-    def child(
+    def run_job(
         self, job: str, work: Callable[[Device, Tell], Any], *, measure: bool = False
-    ) -> Ended:
+    ) -> ChildResult:
         """Work in a fresh process of every rank; where one fails, all fail with its reason."""
         folder = self.make_folder(job)
-        ended = self._run_in_child(job, self.fresh.grouped(job, work), measure=measure)
-        if measure and not ended.failure:
-            memory = self.meeting.gather([ended.memory.base, ended.memory.peak])
+        result = self._run_in_child(job, self.jobs.in_group(job, work), measure=measure)
+        if measure and not result.failure:
+            memory = self.meeting.gather([result.memory.base, result.memory.peak])
             base, peak = (max(values) for values in zip(*memory, strict=True))
-            ended.value |= {"host_base": base, "host_peak": peak}
+            result.value |= {"host_base": base, "host_peak": peak}
         self.clean(folder)
-        return ended
+        return result
 
-    def _run_in_child(self, job: str, work: Work, *, measure: bool = False) -> Ended:
+    def _run_in_child(self, job: str, work: Work, *, measure: bool = False) -> ChildResult:
         child = Child(work, self.task.log(job, self.meeting.rank), self.task.timeout)
         on_event = partial(self._emit_progress, job)
-        ended = child.watch(self.meeting.failing(job), on_event, measure=measure)
-        if ended.failure:
+        result = child.watch(self.meeting.failing(job), on_event, measure=measure)
+        if result.failure:
             self.meeting.fail(job)
         else:
             child.join()
-        reasons = self.meeting.gather(ended.failure)
+        reasons = self.meeting.gather(result.failure)
         failures = [(rank, reason) for rank, reason in enumerate(reasons) if reason]
         causes = [cause for cause in failures if not _is_consequence(cause[1])] or failures
-        ended.failure = f"rank {causes[0][0]}: {causes[0][1]}" if causes else None
-        return ended
+        result.failure = f"rank {causes[0][0]}: {causes[0][1]}" if causes else None
+        return result
 
     def _emit_progress(self, job: str, word: str, value: Any = None) -> None:
         self._emit({"event": "doing", "name": job, "what": word, "number": value})
 
     def make_folder(self, job: str) -> Path:
-        """The job's folder, there for every rank."""
+        """Make the job's folder; it is there for every rank on return."""
         folder = self.task.folder(job)
         if self.meeting.rank == 0:
             folder.mkdir(parents=True)
@@ -146,7 +148,7 @@ class Rank:
 
     def clean(self, folder: Path) -> None:
         """End what still runs below every rank, then remove the folder."""
-        end_orphans()
+        end_descendants()
         self.meeting.gather(None)
         if self.meeting.rank == 0:
             remove(folder)
@@ -157,8 +159,76 @@ def _is_consequence(reason: str) -> bool:
     return reason.endswith(" failed") or " by peer" in reason
 
 
-def accelerators_here() -> Accelerators:
-    """The accelerators here, asked in a process of its own: what asks can fork no more.
+@dataclass(frozen=True, slots=True)
+class Jobs:
+    """What a fresh process of a rank does, mostly within a process group of those processes."""
+
+    task: Task
+    meeting: Meeting
+
+    def in_group(self, job: str, work: Callable[[Device, Tell], Any]) -> Work:
+        """Return the work within a process group that all ranks' processes of this job form."""
+        return partial(self._run_in_group, job, work)
+
+    def _run_in_group(self, job: str, work: Callable[[Device, Tell], Any], tell: Tell) -> Any:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.meeting.size))
+        device = Device.of_rank(self.task.device_type)
+        self.meeting.begin_group(job, device.backend, self.task.timeout)
+        try:
+            return work(device, tell)
+        finally:
+            dist.destroy_process_group()
+
+    def ask(self, name: str, tell: Tell) -> list[str | None]:
+        """Say why a strategy cannot run here, and what differs here; it may load libraries."""
+        device = Device(self.task.device_type, 0)
+        nbytes, folder = total(self.task.specs), Path(self.task.scratch)
+        place = Place(device, self.meeting.size, nbytes, free_shared_memory(), folder)
+        strategy = load_strategy(name)
+        if self.task.store and not getattr(strategy, "to_urls", False):
+            return ["saves to disks only", None]
+        reason = strategy.unavailable(place)
+        return [reason, None if reason else strategy.remark(place)]
+
+    def measure_limits(self, device: Device, tell: Tell) -> dict[str, float | None]:
+        """Measure what the hardware can do with this rank's share."""
+        share = total(self.task.specs) // self.meeting.size
+        return measure_limits(share, device, self.task.place("limits"))
+
+    def measure(self, name: str, device: Device, tell: Tell) -> dict[str, Any]:
+        """Measure a strategy: its saves, then what they hold."""
+        training = Training.begin(self.task.specs, device)
+        place, saves = self.task.place(name), self.task.saves
+        return measure(load_strategy(name), training, place, saves, tell)
+
+    def save_once(self, name: str, path: Path, device: Device, tell: Tell) -> None:
+        """Save, and train on until it is over, for as long as nobody kills it."""
+        training, strategy = Training.begin(self.task.specs, device), load_strategy(name)
+        strategy.set_up(device)
+        tell("saving", None)
+        handle = strategy.save(training.state, path)
+        while not training.step(handle.done())[1]:
+            pass
+        handle.commit()
+        tell("over", None)
+        strategy.finish()
+
+    def load(self, name: str, path: Path, device: Device, tell: Tell) -> bool:
+        """Load what is there; return whether it is bit for bit what ``save_once`` had."""
+        training, strategy = Training.begin(self.task.specs, device), load_strategy(name)
+        strategy.set_up(device)
+        try:
+            loaded = strategy.load(training.empty_state(), path)
+            return not diff_bits(snapshot(training.state), loaded)
+        finally:
+            strategy.finish()
+
+
+def find_accelerators() -> Accelerators:
+    """Find the accelerators here in a process of its own: what asks can fork no more.
 
     Unsupported where torch cannot tell.
     """
@@ -166,22 +236,21 @@ def accelerators_here() -> Accelerators:
         import torch  # noqa: F401 (here, for the rest of the run needs it as well)
     with tempfile.NamedTemporaryFile() as log:
         child = Child(lambda tell: Accelerators.here(), Path(log.name))
-        ended = child.watch(lambda: None, lambda word, value: None)
+        result = child.watch(lambda: None, lambda word, value: None)
         child.join()
-    if not isinstance(ended.value, Accelerators):
+    if not isinstance(result.value, Accelerators):
         raise Unsupported(
-            f"torch cannot tell which accelerators are here: {ended.failure}",
+            f"torch cannot tell which accelerators are here: {result.failure}",
             hint="CUDA_VISIBLE_DEVICES= measures on CPU ranks",
         )
-    return ended.value
+    return result.value
 
 
 def run_started_rank(task: str, events: str) -> None:
     """Do the task of a file as a rank that the elastic agent started; events go to a file."""
     die_with_parent()
     with open(events, "a", encoding="utf-8", buffering=1) as stream:
-        told = Task.read(Path(task))
-        run_rank(told, Meeting(), partial(_write_line, stream))
+        run_rank(Task.read(Path(task)), Meeting(), partial(_write_line, stream))
 
 
 def _write_line(stream: TextIO, event: dict[str, Any]) -> None:

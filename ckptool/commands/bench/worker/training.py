@@ -52,11 +52,11 @@ class Training:
         rows = _ACCELERATOR_ROWS if device.is_accelerator else _ROWS
         matrix = torch.randn(rows, rows, device=device.torch_device) / rows**0.5
         training = Training(device, rank, {**state, "step": 0}, matrix)
-        training._products = training._calibrated()
+        training._products = training._calibrate()
         return training
 
     def empty_state(self) -> dict[str, Any]:
-        """A state dict of the same shape, all zeros: what a checkpoint is loaded into."""
+        """Return a state dict of the same shapes, all zeros: what a checkpoint is loaded into."""
         import torch
 
         def zeros(value: Any) -> Any:
@@ -64,11 +64,11 @@ class Training:
                 return {key: zeros(inner) for key, inner in value.items()}
             return torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
 
-        emptied: dict[str, Any] = zeros(self.state)
-        return emptied
+        empty: dict[str, Any] = zeros(self.state)
+        return empty
 
     def step(self, done: bool = True) -> tuple[float, bool]:
-        """One step: its seconds, and whether every rank says ``done``."""
+        """Train one step; return its seconds, and whether every rank says ``done``."""
         import torch
         import torch.distributed as dist
 
@@ -100,17 +100,17 @@ class Training:
         """Read and write every floating element, as an optimizer does; none stays as it was."""
         import torch
 
-        alike: dict[Any, list[Any]] = {}
-        for local in filter(_calculates, shards(self.state).values()):
-            alike.setdefault((local.device, local.dtype), []).append(local)
+        groups: dict[Any, list[Any]] = {}
+        for local in filter(_has_arithmetic, shards(self.state).values()):
+            groups.setdefault((local.device, local.dtype), []).append(local)
         self._sign = -self._sign
-        for group in alike.values():
+        for group in groups.values():
             torch._foreach_mul_(group, 0.9)
             torch._foreach_add_(group, 0.1 * self._sign)
         self.state["step"] += 1
 
-    def _calibrated(self) -> int:
-        """How many products make a step of ``_STEP_SECONDS``, the same on every rank."""
+    def _calibrate(self) -> int:
+        """Return how many products make a step of ``_STEP_SECONDS``, the same on every rank."""
         import torch
         import torch.distributed as dist
 
@@ -126,39 +126,31 @@ class Training:
 
 
 def _tensor(spec: TensorSpec, mesh: Any, device: Device) -> Any:
-    """A tensor of ``spec`` with values; each rank has rows of its own."""
+    """Make a tensor of ``spec`` with values; each rank has rows of its own."""
     import torch
     from torch.distributed.tensor import Shard, empty
 
     dtype = getattr(torch, spec.dtype)
     if not spec.shape:
-        return _filled(torch.empty((), dtype=dtype), replicated=True)
+        return torch.ones((), dtype=dtype)  # the same on every rank
     tensor = empty(*spec.shape, dtype=dtype, device_mesh=mesh, placements=[Shard(0)])
-    _filled(tensor.to_local(), replicated=False)
+    local = tensor.to_local()
+    if _has_arithmetic(local):
+        local.normal_()
+    elif local.dtype == torch.bool:
+        local.random_(0, 2)
+    elif local.numel():
+        local.view(-1).view(torch.uint8).random_(0, 256)
     return tensor
 
 
-def _filled(local: Any, *, replicated: bool) -> Any:
-    import torch
-
-    if replicated:
-        return local.fill_(1)
-    if _calculates(local):
-        return local.normal_()
-    if local.dtype == torch.bool:
-        return local.random_(0, 2)
-    if local.numel():
-        local.view(-1).view(torch.uint8).random_(0, 256)
-    return local
-
-
-def _calculates(local: Any) -> bool:
+def _has_arithmetic(local: Any) -> bool:
     """Whether torch can do arithmetic on it: floating, and of more than a byte."""
     return bool(local.is_floating_point()) and local.element_size() > 1
 
 
 def shards(state: dict[str, Any]) -> dict[str, Any]:
-    """What this rank holds of every tensor, by its dotted name."""
+    """Return what this rank holds of every tensor, by its dotted name."""
     from torch.distributed.tensor import DTensor
 
     return {

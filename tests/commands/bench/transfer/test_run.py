@@ -15,7 +15,7 @@ import pytest
 from fork_server import forking_python
 
 from ckptool.commands.bench.transfer import run as bench
-from ckptool.commands.bench.transfer.plan import plan
+from ckptool.commands.bench.transfer.programs import plan_large
 from ckptool.commands.bench.transfer.rows import ROWS, Row
 from ckptool.commands.bench.transfer.run import (
     RowResult,
@@ -55,7 +55,7 @@ def report(workdir: Path, tmp_path_factory: pytest.TempPathFactory) -> TransferB
     with pytest.MonkeyPatch.context() as patch:
         python = str(forking_python(tmp_path_factory.mktemp("bin")))
         patch.setenv("PYTHON_EXEC", python)  # what torchrun starts its ranks with
-        patch.setattr(bench, "TORCH_SIDE", (python, *bench.TORCH_SIDE[1:]))
+        patch.setattr(bench, "PROGRAM", (python, *bench.PROGRAM[1:]))
         rows = tuple(forked(row, python) for row in MEASURED)
         return transfer_bench(None, SIZE, workdir, 1, rows=rows)
 
@@ -115,7 +115,7 @@ def test_the_table_names_every_row(
 
 
 def test_a_plan_too_large_to_write_is_cut_for_its_mesh() -> None:
-    planned = plan(2, 8, "2x2", rank=1, world_size=4)
+    planned = plan_large(2, 8, "2x2")
     assert [file.path for file in planned.layout.files] == [
         *(f"__{rank}_0.distcp" for rank in range(4)),
         ".metadata",
@@ -125,7 +125,7 @@ def test_a_plan_too_large_to_write_is_cut_for_its_mesh() -> None:
 
 def test_a_full_disk_is_refused_with_numbers(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    with pytest.raises(Unsupported, match=r"[\d,]+ bytes are needed for the run, [\d,]+ are free"):
+    with pytest.raises(Unsupported, match=r"[\d,]+ bytes of disk are needed, [\d,]+ are free"):
         transfer_bench(None, 10**18, tmp_path, 1)
     assert list(tmp_path.iterdir()) == []
 

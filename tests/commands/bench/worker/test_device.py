@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from ckptool.commands.bench.limits import require_room
-from ckptool.commands.bench.run import _ranks
+from ckptool.commands.bench.machine import require_room
+from ckptool.commands.bench.run import _count_ranks
 from ckptool.commands.bench.worker.device import Accelerators, Device
-from ckptool.commands.bench.worker.loop import Clocked, _one_save, _slowest, _steps_before
+from ckptool.commands.bench.worker.loop import RankTimes, _save, _slowest, _train_before
 from ckptool.errors import Unsupported
 
 torch = pytest.importorskip("torch")
@@ -125,13 +125,13 @@ def test_one_rank_a_device_or_two_on_the_cpu(
     asked: int | None, here: Accelerators, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    assert _ranks(asked, here) == ranks
+    assert _count_ranks(asked, here) == ranks
 
 
 def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(Unsupported, match="3 ranks: there are 2 devices of type cuda"):
-        _ranks(3, TWO)
+        _count_ranks(3, TWO)
 
 
 @pytest.mark.parametrize(("local", "fits"), [("2", True), ("4", False)])
@@ -142,10 +142,10 @@ def test_torchruns_ranks_each_need_a_device_of_their_machine(
     for name, value in {**launch, "LOCAL_WORLD_SIZE": local}.items():
         monkeypatch.setenv(name, value)
     if fits:
-        assert _ranks(None, TWO) == 8
+        assert _count_ranks(None, TWO) == 8
     else:
         with pytest.raises(Unsupported, match="4 ranks: there are 2 devices"):
-            _ranks(None, TWO)
+            _count_ranks(None, TWO)
 
 
 # Room on the device
@@ -154,9 +154,10 @@ def test_torchruns_ranks_each_need_a_device_of_their_machine(
 def test_a_share_that_no_device_holds_is_refused_with_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptool.commands.bench.limits.memory_available", lambda: 10**15)
+    memory = SimpleNamespace(available=10**15)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
     usage = SimpleNamespace(free=10**15)
-    monkeypatch.setattr("ckptool.commands.bench.limits.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("ckptool.commands.bench.machine.shutil.disk_usage", lambda path: usage)
     require_room(tmp_path, 50 * GIB, 2, TWO)
     with pytest.raises(Unsupported, match=r"97,710,505,984 bytes .* cuda device .*85,899,345,920"):
         require_room(tmp_path, 60 * GIB, 2, TWO)
@@ -196,7 +197,7 @@ def test_the_device_is_waited_for_before_the_clock_starts_and_before_it_stops(
     )
     training: Any = SimpleNamespace(device=CUDA, state={})
     saver: Any = Save(told)
-    _one_save(saver, training, tmp_path / "save", Clocked())
+    _save(saver, training, tmp_path / "save", RankTimes())
     begin, end = told.index("clock"), told.index("clock", told.index("save"))
     assert told[:begin] == ["synchronized", "barrier"]
     assert told[begin + 1 : end] == ["save", "staged", "stream synchronized"]
@@ -208,17 +209,18 @@ def test_what_training_needs_of_the_device_is_not_what_saving_needs(
     training: Any = SimpleNamespace(
         device=CUDA, step=lambda: (accelerator.told.append("step"), True)
     )
-    assert _steps_before(training, Clocked(), lambda word, value: None) == 7
+    assert _train_before(training, RankTimes(), lambda word, value: None) == 7
     steps = accelerator.told.count("step")
-    assert accelerator.told == ["peak forgotten", *steps * ["step"], "peak asked", "peak forgotten"]
+    peak = ["peak asked", "peak forgotten"]
+    assert accelerator.told == [*peak, *steps * ["step"], *peak]
 
 
 def test_it_is_durable_when_the_last_has_written_and_the_slowest_fsync_is_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ranks = [
-        Clocked(blocked=[1.0], written=[2.0], synced=[0.5], device_peak=3),
-        Clocked(blocked=[1.5], written=[4.0], synced=[0.0], device_peak=2),
+        RankTimes(blocked=[1.0], written=[2.0], synced=[0.5], device_peak=3),
+        RankTimes(blocked=[1.5], written=[4.0], synced=[0.0], device_peak=2),
     ]
 
     def gather(into: list[Any], own: Any) -> None:

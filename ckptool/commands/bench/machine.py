@@ -1,0 +1,196 @@
+"""The machine: what it is, its raw speed without any checkpoint library, its room for a run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ckptool import __version__
+from ckptool.commands.bench.files import remove_uploaded, upload
+from ckptool.commands.bench.worker.device import Accelerators, Device
+from ckptool.errors import Unsupported
+from ckptool.storage.url import Location
+
+_ROUNDS = 3
+_WRITE = 16 << 20
+_MOST = 4 << 30
+
+Probe = Callable[[], object]
+
+
+def describe_machine(folder: Location) -> dict[str, str | int]:
+    """Return what the figures of a benchmark depend on, that works in ``folder``."""
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processor": _processor() or platform.processor(),
+        "cores": len(os.sched_getaffinity(0)) if psutil.LINUX else os.cpu_count() or 1,
+        "memory_bytes": psutil.virtual_memory().total,
+        "filesystem": _filesystem(folder),
+    }
+
+
+def _processor() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return None
+    return next((ln.partition(":")[2].strip() for ln in lines if ln.startswith("model name")), None)
+
+
+def _filesystem(folder: Location) -> str:
+    """Return the type of the file system that a folder lies on; a URL's scheme."""
+    if not isinstance(folder, Path):
+        return f"{folder.store.scheme}://"
+    path = folder.resolve()
+    mounts = psutil.disk_partitions(all=True)
+    around = [mount for mount in mounts if path.is_relative_to(mount.mountpoint)]
+    innermost = max(around, key=lambda mount: len(mount.mountpoint), default=None)
+    return innermost.fstype if innermost else "unknown"
+
+
+def list_versions(*distributions: str) -> dict[str, str]:
+    """Return the versions of ckptool, Python, and those distributions that are installed."""
+    versions = {"ckptool": __version__, "python": platform.python_version()}
+    installed = {name: installed_version(name) for name in distributions}
+    return versions | {name: version for name, version in installed.items() if version}
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of a distribution, None where it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def measure_limits(nbytes: int, device: Device, folder: Location) -> dict[str, float | None]:
+    """Return bytes a second of all ranks together, the best of three rounds; None where not there.
+
+    ``nbytes`` is one rank's share, of which at most 4 GiB are moved. Ranks work at the same time.
+    ``write`` is sequential into a file a rank, fsync included; ``upload``, where a store is written
+    to, by fsspec alone, until the file is closed.
+    """
+    import torch
+
+    nbytes = max(1, min(nbytes, _MOST))
+    host = torch.ones(nbytes, dtype=torch.uint8)
+    copied = torch.empty_like(host)
+    limits: dict[str, float | None] = {
+        "memory_copy": _rate(nbytes, lambda: copied.copy_(host)),
+        "write": None,
+        "upload": None,
+        "device_to_host_pageable": None,
+        "device_to_host_pinned": None,
+    }
+    data, file = memoryview(host.numpy().data), folder / f"raw-{os.environ['RANK']}"
+    if isinstance(file, Path):
+        limits["write"] = _rate(nbytes, partial(_write, data, file))
+    else:
+        limits["upload"] = _rate(nbytes, partial(upload, data, file))
+        remove_uploaded(file)
+    if device.is_accelerator:
+        on_device = host.to(device.torch_device)
+        limits["device_to_host_pageable"] = _rate(nbytes, _copy(on_device, copied, device))
+        limits["device_to_host_pinned"] = _rate(nbytes, _copy(on_device, host.pin_memory(), device))
+    return limits
+
+
+def _copy(source: Any, target: Any, device: Device) -> Probe:
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+        device.synchronize()
+
+    return copy
+
+
+def _write(view: memoryview, path: Path) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        for start in range(0, len(view), _WRITE):
+            part = view[start : start + _WRITE]
+            while len(part):
+                part = part[os.write(descriptor, part) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+        path.unlink()
+
+
+def _rate(nbytes: int, work: Probe) -> float:
+    """Return bytes a second of all ranks, by the slowest rank of the best round."""
+    return max(_rate_of_round(nbytes, work) for _ in range(_ROUNDS))
+
+
+def _rate_of_round(nbytes: int, work: Probe) -> float:
+    import torch.distributed as dist
+
+    dist.barrier()
+    begin = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - begin
+    ranks = [(seconds, nbytes)] * dist.get_world_size()
+    dist.all_gather_object(ranks, (seconds, nbytes))
+    return float(sum(nbytes for _, nbytes in ranks) / max(seconds for seconds, _ in ranks))
+
+
+_RANK_BYTES = 400 << 20
+_DEVICE_BYTES = 1 << 30
+"""Of a device: for the runtime's own, the communicator, and the matrices of a step."""
+
+_HOST_COPIES = {"cpu": 5, "accelerator": 4}
+"""How often the state lies in host memory at most: itself on CPU ranks, staged, staged once more
+for another process, and for the check a snapshot and what was loaded."""
+
+_DEVICE_COPIES = 3
+"""How often a rank's share lies on its device at most: itself, what is loaded into, and what is
+loaded."""
+
+
+def require_room(out: Location, nbytes: int, ranks: int, devices: Accelerators) -> None:
+    """Raise Unsupported, with the numbers, where a run with ``nbytes`` of state would not fit.
+
+    One checkpoint at a time lies on disk, or the raw file that is as large. A store is not asked.
+    """
+    if isinstance(out, Path):
+        require_disk(out, nbytes * 21 // 20 + (64 << 20))
+    copies = _HOST_COPIES["accelerator" if devices.count else "cpu"]
+    memory = nbytes * copies + ranks * _RANK_BYTES
+    available = psutil.virtual_memory().available
+    if memory > available:
+        raise Unsupported(
+            f"{memory:,} bytes of memory are needed ({copies} times the state, and {ranks} ranks),"
+            f" {available:,} are available",
+            hint="a smaller --size",
+        )
+    _require_device_room(-(-nbytes // ranks), devices)
+
+
+def require_disk(out: Path, needed: int) -> None:
+    """Raise Unsupported where ``out`` is no folder, or its disk has too few bytes free."""
+    if not out.is_dir():
+        raise Unsupported(f"{out}: no such folder to work in", hint=f"mkdir -p {out}")
+    free = shutil.disk_usage(out).free
+    if needed > free:
+        raise Unsupported(
+            f"{out}: {needed:,} bytes of disk are needed, {free:,} are free",
+            hint="a smaller --size, or another --out",
+        )
+
+
+def _require_device_room(share: int, devices: Accelerators) -> None:
+    needed = share * _DEVICE_COPIES + _DEVICE_BYTES
+    if devices.free is not None and needed > devices.free:
+        raise Unsupported(
+            f"{needed:,} bytes of memory are needed on each {devices.type} device ({_DEVICE_COPIES}"
+            f" times a rank's share), {devices.free:,} are free",
+            hint="a smaller --size, or more --ranks",
+        )

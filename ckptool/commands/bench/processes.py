@@ -1,0 +1,238 @@
+"""Processes of a rank: fork one, watch it, measure its memory, and end what it leaves."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ckptool.errors import Unsupported
+
+_SAMPLE = 0.05
+_MOST_TIME_SAMPLING = 0.05
+_LAST = ("end", "failed", "lost")
+_AWAITED = ("training", "checking")
+
+Tell = Callable[[str, Any], None]
+"""Send a word, and what belongs to it, to the process that watches."""
+
+Work = Callable[[Tell], Any]
+
+
+@dataclass(slots=True)
+class Memory:
+    """Bytes of host memory of the process and its children: when training began, and the most."""
+
+    base: int = 0
+    peak: int = 0
+
+
+@dataclass(slots=True)
+class ChildResult:
+    """How a process ended: what its work returned, or what went wrong."""
+
+    value: Any = None
+    failure: str | None = None
+    memory: Memory = field(default_factory=Memory)
+
+
+class Child:
+    """Work in a process of its own. What it and its children print goes to the file ``log``."""
+
+    def __init__(self, work: Work, log: Path, timeout: float = 300.0) -> None:
+        """``timeout``: seconds without a word after which the process counts as hung."""
+        context = multiprocessing.get_context("fork")
+        self._pipe, theirs = context.Pipe()
+        self._log, self._timeout = log, timeout
+        self._process = context.Process(target=_run_child, args=(work, theirs, log))
+        self._process.start()
+        theirs.close()
+
+    def watch(
+        self,
+        stop: Callable[[], str | None],
+        on_event: Tell,
+        *,
+        measure: bool = False,
+        pause: float = _SAMPLE,
+    ) -> ChildResult:
+        """Wait until it ends; with ``measure``, sample its memory from ``training`` on.
+
+        ``stop`` is asked every ``pause`` seconds; the reason it gives ends the process, as a long
+        silence does. Memory is sampled until it sends ``checking``; the process waits for the
+        first sample and for the last.
+        """
+        memory, sampling = Memory(), False
+        last_event = time.monotonic()
+        while True:
+            word, value = self._next(pause)
+            if word in _LAST:
+                break
+            if word:
+                last_event = time.monotonic()
+                on_event(word, value)
+            sampling = sampling or (measure and word == "training")
+            if sampling:
+                pause = self._sample(memory, begin=word == "training")
+            if word in _AWAITED:
+                self._pipe.send(None)
+                sampling = sampling and word != "checking"
+            reason = stop() or self._hung_since(last_event)
+            if reason:
+                word, value = "failed", reason
+                break
+        if word == "end":
+            return ChildResult(value, None, memory)
+        failure = value or self._last_words()
+        self.kill()
+        return ChildResult(None, failure, memory)
+
+    def _next(self, timeout: float) -> tuple[str, Any]:
+        """Wait for a word up to ``timeout`` seconds; empty without one, ``lost`` at its end."""
+        try:
+            if not self._pipe.poll(timeout):
+                return "", None
+            word, value = self._pipe.recv()
+        except (EOFError, OSError):
+            return "lost", None
+        return word, value
+
+    def _hung_since(self, last_event: float) -> str | None:
+        hung = time.monotonic() - last_event > self._timeout
+        return f"hung: no progress in {self._timeout:,.0f} s" if hung else None
+
+    def _sample(self, memory: Memory, *, begin: bool) -> float:
+        """Measure the memory; return the seconds to wait so that measuring stays cheap."""
+        started = time.perf_counter()
+        pid = self._process.pid or 0
+        with suppress(psutil.Error):
+            now = proportional_memory([psutil.Process(pid), *descendants(pid)])
+            memory.base = now if begin else memory.base
+            memory.peak = max(memory.peak, now)
+        return max(_SAMPLE, (time.perf_counter() - started) / _MOST_TIME_SAMPLING)
+
+    def _last_words(self) -> str:
+        self._process.join(1)
+        lines = self._log.read_text("utf-8", "replace").strip().splitlines()
+        code = self._process.exitcode
+        return lines[-1].strip() if lines else f"the process ended with exit code {code}"
+
+    def join(self, timeout: float = 20.0) -> None:
+        """Wait for the end of a process whose work is done; kill it where it stays."""
+        self._process.join(timeout)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process itself at once, not its children."""
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+
+def _run_child(work: Work, pipe: Connection, log: Path) -> None:
+    """Do the work, in the process itself. Ctrl-C is for the watching one, which ends this one."""
+    die_with_parent()
+    gc.freeze()  # collecting would write to, and so copy, every page shared with the parent
+    gc.enable()  # the command line goes without
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+
+    def tell(word: str, value: Any) -> None:
+        pipe.send((word, value))
+        if word in _AWAITED:
+            pipe.recv()
+
+    try:
+        tell("end", work(tell))
+    except BaseException as error:
+        traceback.print_exc()
+        kind, lines = type(error).__name__, str(error).strip().splitlines() or [""]
+        tell("failed", f"{kind}: {lines[-1].removeprefix(f'{kind}: ')}".rstrip(": "))
+
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_MOST_WORDS = 120
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent dies."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def die_with_parent() -> None:
+    """End this process by SIGKILL when its parent ends, however that ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def require_proportional_memory() -> None:
+    """Raise Unsupported where the system does not count shared pages by their users (PSS)."""
+    if not hasattr(psutil.Process().memory_full_info(), "pss"):
+        raise Unsupported("the benchmark needs Linux's /proc/PID/smaps, which this system lacks")
+
+
+def proportional_memory(processes: Iterable[psutil.Process]) -> int:
+    """Return the bytes that processes hold together; what they share counts once (PSS)."""
+    nbytes = 0
+    for process in processes:
+        with suppress(psutil.Error):
+            nbytes += process.memory_full_info().pss
+    return nbytes
+
+
+def descendants(pid: int | None = None) -> list[psutil.Process]:
+    """Return what runs below a process, this one unless ``pid`` is given; zombies do not run."""
+    with suppress(psutil.Error):
+        return list(filter(_runs, psutil.Process(pid).children(recursive=True)))
+    return []
+
+
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return False
+
+
+def command_line(process: psutil.Process) -> str:
+    """Return the words that started a process, cut to 120 characters; empty once it has ended."""
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())[:_MOST_WORDS]
+    return ""
+
+
+def orphans(timeout: float) -> list[psutil.Process]:
+    """Return what still runs below this process after ``timeout`` seconds, when it should not."""
+    deadline = time.monotonic() + timeout
+    while True:
+        processes = [p for p in descendants() if "resource_tracker" not in command_line(p)]
+        if not processes or time.monotonic() >= deadline:
+            return processes
+        time.sleep(0.05)
+
+
+def end_descendants(timeout: float = 5.0) -> None:
+    """Kill all that runs below this process, also what is started within ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    while (processes := descendants()) and time.monotonic() < deadline:
+        for process in processes:
+            with suppress(psutil.Error):
+                process.kill()
+        for process in processes:
+            with suppress(OSError):
+                os.waitpid(process.pid, 0)

@@ -1,0 +1,313 @@
+"""Programs that the rows of the transfer bench run, each in a process of its own.
+
+``python -m ckptool.commands.bench.transfer.programs TASK ...`` does torch's side of the rows, makes
+checkpoints, plans, or is one rank of a load under torchrun. A task imports what it needs: its
+memory and its start are measured.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckptool.core.catalog import Catalog
+    from ckptool.core.plan import Plan
+
+RANKS = 4
+LAYERS = 8
+_BYTES_PER_SQUARE = 1620
+"""Bytes of a generated checkpoint, as a multiple of its model dimension squared."""
+
+_WIDE_TENSORS, _WIDE_ROW = 8, 32 << 10
+
+
+def parameter_shapes(dim: int = 16) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of a llama-like model, by name."""
+    hidden, vocabulary = dim * 11 // 4, 32 * dim
+    layer: dict[str, tuple[int, ...]] = {
+        f"attention.{name}.weight": (dim, dim) for name in ("wq", "wk", "wv", "wo")
+    }
+    layer |= {f"feed_forward.{name}.weight": (hidden, dim) for name in ("w1", "w3")}
+    layer |= {"feed_forward.w2.weight": (dim, hidden)}
+    layer |= {"attention_norm.weight": (dim,), "ffn_norm.weight": (dim,)}
+    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (vocabulary, dim)}
+    for number in range(LAYERS):
+        shapes |= {f"layers.{number}.{name}": shape for name, shape in layer.items()}
+    return shapes | {"norm.weight": (dim,), "output.weight": (vocabulary, dim)}
+
+
+def write_checkpoint(folder: str, size: int) -> None:
+    """Save about ``size`` bytes: bf16 parameters and AdamW's two fp32 moments of each."""
+    dim = max(16, round((size / _BYTES_PER_SQUARE) ** 0.5 / 16) * 16)
+    _on_ranks(folder, dim)
+
+
+def write_wide_checkpoint(folder: str, size: int) -> None:
+    """Save about ``size`` bytes of fp32 tensors whose rows have 128 KiB."""
+    rows = max(1, round(size / _WIDE_TENSORS / _WIDE_ROW / 4 / RANKS))
+    _on_ranks(folder, rows, True)
+
+
+def _on_ranks(folder: str, *words: int) -> None:
+    """Save on ranks that are forked: torch is imported once for all of them."""
+    import torch.distributed.checkpoint.state_dict_saver
+    import torch.distributed.tensor  # noqa: F401
+    from torch.multiprocessing.spawn import start_processes
+
+    start_processes(  # type: ignore[no-untyped-call]
+        _save_rank, (folder, *words), nprocs=RANKS, start_method="fork"
+    )
+
+
+def _save_rank(rank: int, folder: str, dim: int, wide: bool = False) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict_saver import save
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    rendezvous = f"file://{os.path.abspath(folder)}.rendezvous"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS)
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp_shard",))
+
+    def shard(shape: tuple[int, ...], dtype: torch.dtype) -> DTensor:
+        local = torch.randn((shape[0] // RANKS, *shape[1:])).to(dtype)
+        return DTensor.from_local(local, mesh, [Shard(0)])
+
+    if wide:
+        whole = {f"w{n}": (dim * RANKS, _WIDE_ROW) for n in range(_WIDE_TENSORS)}
+        save({n: shard(s, torch.float32) for n, s in whole.items()}, checkpoint_id=folder)
+        dist.destroy_process_group()
+        return
+    shapes = parameter_shapes(dim)
+    model = {name: shard(shape, torch.bfloat16) for name, shape in shapes.items()}
+    moments = {
+        name: {key: shard(shape, torch.float32) for key in ("exp_avg", "exp_avg_sq")}
+        for name, shape in shapes.items()
+    }
+    state = {"model": model, "optimizer": {"state": moments}, "step": 100}
+    save(state, checkpoint_id=folder)
+    dist.destroy_process_group()
+
+
+def write_many(folder: str, tensors: int = 1000, ranks: int = 64) -> None:
+    """Write what so many ranks save of so many tensors, a row each, by torch's own classes."""
+    import io
+    import pickle
+
+    import torch
+    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    os.makedirs(folder)
+    item = io.BytesIO()
+    torch.save(torch.arange(4.0).reshape(1, 4).clone(), item)
+    names = [f"model.layers.{number}.weight" for number in range(tensors)]
+    nbytes = len(item.getvalue())
+    for rank in range(ranks):
+        with open(os.path.join(folder, f"__{rank}_0.distcp"), "wb") as stream:
+            stream.write(item.getvalue() * tensors)
+    metadata = dcp.Metadata({}, {name: ("model", name[6:]) for name in names}, {})
+    for number, name in enumerate(names):
+        chunks = []
+        for rank in range(ranks):
+            place = torch.Size([rank, 0])
+            chunks.append(dcp.ChunkStorageMetadata(place, torch.Size([1, 4])))
+            stored = _StorageInfo(f"__{rank}_0.distcp", number * nbytes, nbytes)
+            metadata.storage_data[dcp.MetadataIndex(name, place, rank)] = stored
+        metadata.state_dict_metadata[name] = dcp.TensorStorageMetadata(
+            dcp.TensorProperties(torch.float32), torch.Size([ranks, 4]), chunks
+        )
+    with open(os.path.join(folder, ".metadata"), "wb") as stream:
+        pickle.dump(metadata, stream)
+
+
+def torch_to_safetensors(source: str, target: str) -> None:
+    """Go torch's own route: read the whole checkpoint into memory, write it for Hugging Face."""
+    import torch
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    state = {name: torch.empty(size, dtype=dtype) for name, size, dtype in _read_tensors(source)}
+    load(state, checkpoint_id=source, no_dist=True)
+    writer = HuggingFaceStorageWriter(target, fqn_to_index_mapping=dict.fromkeys(state, 1))
+    save(state, storage_writer=writer, no_dist=True)
+
+
+def torch_reshard(source: str, target: str) -> None:
+    """Go torch's own route to a 2x4 mesh, under torchrun with 8 ranks: load DTensors, save."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Placement, Replicate, Shard, empty
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    state = {}
+    for name, size, dtype in _read_tensors(source):
+        second: Placement = Shard(1) if len(size) > 1 else Replicate()
+        state[name] = empty(size, dtype=dtype, device_mesh=mesh, placements=[Shard(0), second])
+    load(state, checkpoint_id=source)
+    save(state, checkpoint_id=target)
+    dist.destroy_process_group()
+
+
+def torch_read_metadata(source: str) -> None:
+    """Go torch's own way to see what a checkpoint holds."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    FileSystemReader(source).read_metadata()
+
+
+def _read_tensors(source: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name, size and dtype of each tensor of a DCP checkpoint, as torch reads them."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    for name, entry in FileSystemReader(source).read_metadata().state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            yield name, entry.size, entry.properties.dtype
+
+
+def measure_load(reader: str, source: str, dim: int, result: str) -> None:
+    """Load every tensor by ``torch.distributed.checkpoint.load``, under torchrun.
+
+    ``reader`` is ``torch`` or ``ckptool``. DTensors cut along tensor dim ``dim`` over all ranks are
+    made, then filled. Rank 0 writes to the file ``result``, as JSON, the seconds from when all
+    ranks begin until the last is done, and the bytes that all of them read from files.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, zeros
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {}
+    for name, size, dtype in _read_tensors(source):
+        placement = Shard(dim) if len(size) > dim else Replicate()
+        # zeros, not empty: the memory is touched before the clock starts
+        state[name] = zeros(size, dtype=dtype, device_mesh=mesh, placements=[placement])
+    storage = _make_reader(reader, source)
+    gc.collect()
+    dist.barrier()
+    before, begin = _count_read_bytes(), time.perf_counter()
+    load(state, storage_reader=storage)
+    dist.barrier()
+    seconds = time.perf_counter() - begin
+    nbytes = torch.tensor(_count_read_bytes() - before)
+    dist.all_reduce(nbytes)
+    if dist.get_rank() == 0:
+        with open(result, "w", encoding="utf-8") as stream:
+            json.dump({"seconds": seconds, "nbytes": int(nbytes)}, stream)
+    dist.destroy_process_group()
+
+
+def _make_reader(name: str, source: str) -> Any:
+    """Make a reader that is not opened yet: what the load costs begins with the metadata.
+
+    Its modules are loaded, as torch's are by then: the metadata was read once before.
+    """
+    if name == "ckptool":
+        from ckptool.dcp import CheckpointReader
+
+        CheckpointReader(source).read_metadata()
+        return CheckpointReader(source)
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    return FileSystemReader(source)
+
+
+def _count_read_bytes() -> int:
+    """Return the bytes this process has read from files so far, as Linux counts; 0 elsewhere."""
+    import psutil
+
+    counters = getattr(psutil.Process(), "io_counters", None)
+    return int(getattr(counters(), "read_chars", 0)) if counters else 0
+
+
+_COLUMNS = 4096
+_ROWS_PER_CHUNK = 4
+_ITEM = 70_000
+
+
+def plan_large(tensors: int, chunks: int, mesh: str) -> Plan:
+    """Plan the reshard of a checkpoint too large to write here; cut the tiles of one batch."""
+    from ckptool.core.mesh import Shard
+    from ckptool.core.plan import Plan
+    from ckptool.core.sharding.placement import Placed, parse_mesh
+    from ckptool.engine.ranks import share_files
+    from ckptool.formats import FORMATS
+    from ckptool.formats.base import Request
+    from ckptool.storage.local import TILE
+
+    catalog = _make_catalog(tensors, chunks)
+    target = parse_mesh(mesh)
+    placed = Placed(target, {name: (Shard(0), Shard(1)) for name in catalog.tensors})
+    plan = Plan(catalog, FORMATS["dcp"].lay_out(catalog, Request("out", placed=placed)))
+    for group in plan.groups(next(plan.batches(share_files(plan.layout, 0, 1, target.size))), TILE):
+        for _ in plan.jobs(group, TILE):
+            pass
+    return plan
+
+
+def _make_catalog(tensors: int, chunks: int) -> Catalog:
+    """Describe a DCP checkpoint of ``chunks`` ranks, each with 4 rows of each of the tensors."""
+    from ckptool.core.box import Box
+    from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry
+    from ckptool.core.dtype import BY_NAME
+
+    entries = {}
+    for number in range(tensors):
+        name = f"layers.{number}.weight"
+        stored = tuple(
+            Chunk(
+                Box((rank * _ROWS_PER_CHUNK, 0), ((rank + 1) * _ROWS_PER_CHUNK, _COLUMNS)),
+                Extent(f"__{rank}_0.distcp", number * _ITEM + 704, (_COLUMNS * 4, 4)),
+                rank,
+            )
+            for rank in range(chunks)
+        )
+        shape = (chunks * _ROWS_PER_CHUNK, _COLUMNS)
+        path = ("layers", str(number), "weight")
+        entries[name] = TensorEntry(name, path, BY_NAME["float32"], shape, stored)
+    files = {f"__{rank}_0.distcp": tensors * _ITEM for rank in range(chunks)}
+    return Catalog("dcp", entries, {}, files, chunks)
+
+
+def _run(task: str, *words: str) -> None:
+    if task == "write":
+        write_checkpoint(words[0], int(words[1]))
+    elif task == "write-wide":
+        write_wide_checkpoint(words[0], int(words[1]))
+    elif task == "write-many":
+        write_many(words[0])
+    elif task == "to-safetensors":
+        torch_to_safetensors(words[0], words[1])
+    elif task == "reshard":
+        torch_reshard(words[0], words[1])
+    elif task == "load":
+        measure_load(words[0], words[1], int(words[2]), words[3])
+    elif task == "plan":
+        gc.disable()
+        plan_large(int(words[0]), int(words[1]), words[2])
+    else:
+        torch_read_metadata(words[0])
+
+
+if __name__ == "__main__":
+    _run(*sys.argv[1:])
