@@ -1,14 +1,8 @@
 """What torch.save wrote: the pickle's value, and where each storage lies.
 
-Zip archives (torch 1.6 to 2.13) hold ``<root>/data.pkl`` and one record a storage in
+Zip archives (torch 1.6 to 2.13) hold ``<root>/data.pkl`` and one record per storage in
 ``<root>/data/<key>``; the legacy stream (before 1.6) is five pickles, then each storage's element
 count and bytes.
-
-Archives that are alike: what is read of one is the same in the next, but for its checksums.
-
-A DCP folder holds an archive an item (torch 2.1 to 2.13), and those of tensors of one shape and
-type differ in the tensors' bytes and the CRC-32 of these alone, which the reading of an archive
-never looks at: where all that it did look at is the same, so is what it found.
 """
 
 from __future__ import annotations
@@ -16,12 +10,12 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import starmap
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ckptool.core.codec import decode
 from ckptool.core.mesh import Mesh
@@ -48,6 +42,7 @@ _LEGACY_HEAD = re.compile(
 """The magic number as the pickle protocols 2 to 5 write it, the later ones in a frame."""
 
 _SMALL = 4096
+_PIECE = 1 << 16
 _MOST_INFLATED = 100
 
 
@@ -85,7 +80,7 @@ class TorchFile:
 
     @property
     def value(self) -> object:
-        """What the file holds; Hostile where it names a global that can run code."""
+        """Return what the file holds; Hostile where it names a global that can run code."""
         require_harmless(self.hostile)
         return self.inert
 
@@ -99,10 +94,12 @@ class TorchFile:
 
 
 def is_zip(head: bytes) -> bool:
+    """Return whether a file that begins so is a zip archive."""
     return head[:4] == b"PK\x03\x04"
 
 
 def is_legacy(head: bytes) -> bool:
+    """Return whether a file that begins so is a legacy stream."""
     return _LEGACY_HEAD.match(head) is not None
 
 
@@ -123,42 +120,47 @@ def read_torch_file(source: Source, file: str) -> TorchFile:
 def read_torch_zip(region: Region) -> TorchFile:
     """Open the torch.save archive that fills a region."""
     with coded("archive-content", file=region.file):
-        return known(region) or _read_archive(region)
+        return find_cached(region) or _read_archive(region)
 
 
 def _read_archive(region: Region) -> TorchFile:
-    traced = Traced(region)
+    traced = _TracedRegion(region)
     records = read_directory(traced)
     root = _root(region, records)
     data_pkl = records[f"{root}/data.pkl"]
     has_crc = has_checksums(records.values())
-    loaded = _unpickled(record_bytes(traced, data_pkl, has_crc), f"{region.what} (data.pkl)")
+    loaded = _unpickle(record_bytes(traced, data_pkl, has_crc), f"{region.what} (data.pkl)")
     _require_in_value(loaded)
     prefix = f"{root}/data/"
     stored = {name[len(prefix) :]: r for name, r in records.items() if name.startswith(prefix)}
     are_checked = has_checksums(stored.values())
-    storages = {key: _stored(region, record, are_checked) for key, record in stored.items()}
+    storages = {key: _locate(region, record, are_checked) for key, record in stored.items()}
     order = records.get(f"{root}/byteorder")
     byteorder = "little"
     if order:
         byteorder = record_bytes(traced, order, has_crc).decode("ascii", "replace")
     if byteorder not in ("little", "big"):
         raise Damaged(f"{region.what}: unknown byte order {byteorder!r}")
-    found = TorchFile(
+    file = TorchFile(
         region.what, loaded.value, storages, byteorder, loaded.globals, loaded.end, loaded.hostile
     )
     if data_pkl.crc32 and not loaded.hostile:
         unread = [record for record in records.values() if record not in (data_pkl, order)]
-        learn(traced, found, stored, unread)
-    return found
+        _cache(traced, file, stored, unread)
+    return file
 
 
-def _unpickled(data: bytes, what: str) -> Loaded:
-    """A pickle's content. A DCP folder has a pickle an item, most of them the same few."""
+def _unpickle(data: bytes, what: str) -> Loaded:
+    """Read a pickle. A DCP folder has a pickle per item, most of them the same few."""
     if len(data) <= _SMALL:
         with suppress(CkptoolError):
-            return _read_before(data)
+            return _unpickle_small(data)
     return read_pickle(data, what=what, judges=False)
+
+
+@lru_cache(maxsize=1024)
+def _unpickle_small(data: bytes) -> Loaded:
+    return read_pickle(data, what="")
 
 
 def _require_in_value(loaded: Loaded) -> None:
@@ -168,12 +170,8 @@ def _require_in_value(loaded: Loaded) -> None:
         require_harmless({g: why for g, why in loaded.hostile.items() if g not in inside})
 
 
-@lru_cache(maxsize=1024)
-def _read_before(data: bytes) -> Loaded:
-    return read_pickle(data, what="")
-
-
 def _root(region: Region, records: Mapping[str, ZipRecord]) -> str:
+    """Return the folder of an archive's records; CkptoolError where torch.save did not write it."""
     roots = [n[: -len("/data.pkl")] for n in records if n.endswith("/data.pkl")]
     if any(name.split("/", 1)[-1] == "constants.pkl" for name in records):
         raise Unrecognised(
@@ -190,7 +188,7 @@ def _root(region: Region, records: Mapping[str, ZipRecord]) -> str:
 
 
 def record_bytes(region: Region, record: ZipRecord, has_crc: bool) -> bytes:
-    """A small record, decoded; Damaged where it is too large or not what was checksummed.
+    """Return a small record, decoded; Damaged where it is too large or not what was checksummed.
 
     ``has_crc`` says that its archive has checksums: where none is stored, all are 0.
     """
@@ -213,7 +211,7 @@ def record_bytes(region: Region, record: ZipRecord, has_crc: bool) -> bytes:
     return data
 
 
-def _stored(region: Region, record: ZipRecord, has_crc: bool) -> StoredBytes:
+def _locate(region: Region, record: ZipRecord, has_crc: bool) -> StoredBytes:
     return StoredBytes(
         region.file,
         region.offset + record.offset,
@@ -227,19 +225,20 @@ def _stored(region: Region, record: ZipRecord, has_crc: bool) -> StoredBytes:
 def _read_legacy(source: Source, file: str) -> TorchFile:
     size = source.files[file]
     loaded = legacy_pickles(source, file, judges=False)
-    for one in (*loaded[:3], loaded[4]):
-        require_harmless(one.hostile)
-    _require_in_value(loaded[3])
-    magic, version, system, value, keys = (item.value for item in loaded)
+    *heads, content, last = loaded
+    for pickle in (*heads, last):
+        require_harmless(pickle.hostile)
+    _require_in_value(content)
+    magic, version, system, value, keys = (pickle.value for pickle in loaded)
     if magic != LEGACY_MAGIC or version != 1001 or not isinstance(system, dict):
         raise Damaged(f"{file}: not a legacy torch.save file of version 1001")
     try:
-        sizes = {s.key: s.itemsize for s in map(storage_of, loaded[3].persistent)}
+        sizes = {s.key: s.itemsize for s in map(storage_of, content.persistent)}
     except Damaged:
-        require_harmless(loaded[3].hostile)
+        require_harmless(content.hostile)
         raise
     storages: dict[str, StoredBytes] = {}
-    position = loaded[4].end
+    position = last.end
     if not isinstance(keys, list):
         raise Damaged(f"{file}: the list of storage keys after the object is missing")
     for key in map(str, keys):
@@ -255,26 +254,39 @@ def _read_legacy(source: Source, file: str) -> TorchFile:
         position += nbytes
     byteorder = "little" if system.get("little_endian", True) else "big"
     return TorchFile(
-        file, value, storages, byteorder, loaded[3].globals, loaded[3].end, loaded[3].hostile
+        file, value, storages, byteorder, content.globals, content.end, content.hostile
     )
 
 
 def legacy_pickles(source: Source, file: str, *, judges: bool = True) -> list[Loaded]:
-    """The five pickles at the file's start; the file is read in growing pieces until they end.
+    """Read the five pickles at the file's start.
 
     Where it ``judges``, it raises Hostile at a global that can run code.
     """
-    size = source.files[file]
-    length = min(size, 1 << 16)
-    while True:
+
+    def read(length: int) -> list[Loaded]:
         data = source.read(file, 0, length)
+        pickles: list[Loaded] = []
+        for _ in range(5):
+            start = pickles[-1].end if pickles else 0
+            pickles.append(read_pickle(data, what=file, start=start, judges=judges))
+        return pickles
+
+    return read_growing(read, source.files[file])
+
+
+_T = TypeVar("_T")
+
+
+def read_growing(read: Callable[[int], _T], size: int) -> _T:
+    """Return what ``read`` makes of the first bytes of ``size``, more of them while it ends early.
+
+    Raises what ``read`` does: Truncated where even all of them, or ``LARGEST``, are too few.
+    """
+    length = min(size, _PIECE)
+    while True:
         try:
-            found: list[Loaded] = []
-            start = 0
-            for _ in range(5):
-                found.append(read_pickle(data, what=file, start=start, judges=judges))
-                start = found[-1].end
-            return found
+            return read(length)
         except Truncated:
             if length >= min(size, LARGEST):
                 raise
@@ -286,7 +298,7 @@ _MOST_SIZES, _MOST_OF_A_SIZE = 256, 4
 _Spans = tuple[tuple[int, int], ...]
 
 
-class Traced(Region):
+class _TracedRegion(Region):
     """A region that notes what is read of it."""
 
     def __init__(self, region: Region) -> None:
@@ -294,13 +306,18 @@ class Traced(Region):
         self.spans: list[tuple[int, int]] = []
 
     def read(self, start: int, nbytes: int) -> bytes:
-        """As ``Region.read``."""
+        """Read as ``Region.read``, and note it."""
         self.spans.append((start, start + nbytes))
         return super().read(start, nbytes)
 
 
-class _Known(NamedTuple):
-    """What was read of an archive, what it holds, and where it notes the CRC-32 of each storage."""
+class _CachedArchive(NamedTuple):
+    """What was read of an archive, what it holds, and where it notes the CRC-32 of each storage.
+
+    A DCP folder holds an archive per item (torch 2.1 to 2.13), and those of tensors of one shape
+    and type differ in the tensors' bytes and the CRC-32 of these alone, which the reading of an
+    archive never looks at: where all that it did look at is the same, so is what it holds.
+    """
 
     spans: _Spans
     read: bytes
@@ -308,8 +325,8 @@ class _Known(NamedTuple):
     offset: int
     noted: Mapping[str, int]
 
-    def again(self, region: Region) -> TorchFile:
-        """What another archive holds of which the same was read."""
+    def at(self, region: Region) -> TorchFile:
+        """Return what another archive holds of which the same was read."""
         crcs = {key: region.crc32_at(at) for key, at in self.noted.items()}
         are_checked = any(crcs.values())
         moved = region.offset - self.offset
@@ -324,38 +341,42 @@ class _Known(NamedTuple):
         return replace(self.file, what=region.what, storages=storages, meshes={})
 
 
-_KNOWN: dict[int, list[_Known]] = {}
+_CACHE: dict[int, list[_CachedArchive]] = {}
+"""Archives that were read, by their size in bytes."""
 
 
-def known(region: Region) -> TorchFile | None:
-    """What the archive in a region holds, where one that is alike was read before."""
-    for one in _KNOWN.get(region.nbytes, ()):
-        if region.joined(one.spans) == one.read:
-            return one.again(region)
+def find_cached(region: Region) -> TorchFile | None:
+    """Return what the archive in a region holds, where one that is alike was read before."""
+    for archive in _CACHE.get(region.nbytes, ()):
+        if region.joined(archive.spans) == archive.read:
+            return archive.at(region)
     return None
 
 
-def learn(
-    traced: Traced, file: TorchFile, storages: Mapping[str, ZipRecord], others: Iterable[ZipRecord]
+def _cache(
+    traced: _TracedRegion,
+    file: TorchFile,
+    storages: Mapping[str, ZipRecord],
+    unread: Iterable[ZipRecord],
 ) -> None:
-    """Remember what was found in an archive, by all that was read of it, where that is at hand.
+    """Keep what an archive holds, by all that was read of it, where that is at hand.
 
     ``storages`` are records whose bytes were not read, by the storages' keys; of them and of
-    ``others`` the CRC-32 may differ.
+    ``unread`` the CRC-32 may differ.
     """
-    if len(_KNOWN) >= _MOST_SIZES or not all(starmap(traced.is_at_hand, traced.spans)):
+    if len(_CACHE) >= _MOST_SIZES or not all(starmap(traced.is_at_hand, traced.spans)):
         return
-    alike = _KNOWN.setdefault(traced.nbytes, [])
-    if len(alike) < _MOST_OF_A_SIZE:
+    archives = _CACHE.setdefault(traced.nbytes, [])
+    if len(archives) < _MOST_OF_A_SIZE:
         noted = {key: record.noted for key, record in storages.items()}
-        spans = _spans(traced.spans, {*noted.values(), *(record.noted for record in others)})
-        alike.append(_Known(spans, traced.joined(spans), file, traced.offset, noted))
+        spans = _subtract(traced.spans, {*noted.values(), *(record.noted for record in unread)})
+        archives.append(_CachedArchive(spans, traced.joined(spans), file, traced.offset, noted))
 
 
-def _spans(read: Iterable[tuple[int, int]], free: Iterable[int]) -> _Spans:
-    """All bytes that were read, each once and in order, but for the CRC-32 at each of ``free``."""
-    held = {at for start, end in read for at in range(start, end)}
-    held -= {at for start in free for at in range(start, start + CRC32_NBYTES)}
-    starts = sorted(at for at in held if at - 1 not in held)
-    ends = sorted(at + 1 for at in held if at + 1 not in held)
+def _subtract(spans: Iterable[tuple[int, int]], crcs: Iterable[int]) -> _Spans:
+    """Return all bytes of spans, each once and in order, but for the CRC-32 at each of ``crcs``."""
+    places = {at for start, end in spans for at in range(start, end)}
+    places -= {at for start in crcs for at in range(start, start + CRC32_NBYTES)}
+    starts = sorted(at for at in places if at - 1 not in places)
+    ends = sorted(at + 1 for at in places if at + 1 not in places)
     return tuple(zip(starts, ends, strict=True))

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from ckptool.core.catalog import Container
 from ckptool.errors import CkptoolError, Damaged
-from ckptool.serialization.archive.read import is_zip, legacy_pickles
+from ckptool.serialization.archive.read import is_zip, legacy_pickles, read_growing
 from ckptool.serialization.archive.tensors import storage_of
-from ckptool.serialization.pickle.load import Loaded, Truncated, read_pickle
-from ckptool.serialization.source import LARGEST, Source
+from ckptool.serialization.pickle.load import Loaded, read_pickle
+from ckptool.serialization.source import Source
 from ckptool.serialization.zip import IN_EXTRA, LOCAL, STREAMED, ZipRecord
 
 _DESCRIPTOR = struct.Struct("<4s3L")
@@ -204,15 +204,12 @@ class _RecordScan:
         return size
 
     def _load(self, start: int) -> Loaded:
-        """Read the pickle that begins at ``start`` in growing pieces until it ends."""
-        length = min(self._size - start, _PIECE)
-        while True:
-            try:
-                return read_pickle(self._read(start, length), what=f"{self._file} (data.pkl)")
-            except Truncated:
-                if length >= min(self._size - start, LARGEST):
-                    raise
-                length = min(self._size - start, length * 4, LARGEST)
+        """Read the pickle that begins at ``start``, as much as it needs."""
+
+        def read(length: int) -> Loaded:
+            return read_pickle(self._read(start, length), what=f"{self._file} (data.pkl)")
+
+        return read_growing(read, self._size - start)
 
     def _descriptor(self, name: str, at: int, size: int, form: struct.Struct) -> tuple[int, int]:
         """Return the CRC-32 that stands behind a record, and where the next record begins."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptool.errors import CkptoolError
-from ckptool.serialization.archive.read import _KNOWN, TorchFile, known, read_torch_zip
+from ckptool.serialization.archive.read import _CACHE, TorchFile, find_cached, read_torch_zip
 from ckptool.serialization.zip import Region
 from ckptool.storage.local import LocalSource
 
@@ -38,7 +38,7 @@ def outcome(folder: Path, data: bytes, before: bytes = b"junk") -> TorchFile | s
 def both(folder: Path, data: bytes, **place: bytes) -> tuple[TorchFile | str, TorchFile | str]:
     """The outcome as things are, and with nothing known."""
     now = outcome(folder, data, **place)
-    _KNOWN.clear()
+    _CACHE.clear()
     return now, outcome(folder, data, **place)
 
 
@@ -58,11 +58,11 @@ def test_one_of_the_same_shape_and_type_is_read_as_it_is(
 
 
 def test_it_is_known(tmp_path: Path) -> None:
-    _KNOWN.clear()
+    _CACHE.clear()
     assert isinstance(outcome(tmp_path, saved(1, 300, 20)), TorchFile)
     (tmp_path / "items").write_bytes(saved(2, 300, 20))
     region = Region(LocalSource.folder(tmp_path), "items", 0, len(saved(2, 300, 20)))
-    assert known(region) == read_torch_zip(region)
+    assert find_cached(region) == read_torch_zip(region)
 
 
 @pytest.mark.parametrize("rows", [2, 300], ids=["all at hand", "both ends at hand"])
