@@ -185,16 +185,11 @@ def written_entries(layout: Layout, sources: dict[str, TensorEntry]) -> dict[str
             if isinstance(part, Data | Scattered) and part.name in sources:
                 chunks[part.name] += _written_chunks(file, offset, part)
             offset += part.nbytes
-    return {
-        name: TensorEntry(
-            name,
-            sources[name].path,
-            sources[name].dtype,
-            sources[name].shape,
-            merge_copies(written),
-        )
-        for name, written in chunks.items()
-    }
+    entries = {}
+    for name, written in chunks.items():
+        source, merged = sources[name], merge_copies(written)
+        entries[name] = TensorEntry(name, source.path, source.dtype, source.shape, merged)
+    return entries
 
 
 def _written_chunks(file: FileLayout, offset: int, part: Data | Scattered) -> Iterator[Chunk]:

@@ -1,7 +1,4 @@
-"""Catalog -> catalog: select, drop, rename. No byte is moved.
-
-One tensor for each layer and expert, of tensors that stack them on leading dims.
-"""
+"""Catalog -> catalog: select, drop, rename, split stacked layers and experts. No byte is moved."""
 
 from __future__ import annotations
 
@@ -9,33 +6,36 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Protocol, TypeVar
 
 from ckptool.core.catalog import Catalog, Index, ObjectEntry, Path, RankStep, TensorEntry, flat_name
 from ckptool.core.views import unstack
 from ckptool.errors import Problem, UsageError
 
+_AnyEntry = TypeVar("_AnyEntry", TensorEntry, ObjectEntry)
+
 
 def matches(name: str, globs: Sequence[str]) -> bool:
-    """Whether a name matches any of the globs (``*`` also matches dots)."""
+    """Return whether a name matches any of the globs (``*`` also matches dots)."""
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
 def select(catalog: Catalog, globs: Sequence[str]) -> Catalog:
-    """Only the tensors and values that match. UsageError where a glob matches nothing."""
+    """Keep only the tensors and values that match. UsageError where a glob matches nothing."""
     _require_used(catalog, globs, "--select")
     return _filtered(catalog, lambda name: matches(name, globs))
 
 
 def drop(catalog: Catalog, globs: Sequence[str]) -> Catalog:
-    """Without the tensors and values that match. UsageError where a glob matches nothing."""
+    """Drop the tensors and values that match. UsageError where a glob matches nothing."""
     _require_used(catalog, globs, "--drop")
     return _filtered(catalog, lambda name: not matches(name, globs))
 
 
 def drop_names(catalog: Catalog, names: Iterable[str]) -> Catalog:
-    """Without these tensors and values."""
-    gone = set(names)
-    return _filtered(catalog, lambda name: name not in gone)
+    """Drop these tensors and values."""
+    dropped = set(names)
+    return _filtered(catalog, lambda name: name not in dropped)
 
 
 def _require_used(catalog: Catalog, globs: Sequence[str], option: str) -> None:
@@ -49,7 +49,7 @@ def _require_used(catalog: Catalog, globs: Sequence[str], option: str) -> None:
 
 
 def is_used(catalog: Catalog, glob: str) -> bool:
-    """Whether a glob matches any name of a catalog, be it of a tensor that is not read."""
+    """Return whether a glob matches any name of a catalog, be it of a tensor that is not read."""
     unread = [n.tensor for n in catalog.notes if isinstance(n, Problem) and n.tensor]
     names = (*catalog.tensors, *catalog.objects, *catalog.conflicts, *unread)
     return any(fnmatchcase(name, glob) for name in names)
@@ -65,48 +65,58 @@ def _filtered(catalog: Catalog, keep: Callable[[str], bool]) -> Catalog:
 
 
 def rename(catalog: Catalog, change: Callable[[str], str]) -> Catalog:
-    """With every name changed; UsageError where two names become one or a name becomes empty."""
-    tensors = {}
-    objects = {}
-    taken: dict[str, str] = {}
+    """Change every name; UsageError where two names become one or a name becomes empty."""
+    former: dict[str, str] = {}
     for name in (*catalog.tensors, *catalog.objects):
         new = change(name)
         if not new:
             raise UsageError(f"renaming {name!r} gives an empty name")
-        if new in taken:
-            raise UsageError(f"renaming gives {taken[new]!r} and {name!r} the same name {new!r}")
-        taken[new] = name
-        if name in catalog.tensors:
-            tensor = catalog.tensors[name]
-            tensors[new] = replace(tensor, name=new, path=renamed_path(tensor.path, new))
-        else:
-            value = catalog.objects[name]
-            objects[new] = replace(value, name=new, path=renamed_path(value.path, new))
-    return replace(catalog, tensors=tensors, objects=objects)
+        if new in former:
+            raise UsageError(f"renaming gives {former[new]!r} and {name!r} the same name {new!r}")
+        former[new] = name
+    new_names = {name: new for new, name in former.items()}
+
+    def changed(entry: _AnyEntry) -> _AnyEntry:
+        return renamed(entry, new_names[entry.name])
+
+    return _with_entries(catalog, changed)
+
+
+class _EntryChange(Protocol):
+    def __call__(self, entry: _AnyEntry, /) -> _AnyEntry: ...
+
+
+def _with_entries(catalog: Catalog, change: _EntryChange) -> Catalog:
+    """Change every tensor and value, under the names that they then have."""
+    tensors = [change(entry) for entry in catalog.tensors.values()]
+    objects = [change(entry) for entry in catalog.objects.values()]
+    return replace(
+        catalog,
+        tensors={entry.name: entry for entry in tensors},
+        objects={entry.name: entry for entry in objects},
+    )
+
+
+def renamed(entry: _AnyEntry, name: str) -> _AnyEntry:
+    """Return a tensor or value under another name, its path renamed alike."""
+    return replace(entry, name=name, path=renamed_path(entry.path, name))
 
 
 def without_rank(catalog: Catalog, names: set[str]) -> Catalog:
-    """With ``NAME@rankR`` as ``NAME`` again for these names, at its old place."""
-    tensors = {}
-    for name, tensor in catalog.tensors.items():
-        path = _without_rank(tensor.path) if name in names else tensor.path
-        new = flat_name(path) if name in names else name
-        tensors[new] = replace(tensor, name=new, path=path)
-    objects = {}
-    for name, value in catalog.objects.items():
-        path = _without_rank(value.path) if name in names else value.path
-        new = flat_name(path) if name in names else name
-        objects[new] = replace(value, name=new, path=path)
-    return replace(catalog, tensors=tensors, objects=objects)
+    """Call ``NAME@rankR`` ``NAME`` again for these names, at its old path."""
 
+    def restored(entry: _AnyEntry) -> _AnyEntry:
+        if entry.name not in names:
+            return entry
+        *outer, last = entry.path
+        path = (*outer, last.step) if isinstance(last, RankStep) else entry.path
+        return replace(entry, name=flat_name(path), path=path)
 
-def _without_rank(path: Path) -> Path:
-    last = path[-1]
-    return (*path[:-1], last.step) if isinstance(last, RankStep) else path
+    return _with_entries(catalog, restored)
 
 
 def renamed_path(path: Path, new: str) -> Path:
-    """The path of a renamed entry: steps at both ends that the new name keeps, stay steps.
+    """Return the path of a renamed entry: steps at both ends that the new name keeps stay steps.
 
     What lies between becomes one step; a name that shares nothing becomes a path of one step.
     """
@@ -124,11 +134,8 @@ def renamed_path(path: Path, new: str) -> Path:
     return (*path[:head], *((middle,) if middle else ()), *path[tail:])
 
 
-_Entry = TensorEntry | ObjectEntry
-
-
 def with_loadable_paths(catalog: Catalog) -> Catalog:
-    """With the paths under which torch's DCP loader (2.4 to 2.15) rebuilds every entry's name.
+    """Set the paths under which torch's DCP loader (2.4 to 2.15) rebuilds every entry's name.
 
     It makes a dict of all and flattens that again. So a list at the root, or one of which positions
     were left out, becomes a dict of positions; and what lies at the root itself, under an empty
@@ -144,25 +151,22 @@ def with_loadable_paths(catalog: Catalog) -> Catalog:
     if not broken and all(flat_name(entry.path) == entry.name for entry in entries):
         return catalog
 
-    def path_of(entry: _Entry) -> Path:
-        if flat_name(entry.path) != entry.name:
-            return (entry.name,)
+    def loadable(entry: _AnyEntry) -> _AnyEntry:
         path = entry.path
-        return tuple(str(s) if path[:at] in broken else s for at, s in enumerate(path))
+        if flat_name(path) != entry.name:
+            return replace(entry, path=(entry.name,))
+        steps = (str(s) if path[:at] in broken else s for at, s in enumerate(path))
+        return replace(entry, path=tuple(steps))
 
-    return replace(
-        catalog,
-        tensors={n: replace(e, path=path_of(e)) for n, e in catalog.tensors.items()},
-        objects={n: replace(e, path=path_of(e)) for n, e in catalog.objects.items()},
-    )
+    return _with_entries(catalog, loadable)
 
 
-def _entries(catalog: Catalog) -> list[_Entry]:
+def _entries(catalog: Catalog) -> list[TensorEntry | ObjectEntry]:
     return [*catalog.tensors.values(), *catalog.objects.values()]
 
 
 def root_problem(catalog: Catalog) -> str | None:
-    """What DCP cannot hold of the catalog's root, and what stands for it; None where it can."""
+    """Return what DCP cannot hold of the catalog's root, and how it is written; None if it can."""
     for entry in _entries(catalog):
         if not entry.path:
             return f"DCP stores dicts only: the value is written as {{{entry.name!r}: ...}}"
@@ -175,7 +179,7 @@ def root_problem(catalog: Catalog) -> str | None:
 
 
 def strip_prefix(catalog: Catalog, prefix: str) -> Catalog:
-    """Without ``prefix`` (and the dot after it) where a name begins with it."""
+    """Strip ``prefix`` (and the dot after it) where a name begins with it; UsageError if none."""
     head = prefix.rstrip(".") + "."
     if not any(name.startswith(head) for name in (*catalog.tensors, *catalog.objects)):
         raise UsageError(f"--strip-prefix {prefix!r}: no name begins with {head!r}")
@@ -183,7 +187,7 @@ def strip_prefix(catalog: Catalog, prefix: str) -> Catalog:
 
 
 def strip_prefixes(catalog: Catalog, prefixes: Sequence[str]) -> Catalog:
-    """Without the first of these prefixes (and the dot after it) that a name begins with."""
+    """Strip the first of these prefixes (and the dot after it) that a name begins with."""
     heads = tuple(prefix + "." for prefix in prefixes)
     return rename(
         catalog, lambda name: next((name[len(h) :] for h in heads if name.startswith(h)), name)
@@ -191,24 +195,20 @@ def strip_prefixes(catalog: Catalog, prefixes: Sequence[str]) -> Catalog:
 
 
 def with_prefix(catalog: Catalog, prefix: str) -> Catalog:
-    """With ``prefix`` as the first step of every path."""
-    tensors = {
-        f"{prefix}.{name}": replace(entry, name=f"{prefix}.{name}", path=(prefix, *entry.path))
-        for name, entry in catalog.tensors.items()
-    }
-    objects = {
-        f"{prefix}.{name}": replace(entry, name=f"{prefix}.{name}", path=(prefix, *entry.path))
-        for name, entry in catalog.objects.items()
-    }
+    """Put ``prefix`` as the first step before every path."""
+
+    def prefixed(entry: _AnyEntry) -> _AnyEntry:
+        return replace(entry, name=f"{prefix}.{entry.name}", path=(prefix, *entry.path))
+
     conflicts = {
         f"{prefix}.{name}": why.of_tensor(f"{prefix}.{name}") if isinstance(why, Problem) else why
         for name, why in catalog.conflicts.items()
     }
-    return replace(catalog, tensors=tensors, objects=objects, conflicts=conflicts)
+    return replace(_with_entries(catalog, prefixed), conflicts=conflicts)
 
 
 def substitution(rule: str) -> Callable[[str], str]:
-    """The renaming of a ``REGEX=REPLACEMENT`` rule; UsageError where it is none."""
+    """Return the renaming of a ``REGEX=REPLACEMENT`` rule; UsageError where it is none."""
     pattern, equals, replacement = rule.rpartition("=")
     if not equals:
         raise UsageError(f"invalid --rename {rule!r}: expected REGEX=REPLACEMENT")
@@ -225,10 +225,10 @@ _EXPERTS = re.compile(r"(.*\.experts\.)experts\.(?![0-9])((?!.*[0-9]$).+)")
 
 
 def unstacked(catalog: Catalog) -> Catalog:
-    """With ``layers.3.NAME`` for the slices of ``layers.NAME``, and likewise for experts.
+    """Split ``layers.NAME`` into ``layers.3.NAME`` and so on, and likewise for experts.
 
     ``experts.experts.NAME`` becomes ``experts.local_experts.3.NAME``, as Megatron-core's modules
-    call them. UsageError where no name stacks anything, or where a slice's name is taken.
+    call them. UsageError where no name stacks anything, or where a slice's name exists.
     """
     tensors: dict[str, TensorEntry] = {}
     for entry in catalog.tensors.values():
@@ -246,7 +246,7 @@ def _slices(entry: TensorEntry) -> Iterator[TensorEntry]:
     layers = _LAYERS.fullmatch(entry.name)
     if layers and entry.shape:
         for number, part in enumerate(unstack(entry)):
-            yield from _expert_slices(_renamed(part, f"{layers[1]}{number}.{layers[2]}"))
+            yield from _expert_slices(renamed(part, f"{layers[1]}{number}.{layers[2]}"))
     else:
         yield from _expert_slices(entry)
 
@@ -257,8 +257,4 @@ def _expert_slices(entry: TensorEntry) -> Iterator[TensorEntry]:
         yield entry
         return
     for number, part in enumerate(unstack(entry)):
-        yield _renamed(part, f"{experts[1]}local_experts.{number}.{experts[2]}")
-
-
-def _renamed(entry: TensorEntry, name: str) -> TensorEntry:
-    return replace(entry, name=name, path=renamed_path(entry.path, name))
+        yield renamed(part, f"{experts[1]}local_experts.{number}.{experts[2]}")

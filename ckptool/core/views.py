@@ -1,8 +1,4 @@
-"""Tensors and parts of them, seen otherwise. No byte is moved.
-
-Places of a tensor's parts: shifted, narrowed, and cut out of a flat run of elements.
-
-Tensors cut, joined, stacked, turned and padded: entries in, entries out. No byte is moved.
+"""Tensors and parts of them, viewed otherwise: entries and places in, the same out. No byte moves.
 
 A tensor's chunks are boxes whose bytes have strides, so each of these is geometry on boxes and
 strides; of a ``Container``, not opened yet, and of ``Scaled``, they are those of its ``part``.
@@ -29,18 +25,43 @@ from ckptool.core.catalog import (
 )
 from ckptool.errors import Unsupported
 
+Strides = tuple[int, ...]
+Restride = Callable[[Strides], Strides]
+Index = tuple[int, ...]
 
-def shifted(at: Place, start: tuple[int, ...]) -> Place:
-    """The place of the part of a tensor that begins at index ``start``."""
+
+def shifted(at: Place, start: Index) -> Place:
+    """Return the place of the part of a tensor that begins at index ``start``."""
+    if not isinstance(at, Extent | EncodedBlob):
+        raise TypeError(f"{at} cannot be shifted")
+    return _moved(at, (), start, lambda strides: strides)
+
+
+def _strides_of(at: Place, shape: Sequence[int]) -> Strides:
+    """Return a place's strides: in bytes, or of an unopened container's ``part`` in elements."""
+    return at.strides if isinstance(at, Extent | EncodedBlob) else _part_of(at, shape).strides
+
+
+def _part_of(at: Container | Scaled, shape: Sequence[int]) -> Part:
+    """Return the elements of a container that a chunk of ``shape`` consists of: all by default."""
+    return at.part or Part(tuple(shape), 0, row_major_strides(shape, 1))
+
+
+def _readdress(at: Place, shape: Sequence[int], skip: int, strides: Strides) -> Place:
+    """Return a place that begins ``skip`` later, in the unit of its strides, with others."""
     if isinstance(at, Extent):
-        return replace(at, offset=at.offset + _distance(start, at.strides))
+        return Extent(at.file, at.offset + skip, strides, at.record, at.ops)
     if isinstance(at, EncodedBlob):
-        return replace(at, start=at.start + _distance(start, at.strides))
-    raise TypeError(f"{at} cannot be shifted")
+        return replace(at, start=at.start + skip, strides=strides)
+    part = _part_of(at, shape)
+    return replace(at, part=Part(part.shape, part.start + skip, strides))
 
 
-def _distance(start: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    return sum(i * s for i, s in zip(start, strides, strict=True))
+def _moved(at: Place, shape: Sequence[int], first: Index, restride: Restride) -> Place:
+    """Return where the part of a tensor of ``shape`` lies that begins at index ``first``."""
+    strides = _strides_of(at, shape)
+    skip = sum(index * stride for index, stride in zip(first, strides, strict=False))
+    return _readdress(at, shape, skip, restride(strides))
 
 
 def part_of_place(
@@ -51,24 +72,17 @@ def part_of_place(
     strides: Sequence[int],
     itemsize: int,
 ) -> Place:
-    """Where a part of shape ``part`` lies, of a tensor of ``shape`` that lies ``at``.
+    """Return where a part of shape ``part`` lies, of a tensor of ``shape`` that lies ``at``.
 
     ``start`` and ``strides`` address the part in the row-major order of the tensor, in elements of
     ``itemsize`` bytes. ValueError where the tensor's own strides cannot express it.
     """
-    if isinstance(at, Extent):
-        offset, steps = mapped(shape, at.strides, part, start, strides, itemsize)
-        return replace(at, offset=at.offset + offset, strides=steps)
-    if isinstance(at, EncodedBlob):
-        offset, steps = mapped(shape, at.strides, part, start, strides, itemsize)
-        return replace(at, start=at.start + offset, strides=steps)
-    if at.part is None:
-        return replace(at, part=Part(tuple(shape), start, tuple(strides)))
-    offset, steps = mapped(shape, at.part.strides, part, start, strides, 1)
-    return replace(at, part=Part(at.part.shape, at.part.start + offset, steps))
+    unit = itemsize if isinstance(at, Extent | EncodedBlob) else 1
+    skip, steps = map_strides(shape, _strides_of(at, shape), part, start, strides, unit)
+    return _readdress(at, shape, skip, steps)
 
 
-def mapped(
+def map_strides(
     shape: Sequence[int],
     steps: Sequence[int],
     part: Sequence[int],
@@ -76,7 +90,7 @@ def mapped(
     strides: Sequence[int],
     unit: int,
 ) -> tuple[int, tuple[int, ...]]:
-    """A row-major start and strides within ``shape``, for a tensor that has other ``steps``.
+    """Map a row-major start and strides within ``shape`` to a tensor that has other ``steps``.
 
     ``unit`` is the step of a row-major tensor's last dim. ValueError where a stride is no dim's.
     """
@@ -87,19 +101,19 @@ def mapped(
         return start * int(scale), tuple(stride * int(scale) for stride in strides)
     by_row = {rows[dim]: dim for dim in wide}
     index = {dim: start // rows[dim] % shape[dim] for dim in wide}
-    found = []
+    mapped = []
     for size, stride in zip(part, strides, strict=True):
         dim = by_row.get(stride) if size > 1 else None
         if size > 1 and (dim is None or index[dim] + size > shape[dim]):
             raise ValueError(f"a tensor of {list(shape)} whose elements lie {list(steps)} apart")
-        found.append(0 if dim is None else steps[dim])
-    return sum(at * steps[dim] for dim, at in index.items()), tuple(found)
+        mapped.append(0 if dim is None else steps[dim])
+    return sum(at * steps[dim] for dim, at in index.items()), tuple(mapped)
 
 
 def narrowed(
     at: Place, shape: Sequence[int], box: Box, itemsize: int, *, dropped: int = 0
 ) -> Place:
-    """Where ``box`` of a tensor of ``shape`` lies, without its first ``dropped`` dims."""
+    """Return where ``box`` of a tensor of ``shape`` lies, without its first ``dropped`` dims."""
     rows = row_major_strides(shape, 1)
     start = sum(index * row for index, row in zip(box.lo, rows, strict=True))
     return part_of_place(at, shape, box.shape[dropped:], start, rows[dropped:], itemsize)
@@ -126,16 +140,12 @@ def pieces_of_run(
         yield box, place
 
 
-Strides = tuple[int, ...]
-Restride = Callable[[Strides], Strides]
-Index = tuple[int, ...]
-
-
 def narrow(entry: TensorEntry, dim: int, start: int, stop: int) -> TensorEntry:
-    """The indexes ``start`` to ``stop`` of a dim. Unsupported where the tensor has fewer."""
+    """Keep the indexes ``start`` to ``stop`` of a dim. Unsupported where the tensor has fewer."""
     if not 0 <= start <= stop <= entry.shape[dim]:
         raise Unsupported(
-            f"{entry.name}: {start:,} to {stop:,} is out of range in dim {dim} of {_shape(entry)}"
+            f"{entry.name}: {start:,} to {stop:,} is out of range in dim {dim} of"
+            f" {list(entry.shape)}"
         )
     shape = (*entry.shape[:dim], stop - start, *entry.shape[dim + 1 :])
     origin = tuple(start if d == dim else 0 for d in range(len(shape)))
@@ -153,14 +163,14 @@ def split(entry: TensorEntry, dim: int, sizes: Sequence[int]) -> list[TensorEntr
     """Split a dim into parts of ``sizes`` indexes; Unsupported where they are not all of it."""
     if sum(sizes) != entry.shape[dim]:
         raise Unsupported(
-            f"{entry.name}: {list(sizes)} do not add up to dim {dim} of {_shape(entry)}"
+            f"{entry.name}: {list(sizes)} do not add up to dim {dim} of {list(entry.shape)}"
         )
     stops = [sum(sizes[: at + 1]) for at in range(len(sizes))]
     return [narrow(entry, dim, s - n, s) for n, s in zip(sizes, stops, strict=True)]
 
 
 def join(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
-    """The tensors one after the other along a dim, under the first one's name.
+    """Join tensors one after the other along a dim, under the first one's name.
 
     Unsupported where their shapes (but for ``dim``) or element types differ.
     """
@@ -176,13 +186,13 @@ def join(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
 
 
 def stack(entries: Sequence[TensorEntry], dim: int = 0) -> TensorEntry:
-    """The tensors along a new dim, under the first one's name; Unsupported where they differ."""
+    """Stack tensors along a new dim, under the first one's name; Unsupported where they differ."""
     return join([insert_dim(entry, dim) for entry in entries], dim)
 
 
 def unstack(entry: TensorEntry, dim: int = 0) -> list[TensorEntry]:
-    """One tensor for each index of a dim, without that dim."""
-    found: list[list[Chunk]] = [[] for _ in range(entry.shape[dim])]
+    """Return one tensor for each index of a dim, without that dim."""
+    parts: list[list[Chunk]] = [[] for _ in range(entry.shape[dim])]
     for chunk in entry.chunks:
         if not chunk.box.volume:
             continue
@@ -190,13 +200,13 @@ def unstack(entry: TensorEntry, dim: int = 0) -> list[TensorEntry]:
         for index in range(chunk.box.lo[dim], chunk.box.hi[dim]):
             at = index - chunk.box.lo[dim]
             first = tuple(at if d == dim else 0 for d in range(len(entry.shape)))
-            found[index].append(part_of_chunk(chunk, box, first, lambda s: _without(s, dim)))
+            parts[index].append(part_of_chunk(chunk, box, first, lambda s: _without(s, dim)))
     shape = _without(entry.shape, dim)
-    return [_with(entry, shape, chunks) for chunks in found]
+    return [_with(entry, shape, chunks) for chunks in parts]
 
 
 def insert_dim(entry: TensorEntry, dim: int, size: int = 1) -> TensorEntry:
-    """With a new dim of ``size`` indexes that all hold the same elements."""
+    """Insert a dim of ``size`` indexes that all hold the same elements."""
 
     def grown(values: tuple[int, ...], value: int) -> tuple[int, ...]:
         return (*values[:dim], value, *values[dim:])
@@ -209,7 +219,7 @@ def insert_dim(entry: TensorEntry, dim: int, size: int = 1) -> TensorEntry:
 
 
 def permute(entry: TensorEntry, dims: Sequence[int]) -> TensorEntry:
-    """With the dims in another order: dim ``d`` of the result is dim ``dims[d]``."""
+    """Put the dims in another order: dim ``d`` of the result is dim ``dims[d]``."""
 
     def turned(values: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(values[d] for d in dims)
@@ -222,7 +232,7 @@ def permute(entry: TensorEntry, dims: Sequence[int]) -> TensorEntry:
 
 
 def pad(entry: TensorEntry, dim: int, size: int) -> TensorEntry:
-    """Lengthened to ``size`` indexes along a dim by repeating the last one.
+    """Lengthen a dim to ``size`` indexes by repeating the last one.
 
     As Megatron-LM's checkpoint converter pads a vocabulary (tools/checkpoint, core 0.12 to 0.20).
     Unsupported where there is no last index, or ``size`` is less than there are.
@@ -230,7 +240,7 @@ def pad(entry: TensorEntry, dim: int, size: int) -> TensorEntry:
     more = size - entry.shape[dim]
     if more < 0 or (more and not entry.shape[dim]):
         raise Unsupported(
-            f"{entry.name}: dim {dim} of {_shape(entry)} cannot be padded to {size:,}"
+            f"{entry.name}: dim {dim} of {list(entry.shape)} cannot be padded to {size:,}"
         )
     if not more:
         return entry
@@ -239,13 +249,13 @@ def pad(entry: TensorEntry, dim: int, size: int) -> TensorEntry:
 
 
 def split_dim(entry: TensorEntry, dim: int, sizes: Sequence[int]) -> TensorEntry:
-    """With a dim viewed as several, row-major, as ``Tensor.unflatten`` does.
+    """View a dim as several, row-major, as ``Tensor.unflatten`` does.
 
     A chunk that begins or ends amid a row of the new dims becomes several.
     """
     if math.prod(sizes) != entry.shape[dim]:
         raise Unsupported(
-            f"{entry.name}: dim {dim} of {_shape(entry)} is not {' x '.join(map(str, sizes))}"
+            f"{entry.name}: dim {dim} of {list(entry.shape)} is not {' x '.join(map(str, sizes))}"
         )
     steps = row_major_strides(sizes, 1)
 
@@ -266,7 +276,7 @@ def split_dim(entry: TensorEntry, dim: int, sizes: Sequence[int]) -> TensorEntry
 
 
 def merge_dims(entry: TensorEntry, dim: int, count: int) -> TensorEntry:
-    """With ``count`` dims from ``dim`` on viewed as one, row-major, as ``Tensor.flatten`` does.
+    """View ``count`` dims from ``dim`` on as one, row-major, as ``Tensor.flatten`` does.
 
     A chunk whose elements are not evenly spaced along the new dim becomes several.
     """
@@ -283,12 +293,14 @@ def merge_dims(entry: TensorEntry, dim: int, count: int) -> TensorEntry:
 
 
 def _merged(chunk: Chunk, dim: int, size: int) -> Iterator[Chunk]:
-    """A chunk, with a dim and the next (of ``size`` indexes in all) as one: in as few parts."""
+    """Yield a chunk with a dim and the next (of ``size`` indexes in all) as one, in few parts."""
     lo, hi = chunk.box.lo, chunk.box.hi
     outer = range(lo[dim], hi[dim])
     inner = range(lo[dim + 1], hi[dim + 1])
+    places = (chunk.at, *(copy.at for copy in chunk.copies))
+    strides = [_strides_of(at, chunk.box.shape) for at in places]
     even = len(outer) == 1 or (
-        len(inner) == size and all(s[dim] == s[dim + 1] * size for s in _strides(chunk))
+        len(inner) == size and all(s[dim] == s[dim + 1] * size for s in strides)
     )
     kept = dim if size == 1 else dim + 1
     for index in outer[:1] if even or size == 1 else outer:
@@ -299,12 +311,6 @@ def _merged(chunk: Chunk, dim: int, size: int) -> Iterator[Chunk]:
         )
         first = tuple(index - lo[dim] if d == dim else 0 for d in range(len(lo)))
         yield part_of_chunk(chunk, box, first, lambda s: _joined(s, dim, s[kept]))
-
-
-def _strides(chunk: Chunk) -> Iterator[Strides]:
-    for at in (chunk.at, *(copy.at for copy in chunk.copies)):
-        part = at if isinstance(at, Extent | EncodedBlob) else _part_of(at, chunk.box.shape)
-        yield part.strides
 
 
 def _joined(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
@@ -318,7 +324,7 @@ def _without(values: tuple[int, ...], dim: int) -> tuple[int, ...]:
 def part_of_chunk(
     chunk: Chunk, box: Box, first: Index, restride: Restride = lambda strides: strides
 ) -> Chunk:
-    """The part of a chunk from its local index ``first`` on, as ``box`` of another tensor."""
+    """Return the part of a chunk from local index ``first`` on, as ``box`` of another tensor."""
     shape = chunk.box.shape
     copies = tuple(
         Copy(_moved(copy.at, shape, first, restride), copy.rank) for copy in chunk.copies
@@ -326,25 +332,8 @@ def part_of_chunk(
     return Chunk(box, _moved(chunk.at, shape, first, restride), chunk.rank, copies)
 
 
-def _moved(at: Place, shape: Index, first: Index, restride: Restride) -> Place:
-    part = at if isinstance(at, Extent | EncodedBlob) else _part_of(at, shape)
-    skip = sum(i * s for i, s in zip(first, part.strides, strict=False))
-    strides = restride(part.strides)
-    if isinstance(at, EncodedBlob):
-        return replace(at, start=at.start + skip, strides=strides)
-    if isinstance(at, Extent):
-        return Extent(at.file, at.offset + skip, strides, at.record, at.ops)
-    whole = _part_of(at, shape)
-    return replace(at, part=Part(whole.shape, whole.start + skip, strides))
-
-
-def _part_of(at: Container | Scaled, shape: Index) -> Part:
-    """The elements of a container that a chunk of ``shape`` takes: all, where nothing is said."""
-    return at.part or Part(shape, 0, row_major_strides(shape, 1))
-
-
 def _with(entry: TensorEntry, shape: tuple[int, ...], chunks: list[Chunk]) -> TensorEntry:
-    """An entry of another shape. One without elements keeps no chunk but an empty one."""
+    """Return an entry of another shape; one without elements keeps an empty chunk."""
     solid = [chunk for chunk in chunks if chunk.box.volume]
     if not solid and entry.chunks and not math.prod(shape):
         nowhere = tuple(0 for _ in shape)
@@ -357,10 +346,6 @@ def _require_alike(first: TensorEntry, entry: TensorEntry, dim: int) -> None:
     kinds = [(e.dtype, e.source_dtype, _without(e.shape, dim)) for e in (first, entry)]
     if kinds[0] != kinds[1]:
         raise Unsupported(
-            f"{entry.name} ({entry.dtype} {_shape(entry)}) does not fit {first.name}"
-            f" ({first.dtype} {_shape(first)}) along dim {dim}"
+            f"{entry.name} ({entry.dtype} {list(entry.shape)}) does not fit {first.name}"
+            f" ({first.dtype} {list(first.shape)}) along dim {dim}"
         )
-
-
-def _shape(entry: TensorEntry) -> str:
-    return str(list(entry.shape))

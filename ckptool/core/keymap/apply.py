@@ -11,7 +11,7 @@ from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.keymap.carry import Made, carry, one_value
 from ckptool.core.keymap.match import Claim, Facts, Frame, Framed, Matcher, framed
 from ckptool.core.keymap.model import BoundTensor, KeyMap, Rule, UnknownSizes, group_sizes
-from ckptool.core.rewrite import renamed_path
+from ckptool.core.rewrite import renamed
 from ckptool.core.state_category import state_category
 from ckptool.errors import Unsupported, UsageError
 
@@ -158,7 +158,7 @@ class _Application:
         sources = tuple(names[claim.inner] for claim in claims)
         for one in made:
             target = frame.around(one.name)
-            entry = _named(one.entry, target)
+            entry = renamed(one.entry, target)
             self._moves.append(Move(sources, target, entry, one.operation))
 
     def _elements(self, rule: Rule, held: list[BoundTensor], *, exact: bool) -> list[Made]:
@@ -205,9 +205,7 @@ class _Application:
             self._refused += [value.name for value in values]
             return
         for target in targets:
-            name = frame.around(target)
-            path = renamed_path(first.path, name)
-            self._values.append(replace(first, name=name, path=path))
+            self._values.append(renamed(first, frame.around(target)))
 
     def _rename_in_lists(self, handled: set[str]) -> None:
         """Lists of parameters' names, as an optimizer's groups of parameters have them."""
@@ -271,10 +269,6 @@ def _is_list_of_names(entry: ObjectEntry) -> bool:
     if state_category(entry) != "optimizer" or not isinstance(entry.value, list | tuple):
         return False
     return bool(entry.value) and all(isinstance(item, str) for item in entry.value)
-
-
-def _named(entry: TensorEntry, name: str) -> TensorEntry:
-    return replace(entry, name=name, path=renamed_path(entry.path, name))
 
 
 def listed(names: Sequence[Any]) -> str:
