@@ -74,10 +74,7 @@ def parse_tp_rule(text: str) -> NamedRule:
 
 
 def parse_tp_rules(texts: Sequence[str] | None) -> tuple[NamedRule, ...]:
-    """Return the rules of an option that may be given several times.
-
-    The first that matches wins.
-    """
+    """Return the rules of an option that may be given several times; the first match wins."""
     return tuple(map(parse_tp_rule, texts or ()))
 
 
@@ -168,8 +165,11 @@ class Fit:
 
     def place(self, chunk: Chunk) -> Iterator[Chunk]:
         """Yield what a chunk of the shard holds of the whole tensor."""
+        is_empty = not Box.whole(self.whole).volume
         for local, whole in self.pieces:
             common = chunk.box.intersect(local)
+            if is_empty and chunk.box.contains(local):
+                common = local  # boxes without elements share none, and still say where it lies
             if common is not None:
                 shift = [low - high for low, high in zip(local.lo, whole.lo, strict=True)]
                 first = common.relative_to(chunk.box.lo).lo
@@ -224,9 +224,9 @@ def fit_blocks(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]
     The blocks follow one another along ``dim``; ``widths`` are the sizes along it by block and
     rank. Raises Undetermined where shards of these shapes are not made so.
     """
-    rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+    others = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
     sums = [sum(block[rank] for block in widths) for rank in range(len(shapes))]
-    if len(rest) != 1 or sums != [sum(shape[dim : dim + 1]) for shape in shapes]:
+    if len(others) != 1 or sums != [sum(shape[dim : dim + 1]) for shape in shapes]:
         raise _misfit(TpRule(dim, (1,) * len(widths)), shapes)
     totals = [sum(block) for block in widths]
     befores = [[0, *accumulate(block)] for block in widths]
@@ -235,7 +235,8 @@ def fit_blocks(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]
         whole = (*shape[:dim], sum(totals), *shape[dim + 1 :])
         spans = [[(0, size, 0)] for size in shape]
         blocks = zip(widths, befores, totals, strict=True)
-        spans[dim] = list(_spans((own[rank], before[rank], all_) for own, before, all_ in blocks))
+        sizes = ((own[rank], before[rank], total) for own, before, total in blocks)
+        spans[dim] = list(_spans(sizes))
         fits.append(_fit(shape, whole, spans))
     return fits
 
@@ -291,11 +292,11 @@ def merge_shards(
 
     Raises Damaged where ranks give it several dtypes or shapes.
     """
-    wholes, dtypes = {fit.whole for fit in fits}, {shard.dtype for shard in shards}
-    if len(wholes) != 1 or len(dtypes) != 1:
-        shapes = " and ".join(sorted(str(list(shape)) for shape in wholes))
+    shapes, dtypes = {fit.whole for fit in fits}, {shard.dtype for shard in shards}
+    if len(shapes) != 1 or len(dtypes) != 1:
+        listed = " and ".join(sorted(str(list(shape)) for shape in shapes))
         kinds = " and ".join(sorted(map(str, dtypes)))
-        message = f"{name}: ranks hold it in the shape {shapes}, as {kinds}"
+        message = f"{name}: ranks hold it in the shape {listed}, as {kinds}"
         raise Damaged(message, "ranks-disagree", tensor=name)
     chunks = [
         placed
@@ -303,4 +304,4 @@ def merge_shards(
         for chunk in shard.chunks
         for placed in fit.place(chunk)
     ]
-    return TensorEntry(name, path, dtypes.pop(), wholes.pop(), merge_copies(chunks))
+    return TensorEntry(name, path, dtypes.pop(), shapes.pop(), merge_copies(chunks))

@@ -8,11 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.core.box import Box
+from ckptool.core.catalog import Chunk, Extent
+from ckptool.core.dtype import BY_NAME
 from ckptool.core.sharding.tensor_parallel import (
     RankCut,
+    RankShard,
     TpRule,
     fit_rank,
     fit_ranks,
+    merge_shards,
     named_rule,
     parse_tp_rule,
     require_matched,
@@ -111,3 +115,27 @@ def test_ranks_that_hold_the_same_part() -> None:
 def test_shards_that_a_rule_does_not_fit(shapes: list[tuple[int, ...]], rule: TpRule) -> None:
     with pytest.raises(Undetermined, match="does not fit"):
         fit_ranks(shapes, rule)
+
+
+@pytest.mark.parametrize("rule", [TpRule(), TpRule(0), TpRule(1), TpRule(0, (1, 1))])
+def test_a_tensor_without_elements_keeps_where_it_lies(rule: TpRule) -> None:
+    shape = (0, 4) if rule.dim == 1 else (4, 0)
+    shards = [
+        RankShard(
+            BY_NAME["float32"], shape, [Chunk(Box.whole(shape), Extent(f"{n}", 8, (4, 4)), n)]
+        )
+        for n in (0, 1)
+    ]
+    entry = merge_shards("w", ("w",), shards, fit_ranks([shape, shape], rule))
+    assert entry.elements == 0
+    places = [c.at for chunk in entry.chunks for c in (chunk, *chunk.copies)]
+    assert {place.file for place in places} == {"0", "1"}
+
+
+def test_an_empty_shard_adds_no_chunk_to_a_tensor_with_elements() -> None:
+    shards = [
+        RankShard(BY_NAME["float32"], (n, 2), [Chunk(Box.whole((n, 2)), Extent("f", 8, (8, 4)), n)])
+        for n in (3, 0)
+    ]
+    entry = merge_shards("w", ("w",), shards, fit_ranks([(3, 2), (0, 2)], TpRule(0)))
+    assert [chunk.box for chunk in entry.chunks] == [Box((0, 0), (3, 2))]
