@@ -4,13 +4,11 @@ How a tensor is cut follows from the layer that Meta's code makes it with (fairs
 ``ColumnParallelLinear`` and ``RowParallelLinear``); the files do not say it. Token embeddings
 are cut along their width in Llama 1 and 2 (``ParallelEmbedding``) and by rows of the vocabulary in
 Llama 3 (``VocabParallelEmbedding``): the width of a part tells. Where there are more ranks than
-key-value heads, several ranks hold the same one. Written: the same cuts, for a mesh of one dim.
+key-value heads, several ranks have the same one. Written: the same cuts, for a mesh of one dim.
 
-How Meta's Llama code cuts tensors for model parallelism, by their names.
-
-Names and cuts of Meta's ``llama`` (1 to 3), ``llama-models`` (3.2 with vision) and Llama 4, where
-several tensors are one: ``wqkv`` and ``mlp.fc1_weight`` hold each rank's parts of the fused ones,
-``moe_w_out_eF_D`` each rank's rows of every expert. The files do not say any of it.
+Names and cuts are those of ``llama`` (1 to 3), ``llama-models`` (3.2 with vision) and Llama 4,
+where several tensors are one: ``wqkv`` and ``mlp.fc1_weight`` are each rank's parts of the fused
+ones, ``moe_w_out_eF_D`` each rank's rows of every expert.
 """
 
 from __future__ import annotations
@@ -48,7 +46,6 @@ from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, RankLeaves, read_leaves
 from ckptool.serialization.state_dict.tensor_parallel import (
     LocalTensor,
-    LocalTensors,
     merge_ranks,
     tp_mesh,
 )
@@ -83,15 +80,15 @@ class LlamaSizes:
 
     @property
     def arguments(self) -> str:
-        """Those that tell models apart, as a person reads them."""
-        told = {
+        """Describe those that tell models apart, as a person reads them."""
+        sizes = {
             "dim": self.width,
             "layers": self.layers,
             "heads": self.heads,
             "kv heads": self.key_value_heads,
             "experts": self.experts,
         }
-        return ", ".join(f"{word} {size}" for word, size in told.items() if size is not None)
+        return ", ".join(f"{word} {size}" for word, size in sizes.items() if size is not None)
 
 
 def sizes_of(params: Mapping[str, Any]) -> LlamaSizes:
@@ -120,14 +117,14 @@ class _Facts:
 
 
 def _embedding_rule(_: re.Match[str], facts: _Facts) -> TpRule | None:
-    """Rows of the vocabulary where a part is as wide as the model, else columns."""
+    """Return rows of the vocabulary where a part is as wide as the model, else columns."""
     if facts.sizes.width is None or len(facts.shape) != 2:
         return None
     return COLUMN if facts.shape[1] == facts.sizes.width else ROW
 
 
 def _key_value_rule(_: re.Match[str], facts: _Facts) -> TpRule | None:
-    """Rows; several consecutive ranks hold the same ones where key-value heads are few."""
+    """Return rows; several consecutive ranks have the same ones where key-value heads are few."""
     heads, size = facts.sizes.key_value_heads, facts.sizes.head_size
     if not facts.shape or not heads or not size:
         return COLUMN if facts.shape else None
@@ -142,7 +139,7 @@ def _experts_rule(_: re.Match[str], facts: _Facts) -> TpRule:
 
 
 def _fused_heads_rule(_: re.Match[str], facts: _Facts) -> TpRule:
-    """Query, key and value heads, one after the other in each rank's part."""
+    """Return query, key and value heads, one after the other in each rank's part."""
     queries, keys, ranks = facts.sizes.heads, facts.sizes.key_value_heads, facts.ranks
     if not queries or not keys:
         raise Undetermined("params.json does not say how many heads of each kind it holds")
@@ -221,24 +218,26 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     expect_archives(source, (files[rank] for rank in sorted(files)))
     ranks = {rank: _leaves(source, files[rank]) for rank in sorted(files)}
     sizes = sizes_of(read_json_object(source, _PARAMS))
-    merger = _Merger(ranks, sizes, options.tp_rules)
-    cut, conflicts = merger.cut_tensors()
-    left = {r: _without(leaves, {*cut, *conflicts}) for r, leaves in ranks.items()}
-    found = assemble(left, per_rank=options.per_rank)
-    options.report([*merger.problems, *found.problems], subject=source.root)
-    tensors = found.tensors | cut
+    cut, conflicts, problems = _merge_cut(ranks, sizes, options.tp_rules)
+    rest = {
+        rank: {n: leaf for n, leaf in leaves.items() if n not in cut and n not in conflicts}
+        for rank, leaves in ranks.items()
+    }
+    merged = assemble(rest, per_rank=options.per_rank)
+    options.report([*problems, *merged.problems], subject=source.root)
+    tensors = merged.tensors | cut
     order = {name: at for at, name in enumerate(ranks[0])}
     return Catalog(
         "llama",
         dict(sorted(tensors.items(), key=lambda pair: order.get(pair[0], len(order)))),
-        found.objects,
+        merged.objects,
         {file: source.files[file] for _, file in sorted(files.items())},
         world_size=world,
         mesh=tp_mesh(world) if world > 1 else None,
         mesh_source="declared" if world > 1 else None,
         info=_info(sizes, world),
-        notes=(*found.notes, *unread_notes(found.objects)),
-        conflicts=found.conflicts | conflicts,
+        notes=(*merged.notes, *unread_notes(merged.objects)),
+        conflicts=merged.conflicts | conflicts,
         companions=companions(source),
     )
 
@@ -264,75 +263,66 @@ def _leaves(source: Source, file: str) -> dict[str, Leaf]:
     return read_leaves(read_torch_file(source, file), source, refuse=True)
 
 
-def _without(leaves: RankLeaves, names: set[str]) -> RankLeaves:
-    return {name: leaf for name, leaf in leaves.items() if name not in names}
+def _merge_cut(
+    ranks: Mapping[int, RankLeaves], sizes: LlamaSizes, rules: Sequence[NamedRule]
+) -> tuple[dict[str, TensorEntry], dict[str, str], list[Problem]]:
+    """Merge the tensors that model parallelism cuts, by name and ``params.json``.
 
-
-class _Merger:
-    """Joins the parts of tensors that model parallelism cuts, by name and ``params.json``.
-
-    A rule that was given decides before a name does.
+    A rule that was given decides before a name does. Returns the tensors, why others stay as they
+    are of which no rule is known, and what contradicts itself.
     """
-
-    def __init__(
-        self, ranks: Mapping[int, RankLeaves], sizes: LlamaSizes, rules: Sequence[NamedRule]
-    ) -> None:
-        self.problems: list[Problem] = []
-        self._ranks = ranks
-        self._rules = rules
-        norm = ranks[0].get("norm.weight")
-        length = norm.value.tensor.shape if norm and isinstance(norm.value, PlainLeaf) else ()
-        known = sizes.width or (length[0] if length else None)
-        self._sizes = replace(sizes, width=known)
-
-    def cut_tensors(self) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-        """The tensors that are cut, and why those are not known of which no rule is known."""
-        cut: dict[str, TensorEntry] = {}
-        unknown: dict[str, str] = {}
-        names = {
-            name: None
-            for leaves in self._ranks.values()
-            for name, leaf in leaves.items()
-            if isinstance(leaf.value, PlainLeaf)
-        }
-        require_matched(self._rules, list(names))
-        for leaves in self._ranks.values():
-            for name, leaf in leaves.items():
-                if isinstance(leaf.value, Refusal):
-                    names.pop(name, None)
-        for name in names if len(self._ranks) > 1 else ():
-            held = {rank: leaves[name] for rank, leaves in self._ranks.items() if name in leaves}
-            try:
-                entry = self._cut(name, held)
-            except Undetermined as error:
-                shapes = [leaf.value.tensor.shape for leaf in held.values()]
-                unknown[name] = unmerged(name, name, shapes, error, "sharding-unknown")
-            except Damaged as error:
-                self.problems += error.problems
-            else:
-                if entry is not None:
-                    cut[name] = entry
-        return cut, unknown
-
-    def _cut(self, name: str, held: Mapping[int, Leaf]) -> TensorEntry | None:
-        """Return the joined tensor; None where each rank has the whole of it."""
-        parts = _locals(name, held)
-        world, path = len(self._ranks), next(iter(held.values())).path
-        rule = named_rule(self._rules, name)
-        if rule is None:
-            rule = find_rule(name, next(iter(parts.values())).shape, self._sizes, world)
-        return None if rule.dim is None else merge_ranks(name, path, parts, rule, world=world)
+    values = [(name, leaf.value) for leaves in ranks.values() for name, leaf in leaves.items()]
+    names = dict.fromkeys(name for name, value in values if isinstance(value, PlainLeaf))
+    require_matched(rules, list(names))
+    refused = {name for name, value in values if isinstance(value, Refusal)}
+    sizes = _with_width(sizes, ranks[0])
+    cut: dict[str, TensorEntry] = {}
+    unknown: dict[str, str] = {}
+    problems: list[Problem] = []
+    for name in names if len(ranks) > 1 else ():
+        if name in refused:
+            continue
+        of_ranks = {rank: leaves[name] for rank, leaves in ranks.items() if name in leaves}
+        try:
+            entry = _merge_tensor(name, of_ranks, sizes, rules, len(ranks))
+        except Undetermined as error:
+            shapes = [leaf.value.tensor.shape for leaf in of_ranks.values()]
+            unknown[name] = unmerged(name, name, shapes, error, "sharding-unknown")
+        except Damaged as error:
+            problems += error.problems
+        else:
+            if entry is not None:
+                cut[name] = entry
+    return cut, unknown, problems
 
 
-def _locals(name: str, held: Mapping[int, Leaf]) -> LocalTensors:
-    found = {}
-    for rank, leaf in held.items():
+def _with_width(sizes: LlamaSizes, leaves: RankLeaves) -> LlamaSizes:
+    """Take the model's width from the last norm where ``params.json`` is silent."""
+    norm = leaves.get("norm.weight")
+    shape = norm.value.tensor.shape if norm and isinstance(norm.value, PlainLeaf) else ()
+    return replace(sizes, width=sizes.width or (shape[0] if shape else None))
+
+
+def _merge_tensor(
+    name: str,
+    of_ranks: Mapping[int, Leaf],
+    sizes: LlamaSizes,
+    rules: Sequence[NamedRule],
+    world: int,
+) -> TensorEntry | None:
+    """Return the merged tensor; None where each of ``world`` ranks has the whole of it."""
+    parts: dict[int, LocalTensor] = {}
+    for rank, leaf in of_ranks.items():
         if not isinstance(leaf.value, PlainLeaf):
             message = f"{name}: a tensor on some ranks, none on rank {rank}"
             raise Damaged(message, "rank-missing", tensor=name)
         tensor = leaf.value.tensor
-        found[rank] = LocalTensor(tensor.dtype, tensor.shape, leaf.value.place)
-    return found
+        parts[rank] = LocalTensor(tensor.dtype, tensor.shape, leaf.value.place)
+    rule = named_rule(rules, name)
+    if rule is None:
+        rule = find_rule(name, next(iter(parts.values())).shape, sizes, world)
+    path = next(iter(of_ranks.values())).path
+    return None if rule.dim is None else merge_ranks(name, path, parts, rule, world=world)
 
 
 def lay_out(catalog: Catalog, request: Request) -> Layout:
@@ -356,31 +346,26 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     return Layout(tuple(files), folder=True, notes=tuple(notes))
 
 
-def _written_rule(entry: TensorEntry, dim: int | None, ranks: int) -> TpRule:
-    """Return the rule of Meta's code.
+def _require_cut(entry: TensorEntry, placement: object, ranks: int) -> None:
+    """Raise Unsupported where a tensor is not cut as Meta's code cuts it, into equal parts.
 
     Embeddings are cut along either dim, by the model's generation.
     """
-    if _EMBEDDING.fullmatch(entry.name):
-        return TpRule(dim)
-    try:
-        return find_rule(entry.name, entry.shape, LlamaSizes(), ranks)
-    except Undetermined as error:
-        raise error.within(entry.name) from None
-
-
-def _require_cut(entry: TensorEntry, placement: object, ranks: int) -> None:
-    """Raise Unsupported where a tensor is not cut as Meta's code cuts it, into equal parts."""
-    dim = placement.dim if isinstance(placement, Shard) else None
     if ranks == 1:
         return
-    rule = _written_rule(entry, dim, ranks)
-    wanted = rule.dim
+    dim = placement.dim if isinstance(placement, Shard) else None
+    if _EMBEDDING.fullmatch(entry.name):
+        rule = TpRule(dim)
+    else:
+        try:
+            rule = find_rule(entry.name, entry.shape, LlamaSizes(), ranks)
+        except Undetermined as error:
+            raise error.within(entry.name) from None
     if len(rule.blocks) > 1:
         raise Unsupported(f"{entry.name}: several tensors in one, which ckptool does not shard")
-    if dim != wanted:
-        shown = "whole on every rank" if wanted is None else f"cut along dim {wanted}"
-        raise Unsupported(f"{entry.name}: {placement}; Meta's code has it {shown}")
+    if dim != rule.dim:
+        wanted = "whole on every rank" if rule.dim is None else f"cut along dim {rule.dim}"
+        raise Unsupported(f"{entry.name}: {placement}; Meta's code has it {wanted}")
     if dim is not None and entry.shape[dim] % ranks:
         raise Unsupported(
             f"{entry.name}: {entry.shape[dim]:,} of dim {dim} do not make {ranks} equal parts,"

@@ -1,15 +1,11 @@
 """How vLLM cuts and fuses the tensors of Llama-like models (vLLM at commit 01ed47b4).
 
 Query, key and value projections are one tensor, each rank's parts of them in this order; so are
-gate and up projection. Where there are fewer key-value heads than ranks, several ranks hold the
-same one. The vocabulary is padded to a multiple of 64 rows. What comes out has Hugging Face's
-names and shapes.
-
-The fused experts of vLLM's ``FusedMoE`` (commit 01ed47b4): one tensor for all that a rank holds.
-
-``w13_weight`` is ``[experts, gate then up, hidden]``, ``w2_weight`` ``[experts, hidden, inner]``.
-Tensor-parallel ranks cut the inner size of each expert, expert-parallel ones the experts; the sizes
-in ``config.json`` tell which. What comes out has the names of Hugging Face's unfused experts.
+gate and up projection. Where there are fewer key-value heads than ranks, several ranks have the
+same one. The vocabulary is padded to a multiple of 64 rows. The experts of ``FusedMoE`` are one
+tensor a rank: ``w13_weight`` is ``[experts, gate then up, hidden]``, ``w2_weight`` ``[experts,
+hidden, inner]``. Tensor-parallel ranks cut the inner size of each expert, expert-parallel ones the
+experts; the sizes in ``config.json`` say which. Tensors get Hugging Face's names and shapes.
 """
 
 from __future__ import annotations
@@ -44,8 +40,8 @@ from ckptool.serialization.state_dict.tensor_parallel import (
     single,
 )
 
-EXPERTS = re.compile(r"(?P<head>(.*\.)?experts\.)(routed_experts\.)?(?P<which>w13|w2)_weight")
-NOTE = (
+_EXPERTS = re.compile(r"(?P<head>(.*\.)?experts\.)(routed_experts\.)?(?P<which>w13|w2)_weight")
+_ORDER_NOTE = (
     "fused experts are read as vLLM's Triton kernels keep them, the gate before up; FlashInfer's"
     " keep them the other way round, and the files do not say which it was"
 )
@@ -61,7 +57,7 @@ class ExpertSizes:
     inner: int | None = None
 
 
-def expert_sizes(config: Mapping[str, Any]) -> ExpertSizes:
+def _expert_sizes(config: Mapping[str, Any]) -> ExpertSizes:
     """Return the sizes as Mixtral, Qwen, DeepSeek and their like call them."""
     counts = (size_in(config, key) for key in ("num_experts", "n_routed_experts"))
     inner = (size_in(config, key) for key in ("moe_intermediate_size", "intermediate_size"))
@@ -69,10 +65,10 @@ def expert_sizes(config: Mapping[str, Any]) -> ExpertSizes:
     return ExpertSizes(experts, next(filter(None, inner), None))
 
 
-def expert_entries(
+def _expert_entries(
     name: str, match: re.Match[str], parts: LocalTensors, sizes: ExpertSizes, world: int
 ) -> Iterator[TensorEntry]:
-    """One tensor for each expert and projection.
+    """Yield one tensor for each expert and projection.
 
     Raises Undetermined where nothing says how the ranks share the experts; Damaged where the ranks'
     tensors contradict one another.
@@ -80,9 +76,9 @@ def expert_entries(
     members = _MEMBERS[match["which"]]
     by_expert = _by_expert(name, parts, sizes, world, gated=len(members) == 2)
     mixtral = "block_sparse_moe." in match["head"]
-    for number, held in enumerate(by_expert):
+    for number, of_expert in enumerate(by_expert):
         for at, member in enumerate(members):
-            own = halves(name, held, at) if len(members) == 2 else held
+            own = halves(name, of_expert, at) if len(members) == 2 else of_expert
             leaf = _MIXTRAL[member] if mixtral else member
             full = f"{match['head']}{number}.{leaf}.weight"
             if len(own) == 1:
@@ -95,7 +91,7 @@ def expert_entries(
 def _by_expert(
     name: str, parts: LocalTensors, sizes: ExpertSizes, world: int, *, gated: bool
 ) -> list[LocalTensors]:
-    """Return each expert's parts by rank: of every rank, or of the one that holds the expert."""
+    """Return each expert's parts by rank: of every rank, or of the one that has the expert."""
     shapes = {part.shape for part in parts.values()}
     shape = next(iter(shapes))
     if len(shapes) != 1 or len(parts) != world or len(shape) != 3:
@@ -112,7 +108,7 @@ def _by_expert(
 
 
 def _expert(part: LocalTensor, number: int) -> LocalTensor:
-    """One expert of a fused tensor."""
+    """Return one expert of a fused tensor."""
     box = Box.along(0, number, (1, *part.shape[1:]))
     at = narrowed(part.at, part.shape, box, part.dtype.itemsize, dropped=1)
     return LocalTensor(part.dtype, part.shape[1:], at)
@@ -121,9 +117,9 @@ def _expert(part: LocalTensor, number: int) -> LocalTensor:
 PADDING = 64
 _PLAIN = ("float32", "bfloat16", "float16")
 
-QKV = re.compile(r"(?P<head>(.*\.)?)qkv_proj\.(?P<leaf>weight|bias)")
+_QKV = re.compile(r"(?P<head>(.*\.)?)qkv_proj\.(?P<leaf>weight|bias)")
 _OUTPUT = re.compile(r"(?P<head>(.*\.)?)(o|out)_proj\.weight")
-GATE_UP = re.compile(r"(?P<head>(.*\.)?)gate_up_proj\.(?P<leaf>weight|bias)")
+_GATE_UP = re.compile(r"(?P<head>(.*\.)?)gate_up_proj\.(?P<leaf>weight|bias)")
 VOCABULARY = re.compile(r"(.*\.)?(embed_tokens|lm_head)\.(weight|bias)")
 
 
@@ -132,7 +128,7 @@ _Facts = tuple[LocalTensors, int]
 
 
 def _output_rule(_: re.Match[str], facts: _Facts) -> TpRule:
-    """Columns; vision models call a projection so that may be whole on every rank."""
+    """Return columns; vision models call a projection so that may be whole on every rank."""
     _require_part(*facts)
     return ROW
 
@@ -178,7 +174,7 @@ def sizes_of(config: Mapping[str, Any]) -> ModelSizes:
         size_in(config, "head_dim") or (hidden // heads if hidden and heads else None),
         size_in(config, "vocab_size"),
         config.get("tie_word_embeddings") is True,
-        expert_sizes(config),
+        _expert_sizes(config),
     )
 
 
@@ -198,12 +194,12 @@ class Merger:
     problems: list[str] = field(default_factory=list)
 
     def merge(self, by_name: Mapping[str, LocalTensors]) -> None:
-        """All tensors, each with the local ones of all ranks that have it."""
+        """Merge all tensors, each from the local ones of all ranks that have it."""
         require_matched(self.rules, list(by_name))
         queries = {m["head"]: p for n, p in by_name.items() if (m := _OUTPUT.fullmatch(n))}
         for name, parts in by_name.items():
             try:
-                for entry in self._joined(name, parts, queries):
+                for entry in self._entries(name, parts, queries):
                     self.tensors[entry.name] = entry
             except Undetermined as error:
                 shapes = [part.shape for _, part in sorted(parts.items())]
@@ -211,25 +207,25 @@ class Merger:
             except Damaged as error:
                 self.problems += error.problems
 
-    def _joined(
+    def _entries(
         self, name: str, parts: LocalTensors, outputs: Mapping[str, LocalTensors]
     ) -> Iterator[TensorEntry]:
         rule = named_rule(self.rules, name)
         if rule is not None:
             yield self._entry(name, parts, rule)
             return
-        fused, halved = QKV.fullmatch(name), GATE_UP.fullmatch(name)
-        experts = EXPERTS.fullmatch(name)
-        if experts or fused or halved or self.world > 1:
+        heads, gated = _QKV.fullmatch(name), _GATE_UP.fullmatch(name)
+        experts = _EXPERTS.fullmatch(name)
+        if experts or heads or gated or self.world > 1:
             _require_plain(parts)
-        if fused:
-            yield from self._heads(name, fused, parts, outputs.get(fused["head"]))
-        elif halved:
+        if heads:
+            yield from self._heads(name, heads, parts, outputs.get(heads["head"]))
+        elif gated:
             for at, member in enumerate(("gate_proj", "up_proj")):
-                yield self._entry(_member(halved, member), halves(name, parts, at), COLUMN)
+                yield self._entry(_member(gated, member), halves(name, parts, at), COLUMN)
         elif experts:
-            self.notes += [NOTE] if NOTE not in self.notes else []
-            yield from expert_entries(name, experts, parts, self.config.experts, self.world)
+            self.notes += [_ORDER_NOTE] if _ORDER_NOTE not in self.notes else []
+            yield from _expert_entries(name, experts, parts, self.config.experts, self.world)
         else:
             if VOCABULARY.fullmatch(name):
                 parts = self._without_padding(name, parts)
@@ -242,9 +238,9 @@ class Merger:
         return merge_ranks(name, (name,), parts, rule, world=self.world)
 
     def _heads(
-        self, name: str, found: re.Match[str], parts: LocalTensors, outputs: LocalTensors | None
+        self, name: str, match: re.Match[str], parts: LocalTensors, outputs: LocalTensors | None
     ) -> Iterator[TensorEntry]:
-        """Query, key and value: rows of the fused tensor, in this order."""
+        """Yield query, key and value: rows of the fused tensor, in this order."""
         rows = next(iter(parts.values())).shape[0]
         queries = self._query_rows(name, outputs)
         keys = (rows - queries) // 2
@@ -252,38 +248,33 @@ class Merger:
             message = f"{name}: {rows} rows are not {queries} of queries, and keys and values"
             raise Damaged(message, "config-mismatch", tensor=name)
         holders = self._holders(name, queries, keys)
-        for member, start, stop, held_by in (
+        for member, start, stop, ranks in (
             ("q_proj", 0, queries, 1),
             ("k_proj", queries, queries + keys, holders),
             ("v_proj", queries + keys, rows, holders),
         ):
             piece = {rank: rows_of(name, part, start, stop) for rank, part in parts.items()}
-            yield self._entry(_member(found, member), piece, TpRule(0, holders=held_by))
+            yield self._entry(_member(match, member), piece, TpRule(0, holders=ranks))
 
     def _query_rows(self, name: str, outputs: LocalTensors | None) -> int:
-        """Rows of queries a rank: what the output projection takes, else what the config says."""
-        known = self.config
+        """Return a rank's rows of queries, by the output projection, else by the config."""
+        heads, size = self.config.heads, self.config.head_size
         shapes = [part.shape for part in (outputs or {}).values()]
         if shapes and len(shapes[0]) == 2:
-            stated = (known.heads or 0) * (known.head_size or 0)
+            stated = (heads or 0) * (size or 0)
             if stated and shapes[0][1] * self.world != stated:
                 _require_part(outputs or {}, self.world)
             return shapes[0][1]
-        if not known.heads or not known.head_size:
+        if not heads or not size:
             raise Undetermined(
                 f"without {CONFIG} the files do not say which of its rows are queries"
             )
-        if known.heads % self.world:
-            raise Damaged(
-                f"{CONFIG} says {known.heads} heads, which {self.world} ranks cannot share"
-            )
-        return known.heads // self.world * known.head_size
+        if heads % self.world:
+            raise Damaged(f"{CONFIG} says {heads} heads, which {self.world} ranks cannot share")
+        return heads // self.world * size
 
     def _holders(self, name: str, queries: int, keys: int) -> int:
-        """Return how many ranks hold the same key-value head.
-
-        The config is the language model's.
-        """
+        """Return how many ranks have the same key-value head; config.json is the text model's."""
         heads, size = self.config.key_value_heads, self.config.head_size
         if not heads or not size:
             return 1
@@ -297,28 +288,28 @@ class Merger:
         return holders
 
     def _without_padding(self, name: str, parts: LocalTensors) -> LocalTensors:
-        """Without the rows after the vocabulary that the last ranks hold."""
+        """Drop the rows after the vocabulary that the last ranks have."""
         each = next(iter(parts.values())).shape[0]
-        wanted, held = self.config.vocabulary, each * self.world
-        if wanted is None or wanted == held:
+        vocabulary, rows = self.config.vocabulary, each * self.world
+        if vocabulary is None or vocabulary == rows:
             return parts
-        if not 0 < held - wanted < PADDING * self.world:
-            message = f"{name}: {held:,} rows, but {CONFIG} says a vocabulary of {wanted:,}"
+        if not 0 < rows - vocabulary < PADDING * self.world:
+            message = f"{name}: {rows:,} rows, but {CONFIG} says a vocabulary of {vocabulary:,}"
             raise Damaged(message, "config-mismatch", tensor=name)
-        self.notes.append(f"{name}: without the {held - wanted} rows that pad the vocabulary")
-        left = {rank: min(each, max(0, wanted - rank * each)) for rank in parts}
+        self.notes.append(f"{name}: dropped {rows - vocabulary} rows that pad the vocabulary")
+        left = {rank: min(each, max(0, vocabulary - rank * each)) for rank in parts}
         return {rank: rows_of(name, part, 0, left[rank]) for rank, part in parts.items()}
 
     def add_tied(self) -> None:
-        """The embeddings again where the config ties them: only the first name was saved."""
+        """Add the embeddings again where the config ties them: only the first name was saved."""
         for name in [n for n in self.tensors if n.endswith("lm_head.weight")]:
             twin = name.removesuffix("lm_head.weight") + "model.embed_tokens.weight"
             if self.config.tied and twin not in self.tensors:
                 self.tensors[twin] = replace(self.tensors[name], name=twin, path=(twin,))
 
 
-def _member(found: re.Match[str], name: str) -> str:
-    return f"{found['head']}{name}.{found['leaf']}"
+def _member(match: re.Match[str], name: str) -> str:
+    return f"{match['head']}{name}.{match['leaf']}"
 
 
 def _require_plain(parts: LocalTensors) -> None:

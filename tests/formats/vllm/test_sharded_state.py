@@ -27,7 +27,7 @@ from ckptool.engine.options import RunOptions
 from ckptool.engine.write.run import run
 from ckptool.errors import Damaged, Unsupported
 from ckptool.formats.base import Request
-from ckptool.formats.vllm.write import lay_out
+from ckptool.formats.vllm import lay_out
 
 
 def write(
@@ -122,7 +122,7 @@ def test_what_safetensors_cannot_hold_lies_beside(out: Path) -> None:
 NOTES = [
     ({"b.weight": "x", "a.weight": "x"}, "tied to another tensor, so not written: b.weight"),
     ({"layers.0.self_attn.q_proj.weight": "x"}, "vLLM expects qkv_proj and gate_up_proj; 1"),
-    ({"one": "short"}, "without elements on some ranks, so not in their files: one"),
+    ({"one": "short"}, "empty on some ranks, so not in their files: one"),
 ]
 
 
