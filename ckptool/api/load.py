@@ -21,8 +21,8 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.state_category import state_category
-from ckptool.engine.read.fill import Wanted
 from ckptool.engine.read.gather import Array, raw, unit
+from ckptool.engine.read.tensors import FillRequest
 from ckptool.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ def fill_targets(
         filled = first.setdefault(_memory_of(target.tensor), target)
         if (filled.entry.chunks, filled.box) != (target.entry.chunks, target.box):
             tied.append((filled, target))
-    wanted = [Wanted(t.entry, t.box, staging.memory(t.tensor)) for t in first.values()]
+    wanted = [FillRequest(t.entry, t.box, staging.memory(t.tensor)) for t in first.values()]
     try:
         checkpoint.fill(wanted, workers)
     finally:
@@ -237,7 +237,7 @@ def _require_same(
 ) -> None:
     """Raise Unsupported where boxes for the same memory are not the same; neither is kept."""
     memories = [_ComparedMemory(target.tensor) for _, target in pairs]
-    wanted = [Wanted(t.entry, t.box, m) for (_, t), m in zip(pairs, memories, strict=True)]
+    wanted = [FillRequest(t.entry, t.box, m) for (_, t), m in zip(pairs, memories, strict=True)]
     checkpoint.fill(wanted, workers)
     for (first, target), memory in zip(pairs, memories, strict=True):
         if memory.differs.is_set():

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from ckptool.engine.read.fill import Wanted
+    from ckptool.engine.read.tensors import FillRequest
 
 
 class Checkpoint:
@@ -141,12 +141,12 @@ class Checkpoint:
         return name in catalog.tensors or name in catalog.objects or name in catalog.conflicts
 
     @no_collecting()
-    def fill(self, wanted: Sequence[Wanted], workers: int | None = None) -> None:
-        """Read boxes of tensors into memory; see ``engine.read.fill``.
+    def fill(self, wanted: Sequence[FillRequest], workers: int | None = None) -> None:
+        """Read boxes of tensors into memory; see ``engine.read.tensors.fill``.
 
         Containers are opened only where a box needs what is in them.
         """
-        from ckptool.engine.read.fill import fill
+        from ckptool.engine.read.tensors import fill
 
         threads = workers_of_this_rank(self._opened.source) if workers is None else workers
         if threads < 1:
@@ -172,22 +172,22 @@ class Checkpoint:
         import torch
 
         from ckptool.api.staging import Staging, torch_dtype
-        from ckptool.engine.read.fill import Wanted
+        from ckptool.engine.read.tensors import FillRequest
 
         tensor = torch.empty(box.shape, dtype=torch_dtype(entry.dtype.name))
-        self.fill([Wanted(entry, box, Staging().memory(tensor))])
+        self.fill([FillRequest(entry, box, Staging().memory(tensor))])
         return tensor
 
     def _read_numpy(self, entry: TensorEntry, box: Box) -> Any:
         import numpy as np
 
-        from ckptool.engine.read.fill import ArrayMemory, Wanted
         from ckptool.engine.read.gather import unit
+        from ckptool.engine.read.tensors import ArrayMemory, FillRequest
 
         if entry.dtype.name not in np.sctypeDict:
             raise Unsupported(f"{entry.name}: numpy has no {entry.dtype}", hint="read it as torch")
         bits: Any = np.empty(box.shape, unit(entry.dtype.itemsize))
-        self.fill([Wanted(entry, box, ArrayMemory(bits))])
+        self.fill([FillRequest(entry, box, ArrayMemory(bits))])
         return bits.view(entry.dtype.name)
 
 
@@ -262,7 +262,7 @@ class _Containers:
         self._located: dict[int, Chunk] = {}
         self._lock = threading.Lock()
 
-    def locate(self, wanted: Sequence[Wanted]) -> list[Wanted]:
+    def locate(self, wanted: Sequence[FillRequest]) -> list[FillRequest]:
         """Return the same with only the chunks that hold the boxes, each at a place to read."""
         needed = [self._chunks(target) for target in wanted]
         with self._lock:
@@ -280,7 +280,7 @@ class _Containers:
         )
         return [w._replace(entry=entry) for w, entry in zip(wanted, entries, strict=True)]
 
-    def _chunks(self, wanted: Wanted) -> list[Chunk]:
+    def _chunks(self, wanted: FillRequest) -> list[Chunk]:
         index = self._indexes.get(wanted.entry.name)
         if index is None:
             index = self._indexes[wanted.entry.name] = ChunkIndex(wanted.entry)

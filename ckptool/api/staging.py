@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckptool.core.box import Box
-from ckptool.engine.read.fill import ArrayMemory, Memory
 from ckptool.engine.read.gather import Array, unit
+from ckptool.engine.read.tensors import ArrayMemory, BoxMemory
 from ckptool.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Staging:
         self._lanes: list[_Lane] = []
         self._before: dict[torch.device, Any] = {}
 
-    def memory(self, tensor: torch.Tensor) -> Memory:
+    def memory(self, tensor: torch.Tensor) -> BoxMemory:
         """Return where to write the elements of a tensor that can be filled.
 
         To be called by the thread that the tensor's user works in: streams are a thread's own.

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from ckptool.commands.unlisted import require_listed, unlisted_problems
-from ckptool.engine.write.writer import UNFINISHED
 from ckptool.errors import CkptoolError, Damaged, NotFound, Problem, Unrecognised, UsageError
 from ckptool.formats import FORMATS, detect, file_rule, single_file_suffixes
 from ckptool.formats.base import EXTRA, FileRole, Format, ScanOptions
 from ckptool.formats.companions import latest_folder
 from ckptool.serialization.file_kinds import FileKind, detect_kind, read_head
+from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.local import Files, LocalSource
 from ckptool.storage.url import Location, within
 

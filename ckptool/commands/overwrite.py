@@ -13,13 +13,12 @@ from ckptool.commands.detect import bounded, file_at, folder_at
 from ckptool.core.layout import FileLayout, Layout, Verbatim
 from ckptool.engine.write.existing import kept_entries
 from ckptool.engine.write.run import verbatim
-from ckptool.engine.write.writer import UNFINISHED
 from ckptool.errors import CkptoolError, Problem, TransferError, Unsupported
 from ckptool.formats import detect
 from ckptool.formats.base import Format, ScanOptions
 from ckptool.formats.companions import MEGATRON, RELEASE, is_of_model, latest_folder
 from ckptool.serialization.source import Source
-from ckptool.storage.commit_note import side_name
+from ckptool.storage.commit_note import UNFINISHED, side_name
 from ckptool.storage.local import Files, LocalSource
 from ckptool.storage.url import Location
 

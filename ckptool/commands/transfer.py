@@ -19,8 +19,7 @@ from ckptool.core.plan import Plan
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.ranks import Node, Ranks, begin_output, share_files
 from ckptool.engine.read.tiles import require_unchanged
-from ckptool.engine.write.output import Output
-from ckptool.engine.write.stage import RESUME_HINT, Stage, StageOptions
+from ckptool.engine.write.stage import RESUME_HINT, Output, Stage, StageOptions
 from ckptool.errors import (
     Changed,
     CkptoolError,
@@ -251,7 +250,7 @@ class Transfer:
         node = begin_output(stage, ranks)
         ranks.together(lambda: stage.join(ranks.rank))
         mine = share_files(self.plan.layout, node.position, node.size, self.mesh_size)
-        mine = [number for number in mine if number not in stage.held]
+        mine = [number for number in mine if number not in stage.last_files]
         ranks.together(lambda: self._move(stage, progress, mine))
         if self.options.verify:
             ranks.together(lambda: self._verify(stage, progress, node))
@@ -268,8 +267,8 @@ class Transfer:
         stage.write(self.plan, self.opened.source, self.options.run, progress, numbers)
 
     def _commit(self, stage: Output, progress: Progress) -> str | None:
-        if stage.held:
-            self._move(stage, progress, stage.held)
+        if stage.last_files:
+            self._move(stage, progress, stage.last_files)
         if isinstance(stage, Stage) and self.plan.layout.folder and stage.target.is_dir():
             require_unmixed(stage.target, stage.folder, stage.own or ())
         self.before_commit()

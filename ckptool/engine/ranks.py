@@ -14,7 +14,7 @@ from ckptool.storage.retry import error_text
 
 if TYPE_CHECKING:
     from ckptool.core.layout import Layout
-    from ckptool.engine.write.output import Output
+    from ckptool.engine.write.stage import Output
 
 Value = TypeVar("Value")
 

@@ -19,6 +19,9 @@ from ckptool.storage.disk import identity, in_the_way, is_real_file, open_unfoll
 
 _SCHEMA = "ckptool.commit/2"
 
+UNFINISHED = ".ckptool-unfinished.json"
+"""The note that lies in a folder of a store from the first byte on until all is written."""
+
 
 @dataclass(frozen=True, slots=True)
 class CommitNote:
@@ -100,7 +103,7 @@ def _stamped(files: dict[str, list[int]]) -> dict[str, Stamp]:
     return {name: (size, time) for name, (size, time) in files.items()}
 
 
-_OLD_SIDE = ".replaced"
+OLD_SIDE = ".replaced"
 
 
 def side_name(name: str) -> str | None:
@@ -142,21 +145,21 @@ def _side_in_commit(path: Path, side: Path) -> Path:
     if note is None:
         return side
     folder = staging_folder(path)
-    if _is_new(path, path.name, note):
+    if is_new_file(path, path.name, note):
         name = side.name
-    elif _is_new(folder / path.name, path.name, note):
-        name = _OLD_SIDE
+    elif is_new_file(folder / path.name, path.name, note):
+        name = OLD_SIDE
     else:
-        raise _unknown(path, folder)
+        raise unknown_files(path, folder)
     return folder / name if (folder / name).is_file() else side
 
 
-def _is_new(path: Path, name: str, note: CommitNote) -> bool:
+def is_new_file(path: Path, name: str, note: CommitNote) -> bool:
     """Whether the new main file stands at a path, as it was noted."""
     return identity(path) == note.new and stamp(path) == note.names.get(name)
 
 
-def _unknown(target: Path, staged: Path) -> Unsupported:
+def unknown_files(target: Path, staged: Path) -> Unsupported:
     """The error where neither place has the file that was noted, as in a copy of both."""
     return Unsupported(
         f"{target}: a run was cut short while it put a file of {staged} there, and neither the one"

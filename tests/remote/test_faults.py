@@ -26,8 +26,8 @@ from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.options import RunOptions
-from ckptool.engine.write.writer import UNFINISHED
 from ckptool.errors import Changed, CkptoolError, Damaged, NotFound, TransferError, Unsupported
+from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.retry import NoAnswer
 from ckptool.storage.url import location
 
@@ -312,7 +312,7 @@ def test_a_second_writer_is_noticed_before_the_checkpoint_appears(s3: S3) -> Non
 
     data = some(comes_between, lambda e: writes(e) and e["PATH_INFO"].endswith("1_0.distcp"))
     s3.fault = data
-    with pytest.raises(TransferError, match=r"another ckptool writes it too: .* on elsewhere"):
+    with pytest.raises(TransferError, match=r"another ckptool is writing it too: .* on elsewhere"):
         resharded(case("dcp_fsdp2_tp").path, s3.url("m"), "2")
     assert ".metadata" not in s3.get("m")
 
@@ -397,7 +397,7 @@ def test_the_old_checkpoint_is_no_longer_one_before_the_new_one_is_written(s3: S
 
 def test_a_folder_that_is_no_checkpoint_is_not_replaced(s3: S3) -> None:
     s3.fs.pipe_file(f"{s3.bucket}/m/letter.txt", b"dear")
-    with pytest.raises(Unsupported, match="is no checkpoint, and is not replaced"):
+    with pytest.raises(Unsupported, match="not a checkpoint, and is not replaced"):
         resharded(case("dcp_fsdp2_tp").path, s3.url("m"), "2", overwrite=True)
     assert s3.get("m") == {"letter.txt": b"dear"}
 

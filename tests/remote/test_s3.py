@@ -20,7 +20,7 @@ from ckptool.commands.options.target import ConvertOptions, ReshardOptions, Tran
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.verify.compare.against import AgainstOptions, against
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.engine.write.writer import UNFINISHED
+from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.multipart import PART
 from ckptool.storage.url import RemotePath, location
 

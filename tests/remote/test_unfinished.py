@@ -20,8 +20,8 @@ from ckptool.commands.verify.run_folder import verify_run
 from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.options import RunOptions
-from ckptool.engine.write.writer import UNFINISHED
 from ckptool.errors import CkptoolError, Damaged, SourceError, Unrecognised, Unsupported
+from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.multipart import Upload
 from ckptool.storage.url import RemotePath, location
 

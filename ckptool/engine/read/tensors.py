@@ -1,19 +1,32 @@
-"""Read tensors tile by tile: what the one read loop reads where elements matter and not bytes."""
+"""Read tensors tile by tile, or into memory: jobs of the one read loop that yield elements."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Extent, Place, Record, TensorEntry, places
+from ckptool.core.catalog import (
+    Chunk,
+    EncodedBlob,
+    Extent,
+    Place,
+    Record,
+    TensorEntry,
+    places,
+    stored_places,
+)
 from ckptool.core.dtype import DType
 from ckptool.core.layout import tiles
-from ckptool.engine.checksum import RecordCheck, crc32
+from ckptool.core.plan import ChunkIndex
+from ckptool.engine.checksum import RecordCheck, crc32, require_intact
 from ckptool.engine.read.gather import Array, Gatherer, array
-from ckptool.engine.read.tiles import Job
+from ckptool.engine.read.rounding import cast
+from ckptool.engine.read.tiles import Job, read_tiles
 from ckptool.errors import Problem
 from ckptool.storage.local import Files
 
@@ -124,3 +137,86 @@ def read_place(gatherer: Gatherer, at: Place, box: Box, dtype: DType) -> Array:
     values = array(box.shape, dtype, memoryview(b""))
     gatherer.fill_from(at, values, box, dtype)
     return values
+
+
+_FILL = 8 << 20
+"""Bytes that are read into memory at a time, as long as one element is not larger."""
+
+
+class BoxMemory(Protocol):
+    """Where the elements of a box go, bit by bit."""
+
+    def part(self, where: Box) -> AbstractContextManager[Array]:
+        """Return an array to fill for a part of the box, in coordinates that begin at 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayMemory:
+    """A numpy array of the box's shape, of elements as bits (``gather.unit``), strided or not."""
+
+    values: Array
+
+    def part(self, where: Box) -> AbstractContextManager[Array]:
+        """Return the array's own elements."""
+        inside: Any = (..., *map(slice, where.lo, where.hi))
+        return nullcontext(self.values[inside])
+
+
+class FillRequest(NamedTuple):
+    """``box`` of a tensor, which its chunks must cover, goes to ``memory``."""
+
+    entry: TensorEntry
+    box: Box
+    memory: BoxMemory
+
+
+def fill(requests: Sequence[FillRequest], source: Files, workers: int) -> None:
+    """Read every box into its memory, from the files of its source; chunks must be located.
+
+    Records that are read whole are compared with the checksum their writer stored; of those that
+    are read in part nothing is known. Raises Damaged where one differs or a file ends early: the
+    memory then holds what was read.
+    """
+    checked = CheckedSource(source)
+    read_tiles(checked, _fill_jobs(requests), _exhaust, workers)
+    require_intact(checked.problems_so_far(request.entry for request in requests))
+
+
+def _fill_jobs(requests: Sequence[FillRequest]) -> Iterator[Job[FillRequest, Gatherer, TensorTile]]:
+    """Yield the tiles of all boxes as the files have them; those of one blob are one thread's."""
+    placed = sorted(((*_first_spot(request), at) for at, request in enumerate(requests)))
+    for *_, at in placed:
+        request = requests[at]
+        cut = tiles(request.box, request.entry.source_dtype.itemsize, _FILL)
+        is_packed = any(_is_packed(chunk) for chunk in request.entry.chunks)
+        for boxes in [list(cut)] if is_packed else ([box] for box in cut):
+            yield Job(request, partial(_fill_boxes, request, boxes))
+
+
+def _exhaust(request: FillRequest, filled: Iterator[TensorTile]) -> None:
+    """Read all tiles: their memory is where they belong."""
+    deque(filled, maxlen=0)
+
+
+def _first_spot(request: FillRequest) -> tuple[str, int]:
+    """Return where the first bytes of a box lie: file and offset."""
+    spots = [(c.at.file, c.at.offset) for c, _ in ChunkIndex(request.entry).find(request.box)]
+    return min(spots, default=("", 0))
+
+
+def _is_packed(chunk: Chunk) -> bool:
+    return any(isinstance(at, EncodedBlob) for at in stored_places(chunk.at))
+
+
+def _fill_boxes(
+    request: FillRequest, boxes: Sequence[Box], gatherer: Gatherer
+) -> Iterator[TensorTile]:
+    """Yield tiles that are read into the memory where they belong."""
+    entry, whole, memory = request
+    for box in boxes:
+        with memory.part(box.relative_to(whole.lo)) as out:
+            if entry.source_dtype == entry.dtype:
+                gatherer.gather_into(out, entry, box)
+            else:
+                out[...] = cast(gatherer.gathered(entry, box), entry.source_dtype, entry.dtype)
+        yield TensorTile(box, out, box.volume * entry.source_dtype.itemsize)

@@ -1,11 +1,15 @@
-"""How what is staged takes its place at a target.
+"""How what is staged takes the place of what stands at a target, or is finished after a kill.
 
-Put a staged folder at a target: at any moment the old one stands there or the new one, whole.
+A folder: at any moment the old one stands there or the new one, whole. Both exchange their names
+(``renameat2``), which is one step. Where the file system has no such step the old folder is renamed
+away first; where it cannot rename the old folder at all, as an overlay cannot one of a lower layer,
+the files take their places one by one. Then only the files of the old checkpoint are removed: all
+else in its folder is renamed into the new one.
 
-Both exchange their names (``renameat2``), which is one step. Where the file system has no such step
-the old folder is renamed away first; where it cannot rename the old folder at all, as an overlay
-cannot one of a lower layer, the files take their places one by one. Then only the files of the old
-checkpoint are removed: all else in its folder is renamed into the new one.
+A file: it takes the place of another in one step. Of a file and its side file the main one does: a
+side file that stands beside the old one is renamed away before, the new one to its place after, so
+that no other program ever finds one of each; ckptool, as long as the note is there, reads the one
+that belongs to the main file that stands.
 """
 
 from __future__ import annotations
@@ -13,7 +17,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from pathlib import Path
-from typing import Protocol
 
 from ckptool.engine.write.existing import (
     changed_files,
@@ -26,7 +29,15 @@ from ckptool.engine.write.existing import (
     stands_whole,
 )
 from ckptool.errors import Committed, TransferError, Unsupported
-from ckptool.storage.commit_note import CommitNote, NoteFile
+from ckptool.storage.commit_note import (
+    OLD_SIDE,
+    CommitNote,
+    NoteFile,
+    is_new_file,
+    side_name,
+    stamp,
+    unknown_files,
+)
 from ckptool.storage.disk import (
     CANNOT_MOVE,
     exchange,
@@ -37,32 +48,12 @@ from ckptool.storage.disk import (
     sync_folder,
 )
 
-
-class Commit(Protocol):
-    """How what is staged takes its place at a target, in steps that another run can go on with."""
-
-    def replace(self, note: CommitNote) -> str | None:
-        """Make what is staged the target; a remark where that was not one step.
-
-        OSError or Unsupported where it fails: then the old one stands as it did.
-        """
-
-    def is_done(self, note: CommitNote) -> bool:
-        """Whether the new one stands at the target, whatever is left of the old one."""
-
-    def roll(self, note: CommitNote) -> bool:
-        """Go on after a kill, or back; whether the new one now stands at the target."""
-
-    def clear(self, note: CommitNote) -> None:
-        """Remove what is left of the old one, and nothing else."""
-
-
 _ASIDE = "for a moment neither the old nor the new one stood there"
 _BY_FILES = "until its last file was in place neither the old nor the new one stood there whole"
 
 
 def aside_of(target: Path) -> Path:
-    """Where the old folder goes for a moment where two cannot be exchanged."""
+    """Return where the old folder goes for a moment where two cannot be exchanged."""
     return target.with_name(f".{target.name}.replaced")
 
 
@@ -77,9 +68,9 @@ class FolderCommit:
         self._fsync = fsync
 
     def replace(self, note: CommitNote) -> str | None:
-        """Make the staged folder the target; a remark where that was not one step.
+        """Make the staged folder the target; return a remark where that was not one step.
 
-        OSError or Unsupported where it fails: then the old one stands as it did.
+        Raises OSError or Unsupported where it fails: then the old one stands as it did.
         """
         self._note.write(note)
         if note.old is None:
@@ -89,13 +80,13 @@ class FolderCommit:
         return None
 
     def is_done(self, note: CommitNote) -> bool:
-        """Whether the new one stands at the target, whatever is left of the old one."""
+        """Return whether the new folder stands at the target, whatever is left of the old one."""
         return stands_whole(self._target, note.old if note.by_files else note.new, note.names)
 
     def roll(self, note: CommitNote) -> bool:
-        """Go on after a kill: whether the new one now stands at the target.
+        """Go on after a kill; return whether the new one now stands at the target.
 
-        False where nothing was done yet. Unsupported where nothing is as it was noted.
+        False where nothing was done yet. Raises Unsupported where nothing is as it was noted.
         """
         if self.is_done(note):
             return True
@@ -115,7 +106,7 @@ class FolderCommit:
     def clear(self, note: CommitNote) -> None:
         """Move what was not the old checkpoint's into the new one, and remove what was.
 
-        Committed where something can be neither moved nor removed: it stays where it is.
+        Raises Committed where something can be neither moved nor removed: it stays where it is.
         """
         if note.by_files:
             self._clear_emptied(note)
@@ -129,9 +120,9 @@ class FolderCommit:
         if not os.path.lexists(self._staged):
             return
         remove_emptied(self._staged, note.names)
-        left = kept_entries(self._staged, ())
-        if left:
-            raise self._left(self._staged, left, "which ckptool did not write, lies in it")
+        strangers = kept_entries(self._staged, ())
+        if strangers:
+            raise self._left(self._staged, strangers, "which ckptool did not write, lies in it")
         self._staged.rmdir()
 
     def _clear_old(self, old: Path, note: CommitNote) -> None:
@@ -139,22 +130,22 @@ class FolderCommit:
             raise Committed(
                 f"{self._target}: the new one stands, but {old} is not the old one that was noted:"
                 " nothing in it is removed",
-                hint=f"look what it is, and move it away: mv {old} ELSEWHERE",
+                hint=f"check what it is, then move it away: mv {old} ELSEWHERE",
             )
         changed = changed_files(old, note.own)
         if changed:
             raise self._left(old, changed, "which changed since")
-        left = move_kept(old, self._target, note.own)
-        if left:
+        unmoved = move_kept(old, self._target, note.own)
+        if unmoved:
             why = "which ckptool did not write, cannot be kept in it: the name is taken"
-            raise self._left(old, left, why)
+            raise self._left(old, unmoved, why)
         if self._fsync:
             sync_folder(self._target)
         remove_own(old, note.own)
         old.rmdir()
 
     def _left(self, old: Path, names: Collection[str], why: str) -> Committed:
-        """The error where files keep the rest of the old folder from being removed."""
+        """Return the error where files keep the rest of the old folder from being removed."""
         return Committed(
             f"{self._target}: the new one stands, but {listed(names)}, {why}. It is in {old}, and"
             " nothing of the old one is removed",
@@ -165,7 +156,7 @@ class FolderCommit:
         """Require each new file staged or in place, the old ones unchanged; else Unsupported."""
         staged, target = stamps(self._staged, note.names), stamps(self._target, note.names)
         places = (identity(self._staged), identity(self._target))
-        own = {name: one for name, one in note.own.items() if name in staged or name not in target}
+        own = {n: stamp for n, stamp in note.own.items() if n in staged or n not in target}
         if (
             places != (note.new, note.old)
             or {**target, **staged} != note.names
@@ -174,8 +165,8 @@ class FolderCommit:
             raise self._unknown(note)
 
     def _unknown(self, note: CommitNote) -> Unsupported:
-        """The error where nothing is as it was noted, as in a copy: what stands where."""
-        there = [
+        """Return the error where nothing is as it was noted, as in a copy: what stands where."""
+        places = [
             f"{path} {self._described(path, note)}"
             for path in (self._target, self._staged, self._aside)
             if path != self._aside or os.path.lexists(path)
@@ -183,13 +174,13 @@ class FolderCommit:
         return Unsupported(
             f"{self._target}: a run was cut short while it put {self._staged} in its place, and"
             " they are not the folders that it noted (changed since, or copied):"
-            f" {'; '.join(there)}; nothing is moved or removed",
+            f" {'; '.join(places)}; nothing is moved or removed",
             hint="finish it where it was copied from; or make sure that what you want stands at"
             f" {self._target}, move the others away, then rm {self._note.path}",
         )
 
     def _described(self, path: Path, note: CommitNote) -> str:
-        """What stands at a path, as far as its files tell."""
+        """Describe what stands at a path, as far as its files show."""
         if not os.path.lexists(path):
             return "is not there"
         for what, files in (("new", note.names), ("old", note.own)):
@@ -237,15 +228,110 @@ class FolderCommit:
 
         What is no longer staged is in its place already.
         """
-        coming = [name for name in note.names if os.path.lexists(self._staged / name)]
-        in_place = note.names.keys() - set(coming)
+        staged = [name for name in note.names if os.path.lexists(self._staged / name)]
+        in_place = note.names.keys() - set(staged)
         remove_own(self._target, [name for name in note.own if name not in in_place])
-        for name in coming:
+        for name in staged:
             (self._target / name).parent.mkdir(parents=True, exist_ok=True)
             rename_new(self._staged / name, self._target / name)
         if self._fsync:
             for folder in {(self._target / name).parent for name in note.names}:
                 sync_folder(folder)
+
+
+class FileCommit:
+    """The commit of one file, ``target``, and of the side file of the new one and the old one."""
+
+    def __init__(self, target: Path, staged: Path, note: NoteFile, *, overwrite: bool) -> None:
+        self._target = target
+        self._staged = staged
+        self._note = note
+        self._overwrite = overwrite
+        name = side_name(target.name)
+        self._side = None if name is None else target.with_name(name)
+
+    def replace(self, note: CommitNote) -> str | None:
+        """Make the staged files the target's; OSError where it fails: then the old ones stand."""
+        self._note.write(note)
+        try:
+            self._put_side_away()
+            self._put_main()
+        except BaseException:
+            self._put_side_back()
+            raise
+        return None
+
+    def is_done(self, note: CommitNote) -> bool:
+        """Return whether the new main file stands at the target."""
+        return is_new_file(self._target, self._target.name, note)
+
+    def roll(self, note: CommitNote) -> bool:
+        """Go back after a kill, unless the new main file already stands at the target.
+
+        Raises Unsupported where nothing is as it was noted.
+        """
+        if self.is_done(note):
+            return True
+        if not is_new_file(self._staged / self._target.name, self._target.name, note):
+            raise unknown_files(self._target, self._staged)
+        self._put_side_back()
+        return False
+
+    def clear(self, note: CommitNote) -> None:
+        """Put the new side file in its place and remove the old one.
+
+        Raises Committed where something else lies there: all stays where it is.
+        """
+        if not os.path.lexists(self._staged):
+            return
+        self._require_known(note)
+        if self._side is not None:
+            staged = self._staged / self._side.name
+            if os.path.lexists(staged):
+                rename_new(staged, self._side)
+        (self._staged / OLD_SIDE).unlink(missing_ok=True)
+        self._staged.rmdir()
+
+    def _require_known(self, note: CommitNote) -> None:
+        """Raise Committed where a file that is not the noted one would be removed or moved."""
+        known = (
+            {}
+            if self._side is None
+            else {
+                self._side.name: note.names.get(self._side.name),
+                OLD_SIDE: note.own.get(self._side.name),
+            }
+        )
+        for name in sorted(os.listdir(self._staged)):
+            path = self._staged / name
+            if name not in known or stamp(path) != known[name]:
+                raise Committed(
+                    f"{self._target}: the new one stands, but {path} is not what was noted:"
+                    " nothing is removed",
+                    hint=f"check what it is, then move it away: mv {path} ELSEWHERE",
+                )
+        side = self._side
+        if side is not None and os.path.lexists(self._staged / side.name) and os.path.lexists(side):
+            raise in_the_way(side)
+
+    def _put_main(self) -> None:
+        staged = self._staged / self._target.name
+        if self._overwrite:
+            os.replace(staged, self._target)
+        else:
+            rename_new(staged, self._target)
+
+    def _put_side_away(self) -> None:
+        if self._side is not None and os.path.lexists(self._side):
+            os.rename(self._side, self._staged / OLD_SIDE)
+
+    def _put_side_back(self) -> None:
+        away = self._staged / OLD_SIDE
+        if self._side is not None and os.path.lexists(away):
+            rename_new(away, self._side)
+
+
+Commit = FolderCommit | FileCommit
 
 
 def _device(path: Path) -> int:

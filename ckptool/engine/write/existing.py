@@ -1,11 +1,7 @@
-"""What stands at a target already: files that ckptool knows again, and others, which stay.
+"""What stands at a target already: files that ckptool wrote, which go, and others, which stay.
 
-Files that ckptool knows again: by size and time those noted, by size those being written.
-
-An inode number alone proves nothing: a copy has others, and the file system gives those of removed
-files to new ones.
-
-What stands at a target that is replaced: which of its files go, and which stay.
+Noted files are known again by size and time, those being written by size. An inode number alone
+proves nothing: a copy has others, and the file system gives those of removed files to new ones.
 """
 
 from __future__ import annotations
@@ -26,24 +22,24 @@ if TYPE_CHECKING:
 
 def stamps(folder: Path, names: Iterable[str]) -> dict[str, Stamp]:
     """Return the stamps of those of the files that stand in a folder."""
-    found = {name: stamp(folder / name) for name in names}
-    return {name: one for name, one in found.items() if one is not None}
+    now = {name: stamp(folder / name) for name in names}
+    return {name: status for name, status in now.items() if status is not None}
 
 
 def stands_whole(folder: Path, inode: int | None, files: Mapping[str, Stamp]) -> bool:
-    """Tell whether a folder is the one that was noted, with each of its files as it was."""
+    """Return whether a folder is the one that was noted, with each of its files as it was."""
     return inode is not None and identity(folder) == inode and stamps(folder, files) == files
 
 
 def changed_files(folder: Path, files: Mapping[str, Stamp]) -> list[str]:
     """Return the files that stand in a folder, and not as they were noted."""
-    return sorted(name for name, one in stamps(folder, files).items() if one != files[name])
+    return sorted(name for name, now in stamps(folder, files).items() if now != files[name])
 
 
 def remove_staged(folder: Path, sizes: Mapping[str, int]) -> None:
     """Remove a folder and the files that ckptool wrote into it; nothing where there is more.
 
-    Unsupported where something else lies in it: then all of it stays.
+    Raises Unsupported where something else lies in it: then all of it stays.
     """
     require_no_foreign(folder, sizes)
     remove_own(folder, _written(folder, sizes))
@@ -51,7 +47,7 @@ def remove_staged(folder: Path, sizes: Mapping[str, int]) -> None:
 
 
 def require_no_foreign(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Unsupported where something in a folder cannot be what ckptool writes, whole or in part.
+    """Raise Unsupported where something in a folder cannot be what ckptool writes, whole or not.
 
     ``sizes`` are the bytes that each of its files has once it is whole.
     """
@@ -60,7 +56,7 @@ def require_no_foreign(folder: Path, sizes: Mapping[str, int]) -> None:
         raise Unsupported(
             f"{folder}: holds {listed(foreign)}, which ckptool did not write or did not note:"
             " nothing in it is removed",
-            hint=f"look what it is, and move it away: mv {folder / foreign[0]} ELSEWHERE",
+            hint=f"check what it is, then move it away: mv {folder / foreign[0]} ELSEWHERE",
         )
 
 
@@ -71,7 +67,7 @@ def listed(names: Collection[str]) -> str:
 
 
 def _written(folder: Path, sizes: Mapping[str, int]) -> list[str]:
-    """The files in a folder that a run has written, as far as it came."""
+    """Return the files in a folder that a run has written, as far as it came."""
     return [
         name
         for name, nbytes in sizes.items()
@@ -84,7 +80,7 @@ _STAYS = frozenset((errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR))
 
 
 def kept_entries(folder: Path, own: Collection[str]) -> list[str]:
-    """What in a folder is not among the files ``own``: files, and folders (with ``/``) as a whole.
+    """List what in a folder is not among the files ``own``; whole folders end with ``/``.
 
     Links are entries like files. A folder in which one of the ``own`` lies is not one entry.
     """
@@ -106,14 +102,14 @@ def _kept(folder: Path, head: str, own: frozenset[str], parents: frozenset[str])
 
 
 def _parents(files: Iterable[str]) -> frozenset[str]:
-    """The folders that files lie in, at any depth."""
+    """Return the folders that files lie in, at any depth."""
     return frozenset(str(parent) for file in files for parent in PurePosixPath(file).parents)
 
 
 def in_conflict(folder: Path, own: Collection[str], new: Iterable[str]) -> list[str]:
-    """What in a folder is not ``own``, and yet stands where one of the ``new`` files would be."""
-    found = {_obstacle(folder, frozenset(own), name) for name in new}
-    return sorted(name for name in found if name is not None)
+    """List what in a folder is not ``own``, but stands where one of the ``new`` files would be."""
+    names = {_obstacle(folder, frozenset(own), name) for name in new}
+    return sorted(name for name in names if name is not None)
 
 
 def _obstacle(folder: Path, own: frozenset[str], name: str) -> str | None:
@@ -125,38 +121,34 @@ def _obstacle(folder: Path, own: frozenset[str], name: str) -> str | None:
 
 
 def require_no_conflict(target: object, names: Collection[str]) -> None:
-    """Unsupported where files that are not the old checkpoint's have names of the new one's."""
+    """Raise Unsupported where ``names``, which are not the old checkpoint's, are in the way."""
     if names:
-        more = f", and {len(names) - 8} more" if len(names) > 8 else ""
         raise Unsupported(
-            f"{target}: {', '.join([*names][:8])}{more}: not part of the checkpoint there, and the"
+            f"{target}: {listed(names)}: not part of the checkpoint there, and the"
             " new one has files of these names",
             hint="move them away, or write elsewhere: what ckptool did not write is never removed",
         )
 
 
 def move_kept(old: Path, new: Path, own: Collection[str]) -> list[str]:
-    """Move by rename what is not ``own`` from one folder into another; what could not be moved."""
-    left = []
-    for name in kept_entries(old, own):
-        left += _move(old, new, name.rstrip("/"))
-    return left
+    """Rename what is not ``own`` from one folder into another; return what could not be moved."""
+    names = [name.rstrip("/") for name in kept_entries(old, own)]
+    return [unmoved for name in names for unmoved in _move(old, new, name)]
 
 
 def _move(old: Path, new: Path, name: str) -> list[str]:
-    one, other = old / name, new / name
+    source, target = old / name, new / name
     _make_parents(old, new, PurePosixPath(name))
-    if not os.path.lexists(other):
-        rename_new(one, other)
+    if not os.path.lexists(target):
+        rename_new(source, target)
         return []
-    if any(path.is_symlink() or not path.is_dir() for path in (one, other)):
+    if any(path.is_symlink() or not path.is_dir() for path in (source, target)):
         return [name]
-    left = [
-        left for inner in sorted(os.listdir(one)) for left in _move(old, new, f"{name}/{inner}")
-    ]
-    if not left:
-        one.rmdir()
-    return left
+    names = [f"{name}/{inner}" for inner in sorted(os.listdir(source))]
+    unmoved = [path for inner in names for path in _move(old, new, inner)]
+    if not unmoved:
+        source.rmdir()
+    return unmoved
 
 
 def _make_parents(old: Path, new: Path, name: PurePosixPath) -> None:

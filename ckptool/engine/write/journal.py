@@ -33,14 +33,14 @@ class Journal:
 
     @classmethod
     def start(cls, path: Path, plan: str, source: str) -> Journal:
-        """A new journal. Unsupported where another process holds it."""
+        """Start a new journal; Unsupported where another process holds it."""
         journal = cls.lock(path)
         journal.begin(plan, source)
         return journal
 
     @classmethod
     def lock(cls, path: Path) -> Journal:
-        """The journal as it is, kept from other processes. Unsupported where one has it."""
+        """Open the journal as it is and lock it; Unsupported where another process has it."""
         return cls(_locked(path))
 
     def begin(self, plan: str, source: str, files: Mapping[str, int] | None = None) -> None:
@@ -58,35 +58,36 @@ class Journal:
         others: Iterable[Path] = (),
         files: Mapping[str, int] | None = None,
     ) -> Journal:
-        """The journal of an earlier run of the same plan over the same source.
+        """Open the journal of an earlier run of the same plan over the same source.
 
         ``others`` are journals that further ranks kept of the same output, ``files`` the sizes of
-        those that are to be written, to be noted if they are not. Unsupported where plan or
+        those that are to be written, to be noted if they are not. Raises Unsupported where plan or
         source are not those of the earlier run.
         """
         stream = _locked(path)
         finished: dict[str, int] = {}
         try:
-            begun = [one for one in {path, *others} if one.stat().st_size]
-            for one in begun:
-                finished |= _finished(one, {"source": source, "plan": plan})
+            begun = [journal for journal in {path, *others} if journal.stat().st_size]
+            for journal in begun:
+                finished |= _read_finished(journal, {"source": source, "plan": plan})
         except Unsupported:
             stream.close()
             raise
-        journal = cls(stream, finished)
+        resumed = cls(stream, finished)
         if path not in begun:
-            journal.begin(plan, source, files)
-        return journal
+            resumed.begin(plan, source, files)
+        return resumed
 
     def crc_of(self, path: str) -> int | None:
-        """The CRC-32 of a file that an earlier run finished; None where none did."""
+        """Return the CRC-32 of a file that an earlier run finished; None where none did."""
         return self._finished.get(path)
 
     def done(self, path: str, crc: int) -> None:
-        """This file is written (and synced, where that was asked); its bytes have this CRC-32."""
+        """Note that a file is written (and synced, where asked); its bytes have this CRC-32."""
         self._append({"done": path, "crc32": crc})
 
     def close(self) -> None:
+        """Close the file, which unlocks it."""
         if self._stream is not None:
             self._stream.close()
 
@@ -102,16 +103,17 @@ NO_JOURNAL = Journal(None)
 
 
 def journal_head(plan: str, source: str) -> dict[str, object]:
+    """Return what the note of an output begins with: the digests of the plan and the source."""
     return {"schema": _SCHEMA, "plan": plan, "source": source}
 
 
 def is_journal(path: Path) -> bool:
-    """Whether a file is a journal, or one that a killed run had only just made."""
+    """Return whether a file is a journal, or one that a killed run had only just made."""
     return is_real_file(path) and begins_with(path, _MARK)
 
 
 def noted_sizes(paths: Iterable[Path], expected: Mapping[str, int]) -> dict[str, int]:
-    """The files that journals say are being written, with the larger of the sizes.
+    """Return the files that journals say are being written, with the larger of the sizes.
 
     ``expected`` are those of a run that begins afresh: a journal that was cut short names none.
     """
@@ -140,21 +142,21 @@ def _locked(path: Path) -> IO[str]:
     return stream
 
 
-def _finished(path: Path, expected: dict[str, str]) -> dict[str, int]:
-    """The files that a journal lists with their CRC-32, once its head is what is expected."""
+def _read_finished(path: Path, expected: dict[str, str]) -> dict[str, int]:
+    """Return the files that a journal lists with their CRC-32; its head must be as expected."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     head = _parsed(lines[0]) if lines else {}
     require_same_run(str(path), head, expected)
-    found = ((line.get("done"), line.get("crc32")) for line in map(_parsed, lines[1:]))
-    return {name: crc for name, crc in found if isinstance(name, str) and isinstance(crc, int)}
+    files = ((line.get("done"), line.get("crc32")) for line in map(_parsed, lines[1:]))
+    return {name: crc for name, crc in files if isinstance(name, str) and isinstance(crc, int)}
 
 
 def require_same_run(path: str, head: Mapping[str, object], expected: Mapping[str, str]) -> None:
-    """Unsupported where a journal begins with other digests than those that are expected."""
+    """Raise Unsupported where a journal begins with other digests than expected."""
     for what, digest in expected.items():
         if head.get(what) != digest:
             raise Unsupported(
-                f"{path}: cannot resume: the {what} is not the one that was begun with",
+                f"{path}: cannot resume: the {what} has changed since the run began",
                 hint="run again without --resume to start afresh",
             )
 

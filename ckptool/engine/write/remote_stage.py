@@ -1,10 +1,17 @@
-"""Output in a store, which has no rename: what commits is written last, and removed first."""
+"""Output in a store, which has no rename: what commits is written last, and removed first.
+
+A store has no locks either: a note there names the process that writes an unfinished output.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from ckptool.core.layout import Data, Layout, Scattered
@@ -13,8 +20,8 @@ from ckptool.engine.options import RunOptions
 from ckptool.engine.write.existing import require_no_conflict
 from ckptool.engine.write.journal import NO_JOURNAL, journal_head, require_same_run
 from ckptool.engine.write.stage import StageOptions
-from ckptool.engine.write.writer import UNFINISHED, described, is_here, is_running, this_writer
 from ckptool.errors import CkptoolError, NotFound, TransferError, Unsupported
+from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.local import Files
 from ckptool.storage.multipart import hidden_name
 from ckptool.storage.remote import RemoteSource
@@ -29,8 +36,8 @@ class RemoteStage:
 
     It lies in a folder, where all who read that see it, and beside a single file. A file of a
     store appears once it is whole, so that those that are there with their size are finished.
-    ``held`` are the files that are written last and make it a checkpoint; none where that file
-    holds tensors.
+    The ``last_files`` are written last of all, by one process, and make it a checkpoint; there are
+    none where that file holds tensors.
     """
 
     journal = NO_JOURNAL
@@ -49,14 +56,14 @@ class RemoteStage:
         self._old: frozenset[str] = frozenset()
         last = len(layout.files) - 1
         tensors = any(isinstance(part, Data | Scattered) for part in layout.files[last].parts)
-        self.held: tuple[int, ...] = () if tensors else (last,)
+        self.last_files: tuple[int, ...] = () if tensors else (last,)
 
     def finish_earlier(self) -> bool:
-        """What a killed run left in a store is either resumed or begun afresh."""
+        """Return False: what a killed run left in a store is resumed or begun afresh."""
         return False
 
     def stands(self) -> bool:
-        """Whether there is something at the target."""
+        """Return whether there is something at the target."""
         return bool(self._there())
 
     def begin(self) -> None:
@@ -75,7 +82,7 @@ class RemoteStage:
             self._remove(self._old & there.keys())
 
     def require_possible(self) -> None:
-        """Unsupported where something is there that may not be replaced, or nothing to resume."""
+        """Raise Unsupported where what is there may not be replaced, or nothing is to resume."""
         if self._store.scheme in SCHEMES:
             raise Unsupported(f"{self.target}: cannot be written to: the web is only read")
         if self._store.whole_or_not and not self.target.parent.name:
@@ -100,27 +107,27 @@ class RemoteStage:
             self._require_replaceable(others, begun=note is not None)
 
     def _noted_files(self, note: Mapping[str, Any] | None) -> frozenset[str]:
-        """The files that an unfinished run wrote, and those of the checkpoint that it replaced."""
+        """Return the files that an unfinished run wrote, and those that it was replacing."""
         if note is None:
             return frozenset()
         written = list(map(str, note.get("files", ())))
         return frozenset([*written, *map(hidden_name, written), *map(str, note.get("old", ()))])
 
     def _require_replaceable(self, there: Collection[str], *, begun: bool) -> None:
-        """Unsupported where something is no checkpoint's, and would be replaced.
+        """Raise Unsupported where something that is no checkpoint's would be replaced.
 
         Once it is ``begun`` the old checkpoint may be gone, and others' files stay.
         """
         own = frozenset(self._options.own() or ())
         is_whole = bool(own) if self._layout.folder else own >= frozenset(there)
         if not (is_whole or begun):
-            raise Unsupported(f"{self.target}: is no checkpoint, and is not replaced")
+            raise Unsupported(f"{self.target}: not a checkpoint, and is not replaced")
         self._old |= own & frozenset(there)
         names = {file.path for file in self._layout.files}
         require_no_conflict(self.target, sorted(names & frozenset(there) - self._old))
 
     def join(self, rank: int = 0) -> None:
-        """Look who begun, and what an earlier run finished, after ``begin``."""
+        """Look who began, and what an earlier run finished, after ``begin``."""
         self._writer = (self._read_note() or {}).get("writer")
         if self._options.resume:
             sizes = {file.path: file.nbytes for file in self._layout.files[:-1]}
@@ -128,10 +135,10 @@ class RemoteStage:
             self._finished = frozenset(n for n, i in there.items() if sizes.get(n) == i.nbytes)
 
     def mark(self, token: str) -> None:
-        """All ranks see one store."""
+        """Do nothing: all ranks see one store."""
 
     def is_marked(self, token: str) -> bool:
-        """All ranks see one store."""
+        """Return True: all ranks see one store."""
         return True
 
     @property
@@ -155,7 +162,7 @@ class RemoteStage:
         send(plan, source, self.folder, options, progress, numbers=numbers, finished=self._finished)
 
     def commit(self) -> None:
-        """All is written: there is nothing partial any more."""
+        """Remove the note: there is nothing partial any more."""
         self._require_mine()
         self._forget()
 
@@ -164,7 +171,7 @@ class RemoteStage:
         self._writer = None
 
     def is_partial(self) -> bool:
-        """Whether there is something that a run with ``resume`` continues."""
+        """Return whether there is something that a run with ``resume`` continues."""
         return self._writer is not None
 
     def discard(self, *, resumed: bool = False) -> None:
@@ -179,7 +186,7 @@ class RemoteStage:
             self._forget()
 
     def _write_note(self) -> None:
-        writer = this_writer()
+        writer = _this_writer()
         if not self._store.whole_or_not:
             self._writing(lambda: self._store.make_folder(self.folder.key, str(self.folder)))
         head: dict[str, Any] = dict(journal_head(self._options.plan, self._options.source))
@@ -189,35 +196,37 @@ class RemoteStage:
         self._writer = writer
 
     def _require_left(self, note: dict[str, Any] | None) -> None:
-        """Unsupported where another run may still be writing here."""
+        """Raise Unsupported where another run may still be writing here."""
         writer = note.get("writer") if note is not None else None
         if not isinstance(writer, dict):
             return
-        if is_running(writer):
-            raise Unsupported(f"{self.target}: another ckptool is writing it: {described(writer)}")
-        if not is_here(writer) and not self._options.resume and not self._options.overwrite:
+        if _is_running(writer):
             raise Unsupported(
-                f"{self.target}: holds the unfinished output of {described(writer)}",
+                f"{self.target}: another ckptool is writing it: {_describe_writer(writer)}"
+            )
+        if not _is_here(writer) and not self._options.resume and not self._options.overwrite:
+            raise Unsupported(
+                f"{self.target}: holds the unfinished output of {_describe_writer(writer)}",
                 hint="once that has ended, --resume continues it and --overwrite starts afresh",
             )
 
     def _require_mine(self) -> None:
-        """TransferError where another run has begun to write here since."""
+        """Raise TransferError where another run has begun to write here since."""
         writer = (self._read_note() or {}).get("writer")
         if writer != self._writer:
-            who = described(writer) if isinstance(writer, dict) else "it is no longer noted"
-            raise TransferError(f"{self.target}: another ckptool writes it too: {who}")
+            who = _describe_writer(writer) if isinstance(writer, dict) else "it is no longer noted"
+            raise TransferError(f"{self.target}: another ckptool is writing it too: {who}")
 
     def _there(self) -> dict[str, Info]:
-        """The files at the place of the output, by their paths in it."""
+        """Return the files at the place of the output, by their paths in it."""
         if self._layout.folder:
-            return self._found(self.folder, below=True)
+            return self._list(self.folder, below=True)
         side = f"{self.target.name.removesuffix('.safetensors')}.extra.pt"
         names = dict.fromkeys([*(file.path for file in self._layout.files), side])
-        found = {name: self._found(self.folder / name, below=False) for name in names}
-        return {name: infos[""] for name, infos in found.items() if infos}
+        listed = {name: self._list(self.folder / name, below=False) for name in names}
+        return {name: infos[""] for name, infos in listed.items() if infos}
 
-    def _found(self, place: RemotePath, *, below: bool) -> dict[str, Info]:
+    def _list(self, place: RemotePath, *, below: bool) -> dict[str, Info]:
         try:
             infos = self._store.find(place.key, str(place))
         except NotFound:
@@ -232,7 +241,7 @@ class RemoteStage:
         return note if isinstance(note, dict) else None
 
     def _replaced_at_once(self, there: dict[str, Info]) -> bool:
-        """Whether one file takes the place of one file: then the old one stands until that."""
+        """Return whether one file replaces one file: then the old one stands until that."""
         files = {file.path for file in self._layout.files}
         return not self._layout.folder and len(files) == 1 and set(there) <= files
 
@@ -258,3 +267,41 @@ class RemoteStage:
         """Throw away the parts that a killed run left."""
         keys = {(self.folder / file.path).key for file in self._layout.files}
         self._store.abort_uploads(self.target.key, keys.__contains__)
+
+
+def _this_writer() -> dict[str, Any]:
+    """Return what a note says of this process; no two runs say the same."""
+    return {
+        "host": platform.node(),
+        "process": os.getpid(),
+        "started": _start_of(os.getpid()),
+        "begun": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "token": os.urandom(8).hex(),
+    }
+
+
+def _is_here(writer: Mapping[str, Any]) -> bool:
+    """Return whether a writer ran on this machine."""
+    return writer.get("host") == platform.node()
+
+
+def _is_running(writer: Mapping[str, Any]) -> bool:
+    """Return whether a writer is another process of this machine that has not ended."""
+    process = writer.get("process")
+    if not _is_here(writer) or not isinstance(process, int) or process == os.getpid():
+        return False
+    started = _start_of(process)
+    return started is not None and started == writer.get("started")
+
+
+def _describe_writer(writer: Mapping[str, Any]) -> str:
+    """Describe a writer in a few words."""
+    return f"process {writer.get('process')} on {writer.get('host')}, {writer.get('begun')}"
+
+
+def _start_of(process: int) -> str | None:
+    """Return when a process started, in the kernel's ticks; None where it has ended."""
+    with suppress(OSError, IndexError):
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] == "Z" else fields[19]
+    return None

@@ -48,22 +48,22 @@ def run(
 ) -> None:
     """Write the plan's files below ``folder``: all, or those of ``numbers`` (places in the layout).
 
-    ``progress`` is told of bytes as they are written; ``journal`` of each finished file, and it
-    names those that need not be written again.
+    ``progress`` is called with bytes as they are written; each finished file is noted in
+    ``journal``, and those that it names already are not written again.
     Raises Damaged where source bytes differ from the checksum their writer stored or a
     file ends early, TransferError where writing fails, Unsupported where the budget is too small.
     """
-    mine = range(len(plan.layout.files)) if numbers is None else numbers
-    finished = _finished(plan, mine, folder, options, journal)
-    todo = [number for number in mine if number not in finished]
-    transfer = _Transfer(plan, source, folder, options, progress)
-    transfer.run(todo, finished, journal)
+    wanted = range(len(plan.layout.files)) if numbers is None else numbers
+    finished = _find_finished(plan, wanted, folder, options, journal)
+    todo = [number for number in wanted if number not in finished]
+    writer = _PlanWriter(plan, source, folder, options, progress)
+    writer.write(todo, finished, journal)
 
 
 def peak_memory(plan: Plan, source: Files, options: RunOptions, *, local: bool = True) -> int:
-    """The most bytes of memory that a run takes for tiles, source spans and decoded blobs.
+    """Return the most bytes of memory that a run takes for tiles, spans and decoded blobs.
 
-    Uploads to a store, where the target is not ``local``, take what they may.
+    Uploads to a store, where the target is not ``local``, take all of the budget.
     """
     if not local:
         return options.budget
@@ -71,7 +71,7 @@ def peak_memory(plan: Plan, source: Files, options: RunOptions, *, local: bool =
 
 
 def workers_within_budget(plan: Plan, source: Files, options: RunOptions) -> int:
-    """Fewer workers where the budget is small; Unsupported where not even one fits."""
+    """Return how many workers the budget has room for; Unsupported where not even one fits."""
     per_worker = _MINIMUM_PER_WORKER + plan.largest_blob
     if per_worker > options.budget:
         raise Unsupported(
@@ -81,7 +81,7 @@ def workers_within_budget(plan: Plan, source: Files, options: RunOptions) -> int
     return max(1, min(options.workers or source.workers, options.budget // per_worker))
 
 
-def _finished(
+def _find_finished(
     plan: Plan, numbers: Collection[int], folder: Path, options: RunOptions, journal: Journal
 ) -> list[int]:
     """Return those of the files that an earlier run finished, and that are as it wrote them."""
@@ -104,7 +104,7 @@ def _finished(
     return sorted(same)
 
 
-class _Transfer:
+class _PlanWriter:
     """One run of a plan: the files that are still to be written, and what is known of each."""
 
     def __init__(
@@ -128,14 +128,14 @@ class _Transfer:
         self._lock = threading.Lock()
         self._left: dict[int, int] = {}
 
-    def run(self, todo: Sequence[int], finished: Sequence[int], journal: Journal) -> None:
+    def write(self, todo: Sequence[int], finished: Sequence[int], journal: Journal) -> None:
         """Write the files ``todo``; what the ``finished`` ones were made from is checked again."""
         self._journal = journal
         touch_files(self._plan, finished, self._records)
         self._progress(sum(self._files[number].nbytes for number in finished))
         jobs = map(plan_job, self._write_jobs(todo))
-        reads = _Source(self._source, self._records, self._output)
-        read_tiles(reads, jobs, self._write_tiles, self._workers, self._progress)
+        tiles = _PlanTiles(self._source, self._records, self._output)
+        read_tiles(tiles, jobs, self._write_tiles, self._workers, self._progress)
         self._records.read_unseen(self._source, self._workers)
         require_intact(self._records.problems())
         for number in todo:
@@ -143,14 +143,14 @@ class _Transfer:
                 self._finish(number)
 
     def _write_jobs(self, todo: Sequence[int]) -> Iterator[list[Tile]]:
-        """The jobs of all files, a batch of files after the other."""
+        """Yield the jobs of all files, one batch of files after the other; make these files."""
         for batch in self._plan.batches(todo):
             for number, _ in batch:
                 self._create(self._files[number])
             yield from self._jobs(batch)
 
     def _jobs(self, batch: list[tuple[int, tuple[Part, ...]]]) -> Iterator[list[Tile]]:
-        """The jobs of some files with their parts."""
+        """Yield the jobs of some files with their parts, and count the tiles of each file."""
         tile = self._source.tile
         groups = self._plan.groups(batch, tile)
         for number, _ in batch:
@@ -179,7 +179,7 @@ class _Transfer:
         return piece.skip, piece.nbytes, piece.crc
 
     def _count(self, tile: Tile, crc: int) -> None:
-        """Note one tile more that is written, with this CRC-32; the last of a file finishes it."""
+        """Note one more tile that is written, with this CRC-32; the last of a file finishes it."""
         with self._lock:
             self._crcs[tile.file][tile.part].append((tile.offset, tile.nbytes, crc))
             self._left[tile.file] -= 1
@@ -209,7 +209,7 @@ class _Transfer:
         self._journal.done(file.path, join_crcs([piece for at in crcs.values() for piece in at]))
 
     def _copy_file(self, part: Verbatim, stream: IO[bytes]) -> int:
-        """Copy a file as it is; its CRC-32."""
+        """Copy a file as it is; return its CRC-32."""
         crc = 0
         for piece in verbatim(part, self._source):
             stream.write(piece)
@@ -249,7 +249,7 @@ class _OutputFiles:
         return descriptors[path]
 
 
-class _Reader(PlanReader):
+class _WritingReader(PlanReader):
     """Reads on one thread, which closes what it wrote when it ends.
 
     No other thread may: after a second interrupt this one still writes, and its descriptors'
@@ -261,14 +261,15 @@ class _Reader(PlanReader):
         self._output = output
 
     def close(self) -> None:
+        """Close the files that this thread reads and writes."""
         try:
             self._output.close()
         finally:
             super().close()
 
 
-class _Source(NamedTuple):
-    """Files to read the tiles of a plan from, and those to write by the same threads."""
+class _PlanTiles(NamedTuple):
+    """Files to read the tiles of a plan from, and those that the same threads write."""
 
     files: Files
     records: RecordCheck
@@ -276,7 +277,7 @@ class _Source(NamedTuple):
 
     def reader(self) -> PlanReader:
         """Return what one thread reads with."""
-        return _Reader(self.files, self.records, self.output)
+        return _WritingReader(self.files, self.records, self.output)
 
 
 def _close_all(descriptors: dict[str, int]) -> None:
@@ -293,16 +294,16 @@ def touch_files(plan: Plan, numbers: Sequence[int], records: RecordCheck) -> Non
                     touch(records, tile)
 
 
-def patched(literal: Literal, crc_of: Callable[[int], int]) -> bytes:
-    """A literal with its patches; ``crc_of`` is the CRC-32 of one of the file's parts."""
+def patched(literal: Literal, part_crc: Callable[[int], int]) -> bytes:
+    """Return a literal with its patches; ``part_crc`` is the CRC-32 of one of the file's parts."""
     data = bytearray(literal.data)
     for patch in literal.patches:
-        data[patch.at : patch.at + 4] = crc_of(patch.part).to_bytes(4, "little")
+        data[patch.at : patch.at + 4] = part_crc(patch.part).to_bytes(4, "little")
     return bytes(data)
 
 
 def verbatim(part: Verbatim, source: Files) -> Iterator[memoryview]:
-    """The pieces of a file that is copied as it is; Damaged where its size has changed."""
+    """Yield the pieces of a file that is copied as it is; Damaged where its size has changed."""
     files = source if part.file in source.files else LocalSource.file(Path(part.file))
     name = part.file if files is source else Path(part.file).name
     reader = files.reader()

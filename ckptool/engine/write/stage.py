@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 from collections.abc import Callable, Collection
@@ -9,12 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 from ckptool.core.layout import Layout
 from ckptool.core.plan import Plan
 from ckptool.engine.options import RunOptions
-from ckptool.engine.write.commit import Commit, FolderCommit, aside_of
-from ckptool.engine.write.commit_file import FileCommit
+from ckptool.engine.write.commit import Commit, FileCommit, FolderCommit, aside_of
 from ckptool.engine.write.existing import (
     in_conflict,
     remove_staged,
@@ -36,6 +37,12 @@ from ckptool.storage.disk import (
     sync_folder,
 )
 from ckptool.storage.local import Files, LocalSource
+
+if TYPE_CHECKING:
+    from ckptool.engine.write.remote_stage import RemoteStage
+
+Output: TypeAlias = "Stage | RemoteStage"
+"""Where a transfer writes. One process begins it; others that write into it join."""
 
 RESUME_HINT = "the finished files are kept; the same command with --resume continues"
 
@@ -60,10 +67,10 @@ class Stage:
     """A hidden folder beside the target, and journals of what is finished in it.
 
     One process makes it (``begin``); others that write into it ``join``. Each keeps a journal of
-    its own. Only ``commit`` touches the target: no file is ``held`` back for the end.
+    its own. Only ``commit`` touches the target: no files need be written last of all.
     """
 
-    held: tuple[int, ...] = ()
+    last_files: tuple[int, ...] = ()
 
     def __init__(self, target: Path, layout: Layout, options: StageOptions) -> None:
         self.target = target
@@ -78,7 +85,7 @@ class Stage:
     def finish_earlier(self) -> bool:
         """Finish the commit that an earlier run was killed in.
 
-        Whether ``resume`` has nothing left to do: the very output that it would write stands.
+        Return whether ``resume`` has nothing left to do: the output that it would write stands.
         """
         note = self._note.read()
         if note is None:
@@ -101,7 +108,7 @@ class Stage:
         return done and options.resume and (note.plan, note.source) == asked
 
     def stands(self) -> bool:
-        """Whether something stands at the target."""
+        """Return whether something stands at the target."""
         return os.path.lexists(self.target)
 
     def begin(self) -> None:
@@ -129,7 +136,7 @@ class Stage:
                 self._first.close()
 
     def _remove_earlier(self) -> None:
-        """Remove what an earlier run staged. Unsupported where something else lies there."""
+        """Remove what an earlier run staged; Unsupported where something else lies there."""
         journals = self._journals()
         if is_real_folder(self.folder):
             remove_staged(self.folder, noted_sizes(journals, self._sizes))
@@ -139,18 +146,18 @@ class Stage:
 
     @property
     def _sizes(self) -> dict[str, int]:
-        """The files that this run writes, with their bytes."""
+        """The files that this run writes, with their sizes in bytes."""
         return {file.path: file.nbytes for file in self._layout.files}
 
     def _require_no_link(self) -> None:
-        """Unsupported where something in the folder would be written through."""
+        """Raise Unsupported where a link in the folder would be written through."""
         self.folder.mkdir(exist_ok=True)
         stranger = first_stranger(self.folder)
         if stranger is not None:
             raise in_the_way(stranger)
 
     def require_possible(self) -> None:
-        """Unsupported where the target exists and may not be replaced, or does not fit."""
+        """Raise Unsupported where the target exists and may not be replaced, or does not fit."""
         self._require_ours()
         self._refuse_existing()
         if not self._options.resume:
@@ -159,7 +166,7 @@ class Stage:
             raise Unsupported(f"{self.target}: there is no partial output to resume")
 
     def _require_ours(self) -> None:
-        """Unsupported where something that ckptool did not make has a name that it needs."""
+        """Raise Unsupported where something that ckptool did not make has a name it needs."""
         journals = self._journals()
         for path in journals:
             if not is_journal(path):
@@ -208,7 +215,7 @@ class Stage:
             stream.write(token)
 
     def is_marked(self, token: str) -> bool:
-        """Whether the mark is seen here."""
+        """Return whether the mark is seen here."""
         return self._mark.is_file() and self._mark.read_text() == token
 
     @property
@@ -226,7 +233,7 @@ class Stage:
         return FileCommit(self.target, self.folder, self._note, overwrite=self._options.overwrite)
 
     def commit(self) -> str | None:
-        """Make the staged files the target; a remark where that took more than one step.
+        """Make the staged files the target; return a remark where that took several steps.
 
         An error before that leaves the old one as it is; one after it is Committed.
         """
@@ -253,13 +260,13 @@ class Stage:
         names = [file.path for file in self._layout.files]
         staged = self.folder if self._layout.folder else self.folder / names[-1]
         new, old = identity(staged) or 0, identity(self.target)
-        there = self.target if self._layout.folder else self.target.parent
-        own = {} if self.own is None else stamps(there, sorted(self.own))
+        folder = self.target if self._layout.folder else self.target.parent
+        own = {} if self.own is None else stamps(folder, sorted(self.own))
         files = stamps(self.folder, names)
         return CommitNote(options.plan, options.source, self._layout.folder, new, old, own, files)
 
     def is_partial(self) -> bool:
-        """Whether there is something that a run with ``resume`` continues."""
+        """Return whether there is something that a run with ``resume`` continues."""
         return bool(self._journals())
 
     def discard(self, *, resumed: bool = False) -> None:
@@ -276,7 +283,7 @@ class Stage:
             self._forget()
 
     def outputs(self) -> list[Path]:
-        """What will stand at the end: the target folder, or the target file and those beside it."""
+        """Return what will stand at the end: the target folder, or file and those beside it."""
         if self._layout.folder:
             return [self.target]
         files = [self.target.parent / file.path for file in self._layout.files]
@@ -289,8 +296,8 @@ class Stage:
         return self.folder.with_name(f"{self.folder.name}.journal.{rank}")
 
     def _journals(self) -> list[Path]:
-        found = self.folder.parent.glob(f"{_glob_escape(self.folder.name)}.journal.[0-9]*")
-        return sorted(found)
+        name = glob.escape(self.folder.name)
+        return sorted(self.folder.parent.glob(f"{name}.journal.[0-9]*"))
 
     def _forget(self) -> None:
         """Remove all that was noted of this output, the commit last."""
@@ -303,20 +310,20 @@ class Stage:
 
     def _refuse_existing(self) -> None:
         paths = self.outputs()[-1:] if self._options.resume else self.outputs()
-        there = [path for path in paths if os.path.lexists(path)]
-        if there and not self._options.overwrite:
+        existing = [path for path in paths if os.path.lexists(path)]
+        if existing and not self._options.overwrite:
             raise Unsupported(
-                f"{', '.join(map(str, there))} already exists",
+                f"{', '.join(map(str, existing))} already exists",
                 hint="--overwrite replaces it once all is written",
             )
-        for path in there:
+        for path in existing:
             self._require_replaceable(path)
 
     def _require_replaceable(self, path: Path) -> None:
-        """--overwrite replaces a checkpoint's files, and nothing that another program made."""
+        """Raise Unsupported where --overwrite would replace what is no checkpoint's file."""
         if path.is_dir() != self._layout.folder:
             kinds = ("a folder", "a file") if path.is_dir() else ("a file", "a folder")
-            raise Unsupported(f"{path}: is {kinds[0]}, and {kinds[1]} would be written")
+            raise Unsupported(f"{path}: is {kinds[0]}, but {kinds[1]} would be written")
         own = self.own
         if not self._layout.folder:
             if own is None or path.name not in own:
@@ -342,18 +349,14 @@ class Stage:
 
 def _no_checkpoint(path: Path) -> Unsupported:
     return Unsupported(
-        f"{path}: is no checkpoint, and is not replaced",
+        f"{path}: not a checkpoint, and is not replaced",
         hint=f"write elsewhere, or move it away: mv {path} ELSEWHERE",
     )
 
 
 def _unfinished(target: Path, error: OSError) -> Committed:
-    """The error after the commit: what failed is only what follows it."""
+    """Return the error after the commit: what failed is only what follows it."""
     return Committed(
         f"{target}: the new one stands, whole; but what follows failed: {error.strerror or error}",
         hint="the next command that writes there, such as the same with --resume, finishes it",
     )
-
-
-def _glob_escape(name: str) -> str:
-    return "".join(f"[{char}]" if char in "*?[" else char for char in name)
