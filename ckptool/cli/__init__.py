@@ -7,11 +7,9 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from ckptool.cli.last_resort import known_error
-from ckptool.cli.signals import end_on_signals
+from ckptool.cli.process import known_error, set_up
 from ckptool.errors import CkptoolError, UsageError
 
 
@@ -23,12 +21,7 @@ def main() -> NoReturn:
     would wait in loops beside those that work. Only a command that is done leaves the rest to the
     interpreter, as torch needs it: after an error a thread may wait for ranks that never come.
     """
-    _open_closed_streams()
-    end_on_signals()
-    if not _writes_to_sockets(sys.argv, os.environ):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    if any("://" in argument for argument in sys.argv):
-        _give_memory_back()
+    set_up(sys.argv, os.environ)
     gc.disable()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
@@ -42,25 +35,6 @@ def main() -> NoReturn:
     os._exit(code)
 
 
-def _open_closed_streams() -> None:
-    """Let standard streams that were closed (``>&-``) lead nowhere.
-
-    Otherwise the next file that is opened gets their number, and messages are written into it.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-
-
-def _writes_to_sockets(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Return whether the process connects to stores or other ranks.
-
-    A connection closed by the other side must then be an error, to be retried or reported:
-    SIGPIPE would end the process without a message.
-    """
-    return any("://" in argument for argument in arguments) or "WORLD_SIZE" in environment
-
-
 def _run() -> int:
     """Run the command and return its exit code.
 
@@ -72,12 +46,12 @@ def _run() -> int:
 
         app()
     except KeyboardInterrupt as error:
-        return _interrupted(128 + signal.SIGINT, error)
+        return _show_interruption(128 + signal.SIGINT, error)
     except SystemExit as done:
         if isinstance(done.__context__, BrokenPipeError):
             raise
         if done.code in _INTERRUPTED:
-            return _interrupted(done.code, done)
+            return _show_interruption(done.code, done)
         message = getattr(done.__context__, "format_message", None)
         if message is not None:
             _print_json_error(UsageError(message()))
@@ -85,11 +59,11 @@ def _run() -> int:
     except BrokenPipeError:
         raise
     except Exception as error:
-        return _failed(error)
+        return _show_failure(error)
     return 0
 
 
-def _failed(error: Exception) -> int:
+def _show_failure(error: Exception) -> int:
     """Show an error, as plain text if there is no memory for more, and return its exit code."""
     known = known_error(error)
     try:
@@ -114,7 +88,7 @@ def _print_json_error(error: CkptoolError) -> None:
         print_json(error_json(error))
 
 
-def _interrupted(code: int, error: BaseException | None) -> int:
+def _show_interruption(code: int, error: BaseException | None) -> int:
     """Show what an interruption left, from the notes on its error or on the causes of it."""
     from ckptool.render.messages import show_interrupted
 
@@ -129,19 +103,3 @@ def _interrupted(code: int, error: BaseException | None) -> int:
 _PIPE_CLOSED = 128 + signal.SIGPIPE
 _WRITING = {"convert", "reshard"}
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-
-
-def _give_memory_back() -> None:
-    """Return memory of received data to the kernel as soon as it is freed.
-
-    Otherwise glibc keeps it, in one arena per thread: 70 MB beyond the budget were measured.
-    """
-    import ctypes
-
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is not None:
-        set_option(_MMAP_THRESHOLD, 128 << 10)
-
-
-_MMAP_THRESHOLD = -3
-"""``M_MMAP_THRESHOLD`` of glibc's malloc.h."""

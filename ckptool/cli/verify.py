@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
 from ckptool.cli.options import AsJson, Debug, SourcePath
-from ckptool.cli.verify_modes import (
-    Answer,
-    ReportOutput,
-    answer_of,
-    run_against,
-    run_proving,
-    run_salvage,
-    run_steps,
-    run_writing,
-)
 from ckptool.commands.options.source import RewriteOptions
-from ckptool.commands.options.verify import CompareOptions, ManifestOptions, VerifyOptions
+from ckptool.commands.options.verify import (
+    CompareOptions,
+    ManifestOptions,
+    VerifyOptions,
+    salvage_options,
+)
 from ckptool.core.options import OptionGroup, changed
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
+    from ckptool.commands.verify.report import VerifyReport
     from ckptool.commands.verify.verify import Started
     from ckptool.storage.url import Location
 
@@ -90,7 +89,7 @@ def verify(
     that `ckptool convert SRC DST` took, `--against DST` proves that DST is what it should be.
     If GITHUB_ACTIONS is true, findings are annotations too (on stderr with --json).
     """
-    output = ReportOutput(junit, as_json, quiet)
+    output = _Output(junit, as_json, quiet)
     if codes:
         output.show_codes()
         return
@@ -102,20 +101,14 @@ def verify(
 
     place = parse_place(source, "SRC")
     if salvage is not None:
-        overwrite = manifest.overwrite
-        _end(run_salvage(place, location(salvage), options, output, overwrite=overwrite))
+        _salvage(place, location(salvage), options, output, overwrite=manifest.overwrite)
     if latest_good or every:
-        _end(run_steps(place, options, output, every=every))
+        _verify_steps(place, options, output, every=every)
     with started_progress(quiet=quiet) as started:
         if against is not None:
-            answer = run_against(place, location(against), comparison, rewrite, options, started)
-        elif manifest.write_manifest is not None:
-            target, overwrite = manifest.write_manifest, manifest.overwrite
-            answer = run_writing(place, target, rewrite, options, started, overwrite=overwrite)
-        elif manifest.manifest is not None:
-            answer = run_proving(place, manifest.manifest, rewrite, options, started)
+            answer = _compare(place, location(against), comparison, rewrite, options, started)
         else:
-            answer = _verified(place, options, started)
+            answer = _check(place, options, manifest, rewrite, started)
     output.show(answer, strict=options.strict)
     _end(answer.report.ok)
 
@@ -142,10 +135,135 @@ def _require_possible(
         raise UsageError(f"{flags[0]} says what to compare: {needs}")
 
 
-def _verified(place: Location, options: VerifyOptions, started: Started) -> Answer:
-    from ckptool.commands.verify.verify import verify as run_verify
+class _Answer(NamedTuple):
+    """``show`` is for people, ``content`` makes the one JSON object."""
 
-    return answer_of(run_verify(place, options, started))
+    report: VerifyReport
+    show: Callable[[], None]
+    content: Callable[[], dict[str, Any]]
+
+
+class _Output(NamedTuple):
+    """Where a report goes, and how."""
+
+    junit: Path | None
+    as_json: bool
+    quiet: bool
+
+    def show(self, answer: _Answer, *, strict: bool) -> None:
+        """Write a report: as a file for CI, as annotations on GitHub, as JSON or in words."""
+        from ckptool.render.messages import print_json
+        from ckptool.render.verify.report import show_annotations, write_junit
+
+        if self.junit is not None:
+            write_junit(answer.report, self.junit, strict=strict)
+        if os.environ.get("GITHUB_ACTIONS") == "true" and not self.quiet:
+            show_annotations(answer.report, stderr=self.as_json)
+        if self.as_json:
+            print_json(answer.content())
+        elif not self.quiet:
+            answer.show()
+
+    def show_codes(self) -> None:
+        """Print what the finding codes mean."""
+        from ckptool.render.messages import print_json
+        from ckptool.render.verify.report import codes_json, show_codes
+
+        if self.as_json:
+            print_json(codes_json())
+        else:
+            show_codes()
+
+
+def _check(
+    source: Location,
+    options: VerifyOptions,
+    manifest: ManifestOptions,
+    rewrite: RewriteOptions,
+    started: Started,
+) -> _Answer:
+    """Verify a checkpoint by itself or by a manifest, or write its manifest if it has no errors.
+
+    A manifest needs every byte in any case, so that nothing is left for verify to read.
+    """
+    from ckptool.commands.verify.verify import verify as run_verify
+    from ckptool.render.verify.report import show_verify, verify_json
+
+    if manifest.write_manifest is not None:
+        from ckptool.commands.verify.manifest.check import ProvingOptions, write
+
+        writing = ProvingOptions(manifest.write_manifest, manifest.overwrite, options, rewrite)
+        report = write(source, writing, started)
+    elif manifest.manifest is not None:
+        from ckptool.commands.verify.manifest.check import ProvingOptions, prove
+
+        if options.sample == 1 and not options.fail_nonfinite:
+            options = replace(options, quick=True)
+        proving = ProvingOptions(manifest.manifest, verify=options, rewrite=rewrite)
+        report = prove(source, proving, started)
+    else:
+        report = run_verify(source, options, started)
+    return _Answer(report, lambda: show_verify(report), lambda: verify_json(report))
+
+
+def _compare(
+    source: Location,
+    other: Location,
+    comparison: CompareOptions,
+    rewrite: RewriteOptions,
+    options: VerifyOptions,
+    started: Started,
+) -> _Answer:
+    from ckptool.commands.verify.compare.against import AgainstOptions, against
+    from ckptool.render.verify.against import against_json, show_against
+
+    report = against(source, AgainstOptions(other, rewrite, comparison, options), started)
+    return _Answer(report.verify, lambda: show_against(report), lambda: against_json(report))
+
+
+def _verify_steps(
+    run: Location, options: VerifyOptions, output: _Output, *, every: bool
+) -> NoReturn:
+    """Verify the steps of a run, and exit.
+
+    For every step: 0 where all are without errors. For the latest good one: where there is one.
+    """
+    from ckptool.commands.verify.run_folder import verify_run
+    from ckptool.render.messages import print_json
+    from ckptool.render.verify.run_folder import run_json, show_latest_good, show_steps
+
+    report = verify_run(run, options, every=every)
+    if output.as_json:
+        print_json(run_json(report))
+    elif every:
+        show_steps(report)
+    else:
+        show_latest_good(report, quiet=output.quiet)
+    _end(all(step.ok for step in report.verified) if every else report.latest_good is not None)
+
+
+def _salvage(
+    source: Location,
+    target: Location,
+    options: VerifyOptions,
+    output: _Output,
+    *,
+    overwrite: bool,
+) -> NoReturn:
+    """Write what is intact, show what is lost, and exit 0 where nothing is."""
+    from ckptool.commands.verify.salvage.salvage import plan_salvage, salvage_content
+    from ckptool.render.messages import print_json
+    from ckptool.render.progress import progress
+    from ckptool.render.verify.salvage import show_salvage
+
+    planned = plan_salvage(source, target, salvage_options(options, overwrite=overwrite))
+    with progress(planned.nbytes, quiet=output.quiet) as advance:
+        report = planned.run(advance)
+    if output.as_json:
+        print_json(salvage_content(report))
+    elif not output.quiet:
+        show_salvage(report)
+    _end(report.complete)
 
 
 def _end(answer: bool) -> NoReturn:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ckptool.core.options import COUNT, FLAG, SIZE, OptionSet, option
 
 
-class RunOptions(OptionSet):
-    """``budget`` in bytes of memory for tiles, source spans and decoded blobs together.
-
-    ``workers`` is None for as many as suit the source and the target.
-    """
-
-    workers: int | None = option(
+def workers_option() -> Any:
+    """Declare the number of threads; None is as many as suit the source and the target."""
+    return option(
         "--workers",
         COUNT,
         metavar="N",
@@ -19,6 +17,12 @@ class RunOptions(OptionSet):
         maximum=256,
         help="Use N threads, at most 256; default: one per core, at most 8, and 16 for a URL.",
     )
+
+
+class RunOptions(OptionSet):
+    """``budget`` in bytes of memory for tiles, source spans and decoded blobs together."""
+
+    workers: int | None = workers_option()
     budget: int = option(
         "--budget",
         SIZE,

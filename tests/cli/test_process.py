@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ckptool.cli import _run, _writes_to_sockets
+from ckptool.cli import _run
 from ckptool.cli.app import SUMMARIES, app, load_command
 from ckptool.cli.options import parse_place
+from ckptool.cli.process import _writes_to_sockets
 from ckptool.commands import detect as detect_checkpoint
 from ckptool.commands.open import open_checkpoint
 from ckptool.core.options import parse_dims
@@ -303,9 +304,9 @@ def test_a_signal_ends_a_rank_that_waits(number: int, out: Path) -> None:
 
 STUCK = """
 import os, sys, threading
-from ckptool.cli import signals
-signals._GRACE = 0.2
-signals.end_on_signals()
+from ckptool.cli import process
+process._GRACE = 0.2
+process.end_on_signals()
 try:
     print("waits", flush=True)
     threading.Event().wait()

@@ -1,1 +1,68 @@
-"""The options of every command, each declared once. Light: nothing here imports numpy or torch."""
+"""The options of every command, each declared once. Light: nothing here imports numpy or torch.
+
+This module has the kinds of options whose values other parts of the package parse.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckptool.core.options import Kind, parse_dims, parse_share
+from ckptool.errors import UsageError
+
+
+def _texts(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def _file(value: Any, name: str) -> Path:
+    if "://" in str(value):
+        raise UsageError(f"{name} {value}: needs a local path, not a URL")
+    return Path(value)
+
+
+def _place(value: Any, name: str) -> Any:
+    from ckptool.storage.url import location
+
+    return location(os.fspath(value))
+
+
+def _tp_rules(value: Any, name: str) -> Any:
+    from ckptool.core.sharding.tensor_parallel import parse_tp_rules
+
+    return parse_tp_rules(_texts(value))
+
+
+def _mesh(value: str, name: str) -> Any:
+    from ckptool.core.sharding.placement import parse_mesh
+
+    return parse_mesh(value)
+
+
+def _shard_rules(value: Any, name: str) -> Any:
+    from ckptool.core.sharding.placement import parse_rule
+
+    return tuple(map(parse_rule, _texts(value)))
+
+
+def _casts(value: Any, name: str) -> Any:
+    from ckptool.core.casts import parse_casts
+
+    return parse_casts([str(each) for each in _texts(value)])
+
+
+def _dims(value: Any, name: str) -> Mapping[str, int]:
+    return value if isinstance(value, Mapping) else parse_dims(value)
+
+
+FILE = Kind(Path, "AnyPath", _file)
+PLACE = Kind(str, "AnyPath", _place)
+SHARE = Kind(str, "float | str", lambda value, name: parse_share(str(value), name))
+TP_RULES = Kind(list[str], "Strings", _tp_rules)
+MESH = Kind(str, "str", _mesh)
+SHARD_RULES = Kind(list[str], "Strings", _shard_rules)
+CASTS = Kind(list[str], "AnyDType | Sequence[AnyDType]", _casts)
+DIMS = Kind(list[str], "Mapping[str, int]", _dims)

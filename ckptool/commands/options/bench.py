@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptool.commands.options.kinds import PLACE
+from ckptool.commands.options import PLACE
 from ckptool.core.options import COUNT, FLAG, LIST, SIZE, OptionSet, option
 
 if TYPE_CHECKING:

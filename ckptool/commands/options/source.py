@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptool.commands.options.kinds import CASTS, DIMS, FILE, TP_RULES
+from ckptool.commands.options import CASTS, DIMS, FILE, TP_RULES
 from ckptool.core.options import COUNT, FLAG, TEXTS, OptionSet, group, option
 
 if TYPE_CHECKING:

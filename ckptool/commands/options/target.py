@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import MISSING
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ckptool.commands.options.kinds import FILE, MESH, SHARD_RULES
+from ckptool.commands.options import FILE, MESH, SHARD_RULES
 from ckptool.commands.options.source import READING, MapOptions, ReadOptions, RewriteOptions
 from ckptool.core.options import FLAG, SIZE, OptionSet, group, option
 from ckptool.engine.options import RunOptions
@@ -18,15 +18,20 @@ if TYPE_CHECKING:
 WRITING = "How to write DST"
 
 
-class TransferOptions(OptionSet):
-    """How to write. ``dry_run`` is for the command: a transfer itself always writes."""
-
-    overwrite: bool = option(
+def overwrite_option() -> Any:
+    """Declare whether what exists at the target, or a manifest, is replaced."""
+    return option(
         "--overwrite",
         FLAG,
         default=False,
-        help="Replace an existing target once everything is written.",
+        help="Replace what exists at the target, once everything is written.",
     )
+
+
+class TransferOptions(OptionSet):
+    """How to write. ``dry_run`` is for the command: a transfer itself always writes."""
+
+    overwrite: bool = overwrite_option()
     resume: bool = option(
         "--resume", FLAG, default=False, help="Continue the partial output of an interrupted run."
     )

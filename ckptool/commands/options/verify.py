@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptool.commands.options.kinds import PLACE, SHARE
+from ckptool.commands.options import PLACE, SHARE
 from ckptool.commands.options.source import ReadOptions
-from ckptool.commands.options.target import TransferOptions
+from ckptool.commands.options.target import TransferOptions, overwrite_option
 from ckptool.core.options import COUNT, FLAG, NUMBER, TEXTS, OptionSet, group, option
-from ckptool.engine.options import RunOptions
+from ckptool.engine.options import RunOptions, workers_option
 
 if TYPE_CHECKING:
     from ckptool.storage.url import Location
@@ -41,14 +41,7 @@ class VerifyOptions(OptionSet):
         metavar="CODE",
         help="Ignore findings with this code (repeatable).",
     )
-    workers: int | None = option(
-        "--workers",
-        COUNT,
-        metavar="N",
-        minimum=1,
-        maximum=256,
-        help="Use N threads, at most 256; default: one per core, at most 8, and 16 for a URL.",
-    )
+    workers: int | None = workers_option()
 
     @property
     def depth(self) -> str:
@@ -95,12 +88,7 @@ class ManifestOptions(OptionSet):
         metavar="FILE",
         help="Verify by this manifest, whatever format it was written from.",
     )
-    overwrite: bool = option(
-        "--overwrite",
-        FLAG,
-        default=False,
-        help="Replace an existing manifest or target once everything is written.",
-    )
+    overwrite: bool = overwrite_option()
 
 
 class SalvageOptions(OptionSet):

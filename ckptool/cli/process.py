@@ -1,0 +1,136 @@
+"""The process of a command: its streams, signals and memory, and errors that none expects."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import NoReturn
+
+from ckptool import __version__
+from ckptool.errors import CkptoolError, Damaged, InternalError, TransferError, Unsupported
+
+_GRACE = 20.0
+"""Seconds to unwind. Threads may wait longer for a disk or a store that does not respond."""
+_MMAP_THRESHOLD = -3
+"""``M_MMAP_THRESHOLD`` of glibc's malloc.h."""
+
+
+def set_up(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Prepare the process for a command line: closed streams, signals, memory."""
+    _open_closed_streams()
+    end_on_signals()
+    if not _writes_to_sockets(arguments, environment):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if any("://" in argument for argument in arguments):
+        _give_memory_back()
+
+
+def _open_closed_streams() -> None:
+    """Let standard streams that were closed (``>&-``) lead nowhere.
+
+    Otherwise the next file that is opened gets their number, and messages are written into it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+
+
+def _writes_to_sockets(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Return whether the process connects to stores or other ranks.
+
+    A connection closed by the other side must then be an error, to be retried or reported:
+    SIGPIPE would end the process without a message.
+    """
+    return any("://" in argument for argument in arguments) or "WORLD_SIZE" in environment
+
+
+def _give_memory_back() -> None:
+    """Return memory of received data to the kernel as soon as it is freed.
+
+    Otherwise glibc keeps it, in one arena per thread: 70 MB beyond the budget were measured.
+    """
+    import ctypes
+
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(_MMAP_THRESHOLD, 128 << 10)
+
+
+def end_on_signals() -> None:
+    """Unwind on SIGTERM as on Ctrl-C, so that what is written can be resumed.
+
+    An ignored Ctrl-C stays ignored, as nohup needs.
+    """
+    signal.signal(signal.SIGTERM, _terminate)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    _end_at_last(128 + number)
+    sys.exit(128 + number)
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    _end_at_last(128 + number)
+    raise KeyboardInterrupt
+
+
+def _end_at_last(code: int) -> None:
+    """End the process after a while even if something blocks its unwinding."""
+    timer = threading.Timer(_GRACE, os._exit, [code])
+    timer.daemon = True
+    try:
+        timer.start()
+    except RuntimeError:
+        os._exit(code)
+
+
+# Errors
+
+
+def known_error(error: BaseException) -> CkptoolError:
+    """Return the error as users meet it: their own, the machine's, or else ckptool's fault."""
+    if isinstance(error, CkptoolError):
+        return error
+    if _lacks_threads(error):
+        return Unsupported(
+            "cannot start a thread: the limit of processes or memory is reached",
+            hint="raise it (ulimit -u, ulimit -v, the container's pids limit), or --workers 1",
+        )
+    if isinstance(error, MemoryError) or _is(error, errno.ENOMEM):
+        return Unsupported("not enough memory", hint="use a smaller --budget")
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return TransferError(f"{where}{error.strerror or error or type(error).__name__}")
+    if isinstance(error, RecursionError):
+        return Damaged("the source is nested too deep to be read")
+    if isinstance(error, ImportError):
+        return Unsupported(f"cannot import a package: {error}", hint="reinstall ckptool")
+    return _internal(error)
+
+
+def _internal(error: BaseException) -> InternalError:
+    """Return an error with the exception and its place in one line, for a bug report."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({PurePath(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    message = " ".join(str(error).split())[:300]
+    what = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    return InternalError(
+        f"bug in ckptool {__version__}: {what}{where}",
+        hint="report this line and the traceback that --debug shows",
+    )
+
+
+def _lacks_threads(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and "can't start new thread" in str(error)
+
+
+def _is(error: BaseException, number: int) -> bool:
+    return isinstance(error, OSError) and error.errno == number
