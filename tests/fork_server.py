@@ -32,6 +32,7 @@ IMPORTED = (
     "ckptool.cli.app",
     "ckptool.dcp",
     "safetensors.torch",
+    "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
