@@ -52,21 +52,21 @@ class Problem(str):
         return problem
 
     def within(self, head: str, *, tensor: str | None = None) -> Problem:
-        """The same problem, introduced by what it lies in."""
+        """Return the same problem, introduced by what it lies in."""
         return self._like(f"{head}: {self}", tensor=tensor or self.tensor)
 
     def recoded(self, code: str) -> Problem:
-        """The same problem under another code."""
+        """Return the same problem under another code."""
         return self._like(str(self), code=code)
 
     def of_tensor(self, tensor: str) -> Problem:
-        """The same problem of a tensor, or value, that is called otherwise."""
+        """Return the same problem of a tensor, or value, of another name."""
         return self._like(str(self), tensor=tensor)
 
     def _like(self, message: str, **changes: object) -> Self:
-        made = type(self)(message)
-        vars(made).update(vars(self), **changes)
-        return made
+        problem = type(self)(message)
+        vars(problem).update(vars(self), **changes)
+        return problem
 
 
 class Refusal(Problem):
@@ -88,11 +88,11 @@ class Refusal(Problem):
         return self.removeprefix(f"{self.tensor}: ")
 
     def called(self, name: str) -> Self:
-        """The refusal under another name of what is refused."""
+        """Return the refusal under another name of what is refused."""
         return self._like(f"{name}: {self.reason}", tensor=name)
 
     def derived_for(self, name: str, because: str = "") -> Self:
-        """The refusal of something else, maybe a tensor, that depends on what is refused."""
+        """Return the refusal of something else, maybe a tensor, that depends on what is refused."""
         changes = {"tensor": name, "derived": True, "may_be_tensor": True}
         return self._like(f"{name}: {because}{self.reason}", **changes)
 
@@ -126,7 +126,7 @@ class CkptoolError(Exception):
         self.problems: tuple[Problem, ...] = (self.message,)
 
     def within(self, head: str, *, tensor: str | None = None) -> Self:
-        """The same error, introduced by what it lies in."""
+        """Return the same error, introduced by what it lies in."""
         return type(self)(self.message.within(head, tensor=tensor), hint=self.hint)
 
 
@@ -194,7 +194,7 @@ class InternalError(CkptoolError):
 
 @contextmanager
 def coded(code: str, *, file: str | None = None, tensor: str | None = None) -> Iterator[None]:
-    """What is raised inside gets this code, file and tensor, where it has none of its own."""
+    """Give what is raised inside this code, file and tensor, where it has none of its own."""
     try:
         yield
     except CkptoolError as error:
@@ -206,7 +206,7 @@ def coded(code: str, *, file: str | None = None, tensor: str | None = None) -> I
 
 
 def refused(problems: Sequence[Problem], *, subject: str) -> SourceError:
-    """One error for what cannot be read, or must not be: Hostile where some of it can run code."""
+    """Return one error for what cannot be read: Hostile where some of it can run code."""
     hostile = [problem for problem in problems if problem.code == "hostile-global"]
     if not hostile:
         return damaged(problems, subject=subject)
@@ -217,15 +217,14 @@ def refused(problems: Sequence[Problem], *, subject: str) -> SourceError:
 
 
 def damaged(problems: Sequence[str], *, subject: str, hint: str | None = None) -> Damaged:
-    """One error for several problems of one kind: each that differs is shown, up to twelve."""
+    """Return one error for several problems of one kind: the different ones, up to twelve."""
     different = list(dict.fromkeys(problems))
-    if len(different) == 1:
-        error = Damaged(different[0], hint=hint)
-    else:
+    message = different[0]
+    if len(different) > 1:
         shown = [f"  - {problem}" for problem in different[:12]]
         if len(different) > len(shown):
             shown.append(f"  - and {len(different) - len(shown)} more")
-        listed = "\n".join(shown)
-        error = Damaged(f"{len(different)} problems in {subject}:\n{listed}", hint=hint)
+        message = f"{len(different)} problems in {subject}:\n" + "\n".join(shown)
+    error = Damaged(message, hint=hint)
     error.problems = tuple(p if isinstance(p, Problem) else Problem(p) for p in problems)
     return error

@@ -1,4 +1,4 @@
-"""Quantised tensors: which are there, by their names and types, and how to make numbers of them."""
+"""Quantised tensors: find them by names and types, and dequantize those with known scales."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PACKED = re.compile(r"(.*)\.qweight")
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A quantised tensor, the scales of its blocks, and how it is called."""
+    """A quantised tensor, the scales of its blocks, and what its kind is called."""
 
     kind: str
     values: TensorEntry
@@ -39,7 +39,7 @@ class Pair:
 
 
 def pairs(catalog: Catalog) -> Iterator[Pair]:
-    """The tensors that are stored with scales in a way that is known.
+    """Yield the tensors that are stored with scales in a known way.
 
     DeepSeek-V3: ``X.weight`` in 8-bit floats and ``X.weight_scale_inv``. gpt-oss: ``X_blocks`` and
     ``X_scales`` in bytes. compressed-tensors, fbgemm and ModelOpt: ``X.weight`` in 8 bits and
@@ -61,7 +61,7 @@ def pairs(catalog: Catalog) -> Iterator[Pair]:
 
 
 def _has_one_scale(values: TensorEntry, scales: TensorEntry) -> bool:
-    """Whether 8-bit numbers have one scale, or one for each row."""
+    """Return whether 8-bit numbers have one scale, or one for each row."""
     rows = values.shape[:-1]
     fits = scales.elements == 1 or scales.shape in (rows, (*rows, 1))
     eight_bits = (
@@ -71,45 +71,42 @@ def _has_one_scale(values: TensorEntry, scales: TensorEntry) -> bool:
 
 
 def kinds(catalog: Catalog) -> dict[str, int]:
-    """How many tensors are quantised in each way that their names and types tell."""
-    found = Counter(pair.kind for pair in pairs(catalog))
+    """Count the quantised tensors of each kind that names and types tell."""
+    counts = Counter(pair.kind for pair in pairs(catalog))
     for name in catalog.tensors:
-        found.update(kind for kind, pattern in _KINDS.items() if pattern.fullmatch(name))
+        counts.update(kind for kind, pattern in _KINDS.items() if pattern.fullmatch(name))
         packed = _PACKED.fullmatch(name)
         if packed and f"{packed[1]}.g_idx" not in catalog.tensors:
-            found["AWQ"] += 1
-    return dict(found)
+            counts["AWQ"] += 1
+    return dict(counts)
 
 
 def quantised_names(catalog: Catalog) -> set[str]:
-    """The names of quantised tensors and of their scales, also where no numbers are made of them.
+    """Return the names of quantised tensors and their scales, those of unsupported kinds too.
 
     Of a module that is quantised in another way than by pairs, that is all but its bias.
     """
-    found = {entry.name for pair in pairs(catalog) for entry in (pair.values, pair.scales)}
-    modules = {_module(name) for name in catalog.tensors if _is_marked(name)} - {""}
+    names = {entry.name for pair in pairs(catalog) for entry in (pair.values, pair.scales)}
+    patterns = (*_KINDS.values(), _PACKED)
+    marked = (n for n in catalog.tensors if any(pattern.fullmatch(n) for pattern in patterns))
+    modules = {_module(name) for name in marked} - {""}
     if not modules:
-        return found
-    return found | {
+        return names
+    return names | {
         name
         for name in catalog.tensors
         if not name.endswith(".bias") and not modules.isdisjoint(_parents(name))
     }
 
 
-def _is_marked(name: str) -> bool:
-    patterns = (*_KINDS.values(), _PACKED)
-    return any(pattern.fullmatch(name) for pattern in patterns)
-
-
 def _module(name: str) -> str:
-    """The module that a name of a quantised tensor belongs to."""
+    """Return the module that a name of a quantised tensor belongs to."""
     head, state, _ = name.partition(".weight.quant_state.")
     return head if state else name.rpartition(".")[0]
 
 
 def _parents(name: str) -> Iterator[str]:
-    """The names that a name lies in, from the nearest."""
+    """Yield the names that a name lies in, from the nearest."""
     for _ in range(_DEEPEST):
         name = name.rpartition(".")[0]
         yield name
@@ -119,8 +116,8 @@ def _parents(name: str) -> Iterator[str]:
 class DequantizeResult:
     """A catalog with numbers in the place of values and scales.
 
-    ``kinds`` are those of the tensors that numbers are made of, ``unfit`` why values whose scales
-    do not fit cannot be: both by the identity of the entry's chunks, which selecting and renaming
+    ``kinds`` are those of the dequantized tensors, ``unfit`` why values whose scales do not fit are
+    none of them: both by the identity of the entry's chunks, which selecting and renaming
     leave as it is.
     """
 
@@ -129,54 +126,46 @@ class DequantizeResult:
     unfit: dict[int, Unsupported]
 
     def counts(self, kept: Catalog) -> dict[str, int]:
-        """How many of each kind a selection keeps; Unsupported where it keeps one that is unfit."""
-        chunks = [id(entry.chunks) for entry in kept.tensors.values()]
-        for one in chunks:
-            if one in self.unfit:
-                raise self.unfit[one]
-        return dict(Counter(self.kinds[one] for one in chunks if one in self.kinds))
+        """Count those of each kind that a selection keeps; Unsupported where one is unfit."""
+        identities = [id(entry.chunks) for entry in kept.tensors.values()]
+        for identity in identities:
+            if identity in self.unfit:
+                raise self.unfit[identity]
+        return dict(Counter(self.kinds[i] for i in identities if i in self.kinds))
 
 
 def dequantized(
     catalog: Catalog, dtype: DType, block: tuple[int, int] | None = None
 ) -> DequantizeResult:
-    """With numbers of ``dtype`` in the place of values and scales.
+    """Put numbers of ``dtype`` in the place of values and scales.
 
     ``block`` is the size of an FP8 block where the model's config says it. Raises Unsupported where
     no tensor is quantised in a known way.
     """
-    found = {pair.values.name: pair for pair in pairs(catalog)}
-    if not found:
+    by_values = {pair.values.name: pair for pair in pairs(catalog)}
+    if not by_values:
         raise Unsupported(
             "--dequantize: no tensors with supported scales found",
             hint="supported: X.weight with X.weight_scale_inv or X.weight_scale, and X_blocks with"
             " X_scales",
         )
-    gone = {pair.scales.name for pair in found.values()}
-    made = DequantizeResult(catalog, {}, {})
+    scales = {pair.scales.name for pair in by_values.values()}
+    result = DequantizeResult(catalog, {}, {})
     tensors: dict[str, TensorEntry] = {}
     for name, entry in catalog.tensors.items():
-        if name in gone:
+        if name in scales:
             continue
-        if name in found:
-            entry = _noted(made, found[name], dtype, block)
+        pair = by_values.get(name)
+        if pair is not None:
+            try:
+                entry = _numbers(pair, dtype, block)
+                result.kinds[id(entry.chunks)] = pair.kind
+            except Unsupported as error:
+                result.unfit[id(entry.chunks)] = error
         if entry.name in tensors:
             raise Unsupported(f"--dequantize: tensor {entry.name} already exists")
         tensors[entry.name] = entry
-    return replace(made, catalog=catalog.with_tensors(tensors))
-
-
-def _noted(
-    made: DequantizeResult, pair: Pair, dtype: DType, block: tuple[int, int] | None
-) -> TensorEntry:
-    """The numbers of a pair, or its values where they cannot be made."""
-    try:
-        entry = _numbers(pair, dtype, block)
-    except Unsupported as error:
-        made.unfit[id(pair.values.chunks)] = error
-        return pair.values
-    made.kinds[id(entry.chunks)] = pair.kind
-    return entry
+    return replace(result, catalog=catalog.with_tensors(tensors))
 
 
 def _numbers(pair: Pair, dtype: DType, block: tuple[int, int] | None) -> TensorEntry:
@@ -186,7 +175,7 @@ def _numbers(pair: Pair, dtype: DType, block: tuple[int, int] | None) -> TensorE
 
 
 def _rows(pair: Pair, dtype: DType) -> TensorEntry:
-    """Numbers with one scale, or one for each row, under a shape with all dims."""
+    """Lay out numbers with one scale, or one for each row."""
     shape, scales = pair.values.shape, pair.scales
     while len(scales.shape) < len(shape):
         scales = insert_dim(scales, len(scales.shape))
@@ -205,7 +194,7 @@ def _blocks(pair: Pair, dtype: DType, block: tuple[int, int] | None) -> TensorEn
 
 
 def _even(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The size of the blocks where they divide a tensor without a rest."""
+    """Return the size of the blocks where they divide a tensor without a rest."""
     if any(not count or size % count for size, count in zip(shape, grid, strict=True)):
         return None
     return tuple(size // count for size, count in zip(shape, grid, strict=True))

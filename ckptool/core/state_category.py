@@ -1,10 +1,10 @@
-"""Which names are the model, which the optimizer, which something else."""
+"""Which tensors and values are the model, which the optimizer, which something else."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -30,109 +30,106 @@ _OF_AN_OPTIMIZER = re.compile(
     rf"(.+\.)?{_STATE_DICT}(\.[^.]+)?\.(state|param_groups|base_optimizer_state)(\..+)?"
     rf"|(.+\.)?state\..+\.({_KIND}|step)"
 )
-"""Names that say it in their middle: a state dict of an optimizer lies somewhere in another."""
+"""Names of an optimizer's state dict that lies somewhere in another state dict."""
 _GROUPS = ".param_groups"
 _OF_A_LAYER = re.compile(r".+\.(weight|bias|running_mean|running_var|num_batches_tracked)")
 
 
 def state_category(entry: TensorEntry | ObjectEntry) -> str:
-    """``model``, ``optimizer`` or ``other``: as the whole catalog shows it, else by the name."""
+    """Return ``model``, ``optimizer`` or ``other``: as the whole catalog shows it, or by name."""
     return entry.part or state_category_of_name(entry.name, entry.path)
 
 
 def state_category_of_name(name: str, path: Path) -> str:
-    """``model``, ``optimizer`` or ``other``, by a name alone."""
+    """Return ``model``, ``optimizer`` or ``other``, by a name alone."""
     first = (str(path[0]) if path else name).partition(".")[0].partition("@")[0]
-    return _part_of_step(first) or ("optimizer" if _is_of_optimizer(name) else "model")
+    return _category_of_step(first) or ("optimizer" if _is_of_optimizer(name) else "model")
 
 
 def _is_of_optimizer(name: str) -> bool:
     return "state" in name and _OF_AN_OPTIMIZER.fullmatch(name) is not None
 
 
-def _part_of_step(step: str) -> str | None:
+def _category_of_step(step: str) -> str | None:
     if _OPTIMIZER.fullmatch(step):
         return "optimizer"
     return "other" if _OTHER.fullmatch(step) else None
 
 
-# What the whole catalog shows
-
 Entry = TypeVar("Entry", TensorEntry, ObjectEntry)
 
 
 def with_parts(catalog: Catalog) -> Catalog:
-    """The catalog with the ``part`` of its entries where their names do not tell it."""
-    return _parted(catalog, _unlike_their_names(catalog))
+    """Mark the ``part`` of a catalog's entries where their names alone are misleading."""
+    return _mark(catalog, _misleading_names(catalog))
 
 
 def with_every_part(catalog: Catalog) -> Catalog:
-    """The catalog with the ``part`` of each entry, which stays known when names change.
+    """Mark the ``part`` of each of a catalog's entries, which stays known when names change.
 
     Masters are the model where they are its only weights.
     """
     parts = {name: state_category(entry) for name, entry in catalog.tensors.items()}
     parts |= {name: state_category(entry) for name, entry in catalog.objects.items()}
-    return _parted(catalog, parts | dict.fromkeys(weights(catalog), "model"))
+    return _mark(catalog, parts | dict.fromkeys(weights(catalog), "model"))
 
 
-def _parted(catalog: Catalog, parts: Mapping[str, str]) -> Catalog:
+def _mark(catalog: Catalog, parts: Mapping[str, str]) -> Catalog:
+    def marked(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+        return {
+            name: replace(entry, part=parts[name]) if name in parts else entry
+            for name, entry in entries.items()
+        }
+
     if not parts:
         return catalog
-    return replace(
-        catalog, tensors=_marked(catalog.tensors, parts), objects=_marked(catalog.objects, parts)
-    )
+    return replace(catalog, tensors=marked(catalog.tensors), objects=marked(catalog.objects))
 
 
-def _marked(entries: Mapping[str, Entry], parts: Mapping[str, str]) -> dict[str, Entry]:
-    return {
-        name: replace(entry, part=parts[name]) if name in parts else entry
-        for name, entry in entries.items()
-    }
-
-
-def _unlike_their_names(catalog: Catalog) -> dict[str, str]:
-    """The part of each tensor and value that its name alone does not tell."""
-    found: dict[str, str] = {}
+def _misleading_names(catalog: Catalog) -> dict[str, str]:
+    """Return the part of each tensor and value whose name alone does not tell it."""
+    parts: dict[str, str] = {}
     groups: dict[str, list[str]] = defaultdict(list)
     for entries in (catalog.tensors, catalog.objects):
         for name, entry in entries.items():
             if entry.part is None:
                 groups[_head(name)].append(name)
     for head, names in groups.items():
-        if _part_of_step(head) is None:
-            found |= _inside_container(head, names)
+        if _category_of_step(head) is None:
+            parts |= _parts_in_container(head, names)
         elif _is_of_model(head, names, groups, catalog):
-            found |= dict.fromkeys(names, "model")
-    return found | dict.fromkeys(_beside_param_groups(catalog), "optimizer")
+            parts |= dict.fromkeys(names, "model")
+    return parts | dict.fromkeys(_beside_param_groups(catalog), "optimizer")
 
 
-def _inside_container(head: str, names: list[str]) -> dict[str, str]:
-    """The parts of a state dict that holds a model and an optimizer, as one of several or alone.
+def _parts_in_container(head: str, names: list[str]) -> dict[str, str]:
+    """Return the parts of a state dict that holds a model and an optimizer.
 
     Composer saves ``state.model`` and ``state.optimizers``, torch's own tutorial ``app.model`` and
     ``app.optim``.
     """
     inner = {name: _head(name[len(head) + 1 :]) for name in names}
     steps = set(inner.values())
-    has_optimizer = any(_part_of_step(s) == "optimizer" and not _KINDS.fullmatch(s) for s in steps)
+    has_optimizer = any(
+        _category_of_step(s) == "optimizer" and not _KINDS.fullmatch(s) for s in steps
+    )
     if not has_optimizer or not any(map(_WRAPPER.fullmatch, steps)):
         return {}
-    return {name: _part_of_step(step) or "model" for name, step in inner.items()}
+    return {name: _category_of_step(step) or "model" for name, step in inner.items()}
 
 
 def _beside_param_groups(catalog: Catalog) -> Iterator[str]:
-    """The tensors of ``X.state`` where there is ``X.param_groups``: an optimizer's, whatever X."""
-    names = (name for entries in (catalog.objects, catalog.tensors) for name in entries)
-    found = {f".{name}".partition(_GROUPS)[0] for name in names if _GROUPS in f".{name}"}
-    heads = tuple(f"{head}.state."[1:] for head in found)
+    """Yield the tensors of ``X.state`` where there is ``X.param_groups``, whatever X is."""
+    names = (f".{name}" for entries in (catalog.objects, catalog.tensors) for name in entries)
+    optimizers = {name.partition(_GROUPS)[0] for name in names if _GROUPS in name}
+    heads = tuple(f"{optimizer}.state."[1:] for optimizer in optimizers)
     return (name for name in catalog.tensors if heads and name.startswith(heads))
 
 
 def _is_of_model(
     head: str, names: list[str], groups: Mapping[str, list[str]], catalog: Catalog
 ) -> bool:
-    """Whether a module or a parameter of the model is called as other checkpoints call a part."""
+    """Return whether the model has a module or parameter of this name, elsewhere a part's."""
     if not all(name in catalog.tensors for name in names):
         return False
     if _KINDS.fullmatch(head):
@@ -140,20 +137,20 @@ def _is_of_model(
     if catalog.objects or any(map(_WRAPPER.fullmatch, groups)):
         return False
     if names == [head]:
-        return _part_of_step(head) == "optimizer"
+        return _category_of_step(head) == "optimizer"
     return all(_OF_A_LAYER.fullmatch(n) and not _is_of_optimizer(n) for n in names)
 
 
 def _is_state(
     head: str, names: list[str], groups: Mapping[str, list[str]], catalog: Catalog
 ) -> bool:
-    """Whether ``exp_avg.NAME`` and the like stand for a parameter that other names stand for too.
+    """Return whether ``exp_avg.NAME`` and the like are the state of a parameter with other names.
 
-    They do as well where nothing but such state is there, and what DeepSpeed saves beside it.
+    So they are where nothing but such state is there, and what DeepSpeed saves beside it.
     """
     if names == [head]:
         return False
-    if all(_part_of_step(_head(n)) or _head(n) in _OF_A_MODULE for n in catalog.tensors):
+    if all(_category_of_step(_head(n)) or _head(n) in _OF_A_MODULE for n in catalog.tensors):
         return True
     kinds = [kind for kind in (*groups, "model.module") if kind != head and _is_prefix(kind)]
     tails = (name[len(head) + 1 :] for name in names)
@@ -171,7 +168,7 @@ _OF_A_MODULE = frozenset(["module", "frozen", "buffer"])
 
 
 def weights(catalog: Catalog) -> list[str]:
-    """The names of the model's tensors: its part, and masters that are a parameter's only weight.
+    """Return the names of the model's tensors, with masters that are a parameter's only weight.
 
     DeepSpeed's ZeRO 3 saves no weights of partitioned parameters but the masters,
     ``fp32.<parameter>``; those that are not partitioned lie in ``module``.
@@ -186,18 +183,18 @@ def weights(catalog: Catalog) -> list[str]:
 
 
 def masters_are_weights(catalog: Catalog) -> bool:
-    """Whether masters are the model's only weights, be they read or not."""
+    """Return whether masters are the model's only weights, be they read or not."""
     heads = {_head(name) for name in weights(catalog)}
     return heads <= (_OF_A_MODULE - {"module"}) | {_MASTERS}
 
 
 def is_master(name: str) -> bool:
-    """Whether a name is that of a master, or of all masters."""
+    """Return whether a name is that of a master, or of all masters."""
     return _head(name) == _MASTERS
 
 
 def model_prefixes(catalog: Catalog) -> tuple[str, ...]:
-    """The steps that wrap the names of the model's tensors; empty where nothing wraps them."""
+    """Return the steps that wrap the names of the model's tensors; () where nothing does."""
     names = weights(catalog)
     heads = {_head(name) for name in names}
     everything = {_head(name) for name in catalog.tensors}
@@ -208,7 +205,7 @@ def model_prefixes(catalog: Catalog) -> tuple[str, ...]:
 
 
 def _prefix_in_container(names: Collection[str], catalog: Catalog) -> str | None:
-    """``app.model`` where a model is wrapped so, beside what is none of it."""
+    """Return ``app.model`` where a model is wrapped so, beside what is none of it."""
     if len(names) == len(catalog.tensors) or not names:
         return None
     wrappers = {".".join(name.split(".")[:2]) for name in names if name.count(".") > 1}
@@ -222,12 +219,13 @@ def _head(name: str) -> str:
 
 
 def model_prefix(catalog: Catalog) -> str | None:
-    """The step that wraps all of the model's names, or None where nothing wraps them.
+    """Return the step that wraps all of the model's names, or None where nothing wraps them.
 
-    A name such as Hugging Face's ``model.layers.0`` is no wrapped one: the step must be a level
+    A name such as Hugging Face's ``model.layers.0`` is not wrapped: the step must be a level
     of its own in the nested state dict, or the checkpoint must hold more than a model.
     """
-    paths = [entry.path for entry in _of_model(catalog)]
+    entries = catalog.tensors.values()
+    paths = [entry.path for entry in entries if state_category(entry) == "model"]
     first = {str(path[0]) for path in paths}
     if len(first) == 1 and all(len(path) > 1 for path in paths):
         wrapper = next(iter(first))
@@ -236,13 +234,5 @@ def model_prefix(catalog: Catalog) -> str | None:
         return None
     heads = {str(path[0]).partition(".")[0] for path in paths if len(path) == 1}
     wrapper = next(iter(heads)) if len(heads) == 1 and len(paths) else ""
-    return wrapper if _WRAPPER.fullmatch(wrapper) and not _is_flat(paths) else None
-
-
-def _of_model(catalog: Catalog) -> Iterator[TensorEntry]:
-    return (entry for entry in catalog.tensors.values() if state_category(entry) == "model")
-
-
-def _is_flat(paths: Iterable[Path]) -> bool:
-    """Whether some name has no step inside its wrapper."""
-    return any("." not in str(path[0]) for path in paths)
+    is_wrapped = all("." in str(path[0]) for path in paths)
+    return wrapper if _WRAPPER.fullmatch(wrapper) and is_wrapped else None

@@ -34,7 +34,7 @@ Cuts = tuple[Cut, ...]
 
 
 def chunk_bounds(length: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Half-open row ranges when plain shards of ``sizes`` cut ``length`` rows one after another.
+    """Return the half-open row ranges when plain shards of ``sizes`` cut ``length`` rows in turn.
 
     Row-major over the chunk numbers, in the order of the cuts. An empty chunk is
     ``(length, length)``, where torch puts it.
@@ -52,7 +52,7 @@ def _chunk_ranges(low: int, high: int, count: int) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=128)
 def runs_table(length: int, cuts: Cuts) -> tuple[Runs, ...]:
-    """The index runs for every combination of chunk numbers, row-major in the order of the cuts."""
+    """Return the index runs for each combination of chunk numbers, row-major in order of cuts."""
     table: list[Runs] = [whole(length)]
     for step in cuts:
         table = [part for runs in table for part in _split(runs, step)]
@@ -82,23 +82,23 @@ def _split(runs: Runs, step: Cut) -> Iterator[Runs]:
 
 
 def _chunks(length: int, count: int) -> list[int]:
-    """Lengths of ``torch.chunk``, padded with zeros up to ``count``."""
+    """Return the lengths of ``torch.chunk``, padded with zeros up to ``count``."""
     size = -(-length // count) if count else 0
     return [min(size, max(0, length - size * index)) for index in range(count)]
 
 
 def _take(runs: Runs, lengths: Iterable[int]) -> Iterator[Runs]:
-    """Consecutive parts of the index sequence, of the given lengths."""
+    """Yield consecutive parts of the index sequence, of the given lengths."""
     pending = list(reversed(runs))
     for length in lengths:
         part = []
         while length:
             start, size = pending.pop()
-            taken = min(size, length)
-            part.append((start, taken))
-            if taken < size:
-                pending.append((start + taken, size - taken))
-            length -= taken
+            step = min(size, length)
+            part.append((start, step))
+            if step < size:
+                pending.append((start + step, size - step))
+            length -= step
         yield tuple(part)
 
 
@@ -114,7 +114,7 @@ def _joined(runs: Iterable[tuple[int, int]]) -> Runs:
 
 
 def total_length(runs: Runs) -> int:
-    """Number of indices."""
+    """Count the indices of runs."""
     return sum(length for _, length in runs)
 
 
@@ -137,7 +137,7 @@ Order = tuple[int, ...]
 def cuts_by_dim(
     rank: int, sizes: tuple[int, ...], placements: Sequence[Placement]
 ) -> tuple[Cuts, ...]:
-    """For each of ``rank`` tensor dims the mesh dims that cut it, from left to right."""
+    """Return for each of ``rank`` tensor dims the mesh dims that cut it, from left to right."""
     if len(placements) != len(sizes):
         raise Damaged(f"{len(placements)} placements on a mesh of {len(sizes)} dims")
     by_dim: list[list[Cut]] = [[] for _ in range(rank)]
@@ -168,7 +168,7 @@ def _factor(placement: Shard | StridedShard) -> int:
 
 
 def encoded_order(cuts: Cuts) -> Cuts | None:
-    """The plain cuts in the order that the split factors encode, or None where they encode none."""
+    """Return the plain cuts in the order that the split factors encode; None if they do not."""
     if all(cut.factor == 1 for cut in cuts):
         return cuts
     order: list[Cut] = []
@@ -181,7 +181,7 @@ def encoded_order(cuts: Cuts) -> Cuts | None:
 
 
 def after_the_later(cuts: Cuts) -> Cuts:
-    """The plain cuts in FSDP2's order: a mesh dim that is strided cuts after all later ones."""
+    """Return the plain cuts in FSDP2's order: a strided mesh dim cuts after all later ones."""
     order: list[Cut] = []
     for cut in reversed(cuts):
         plain = Cut(cut.mesh_dim, cut.size, 1)
@@ -190,7 +190,7 @@ def after_the_later(cuts: Cuts) -> Cuts:
 
 
 def placements_of(orders: Sequence[Sequence[int]], shape: Sequence[int]) -> Placements:
-    """Placements on a mesh of ``shape`` that encode the order of each tensor dim."""
+    """Return the placements on a mesh of ``shape`` that encode the order of each tensor dim."""
     placements: list[Placement] = [Replicate()] * len(shape)
     for dim, order in enumerate(orders):
         for index, mesh_dim in enumerate(order):

@@ -95,7 +95,7 @@ def shard_at(
     local_shape: Sequence[int],
     shard_order: ShardOrder | None = None,
 ) -> LocalShard:
-    """Return what row-major ``position`` alone holds, as ``local_shards`` tells it of all.
+    """Return what row-major ``position`` alone holds, as ``local_shards`` does for all.
 
     Of the local shapes only the position's own is known.
     """
@@ -129,9 +129,9 @@ class _Reading:
         pieces = tuple(_piece(choice) for choice in itertools.product(*by_dim))
         return LocalShard(tuple(map(total_length, runs)), pieces)
 
-    def first_misfit(self, found: Mapping[int, Sequence[int]]) -> _Misfit | None:
-        """The first position whose recorded local shape is not the one this reading gives."""
-        for position, shape in sorted(found.items()):
+    def first_misfit(self, recorded: Mapping[int, Sequence[int]]) -> _Misfit | None:
+        """Find the first position whose recorded local shape is not the one this reading gives."""
+        for position, shape in sorted(recorded.items()):
             expected = self.local_shape(position)
             if expected != tuple(shape):
                 return _Misfit(position, expected, tuple(shape))
@@ -142,7 +142,7 @@ class _Reading:
 class _Misfit:
     position: int
     expected: tuple[int, ...]
-    found: tuple[int, ...]
+    recorded: tuple[int, ...]
 
 
 @lru_cache(maxsize=32)
@@ -169,12 +169,12 @@ def _decide(
     sizes = tuple(mesh_shape)
     cuts = cuts_by_dim(len(shape), sizes, placements)
     _check_stripes(shape, sizes, cuts)
-    found = local_shapes or {}
-    _check_positions(found, sizes)
+    recorded = local_shapes or {}
+    _check_positions(recorded, sizes)
     misfits = []
     for ordered in _orders(cuts, dict(shard_order or ())):
         reading = _Reading(tuple(shape), sizes, ordered)
-        misfit = reading.first_misfit(found)
+        misfit = reading.first_misfit(recorded)
         if misfit is None:
             return reading
         misfits.append(misfit)
@@ -187,7 +187,7 @@ def _no_reading(
     names = ", ".join(map(str, placements))
     return Damaged(
         f"mesh position {misfit.position} of {'x'.join(map(str, sizes))} holds a local tensor of "
-        f"shape {misfit.found}, but [{names}] of a {tuple(shape)} tensor gives {misfit.expected}"
+        f"shape {misfit.recorded}, but [{names}] of a {tuple(shape)} tensor gives {misfit.expected}"
     )
 
 

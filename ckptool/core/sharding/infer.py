@@ -77,12 +77,12 @@ def infer(tensors: Iterable[ChunkedTensor], world_size: int) -> Inference:
     if len(shapes) != 1:
         return Inference(None, dict.fromkeys(signatures), shapes, {})
     fits = {signature: search.placements(grid, shapes[0]) for signature, grid in grids.items()}
-    found = {name: fits[signature] for name, signature in signatures.items()}
+    choices = {name: fits[signature] for name, signature in signatures.items()}
     return Inference(
         Mesh.of(shapes[0]),
-        {name: some[0] if len(some) == 1 else None for name, some in found.items()},
+        {name: some[0] if len(some) == 1 else None for name, some in choices.items()},
         (),
-        {name: some for name, some in found.items() if len(some) > 1},
+        {name: some for name, some in choices.items() if len(some) > 1},
     )
 
 
@@ -124,7 +124,7 @@ _Evidence = tuple[_CutDim | None, ...]
 
 
 def _evidence(shape: _Shape, chunks: Sequence[tuple[Box, int | None]]) -> _Evidence | None:
-    """What the chunks tell of each tensor dim, or None where no mesh can cut a tensor like this."""
+    """Return what the chunks tell of each tensor dim; None where no mesh cuts a tensor so."""
     if not chunks or any(len(box.lo) != len(shape) for box, _ in chunks):
         return None
     if not math.prod(shape):
@@ -180,22 +180,22 @@ class _Search:
         return True
 
     def placements(self, tensor: _Evidence, shape: _Shape) -> tuple[Placements, ...]:
-        """All placements that fit, the simplest of those that put the same rows on each rank."""
+        """Return all placements that fit, of those with the same rows on each rank the simplest."""
         fits = list(self._fits(tensor, shape))
         if len(fits) == 1:
             return (placements_of(fits[0], shape),)
         simplest: dict[object, Placements] = {}
         for orders in fits:
-            held = tuple(
-                _rows_held(dim.length, shape, order) if dim is not None else None
+            rows = tuple(
+                _rank_rows(dim.length, shape, order) if dim is not None else None
                 for dim, order in zip(tensor, orders, strict=True)
             )
-            found = placements_of(orders, shape)
-            simplest[held] = min(simplest.get(held, found), found, key=_complexity)
+            placements = placements_of(orders, shape)
+            simplest[rows] = min(simplest.get(rows, placements), placements, key=_complexity)
         return tuple(sorted(simplest.values(), key=_complexity))
 
     def _fits(self, tensor: _Evidence, shape: _Shape) -> Iterator[tuple[Order, ...]]:
-        """One order per tensor dim, no mesh dim in two of them."""
+        """Yield one order per tensor dim, no mesh dim in two of them."""
         options = [((),) if dim is None else self._orders(dim, shape) for dim in tensor]
         for orders in itertools.product(*options):
             used = list(itertools.chain.from_iterable(orders))
@@ -203,7 +203,7 @@ class _Search:
                 yield orders
 
     def _orders(self, dim: _CutDim, shape: _Shape) -> tuple[Order, ...]:
-        """The orders of mesh dims that cut the dim into its spans and agree with its writers."""
+        """Return the orders of mesh dims that give the dim's spans and agree with its writers."""
         key = (dim, shape)
         if key not in self._orders_known:
             orders = (order for order in _all_orders(len(shape)) if self._cuts(dim, shape, order))
@@ -228,7 +228,7 @@ class _Search:
 
 
 def _may_give(dim: _CutDim, sizes: tuple[int, ...]) -> bool:
-    """Return a cheap test: are there chunks enough, and is the first of the right length?"""
+    """Test cheaply whether there are chunks enough and the first is of the right length."""
     first = dim.length
     for size in sizes:
         first = -(-first // size)
@@ -262,14 +262,14 @@ def _all_orders(dims: int) -> tuple[Order, ...]:
 
 def _agrees(dim: _CutDim, shape: _Shape, order: Order) -> bool:
     """Return whether each rank holds what it wrote."""
-    held = _rows_held(dim.length, shape, order)
-    return all(held[rank] == span for rank, span in dim.writers) and all(
-        held[rank][0] == held[rank][1] for rank in dim.idle
+    rows = _rank_rows(dim.length, shape, order)
+    return all(rows[rank] == span for rank, span in dim.writers) and all(
+        rows[rank][0] == rows[rank][1] for rank in dim.idle
     )
 
 
 @lru_cache(maxsize=256)
-def _rows_held(length: int, shape: _Shape, order: Order) -> tuple[_Span, ...]:
+def _rank_rows(length: int, shape: _Shape, order: Order) -> tuple[_Span, ...]:
     """Return the rows that each rank of a mesh of ``shape`` holds."""
     bounds = chunk_bounds(length, tuple(shape[mesh_dim] for mesh_dim in order))
     return tuple(bounds[index] for index in _chunk_numbers(shape, order))
@@ -277,7 +277,7 @@ def _rows_held(length: int, shape: _Shape, order: Order) -> tuple[_Span, ...]:
 
 @lru_cache(maxsize=256)
 def _chunk_numbers(shape: _Shape, order: Order) -> tuple[int, ...]:
-    """For each rank the number of its chunk, counted row-major in the order of the cuts."""
+    """Return for each rank the number of its chunk, row-major in the order of the cuts."""
     numbers = []
     for at in itertools.product(*map(range, shape)):
         number = 0
@@ -288,9 +288,9 @@ def _chunk_numbers(shape: _Shape, order: Order) -> tuple[int, ...]:
 
 
 def _complexity(placements: Placements) -> tuple[int, int, str]:
-    """Sorts few strided shards before many, then few shards before many, then by name."""
-    strided = sum(isinstance(one, StridedShard) for one in placements)
-    whole = sum(isinstance(one, Replicate) for one in placements)
+    """Return a sort key: few strided shards before many, then few shards, then by name."""
+    strided = sum(isinstance(placement, StridedShard) for placement in placements)
+    whole = sum(isinstance(placement, Replicate) for placement in placements)
     return strided, -whole, " ".join(map(str, placements))
 
 
@@ -300,16 +300,16 @@ def with_inferred_mesh(catalog: Catalog) -> Catalog:
     A tensor without elements gets none: its chunks cannot tell how it was placed.
     """
     world = catalog.world_size or 1
-    stored = [_stored(entry) for entry in catalog.tensors.values() if entry.placements is None]
-    if world < 2 or not stored or catalog.mesh is not None:
+    entries = [entry for entry in catalog.tensors.values() if entry.placements is None]
+    if world < 2 or not entries or catalog.mesh is not None:
         return catalog
-    found = infer(stored, world)
+    inference = infer(map(_chunked, entries), world)
     notes = catalog.notes
-    if found.ambiguous:
-        shapes = " or ".join("x".join(map(str, shape)) for shape in found.ambiguous)
+    if inference.ambiguous:
+        shapes = " or ".join("x".join(map(str, shape)) for shape in inference.ambiguous)
         notes = (*notes, f"the device mesh is ambiguous: {shapes} explain the chunks alike")
     tensors = {
-        name: replace(entry, placements=found.placements.get(name, entry.placements))
+        name: replace(entry, placements=inference.placements.get(name, entry.placements))
         if entry.elements
         else entry
         for name, entry in catalog.tensors.items()
@@ -317,13 +317,13 @@ def with_inferred_mesh(catalog: Catalog) -> Catalog:
     return replace(
         catalog,
         tensors=tensors,
-        mesh=found.mesh,
-        mesh_source="inferred" if found.mesh else None,
+        mesh=inference.mesh,
+        mesh_source="inferred" if inference.mesh else None,
         notes=notes,
     )
 
 
-def _stored(entry: TensorEntry) -> ChunkedTensor:
+def _chunked(entry: TensorEntry) -> ChunkedTensor:
     chunks = tuple((chunk.box, chunk.rank) for chunk in entry.chunks)
     copies = tuple((chunk.box, copy.rank) for chunk in entry.chunks for copy in chunk.copies)
     return ChunkedTensor(entry.name, entry.shape, chunks + copies)

@@ -1,7 +1,4 @@
-"""Choose the placements of every tensor on a new device mesh.
-
-What words and names say of placements: styles of a parameter, policies, names of mesh dims.
-"""
+"""Choose the placements of every tensor on a new device mesh, by rules, styles, policies, names."""
 
 from __future__ import annotations
 
@@ -56,10 +53,7 @@ def parse_mesh(text: str) -> Mesh:
     if names is not None and (len(set(names)) != len(names) or not all(names)):
         raise UsageError(f"--mesh {text!r}: each dim needs a name of its own")
     shape = [int(size) for size in sizes]
-    total = 1
-    for size in shape:
-        total *= size
-    if total > _MOST_RANKS or len(shape) > 4:
+    if math.prod(shape) > _MOST_RANKS or len(shape) > 4:
         raise UsageError(f"--mesh {text!r}: more than 4 dims or {_MOST_RANKS:,} ranks")
     return Mesh.of(shape, names)
 
@@ -239,12 +233,12 @@ SHARDED = ("fsdp", "dp_shard", "dp", "shard", "cp", "dp_cp", "dp_shard_cp")
 
 
 def colwise(entry: TensorEntry) -> Placement:
-    """Output features are sharded: the first dim of weight and bias."""
+    """Shard output features: the first dim of weight and bias."""
     return Shard(0) if entry.shape else Replicate()
 
 
 def rowwise(entry: TensorEntry) -> Placement:
-    """Input features are sharded: the second dim of a weight; a bias is replicated."""
+    """Shard input features: the second dim of a weight; replicate a bias."""
     return Shard(1) if len(entry.shape) > 1 else Replicate()
 
 
@@ -286,17 +280,17 @@ def conventional_style(name: str) -> str:
 
 
 def fsdp(entry: TensorEntry, mesh: Mesh) -> Placements:
-    """Rows over all mesh dims, nested from left to right."""
+    """Shard rows over all mesh dims, nested from left to right."""
     return (Shard(0) if entry.shape else Replicate(),) * len(mesh.shape)
 
 
 def hsdp(entry: TensorEntry, mesh: Mesh) -> Placements:
-    """Return a replica a step of the first mesh dim, rows over the others."""
+    """Replicate along the first mesh dim, shard rows over the others."""
     return (Replicate(), *fsdp(entry, mesh)[1:])
 
 
 def replicate(entry: TensorEntry, mesh: Mesh) -> Placements:
-    """Return the whole tensor on every rank."""
+    """Put the whole tensor on every rank."""
     return (Replicate(),) * len(mesh.shape)
 
 
@@ -311,7 +305,7 @@ POLICIES: dict[str, Callable[[TensorEntry, Mesh], Placements]] = {
 
 
 def fsdp_last(placements: Placements, mesh: Mesh, first: set[int]) -> Placements:
-    """FSDP cuts what the mesh dims ``first`` (tensor or expert parallel) left of a tensor dim.
+    """Make FSDP cut what the mesh dims ``first`` (tensor or expert parallel) left of a tensor dim.
 
     So its shards of the same dim, written before theirs, become strided.
     """
