@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
-from ckptool.core.keymap.carry import Made, carry, one_value
+from ckptool.core.keymap.carry import CarriedTensor, carry, one_value
 from ckptool.core.keymap.match import Claim, Facts, Frame, Framed, Matcher, framed
 from ckptool.core.keymap.model import BoundTensor, KeyMap, Rule, UnknownSizes, group_sizes
 from ckptool.core.rewrite import renamed
@@ -38,15 +38,17 @@ class Mapped:
 
 
 def apply_map(catalog: Catalog, key_map: KeyMap, facts: Facts) -> Mapped:
-    """The checkpoint under the map: its model, and what an optimizer keeps for each parameter.
+    """Apply a map to a checkpoint: its model, and what an optimizer keeps for each parameter.
 
     The places of tensors must have been located. Raises UsageError where no rule takes a tensor
     or two make one name, UnknownSizes, and Unsupported where shapes are not what the map says or
     the optimizer's state cannot follow.
     """
-    unfit = [name for name in key_map.unless if name in facts.true]
-    if unfit:
-        raise Unsupported(f"map {key_map.name} does not support models with {', '.join(unfit)}")
+    unsupported = [name for name in key_map.unless if name in facts.true]
+    if unsupported:
+        raise Unsupported(
+            f"map {key_map.name} does not support models with {', '.join(unsupported)}"
+        )
     return _Application(catalog, key_map, facts.of(catalog, key_map)).run()
 
 
@@ -70,30 +72,28 @@ class _Application:
 
     def run(self) -> Mapped:
         knows = [self._matchers[part].knows for part in ("model", "optimizer")]
-        found, odd = framed(self._catalog, *knows)
+        frames, unmatched = framed(self._catalog, *knows)
         handled: set[str] = set()
-        self._require_taken(odd)
+        self._require_matched(unmatched)
         groups = [
             (frame, group)
-            for frame, names in found.items()
+            for frame, names in frames.items()
             for group in self._groups(frame, names, handled)
         ]
         for scalars in (False, True):
-            for frame, names, claims in self._tensor_groups(groups, found, scalars=scalars):
+            for frame, names, claims in self._tensor_groups(groups, frames, scalars=scalars):
                 self._carry(frame, names, claims, scalars=scalars)
         for frame, claims in groups:
-            self._carry_values(frame, found[frame], claims)
+            self._carry_values(frame, frames[frame], claims)
         self._rename_in_lists(handled)
         self._require_done(handled)
         return self._result(handled)
 
-    # Who takes what
-
-    def _require_taken(self, odd: Sequence[str]) -> None:
-        if odd:
+    def _require_matched(self, unmatched: Sequence[str]) -> None:
+        if unmatched:
             raise UsageError(
                 f"map {self._map.name} ({self._map.source} to {self._map.target}) has no rule for"
-                f" {len(odd):,} of the tensors:\n" + listed(odd),
+                f" {len(unmatched):,} of the tensors:\n" + listed(unmatched),
                 hint="use --drop 'GLOB' to exclude tensors, or edit the map of `ckptool maps NAME`"
                 " and pass it as --map FILE",
             )
@@ -101,50 +101,48 @@ class _Application:
     def _groups(
         self, frame: Frame, names: Mapping[str, str], handled: set[str]
     ) -> Iterator[list[Claim]]:
-        """The claims of one frame's names, those together that are carried over together."""
+        """Yield the claims of one frame's names, grouped as they are carried over."""
         matcher = self._matchers[frame.part]
-        found: dict[object, list[Claim]] = defaultdict(list)
+        groups: dict[object, list[Claim]] = defaultdict(list)
         for inner, name in names.items():
             handled.add(name)
             claim = matcher.claim(inner)
             if claim is not None:
-                found[claim.group].append(claim)
+                groups[claim.group].append(claim)
             elif matcher.drops(inner):
                 self._excluded.append(name)
             else:
                 self._refused.append(name)
-        yield from found.values()
+        yield from groups.values()
 
     def _tensor_groups(
-        self, groups: Iterable[tuple[Frame, list[Claim]]], found: Framed, *, scalars: bool
+        self, groups: Iterable[tuple[Frame, list[Claim]]], frames: Framed, *, scalars: bool
     ) -> Iterator[tuple[Frame, Mapping[str, str], list[Claim]]]:
         for frame, claims in groups:
-            names = found[frame]
-            held = [c for c in claims if names[c.inner] in self._catalog.tensors]
-            if held and scalars == self._is_scalar(frame, names, held[0]):
-                yield frame, names, held
+            names = frames[frame]
+            tensors = [c for c in claims if names[c.inner] in self._catalog.tensors]
+            if tensors and scalars == self._is_scalar(frame, names, tensors[0]):
+                yield frame, names, tensors
 
     def _is_scalar(self, frame: Frame, names: Mapping[str, str], claim: Claim) -> bool:
-        """Whether the optimizer keeps this once a parameter, and not once an element."""
+        """Return whether the optimizer keeps this per parameter, not per element."""
         entry = self._catalog.tensors[names[claim.inner]]
         if frame.part == "model" or claim.rule.renames:
             return False
         return entry.elements == 1 and len(entry.shape) < len(claim.pattern.axes or ())
 
-    # Tensors
-
     def _carry(
         self, frame: Frame, names: Mapping[str, str], claims: list[Claim], *, scalars: bool
     ) -> None:
         rule = claims[0].rule
-        held = [
+        tensors = [
             BoundTensor(c.pattern, c.binding, self._catalog.tensors[names[c.inner]]) for c in claims
         ]
         try:
-            made = (
-                self._scalars(claims, held)
+            targets = (
+                self._scalars(claims, tensors)
                 if scalars
-                else self._elements(rule, held, exact=frame.part != "model")
+                else self._elements(rule, tensors, exact=frame.part != "model")
             )
         except UnknownSizes as error:
             self._unknown.setdefault(rule.whole.text, error)
@@ -154,21 +152,22 @@ class _Application:
                 raise
             self._refused.append(f"{names[claims[0].inner]} ({error.message})")
             return
-        self._names.setdefault(claims[0].group, [one.name for one in made])
+        self._names.setdefault(claims[0].group, [target.name for target in targets])
         sources = tuple(names[claim.inner] for claim in claims)
-        for one in made:
-            target = frame.around(one.name)
-            entry = renamed(one.entry, target)
-            self._moves.append(Move(sources, target, entry, one.operation))
+        for target in targets:
+            name = frame.around(target.name)
+            entry = renamed(target.entry, name)
+            self._moves.append(Move(sources, name, entry, target.operation))
 
-    def _elements(self, rule: Rule, held: list[BoundTensor], *, exact: bool) -> list[Made]:
-        sizes = group_sizes(rule, held, self._facts.sizes)
-        self._require_alike(rule, held[0], sizes)
-        return carry(rule, held, sizes, exact=exact)
+    def _elements(
+        self, rule: Rule, tensors: list[BoundTensor], *, exact: bool
+    ) -> list[CarriedTensor]:
+        sizes = group_sizes(rule, tensors, self._facts.sizes)
+        self._require_alike(rule, tensors[0], sizes)
+        return carry(rule, tensors, sizes, exact=exact)
 
     def _require_alike(self, rule: Rule, first: BoundTensor, sizes: Mapping[str, int]) -> None:
-        """Unsupported where a dim of the model, or what is numbered in names, has another size
-        here.
+        """Raise Unsupported where a dim of the model, or a number of names, has two sizes.
 
         What all names of a rule number, such as layers, may differ in its other numbers: experts.
         """
@@ -183,13 +182,11 @@ class _Application:
                     f" but {size:,} in {seen}: a tensor is missing, or the given dims are wrong"
                 )
 
-    def _scalars(self, claims: list[Claim], held: list[BoundTensor]) -> list[Made]:
+    def _scalars(self, claims: list[Claim], tensors: list[BoundTensor]) -> list[CarriedTensor]:
         names = self._names.get(claims[0].group)
         if names is None:
             raise Unsupported("its parameter was not found")
-        return one_value(names, [one.entry for one in held])
-
-    # Values
+        return one_value(names, [tensor.entry for tensor in tensors])
 
     def _carry_values(self, frame: Frame, names: Mapping[str, str], claims: list[Claim]) -> None:
         values = [
@@ -208,7 +205,7 @@ class _Application:
             self._values.append(renamed(first, frame.around(target)))
 
     def _rename_in_lists(self, handled: set[str]) -> None:
-        """Lists of parameters' names, as an optimizer's groups of parameters have them."""
+        """Rename in lists of parameters' names, as an optimizer's parameter groups have them."""
         listed_before: set[str] = set()
         for name, entry in self._catalog.objects.items():
             if name in handled or not _is_list_of_names(entry):
@@ -217,16 +214,14 @@ class _Application:
             groups = dict.fromkeys(claim.group for claim in claims if claim is not None)
             if not groups:
                 continue
-            renamed = [one for group in groups for one in self._names.get(group, ())]
+            names = [new for group in groups for new in self._names.get(group, ())]
             whole = None not in claims and groups.keys() <= self._names.keys()
-            if not whole or listed_before & set(renamed):
+            if not whole or listed_before & set(names):
                 self._refused.append(name)
                 continue
             handled.add(name)
-            listed_before |= set(renamed)
-            self._values.append(replace(entry, value=type(entry.value)(renamed)))
-
-    # The end
+            listed_before |= set(names)
+            self._values.append(replace(entry, value=type(entry.value)(names)))
 
     def _require_done(self, handled: set[str]) -> None:
         if self._unknown:
@@ -247,14 +242,18 @@ class _Application:
 
     def _result(self, handled: set[str]) -> Mapped:
         moves = sorted(self._moves, key=lambda move: self._order[move.sources[0]])
-        made: dict[str, list[str]] = defaultdict(list)
+        by_target: dict[str, list[str]] = defaultdict(list)
         for move in moves:
-            made[move.target].append(" + ".join(move.sources))
-        twice = {name: sources for name, sources in made.items() if len(sources) > 1}
-        if twice:
+            by_target[move.target].append(" + ".join(move.sources))
+        duplicates = [
+            f"{name}, from {' and from '.join(sources)}"
+            for name, sources in by_target.items()
+            if len(sources) > 1
+        ]
+        if duplicates:
             raise UsageError(
-                f"map {self._map.name} gives {len(twice):,} duplicate names:\n"
-                + listed([f"{name}, from {' and from '.join(of)}" for name, of in twice.items()])
+                f"map {self._map.name} gives {len(duplicates):,} duplicate names:\n"
+                + listed(duplicates)
             )
         tensors = {move.target: move.entry for move in moves}
         rest = {n: e for n, e in self._catalog.tensors.items() if n not in handled}
@@ -265,14 +264,14 @@ class _Application:
 
 
 def _is_list_of_names(entry: ObjectEntry) -> bool:
-    """Whether a value of the optimizer is a list of texts."""
+    """Return whether a value of the optimizer is a list of texts."""
     if state_category(entry) != "optimizer" or not isinstance(entry.value, list | tuple):
         return False
     return bool(entry.value) and all(isinstance(item, str) for item in entry.value)
 
 
 def listed(names: Sequence[Any]) -> str:
-    """Some lines of names, and how many more there are."""
+    """List some names, one a line, and how many more there are."""
     shown = [f"  - {name}" for name in names[:_MOST_SHOWN]]
     if len(names) > len(shown):
         shown.append(f"  - and {len(names) - len(shown):,} more")

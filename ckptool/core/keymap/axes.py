@@ -27,15 +27,15 @@ NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def parse_axes(text: str) -> Axes:
-    """The dims written as in the module's docstring; UsageError where they are not."""
+    """Parse dims written as in the module's docstring; UsageError where they are not."""
     words = _words(text)
     dims = []
     while words:
         dims.append(_dim(words, text))
     names = [name for dim in dims for axis in dim for name in axis]
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise UsageError(f"[{text}] repeats axis {min(twice)}")
+    repeated = {name for name in names if names.count(name) > 1}
+    if repeated:
+        raise UsageError(f"[{text}] repeats axis {min(repeated)}")
     return tuple(dims)
 
 
@@ -52,18 +52,18 @@ def _words(text: str) -> list[str]:
 
 def _dim(words: list[str], text: str) -> Dim:
     if words[0] != "(":
-        return (_named(words, text),)
+        return (_name(words, text),)
     inner = _group(words, text)
     if "+" in inner and "(" not in inner:
         return (_sum(inner, text),)
     axes = []
     while inner:
-        axes.append(_sum(_group(inner, text), text) if inner[0] == "(" else _named(inner, text))
+        axes.append(_sum(_group(inner, text), text) if inner[0] == "(" else _name(inner, text))
     return tuple(axes)
 
 
 def _group(words: list[str], text: str) -> list[str]:
-    """Takes a parenthesis off the words and returns what is in it."""
+    """Take a parenthesis off the words and return what is in it."""
     depth = 0
     for at, word in enumerate(words):
         depth += {"(": 1, ")": -1}.get(word, 0)
@@ -74,7 +74,7 @@ def _group(words: list[str], text: str) -> list[str]:
     raise UsageError(f"[{text}]: unclosed parenthesis")
 
 
-def _named(words: list[str], text: str) -> Axis:
+def _name(words: list[str], text: str) -> Axis:
     if not NAME.fullmatch(words[0]):
         raise UsageError(f"[{text}]: invalid axis name {words[0]!r}")
     return (words.pop(0),)
@@ -88,16 +88,16 @@ def _sum(words: list[str], text: str) -> Axis:
 
 
 def axes_of(dims: Axes) -> list[Axis]:
-    """All axes, in order."""
+    """Return all axes, in order."""
     return [axis for dim in dims for axis in dim]
 
 
 def show_axes(dims: Sequence[Dim]) -> str:
-    """The dims, written as they are parsed."""
-    return " ".join(_shown(dim) for dim in dims)
+    """Write the dims as they are parsed."""
+    return " ".join(map(_show_dim, dims))
 
 
-def _shown(dim: Dim) -> str:
+def _show_dim(dim: Dim) -> str:
     parts = [" + ".join(axis) if len(axis) > 1 else axis[0] for axis in dim]
     if len(dim) == 1:
         return f"({parts[0]})" if len(dim[0]) > 1 else parts[0]
@@ -111,31 +111,30 @@ Shape = tuple[int, ...]
 def solve(
     tensors: Sequence[tuple[Axes, Shape]], known: Known, *, padding: str | None = None
 ) -> dict[str, int]:
-    """The size of every axis that can be told from shapes and the sizes that are known.
+    """Return the size of every axis that follows from shapes and the sizes that are known.
 
-    What is left of a sum is shared equally by those of its axes that nothing else tells; but not
-    where ``padding`` is one of them.
+    What is left of a sum is shared equally by its axes of unknown size; but not where ``padding``
+    is one of them.
     """
     sizes = dict(known)
     equations = {
         (dim, length) for axes, shape in tensors for dim, length in zip(axes, shape, strict=True)
     }
-    progress = True
     for shared in (False, True):
-        while progress:
-            found: dict[str, int] = {}
-            for dim, length in equations:
-                found |= _solved(dim, length, sizes, shared=shared, padding=padding)
-            progress = bool(found)
-            sizes |= found
         progress = True
+        while progress:
+            solved: dict[str, int] = {}
+            for dim, length in equations:
+                solved |= _solve_dim(dim, length, sizes, shared=shared, padding=padding)
+            progress = bool(solved)
+            sizes |= solved
     return sizes
 
 
-def _solved(
+def _solve_dim(
     dim: Dim, length: int, sizes: Known, *, shared: bool, padding: str | None
 ) -> dict[str, int]:
-    """What one dim of ``length`` indexes tells of an axis whose size is not known yet."""
+    """Return the sizes that one dim of ``length`` indexes determines, if one axis is unknown."""
     unknown = [axis for axis in dim if size_of(axis, sizes) is None]
     if len(unknown) != 1:
         return {}
@@ -152,7 +151,7 @@ def _solved(
 
 
 def divides(axes: Axes, shape: Shape, sizes: Known) -> bool:
-    """Whether the sizes that are known divide the lengths of the dims, and no sum exceeds them."""
+    """Return whether the known sizes divide the lengths of the dims, and no sum exceeds them."""
     for dim, length in zip(axes, shape, strict=True):
         known = math.prod(size_of(axis, sizes) or 1 for axis in dim)
         if length % known or any(sum(sizes.get(n, 0) for n in axis) > length for axis in dim):
@@ -161,13 +160,13 @@ def divides(axes: Axes, shape: Shape, sizes: Known) -> bool:
 
 
 def size_of(axis: Axis, sizes: Known) -> int | None:
-    """The size of an axis, None where some part of it is unknown."""
+    """Return the size of an axis, None where some part of it is unknown."""
     if not all(name in sizes for name in axis):
         return None
     return sum(sizes[name] for name in axis)
 
 
 def unknown_axes(dims: Axes, sizes: Known) -> Iterator[str]:
-    """Names of axes whose size is unknown."""
+    """Yield the names of axes whose size is unknown."""
     for axis in axes_of(dims):
         yield from (name for name in axis if name not in sizes)

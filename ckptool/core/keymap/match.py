@@ -1,15 +1,13 @@
-"""Which rule of a map takes which name.
+"""Which rule of a map takes which name, and which names belong to one parameter.
 
-Which names belong to a parameter: ``model.W``, ``optimizer.state.W.exp_avg`` for one ``W``.
-
-A frame is what stands before and after a parameter's name. All names of one frame are renamed
-together, as the parameters themselves are.
+A frame is what stands before and after a parameter's name, as in ``model.W`` and
+``optimizer.state.W.exp_avg``. All names of one frame are renamed together, as the parameters are.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptool.core.catalog import Catalog
@@ -26,18 +24,21 @@ class Facts:
     names: frozenset[str] = frozenset()
 
     def of(self, catalog: Catalog, key_map: KeyMap) -> Facts:
-        """These, with the names of a checkpoint's tensors, wrapped or not, and what they tell."""
+        """Add the names of a checkpoint's tensors, wrapped or not, and the facts they tell."""
         if not key_map.tells and all(rule.beside is None for rule in key_map.rules):
             return self
         names = frozenset(inner for name in catalog.tensors for inner in unwrapped(name))
-        kinds = {found[0] for found in map(abstract, catalog.tensors) if found}
+        kinds = {numbered[0] for numbered in map(abstract, catalog.tensors) if numbered}
         keys = {inner for kind in kinds for inner in unwrapped(kind)}
-        told = {n for n, patterns in key_map.tells.items() if all(p.key in keys for p in patterns)}
-        return replace(self, true=self.true | told, names=names)
+        tells = key_map.tells.items()
+        true = self.true.union(n for n, patterns in tells if all(p.key in keys for p in patterns))
+        return replace(self, true=true, names=names)
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
+    """A rule, and the pattern of it, that takes a parameter's name ``inner``."""
+
     rule: Rule
     pattern: Pattern
     binding: Binding
@@ -65,16 +66,19 @@ class Matcher:
             self._dropped[pattern.key].append(pattern)
 
     def claim(self, name: str) -> Claim | None:
-        """The first rule that takes the name, or None. UnknownSizes where that cannot be told."""
-        found = abstract(name)
-        for rule, pattern in self._patterns.get(found[0], ()) if found else ():
-            unknown = pattern.needs - self._facts.sizes.keys()
-            if unknown:
-                raise UnknownSizes(sorted(unknown), rule.whole.text)
-            binding = pattern.match(found[1] if found else (), self._facts.sizes)
+        """Return the first rule that takes the name, or None. UnknownSizes where sizes decide."""
+        key, numbers = abstract(name) or ("", ())
+        for rule, pattern in self._patterns.get(key, ()):
+            binding = self._match(pattern, numbers, rule.whole.text)
             if binding is not None and self._has_beside(rule, binding):
                 return Claim(rule, pattern, binding, name)
         return None
+
+    def _match(self, pattern: Pattern, numbers: Sequence[int], text: str) -> Binding | None:
+        unknown = pattern.needs - self._facts.sizes.keys()
+        if unknown:
+            raise UnknownSizes(sorted(unknown), text)
+        return pattern.match(numbers, self._facts.sizes)
 
     def _has_beside(self, rule: Rule, binding: Binding) -> bool:
         if rule.beside is None:
@@ -82,18 +86,13 @@ class Matcher:
         return rule.beside.name(binding, self._facts.sizes) in self._facts.names
 
     def drops(self, name: str) -> bool:
-        """Whether the map says to leave the name out. UnknownSizes where that cannot be told."""
-        found = abstract(name)
-        for pattern in self._dropped.get(found[0], ()) if found else ():
-            unknown = pattern.needs - self._facts.sizes.keys()
-            if unknown:
-                raise UnknownSizes(sorted(unknown), pattern.text)
-            if pattern.match(found[1] if found else (), self._facts.sizes) is not None:
-                return True
-        return False
+        """Return whether the map says to leave the name out. UnknownSizes where sizes decide."""
+        key, numbers = abstract(name) or ("", ())
+        patterns = self._dropped.get(key, ())
+        return any(self._match(p, numbers, p.text) is not None for p in patterns)
 
     def knows(self, name: str) -> bool:
-        """Whether the map says anything of the name."""
+        """Return whether the map takes or drops the name."""
         try:
             return self.claim(name) is not None or self.drops(name)
         except UnknownSizes:
@@ -101,13 +100,13 @@ class Matcher:
 
 
 def kinds_of(catalog: Catalog) -> frozenset[str]:
-    """The model's names with ``#`` for each number; there are few, however many the tensors."""
+    """Return the model's names with ``#`` for each number: few, however many the tensors."""
     names = [n for n, e in catalog.tensors.items() if state_category(e) == "model"]
-    return frozenset(found[0] if (found := abstract(name)) else name for name in names)
+    return frozenset((abstract(name) or (name,))[0] for name in names)
 
 
 def fits(catalog: Catalog, kinds: frozenset[str], key_map: KeyMap, facts: Facts) -> bool:
-    """Whether the map takes every tensor of the model, and one of its marks (if any) is there.
+    """Return whether the map takes every tensor of the model, with one of its marks (if any).
 
     ``kinds`` are those of the catalog.
     """
@@ -116,18 +115,12 @@ def fits(catalog: Catalog, kinds: frozenset[str], key_map: KeyMap, facts: Facts)
     if not all(known.intersection(unwrapped(kind)) for kind in kinds):
         return False
     matcher = Matcher(key_map, facts.of(catalog, key_map), "model")
-    found, odd = framed(catalog, matcher.knows, matcher.knows)
-    names = {inner for frame, inner in _inner(found) if frame.part == "model"}
-    if odd or not names:
+    frames, unmatched = framed(catalog, matcher.knows, matcher.knows)
+    names = {n for frame, inner in frames.items() if frame.part == "model" for n in inner}
+    if unmatched or not names:
         return False
-    keys = {key[0] for key in map(abstract, names) if key}
+    keys = {numbered[0] for numbered in map(abstract, names) if numbered}
     return not key_map.marks or any(mark.key in keys for mark in key_map.marks)
-
-
-def _inner(found: Framed) -> Iterator[tuple[Frame, str]]:
-    for frame, names in found.items():
-        for inner in names:
-            yield frame, inner
 
 
 _MOST_WRAPPERS = 3
@@ -143,7 +136,7 @@ class Frame:
     part: str = "model"
 
     def inner(self, name: str) -> str | None:
-        """The parameter's name within ``name``, or None where the frame does not fit."""
+        """Return the parameter's name within ``name``; None where the frame does not fit."""
         if len(name) <= len(self.prefix) + len(self.suffix):
             return None
         if not name.startswith(self.prefix) or not name.endswith(self.suffix):
@@ -151,92 +144,80 @@ class Frame:
         return name[len(self.prefix) : len(name) - len(self.suffix)]
 
     def around(self, inner: str) -> str:
-        """The name of a parameter in this frame."""
+        """Return the name of a parameter in this frame."""
         return f"{self.prefix}{inner}{self.suffix}"
 
 
 Framed = dict[Frame, dict[str, str]]
 """For each frame: parameter's name -> whole name."""
 
-
 Known = Callable[[str], bool]
 """Whether a map's rules take a parameter's name."""
 
 
 def framed(catalog: Catalog, known: Known, known_state: Known) -> tuple[Framed, list[str]]:
-    """Every name that holds a parameter's, by frame, and the model's names that hold none.
+    """Return every name that holds a parameter's, by frame, and the model's that hold none.
 
     ``known`` tells the names of the model's parameters, ``known_state`` those of an optimizer's.
     """
-    model, others = _by_part(catalog)
-    found: Framed = {frame: {} for frame in _model_frames(model, known)}
-    odd = []
+    model = [n for n, e in catalog.tensors.items() if state_category(e) == "model"]
+    frames: Framed = {frame: {} for frame in _model_frames(model, known)}
+    unmatched = []
     for name in model:
-        spot = next(((f, i) for f in found if known(i := f.inner(name) or "")), None)
-        if spot is None:
-            odd.append(name)
+        match = next(((f, i) for f in frames if known(i := f.inner(name) or "")), None)
+        if match is None:
+            unmatched.append(name)
         else:
-            found[spot[0]][spot[1]] = name
-    parameters = {inner for names in found.values() for inner in names}
-    unframed = _state_frames(others, parameters, found)
-    for name in unframed:
-        for frame, names in found.items():
+            frames[match[0]][match[1]] = name
+    parameters = {inner for names in frames.values() for inner in names}
+    of_model = set(model)
+    others = [name for name in (*catalog.tensors, *catalog.objects) if name not in of_model]
+    for name in _add_state_frames(others, parameters, frames):
+        for frame, names in frames.items():
             inner = frame.inner(name) if frame.part != "model" else None
             if inner is not None and known_state(inner):
                 names[inner] = name
                 break
-    return found, odd
-
-
-def _by_part(catalog: Catalog) -> tuple[list[str], list[str]]:
-    model = [n for n, e in catalog.tensors.items() if state_category(e) == "model"]
-    mine = set(model)
-    others = [n for n in catalog.tensors if n not in mine]
-    return model, [*others, *catalog.objects]
+    return frames, unmatched
 
 
 def _model_frames(names: Iterable[str], known: Known) -> list[Frame]:
-    """The wrappers that parameters' names lie in, such as none, ``model.`` or ``ema.``."""
-    counts = Counter(prefix for name in names for prefix in _wrapper(name, known))
+    """Return the wrappers that parameters' names lie in, such as none, ``model.`` or ``ema.``.
+
+    A name's wrapper is the shortest beginning of it that is followed by a parameter's name.
+    """
+    parameters = ((name, next(filter(known, unwrapped(name)), None)) for name in names)
+    counts = Counter(name.removesuffix(inner) for name, inner in parameters if inner is not None)
     most = max(counts.values(), default=0)
-    found = [Frame(prefix) for prefix, count in counts.items() if 2 * count >= most]
-    return found or [Frame("")]
-
-
-def _wrapper(name: str, known: Known) -> Iterator[str]:
-    """The shortest beginning of a name that is followed by a parameter's name."""
-    for inner in unwrapped(name):
-        if known(inner):
-            yield name[: len(name) - len(inner)]
-            return
+    frames = [Frame(prefix) for prefix, count in counts.items() if 2 * count >= most]
+    return frames or [Frame("")]
 
 
 def unwrapped(name: str) -> Iterator[str]:
-    """The name, and what it is without the first of its parts, as a wrapper may add them."""
+    """Yield the name, and the name without its first steps, as a wrapper may add them."""
     steps = name.split(".")
     for count in range(min(_MOST_WRAPPERS + 1, len(steps))):
         yield ".".join(steps[count:])
 
 
-def _state_frames(names: Iterable[str], parameters: Collection[str], found: Framed) -> list[str]:
-    """Put names around parameters' names into frames, made as needed; returns those around none."""
-    frames = [frame for frame in found if frame.part != "model"]
+def _add_state_frames(
+    names: Iterable[str], parameters: Collection[str], frames: Framed
+) -> list[str]:
+    """Put names around parameters' names into frames, made as needed; return those around none."""
     left = []
     for name in names:
-        frame = next((f for f in frames if f.inner(name) in parameters), None)
+        states = (frame for frame in frames if frame.part != "model")
+        frame = next((f for f in states if f.inner(name) in parameters), None)
+        frame = frame or _frame_around(name, parameters)
         if frame is None:
-            frame = _around_parameter(name, parameters)
-            if frame is None:
-                left.append(name)
-                continue
-            frames.append(frame)
-            found[frame] = {}
-        found[frame][frame.inner(name) or ""] = name
+            left.append(name)
+        else:
+            frames.setdefault(frame, {})[frame.inner(name) or ""] = name
     return left
 
 
-def _around_parameter(name: str, parameters: Collection[str]) -> Frame | None:
-    """The frame of the longest parameter's name within a name."""
+def _frame_around(name: str, parameters: Collection[str]) -> Frame | None:
+    """Return the frame of the longest parameter's name within a name."""
     steps = name.split(".")
     for length in range(len(steps), 0, -1):
         for start in range(len(steps) - length + 1):

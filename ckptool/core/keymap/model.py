@@ -5,8 +5,6 @@ braces is an axis whose index is spelled out in the name; in brackets (see ``cor
 are the axes of the tensor's dims. A tensor is a box of an array that has all of these axes. So the
 same axes, arranged in two ways, say how to rename, split, join, stack, unstack, permute and pad,
 and how to undo it.
-
-Tensors that a rule takes together, and how large its axes are in them.
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ class Pattern:
         return {s.offset for s in self.slots if isinstance(s, Slot) and s.offset is not None}
 
     def match(self, numbers: Sequence[int], sizes: Mapping[str, int]) -> Binding | None:
-        """The indexes that the numbers of a name with this ``key`` stand for, or None."""
+        """Return the indexes that the numbers of a name with this ``key`` stand for, or None."""
         binding: Binding = {}
         for slot, number in zip(self.slots, numbers, strict=True):
             if isinstance(slot, int):
@@ -81,7 +79,7 @@ class Pattern:
         return binding
 
     def name(self, binding: Mapping[str, int], sizes: Mapping[str, int]) -> str:
-        """The name of the tensor with these indexes."""
+        """Return the name of the tensor with these indexes."""
         pieces = self.key.split("#")
         numbers = [
             slot
@@ -94,7 +92,7 @@ class Pattern:
 
 
 def abstract(name: str) -> tuple[str, tuple[int, ...]] | None:
-    """A name with ``#`` for each number, and the numbers; None where one has leading zeros."""
+    """Return a name with ``#`` for each number, and the numbers; None where one starts with 0."""
     numbers = _NUMBER.findall(name)
     if "#" in name or any(len(n) > 9 or (n[0] == "0" and n != "0") for n in numbers):
         return None
@@ -235,6 +233,11 @@ class BoundTensor:
     binding: Binding
     entry: TensorEntry
 
+    @property
+    def axes(self) -> Axes:
+        """What each dim is made of; () where the shape does not matter."""
+        return self.pattern.axes or ()
+
 
 class UnknownSizes(UsageError):
     """Sizes of axes that neither the shapes nor what is known of the model tell."""
@@ -245,12 +248,12 @@ class UnknownSizes(UsageError):
         self.pattern = pattern
 
     def all_of(self, names: Sequence[str]) -> UnknownSizes:
-        """The same error, for the sizes that several rules lack."""
+        """Return the same error, for the sizes that several rules lack."""
         return UnknownSizes(names, self.pattern)
 
 
 def group_sizes(rule: Rule, group: Sequence[BoundTensor], known: Sizes) -> dict[str, int]:
-    """The sizes of all axes of a rule that are needed to carry the group over.
+    """Return the sizes of all axes of a rule that are needed to carry the group over.
 
     Raises UnknownSizes; Unsupported where a shape is not what the axes say.
     """
@@ -259,49 +262,45 @@ def group_sizes(rule: Rule, group: Sequence[BoundTensor], known: Sizes) -> dict[
     given = {**known, **_spelled_sizes(rule, group)}
     if rule.padding is not None and rule.whole in rule.targets:
         given.setdefault(rule.padding, 0)
-    odd = [held for held in group if len(held.pattern.axes or ()) != len(held.entry.shape)]
-    if odd:
-        raise _misfit(odd[0], given)
-    shapes = [(held.pattern.axes or (), held.entry.shape) for held in group]
+    for tensor in group:
+        if len(tensor.axes) != len(tensor.entry.shape):
+            raise _misfit(tensor, given)
+    shapes = [(tensor.axes, tensor.entry.shape) for tensor in group]
     sizes = solve(shapes, given, padding=rule.padding)
-    wanted = {n for h in group for n in unknown_axes(h.pattern.axes or (), sizes)}
-    wanted |= {a for p in (*rule.sources, *rule.targets) for a in p.spelled} - sizes.keys()
-    for held in group:
-        if not divides(held.pattern.axes or (), held.entry.shape, sizes):
-            raise _misfit(held, sizes)
-    if wanted - set(rule.common):
-        raise UnknownSizes(sorted(wanted - set(rule.common)), rule.whole.text)
-    for held in group:
-        _require_fit(held, sizes)
+    unknown = {name for tensor in group for name in unknown_axes(tensor.axes, sizes)}
+    unknown |= {a for p in (*rule.sources, *rule.targets) for a in p.spelled} - sizes.keys()
+    for tensor in group:
+        if not divides(tensor.axes, tensor.entry.shape, sizes):
+            raise _misfit(tensor, sizes)
+    if unknown - set(rule.common):
+        raise UnknownSizes(sorted(unknown - set(rule.common)), rule.whole.text)
+    for tensor in group:
+        lengths = [math.prod(size_of(axis, sizes) or 0 for axis in dim) for dim in tensor.axes]
+        if lengths != list(tensor.entry.shape):
+            raise _misfit(tensor, sizes)
     return sizes
 
 
 def _spelled_sizes(rule: Rule, group: Sequence[BoundTensor]) -> dict[str, int]:
-    """How many indexes the sources' names spell out of each axis that the targets' do not."""
-    found: dict[str, int] = {}
-    for held in group:
-        for axis, index in held.binding.items():
+    """Count the indexes the sources' names spell out of each axis that the targets' do not."""
+    sizes: dict[str, int] = {}
+    for tensor in group:
+        for axis, index in tensor.binding.items():
             if axis not in rule.common:
-                found[axis] = max(found.get(axis, 0), index + 1)
-    return found
+                sizes[axis] = max(sizes.get(axis, 0), index + 1)
+    return sizes
 
 
-def _require_fit(held: BoundTensor, sizes: Sizes) -> None:
-    for dim, length in zip(held.pattern.axes or (), held.entry.shape, strict=True):
-        if math.prod(size_of(axis, sizes) or 0 for axis in dim) != length:
-            raise _misfit(held, sizes)
-
-
-def _misfit(held: BoundTensor, sizes: Sizes) -> Unsupported:
-    axes = held.pattern.axes or ()
+def _misfit(tensor: BoundTensor, sizes: Sizes) -> Unsupported:
+    axes = tensor.axes
     named = [f"{n} {sizes[n]:,}" for axis in axes_of(axes) for n in axis if n in sizes]
     known = f" with {', '.join(named)}" if named else ""
     return Unsupported(
-        f"{held.entry.name}: shape {list(held.entry.shape)} does not match"
+        f"{tensor.entry.name}: shape {list(tensor.entry.shape)} does not match"
         f" [{show_axes(axes)}]{known}"
     )
 
 
 def kept_size(axis: Axis, rule: Rule, sizes: Sizes) -> int:
-    """The size of an axis without padding."""
+    """Return the size of an axis without padding."""
     return sum(sizes[name] for name in axis if name != rule.padding)

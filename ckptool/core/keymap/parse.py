@@ -1,7 +1,4 @@
-"""Key maps as people write them: TOML, parsed.
-
-What makes a rule of a key map work, both ways.
-"""
+"""Parse key maps as people write them, in TOML, and require that their rules work both ways."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ _RULE_KEYS = {"from", "to", "padding", "tie", "when", "unless", "only", "beside"
 
 
 def parse_map(content: Mapping[str, Any], where: str) -> KeyMap:
-    """The map of a TOML file's content; UsageError with the rule where something is wrong."""
+    """Parse a TOML file's content; UsageError with the rule where something is wrong."""
     _require_keys(content, _KEYS, where)
     rules = []
     for number, table in enumerate(content.get("rule", ()), 1):
@@ -79,10 +76,10 @@ def _patterns(value: Any) -> tuple[Pattern, ...]:
 
 
 def _lookups(name: str, value: Any, where: str) -> tuple[str | int, ...]:
-    items = value if isinstance(value, list) else [value]
-    if not NAME.fullmatch(name) or not all(isinstance(i, str | int) for i in items):
+    lookups = value if isinstance(value, list) else [value]
+    if not NAME.fullmatch(name) or not all(isinstance(i, str | int) for i in lookups):
         raise UsageError(f"{where}: [dims] {name} = {value!r} must be a list of keys or a number")
-    return tuple(items)
+    return tuple(lookups)
 
 
 def _texts(value: Any) -> list[str]:
@@ -93,7 +90,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def _variants(table: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The rule; or the two that one with ``<.{axis}>`` in its only ``from`` name is short for.
+    """Return the rule; or the two that ``<.{axis}>`` in its only ``from`` name stands for.
 
     One takes tensors stacked along a first dim, unless the fact ``apart`` holds, the other a tensor
     for each index.
@@ -101,15 +98,15 @@ def _variants(table: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     if not isinstance(table, Mapping):
         raise UsageError("is not a table")
     text = table.get("from")
-    found = _STACKED.search(text) if isinstance(text, str) else None
-    if found is None or not isinstance(text, str):
+    match = _STACKED.search(text) if isinstance(text, str) else None
+    if match is None or not isinstance(text, str):
         return [table]
     if "[" not in text:
         raise UsageError(f"{text!r}: a stacked name needs axes in brackets")
-    stacked = text.replace(found[0], "").replace("[", f"[{found[2]} ")
+    stacked = text.replace(match[0], "").replace("[", f"[{match[2]} ")
     return [
         {"unless": "apart", **table, "from": stacked},
-        {**table, "from": text.replace(found[0], found[1])},
+        {**table, "from": text.replace(match[0], match[1])},
     ]
 
 
@@ -130,28 +127,29 @@ def _rule(table: Mapping[str, Any]) -> Rule:
         beside=beside,
         back=back,
     )
-    require_sound(rule)
+    _require_invertible(rule)
     return rule
 
 
 def _beside(
     table: Mapping[str, Any], *sides: Sequence[Pattern]
 ) -> tuple[Pattern | None, Pattern | None]:
-    """The names that must be there beside those of either side."""
-    found: list[Pattern | None] = []
+    """Return the names that must be there beside those of either side."""
+    required: list[Pattern | None] = []
     names = _table(table, "beside", "the rule")
     _require_keys(names, {"from", "to"}, "beside")
     for key, patterns in zip(("from", "to"), sides, strict=True):
         name = parse_pattern(str(names[key])) if key in names else None
         if name and any(set(name.spelled) - set(pattern.spelled) for pattern in patterns):
             raise UsageError(f"beside: {name.text!r} has a number missing in `{key}`")
-        found.append(name)
-    return found[0], found[1]
+        required.append(name)
+    return required[0], required[1]
 
 
 def parse_pattern(text: str) -> Pattern:
-    """The pattern ``NAME`` or ``NAME [AXES]``, with ``?`` after an optional name; or UsageError."""
-    match = _NAMED.fullmatch(_tight(text.strip()))
+    """Parse ``NAME`` or ``NAME [AXES]``, with ``?`` after an optional name; or raise UsageError."""
+    tight = re.sub(r"(?<=[{+])\s+|\s+(?=[+}])", "", text) if "{" in text else text
+    match = _NAMED.fullmatch(tight.strip())
     if match is None:
         raise UsageError(f"{text!r} is not NAME or NAME [AXES]")
     slots: list[Slot | int] = []
@@ -165,13 +163,11 @@ def parse_pattern(text: str) -> Pattern:
         raise UsageError(f"{text!r}: write a number in a name as {{axis}} or {{axis + size}}")
     axes = parse_axes(match["axes"]) if match["axes"] is not None else None
     pattern = Pattern(text, key, tuple(slots), axes, bool(match["optional"]))
-    _require_once(pattern)
+    inside = {name for axis in axes_of(axes or ()) for name in axis}
+    repeated = inside & set(pattern.spelled)
+    if repeated:
+        raise UsageError(f"{text!r}: {min(repeated)} is both in the name and in the dims")
     return pattern
-
-
-def _tight(text: str) -> str:
-    """With no space around the words of ``{axis + size}``."""
-    return re.sub(r"(?<=[{+])\s+|\s+(?=[+}])", "", text) if "{" in text else text
 
 
 def _literal(text: str, slots: list[Slot | int]) -> str:
@@ -179,15 +175,8 @@ def _literal(text: str, slots: list[Slot | int]) -> str:
     return _NUMBER.sub("#", text)
 
 
-def _require_once(pattern: Pattern) -> None:
-    inside = [name for axis in axes_of(pattern.axes or ()) for name in axis]
-    twice = set(inside) & set(pattern.spelled)
-    if twice:
-        raise UsageError(f"{pattern.text!r}: {min(twice)} is both in the name and in the dims")
-
-
-def require_sound(rule: Rule) -> None:
-    """UsageError where a rule does not say, both ways, which elements are which."""
+def _require_invertible(rule: Rule) -> None:
+    """Raise UsageError where a rule does not say, both ways, which elements are which."""
     patterns = (*rule.sources, *rule.targets)
     if rule.only not in (None, "model", "optimizer"):
         raise UsageError(f"only = {rule.only!r} must be model or optimizer")
@@ -204,50 +193,46 @@ def require_sound(rule: Rule) -> None:
 
 
 def _require_tie(rule: Rule) -> None:
-    made = [pattern for pattern in (*rule.sources, *rule.targets) if not pattern.optional]
-    if not rule.renames or len({pattern.spelled for pattern in made}) > 1:
+    required = [pattern for pattern in (*rule.sources, *rule.targets) if not pattern.optional]
+    if not rule.renames or len({pattern.spelled for pattern in required}) > 1:
         raise UsageError("names of a tie must have the same numbers and no axes")
     if all(p.optional for p in rule.sources) or all(p.optional for p in rule.targets):
         raise UsageError("a tie needs a non-optional name on each side")
 
 
 def _require_same_axes(rule: Rule) -> None:
-    """Every part holds every axis, or one of each sum; together they hold all but padding."""
-    whole, parts = rule.whole, rule.parts
+    """Require that every part holds every axis, or one of each sum; together all but padding."""
+    whole, padding = rule.whole, rule.padding
     sums = [axis for axis in axes_of(whole.axes or ()) if len(axis) > 1]
-    held = [c for part in parts for c in itertools.product(*_choice(part, whole, sums))]
-    twice = [combination for combination in held if held.count(combination) > 1]
-    if twice:
-        raise UsageError(f"two names contain {' '.join(twice[0])} of {whole.text!r}")
-    missing = {c for c in set(itertools.product(*sums)) - set(held) if rule.padding not in c}
+    choices = [c for part in rule.parts for c in itertools.product(*_choice(part, whole, sums))]
+    repeated = [choice for choice in choices if choices.count(choice) > 1]
+    if repeated:
+        raise UsageError(f"two names contain {' '.join(repeated[0])} of {whole.text!r}")
+    missing = {c for c in set(itertools.product(*sums)) - set(choices) if padding not in c}
     if missing:
         raise UsageError(f"no name contains {' '.join(min(missing))} of {whole.text!r}")
-    if rule.padding is not None:
-        _require_padding(rule.padding, sums, set(held))
-
-
-def _require_padding(padding: str, sums: list[Axis], held: set[Axis]) -> None:
-    if len(sums) != 1 or sums[0][-1] != padding or any(padding in c for c in held):
+    in_part = any(padding in choice for choice in choices)
+    if padding is not None and (len(sums) != 1 or sums[0][-1] != padding or in_part):
         raise UsageError(f"padding = {padding!r} must be the last of a sum and in no part")
 
 
 def _choice(part: Pattern, whole: Pattern, sums: list[Axis]) -> list[Axis]:
-    """Which of each sum's axes a part holds; UsageError where the axes are not the same."""
-    mine = {*((a,) for a in part.spelled), *axes_of(part.axes or ())}
+    """Return which of each sum's axes a part holds; UsageError where the axes differ."""
+    axes = {*((a,) for a in part.spelled), *axes_of(part.axes or ())}
     choices: list[Axis] = []
     for axis in sums:
-        held = [one for one in mine if set(one) <= set(axis)]
-        if len(held) != 1 or not _consecutive(held[0], axis):
+        parts = [own for own in axes if set(own) <= set(axis)]
+        if len(parts) != 1 or not _is_consecutive(parts[0], axis):
             raise UsageError(f"{part.text!r} must contain exactly one of {' + '.join(axis)}")
-        mine.remove(held[0])
-        choices.append(held[0])
-    theirs = {*((a,) for a in whole.spelled), *axes_of(whole.axes or ())} - set(sums)
-    odd = sorted(itertools.chain(*(mine ^ theirs)))
-    if odd:
-        raise UsageError(f"axis {odd[0]} must be in both {part.text!r} and {whole.text!r}")
+        axes.remove(parts[0])
+        choices.append(parts[0])
+    expected = {*((a,) for a in whole.spelled), *axes_of(whole.axes or ())} - set(sums)
+    differing = sorted(itertools.chain(*(axes ^ expected)))
+    if differing:
+        raise UsageError(f"axis {differing[0]} must be in both {part.text!r} and {whole.text!r}")
     return choices
 
 
-def _consecutive(some: Axis, axis: Axis) -> bool:
-    start = axis.index(some[0])
-    return axis[start : start + len(some)] == some
+def _is_consecutive(part: Axis, axis: Axis) -> bool:
+    start = axis.index(part[0])
+    return axis[start : start + len(part)] == part
