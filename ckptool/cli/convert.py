@@ -28,7 +28,7 @@ def convert(
     """
     from ckptool.cli.options import parse_place
     from ckptool.commands.convert import prepare
-    from ckptool.render.progress import progress
+    from ckptool.render.messages import progress
 
     dry_run = options.transfer.dry_run
     prepared = prepare(parse_place(source, "SRC"), parse_place(target, "DST"), options)

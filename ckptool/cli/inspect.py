@@ -66,15 +66,17 @@ def inspect(
 
     from ckptool.cli.options import parse_place
     from ckptool.commands.inspect.inspect import inspect as run_inspect
+    from ckptool.render.inspect.listing import stats_json
+    from ckptool.render.inspect.report import (
+        export as export_screen,
+    )
     from ckptool.render.inspect.report import (
         export_mark,
-        exported,
         inspect_json,
         require_exportable,
         show,
         show_traffic,
     )
-    from ckptool.render.inspect.stats import stats_json
     from ckptool.render.messages import print_json, show_error, show_notes
     from ckptool.render.text import console
     from ckptool.storage.disk import require_marked, write_whole
@@ -94,7 +96,7 @@ def inspect(
 
         statistics = run_stats(report.opened, stats)
     if as_json:
-        content = inspect_json(report, tensors=tensors or (), ranks=rank_bytes, map_name=shards)
+        content = inspect_json(report, tensors=tensors or (), ranks=rank_bytes, shards=shards)
         print_json(content | (stats_json(statistics) if statistics is not None else {}))
     else:
         screen = console(record=export is not None)
@@ -104,11 +106,11 @@ def inspect(
             tensors=tensors or (),
             ranks=rank_bytes,
             values=values,
-            map_name=shards,
+            shards=shards,
             stats=statistics or (),
         )
         if export is not None:
-            write_whole(export, exported(screen, export), mark=export_mark(export))
+            write_whole(export, export_screen(screen, export), mark=export_mark(export))
         show_notes(report.notes)
     if verbose:
         show_traffic(report)

@@ -32,7 +32,7 @@ def reshard(
     from ckptool.cli.options import parse_place
     from ckptool.commands.reshard.reshard import prepare_reshard
     from ckptool.engine.ranks import join_ranks
-    from ckptool.render.progress import progress
+    from ckptool.render.messages import progress
     from ckptool.storage.url import Location
 
     dry_run = options.transfer.dry_run

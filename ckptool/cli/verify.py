@@ -96,7 +96,7 @@ def verify(
     questions = (against, manifest.write_manifest, manifest.manifest, latest_good or every, salvage)
     _require_possible(questions, options, comparison, rewrite)
     from ckptool.cli.options import parse_place
-    from ckptool.render.progress import started_progress
+    from ckptool.render.messages import started_progress
     from ckptool.storage.url import location
 
     place = parse_place(source, "SRC")
@@ -252,8 +252,7 @@ def _salvage(
 ) -> NoReturn:
     """Write what is intact, show what is lost, and exit 0 where nothing is."""
     from ckptool.commands.verify.salvage.salvage import plan_salvage, salvage_content
-    from ckptool.render.messages import print_json
-    from ckptool.render.progress import progress
+    from ckptool.render.messages import print_json, progress
     from ckptool.render.verify.salvage import show_salvage
 
     planned = plan_salvage(source, target, salvage_options(options, overwrite=overwrite))

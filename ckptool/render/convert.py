@@ -1,24 +1,29 @@
-"""What a conversion did, or would do."""
+"""What a conversion did, or would do; and what a key map does to each tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from ckptool.commands.document import document
 from ckptool.core.layout import FileLayout
-from ckptool.render.moves import moves_json, show_moves
-from ckptool.render.text import columns, console, emit, free, plural, size, visible
+from ckptool.core.state_category import STATE_CATEGORIES, state_category
+from ckptool.render.inspect.listing import Numbers, natural, split_numbers, with_numbers
+from ckptool.render.text import columns, console, emit, escaped, free, plural, size, visible
 
 if TYPE_CHECKING:
     from ckptool.commands.convert import ConvertReport
+    from ckptool.commands.keymap.builtin import MapReport
+    from ckptool.core.keymap.apply import Move
 
 
 def show_convert(report: ConvertReport, *, dry_run: bool) -> None:
-    """A line for the whole; for a dry run also the files and the figures."""
+    """Show a line for the whole; for a dry run also the files and the figures."""
     screen = console()
     verb = "would write" if dry_run else "wrote"
     lines = [
@@ -47,7 +52,7 @@ def show_convert(report: ConvertReport, *, dry_run: bool) -> None:
 
 
 def show_files(files: Iterable[FileLayout], screen: Console) -> None:
-    """Every file with its size."""
+    """Show every file with its size."""
     rows = [[Text(size(file.nbytes)), Text(visible(file.path))] for file in files]
     emit(screen, columns(screen, rows, "rl", cuts=1))
 
@@ -57,3 +62,80 @@ def convert_json(report: ConvertReport, *, dry_run: bool) -> dict[str, Any]:
     files = [{"path": file.path, "bytes": file.nbytes} for file in report.files]
     more = {"files": files, "map": moves_json(report.map), "written": not dry_run}
     return document("convert", report, **more)
+
+
+# Key maps
+
+
+def show_moves(report: MapReport, screen: Console) -> None:
+    """Show a line for all tensors made alike that differ only in numbers of their names."""
+    table = Table(box=None, padding=(0, 0, 0, 2), show_header=False)
+    table.add_column(overflow="fold")
+    table.add_column()
+    table.add_column(overflow="fold")
+    table.add_column()
+    table.add_column()
+    for moves in _group(report.moves):
+        sources = _fold_names(name for move in moves for name in move.sources)
+        targets = _fold_names(move.target for move in moves)
+        first = moves[0]
+        shape = f"[{', '.join(map(str, first.entry.shape))}]"
+        table.add_row(
+            "\n".join(map(escaped, sources)),
+            "->",
+            "\n".join(map(escaped, targets)),
+            escaped(shape),
+            first.operation,
+        )
+    screen.print(table)
+
+
+def _group(moves: Iterable[Move]) -> list[list[Move]]:
+    """Group the moves that share a line, the model's first, in natural order."""
+    groups: dict[object, list[Move]] = defaultdict(list)
+    for move in sorted(moves, key=_order):
+        words = tuple(dict.fromkeys(split_numbers(name)[0] for name in move.sources))
+        kind = (words, split_numbers(move.target)[0], move.entry.shape, move.operation)
+        groups[kind].append(move)
+    return list(groups.values())
+
+
+def _order(move: Move) -> tuple[int, object]:
+    name = move.sources[0]
+    return STATE_CATEGORIES.index(state_category(move.entry)), natural(name)
+
+
+def _fold_names(names: Iterable[str]) -> list[str]:
+    """Join names that differ only in numbers, with all the numbers at each place."""
+    numbered: dict[tuple[str, ...], set[Numbers]] = defaultdict(set)
+    for name in names:
+        words, numbers = split_numbers(name)
+        numbered[words].add(numbers)
+    return [with_numbers(words, _at_each_place(numbers)) for words, numbers in numbered.items()]
+
+
+def _at_each_place(numbers: Iterable[Numbers]) -> Sequence[Numbers]:
+    return [tuple(sorted(set(place))) for place in zip(*numbers, strict=True)]
+
+
+def moves_json(report: MapReport | None) -> dict[str, Any] | None:
+    """Return the map, and every tensor it makes."""
+    if report is None:
+        return None
+    return {
+        "name": report.name,
+        "from": report.source,
+        "to": report.target,
+        "reason": report.reason,
+        "excluded": list(report.excluded),
+        "tensors": [
+            {
+                "from": list(move.sources),
+                "to": move.target,
+                "dtype": move.entry.dtype.name,
+                "shape": list(move.entry.shape),
+                "operation": move.operation,
+            }
+            for move in report.moves
+        ],
+    }

@@ -1,7 +1,4 @@
-"""The table of formats.
-
-The key maps that come with ckptool.
-"""
+"""The tables of formats and of the key maps that come with ckptool."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from ckptool.render.text import console
 
 
 def show_formats() -> None:
-    """One row a format: its name, what reads and writes it, and what it is."""
+    """Show a row per format: its name, what reads and writes it, and what it is."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for heading in ("format", "read", "convert", "reshard"):
         table.add_column(heading, no_wrap=True)
@@ -35,23 +32,23 @@ def formats_json() -> dict[str, Any]:
 
 
 def show_maps() -> None:
-    """One row a map: its name, and what it maps."""
+    """Show a row per map: its name, and what it maps."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("map", no_wrap=True)
     for heading in ("description", "dims"):
         table.add_column(heading, overflow="fold")
-    for found in builtin_maps().values():
-        table.add_row(found.name, found.summary, ", ".join(_asked(found.sizes)))
+    for keymap in builtin_maps().values():
+        table.add_row(keymap.name, keymap.summary, ", ".join(_required_dims(keymap.sizes)))
     console().print(table)
 
 
-def _asked(sizes: Any) -> list[str]:
-    """The dims that are looked up, and neither fixed nor computed."""
-    return [n for n, found in sizes.items() if found and re.fullmatch("[a-z_]+", str(found[0]))]
+def _required_dims(sizes: Any) -> list[str]:
+    """Return the dims that are looked up, neither fixed nor computed."""
+    return [dim for dim, keys in sizes.items() if keys and re.fullmatch("[a-z_]+", str(keys[0]))]
 
 
 def show_map(name: str) -> None:
-    """The TOML of a map, as it is."""
+    """Print the TOML of a map, as it is."""
     sys.stdout.write(map_text(name))
 
 

@@ -1,20 +1,21 @@
-"""Errors and notes on stderr, JSON on stdout."""
+"""Errors, notes and progress on stderr, JSON on stdout."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from ckptool.commands.document import document
 from ckptool.errors import UNCODED, CkptoolError, Damaged
-from ckptool.render.text import console, escaped
+from ckptool.render.text import console, escaped, size
 
 
 def show_error(error: CkptoolError) -> None:
-    """The problem in red, then the hint."""
+    """Show the problem in red, then the hint."""
     screen = console(stderr=True)
     screen.print(f"[bold red]error:[/] {_lines(error.message)}", highlight=False, soft_wrap=True)
     if error.hint:
@@ -38,36 +39,81 @@ def error_json(error: CkptoolError) -> dict[str, Any]:
 
 
 def show_notes(notes: Iterable[str]) -> None:
-    """Each note on a line of its own."""
+    """Show each note on a line of its own."""
     screen = console(stderr=True)
     for note in notes:
         screen.print(f"[yellow]note:[/] {_lines(note)}", highlight=False, soft_wrap=True)
 
 
 def show_obstacle(reason: str | None) -> None:
-    """Why a run would be refused that has only been planned, if it would."""
+    """Show why a run that was only planned would be refused, if it would."""
     if reason is not None:
         show_notes([f"would fail now: {reason}"])
 
 
 def show_interrupted(left: Iterable[str]) -> None:
-    """That a command was interrupted, and what it left behind."""
-    said = "".join(f": {escaped(one)}" for one in left)
-    console(stderr=True).print(f"[yellow]interrupted[/]{said}", highlight=False, soft_wrap=True)
+    """Show that a command was interrupted, and what it left behind."""
+    rest = "".join(f": {escaped(note)}" for note in left)
+    console(stderr=True).print(f"[yellow]interrupted[/]{rest}", highlight=False, soft_wrap=True)
 
 
 def show_step(text: str) -> None:
-    """What a long command does now."""
+    """Show what a long command does now."""
     console(stderr=True).print(f"[dim]{escaped(text)}[/]", highlight=False, soft_wrap=True)
 
 
 def print_json(content: Mapping[str, Any]) -> None:
-    """One JSON object on stdout."""
+    """Print one JSON object on stdout."""
     json.dump(content, sys.stdout, indent=2, ensure_ascii=True, allow_nan=False)
     sys.stdout.write("\n")
     sys.stdout.flush()
 
 
 def _lines(text: str) -> str:
-    """Untrusted text on its lines: those of a list are indented; any other break is spelled out."""
+    """Escape untrusted text, and keep only breaks before the indented lines of a list."""
     return "\n".join(escaped(line) for line in re.split(r"\n(?=  )", text))
+
+
+@contextmanager
+def progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """Yield a function to call with the bytes that were written since the last call."""
+    with started_progress(quiet=quiet) as start:
+        yield start(total)
+
+
+@contextmanager
+def started_progress(*, quiet: bool) -> Iterator[Callable[[int], Callable[[int], None]]]:
+    """Yield a function to call with the bytes there will be, once that is known.
+
+    It returns one to call with the bytes that were moved since the last call.
+    """
+    if quiet or not sys.stderr.isatty():
+        yield lambda total: lambda nbytes: None
+        return
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TimeRemainingColumn,
+    )
+    from rich.text import Text
+
+    class Speed(ProgressColumn):
+        """In units of 1024, as all sizes are; rich's own counts by the thousand."""
+
+        def render(self, task: Task) -> Text:
+            """Return the speed of a task."""
+            return Text("" if task.speed is None else f"{size(int(task.speed))}/s")
+
+    columns = (BarColumn(), DownloadColumn(binary_units=True), Speed())
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console(stderr=True), transient=True
+    ) as bar:
+
+        def start(total: int) -> Callable[[int], None]:
+            task = bar.add_task("", total=total)
+            return lambda nbytes: bar.advance(task, nbytes)
+
+        yield start

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from ckptool.commands.document import document
-from ckptool.render.convert import show_files
-from ckptool.render.moves import moves_json, show_moves
+from ckptool.render.convert import moves_json, show_files, show_moves
 from ckptool.render.text import columns, console, emit, free, plural, size, visible
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def show_reshard(report: ReshardReport, costs: Costs | None) -> None:
-    """A few lines for the whole; for a dry run (with load costs) also every choice and file."""
+    """Show a few lines for the whole; with load costs, of a dry run, every choice and file too."""
     dry_run = costs is not None
     screen = console()
     verb = "would write" if dry_run else "wrote"
@@ -44,7 +43,7 @@ def show_reshard(report: ReshardReport, costs: Costs | None) -> None:
             show_moves(report.map, screen)
         emit(
             screen,
-            columns(screen, [_chosen(*one) for one in report.choices.items()], "lll", cuts=0),
+            columns(screen, [_choice(*item) for item in report.choices.items()], "lll", cuts=0),
         )
         show_files(report.files, screen)
 
@@ -59,7 +58,7 @@ def _costs(report: ReshardReport, costs: Costs) -> list[str]:
     ]
 
 
-def _chosen(name: str, choice: Choice) -> list[Text]:
+def _choice(name: str, choice: Choice) -> list[Text]:
     placed = ", ".join(map(str, choice.placements))
     return [
         Text(f"  {visible(name)}"),
@@ -69,7 +68,7 @@ def _chosen(name: str, choice: Choice) -> list[Text]:
 
 
 def mesh_text(mesh: Mesh) -> str:
-    """``dp=2,tp=4``, or ``2x4`` where the dims have no names."""
+    """Return ``dp=2,tp=4``, or ``2x4`` where the dims have no names."""
     if mesh.names is None:
         return "x".join(map(str, mesh.shape))
     return ",".join(f"{n}={s}" for n, s in zip(mesh.names, mesh.shape, strict=True))
@@ -95,13 +94,13 @@ def _loading(costs: tuple[LoadCost, ...]) -> str:
 
 
 def _from_to(nbytes: Sequence[int]) -> str:
-    """The least and the most of some sizes, once where they are the same."""
+    """Return the least and the most of some sizes, once where they are the same."""
     least, most = size(min(nbytes)), size(max(nbytes))
     return most if least == most else f"{least} to {most}"
 
 
 def over_read(report: ReshardReport, costs: Costs) -> float:
-    """Bytes that are read from the source's files for each byte of its tensors."""
+    """Return the bytes that are read from the source's files for each byte of its tensors."""
     return costs.read_bytes / max(1, report.read_bytes)
 
 

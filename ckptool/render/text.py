@@ -18,7 +18,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def console(stderr: bool = False, record: bool = False) -> Console:
-    """The screen. Where nobody watches it is so wide that no line is ever cut or wrapped."""
+    """Return the screen, so wide where nobody watches that no line is ever cut or wrapped."""
     stream = sys.stderr if stderr else sys.stdout
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")
@@ -27,7 +27,7 @@ def console(stderr: bool = False, record: bool = False) -> Console:
 
 
 def visible(text: str) -> str:
-    """Untrusted text with control, direction and other unprintable characters spelled out."""
+    """Spell out control, direction and other unprintable characters of untrusted text."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else _spelled(c) for c in text)
@@ -38,12 +38,12 @@ def _spelled(char: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Untrusted text, safe inside rich markup."""
+    """Make untrusted text safe inside rich markup."""
     return escape(visible(text))
 
 
 def size(nbytes: int) -> str:
-    """``1.56 GiB``: three significant digits in units of 1024."""
+    """Return ``1.56 GiB``: three significant digits in units of 1024."""
     if nbytes < 1024:
         return f"{nbytes} B"
     value, units = nbytes / 1024, list(_UNITS)
@@ -54,12 +54,12 @@ def size(nbytes: int) -> str:
 
 
 def free(nbytes: int | None) -> str:
-    """What is said of a disk's free bytes, where there is a disk."""
+    """Return what to say of a disk's free bytes, where there is a disk."""
     return "" if nbytes is None else f", {size(nbytes)} free"
 
 
 def magnitude(count: int) -> str:
-    """``6.74 B``: a count as people say it; small ones in full."""
+    """Return ``6.74 B``: a count as people say it; small ones in full."""
     for limit, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**4, "K")):
         if count >= limit:
             return f"{_three_digits(count / (1000 if unit == 'K' else limit))} {unit}"
@@ -73,13 +73,13 @@ def _three_digits(value: float) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 file``, ``4 files``, ``3 boxes``."""
+    """Return ``1 file``, ``4 files``, ``3 boxes``."""
     ending = "" if count == 1 else "es" if noun.endswith("x") else "s"
     return f"{count:,} {noun}{ending}"
 
 
 def ranges(numbers: Iterable[int], separator: str = ",") -> str:
-    """``0..3,7``: ascending numbers, runs of three or more as first and last."""
+    """Return ``0..3,7``: ascending numbers, runs of three or more as first and last."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -92,7 +92,7 @@ def ranges(numbers: Iterable[int], separator: str = ",") -> str:
 
 
 def bar(share: float, width: int, *, ascii_only: bool = False) -> str:
-    """A bar of ``share`` (0 to 1) of ``width`` cells; anything above zero shows."""
+    """Draw a bar of ``share`` (0 to 1) of ``width`` cells; anything above zero shows."""
     if ascii_only:
         return "#" * max(round(share * width), share > 0)
     eighths = max(round(share * width * 8), share > 0)
@@ -102,7 +102,7 @@ def bar(share: float, width: int, *, ascii_only: bool = False) -> str:
 def columns(
     screen: Console, rows: Sequence[Sequence[Text]], aligns: str, *, cuts: int | None = None
 ) -> list[Text]:
-    """Rows as aligned lines, indented by two cells. ``aligns`` has an ``l`` or ``r`` a column.
+    """Align rows as lines, indented by two cells. ``aligns`` has an ``l`` or ``r`` per column.
 
     On a terminal that is too narrow, the cells of column ``cuts`` lose their middle.
     """
@@ -127,7 +127,7 @@ def _line(row: Sequence[Text], widths: Sequence[int], aligns: str) -> Text:
 
 
 def without_middle(text: Text, width: int) -> Text:
-    """The text cut to ``width`` cells, with an ellipsis for its middle."""
+    """Cut a text to ``width`` cells, with an ellipsis for its middle."""
     if text.cell_len <= width:
         return text
     kept = width - 1

@@ -153,7 +153,7 @@ def test_a_narrow_terminal_cuts_names_and_a_pipe_never_does(width):
 HOSTILE = "a\n\x1b[31m[red]\u202e\ud800\x07"
 
 
-@pytest.mark.parametrize("view", [{}, {"tensors": ["*"]}, {"map_name": HOSTILE}, {"values": True}])
+@pytest.mark.parametrize("view", [{}, {"tensors": ["*"]}, {"shards": HOSTILE}, {"values": True}])
 def test_hostile_names_are_spelled_out(view):
     shown = screen(tensor(HOSTILE), objects={HOSTILE + "v": HOSTILE}, **view)
     assert r"a\n\x1b[31m[red]\u202e\ud800\x07" in shown
@@ -180,7 +180,7 @@ def test_statistics_come_with_the_other_views():
     assert shown.splitlines()[-1] == "  no non-tensor values"
 
 
-@pytest.mark.parametrize("view", [{"map_name": "l.wq"}, {"tensors": ["l.wq"]}])
+@pytest.mark.parametrize("view", [{"shards": "l.wq"}, {"tensors": ["l.wq"]}])
 def test_an_unknown_name_brings_the_closest(view):
     with pytest.raises(UsageError) as caught:
         screen(tensor("l.0.wq.weight"), tensor("norm"), **view)
@@ -189,12 +189,12 @@ def test_an_unknown_name_brings_the_closest(view):
 
 def test_map_of_a_value_says_that_it_is_no_tensor():
     with pytest.raises(UsageError, match="not a tensor"):
-        screen(tensor("w"), objects={"step": 1}, map_name="step")
+        screen(tensor("w"), objects={"step": 1}, shards="step")
 
 
 def blocks(entry, **options):
     """The rows of the picture that begin a box, without the ruler."""
-    lines = screen(entry, map_name=entry.name, **options).splitlines()
+    lines = screen(entry, shards=entry.name, **options).splitlines()
     return [line.split()[-1] for line in lines if "┌" in line]
 
 
@@ -222,7 +222,7 @@ def test_map_of_any_rank(shape, grid, rows):
 
 
 def test_map_of_an_empty_tensor_has_only_a_legend():
-    shown = screen(tensor("w", (0, 4)), map_name="w")
+    shown = screen(tensor("w", (0, 4)), shards="w")
     assert "empty tensor" in shown
     assert "(empty)" in shown
 
@@ -232,7 +232,7 @@ def test_map_marks_gaps_and_overlaps():
     first, second, third, _ = entry.chunks
     moved = Chunk(Box((1, 0), (4, 2)), second.at, 1)
     broken = TensorEntry("w", ("w",), entry.dtype, (8, 2), (first, moved, third))
-    shown = screen(broken, map_name="w")
+    shown = screen(broken, shards="w")
     assert "XXXX" in shown
     assert "····" in shown
 
@@ -247,7 +247,7 @@ def test_map_labels_a_replicated_box_with_all_its_ranks():
 
 
 def test_map_folds_hundreds_of_boxes():
-    shown = screen(tensor("w", (4096, 4), (512, 1)), map_name="w").splitlines()
+    shown = screen(tensor("w", (4096, 4), (512, 1)), shards="w").splitlines()
     assert any("512 boxes along dim 0, drawn as 32 blocks" in line for line in shown)
     assert sum("┌" in line for line in shown) == 32
 
@@ -265,7 +265,7 @@ def test_map_folds_hundreds_of_boxes():
 def test_legend_says_how_the_bytes_lie(place, told):
     chunk = Chunk(Box.whole((4, 2)), place, None)
     entry = TensorEntry("w", ("w",), BY_NAME["float32"], (4, 2), (chunk,))
-    assert told in screen(entry, map_name="w")
+    assert told in screen(entry, shards="w")
 
 
 def test_ranks_fold_equal_loads_and_give_the_imbalance():

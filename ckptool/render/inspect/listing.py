@@ -1,7 +1,4 @@
-"""Tensors in full, and non-tensor values, one a line.
-
-Fold repeated layers: one line for all tensors that differ only in numbers of their names.
-"""
+"""Tensors, their statistics and non-tensor values, one per line; repeated layers folded."""
 
 from __future__ import annotations
 
@@ -10,11 +7,13 @@ import math
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
 from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.dtype import short_name
 from ckptool.core.rewrite import matches
 from ckptool.core.state_category import STATE_CATEGORIES, state_category
 from ckptool.errors import UsageError
@@ -22,31 +21,35 @@ from ckptool.render.inspect.values import preview
 from ckptool.render.text import columns, plural, ranges, visible
 from ckptool.serialization.state_dict.values import type_name
 
+if TYPE_CHECKING:
+    from ckptool.commands.inspect.stats import Number, TensorStats
+
 _HEADINGS = ("name", "dtype", "shape", "placements", "chunks", "bytes")
+_STATISTICS = ("name", "shape", "dtype", "min", "max", "mean", "std", "zeros", "nan", "inf")
 _LONGEST_VALUE = 200
 
 
 def tensor_lines(catalog: Catalog, globs: Sequence[str], screen: Console) -> list[Text]:
-    """Every tensor that matches, in natural order. UsageError where a glob matches none."""
-    found = sorted(matching(catalog, globs), key=natural)
+    """List every tensor that matches, in natural order; UsageError where a glob matches none."""
+    names = sorted(matching(catalog, globs), key=natural)
     rows = [[Text(heading, style="dim") for heading in _HEADINGS]]
-    rows += [_tensor(catalog.tensors[name]) for name in found]
+    rows += [_tensor(catalog.tensors[name]) for name in names]
     return columns(screen, rows, "llllrr", cuts=0)
 
 
 def matching(catalog: Catalog, globs: Sequence[str]) -> list[str]:
-    """The names of tensors that match; UsageError where a glob matches none."""
+    """Return the names of tensors that match; UsageError where a glob matches none."""
     for glob in globs:
         if not any(matches(name, [glob]) for name in catalog.tensors):
-            raise no_such_tensor(f"--tensors {glob!r} matches no tensors", glob, catalog)
+            raise _no_such_tensor(f"--tensors {glob!r} matches no tensors", glob, catalog)
     return [name for name in catalog.tensors if matches(name, globs)]
 
 
 def tensor_named(catalog: Catalog, name: str) -> TensorEntry:
-    """The tensor that ``--map`` asks for; UsageError where there is no such one."""
+    """Return the tensor that ``--shards`` asks for; UsageError where there is none."""
     entry = catalog.tensors.get(name)
     if entry is None:
-        raise no_such_tensor(f"--shards {name!r}: no such tensor", name, catalog)
+        raise _no_such_tensor(f"--shards {name!r}: no such tensor", name, catalog)
     return entry
 
 
@@ -62,18 +65,18 @@ def _tensor(entry: TensorEntry) -> list[Text]:
     ]
 
 
-def no_such_tensor(message: str, asked: str, catalog: Catalog) -> UsageError:
-    """An error that offers the names most like the one that was asked for."""
+def _no_such_tensor(message: str, asked: str, catalog: Catalog) -> UsageError:
+    """Return an error that suggests the names most like the one that was asked for."""
     if asked in catalog.objects:
         return UsageError(f"{message}: not a tensor", hint="use --values to show it")
-    close = closest(asked, catalog.tensors)
+    close = _closest(asked, catalog.tensors)
     if not close:
         return UsageError(message, hint="--tensors '*' lists all names")
     return UsageError(message, hint="did you mean " + " or ".join(map(visible, close)) + " ?")
 
 
-def closest(asked: str, names: Collection[str]) -> list[str]:
-    """Up to three names most like ``asked``, those that contain all its steps first."""
+def _closest(asked: str, names: Collection[str]) -> list[str]:
+    """Return up to three names most like ``asked``, those that contain all its steps first."""
     steps = [step for step in re.split(r"[.*{}]+", asked) if step]
     inside = sorted((name for name in names if all(step in name for step in steps)), key=len)
     if steps and inside:
@@ -82,7 +85,7 @@ def closest(asked: str, names: Collection[str]) -> list[str]:
 
 
 def value_lines(catalog: Catalog, screen: Console) -> list[Text]:
-    """Every non-tensor value with its type, in natural order."""
+    """List every non-tensor value with its type, in natural order."""
     if not catalog.objects:
         return [Text("  no non-tensor values", style="dim")]
     rows = [
@@ -96,6 +99,66 @@ def value_lines(catalog: Catalog, screen: Console) -> list[Text]:
     title = Text(f"  {plural(len(rows), 'non-tensor value')}", style="bold")
     return [title, *columns(screen, rows, "lll", cuts=2)]
 
+
+# Statistics
+
+
+def stats_lines(stats: Sequence[TensorStats], console: Console) -> list[Text]:
+    """Return a row per tensor; NaN and Inf in red where there are any."""
+    rows = [[Text(heading, style="dim") for heading in _STATISTICS]]
+    rows += [_statistics(item) for item in stats]
+    lines = columns(console, rows, "lllrrrrrrr", cuts=0)
+    if any(item.entry.dtype.kind == "complex" for item in stats):
+        lines.append(Text("  complex numbers: statistics of their magnitudes", style="dim"))
+    return lines
+
+
+def _statistics(item: TensorStats) -> list[Text]:
+    entry = item.entry
+    return [
+        Text(visible(entry.name)),
+        Text(str(list(entry.shape)), style="green"),
+        Text(short_name(entry.dtype.name), style="yellow"),
+        *(Text(_number(n)) for n in (item.minimum, item.maximum, item.mean, item.std)),
+        Text(_count(item.zeros)),
+        *(Text(_count(n), style="bold red" if n else "dim") for n in (item.nan, item.inf)),
+    ]
+
+
+def _number(value: Number | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def stats_json(stats: Sequence[TensorStats]) -> dict[str, Any]:
+    """Return ``{"stats": [...]}``; null where there is no (finite) number."""
+    return {"stats": [_statistics_json(item) for item in stats]}
+
+
+def _statistics_json(item: TensorStats) -> dict[str, Any]:
+    return {
+        "name": item.entry.name,
+        "of": "magnitudes" if item.entry.dtype.kind == "complex" else "values",
+        "min": _finite(item.minimum),
+        "max": _finite(item.maximum),
+        "mean": _finite(item.mean),
+        "std": _finite(item.std),
+        "zeros": item.zeros,
+        "nan": item.nan,
+        "inf": item.inf,
+    }
+
+
+def _finite(value: Number | None) -> Number | None:
+    return value if value is None or math.isfinite(value) else None
+
+
+# Folding
 
 _NUMBER = re.compile(r"((?:(?<![^.])|(?<=@rank))(?:0|[1-9][0-9]{0,8})(?![^.@]))")
 
@@ -122,7 +185,7 @@ class _Kind:
 
 
 def fold(entries: Collection[TensorEntry]) -> list[Folded]:
-    """Few lines that name every tensor once, in natural order within each part."""
+    """Return few lines that name every tensor once, in natural order within each part."""
     kinds: dict[_Kind, dict[Numbers, TensorEntry]] = {}
     for entry in entries:
         words, numbers = split_numbers(entry.name)
@@ -145,25 +208,25 @@ def _lines(kind: _Kind, members: dict[Numbers, TensorEntry]) -> Iterable[Folded]
 
 
 def split_numbers(name: str) -> tuple[tuple[str, ...], Numbers]:
-    """The words around the integer components of a dotted name, and the integers."""
+    """Split a dotted name into its integer components and the words around them."""
     pieces = _NUMBER.split(name)
     return tuple(pieces[::2]), tuple(map(int, pieces[1::2]))
 
 
 def with_numbers(words: Sequence[str], axes: Sequence[Numbers]) -> str:
-    """The name again, with several numbers at one place in braces."""
+    """Join a name again, with several numbers at one place in braces."""
     name = words[0]
     for axis, word in zip(axes, words[1:], strict=True):
         name += (f"{{{ranges(axis)}}}" if len(axis) > 1 else str(axis[0])) + word
     return name
 
 
-def products(found: Collection[Numbers]) -> list[tuple[Numbers, ...]]:
-    """Disjoint products of number sets that together make up the set of tuples."""
-    if () in found:
+def products(tuples: Collection[Numbers]) -> list[tuple[Numbers, ...]]:
+    """Return disjoint products of number sets that together make up the set of tuples."""
+    if () in tuples:
         return [()]
     tails: dict[int, set[Numbers]] = {}
-    for head, *tail in found:
+    for head, *tail in tuples:
         tails.setdefault(head, set()).add(tuple(tail))
     heads: dict[frozenset[Numbers], list[int]] = {}
     for head in sorted(tails):
@@ -172,13 +235,13 @@ def products(found: Collection[Numbers]) -> list[tuple[Numbers, ...]]:
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:
-    """A sort key under which layer 2 comes before layer 10."""
+    """Return a sort key under which layer 2 comes before layer 10."""
     pieces = _NUMBER.split(name)
     return [(0, int(p), "") if i % 2 else (1, 0, p) for i, p in enumerate(pieces)]
 
 
 def _fold_scalars(lines: list[Folded], names: list[str]) -> list[Folded]:
-    """One line such as ``optim.state.*.step`` for an optimizer's 0-d states, where it is exact."""
+    """Join an optimizer's 0-d states as ``optim.state.*.step``, where that names no others."""
     groups: dict[tuple[object, ...], list[Folded]] = {}
     for line in lines:
         steps = line.entry.name.split(".")
@@ -200,16 +263,16 @@ def _matching(names: Iterable[str], head: str, tail: str) -> int:
 
 
 def _fold_states(lines: list[Folded]) -> list[Folded]:
-    """One line for an optimizer's states of one parameter, such as ``{exp_avg,exp_avg_sq}``."""
+    """Join an optimizer's states of one parameter, such as ``{exp_avg,exp_avg_sq}``."""
     groups: dict[tuple[object, ...], list[Folded]] = {}
     for line in lines:
         head, _, state = line.name.rpartition(".")
-        alike = line.part == "optimizer" and head and not re.search(r"[{}*]", state)
-        groups.setdefault((head, _looks(line.entry)) if alike else (line,), []).append(line)
-    return [_joined_states(group) for group in groups.values()]
+        is_state = line.part == "optimizer" and head and not re.search(r"[{}*]", state)
+        groups.setdefault((head, _looks(line.entry)) if is_state else (line,), []).append(line)
+    return [_join_states(group) for group in groups.values()]
 
 
-def _joined_states(group: list[Folded]) -> Folded:
+def _join_states(group: list[Folded]) -> Folded:
     if len(group) == 1:
         return group[0]
     head = group[0].name.rpartition(".")[0]

@@ -1,29 +1,15 @@
-"""The picture of a checkpoint: what it is, what it weighs, its tensors folded, its values.
-
-What lies where: rank, file, box, byte offset and length of every chunk of a tensor.
-"""
+"""The picture of a checkpoint: what it is, what it weighs, its tensors folded, values, ranks."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from rich.console import Console
 from rich.text import Text
 
 from ckptool.commands.inspect.inspect import InspectReport, Share
-from ckptool.core.box import Box
-from ckptool.core.catalog import (
-    Catalog,
-    Chunk,
-    Container,
-    EncodedBlob,
-    Place,
-    Scaled,
-    TensorEntry,
-    contiguous,
-)
+from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import short_name
 from ckptool.core.quantization import kinds
 from ckptool.core.state_category import state_category
@@ -35,6 +21,7 @@ PART_COLOURS = {"model": "green", "optimizer": "blue", "other": "yellow"}
 
 _MOST_LINES = 200
 _BAR = 24
+_RANK_BAR = 32
 _ROOMY = 110
 _STATES = re.compile(r"\{[A-Za-z][^{}]*\}$")
 _ROWS = ("framework", "version", "parallelism", "step", "arguments")
@@ -42,7 +29,7 @@ _BRIEF = {"Shard": "S", "StridedShard": "_S", "Partial": "P", "Replicate()": "R"
 
 
 def overview(report: InspectReport, screen: Console) -> list[Text]:
-    """All sections, a blank line between them."""
+    """Return all sections, a blank line between them."""
     sections = [_header(report, screen), _shares(report, screen)]
     sections += [_tensors(report.catalog, screen), _values(report.catalog, screen)]
     lines: list[Text] = []
@@ -63,8 +50,8 @@ def _header(report: InspectReport, screen: Console) -> list[Text]:
     if catalog.world_size is not None:
         facts.append(("ranks", f"{catalog.world_size:,}"))
     facts += [("parallel", info.get("parallelism", "")), ("mesh", _mesh(catalog))]
-    quantised = ", ".join(f"{plural(n, 'tensor')} {kind}" for kind, n in kinds(catalog).items())
-    facts += [("arguments", info.get("arguments", "")), ("quantised", quantised)]
+    quantized = ", ".join(f"{plural(n, 'tensor')} {kind}" for kind, n in kinds(catalog).items())
+    facts += [("arguments", info.get("arguments", "")), ("quantized", quantized)]
     facts += [("holds", _holds(report))]
     rows = [(Text(label, style="dim"), Text(visible(fact))) for label, fact in facts if fact]
     return [title, *columns(screen, rows, "ll")]
@@ -89,11 +76,11 @@ def _mesh(catalog: Catalog) -> str:
     shape = " x ".join(map(str, mesh.shape))
     if mesh.names:
         shape = " x ".join(f"{n} {s}" for n, s in zip(mesh.names, mesh.shape, strict=True))
-    told = shape + {"inferred": ", inferred from chunks and writers"}.get(
+    described = shape + {"inferred": ", inferred from chunks and writers"}.get(
         catalog.mesh_source or "", f", {catalog.mesh_source}"
     )
     in_order = mesh.ranks == tuple(range(mesh.size))
-    return told if in_order else f"{told}; ranks {ranges(mesh.ranks)}"
+    return described if in_order else f"{described}; ranks {ranges(mesh.ranks)}"
 
 
 def _holds(report: InspectReport) -> str:
@@ -134,13 +121,13 @@ def _tensors(catalog: Catalog, screen: Console) -> list[Text]:
     most = _MOST_LINES if screen.is_terminal else len(lines)
     brief = screen.is_terminal and screen.width < _ROOMY
     drawn = columns(screen, [_tensor(line, brief) for line in lines[:most]], "llllr", cuts=0)
-    found = drawn[:1]
+    kept = drawn[:1]
     for above, below, text in zip(lines, lines[1:], drawn[1:], strict=False):
-        found += [text] if above.part == below.part else [Text(), text]
+        kept += [text] if above.part == below.part else [Text(), text]
     if len(lines) > most:
         more = f"  ... and {len(lines) - most:,} more lines; use --tensors '*' to list all tensors"
-        found.append(Text(more, style="dim"))
-    return found
+        kept.append(Text(more, style="dim"))
+    return kept
 
 
 def _tensor(line: Folded, brief: bool) -> list[Text]:
@@ -161,13 +148,13 @@ def _name(name: str) -> Text:
 
 
 def _placements(entry: TensorEntry, brief: bool) -> Text:
-    """The placements, or the number of chunks where no placement is known."""
+    """Return the placements, or the number of chunks where no placement is known."""
     if entry.placements is None:
         chunks = len(entry.chunks)
         return Text(plural(chunks, "chunk") if chunks != 1 else "", style="dim")
     names = ", ".join(map(str, entry.placements))
     if brief:
-        names = re.sub(r"Replicate\(\)|[A-Z]\w+", lambda found: _BRIEF[found[0]], names)
+        names = re.sub(r"Replicate\(\)|[A-Z]\w+", lambda match: _BRIEF[match[0]], names)
     return Text(names, style="magenta")
 
 
@@ -189,103 +176,72 @@ def _values(catalog: Catalog, screen: Console) -> list[Text]:
     return [title, *columns(screen, rows, "ll", cuts=0)]
 
 
-_MOST_BOXES = 64
-_MOST_LEGEND_LINES = 64
-_HEADINGS = ("", "rank", "file", "box", "offset", "bytes", "")
-_COLOURS = (
-    "#5fafff #87d75f #ffaf5f #d787d7 #5fd7d7 #ffd75f #ff8787 #afafff"
-    " #afd787 #d7afff #87d7af #d7af87"
-).split()
+# Bytes per rank
+
+Loads = dict[int, tuple[int, int]]
+"""Chunks and bytes by rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkLocation:
-    """One box in one file; ``remark`` says how the bytes lie if not plainly."""
-
-    rank: int | None
-    colour: str
-    box: Box
-    at: Place
-    nbytes: int
-    remark: str
-
-
-def colour_of(chunk: Chunk) -> str:
-    """The colour of the rank that wrote a chunk."""
-    return _colour(chunk.rank)
-
-
-def _colour(rank: int | None) -> str:
-    return "#bcbcbc" if rank is None else _COLOURS[rank % len(_COLOURS)]
-
-
-def legend_lines(entry: TensorEntry, screen: Console) -> list[Text]:
-    """A row a box, replicas included; where they are hundreds, a row for each rank and file."""
-    found = list(spots(entry))
-    rows = _one_by_one(found) if len(found) <= _MOST_BOXES else _by_file(found)
-    most = _MOST_LEGEND_LINES if screen.is_terminal else len(rows)
-    heads = [Text(heading, style="dim") for heading in _HEADINGS]
-    lines = columns(screen, [heads, *rows[:most]], "lrllrrl", cuts=2)
-    if len(rows) > most:
-        lines.append(Text(f"  ... and {len(rows) - most:,} more files", style="dim"))
-    return lines
+def rank_lines(catalog: Catalog, screen: Console) -> list[Text]:
+    """Return a row per rank, ranks with the same load in one, and max / mean below."""
+    loads, unknown = loads_of(catalog)
+    if not loads:
+        return [Text("  the files do not record which rank wrote them", style="dim")]
+    heaviest = max(nbytes for _, nbytes in loads.values())
+    groups: dict[tuple[int, int], list[int]] = {}
+    for rank in sorted(loads):
+        groups.setdefault(loads[rank], []).append(rank)
+    rows = [
+        [
+            Text(heading, style="dim")
+            for heading in ("rank", "chunks per rank", "bytes per rank", "")
+        ]
+    ]
+    for (chunks, nbytes), members in groups.items():
+        drawn = bar(nbytes / max(heaviest, 1), _RANK_BAR, ascii_only=screen.options.ascii_only)
+        rows.append(
+            [
+                Text(ranges(members), style="bold"),
+                Text(f"{chunks:,}"),
+                Text(size(nbytes)),
+                Text(drawn, style="green"),
+            ]
+        )
+    return [*columns(screen, rows, "lrrl", cuts=0), *_imbalance(loads, unknown)]
 
 
-def spots(entry: TensorEntry) -> Iterator[ChunkLocation]:
-    """Every box of a tensor and where it is stored, replicas included."""
-    itemsize = entry.source_dtype.itemsize
+def loads_of(catalog: Catalog) -> tuple[Loads, int]:
+    """Sum up what each rank stored, replicas where they lie, and the bytes of no known rank."""
+    loads: Loads = dict.fromkeys(range(catalog.world_size or 0), (0, 0))
+    unknown = 0
+    for entry in catalog.tensors.values():
+        for rank, nbytes in _stored(entry):
+            if rank is None:
+                unknown += nbytes
+            else:
+                chunks, total = loads.get(rank, (0, 0))
+                loads[rank] = (chunks + 1, total + nbytes)
+    are_known = any(chunks for chunks, _ in loads.values())
+    return (loads if are_known else {}), unknown
+
+
+def _stored(entry: TensorEntry) -> Iterator[tuple[int | None, int]]:
     for chunk in entry.chunks:
-        for rank, at in ((chunk.rank, chunk.at), *((c.rank, c.at) for c in chunk.copies)):
-            nbytes, remark = _stored(at, chunk.box, itemsize)
-            yield ChunkLocation(rank, _colour(rank), chunk.box, at, nbytes, remark)
+        nbytes = chunk.box.volume * entry.source_dtype.itemsize
+        yield chunk.rank, nbytes
+        for copy in chunk.copies:
+            yield copy.rank, nbytes
 
 
-def _stored(at: Place, box: Box, itemsize: int) -> tuple[int, str]:
-    """Bytes in the file, and how they lie."""
-    if isinstance(at, EncodedBlob):
-        return at.nbytes, f"{at.codec}, {at.size:,} bytes decoded"
-    if isinstance(at, Container):
-        return at.nbytes, "+".join(at.transforms)
-    if isinstance(at, Scaled):
-        return box.volume * itemsize, "from values and scales"
-    strided = not contiguous(at.strides, box.shape, itemsize)
-    return box.volume * itemsize, ", ".join([*(["strided"] if strided else []), *at.ops])
-
-
-def _one_by_one(spots: list[ChunkLocation]) -> list[list[Text]]:
-    return [
-        _row(spot, spot.at.file, _box(spot.box), f"{spot.at.offset:,}", spot.nbytes, spot.remark)
-        for spot in spots
-    ]
-
-
-def _by_file(spots: list[ChunkLocation]) -> list[list[Text]]:
-    groups: dict[tuple[int | None, str], list[ChunkLocation]] = {}
-    for spot in spots:
-        groups.setdefault((spot.rank, spot.at.file), []).append(spot)
-    return [_file_row(file, group) for (_, file), group in groups.items()]
-
-
-def _file_row(file: str, group: list[ChunkLocation]) -> list[Text]:
-    offsets = sorted(spot.at.offset for spot in group)
-    boxes = _box(group[0].box) if len(group) == 1 else plural(len(group), "box")
-    span = f"{offsets[0]:,}" + (f" .. {offsets[-1]:,}" if len(group) > 1 else "")
-    return _row(group[0], file, boxes, span, sum(spot.nbytes for spot in group), "")
-
-
-def _row(
-    spot: ChunkLocation, file: str, box: str, offset: str, nbytes: int, remark: str
-) -> list[Text]:
-    return [
-        Text("  ", style=f"on {spot.colour}"),
-        Text("?" if spot.rank is None else str(spot.rank), style="bold"),
-        Text(visible(file)),
-        Text(box, style="green"),
-        Text(offset),
-        Text(f"{nbytes:,}"),
-        Text(visible(remark), style="dim"),
-    ]
-
-
-def _box(box: Box) -> str:
-    return str(box) if box.volume else f"{box} (empty)"
+def _imbalance(loads: Loads, unknown: int) -> list[Text]:
+    nbytes = [total for _, total in loads.values()]
+    mean = sum(nbytes) / len(nbytes)
+    ranks = plural(len(nbytes), "rank")
+    lines = [Text(f"  {ranks}: mean {size(round(mean))}, max {size(max(nbytes))}")]
+    if mean:
+        ratio = max(nbytes) / mean
+        style = "green" if ratio < 1.1 else "yellow" if ratio < 1.5 else "red"
+        lines[0].append(", imbalance (max / mean) ").append(f"{ratio:.2f}", style=style)
+    if unknown:
+        lines.append(Text(f"  {size(unknown)} of unknown rank", style="dim"))
+    return lines

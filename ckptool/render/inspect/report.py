@@ -1,9 +1,4 @@
-"""What a checkpoint holds, as a picture.
-
-What a checkpoint holds, as JSON.
-
-Keep a screen as a picture.
-"""
+"""What a checkpoint holds, on the screen, as JSON and as an exported picture."""
 
 from __future__ import annotations
 
@@ -19,11 +14,15 @@ from ckptool.commands.inspect.inspect import InspectReport
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.quantization import kinds
 from ckptool.errors import UsageError
-from ckptool.render.inspect.listing import matching, tensor_lines, tensor_named, value_lines
-from ckptool.render.inspect.mapping import map_lines
-from ckptool.render.inspect.overview import overview, spots
-from ckptool.render.inspect.ranks import loads_of, rank_lines
-from ckptool.render.inspect.stats import stats_lines
+from ckptool.render.inspect.listing import (
+    matching,
+    stats_lines,
+    tensor_lines,
+    tensor_named,
+    value_lines,
+)
+from ckptool.render.inspect.overview import loads_of, overview, rank_lines
+from ckptool.render.inspect.shards import chunk_locations, shard_lines
 from ckptool.render.inspect.values import Inexact, plain
 from ckptool.render.text import console as standard_console
 from ckptool.render.text import emit, plural, size
@@ -40,11 +39,11 @@ def show(
     tensors: Sequence[str] = (),
     ranks: bool = False,
     values: bool = False,
-    map_name: str | None = None,
+    shards: str | None = None,
     stats: Sequence[TensorStats] = (),
 ) -> None:
     """Print the whole picture, or only the views that are asked for."""
-    views = list(_views(report, console, tensors, ranks, values, map_name))
+    views = list(_views(report, console, tensors, ranks, values, shards))
     if stats:
         views.insert(0, stats_lines(stats, console))
     if not views:
@@ -60,12 +59,12 @@ def _views(
     tensors: Sequence[str],
     ranks: bool,
     values: bool,
-    map_name: str | None,
+    shards: str | None,
 ) -> Iterable[list[Text]]:
     if tensors:
         yield tensor_lines(report.catalog, tensors, console)
-    if map_name is not None:
-        yield map_lines(report.catalog, map_name, console)
+    if shards is not None:
+        yield shard_lines(report.catalog, shards, console)
     if ranks:
         yield rank_lines(report.catalog, console)
     if values:
@@ -73,12 +72,12 @@ def _views(
 
 
 def show_traffic(report: InspectReport) -> None:
-    """What was asked of a store, and what came; on stderr."""
-    said = "no store requests: the checkpoint is on a local disk"
+    """Show how much was requested from a store, and read; on stderr."""
+    text = "no store requests: the checkpoint is on a local disk"
     if report.traffic is not None:
         read = size(report.traffic.received)
-        said = f"{plural(report.traffic.requests, 'request')}, {read} read"
-    standard_console(stderr=True).print(said, highlight=False)
+        text = f"{plural(report.traffic.requests, 'request')}, {read} read"
+    standard_console(stderr=True).print(text, highlight=False)
 
 
 def inspect_json(
@@ -86,7 +85,7 @@ def inspect_json(
     *,
     tensors: Sequence[str] = (),
     ranks: bool = False,
-    map_name: str | None = None,
+    shards: str | None = None,
 ) -> dict[str, Any]:
     """Return the report as ``ckptool.inspect/2``; ``value`` is left out where JSON cannot hold it.
 
@@ -95,8 +94,8 @@ def inspect_json(
     catalog = report.catalog
     names = matching(catalog, tensors) if tensors else catalog.tensors
     more: dict[str, Any] = {"ranks": _ranks_json(catalog)} if ranks else {}
-    if map_name is not None:
-        more["map"] = _map_json(tensor_named(catalog, map_name))
+    if shards is not None:
+        more["map"] = _map_json(tensor_named(catalog, shards))
     content = {
         "path": report.path,
         "format": catalog.format,
@@ -144,21 +143,21 @@ def _object_json(entry: ObjectEntry) -> dict[str, Any]:
 
 def _ranks_json(catalog: Catalog) -> list[dict[str, int]]:
     loads, _ = loads_of(catalog)
-    return [{"rank": r, "chunks": n, "bytes": held} for r, (n, held) in sorted(loads.items())]
+    return [{"rank": r, "chunks": n, "bytes": size} for r, (n, size) in sorted(loads.items())]
 
 
 def _map_json(entry: TensorEntry) -> list[dict[str, Any]]:
-    """Every box of a tensor, replicas included: which rank and file holds it, and where."""
+    """List every box of a tensor, replicas included: which rank and file holds it, and where."""
     return [
         {
-            "rank": spot.rank,
-            "file": spot.at.file,
-            "offset": spot.at.offset,
-            "bytes": spot.nbytes,
-            "from": list(spot.box.lo),
-            "to": list(spot.box.hi),
+            "rank": each.rank,
+            "file": each.at.file,
+            "offset": each.at.offset,
+            "bytes": each.nbytes,
+            "from": list(each.box.lo),
+            "to": list(each.box.hi),
         }
-        for spot in spots(entry)
+        for each in chunk_locations(entry)
     ]
 
 
@@ -166,12 +165,12 @@ _HTML = b'<!DOCTYPE html>\n<html>\n<head>\n<meta charset="UTF-8">\n<style>\n'
 
 
 def require_exportable(path: Path) -> None:
-    """UsageError where the suffix of ``path`` is neither of SVG nor of HTML."""
+    """Raise UsageError where the suffix of ``path`` is neither of SVG nor of HTML."""
     if path.suffix not in (".svg", ".html"):
         raise UsageError(f"--export {path}: file name must end in .svg or .html")
 
 
-def exported(screen: Console, path: Path) -> bytes:
+def export(screen: Console, path: Path) -> bytes:
     """Return what ``screen`` recorded as SVG or HTML, by the suffix of ``path``."""
     svg = path.suffix == ".svg"
     text = screen.export_svg(title="ckptool") if svg else screen.export_html(inline_styles=True)

@@ -1,4 +1,4 @@
-"""Non-tensor values, told shortly on the screen and exactly in JSON."""
+"""Non-tensor values, briefly on the screen and exactly in JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Inexact(Exception):
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON holds it: null, bool, 64-bit int, finite float, text, list, dict.
+    """Return the value as JSON holds it: null, bool, 64-bit int, finite float, text, list, dict.
 
     Tuples become lists. Raises Inexact for all else: bytes, sets, NaN and infinities, larger ints,
     dicts whose keys are not all text, objects, and values too deep or too large to be written.
@@ -52,7 +52,7 @@ def _is_plain_scalar(value: Any) -> bool:
 
 
 def preview(value: Any, limit: int = 60) -> str:
-    """A value in at most about ``limit`` characters, never more work than that."""
+    """Return a value in at most about ``limit`` characters, without more work than that."""
     if isinstance(value, list | tuple | set | frozenset):
         return _container(value, limit)
     if isinstance(value, dict):
@@ -100,7 +100,7 @@ def _atom(value: Any) -> str:
 
 
 def notable_values(entries: Iterable[ObjectEntry], most: int = 8) -> list[tuple[str, str]]:
-    """The values a person asks for first: short ones outside the optimizer, then its rates."""
+    """Return what a person asks for first: short values outside the optimizer, then its rates."""
     others: list[ObjectEntry] = []
     optimizer: list[ObjectEntry] = []
     for entry in entries:
@@ -108,19 +108,19 @@ def notable_values(entries: Iterable[ObjectEntry], most: int = 8) -> list[tuple[
         (optimizer if is_optimizer else others).append(entry)
     short = [entry for entry in others if isinstance(entry.value, int | float | str)]
     short.sort(key=lambda entry: len(entry.path))
-    found = [(entry.name, preview(entry.value)) for entry in short[:most]]
-    return found + _hyperparameters(optimizer)
+    values = [(entry.name, preview(entry.value)) for entry in short[:most]]
+    return values + _hyperparameters(optimizer)
 
 
 def _hyperparameters(entries: Iterable[ObjectEntry]) -> list[tuple[str, str]]:
-    """Each rate of the optimizer once, with all values that its groups give it."""
-    found: dict[str, dict[str, None]] = {}
+    """Return each rate of the optimizer once, with all values that its groups give it."""
+    rates: dict[str, dict[str, None]] = {}
     for entry in entries:
         last = str(entry.path[-1]).rpartition(".")[2]
         if last in _HYPERPARAMETERS:
-            found.setdefault(last, {})[preview(entry.value)] = None
+            rates.setdefault(last, {})[preview(entry.value)] = None
     return [
-        (f"optimizer {name}", " | ".join([*list(found[name])[:4], *["…"][: len(found[name]) > 4]]))
+        (f"optimizer {name}", " | ".join([*list(rates[name])[:4], *["…"][: len(rates[name]) > 4]]))
         for name in _HYPERPARAMETERS
-        if name in found
+        if name in rates
     ]

@@ -17,8 +17,8 @@ from ckptool.core.dtype import BY_NAME
 from ckptool.core.mesh import Mesh, Replicate, Shard, StridedShard
 from ckptool.errors import Damaged, UsageError
 from ckptool.formats import FORMATS
+from ckptool.render.inspect.listing import stats_json
 from ckptool.render.inspect.report import inspect_json
-from ckptool.render.inspect.stats import stats_json
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.storage.local import LocalSource
 
@@ -175,7 +175,7 @@ def test_json_leaves_out_a_value_it_cannot_hold(value):
 
 def test_json_has_the_views_that_are_asked_for():
     held = described(tensor("a.w"), tensor("b.w"))
-    found = inspect_json(held, tensors=("a.*",), ranks=True, map_name="b.w")
+    found = inspect_json(held, tensors=("a.*",), ranks=True, shards="b.w")
     assert [row["name"] for row in found["tensors"]] == ["a.w"]
     assert found["totals"]["tensors"] == 2
     assert [(one["from"], one["to"]) for one in found["map"]] == [([0, 0], [4, 2])]

@@ -1,0 +1,304 @@
+"""Draw which rank and file holds which box of a tensor, and list what lies where.
+
+Each row or column of the picture's cells stands for an index of the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from rich.console import Console
+from rich.text import Text
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import (
+    Catalog,
+    Chunk,
+    Container,
+    EncodedBlob,
+    Place,
+    Scaled,
+    TensorEntry,
+    contiguous,
+)
+from ckptool.core.plan import ChunkIndex
+from ckptool.render.inspect.listing import tensor_named
+from ckptool.render.text import columns, plural, ranges, size, visible
+
+_WIDEST = 64
+_TALLEST = 32
+_LONGEST_LABEL = 8
+_MARGIN = 10
+_MOST_BOXES = 64
+_MOST_LEGEND_LINES = 64
+_HEADINGS = ("", "rank", "file", "box", "offset", "bytes", "")
+_COLOURS = (
+    "#5fafff #87d75f #ffaf5f #d787d7 #5fd7d7 #ffd75f #ff8787 #afafff"
+    " #afd787 #d7afff #87d7af #d7af87"
+).split()
+
+
+def shard_lines(catalog: Catalog, name: str, screen: Console) -> list[Text]:
+    """Return the picture of one tensor and its legend; UsageError where there is no such tensor."""
+    entry = tensor_named(catalog, name)
+    lines = [Text(visible(entry.name), style="bold"), _facts(entry), Text()]
+    if entry.elements:
+        lines += [*_Picture(entry, screen).lines(), Text()]
+    else:
+        lines += [Text("  empty tensor", style="dim"), Text()]
+    return lines + legend_lines(entry, screen)
+
+
+def _facts(entry: TensorEntry) -> Text:
+    facts = Text.assemble((f"  {list(entry.shape)}", "green"), "  ", (entry.dtype.name, "yellow"))
+    if entry.placements is not None:
+        facts.append("  " + ", ".join(map(str, entry.placements)), style="magenta")
+    return facts.append(f"  {size(entry.nbytes)} in {plural(len(entry.chunks), 'chunk')}")
+
+
+class _Picture:
+    """Up to two dims of a tensor as blocks; the others are seen at index 0."""
+
+    def __init__(self, entry: TensorEntry, screen: Console) -> None:
+        rank = len(entry.shape)
+        chunks = tuple(chunk for chunk in entry.chunks if len(chunk.box.lo) == rank)
+        self._index = ChunkIndex(replace(entry, chunks=chunks))
+        self._rank = rank
+        plain = screen.color_system is None or screen.no_color
+        outline = ("+", "|", "-") if screen.options.ascii_only else ("┌", "│", "─")
+        self._corner, self._side, self._edge = outline if plain else ("", "", " ")
+        self._label_width = max((len(_label(chunk)) for chunk in chunks), default=1)
+        down, across = _cut_dims(entry.shape, chunks)
+        width = max(8, min(screen.width - _MARGIN - 2, _WIDEST))
+        most = width // (self._label_width + 1)
+        self._across = _make_axis(entry.shape, chunks, across, width, self._label_width + 1, most)
+        tall = _height(entry.shape, down, across, width)
+        self._down = _make_axis(entry.shape, chunks, down, tall, 1, _TALLEST)
+
+    def lines(self) -> list[Text]:
+        """Return a ruler, the rows of blocks, and remarks on what is not drawn."""
+        lines = [self._ruler()]
+        above: list[Chunk] = []
+        for number, row in enumerate(self._down.cells):
+            line, above = self._row(row, above)
+            label = "" if self._down.dim is None else self._down.label(number)
+            margin = Text(f"{label:>{_MARGIN - 1}} ", style="dim")
+            lines.append(margin.append_text(line).append(self._side))
+        return lines + self._remarks()
+
+    def _ruler(self) -> Text:
+        line = " " * _MARGIN
+        for number in range(len(self._across.cells)):
+            label = self._across.label(number)
+            if label and len(line) <= _MARGIN + number:
+                line = line.ljust(_MARGIN + number) + label + " "
+        return Text(line.rstrip(), style="dim")
+
+    def _row(self, row: int, above: list[Chunk]) -> tuple[Text, list[Chunk]]:
+        """Draw a line of blocks, and return its chunks; ``above`` are those of the line before."""
+        line, seen, cells = Text(), [], self._across.cells
+        start = 0
+        while start < len(cells):
+            chunks = self._chunks(row, cells[start])
+            stop = start + 1
+            while stop < len(cells) and (
+                cells[stop] == cells[start] or self._chunks(row, cells[stop]) == chunks
+            ):
+                stop += 1
+            begins = not (len(chunks) == 1 and chunks[0] in above)
+            line.append_text(self._block(chunks, stop - start, begins=begins))
+            seen += chunks if len(chunks) == 1 else []
+            start = stop
+        return line, seen
+
+    def _chunks(self, row: int, column: int) -> list[Chunk]:
+        at = [0] * self._rank
+        for axis, position in ((self._down, row), (self._across, column)):
+            if axis.dim is not None:
+                at[axis.dim] = position
+        return [chunk for chunk, _ in self._index.find(Box.at(at, [1] * self._rank))]
+
+    def _block(self, chunks: list[Chunk], width: int, *, begins: bool) -> Text:
+        if len(chunks) != 1:
+            return Text(("·" if not chunks else "X") * width, style="bold red")
+        style = f"black on {_colour(chunks[0].rank)}"
+        room = width - len(self._corner)
+        label = _label(chunks[0])[:room]
+        if begins:
+            return Text(self._corner + label.ljust(room, self._edge), style)
+        return Text(self._side.ljust(width), style)
+
+    def _remarks(self) -> list[Text]:
+        remarks = [axis.remark for axis in (self._down, self._across) if axis.remark]
+        drawn = [axis.dim for axis in (self._down, self._across) if axis.dim is not None]
+        if len(drawn) < self._rank:
+            remarks.append(f"dims {drawn[0]} and {drawn[1]} of {self._rank}, other dims at index 0")
+        return [Text(" " * _MARGIN + remark, style="dim") for remark in remarks]
+
+
+def _height(shape: tuple[int, ...], down: int | None, across: int | None, width: int) -> int:
+    """Return the rows that make an element about as high as wide, within reason."""
+    if down is None or across is None:
+        return 2
+    return max(4, min(12, round(width / 2 * shape[down] / max(shape[across], 1))))
+
+
+def _label(chunk: Chunk) -> str:
+    """Name the ranks that hold a chunk, in few characters."""
+    if chunk.rank is None:
+        return "?"
+    ranks = sorted({chunk.rank, *(copy.rank for copy in chunk.copies)})
+    label = ranges(ranks)
+    return label if len(label) <= _LONGEST_LABEL else f"{ranks[0]}+{len(ranks) - 1}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """``cells`` are indices of tensor dim ``dim``; ``starts`` the numbers of cells worth a label.
+
+    ``dim`` is None on a side along which the tensor does not extend.
+    """
+
+    dim: int | None
+    cells: tuple[int, ...]
+    starts: frozenset[int] = frozenset()
+    remark: str = ""
+
+    def label(self, number: int) -> str:
+        """Return the index at which a box begins in this cell, or nothing."""
+        return str(self.cells[number]) if number in self.starts else ""
+
+
+def _cut_dims(shape: Sequence[int], chunks: Sequence[Chunk]) -> tuple[int | None, int | None]:
+    """Choose the dims to draw downwards and across: those cut most, else the first two."""
+    dims = range(len(shape))
+    if len(dims) < 2:
+        return None, next(iter(dims), None)
+    cuts = {dim: len({chunk.box.lo[dim] for chunk in chunks}) for dim in dims}
+    down, across = sorted(sorted(dims, key=lambda dim: -cuts[dim])[:2])
+    return down, across
+
+
+def _make_axis(
+    shape: Sequence[int],
+    chunks: Sequence[Chunk],
+    dim: int | None,
+    wanted: int,
+    least: int,
+    most: int,
+) -> _Axis:
+    """Return cells for a dim: about ``wanted``, at least ``least`` a box, of ``most`` boxes."""
+    if dim is None:
+        return _Axis(None, (0,) * wanted)
+    length = shape[dim]
+    solid = [chunk.box for chunk in chunks if chunk.box.volume]
+    edges = {edge for box in solid for edge in (box.lo[dim], box.hi[dim]) if 0 < edge < length}
+    bounds = [0, *sorted(edges), length]
+    if len(bounds) - 1 <= most:
+        return _exact(dim, bounds, wanted, least)
+    blocks = [length * i // most for i in range(most)]
+    starts = frozenset(range(0, most * least, least))
+    remark = f"{len(bounds) - 1:,} boxes along dim {dim}, drawn as {most} blocks"
+    return _Axis(dim, tuple(at for at in blocks for _ in range(least)), starts, remark)
+
+
+def _exact(dim: int, bounds: list[int], wanted: int, least: int) -> _Axis:
+    """Give every run between two bounds cells of its own, as many as its length is worth."""
+    cells: list[int] = []
+    starts = set()
+    for low, high in pairwise(bounds):
+        starts.add(len(cells))
+        cells += [low] * max(least, round(wanted * (high - low) / bounds[-1]))
+    return _Axis(dim, tuple(cells), frozenset(starts))
+
+
+# What lies where
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLocation:
+    """One box in one file; ``remark`` says how the bytes lie if not plainly."""
+
+    rank: int | None
+    box: Box
+    at: Place
+    nbytes: int
+    remark: str
+
+
+def _colour(rank: int | None) -> str:
+    return "#bcbcbc" if rank is None else _COLOURS[rank % len(_COLOURS)]
+
+
+def legend_lines(entry: TensorEntry, screen: Console) -> list[Text]:
+    """Return a row per box, replicas included; where they are hundreds, per rank and file."""
+    locations = list(chunk_locations(entry))
+    rows = _by_box(locations) if len(locations) <= _MOST_BOXES else _by_file(locations)
+    most = _MOST_LEGEND_LINES if screen.is_terminal else len(rows)
+    heads = [Text(heading, style="dim") for heading in _HEADINGS]
+    lines = columns(screen, [heads, *rows[:most]], "lrllrrl", cuts=2)
+    if len(rows) > most:
+        lines.append(Text(f"  ... and {len(rows) - most:,} more files", style="dim"))
+    return lines
+
+
+def chunk_locations(entry: TensorEntry) -> Iterator[ChunkLocation]:
+    """Yield every box of a tensor and where it is stored, replicas included."""
+    itemsize = entry.source_dtype.itemsize
+    for chunk in entry.chunks:
+        for rank, at in ((chunk.rank, chunk.at), *((c.rank, c.at) for c in chunk.copies)):
+            nbytes, remark = _stored(at, chunk.box, itemsize)
+            yield ChunkLocation(rank, chunk.box, at, nbytes, remark)
+
+
+def _stored(at: Place, box: Box, itemsize: int) -> tuple[int, str]:
+    """Return the bytes in the file, and how they lie."""
+    if isinstance(at, EncodedBlob):
+        return at.nbytes, f"{at.codec}, {at.size:,} bytes decoded"
+    if isinstance(at, Container):
+        return at.nbytes, "+".join(at.transforms)
+    if isinstance(at, Scaled):
+        return box.volume * itemsize, "from values and scales"
+    strided = not contiguous(at.strides, box.shape, itemsize)
+    return box.volume * itemsize, ", ".join([*(["strided"] if strided else []), *at.ops])
+
+
+def _by_box(locations: list[ChunkLocation]) -> list[list[Text]]:
+    return [
+        _row(each, each.at.file, _box(each.box), f"{each.at.offset:,}", each.nbytes, each.remark)
+        for each in locations
+    ]
+
+
+def _by_file(locations: list[ChunkLocation]) -> list[list[Text]]:
+    groups: dict[tuple[int | None, str], list[ChunkLocation]] = {}
+    for each in locations:
+        groups.setdefault((each.rank, each.at.file), []).append(each)
+    return [_file_row(file, group) for (_, file), group in groups.items()]
+
+
+def _file_row(file: str, group: list[ChunkLocation]) -> list[Text]:
+    offsets = sorted(each.at.offset for each in group)
+    boxes = _box(group[0].box) if len(group) == 1 else plural(len(group), "box")
+    span = f"{offsets[0]:,}" + (f" .. {offsets[-1]:,}" if len(group) > 1 else "")
+    return _row(group[0], file, boxes, span, sum(each.nbytes for each in group), "")
+
+
+def _row(
+    location: ChunkLocation, file: str, box: str, offset: str, nbytes: int, remark: str
+) -> list[Text]:
+    return [
+        Text("  ", style=f"on {_colour(location.rank)}"),
+        Text("?" if location.rank is None else str(location.rank), style="bold"),
+        Text(visible(file)),
+        Text(box, style="green"),
+        Text(offset),
+        Text(f"{nbytes:,}"),
+        Text(visible(remark), style="dim"),
+    ]
+
+
+def _box(box: Box) -> str:
+    return str(box) if box.volume else f"{box} (empty)"
