@@ -1,31 +1,24 @@
 """Megatron's checkpoints: ``torch``, ``torch_dist``, ``fsdp_dtensor``, and local ones.
 
-Megatron's own format (``--ckpt-format torch``): a folder for each model-parallel rank.
+``megatron-torch`` (``--ckpt-format torch``): a folder for each model-parallel rank,
+``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``, ``distrib_optim.pt`` beside it, of Megatron-LM with
+megatron-core 0.5 to 0.20, and its older ``language_model``. Tensor-, pipeline- and expert-parallel
+ranks become whole tensors ``model.<name>``, ``fp32.<name>``, ``exp_avg.<name>``,
+``exp_avg_sq.<name>``, with the layers and experts of the whole model. A gated ``linear_fc1`` is
+[gate; up], a fused ``linear_qkv`` keeps its query groups.
 
-Read: Megatron-LM with megatron-core 0.5 to 0.20, and its older ``language_model``:
-``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``, ``distrib_optim.pt`` beside it. Tensor-, pipeline-
-and expert-parallel ranks become whole tensors ``model.<name>``, ``fp32.<name>``,
-``exp_avg.<name>``, ``exp_avg_sq.<name>``, with the layers and experts of the whole model. A gated
-``linear_fc1`` is [gate; up], a fused ``linear_qkv`` keeps its query groups.
+``megatron-torch_dist`` (``--ckpt-format torch_dist``): a DCP folder with ``metadata.json``
+(``sharded_backend``), of megatron-core 0.7 to 0.20. Tensors keep their keys and shapes, layers and
+experts stacked on leading dims, flattened ones are given their shape again.
 
-Megatron-core's distributed checkpoints: ``--ckpt-format torch_dist``.
+``megatron-fsdp_dtensor`` (``--ckpt-format fsdp_dtensor``): a DCP folder without ``metadata.json``,
+of DTensors that ranks hold unevenly, of megatron-core 0.14 to 0.20. Names are those of the wrapped
+modules, ``model.module.module...`` and ``optimizer.state.module...``, with the halves of a gated
+``linear_fc1`` as ``weight_w`` and ``weight_v``.
 
-Read: megatron-core 0.7 to 0.20. A DCP folder with ``metadata.json`` (``sharded_backend``), common
-state in ``common.pt`` or in the ShardedObject ``common_state``. Tensors keep their keys and shapes,
-layers and experts stacked on leading dims, flattened ones are given their shape again.
-
-Megatron-FSDP's checkpoints: ``--ckpt-format fsdp_dtensor``.
-
-Read: megatron-core 0.14 to 0.20. A DCP folder without ``metadata.json``, of DTensors that ranks
-hold unevenly; names are those of the wrapped modules, ``model.module.module...`` and
-``optimizer.state.module...``, with the halves of a gated ``linear_fc1`` as ``weight_w`` and
-``weight_v``.
-
-Local checkpoints of nvidia-resiliency-ext: a folder a rank, on the machine that wrote it.
-
-Read: nvidia-resiliency-ext 0.2 to 0.7, with replicas, of plain state dicts
-(``BasicTensorAwareStateDict``; what is no DTensor says nothing of how ranks fit together) and of
-Megatron-core's (``MCoreTensorAwareStateDict``).
+``nvrx-local``: a folder a rank, on the machine that wrote it, of nvidia-resiliency-ext 0.2 to 0.7,
+with replicas, of plain state dicts (``BasicTensorAwareStateDict``; what is no DTensor says nothing
+of how ranks fit together) and of Megatron-core's (``MCoreTensorAwareStateDict``).
 """
 
 from __future__ import annotations
@@ -114,11 +107,11 @@ def _probe_fsdp_dtensor(source: Source) -> bool:
 def _scan_fsdp_dtensor(source: Source, options: ScanOptions) -> Catalog:
     from ckptool.core.sharding.infer import with_inferred_mesh
     from ckptool.formats.dcp import read_folder
-    from ckptool.formats.megatron.arguments import arguments_among
+    from ckptool.formats.megatron.model import find_arguments
 
     catalog, _ = read_folder(source, options)
     info = catalog.info | {"writer": "Megatron-core fsdp_dtensor"}
-    info |= arguments_among(catalog.objects.values()).info()
+    info |= find_arguments(catalog.objects.values()).info()
     return with_inferred_mesh(replace(catalog, format=FSDP_DTENSOR_FORMAT.name, info=info))
 
 

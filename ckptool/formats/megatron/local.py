@@ -1,12 +1,9 @@
 """Megatron-core's state dict in a local checkpoint: ``MCoreTensorAwareStateDict``.
 
 Every tensor is a ``ShardedTensor`` record under its module's own name: its key, the shape of the
-whole tensor, and where the rank's part lies in it. With ``fully_parallel`` a rank has no data for
-the parts that its data-parallel partners hold (megatron-core 0.11 to 0.20).
-
-Megatron-core's records of what a rank holds: ``ShardedTensor`` and ``ShardedObject``.
-
-Local checkpoints are pickles of them (megatron-core 0.11 to 0.20, ``dist_checkpointing``).
+whole tensor, and where the rank's part lies in it; other values are ``ShardedObject`` records. With
+``fully_parallel`` a rank has no data for the parts that its data-parallel partners hold
+(megatron-core 0.11 to 0.20, ``dist_checkpointing``).
 """
 
 from __future__ import annotations
@@ -22,10 +19,20 @@ from ckptool.core.catalog import Chunk, Path, TensorEntry, flat_name, merge_copi
 from ckptool.core.dtype import DType
 from ckptool.core.sharding.tensor_parallel import Fit
 from ckptool.errors import Damaged, Undetermined
-from ckptool.formats.megatron.names import global_expert, global_layer, is_buffer, is_expert
-from ckptool.formats.megatron.optimizer.buckets import Group, bucket_state, buckets_among, is_bucket
-from ckptool.formats.megatron.optimizer.gathered import expected_buffers
-from ckptool.formats.megatron.parameters import Fragments, LocalParameter, merge_fragments
+from ckptool.formats.megatron.model import global_expert, global_layer, is_buffer, is_expert
+from ckptool.formats.megatron.optimizer.buckets import (
+    Group,
+    bucket_state,
+    expected_buffers,
+    group_buckets,
+    is_bucket,
+)
+from ckptool.formats.megatron.tensor_parallel import (
+    Fragments,
+    LocalParameter,
+    add_fragments,
+    merge_fragments,
+)
 from ckptool.serialization.archive.read import TorchFile
 from ckptool.serialization.archive.tensors import dtype_of, natural, place_of, plain_tensor, sizes
 from ckptool.serialization.pickle.records import Call
@@ -45,13 +52,23 @@ _STACKED_EXPERTS = ".experts.experts."
 
 @dataclass(slots=True)
 class _Ranks:
-    """What all ranks' files hold together."""
+    """What all ranks' files hold together; ``kinds`` are the types and shapes of whole tensors."""
 
     chunks: dict[str, list[Chunk]] = field(default_factory=dict)
     kinds: dict[str, tuple[DType, tuple[int, ...]]] = field(default_factory=dict)
     runs: dict[Group, list[list[LocalParameter]]] = field(default_factory=dict)
     fits: dict[tuple[str, tuple[int, ...]], Fit] = field(default_factory=dict)
     others: dict[int, dict[str, Leaf]] = field(default_factory=dict)
+
+    def add(self, name: str, dtype: DType, whole: tuple[int, ...], chunk: Chunk | None) -> None:
+        """Add what a rank has of a tensor. Damaged where others have another type or shape."""
+        known = self.kinds.setdefault(name, (dtype, whole))
+        if known != (dtype, whole):
+            raise Damaged(
+                f"{name}: ranks hold it as {known[0]} {list(known[1])} and {dtype} {list(whole)}",
+                "ranks-disagree",
+            )
+        self.chunks.setdefault(name, []).extend([chunk] if chunk is not None else [])
 
 
 def read_megatron(
@@ -68,15 +85,14 @@ def read_megatron(
         name: TensorEntry(name, _path(name), *ranks.kinds[name], merge_copies(chunks))
         for name, chunks in ranks.chunks.items()
     }
-    found = assemble(ranks.others)
+    assembled = assemble(ranks.others)
     model = {name: entry for name, entry in tensors.items() if not is_bucket(name)}
     try:
-        state = _state(tensors, ranks)
-        reason = ""
+        state, reason = _named_state(tensors, ranks), ""
     except Undetermined as error:
         state, reason = tensors, str(error)
-    found.tensors = model | state | found.tensors
-    return found, reason
+    assembled.tensors = model | state | assembled.tensors
+    return assembled, reason
 
 
 def _path(name: str) -> Path:
@@ -84,19 +100,18 @@ def _path(name: str) -> Path:
     return (head, rest) if head == "model" else (name,)
 
 
-def _state(tensors: Mapping[str, TensorEntry], ranks: _Ranks) -> dict[str, TensorEntry]:
+def _named_state(tensors: Mapping[str, TensorEntry], ranks: _Ranks) -> dict[str, TensorEntry]:
     """Return the optimizer's state by parameter. Raises Undetermined."""
-    found: Fragments = {}
-    for group, buffers in buckets_among(tensors.values()).items():
+    fragments: Fragments = {}
+    for group, buffers in group_buckets(tensors.values()).items():
         if group not in ranks.runs:
             raise Undetermined(f"no rank's model goes with the buckets of group {group[1]}")
         expected = expected_buffers(ranks.runs[group], expert_parallel=False)[0]
-        for path, parts in bucket_state(buffers, expected).items():
-            found.setdefault(path, []).extend(parts)
-    whole = merge_fragments(lambda held: ranks.fits[held.name, held.rank], found)
-    if whole.conflicts:
-        raise Undetermined(next(iter(whole.conflicts.values())))
-    return whole.tensors
+        add_fragments(fragments, bucket_state(buffers, expected))
+    state, conflicts = merge_fragments(lambda p: ranks.fits[p.name, p.rank], fragments)
+    if conflicts:
+        raise Undetermined(next(iter(conflicts.values())))
+    return state
 
 
 def _read_rank(
@@ -111,75 +126,54 @@ def _read_rank(
             inner = file.narrowed(parts.value)
             others |= read_leaves(inner, source, prefix=parts.path, rank_state=True, refuse=True)
         elif _MODEL.fullmatch(str(path[0])):
-            held = _parameter(path, parts, rank, ranks)
-            if not is_buffer(held.name):
-                runs.setdefault(str(path[0]), []).append(held)
+            parameter = _parameter(path, parts, rank, ranks)
+            if not is_buffer(parameter.name):
+                runs.setdefault(str(path[0]), []).append(parameter)
         else:
             for part in parts:
-                _add(ranks, part.key, part.dtype, part.whole, part.chunk)
-                groups |= set(buckets_among([_empty(part)]))
+                ranks.add(part.key, part.dtype, part.whole, part.chunk)
+                entry = TensorEntry(part.key, (part.key,), part.dtype, part.whole, ())
+                groups |= group_buckets([entry]).keys()
     others |= read_leaves(file.narrowed(fields.get("common")), source, refuse=True)
     for group in groups:
         ranks.runs[group] = [
-            [one for one in run if (group[0] > 0) == (expert_parallel and is_expert(one.name))]
+            [p for p in run if (group[0] > 0) == (expert_parallel and is_expert(p.name))]
             for run in runs.values()
         ]
 
 
-def _empty(part: Sharded) -> TensorEntry:
-    return TensorEntry(part.key, (part.key,), part.dtype, part.whole, ())
-
-
-def _add(
-    ranks: _Ranks, name: str, dtype: DType, whole: tuple[int, ...], chunk: Chunk | None
-) -> None:
-    known = ranks.kinds.setdefault(name, (dtype, whole))
-    if known != (dtype, whole):
-        raise Damaged(
-            f"{name}: ranks hold it as {known[0]} {list(known[1])} and {dtype} {list(whole)}",
-            "ranks-disagree",
-        )
-    chunks = ranks.chunks.setdefault(name, [])
-    if chunk is not None:
-        chunks.append(chunk)
-
-
 def _parameter(path: Path, parts: Sequence[Sharded], rank: int, ranks: _Ranks) -> LocalParameter:
-    """Return a parameter of the rank's model.
-
-    One of several parts is joined along its first dim.
-    """
+    """Return a parameter of the rank's model; several parts are joined along its first dim."""
     parts = side_by_side(parts)
     first = parts[0]
     name = _whole_name(flat_name(path[1:2]), first)
-    pieces, local = _joined(parts)
-    whole = first.whole[first.prepended :]
-    held = LocalParameter(name, (rank, 0, 0), rank, local, first.dtype)
-    ranks.fits[name, held.rank] = Fit(local, whole, pieces)
-    for part in parts:
-        chunk = part.chunk
-        inner = Box(part.box.lo[part.prepended :], part.box.hi[part.prepended :])
-        placed = Chunk(inner, chunk.at, chunk.rank) if chunk else None
-        _add(ranks, f"model.{name}", first.dtype, whole, placed)
-    return held
-
-
-def _joined(parts: Sequence[Sharded]) -> tuple[tuple[tuple[Box, Box], ...], tuple[int, ...]]:
-    """Return the parts' boxes in the rank's tensor and in the whole one, and the rank's shape."""
     boxes = [Box(p.box.lo[p.prepended :], p.box.hi[p.prepended :]) for p in parts]
-    local = list(boxes[0].shape)
+    pieces, local = _join_boxes(boxes)
+    whole = first.whole[first.prepended :]
+    parameter = LocalParameter(name, (rank, 0, 0), rank, local, first.dtype)
+    ranks.fits[name, parameter.rank] = Fit(local, whole, pieces)
+    for part, box in zip(parts, boxes, strict=True):
+        placed = replace(part.chunk, box=box) if part.chunk else None
+        ranks.add(f"model.{name}", first.dtype, whole, placed)
+    return parameter
+
+
+def _join_boxes(
+    boxes: Sequence[Box],
+) -> tuple[tuple[tuple[Box, Box], ...], tuple[int, ...]]:
+    """Return parts' boxes in the rank's tensor and in the whole one, and the rank's shape."""
     if len(boxes) == 1:
-        return ((Box.whole(local), boxes[0]),), tuple(local)
+        shape = boxes[0].shape
+        return ((Box.whole(shape), boxes[0]),), shape
     pieces, start = [], 0
     for box in boxes:
-        lo = [start, *(0,) * (len(local) - 1)]
-        pieces.append((Box.at(lo, box.shape), box))
+        pieces.append((Box.along(0, start, box.shape), box))
         start += box.shape[0]
-    return tuple(pieces), (start, *local[1:])
+    return tuple(pieces), (start, *boxes[0].shape[1:])
 
 
 def _whole_name(name: str, part: Sharded) -> str:
-    """The name with the numbers that layer and expert have in the whole model, by the stacked dims.
+    """Give a name the numbers of layer and expert in the whole model, by the stacked dims.
 
     The last stage's copy of a tied embedding has the embedding's name.
     """
@@ -190,12 +184,8 @@ def _whole_name(name: str, part: Sharded) -> str:
     if offsets and layer and not _NUMBERED.search(part.key):
         name = global_layer(name, {layer[1]: offsets.pop(0) - int(layer[2])})
     if offsets and _STACKED_EXPERTS in f".{part.key}":
-        return _with_expert(name, offsets.pop(0))
+        return global_expert(_LOCAL_EXPERT.sub(r"\g<1>\g<2>0", name), offsets.pop(0))
     return name
-
-
-def _with_expert(name: str, number: int) -> str:
-    return global_expert(_LOCAL_EXPERT.sub(r"\g<1>\g<2>0", name), number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +204,7 @@ class Sharded:
 
 
 def side_by_side(parts: Sequence[Sharded]) -> Sequence[Sharded]:
-    """Parts of several tensors as parts of one, which holds one tensor after the other.
+    """Turn parts of several tensors into parts of one, which holds one tensor after the other.
 
     So z, x, B, C and dt are kept apart that are one ``in_proj`` of Mamba's in the rank's model.
     Raises Damaged where their dims differ.
@@ -227,17 +217,15 @@ def side_by_side(parts: Sequence[Sharded]) -> Sequence[Sharded]:
     ):
         raise Damaged(f"{first.key}: parts that cannot be joined", "tensor-record")
     dim = first.prepended
-    sizes_ = {part.key: part.whole[dim] for part in parts}
-    starts = dict(zip(sizes_, accumulate(sizes_.values(), initial=0), strict=False))
-    whole = (*first.whole[:dim], sum(sizes_.values()), *first.whole[dim + 1 :])
-    return [
-        replace(part, whole=whole, box=_moved(part.box, dim, starts[part.key])) for part in parts
-    ]
-
-
-def _moved(box: Box, dim: int, by: int) -> Box:
-    lo = [start + by * (at == dim) for at, start in enumerate(box.lo)]
-    return Box.at(lo, box.shape)
+    lengths = {part.key: part.whole[dim] for part in parts}
+    starts = dict(zip(lengths, accumulate(lengths.values(), initial=0), strict=False))
+    whole = (*first.whole[:dim], sum(lengths.values()), *first.whole[dim + 1 :])
+    moved = []
+    for part in parts:
+        lo = list(part.box.lo)
+        lo[dim] += starts[part.key]
+        moved.append(replace(part, whole=whole, box=Box.at(lo, part.box.shape)))
+    return moved
 
 
 def sharded_records(
@@ -287,11 +275,9 @@ def _record(record: Call, file: TorchFile, rank: int) -> Sharded:
 
 def _object(record: Call) -> Leaf:
     fields = record.fields
-    shape, offset = (
-        sizes(fields.get("global_shape") or ()),
-        sizes(fields.get("global_offset") or ()),
-    )
-    whole = all(size == 1 for size in shape)
+    shape = sizes(fields.get("global_shape") or ())
+    offset = sizes(fields.get("global_offset") or ())
     key = str(fields.get("key"))
-    name = key if whole else f"{key}.{'.'.join(map(str, offset))}"
+    is_whole = all(size == 1 for size in shape)
+    name = key if is_whole else f"{key}.{'.'.join(map(str, offset))}"
     return Leaf((name,), fields.get("data"))

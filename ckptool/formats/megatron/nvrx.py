@@ -1,6 +1,4 @@
-"""From the files of local checkpoints to the tensors that all ranks hold together.
-
-Which files of nvidia-resiliency-ext's local checkpoints to read.
+"""Read nvidia-resiliency-ext's local checkpoints: which files, and what all ranks hold together.
 
 ``<rank>/iter_<iteration>_<owner>_local.pt``, written as ``_local.dirty.pt`` and then renamed. With
 replication a rank's folder also holds files of other owners. An iteration is whole where every
@@ -15,15 +13,15 @@ from dataclasses import dataclass, replace
 
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry, proved_equal
 from ckptool.core.sharding.infer import with_inferred_mesh
-from ckptool.core.sharding.tensor_parallel import NamedRule, how_to_say, named_rule, require_matched
+from ckptool.core.sharding.tensor_parallel import how_to_say, named_rule, require_matched
 from ckptool.errors import CkptoolError, Damaged, Problem, Refusal, UsageError, damaged
 from ckptool.formats.base import ScanOptions
-from ckptool.formats.megatron.arguments import Arguments, arguments, with_first_arguments
 from ckptool.formats.megatron.local import ROOT, read_megatron
-from ckptool.formats.megatron.parameters import (
+from ckptool.formats.megatron.model import Arguments, read_arguments, with_first_arguments
+from ckptool.formats.megatron.tensor_parallel import (
     Fragments,
     LocalParameter,
-    Model,
+    ParameterRules,
     StorageRun,
     merge_fragments,
 )
@@ -57,36 +55,30 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
     if kinds == {ROOT}:
         if options.tp_rules:
             raise UsageError("--tp-rule: these files record how their ranks' shards merge")
-        found, reason = read_megatron(source, local.files, args.degree("EP") > 1)
+        assembled, reason = read_megatron(source, local.files, args.degree("EP") > 1)
         if reason:
             notes.append(f"the optimizer's state is kept by bucket: {reason}")
     else:
-        found = _read_plain(source, local.files, options)
+        assembled = _read_plain(source, local.files, options)
         if options.world_size is None:
             notes.append(_RANKS_UNKNOWN)
-    if found.problems:
-        raise damaged(found.problems, subject=source.root)
-    used = dict(files_used(source, local))
-    objects = {"iteration": ObjectEntry("iteration", ("iteration",), local.iteration)}
-    return with_inferred_mesh(
-        with_first_arguments(
-            Catalog(
-                FORMAT_NAME,
-                found.tensors,
-                objects | found.objects,
-                used,
-                world_size=len(local.files),
-                info={"writer": "nvidia-resiliency-ext LocalCheckpointManager"} | _info(args),
-                notes=(*notes, *found.notes, *unread_notes(found.objects)),
-                conflicts={n: _hinted(why, n) for n, why in found.conflicts.items()},
-                copies=frozenset(other_copies(source.files, used)),
-            )
-        )
+    if assembled.problems:
+        raise damaged(assembled.problems, subject=source.root)
+    used = {file.what: source.files[file.what] for file in local.files.values()}
+    info = {"writer": "nvidia-resiliency-ext LocalCheckpointManager"}
+    catalog = Catalog(
+        FORMAT_NAME,
+        assembled.tensors,
+        {"iteration": ObjectEntry("iteration", ("iteration",), local.iteration)}
+        | assembled.objects,
+        used,
+        world_size=len(local.files),
+        info=info | (args.info() if args.values else {}),
+        notes=(*notes, *assembled.notes, *unread_notes(assembled.objects)),
+        conflicts={n: _hinted(why, n) for n, why in assembled.conflicts.items()},
+        copies=frozenset(_other_copies(source.files, used)),
     )
-
-
-def _info(args: Arguments) -> dict[str, str]:
-    return args.info() if args.values else {}
+    return with_inferred_mesh(with_first_arguments(catalog))
 
 
 def _hinted(why: str, name: str) -> str:
@@ -106,71 +98,71 @@ def _kind(file: TorchFile) -> str:
 
 
 def _arguments(local: LocalIteration) -> Arguments:
-    """Megatron's arguments, where the files hold its state."""
+    """Return Megatron's arguments, where the files hold its state."""
     first = next(iter(local.files.values())).inert
     common = first.fields.get("common") if isinstance(first, Call) else None
-    return arguments(common.get("args") if isinstance(common, dict) else None)
+    return read_arguments(common.get("args") if isinstance(common, dict) else None)
 
 
 def _read_plain(source: Source, files: Mapping[int, TorchFile], options: ScanOptions) -> Assembled:
-    """Plain state dicts: the user's rules place tensors, all else must be the same everywhere."""
+    """Merge plain state dicts: rules place tensors, all else must be the same on all ranks."""
     ranks: dict[int, dict[str, Leaf]] = {}
     for rank, file in files.items():
         fields = file.inert.fields if isinstance(file.inert, Call) else {}
         state = file.narrowed(fields.get("state_dict"))
         ranks[rank] = read_leaves(state, source, refuse=True)
-    names = [n for leaves in ranks.values() for n, x in leaves.items() if _is_plain(x)]
-    plain_names = set(names)
-    require_matched(options.tp_rules, names)
-    placed, conflicts = _placed(ranks, options.tp_rules)
+    plain = [n for own in ranks.values() for n, leaf in own.items() if _is_plain(leaf)]
+    require_matched(options.tp_rules, plain)
+    tensors, conflicts = _merge_by_rules(ranks, options)
     rest = {
-        rank: {
-            name: leaf
-            for name, leaf in leaves.items()
-            if not (_is_plain(leaf) and named_rule(options.tp_rules, name))
-        }
-        for rank, leaves in ranks.items()
+        rank: {name: leaf for name, leaf in own.items() if not _is_ruled(name, leaf, options)}
+        for rank, own in ranks.items()
     }
-    found = assemble(rest, per_rank=options.per_rank)
-    plain = plain_names & found.tensors.keys()
-    for name in [n for n in sorted(plain) if not _same_everywhere(found.tensors[n])]:
-        del found.tensors[name]
-        found.conflicts[name] = f"{name}: nothing says how to merge the ranks' plain tensors"
-    for name in plain_names & found.conflicts.keys():
-        if isinstance(found.conflicts[name], Refusal):
-            continue
-        found.conflicts[name] = Problem(found.conflicts[name], "sharding-unrecorded", tensor=name)
-    found.tensors = placed | found.tensors
-    found.conflicts |= conflicts
-    return found
-
-
-def _same_everywhere(entry: TensorEntry) -> bool:
-    """Return whether checksums prove that all ranks hold the same bytes."""
-    return all(proved_equal(chunk.at, copy.at) for chunk in entry.chunks for copy in chunk.copies)
+    assembled = assemble(rest, per_rank=options.per_rank)
+    for name in sorted(assembled.tensors.keys() & set(plain)):
+        if not _is_same_everywhere(assembled.tensors[name]):
+            del assembled.tensors[name]
+            message = f"{name}: nothing says how to merge the ranks' plain tensors"
+            assembled.conflicts[name] = message
+    for name in assembled.conflicts.keys() & set(plain):
+        why = assembled.conflicts[name]
+        if not isinstance(why, Refusal):
+            assembled.conflicts[name] = Problem(why, "sharding-unrecorded", tensor=name)
+    assembled.tensors = tensors | assembled.tensors
+    assembled.conflicts |= conflicts
+    return assembled
 
 
 def _is_plain(leaf: Leaf) -> bool:
     return isinstance(leaf.value, PlainLeaf)
 
 
-def _placed(
-    ranks: Mapping[int, Mapping[str, Leaf]], rules: tuple[NamedRule, ...]
+def _is_ruled(name: str, leaf: Leaf, options: ScanOptions) -> bool:
+    return _is_plain(leaf) and named_rule(options.tp_rules, name) is not None
+
+
+def _is_same_everywhere(entry: TensorEntry) -> bool:
+    """Return whether checksums prove that all ranks hold the same bytes."""
+    return all(proved_equal(chunk.at, copy.at) for chunk in entry.chunks for copy in chunk.copies)
+
+
+def _merge_by_rules(
+    ranks: Mapping[int, Mapping[str, Leaf]], options: ScanOptions
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Return the tensors for which there is a rule, put together by it."""
-    model = Model(Arguments({}), (max(ranks) + 1, 1, 1), rules)
-    found: Fragments = {}
+    """Return the tensors for which there is a rule, put together by it, and conflicts."""
+    rules = ParameterRules(Arguments({}), (max(ranks) + 1, 1, 1), options.tp_rules)
+    fragments: Fragments = {}
     paths = {}
     for rank, leaves in ranks.items():
         for name, leaf in leaves.items():
-            if _is_plain(leaf) and named_rule(rules, name):
+            if _is_ruled(name, leaf, options):
                 tensor = leaf.value.tensor
-                held = LocalParameter(name, (rank, 0, 0), rank, tensor.shape, tensor.dtype)
+                parameter = LocalParameter(name, (rank, 0, 0), rank, tensor.shape, tensor.dtype)
                 stored = StorageRun(tensor.shape, tensor.dtype, leaf.value.place)
-                found.setdefault((name,), []).append((held, [stored]))
+                fragments.setdefault((name,), []).append((parameter, [stored]))
                 paths[name] = leaf.path
-    whole = merge_fragments(model.fit, found)
-    return {n: replace(e, path=paths[n]) for n, e in whole.tensors.items()}, whole.conflicts
+    tensors, conflicts = merge_fragments(rules.fit, fragments)
+    return {n: replace(entry, path=paths[n]) for n, entry in tensors.items()}, conflicts
 
 
 _LOCAL_FILE = re.compile(r"([0-9]{1,9})/iter_([0-9]{7,18})_([0-9]{1,9})_local(\.dirty)?\.pt")
@@ -187,6 +179,8 @@ class LocalIteration:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
+    """A file: in a rank's ``folder``, of the state of its ``owner``; ``dirty`` while written."""
+
     name: str
     folder: int
     iteration: int
@@ -208,7 +202,7 @@ def read_local(source: Source, world_size: int | None = None) -> LocalIteration:
     failed: list[str] = []
     for iteration in sorted({copy.iteration for copy in copies}, reverse=True):
         mine = [copy for copy in copies if copy.iteration == iteration]
-        files, notes = _opened(source, mine)
+        files, notes = _open_copies(source, mine)
         missing = first_missing(files, expected)
         others = [owner for owner in files if owner >= expected]
         if not missing and not others:
@@ -233,11 +227,11 @@ def _parsed(name: str) -> _Copy | None:
     return _Copy(name, int(match[1]), int(match[2]), int(match[3]), match[4] is not None)
 
 
-def _opened(source: Source, copies: list[_Copy]) -> tuple[dict[int, TorchFile], list[str]]:
-    """For each owner the first copy that can be opened, its own before replicas."""
+def _open_copies(source: Source, copies: list[_Copy]) -> tuple[dict[int, TorchFile], list[str]]:
+    """Open for each owner the first copy that can be, its own before replicas."""
     files: dict[int, TorchFile] = {}
     notes: list[str] = []
-    for copy in sorted(copies, key=lambda one: (one.owner, one.folder != one.owner, one.folder)):
+    for copy in sorted(copies, key=lambda c: (c.owner, c.folder != c.owner, c.folder)):
         if copy.dirty or copy.owner in files:
             continue
         try:
@@ -257,17 +251,8 @@ def _lacks(iteration: int, missing: list[int], copies: list[_Copy], notes: list[
     return ". ".join([f"iteration {iteration:,} lacks the file of rank {what}", *notes])
 
 
-def other_copies(files: Collection[str], used: Collection[str]) -> set[str]:
-    """The finished copies of files that are used, in other ranks' folders, of one iteration."""
+def _other_copies(files: Collection[str], used: Collection[str]) -> set[str]:
+    """Return the finished copies of files that are used, in other ranks' folders."""
     mine = {(copy.iteration, copy.owner) for name in used if (copy := _parsed(name))}
-    others = {name: copy for name in set(files).difference(used) if (copy := _parsed(name))}
-    return {
-        name
-        for name, copy in others.items()
-        if (copy.iteration, copy.owner) in mine and not copy.dirty
-    }
-
-
-def files_used(source: Source, local: LocalIteration) -> Mapping[str, int]:
-    """Return the files that are read, with their sizes."""
-    return {file.what: source.files[file.what] for file in local.files.values()}
+    copies = [copy for name in set(files).difference(used) if (copy := _parsed(name))]
+    return {c.name for c in copies if (c.iteration, c.owner) in mine and not c.dirty}

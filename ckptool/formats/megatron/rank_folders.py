@@ -11,9 +11,13 @@ from typing import Any
 
 from ckptool.core.catalog import Index, flat_name
 from ckptool.errors import Damaged, Refusal, refused
-from ckptool.formats.megatron.arguments import Arguments, arguments
-from ckptool.formats.megatron.names import layer_counts, local_experts
-from ckptool.formats.megatron.parameters import Rank
+from ckptool.formats.megatron.model import (
+    Arguments,
+    layer_counts,
+    local_experts,
+    read_arguments,
+)
+from ckptool.formats.megatron.tensor_parallel import Rank
 from ckptool.serialization.archive.read import TorchFile, read_torch_file
 from ckptool.serialization.source import MOST_RANKS, Source, expect_archives
 from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, read_leaves
@@ -44,30 +48,35 @@ class RankFolder:
     rest: dict[str, Leaf]
     distributed: TorchFile | None
 
-    def values(self, key: str) -> Any:
-        """Return what the state dict holds under a key, or None."""
-        return self.file.inert.get(key) if isinstance(self.file.inert, dict) else None
+    @property
+    def optimizer(self) -> Any:
+        """What the state dict holds of the optimizer, or None."""
+        return self.file.inert.get("optimizer") if isinstance(self.file.inert, dict) else None
 
 
 def read_folders(source: Source) -> tuple[list[RankFolder], Arguments]:
-    """All ranks' folders in order of expert, pipeline and tensor rank, and the first's arguments.
+    """Return all folders in order of expert, pipeline and tensor rank; the first's arguments.
 
     Raises Damaged where a rank is missing, or names cannot tell pipeline from expert ranks.
     """
     names = sorted(name for name in source.files if _FOLDER.fullmatch(name))
     expect_archives(source, names)
     files = {name: read_torch_file(source, name) for name in names}
-    first = files[names[0]].inert
-    args = arguments(first.get("args") if isinstance(first, dict) else None)
+    stated = {name: _arguments(file) for name, file in files.items()}
+    args = stated[names[0]]
     ranks = {_rank(name, args): name for name in names}
     _require_all(ranks, args)
-    _require_own(ranks, {name: _written_by(file) for name, file in files.items()})
+    _require_own(ranks, {name: own.values.get("rank") for name, own in stated.items()})
     ordered = sorted(ranks, key=lambda rank: rank[::-1])
     _require_optimizers(source, [ranks[rank].replace(STATE, OPTIMIZER) for rank in ordered], args)
     return [
         _folder(source, rank, number, files[ranks[rank]], ranks[rank])
         for number, rank in enumerate(ordered)
     ], args
+
+
+def _arguments(file: TorchFile) -> Arguments:
+    return read_arguments(file.inert.get("args") if isinstance(file.inert, dict) else None)
 
 
 def _rank(name: str, args: Arguments) -> Rank:
@@ -90,7 +99,7 @@ def _rank(name: str, args: Arguments) -> Rank:
 
 
 def layer_wise_conflict(source: Source) -> dict[str, str]:
-    """Why the state of a layer-wise optimizer, which distributes whole parameters, is not read.
+    """Return why the state of a layer-wise optimizer, which distributes parameters, is not read.
 
     ``LayerWiseDistributedOptimizer`` (megatron-core 0.16 to 0.20) saves a file a data rank;
     which parameters a rank had is not recorded.
@@ -106,7 +115,7 @@ def layer_wise_conflict(source: Source) -> dict[str, str]:
 
 
 def virtual_stage(key: str) -> int | None:
-    """Which virtual stage's model lies under a key of the state dict: ``model``, ``model1``."""
+    """Return whose virtual stage's model lies under a key of the state dict: ``model1`` is 1."""
     match = _MODEL.fullmatch(key)
     return int(match[1] or 0) if match else None
 
@@ -117,29 +126,19 @@ def degrees(ranks: Mapping[Rank, object] | list[Rank]) -> Rank:
     return sizes[0], sizes[1], sizes[2]
 
 
-def _written_by(file: TorchFile) -> int | None:
-    """Return the global rank that wrote a folder, as the arguments saved in it say.
+def _require_own(ranks: Mapping[Rank, str], writers: Mapping[str, Any]) -> None:
+    """Raise Damaged where folders were swapped; ``writers`` are the global ranks stated in them.
 
-    None where not.
+    Those grow with each of the three, in whatever order they are counted. Tools that write all
+    folders in one process save the same rank in each.
     """
-    args = arguments(file.inert.get("args") if isinstance(file.inert, dict) else None)
-    rank = args.values.get("rank")
-    return rank if type(rank) is int else None
-
-
-def _require_own(ranks: Mapping[Rank, str], writers: Mapping[str, int | None]) -> None:
-    """Raise Damaged where folders were swapped.
-
-    Global ranks grow with each of the three, in whatever order they are counted. Tools that write
-    all folders in one process save the same rank in each.
-    """
-    known = {rank: n for rank, name in ranks.items() if (n := writers[name]) is not None}
+    known = {rank: n for rank, name in ranks.items() if type(n := writers[name]) is int}
     if len(set(known.values())) < len(ranks):
         return
-    for rank, other in _neighbours(known):
-        if known[rank] > known[other]:
-            message = f"{ranks[rank]} was written by rank {known[rank]}, {ranks[other]} by rank"
-            message += f" {known[other]}: folders were swapped"
+    for rank, after in _neighbours(known):
+        if known[rank] > known[after]:
+            message = f"{ranks[rank]} was written by rank {known[rank]}, {ranks[after]} by rank"
+            message += f" {known[after]}: folders were swapped"
             raise Damaged(message, "rank-copied", file=ranks[rank])
 
 
@@ -154,20 +153,18 @@ def _neighbours(ranks: Iterable[Rank]) -> Iterator[tuple[Rank, Rank]]:
 
 
 def _require_all(ranks: Mapping[Rank, str], args: Arguments) -> None:
-    stated = tuple(args.integer(f"{axis}_model_parallel_size") for axis in _AXES)
+    stated = [args.integer(f"{axis}_model_parallel_size") for axis in _AXES]
     for rank, name in ranks.items():
-        if any(said and n >= said for n, said in zip(rank, stated, strict=True)):
-            degrees_ = " x ".join(
-                f"{k} {said or 1}" for k, said in zip(_DEGREES, stated, strict=True)
-            )
-            message = f"{name} belongs to no rank of {degrees_}, which the arguments in it state"
+        if any(degree and n >= degree for n, degree in zip(rank, stated, strict=True)):
+            pairs = zip(_DEGREES, stated, strict=True)
+            listed = " x ".join(f"{short} {degree or 1}" for short, degree in pairs)
             raise Damaged(
-                message,
+                f"{name} belongs to no rank of {listed}, which the arguments in it state",
                 "saves-mixed",
                 file=name,
                 hint="an earlier save with more ranks may have left it: move it away",
             )
-    sizes = [max(size, said or 1) for size, said in zip(degrees(ranks), stated, strict=True)]
+    sizes = [max(size, degree or 1) for size, degree in zip(degrees(ranks), stated, strict=True)]
     lacking = prod(sizes) - len(ranks)
     own = args.integer("expert_tensor_parallel_size")
     if lacking and (own is None or own == sizes[0] or sizes[2] == 1):
@@ -175,21 +172,20 @@ def _require_all(ranks: Mapping[Rank, str], args: Arguments) -> None:
         every = ((t, p, e) for t in tensor for p in pipeline for e in expert)
         missing = next(rank for rank in every if rank not in ranks)
         what = ", ".join(f"{k} rank {n}" for k, n in zip(_DEGREES, missing, strict=True))
-        message = (
-            f"the folder of {what} is missing ({lacking} of"
-            f" {' x '.join(map(str, sizes))} model-parallel ranks)"
-        )
+        total = " x ".join(map(str, sizes))
+        message = f"the folder of {what} is missing ({lacking} of {total} model-parallel ranks)"
         raise Damaged(message, "rank-missing")
 
 
 def _require_optimizers(source: Source, names: Sequence[str], args: Arguments) -> None:
-    """All ranks have a distributed optimizer's file, or none has: experts' may be elsewhere."""
+    """Raise Damaged where only some ranks have a distributed optimizer's file.
+
+    Experts' may be elsewhere.
+    """
     missing = [name for name in names if name not in source.files]
     if missing and len(missing) < len(names) and args.degree("EP") == 1:
-        message = (
-            f"{missing[0]!r} is missing, which {len(names) - len(missing)} of {len(names)}"
-            " model-parallel ranks have"
-        )
+        message = f"{missing[0]!r} is missing, which {len(names) - len(missing)} of {len(names)}"
+        message += " model-parallel ranks have"
         raise Damaged(message, "file-missing", file=missing[0])
 
 
@@ -228,15 +224,12 @@ def _require_numbers(
             continue
         known = list(runs.get(virtual, ()))
         every = [*known, flat_name(leaf.path[1:])]
-        if (layer_counts(known), local_experts(known)) != (
-            layer_counts(every),
-            local_experts(every),
-        ):
+        if any(count(known) != count(every) for count in (layer_counts, local_experts)):
             raise refused([leaf.value], subject=file)
 
 
 def _is_state(path: tuple[Any, ...]) -> bool:
-    """Whether a path leads into the optimizer's state, which has numbers for names, or to those.
+    """Return whether a path leads into the optimizer's state, with its numbers, or to those.
 
     The numbers of a group's parameters (``params``) say nothing once the state has names.
     """

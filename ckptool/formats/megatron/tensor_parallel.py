@@ -1,19 +1,40 @@
-"""How Megatron's own modules partition their parameters among tensor-parallel ranks.
+"""Megatron's parameters: how its modules cut them among ranks, and their merge into whole tensors.
 
-From the sources of megatron-core 0.5 to 0.20 (``tensor_parallel/layers.py``, ``transformer/``,
-``models/``, ``extensions/transformer_engine.py``) and of Megatron-LM's older ``language_model``.
+The rules are from the sources of megatron-core 0.5 to 0.20 (``tensor_parallel/layers.py``,
+``transformer/``, ``models/``, ``extensions/transformer_engine.py``) and of Megatron-LM's older
+``language_model``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from ckptool.core.sharding.tensor_parallel import COLUMN, REPLICATED, ROW, RuleTable, TpRule
-from ckptool.errors import Undetermined
-from ckptool.formats.megatron.arguments import Arguments
+from ckptool.core.box import Box
+from ckptool.core.catalog import Chunk, Place, TensorEntry
+from ckptool.core.dtype import DType
+from ckptool.core.sharding.tensor_parallel import (
+    COLUMN,
+    REPLICATED,
+    ROW,
+    Fit,
+    NamedRule,
+    RankCut,
+    RankShard,
+    RuleTable,
+    TpRule,
+    fit_rank,
+    merge_shards,
+    named_rule,
+    unmerged,
+)
+from ckptool.core.views import narrowed, pieces_of_run
+from ckptool.errors import Damaged, Problem, Undetermined
+from ckptool.formats.megatron.model import Arguments, is_expert
 
+Rank = tuple[int, int, int]
+"""Tensor-, pipeline- and expert-parallel rank."""
 _GROUPED = re.compile(r"((?:.*\.)?experts\.weight)([12])")
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -41,7 +62,7 @@ _UNKNOWN_GATE = "nothing in the arguments says whether it holds a gate and an up
 
 
 def _gated_rule(match: re.Match[str], facts: _Facts) -> TpRule:
-    """A gate and an up projection, or one alone: the layer after it takes as much as one of them.
+    """Tell a gate and an up projection from one alone: the layer after it takes one of them.
 
     A vision model beside the language model that the arguments speak of may differ from it.
     ``partition_stride`` was 1 for a gated ``linear_fc1``, too, up to megatron-core 0.15.
@@ -58,14 +79,14 @@ def _gated_rule(match: re.Match[str], facts: _Facts) -> TpRule:
     return stated
 
 
-def _halves(held: int, taken: int | None, args: Arguments) -> tuple[int, ...] | None:
-    """Return the blocks of a projection to ``held``, of which the next one takes ``taken``."""
-    gated = held == 2 * taken if taken and held in (taken, 2 * taken) else args.gated
+def _halves(size: int, after: int | None, args: Arguments) -> tuple[int, ...] | None:
+    """Return the blocks of a projection to ``size``, of which the next one takes ``after``."""
+    gated = size == 2 * after if after and size in (after, 2 * after) else args.gated
     return None if gated is None else (1, 1) if gated else (1,)
 
 
 def _grouped_rule(match: re.Match[str], facts: _Facts) -> TpRule:
-    """``GroupedMLP`` keeps all local experts in one tensor, read as [experts, in, out]."""
+    """Cut ``GroupedMLP``, which keeps all local experts in one tensor: [experts, in, out]."""
     if match[2] == "2":
         return ROW
     local, down = facts.shapes[match[0]], facts.shapes.get(f"{match[1]}2", ())
@@ -76,7 +97,7 @@ def _grouped_rule(match: re.Match[str], facts: _Facts) -> TpRule:
 
 
 def _mixer_rule(match: re.Match[str], facts: _Facts) -> TpRule:
-    """Return a state-space layer, ``MambaMixer``, or linear attention, ``GatedDeltaNet``.
+    """Cut a state-space layer, ``MambaMixer``, or linear attention, ``GatedDeltaNet``.
 
     What ``in_proj`` and ``conv1d`` make is several tensors in one, of which each rank has a part:
     z, x, B, C and dt of Mamba (the convolution's are x, B and C); query, key, value, z, beta and
@@ -103,7 +124,7 @@ def _mixer_rule(match: re.Match[str], facts: _Facts) -> TpRule:
 
 
 def _down_rule(match: re.Match[str], facts: _Facts) -> TpRule:
-    """Latent attention's down projections are duplicated, or column-parallel in older layers."""
+    """Tell if latent attention's down projections are replicated, or cut as in older layers."""
     which, rows, args = match[2], facts.shapes[match[0]][0], facts.args
     latent = args.integer("q_lora_rank" if which == "q" else "kv_lora_rank")
     shared = 0 if which == "q" else args.integer("qk_pos_emb_head_dim")
@@ -178,3 +199,156 @@ def experts_view(name: str, local: tuple[int, ...], experts: int) -> tuple[int, 
         return local
     first = local[0] if grouped[2] == "1" else local[0] // experts
     return (experts, first, local[0] * local[1] // (experts * first))
+
+
+# Parameters
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRun:
+    """A tensor, or a run of elements, that lies ``at`` a place; ``start`` is its first element.
+
+    ``rank`` is the rank that wrote it, where that is another than the one that holds the parameter.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DType
+    at: Place
+    start: int = 0
+    rank: int | None = None
+
+    @property
+    def stop(self) -> int:
+        return self.start + Box.whole(self.shape).volume
+
+
+@dataclass(frozen=True, slots=True)
+class LocalParameter:
+    """A parameter as one rank holds it.
+
+    ``name`` is its name in the whole model and ``local`` the shape it has on the rank. ``writer``
+    numbers the rank's files. ``view`` is the storage that it shares with others, and the element at
+    which it begins there. ``stacked`` says that its first dim counts the rank's experts.
+    """
+
+    name: str
+    rank: Rank
+    writer: int
+    local: tuple[int, ...]
+    dtype: DType
+    view: tuple[str, int] | None = None
+    stacked: bool = False
+
+    @property
+    def numel(self) -> int:
+        return Box.whole(self.local).volume
+
+
+@dataclass(slots=True)
+class ParameterRules:
+    """What says how the ranks' parameters fit together.
+
+    ``degrees`` are those of tensor, pipeline and expert parallelism; ``rules`` are the user's,
+    ``stated`` those that parameters were saved with, ``shapes`` what a rank holds of each.
+    """
+
+    args: Arguments
+    degrees: Rank
+    rules: Sequence[NamedRule]
+    stated: dict[str, TpRule] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def fit(self, parameter: LocalParameter) -> Fit:
+        """Return where a rank's parameter belongs in the whole one; Undetermined if unknown."""
+        cuts = []
+        if parameter.stacked:
+            cuts.append(RankCut(0, parameter.rank[2], self.degrees[2]))
+        index, degree = self._tensor_parallel(parameter)
+        rule = self._rule(parameter, degree) if parameter.local else REPLICATED
+        if rule.dim is not None:
+            cuts.append(RankCut(rule.dim, index, degree, rule.blocks))
+        return fit_rank(parameter.local, cuts)
+
+    def _rule(self, parameter: LocalParameter, degree: int) -> TpRule:
+        name = parameter.name
+        given = named_rule(self.rules, name)
+        if given is not None:
+            return given
+        if degree == 1 or not self.shapes[name]:
+            return REPLICATED
+        return find_rule(name, self.shapes, self.stated.get(name), self.args)
+
+    def _tensor_parallel(self, parameter: LocalParameter) -> tuple[int, int]:
+        """Return tensor-parallel rank and degree: experts may have a degree of their own."""
+        degree = self.degrees[0]
+        own = self.args.integer("expert_tensor_parallel_size")
+        if is_expert(parameter.name) and own is not None and degree % own == 0:
+            degree = own
+        return parameter.rank[0] % degree, degree
+
+
+Fragments = dict[tuple[str, ...], list[tuple[LocalParameter, Sequence[StorageRun]]]]
+"""By kind (``model``, ``fp32``, ``exp_avg``, ...) and name: what ranks store of a parameter."""
+
+
+def add_fragments(fragments: Fragments, more: Fragments) -> None:
+    """Add what more ranks, or other files, store of parameters."""
+    for path, parts in more.items():
+        fragments.setdefault(path, []).extend(parts)
+
+
+def merge_fragments(
+    fit: Callable[[LocalParameter], Fit], fragments: Fragments
+) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Return the tensors ``kind.name`` of what each rank stores of them, placed by ``fit``.
+
+    And why others cannot be put together, by the same names.
+    """
+    tensors: dict[str, TensorEntry] = {}
+    conflicts: dict[str, str] = {}
+    for path, parts in fragments.items():
+        name = ".".join(path)
+        try:
+            fits = [fit(parameter) for parameter, _ in parts]
+        except Undetermined as error:
+            shapes = [parameter.local for parameter, _ in parts]
+            why = unmerged(name, parts[0][0].name, shapes, error, "sharding-unrecorded")
+            conflicts[name] = why
+            continue
+        dtypes = {run.dtype for _, runs in parts for run in runs}
+        if len(dtypes) != 1:
+            kinds = f"ranks hold it as {' and '.join(sorted(map(str, dtypes)))}"
+            message = f"{name}: {kinds if dtypes else 'none of its elements is stored'}"
+            conflicts[name] = Problem(message, "ranks-disagree", tensor=name)
+            continue
+        (dtype,) = dtypes
+        shards = [RankShard(dtype, p.local, list(_chunks(p, runs))) for p, runs in parts]
+        try:
+            tensors[name] = merge_shards(name, path, shards, fits)
+        except Damaged as error:
+            conflicts[name] = error.message
+    return tensors, conflicts
+
+
+def _chunks(parameter: LocalParameter, runs: Sequence[StorageRun]) -> Iterator[Chunk]:
+    """Yield what a rank stores of its parameter, in the coordinates that it has on the rank."""
+    for run in runs:
+        rank = parameter.writer if run.rank is None else run.rank
+        size = run.dtype.itemsize
+        for box, at in pieces_of_run(run.at, run.shape, run.start, run.stop, parameter.local, size):
+            yield Chunk(box, at, rank)
+
+
+def runs_between(runs: Sequence[StorageRun], start: int, stop: int) -> list[StorageRun]:
+    """Return the parts of consecutive 1-d runs that hold elements ``start`` to ``stop``.
+
+    Their elements are counted from ``start``.
+    """
+    parts = []
+    for run in runs:
+        lo, hi = max(start, run.start), min(stop, run.stop)
+        if lo < hi:
+            box = Box((lo - run.start,), (hi - run.start,))
+            at = narrowed(run.at, run.shape, box, run.dtype.itemsize)
+            parts.append(StorageRun(box.shape, run.dtype, at, lo - start, run.rank))
+    return parts

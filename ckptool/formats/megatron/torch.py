@@ -1,4 +1,4 @@
-"""From the folders of model-parallel ranks to the tensors of the whole model."""
+"""Read Megatron's own format: from ranks' folders to the tensors of the whole model."""
 
 from __future__ import annotations
 
@@ -10,28 +10,22 @@ from ckptool.core.catalog import Catalog, Path, flat_name
 from ckptool.core.sharding.tensor_parallel import NamedRule, require_matched
 from ckptool.errors import Refusal, Undetermined, damaged
 from ckptool.formats.base import ScanOptions
-from ckptool.formats.megatron.arguments import Arguments, with_first_arguments
-from ckptool.formats.megatron.names import (
+from ckptool.formats.megatron.model import (
+    Arguments,
     global_expert,
     global_layer,
     is_buffer,
     layer_offsets,
     local_experts,
+    with_first_arguments,
 )
-from ckptool.formats.megatron.optimizer.gathered import (
-    expected_buffers,
+from ckptool.formats.megatron.optimizer.buckets import expected_buffers
+from ckptool.formats.megatron.optimizer.torch import (
     gathered_state,
     matched_buffers,
+    numbered_state,
     saved_buffers,
     stray_keys,
-)
-from ckptool.formats.megatron.optimizer.numbered import numbered_state
-from ckptool.formats.megatron.parameters import (
-    Fragments,
-    LocalParameter,
-    Model,
-    StorageRun,
-    merge_fragments,
 )
 from ckptool.formats.megatron.rank_folders import (
     RankFolder,
@@ -40,8 +34,15 @@ from ckptool.formats.megatron.rank_folders import (
     read_folders,
     virtual_stage,
 )
-from ckptool.formats.megatron.tensor_parallel import experts_view
-from ckptool.serialization.archive.tensors import place_of
+from ckptool.formats.megatron.tensor_parallel import (
+    Fragments,
+    LocalParameter,
+    ParameterRules,
+    StorageRun,
+    add_fragments,
+    experts_view,
+    merge_fragments,
+)
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf
@@ -54,20 +55,20 @@ _HEADS = ("output_layer.weight", "word_embeddings_for_head.weight")
 
 
 @dataclass(slots=True)
-class _Read:
-    """What the ranks hold together, as far as it is read."""
+class _Ranks:
+    """What the ranks hold together, as far as it is read.
 
-    model: Model
+    ``offsets`` are the first layers of each stage's runs, ``tied`` parameters' first names,
+    ``parameters`` those of each rank's runs, by the rank's number.
+    """
+
+    rules: ParameterRules
     offsets: dict[tuple[int, int], dict[str, int]]
     tied: dict[str, str]
-    found: Fragments = field(default_factory=dict)
+    fragments: Fragments = field(default_factory=dict)
     conflicts: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    held: dict[int, list[list[LocalParameter]]] = field(default_factory=dict)
-
-    def add(self, more: Fragments) -> None:
-        for path, parts in more.items():
-            self.found.setdefault(path, []).extend(parts)
+    parameters: dict[int, list[list[LocalParameter]]] = field(default_factory=dict)
 
 
 def scan(source: Source, options: ScanOptions) -> Catalog:
@@ -76,48 +77,48 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
     Raises Damaged where ranks are missing or contradict.
     """
     folders, args = read_folders(source)
-    read = _prepared(folders, args, options.tp_rules)
+    ranks = _prepare(folders, args, options.tp_rules)
     for folder in folders:
-        _read_model(folder, read)
+        _read_model(folder, ranks)
     if any(_is_refused(folder) for folder in folders):
-        read.conflicts[_STATE] = (
+        ranks.conflicts[_STATE] = (
             f"{_STATE}: not placed, as some of the optimizer or its model cannot be read"
         )
     else:
         for folder in folders:
-            _read_optimizer(source, folder, read)
-    require_matched(options.tp_rules, [path[-1] for path in read.found])
-    others = assemble(_others(folders, read))
-    whole = merge_fragments(read.model.fit, _without_refused(read.found, others.conflicts))
+            _read_optimizer(source, folder, ranks)
+    require_matched(options.tp_rules, [path[-1] for path in ranks.fragments])
+    others = assemble(_others(folders, ranks))
+    fragments = _without_refused(ranks.fragments, others.conflicts)
+    tensors, conflicts = merge_fragments(ranks.rules.fit, fragments)
     refusals = {n: why for n, why in others.conflicts.items() if isinstance(why, Refusal)}
     problems = [why for name, why in others.conflicts.items() if name not in refusals]
     if others.problems or problems:
         raise damaged([*others.problems, *problems], subject=source.root)
-    opened = [file for folder in folders for file in (folder.file, folder.distributed) if file]
-    names = [file.what for file in opened]
+    opened = [file.what for folder in folders for file in (folder.file, folder.distributed) if file]
     catalog = Catalog(
         FORMAT_NAME,
-        whole.tensors | others.tensors,
+        tensors | others.tensors,
         others.objects,
-        {name: source.files[name] for name in names},
+        {name: source.files[name] for name in opened},
         world_size=args.integer("world_size") or len(folders),
         info={"writer": "Megatron-LM, one folder per model-parallel rank"} | args.info(),
-        notes=(*others.notes, *read.notes, *unread_notes(others.objects)),
-        conflicts=refusals | read.conflicts | whole.conflicts | layer_wise_conflict(source),
+        notes=(*others.notes, *ranks.notes, *unread_notes(others.objects)),
+        conflicts=refusals | ranks.conflicts | conflicts | layer_wise_conflict(source),
     )
     return with_first_arguments(catalog)
 
 
-def _without_refused(found: Fragments, conflicts: Mapping[str, str]) -> Fragments:
+def _without_refused(fragments: Fragments, conflicts: Mapping[str, str]) -> Fragments:
     """Return what no rank refuses; what only some refuse is a tensor, as the others show."""
-    for path in found:
+    for path in fragments:
         why = conflicts.get(flat_name(path))
         if isinstance(why, Refusal):
             why.may_be_tensor = True
-    return {path: parts for path, parts in found.items() if flat_name(path) not in conflicts}
+    return {path: parts for path, parts in fragments.items() if flat_name(path) not in conflicts}
 
 
-def _prepared(folders: list[RankFolder], args: Arguments, rules: tuple[NamedRule, ...]) -> _Read:
+def _prepare(folders: list[RankFolder], args: Arguments, rules: tuple[NamedRule, ...]) -> _Ranks:
     """Return the model's degrees, layer numbers, and names of tied parameters."""
     runs = {
         (folder.rank[1], virtual): list(params)
@@ -133,36 +134,36 @@ def _prepared(folders: list[RankFolder], args: Arguments, rules: tuple[NamedRule
         if args.values.get("untie_embeddings_and_output_weights", True)
         else dict.fromkeys((name for name in names if name.endswith(_HEADS)), word or "")
     )
-    return _Read(Model(args, sizes, rules), layer_offsets(runs), tied if word else {})
+    return _Ranks(ParameterRules(args, sizes, rules), layer_offsets(runs), tied if word else {})
 
 
-def _read_model(folder: RankFolder, read: _Read) -> None:
+def _read_model(folder: RankFolder, ranks: _Ranks) -> None:
     """Add a rank's model; of a parameter with two names, the optimizer knows the first alone."""
     experts = local_experts(name for run in folder.runs.values() for name in run)
-    stacked = read.model.args.integer("num_experts")
+    stacked = ranks.rules.args.integer("num_experts")
     if experts is None and stacked is not None:
-        experts = stacked // read.model.degrees[2]
+        experts = stacked // ranks.rules.degrees[2]
     places = set()
     for virtual, run in sorted(folder.runs.items()):
-        held = []
+        parameters = []
         for name, leaf in run.items():
-            one = _local_parameter(
-                _global(name, folder, virtual, read, experts), folder, leaf, experts
-            )
-            read.model.shapes.setdefault(one.name, one.local)
-            tensor = leaf.tensor
-            stored = StorageRun(tensor.shape, tensor.dtype, leaf.place)
-            read.add({("model", one.name): [(one, [stored])]})
+            full = _global_name(name, folder, virtual, ranks, experts)
+            parameter = _local_parameter(full, folder, leaf, experts)
+            ranks.rules.shapes.setdefault(full, parameter.local)
+            stored = StorageRun(leaf.tensor.shape, leaf.tensor.dtype, leaf.place)
+            add_fragments(ranks.fragments, {("model", full): [(parameter, [stored])]})
             if not is_buffer(name) and leaf.place not in places:
-                held.append(one)
+                parameters.append(parameter)
             places.add(leaf.place)
-        read.held.setdefault(folder.number, []).append(held)
+        ranks.parameters.setdefault(folder.number, []).append(parameters)
 
 
-def _global(name: str, folder: RankFolder, virtual: int, read: _Read, experts: int | None) -> str:
+def _global_name(
+    name: str, folder: RankFolder, virtual: int, ranks: _Ranks, experts: int | None
+) -> str:
     """Return the name in the whole model; that of the embedding for a head that is tied to it."""
-    layered = global_layer(name, read.offsets[folder.rank[1], virtual])
-    return read.tied.get(name) or global_expert(layered, folder.rank[2] * (experts or 0))
+    layered = global_layer(name, ranks.offsets[folder.rank[1], virtual])
+    return ranks.tied.get(name) or global_expert(layered, folder.rank[2] * (experts or 0))
 
 
 def _local_parameter(
@@ -176,28 +177,27 @@ def _local_parameter(
     )
 
 
-def _read_optimizer(source: Source, folder: RankFolder, read: _Read) -> None:
-    """The rank's optimizer state by name, or a conflict where nothing names it."""
-    runs = read.held[folder.number]
-    expert_parallel = read.model.degrees[2] > 1
-    value = folder.values("optimizer")
+def _read_optimizer(source: Source, folder: RankFolder, ranks: _Ranks) -> None:
+    """Add the rank's optimizer state by name, or a conflict where nothing names it."""
+    runs = ranks.parameters[folder.number]
+    expert_parallel = ranks.rules.degrees[2] > 1
+    file = folder.distributed
     try:
-        if folder.distributed is not None:
-            file = folder.distributed
-            read.notes += stray_notes(file.what, stray_keys(file.value))
-            saved = saved_buffers(file.value, lambda tensor: place_of(tensor, file))
-            expected = expected_buffers(runs, expert_parallel)
-            buffers = matched_buffers(saved, expected)
-            read.add(gathered_state(source, buffers, bool(read.tied)))
-        elif _has_state(value):
-            held = [one for run in runs for one in run]
-            found, stated = numbered_state(folder.file, value, held, expert_parallel)
-            read.add(found)
-            read.model.stated |= stated
+        if file is not None:
+            ranks.notes += stray_notes(file.what, stray_keys(file.value))
+            buffers = matched_buffers(saved_buffers(file), expected_buffers(runs, expert_parallel))
+            add_fragments(ranks.fragments, gathered_state(source, buffers, bool(ranks.tied)))
+        elif _has_state(folder.optimizer):
+            parameters = [parameter for run in runs for parameter in run]
+            state, stated = numbered_state(
+                folder.file, folder.optimizer, parameters, expert_parallel
+            )
+            add_fragments(ranks.fragments, state)
+            ranks.rules.stated |= stated
     except Undetermined as error:
-        read.conflicts[_STATE] = (
+        ranks.conflicts[_STATE] = (
             f"{_STATE}: which parameters the optimizer's state belongs to is not known: {error}"
-            f" ({(folder.distributed or folder.file).what})"
+            f" ({(file or folder.file).what})"
         )
 
 
@@ -222,37 +222,34 @@ def _refused_names(folder: RankFolder) -> Iterator[str]:
 def _has_state(value: Any) -> bool:
     """Return whether any of the optimizers holds states by number (else they are distributed)."""
     optimizers = value if isinstance(value, list) else [value]
-    inner = [one.get("optimizer", one) for one in optimizers if isinstance(one, dict)]
-    return any(isinstance(one, dict) and one.get("state") for one in inner)
+    inner = [part.get("optimizer", part) for part in optimizers if isinstance(part, dict)]
+    return any(isinstance(part, dict) and part.get("state") for part in inner)
 
 
-def _others(folders: list[RankFolder], read: _Read) -> dict[int, dict[str, Leaf]]:
-    """Return each rank's other values, with the layers of the whole model.
-
-    Those of a rank as such.
-    """
-    found: dict[int, dict[str, Leaf]] = {}
+def _others(folders: list[RankFolder], ranks: _Ranks) -> dict[int, dict[str, Leaf]]:
+    """Return each rank's other values, with the layers of the whole model; a rank's as such."""
+    others: dict[int, dict[str, Leaf]] = {}
     for folder in folders:
         experts = local_experts(name for run in folder.runs.values() for name in run)
-        mine = found.setdefault(folder.number, {})
+        own = others.setdefault(folder.number, {})
         for leaf in folder.rest.values():
-            path = _of_whole(leaf.path, folder, read, experts)
-            rank_state = isinstance(leaf.value, PlainLeaf)
-            value = leaf.value
+            path = _global_path(leaf.path, folder, ranks, experts)
+            name, value = flat_name(path), leaf.value
             if isinstance(value, Refusal):
-                value = value.called(flat_name(path))
-            mine[flat_name(path)] = Leaf(path, value, rank_state)
-    return found
+                value = value.called(name)
+            own[name] = Leaf(path, value, isinstance(value, PlainLeaf))
+    return others
 
 
-def _of_whole(path: Path, folder: RankFolder, read: _Read, experts: int | None) -> Path:
+def _global_path(path: Path, folder: RankFolder, ranks: _Ranks, experts: int | None) -> Path:
     """Return the path of a value in the whole model; random states by pipeline and tensor rank."""
     first = str(path[0])
     if first == _RANDOM:
         tensor, pipeline, expert = folder.rank
-        numbers = (pipeline, tensor, expert) if read.model.degrees[2] > 1 else (pipeline, tensor)
+        has_experts = ranks.rules.degrees[2] > 1
+        numbers = (pipeline, tensor, expert) if has_experts else (pipeline, tensor)
         return (_RANDOM, *map(str, numbers), *path[1:])
     virtual = virtual_stage(first) if len(path) > 1 else None
-    if virtual is None or (folder.rank[1], virtual) not in read.offsets:
+    if virtual is None or (folder.rank[1], virtual) not in ranks.offsets:
         return path
-    return ("model", _global(flat_name(path[1:]), folder, virtual, read, experts))
+    return ("model", _global_name(flat_name(path[1:]), folder, virtual, ranks, experts))

@@ -4,10 +4,14 @@ Up to 0.15 tensors are stored reformulated where ranks held flat ranges: a tenso
 ranks hold ``[x, y]`` as ``[X/x, Y/y, x*y]``, whose last dim the data-parallel ranks cut anywhere
 (``sharded_tensor_to_torch_sharded_tensor``). The ``mcore_data`` of ``.metadata`` keeps ``[X, Y]``.
 
+A ShardedObject is a bytes item ``{key}/shard_{offsets}_{shape}`` that holds a list of one value
+(0.12 to 0.20; before, the last size may be missing). The common state is ``common.pt`` up to 0.16
+and the ShardedObject ``common_state`` from 0.20 on.
+
 Written (Megatron-core 0.12 to 0.16) is a run whose only checkpoint is a ``release``, which
 Megatron-LM starts from without the state of an optimizer: a DCP folder of the model's tensors with
-``metadata.json`` and ``common.pt``. Loading asks for the extra state of every module
-(ShardedObjects, see ``arguments``), which is None but for FP8.
+``metadata.json`` and ``common.pt``. Loading asks for the extra state of every module, a
+ShardedObject, which is None but for FP8.
 """
 
 from __future__ import annotations
@@ -22,36 +26,47 @@ from itertools import chain
 from typing import Any
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Chunk, ObjectEntry, TensorEntry
+from ckptool.core.catalog import Catalog, Chunk, Index, ObjectEntry, Path, TensorEntry, flat_name
 from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.core.state_category import state_category
 from ckptool.core.views import pieces_of_run
-from ckptool.errors import Damaged, Problem, Unrecognised, Unsupported
+from ckptool.errors import Damaged, Problem, Unrecognised, Unsupported, damaged
 from ckptool.formats.base import Request, ScanOptions
 from ckptool.formats.companions import MEGATRON, RELEASE
 from ckptool.formats.dcp import FORMAT as DCP
 from ckptool.formats.dcp import DcpMetadata, read_folder
-from ckptool.formats.megatron.arguments import (
-    COMMON,
-    arguments_among,
-    require_common,
-    with_common,
-    with_plain_names,
-)
-from ckptool.formats.megatron.optimizer.named import with_named_state
+from ckptool.formats.megatron.model import find_arguments
+from ckptool.formats.megatron.optimizer.torch_dist import with_named_state
 from ckptool.formats.writing import companion_files, plain_objects
+from ckptool.serialization.archive.read import read_torch_file
 from ckptool.serialization.archive.write import torch_archive
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.serialization.source import Source
-from ckptool.serialization.state_dict.tree import nest
+from ckptool.serialization.state_dict.assemble import assemble
+from ckptool.serialization.state_dict.leaves import read_leaves
+from ckptool.serialization.state_dict.tree import leaves, nest, unique_names
 
 FORMAT_NAME = "megatron-torch_dist"
 CONFIG = "metadata.json"
+COMMON = "common.pt"
+_COMMON_STATE = "common_state"
+_SHARD = re.compile(r"(.+)/shard_([0-9]+(?:\.[0-9]+)*)(?:_([0-9.]*))?")
+_ARGUMENTS = "args"
+_BACKENDS = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+_COMMON_VALUES = {"checkpoint_version": 3.0, "iteration": 0}
+_NAMES = ("decoder.", "embedding.")
+_WEIGHT = re.compile(r"(.+)\.weight[0-9]*(_[wv])?")
+_STACKED = re.compile(r"layers\.(?![0-9])|experts\.experts\.(?![0-9])")
 
 
 def scan(source: Source, config: dict[str, Any] | None, options: ScanOptions) -> Catalog:
-    """The catalog of a ``torch_dist`` folder; ``config`` is its ``metadata.json``, if any."""
+    """Return the catalog of a ``torch_dist`` folder; ``config`` is its ``metadata.json``."""
     backend = (config or {}).get("sharded_backend", "torch_dist")
     if backend != "torch_dist":
         raise Unrecognised(
@@ -60,8 +75,8 @@ def scan(source: Source, config: dict[str, Any] | None, options: ScanOptions) ->
             hint="Megatron-core up to 0.13 loads it and saves it with --ckpt-format torch_dist",
         )
     catalog, parsed = read_folder(source, options)
-    require_common(source, catalog, options)
-    catalog = with_common(source, with_plain_names(_reshaped(catalog, parsed)))
+    _require_common(source, catalog, options)
+    catalog = _with_common(source, _with_plain_names(_reshaped(catalog, parsed)))
     plans = [plan for metadata in parsed.values() for plan in metadata.plans or ()]
     catalog = _described(source, with_named_state(source, catalog, plans))
     return with_inferred_mesh(
@@ -70,7 +85,7 @@ def scan(source: Source, config: dict[str, Any] | None, options: ScanOptions) ->
 
 
 def _reshaped(catalog: Catalog, parsed: dict[str, DcpMetadata]) -> Catalog:
-    """With the shapes that tensors had before they were reformulated."""
+    """Give tensors the shapes that they had before they were reformulated."""
     tensors = dict(catalog.tensors)
     for name, shape in chain(*(metadata.reformulated.items() for metadata in parsed.values())):
         if name not in tensors:
@@ -78,19 +93,19 @@ def _reshaped(catalog: Catalog, parsed: dict[str, DcpMetadata]) -> Catalog:
                 f"{name}: mcore_data gives it the shape {list(shape)}, no file stores it",
                 "data-missing",
             )
-        tensors[name] = unflattened(tensors[name], shape)
+        tensors[name] = _unflattened(tensors[name], shape)
     return catalog.with_tensors(tensors)
 
 
 def _described(source: Source, catalog: Catalog) -> Catalog:
     info = catalog.info | {"writer": "Megatron-core torch_dist"}
-    info |= arguments_among(catalog.objects.values()).info()
+    info |= find_arguments(catalog.objects.values()).info()
     files = catalog.files | {n: source.files[n] for n in (CONFIG,) if n in source.files}
     return replace(catalog, format=FORMAT_NAME, info=info, files=files)
 
 
 def _unfinished(source: Source, catalog: Catalog, options: ScanOptions) -> Catalog:
-    """A save whose last file is not there: a note where all else can be read, damage to verify."""
+    """Note that a save's last file is not there, though all else can be read: damage to verify."""
     if CONFIG in source.files:
         message = f"{CONFIG} names no backend, as Megatron's does: it is damaged"
         raise Damaged(message, "metadata-unreadable", file=CONFIG)
@@ -100,11 +115,8 @@ def _unfinished(source: Source, catalog: Catalog, options: ScanOptions) -> Catal
     return replace(catalog, notes=(*catalog.notes, message))
 
 
-def unflattened(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
-    """Return the tensor in its own ``shape``.
-
-    Raises Damaged where it is not stored reformulated from it.
-    """
+def _unflattened(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
+    """Return the tensor in its own ``shape``; Damaged where it is not stored reformulated."""
     grid = entry.shape[:-1]
     local = tuple(size // parts for size, parts in zip(shape, grid, strict=False))
     whole = tuple(size * parts for size, parts in zip(local, grid, strict=False))
@@ -133,17 +145,90 @@ def _pieces(entry: TensorEntry, chunk: Chunk, local: tuple[int, ...]) -> Iterato
         yield Chunk(Box.at(lo, box.shape), at, chunk.rank)
 
 
-_ARGUMENTS = "args"
-_BACKENDS = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
-_COMMON = {"checkpoint_version": 3.0, "iteration": 0}
-_NAMES = ("decoder.", "embedding.")
-_WEIGHT = re.compile(r"(.+)\.weight[0-9]*(_[wv])?")
-_STACKED = re.compile(r"layers\.(?![0-9])|experts\.experts\.(?![0-9])")
+# Common state and ShardedObjects
+
+
+def _with_plain_names(catalog: Catalog) -> Catalog:
+    """Unwrap ShardedObjects and name them ``key``, or ``key.offset.offset``."""
+    tensors, objects = {}, {}
+    for tensor in catalog.tensors.values():
+        path = _plain(tensor.path)
+        tensors[flat_name(path)] = replace(tensor, name=flat_name(path), path=path)
+    for entry in catalog.objects.values():
+        for value in _unwrapped(entry):
+            objects[value.name] = value
+    if len(tensors) < len(catalog.tensors) or tensors.keys() & objects.keys():
+        raise Damaged(
+            "two ShardedObjects, or one and a tensor, have the same key and offset", "items-overlap"
+        )
+    return replace(catalog, tensors=tensors, objects=objects)
+
+
+def _plain(path: Path) -> Path:
+    """Return a path without the shard's grid, and without the list of one around the value."""
+    match = _SHARD.fullmatch(str(path[0]))
+    if match is None:
+        return path
+    inner = path[2:] if len(path) > 1 and isinstance(path[1], Index) else path[1:]
+    if match[1] == _COMMON_STATE:
+        return inner
+    sizes = [int(size) for size in (match[3] or "").split(".") if size]
+    whole = all(size == 1 for size in sizes)
+    return (match[1] if whole else f"{match[1]}.{match[2]}", *inner)
+
+
+def _unwrapped(entry: ObjectEntry) -> list[ObjectEntry]:
+    path = _plain(entry.path)
+    value = entry.value
+    if len(entry.path) == 1 and _SHARD.fullmatch(str(entry.path[0])):
+        value = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if path:
+        return [ObjectEntry(flat_name(path), path, value)]
+    named = unique_names(leaves(value, what=entry.name, pickled=1 << 20))
+    return [ObjectEntry(name, path, leaf) for name, (path, leaf) in named.items()]
+
+
+def _require_common(source: Source, catalog: Catalog, options: ScanOptions) -> None:
+    """Report common state that is nowhere: every save has it, as a file or as a ShardedObject.
+
+    ``catalog`` still has the names of the checkpoint.
+    """
+    paths = [entry.path for entry in catalog.objects.values()]
+    paths += [entry.path for entry in catalog.tensors.values()]
+    paths += [(name,) for name in catalog.conflicts]
+    prefix = f"{_COMMON_STATE}/"
+    if COMMON in source.files or any(str(path[0]).startswith(prefix) for path in paths):
+        return
+    message = (
+        f"{COMMON} is missing, where Megatron keeps arguments, step and the optimizer's groups"
+    )
+    options.report(
+        [Problem(message, "file-missing", file=COMMON)],
+        subject=source.root,
+        hint="verify --salvage writes the tensors, which are elsewhere",
+    )
+
+
+def _with_common(source: Source, catalog: Catalog) -> Catalog:
+    """Return the catalog with the values and tensors of ``common.pt``."""
+    if COMMON not in source.files:
+        return catalog
+    common = assemble({0: read_leaves(read_torch_file(source, COMMON), source, refuse=True)})
+    if common.problems:
+        raise damaged(common.problems, subject=COMMON)
+    twice = common.objects.keys() & catalog.objects.keys()
+    if twice:
+        raise Damaged(f"{COMMON}: {sorted(twice)[0]!r} is also a ShardedObject", "items-overlap")
+    return replace(
+        catalog,
+        tensors=catalog.tensors | common.tensors,
+        objects=catalog.objects | common.objects,
+        conflicts=catalog.conflicts | common.conflicts,
+        files=catalog.files | {COMMON: source.files[COMMON]},
+    )
+
+
+# Writing
 
 
 def _of_one_rank() -> Call:
@@ -154,10 +239,7 @@ def _of_one_rank() -> Call:
 
 
 def lay_out(catalog: Catalog, request: Request) -> Layout:
-    """Return the files of a run with one ``release``.
-
-    Raises Unsupported where it is no model of Megatron's.
-    """
+    """Return the files of a run with one ``release``; Unsupported for another model's tensors."""
     _require_model(catalog)
     arguments = catalog.objects.get(_ARGUMENTS)
     others = {n: e for n, e in catalog.objects.items() if e is not arguments}
@@ -165,7 +247,8 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     states = {state.name: state for e in catalog.tensors.values() for state in _states(e)}
     inner = DCP.lay_out(replace(catalog, objects=states, companions={}), request)
     common = nest([(entry.path, entry.value) for entry in values]) if values else {}
-    common = {_ARGUMENTS: arguments.value if arguments else _of_one_rank(), **_COMMON, **common}
+    args = arguments.value if arguments else _of_one_rank()
+    common = {_ARGUMENTS: args, **_COMMON_VALUES, **common}
     files = (
         *map(_within, inner.files),
         FileLayout(f"{RELEASE}/{COMMON}", tuple(torch_archive(common, root="common"))),
@@ -195,7 +278,7 @@ def _require_model(catalog: Catalog) -> None:
 
 
 def _states(entry: TensorEntry) -> Iterator[ObjectEntry]:
-    """The extra states of a weight's module, and of the attention that its projection follows."""
+    """Yield the extra states of a weight's module, and of the attention before its projection."""
     match = _WEIGHT.fullmatch(entry.name)
     if match is None:
         return

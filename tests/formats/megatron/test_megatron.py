@@ -25,17 +25,22 @@ from ckptool.core.catalog import Extent
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.sharding.tensor_parallel import TpRule, fit_rank, parse_tp_rule, parse_tp_rules
 from ckptool.errors import Damaged, Undetermined, UsageError
-from ckptool.formats.megatron.arguments import Arguments, arguments
-from ckptool.formats.megatron.names import (
+from ckptool.formats.megatron.model import (
+    Arguments,
     global_expert,
     global_layer,
     is_expert,
     layer_offsets,
     local_experts,
+    read_arguments,
 )
-from ckptool.formats.megatron.parameters import LocalParameter, Model
 from ckptool.formats.megatron.rank_folders import _require_all, _require_own
-from ckptool.formats.megatron.tensor_parallel import experts_view, find_rule
+from ckptool.formats.megatron.tensor_parallel import (
+    LocalParameter,
+    ParameterRules,
+    experts_view,
+    find_rule,
+)
 
 torch = pytest.importorskip("torch")
 Copy = Callable[[str], Path]
@@ -175,9 +180,9 @@ def test_what_a_master_says_of_itself_counts_where_names_say_nothing() -> None:
 
 
 def test_a_scalar_on_one_rank_is_a_contradiction_and_no_failure() -> None:
-    model = Model(GATED, (2, 1, 1), (), shapes={"mlp.linear_fc1.weight": ()})
+    rules = ParameterRules(GATED, (2, 1, 1), (), shapes={"mlp.linear_fc1.weight": ()})
     held = LocalParameter("mlp.linear_fc1.weight", (1, 0, 0), 1, (8, 4), BY_NAME["bfloat16"])
-    assert model.fit(held) == fit_rank((8, 4), ())
+    assert rules.fit(held) == fit_rank((8, 4), ())
 
 
 def test_grouped_experts_are_read_by_expert() -> None:
@@ -220,8 +225,8 @@ def test_experts_have_numbers_of_the_whole_model() -> None:
 
 
 def test_arguments_that_are_no_namespace() -> None:
-    assert arguments(None).info() == {"framework": "Megatron-core"}
-    assert arguments({"num_layers": 4, "bf16": True}).info()["arguments"] == "layers 4, bf16"
+    assert read_arguments(None).info() == {"framework": "Megatron-core"}
+    assert read_arguments({"num_layers": 4, "bf16": True}).info()["arguments"] == "layers 4, bf16"
 
 
 def test_inspect_tells_the_degrees_and_the_step() -> None:

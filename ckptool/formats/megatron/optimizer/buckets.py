@@ -23,25 +23,65 @@ from itertools import accumulate, pairwise
 from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, TensorEntry
 from ckptool.errors import Undetermined
-from ckptool.formats.megatron.parameters import Fragments, LocalParameter, StorageRun, runs_between
+from ckptool.formats.megatron.model import is_expert
+from ckptool.formats.megatron.tensor_parallel import (
+    Fragments,
+    LocalParameter,
+    StorageRun,
+    add_fragments,
+    runs_between,
+)
 
-MASTER = "param"
+ALIGNMENT = 64
+_BUCKET_ALIGNMENT = 128
+_MOST_STEPS = 1_000_000
+_MASTER = "param"
+_BUCKET = re.compile(
+    r"(?:chained_([0-9]{1,3})\.)?optimizer\.distributed\.dp_group_idx_([0-9]{1,7})"
+    r"\.gbuf_idx_([0-9]{1,4})\.dtype_(.+)\.bucket_idx_([0-9]{1,7})\.(\w+)"
+)
 Group = tuple[int, int]
 """Which of several chained optimizers, and which group of data-parallel ranks."""
 Buffers = dict[int, dict[int, dict[str, TensorEntry]]]
 """By buffer, bucket and kind of state."""
 
 
-def buckets_among(entries: Iterable[TensorEntry]) -> dict[Group, Buffers]:
+def group_buckets(entries: Iterable[TensorEntry]) -> dict[Group, Buffers]:
     """Return all buckets, by the group of ranks that share them."""
-    found: dict[Group, Buffers] = {}
+    groups: dict[Group, Buffers] = {}
     for entry in entries:
-        match = BUCKET.fullmatch(entry.name)
+        match = _BUCKET.fullmatch(entry.name)
         if match and len(entry.shape) == 1:
             group = int(match[1] or 0), int(match[2])
-            buffers = found.setdefault(group, {})
-            buffers.setdefault(int(match[3]), {}).setdefault(int(match[5]), {})[match[6]] = entry
-    return found
+            buckets = groups.setdefault(group, {}).setdefault(int(match[3]), {})
+            buckets.setdefault(int(match[5]), {})[match[6]] = entry
+    return groups
+
+
+def expected_buffers(
+    runs: Sequence[Sequence[LocalParameter]], expert_parallel: bool
+) -> list[list[list[LocalParameter]]]:
+    """Return the parameters of each buffer of each optimizer, in their order.
+
+    ``runs`` are a rank's parameters by virtual pipeline stage. Experts of several ranks have an
+    optimizer of their own, after the one of all other parameters.
+    """
+    if not expert_parallel:
+        return [_by_dtype(runs)]
+    return [
+        _by_dtype([[p for p in run if is_expert(p.name) is experts] for run in runs])
+        for experts in (False, True)
+    ]
+
+
+def _by_dtype(runs: Sequence[Sequence[LocalParameter]]) -> list[list[LocalParameter]]:
+    buffers: list[list[LocalParameter]] = []
+    for run in runs:
+        by_dtype: dict[str, list[LocalParameter]] = {}
+        for parameter in run:
+            by_dtype.setdefault(parameter.dtype.name, []).append(parameter)
+        buffers += by_dtype.values()
+    return buffers
 
 
 def bucket_state(buffers: Buffers, expected: Sequence[Sequence[LocalParameter]]) -> Fragments:
@@ -51,35 +91,45 @@ def bucket_state(buffers: Buffers, expected: Sequence[Sequence[LocalParameter]])
     """
     if sorted(buffers) != list(range(len(expected))):
         raise Undetermined(f"{len(buffers)} buffers, where the model has {len(expected)}")
-    found: Fragments = {}
-    for number, held in enumerate(expected):
-        _add_buffer(buffers[number], held, found)
-    return found
+    fragments: Fragments = {}
+    for number, parameters in enumerate(expected):
+        add_fragments(fragments, _buffer_state(buffers[number], parameters))
+    return fragments
 
 
-def _add_buffer(
-    by_bucket: Mapping[int, Mapping[str, TensorEntry]],
-    held: Sequence[LocalParameter],
-    found: Fragments,
-) -> None:
+def _buffer_state(
+    by_bucket: Mapping[int, Mapping[str, TensorEntry]], parameters: Sequence[LocalParameter]
+) -> Fragments:
     states = [by_bucket[number] for number in sorted(by_bucket)]
-    slots = slots_in_buckets([one.numel for one in held], [_bucket(state) for state in states])
+    numels = [parameter.numel for parameter in parameters]
+    slots = slots_in_buckets(numels, [_bucket(state) for state in states])
     if slots is None or len({frozenset(state) for state in states}) != 1:
         raise Undetermined(
-            f"the model's {len(held):,} parameters of {sum(one.numel for one in held):,} elements"
+            f"the model's {len(parameters):,} parameters of {sum(numels):,} elements"
             f" do not fill its {len(states):,} buckets, in the order in which Megatron fills them"
         )
     runs = [{kind: _runs(entry) for kind, entry in state.items()} for state in states]
-    for one, slot in zip(held, slots, strict=True):
+    return cut_runs(parameters, slots, runs)
+
+
+def cut_runs(
+    parameters: Sequence[LocalParameter],
+    slots: Sequence[Slot],
+    runs: Sequence[Mapping[str, Sequence[StorageRun]]],
+) -> Fragments:
+    """Return what buckets hold of each parameter, by its slot and their runs by kind of state."""
+    fragments: Fragments = {}
+    for parameter, slot in zip(parameters, slots, strict=True):
         for kind, run in runs[slot.bucket].items():
-            name = "fp32" if kind == MASTER else kind
-            cut = runs_between(run, slot.start, slot.stop)
-            found.setdefault((name, one.name), []).append((one, cut))
+            path = ("fp32" if kind == _MASTER else kind, parameter.name)
+            part = runs_between(run, slot.start, slot.stop)
+            fragments.setdefault(path, []).append((parameter, part))
+    return fragments
 
 
 def _bucket(state: Mapping[str, TensorEntry]) -> Bucket:
     entry = next(iter(state.values()))
-    cuts = {chunk.box.lo[0] for chunk in entry.chunks} | {chunk.box.hi[0] for chunk in entry.chunks}
+    cuts = {edge for chunk in entry.chunks for edge in (chunk.box.lo[0], chunk.box.hi[0])}
     return Bucket(entry.shape[0], cuts)
 
 
@@ -91,15 +141,9 @@ def _runs(entry: TensorEntry) -> list[StorageRun]:
     ]
 
 
-BUCKET = re.compile(
-    r"(?:chained_([0-9]{1,3})\.)?optimizer\.distributed\.dp_group_idx_([0-9]{1,7})"
-    r"\.gbuf_idx_([0-9]{1,4})\.dtype_(.+)\.bucket_idx_([0-9]{1,7})\.(\w+)"
-)
-
-
 def is_bucket(name: str) -> bool:
     """Return whether a tensor is a bucket of the distributed optimizer."""
-    return BUCKET.fullmatch(name) is not None
+    return _BUCKET.fullmatch(name) is not None
 
 
 def without_padding(entry: TensorEntry) -> TensorEntry:
@@ -137,11 +181,6 @@ def _parameters(chunks: list[Chunk]) -> list[Chunk]:
     return kept
 
 
-ALIGNMENT = 64
-_BUCKET_ALIGNMENT = 128
-_MOST_STEPS = 1_000_000
-
-
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """A saved bucket of ``numel`` elements, and where its stored chunks begin and end."""
@@ -160,9 +199,7 @@ class Slot:
 
 
 def slots_in_buckets(numels: Sequence[int], buckets: Sequence[Bucket]) -> list[Slot] | None:
-    """Return the slot of each parameter, in the model's order.
-
-    None where they do not fill the buckets.
+    """Return the slot of each parameter, in the model's order; None if they do not fill buckets.
 
     Every start and end must be where a stored chunk begins or ends.
     """
@@ -184,7 +221,7 @@ def slots_in_buckets(numels: Sequence[int], buckets: Sequence[Bucket]) -> list[S
 
 
 def _filled(position: int, numel: int) -> bool:
-    """A bucket ends with its last parameter, or where the shared embedding would have begun."""
+    """Return whether a bucket ends with its last parameter, or where a shared embedding begins."""
     return numel in (position, _aligned(position))
 
 
@@ -200,7 +237,7 @@ def _aligned(position: int) -> int:
 def slots_in_run(
     numels: Sequence[int], total: int, alone: Set[int], views: Sequence[int | None]
 ) -> list[list[Slot]]:
-    """The slots of all parameters where all buckets were saved as one run of ``total`` elements.
+    """Return the slots of all parameters where buckets were saved as one run of ``total`` elements.
 
     The buckets themselves are not recorded: each way in which the parameters fill the run under
     some bucket size is returned; none where there are too many to look at. ``alone`` are the
@@ -209,14 +246,15 @@ def slots_in_run(
     """
     if sum(numels) == total:
         return [_packed(numels)]
-    found: list[list[Slot]] = []
+    distinct: list[list[Slot]] = []
     for shared in (alone, frozenset[int]()) if alone else (alone,):
         try:
-            ways = list(_ways(numels, total, shared, views))
+            for slots in _ways(numels, total, shared, views):
+                if slots not in distinct:
+                    distinct.append(slots)
         except OverflowError:
             return []
-        found += [slots for at, slots in enumerate(ways) if slots not in (*found, *ways[:at])]
-    return found
+    return distinct
 
 
 def gaps(slots: Sequence[Slot]) -> list[tuple[int, int]]:
@@ -226,7 +264,7 @@ def gaps(slots: Sequence[Slot]) -> list[tuple[int, int]]:
 
 
 def _packed(numels: Sequence[int]) -> list[Slot]:
-    """One parameter after the other, with no gap."""
+    """Return the slots of one parameter after the other, with no gap."""
     slots, position = [], 0
     for numel in reversed(numels):
         slots.append(Slot(0, position, position + numel))
@@ -295,6 +333,6 @@ def _next(way: _Way, numel: int, alone: bool, views: Sequence[int | None]) -> It
 
 
 def _bucket_start(least: int, view: int | None) -> int:
-    """Where a bucket begins that begins at ``least`` or later: at its first parameter's view."""
+    """Return where a bucket begins, at ``least`` or later: at its first parameter's view."""
     start = -(-least // _BUCKET_ALIGNMENT) * _BUCKET_ALIGNMENT
     return view if view is not None and view >= start and not view % _BUCKET_ALIGNMENT else start

@@ -1,18 +1,15 @@
 """The order of a model's parameters, from what ``torch_dist`` records: keys, chunks and plans.
 
-What the keys of layers look like is said below. Each rank's plan lists what it saves in the
-order of its modules, a stacked key at the first layer that it occurs in. Keys are
-those of Transformer Engine's modules, whose norms are part of the linear layer after them.
-Megatron's own (local) layers have norms apart, before the attention's other modules, which are
-called ``input_layernorm`` and ``pre_mlp_layernorm``.
-
-The layers of a model, from the keys under which ``torch_dist`` stores their parameters.
-
 Layers that are alike are stacked: ``decoder.layers.mlp.linear_fc1.weight`` is [layers, ...], its
 experts ``mlp.experts.experts.linear_fc1.weight`` [layers, experts, ...]. Layers that differ have
 numbers, ``decoder.layers.3.mlp.linear_fc1.weight``, and with ``singleton_local_shards`` (0.16) so
 have all, and experts, ``mlp.experts.experts.5.linear_fc1.weight``; a gate and its up projection are
 keys of their own then, ``linear_fc1.weight_w`` and ``_v`` (megatron-core 0.7 to 0.20).
+
+Each rank's plan lists what it saves in the order of its modules, a stacked key at the first layer
+that it occurs in. Keys are those of Transformer Engine's modules, whose norms are part of the
+linear layer after them. Megatron's own (local) layers have norms apart, before the attention's
+other modules, which are called ``input_layernorm`` and ``pre_mlp_layernorm``.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from ckptool.core.catalog import TensorEntry
 from ckptool.core.views import join
 from ckptool.errors import Undetermined
 from ckptool.formats.dcp import SavePlan
-from ckptool.formats.megatron.names import is_buffer
+from ckptool.formats.megatron.model import is_buffer
 
 _EXPERTS = "mlp.experts.experts."
 _NESTED = "transformer_layer."
@@ -89,22 +86,21 @@ def is_stacked_expert(inner: str) -> bool:
 def outer_order(keys: Iterable[str]) -> tuple[list[str], list[str], list[str]]:
     """Return the keys before the layers, the norms after them, and the heads.
 
-    Raises Undetermined for an unknown one.
-
-    Layers that predict further tokens (``mtp``) lie between the norms and the heads.
+    Layers that predict further tokens (``mtp``) lie between the norms and the heads. Raises
+    Undetermined for an unknown key.
     """
-    found = set(keys)
-    unknown = found.difference(_BEFORE, _NORMS, _HEADS)
+    outer = set(keys)
+    unknown = outer.difference(_BEFORE, _NORMS, _HEADS)
     if unknown:
         raise Undetermined(f"the place of {min(unknown)} among the model's parameters is not known")
-    before, norms, heads = ([k for k in table if k in found] for table in (_BEFORE, _NORMS, _HEADS))
+    before, norms, heads = ([k for k in table if k in outer] for table in (_BEFORE, _NORMS, _HEADS))
     return before, norms, heads
 
 
 def layer_order(
     inner: Sequence[str], plans: Sequence[SavePlan], implementation: str | None
 ) -> list[str]:
-    """The order of a layer's keys, from the plans, and Megatron's own where they leave it open.
+    """Return the order of a layer's keys, by the plans, else by Megatron's own order.
 
     A layer that predicts further tokens holds a whole one, ``transformer_layer``, among its own
     modules. Raises Undetermined where neither knows.
@@ -125,7 +121,7 @@ def layer_order(
 def _prediction_order(
     inner: Sequence[str], plans: Sequence[SavePlan], implementation: str | None
 ) -> list[str]:
-    """``MultiTokenPredictionLayer``: norms, projection, the transformer layer, the last norm."""
+    """Order ``MultiTokenPredictionLayer``: norms, projection, transformer layer, last norm."""
     nested = [key.removeprefix(_NESTED) for key in inner if key.startswith(_NESTED)]
     whole = [f"{_NESTED}{key}" for key in layer_order(nested, plans, implementation)]
     order = [k for k in (*_BEFORE_NESTED, *whole, *_AFTER_NESTED) if k in inner]
@@ -137,20 +133,20 @@ def _prediction_order(
 
 
 def _precedences(inner: set[str], plans: Sequence[SavePlan]) -> dict[str, set[str]]:
-    """For each key, those that come before it in the layer in which a plan meets both first."""
+    """Return for each key those before it in the layer in which a plan meets both first."""
     before: dict[str, set[str]] = {key: set() for key in inner}
     for plan in plans:
         met: dict[tuple[str, int], list[str]] = {}
         seen: set[str] = set()
         for name, offset in plan:
-            spot = layer_key(name, offset)
-            if spot is None or spot.inner not in inner or name in seen:
+            key = layer_key(name, offset)
+            if key is None or key.inner not in inner or name in seen:
                 continue
             seen.add(name)
-            earlier = met.setdefault((spot.prefix, spot.number), [])
-            if spot.inner not in earlier:
-                before[spot.inner].update(earlier)
-                earlier.append(spot.inner)
+            earlier = met.setdefault((key.prefix, key.number), [])
+            if key.inner not in earlier:
+                before[key.inner].update(earlier)
+                earlier.append(key.inner)
     return before
 
 
@@ -188,7 +184,7 @@ def _only_order(inner: Sequence[str], before: Mapping[str, set[str]]) -> list[st
 
 
 def module_name(prefix: str, layer: int, inner: str, *, local: bool) -> str:
-    """The name of a layer's parameter in the model: a local layer's norms are its own modules."""
+    """Return a layer's parameter's name in the model: a local layer's norms are its own modules."""
     own = inner.removeprefix(_NESTED)
     outer = inner[: len(inner) - len(own)]
     if local and own.startswith(_QKV_NORM):
@@ -235,25 +231,15 @@ class Layer:
     keys: dict[str, dict[int | None, str]] = field(default_factory=dict)
 
 
-def stacked(key: str) -> tuple[str, str] | None:
-    """Return what precedes and follows the layer's number, of a key that stacks layers.
-
-    Else None.
-    """
-    match = _STACKED.fullmatch(key)
-    return (match[1], match[2]) if match else None
-
-
 def layer_key(key: str, offset: tuple[int, ...] | None) -> LayerKey | None:
-    """Return where a key belongs, for the chunk at ``offset``.
-
-    None for one outside of all layers.
-    """
+    """Return where a key belongs, for the chunk at ``offset``; None outside of all layers."""
     numbered = _NUMBERED.fullmatch(key)
     if numbered:
         return LayerKey(numbered[1], int(numbered[2]), *_inner(numbered[3]), 0)
-    both = stacked(key)
-    return LayerKey(both[0], offset[0], *_inner(both[1]), 1) if both and offset else None
+    stacked = _STACKED.fullmatch(key)
+    if stacked is None or not offset:
+        return None
+    return LayerKey(stacked[1], offset[0], *_inner(stacked[2]), 1)
 
 
 def _inner(name: str) -> tuple[str, int | None]:
@@ -264,16 +250,16 @@ def _inner(name: str) -> tuple[str, int | None]:
 
 
 def with_whole_gates(model: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """The tensors, with those of which gate and up projection are two joined to one: [gate; up]."""
-    found: dict[str, TensorEntry] = {}
+    """Join a gate and its up projection where they are two tensors: [gate; up]."""
+    joined: dict[str, TensorEntry] = {}
     for name, entry in model.items():
         half = _HALF.fullmatch(name)
         other = model.get(f"{half[1]}_v") if half else None
         if half is None or other is None or other.shape != entry.shape:
-            found[name] = entry
+            joined[name] = entry
         elif name.endswith("_w"):
-            found[half[1]] = replace(join([entry, other], 0), name=half[1])
-    return found
+            joined[half[1]] = replace(join([entry, other], 0), name=half[1])
+    return joined
 
 
 def layers_among(
@@ -293,7 +279,7 @@ def layers_among(
             if key is None:
                 outer[entry.name] = None
                 continue
-            made = Layer(key.prefix, key.number, key.stacked)
-            layer = layers.setdefault((key.prefix, key.number), made)
+            new = Layer(key.prefix, key.number, key.stacked)
+            layer = layers.setdefault((key.prefix, key.number), new)
             layer.keys.setdefault(key.inner, {})[key.expert] = entry.name
     return list(outer), dict(sorted(layers.items()))

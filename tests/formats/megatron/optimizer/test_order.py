@@ -14,7 +14,6 @@ from ckptool.formats.megatron.optimizer.order import (
     layer_order,
     module_name,
     outer_order,
-    stacked,
 )
 
 NORM = "self_attention.linear_qkv.layer_norm_weight"
@@ -100,8 +99,6 @@ def test_a_layer_that_predicts_further_tokens_holds_a_whole_one() -> None:
 
 
 def test_keys_outside_the_layers() -> None:
-    assert stacked("decoder.layers.3.w") is None
-    assert stacked("decoder.layers.mlp.w") == ("decoder.layers.", "mlp.w")
     word = "embedding.word_embeddings.weight"
     keys = ["output_layer.weight", "decoder.final_layernorm.weight", word]
     assert outer_order(keys) == ([word], [keys[1]], [keys[0]])

@@ -1,24 +1,30 @@
-"""Which parameters each model-parallel rank of a ``torch_dist`` checkpoint has, in their order.
+"""The distributed optimizer's state of a ``torch_dist`` checkpoint, taken apart into parameters.
 
-A rank's part shows in the chunks: those of tensor-parallel parameters lie on a grid, those of a
-pipeline stage were written by its ranks.
+Which parameters a model-parallel rank has shows in the chunks: those of tensor-parallel parameters
+lie on a grid, those of a pipeline stage were written by its ranks.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
-from ckptool.core.catalog import TensorEntry
+from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.sharding.tensor_parallel import Fit, RankCut, fit_rank
+from ckptool.core.state_category import state_category
 from ckptool.errors import Undetermined
 from ckptool.formats.dcp import SavePlan
-from ckptool.formats.megatron.arguments import Arguments
-from ckptool.formats.megatron.names import is_expert
-from ckptool.formats.megatron.optimizer.buckets import Group
-from ckptool.formats.megatron.optimizer.gathered import expected_buffers
+from ckptool.formats.megatron.model import Arguments, find_arguments, is_expert
+from ckptool.formats.megatron.optimizer.buckets import (
+    Group,
+    bucket_state,
+    expected_buffers,
+    group_buckets,
+    is_bucket,
+)
 from ckptool.formats.megatron.optimizer.order import (
     Layer,
     is_local,
@@ -29,12 +35,107 @@ from ckptool.formats.megatron.optimizer.order import (
     outer_order,
     with_whole_gates,
 )
-from ckptool.formats.megatron.parameters import LocalParameter, Rank
+from ckptool.formats.megatron.optimizer.torch import (
+    GatheredBuffer,
+    gathered_state,
+    matched_buffers,
+    param_dtype,
+)
+from ckptool.formats.megatron.tensor_parallel import (
+    Fragments,
+    LocalParameter,
+    Rank,
+    StorageRun,
+    add_fragments,
+    merge_fragments,
+)
+from ckptool.serialization.source import Source
 
+_GATHERED = re.compile(
+    r"(?:chained_([0-9]{1,3})\.)?optimizer\.distributed\.dp_group_idx_([0-9]{1,7})\.param_state"
+)
+_BY_BUCKET = "the optimizer's state is kept by bucket, for its parameters are not known"
 _EMBEDDING = "embedding.word_embeddings.weight"
 _EMBEDDINGS = (_EMBEDDING, "embedding.position_embeddings.weight")
 _PREDICTION = "mtp.layers."
 _EXPERTS = "mlp.experts.experts."
+
+
+def with_named_state(source: Source, catalog: Catalog, plans: list[SavePlan]) -> Catalog:
+    """Put ``fp32.<name>``, ``exp_avg.<name>``, ... in the place of a catalog's buckets.
+
+    Where the parameters in them are not known for certain, the buckets stay, and a note says why.
+    """
+    tensors = catalog.tensors.values()
+    state = {e.name: e for e in tensors if is_bucket(e.name) or _group_of(e)}
+    if not state:
+        return catalog
+    rest = {name: entry for name, entry in catalog.tensors.items() if name not in state}
+    model = {name: entry for name, entry in rest.items() if state_category(entry) == "model"}
+    args = find_arguments(catalog.objects.values())
+    stages = Stages(model, plans, args, _writers(state.values()), {})
+    try:
+        fragments = _fragments(source, state.values(), stages)
+    except Undetermined as error:
+        return replace(catalog, notes=(*catalog.notes, f"{_BY_BUCKET}: {error}"))
+    named, conflicts = merge_fragments(stages.fit, fragments)
+    objects = {n: e for n, e in catalog.objects.items() if not _GATHERED.match(n)}
+    return replace(
+        catalog,
+        tensors=rest | named,
+        objects=objects,
+        conflicts=catalog.conflicts | conflicts,
+    )
+
+
+def _fragments(source: Source, state: Iterable[TensorEntry], stages: Stages) -> Fragments:
+    fragments: Fragments = {}
+    entries = list(state)
+    for group, buffers in group_buckets(entries).items():
+        add_fragments(fragments, bucket_state(buffers, stages.expected(group)))
+    tied = not stages.args.values.get("untie_embeddings_and_output_weights", True)
+    for group, saved in _gathered(entries).items():
+        pairs = matched_buffers([saved], [stages.expected(group)])
+        add_fragments(fragments, gathered_state(source, pairs, tied))
+    return fragments
+
+
+def _group_of(entry: TensorEntry) -> Group | None:
+    """Return the group whose gathered state (``dp_zero_gather_scatter``) the tensor belongs to."""
+    match = _GATHERED.fullmatch(str(entry.path[0]))
+    return (int(match[1] or 0), int(match[2])) if match and len(entry.path) == 4 else None
+
+
+def _gathered(entries: Iterable[TensorEntry]) -> dict[Group, list[GatheredBuffer]]:
+    """Return each group's gathered buffers: paths are key, buffer, element types, kind of state."""
+    groups: dict[Group, dict[str, GatheredBuffer]] = {}
+    for entry in entries:
+        group = _group_of(entry)
+        if group is None or len(entry.shape) != 1:
+            continue
+        _, number, dtypes, kind = entry.path
+        buffers = groups.setdefault(group, {})
+        buffer = buffers.setdefault(str(number), GatheredBuffer(param_dtype(dtypes), {}))
+        buffer.runs[str(kind)] = [
+            StorageRun(chunk.box.shape, entry.dtype, chunk.at, chunk.box.lo[0], chunk.rank)
+            for chunk in entry.chunks
+        ]
+    return {group: [b[key] for key in sorted(b, key=_number)] for group, b in groups.items()}
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else -1
+
+
+def _writers(state: Iterable[TensorEntry]) -> dict[Group, set[int]]:
+    """Return the ranks that wrote each group's state."""
+    writers: dict[Group, set[int]] = {}
+    for entry in state:
+        group = next(iter(group_buckets([entry])), None) or _group_of(entry)
+        if group is not None:
+            ranks = {chunk.rank for chunk in entry.chunks if chunk.rank is not None}
+            writers.setdefault(group, set()).update(ranks)
+    return writers
 
 
 @dataclass
@@ -47,19 +148,20 @@ class Stages:
     model: dict[str, TensorEntry]
     plans: Sequence[SavePlan]
     args: Arguments
-    writers: Mapping[Group, frozenset[int]]
+    writers: Mapping[Group, set[int]]
     fits: dict[LocalParameter, Fit]
 
-    def fit(self, held: LocalParameter) -> Fit:
+    def fit(self, parameter: LocalParameter) -> Fit:
         """Return where a rank's parameter belongs in the whole one."""
-        return self.fits[held] if held.local else fit_rank((), ())
+        return self.fits[parameter] if parameter.local else fit_rank((), ())
 
     def expected(self, group: Group) -> list[list[LocalParameter]]:
         """Return the parameters of each of a group's buffers. Raises Undetermined."""
         experts = group[0] > 0
         rank = self._rank(group[1], experts)
+        parallel = self.args.degree("EP") > 1
         runs = [
-            [one for one in run if experts == (self.args.degree("EP") > 1 and is_expert(one.name))]
+            [parameter for parameter in run if experts == (parallel and is_expert(parameter.name))]
             for run in self._runs(rank)
         ]
         return expected_buffers(runs, expert_parallel=False)[0]
@@ -83,14 +185,14 @@ class Stages:
         before, norms, heads = outer_order(outer)
         prediction = [layer for layer in layers.values() if layer.prefix == _PREDICTION]
         own = [layer for layer in layers.values() if layer.prefix != _PREDICTION]
-        found = [list(self._layers(run, rank)) for run in self._virtual(own)]
-        found[0] = [*self._outer(before, rank), *found[0]]
+        runs = [list(self._layers(run, rank)) for run in self._virtual(own)]
+        runs[0] = [*self._outer(before, rank), *runs[0]]
         if prediction and rank[1]:
             copied = [name for name in _EMBEDDINGS if name in self.model]
-            found[-1] = [*self._outer(copied, rank), *found[-1]]
-        found[-1] += [*self._outer(norms, rank), *self._layers(prediction, rank)]
-        found[-1] += [*self._outer(heads, rank), *self._tied(rank)]
-        return found
+            runs[-1] = [*self._outer(copied, rank), *runs[-1]]
+        runs[-1] += [*self._outer(norms, rank), *self._layers(prediction, rank)]
+        runs[-1] += [*self._outer(heads, rank), *self._tied(rank)]
+        return runs
 
     @cached_property
     def _whole(self) -> dict[str, TensorEntry]:
@@ -118,7 +220,7 @@ class Stages:
         raise Undetermined("its ranks are laid out in neither of Megatron's orders")
 
     def _virtual(self, layers: Sequence[Layer]) -> list[list[Layer]]:
-        """A stage's layers by virtual stage: with several stages, runs of consecutive numbers."""
+        """Return a stage's layers by virtual stage: of several, runs of consecutive numbers."""
         prefixes = sorted({layer.prefix for layer in layers})
         if len(prefixes) != 1:
             raise Undetermined(
@@ -155,7 +257,7 @@ class Stages:
         return {}
 
     def _experts(self, layer: Layer, keys: Sequence[str], rank: Rank) -> Iterator[LocalParameter]:
-        """The rank's experts: one after the other, or all of a grouped layer's weights first."""
+        """Yield the rank's experts: one by one, or all of a grouped layer's weights first."""
         if not keys:
             return
         if self.args.values.get("moe_use_legacy_grouped_gemm"):
@@ -169,8 +271,8 @@ class Stages:
         )
         for key, number in pairs:
             outer, _, last = key.partition(_EXPERTS)
-            one = f"{last}{number}" if grouped else f"local_experts.{number}.{last}"
-            name = f"{layer.prefix}{layer.number}.{outer}mlp.experts.{one}"
+            inner = f"{last}{number}" if grouped else f"local_experts.{number}.{last}"
+            name = f"{layer.prefix}{layer.number}.{outer}mlp.experts.{inner}"
             stored = layer.keys[key]
             if None in stored:
                 yield self._local_parameter(name, stored[None], rank, layer.stacked + 1)
@@ -180,7 +282,7 @@ class Stages:
     def _own_experts(
         self, layer: Layer, stored: Mapping[int | None, str], rank: Rank
     ) -> Sequence[int]:
-        """The numbers of the experts that a rank holds, of a stacked key or one key an expert."""
+        """Return the numbers of the experts that a rank holds, of a stacked key or a key each."""
         degree = self.args.degree("EP")
         stacked = stored.get(None)
         if stacked is None:
@@ -211,15 +313,15 @@ class Stages:
         if is_expert(name):
             degree = self.args.integer("expert_tensor_parallel_size") or degree
         cuts, local = _cuts(entry, rank[0] % degree, degree, prepended)
-        held = LocalParameter(name, rank, 0, local, entry.dtype)
-        self.fits[held] = fit_rank(local, cuts)
-        return held
+        parameter = LocalParameter(name, rank, 0, local, entry.dtype)
+        self.fits[parameter] = fit_rank(local, cuts)
+        return parameter
 
 
 def _cuts(
     entry: TensorEntry, index: int, degree: int, prepended: int
 ) -> tuple[list[RankCut], tuple[int, ...]]:
-    """How a tensor is cut among tensor-parallel ranks, from its chunks, and a rank's shape."""
+    """Return a tensor's cuts among tensor-parallel ranks, by its chunks, and a rank's shape."""
     whole = entry.shape[prepended:]
     shapes = {chunk.box.shape[prepended:] for chunk in entry.chunks}
     if len(shapes) != 1:

@@ -1,0 +1,179 @@
+"""The whole model: the arguments it was trained with, the numbers of its layers and experts.
+
+Megatron-LM's training puts its ``args`` namespace into every checkpoint. Every pipeline stage
+counts its layers from zero, and every expert-parallel rank its experts. Stages hold consecutive
+layers; with a virtual pipeline each holds several runs of layers (``model0``, ``model1``, ...), all
+stages' first runs coming before their second ones (megatron-core,
+``transformer/transformer_layer.py``, ``get_transformer_layer_offset``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptool.core.catalog import Catalog, ObjectEntry
+from ckptool.serialization.pickle.records import Call
+
+_NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
+_DEGREES = {
+    "TP": "tensor_model_parallel_size",
+    "PP": "pipeline_model_parallel_size",
+    "VPP": "virtual_pipeline_model_parallel_size",
+    "DP": "data_parallel_size",
+    "EP": "expert_model_parallel_size",
+    "ETP": "expert_tensor_parallel_size",
+    "CP": "context_parallel_size",
+}
+_ALWAYS = ("TP", "PP", "DP", "EP", "CP")
+_SHOWN = {
+    "layers": "num_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "query groups": "num_query_groups",
+    "ffn": "ffn_hidden_size",
+    "experts": "num_experts",
+    "vocabulary": "padded_vocab_size",
+    "sequence": "seq_length",
+    "positions": "position_embedding_type",
+}
+_GATES = ("swiglu", "quick_geglu", "gated_linear_unit")
+_LAYER = re.compile(r"((?:.*?\.)?layers\.)([0-9]+)((?:\..*)?)")
+_EXPERT = re.compile(r"(.*\blocal_experts\.)([0-9]+)(\..*)")
+_GROUPED = re.compile(r"(.*\bexperts\.linear_fc[12]\.(?:weight|bias))([0-9]+)()")
+_BUFFERS = ("expert_bias", "local_tokens_per_expert", "global_tokens_per_expert", "inv_freq")
+
+StageRun = tuple[int, int]
+"""A pipeline stage, and which of its virtual stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What the arguments say; ``values`` is empty where none were saved."""
+
+    values: Mapping[str, Any]
+
+    def integer(self, name: str) -> int | None:
+        """Return a whole number greater than zero, or None where the arguments do not state one."""
+        value = self.values.get(name)
+        return value if type(value) is int and value > 0 else None
+
+    def degree(self, short: str) -> int:
+        """Return the degree of one kind of parallelism (``TP``, ``PP``, ...); 1 if not stated."""
+        return self.integer(_DEGREES[short]) or 1
+
+    @property
+    def gated(self) -> bool | None:
+        """Whether ``linear_fc1`` holds a gate and an up projection; None where nothing says."""
+        stated = [self.values[name] for name in _GATES if type(self.values.get(name)) is bool]
+        return any(stated) if stated else None
+
+    @property
+    def transformer(self) -> str | None:
+        """``local`` or ``transformer_engine``: whose layers the model is made of."""
+        value = self.values.get("transformer_impl")
+        return value if isinstance(value, str) else None
+
+    def info(self) -> dict[str, str]:
+        """Return what ``Catalog.info`` says of the framework, the degrees and the arguments."""
+        if not self.values:
+            return {"framework": "Megatron-core"}
+        degrees = {short: self.integer(name) for short, name in _DEGREES.items()}
+        known = {k: n for k, n in degrees.items() if n and (n > 1 or k in _ALWAYS)}
+        shown = [f"{k} {v}" for k, name in _SHOWN.items() if _is_shown(v := self.values.get(name))]
+        shown += [k for k in (*_GATES, "bf16", "fp16") if self.values.get(k) is True]
+        info = {
+            "framework": "Megatron-core",
+            "parallelism": ", ".join(f"{k} {n}" for k, n in known.items()),
+            "arguments": ", ".join(shown),
+        }
+        return {key: text for key, text in info.items() if text}
+
+
+def _is_shown(value: Any) -> bool:
+    return isinstance(value, str | int) and not isinstance(value, bool)
+
+
+def read_arguments(value: Any) -> Arguments:
+    """Return the arguments of a pickled namespace; none where the value is no namespace."""
+    if isinstance(value, Call) and value.name in _NAMESPACES:
+        return Arguments({k: v for k, v in value.fields.items() if isinstance(k, str)})
+    return Arguments(value if isinstance(value, dict) else {})
+
+
+def find_arguments(objects: Iterable[ObjectEntry]) -> Arguments:
+    """Return the arguments among a catalog's values: the one that is called ``args``."""
+    return next(
+        (read_arguments(entry.value) for entry in objects if entry.name == "args"), Arguments({})
+    )
+
+
+def with_first_arguments(catalog: Catalog) -> Catalog:
+    """Keep the first rank's arguments for all ranks': they differ in the rank that saved them."""
+    own = [name for name in catalog.objects if name.startswith("args@rank")]
+    if not own:
+        return catalog
+    rest = {name: entry for name, entry in catalog.objects.items() if name not in own}
+    args = ObjectEntry("args", ("args",), catalog.objects[own[0]].value)
+    note = f"args: as the first rank saved them; {len(own) - 1} other ranks' differ"
+    return replace(catalog, objects={"args": args} | rest, notes=(*catalog.notes, note))
+
+
+# Names of layers and experts
+
+
+def layer_counts(names: Iterable[str]) -> dict[str, int]:
+    """Return how many layers a run holds, by what precedes their number."""
+    counts: dict[str, int] = {}
+    for name in names:
+        match = _LAYER.fullmatch(name)
+        if match:
+            counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
+    return counts
+
+
+def layer_offsets(runs: Mapping[StageRun, Sequence[str]]) -> dict[StageRun, dict[str, int]]:
+    """Return for each run the numbers of its first layers in the whole model."""
+    reached: dict[str, int] = {}
+    offsets: dict[StageRun, dict[str, int]] = {}
+    for stage, virtual in sorted(runs, key=lambda run: (run[1], run[0])):
+        offsets[stage, virtual] = dict(reached)
+        for prefix, count in layer_counts(runs[stage, virtual]).items():
+            reached[prefix] = reached.get(prefix, 0) + count
+    return offsets
+
+
+def global_layer(name: str, offsets: Mapping[str, int]) -> str:
+    """Return the name with its layer's number in the whole model."""
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return name
+    return f"{match[1]}{int(match[2]) + offsets.get(match[1], 0)}{match[3]}"
+
+
+def is_buffer(name: str) -> bool:
+    """Return whether a module's tensor is no parameter, and so of no concern to the optimizer."""
+    return name.endswith(_BUFFERS)
+
+
+def is_expert(name: str) -> bool:
+    """Return whether the parameter belongs to one of several experts."""
+    return ".experts." in f".{name}"
+
+
+def local_experts(names: Iterable[str]) -> int | None:
+    """Return how many experts a rank numbers in its names; None where it numbers none."""
+    numbers = [int(match[2]) for name in names if (match := _expert(name))]
+    return max(numbers) + 1 if numbers else None
+
+
+def global_expert(name: str, first: int) -> str:
+    """Return the name with its expert's number in the whole model."""
+    match = _expert(name)
+    return name if match is None else f"{match[1]}{int(match[2]) + first}{match[3]}"
+
+
+def _expert(name: str) -> re.Match[str] | None:
+    return _EXPERT.fullmatch(name) or _GROUPED.fullmatch(name)
