@@ -26,8 +26,8 @@ from ckptool.formats.base import Format
 
 Digests = dict[str, tuple[str, tuple[int, ...], str]]
 """By name: element type, shape, and the SHA-256 of the bytes in C order."""
-_FLIPS = 16
-"""Bytes of each file that are changed, one at a time."""
+_FLIPS, _FEWEST_FLIPS, _MOST_FLIPS = 128, 4, 16
+"""Bytes that are changed, one at a time: in all files, and in each at least and at most."""
 
 
 def conformance_problems(row: Format, fixture: Path, scratch: Path) -> Iterator[str]:
@@ -56,8 +56,9 @@ def conformance_problems(row: Format, fixture: Path, scratch: Path) -> Iterator[
         yield from _differences(name, expected, _digests(target, scratch / f"{name}.json"))
     place = Path(str(opened.path))
     root = place if place.is_dir() else place.parent
+    flips = min(_MOST_FLIPS, max(_FEWEST_FLIPS, _FLIPS // len(opened.catalog.files)))
     for file in opened.catalog.files:
-        yield from _damage_problems(source, root / file, scratch)
+        yield from _damage_problems(source, root / file, scratch, flips)
 
 
 def _checkpoint(row: Format, fixture: Path) -> Path:
@@ -96,7 +97,7 @@ def _differences(step: str, expected: Digests, actual: Digests) -> Iterator[str]
             yield f"{step}: {name}: {actual.get(name)}, expected {expected.get(name)}"
 
 
-def _damage_problems(source: Path, file: Path, scratch: Path) -> Iterator[str]:
+def _damage_problems(source: Path, file: Path, scratch: Path, flips: int) -> Iterator[str]:
     """Yield a line where a cut file is not noticed, or a changed byte ends in a traceback."""
     folder = source if source.is_dir() else source.parent
     shutil.copytree(folder, scratch / "damaged")
@@ -106,7 +107,7 @@ def _damage_problems(source: Path, file: Path, scratch: Path) -> Iterator[str]:
     damaged.write_bytes(good[: len(good) // 2])
     if good and _is_sound(copy):
         yield f"{file}: verify finds nothing wrong where half of it is gone"
-    for position in range(0, len(good), max(1, len(good) // _FLIPS)):
+    for position in range(0, len(good), max(1, len(good) // flips)):
         changed = bytearray(good)
         changed[position] ^= 0x15
         damaged.write_bytes(changed)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-import ckptool
+from format_tables import VERIFY_DOC, rows_of
+
 from ckptool.commands.open import open_checkpoint
 from ckptool.core.catalog import Extent, Record, TensorEntry
 
 KINDS = ("lost", "exchanged", "renumbered", "left over", "stray", "older")
-DOCS = Path(ckptool.__file__).parent / "docs" / "verify.md"
 DATA = (".pt", ".pth", ".bin", ".safetensors", ".distcp")
 _NUMBER = re.compile(r"\d+")
 
@@ -175,11 +175,6 @@ def starts(data: bytearray, mark: bytes) -> list[int]:
 
 def said_in_docs() -> dict[str, dict[str, str]]:
     """The table: a format to what is seen of each kind of mutation."""
-    rows = [
-        [cell.strip(" `") for cell in line.strip("| \n").split("|")]
-        for line in DOCS.read_text().splitlines()
-        if line.startswith("|")
-    ]
-    head, _, *body = rows
-    assert tuple(head[1:]) == KINDS
-    return {name: dict(zip(KINDS, cells, strict=True)) for name, *cells in body}
+    rows = rows_of(VERIFY_DOC)
+    assert tuple(rows.pop("")) == KINDS
+    return {name: dict(zip(KINDS, cells, strict=True)) for name, cells in rows.items()}

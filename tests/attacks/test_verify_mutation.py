@@ -39,6 +39,7 @@ import pytest
 from attack_files import FileMutation, mutations, said_in_docs
 from attack_harness import CANARY, place_canary
 from conftest import case
+from format_tables import FIXTURES
 
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.verify import VerifyOptions
@@ -114,6 +115,11 @@ UNPROTECTED: dict[str, Callable[[str], bool]] = {
     "vllm_sharded_state": everything,
 }
 """Fixture to its files whose bytes, where they change what is read, may do so unseen."""
+UNPROTECTED |= {
+    names[0]: everything
+    for names in FIXTURES.values()
+    if names and UNPROTECTED.keys().isdisjoint(names)
+}
 
 SAID_IN_DOCS = said_in_docs()
 NAMED_BY_NOTHING = ("meta.pt", "scheduler.bin")
