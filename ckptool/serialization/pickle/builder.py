@@ -1,7 +1,4 @@
-"""The plain values and containers that the opcodes of a pickle build.
-
-The stack of the pickle machine, and the program that it reads.
-"""
+"""The stack of the pickle machine, and the plain values and containers that opcodes build on it."""
 
 from __future__ import annotations
 
@@ -41,6 +38,7 @@ class Stack:
         self._marks: list[int] = []
 
     def malformed(self, reason: str) -> Damaged:
+        """Return the error for what is wrong where the program stands."""
         place = f"{self.what}: malformed pickle at byte {self.pos - self._start:,}"
         return Damaged(f"{place}: {reason}", "pickle-malformed")
 
@@ -70,7 +68,7 @@ class Stack:
         self._stack.append(MARK)
 
     def _pop_mark(self) -> list[Any]:
-        """What lies above the last mark. POP may have dropped marks that are still noted."""
+        """Pop what lies above the last mark. POP may have dropped marks that are still noted."""
         stack, marks = self._stack, self._marks
         while marks:
             position = marks.pop()
@@ -85,12 +83,6 @@ class Stack:
         if value is MARK:
             raise self.malformed("a mark where a value is expected")
         return value
-
-    def _drop(self) -> None:
-        self._stack.pop()
-
-    def _drop_to_mark(self) -> None:
-        self._pop_mark()
 
     def _push(self, value: Any) -> None:
         self._stack.append(value)
@@ -139,9 +131,6 @@ class Builder(Stack):
         if version > 5:
             raise self.malformed(f"protocol {version} is newer than 5")
 
-    def _frame(self) -> None:
-        self._uint(8)
-
     def _text_int(self) -> None:
         line = self._line()
         if len(line) > _MOST_DIGITS:
@@ -179,7 +168,7 @@ class Builder(Stack):
             raise self.malformed("too many containers for a pickle of its size")
 
     def _tuple(self, count: int) -> None:
-        """A tuple of the last ``count`` values. Where it is a ``torch.Size`` at once, that."""
+        """Push a tuple of the last ``count`` values. Where it is a ``torch.Size`` at once, that."""
         stack = self._stack
         items = tuple(stack[-count:])
         if len(items) < count:
@@ -189,7 +178,8 @@ class Builder(Stack):
         del stack[-count:]
         if stack and stack[-1] is TORCH_SIZE and self._follows(_SIZE):
             args = (items,)
-            stack[-1] = self._made(Call(TORCH_SIZE, args))
+            self.charge(1)
+            stack[-1] = Call(TORCH_SIZE, args)
             self._memoize(items, args, stack[-1])
         else:
             stack.append(items)
@@ -203,13 +193,13 @@ class Builder(Stack):
         return True
 
     def _changed(self) -> Any:
-        """What an opcode adds to: no torch.Size, for equal ones can be one record."""
+        """Return what an opcode adds to: no torch.Size, for equal ones can be one record."""
         target = self._stack[-1]
         if isinstance(target, Call) and target.function is TORCH_SIZE:
             raise self.malformed("a torch.Size that is changed")
         return target
 
-    def _append(self, values: list[Any]) -> None:
+    def _extend(self, values: list[Any]) -> None:
         target = self._changed()
         if isinstance(target, list):
             target.extend(values)
@@ -233,7 +223,7 @@ class Builder(Stack):
             raise self.malformed(f"SETITEM on {type(target).__name__}")
 
     def _set_items_to_mark(self) -> None:
-        """Items of a dict. Where it is the state of an object, that object too."""
+        """Set items of a dict. Where it is the state of an object, build that too."""
         self._set_items(self._pop_mark())
         if self._follows(b"b"):
             self._build()
@@ -254,7 +244,7 @@ class Builder(Stack):
             raise self.malformed(f"ADDITEMS to {type(target).__name__}")
 
     def require_keys(self, keys: list[Any]) -> None:
-        """As ``key``, for many: most are all text, all records, or all integers."""
+        """Do as ``key`` for many: most are all text, all records, or all integers."""
         kinds = set(map(type, keys))
         if kinds == _TEXT:
             self.charge(sum(map(len, keys)) >> _AT_ONCE)
@@ -266,7 +256,9 @@ class Builder(Stack):
                 self.key(key)
 
     def key(self, key: Any) -> Any:
-        """A value that may key a dict: plain and small, and what hashing and comparing it costs.
+        """Return a value that may key a dict; charge what hashing and comparing it costs.
+
+        Damaged where it is not plain, or not small.
 
         Text and records have hashes that no pickle can choose, numbers collide by the dozen.
         """
@@ -275,16 +267,16 @@ class Builder(Stack):
         cost = _LARGEST_KEY - left[0]
         self.charge(_COST * cost)
         if isinstance(key, tuple):
-            self.charge(_COST * cost * self._collided(key))
+            self.charge(_COST * cost * self._count_collisions(key))
         return key
 
-    def _collided(self, key: tuple[Any, ...]) -> int:
-        """How many other tuples have had the hash of this one, which a pickle can choose."""
-        found, known = hash(key), hash(repr(key))
-        if known not in self._tuples:
-            self._tuples.add(known)
-            self._collisions[found] = self._collisions.get(found, -1) + 1
-        return self._collisions.get(found, 0)
+    def _count_collisions(self, key: tuple[Any, ...]) -> int:
+        """Count the other tuples that have had the hash of this one, which a pickle can choose."""
+        chosen, identity = hash(key), hash(repr(key))
+        if identity not in self._tuples:
+            self._tuples.add(identity)
+            self._collisions[chosen] = self._collisions.get(chosen, -1) + 1
+        return self._collisions.get(chosen, 0)
 
     def _require_key(self, key: Any, left: list[int], depth: int) -> None:
         left[0] -= 1 + (len(key) >> _AT_ONCE if isinstance(key, str | bytes) else 0)
@@ -311,12 +303,8 @@ class Builder(Stack):
             raise self.malformed(f"BUILD on {type(target).__name__}")
         target.state = state
 
-    def _made(self, call: Call) -> Call:
-        self.charge(1)
-        return call
-
     def charge(self, count: int) -> None:
-        """Count what is built; malformed where that is out of all proportion to the pickle."""
+        """Count what is built; Damaged where that is out of all proportion to the pickle."""
         self._budget -= count
         if self._budget < 0:
             raise self.malformed("too many values for a pickle of its size")

@@ -29,7 +29,7 @@ class Memo:
         return len(self.dense) + len(self.sparse)
 
     def __getitem__(self, index: int) -> Any:
-        """What has this number; LookupError where nothing has."""
+        """Return what has this number; LookupError where nothing has."""
         return self.dense[index] if 0 <= index < len(self.dense) else self.sparse[index]
 
     def put(self, index: int, value: Any) -> None:
@@ -92,7 +92,7 @@ class Rows:
         self._changes = 0
 
     def read(self, pos: int) -> tuple[int, int]:
-        """The offset after the instances that begin at ``pos``, and how many they are."""
+        """Read the instances from ``pos`` on; return the offset after them and their number."""
         data, kinds, note, stack = self._data, self._kinds, self._memo.dense, self._stack
         values = self._values
         value_of, noted = values.__getitem__, values.noted
@@ -122,7 +122,7 @@ class Rows:
         return pos, len(stack) - before
 
     def _learn(self, pos: int) -> bool:
-        """Take the instance at ``pos`` as the pattern of its class; whether there is one."""
+        """Take the instance at ``pos`` as the pattern of its class; False where there is none."""
         match = _ANY_INSTANCE.match(self._data, pos) if self._lessons else None
         if match is None:
             return False
@@ -160,8 +160,8 @@ class _Values(dict[bytes, Any]):
         self.noted: dict[bytes, tuple[Any, ...]] = {}
 
     def __missing__(self, piece: bytes) -> Any:
-        self[piece] = found = self._read(piece)
-        return found
+        self[piece] = value = self._read(piece)
+        return value
 
     def forget(self) -> None:
         """Drop all values, which are made anew from their opcodes."""

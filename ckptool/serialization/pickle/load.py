@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +65,7 @@ def require_harmless(hostile: Mapping[Global, Problem]) -> None:
 
 
 def _run(machine: Machine, size: int) -> Any:
+    """Run a program; Damaged where it is malformed, Truncated where it has no end."""
     what = machine.what
     try:
         return machine.run()
@@ -79,7 +79,7 @@ def _run(machine: Machine, size: int) -> Any:
 
 
 _MOST_REMEMBERED = 1024
-_named_lately: dict[bytes, dict[Global, int]] = {}
+_recent_globals: dict[bytes, dict[Global, int]] = {}
 """What the pickles that were read last name, by the digest of their bytes."""
 
 
@@ -91,38 +91,32 @@ def _remember(data: bytes, start: int, named: dict[Global, int]) -> None:
     """Note what the first pickle of ``data`` names, up to where it breaks."""
     if start:
         return
-    if len(_named_lately) >= _MOST_REMEMBERED:
-        _named_lately.clear()
-    _named_lately[_digest(data)] = dict(named)
+    if len(_recent_globals) >= _MOST_REMEMBERED:
+        _recent_globals.clear()
+    _recent_globals[_digest(data)] = dict(named)
 
 
 def named_globals(data: bytes, *, pickles: int = 1) -> dict[Global, int]:
-    """Every global that ``pickles`` in a row name, and the offset in ``data`` where each first is.
+    """Return all globals that ``pickles`` in a row name, with the first offset in ``data`` of each.
 
     Those that can run code are among them. A malformed pickle is followed up to where it breaks.
-    One that ``load`` read lately, whole or not, is not followed once more.
+    One that ``read_pickle`` read lately, whole or not, is not followed once more.
     """
-    known = _named_lately.get(_digest(data)) if pickles == 1 else None
+    known = _recent_globals.get(_digest(data)) if pickles == 1 else None
     if known is not None:
         return dict(known)
-    found: dict[Global, int] = {}
+    offsets: dict[Global, int] = {}
     start = 0
     for _ in range(pickles):
         machine = Machine(data, start, "", judges=False)
-        is_whole = _follow(machine)
-        found |= {item: start + at for item, at in machine.globals.items() if item not in found}
+        is_whole = True
+        try:
+            _run(machine, len(data))
+        except Damaged:
+            is_whole = False
+        for item, at in machine.globals.items():
+            offsets.setdefault(item, start + at)
         if not is_whole:
             break
         start = machine.pos
-    return found
-
-
-def _follow(machine: Machine) -> bool:
-    """Run the program as far as it goes; whether that is to its end."""
-    with suppress(
-        IndexError, struct.error, TypeError, ValueError, KeyError, AttributeError, OverflowError,
-        RecursionError, Damaged, Hostile,
-    ):  # fmt: skip
-        machine.run()
-        return True
-    return False
+    return offsets

@@ -1,10 +1,11 @@
 """The machine that follows a pickle's opcodes and calls nothing.
 
-The calls in a pickle that make plain values: what they return, without calling anything.
+Calls that make plain values are answered with what they would return.
 """
 
 from __future__ import annotations
 
+import pickle  # the names of its opcodes
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +22,9 @@ from ckptool.serialization.pickle.records import (
     Persistent,
 )
 
-_STOP, _MEMOIZE = ord("."), 0x94
-_BINGET, _LONG_BINGET, _LONG_BINPUT, _BININT1, _BININT2 = map(ord, "hjrKM")
+_STOP, _MEMOIZE = pickle.STOP[0], pickle.MEMOIZE[0]
+_BININT1, _BININT2 = pickle.BININT1[0], pickle.BININT2[0]
+_BINGET, _LONG_BINGET, _LONG_BINPUT = pickle.BINGET[0], pickle.LONG_BINGET[0], pickle.LONG_BINPUT[0]
 _BEGIN = b"\x81\x94}\x94("
 """NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK: behind the empty tuple that makes an object."""
 HOSTILE_HINT = "do not load this file with torch.load(weights_only=False) or pickle"
@@ -45,7 +47,7 @@ class Machine(Builder):
         self.hostile: dict[Global, Problem] = {}
 
     def run(self) -> Any:
-        """The object that the program leaves. Opcodes that come by the million are done here."""
+        """Run the program and return what it leaves. Opcodes by the million are done here."""
         data, table, stack, pos = self._data, _TABLE, self._stack, self.pos
         memo, sparse = self._memo.dense, self._memo.sparse
         last = len(data) - 8
@@ -91,7 +93,7 @@ class Machine(Builder):
             pos = self.pos
 
     def _instances(self, pos: int) -> int:
-        """The offset after all instances that begin at ``pos`` and could be read at once."""
+        """Return the offset after all instances that begin at ``pos`` and were read at once."""
         noted = len(self._memo)
         end, instances = self._rows.read(pos)
         self._containers -= instances
@@ -100,12 +102,12 @@ class Machine(Builder):
         return end
 
     def _empty_tuple(self) -> None:
-        """An empty tuple. Where it begins an object with a state, all up to that at once."""
+        """Push an empty tuple. Where it begins an object with a state, do all up to that."""
         stack = self._stack
         if not self._follows(_BEGIN):
             stack.append(())
             return
-        stack[-1] = self._called(self._top(), (), is_new=True)
+        stack[-1] = self._answer(self._top(), (), is_new=True)
         self._memoize(stack[-1])
         self._container({})
         self._memoize(stack[-1])
@@ -142,7 +144,7 @@ class Machine(Builder):
         self._name_global(module, name, at)
 
     def _refer(self, value: Any) -> None:
-        """A persistent id; that of a module's class, as the legacy format has it, is the class."""
+        """Push a persistent id, or of a module's class, as the legacy format has it, the class."""
         if isinstance(value, tuple) and len(value) == 4 and value[0] == "module":
             self._push(value[1])
             return
@@ -151,127 +153,116 @@ class Machine(Builder):
 
     def _reduce(self) -> None:
         args, function = self._pop(), self._pop()
-        if not isinstance(args, tuple):
-            raise self.malformed("REDUCE without a tuple of arguments")
-        self._push(self._called(function, args))
+        self._push(self._answer(function, args))
 
-    def _called(self, function: Any, args: tuple[Any, ...], *, is_new: bool = False) -> Any:
+    def _new_object(self) -> None:
+        args, cls = self._pop(), self._pop()
+        self._push(self._answer(cls, args, is_new=True))
+
+    def _new_object_ex(self) -> None:
+        keywords, args, cls = self._pop(), self._pop(), self._pop()
+        all_args = (*args, keywords) if isinstance(args, tuple) else args
+        self._push(self._answer(cls, all_args, is_new=True))
+
+    def _answer(self, function: Any, args: Any, *, is_new: bool = False) -> Any:
+        """Return a plain value where the call would make one, else the call as a record."""
+        if not isinstance(args, tuple):
+            raise self.malformed("a call without a tuple of arguments")
         if isinstance(function, Global):
             if function.name == "getattr" and function.module in ("builtins", "__builtin__"):
                 return self._get_attribute(args)
-            if is_new:
-                return self._made(Call(function, args, True))
-            plain = PLAIN.get((function.module, function.name))
+            plain = None if is_new else PLAIN.get((function.module, function.name))
             if plain is not None:
                 return plain(self, args)
-        return self._made(Call(function, args, is_new))
+        self.charge(1)
+        return Call(function, args, is_new)
 
     def _get_attribute(self, args: tuple[Any, ...]) -> Any:
-        """ShardedTensor pickles reach one nested class through getattr: that pair, no other."""
+        """Answer ``getattr``, by which ShardedTensor pickles reach one nested class."""
         sharded = Global(SHARDED_MODULE, "ShardedTensor")
         if args == (sharded, "ProcessGroupState"):
             return Global(sharded.module, "ShardedTensor.ProcessGroupState")
         self._accuse(GETATTR, f"would call getattr at byte {self.pos - self._start:,}")
-        return self._made(Call(GETATTR, args))
-
-    def _new_object(self) -> None:
-        args, cls = self._pop(), self._pop()
-        if not isinstance(args, tuple):
-            raise self.malformed("NEWOBJ without a tuple of arguments")
-        self._push(self._called(cls, args, is_new=True))
-
-    def _new_object_ex(self) -> None:
-        keywords, args, cls = self._pop(), self._pop(), self._pop()
-        if not isinstance(args, tuple):
-            raise self.malformed("NEWOBJ_EX without a tuple of arguments")
-        self._push(self._called(cls, (*args, keywords), is_new=True))
+        self.charge(1)
+        return Call(GETATTR, args)
 
     def _inst(self) -> None:
         at = self.pos - 1 - self._start
         module, name = self._line().decode(), self._line().decode()
         args = tuple(self._pop_mark())
         self._name_global(module, name, at)
-        self._push(self._called(self._pop(), args, is_new=True))
+        self._push(self._answer(self._pop(), args, is_new=True))
 
     def _obj(self) -> None:
         cls, *args = self._pop_mark()
-        self._push(self._called(cls, tuple(args), is_new=True))
+        self._push(self._answer(cls, tuple(args), is_new=True))
 
 
-_Handler = Callable[[Machine], None]
-
-
-def _table() -> dict[int, _Handler]:
-    m = Machine
-    push = m._push
-    by_text: dict[bytes, _Handler] = {
-        b"(": m._mark,
-        b"0": m._drop,
-        b"1": m._drop_to_mark,
-        b"2": lambda s: push(s, s._top()),
-        b"F": lambda s: push(s, float(s._line())),
-        b"I": m._text_int,
-        b"J": lambda s: push(s, struct.unpack("<i", s._take(4))[0]),
-        b"K": lambda s: push(s, s._uint(1)),
-        b"L": m._text_int,
-        b"M": lambda s: push(s, s._uint(2)),
-        b"N": lambda s: push(s, None),
-        b"P": lambda s: s._refer(s._line().decode()),
-        b"Q": lambda s: s._refer(s._pop()),
-        b"R": m._reduce,
-        b"S": m._quoted,
-        b"T": lambda s: s._old_string(s._take(s._uint(4))),
-        b"U": lambda s: s._old_string(s._take(s._uint(1))),
-        b"V": lambda s: push(s, s._line().decode("raw-unicode-escape")),
-        b"X": lambda s: s._unicode(4),
-        b"a": lambda s: s._append([s._pop()]),
-        b"b": m._build,
-        b"c": m._global_line,
-        b"d": m._dict_from_mark,
-        b"}": lambda s: s._container({}),
-        b"e": lambda s: s._append(s._pop_mark()),
-        b"g": lambda s: s._get(int(s._line())),
-        b"h": lambda s: s._get(s._uint(1)),
-        b"i": m._inst,
-        b"j": lambda s: s._get(s._uint(4)),
-        b"l": lambda s: push(s, s._pop_mark()),
-        b"]": lambda s: s._container([]),
-        b"o": m._obj,
-        b"p": lambda s: s._put(int(s._line())),
-        b"q": lambda s: s._put(s._uint(1)),
-        b"r": lambda s: s._put(s._uint(4)),
-        b"s": lambda s: s._set_items([s._pop(), s._pop()][::-1]),
-        b"t": lambda s: push(s, tuple(s._pop_mark())),
-        b")": m._empty_tuple,
-        b"u": m._set_items_to_mark,
-        b"G": lambda s: push(s, struct.unpack(">d", s._take(8))[0]),
-        b"\x80": m._proto,
-        b"\x81": m._new_object,
-        b"\x85": lambda s: s._tuple(1),
-        b"\x86": lambda s: s._tuple(2),
-        b"\x87": lambda s: s._tuple(3),
-        b"\x88": lambda s: push(s, True),
-        b"\x89": lambda s: push(s, False),
-        b"\x8a": lambda s: s._long(1),
-        b"\x8b": lambda s: s._long(4),
-        b"B": lambda s: push(s, s._take(s._uint(4))),
-        b"C": lambda s: push(s, s._take(s._uint(1))),
-        b"\x8c": lambda s: s._unicode(1),
-        b"\x8d": lambda s: s._unicode(8),
-        b"\x8e": lambda s: push(s, s._take(s._uint(8))),
-        b"\x8f": lambda s: s._container(set()),
-        b"\x90": m._add_items,
-        b"\x91": lambda s: push(s, frozenset(map(s.key, s._pop_mark()))),
-        b"\x92": m._new_object_ex,
-        b"\x93": m._stack_global,
-        b"\x94": lambda s: s._memoize(s._top()),
-        b"\x95": m._frame,
-        b"\x96": lambda s: push(s, bytearray(s._take(s._uint(8)))),
-    }
-    return {key[0]: handler for key, handler in by_text.items()}
-
-
-_TABLE = _table()
+_HANDLERS: dict[bytes, Callable[[Machine], object]] = {
+    pickle.MARK: Machine._mark,
+    pickle.POP: lambda m: m._stack.pop(),
+    pickle.POP_MARK: Machine._pop_mark,
+    pickle.DUP: lambda m: m._push(m._top()),
+    pickle.FLOAT: lambda m: m._push(float(m._line())),
+    pickle.INT: Machine._text_int,
+    pickle.BININT: lambda m: m._push(struct.unpack("<i", m._take(4))[0]),
+    pickle.BININT1: lambda m: m._push(m._uint(1)),
+    pickle.LONG: Machine._text_int,
+    pickle.BININT2: lambda m: m._push(m._uint(2)),
+    pickle.NONE: lambda m: m._push(None),
+    pickle.PERSID: lambda m: m._refer(m._line().decode()),
+    pickle.BINPERSID: lambda m: m._refer(m._pop()),
+    pickle.REDUCE: Machine._reduce,
+    pickle.STRING: Machine._quoted,
+    pickle.BINSTRING: lambda m: m._old_string(m._take(m._uint(4))),
+    pickle.SHORT_BINSTRING: lambda m: m._old_string(m._take(m._uint(1))),
+    pickle.UNICODE: lambda m: m._push(m._line().decode("raw-unicode-escape")),
+    pickle.BINUNICODE: lambda m: m._unicode(4),
+    pickle.APPEND: lambda m: m._extend([m._pop()]),
+    pickle.BUILD: Machine._build,
+    pickle.GLOBAL: Machine._global_line,
+    pickle.DICT: Machine._dict_from_mark,
+    pickle.EMPTY_DICT: lambda m: m._container({}),
+    pickle.APPENDS: lambda m: m._extend(m._pop_mark()),
+    pickle.GET: lambda m: m._get(int(m._line())),
+    pickle.BINGET: lambda m: m._get(m._uint(1)),
+    pickle.INST: Machine._inst,
+    pickle.LONG_BINGET: lambda m: m._get(m._uint(4)),
+    pickle.LIST: lambda m: m._push(m._pop_mark()),
+    pickle.EMPTY_LIST: lambda m: m._container([]),
+    pickle.OBJ: Machine._obj,
+    pickle.PUT: lambda m: m._put(int(m._line())),
+    pickle.BINPUT: lambda m: m._put(m._uint(1)),
+    pickle.LONG_BINPUT: lambda m: m._put(m._uint(4)),
+    pickle.SETITEM: lambda m: m._set_items([m._pop(), m._pop()][::-1]),
+    pickle.TUPLE: lambda m: m._push(tuple(m._pop_mark())),
+    pickle.EMPTY_TUPLE: Machine._empty_tuple,
+    pickle.SETITEMS: Machine._set_items_to_mark,
+    pickle.BINFLOAT: lambda m: m._push(struct.unpack(">d", m._take(8))[0]),
+    pickle.PROTO: Machine._proto,
+    pickle.NEWOBJ: Machine._new_object,
+    pickle.TUPLE1: lambda m: m._tuple(1),
+    pickle.TUPLE2: lambda m: m._tuple(2),
+    pickle.TUPLE3: lambda m: m._tuple(3),
+    pickle.NEWTRUE: lambda m: m._push(True),
+    pickle.NEWFALSE: lambda m: m._push(False),
+    pickle.LONG1: lambda m: m._long(1),
+    pickle.LONG4: lambda m: m._long(4),
+    pickle.BINBYTES: lambda m: m._push(m._take(m._uint(4))),
+    pickle.SHORT_BINBYTES: lambda m: m._push(m._take(m._uint(1))),
+    pickle.SHORT_BINUNICODE: lambda m: m._unicode(1),
+    pickle.BINUNICODE8: lambda m: m._unicode(8),
+    pickle.BINBYTES8: lambda m: m._push(m._take(m._uint(8))),
+    pickle.EMPTY_SET: lambda m: m._container(set()),
+    pickle.ADDITEMS: Machine._add_items,
+    pickle.FROZENSET: lambda m: m._push(frozenset(map(m.key, m._pop_mark()))),
+    pickle.NEWOBJ_EX: Machine._new_object_ex,
+    pickle.STACK_GLOBAL: Machine._stack_global,
+    pickle.MEMOIZE: lambda m: m._memoize(m._top()),
+    pickle.FRAME: lambda m: m._uint(8),
+    pickle.BYTEARRAY8: lambda m: m._push(bytearray(m._take(m._uint(8)))),
+}
+_TABLE = {opcode[0]: handler for opcode, handler in _HANDLERS.items()}
 
 
 def _ordered(builder: Builder, args: tuple[Any, ...]) -> OrderedMapping:
@@ -283,7 +274,7 @@ def _ordered(builder: Builder, args: tuple[Any, ...]) -> OrderedMapping:
 
 
 def _encoded(builder: Builder, args: tuple[Any, ...]) -> bytes:
-    """Python 3 writes bytes in protocol 2 as ``_codecs.encode(text, 'latin1')``."""
+    """Return bytes, which Python 3 writes in protocol 2 as ``_codecs.encode(text, 'latin1')``."""
     text, *rest = args
     if not isinstance(text, str) or rest not in (["latin1"], ["latin-1"]):
         raise builder.malformed("_codecs.encode with a codec other than latin1")
@@ -296,14 +287,6 @@ def _set(builder: Builder, args: tuple[Any, ...]) -> set[Any]:
     builder.charge(len(items))
     builder.require_keys(items)
     return set(items)
-
-
-def _frozenset(builder: Builder, args: tuple[Any, ...]) -> frozenset[Any]:
-    return frozenset(_set(builder, args))
-
-
-def _complex(builder: Builder, args: tuple[Any, ...]) -> complex:
-    return complex(*map(float, args))
 
 
 def _bytes(builder: Builder, args: tuple[Any, ...]) -> bytes:
@@ -329,8 +312,8 @@ PLAIN: dict[tuple[str, str], Callable[[Builder, tuple[Any, ...]], Any]] = {
 for _module in ("builtins", "__builtin__"):
     PLAIN |= {
         (_module, "set"): _set,
-        (_module, "frozenset"): _frozenset,
-        (_module, "complex"): _complex,
+        (_module, "frozenset"): lambda builder, args: frozenset(_set(builder, args)),
+        (_module, "complex"): lambda _, args: complex(*map(float, args)),
         (_module, "bytes"): _bytes,
         (_module, "bytearray"): _bytearray,
     }

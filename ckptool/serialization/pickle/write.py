@@ -62,7 +62,7 @@ class ShardRef:
 
     @property
     def content(self) -> Data | Scattered:
-        """One box, an empty one where the rank holds no element, or several."""
+        """Return one box, an empty one where the rank holds no element, or several."""
         name, itemsize, pieces = self.entry.name, self.dtype.itemsize, self.shard.pieces
         if len(pieces) > 1:
             boxes = tuple((piece.box, piece.local) for piece in pieces)
@@ -92,7 +92,7 @@ def dumps(value: Any, protocol: int = 2) -> bytes:
 
 
 def pickled(value: Any, protocol: int) -> tuple[bytes, list[Content]]:
-    """The pickle of a value, and what fills its storages, by number.
+    """Return the pickle of a value, and what fills its storages, by number.
 
     Raises Unsupported where the value is nested too deep.
     """
@@ -181,7 +181,7 @@ _TYPED = {name: Global("torch", dtype.storage) for name, dtype in BY_NAME.items(
 
 
 def _rebuild_call(ref: AnyRef, key: str) -> Call:
-    """The call that rebuilds a contiguous tensor from storage ``key``."""
+    """Return the call that rebuilds a contiguous tensor from storage ``key``."""
     dtype, shape = ref.dtype, ref.shape
     typed = _TYPED.get(dtype.name)
     numel = math.prod(shape) if typed else math.prod(shape) * dtype.itemsize
@@ -193,10 +193,10 @@ def _rebuild_call(ref: AnyRef, key: str) -> Call:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides torch gives a contiguous tensor, where an empty dim counts as one element."""
+    """Return the strides of a contiguous tensor; in torch an empty dim counts as one element."""
     return row_major_strides([max(size, 1) for size in shape], 1)
 
 
 def dtype_global(dtype: DType) -> Global:
-    """``torch.<dtype>``."""
+    """Return ``torch.<dtype>``."""
     return Global("torch", dtype.name)

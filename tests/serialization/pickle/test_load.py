@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.errors import Damaged, Hostile, SourceError
-from ckptool.serialization.pickle.load import _named_lately, named_globals, read_pickle
+from ckptool.serialization.pickle.load import _recent_globals, named_globals, read_pickle
 from ckptool.serialization.pickle.records import Call, Global, OrderedMapping, Persistent
 from ckptool.serialization.pickle.write import dumps
 from ckptool.serialization.state_dict.values import foreign_globals
@@ -122,7 +122,7 @@ def test_inert_records_are_written_as_what_they_were(protocol: int) -> None:
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_what_a_pickle_names_is_remembered_as_it_is(protocol: int) -> None:
     data = pickle.dumps([Point(3), collections.OrderedDict(a=1), protocol], protocol)
-    _named_lately.clear()
+    _recent_globals.clear()
     followed = named_globals(data)
     read(data)
     assert followed == named_globals(data)
@@ -134,11 +134,11 @@ def test_what_a_pickle_names_is_remembered_as_it_is(protocol: int) -> None:
 @pytest.mark.parametrize("end", [b"\xff", b"(."])
 def test_what_a_broken_pickle_names_is_remembered_too(end: bytes) -> None:
     data = b"ccollections\nOrderedDict\n" + end + b"cos\nsystem\n."
-    _named_lately.clear()
+    _recent_globals.clear()
     followed = named_globals(data)
     with pytest.raises(Damaged):
         read_pickle(data, what="p", judges=False)
-    assert _named_lately
+    assert _recent_globals
     assert followed == named_globals(data) == {Global("collections", "OrderedDict"): 0}
 
 
@@ -167,7 +167,7 @@ def test_integers_are_keys_up_to_a_size(
 def test_no_more_is_remembered_than_of_some_pickles() -> None:
     for number in range(3000):
         read(pickle.dumps(number))
-    assert len(_named_lately) <= 1024
+    assert len(_recent_globals) <= 1024
 
 
 def test_persistent_ids() -> None:
