@@ -1,11 +1,8 @@
 """One rank's share of a tensor as torch pickles it, and the whole that it is part of.
 
-DTensors and ShardedTensors were read from files by torch 2.1, 2.4 and 2.13, whose mesh records
-differ; tensors whose attributes declare their shards from files by torch 2.15.
-
-Device meshes as torch pickles them within DTensors.
-
-A tensor of ranks (torch 2.1 to 2.9), or a layout and a rank map (2.10 to 2.13).
+DTensors and ShardedTensors were read from files by torch 2.1, 2.4 and 2.13; tensors whose
+attributes declare their shards from files by torch 2.15. A DTensor's device mesh is recorded as a
+tensor of ranks (torch 2.1 to 2.9), or as a layout and a rank map (2.10 to 2.13).
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from ckptool.serialization.archive.tensors import (
     sizes,
     unwrapped,
 )
-from ckptool.serialization.pickle.records import Call, Global
+from ckptool.serialization.pickle.records import Call, Global, state_fields
 from ckptool.serialization.source import Source
 
 
@@ -90,7 +87,7 @@ def declared_share(value: Any, tensor: StoredTensor) -> DeclaredShare | None:
     shape, *lists = (attributes[name] for name in SHARD_ATTRIBUTES)
     whole = sizes(shape)
     try:
-        above, inside, lengths = (tuple(map(sizes, one)) for one in lists)
+        above, inside, lengths = (tuple(map(sizes, items)) for items in lists)
         pieces = declared_pieces(whole, above, inside, lengths, tensor.shape)
     except (TypeError, ValueError) as error:
         names = ", ".join(SHARD_ATTRIBUTES)
@@ -101,20 +98,19 @@ def declared_share(value: Any, tensor: StoredTensor) -> DeclaredShare | None:
 def sharded_share(
     value: Any, file: TorchFile, source: Source
 ) -> DTensorShare | ShardedShare | None:
-    """The share that a pickled tensor subclass describes, or None where it is something else.
+    """Return the share that a tensor subclass describes, or None where it is something else.
 
     None too of a DTensor whose local tensors are of a kind that is not read.
     """
     value = unwrapped(value)
-    if not isinstance(value, Call) or len(value.args) != 4:
-        return None
-    if value.name != "torch._tensor._rebuild_from_type_v2":
+    is_subclass = isinstance(value, Call) and value.name == "torch._tensor._rebuild_from_type_v2"
+    if not is_subclass or len(value.args) != 4:
         return None
     cls, arguments, state = value.args[1:]
     if not isinstance(cls, Global) or not isinstance(arguments, tuple) or len(arguments) < 3:
         return None
     if cls.name == "DTensor" and cls.module.startswith("torch.distributed."):
-        local = _fields(state).get("_local_tensor")
+        local = state_fields(state).get("_local_tensor")
         if is_tensor_record(local) and plain_tensor(local) is None:
             return None
         return _dtensor(arguments, state, file, source)
@@ -126,7 +122,7 @@ def sharded_share(
 def _dtensor(
     arguments: tuple[Any, ...], state: Any, file: TorchFile, source: Source
 ) -> DTensorShare:
-    fields = _fields(state)
+    fields = state_fields(state)
     local = plain_tensor(fields.get("_local_tensor"))
     spec = call_fields(fields.get("_spec"), "DTensorSpec")
     if local is None:
@@ -138,19 +134,13 @@ def _dtensor(
             f"{file.what}: a DTensor has {len(placements)} placements on a mesh of"
             f" {len(mesh.shape)} dims"
         )
-    return DTensorShare(
-        dtype_of(arguments[1]),
-        sizes(arguments[2]),
-        local,
-        mesh,
-        placements,
-        rank,
-        _shard_order(spec.get("shard_order")),
-    )
+    dtype, shape = dtype_of(arguments[1]), sizes(arguments[2])
+    order = _shard_order(spec.get("shard_order"))
+    return DTensorShare(dtype, shape, local, mesh, placements, rank, order)
 
 
 def placement(value: Any) -> Placement:
-    """A pickled placement record."""
+    """Read a placement record; Damaged where it is none that is known."""
     fields = value.fields if isinstance(value, Call) else {}
     name = value.function.name if isinstance(value, Call) and value.is_new else None
     if name == "Shard":
@@ -207,20 +197,11 @@ def _shard_box(value: Any) -> tuple[Box, int | None]:
     return box, rank if isinstance(rank, int) else None
 
 
-def _fields(state: Any) -> dict[str, Any]:
-    parts = state if isinstance(state, tuple) else (state,)
-    merged: dict[str, Any] = {}
-    for part in parts:
-        if isinstance(part, dict):
-            merged.update(part)
-    return merged
-
-
 _MOST_RANKS = 1 << 18
 
 
 def mesh_of(record: Any, file: TorchFile, source: Source) -> tuple[Mesh, int | None]:
-    """The mesh, and the rank that pickled it where the record says so."""
+    """Return the mesh, and the rank that pickled it where the record says so."""
     fields = call_fields(record, "DeviceMesh")
     if record not in file.meshes:
         file.meshes[record] = read_mesh(fields, file, source)
@@ -228,7 +209,7 @@ def mesh_of(record: Any, file: TorchFile, source: Source) -> tuple[Mesh, int | N
 
 
 def read_mesh(fields: dict[str, Any], file: TorchFile, source: Source) -> tuple[Mesh, int | None]:
-    """The mesh of a record with these attributes, and the rank that pickled it."""
+    """Read the mesh of a record with these attributes, and the rank that pickled it."""
     names = fields.get("_mesh_dim_names", fields.get("mesh_dim_names"))
     names = tuple(map(as_text, names)) if names else None
     coordinate = fields.get("_coordinate_on_dim")
@@ -236,7 +217,7 @@ def read_mesh(fields: dict[str, Any], file: TorchFile, source: Source) -> tuple[
     if "mesh" not in fields:
         return _mesh_of_layout(fields, names, at, file, source)
     shape, ranks = _ints(fields.get("mesh"), file, source)
-    mesh = Mesh(shape, names, tuple(ranks))
+    mesh = Mesh(shape, names, ranks)
     return mesh, next((rank for rank in ranks if mesh.coordinate(rank) == at), None)
 
 
@@ -247,13 +228,14 @@ def _mesh_of_layout(
     file: TorchFile,
     source: Source,
 ) -> tuple[Mesh, int | None]:
-    """A mesh by layout and rank map, as torch 2.10 to 2.13 records it."""
+    """Read a mesh by layout and rank map, as torch 2.10 to 2.13 records it."""
     flat = fields.get("_flatten_rank_map")
-    ranks = (
-        flat_ints(flat) if flat is not None else tuple(_ints(fields["_rank_map"], file, source)[1])
-    )
+    if flat is None:
+        _, ranks = _ints(fields["_rank_map"], file, source)
+    else:
+        ranks = flat_ints(flat)
     axes = _axes(fields["_layout"], len(ranks))
-    shape = tuple(len(axis) for axis in axes)
+    shape = tuple(map(len, axes))
     offsets = [sum(steps) for steps in itertools.product(*axes)]
     rank = fields.get("_rank")
     base = 0
@@ -263,21 +245,20 @@ def _mesh_of_layout(
         base = ranks.index(rank) - sum(axis[i] for axis, i in zip(axes, at, strict=True))
     if base < 0 or base + max(offsets) >= len(ranks):
         raise Damaged(f"{file.what}: a mesh layout outside its {len(ranks)} ranks")
-    members = tuple(int(ranks[base + offset]) for offset in offsets)
+    members = tuple(ranks[base + offset] for offset in offsets)
     return Mesh(shape, names, members), rank if isinstance(rank, int) else None
 
 
 def _axes(layout: Any, ranks: int) -> list[list[int]]:
-    """For each mesh dim, the offset into the map of ``ranks`` ranks of each step along it."""
+    """Return for each mesh dim the offset into the map of ``ranks`` ranks of each step along it."""
     fields = call_fields(layout, "_MeshLayout")
     if "axes" in fields:
-        flat = [call_fields(axis, "_FlatLayout") for axis in fields["axes"]]
-        pairs = [(axis["shape"], axis["stride"]) for axis in flat]
+        records = [call_fields(axis, "_FlatLayout") for axis in fields["axes"]]
+        pairs = [(axis["shape"], axis["stride"]) for axis in records]
+    elif isinstance(fields["shape"], int):
+        pairs = [(fields["shape"], fields["stride"])]
     else:
-        shape, stride = fields["shape"], fields["stride"]
-        pairs = (
-            [(shape, stride)] if isinstance(shape, int) else list(zip(shape, stride, strict=True))
-        )
+        pairs = list(zip(fields["shape"], fields["stride"], strict=True))
     flat_pairs = [(flat_ints(shape), flat_ints(stride)) for shape, stride in pairs]
     if math.prod(math.prod(shape) for shape, _ in flat_pairs) > ranks:
         raise Damaged(f"a mesh layout of more than its {ranks:,} ranks")
@@ -285,8 +266,8 @@ def _axes(layout: Any, ranks: int) -> list[list[int]]:
 
 
 def flat_ints(value: Any) -> tuple[int, ...]:
-    """The ints of a nested tuple, in order."""
-    found: list[int] = []
+    """Return the ints of a nested tuple, in order; Damaged where there are too many."""
+    ints: list[int] = []
     stack = [value]
     left = _MOST_RANKS
     while stack:
@@ -296,10 +277,10 @@ def flat_ints(value: Any) -> tuple[int, ...]:
             left -= len(item)
             stack += reversed(item)
         else:
-            found.append(natural(item))
+            ints.append(natural(item))
         if left < 0:
             raise Damaged(f"a mesh of more than {_MOST_RANKS:,} ranks")
-    return tuple(found)
+    return tuple(ints)
 
 
 def _axis_offsets(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
@@ -307,8 +288,8 @@ def _axis_offsets(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
     return [sum(step) for step in itertools.product(*steps)]
 
 
-def _ints(value: Any, file: TorchFile, source: Source) -> tuple[tuple[int, ...], list[int]]:
-    """Shape and values, row-major, of the small integer tensor an older mesh is recorded as."""
+def _ints(value: Any, file: TorchFile, source: Source) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Read shape and values, row-major, of the small integer tensor of ranks of an older mesh."""
     tensor = plain_tensor(value)
     if tensor is None or tensor.dtype.kind != "int" or len(tensor.shape) > 8:
         raise Damaged(f"{file.what}: a device mesh without its ranks")
@@ -322,20 +303,19 @@ def _ints(value: Any, file: TorchFile, source: Source) -> tuple[tuple[int, ...],
         for index in itertools.product(*map(range, tensor.shape))
     ]
     order: Literal["little", "big"] = "big" if "byteswap" in place.ops else "little"
-    return tensor.shape, [
-        int.from_bytes(data[start : start + itemsize], order, signed=True) for start in starts
-    ]
+    pieces = (data[start : start + itemsize] for start in starts)
+    return tensor.shape, tuple(int.from_bytes(piece, order, signed=True) for piece in pieces)
 
 
 def as_text(value: Any) -> str:
-    """A name of a pickle; Damaged where it is something else."""
+    """Return a name of a pickle; Damaged where it is something else."""
     if not isinstance(value, str):
         raise Damaged(f"expected a name, got {shown(value)}")
     return value
 
 
 def call_fields(value: Any, expected: str) -> dict[str, Any]:
-    """The attributes of a record; Damaged where it is none."""
+    """Return the attributes of a record; Damaged where it is none."""
     if not isinstance(value, Call):
         raise Damaged(f"expected a {expected} record, got {type(value).__name__}")
     return value.fields
