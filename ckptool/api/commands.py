@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ckptool.commands.bench.transfer.run import TransferBenchReport
     from ckptool.commands.inspect.stats import TensorStats
     from ckptool.commands.verify.compare.against import AgainstReport
-    from ckptool.commands.verify.report import VerifyReport
+    from ckptool.commands.verify.findings import VerifyReport
     from ckptool.commands.verify.run_folder import RunReport
     from ckptool.commands.verify.salvage.salvage import SalvageReport
     from ckptool.core.keymap.model import KeyMap

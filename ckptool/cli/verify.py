@@ -22,7 +22,7 @@ from ckptool.core.options import OptionGroup, changed
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckptool.commands.verify.report import VerifyReport
+    from ckptool.commands.verify.findings import VerifyReport
     from ckptool.commands.verify.verify import Started
     from ckptool.storage.url import Location
 

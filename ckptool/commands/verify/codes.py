@@ -223,7 +223,7 @@ CODES: dict[str, Code] = {
     ),
     "excluded": Code(_INFO, "excluded by the options: not compared"),
     "nothing-compared": Code(
-        _ERROR, "the two have no tensor and no value in common",
+        _ERROR, "no tensor and no value could be compared",
         "change the names of A with --model-only, --strip-prefix or --rename",
     ),
     # By a manifest

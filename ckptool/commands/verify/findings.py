@@ -1,4 +1,4 @@
-"""What verify found: one finding for each cause, with all that the cause affects.
+"""What verify found: a report with one finding for each cause, and all that the cause affects.
 
 A file that is cut shows in each of its tensors, when the metadata is read and when the data is.
 All of this is one finding of the file, and what else shows it is listed under ``affected``.
@@ -8,20 +8,28 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from ckptool.commands.verify.codes import CODES, Severity
+from ckptool.commands.verify.codes import CODES, Severity, failing
 from ckptool.core.catalog import Catalog, places
 from ckptool.errors import Problem
+from ckptool.storage.url import Location
 
-_NOT_THERE = ("file-empty", "file-missing", "file-truncated")
+_ABSENT = ("file-empty", "file-missing", "file-truncated")
 """The codes of a file that lacks bytes, the one that tells most first."""
-_FOLLOWS = (*_NOT_THERE, "data-missing", "bytes-unused")
+_FOLLOWS = (*_ABSENT, "data-missing", "bytes-unused")
 """What may follow from such a file, of the same file."""
 _ONCE_A_FILE = ("copy-damaged", "rank-copied")
-_JOINED = (*_NOT_THERE, "file-unreadable", "crc-mismatch", "item-mismatch", "codec-corrupt")
+_DAMAGED = ("file-unreadable", "crc-mismatch", "item-mismatch", "codec-corrupt")
+_OTHER_CONTENT = ("tensor-differs", "manifest-differs")
+_JOINED = frozenset([*_ABSENT, *_DAMAGED, *_OTHER_CONTENT])
 """The codes of which a file has one finding, however many of its parts show it."""
-_LOSSES = frozenset([*_NOT_THERE, "file-unreadable", "metadata-unreadable", "zip-structure"])
+_ONE_SIDED = ("tensor-missing", "tensor-extra", "value-missing", "value-extra")
+_OF_BOTH = ("shape-differs", "dtype-differs", "value-differs", "value-not-compared")
+_BY_MANIFEST = ("missing", "extra", "differs", "unchecked", "incomplete")
+_ALIKE = frozenset([*_ONE_SIDED, *_OF_BOTH, *(f"manifest-{word}" for word in _BY_MANIFEST)])
+"""The codes of which several names have one finding where they show the same."""
+_LOSSES = frozenset([*_ABSENT, "file-unreadable", "metadata-unreadable", "zip-structure"])
 """What can be the reason that nothing of a file could be placed."""
 _MOST_NAMED = 3
 
@@ -50,6 +58,16 @@ class Finding:
     affected: tuple[Affected, ...] = ()
     hint: str | None = None
 
+    def within(self, head: str) -> Finding:
+        """Return the finding introduced by what it lies in."""
+        affected = tuple(Affected(a.tensor, f"{head}: {a.message}") for a in self.affected)
+        return replace(self, message=f"{head}: {self.message}", affected=affected)
+
+    @property
+    def count(self) -> int:
+        """Return how many tensors and values it affects, at least 1."""
+        return max(1, len({affected.tensor for affected in self.affected if affected.tensor}))
+
 
 def finding_of(problem: Problem, affected: tuple[Affected, ...] = ()) -> Finding:
     """Return a problem with the severity and the next step of its code."""
@@ -60,45 +78,130 @@ def finding_of(problem: Problem, affected: tuple[Affected, ...] = ()) -> Finding
 
 
 @dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What verify found at ``path``.
+
+    ``depth`` says what was read (``full``, ``quick``, ``sample``), ``nbytes`` how many bytes of
+    data. ``ignored`` are errors that the options leave out of the findings. ``summary`` sums it
+    up; ``ok`` decides the exit code.
+    """
+
+    path: Location
+    format: str | None
+    findings: tuple[Finding, ...]
+    ok: bool
+    summary: str
+    depth: str = "full"
+    nbytes: int = field(default=0, metadata={"key": "bytes_read"})
+    files: int = 0
+    tensors: int = 0
+    ignored: tuple[Finding, ...] = field(default=(), metadata={"key": None})
+
+    def of(self, severity: Severity) -> list[Finding]:
+        """Return the findings of one severity."""
+        return [finding for finding in self.findings if finding.severity is severity]
+
+    def fails(self, strict: bool) -> list[Finding]:
+        """Return the findings that make the checkpoint fail."""
+        return [finding for finding in self.findings if finding.severity in failing(strict)]
+
+
+_READ = {"full": "all data read and checked", "quick": "metadata checked, data not read"}
+
+
+def summarize(report: VerifyReport, sample: float, seed: int) -> str:
+    """Return one line on a verification; ``sample`` is the share of data that ``seed`` chose."""
+    sampled = f"a sample of {sample:.3g} of the data read and checked (seed {seed})"
+    read = _READ.get(report.depth, sampled)
+    ignored = ignored_errors(report.ignored)
+    counts = [
+        counted(len(report.of(severity)), severity.value)
+        for severity in (Severity.ERROR, Severity.WARNING)
+        if report.of(severity)
+    ]
+    if not report.ok:
+        rest = "" if report.depth == "full" else f"; {read}"
+        return f"FAILED: {', '.join(counts)}{rest}{ignored}"
+    if ignored and report.depth == "full":
+        read = "not all data read and checked"
+    unprotected = any(finding.code == "no-checksum" for finding in report.findings)
+    limits = "; changed values cannot be detected in files without checksums" if unprotected else ""
+    return f"OK: {', '.join([read, *counts])}{ignored}{limits}"
+
+
+def ignored_errors(ignored: Sequence[Finding]) -> str:
+    """Return such as ``; 1 error ignored: file-truncated (__0_0.distcp)``, if there are any."""
+    if not ignored:
+        return ""
+    by_code: dict[str, list[str]] = defaultdict(list)
+    for finding in ignored:
+        by_code[finding.code].append(finding.file or finding.tensor or "")
+    parts = [
+        f"{code} ({_some([name for name in names if name])})" if any(names) else code
+        for code, names in by_code.items()
+    ]
+    return f"; {counted(len(ignored), 'error')} ignored: {', '.join(parts)}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number and its noun, such as ``1 tensor``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return such as ``a, b, c and 113 more``."""
+    more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
+    return f"{', '.join(names[:_MOST_NAMED])}{more}"
+
+
+@dataclass(frozen=True, slots=True)
 class Findings:
     """How the problems of a checkpoint become findings.
 
-    ``sizes`` are the files that are there, in bytes; ``ignore`` are codes to leave out, ``finite``
-    makes NaN and infinity errors.
+    ``sizes`` are the files that are there, in bytes; ``ignore`` are codes to leave out,
+    ``fail_nonfinite`` makes NaN and infinity errors.
     """
 
     catalog: Catalog | None
     sizes: Mapping[str, int]
     ignore: Collection[str] = ()
-    finite: bool = False
+    fail_nonfinite: bool = False
 
     def of(
         self, problems: Iterable[Problem], pickle_problems: Collection[Problem] = ()
-    ) -> tuple[Finding, ...]:
-        """Return one finding for each cause, the gravest first, causes before their effects.
+    ) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
+        """Return one finding for each cause, and the errors among those that are ignored.
 
-        ``pickle_problems`` say best where a pickle names what it should not.
+        The gravest come first, causes before their effects. ``pickle_problems`` say best where a
+        pickle names what it should not.
         """
         unique: dict[tuple[object, ...], Problem] = {}
         for problem in problems:
-            if problem.code not in self.ignore and not _repeats(problem, pickle_problems):
+            if not _repeats(problem, pickle_problems):
                 unique.setdefault(_identity(problem), problem)
-        causes = _by_cause(list(unique.values()), self.catalog)
-        findings = [self._finding(group) for group in causes]
+        shown = [problem for problem in unique.values() if problem.code not in self.ignore]
+        rest = [problem for problem in unique.values() if problem.code in self.ignore]
+        ignored = [f for f in self._joined(rest) if f.severity is Severity.ERROR]
+        return self._joined(shown), tuple(ignored)
+
+    def _joined(self, problems: list[Problem]) -> tuple[Finding, ...]:
+        findings = [self._finding(group) for group in _by_cause(problems, self.catalog)]
         order = list(Severity)
         return tuple(
-            sorted(findings, key=lambda found: (order.index(found.severity), bool(found.tensor)))
+            sorted(findings, key=lambda each: (order.index(each.severity), bool(each.tensor)))
         )
 
     def _finding(self, group: Sequence[Problem]) -> Finding:
         cause = group[0]
-        if cause.code in _NOT_THERE and cause.file:
+        if cause.code in _ABSENT and cause.file:
             finding = self._of_file(cause.file, group)
+        elif len(group) > 1 and len({_detail(problem) for problem in group}) == 1:
+            finding = _of_alike(group)
         elif len(group) > 1:
             finding = self._of_parts(group)
         else:
             finding = finding_of(cause)
-        if cause.code == "not-finite" and self.finite:
+        if cause.code == "not-finite" and self.fail_nonfinite:
             return replace(finding, severity=Severity.ERROR)
         return finding
 
@@ -106,17 +209,18 @@ class Findings:
         """Return the finding of a file of which several parts, or its tensors, show the cause."""
         cause = group[0]
         affected = [Affected(p.tensor, str(p)) for p in group if p.tensor or p is not cause]
-        names = dict.fromkeys(found.tensor for found in affected if found.tensor)
+        names = dict.fromkeys(part.tensor for part in affected if part.tensor)
         alike = sum(problem.code == cause.code for problem in group) - 1
-        message = f"{cause}; and {alike:,} more" if alike else str(cause)
-        found = finding_of(cause, tuple(affected))
-        return replace(found, message=f"{message}{self._named(names)}")
+        more = f"; and {alike:,} more" if alike and alike >= len(names) else ""
+        tensor = cause.tensor if len(names) == 1 else None
+        message = f"{cause}{more}{self._named(names)}"
+        return replace(finding_of(cause, tuple(affected)), message=message, tensor=tensor)
 
     def _of_file(self, file: str, group: Sequence[Problem]) -> Finding:
         """Return the finding of a file that is missing, empty or cut, with all that it affects."""
         cause = group[0]
         affected = list(dict.fromkeys(Affected(p.tensor, str(p)) for p in group if p.tensor))
-        names = dict.fromkeys(one.tensor for one in affected if one.tensor)
+        names = dict.fromkeys(part.tensor for part in affected if part.tensor)
         if cause.code != "file-truncated":
             for name in self._stored_in(file):
                 if name not in names:
@@ -127,8 +231,8 @@ class Findings:
         end = max((problem.end or 0 for problem in group), default=0)
         if cause.code == "file-truncated" and end and file in self.sizes:
             message = f"{file}: {self.sizes[file]:,} bytes, at least {end:,} expected"
-        found = finding_of(cause, tuple(affected))
-        return replace(found, message=f"{message}{self._named(names)}", tensor=None)
+        finding = finding_of(cause, tuple(affected))
+        return replace(finding, message=f"{message}{self._named(names)}", tensor=None)
 
     def _stored_in(self, file: str) -> list[str]:
         tensors = self.catalog.tensors.values() if self.catalog else ()
@@ -138,22 +242,34 @@ class Findings:
         """Return such as ``; 116 tensors affected: a, b, c and 113 more``."""
         if not names:
             return ""
-        known = self.catalog.tensors if self.catalog else {}
-        tensors = sum(name in known for name in names)
-        counts = ((tensors, "tensor"), (len(names) - tensors, "value"))
-        counted = " and ".join(f"{n:,} {noun}{'s' * (n != 1)}" for n, noun in counts if n)
-        more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
-        return f"; {counted} affected: {', '.join(list(names)[:_MOST_NAMED])}{more}"
+        counts = [(len(names), "name")]
+        if self.catalog is not None:
+            tensors = sum(name in self.catalog.tensors for name in names)
+            counts = [(tensors, "tensor"), (len(names) - tensors, "value")]
+        nouns = " and ".join(counted(count, noun) for count, noun in counts if count)
+        return f"; {nouns} affected: {_some(list(names))}"
+
+
+def _of_alike(group: Sequence[Problem]) -> Finding:
+    """Return the finding of several names of which the same is wrong."""
+    finding = finding_of(group[0], tuple(Affected(p.tensor, str(p)) for p in group))
+    message = f"{_some([str(problem.tensor) for problem in group])}: {_detail(group[0])}"
+    return replace(finding, message=message, tensor=None)
+
+
+def _detail(problem: Problem) -> str:
+    """Return what is wrong, without the name of the tensor or value."""
+    return problem.removeprefix(f"{problem.tensor}: ")
 
 
 def _identity(problem: Problem) -> tuple[object, ...]:
-    """What two problems share that are one: what is wrong with a whole file, however it shows."""
+    """Return what two problems share that are one: what is wrong with a whole file, say."""
     of_a_file = problem.code in _ONCE_A_FILE and problem.file
     return (problem.code, problem.file, "" if of_a_file else str(problem))
 
 
 def _repeats(problem: Problem, pickle_problems: Collection[Problem]) -> bool:
-    """Whether the check of the pickles themselves says better where in the file it is."""
+    """Return whether the check of the pickles themselves says better where in the file it is."""
     if problem.code != "hostile-global" or problem in pickle_problems:
         return False
     return any(
@@ -165,7 +281,7 @@ def _repeats(problem: Problem, pickle_problems: Collection[Problem]) -> bool:
 def _by_cause(problems: list[Problem], catalog: Catalog | None) -> list[list[Problem]]:
     """Split problems into those of one cause each, which comes first among them."""
     lacking: dict[str, str] = {}
-    for code in reversed(_NOT_THERE):
+    for code in reversed(_ABSENT):
         lacking |= {p.file: code for p in problems if p.code == code and p.file}
     unread = _unread_file(problems, catalog)
     groups: dict[object, list[Problem]] = defaultdict(list)
@@ -177,15 +293,17 @@ def _by_cause(problems: list[Problem], catalog: Catalog | None) -> list[list[Pro
             groups[lacking[file], file].append(problem)
         elif file and problem.code in _JOINED:
             groups[problem.code, file].append(problem)
+        elif problem.tensor and problem.code in _ALIKE:
+            groups[problem.code, file, _detail(problem)].append(problem)
         else:
             groups[number if (problem.code, file) != unread else unread].append(problem)
     return [_cause_first(key, group) for key, group in groups.items()]
 
 
 def _unread_file(problems: list[Problem], catalog: Catalog | None) -> tuple[str, str] | None:
-    """The code and name of the only file of which nothing could be placed: it explains all gaps.
+    """Return the code and name of the only file of which nothing could be placed, if there is one.
 
-    Which parts of tensors such a file had, nothing else says.
+    It explains all gaps: which parts of tensors such a file had, nothing else says.
     """
     if catalog is None or not any(problem.code == "chunk-gap" for problem in problems):
         return None
@@ -204,6 +322,6 @@ def _unread_file(problems: list[Problem], catalog: Catalog | None) -> tuple[str,
 
 
 def _cause_first(key: object, group: list[Problem]) -> list[Problem]:
-    """Put what is said of the whole file first, then what is said of its tensors."""
+    """Return what is said of the whole file first, then what is said of its tensors."""
     code = key[0] if isinstance(key, tuple) else group[0].code
     return sorted(group, key=lambda problem: (problem.code != code, bool(problem.tensor)))

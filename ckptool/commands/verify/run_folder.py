@@ -15,7 +15,7 @@ from typing import ClassVar
 from ckptool.commands.detect import find_checkpoints, natural_key, require_known
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.codes import require_codes
-from ckptool.commands.verify.report import VerifyReport
+from ckptool.commands.verify.findings import VerifyReport
 from ckptool.commands.verify.verify import verify
 from ckptool.errors import CkptoolError, NotFound, Unrecognised
 from ckptool.storage.retry import NoAnswer

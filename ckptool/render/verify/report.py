@@ -12,8 +12,7 @@ from rich.console import Console
 
 from ckptool.commands.document import document
 from ckptool.commands.verify.codes import CODES, Severity
-from ckptool.commands.verify.findings import Finding
-from ckptool.commands.verify.report import VerifyReport
+from ckptool.commands.verify.findings import Finding, VerifyReport
 from ckptool.errors import TransferError
 from ckptool.render.text import console, escaped, plural, size, visible
 

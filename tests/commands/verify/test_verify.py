@@ -25,8 +25,7 @@ from ckptool.cli.app import app
 from ckptool.commands.options.source import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.codes import CODES, Severity
-from ckptool.commands.verify.findings import Finding
-from ckptool.commands.verify.report import VerifyReport
+from ckptool.commands.verify.findings import Finding, VerifyReport
 from ckptool.commands.verify.verify import verify
 from ckptool.core.dtype import BY_NAME
 from ckptool.engine.check.content import all_finite
@@ -519,6 +518,22 @@ def test_strict_and_ignore(copy_of: Callable[[str], Path]) -> None:
     with pytest.raises(UsageError, match="no such code") as caught:
         checked(folder, ignore=("file-unusd",))
     assert caught.value.hint == "did you mean file-unused ?"
+
+
+def test_what_could_not_be_read_is_not_checked_though_it_is_ignored(
+    copy_of: Callable[[str], Path],
+) -> None:
+    """The answer says so, and no more bytes count as read than were."""
+    folder = copy_of("dcp_base")
+    whole = checked(folder)
+    DAMAGE["truncated"].apply(folder)
+    report = checked(folder, ignore=("file-truncated",))
+    assert report.ok
+    assert report.summary.startswith("OK: not all data read and checked")
+    assert "; 1 error ignored: file-truncated (__1_0.distcp)" in report.summary
+    assert report.nbytes < whole.nbytes
+    quick = checked(folder, ignore=("file-truncated",), quick=True)
+    assert "1 error ignored: file-truncated" in quick.summary
 
 
 def codes_in(tree: ast.AST) -> Iterator[str]:

@@ -5,7 +5,6 @@ A tensor that differs from its counterpart: where, how, and who holds it on eith
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from ckptool.commands.open import Opened, open_checkpoint
@@ -18,7 +17,6 @@ from ckptool.commands.verify.compare.coverage import (
     Amount,
     Coverage,
     catalog_coverage,
-    counted,
     left_out,
     not_chosen,
     rewritten_coverage,
@@ -37,9 +35,15 @@ from ckptool.commands.verify.compare.names import (
 )
 from ckptool.commands.verify.compare.tensors import Difference, Pair, Tolerance, compare
 from ckptool.commands.verify.compare.values import Unfolded, unfolded
-from ckptool.commands.verify.findings import finding_of
-from ckptool.commands.verify.report import VerifyReport
-from ckptool.commands.verify.verify import Progress, Started, Watched
+from ckptool.commands.verify.findings import (
+    Finding,
+    Findings,
+    VerifyReport,
+    counted,
+    finding_of,
+    ignored_errors,
+)
+from ckptool.commands.verify.verify import Progress, Started, changes
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.plan import ChunkIndex
@@ -106,14 +110,13 @@ def against(
 
 @dataclass(slots=True)
 class _Side:
-    """One of the two: what is ``chosen``, what of that can be read, how, and if it stays so."""
+    """One of the two: what is ``chosen``, what of that can be read, and how."""
 
     where: str
     opened: Opened
     chosen: Catalog
     catalog: Catalog
     reads: CheckedSource
-    watched: Watched
 
 
 class _Comparison:
@@ -123,7 +126,8 @@ class _Comparison:
         self._options = options
         self._tolerance = _tolerance(options.comparison)
         self._path = path
-        self._found: list[Problem] = []
+        self._problems: list[Problem] = []
+        self._side_problems: dict[str, list[Problem]] = {side: [] for side in SIDES}
         self._differing: list[DifferingTensor] = []
         self._pairs: list[Pair] = []
         self._values = 0
@@ -140,11 +144,8 @@ class _Comparison:
         try:
             return open_checkpoint(path, options, whole=False)
         except (Damaged, Hostile) as error:
-            self._note(where, error.problems)
+            self._side_problems[where] += error.problems
             return None
-
-    def _note(self, where: str, problems: Iterable[Problem]) -> None:
-        self._found += [problem.within(where) for problem in problems]
 
     def structure(self) -> None:
         """Compare names, types, shapes and the values besides tensors."""
@@ -159,23 +160,23 @@ class _Comparison:
             raise UsageError("nothing is left to compare")
         selection = self._options.rewrite.selection
         self._theirs = theirs = counterpart(other.catalog, mine, selection)
-        self._found += left_out(made, one.path)
+        self._problems += left_out(made, one.path)
         kept = set(theirs.names.values())
         gone = [entry for name, entry in other.catalog.tensors.items() if name not in kept]
         values = len(other.catalog.objects) - len(theirs.catalog.objects)
         if gone or values:
-            self._found.append(not_chosen(other.path, gone, values))
-        self._found += differing_unread(mine, theirs.catalog, selection)
+            self._problems.append(not_chosen(other.path, gone, values))
+        self._problems += differing_unread(mine, theirs.catalog, selection)
         self._compare_values(unfolded(mine, theirs.catalog), unfolded(theirs.catalog, mine))
-        self._found += differing_companions(one, other, self._options.rewrite.map.assets)
+        self._problems += differing_companions(one, other, self._options.rewrite.map.assets)
         self._sides = [self._side(0, one, mine), self._side(1, other, theirs.catalog)]
         self._pair_up(mine, theirs.catalog)
 
     def _compare_values(self, mine: Unfolded, theirs: Unfolded) -> None:
         """Compare names, and the values besides tensors."""
-        self._found += differing_names(mine.catalog, theirs.catalog)
+        self._problems += differing_names(mine.catalog, theirs.catalog)
         found = list(differing_values(mine.catalog, theirs.catalog))
-        self._found += found
+        self._problems += found
         unread = {problem.tensor for problem in found if problem.code == "value-not-compared"}
         compared = {*common_values(mine.catalog, theirs.catalog)} - unread
         self._values = len(compared)
@@ -186,7 +187,7 @@ class _Comparison:
         try:
             return rewrite(one, applicable(self._options.rewrite, one.catalog, theirs))
         except (Damaged, Hostile) as error:
-            self._note(SIDES[0], error.problems)
+            self._side_problems[SIDES[0]] += error.problems
             return None
 
     def _side(self, number: int, opened: Opened, catalog: Catalog) -> _Side:
@@ -194,12 +195,11 @@ class _Comparison:
             problem = Problem(why, "ranks-disagree", tensor=name)
             if isinstance(why, Problem) and finding_of(why).severity is Severity.ERROR:
                 problem = why
-            self._note(SIDES[number], [problem])
+            self._side_problems[SIDES[number]].append(problem)
         notes = [note for note in catalog.notes if isinstance(note, Problem)]
-        self._note(SIDES[number], [n for n in notes if n.code in ("file-unused", NOT_CARRIED)])
-        watched = Watched(opened.source, [*opened.catalog.files, *opened.catalog.companions])
-        reads = CheckedSource(opened.source)
-        return _Side(SIDES[number], opened, catalog, catalog, reads, watched)
+        remarks = [note for note in notes if note.code in ("file-unused", NOT_CARRIED)]
+        self._side_problems[SIDES[number]] += remarks
+        return _Side(SIDES[number], opened, catalog, catalog, CheckedSource(opened.source))
 
     def _pair_up(self, mine: Catalog, theirs: Catalog) -> None:
         """Find the tensors whose values can be compared."""
@@ -207,7 +207,7 @@ class _Comparison:
         for side in self._sides:
             wanted = {name: side.catalog.tensors[name] for name in alike}
             side.catalog, lost = readable(side.opened, side.catalog.with_tensors(wanted))
-            self._note(side.where, lost.values())
+            self._side_problems[side.where] += lost.values()
         one, other = (side.catalog.tensors for side in self._sides)
         both = [name for name in alike if name in one and name in other]
         self._pairs = [Pair(one[name], other[name], self._options.comparison.cast) for name in both]
@@ -221,7 +221,7 @@ class _Comparison:
         found = differing_type(
             one, other, cast=self._options.comparison.cast, as_numbers=as_numbers
         )
-        self._found += [found] if found is not None else []
+        self._problems += [found] if found is not None else []
         return found is None
 
     def values(self, started: Started) -> None:
@@ -233,7 +233,9 @@ class _Comparison:
         self._compare(workers, progress)
         for side in self._sides:
             self._check(side, workers)
-            self._note(side.where, side.watched.problems())
+            opened = side.opened
+            files = [*opened.catalog.files, *opened.catalog.companions]
+            self._side_problems[side.where] += changes(opened.source, files)
 
     @property
     def _nbytes(self) -> int:
@@ -241,13 +243,15 @@ class _Comparison:
 
     def _compare(self, workers: int, progress: Progress) -> None:
         reads = self._sides[0].reads, self._sides[1].reads
-        found = compare(self._pairs, reads, self._tolerance, workers, progress)
-        for name, error in found.unreadable.items():
-            self._note(name, error.problems)
+        outcome = compare(self._pairs, reads, self._tolerance, workers, progress)
+        for name, (side, error) in outcome.unreadable.items():
+            problems = (p if p.tensor else p.within(name, tensor=name) for p in error.problems)
+            self._side_problems[SIDES[side]] += problems
+        self._pairs = [pair for pair in self._pairs if pair.one.name not in outcome.unreadable]
         self._differing = [
-            described(pair, found.differences[pair.one.name])
+            described(pair, outcome.differences[pair.one.name])
             for pair in self._pairs
-            if pair.one.name in found.differences
+            if pair.one.name in outcome.differences
         ]
 
     def _check(self, side: _Side, workers: int) -> None:
@@ -255,20 +259,19 @@ class _Comparison:
         names = {pair.one.name for pair in self._pairs}
         chosen = [entry for name, entry in side.catalog.tensors.items() if name in names]
         entries = [stored for entry in chosen for stored in stored_tensors(entry)]
+        problems = self._side_problems[side.where]
         try:
-            self._note(side.where, side.reads.problems(entries, workers))
-            self._note(side.where, differing_replicas(entries, side.opened.source))
+            problems += side.reads.problems(entries, workers)
+            problems += differing_replicas(entries, side.opened.source)
         except CkptoolError as error:
-            self._note(side.where, error.problems)
+            problems += error.problems
 
     def report(self) -> AgainstReport:
         """All that was found, and what it comes to."""
         options = self._options
         if self._sides and not self._compared:
-            self._found.append(Problem("no name in common", "nothing-compared"))
-        problems = [*self._found, *(tensor.problem for tensor in self._differing)]
-        ignored = options.verify.ignore
-        findings = tuple(finding_of(one) for one in problems if one.code not in ignored)
+            self._problems.append(Problem("no tensor or value was compared", "nothing-compared"))
+        findings, ignored = self._findings()
         formats = [None if one is None else one.format.name for one in self._opened]
         report = VerifyReport(
             self._path,
@@ -278,14 +281,30 @@ class _Comparison:
             summary="",
             nbytes=self._nbytes,
             tensors=len(self._pairs),
+            ignored=ignored,
         )
-        failures = len(report.fails(options.verify.strict))
+        failures = sum(finding.count for finding in report.fails(options.verify.strict))
         coverage = self._coverage()
         ok = not failures and coverage is not None and self._compared
-        report = replace(report, ok=ok, summary=self._sentence(failures, coverage))
+        report = replace(report, ok=ok, summary=self._summary(failures, coverage, ignored))
         return AgainstReport(
             report, options.other, formats[1], self._values, tuple(self._differing), coverage
         )
+
+    def _findings(self) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
+        """Return what is wrong with either side and between the two; errors that are ignored."""
+        ignore = self._options.verify.ignore
+        catalog = self._sides[0].chosen if self._sides else None
+        differing = [tensor.problem for tensor in self._differing]
+        findings, ignored = Findings(catalog, {}, ignore).of([*self._problems, *differing])
+        for where, opened in zip(SIDES, self._opened, strict=True):
+            sizes = opened.source.files if opened else {}
+            catalog = opened.catalog if opened else None
+            of_side = Findings(catalog, sizes, ignore).of(self._side_problems[where])
+            findings += tuple(finding.within(where) for finding in of_side[0])
+            ignored += tuple(finding.within(where) for finding in of_side[1])
+        order = list(Severity)
+        return tuple(sorted(findings, key=lambda each: order.index(each.severity))), ignored
 
     @property
     def _compared(self) -> bool:
@@ -304,27 +323,34 @@ class _Comparison:
             catalog_coverage(other.catalog, theirs, self._whole_values[1]),
         )
 
-    def _sentence(self, failures: int, coverage: tuple[Coverage, Coverage] | None) -> str:
+    def _summary(
+        self,
+        failures: int,
+        coverage: tuple[Coverage, Coverage] | None,
+        ignored: tuple[Finding, ...],
+    ) -> str:
         if coverage is None:
             return "FAILED: not compared: damaged"
         if failures or not self._compared:
-            return f"DIFFERENT: {counted(failures, 'difference')}"
+            return f"DIFFERENT: {counted(failures, 'difference')}{ignored_errors(ignored)}"
         rests = [
             f"{one.rest} of {path}"
             for one, path in zip(coverage, (self._path, self._options.other), strict=True)
             if one.rest != Amount()
         ]
         but = f"; not compared: {', '.join(rests)}" if rests else ""
-        return f"EQUAL: {self._what()}{but}"
+        return f"EQUAL: {self._what()}{but}{ignored_errors(ignored)}"
 
     def _what(self) -> str:
-        """What was compared, and how."""
+        """Return what is equal, and how it was compared."""
         how = "within the tolerance" if self._tolerance else "bit by bit"
-        compared = sum(pair.one.nbytes for pair in self._pairs)
-        cast = sum(pair.is_cast for pair in self._pairs)
+        different = {tensor.name for tensor in self._differing}
+        equal = [pair for pair in self._pairs if pair.one.name not in different]
+        compared = sum(pair.one.nbytes for pair in equal)
+        cast = sum(pair.is_cast for pair in equal)
         once = f", {cast:,} of them cast to the other's type" if cast else ""
         values = f", {counted(self._values, 'non-tensor value')}" if self._values else ""
-        return f"{counted(len(self._pairs), 'tensor')} ({compared:,} bytes) {how}{once}{values}"
+        return f"{counted(len(equal), 'tensor')} ({compared:,} bytes) {how}{once}{values}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptool.commands.rewrite import RewriteResult
+from ckptool.commands.verify.findings import counted
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.state_category import state_category
 from ckptool.errors import Problem
@@ -48,11 +49,6 @@ class Coverage:
     def rest(self) -> Amount:
         """What was not compared."""
         return self.total - self.compared
-
-
-def counted(count: int, noun: str) -> str:
-    """A number and its noun, such as ``1 tensor``."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def amount(tensors: Iterable[TensorEntry], values: int = 0) -> Amount:

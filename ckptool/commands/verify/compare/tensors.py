@@ -79,10 +79,13 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What comparing found: differences, and what could not be read, by the first one's name."""
+    """What comparing found, by the first one's name.
+
+    ``unreadable`` says of which side, 0 or 1, what could not be read.
+    """
 
     differences: dict[str, Difference]
-    unreadable: dict[str, CkptoolError]
+    unreadable: dict[str, tuple[int, CkptoolError]]
 
 
 def compare(
@@ -114,8 +117,24 @@ def _jobs(pairs: Iterable[Pair]) -> Iterator[Job[Pair, _SideReaders, PairTile]]:
 
 def _read_both(pair: Pair, boxes: Sequence[Box], readers: _SideReaders) -> Iterator[PairTile]:
     for box in boxes:
-        one, other = readers.one.values(pair.one, box), readers.other.values(pair.other, box)
+        one = _read_side(0, readers.one, pair.one, box)
+        other = _read_side(1, readers.other, pair.other, box)
         yield PairTile(box, one, other, box.volume * pair.itemsize)
+
+
+class _Unreadable(Exception):
+    """An error of one of the two sides."""
+
+    def __init__(self, side: int, error: CkptoolError) -> None:
+        super().__init__(str(error))
+        self.side, self.error = side, error
+
+
+def _read_side(side: int, reader: Gatherer, entry: TensorEntry, box: Box) -> Array:
+    try:
+        return reader.values(entry, box)
+    except CkptoolError as error:
+        raise _Unreadable(side, error) from error
 
 
 class _SideReaders(NamedTuple):
@@ -143,7 +162,7 @@ class _Comparison:
 
     def __init__(self, tolerance: Tolerance | None) -> None:
         self.differences: dict[str, Difference] = {}
-        self.unreadable: dict[str, CkptoolError] = {}
+        self.unreadable: dict[str, tuple[int, CkptoolError]] = {}
         self._tolerance = tolerance
         self._lock = threading.Lock()
 
@@ -158,9 +177,9 @@ class _Comparison:
     def _readable(self, pair: Pair, tiles: Iterator[PairTile]) -> Iterator[PairTile]:
         try:
             yield from tiles
-        except CkptoolError as error:
+        except _Unreadable as failure:
             with self._lock:
-                self.unreadable.setdefault(pair.one.name, error)
+                self.unreadable.setdefault(pair.one.name, (failure.side, failure.error))
 
     def _note(self, pair: Pair, box: Box, difference: Difference | None) -> None:
         if difference is None:

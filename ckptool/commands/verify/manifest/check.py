@@ -5,7 +5,7 @@ How a checkpoint differs from what its manifest says.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckptool.commands.open import Opened, open_checkpoint
@@ -16,13 +16,12 @@ from ckptool.commands.verify.codes import CODES, Severity, require_codes
 from ckptool.commands.verify.compare.coverage import (
     Amount,
     amount,
-    counted,
     left_out,
     not_chosen,
     rewritten_coverage,
 )
 from ckptool.commands.verify.compare.names import applicable, counterpart, holds_no_values
-from ckptool.commands.verify.findings import finding_of
+from ckptool.commands.verify.findings import VerifyReport, counted, ignored_errors
 from ckptool.commands.verify.manifest.build import (
     Measured,
     file_sizes,
@@ -32,9 +31,8 @@ from ckptool.commands.verify.manifest.build import (
     write_manifest,
 )
 from ckptool.commands.verify.manifest.schema import Manifest, ValueProof, read_manifest
-from ckptool.commands.verify.report import VerifyReport
 from ckptool.commands.verify.verify import Started, examine
-from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
+from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry, places
 from ckptool.core.dtype import BY_NAME
 from ckptool.errors import Damaged, Hostile, Problem
 from ckptool.storage.url import Location
@@ -69,26 +67,29 @@ def write(path: Location, options: ProvingOptions, started: Started | None = Non
     require_writable(options.manifest, overwrite=options.overwrite)
     # Damage that is ignored would be taken for the truth from then on.
     options = replace(options, verify=replace(options.verify, ignore=_harmless(options.verify)))
-    examined = examine(path, options.verify, started, digest=True)
-    report, opened = examined.report, _opened(path, options)
+    verification = examine(path, options.verify, started, digest=True)
+    report, opened = verification.report(), _opened(path, options)
     if not report.ok or opened is None:
         return _not_written(report, options)
     made = rewrite(opened, options.rewrite)
     files = sorted(file_sizes(opened.catalog)) if options.is_whole else []
-    known = examined.digests if options.is_whole else {}
+    known = verification.digests if options.is_whole else {}
     measured = _measured(opened, made.catalog, files, options, started, known)
-    found = [
-        Problem(f"{name}: {why}", "manifest-incomplete", tensor=name)
-        for name, why in measured.manifest.unproved.items()
+    problems = [
+        *measured.problems,
+        *(
+            Problem(f"{name}: {why}", "manifest-incomplete", tensor=name)
+            for name, why in measured.manifest.unproved.items()
+        ),
+        *left_out(made, opened.path),
     ]
-    found += left_out(made, opened.path)
-    report = _with(report, measured, [*examined.watched.problems(), *found], options.verify)
+    report = verification.report(problems, compared=made.catalog, nbytes=measured.nbytes)
     if not report.ok or made.catalog.tensors.keys() - measured.manifest.tensors.keys():
         return _not_written(report, options)
     write_manifest(measured.manifest, options.manifest, overwrite=options.overwrite)
     written = measured.manifest
     rest = rewritten_coverage(made, written.tensors, len(written.values)).rest
-    summary = f"OK: wrote {options.manifest}: {_told(written)}{_but(rest, path)}"
+    summary = f"OK: wrote {options.manifest}: {_contents(written)}{_but(rest, path)}"
     return replace(report, summary=summary)
 
 
@@ -98,11 +99,10 @@ def prove(path: Location, options: ProvingOptions, started: Started | None = Non
     Raises as verify does, NotFound or Damaged where there is no manifest to prove by.
     """
     manifest = read_manifest(options.manifest)
-    examined = examine(path, options.verify, started)
-    report, opened = examined.report, _opened(path, options)
+    verification, opened = examine(path, options.verify, started), _opened(path, options)
     if opened is None:
         summary = f"FAILED: cannot be read, so not compared with {options.manifest}"
-        return replace(report, ok=False, summary=summary)
+        return replace(verification.report(), ok=False, summary=summary)
     asked = applicable(options.rewrite, opened.catalog, manifest_catalog(manifest))
     made = rewrite(opened, asked)
     chosen = Narrowed(manifest, [], 0)
@@ -111,27 +111,38 @@ def prove(path: Location, options: ProvingOptions, started: Started | None = Non
     recorded = chosen.manifest
     files = recorded_files(recorded, opened.catalog)
     measured = _measured(opened, made.catalog, files, options, started, {})
-    found = [
-        *differences(recorded, measured.manifest, opened.catalog),
+    problems = [
+        *measured.problems,
+        *differences(recorded, measured.manifest, made.catalog, opened.catalog),
         *left_out(made, opened.path),
     ]
     if chosen.tensors or chosen.values:
-        found.append(not_chosen(options.manifest, chosen.tensors, chosen.values))
-    report = _with(report, measured, [*examined.watched.problems(), *found], options.verify)
+        problems.append(not_chosen(options.manifest, chosen.tensors, chosen.values))
     alike = [name for name in recorded.tensors if name in measured.manifest.tensors]
     values = len(recorded.values.keys() & measured.manifest.values.keys())
-    if not alike and (measured.manifest.tensors or not values):
-        nothing = finding_of(Problem("no name in common", "nothing-compared"))
-        report = replace(report, findings=(*report.findings, nothing), ok=False)
+    is_compared = bool(alike) or (bool(values) and not measured.manifest.tensors)
+    if not is_compared:
+        problems.append(Problem("no tensor or value was compared", "nothing-compared"))
+    report = verification.report(problems, compared=made.catalog, nbytes=measured.nbytes)
+    report = replace(report, ok=report.ok and is_compared)
     if not report.ok:
         summary = f"FAILED: does not match {options.manifest}: {_count(report, options)}"
         return replace(report, summary=summary)
     but = _but(rewritten_coverage(made, alike, values).rest, path)
     but += _but(amount(chosen.tensors, chosen.values), options.manifest)
-    found_files = measured.manifest.files
-    same = {name: file for name, file in recorded.files.items() if found_files.get(name) == file}
-    summary = f"OK: matches {options.manifest}: {_told(replace(recorded, files=same))}{but}"
-    return replace(report, summary=summary)
+    same = _contents(_equal_part(recorded, measured.manifest))
+    ignored = ignored_errors(report.ignored)
+    return replace(report, summary=f"OK: matches {options.manifest}: {same}{but}{ignored}")
+
+
+def _equal_part(recorded: Manifest, measured: Manifest) -> Manifest:
+    """Return what a manifest says and the checkpoint is."""
+    return replace(
+        recorded,
+        tensors=dict(recorded.tensors.items() & measured.tensors.items()),
+        values=dict(recorded.values.items() & measured.values.items()),
+        files=dict(recorded.files.items() & measured.files.items()),
+    )
 
 
 def _count(report: VerifyReport, options: ProvingOptions) -> str:
@@ -170,18 +181,6 @@ def _measured(
     return measure(opened, catalog, workers, progress, files=files, known=known)
 
 
-def _with(
-    report: VerifyReport, measured: Measured, found: Iterable[Problem], options: VerifyOptions
-) -> VerifyReport:
-    """The report with what was found while everything was read."""
-    problems = [*measured.problems, *found]
-    more = [finding_of(problem) for problem in problems if problem.code not in options.ignore]
-    findings = (*report.findings, *more)
-    nbytes = report.nbytes + measured.nbytes
-    report = replace(report, findings=findings, depth="full", nbytes=nbytes)
-    return replace(report, ok=not report.fails(options.strict))
-
-
 def _not_written(report: VerifyReport, options: ProvingOptions) -> VerifyReport:
     return replace(
         report,
@@ -190,14 +189,10 @@ def _not_written(report: VerifyReport, options: ProvingOptions) -> VerifyReport:
     )
 
 
-def _told(manifest: Manifest) -> str:
-    counts = (
-        (len(manifest.tensors), "tensor"),
-        (len(manifest.values), "value"),
-        (len(manifest.files), "file"),
-    )
-    told = [f"{count:,} {noun}{'' if count == 1 else 's'}" for count, noun in counts if count]
-    return ", ".join(told)
+def _contents(manifest: Manifest) -> str:
+    """Return such as ``102 tensors, 16 values, 3 files``."""
+    parts = ((manifest.tensors, "tensor"), (manifest.values, "value"), (manifest.files, "file"))
+    return ", ".join(counted(len(entries), noun) for entries, noun in parts if entries)
 
 
 def recorded_files(manifest: Manifest, catalog: Catalog) -> list[str]:
@@ -244,23 +239,26 @@ def manifest_catalog(manifest: Manifest) -> Catalog:
     return Catalog(manifest.format, tensors, values, {}, conflicts=dict(manifest.unproved))
 
 
-def differences(recorded: Manifest, found: Manifest, catalog: Catalog) -> Iterator[Problem]:
-    """One problem for each thing that is not as the manifest says.
+def differences(
+    recorded: Manifest, measured: Manifest, catalog: Catalog, stored: Catalog
+) -> Iterator[Problem]:
+    """Yield a problem for each thing that is not as the manifest says.
 
-    ``found`` has the digests of the files that are here with their recorded sizes.
+    ``measured`` has the digests of the files that are here with their recorded sizes, ``catalog``
+    what was measured, ``stored`` that of the files.
     """
-    yield from _differing_tensors(recorded, found)
-    yield from _differing_values(recorded, found)
-    changed = [name for name, proof in recorded.files.items() if found.files.get(name) != proof]
+    changed = [name for name, proof in recorded.files.items() if measured.files.get(name) != proof]
+    yield from _differing_tensors(recorded, measured, catalog, changed)
+    yield from _differing_values(recorded, measured)
     if recorded.files and not changed:
         return
-    if changed and _is_another_writing(recorded, found, changed, catalog):
-        message = f"{len(recorded.files):,} files in the manifest; the checkpoint has other files"
+    if changed and _is_another_writing(recorded, measured, changed, stored):
+        message = f"the checkpoint has other files than the {len(recorded.files):,} in the manifest"
         yield Problem(message, "manifest-other-files")
     else:
-        yield from (_differing_file(name, recorded, found, catalog) for name in changed)
-    for name in sorted({*recorded.unproved, *found.unproved}):
-        why = recorded.unproved.get(name) or found.unproved[name]
+        yield from (_differing_file(name, recorded, measured, stored) for name in changed)
+    for name in sorted({*recorded.unproved, *measured.unproved}):
+        why = recorded.unproved.get(name) or measured.unproved[name]
         yield Problem(f"{name}: {why}", "manifest-unchecked", tensor=name)
 
 
@@ -280,17 +278,24 @@ def _is_another_writing(
     return len(recorded.files) > 1 or not found.files
 
 
-def _differing_tensors(recorded: Manifest, found: Manifest) -> Iterator[Problem]:
-    yield from _missing(recorded.tensors, found.tensors, "a tensor")
+def _differing_tensors(
+    recorded: Manifest, measured: Manifest, catalog: Catalog, changed: Collection[str]
+) -> Iterator[Problem]:
+    """Yield the tensors that differ, each of a file that ``changed`` and holds some of it."""
+    yield from _missing(recorded.tensors, measured.tensors, "a tensor")
     for name, proof in recorded.tensors.items():
-        other = found.tensors.get(name)
-        if other is None or other == proof:
+        tensor = measured.tensors.get(name)
+        if tensor is None or tensor == proof:
             continue
-        here, said = (f"{one.dtype} {list(one.shape)}" for one in (other, proof))
-        if here == said:
-            here, said = (f"SHA-256 {one.sha256[:16]}..." for one in (other, proof))
-        message = f"{name}: {here}; in the manifest {said}"
-        yield Problem(message, "manifest-differs", tensor=name)
+        file = None
+        here, there = (f"{each.dtype} {list(each.shape)}" for each in (tensor, proof))
+        if here == there:
+            here, there = (f"SHA-256 {each.sha256[:16]}..." for each in (tensor, proof))
+            entry = catalog.tensors.get(name)
+            files = [at.file for at in places(entry)] if entry else []
+            file = next((file for file in files if file in changed), next(iter(files), None))
+        message = f"{name}: {here}; in the manifest {there}"
+        yield Problem(message, "manifest-differs", file=file, tensor=name)
 
 
 def _differing_values(recorded: Manifest, found: Manifest) -> Iterator[Problem]:

@@ -276,6 +276,67 @@ def test_a_cast_copy_is_the_same_once_cast(out: Path) -> None:
     assert not against(out / "m", source, model_only=True, cast=True).verify.ok
 
 
+def widened(tensors: dict[str, torch.Tensor]) -> None:
+    tensors |= {"wide": tensors["wide"].double(), "nan": tensors["nan"].double()}
+
+
+def transposed(tensors: dict[str, torch.Tensor]) -> None:
+    tensors |= {name: tensors[name][None] for name in ("nan", "flag")}
+
+
+def increased(tensors: dict[str, torch.Tensor]) -> None:
+    tensors |= {name: tensors[name] + 1 for name in ("wide", "half", "count")}
+
+
+def dropped(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["wide"], tensors["scalar"]
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "count"),
+    [
+        (widened, "dtype-differs", 2),
+        (increased, "tensor-differs", 3),
+        (dropped, "tensor-missing", 2),
+    ],
+)
+def test_a_cause_is_one_finding_with_all_tensors_that_differ(
+    change: Callable[[dict[str, torch.Tensor]], None],
+    code: str,
+    count: int,
+    saved: Callable[..., tuple[Path, Path]],
+) -> None:
+    report = against(*saved(change)).verify
+    (finding,) = report.findings
+    assert (finding.code, finding.count) == (code, count)
+    assert report.summary == f"DIFFERENT: {count} differences"
+
+
+def test_tensors_of_other_shapes_differ_for_reasons_of_their_own(
+    saved: Callable[..., tuple[Path, Path]],
+) -> None:
+    assert [f.tensor for f in against(*saved(transposed)).verify.findings] == ["nan", "flag"]
+
+
+def test_a_damaged_file_of_one_side_is_one_finding(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("dcp_base")
+    DAMAGE["file_zeroed"].apply(folder)
+    good = case("dcp_base").path
+    for one, other, side in ((folder, good, "A"), (good, folder, "B")):
+        findings = against(one, other).verify.findings
+        (finding,) = [finding for finding in findings if finding.code == "item-mismatch"]
+        assert finding.message.startswith(f"{side}: ")
+        assert finding.count > 1
+
+
+def test_what_is_ignored_is_not_equal_to_anything(saved: Callable[..., tuple[Path, Path]]) -> None:
+    one, other = saved(increased)
+    options = AgainstOptions(other, verify=VerifyOptions(ignore=("tensor-differs",)))
+    summary = run_against(one, options).verify.summary
+    assert summary.startswith(f"EQUAL: {len(state()) - 3} tensors ")
+    assert summary.endswith("; 1 error ignored: tensor-differs (one.safetensors)")
+
+
 @pytest.mark.parametrize(
     ("rtol", "atol", "same"),
     [(0.01, 0, True), (0, 0.02, True), (1e-9, 0, False), (0, 1e-9, False), (1e-9, 1, True)],

@@ -17,17 +17,17 @@ from conftest import GOOD, Case, bits, by_name, case, convert_to, taken
 from hypothesis import given
 from hypothesis import strategies as st
 from recipes.damage import DAMAGE
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ckptool.commands.options.source import RewriteOptions, Selection
 from ckptool.commands.options.target import ReshardOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.verify.compare.values import canonical_text, value_text
+from ckptool.commands.verify.findings import VerifyReport
 from ckptool.commands.verify.manifest import check as proving
 from ckptool.commands.verify.manifest.check import ProvingOptions
 from ckptool.commands.verify.manifest.schema import SCHEMA, read_manifest
-from ckptool.commands.verify.report import VerifyReport
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.errors import Damaged, NotFound, Unrecognised, Unsupported
 
@@ -110,6 +110,22 @@ def test_a_file_that_changes_meanwhile_has_no_manifest(
     report = proving.write(folder, asked, started)
     assert "file-changed" in codes(report)
     assert not manifest.exists()
+
+
+def test_a_changed_file_is_one_finding_with_its_tensors(
+    copy_of: Callable[[str], Path], manifest: Path
+) -> None:
+    folder = copy_of("hf_shards")
+    assert write(folder, manifest).ok
+    path = min(folder.glob("model-*.safetensors"))
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    tensors = load_file(path).keys()
+    path.write_bytes(data[:start] + bytes(byte ^ 1 for byte in data[start:]))
+    report = prove(folder, manifest)
+    (finding,) = report.findings
+    assert (finding.code, finding.file, finding.tensor) == ("manifest-differs", path.name, None)
+    assert {part.tensor for part in finding.affected} == tensors
 
 
 @pytest.mark.parametrize("target", ["safetensors", "torch-save", "dcp", "dcp-safetensors"])
