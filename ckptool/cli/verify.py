@@ -153,7 +153,7 @@ class _Output(NamedTuple):
     def show(self, answer: _Answer, *, strict: bool) -> None:
         """Write a report: as a file for CI, as annotations on GitHub, as JSON or in words."""
         from ckptool.render.messages import print_json
-        from ckptool.render.verify.report import show_annotations, write_junit
+        from ckptool.render.verify import show_annotations, write_junit
 
         if self.junit is not None:
             write_junit(answer.report, self.junit, strict=strict)
@@ -167,7 +167,7 @@ class _Output(NamedTuple):
     def show_codes(self) -> None:
         """Print what the finding codes mean."""
         from ckptool.render.messages import print_json
-        from ckptool.render.verify.report import codes_json, show_codes
+        from ckptool.render.verify import codes_json, show_codes
 
         if self.as_json:
             print_json(codes_json())
@@ -187,7 +187,7 @@ def _check(
     A manifest needs every byte in any case, so that nothing is left for verify to read.
     """
     from ckptool.commands.verify.verify import verify as run_verify
-    from ckptool.render.verify.report import show_verify, verify_json
+    from ckptool.render.verify import show_verify, verify_json
 
     if manifest.write_manifest is not None:
         from ckptool.commands.verify.manifest.check import ProvingOptions, write
@@ -215,7 +215,7 @@ def _compare(
     started: Started,
 ) -> _Answer:
     from ckptool.commands.verify.compare.against import AgainstOptions, against
-    from ckptool.render.verify.against import against_json, show_against
+    from ckptool.render.verify import against_json, show_against
 
     report = against(source, AgainstOptions(other, rewrite, comparison, options), started)
     return _Answer(report.verify, lambda: show_against(report), lambda: against_json(report))
@@ -230,7 +230,7 @@ def _verify_steps(
     """
     from ckptool.commands.verify.run_folder import verify_run
     from ckptool.render.messages import print_json
-    from ckptool.render.verify.run_folder import run_json, show_latest_good, show_steps
+    from ckptool.render.verify import run_json, show_latest_good, show_steps
 
     report = verify_run(run, options, every=every)
     if output.as_json:
@@ -253,7 +253,7 @@ def _salvage(
     """Write what is intact, show what is lost, and exit 0 where nothing is."""
     from ckptool.commands.verify.salvage.salvage import plan_salvage, salvage_content
     from ckptool.render.messages import print_json, progress
-    from ckptool.render.verify.salvage import show_salvage
+    from ckptool.render.verify import show_salvage
 
     planned = plan_salvage(source, target, salvage_options(options, overwrite=overwrite))
     with progress(planned.nbytes, quiet=output.quiet) as advance:

@@ -30,7 +30,7 @@ from ckptool.commands.verify.verify import verify
 from ckptool.engine.options import RunOptions
 from ckptool.errors import CkptoolError, TransferError
 from ckptool.render.inspect.report import inspect_json
-from ckptool.render.verify.report import verify_json
+from ckptool.render.verify import verify_json
 
 MEMORY = 1 << 30
 """Bytes by which the address space may grow."""

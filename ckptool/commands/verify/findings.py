@@ -32,6 +32,8 @@ _ALIKE = frozenset([*_ONE_SIDED, *_OF_BOTH, *(f"manifest-{word}" for word in _BY
 _LOSSES = frozenset([*_ABSENT, "file-unreadable", "metadata-unreadable", "zip-structure"])
 """What can be the reason that nothing of a file could be placed."""
 _MOST_NAMED = 3
+SIDES = ("A", "B")
+"""How findings and reports call the two of a comparison."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -614,7 +614,7 @@ def test_junit(flipped: Path, tmp_path: Path) -> None:
 
 
 def test_junit_of_names_that_no_xml_can_hold(tmp_path: Path) -> None:
-    from ckptool.render.verify.report import write_junit
+    from ckptool.render.verify import write_junit
 
     finding = Finding("not-finite", Severity.WARNING, "a\x00\x1b[31m<&>\ud800", "f", "t")
     report = VerifyReport(tmp_path, "dcp", (finding,), True, "OK")
@@ -633,7 +633,7 @@ def test_annotations(flipped: Path) -> None:
 
 
 def test_annotations_cannot_be_forged(tmp_path: Path) -> None:
-    from ckptool.render.verify.report import _annotation
+    from ckptool.render.verify import _annotation
 
     finding = Finding("not-finite", Severity.ERROR, "a\n::error::b 100%", "x,y:z\n", "t")
     line = _annotation(SimpleNamespace(path=tmp_path), finding)

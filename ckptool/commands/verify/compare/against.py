@@ -36,6 +36,7 @@ from ckptool.commands.verify.compare.names import (
 from ckptool.commands.verify.compare.tensors import Difference, Pair, Tolerance, compare
 from ckptool.commands.verify.compare.values import Unfolded, unfolded
 from ckptool.commands.verify.findings import (
+    SIDES,
     Finding,
     Findings,
     VerifyReport,
@@ -52,8 +53,6 @@ from ckptool.engine.read.tensors import CheckedSource
 from ckptool.errors import CkptoolError, Damaged, Hostile, Problem, UsageError
 from ckptool.formats.writing import NOT_CARRIED
 from ckptool.storage.url import Location
-
-SIDES = ("A", "B")
 
 
 @dataclass(frozen=True, slots=True)

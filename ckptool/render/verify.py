@@ -1,0 +1,343 @@
+"""Show what verify found: on the screen, as JSON, as JUnit, as annotations of GitHub."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+
+from rich.console import Console
+from rich.text import Text
+
+from ckptool.commands.document import document, plain
+from ckptool.commands.verify.codes import CODES, Severity
+from ckptool.commands.verify.findings import SIDES, Finding, VerifyReport
+from ckptool.errors import TransferError
+from ckptool.render.text import columns, console, emit, escaped, plural, size, visible
+
+if TYPE_CHECKING:
+    from ckptool.commands.verify.compare.against import AgainstReport, DifferingTensor
+    from ckptool.commands.verify.compare.coverage import Coverage
+    from ckptool.commands.verify.run_folder import RunReport, StepReport
+    from ckptool.commands.verify.salvage.salvage import SalvageReport
+
+_COLOURS = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.INFO: "cyan"}
+_LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "notice"}
+_MOST_FINDINGS = 8
+_MOST_LINES = 12
+
+
+def show_verify(report: VerifyReport) -> None:
+    """Show what was read, each kind of finding with its hint, then the summary."""
+    screen = console()
+    _print(screen, f"[bold]{escaped(str(report.path))}[/]  {report.format}")
+    read = f", {size(report.nbytes)} read" if report.depth != "quick" else ""
+    tensors = f"{plural(report.tensors, 'tensor')} in " if report.tensors else ""
+    _print(screen, f"  [dim]{tensors}{plural(report.files, 'file')}{read}[/]")
+    _show_findings(report.findings, screen)
+    _show_summary(report, screen)
+
+
+def _show_findings(findings: Iterable[Finding], screen: Console) -> None:
+    """Show each kind of finding with its hint, the gravest first."""
+    order = list(Severity)
+    by_code = sorted(findings, key=lambda each: (order.index(each.severity), each.code))
+    for code, group in groupby(by_code, key=lambda finding: finding.code):
+        alike = list(group)
+        severity, hint = alike[0].severity, alike[0].hint
+        meaning = f"[dim]{escaped(CODES[code].meaning)}[/]"
+        _print(screen, f"\n[{_COLOURS[severity]}]{severity.value}[/] [bold]{code}[/]  {meaning}")
+        _print_some(screen, [finding.message for finding in alike], _MOST_FINDINGS)
+        if hint:
+            _print(screen, f"  [cyan]hint:[/] {escaped(hint)}")
+
+
+def _show_summary(report: VerifyReport, screen: Console) -> None:
+    colour = "bold green" if report.ok else "bold red"
+    answer, mark, rest = report.summary.partition(":")
+    _print(screen, f"\n[{colour}]{escaped(answer)}[/]{mark}{escaped(rest)}")
+
+
+def _print(screen: Console, text: str, end: str = "\n") -> None:
+    screen.print(text, highlight=False, soft_wrap=True, end=end)
+
+
+def _print_some(screen: Console, lines: Sequence[str], most: int = _MOST_LINES) -> None:
+    for line in lines[:most]:
+        _print(screen, f"  {escaped(line)}")
+    _print_more(screen, len(lines) - most)
+
+
+def _print_more(screen: Console, count: int) -> None:
+    if count > 0:
+        _print(screen, f"  [dim]and {count:,} more; --json lists all[/]")
+
+
+def verify_json(report: VerifyReport) -> dict[str, Any]:
+    """Return the report as one JSON object, schema ``ckptool.verify/2``."""
+    return document("verify", report)
+
+
+def show_against(report: AgainstReport) -> None:
+    """Show what differs in structure, then the tensors whose values differ, then the summary."""
+    screen = console()
+    _show_sides(report, screen)
+    _show_findings([f for f in report.verify.findings if f.code != "tensor-differs"], screen)
+    _show_differing(report.differing, screen)
+    _show_summary(report.verify, screen)
+
+
+def _show_sides(report: AgainstReport, screen: Console) -> None:
+    """Show the two that are compared, and how much of them."""
+    paths = report.verify.path, report.other
+    formats = report.verify.format, report.other_format
+    coverages = report.coverage or (None, None)
+    rows = [
+        [
+            Text(side, "dim"),
+            Text(visible(str(path)), "bold"),
+            Text(name or "cannot be read"),
+            Text(_coverage_text(coverage), "dim"),
+        ]
+        for side, path, name, coverage in zip(SIDES, paths, formats, coverages, strict=True)
+    ]
+    emit(screen, columns(screen, rows, "llll"))
+
+
+def _coverage_text(coverage: Coverage | None) -> str:
+    """Return such as ``34 of 136 tensors, 8.13 MiB of 24.4 MiB, 0 of 16 values compared``."""
+    if coverage is None:
+        return ""
+    part, total = coverage.compared, coverage.total
+    tensors = f"{part.tensors:,} of {plural(total.tensors, 'tensor')}"
+    nbytes = f"{size(part.nbytes)} of {size(total.nbytes)}"
+    values = f", {part.values:,} of {plural(total.values, 'value')}" if total.values else ""
+    return f"{tensors}, {nbytes}{values} compared"
+
+
+def _show_differing(tensors: tuple[DifferingTensor, ...], screen: Console) -> None:
+    """Show a line a tensor, then what either side has at the first differing element, and where."""
+    if not tensors:
+        return
+    heads = [Text(head, "dim") for head in ("tensor", "differ", "of", "largest", "first at")]
+    shown = tensors[:_MOST_LINES]
+    head, *lines = columns(screen, [heads, *map(_tensor_row, shown)], "lrrrl", cuts=0)
+    emit(screen, [Text(), head])
+    for tensor, line in zip(shown, lines, strict=True):
+        emit(screen, [line, *columns(screen, _element_rows(tensor), "lll")])
+    _print_more(screen, len(tensors) - _MOST_LINES)
+
+
+def _tensor_row(tensor: DifferingTensor) -> list[Text]:
+    difference = tensor.difference
+    return [
+        Text(visible(tensor.name), "bold"),
+        Text(f"{difference.elements:,}", "red"),
+        Text(f"{tensor.elements:,}"),
+        Text("" if difference.largest is None else f"{difference.largest:.3g}"),
+        Text(str(list(difference.first))),
+    ]
+
+
+def _element_rows(tensor: DifferingTensor) -> list[list[Text]]:
+    sides = zip(SIDES, tensor.difference.values, tensor.holders, strict=True)
+    return [
+        [Text(f"  {side}", "dim"), Text(value), Text(visible(str(holder)), "dim")]
+        for side, value, holder in sides
+    ]
+
+
+def against_json(report: AgainstReport) -> dict[str, Any]:
+    """Return the report as ``ckptool.verify/2``, with what was compared under ``against``.
+
+    What is of either side is under ``a`` and ``b``.
+    """
+    compared = plain(report) | {"tensors_compared": report.verify.tensors}
+    compared["coverage"] = report.coverage and _by_side(report.coverage)
+    compared["differing"] = [_tensor_json(tensor) for tensor in report.differing]
+    return document("verify", report.verify, against=compared)
+
+
+def _tensor_json(tensor: DifferingTensor) -> dict[str, Any]:
+    difference = tensor.difference
+    sides = zip(difference.values, tensor.holders, strict=True)
+    return {
+        "tensor": tensor.name,
+        "shape": tensor.shape,
+        "elements": tensor.elements,
+        "differing": difference.elements,
+        "first": difference.first,
+        "largest": difference.largest,
+    } | _by_side([{"value": value} | plain(holder) for value, holder in sides])
+
+
+def _by_side(sides: Sequence[object]) -> dict[str, Any]:
+    return dict(zip(map(str.lower, SIDES), map(plain, sides), strict=True))
+
+
+def show_latest_good(report: RunReport, *, quiet: bool) -> None:
+    """Print the path alone on stdout, and on stderr why newer steps were skipped."""
+    latest = report.latest_good
+    if not quiet:
+        screen = console(stderr=True)
+        for step in report.verified:
+            if not step.ok:
+                path, reasons = escaped(str(step.path)), escaped("; ".join(step.reasons))
+                _print(screen, f"[yellow]skipped[/] {path}: {reasons}")
+        if latest is None:
+            run = f"{escaped(str(report.path))} ({plural(report.steps, 'step')})"
+            _print(screen, f"[bold red]no good checkpoint[/] in {run}")
+    if latest is not None:
+        sys.stdout.buffer.write(os.fsencode(str(latest.path)) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def show_steps(report: RunReport) -> None:
+    """Show a table of the steps, the newest first, then what to resume from."""
+    screen = console()
+    heads = [Text(head, "dim") for head in ("step", "checkpoint", "format", "", "why")]
+    rows = [heads, *(_step_row(step, report) for step in report.verified)]
+    emit(screen, columns(screen, rows, "rllll"))
+    latest, good = report.latest_good, sum(step.ok for step in report.verified)
+    if latest is None:
+        _print(screen, f"\n[bold red]FAILED[/]: no good step of {report.steps:,}")
+        return
+    counts = f"[bold green]{good:,} of {report.steps:,} steps OK[/]"
+    _print(screen, f"\n{counts}; latest good: {escaped(str(latest.path))}")
+
+
+def _step_row(step: StepReport, report: RunReport) -> list[Text]:
+    name = str(step.path).removeprefix(f"{report.path}/")
+    formats = dict.fromkeys(part.format or "?" for part in step.reports)
+    is_latest = step is report.latest_good
+    return [
+        Text("" if step.number is None else str(step.number)),
+        Text(visible(name), "bold" if is_latest else ""),
+        Text(" + ".join(formats)),
+        Text("OK", "bold green" if is_latest else "green") if step.ok else Text("FAILED", "red"),
+        Text(visible("; ".join(step.reasons))),
+    ]
+
+
+def run_json(report: RunReport) -> dict[str, Any]:
+    """Return the report as ``ckptool.verify-run/2``; ``latest_good`` is the path of that step."""
+    latest = report.latest_good
+    return document("verify-run", report, latest_good=latest and latest.path)
+
+
+def show_salvage(report: SalvageReport) -> None:
+    """Show what is wrong, what is lost and why, what cannot be known, then what was written."""
+    screen = console()
+    _print(screen, f"[bold]{escaped(report.path)}[/]  {report.format}")
+    _show_lines(screen, "problems", report.problems)
+    _show_lost(screen, report)
+    _show_lines(screen, "unknown", report.unknown)
+    _show_lines(screen, "notes", report.notes)
+    if report.unproved:
+        tensors = plural(report.unproved, "tensor")
+        why = "complete, but changed values cannot be detected"
+        _show_lines(screen, "no checksum", [f"{tensors}: {why}"])
+    _show_end(screen, report)
+
+
+def _show_lines(screen: Console, head: str, lines: Sequence[str]) -> None:
+    if lines:
+        _print(screen, f"\n[bold yellow]{head}[/]")
+        _print_some(screen, [line.partition("\n")[0] for line in lines])
+
+
+def _show_lost(screen: Console, report: SalvageReport) -> None:
+    if not report.lost:
+        return
+    _print(screen, "\n[bold red]lost[/]")
+    rows = [
+        [Text(visible(name), "bold"), Text(visible(_without_name(name, why)))]
+        for name, why in list(report.lost.items())[:_MOST_LINES]
+    ]
+    emit(screen, columns(screen, rows, "ll", cuts=1))
+    _print_more(screen, len(report.lost) - _MOST_LINES)
+
+
+def _without_name(name: str, why: str) -> str:
+    return why.partition("\n")[0].removeprefix(f"{name}: ").removeprefix(f"{name} ")
+
+
+def _show_end(screen: Console, report: SalvageReport) -> None:
+    counts = f"{plural(report.tensors, 'tensor')}, {plural(report.values, 'value')}"
+    if report.complete:
+        head = "[bold green]nothing lost[/]"
+    elif report.lost:
+        head = f"[bold red]{len(report.lost):,} lost[/]"
+    else:
+        head = "[bold yellow]all known names recovered[/]"
+    target = f"[bold]{escaped(report.target)}[/] ({report.target_format})"
+    _print(screen, f"\n{head}; wrote {target}: {counts}, {size(report.nbytes)}")
+    _print(screen, f"full list: {escaped(report.listing)}")
+
+
+def write_junit(report: VerifyReport, target: Path, *, strict: bool) -> None:
+    """Write a test case a code, failed where it was found. Raises TransferError."""
+    by_code: dict[str, list[Finding]] = {code: [] for code in CODES}
+    for finding in report.findings:
+        by_code[finding.code].append(finding)
+    failed = {finding.code for finding in report.fails(strict)}
+    suite = ElementTree.Element(
+        "testsuite", name="ckptool verify", tests=str(len(by_code)), failures=str(len(failed))
+    )
+    for code, findings in by_code.items():
+        case = ElementTree.SubElement(suite, "testcase", classname="ckptool.verify", name=code)
+        text = "\n".join(visible(finding.message) for finding in findings)
+        if code in failed:
+            failure = ElementTree.SubElement(case, "failure", message=CODES[code].meaning)
+            failure.text = text
+        elif findings:
+            ElementTree.SubElement(case, "system-out").text = text
+    try:
+        ElementTree.ElementTree(suite).write(target, encoding="utf-8", xml_declaration=True)
+    except OSError as error:
+        raise TransferError(f"{target}: cannot be written: {error.strerror}") from None
+
+
+def show_annotations(report: VerifyReport, *, stderr: bool) -> None:
+    """Print GitHub workflow commands, one a finding above information; see its documentation."""
+    screen = console(stderr=stderr)
+    for finding in report.findings:
+        if finding.severity is not Severity.INFO:
+            screen.print(_annotation(report, finding), markup=False, soft_wrap=True)
+
+
+def _annotation(report: VerifyReport, finding: Finding) -> str:
+    path = report.path
+    folder = path if path.is_dir() else path.parent
+    file = folder / finding.file if finding.file else path
+    fields = {"file": str(file), "title": f"ckptool {finding.code}"}
+    named = ",".join(f"{key}={_property(value)}" for key, value in fields.items())
+    return f"::{_LEVELS[finding.severity]} {named}::{_data(visible(finding.message))}"
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(visible(text)).replace(":", "%3A").replace(",", "%2C")
+
+
+def show_codes() -> None:
+    """Show every code with its severity and meaning, a line each."""
+    screen = console()
+    width = max(map(len, CODES))
+    for name, code in CODES.items():
+        line = f"{name:<{width}}  {code.severity.value:<7}  {code.meaning}"
+        screen.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def codes_json() -> dict[str, Any]:
+    """Return the codes as ``ckptool.codes/2``."""
+    return document(
+        "codes", codes=[{"code": name} | code._asdict() for name, code in CODES.items()]
+    )
