@@ -20,8 +20,9 @@ from ckptool.errors import TransferError
 from ckptool.render.text import columns, console, emit, escaped, plural, size, visible
 
 if TYPE_CHECKING:
-    from ckptool.commands.verify.compare.against import AgainstReport, DifferingTensor
+    from ckptool.commands.verify.compare.against import AgainstReport
     from ckptool.commands.verify.compare.coverage import Coverage
+    from ckptool.commands.verify.compare.tensors import DifferingTensor
     from ckptool.commands.verify.run_folder import RunReport, StepReport
     from ckptool.commands.verify.salvage.salvage import SalvageReport
 

@@ -171,7 +171,7 @@ class Findings:
 
     def of(
         self, problems: Iterable[Problem], pickle_problems: Collection[Problem] = ()
-    ) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
+    ) -> tuple[list[Finding], list[Finding]]:
         """Return one finding for each cause, and the errors among those that are ignored.
 
         The gravest come first, causes before their effects. ``pickle_problems`` say best where a
@@ -184,14 +184,12 @@ class Findings:
         shown = [problem for problem in unique.values() if problem.code not in self.ignore]
         rest = [problem for problem in unique.values() if problem.code in self.ignore]
         ignored = [f for f in self._joined(rest) if f.severity is Severity.ERROR]
-        return self._joined(shown), tuple(ignored)
+        return self._joined(shown), ignored
 
-    def _joined(self, problems: list[Problem]) -> tuple[Finding, ...]:
+    def _joined(self, problems: list[Problem]) -> list[Finding]:
         findings = [self._finding(group) for group in _by_cause(problems, self.catalog)]
         order = list(Severity)
-        return tuple(
-            sorted(findings, key=lambda each: (order.index(each.severity), bool(each.tensor)))
-        )
+        return sorted(findings, key=lambda each: (order.index(each.severity), bool(each.tensor)))
 
     def _finding(self, group: Sequence[Problem]) -> Finding:
         cause = group[0]

@@ -16,14 +16,19 @@ from ckptool.commands.open import Survey, survey
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.checks.consistency import (
     catalog_problems,
+    config_file_problems,
     integrity_problems,
     replica_problems,
     unnamed_latest,
+)
+from ckptool.commands.verify.checks.content import (
+    Views,
+    attach,
+    located,
+    scattered_not_finite,
     unwritten_ends,
 )
-from ckptool.commands.verify.checks.content import Views, attach, located, scattered_not_finite
 from ckptool.commands.verify.checks.files import FileCheck, name_problems, newer_than_metadata
-from ckptool.commands.verify.checks.model_folder import folder_problems
 from ckptool.commands.verify.checks.pickles import odd_values
 from ckptool.commands.verify.checks.training import optimizer_problems, step_problems
 from ckptool.commands.verify.codes import CODES, Severity, require_codes
@@ -97,7 +102,7 @@ class Verification:
             if row.checks is not None:
                 self._problems += row.checks(source, catalog)
             self._problems += optimizer_problems(catalog)
-            self._problems += folder_problems(source, row, catalog)
+            self._problems += config_file_problems(source, row, catalog)
             self._problems += odd_values(catalog.objects.values())
 
     def check_content(self, started: Started, *, digest: bool) -> None:
@@ -194,14 +199,14 @@ class Verification:
         report = VerifyReport(
             self._survey.path,
             self._survey.format.name,
-            findings,
+            tuple(findings),
             ok=True,
             summary="",
             depth=options.depth if compared is None else "full",
             nbytes=self._nbytes + nbytes,
             files=len(catalog.files) if catalog else len(source.files),
             tensors=len(catalog.tensors) if catalog else 0,
-            ignored=ignored,
+            ignored=tuple(ignored),
         )
         report = replace(report, ok=not report.fails(options.strict))
         return replace(report, summary=summarize(report, options.sample, options.seed))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckptool.core.box import Box
@@ -178,3 +178,39 @@ def scattered_not_finite(views: Views, source: Files) -> tuple[set[str], list[Pr
     if jobs:
         read_tiles(TensorSource(source), jobs, look, 1)
     return names, problems
+
+
+_PAGE = 4096
+"""Bytes; what a file system has not written begins at a multiple of it."""
+
+
+def unwritten_ends(
+    spans: Iterable[Span], written: Mapping[str, int], sizes: Mapping[str, int]
+) -> Iterator[Problem]:
+    """Yield a problem for each file that ends in zeros from a page boundary inside a tensor on.
+
+    ``written`` says where the last byte ends that is not zero, of files without checksums. Zeros
+    that begin with a tensor, or a row of one, are values like any other.
+    """
+    last = {span.file: span for span in sorted(spans, key=lambda span: span.end)}
+    by_file: dict[str, list[Span]] = {file: [] for file in written}
+    for span in spans:
+        by_file.get(span.file, []).append(span)
+    for file, end in written.items():
+        start = -(-end // _PAGE) * _PAGE
+        if sizes[file] - start < _PAGE or last[file].end != sizes[file]:
+            continue
+        view = next((v for span in by_file[file] for v in _cut(span, start, end)), None)
+        if view is not None:
+            message = f"{file}: {sizes[file] - start:,} zeros from byte {start:,} to the end,"
+            message += f" beginning at a page boundary inside {view.tensor}"
+            yield Problem(message, "zeros-at-end", file=file)
+
+
+def _cut(span: Span, start: int, end: int) -> Iterator[View]:
+    """Yield the views of a span that ``start`` cuts inside of a row, just behind a value."""
+    for view in span.views:
+        before = start - span.offset - view.start
+        inside = 0 < before < view.nbytes and (not view.row or before % view.row)
+        if inside and start - end < view.dtype.itemsize:
+            yield view

@@ -1,10 +1,8 @@
-"""Whether one checkpoint holds the same as another: names, types, shapes, then every value.
-
-A tensor that differs from its counterpart: where, how, and who holds it on either side.
-"""
+"""Whether one checkpoint holds the same as another: names, types, shapes, then every value."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from ckptool.commands.open import Opened, open_checkpoint
@@ -12,13 +10,12 @@ from ckptool.commands.options.source import ReadOptions, RewriteOptions
 from ckptool.commands.options.verify import CompareOptions, VerifyOptions
 from ckptool.commands.rewrite import RewriteResult, rewrite
 from ckptool.commands.verify.codes import Severity, require_codes
-from ckptool.commands.verify.compare.companions import differing_companions
 from ckptool.commands.verify.compare.coverage import (
     Amount,
     Coverage,
     catalog_coverage,
-    left_out,
-    not_chosen,
+    excluded,
+    excluded_by_rewrite,
     rewritten_coverage,
 )
 from ckptool.commands.verify.compare.names import (
@@ -26,6 +23,7 @@ from ckptool.commands.verify.compare.names import (
     applicable,
     common_values,
     counterpart,
+    differing_companions,
     differing_names,
     differing_type,
     differing_unread,
@@ -33,7 +31,13 @@ from ckptool.commands.verify.compare.names import (
     readable,
     stored_tensors,
 )
-from ckptool.commands.verify.compare.tensors import Difference, Pair, Tolerance, compare
+from ckptool.commands.verify.compare.tensors import (
+    DifferingTensor,
+    Pair,
+    Tolerance,
+    compare,
+    differing_tensor,
+)
 from ckptool.commands.verify.compare.values import Unfolded, unfolded
 from ckptool.commands.verify.findings import (
     SIDES,
@@ -44,10 +48,8 @@ from ckptool.commands.verify.findings import (
     finding_of,
     ignored_errors,
 )
-from ckptool.commands.verify.verify import Progress, Started, changes
-from ckptool.core.box import Box
+from ckptool.commands.verify.verify import Started, changes
 from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.plan import ChunkIndex
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.read.tensors import CheckedSource
 from ckptool.errors import CkptoolError, Damaged, Hostile, Problem, UsageError
@@ -69,6 +71,12 @@ class AgainstOptions:
     comparison: CompareOptions = field(default_factory=CompareOptions)
     verify: VerifyOptions = field(default_factory=VerifyOptions)
 
+    @property
+    def tolerance(self) -> Tolerance | None:
+        """Return how far values may differ, None where bits are compared."""
+        rtol, atol = self.comparison.rtol, self.comparison.atol
+        return None if rtol is None and atol is None else Tolerance(rtol or 0, atol or 0)
+
 
 @dataclass(frozen=True, slots=True)
 class AgainstReport:
@@ -85,13 +93,6 @@ class AgainstReport:
     coverage: tuple[Coverage, Coverage] | None
 
 
-def _tolerance(options: CompareOptions) -> Tolerance | None:
-    """Return how far values may differ, None where bits are compared."""
-    if options.rtol is None and options.atol is None:
-        return None
-    return Tolerance(options.rtol or 0, options.atol or 0)
-
-
 def against(
     path: Location, options: AgainstOptions, started: Started | None = None
 ) -> AgainstReport:
@@ -102,218 +103,199 @@ def against(
     """
     require_codes(options.verify.ignore)
     comparison = _Comparison(path, options)
-    comparison.structure()
-    comparison.values(started or (lambda total: lambda nbytes: None))
+    comparison.compare_structure()
+    comparison.compare_tensors(started or (lambda total: lambda nbytes: None))
     return comparison.report()
 
 
-@dataclass(slots=True)
 class _Side:
-    """One of the two: what is ``chosen``, what of that can be read, and how."""
+    """One of the two: ``opened`` unless it is damaged, ``catalog`` is what of it is compared."""
 
-    where: str
-    opened: Opened
-    chosen: Catalog
-    catalog: Catalog
-    reads: CheckedSource
+    def __init__(self, name: str, path: Location, options: ReadOptions) -> None:
+        self.name, self.path = name, path
+        self.problems: list[Problem] = []
+        self.opened: Opened | None = None
+        self.catalog: Catalog | None = None
+        try:
+            self.opened = open_checkpoint(path, options, whole=False)
+        except (Damaged, Hostile) as error:
+            self.problems += error.problems
+
+    def select(self, catalog: Catalog) -> None:
+        """Set what is compared, and note what of it is contradictory, unused or not written."""
+        self.catalog = catalog
+        for name, why in catalog.conflicts.items():
+            problem = Problem(why, "ranks-disagree", tensor=name)
+            if isinstance(why, Problem) and finding_of(why).severity is Severity.ERROR:
+                problem = why
+            self.problems.append(problem)
+        notes = [note for note in catalog.notes if isinstance(note, Problem)]
+        self.problems += [note for note in notes if note.code in ("file-unused", NOT_CARRIED)]
+
+    def readable(self, names: list[str]) -> dict[str, TensorEntry]:
+        """Return the tensors of these names with their containers opened, if they can be."""
+        if self.opened is None or self.catalog is None:
+            return {}
+        chosen = {name: self.catalog.tensors[name] for name in names}
+        catalog, lost = readable(self.opened, self.catalog.with_tensors(chosen))
+        self.problems += lost.values()
+        return catalog.tensors
+
+    def findings(self, ignore: tuple[str, ...]) -> tuple[list[Finding], list[Finding]]:
+        """Return the findings of this side, and its errors that are ignored."""
+        catalog = self.opened.catalog if self.opened else None
+        sizes = self.opened.source.files if self.opened else {}
+        shown, ignored = Findings(catalog, sizes, ignore).of(self.problems)
+        return [f.within(self.name) for f in shown], [f.within(self.name) for f in ignored]
 
 
 class _Comparison:
     """Two checkpoints, and what was found of them so far."""
 
     def __init__(self, path: Location, options: AgainstOptions) -> None:
+        read, other_format = options.verify.read, options.comparison.other_format
+        other = ReadOptions(other_format, per_rank=read.per_rank)
         self._options = options
-        self._tolerance = _tolerance(options.comparison)
-        self._path = path
+        self._sides = (_Side(SIDES[0], path, read), _Side(SIDES[1], options.other, other))
         self._problems: list[Problem] = []
-        self._side_problems: dict[str, list[Problem]] = {side: [] for side in SIDES}
         self._differing: list[DifferingTensor] = []
         self._pairs: list[Pair] = []
         self._values = 0
         self._whole_values = 0, 0
         self._made: RewriteResult | None = None
         self._theirs: Counterpart | None = None
-        here = options.verify.read
-        reads = (here, ReadOptions(options.comparison.other_format, per_rank=here.per_rank))
-        paths = (path, options.other)
-        self._opened = [self._open(*one) for one in zip(paths, reads, SIDES, strict=True)]
-        self._sides: list[_Side] = []
 
-    def _open(self, path: Location, options: ReadOptions, where: str) -> Opened | None:
-        try:
-            return open_checkpoint(path, options, whole=False)
-        except (Damaged, Hostile) as error:
-            self._side_problems[where] += error.problems
-            return None
-
-    def structure(self) -> None:
+    def compare_structure(self) -> None:
         """Compare names, types, shapes and the values besides tensors."""
-        one, other = self._opened
+        one, other = (side.opened for side in self._sides)
         if one is None or other is None:
             return
-        self._made = made = self._rewritten(one, other.catalog)
-        if made is None:
+        try:
+            made = rewrite(one, applicable(self._options.rewrite, one.catalog, other.catalog))
+        except (Damaged, Hostile) as error:
+            self._sides[0].problems += error.problems
             return
-        mine = made.catalog
+        mine, selection = made.catalog, self._options.rewrite.selection
         if not mine.tensors and not mine.objects and not mine.conflicts:
             raise UsageError("nothing is left to compare")
-        selection = self._options.rewrite.selection
-        self._theirs = theirs = counterpart(other.catalog, mine, selection)
-        self._problems += left_out(made, one.path)
-        kept = set(theirs.names.values())
-        gone = [entry for name, entry in other.catalog.tensors.items() if name not in kept]
-        values = len(other.catalog.objects) - len(theirs.catalog.objects)
-        if gone or values:
-            self._problems.append(not_chosen(other.path, gone, values))
-        self._problems += differing_unread(mine, theirs.catalog, selection)
-        self._compare_values(unfolded(mine, theirs.catalog), unfolded(theirs.catalog, mine))
+        counter = counterpart(other.catalog, mine, selection)
+        theirs = counter.catalog
+        self._made, self._theirs = made, counter
+        self._problems += excluded_by_rewrite(made, one.path)
+        self._problems += excluded(other.path, counter.excluded, counter.excluded_values)
+        self._problems += differing_unread(mine, theirs, selection)
+        self._compare_values(unfolded(mine, theirs), unfolded(theirs, mine))
         self._problems += differing_companions(one, other, self._options.rewrite.map.assets)
-        self._sides = [self._side(0, one, mine), self._side(1, other, theirs.catalog)]
-        self._pair_up(mine, theirs.catalog)
+        for side, catalog in zip(self._sides, (mine, theirs), strict=True):
+            side.select(catalog)
+        alike = [name for name in mine.tensors if self._is_alike(name, mine, theirs)]
+        tensors = [side.readable(alike) for side in self._sides]
+        both = [name for name in alike if all(name in entries for entries in tensors)]
+        cast = self._options.comparison.cast
+        self._pairs = [Pair(tensors[0][name], tensors[1][name], cast) for name in both]
 
     def _compare_values(self, mine: Unfolded, theirs: Unfolded) -> None:
         """Compare names, and the values besides tensors."""
         self._problems += differing_names(mine.catalog, theirs.catalog)
-        found = list(differing_values(mine.catalog, theirs.catalog))
-        self._problems += found
-        unread = {problem.tensor for problem in found if problem.code == "value-not-compared"}
+        problems = list(differing_values(mine.catalog, theirs.catalog))
+        self._problems += problems
+        unread = {problem.tensor for problem in problems if problem.code == "value-not-compared"}
         compared = {*common_values(mine.catalog, theirs.catalog)} - unread
         self._values = len(compared)
         self._whole_values = mine.whole(compared), theirs.whole(compared)
 
-    def _rewritten(self, one: Opened, theirs: Catalog) -> RewriteResult | None:
-        """The first side as it is asked for, None where damage keeps it from being so."""
-        try:
-            return rewrite(one, applicable(self._options.rewrite, one.catalog, theirs))
-        except (Damaged, Hostile) as error:
-            self._side_problems[SIDES[0]] += error.problems
-            return None
-
-    def _side(self, number: int, opened: Opened, catalog: Catalog) -> _Side:
-        for name, why in catalog.conflicts.items():
-            problem = Problem(why, "ranks-disagree", tensor=name)
-            if isinstance(why, Problem) and finding_of(why).severity is Severity.ERROR:
-                problem = why
-            self._side_problems[SIDES[number]].append(problem)
-        notes = [note for note in catalog.notes if isinstance(note, Problem)]
-        remarks = [note for note in notes if note.code in ("file-unused", NOT_CARRIED)]
-        self._side_problems[SIDES[number]] += remarks
-        return _Side(SIDES[number], opened, catalog, catalog, CheckedSource(opened.source))
-
-    def _pair_up(self, mine: Catalog, theirs: Catalog) -> None:
-        """Find the tensors whose values can be compared."""
-        alike = [name for name in mine.tensors if self._is_alike(name, mine, theirs)]
-        for side in self._sides:
-            wanted = {name: side.catalog.tensors[name] for name in alike}
-            side.catalog, lost = readable(side.opened, side.catalog.with_tensors(wanted))
-            self._side_problems[side.where] += lost.values()
-        one, other = (side.catalog.tensors for side in self._sides)
-        both = [name for name in alike if name in one and name in other]
-        self._pairs = [Pair(one[name], other[name], self._options.comparison.cast) for name in both]
-
     def _is_alike(self, name: str, mine: Catalog, theirs: Catalog) -> bool:
-        """Whether the values of a tensor can be compared; where types differ, that is noted."""
+        """Return whether the values of a tensor can be compared; note types that differ."""
         if name not in theirs.tensors:
             return False
-        as_numbers = self._tolerance is not None
-        one, other = mine.tensors[name], theirs.tensors[name]
-        found = differing_type(
-            one, other, cast=self._options.comparison.cast, as_numbers=as_numbers
+        as_numbers = self._options.tolerance is not None
+        problem = differing_type(
+            mine.tensors[name],
+            theirs.tensors[name],
+            cast=self._options.comparison.cast,
+            as_numbers=as_numbers,
         )
-        self._problems += [found] if found is not None else []
-        return found is None
+        self._problems += [problem] if problem is not None else []
+        return problem is None
 
-    def values(self, started: Started) -> None:
+    def compare_tensors(self, started: Started) -> None:
         """Compare every element of the tensors that both sides have."""
-        if not self._sides:
+        opened = [side.opened for side in self._sides if side.opened and side.catalog]
+        if len(opened) < 2:
             return
-        best = max(side.opened.source.workers for side in self._sides)
-        workers, progress = self._options.verify.workers or best, started(self._nbytes)
-        self._compare(workers, progress)
-        for side in self._sides:
-            self._check(side, workers)
-            opened = side.opened
-            files = [*opened.catalog.files, *opened.catalog.companions]
-            self._side_problems[side.where] += changes(opened.source, files)
+        workers = self._options.verify.workers or max(each.source.workers for each in opened)
+        reads = (CheckedSource(opened[0].source), CheckedSource(opened[1].source))
+        progress = started(self._nbytes)
+        outcome = compare(self._pairs, reads, self._options.tolerance, workers, progress)
+        for name, (number, error) in outcome.unreadable.items():
+            problems = (p if p.tensor else p.within(name, tensor=name) for p in error.problems)
+            self._sides[number].problems += problems
+        self._pairs = [pair for pair in self._pairs if pair.one.name not in outcome.unreadable]
+        differences = outcome.differences
+        self._differing = [
+            differing_tensor(pair, differences[pair.one.name])
+            for pair in self._pairs
+            if pair.one.name in differences
+        ]
+        tensors = [pair.one for pair in self._pairs], [pair.other for pair in self._pairs]
+        for side, each, read, entries in zip(self._sides, opened, reads, tensors, strict=True):
+            stored = [part for entry in entries for part in stored_tensors(entry)]
+            side.problems += _stored_problems(each, read, stored, workers)
 
     @property
     def _nbytes(self) -> int:
         return sum(pair.nbytes for pair in self._pairs)
 
-    def _compare(self, workers: int, progress: Progress) -> None:
-        reads = self._sides[0].reads, self._sides[1].reads
-        outcome = compare(self._pairs, reads, self._tolerance, workers, progress)
-        for name, (side, error) in outcome.unreadable.items():
-            problems = (p if p.tensor else p.within(name, tensor=name) for p in error.problems)
-            self._side_problems[SIDES[side]] += problems
-        self._pairs = [pair for pair in self._pairs if pair.one.name not in outcome.unreadable]
-        self._differing = [
-            described(pair, outcome.differences[pair.one.name])
-            for pair in self._pairs
-            if pair.one.name in outcome.differences
-        ]
-
-    def _check(self, side: _Side, workers: int) -> None:
-        """The checksums of what was read of a side, and its copies that differ from one another."""
-        names = {pair.one.name for pair in self._pairs}
-        chosen = [entry for name, entry in side.catalog.tensors.items() if name in names]
-        entries = [stored for entry in chosen for stored in stored_tensors(entry)]
-        problems = self._side_problems[side.where]
-        try:
-            problems += side.reads.problems(entries, workers)
-            problems += differing_replicas(entries, side.opened.source)
-        except CkptoolError as error:
-            problems += error.problems
-
     def report(self) -> AgainstReport:
-        """All that was found, and what it comes to."""
-        options = self._options
-        if self._sides and not self._compared:
+        """Return all that was found, and what it comes to."""
+        strict = self._options.verify.strict
+        if self._made is not None and not self._is_compared:
             self._problems.append(Problem("no tensor or value was compared", "nothing-compared"))
         findings, ignored = self._findings()
-        formats = [None if one is None else one.format.name for one in self._opened]
+        formats = [side.opened.format.name if side.opened else None for side in self._sides]
         report = VerifyReport(
-            self._path,
+            self._sides[0].path,
             formats[0],
-            findings,
+            tuple(findings),
             ok=True,
             summary="",
             nbytes=self._nbytes,
             tensors=len(self._pairs),
-            ignored=ignored,
+            ignored=tuple(ignored),
         )
-        failures = sum(finding.count for finding in report.fails(options.verify.strict))
+        failures = sum(finding.count for finding in report.fails(strict))
         coverage = self._coverage()
-        ok = not failures and coverage is not None and self._compared
-        report = replace(report, ok=ok, summary=self._summary(failures, coverage, ignored))
+        summary = f"{self._summary(failures, coverage)}{ignored_errors(ignored)}"
+        ok = not failures and coverage is not None and self._is_compared
         return AgainstReport(
-            report, options.other, formats[1], self._values, tuple(self._differing), coverage
+            replace(report, ok=ok, summary=summary),
+            self._options.other,
+            formats[1],
+            self._values,
+            tuple(self._differing),
+            coverage,
         )
 
-    def _findings(self) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
-        """Return what is wrong with either side and between the two; errors that are ignored."""
+    def _findings(self) -> tuple[list[Finding], list[Finding]]:
+        """Return what is wrong between the two and with either side; errors that are ignored."""
         ignore = self._options.verify.ignore
-        catalog = self._sides[0].chosen if self._sides else None
-        differing = [tensor.problem for tensor in self._differing]
-        findings, ignored = Findings(catalog, {}, ignore).of([*self._problems, *differing])
-        for where, opened in zip(SIDES, self._opened, strict=True):
-            sizes = opened.source.files if opened else {}
-            catalog = opened.catalog if opened else None
-            of_side = Findings(catalog, sizes, ignore).of(self._side_problems[where])
-            findings += tuple(finding.within(where) for finding in of_side[0])
-            ignored += tuple(finding.within(where) for finding in of_side[1])
+        between = [*self._problems, *(tensor.problem for tensor in self._differing)]
+        groups = [Findings(self._sides[0].catalog, {}, ignore).of(between)]
+        groups += [side.findings(ignore) for side in self._sides]
+        shown = [finding for findings, _ in groups for finding in findings]
+        ignored = [finding for _, findings in groups for finding in findings]
         order = list(Severity)
-        return tuple(sorted(findings, key=lambda each: order.index(each.severity))), ignored
+        return sorted(shown, key=lambda each: order.index(each.severity)), ignored
 
     @property
-    def _compared(self) -> bool:
-        """Whether anything was compared: tensors, or values where there are no tensors."""
-        any_tensor = any(side.chosen.tensors for side in self._sides)
+    def _is_compared(self) -> bool:
+        """Return whether anything was compared: tensors, or values where there are no tensors."""
+        any_tensor = any(side.catalog and side.catalog.tensors for side in self._sides)
         return bool(self._pairs) or (bool(self._values) and not any_tensor)
 
     def _coverage(self) -> tuple[Coverage, Coverage] | None:
-        other = self._opened[1]
-        if not self._sides or self._made is None or self._theirs is None or other is None:
+        other = self._sides[1].opened
+        if self._made is None or self._theirs is None or other is None:
             return None
         names = {pair.one.name for pair in self._pairs}
         theirs = {self._theirs.names[name] for name in names}
@@ -322,27 +304,22 @@ class _Comparison:
             catalog_coverage(other.catalog, theirs, self._whole_values[1]),
         )
 
-    def _summary(
-        self,
-        failures: int,
-        coverage: tuple[Coverage, Coverage] | None,
-        ignored: tuple[Finding, ...],
-    ) -> str:
+    def _summary(self, failures: int, coverage: tuple[Coverage, Coverage] | None) -> str:
         if coverage is None:
             return "FAILED: not compared: damaged"
-        if failures or not self._compared:
-            return f"DIFFERENT: {counted(failures, 'difference')}{ignored_errors(ignored)}"
+        if failures or not self._is_compared:
+            return f"DIFFERENT: {counted(failures, 'difference')}"
         rests = [
-            f"{one.rest} of {path}"
-            for one, path in zip(coverage, (self._path, self._options.other), strict=True)
-            if one.rest != Amount()
+            f"{part.rest} of {side.path}"
+            for part, side in zip(coverage, self._sides, strict=True)
+            if part.rest != Amount()
         ]
         but = f"; not compared: {', '.join(rests)}" if rests else ""
-        return f"EQUAL: {self._what()}{but}{ignored_errors(ignored)}"
+        return f"EQUAL: {self._what()}{but}"
 
     def _what(self) -> str:
         """Return what is equal, and how it was compared."""
-        how = "within the tolerance" if self._tolerance else "bit by bit"
+        how = "within the tolerance" if self._options.tolerance else "bit by bit"
         different = {tensor.name for tensor in self._differing}
         equal = [pair for pair in self._pairs if pair.one.name not in different]
         compared = sum(pair.one.nbytes for pair in equal)
@@ -352,50 +329,13 @@ class _Comparison:
         return f"{counted(len(equal), 'tensor')} ({compared:,} bytes) {how}{once}{values}"
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """Who holds an element: the file, and the rank that wrote it if known."""
-
-    file: str
-    rank: int | None
-
-    def __str__(self) -> str:
-        return self.file if self.rank is None else f"rank {self.rank}, {self.file}"
-
-
-@dataclass(frozen=True, slots=True)
-class DifferingTensor:
-    """A tensor whose values differ: how, and who holds the first differing element, A and B.
-
-    ``elements`` is the number of all elements of the tensor.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    elements: int
-    difference: Difference
-    holders: tuple[Holder, Holder]
-
-    @property
-    def problem(self) -> Problem:
-        """The difference in one line."""
-        found = self.difference
-        largest = "" if found.largest is None else f", largest difference {found.largest:.6g}"
-        message = (
-            f"{self.name}: {found.elements:,} of {self.elements:,} elements differ, first at"
-            f" {list(found.first)}: A {found.values[0]} ({self.holders[0]}),"
-            f" B {found.values[1]} ({self.holders[1]}){largest}"
-        )
-        return Problem(message, "tensor-differs", file=self.holders[0].file, tensor=self.name)
-
-
-def described(pair: Pair, difference: Difference) -> DifferingTensor:
-    """The difference of a pair, with the holders of its first element."""
-    one, other = (_holder(entry, difference.first) for entry in (pair.one, pair.other))
-    entry = pair.one
-    return DifferingTensor(entry.name, entry.shape, entry.elements, difference, (one, other))
-
-
-def _holder(entry: TensorEntry, at: tuple[int, ...]) -> Holder:
-    chunk, _ = next(ChunkIndex(entry).find(Box.at(at, (1,) * len(at))))
-    return Holder(chunk.at.file, chunk.rank)
+def _stored_problems(
+    opened: Opened, reads: CheckedSource, entries: list[TensorEntry], workers: int
+) -> Iterator[Problem]:
+    """Yield wrong checksums of what was read, copies that differ, and files that changed."""
+    try:
+        yield from reads.problems(entries, workers)
+        yield from differing_replicas(entries, opened.source)
+    except CkptoolError as error:
+        yield from error.problems
+    yield from changes(opened.source, [*opened.catalog.files, *opened.catalog.companions])

@@ -77,32 +77,33 @@ def _sources(report: MapReport, names: Collection[str]) -> set[str]:
     return {one for move in report.moves if move.target in names for one in move.sources}
 
 
-def left_out(made: RewriteResult, path: object) -> list[Problem]:
-    """A remark on what the selection leaves out of a checkpoint, and one on what the map does."""
+def excluded_by_rewrite(made: RewriteResult, path: object) -> list[Problem]:
+    """Return remarks on what the selection leaves out of a checkpoint, and on what the map does."""
     kept = {id(entry.chunks) for entry in made.kept.tensors.values()}
     gone = [entry for entry in made.whole.tensors.values() if id(entry.chunks) not in kept]
-    values = len(made.whole.objects) - len(made.kept.objects)
-    found = [not_chosen(path, gone, values)] if gone or values else []
+    notes = excluded(path, gone, len(made.whole.objects) - len(made.kept.objects))
     if made.map is not None:
         by_map = [made.kept.tensors[n] for n in made.map.excluded if n in made.kept.tensors]
         rest = len(made.map.excluded) - len(by_map)
         if by_map or rest:
             what = f"{amount(by_map, rest)} of {path} excluded by the map {made.map.name}"
-            found.append(Problem(what, "excluded"))
-        cut = [move for move in made.map.moves if "unpad" in move.operation]
-        if cut:
-            what = f"the padding of {counted(len(cut), 'tensor')} of {path} is cut off, such as"
-            found.append(Problem(f"{what} {cut[0].target}: {cut[0].operation}", "excluded"))
-    return found
+            notes.append(Problem(what, "excluded"))
+        unpadded = [move for move in made.map.moves if "unpad" in move.operation]
+        if unpadded:
+            what = f"the padding of {counted(len(unpadded), 'tensor')} of {path} is cut off"
+            such = f"such as {unpadded[0].target}: {unpadded[0].operation}"
+            notes.append(Problem(f"{what}, {such}", "excluded"))
+    return notes
 
 
-def not_chosen(path: object, tensors: Collection[TensorEntry], values: int) -> Problem:
-    """The remark that some of a checkpoint was not to be compared."""
-    parts = Counter(state_category(entry) for entry in tensors)
-    of = ", ".join(f"{count:,} {part}" for part, count in parts.most_common())
-    told = f": {of} tensors" if of else ""
-    what = f"excluded: {amount(tensors, values)} of {path}{told}"
-    return Problem(what, "excluded")
+def excluded(path: object, tensors: Collection[TensorEntry], values: int) -> list[Problem]:
+    """Return the remark that some of a checkpoint was not to be compared, if there is any."""
+    if not tensors and not values:
+        return []
+    categories = Counter(state_category(entry) for entry in tensors)
+    counts = ", ".join(f"{count:,} {category}" for category, count in categories.most_common())
+    of = f": {counts} tensors" if counts else ""
+    return [Problem(f"excluded: {amount(tensors, values)} of {path}{of}", "excluded")]
 
 
 def catalog_coverage(catalog: Catalog, names: Collection[str], values: int) -> Coverage:

@@ -1,14 +1,14 @@
-"""How two catalogs agree: which tensors and values either has, and of which shape and type.
-
-Which tensors of a checkpoint can be read, and why the others cannot.
-"""
+"""How two catalogs differ but for elements: names, shapes, types, values, and files beside them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
 
 from ckptool.commands.inspect.stats import is_numeric
+from ckptool.commands.keymap.assets import assets_in
 from ckptool.commands.open import Opened
 from ckptool.commands.options.source import EVERYTHING, RewriteOptions, Selection
 from ckptool.commands.rewrite import only_model
@@ -17,9 +17,11 @@ from ckptool.core.casts import can_cast
 from ckptool.core.catalog import Catalog, Scaled, TensorEntry, coverage_problem
 from ckptool.core.rewrite import is_used, matches
 from ckptool.core.state_category import state_category, state_category_of_name, weights
+from ckptool.engine.check.digest import file_digests
 from ckptool.errors import Damaged, Hostile, Problem, Unsupported
 from ckptool.formats import FORMATS
 from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
+from ckptool.storage.local import Files
 
 _LONGEST_SHOWN = 60
 
@@ -32,56 +34,66 @@ def applicable(asked: RewriteOptions, mine: Catalog, theirs: Catalog) -> Rewrite
 
 @dataclass(frozen=True, slots=True)
 class Counterpart:
-    """What of another checkpoint is to be compared; ``names`` are what it calls these tensors."""
+    """What of another checkpoint is to be compared; ``names`` are what it calls these tensors.
+
+    ``excluded`` are its other tensors, ``excluded_values`` is how many other values it has.
+    """
 
     catalog: Catalog
     names: dict[str, str]
+    excluded: tuple[TensorEntry, ...]
+    excluded_values: int
 
 
 def counterpart(catalog: Catalog, mine: Catalog, selection: Selection) -> Counterpart:
-    """What of another catalog a selection of ``mine`` is about.
+    """Return what of another catalog a selection of ``mine`` is about.
 
     It is not about names that it would leave out, unless ``mine`` has them once renamed.
     """
     wanted = {*mine.tensors, *mine.objects, *mine.conflicts}
-    found = Counterpart(catalog, {name: name for name in catalog.tensors})
+    similar, names = catalog, {name: name for name in catalog.tensors}
     if selection.model_only:
-        found = _model_like(catalog, wanted)
+        similar, names = _model_like(catalog, wanted)
 
-    def kept(name: str) -> bool:
-        chosen_too = not selection.select or matches(name, selection.select)
-        return name in wanted or (chosen_too and not matches(name, selection.drop))
+    def is_kept(name: str) -> bool:
+        return name in wanted or _is_selected(name, selection)
 
-    narrowed = replace(
-        catalog,
-        tensors={name: entry for name, entry in found.catalog.tensors.items() if kept(name)},
-        objects={name: entry for name, entry in found.catalog.objects.items() if kept(name)},
-        conflicts={name: why for name, why in found.catalog.conflicts.items() if kept(name)},
+    kept = replace(
+        similar,
+        tensors={name: entry for name, entry in similar.tensors.items() if is_kept(name)},
+        objects={name: entry for name, entry in similar.objects.items() if is_kept(name)},
+        conflicts={name: why for name, why in similar.conflicts.items() if is_kept(name)},
     )
-    return Counterpart(narrowed, {name: found.names[name] for name in narrowed.tensors})
+    names = {name: names[name] for name in kept.tensors}
+    chosen = set(names.values())
+    rest = tuple(entry for name, entry in catalog.tensors.items() if name not in chosen)
+    return Counterpart(kept, names, rest, len(catalog.objects) - len(kept.objects))
 
 
-def _model_like(catalog: Catalog, wanted: set[str]) -> Counterpart:
-    """The model's tensors, under their own names or the bare ones, whichever are wanted."""
-    names = [n for n, e in catalog.tensors.items() if state_category(e) == "model"]
-    plain = replace(
-        catalog,
-        tensors={name: catalog.tensors[name] for name in names},
-        objects={},
-        conflicts={
-            name: why
-            for name, why in catalog.conflicts.items()
-            if state_category_of_name(name, ()) == "model"
-        },
-    )
-    found = Counterpart(plain, {name: name for name in names})
+def _is_selected(name: str, selection: Selection) -> bool:
+    chosen = not selection.select or matches(name, selection.select)
+    return chosen and not matches(name, selection.drop)
+
+
+def _model_like(catalog: Catalog, wanted: set[str]) -> tuple[Catalog, dict[str, str]]:
+    """Return the model's tensors, and what the catalog calls them.
+
+    They are under their own names or the bare ones, whichever are wanted.
+    """
+    tensors = {n: e for n, e in catalog.tensors.items() if state_category(e) == "model"}
+    conflicts = {
+        name: why
+        for name, why in catalog.conflicts.items()
+        if state_category_of_name(name, ()) == "model"
+    }
+    plain = replace(catalog, tensors=tensors, objects={}, conflicts=conflicts)
     try:
         bare = only_model(catalog)
     except Unsupported:
-        return found
-    if len(wanted & bare.tensors.keys()) <= len(wanted & plain.tensors.keys()):
-        return found
-    return Counterpart(bare, dict(zip(bare.tensors, weights(catalog), strict=True)))
+        return plain, {name: name for name in tensors}
+    if len(wanted & bare.tensors.keys()) <= len(wanted & tensors.keys()):
+        return plain, {name: name for name in tensors}
+    return bare, dict(zip(bare.tensors, weights(catalog), strict=True))
 
 
 def differing_names(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:
@@ -129,8 +141,7 @@ def unread_notes(catalog: Catalog, selection: Selection = EVERYTHING) -> list[Pr
 def _is_chosen(name: str, selection: Selection) -> bool:
     if selection.model_only and state_category_of_name(name, ()) != "model":
         return False
-    chosen = not selection.select or matches(name, selection.select)
-    return chosen and not matches(name, selection.drop)
+    return _is_selected(name, selection)
 
 
 def differing_unread(mine: Catalog, theirs: Catalog, selection: Selection) -> Iterator[Problem]:
@@ -233,3 +244,42 @@ def stored_tensors(entry: TensorEntry) -> Iterator[TensorEntry]:
     if not made_of:
         yield entry
     yield from {id(one): one for at in made_of for one in (at.values, at.scales)}.values()
+
+
+def differing_companions(one: Opened, other: Opened, assets: Path | None) -> Iterator[Problem]:
+    """Yield a problem for each file beside the first one's tensors that the other lacks or changed.
+
+    These are config.json, tokenizer and their like. The files of ``assets``, which ``convert``
+    copies, go before those of the same name. Every file is read once. Raises NotFound where one
+    cannot be, UsageError where there are no assets.
+    """
+    mine, theirs = _companions(one), _companions(other)
+    if assets is not None:
+        source, sizes = assets_in(assets)
+        mine |= {name: _Companion(source, name, size) for name, size in sizes.items()}
+    for name, companion in mine.items():
+        counter = theirs.get(name)
+        if counter is None:
+            yield Problem(f"{name}: a file in A, missing in B", "companion-missing", file=name)
+        elif companion.nbytes != counter.nbytes or companion.digest() != counter.digest():
+            sizes_of_both = f"A {companion.nbytes:,} bytes, B {counter.nbytes:,}"
+            message = f"{name}: content differs ({sizes_of_both})"
+            yield Problem(message, "companion-differs", file=name)
+
+
+class _Companion(NamedTuple):
+    source: Files
+    file: str
+    nbytes: int
+
+    def digest(self) -> str:
+        """Return the SHA-256 (hex) of the file."""
+        return file_digests([self.file], self.source, 1)[self.file]
+
+
+def _companions(opened: Opened) -> dict[str, _Companion]:
+    """Return each file that goes with a model, by its name as ``convert`` writes it."""
+    return {
+        name.rpartition("/")[2]: _Companion(opened.source, name, size)
+        for name, size in opened.catalog.companions.items()
+    }

@@ -20,11 +20,12 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.layout import tiles
+from ckptool.core.plan import ChunkIndex
 from ckptool.engine.read.gather import Gatherer, raw
 from ckptool.engine.read.rounding import cast
 from ckptool.engine.read.tensors import CheckedSource, PairTile
 from ckptool.engine.read.tiles import Job, read_tiles
-from ckptool.errors import CkptoolError
+from ckptool.errors import CkptoolError, Problem
 
 _TILE = 1 << 20
 _TILES_PER_JOB = 8
@@ -86,6 +87,56 @@ class Outcome:
 
     differences: dict[str, Difference]
     unreadable: dict[str, tuple[int, CkptoolError]]
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds an element: the file, and the rank that wrote it if known."""
+
+    file: str
+    rank: int | None
+
+    def __str__(self) -> str:
+        return self.file if self.rank is None else f"rank {self.rank}, {self.file}"
+
+
+@dataclass(frozen=True, slots=True)
+class DifferingTensor:
+    """A tensor whose values differ: how, and who holds the first differing element, A and B.
+
+    ``elements`` is the number of all elements of the tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    elements: int
+    difference: Difference
+    holders: tuple[Holder, Holder]
+
+    @property
+    def problem(self) -> Problem:
+        """Return the difference in one line."""
+        difference, (one, other) = self.difference, self.holders
+        largest = difference.largest
+        gap = "" if largest is None else f", largest difference {largest:.6g}"
+        message = (
+            f"{self.name}: {difference.elements:,} of {self.elements:,} elements differ, first at"
+            f" {list(difference.first)}: A {difference.values[0]} ({one}),"
+            f" B {difference.values[1]} ({other}){gap}"
+        )
+        return Problem(message, "tensor-differs", file=one.file, tensor=self.name)
+
+
+def differing_tensor(pair: Pair, difference: Difference) -> DifferingTensor:
+    """Return the difference of a pair, with the holders of its first element."""
+    one, other = (_holder(entry, difference.first) for entry in (pair.one, pair.other))
+    entry = pair.one
+    return DifferingTensor(entry.name, entry.shape, entry.elements, difference, (one, other))
+
+
+def _holder(entry: TensorEntry, at: tuple[int, ...]) -> Holder:
+    chunk, _ = next(ChunkIndex(entry).find(Box.at(at, (1,) * len(at))))
+    return Holder(chunk.at.file, chunk.rank)
 
 
 def compare(

@@ -9,18 +9,23 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckptool.commands.open import Opened, open_checkpoint
-from ckptool.commands.options.source import RewriteOptions, Selection
+from ckptool.commands.options.source import RewriteOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.rewrite import rewrite
 from ckptool.commands.verify.codes import CODES, Severity, require_codes
 from ckptool.commands.verify.compare.coverage import (
     Amount,
     amount,
-    left_out,
-    not_chosen,
+    excluded,
+    excluded_by_rewrite,
     rewritten_coverage,
 )
-from ckptool.commands.verify.compare.names import applicable, counterpart, holds_no_values
+from ckptool.commands.verify.compare.names import (
+    Counterpart,
+    applicable,
+    counterpart,
+    holds_no_values,
+)
 from ckptool.commands.verify.findings import VerifyReport, counted, ignored_errors
 from ckptool.commands.verify.manifest.build import (
     Measured,
@@ -81,7 +86,7 @@ def write(path: Location, options: ProvingOptions, started: Started | None = Non
             Problem(f"{name}: {why}", "manifest-incomplete", tensor=name)
             for name, why in measured.manifest.unproved.items()
         ),
-        *left_out(made, opened.path),
+        *excluded_by_rewrite(made, opened.path),
     ]
     report = verification.report(problems, compared=made.catalog, nbytes=measured.nbytes)
     if not report.ok or made.catalog.tensors.keys() - measured.manifest.tensors.keys():
@@ -105,19 +110,16 @@ def prove(path: Location, options: ProvingOptions, started: Started | None = Non
         return replace(verification.report(), ok=False, summary=summary)
     asked = applicable(options.rewrite, opened.catalog, manifest_catalog(manifest))
     made = rewrite(opened, asked)
-    chosen = Narrowed(manifest, [], 0)
-    if not options.is_whole:
-        chosen = narrowed(manifest, made.catalog, options.rewrite.selection)
-    recorded = chosen.manifest
+    chosen = counterpart(manifest_catalog(manifest), made.catalog, options.rewrite.selection)
+    recorded = manifest if options.is_whole else narrowed(manifest, chosen)
     files = recorded_files(recorded, opened.catalog)
     measured = _measured(opened, made.catalog, files, options, started, {})
     problems = [
         *measured.problems,
         *differences(recorded, measured.manifest, made.catalog, opened.catalog),
-        *left_out(made, opened.path),
+        *excluded_by_rewrite(made, opened.path),
+        *excluded(options.manifest, chosen.excluded, chosen.excluded_values),
     ]
-    if chosen.tensors or chosen.values:
-        problems.append(not_chosen(options.manifest, chosen.tensors, chosen.values))
     alike = [name for name in recorded.tensors if name in measured.manifest.tensors]
     values = len(recorded.values.keys() & measured.manifest.values.keys())
     is_compared = bool(alike) or (bool(values) and not measured.manifest.tensors)
@@ -129,7 +131,7 @@ def prove(path: Location, options: ProvingOptions, started: Started | None = Non
         summary = f"FAILED: does not match {options.manifest}: {_count(report, options)}"
         return replace(report, summary=summary)
     but = _but(rewritten_coverage(made, alike, values).rest, path)
-    but += _but(amount(chosen.tensors, chosen.values), options.manifest)
+    but += _but(amount(chosen.excluded, chosen.excluded_values), options.manifest)
     same = _contents(_equal_part(recorded, measured.manifest))
     ignored = ignored_errors(report.ignored)
     return replace(report, summary=f"OK: matches {options.manifest}: {same}{but}{ignored}")
@@ -201,32 +203,15 @@ def recorded_files(manifest: Manifest, catalog: Catalog) -> list[str]:
     return [name for name, proof in manifest.files.items() if sizes.get(name) == proof.nbytes]
 
 
-@dataclass(frozen=True, slots=True)
-class Narrowed:
-    """What of a manifest a selection is about, and the tensors and values that it leaves out."""
-
-    manifest: Manifest
-    tensors: list[TensorEntry]
-    values: int
-
-
-def narrowed(manifest: Manifest, catalog: Catalog, selection: Selection) -> Narrowed:
-    """What of a manifest a selection that ``catalog`` is left of is about, as ``counterpart``.
-
-    No file is: the tensors and values are what counts.
-    """
-    whole = manifest_catalog(manifest)
-    theirs = counterpart(whole, catalog, selection)
-    names = set(theirs.names.values())
-    kept = replace(
+def narrowed(manifest: Manifest, chosen: Counterpart) -> Manifest:
+    """Return what of a manifest is to be compared: tensors and values, and no file."""
+    return replace(
         manifest,
-        tensors={new: manifest.tensors[old] for new, old in theirs.names.items()},
-        values={name: manifest.values[name] for name in theirs.catalog.objects},
-        unproved={name: manifest.unproved[name] for name in theirs.catalog.conflicts},
+        tensors={new: manifest.tensors[old] for new, old in chosen.names.items()},
+        values={name: manifest.values[name] for name in chosen.catalog.objects},
+        unproved={name: manifest.unproved[name] for name in chosen.catalog.conflicts},
         files={},
     )
-    gone = [entry for name, entry in whole.tensors.items() if name not in names]
-    return Narrowed(kept, gone, len(manifest.values) - len(kept.values))
 
 
 def manifest_catalog(manifest: Manifest) -> Catalog:
