@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -145,19 +144,20 @@ def verify(
     if target is not None and recorded is not None:
         raise UsageError("manifest and write_manifest cannot be combined")
     from ckptool.commands.verify import verify as _verify
-    from ckptool.commands.verify.manifest.check import ProvingOptions, prove, write
+    from ckptool.commands.verify.manifest.build import build_manifest
+    from ckptool.commands.verify.manifest.check import check_manifest
 
+    def started(total: int) -> Progress:
+        return progress
+
+    place, overwrite = location(path), manifest.overwrite
     if target is not None:
-        proving = ProvingOptions(target, manifest.overwrite, parsed, rewrite)
-        return write(location(path), proving, lambda total: progress)
+        return build_manifest(place, target, parsed, rewrite, started, overwrite=overwrite)
     if recorded is not None:
-        if parsed.sample == 1 and not parsed.fail_nonfinite:
-            parsed = replace(parsed, quick=True)
-        proving = ProvingOptions(recorded, verify=parsed, rewrite=rewrite)
-        return prove(location(path), proving, lambda total: progress)
+        return check_manifest(place, recorded, parsed, rewrite, started)
     if rewrite != RewriteOptions():
         raise UsageError("selecting, renaming, mapping or casting needs a manifest, or compare()")
-    return _verify.verify(location(path), parsed, lambda total: progress)
+    return _verify.verify(place, parsed, started)
 
 
 @with_keywords(Comparing)

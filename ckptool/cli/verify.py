@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
@@ -182,25 +181,19 @@ def _check(
     rewrite: RewriteOptions,
     started: Started,
 ) -> _Answer:
-    """Verify a checkpoint by itself or by a manifest, or write its manifest if it has no errors.
-
-    A manifest needs every byte in any case, so that nothing is left for verify to read.
-    """
+    """Verify a checkpoint by itself or by a manifest, or write its manifest if it has no errors."""
     from ckptool.commands.verify.verify import verify as run_verify
     from ckptool.render.verify import show_verify, verify_json
 
     if manifest.write_manifest is not None:
-        from ckptool.commands.verify.manifest.check import ProvingOptions, write
+        from ckptool.commands.verify.manifest.build import build_manifest
 
-        writing = ProvingOptions(manifest.write_manifest, manifest.overwrite, options, rewrite)
-        report = write(source, writing, started)
+        target, overwrite = manifest.write_manifest, manifest.overwrite
+        report = build_manifest(source, target, options, rewrite, started, overwrite=overwrite)
     elif manifest.manifest is not None:
-        from ckptool.commands.verify.manifest.check import ProvingOptions, prove
+        from ckptool.commands.verify.manifest.check import check_manifest
 
-        if options.sample == 1 and not options.fail_nonfinite:
-            options = replace(options, quick=True)
-        proving = ProvingOptions(manifest.manifest, verify=options, rewrite=rewrite)
-        report = prove(source, proving, started)
+        report = check_manifest(source, manifest.manifest, options, rewrite, started)
     else:
         report = run_verify(source, options, started)
     return _Answer(report, lambda: show_verify(report), lambda: verify_json(report))

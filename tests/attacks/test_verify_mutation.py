@@ -42,9 +42,11 @@ from conftest import case
 from format_tables import FIXTURES
 
 from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.source import RewriteOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.compare.values import value_digest
-from ckptool.commands.verify.manifest.check import ProvingOptions, prove, write
+from ckptool.commands.verify.manifest.build import build_manifest
+from ckptool.commands.verify.manifest.check import check_manifest
 from ckptool.commands.verify.verify import verify
 from ckptool.engine.check.digest import digests
 from ckptool.engine.read.tensors import TensorSource
@@ -297,7 +299,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def manifest_of(source: Path, target: Path) -> set[str]:
     """Write the manifest of an unharmed checkpoint; the files that it records, below ``source``."""
-    report = write(source, ProvingOptions(target, verify=VerifyOptions(workers=1)))
+    report = build_manifest(source, target, VerifyOptions(workers=1), RewriteOptions())
     assert report.ok
     files = json.loads(target.read_text())["files"]
     root = report.path if report.path.is_dir() else report.path.parent
@@ -307,7 +309,7 @@ def manifest_of(source: Path, target: Path) -> set[str]:
 def is_proved(folder: Path, manifest: Path, usual: Counter[str]) -> bool:
     try:
         options = VerifyOptions(workers=1, quick=True, strict=True, ignore=tuple(usual))
-        return prove(folder, ProvingOptions(manifest, verify=options)).ok
+        return check_manifest(folder, manifest, options, RewriteOptions()).ok
     except CkptoolError:
         return False
 

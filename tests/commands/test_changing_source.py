@@ -18,11 +18,12 @@ import ckptool
 from ckptool.commands.convert import prepare
 from ckptool.commands.inspect.stats import stats
 from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.source import RewriteOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.options.verify import SalvageOptions, VerifyOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.verify.compare.against import AgainstOptions, against
-from ckptool.commands.verify.manifest.check import ProvingOptions, write
+from ckptool.commands.verify.manifest.build import build_manifest
 from ckptool.commands.verify.salvage.salvage import plan_salvage
 from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh
@@ -193,8 +194,9 @@ def test_the_manifest_of_a_changing_source_is_not_written(source: Path, tmp_path
         rewrite(source)
         return lambda nbytes: None
 
-    asked = ProvingOptions(tmp_path / "m.json", verify=VerifyOptions())
-    assert not write(source, asked, started).ok
+    target = tmp_path / "m.json"
+    report = build_manifest(source, target, VerifyOptions(), RewriteOptions(), started)
+    assert not report.ok
     assert not (tmp_path / "m.json").exists()
 
 

@@ -1,109 +1,177 @@
-"""Make the manifest of a checkpoint, and prove a checkpoint by a manifest."""
+"""Make the manifest of a checkpoint: every tensor, value and file is read and digested."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import NamedTuple
 
-from ckptool.commands.open import Opened
+from ckptool.commands.open import Opened, open_checkpoint
+from ckptool.commands.options.source import RewriteOptions
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.rewrite import rewrite
+from ckptool.commands.verify.codes import CODES, Severity, require_codes
+from ckptool.commands.verify.compare.coverage import (
+    Amount,
+    excluded_by_rewrite,
+    rewritten_coverage,
+)
 from ckptool.commands.verify.compare.names import readable, stored_tensors, unread_notes
 from ckptool.commands.verify.compare.values import text_digest, value_text
+from ckptool.commands.verify.findings import VerifyReport, counted
 from ckptool.commands.verify.manifest.schema import (
-    MARK,
     FileProof,
     Manifest,
     TensorProof,
     ValueProof,
-    manifest_text,
+    require_writable,
+    write_manifest,
 )
-from ckptool.commands.verify.verify import Progress
+from ckptool.commands.verify.verify import Started, examine
 from ckptool.core.catalog import Catalog
 from ckptool.engine.check.digest import digests, file_digests
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.read.tensors import CheckedSource, TensorSource
-from ckptool.errors import CkptoolError, Problem, Unsupported
+from ckptool.errors import CkptoolError, Damaged, Hostile, Problem
 from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
-from ckptool.storage.disk import require_marked, write_whole
 from ckptool.storage.url import Location
 
 _LONGEST_JSON = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """The manifest of a checkpoint as it is, and what keeps it from being whole.
+def build_manifest(
+    path: Location,
+    target: Location,
+    options: VerifyOptions,
+    rewriting: RewriteOptions,
+    started: Started | None = None,
+    *,
+    overwrite: bool = False,
+) -> VerifyReport:
+    """Verify the checkpoint at ``path``, read all of it, and write its manifest if it is whole.
 
-    ``nbytes`` were read for it.
+    ``rewriting`` is done first, as ``convert`` does it; the manifest is then of the result, and of
+    no file. Errors count though they are to be ignored. Raises as verify does, Unsupported where
+    the manifest cannot be written.
     """
+    require_writable(target, overwrite=overwrite)
+    require_codes(options.ignore)
+    # Damage that is ignored would be taken for the truth from then on.
+    harmless = [code for code in options.ignore if CODES[code].severity is not Severity.ERROR]
+    options = replace(options, ignore=tuple(harmless))
+    verification = examine(path, options, started, digest=True)
+    report, opened = verification.report(), open_unless_damaged(path, options)
+    if not report.ok or opened is None:
+        return _not_written(report, target, options)
+    made = rewrite(opened, rewriting)
+    files: list[str] = []
+    known: Mapping[str, str] = {}
+    if rewriting == RewriteOptions():
+        files, known = sorted(file_sizes(opened.catalog)), verification.digests
+    manifest, problems, nbytes = measure(opened, made.catalog, options, started, files, known)
+    problems += [
+        Problem(f"{name}: {why}", "manifest-incomplete", tensor=name)
+        for name, why in manifest.unproved.items()
+    ]
+    problems += excluded_by_rewrite(made, opened.path)
+    report = verification.report(problems, compared=made.catalog, nbytes=nbytes)
+    if not report.ok or made.catalog.tensors.keys() - manifest.tensors.keys():
+        return _not_written(report, target, options)
+    write_manifest(manifest, target, overwrite=overwrite)
+    rest = rewritten_coverage(made, manifest.tensors, len(manifest.values)).rest
+    summary = f"OK: wrote {target}: {contents_text(manifest)}{excluded_text(rest, path)}"
+    return replace(report, summary=summary)
+
+
+def _not_written(report: VerifyReport, target: Location, options: VerifyOptions) -> VerifyReport:
+    count = counted(len(report.fails(options.strict)), "problem")
+    return replace(report, ok=False, summary=f"FAILED: {count}; {target} not written")
+
+
+def contents_text(manifest: Manifest) -> str:
+    """Return such as ``102 tensors, 16 values, 3 files``."""
+    parts = ((manifest.tensors, "tensor"), (manifest.values, "value"), (manifest.files, "file"))
+    return ", ".join(counted(len(entries), noun) for entries, noun in parts if entries)
+
+
+def excluded_text(rest: Amount, path: Location) -> str:
+    """Return what of a checkpoint or manifest was left out, for the end of a summary."""
+    return "" if rest == Amount() else f"; excluded: {rest} of {path}"
+
+
+def open_unless_damaged(path: Location, options: VerifyOptions) -> Opened | None:
+    """Return the checkpoint, None where it cannot be opened; the findings then say why."""
+    try:
+        return open_checkpoint(path, options.read)
+    except (Damaged, Hostile):
+        return None
+
+
+class Measurement(NamedTuple):
+    """The manifest of a checkpoint as it is, the problems in its way, and the bytes read for it."""
 
     manifest: Manifest
-    problems: tuple[Problem, ...]
+    problems: list[Problem]
     nbytes: int
-
-
-def measured_bytes(catalog: Catalog, files: Collection[str]) -> int:
-    """Bytes that ``measure`` reads."""
-    tensors = sum(entry.nbytes for entry in catalog.tensors.values())
-    sizes = file_sizes(catalog)
-    return tensors + sum(sizes[name] for name in files)
 
 
 def measure(
     opened: Opened,
     catalog: Catalog,
-    workers: int,
-    progress: Progress = lambda nbytes: None,
-    *,
+    options: VerifyOptions,
+    started: Started | None,
     files: Collection[str],
     known: Mapping[str, str],
-) -> Measured:
+) -> Measurement:
     """Read all tensors of a checkpoint and digest them, and these of its ``files``.
 
-    ``catalog`` is that of ``opened``, rewritten or not.
-    Every record's checksum is checked on the way, and copies are compared, unless that was done
-    when the digests of files that are ``known`` were made. What cannot be read has no digest and is
-    a problem. Raises Unsupported where a value is too large to be written down.
+    ``catalog`` is that of ``opened``, rewritten or not. Every record's checksum is checked on the
+    way, and copies are compared, unless that was done when the digests of files that are ``known``
+    were made. What cannot be read has no digest and is a problem. Raises Unsupported where a value
+    is too large to be written down.
     """
-    held, lost = readable(opened, catalog)
-    checked = CheckedSource(opened.source)
-    entries = list(held.tensors.values())
-    problems: list[Problem] = [*_contradictions(catalog), *lost.values()]
-    found: dict[str, str] = {}
-    unchecked = TensorSource(opened.source)
+    sizes, source = file_sizes(opened.catalog), opened.source
+    unread = [name for name in files if name not in known]
+    nbytes = sum(entry.nbytes for entry in catalog.tensors.values())
+    nbytes += sum(sizes[name] for name in unread)
+    progress = started(nbytes) if started is not None else lambda nbytes: None
+    workers = options.workers or source.workers
+    located, lost = readable(opened, catalog)
+    entries = list(located.tensors.values())
+    problems = [*_contradictions(catalog), *lost.values()]
+    checked = CheckedSource(source)
+    hexes: dict[str, str] = {}
     try:
-        found = digests(entries, unchecked if known else checked, workers, progress)
+        hexes = digests(entries, TensorSource(source) if known else checked, workers, progress)
         if not known:
-            stored = [one for entry in entries for one in stored_tensors(entry)]
+            stored = [part for entry in entries for part in stored_tensors(entry)]
             problems += checked.problems(stored, workers)
-            problems += differing_replicas(stored, opened.source)
+            problems += differing_replicas(stored, source)
     except CkptoolError as error:
         problems += error.problems
     tensors = {
-        entry.name: TensorProof(entry.dtype.name, entry.shape, found[entry.name])
+        entry.name: TensorProof(entry.dtype.name, entry.shape, hexes[entry.name])
         for entry in entries
-        if entry.name in found
+        if entry.name in hexes
     }
     values, unproved = _values(catalog)
-    unread = [name for name in files if name not in known]
-    sizes, found = (
-        file_sizes(opened.catalog),
-        file_digests(unread, opened.source, workers, progress),
-    )
-    proofs = {name: FileProof(sizes[name], sha) for name, sha in (found | dict(known)).items()}
+    file_hexes = file_digests(unread, source, workers, progress) | dict(known)
+    proofs = {name: FileProof(sizes[name], sha256) for name, sha256 in file_hexes.items()}
     manifest = Manifest(opened.format.name, tensors, values, unproved, proofs)
-    return Measured(manifest, tuple(problems), measured_bytes(catalog, unread))
+    return Measurement(manifest, problems, nbytes)
 
 
-def _contradictions(catalog: Catalog) -> Iterator[Problem]:
-    for name, why in catalog.conflicts.items():
-        if name not in _unplaced(catalog):
-            code = why.code if isinstance(why, Problem) else "ranks-disagree"
-            yield Problem(why, code, tensor=name)
+def _contradictions(catalog: Catalog) -> list[Problem]:
+    unplaced = _unplaced(catalog)
+    return [
+        Problem(why, why.code if isinstance(why, Problem) else "ranks-disagree", tensor=name)
+        for name, why in catalog.conflicts.items()
+        if name not in unplaced
+    ]
 
 
 def _unplaced(catalog: Catalog) -> dict[str, str]:
-    """Names whose parts are there, but nothing says how they fit together."""
+    """Return the names whose parts are there, but nothing says how they fit together."""
     return {
         name: str(why)
         for name, why in catalog.conflicts.items()
@@ -112,7 +180,7 @@ def _unplaced(catalog: Catalog) -> dict[str, str]:
 
 
 def _values(catalog: Catalog) -> tuple[dict[str, ValueProof], dict[str, str]]:
-    """The proof of each value, and what has none."""
+    """Return the proof of each value, and what has none."""
     known = Foreign()
     proofs, unproved = {}, {str(note.tensor): str(note) for note in unread_notes(catalog)}
     unproved |= _unplaced(catalog)
@@ -127,26 +195,5 @@ def _values(catalog: Catalog) -> tuple[dict[str, ValueProof], dict[str, str]]:
 
 
 def file_sizes(catalog: Catalog) -> dict[str, int]:
-    """The checkpoint's files, those that go with a model included, with their sizes in bytes."""
+    """Return the files of a checkpoint and those that go with a model, with their bytes."""
     return catalog.files | catalog.companions
-
-
-def write_manifest(manifest: Manifest, path: Location, *, overwrite: bool) -> None:
-    """Write a manifest, whole or not at all. Unsupported where it exists or cannot be written."""
-    require_writable(path, overwrite=overwrite)
-    if not isinstance(path, Path):
-        path.write_bytes(manifest_text(manifest).encode())
-        return
-    write_whole(path, manifest_text(manifest).encode(), mark=MARK)
-
-
-def require_writable(path: Location, *, overwrite: bool) -> None:
-    """Unsupported where a manifest must not or cannot be written: ask before all is read."""
-    if path.is_dir():
-        raise Unsupported(f"{path}: is a folder; a manifest is a file")
-    if isinstance(path, Path) and not path.parent.is_dir():
-        raise Unsupported(f"{path.parent}: no such folder")
-    if (path.exists() or (isinstance(path, Path) and path.is_symlink())) and not overwrite:
-        raise Unsupported(f"{path} already exists", hint="--overwrite replaces it")
-    if isinstance(path, Path):
-        require_marked(path, MARK, noun="manifest")

@@ -1,4 +1,4 @@
-"""A manifest: what a checkpoint holds, written down so that any copy can be proved against it.
+"""The file of a manifest: what a checkpoint holds, so that any copy can be compared with it.
 
 JSON, schema ``ckptool.manifest/1``:
 
@@ -9,8 +9,8 @@ JSON, schema ``ckptool.manifest/1``:
 - ``values``: for each value that is no tensor the ``sha256`` of its canonical JSON (``values.py``
   says what that is), and where it is short that JSON itself, as text;
 - ``unproved``: what is in the checkpoint and in no digest of a tensor or value, and why;
-- ``files``: for each file its size in bytes (``nbytes``) and ``sha256``. They prove the files that
-  the manifest was made of; a copy in other files is proved by the tensors and values;
+- ``files``: for each file its size in bytes (``nbytes``) and ``sha256``. They are of the files that
+  the manifest was made of; of a copy in other files, tensors and values are compared;
 - ``sha256``: of all the rest, as canonical JSON.
 
 With standard tools: a file by ``sha256sum FILE``; a tensor of a safetensors file, whose header
@@ -30,7 +30,8 @@ from typing import Any
 
 from ckptool.commands.verify.compare.values import canonical_text, text_digest
 from ckptool.core.dtype import BY_NAME
-from ckptool.errors import Damaged, NotFound
+from ckptool.errors import Damaged, NotFound, Unsupported
+from ckptool.storage.disk import require_marked, write_whole
 from ckptool.storage.url import Location
 
 SCHEMA = "ckptool.manifest/1"
@@ -77,7 +78,7 @@ class Manifest:
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """The manifest as a file holds it: JSON with a line an entry, that ends with its own digest."""
+    """Return a manifest as its file has it: JSON, a line an entry, its own digest at the end."""
     content = {"schema": SCHEMA} | asdict(manifest)
     content["sha256"] = text_digest(canonical_text(content))
     return "{\n" + ",\n".join(_lines(content)) + "\n}\n"
@@ -92,8 +93,32 @@ def _lines(content: Mapping[str, Any]) -> Iterator[str]:
         yield f"{json.dumps(key)}: {{\n" + ",\n".join(entries) + "\n}"
 
 
+def write_manifest(manifest: Manifest, path: Location, *, overwrite: bool) -> None:
+    """Write a manifest, whole or not at all.
+
+    Raises Unsupported where it exists and is not to be replaced, or cannot be written.
+    """
+    require_writable(path, overwrite=overwrite)
+    if not isinstance(path, Path):
+        path.write_bytes(manifest_text(manifest).encode())
+        return
+    write_whole(path, manifest_text(manifest).encode(), mark=MARK)
+
+
+def require_writable(path: Location, *, overwrite: bool) -> None:
+    """Raise Unsupported where a manifest must not or cannot be written."""
+    if path.is_dir():
+        raise Unsupported(f"{path}: is a folder; a manifest is a file")
+    if isinstance(path, Path) and not path.parent.is_dir():
+        raise Unsupported(f"{path.parent}: no such folder")
+    if (path.exists() or (isinstance(path, Path) and path.is_symlink())) and not overwrite:
+        raise Unsupported(f"{path} already exists", hint="--overwrite replaces it")
+    if isinstance(path, Path):
+        require_marked(path, MARK, noun="manifest")
+
+
 def read_manifest(path: Location) -> Manifest:
-    """The manifest in a file.
+    """Return the manifest in a file.
 
     Raises NotFound where it cannot be read, Damaged where it is no manifest of a known version, is
     not what was written, or lacks anything.

@@ -25,8 +25,8 @@ from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.verify.compare.values import canonical_text, value_text
 from ckptool.commands.verify.findings import VerifyReport
-from ckptool.commands.verify.manifest import check as proving
-from ckptool.commands.verify.manifest.check import ProvingOptions
+from ckptool.commands.verify.manifest.build import build_manifest
+from ckptool.commands.verify.manifest.check import check_manifest
 from ckptool.commands.verify.manifest.schema import SCHEMA, read_manifest
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.errors import Damaged, NotFound, Unrecognised, Unsupported
@@ -35,12 +35,17 @@ UNREAD = {"odd_kinds", "rank_partial"}
 """Cases that hold tensors whose bytes are in no tensor's digest."""
 
 
-def write(path: Path, manifest: Path, **options: Any) -> VerifyReport:
-    return proving.write(path, ProvingOptions(manifest, **options))
+QUICK = VerifyOptions(quick=True)
+
+
+def write(
+    path: Path, manifest: Path, verify: VerifyOptions = QUICK, **options: Any
+) -> VerifyReport:
+    return build_manifest(path, manifest, verify, RewriteOptions(), **options)
 
 
 def prove(path: Path, manifest: Path, **options: Any) -> VerifyReport:
-    return proving.prove(path, ProvingOptions(manifest, rewrite=rewriting(**options)))
+    return check_manifest(path, manifest, VerifyOptions(), rewriting(**options))
 
 
 def rewriting(**options: Any) -> RewriteOptions:
@@ -98,7 +103,6 @@ def test_a_file_that_changes_meanwhile_has_no_manifest(
     copy_of: Callable[[str], Path], manifest: Path
 ) -> None:
     folder = copy_of("dcp_base")
-    asked = ProvingOptions(manifest, verify=VerifyOptions())
     totals = []
 
     def started(total: int) -> Callable[[int], None]:
@@ -107,7 +111,7 @@ def test_a_file_that_changes_meanwhile_has_no_manifest(
             os.utime(folder / "__1_0.distcp", (1, 1))
         return lambda nbytes: None
 
-    report = proving.write(folder, asked, started)
+    report = write(folder, manifest, VerifyOptions(), started=started)
     assert "file-changed" in codes(report)
     assert not manifest.exists()
 
