@@ -1,17 +1,46 @@
-"""Parts of tensors, as places: checked against numpy on real bytes."""
+"""Parts of tensors as places, and every change of a tensor's geometry: against numpy."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.core.box import Box
-from ckptool.core.catalog import Container, EncodedBlob, Extent, Part, Place
-from ckptool.core.views import narrowed, part_of_place, pieces_of_run
+from ckptool.core.box import Box, row_major_strides
+from ckptool.core.catalog import (
+    Chunk,
+    Container,
+    Copy,
+    EncodedBlob,
+    Extent,
+    Part,
+    Place,
+    TensorEntry,
+    coverage_problem,
+    places,
+)
+from ckptool.core.dtype import BY_NAME
+from ckptool.core.views import (
+    insert_dim,
+    join,
+    merge_dims,
+    narrow,
+    narrowed,
+    pad,
+    part_of_place,
+    permute,
+    pieces_of_run,
+    split,
+    split_dim,
+    stack,
+    unstack,
+)
+from ckptool.errors import Unsupported
 
 SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
 ITEM = 8
@@ -78,3 +107,202 @@ def test_a_reshape_that_strides_cannot_express() -> None:
     transposed = Extent("f", 0, (8, 32))
     with pytest.raises(ValueError, match="elements lie"):
         part_of_place(transposed, (4, 3), (12,), 0, (1,), ITEM)
+
+
+INT = BY_NAME["int32"]
+Array = np.ndarray[Any, Any]
+
+
+class Files:
+    """Files that hold the chunks of tensors; a packed chunk is a file of its own."""
+
+    def __init__(self) -> None:
+        self.data: dict[str, bytes] = {}
+
+    def store(self, values: Array, order: tuple[int, ...], gap: int) -> tuple[str, tuple[int, ...]]:
+        """A file with the values, dims in another order, ``gap`` unused elements after each row."""
+        turned = values.transpose(order)
+        wide = np.full((*turned.shape[:-1], turned.shape[-1] + gap) if order else (), -1, "i4")
+        wide[..., : turned.shape[-1]] = turned
+        strides = dict(zip(order, row_major_strides(wide.shape, 4), strict=True))
+        name = f"file{len(self.data)}"
+        self.data[name] = wide.tobytes()
+        return name, tuple(strides[dim] for dim in range(values.ndim))
+
+    def load(self, entry: TensorEntry, *, copies: bool = False) -> Array:
+        """The tensor's values, from its chunks or from the first copy of each."""
+        whole = np.full(entry.shape, -7, "i4")
+        for chunk in entry.chunks:
+            at = chunk.copies[0].at if copies and chunk.copies else chunk.at
+            start, strides = self._address(at, chunk.box.shape)
+            view = np.ndarray(chunk.box.shape, "i4", self.data[at.file], start, strides)
+            whole[tuple(map(slice, chunk.box.lo, chunk.box.hi))] = view
+        return whole
+
+    def _address(self, at: Place, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        """Where the elements lie in their file; those of a container one after the other."""
+        if isinstance(at, Container):
+            part = at.part or Part(shape, 0, row_major_strides(shape, 1))
+            return part.start * 4, tuple(stride * 4 for stride in part.strides)
+        assert isinstance(at, Extent | EncodedBlob)
+        return (at.offset if isinstance(at, Extent) else at.start), at.strides
+
+
+@st.composite
+def cuts(draw: st.DrawFn, box: Box, depth: int = 3) -> list[Box]:
+    """Boxes that tile ``box``, cut wherever."""
+    dims = [dim for dim, size in enumerate(box.shape) if size > 1]
+    if not dims or not depth or draw(st.booleans()):
+        return [box]
+    dim = draw(st.sampled_from(dims))
+    at = draw(st.integers(box.lo[dim] + 1, box.hi[dim] - 1))
+    head = Box(box.lo, (*box.hi[:dim], at, *box.hi[dim + 1 :]))
+    tail = Box((*box.lo[:dim], at, *box.lo[dim + 1 :]), box.hi)
+    return [*draw(cuts(head, depth - 1)), *draw(cuts(tail, depth - 1))]
+
+
+@st.composite
+def tensors(
+    draw: st.DrawFn, shapes: st.SearchStrategy[tuple[int, ...]], files: Files | None = None
+) -> tuple[Files, TensorEntry, Array]:
+    """A tensor, chunked and stored somehow, with its values."""
+    shape = draw(shapes)
+    files = files or Files()
+    values = np.arange(math.prod(shape), dtype="i4").reshape(shape) + 1000 * len(files.data)
+    chunks = []
+    for rank, box in enumerate(draw(cuts(Box.whole(shape)))):
+        part = values[tuple(map(slice, box.lo, box.hi))]
+        orders = st.permutations(range(len(shape))).map(tuple)
+        where = [files.store(part, draw(orders), draw(st.integers(0, 2))) for _ in range(2)]
+        file, strides = where[0]
+        nbytes = len(files.data[file])
+        kinds = [Extent(file, 0, strides), EncodedBlob(file, 0, 1, "zstd", nbytes, 0, strides)]
+        if strides == row_major_strides(box.shape, 4):
+            kinds.append(Container(file, 0, nbytes))
+        at = draw(st.sampled_from(kinds))
+        chunks.append(Chunk(box, at, rank, (Copy(Extent(where[1][0], 0, where[1][1]), rank + 1),)))
+    return files, TensorEntry("t", ("t",), INT, shape, tuple(chunks)), values
+
+
+ENTRY_SHAPES = st.lists(st.integers(0, 6), min_size=1, max_size=4).map(tuple)
+SOLID = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
+
+
+def require_equal(files: Files, entry: TensorEntry, wanted: Array) -> None:
+    assert entry.shape == wanted.shape
+    assert coverage_problem(entry) is None
+    assert entry.chunks
+    np.testing.assert_array_equal(files.load(entry), wanted)
+    np.testing.assert_array_equal(files.load(entry, copies=True), wanted)
+
+
+@given(tensors(ENTRY_SHAPES), st.data())
+def test_narrow(made: tuple[Files, TensorEntry, Array], data: st.DataObject) -> None:
+    files, entry, values = made
+    dim = data.draw(st.integers(0, values.ndim - 1))
+    start = data.draw(st.integers(0, values.shape[dim]))
+    stop = data.draw(st.integers(start, values.shape[dim]))
+    region = (slice(None),) * dim + (slice(start, stop),)
+    require_equal(files, narrow(entry, dim, start, stop), values[region])
+
+
+@given(tensors(ENTRY_SHAPES), st.data())
+def test_join_undoes_split(made: tuple[Files, TensorEntry, Array], data: st.DataObject) -> None:
+    files, entry, values = made
+    dim = data.draw(st.integers(0, values.ndim - 1))
+    at = data.draw(st.integers(0, values.shape[dim]))
+    parts = split(entry, dim, [at, values.shape[dim] - at])
+    for part, wanted in zip(parts, np.split(values, [at], dim), strict=True):
+        require_equal(files, part, wanted)
+    require_equal(files, join(parts, dim), values)
+
+
+@given(tensors(SOLID), st.data())
+def test_stack_undoes_unstack(made: tuple[Files, TensorEntry, Array], data: st.DataObject) -> None:
+    files, entry, values = made
+    dim = data.draw(st.integers(0, values.ndim - 1))
+    parts = unstack(entry, dim)
+    for index, part in enumerate(parts):
+        require_equal(files, part, values.take(index, dim))
+    require_equal(files, stack(parts, dim), values)
+
+
+@given(tensors(ENTRY_SHAPES), st.data())
+def test_permute(made: tuple[Files, TensorEntry, Array], data: st.DataObject) -> None:
+    files, entry, values = made
+    dims = data.draw(st.permutations(range(values.ndim)))
+    require_equal(files, permute(entry, dims), values.transpose(dims))
+
+
+@given(tensors(SOLID), st.integers(0, 5), st.data())
+def test_padding_repeats_the_last_index(
+    made: tuple[Files, TensorEntry, Array], more: int, data: st.DataObject
+) -> None:
+    files, entry, values = made
+    dim = data.draw(st.integers(0, values.ndim - 1))
+    widths = [(0, more if d == dim else 0) for d in range(values.ndim)]
+    padded = pad(entry, dim, values.shape[dim] + more)
+    require_equal(files, padded, np.pad(values, widths, "edge"))
+    require_equal(files, narrow(padded, dim, 0, values.shape[dim]), values)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple), st.data())
+def test_views(sizes: tuple[int, ...], data: st.DataObject) -> None:
+    """A dim viewed as several, these in another order, and as one dim again."""
+    files, entry, values = data.draw(tensors(st.just((2, math.prod(sizes), 3))))
+    apart = split_dim(entry, 1, sizes)
+    require_equal(files, apart, values.reshape(2, *sizes, 3))
+    require_equal(files, merge_dims(apart, 1, len(sizes)), values)
+    order = data.draw(st.permutations(range(1, len(sizes) + 1)))
+    dims = (0, *order, len(sizes) + 1)
+    wanted = values.reshape(2, *sizes, 3).transpose(dims).reshape(values.shape)
+    require_equal(files, merge_dims(permute(apart, dims), 1, len(sizes)), wanted)
+
+
+@given(tensors(SOLID), st.data())
+def test_a_new_dim_repeats(made: tuple[Files, TensorEntry, Array], data: st.DataObject) -> None:
+    files, entry, values = made
+    dim = data.draw(st.integers(0, values.ndim))
+    wanted = np.repeat(np.expand_dims(values, dim), 3, dim)
+    require_equal(files, insert_dim(entry, dim, 3), wanted)
+
+
+def whole(*shape: int, dtype: str = "int32") -> TensorEntry:
+    at = Extent("f", 0, row_major_strides(shape, 4))
+    return TensorEntry("t", ("t",), BY_NAME[dtype], shape, (Chunk(Box.whole(shape), at),))
+
+
+@pytest.mark.parametrize("sizes", [(8,), (2, 4), (2, 2, 2), (1, 8, 1)])
+def test_a_whole_row_major_chunk_stays_one_through_a_view(sizes: tuple[int, ...]) -> None:
+    entry = whole(8, 3)
+    assert len(split_dim(entry, 0, sizes).chunks) == 1
+    assert merge_dims(split_dim(entry, 0, sizes), 0, len(sizes)).chunks == entry.chunks
+
+
+def test_the_rotary_permutation_cuts_a_chunk_into_two_boxes_a_head() -> None:
+    heads = split_dim(whole(4 * 8, 5), 0, (4, 4, 2))
+    turned = merge_dims(permute(heads, (0, 2, 1, 3)), 0, 3)
+    boxes = sorted((chunk.box for chunk in turned.chunks), key=lambda box: box.lo)
+    assert [str(box) for box in boxes[:2]] == ["[0:4, 0:5]", "[4:8, 0:5]"]
+    assert {at.strides for at in places(turned) if isinstance(at, Extent)} == {(40, 4)}
+    assert len(turned.chunks) == 8
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        (lambda: narrow(whole(4), 0, 2, 5), "2 to 5 is out of range in dim 0 of [4]"),
+        (lambda: split(whole(4), 0, [1, 2]), "[1, 2] do not add up to dim 0 of [4]"),
+        (lambda: split_dim(whole(6), 0, (4, 2)), "dim 0 of [6] is not 4 x 2"),
+        (lambda: join([whole(2, 3), whole(2, 4)], 0), "[2, 4]"),
+        (lambda: join([whole(2), whole(2, dtype="float32")], 0), "float32"),
+        (lambda: pad(whole(4), 0, 3), "cannot be padded to 3"),
+        (lambda: pad(whole(0), 0, 3), "cannot be padded to 3"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_numbers(
+    what: Callable[[], object], words: str
+) -> None:
+    with pytest.raises(Unsupported) as caught:
+        what()
+    assert words in caught.value.message
