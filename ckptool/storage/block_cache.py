@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import NamedTuple
 
 BLOCK = 256 << 10
@@ -14,19 +15,19 @@ BLOCK = 256 << 10
 _AHEAD = 16
 
 
-class Pinned(NamedTuple):
+class ObjectVersion(NamedTuple):
     """A file as it was listed: its key, and its version (an ETag or a time; empty if unknown)."""
 
     key: str
     version: str
 
 
-Key = tuple[Pinned, int]
+Key = tuple[ObjectVersion, int]
 """A file and the number of a block in it."""
-Fetch = Callable[[Pinned, int, int], bytes]
+Fetch = Callable[[ObjectVersion, int, int], bytes]
 
 
-class Blocks:
+class BlockCache:
     """What was read last of some files, for all threads.
 
     ``fetch`` reads a file from one offset to another (fewer bytes where it ends). Each run of
@@ -42,8 +43,8 @@ class Blocks:
         self._unread: set[Key] = set()
         self._pool: ThreadPoolExecutor | None = None
 
-    def read_into(self, file: Pinned, offset: int, buffer: memoryview) -> int:
-        """Fill a buffer from ``offset``; the bytes that there are. Raises what ``fetch`` raises."""
+    def read_into(self, file: ObjectVersion, offset: int, buffer: memoryview) -> int:
+        """Fill a buffer from ``offset``; return the bytes there are. Raises as ``fetch`` does."""
         if not buffer:
             return 0
         numbers = range(offset // BLOCK, (offset + len(buffer) - 1) // BLOCK + 1)
@@ -55,7 +56,7 @@ class Blocks:
             done += len(piece)
         return done
 
-    def expect(self, spans: Iterable[tuple[Pinned, int, int]]) -> None:
+    def expect(self, spans: Iterable[tuple[ObjectVersion, int, int]]) -> None:
         """Fetch what is read next ahead, several blocks at a time: file, offset and bytes of each.
 
         Spans longer than a block are left out: they are requests of their own.
@@ -77,27 +78,27 @@ class Blocks:
             self._unread.clear()
             self._queue.clear()
 
-    def _futures(self, file: Pinned, numbers: range) -> list[Future[bytes]]:
-        """The blocks of a file, those that nobody fetches yet fetched here."""
-        mine: list[int] = []
+    def _futures(self, file: ObjectVersion, numbers: range) -> list[Future[bytes]]:
+        """Return the blocks of a file; those that nobody fetches yet are fetched here."""
+        missing: list[int] = []
         with self._lock:
             for number in numbers:
                 key = (file, number)
                 if key not in self._kept:
                     self._kept[key] = Future()
-                    mine.append(number)
+                    missing.append(number)
                 self._kept.move_to_end(key)
                 self._unread.discard(key)
-            found = [self._kept[file, number] for number in numbers]
-        for _, run in itertools.groupby(enumerate(mine), lambda pair: pair[1] - pair[0]):
+            futures = [self._kept[file, number] for number in numbers]
+        for _, run in itertools.groupby(enumerate(missing), lambda pair: pair[1] - pair[0]):
             run_numbers = [number for _, number in run]
             at = run_numbers[0] - numbers[0]
-            self._fill(file, run_numbers, found[at : at + len(run_numbers)])
+            self._fill(file, run_numbers, futures[at : at + len(run_numbers)])
         self._trim()
         self._fetch_ahead()
-        return found
+        return futures
 
-    def _fill(self, file: Pinned, numbers: list[int], futures: list[Future[bytes]]) -> None:
+    def _fill(self, file: ObjectVersion, numbers: list[int], futures: list[Future[bytes]]) -> None:
         """Fetch neighbouring blocks with one request."""
         try:
             data = self._fetch(file, numbers[0] * BLOCK, (numbers[-1] + 1) * BLOCK)
@@ -130,9 +131,7 @@ class Blocks:
                 self._pool = self._pool or ThreadPoolExecutor(_AHEAD, "ckptool-ahead")
                 self._pool.submit(self._fill_ahead, file, number, future)
 
-    def _fill_ahead(self, file: Pinned, number: int, future: Future[bytes]) -> None:
-        """Fetch one block that is expected; an error waits for who reads it."""
-        try:
+    def _fill_ahead(self, file: ObjectVersion, number: int, future: Future[bytes]) -> None:
+        """Fetch one block that is expected; an error waits in it for whoever reads it."""
+        with suppress(Exception):
             self._fill(file, [number], [future])
-        except Exception:
-            return

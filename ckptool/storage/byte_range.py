@@ -6,14 +6,16 @@ import re
 from typing import Any
 
 from ckptool.errors import Unsupported
-from ckptool.storage.block_cache import Pinned
+from ckptool.storage.block_cache import ObjectVersion
 from ckptool.storage.url import redact_url
 
 _PARTIAL, _BEHIND_THE_END = 206, 416
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)")
 
 
-async def read_s3_range(fs: Any, file: Pinned, start: int, end: int, *, pinned: bool) -> bytes:
+async def read_s3_range(
+    fs: Any, file: ObjectVersion, start: int, end: int, *, pinned: bool
+) -> bytes:
     """Read bytes of an object, of the version that was listed where ``pinned``.
 
     s3fs itself (2026.9) looks neither at the version nor at what range was answered.
@@ -32,7 +34,7 @@ async def read_s3_range(fs: Any, file: Pinned, start: int, end: int, *, pinned: 
         answer["Body"].close()
 
 
-async def read_web_range(fs: Any, file: Pinned, start: int, end: int) -> bytes:
+async def read_web_range(fs: Any, file: ObjectVersion, start: int, end: int) -> bytes:
     """Read bytes of a file of a web server; fsspec itself (2026.9) does not look at their range."""
     session = await fs.set_session()
     headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
@@ -41,8 +43,9 @@ async def read_web_range(fs: Any, file: Pinned, start: int, end: int) -> bytes:
         if answer.status == _BEHIND_THE_END:
             return b""
         fs._raise_not_found_for_status(answer, file.key)
-        told = answer.headers.get("Content-Range")
-        _require_range(redact_url(file.key), answer.status, told, answer.content_length, start, end)
+        given = answer.headers.get("Content-Range")
+        size = answer.content_length
+        _require_range(redact_url(file.key), answer.status, given, size, start, end)
         data: bytes = await answer.read()
         return data
 

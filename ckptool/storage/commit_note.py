@@ -1,4 +1,4 @@
-"""What a run notes before it replaces a target, and which side file goes with the target meanwhile.
+"""What a run notes while it writes or replaces a target, and which side file goes with it.
 
 A run that was cut short leaves the note: a later one finishes by it, and a reader finds by it the
 side file that belongs to the safetensors file that stands.
@@ -43,7 +43,7 @@ class CommitNote:
     by_files: bool = False
 
     def by_single_files(self) -> CommitNote:
-        """The same commit, file by file."""
+        """Return the same commit, file by file."""
         return replace(self, by_files=True)
 
 
@@ -61,7 +61,7 @@ class NoteFile:
         if not is_real_file(self.path):
             raise in_the_way(self.path)
         data = self.path.read_bytes()
-        note = _parsed(data)
+        note = _parse(data)
         if note is None and data:
             raise in_the_way(self.path)
         return note
@@ -79,7 +79,7 @@ class NoteFile:
             sync_folder(self.path.parent)
 
     def remove(self) -> None:
-        """Nothing is left to be done."""
+        """Remove the note: nothing is left to be done."""
         self._part.unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
 
@@ -88,18 +88,18 @@ class NoteFile:
         return self.path.with_name(f"{self.path.name}.new")
 
 
-def _parsed(data: bytes) -> CommitNote | None:
+def _parse(data: bytes) -> CommitNote | None:
     try:
         value: Any = json.loads(data)
         if value.pop("schema", None) != _SCHEMA:
             return None
-        files = {key: _stamped(value[key]) for key in ("own", "names")}
+        files = {key: _parse_stamps(value[key]) for key in ("own", "names")}
         return CommitNote(**value | files)
     except (ValueError, AttributeError, TypeError, KeyError):
         return None
 
 
-def _stamped(files: dict[str, list[int]]) -> dict[str, Stamp]:
+def _parse_stamps(files: dict[str, list[int]]) -> dict[str, Stamp]:
     return {name: (size, time) for name, (size, time) in files.items()}
 
 
@@ -107,27 +107,27 @@ OLD_SIDE = ".replaced"
 
 
 def side_name(name: str) -> str | None:
-    """What the file beside a safetensors file is called that holds what it cannot."""
+    """Return the name of the file beside a safetensors file for what that cannot hold."""
     if not name.endswith(".safetensors"):
         return None
     return f"{name.removesuffix('.safetensors')}.extra.pt"
 
 
 def staging_folder(target: Path) -> Path:
-    """Where the output for a target is written until it is whole."""
+    """Return where the output for a target is written until it is whole."""
     return target.with_name(f".{target.name}.partial")
 
 
 def note_path(target: Path) -> Path:
-    """Where a run notes what it is about to replace."""
+    """Return where a run notes what it is about to replace."""
     return target.with_name(f"{staging_folder(target).name}.journal.commit")
 
 
 def side_file(path: Path) -> Path | None:
-    """The file that goes with a safetensors file, None where it has none.
+    """Return the file that goes with a safetensors file, None where it has none.
 
-    In the middle of a commit, or of one that was killed, it is not in its place. Unsupported where
-    it cannot be told which one goes with the file.
+    In the middle of a commit, or of one that was killed, it is not in its place. Raises Unsupported
+    where it is unclear which one goes with the file.
     """
     name = side_name(path.name)
     if name is None:
@@ -155,16 +155,16 @@ def _side_in_commit(path: Path, side: Path) -> Path:
 
 
 def is_new_file(path: Path, name: str, note: CommitNote) -> bool:
-    """Whether the new main file stands at a path, as it was noted."""
+    """Return whether the new main file stands at a path, as it was noted."""
     return identity(path) == note.new and stamp(path) == note.names.get(name)
 
 
 def unknown_files(target: Path, staged: Path) -> Unsupported:
-    """The error where neither place has the file that was noted, as in a copy of both."""
+    """Return the error where neither place has the file that was noted, as in a copy of both."""
     return Unsupported(
         f"{target}: a run was cut short while it put a file of {staged} there, and neither the one"
         " that stands there nor one in that folder is the file it noted: changed since, or copied;"
-        f" so it cannot be told whether the side file that goes with {target.name} is the one"
+        f" so it is unclear whether the side file that goes with {target.name} is the one"
         " beside it or one in that folder",
         hint=f"use the place that it was copied from; or keep the whole pair, move {staged} away,"
         f" then rm {note_path(target)}",
@@ -178,7 +178,7 @@ Stamp = tuple[int, int]
 def stamp(path: Path) -> Stamp | None:
     """Return the stamp of what stands at a path, None where nothing does; follow no link."""
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return found.st_size, found.st_mtime_ns
+    return status.st_size, status.st_mtime_ns

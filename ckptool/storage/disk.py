@@ -1,7 +1,4 @@
-"""Change a disk: exchange and rename without loss, make files without following links, sync.
-
-Make files of a known size.
-"""
+"""Change a disk: rename without loss, make files without following links, reserve room, sync."""
 
 from __future__ import annotations
 
@@ -23,40 +20,41 @@ CANNOT_MOVE = frozenset((errno.EXDEV, errno.EBUSY))
 """What a rename of a whole folder meets on an overlay's lower layer, or on a mount point."""
 
 
-def exchange(one: Path, other: Path) -> bool:
+def exchange(first: Path, second: Path) -> bool:
     """Exchange two folders in one step; False where this file system cannot."""
-    return _rename(one, other, _EXCHANGE)
+    return _rename(first, second, _EXCHANGE)
 
 
-def rename_new(one: Path, other: Path) -> None:
-    """Rename to a name that nothing has. FileExistsError where something has it."""
-    if _rename(one, other, _NO_REPLACE):
+def rename_new(source: Path, target: Path) -> None:
+    """Rename to a name that nothing has; FileExistsError where something has it."""
+    if _rename(source, target, _NO_REPLACE):
         return
-    if os.path.lexists(other):
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(other))
-    os.rename(one, other)
+    if os.path.lexists(target):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+    os.rename(source, target)
 
 
-def _rename(one: Path, other: Path, flag: int) -> bool:
-    """``renameat2``, or False where there is none for this file system; OSError where it fails."""
+def _rename(source: Path, target: Path, flag: int) -> bool:
+    """Call ``renameat2``; False where this file system has none, OSError where it fails."""
     import ctypes
 
     try:
         call = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:
         return False
-    if call(_HERE, os.fsencode(one), _HERE, os.fsencode(other), ctypes.c_uint(flag)) == 0:
+    names = (_HERE, os.fsencode(source), _HERE, os.fsencode(target))
+    if call(*names, ctypes.c_uint(flag)) == 0:
         return True
     number = ctypes.get_errno()
     if number in _UNSUPPORTED:
         return False
     if number == errno.EEXIST:
-        raise FileExistsError(number, os.strerror(number), str(other))
-    raise OSError(number, os.strerror(number), str(one))
+        raise FileExistsError(number, os.strerror(number), str(target))
+    raise OSError(number, os.strerror(number), str(source))
 
 
 def identity(path: Path) -> int | None:
-    """The inode of what stands at a path, None where nothing does; a link is not followed."""
+    """Return the inode of what stands at a path, None where nothing does; follow no link."""
     try:
         return os.lstat(path).st_ino
     except FileNotFoundError:
@@ -64,22 +62,22 @@ def identity(path: Path) -> int | None:
 
 
 def is_real_folder(path: Path) -> bool:
-    """Whether a folder stands there, and not a link to one."""
+    """Return whether a folder stands there, and not a link to one."""
     with suppress(FileNotFoundError):
         return stat.S_ISDIR(os.lstat(path).st_mode)
     return False
 
 
 def is_real_file(path: Path) -> bool:
-    """Whether a regular file stands there, and not a link to one."""
+    """Return whether a regular file stands there, and not a link to one."""
     with suppress(FileNotFoundError):
         return stat.S_ISREG(os.lstat(path).st_mode)
     return False
 
 
 def first_stranger(folder: Path) -> Path | None:
-    """What below a folder is neither a regular file nor a folder, such as a link."""
-    for head, folders, files in os.walk(folder, onerror=_raised):
+    """Find what below a folder is neither a regular file nor a folder, such as a link."""
+    for head, folders, files in os.walk(folder, onerror=_raise):
         for name in (*folders, *files):
             path = Path(head, name)
             if not stat.S_ISDIR(mode := os.lstat(path).st_mode) and not stat.S_ISREG(mode):
@@ -87,12 +85,12 @@ def first_stranger(folder: Path) -> Path | None:
     return None
 
 
-def _raised(error: OSError) -> None:
+def _raise(error: OSError) -> None:
     raise error
 
 
 def begins_with(path: Path, mark: bytes) -> bool:
-    """Whether a file begins with a mark, or ends within it."""
+    """Return whether a file begins with a mark, or ends within it."""
     with open(path, "rb") as stream:
         return mark.startswith(stream.read(len(mark)))
 
@@ -100,22 +98,22 @@ def begins_with(path: Path, mark: bytes) -> bool:
 def open_unfollowed(path: Path, flags: int) -> int:
     """Open a regular file, made where there is none; Unsupported where a link is there."""
     try:
-        found = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK, errno.EISDIR, errno.ENXIO):
             raise in_the_way(path) from None
         raise
-    if not stat.S_ISREG(os.fstat(found).st_mode):
-        os.close(found)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise in_the_way(path)
-    return found
+    return descriptor
 
 
 def in_the_way(path: Path) -> Unsupported:
-    """The error where something has a name that ckptool needs, and ckptool did not make it."""
+    """Return the error where something that ckptool did not make has a name it needs."""
     return Unsupported(
         f"{path}: is in the way: ckptool needs the name, and did not make what is there",
-        hint=f"look what it is, and move it away: mv {path} ELSEWHERE",
+        hint=f"check what it is, then move it away: mv {path} ELSEWHERE",
     )
 
 
@@ -151,10 +149,10 @@ def write_whole(path: Path, data: bytes, *, mark: bytes) -> None:
 
 
 def require_marked(path: Path, mark: bytes, *, noun: str) -> None:
-    """Unsupported where the file at a path, which is to be replaced, is of another kind."""
+    """Raise Unsupported where the file at a path, which is to be replaced, is of another kind."""
     if os.path.lexists(path) and not (path.is_file() and begins_with(path, mark)):
         raise Unsupported(
-            f"{path}: is no {noun}, and is not replaced",
+            f"{path}: not a {noun}, and is not replaced",
             hint=f"name another file, or move it away: mv {path} ELSEWHERE",
         )
 
@@ -181,7 +179,7 @@ def _write_out(descriptor: int, data: bytes) -> None:
 
 
 def _or_remove(path: Path, work: Callable[[], None]) -> None:
-    """Do ``work``; where it fails, the file goes."""
+    """Do ``work``; remove the file where it fails."""
     try:
         work()
     except BaseException:

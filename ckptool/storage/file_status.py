@@ -1,20 +1,28 @@
-"""The files of a disk: which are there, and whether they stay as they were.
-
-What tells whether a file is the one that was listed, and still holds what it held then.
-
-The files below a folder of a disk, and what of it cannot be looked at.
-"""
+"""The files below a folder of a disk, and whether files are still those that were listed."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from ckptool.errors import Changed, NotFound, Problem
+from ckptool.errors import Changed, Damaged, NotFound, Problem
+
+
+class Listed(Protocol):
+    """A file as it was listed."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+
+    @property
+    def version(self) -> object:
+        """What changes when its content does: a time in nanoseconds, or a store's ETag."""
 
 
 class FileStatus(NamedTuple):
@@ -29,6 +37,11 @@ class FileStatus(NamedTuple):
     inode: int
     changed: int
     access: tuple[int, int, int, int]
+
+    @property
+    def version(self) -> int:
+        """The time of the last change of the content, in nanoseconds."""
+        return self.modified
 
     @classmethod
     def of(cls, status: os.stat_result) -> FileStatus:
@@ -60,6 +73,24 @@ def status_now(path: str) -> FileStatus | None:
         os.close(descriptor)
 
 
+def version_digest(listed: Mapping[str, Listed], files: Iterable[str]) -> str:
+    """Return a SHA-256 (hex) over names, sizes and versions of some files as they were listed.
+
+    Raises Damaged where one was not.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        if name not in listed:
+            raise missing(name)
+        digest.update(repr((name, listed[name].nbytes, listed[name].version)).encode())
+    return digest.hexdigest()
+
+
+def missing(file: str) -> Damaged:
+    """Return the error where a file is not there."""
+    return Damaged(f"{file}: the file is missing", "file-missing", file=file)
+
+
 def changed(files: Iterable[str]) -> Changed:
     """Return the error for files that were written, replaced or removed while they were read."""
     first, *others = files
@@ -88,10 +119,10 @@ def _why_unlisted(path: str, error: OSError) -> Problem:
     return Problem(f"cannot be read: {error.strerror}", "file-unreadable")
 
 
-class Walk:
+class FileListing:
     """The files below ``root``, with a bound on all that is looked at.
 
-    ``unlisted`` says of every entry that could not be looked at why.
+    ``unlisted`` is why entries could not be looked at, by their paths.
     """
 
     def __init__(self, root: Path) -> None:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from itertools import repeat
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ckptool.errors import Damaged, NotFound, Problem
 from ckptool.storage.commit_note import side_file, side_name
-from ckptool.storage.file_status import DEPTH, FileStatus, Walk, changed, status_now
+from ckptool.storage.file_status import (
+    DEPTH,
+    FileListing,
+    FileStatus,
+    changed,
+    missing,
+    status_now,
+    version_digest,
+)
 
 _T = TypeVar("_T")
 
@@ -24,7 +32,7 @@ CORES = min(8, os.cpu_count() or 1)
 """Threads that read a disk: more only wait for each other, its reads are the kernel's to order."""
 
 
-class Bytes(Protocol):
+class FileReader(Protocol):
     """What one thread reads with."""
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
@@ -38,12 +46,16 @@ class Bytes(Protocol):
 
 
 class Files(Protocol):
-    """A folder of files, or some of them, wherever it lies.
+    """A folder of files, or some of them, wherever it lies."""
 
-    ``tile`` is how many bytes are moved at a time, ``piece`` how many are read at once, ``block``
-    those that a read costs at least: gaps shorter than it are read over. ``workers`` is how many
-    threads move its bytes best, unless a user says it.
-    """
+    tile: int
+    """Bytes that are moved at a time."""
+    piece: int
+    """Bytes that are read at once."""
+    block: int
+    """Bytes that a read costs at least: gaps shorter than it are read over."""
+    workers: int
+    """How many threads move its bytes best, unless a user says it."""
 
     @property
     def root(self) -> str:
@@ -57,44 +69,35 @@ class Files(Protocol):
     def unlisted(self) -> Mapping[str, Problem]:
         """Why files and folders below are not in ``files`` nor what they hold, by their paths."""
 
-    @property
-    def tile(self) -> int: ...
-    @property
-    def piece(self) -> int: ...
-    @property
-    def block(self) -> int: ...
-    @property
-    def workers(self) -> int: ...
-
     def narrowed(self, folder: str) -> Files:
-        """The part below a subfolder, as a source of its own."""
+        """Return the part below a subfolder, as a source of its own."""
 
     def subfolders(self) -> Mapping[str, Files]:
-        """Every folder below, at any depth, as a source of its own."""
+        """Return every folder below, at any depth, as a source of its own."""
 
     def alone(self, name: str) -> Files:
-        """One of the files by itself, with the ``.extra.pt`` file beside it."""
+        """Return one of the files by itself, with the ``.extra.pt`` file beside it."""
 
     def fingerprint(self, files: Iterable[str]) -> str:
-        """A SHA-256 over what changes when some of the files do, as they were listed."""
+        """Return a SHA-256 (hex) over what changes when some of the files do, as listed."""
 
     def changed(self, files: Iterable[str]) -> list[str]:
-        """Those of the files that were written, replaced or removed since they were listed."""
+        """Return those of the files that were written, replaced or removed since listed."""
 
     def modified(self, file: str) -> float:
-        """When a file was last modified, in seconds since the epoch."""
+        """Return when a file was last modified, in seconds since the epoch; 0 if unknown."""
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
-        """What is read next: file, offset and bytes of each."""
+        """Prepare for what is read next: file, offset and bytes of each."""
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        """Exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
+        """Return exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
 
     def keep(self, nbytes: int) -> None:
         """Keep no more than so many bytes of what was read."""
 
-    def reader(self) -> Bytes:
-        """What one thread reads with."""
+    def reader(self) -> FileReader:
+        """Return what one thread reads with."""
 
 
 class LocalSource:
@@ -135,17 +138,18 @@ class LocalSource:
 
     @classmethod
     def folder(cls, root: Path) -> LocalSource:
-        """Everything below ``root``; ``unlisted`` names the folders that lie too deep."""
-        walk = Walk(root)
+        """List everything below ``root``; ``unlisted`` names the folders that lie too deep."""
+        listing = FileListing(root)
         try:
-            walk.enter("", (), DEPTH)
+            listing.enter("", (), DEPTH)
         except OSError as error:
             raise NotFound(f"{root}: cannot be listed: {error.strerror}") from None
-        return cls.of(root, dict(sorted(walk.files.items())), dict(sorted(walk.unlisted.items())))
+        files, unlisted = sorted(listing.files.items()), sorted(listing.unlisted.items())
+        return cls.of(root, dict(files), dict(unlisted))
 
     @classmethod
     def file(cls, path: Path) -> LocalSource:
-        """One file by itself; with a safetensors file goes the ``.extra.pt`` file beside it."""
+        """Return one file by itself, with the ``.extra.pt`` file beside a safetensors file."""
         listed, places = {path.name: _status(path)}, {}
         side = side_file(path)
         if side is not None:
@@ -156,12 +160,12 @@ class LocalSource:
         return cls(path.parent, sizes, listed, places)
 
     def narrowed(self, folder: str) -> LocalSource:
-        """The part below a subfolder, as a source of its own."""
+        """Return the part below a subfolder, as a source of its own."""
         listed = within_folder(self._listed, folder)
         return LocalSource.of(Path(self.root, folder), listed, within_folder(self.unlisted, folder))
 
     def subfolders(self) -> dict[str, LocalSource]:
-        """Every folder below, at any depth, as a source of its own."""
+        """Return every folder below, at any depth, as a source of its own."""
         listed, unlisted = by_folder(self._listed), by_folder(self.unlisted)
         return {
             name: LocalSource.of(
@@ -171,69 +175,49 @@ class LocalSource:
         }
 
     def alone(self, name: str) -> LocalSource:
-        """One of the files by itself, with the ``.extra.pt`` file beside it."""
+        """Return one of the files by itself, with the ``.extra.pt`` file beside it."""
         return LocalSource.file(Path(self.root, name))
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
-        """A disk needs no notice."""
+        """Do nothing: the kernel reads a disk ahead."""
 
     def keep(self, nbytes: int) -> None:
-        """The kernel keeps what was read of a disk."""
+        """Do nothing: the kernel keeps what was read of a disk."""
 
-    def reader(self) -> Reader:
-        """What one thread reads with."""
-        return Reader(self.root, self._listed, self._places)
+    def reader(self) -> LocalReader:
+        """Return what one thread reads with."""
+        return LocalReader(self.root, self._listed, self._places)
 
     def fingerprint(self, files: Iterable[str]) -> str:
-        """A SHA-256 over names, sizes and modification times of some files, as they were listed."""
-        found = hashlib.sha256()
-        for name in sorted(files):
-            status = self._listed.get(name)
-            if status is None:
-                raise missing(name)
-            found.update(repr((name, status.nbytes, status.modified)).encode())
-        return found.hexdigest()
+        """Return a SHA-256 (hex) over names, sizes and modification times of some files."""
+        return version_digest(self._listed, files)
 
     def changed(self, files: Iterable[str]) -> list[str]:
-        """Those of the files that were written, replaced or removed since they were listed."""
-        found = []
-        for name in files:
-            before = self._listed.get(name)
-            now = None if before is None else status_now(self._path(name))
-            if before is not None and (now is None or not now.has_content_of(before)):
-                found.append(name)
-        return found
+        """Return those of the files that were written, replaced or removed since listed."""
+        listed = [(name, self._listed[name]) for name in files if name in self._listed]
+        now = ((name, before, status_now(self._path(name))) for name, before in listed)
+        return [n for n, before, s in now if s is None or not s.has_content_of(before)]
 
     def modified(self, file: str) -> float:
-        """When a file was last modified, in seconds since the epoch."""
+        """Return when a file was last modified, in seconds since the epoch."""
         return _status(Path(self._path(file))).modified / 1e9
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        """Exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
-        if file not in self.files:
-            raise missing(file)
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.files[file]:
-            raise too_short(file, offset, nbytes, self.files[file])
-        data = bytearray(nbytes)
-        descriptor = _opened(self._path(file), file, self._listed.get(file))
-        try:
-            _read_into(descriptor, file, offset, memoryview(data))
-        finally:
-            os.close(descriptor)
-        return bytes(data)
+        """Return exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
+        return read_exactly(self, file, offset, nbytes)
 
     def _path(self, file: str) -> str:
         return f"{self.root}/{self._places.get(file, file)}"
 
 
 def within_folder(files: Mapping[str, _T], folder: str) -> dict[str, _T]:
-    """The files below a folder, by their paths relative to it."""
+    """Return the files below a folder, by their paths relative to it."""
     head = folder + "/"
     return {name[len(head) :]: what for name, what in files.items() if name.startswith(head)}
 
 
 def by_folder(files: Mapping[str, _T]) -> dict[str, dict[str, _T]]:
-    """For every folder, at any depth, the files below it."""
+    """Return the files below every folder, at any depth, by the folder."""
     grouped: dict[str, dict[str, _T]] = {}
     for name, what in files.items():
         at = name.find("/")
@@ -243,24 +227,25 @@ def by_folder(files: Mapping[str, _T]) -> dict[str, dict[str, _T]]:
     return grouped
 
 
-def pieces(reader: Bytes, file: str, nbytes: int, at_once: int) -> Iterator[memoryview]:
-    """A file of ``nbytes`` from its beginning, each piece until the next is asked for."""
-    buffer = memoryview(bytearray(min(at_once, nbytes)))
-    for start in range(0, nbytes, at_once):
-        piece = buffer[: min(at_once, nbytes - start)]
-        reader.read_into(file, start, piece)
-        yield piece
-
-
-def missing(file: str) -> Damaged:
-    return Damaged(f"{file}: the file is missing", "file-missing", file=file)
+def read_exactly(source: Files, file: str, offset: int, nbytes: int) -> bytes:
+    """Return exactly ``nbytes`` at ``offset`` of a file; Damaged where it ends before."""
+    if file not in source.files:
+        raise missing(file)
+    if offset < 0 or nbytes < 0 or offset + nbytes > source.files[file]:
+        raise too_short(file, offset, nbytes, source.files[file])
+    data = bytearray(nbytes)
+    with closing(source.reader()) as reader:
+        reader.read_into(file, offset, memoryview(data))
+    return bytes(data)
 
 
 def unreadable(file: str, error: OSError) -> NotFound:
+    """Return the error where a file cannot be opened or read."""
     return NotFound(f"{file}: cannot be read: {error.strerror}", "file-unreadable", file=file)
 
 
 def too_short(file: str, offset: int, nbytes: int, size: int) -> Damaged:
+    """Return the error where a file of ``size`` bytes ends before what is read of it."""
     return Damaged(
         f"{file}: {nbytes:,} bytes are expected at offset {offset:,}, but the file has"
         f" {size:,} bytes; it is truncated or its metadata is wrong",
@@ -277,8 +262,8 @@ def _status(path: Path) -> FileStatus:
         raise unreadable(str(path), error) from None
 
 
-def _opened(path: str, file: str, listed: FileStatus | None) -> int:
-    """A descriptor to read from, of the file that was listed. Changed where it is another.
+def _open(path: str, file: str, listed: FileStatus | None) -> int:
+    """Open a file to read, the one that was ``listed``; Changed where it is another.
 
     A pipe that took the place of a file must not block.
     """
@@ -308,7 +293,7 @@ def _read_into(descriptor: int, file: str, offset: int, buffer: memoryview) -> N
         done += count
 
 
-class Reader:
+class LocalReader:
     """Positioned reads for one thread, with a bounded number of open files.
 
     A file that is not as it was ``listed`` is not read.
@@ -325,7 +310,7 @@ class Reader:
         self._listed = listed or {}
         self._places = places or {}
         self._limit = limit
-        self._open: OrderedDict[str, int] = OrderedDict()
+        self._descriptors: OrderedDict[str, int] = OrderedDict()
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from ``offset``; Damaged where the file ends before."""
@@ -334,7 +319,7 @@ class Reader:
     def read_runs(self, file: str, offset: int, step: int, runs: Sequence[memoryview]) -> None:
         """Fill each run, the first from ``offset``, each other ``step`` bytes after the last.
 
-        The disk is told of them all before: it then reads them as one.
+        The kernel is asked for them all before: it then reads them as one.
         """
         descriptor = self._descriptor(file)
         offsets = range(offset, offset + step * len(runs), step)
@@ -348,16 +333,17 @@ class Reader:
                 self.read_into(file, start, run)
 
     def close(self) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
+        """Close all files."""
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
 
     def _descriptor(self, file: str) -> int:
-        descriptor = self._open.get(file)
+        descriptor = self._descriptors.get(file)
         if descriptor is not None:
-            self._open.move_to_end(file)
+            self._descriptors.move_to_end(file)
             return descriptor
-        if len(self._open) >= self._limit:
-            os.close(self._open.popitem(last=False)[1])
+        if len(self._descriptors) >= self._limit:
+            os.close(self._descriptors.popitem(last=False)[1])
         path = f"{self._root}/{self._places.get(file, file)}"
-        descriptor = self._open[file] = _opened(path, file, self._listed.get(file))
+        descriptor = self._descriptors[file] = _open(path, file, self._listed.get(file))
         return descriptor

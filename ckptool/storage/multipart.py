@@ -1,6 +1,6 @@
 """A file of a store that is written from its beginning, and appears once it is whole.
 
-How the parts of a file reach a store: side by side where it takes them so, else in order.
+Its parts are sent side by side where the store takes them so, else in order.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _T = TypeVar("_T")
 
 
 def memory_of_part(nbytes: int) -> int:
-    """Bytes that an upload of ``nbytes`` takes for each part it holds, with the client's copy."""
-    return 2 * part_of(nbytes)
+    """Return the bytes that each part of an upload takes in memory, with the client's copy."""
+    return 2 * part_size(nbytes)
 
 
 def hidden_name(path: str) -> str:
-    """What a file is called until it is whole, where a store shows files that are not."""
+    """Return what a file is called until it is whole, where a store shows files before."""
     folder, slash, name = path.rpartition("/")
     return f"{folder}{slash}.{name}.partial"
 
@@ -42,12 +42,12 @@ class Upload:
         self._nbytes = nbytes
         self._store = place.store
         self._done = 0
-        whole = self._store.whole_or_not
-        self._hidden = None if whole else place.with_name(hidden_name(place.name)).key
-        if not whole:
+        atomic = self._store.atomic_put
+        self._hidden = None if atomic else place.with_name(hidden_name(place.name)).key
+        if not atomic:
             self._attempt(lambda: self._store.fs.makedirs(place.parent.key, exist_ok=True))
         key = self._hidden or place.key
-        self._parts: Parts = self._attempt(lambda: parts_of(self._store, key, nbytes, room))
+        self._parts: PartSender = self._attempt(lambda: part_sender(self._store, key, nbytes, room))
         self._pool = ThreadPoolExecutor(self._parts.together, "ckptool-send")
         self._sending: deque[Future[None]] = deque()
         self._number = 0
@@ -57,21 +57,21 @@ class Upload:
         """Append bytes; a full part is sent. TransferError where that, or one before, fails."""
         view = memoryview(data)
         while view:
-            taken = view[: self._parts.part - len(self._part)]
-            self._part += taken
-            self._done += len(taken)
-            view = view[len(taken) :]
+            piece = view[: self._parts.part - len(self._part)]
+            self._part += piece
+            self._done += len(piece)
+            view = view[len(piece) :]
             if len(self._part) == self._parts.part:
                 self._send()
 
     def finish(self) -> None:
-        """Send what is left, and wait until all was taken; ``close`` then makes the file appear."""
+        """Send what is left, and wait until all has arrived; ``close`` makes the file appear."""
         if self._part:
             self._send()
         self._wait(0)
 
     def close(self) -> None:
-        """Make the file appear. TransferError where it is not what was written."""
+        """Make the file appear; TransferError where it is not what was written."""
         try:
             self.finish()
             self._attempt(self._parts.complete)
@@ -126,7 +126,7 @@ _MOST_PARTS = 9_000
 _WIDE = 4
 
 
-class Parts(Protocol):
+class PartSender(Protocol):
     """Sends parts of ``part`` bytes, the last may be shorter.
 
     ``together`` of them at once; ``held`` in memory, with that which is filled.
@@ -146,24 +146,24 @@ class Parts(Protocol):
         """Throw away what was sent."""
 
 
-def part_of(nbytes: int) -> int:
-    """Bytes of each part of a file of ``nbytes``."""
+def part_size(nbytes: int) -> int:
+    """Return the bytes of each part of a file of ``nbytes``."""
     return max(PART, -(-nbytes // _MOST_PARTS))
 
 
-def parts_of(store: Store, key: str, nbytes: int, room: int) -> Parts:
-    """How a file of ``nbytes`` is sent; there is room for so many parts in memory.
+def part_sender(store: Store, key: str, nbytes: int, room: int) -> PartSender:
+    """Return how a file of ``nbytes`` is sent; there is room for so many parts in memory.
 
     A file of no more than one part is sent whole.
     """
-    part = part_of(nbytes)
+    part = part_size(nbytes)
     stream = store.fs.open(key, "wb", block_size=part)
     if nbytes > part and hasattr(stream, "_call_s3"):
-        return _S3Parts(store, stream, nbytes, room)
-    return _InOrder(stream, part, room)
+        return _MultipartSender(store, stream, nbytes, room)
+    return _StreamSender(stream, part, room)
 
 
-class _InOrder:
+class _StreamSender:
     """Parts that are written to fsspec's own stream.
 
     Several go at once where there is room: adlfs (2026.8) stages them side by side, gcsfs (2026.10)
@@ -192,7 +192,7 @@ class _InOrder:
             Path(self._stream.temp_file.name).unlink()
 
 
-class _S3Parts:
+class _MultipartSender:
     """A multipart upload of s3fs (2024.6 to 2026.9), whose own stream sends one part at a time.
 
     A part that fails is sent again: its number says where it belongs.
@@ -201,7 +201,7 @@ class _S3Parts:
     def __init__(self, store: Store, stream: Any, nbytes: int, room: int) -> None:
         self._store = store
         self._stream = stream
-        self.part = part_of(nbytes)
+        self.part = part_size(nbytes)
         self.held = room
         self.together = max(1, room - 1)
         self._sent: dict[int, dict[str, Any]] = {}
@@ -211,8 +211,8 @@ class _S3Parts:
 
     def put(self, number: int, data: bytearray) -> None:
         answer = self._store.ask(f"part {number + 1}", lambda: self._answer(number + 1, data))
-        told = {name: answer[name] for name in ("ETag", "ChecksumSHA256") if name in answer}
-        self._sent[number] = {"PartNumber": number + 1, **told}
+        marks = {name: answer[name] for name in ("ETag", "ChecksumSHA256") if name in answer}
+        self._sent[number] = {"PartNumber": number + 1, **marks}
 
     def _answer(self, number: int, data: bytearray) -> Any:
         stream = self._stream

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from ckptool.errors import Changed, NotFound, Problem
-from ckptool.storage.block_cache import BLOCK, Pinned
-from ckptool.storage.file_status import changed
-from ckptool.storage.local import by_folder, missing, too_short, within_folder
-from ckptool.storage.store import SCHEMES, Info
+from ckptool.storage.block_cache import BLOCK, ObjectVersion
+from ckptool.storage.file_status import changed, version_digest
+from ckptool.storage.local import by_folder, read_exactly, too_short, within_folder
+from ckptool.storage.store import SCHEMES, ObjectInfo
 from ckptool.storage.url import RemotePath
 
 AT_ONCE = 16
@@ -30,7 +29,7 @@ class RemoteSource:
     block = BLOCK
     workers = AT_ONCE
 
-    def __init__(self, place: RemotePath, infos: Mapping[str, Info]) -> None:
+    def __init__(self, place: RemotePath, infos: Mapping[str, ObjectInfo]) -> None:
         self.root = str(place)
         self.files = {name: info.nbytes for name, info in infos.items()}
         self.unlisted: Mapping[str, Problem] = {}
@@ -39,48 +38,42 @@ class RemoteSource:
 
     @classmethod
     def folder(cls, place: RemotePath) -> RemoteSource:
-        """Everything below a place."""
+        """Return everything below a place."""
         return cls(place, {name: info for name, info in place.listing.items() if name})
 
     @classmethod
     def file(cls, place: RemotePath) -> RemoteSource:
-        """One file by itself; with a safetensors file goes the ``.extra.pt`` file beside it."""
-        found = {place.name: place.listing[""]}
+        """Return one file by itself, with the ``.extra.pt`` file beside a safetensors file."""
+        infos = {place.name: place.listing[""]}
         if place.suffix == ".safetensors":
             extra = place.with_name(place.stem + ".extra.pt")
             with suppress(NotFound, KeyError):
-                found[extra.name] = extra.listing[""]
-        return cls(place.parent, found)
+                infos[extra.name] = extra.listing[""]
+        return cls(place.parent, infos)
 
     def alone(self, name: str) -> RemoteSource:
-        """One of the files by itself, with the ``.extra.pt`` file beside it."""
+        """Return one of the files by itself, with the ``.extra.pt`` file beside it."""
         extra = name.removesuffix(".safetensors") + ".extra.pt"
         folder, _, _ = name.rpartition("/")
-        chosen = {one: self._infos[one] for one in (name, extra) if one in self._infos}
+        chosen = {file: self._infos[file] for file in (name, extra) if file in self._infos}
         source = RemoteSource(self._place, chosen)
         return source.narrowed(folder) if folder else source
 
     def narrowed(self, folder: str) -> RemoteSource:
-        """The part below a subfolder, as a source of its own."""
+        """Return the part below a subfolder, as a source of its own."""
         return RemoteSource(self._place / folder, within_folder(self._infos, folder))
 
     def subfolders(self) -> dict[str, RemoteSource]:
-        """Every folder below, at any depth, as a source of its own."""
+        """Return every folder below, at any depth, as a source of its own."""
         grouped = by_folder(self._infos)
         return {name: RemoteSource(self._place / name, files) for name, files in grouped.items()}
 
     def fingerprint(self, files: Iterable[str]) -> str:
-        """A SHA-256 over names, sizes and versions (ETags or times) of some of the files."""
-        found = hashlib.sha256()
-        for name in sorted(files):
-            info = self._infos.get(name)
-            if info is None:
-                raise missing(name)
-            found.update(repr((name, info.nbytes, info.version)).encode())
-        return found.hexdigest()
+        """Return a SHA-256 (hex) over names, sizes and versions (ETags or times) of some files."""
+        return version_digest(self._infos, files)
 
     def changed(self, files: Iterable[str]) -> list[str]:
-        """Those of the files that were replaced or removed since they were listed.
+        """Return those of the files that were replaced or removed since they were listed.
 
         Nothing is asked where every read names the version that was listed.
         """
@@ -89,25 +82,25 @@ class RemoteSource:
         now = self._listed_now(asked)
         return [name for name in asked if now.get(name) != self._infos[name]]
 
-    def _listed_now(self, files: Sequence[str]) -> Mapping[str, Info]:
-        """Some of the files as the store lists them now."""
+    def _listed_now(self, files: Sequence[str]) -> Mapping[str, ObjectInfo]:
+        """Return some of the files as the store lists them now."""
         store = self._place.store
         if len(files) > _FEW and store.scheme not in SCHEMES:
             return store.find(self._place.key, self.root)
-        found = {}
+        infos = {}
         for name in files:
             with suppress(NotFound, KeyError):
-                found[name] = store.find(self._key(name), name)[""]
-        return found
+                infos[name] = store.find(self._key(name), name)[""]
+        return infos
 
     def modified(self, file: str) -> float:
-        """When a file was last modified, in seconds since the epoch; 0 where that is not told."""
+        """Return when a file was last modified, in seconds since the epoch; 0 if unknown."""
         return self._infos[file].modified
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
         """Fetch ahead what is read next: file, offset and bytes of each."""
         self._place.store.blocks.expect(
-            (self._pinned(file), offset, nbytes) for file, offset, nbytes in spans
+            (self._version_of(file), offset, nbytes) for file, offset, nbytes in spans
         )
 
     def keep(self, nbytes: int) -> None:
@@ -115,19 +108,13 @@ class RemoteSource:
         self._place.store.blocks.capacity = nbytes
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        """Exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
-        if file not in self.files:
-            raise missing(file)
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.files[file]:
-            raise too_short(file, offset, nbytes, self.files[file])
-        data = bytearray(nbytes)
-        self.read_into(file, offset, memoryview(data))
-        return bytes(data)
+        """Return exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
+        return read_exactly(self, file, offset, nbytes)
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from ``offset``; Damaged where the file ends before."""
         try:
-            done = self._place.store.blocks.read_into(self._pinned(file), offset, buffer)
+            done = self._place.store.blocks.read_into(self._version_of(file), offset, buffer)
         except Changed:
             raise changed([file]) from None
         except NotFound as error:
@@ -143,16 +130,16 @@ class RemoteSource:
             self.read_into(file, offset + at * step, run)
 
     def reader(self) -> RemoteSource:
-        """What a thread reads with: all threads share what was read."""
+        """Return itself: all threads share what was read."""
         return self
 
     def close(self) -> None:
-        """Nothing is held but memory."""
+        """Do nothing: only memory is held."""
 
-    def _pinned(self, file: str) -> Pinned:
-        """A file, in the version that was listed; one that was not is asked for as it is."""
+    def _version_of(self, file: str) -> ObjectVersion:
+        """Return a file in the version that was listed; any version of one that was not."""
         info = self._infos.get(file)
-        return Pinned(self._key(file), info.version if info is not None else "")
+        return ObjectVersion(self._key(file), info.version if info is not None else "")
 
     def _key(self, file: str) -> str:
         return (self._place / file).key

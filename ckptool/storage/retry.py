@@ -74,8 +74,8 @@ def retry(policy: RetryPolicy, what: str, work: Callable[[], _T]) -> _T:
 
 
 def unreachable(what: str, error: Exception) -> NotFound:
-    """Return what an error that lasts says of a place."""
-    hint = "the store's own tools say what credentials it takes"
+    """Return the error for a place that lasts, with what it says."""
+    hint = "see the store's own tools for the credentials it needs"
     status = status_of(error)
     if isinstance(error, FileNotFoundError) or status in _GONE:
         return NotFound(f"{what}: no such file or folder ({error_text(error)})")
@@ -87,7 +87,7 @@ def unreachable(what: str, error: Exception) -> NotFound:
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether our own code raised an error, or called what does not fit: no answer of a store."""
+    """Return whether an error is our own code's, or of a wrong call: no answer of a store."""
     at = error.__traceback__
     if isinstance(error, OSError | CkptoolError) or at is None:
         return False
@@ -133,7 +133,7 @@ def _retry_after(error: Exception) -> float:
 
 
 def _boto(response: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what botocore tells of an answer."""
+    """Return what botocore says of an answer."""
     metadata: Mapping[str, Any] = response.get("ResponseMetadata", {})
     return metadata
 
@@ -153,7 +153,7 @@ def _lacks_credentials(error: Exception) -> bool:
 
 
 def _is_forbidden(error: Exception) -> bool:
-    """gcsfs (2024.6 to 2026.10) has no class for a 403."""
+    """Return whether an error is gcsfs's for a 403: it has no class (2024.6 to 2026.10)."""
     return type(error) is OSError and str(error).startswith("Forbidden:")
 
 

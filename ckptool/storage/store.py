@@ -1,6 +1,6 @@
-"""A store that fsspec knows: to list, to read and to write, patiently.
+"""A store that fsspec knows: list, read and write it, with retries.
 
-Checkpoints on the web, which lists nothing: their files are those that their metadata names.
+The web lists nothing: the files of a checkpoint there are those that its metadata names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 from ckptool.errors import Changed, NotFound, Unsupported, UsageError
-from ckptool.storage.block_cache import Blocks, Pinned
+from ckptool.storage.block_cache import BlockCache, ObjectVersion
 from ckptool.storage.byte_range import read_s3_range, read_web_range
 from ckptool.storage.retry import RetryPolicy, error_text, retry, status_of, unreachable
 from ckptool.storage.url import redact_url
@@ -37,10 +37,10 @@ _EXTRAS = {
 _CONNECTIONS = 64
 _BEHIND_THE_END = 416
 _ANOTHER_VERSION = 412
-_WHOLE_OR_NOT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf"}
+_ATOMIC_PUT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf"}
 
 
-class Info(NamedTuple):
+class ObjectInfo(NamedTuple):
     """A file of a store: its size in bytes, and what changes when it does (an ETag or a time)."""
 
     nbytes: int
@@ -57,7 +57,7 @@ class Traffic:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count(self, received: int = 0) -> None:
-        """One request more, that brought so many bytes."""
+        """Count one more request, which brought so many bytes."""
         with self._lock:
             self.requests += 1
             self.received += received
@@ -75,12 +75,12 @@ class Store:
         self.fs = fs
         self.scheme = scheme
         self.traffic = Traffic()
-        self.blocks = Blocks(self._fetch)
+        self.blocks = BlockCache(self._fetch)
         self._sizes: dict[str, int] = {}
 
     @classmethod
     def connect(cls, url: str) -> Store:
-        """The store of a URL. UsageError, or Unsupported where a package for it is missing."""
+        """Connect to the store of a URL; Unsupported where a package for it is missing."""
         scheme = url.partition("://")[0].lower()
         try:
             from fsspec.core import url_to_fs
@@ -102,33 +102,33 @@ class Store:
             raise unreachable(redact_url(url), error) from None
 
     @property
-    def whole_or_not(self) -> bool:
+    def atomic_put(self) -> bool:
         """Whether an object appears only once it is whole."""
-        return self.scheme in _WHOLE_OR_NOT
+        return self.scheme in _ATOMIC_PUT
 
     def key(self, url: str) -> str:
-        """What the file system calls the place that a URL names."""
+        """Return what the file system calls the place that a URL names."""
         return str(self.fs._strip_protocol(url))
 
     def changed(self, key: str, nbytes: int) -> None:
-        """A file was written: forget what was read of it."""
+        """Forget what was read of a file: it was written, and has so many bytes."""
         self._sizes[key] = nbytes
         self.blocks.clear()
         self.fs.invalidate_cache()
 
     def url(self, key: str) -> str:
-        """A place of the store as messages show it."""
+        """Return a place of the store as messages show it."""
         return redact_url(self.fs.unstrip_protocol(key))
 
-    def find(self, key: str, what: str) -> dict[str, Info]:
-        """All files below a place by their relative paths; a file itself is ``""``.
+    def find(self, key: str, what: str) -> dict[str, ObjectInfo]:
+        """Return all files below a place by their relative paths; a file itself is ``""``.
 
-        NotFound where there is none, or where it cannot be listed; ``what`` is how errors call it.
+        Raises NotFound where there is none, or it cannot be listed; errors call it ``what``.
         """
         self.fs.invalidate_cache()
-        found = self._on_the_web(key) if self.scheme in SCHEMES else self._listed(key, what)
+        infos = self._list_web(key) if self.scheme in SCHEMES else self._list(key, what)
         files = {}
-        for name, info in found.items():
+        for name, info in infos.items():
             relative = "" if name == key else name.removeprefix(key).lstrip("/")
             if info.get("type", "file") == "file" and not name.endswith("/"):
                 files[relative] = _info(info)
@@ -137,32 +137,32 @@ class Store:
             raise NotFound(f"{what}: no such file or folder")
         return dict(sorted(files.items()))
 
-    def _listed(self, key: str, what: str) -> dict[str, Any]:
+    def _list(self, key: str, what: str) -> dict[str, Any]:
         self.traffic.count()
-        found = self.ask(what, lambda: self.fs.find(key, detail=True))
-        if isinstance(found, dict):
-            return found
+        infos = self.ask(what, lambda: self.fs.find(key, detail=True))
+        if isinstance(infos, dict):
+            return infos
         # adlfs (2024.7 to 2026.8) has no details of a file that is asked for by its name.
-        return {name: self.ask(what, partial(self.fs.info, name)) for name in found}
+        return {name: self.ask(what, partial(self.fs.info, name)) for name in infos}
 
-    def _on_the_web(self, key: str) -> dict[str, Any]:
-        """A file, or the files of a folder as far as they can be known."""
+    def _list_web(self, key: str) -> dict[str, Any]:
+        """Return a file, or the files of a folder as far as they can be known."""
         head, mark, query = key.partition("?")
         if is_file(key):
             return {key: info} if (info := self._web_info(key)) is not None else {}
 
-        def full(name: str) -> str:
+        def key_of(name: str) -> str:
             return f"{head.rstrip('/')}/{name}{mark}{query}"
 
         def info_of(name: str) -> dict[str, Any] | None:
-            return self._web_info(full(name))
+            return self._web_info(key_of(name))
 
-        names = names_below(info_of, lambda name: self.get(full(name), full(name)))
-        found = infos(names, info_of)
-        return {f"{head.rstrip('/')}/{name}": info for name, info in found.items()}
+        names = names_below(info_of, lambda name: self.get(key_of(name), key_of(name)))
+        known = infos(names, info_of)
+        return {f"{head.rstrip('/')}/{name}": info for name, info in known.items()}
 
     def _web_info(self, key: str) -> dict[str, Any] | None:
-        """What the server says of a file, its size at least; None where there is none."""
+        """Return what the server says of a file, its size at least; None where there is none."""
         self.traffic.count()
         try:
             info: dict[str, Any] = self.ask(redact_url(key), lambda: self._timed("_info", key))
@@ -172,17 +172,17 @@ class Store:
             raise Unsupported(f"{redact_url(key)}: the server does not say how large it is")
         return info
 
-    def _fetch(self, file: Pinned, start: int, end: int) -> bytes:
-        """The bytes of a file from ``start`` to ``end``, fewer where it ends before.
+    def _fetch(self, file: ObjectVersion, start: int, end: int) -> bytes:
+        """Return the bytes of a file from ``start`` to ``end``, fewer where it ends before.
 
-        Changed where the store knows that it is no longer the file that was listed.
+        Raises Changed where the store knows that it is no longer the file that was listed.
         """
         end = min(end, self._sizes.get(file.key, end))
         what = f"{self.url(file.key)}: bytes {start:,} to {end:,}"
         return self.ask(what, lambda: self._range(file, start, end))
 
-    def _range(self, file: Pinned, start: int, end: int) -> bytes:
-        """One ranged request; OSError where fewer bytes came than there are."""
+    def _range(self, file: ObjectVersion, start: int, end: int) -> bytes:
+        """Send one ranged request; OSError where fewer bytes came than there are, or more."""
         key = file.key
         try:
             data = self._part(file, start, end)
@@ -200,15 +200,15 @@ class Store:
         return data
 
     def _size_now(self, key: str) -> int:
-        """The size of a file as the store says it, not as it was listed."""
+        """Return the size of a file as the store says it now, not as it was listed."""
         self.fs.invalidate_cache()
         return int(self._timed("_info", key)["size"] or 0)
 
     def reads_version(self, version: str) -> bool:
-        """Whether a read that names this version of a file fails where another is there."""
+        """Return whether a read that names this version fails where another is there."""
         return hasattr(self.fs, "_call_s3") and version.startswith('"')
 
-    def _part(self, file: Pinned, start: int, end: int) -> bytes:
+    def _part(self, file: ObjectVersion, start: int, end: int) -> bytes:
         if start >= end:
             return b""
         if hasattr(self.fs, "_call_s3"):
@@ -231,19 +231,19 @@ class Store:
         return not (own or self.fs.async_impl)
 
     def _timed(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """A call of the file system, given up after a time where it lets itself be given up."""
+        """Call a method of the file system; give up after a time where it can be given up."""
         if not self.fs.async_impl:
             return getattr(self.fs, method.removeprefix("_"))(*arguments, **named)
         return self._synced(getattr(self.fs, method)(*arguments, **named))
 
     def _synced(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """What a coroutine of the file system returns, given up after a time."""
+        """Wait for a coroutine of the file system; give up after a time."""
         from fsspec.asyn import sync
 
         return sync(self.fs.loop, lambda: work, timeout=self.policy.timeout)
 
     def make_folder(self, key: str, what: str) -> None:
-        """Make a folder, where the store has some."""
+        """Make a folder where the store has folders."""
         self.ask(what, lambda: self.fs.makedirs(key, exist_ok=True))
 
     def put(self, key: str, data: bytes, what: str) -> None:
@@ -251,7 +251,7 @@ class Store:
         self.ask(what, lambda: self.fs.pipe_file(key, data))
 
     def get(self, key: str, what: str) -> bytes:
-        """A small file whole. NotFound where there is none."""
+        """Return all of a small file; NotFound where there is none."""
         data: bytes = self.ask(what, lambda: self.fs.cat_file(key))
         self.traffic.count(len(data))
         return data
@@ -272,17 +272,17 @@ class Store:
             return
         bucket = key.partition("/")[0]
         with suppress(Exception):
-            for one in uploads(bucket):
-                if chosen(f"{bucket}/{one['Key']}"):
-                    self.fs.abort_mpu(bucket, one["Key"], one["UploadId"])
+            for upload in uploads(bucket):
+                if chosen(f"{bucket}/{upload['Key']}"):
+                    self.fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])
 
     def ask(self, what: str, work: Callable[[], _T]) -> _T:
-        """The answer to a request. NotFound or NoAnswer where there is none."""
+        """Return the answer to a request; NotFound or NoAnswer where there is none."""
         return retry(self.policy, what, work)
 
 
 def _wide(scheme: str) -> dict[str, Any]:
-    """What lets as many requests of a store go together as are made: botocore keeps it to 10."""
+    """Return settings for many requests of a store at once: botocore allows 10."""
     if _EXTRAS.get(scheme) != "s3":
         return {}
     from fsspec.config import conf
@@ -291,14 +291,14 @@ def _wide(scheme: str) -> dict[str, Any]:
     return {"config_kwargs": {"max_pool_connections": _CONNECTIONS} | theirs}
 
 
-def _info(info: dict[str, Any]) -> Info:
-    told = map(info.get, ("ETag", "etag", "md5Hash", "sha256", "blob_id", "Last-Modified"))
-    version = next(filter(None, told), None)
+def _info(info: dict[str, Any]) -> ObjectInfo:
+    versions = map(info.get, ("ETag", "etag", "md5Hash", "sha256", "blob_id", "Last-Modified"))
+    version = next(filter(None, versions), None)
     modified = info.get("LastModified") or info.get("last_modified") or info.get("mtime")
     modified = modified or info.get("updated") or info.get("created") or 0
     seconds = modified.timestamp() if hasattr(modified, "timestamp") else modified
     seconds = seconds if isinstance(seconds, int | float) else 0
-    return Info(int(info.get("size") or 0), str(version or modified), float(seconds))
+    return ObjectInfo(int(info.get("size") or 0), str(version or modified), float(seconds))
 
 
 SCHEMES = ("http", "https")
@@ -325,21 +325,21 @@ def is_file(url: str) -> bool:
 
 
 def names_below(info_of: InfoOf, read: Callable[[str], bytes]) -> list[str]:
-    """The files of a folder: those that many have, and those that an index or ``.metadata`` names.
+    """Return the files of a folder: well-known ones, and those an index or ``.metadata`` names.
 
-    ``info_of`` is None for a file that is not there. NotFound where none of them is.
+    ``info_of`` is None for a file that is not there. Raises NotFound where none of them is.
     """
-    found = infos(_KNOWN, info_of)
-    if not found:
-        raise NotFound("the web lists no files, and no index and no .metadata is there")
+    known = infos(_KNOWN, info_of)
+    if not known:
+        raise NotFound("a web server lists no files, and no index or .metadata was found")
     named = {
-        match.decode() for name in found if name in _INDEXES for match in _NAMED.findall(read(name))
+        match.decode() for name in known if name in _INDEXES for match in _NAMED.findall(read(name))
     }
-    return sorted({*found, *named})
+    return sorted({*known, *named})
 
 
 def infos(names: Iterable[str], info_of: InfoOf) -> dict[str, dict[str, Any]]:
-    """What the server says of those of the files that are there, several asked for at once."""
+    """Return what the server says of those files that are there; several are asked for at once."""
     names = list(names)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         answers = zip(names, pool.map(info_of, names), strict=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckptool.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
-    from ckptool.storage.store import Info, Store
+    from ckptool.storage.store import ObjectInfo, Store
 
 _URL = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]+)://(?P<rest>.*)", re.DOTALL)
 _HALF_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/[^/]")
@@ -30,7 +30,7 @@ class RemotePath:
 
     @classmethod
     def parse(cls, url: str) -> RemotePath:
-        """The place that a URL names. UsageError where it names no kind of store."""
+        """Return the place that a URL names; UsageError where it names no kind of store."""
         from ckptool.storage.store import Store
 
         scheme = url.partition("://")[0].lower()
@@ -70,10 +70,12 @@ class RemotePath:
 
     @property
     def suffix(self) -> str:
+        """The last part's ending, with its dot."""
         return Path(self.name).suffix
 
     @property
     def stem(self) -> str:
+        """The last part without its ending."""
         return Path(self.name).stem
 
     @property
@@ -88,26 +90,26 @@ class RemotePath:
     @property
     def parents(self) -> Sequence[RemotePath]:
         """All folders around it, the nearest first."""
-        found, here = [], self
-        while (above := here.parent) is not here:
-            found.append(above)
-            here = above
-        return found
+        folders, folder = [], self
+        while (above := folder.parent) is not folder:
+            folders.append(above)
+            folder = above
+        return folders
 
     def joinpath(self, *names: str) -> RemotePath:
-        """The place below it that the names lead to."""
+        """Return the place below it that the names lead to."""
         return self / "/".join(names) if names else self
 
     def with_name(self, name: str) -> RemotePath:
-        """The place beside it that is called ``name``."""
+        """Return the place beside it that is called ``name``."""
         return self.parent / name
 
     def resolve(self) -> RemotePath:
-        """Itself: stores have no links."""
+        """Return itself: stores have no links."""
         return self
 
     @cached_property
-    def listing(self) -> dict[str, Info]:
+    def listing(self) -> dict[str, ObjectInfo]:
         """The files below by their relative paths, or the file itself under ``""``.
 
         Asked for once; NotFound where there is neither.
@@ -115,33 +117,33 @@ class RemotePath:
         return self.store.find(self.key, str(self))
 
     def require_there(self) -> None:
-        """NotFound where there is no such file or folder, or it cannot be listed."""
+        """Raise NotFound where there is no such file or folder, or it cannot be listed."""
         self.listing  # noqa: B018 (asked for once, and kept)
 
     def is_dir(self) -> bool:
-        """Whether files lie below it; not where nothing is there, or it cannot be listed."""
+        """Return whether files lie below it; False where it cannot be listed."""
         try:
             return any(self.listing)
         except NotFound:
             return False
 
     def exists(self) -> bool:
-        """Whether a file or folder is there, and can be listed."""
+        """Return whether a file or folder is there, and can be listed."""
         try:
             return bool(self.listing)
         except NotFound:
             return False
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """What lies directly in the folder."""
+        """Yield what lies directly in the folder."""
         yield from (self / name for name in dict.fromkeys(n.split("/")[0] for n in self.listing))
 
     def read_bytes(self) -> bytes:
-        """A small file whole. NotFound where there is none."""
+        """Return all of a small file; NotFound where there is none."""
         return self.store.get(self.key, str(self))
 
     def write_bytes(self, data: bytes) -> None:
-        """Make or replace a small file. NotFound where that is denied."""
+        """Make or replace a small file; NotFound where that is denied."""
         self.store.put(self.key, data, str(self))
 
 
@@ -149,12 +151,12 @@ Location = Path | RemotePath
 
 
 def within(path: Location, folder: Location) -> PurePath:
-    """The way from a folder to a place in it."""
+    """Return the way from a folder to a place in it."""
     return PurePath(str(path)).relative_to(str(folder))
 
 
 def location(text: str | Path) -> Location:
-    """A path, or what a URL names; ``file://`` is a path. UsageError where it is half a URL."""
+    """Return a path, or what a URL names; ``file://`` is a path. UsageError for half a URL."""
     text = str(text)
     if "::" in text and "://" in text:
         raise UsageError(
@@ -164,15 +166,15 @@ def location(text: str | Path) -> Location:
     if match is None:
         if _HALF_URL.match(text) and not Path(text.partition("/")[0]).exists():
             scheme, _, rest = text.partition(":/")
-            raise UsageError(f"{text}: is no URL", hint=f"did you mean {scheme}://{rest} ?")
+            raise UsageError(f"{text}: not a URL", hint=f"did you mean {scheme}://{rest} ?")
         return Path(text)
     if match["scheme"].lower() in ("file", "local"):
         return Path(match["rest"])
-    return RemotePath.parse(_sound(match["scheme"].lower(), match["rest"]))
+    return RemotePath.parse(_supported_url(match["scheme"].lower(), match["rest"]))
 
 
-def _sound(scheme: str, rest: str) -> str:
-    """A URL with its scheme as fsspec knows it. UsageError where it names what cannot be read."""
+def _supported_url(scheme: str, rest: str) -> str:
+    """Return a URL with its scheme in lower case; UsageError where it names what is not read."""
     if scheme in _BUCKETS and not rest.partition("/")[0]:
         raise UsageError(f"{scheme}://{rest}: names no bucket or host", hint=f"{scheme}://NAME/...")
     if "?versionid=" in rest.lower() and scheme not in _WEB:
@@ -184,7 +186,7 @@ def _sound(scheme: str, rest: str) -> str:
 
 
 def redact_url(url: str) -> str:
-    """A URL as messages show it: no user, password or signature."""
+    """Return a URL as messages show it: without user, password or signature."""
     head, mark, rest = url.partition("://")
     host, slash, path = rest.partition("/")
     user, at, server = host.rpartition("@")

@@ -168,7 +168,7 @@ def test_a_link_to_a_folder_is_not_replaced(out: Path) -> None:
 
 def test_a_file_that_is_no_checkpoint_is_not_replaced(out: Path) -> None:
     (out / "m.txt").write_bytes(b"dear diary")
-    with pytest.raises(Unsupported, match="is no checkpoint"):
+    with pytest.raises(Unsupported, match="not a checkpoint"):
         convert_to("torch-save", case("dcp_base").path, out / "m.txt", overwrite=True)
     assert (out / "m.txt").read_bytes() == b"dear diary"
 

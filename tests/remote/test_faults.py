@@ -194,7 +194,7 @@ def test_a_resumed_upload_writes_only_what_is_missing(s3: S3, out: Path) -> None
     s3.fault = None
     done = set(s3.get("m"))
     assert done == {UNFINISHED, "__0_0.distcp", "__1_0.distcp"}
-    with pytest.raises(Unsupported, match="plan is not the one"):
+    with pytest.raises(Unsupported, match="plan has changed"):
         resharded(source, s3.url("m"), "2", resume=True)
     s3.requests.clear()
     resharded(source, s3.url("m"), "4", resume=True)

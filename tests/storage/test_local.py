@@ -10,7 +10,7 @@ import pytest
 from ckptool.commands.open import open_checkpoint
 from ckptool.errors import CkptoolError, Damaged, NotFound, Unrecognised
 from ckptool.storage import file_status as walk
-from ckptool.storage.local import LocalSource, Reader
+from ckptool.storage.local import LocalReader, LocalSource
 
 
 def tree(root: Path, *names: str) -> Path:
@@ -71,7 +71,7 @@ def test_a_pipe_in_the_place_of_a_file_does_not_block(tmp_path: Path) -> None:
     with pytest.raises(CkptoolError):
         source.read("x", 0, 1)
     with pytest.raises(CkptoolError):
-        Reader(str(tmp_path)).read_into("x", 0, memoryview(bytearray(1)))
+        LocalReader(str(tmp_path)).read_into("x", 0, memoryview(bytearray(1)))
 
 
 @pytest.mark.parametrize("link", [False, True])
@@ -105,7 +105,7 @@ def test_metadata_of_a_hundred_gigabytes_is_not_read(
 def test_runs_that_lie_apart(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(bytes(range(100)))
     runs = [memoryview(bytearray(3)) for _ in range(4)]
-    reader = Reader(str(tmp_path))
+    reader = LocalReader(str(tmp_path))
     reader.read_runs("f", 5, 30, runs)
     assert [bytes(run) for run in runs] == [bytes(range(n, n + 3)) for n in (5, 35, 65, 95)]
     with pytest.raises(Damaged, match="truncated"):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ckptool.core.catalog import Extent, Record, contiguous
 from ckptool.core.plan import Source, Tile
-from ckptool.storage.local import SPAN, Bytes
+from ckptool.storage.local import SPAN, FileReader
 
 Noted = Callable[[Record, int, memoryview], None]
 
@@ -22,7 +22,7 @@ class Rows:
     ``noted`` is told of the rows of checksummed records: record, file offset, bytes.
     """
 
-    def __init__(self, reader: Bytes, noted: Noted) -> None:
+    def __init__(self, reader: FileReader, noted: Noted) -> None:
         self._reader = reader
         self._noted = noted
         self.buffer = memoryview(bytearray(SPAN))

@@ -25,7 +25,7 @@ from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.local import Files
 from ckptool.storage.multipart import hidden_name
 from ckptool.storage.remote import RemoteSource
-from ckptool.storage.store import SCHEMES, Info
+from ckptool.storage.store import SCHEMES, ObjectInfo
 from ckptool.storage.url import RemotePath
 
 _MARKS = (".metadata", ".json", ".pkl", "latest", "meta.pt")
@@ -85,7 +85,7 @@ class RemoteStage:
         """Raise Unsupported where what is there may not be replaced, or nothing is to resume."""
         if self._store.scheme in SCHEMES:
             raise Unsupported(f"{self.target}: cannot be written to: the web is only read")
-        if self._store.whole_or_not and not self.target.parent.name:
+        if self._store.atomic_put and not self.target.parent.name:
             raise Unsupported(f"{self.target}: is a whole bucket", hint="name a folder in it")
         note = self._read_note()
         self._require_left(note)
@@ -144,7 +144,7 @@ class RemoteStage:
     @property
     def written(self) -> RemoteSource:
         """The files that were written, to be read back."""
-        sizes = {file.path: Info(file.nbytes, "", 0) for file in self._layout.files}
+        sizes = {file.path: ObjectInfo(file.nbytes, "", 0) for file in self._layout.files}
         return RemoteSource(self.folder, sizes)
 
     def write(
@@ -187,7 +187,7 @@ class RemoteStage:
 
     def _write_note(self) -> None:
         writer = _this_writer()
-        if not self._store.whole_or_not:
+        if not self._store.atomic_put:
             self._writing(lambda: self._store.make_folder(self.folder.key, str(self.folder)))
         head: dict[str, Any] = dict(journal_head(self._options.plan, self._options.source))
         head |= {"files": [file.path for file in self._layout.files], "writer": writer}
@@ -217,7 +217,7 @@ class RemoteStage:
             who = _describe_writer(writer) if isinstance(writer, dict) else "it is no longer noted"
             raise TransferError(f"{self.target}: another ckptool is writing it too: {who}")
 
-    def _there(self) -> dict[str, Info]:
+    def _there(self) -> dict[str, ObjectInfo]:
         """Return the files at the place of the output, by their paths in it."""
         if self._layout.folder:
             return self._list(self.folder, below=True)
@@ -226,7 +226,7 @@ class RemoteStage:
         listed = {name: self._list(self.folder / name, below=False) for name in names}
         return {name: infos[""] for name, infos in listed.items() if infos}
 
-    def _list(self, place: RemotePath, *, below: bool) -> dict[str, Info]:
+    def _list(self, place: RemotePath, *, below: bool) -> dict[str, ObjectInfo]:
         try:
             infos = self._store.find(place.key, str(place))
         except NotFound:
@@ -240,7 +240,7 @@ class RemoteStage:
             return None
         return note if isinstance(note, dict) else None
 
-    def _replaced_at_once(self, there: dict[str, Info]) -> bool:
+    def _replaced_at_once(self, there: dict[str, ObjectInfo]) -> bool:
         """Return whether one file replaces one file: then the old one stands until that."""
         files = {file.path for file in self._layout.files}
         return not self._layout.folder and len(files) == 1 and set(there) <= files

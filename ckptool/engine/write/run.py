@@ -23,11 +23,11 @@ from ckptool.engine.checksum import (
 )
 from ckptool.engine.options import RunOptions
 from ckptool.engine.read.planned import Piece, PlanReader, plan_job, touch
-from ckptool.engine.read.tiles import ByteSource, byte_job, read_tiles
+from ckptool.engine.read.tiles import ByteReader, ByteSource, byte_job, read_tiles
 from ckptool.engine.write.journal import NO_JOURNAL, Journal
 from ckptool.errors import Damaged, TransferError, Unsupported
 from ckptool.storage.disk import allocate, is_real_file, open_unfollowed
-from ckptool.storage.local import CORES, SPAN, TILE, Files, LocalSource, pieces
+from ckptool.storage.local import CORES, SPAN, TILE, Files, LocalSource
 
 _MINIMUM_PER_WORKER = 16 << 20
 _WRITE = 1 << 19
@@ -306,10 +306,10 @@ def verbatim(part: Verbatim, source: Files) -> Iterator[memoryview]:
     """Yield the pieces of a file that is copied as it is; Damaged where its size has changed."""
     files = source if part.file in source.files else LocalSource.file(Path(part.file))
     name = part.file if files is source else Path(part.file).name
-    reader = files.reader()
+    reader = ByteReader(files)
     try:
         if files.files[name] != part.nbytes:
             raise Damaged(f"{part.file}: its size changed while it was copied")
-        yield from pieces(reader, name, part.nbytes, TILE)
+        yield from reader.run(name, 0, part.nbytes)
     finally:
         reader.close()

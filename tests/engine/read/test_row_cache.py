@@ -15,7 +15,7 @@ from ckptool.core.dtype import BY_NAME
 from ckptool.core.plan import Source, Tile
 from ckptool.engine.read import row_cache as rows
 from ckptool.engine.read.row_cache import Rows
-from ckptool.storage.local import Reader
+from ckptool.storage.local import LocalReader
 
 FLOAT = BY_NAME["float32"]
 WIDE = rows._NARROW // FLOAT.itemsize
@@ -59,7 +59,7 @@ def test_columns_of_two_chunks(
         saved(tmp_path / "a", whole[:upper], (0, *zeros)),
         saved(tmp_path / "b", whole[upper:], (upper, *zeros)),
     ]
-    reader = Reader(str(tmp_path))
+    reader = LocalReader(str(tmp_path))
     kept, start = Rows(reader, lambda *read: None), 0
     for width in widths:
         box = Box((0, start, 0), (upper + lower, start + width * WIDE, depth))
@@ -81,14 +81,14 @@ def test_what_is_no_block_of_wide_columns(
     tmp_path: Path, why: str, shape: tuple[int, ...], lo: tuple[int, ...], hi: tuple[int, ...]
 ) -> None:
     chunk = saved(tmp_path / "a", values(*shape), (0,) * len(shape))
-    reader = Reader(str(tmp_path))
+    reader = LocalReader(str(tmp_path))
     assert Rows(reader, lambda *read: None).columns(tile([chunk], Box(lo, hi))) is None
     reader.close()
 
 
 def test_bytes_that_need_repair_are_left_to_others(tmp_path: Path) -> None:
     chunk = saved(tmp_path / "a", values(4, 2 * WIDE), ops=("byteswap",))
-    reader = Reader(str(tmp_path))
+    reader = LocalReader(str(tmp_path))
     wanted = tile([chunk], Box((0, 0), (4, WIDE)))
     assert Rows(reader, lambda *read: None).columns(wanted) is None
     reader.close()
@@ -100,7 +100,7 @@ def test_rows_that_do_not_fit_are_left_to_others(
     whole = values(8, 2 * WIDE)
     chunks = [saved(tmp_path / "a", whole[:4]), saved(tmp_path / "b", whole[4:], (4, 0))]
     monkeypatch.setattr(rows, "SPAN", whole.nbytes // 2)
-    reader = Reader(str(tmp_path))
+    reader = LocalReader(str(tmp_path))
     kept = Rows(reader, lambda *read: None)
     assert kept.columns(tile(chunks, Box((0, 0), (8, WIDE)))) is None
     for half in range(2):
@@ -114,7 +114,7 @@ def test_rows_are_read_once_for_all_their_columns(tmp_path: Path) -> None:
     record = Record("a", 0, whole.nbytes, 0)
     chunk = saved(tmp_path / "a", whole, record=record)
     noted: list[tuple[int, int]] = []
-    reader = Reader(str(tmp_path))
+    reader = LocalReader(str(tmp_path))
     kept = Rows(reader, lambda record, offset, data: noted.append((offset, len(data))))
     for column in range(3):
         kept.columns(tile([chunk], Box((0, column * WIDE), (4, (column + 1) * WIDE))))

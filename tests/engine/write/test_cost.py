@@ -13,7 +13,7 @@ from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
 from ckptool.engine.checksum import RecordCheck
 from ckptool.engine.options import RunOptions
-from ckptool.storage.local import Reader
+from ckptool.storage.local import LocalReader
 
 COLUMNS = "*=Replicate(),Shard(-1)"
 
@@ -32,9 +32,9 @@ def test_bytes_to_read(
     name: str, mesh: str, rules: tuple[str, ...], out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    real = Reader.read_into
+    real = LocalReader.read_into
 
-    def counted(self: Reader, file: str, offset: int, buffer: memoryview) -> None:
+    def counted(self: LocalReader, file: str, offset: int, buffer: memoryview) -> None:
         read.append(len(buffer))
         real(self, file, offset, buffer)
 
@@ -51,7 +51,7 @@ def test_bytes_to_read(
     )
     prepared = prepare_reshard(case(name).path, out / "r", options)
     told = prepared.costs().read_bytes
-    monkeypatch.setattr(Reader, "read_into", counted)
+    monkeypatch.setattr(LocalReader, "read_into", counted)
     monkeypatch.setattr(RecordCheck, "read_unseen", not_again)
     prepared.run()
     assert sum(read) == told > 0

@@ -262,7 +262,7 @@ def test_nothing_is_overwritten_unless_asked(manifest: Path) -> None:
     manifest.write_text("mine")
     with pytest.raises(Unsupported, match="already exists"):
         write(case("dcp_base").path, manifest)
-    with pytest.raises(Unsupported, match="is no manifest, and is not replaced"):
+    with pytest.raises(Unsupported, match="not a manifest, and is not replaced"):
         write(case("dcp_base").path, manifest, overwrite=True)
     assert manifest.read_text() == "mine"
     manifest.unlink()
