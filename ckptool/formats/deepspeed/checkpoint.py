@@ -34,14 +34,14 @@ _PATTERNS = {
         r"expp_rank_([0-9]{1,9})_mp_rank_([0-9]{1,9})_optim_states\.pt"
     ),
 }
-"""The files of a tag by the field of ``Files`` that lists them; their groups are its keys."""
+"""The files of a tag by the field of ``TagFiles`` that lists them; their groups are its keys."""
 
 Ranks = tuple[int, int]
 """A data-parallel rank and a model-parallel (``mp``) rank."""
 
 
 @dataclass(slots=True)
-class Files:
+class TagFiles:
     """The files of one tag. ``stage_3`` says that model files are one a data-parallel rank.
 
     ``layers`` are by layer and tensor-parallel rank, ``experts`` by MoE layer, expert and ``mp``
@@ -99,9 +99,9 @@ def tags(source: Source) -> list[str]:
     return list(dict.fromkeys(folder for folder, _, name in paths if _MODEL.fullmatch(name)))
 
 
-def find_files(paths: Iterable[str], folder: str) -> Files:
+def find_files(paths: Iterable[str], folder: str) -> TagFiles:
     """Return the files directly in ``folder``. Damaged where two of them claim the same ranks."""
-    files = Files()
+    files = TagFiles()
     for path in paths:
         name = path.removeprefix(folder)
         if path.startswith(folder) and "/" not in name:
@@ -109,7 +109,7 @@ def find_files(paths: Iterable[str], folder: str) -> Files:
     return files
 
 
-def _add_file(files: Files, name: str, path: str) -> None:
+def _add_file(files: TagFiles, name: str, path: str) -> None:
     for kind, pattern in _PATTERNS.items():
         match = pattern.fullmatch(name)
         if match is None:
@@ -160,11 +160,11 @@ class Partition:
 
 
 @dataclass(slots=True)
-class Checkpoint:
+class DeepSpeedCheckpoint:
     """All states of one tag; those of layers and experts are read as they are asked for."""
 
     source: Source
-    files: Files
+    files: TagFiles
     models: dict[Ranks, State]
     optimizers: dict[Ranks, State]
     expert_optimizers: dict[Ranks, State]
@@ -210,7 +210,7 @@ class Checkpoint:
         return self._states[file]
 
 
-def read_checkpoint(source: Source, files: Files) -> Checkpoint:
+def read_checkpoint(source: Source, files: TagFiles) -> DeepSpeedCheckpoint:
     """Return all states of a tag. Raises Damaged where the file of a rank is missing."""
     if not files.models:
         message = f"{source.root}: no model states in the folder of the tag"
@@ -221,10 +221,10 @@ def read_checkpoint(source: Source, files: Files) -> Checkpoint:
         for kind in (files.optimizers, files.expert_optimizers)
     )
     grid = _grid(files, models[min(models)], optimizers)
-    return Checkpoint(source, files, models, optimizers, expert_optimizers, grid)
+    return DeepSpeedCheckpoint(source, files, models, optimizers, expert_optimizers, grid)
 
 
-def _grid(files: Files, first: State, optimizers: Mapping[Ranks, State]) -> Grid:
+def _grid(files: TagFiles, first: State, optimizers: Mapping[Ranks, State]) -> Grid:
     """Return the degrees of parallelism; Damaged where the file of a rank is missing."""
     model_ranks = first.count("mp_world_size", 1 + max(mp for _, mp in files.models))
     data = _data_ranks(files, first, optimizers)
@@ -260,7 +260,7 @@ def _require_all(files: Mapping[Ranks, str], dp: int, mp: int, what: str) -> Non
         )
 
 
-def _data_ranks(files: Files, first: State, optimizers: Mapping[Ranks, State]) -> int:
+def _data_ranks(files: TagFiles, first: State, optimizers: Mapping[Ranks, State]) -> int:
     """Return the number of data-parallel ranks, which partition_count tells for each group of them.
 
     Where that cannot be read, the files are counted: nothing of an optimizer is placed then.
@@ -280,7 +280,7 @@ def _data_ranks(files: Files, first: State, optimizers: Mapping[Ranks, State]) -
         return highest
 
 
-def _tensor_ranks(files: Files, first: State, model_ranks: int) -> int:
+def _tensor_ranks(files: TagFiles, first: State, model_ranks: int) -> int:
     """Return the tensor-parallel degree: stated since 0.19, else by the layers' files, else all."""
     stated = first.inner("checkpoint_parallel_dimensions")
     if stated.fields:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ckptool.errors import Damaged, Problem
-from ckptool.formats.deepspeed.checkpoint import Checkpoint
+from ckptool.formats.deepspeed.checkpoint import DeepSpeedCheckpoint
 from ckptool.formats.deepspeed.partitions import RankContents
 from ckptool.formats.deepspeed.states import (
     State,
@@ -43,7 +43,7 @@ _Key = tuple[int, int]
 """A MoE layer and an expert's number in it."""
 
 
-def read_experts(checkpoint: Checkpoint, mp: int) -> Mapping[_Key, State]:
+def read_experts(checkpoint: DeepSpeedCheckpoint, mp: int) -> Mapping[_Key, State]:
     """Return the files of all experts, as one model-parallel rank holds them.
 
     Raises Damaged where a file holds another expert than its name says.
@@ -60,7 +60,7 @@ def read_experts(checkpoint: Checkpoint, mp: int) -> Mapping[_Key, State]:
 
 
 def add_expert_optimizers(
-    contents: RankContents, checkpoint: Checkpoint, mp: int
+    contents: RankContents, checkpoint: DeepSpeedCheckpoint, mp: int
 ) -> set[str] | None:
     """Add each expert-parallel rank's optimizer; return the trained parameters.
 
@@ -92,7 +92,9 @@ def add_expert_optimizers(
     return None if unnamed else trained
 
 
-def refused_of_experts(checkpoint: Checkpoint, mp: int) -> Iterator[tuple[int, dict[str, Leaf]]]:
+def refused_of_experts(
+    checkpoint: DeepSpeedCheckpoint, mp: int
+) -> Iterator[tuple[int, dict[str, Leaf]]]:
     """Yield what is refused of each expert-parallel rank's optimizer, with the rank."""
     for (expert_rank, model_rank), state in checkpoint.expert_optimizers.items():
         if model_rank == mp:
@@ -131,7 +133,7 @@ def _experts_of_rank(
     return own
 
 
-def require_experts(checkpoint: Checkpoint) -> None:
+def require_experts(checkpoint: DeepSpeedCheckpoint) -> None:
     """Raise Damaged where the file of an expert is missing, or is of an expert there is none of."""
     files = {(layer, expert): file for (layer, expert, _), file in checkpoint.files.experts.items()}
     counts = _counts(checkpoint.model, files)
@@ -198,7 +200,7 @@ def _exchanged(message: str, file: str) -> Damaged:
     return Damaged(message, "rank-copied", file=file, hint=_EXCHANGED)
 
 
-def lost_optimizers(checkpoint: Checkpoint) -> Problem | None:
+def lost_optimizers(checkpoint: DeepSpeedCheckpoint) -> Problem | None:
     """Return which expert-parallel rank lacks its optimizer's file, or what file is of no rank."""
     files = checkpoint.files
     if not files.experts or checkpoint.optimizers or trained_shapes(checkpoint.model):

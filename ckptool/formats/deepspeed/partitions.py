@@ -146,7 +146,7 @@ class RankContents:
 
 
 @dataclass(slots=True)
-class Slot:
+class FlatGroup:
     """What one rank keeps of one flat group: partitions by kind, and values of the whole group.
 
     ``refused`` says of the kinds that cannot be read, or must not be, why.
@@ -158,7 +158,7 @@ class Slot:
     refused: dict[str, Refusal] = field(default_factory=dict)
 
 
-def read_slot(state: State, master: Any, values: Mapping[str, Any], padding: int) -> Slot:
+def read_slot(state: State, master: Any, values: Mapping[str, Any], padding: int) -> FlatGroup:
     """Return the master and the optimizer's state of one group.
 
     What is as long as the master is flat as well; a state may be ``padding`` elements longer.
@@ -168,7 +168,7 @@ def read_slot(state: State, master: Any, values: Mapping[str, Any], padding: int
         raise Damaged(
             f"{state.file.what}: a flat group of masters is not a flat tensor", "tensor-record"
         )
-    slot, least = Slot({MASTER: vector}), vector.shape[0]
+    slot, least = FlatGroup({MASTER: vector}), vector.shape[0]
     for kind, value in values.items():
         why, tensor = refusal_in(value), state.vector(value)
         if why is not None:
@@ -183,7 +183,7 @@ def read_slot(state: State, master: Any, values: Mapping[str, Any], padding: int
 
 
 def refuse_kinds(
-    contents: RankContents, slots: Sequence[Slot], names: Iterable[str], rank: int
+    contents: RankContents, slots: Sequence[FlatGroup], names: Iterable[str], rank: int
 ) -> None:
     """Refuse the state of these parameters that some slot cannot read, and others hold of them.
 
@@ -221,7 +221,7 @@ def add_partition_run(
 
 
 def add_other(
-    contents: RankContents, ranks: Sequence[Partition], slots: Sequence[Slot], number: int
+    contents: RankContents, ranks: Sequence[Partition], slots: Sequence[FlatGroup], number: int
 ) -> None:
     """Keep what is neither flat nor a scalar for each rank, under the optimizer's own names."""
     for partition, slot in zip(ranks, slots, strict=True):
@@ -230,7 +230,9 @@ def add_other(
             contents.add_leaf(path, value, partition.rank, rank_state=True)
 
 
-def require_distinct_ranks(ranks: Sequence[Partition], slots: Sequence[Sequence[Slot]]) -> None:
+def require_distinct_ranks(
+    ranks: Sequence[Partition], slots: Sequence[Sequence[FlatGroup]]
+) -> None:
     """Raise Damaged where a rank's file is a copy of another's; ``slots`` are those of each rank.
 
     Different ranks never hold the same partitions. Only recorded checksums are compared; ranks

@@ -13,7 +13,7 @@ from ckptool.formats.base import ScanOptions
 from ckptool.formats.companions import companions
 from ckptool.formats.deepspeed.checkpoint import (
     LATEST,
-    Checkpoint,
+    DeepSpeedCheckpoint,
     Partition,
     find_files,
     read_checkpoint,
@@ -87,7 +87,7 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
     return describe_checkpoint("deepspeed", checkpoint, assembled, files)
 
 
-def _missing_optimizers(checkpoint: Checkpoint) -> Problem:
+def _missing_optimizers(checkpoint: DeepSpeedCheckpoint) -> Problem:
     """Return the conflict of weights without masters and moments; Damaged without weights."""
     file = checkpoint.model.file.what
     if checkpoint.files.stage_3:
@@ -105,7 +105,7 @@ def _missing_optimizers(checkpoint: Checkpoint) -> Problem:
 
 
 def assemble_contents(
-    checkpoint: Checkpoint,
+    checkpoint: DeepSpeedCheckpoint,
     contents: Sequence[RankContents],
     options: ScanOptions,
     states: RankContents | None = None,
@@ -136,7 +136,7 @@ def assemble_contents(
     return assembled
 
 
-def _universal_info(checkpoint: Checkpoint) -> Mapping[str, Any]:
+def _universal_info(checkpoint: DeepSpeedCheckpoint) -> Mapping[str, Any]:
     """Return how tensor-parallel shards fit, where the training script or DeepSpeed records it."""
     key = "universal_checkpoint_info"
     for state in (*checkpoint.models.values(), *checkpoint.optimizers.values()):
@@ -156,7 +156,7 @@ def _add_tied_masters(assembled: Assembled, aliases: Mapping[str, str]) -> None:
 
 
 def describe_checkpoint(
-    name: str, checkpoint: Checkpoint, assembled: Assembled, files: Iterable[str]
+    name: str, checkpoint: DeepSpeedCheckpoint, assembled: Assembled, files: Iterable[str]
 ) -> Catalog:
     """Return the catalog of what was assembled; ``files`` are those of the checkpoint."""
     source, grid = checkpoint.source, checkpoint.grid
@@ -207,7 +207,7 @@ def _training_facts(model: State, optimizer: State | None) -> dict[str, str]:
 # What the files of each rank hold
 
 
-def read_contents(checkpoint: Checkpoint) -> list[RankContents]:
+def read_contents(checkpoint: DeepSpeedCheckpoint) -> list[RankContents]:
     """Return what the files of each model-parallel rank hold.
 
     Where one rank's masters and moments cannot be placed, none are: what is left would look whole.
@@ -221,7 +221,7 @@ def read_contents(checkpoint: Checkpoint) -> list[RankContents]:
     return contents
 
 
-def _read_rank(checkpoint: Checkpoint, mp: int, barred: Refusal | None) -> RankContents:
+def _read_rank(checkpoint: DeepSpeedCheckpoint, mp: int, barred: Refusal | None) -> RankContents:
     """Return what the files of one model-parallel rank hold, without masters where ``barred``."""
     contents = RankContents(barred=barred)
     add_tensors = _add_stage_3 if checkpoint.files.stage_3 else _add_module_and_optimizer
@@ -257,7 +257,7 @@ def _note_values(contents: RankContents, states: Iterable[State]) -> None:
             noted.update(names)
 
 
-def _add_stage_3(contents: RankContents, checkpoint: Checkpoint, mp: int) -> set[str]:
+def _add_stage_3(contents: RankContents, checkpoint: DeepSpeedCheckpoint, mp: int) -> set[str]:
     """Add what the files of ZeRO 3 hold; return the names of the trained parameters."""
     parts = checkpoint.grid.data
     models = [
@@ -271,7 +271,7 @@ def _add_stage_3(contents: RankContents, checkpoint: Checkpoint, mp: int) -> set
 
 
 def _add_module_and_optimizer(
-    contents: RankContents, checkpoint: Checkpoint, mp: int
+    contents: RankContents, checkpoint: DeepSpeedCheckpoint, mp: int
 ) -> set[str] | None:
     """Add what the files of one rank hold; return the trained parameters where that is known."""
     state, rank = checkpoint.models[0, mp], checkpoint.rank(0, mp)
@@ -296,14 +296,14 @@ def _add_module_and_optimizer(
 
 
 def _add_flat_groups(
-    checkpoint: Checkpoint, mp: int, groups: Sequence[Shapes], contents: RankContents
+    checkpoint: DeepSpeedCheckpoint, mp: int, groups: Sequence[Shapes], contents: RankContents
 ) -> None:
     config = checkpoint.models[0, mp].inner("ds_config")
     data_first = config.get("use_data_before_expert_parallelism") is True
     add_flat_groups(contents, checkpoint.partitions(mp), groups, data_first=data_first)
 
 
-def _add_layers(contents: RankContents, checkpoint: Checkpoint, tensor: int) -> None:
+def _add_layers(contents: RankContents, checkpoint: DeepSpeedCheckpoint, tensor: int) -> None:
     """Add the layers of all stages that are of one tensor-parallel rank."""
     files, grid = checkpoint.files.layers, checkpoint.grid
     layers = {n: checkpoint.state(file) for (n, rank), file in files.items() if rank == tensor}
@@ -323,7 +323,7 @@ def _add_layers(contents: RankContents, checkpoint: Checkpoint, tensor: int) -> 
 
 
 def _add_whole_optimizer(
-    checkpoint: Checkpoint, mp: int, contents: RankContents
+    checkpoint: DeepSpeedCheckpoint, mp: int, contents: RankContents
 ) -> set[str] | None:
     """Add the optimizer of ZeRO 0; return the trained parameters, None where nothing tells them."""
     state, source = checkpoint.models[0, mp], checkpoint.source

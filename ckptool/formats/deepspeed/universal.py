@@ -25,7 +25,7 @@ from ckptool.formats.base import Request, ScanOptions
 from ckptool.formats.deepspeed.checkpoint import (
     LATEST_UNIVERSAL,
     OPTIMIZER_STATE,
-    Checkpoint,
+    DeepSpeedCheckpoint,
     find_files,
     read_checkpoint,
     tag_folder,
@@ -80,7 +80,9 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
     return describe_checkpoint("deepspeed-universal", checkpoint, assembled, paths)
 
 
-def _read_states(checkpoint: Checkpoint, contents: list[RankContents], folder: str) -> RankContents:
+def _read_states(
+    checkpoint: DeepSpeedCheckpoint, contents: list[RankContents], folder: str
+) -> RankContents:
     """Return what ``zero`` holds. Damaged where the state of a trained parameter is missing."""
     source, states = checkpoint.source, RankContents()
     if folder + OPTIMIZER_STATE not in source.files:
@@ -113,7 +115,7 @@ def _read_states(checkpoint: Checkpoint, contents: list[RankContents], folder: s
 
 
 def _rounded(
-    checkpoint: Checkpoint, contents: list[RankContents], trained: Collection[str]
+    checkpoint: DeepSpeedCheckpoint, contents: list[RankContents], trained: Collection[str]
 ) -> Collection[str]:
     """Return names that are not trained, but that the converter writes masters of all the same."""
     in_model = {name for rank in contents for _, name in rank.tensors}

@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ckptool.errors import Damaged, Problem, Refusal
-from ckptool.formats.deepspeed.checkpoint import Checkpoint, Partition
+from ckptool.formats.deepspeed.checkpoint import DeepSpeedCheckpoint, Partition
 from ckptool.formats.deepspeed.partitions import (
     RankContents,
     Shapes,
@@ -211,7 +211,7 @@ def _head(
 # Frozen parameters that are in no file
 
 
-def note_excluded(checkpoint: Checkpoint, assembled: Assembled) -> None:
+def note_excluded(checkpoint: DeepSpeedCheckpoint, assembled: Assembled) -> None:
     """Note what shows that frozen parameters are in no file; a conflict where that is certain."""
     for state in checkpoint.models.values():
         problem = _certain(checkpoint, state)
@@ -224,7 +224,7 @@ def note_excluded(checkpoint: Checkpoint, assembled: Assembled) -> None:
         checkpoint.notes.append(problem)
 
 
-def _certain(checkpoint: Checkpoint, state: State) -> Problem | None:
+def _certain(checkpoint: DeepSpeedCheckpoint, state: State) -> Problem | None:
     """Return what says for certain that parameters are missing."""
     bare = _bare_modules(state)
     stage = 3 if checkpoint.files.stage_3 else zero_stage(state, checkpoint.first_optimizer) or 0
@@ -263,7 +263,7 @@ def _likely(state: State) -> Problem | None:
     return Problem(message, UNRECORDED, file=state.file.what)
 
 
-def _of_layers(checkpoint: Checkpoint) -> Problem | None:
+def _of_layers(checkpoint: DeepSpeedCheckpoint) -> Problem | None:
     """Return a remark where layers of a pipeline hold less than layers like them, or nothing."""
     layers = {
         file: set(map(str, checkpoint.state(file).fields))

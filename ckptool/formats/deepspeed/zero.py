@@ -22,10 +22,10 @@ from ckptool.formats.deepspeed.checkpoint import Partition
 from ckptool.formats.deepspeed.experts import EXPERT
 from ckptool.formats.deepspeed.partitions import (
     MASTER,
+    FlatGroup,
     RankContents,
     Run,
     Shapes,
-    Slot,
     add_other,
     add_partition_run,
     read_slot,
@@ -37,7 +37,7 @@ from ckptool.formats.deepspeed.states import State, Vector, shallow_mapping
 from ckptool.serialization.archive.tensors import natural
 
 _ANY = 1 << 62
-_Member = tuple[Partition, Slot]
+_Member = tuple[Partition, FlatGroup]
 
 
 def add_flat_groups(
@@ -85,8 +85,8 @@ def _group_names(state: State) -> list[tuple[Any, int]]:
 
 
 def _in_order(
-    slots: list[Slot], names: list[tuple[Any, int]], order: list[tuple[Any, int]]
-) -> list[Slot]:
+    slots: list[FlatGroup], names: list[tuple[Any, int]], order: list[tuple[Any, int]]
+) -> list[FlatGroup]:
     """Sort groups as the first rank has them: DeepSpeed sorts those of experts by random hashes."""
     if len(order) != len(slots) or set(names) != set(order):
         return slots
@@ -123,7 +123,7 @@ def _paddings(state: State, groups: Sequence[Shapes]) -> list[list[int]]:
     return stored
 
 
-def _flat_slots(state: State) -> list[Slot]:
+def _flat_slots(state: State) -> list[FlatGroup]:
     """Return the groups of one rank's file.
 
     Masters are stored without the padding at their end, moments with it; an elastic checkpoint
@@ -260,7 +260,7 @@ def _whole_runs(runs: Sequence[Run], shapes: Shapes, part: int) -> list[Run]:
     return whole
 
 
-def _flat_vector(slot: Slot, kind: str) -> Vector | None:
+def _flat_vector(slot: FlatGroup, kind: str) -> Vector | None:
     value = slot.flat.get(kind) or slot.other.get(kind)
     return value if isinstance(value, Vector) and value.is_flat else None
 
@@ -337,7 +337,7 @@ def _require_plain_split(state: State, groups: int) -> None:
         )
 
 
-def _sub_groups(state: State) -> list[Slot]:
+def _sub_groups(state: State) -> list[FlatGroup]:
     masters = enumerate(state.sequence("fp32_flat_groups"))
     values = state.inner("optimizer_state_dict").inner("state").fields
     return [read_slot(state, m, shallow_mapping(values.get(number)), 0) for number, m in masters]

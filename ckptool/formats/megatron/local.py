@@ -51,7 +51,7 @@ _STACKED_EXPERTS = ".experts.experts."
 
 
 @dataclass(slots=True)
-class _Ranks:
+class _ShardedRanks:
     """What all ranks' files hold together; ``kinds`` are the types and shapes of whole tensors."""
 
     chunks: dict[str, list[Chunk]] = field(default_factory=dict)
@@ -78,7 +78,7 @@ def read_megatron(
 
     The text says why the optimizer's state has no names, where it has none.
     """
-    ranks = _Ranks()
+    ranks = _ShardedRanks()
     for rank, file in files.items():
         _read_rank(source, rank, file, ranks, expert_parallel)
     tensors = {
@@ -100,7 +100,9 @@ def _path(name: str) -> Path:
     return (head, rest) if head == "model" else (name,)
 
 
-def _named_state(tensors: Mapping[str, TensorEntry], ranks: _Ranks) -> dict[str, TensorEntry]:
+def _named_state(
+    tensors: Mapping[str, TensorEntry], ranks: _ShardedRanks
+) -> dict[str, TensorEntry]:
     """Return the optimizer's state by parameter. Raises Undetermined."""
     fragments: Fragments = {}
     for group, buffers in group_buckets(tensors.values()).items():
@@ -115,7 +117,7 @@ def _named_state(tensors: Mapping[str, TensorEntry], ranks: _Ranks) -> dict[str,
 
 
 def _read_rank(
-    source: Source, rank: int, file: TorchFile, ranks: _Ranks, expert_parallel: bool
+    source: Source, rank: int, file: TorchFile, ranks: _ShardedRanks, expert_parallel: bool
 ) -> None:
     fields = file.inert.fields if isinstance(file.inert, Call) else {}
     runs: dict[str, list[LocalParameter]] = {}
@@ -142,7 +144,9 @@ def _read_rank(
         ]
 
 
-def _parameter(path: Path, parts: Sequence[Sharded], rank: int, ranks: _Ranks) -> LocalParameter:
+def _parameter(
+    path: Path, parts: Sequence[Sharded], rank: int, ranks: _ShardedRanks
+) -> LocalParameter:
     """Return a parameter of the rank's model; several parts are joined along its first dim."""
     parts = side_by_side(parts)
     first = parts[0]

@@ -42,7 +42,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Facts:
+class _ParameterFacts:
     """What decides a rule besides a name, see ``find_rule``."""
 
     shapes: Shapes
@@ -50,18 +50,18 @@ class _Facts:
     args: Arguments
 
 
-def _stated_rule(_: re.Match[str], facts: _Facts) -> TpRule | None:
+def _stated_rule(_: re.Match[str], facts: _ParameterFacts) -> TpRule | None:
     return facts.stated
 
 
-def _row_rule(match: re.Match[str], facts: _Facts) -> TpRule:
+def _row_rule(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
     return ROW if len(facts.shapes[match[0]]) > 1 else REPLICATED
 
 
 _UNKNOWN_GATE = "nothing in the arguments says whether it holds a gate and an up projection"
 
 
-def _gated_rule(match: re.Match[str], facts: _Facts) -> TpRule:
+def _gated_rule(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
     """Tell a gate and an up projection from one alone: the layer after it takes one of them.
 
     A vision model beside the language model that the arguments speak of may differ from it.
@@ -85,7 +85,7 @@ def _halves(size: int, after: int | None, args: Arguments) -> tuple[int, ...] | 
     return None if gated is None else (1, 1) if gated else (1,)
 
 
-def _grouped_rule(match: re.Match[str], facts: _Facts) -> TpRule:
+def _grouped_rule(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
     """Cut ``GroupedMLP``, which keeps all local experts in one tensor: [experts, in, out]."""
     if match[2] == "2":
         return ROW
@@ -96,7 +96,7 @@ def _grouped_rule(match: re.Match[str], facts: _Facts) -> TpRule:
     return TpRule(2, blocks)
 
 
-def _mixer_rule(match: re.Match[str], facts: _Facts) -> TpRule:
+def _mixer_rule(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
     """Cut a state-space layer, ``MambaMixer``, or linear attention, ``GatedDeltaNet``.
 
     What ``in_proj`` and ``conv1d`` make is several tensors in one, of which each rank has a part:
@@ -123,7 +123,7 @@ def _mixer_rule(match: re.Match[str], facts: _Facts) -> TpRule:
     return TpRule(0, blocks)
 
 
-def _down_rule(match: re.Match[str], facts: _Facts) -> TpRule:
+def _down_rule(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
     """Tell if latent attention's down projections are replicated, or cut as in older layers."""
     which, rows, args = match[2], facts.shapes[match[0]][0], facts.args
     latent = args.integer("q_lora_rank" if which == "q" else "kv_lora_rank")
@@ -137,7 +137,7 @@ def _down_rule(match: re.Match[str], facts: _Facts) -> TpRule:
     raise Undetermined(f"it has {rows} rows, the arguments say {latent + shared}")
 
 
-_TABLE: RuleTable[_Facts] = RuleTable(
+_TABLE: RuleTable[_ParameterFacts] = RuleTable(
     "Megatron",
     (
         (re.compile(r"(.*\.)?(linear_fc1|dense_h_to_4h)\.(weight|bias)[0-9]*"), _gated_rule),
@@ -189,7 +189,7 @@ def find_rule(name: str, shapes: Shapes, stated: TpRule | None, args: Arguments)
     ``shapes`` are those of all parameters as ranks hold them; ``stated`` is what the parameter's
     own attributes say (``partition_dim``), where it was saved with them.
     """
-    return _TABLE.find(name, _Facts(shapes, stated, args))
+    return _TABLE.find(name, _ParameterFacts(shapes, stated, args))
 
 
 def experts_view(name: str, local: tuple[int, ...], experts: int) -> tuple[int, ...]:

@@ -55,7 +55,7 @@ _HEADS = ("output_layer.weight", "word_embeddings_for_head.weight")
 
 
 @dataclass(slots=True)
-class _Ranks:
+class _ModelRanks:
     """What the ranks hold together, as far as it is read.
 
     ``offsets`` are the first layers of each stage's runs, ``tied`` parameters' first names,
@@ -118,7 +118,9 @@ def _without_refused(fragments: Fragments, conflicts: Mapping[str, str]) -> Frag
     return {path: parts for path, parts in fragments.items() if flat_name(path) not in conflicts}
 
 
-def _prepare(folders: list[RankFolder], args: Arguments, rules: tuple[NamedRule, ...]) -> _Ranks:
+def _prepare(
+    folders: list[RankFolder], args: Arguments, rules: tuple[NamedRule, ...]
+) -> _ModelRanks:
     """Return the model's degrees, layer numbers, and names of tied parameters."""
     runs = {
         (folder.rank[1], virtual): list(params)
@@ -134,10 +136,12 @@ def _prepare(folders: list[RankFolder], args: Arguments, rules: tuple[NamedRule,
         if args.values.get("untie_embeddings_and_output_weights", True)
         else dict.fromkeys((name for name in names if name.endswith(_HEADS)), word or "")
     )
-    return _Ranks(ParameterRules(args, sizes, rules), layer_offsets(runs), tied if word else {})
+    return _ModelRanks(
+        ParameterRules(args, sizes, rules), layer_offsets(runs), tied if word else {}
+    )
 
 
-def _read_model(folder: RankFolder, ranks: _Ranks) -> None:
+def _read_model(folder: RankFolder, ranks: _ModelRanks) -> None:
     """Add a rank's model; of a parameter with two names, the optimizer knows the first alone."""
     experts = local_experts(name for run in folder.runs.values() for name in run)
     stacked = ranks.rules.args.integer("num_experts")
@@ -159,7 +163,7 @@ def _read_model(folder: RankFolder, ranks: _Ranks) -> None:
 
 
 def _global_name(
-    name: str, folder: RankFolder, virtual: int, ranks: _Ranks, experts: int | None
+    name: str, folder: RankFolder, virtual: int, ranks: _ModelRanks, experts: int | None
 ) -> str:
     """Return the name in the whole model; that of the embedding for a head that is tied to it."""
     layered = global_layer(name, ranks.offsets[folder.rank[1], virtual])
@@ -177,7 +181,7 @@ def _local_parameter(
     )
 
 
-def _read_optimizer(source: Source, folder: RankFolder, ranks: _Ranks) -> None:
+def _read_optimizer(source: Source, folder: RankFolder, ranks: _ModelRanks) -> None:
     """Add the rank's optimizer state by name, or a conflict where nothing names it."""
     runs = ranks.parameters[folder.number]
     expert_parallel = ranks.rules.degrees[2] > 1
@@ -226,7 +230,7 @@ def _has_state(value: Any) -> bool:
     return any(isinstance(part, dict) and part.get("state") for part in inner)
 
 
-def _others(folders: list[RankFolder], ranks: _Ranks) -> dict[int, dict[str, Leaf]]:
+def _others(folders: list[RankFolder], ranks: _ModelRanks) -> dict[int, dict[str, Leaf]]:
     """Return each rank's other values, with the layers of the whole model; a rank's as such."""
     others: dict[int, dict[str, Leaf]] = {}
     for folder in folders:
@@ -241,7 +245,7 @@ def _others(folders: list[RankFolder], ranks: _Ranks) -> dict[int, dict[str, Lea
     return others
 
 
-def _global_path(path: Path, folder: RankFolder, ranks: _Ranks, experts: int | None) -> Path:
+def _global_path(path: Path, folder: RankFolder, ranks: _ModelRanks, experts: int | None) -> Path:
     """Return the path of a value in the whole model; random states by pipeline and tensor rank."""
     first = str(path[0])
     if first == _RANDOM:

@@ -114,7 +114,7 @@ def _buffer_state(
 
 def cut_runs(
     parameters: Sequence[LocalParameter],
-    slots: Sequence[Slot],
+    slots: Sequence[BucketSlot],
     runs: Sequence[Mapping[str, Sequence[StorageRun]]],
 ) -> Fragments:
     """Return what buckets hold of each parameter, by its slot and their runs by kind of state."""
@@ -190,7 +190,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class BucketSlot:
     """Where a parameter lies: elements ``start`` to ``stop`` of a bucket."""
 
     bucket: int
@@ -198,12 +198,12 @@ class Slot:
     stop: int
 
 
-def slots_in_buckets(numels: Sequence[int], buckets: Sequence[Bucket]) -> list[Slot] | None:
+def slots_in_buckets(numels: Sequence[int], buckets: Sequence[Bucket]) -> list[BucketSlot] | None:
     """Return the slot of each parameter, in the model's order; None if they do not fill buckets.
 
     Every start and end must be where a stored chunk begins or ends.
     """
-    slots: list[Slot] = []
+    slots: list[BucketSlot] = []
     bucket = position = 0
     for numel in reversed(numels):
         start = _aligned(position)
@@ -214,7 +214,7 @@ def slots_in_buckets(numels: Sequence[int], buckets: Sequence[Bucket]) -> list[S
         if bucket == len(buckets) or start + numel > buckets[bucket].numel:
             return None
         position = start + numel
-        slots.append(Slot(bucket, start, position))
+        slots.append(BucketSlot(bucket, start, position))
     if bucket != len(buckets) - 1 or not _filled(position, buckets[bucket].numel):
         return None
     return slots[::-1] if all(_at_cuts(slot, buckets) for slot in slots) else None
@@ -225,7 +225,7 @@ def _filled(position: int, numel: int) -> bool:
     return numel in (position, _aligned(position))
 
 
-def _at_cuts(slot: Slot, buckets: Sequence[Bucket]) -> bool:
+def _at_cuts(slot: BucketSlot, buckets: Sequence[Bucket]) -> bool:
     cuts = buckets[slot.bucket].cuts
     return cuts is None or {slot.start, slot.stop} <= cuts
 
@@ -236,7 +236,7 @@ def _aligned(position: int) -> int:
 
 def slots_in_run(
     numels: Sequence[int], total: int, alone: Set[int], views: Sequence[int | None]
-) -> list[list[Slot]]:
+) -> list[list[BucketSlot]]:
     """Return the slots of all parameters where buckets were saved as one run of ``total`` elements.
 
     The buckets themselves are not recorded: each way in which the parameters fill the run under
@@ -246,7 +246,7 @@ def slots_in_run(
     """
     if sum(numels) == total:
         return [_packed(numels)]
-    distinct: list[list[Slot]] = []
+    distinct: list[list[BucketSlot]] = []
     for shared in (alone, frozenset[int]()) if alone else (alone,):
         try:
             for slots in _ways(numels, total, shared, views):
@@ -257,17 +257,17 @@ def slots_in_run(
     return distinct
 
 
-def gaps(slots: Sequence[Slot]) -> list[tuple[int, int]]:
+def gaps(slots: Sequence[BucketSlot]) -> list[tuple[int, int]]:
     """Return the elements of a run that no parameter has: padding, which is saved as zeros."""
     ordered = sorted(slots, key=lambda slot: slot.start)
     return [(a.stop, b.start) for a, b in pairwise(ordered) if a.stop < b.start]
 
 
-def _packed(numels: Sequence[int]) -> list[Slot]:
+def _packed(numels: Sequence[int]) -> list[BucketSlot]:
     """Return the slots of one parameter after the other, with no gap."""
     slots, position = [], 0
     for numel in reversed(numels):
-        slots.append(Slot(0, position, position + numel))
+        slots.append(BucketSlot(0, position, position + numel))
         position += numel
     return slots[::-1]
 
@@ -286,12 +286,12 @@ class _Way:
     begun: int = 0
     least: int = 0
     most: float = math.inf
-    slots: tuple[Slot, ...] = ()
+    slots: tuple[BucketSlot, ...] = ()
 
 
 def _ways(
     numels: Sequence[int], total: int, alone: Set[int], views: Sequence[int | None]
-) -> Iterator[list[Slot]]:
+) -> Iterator[list[BucketSlot]]:
     """Yield every way that gives the total: one for each range of bucket sizes that act alike.
 
     OverflowError where there are too many to look at.
@@ -321,7 +321,7 @@ def _next(way: _Way, numel: int, alone: bool, views: Sequence[int | None]) -> It
     if view is not None and view != start:
         return
     stop = start + numel
-    slots = (*way.slots, Slot(0, run, run + numel))
+    slots = (*way.slots, BucketSlot(0, run, run + numel))
     added = replace(way, left=way.left - 1, run=run + numel, begun=begun, slots=slots)
     size = stop - begun
     if alone or size > way.least:

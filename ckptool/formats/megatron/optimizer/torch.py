@@ -24,7 +24,7 @@ from ckptool.core.catalog import Extent
 from ckptool.core.sharding.tensor_parallel import TpRule
 from ckptool.errors import Undetermined
 from ckptool.formats.megatron.model import is_expert
-from ckptool.formats.megatron.optimizer.buckets import Slot, cut_runs, gaps, slots_in_run
+from ckptool.formats.megatron.optimizer.buckets import BucketSlot, cut_runs, gaps, slots_in_run
 from ckptool.formats.megatron.tensor_parallel import (
     Fragments,
     LocalParameter,
@@ -141,7 +141,7 @@ def gathered_state(
 
 def _slots(
     source: Source, buffer: GatheredBuffer, parameters: Sequence[LocalParameter], tied: bool
-) -> list[Slot]:
+) -> list[BucketSlot]:
     if {run[-1].stop for run in buffer.runs.values()} != {buffer.total}:
         raise Undetermined("its states are of different lengths")
     dtype = parameters[0].dtype.name
@@ -160,7 +160,7 @@ def _slots(
     return ways[0]
 
 
-def _padding_is_zero(source: Source, buffer: GatheredBuffer, slots: Sequence[Slot]) -> bool:
+def _padding_is_zero(source: Source, buffer: GatheredBuffer, slots: Sequence[BucketSlot]) -> bool:
     return not any(
         any(_bytes(source, piece))
         for start, stop in gaps(slots)

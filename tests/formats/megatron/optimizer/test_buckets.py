@@ -17,7 +17,7 @@ from ckptool.core.catalog import Chunk, Extent, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.formats.megatron.optimizer.buckets import (
     Bucket,
-    Slot,
+    BucketSlot,
     gaps,
     slots_in_buckets,
     slots_in_run,
@@ -111,7 +111,7 @@ def test_a_run_of_buckets_whose_sizes_are_not_known(
     truth = laid(numels, limit, dp)
     before = [sum(truth.numels[:n]) for n in range(len(truth.numels))]
     slots = [
-        Slot(0, before[bucket] + start, before[bucket] + start + numel)
+        BucketSlot(0, before[bucket] + start, before[bucket] + start + numel)
         for (bucket, start), numel in zip(truth.places, reversed(numels), strict=True)
     ][::-1]
     seen = truth.starts[::-1] if views else [None] * len(numels)
@@ -133,8 +133,8 @@ def test_a_parameter_that_no_stored_chunk_begins_or_ends_with() -> None:
 def test_a_shared_embedding_has_a_bucket_of_its_own() -> None:
     """30 elements, padding to 64 that is kept, then the embedding; nothing after it is aligned."""
     [slots] = slots_in_run([50, 30], 64 + 50, frozenset({0}), [None, None])
-    assert slots == [Slot(0, 64, 114), Slot(0, 0, 30)]
+    assert slots == [BucketSlot(0, 64, 114), BucketSlot(0, 0, 30)]
 
 
 def test_padding_between_parameters() -> None:
-    assert gaps([Slot(0, 64, 80), Slot(0, 0, 20), Slot(0, 80, 90)]) == [(20, 64)]
+    assert gaps([BucketSlot(0, 64, 80), BucketSlot(0, 0, 20), BucketSlot(0, 80, 90)]) == [(20, 64)]
