@@ -41,6 +41,14 @@ class StoredSlice:
     shape: tuple[int, ...]
     at: Extent
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        return self.at.offset + self.nbytes
+
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
@@ -51,48 +59,44 @@ class SafetensorsFile:
 
 
 def looks_like_safetensors(head: bytes, size: int) -> bool:
-    """Whether the first nine bytes can begin a safetensors file of ``size`` bytes."""
+    """Return whether the first nine bytes can begin a safetensors file of ``size`` bytes."""
     return len(head) >= 9 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 40
 
 
 def read_safetensors(
-    source: Source, file: str, found: list[Problem] | None = None
+    source: Source, file: str, problems: list[Problem] | None = None
 ) -> SafetensorsFile:
     """Read and check a header. Raises Damaged where it breaks one of the format's rules.
 
-    Where there is a list ``found``, entries that do are noted there and left out, as far as the
-    others are whole for all that; so are two that share bytes, of which neither can be trusted.
+    Where there is a list of ``problems``, entries that do are noted there and left out, as far as
+    the others are whole for all that; so are two that share bytes, of which neither can be trusted.
     """
     with coded("safetensors-header", file=file):
-        return _read(source, file, found)
+        before = len(problems or ())
+        metadata, tensors, start = _read_header(source, file, problems)
+        ordered = dict(sorted(tensors.items(), key=lambda pair: (pair[1].at.offset, pair[1].end)))
+        _drop_overlaps(file, ordered, problems)
+        is_whole = len(problems or ()) == before
+        try:
+            _require_no_holes(file, ordered, start, source.files[file], is_whole=is_whole)
+        except Damaged as error:
+            if problems is None or error.message.code == "file-truncated":
+                raise
+            problems += _within(error, file)
+        return SafetensorsFile(ordered, metadata)
 
 
 def promised_size(source: Source, file: str) -> int:
-    """Bytes that a file should have by its header; Damaged where that is no whole header."""
+    """Return how many bytes a file should have by its header; Damaged where that is not whole."""
     with coded("safetensors-header", file=file):
-        _, tensors, start = _header(source, file, [])
-    return max((item.at.offset + _nbytes(item) for item in tensors.values()), default=start)
+        _, tensors, start = _read_header(source, file, [])
+    return max((item.end for item in tensors.values()), default=start)
 
 
-def _read(source: Source, file: str, found: list[Problem] | None) -> SafetensorsFile:
-    before = len(found or ())
-    metadata, tensors, start = _header(source, file, found)
-    ordered = dict(sorted(tensors.items(), key=lambda pair: (pair[1].at.offset, _nbytes(pair[1]))))
-    _step_over_overlaps(file, ordered, found)
-    is_whole = len(found or ()) == before
-    try:
-        _require_no_holes(file, ordered, start, source.files[file], is_whole=is_whole)
-    except Damaged as error:
-        if found is None or error.message.code == "file-truncated":
-            raise
-        found += _within(error, file)
-    return SafetensorsFile(ordered, metadata)
-
-
-def _header(
-    source: Source, file: str, found: list[Problem] | None
+def _read_header(
+    source: Source, file: str, problems: list[Problem] | None
 ) -> tuple[dict[str, str], dict[str, StoredSlice], int]:
-    """What a header holds, and where it ends."""
+    """Return the metadata and the tensors of a header, and where it ends."""
     size = source.files[file]
     if not size:
         raise Damaged(f"{file}: the file is empty (0 bytes): truncated", "file-empty")
@@ -105,29 +109,29 @@ def _header(
         raise Damaged(f"{message} truncated or not a safetensors file")
     if length > LONGEST_HEADER:
         raise Damaged(f"{file}: a header of {length:,} bytes; the format allows {LONGEST_HEADER:,}")
-    header = _parsed(source.read(file, 8, length), file)
+    header = _parse(source.read(file, 8, length), file)
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise Damaged(f"{file}: __metadata__ must map text to text")
     tensors = {}
     for name, entry in header.items():
         try:
-            tensors[name] = _slice(file, name, entry, 8 + length)
+            tensors[name] = _read_entry(file, name, entry, 8 + length)
         except Damaged as error:
-            if found is None:
+            if problems is None:
                 raise
-            found += _within(error, file, name)
+            problems += _within(error, file, name)
     return metadata, tensors, 8 + length
 
 
 def _within(error: Damaged, file: str, name: str | None = None) -> Iterator[Problem]:
-    """The problems of an error, which lie in one entry of the header or in all of it."""
+    """Yield the problems of an error, which lie in one entry of the header or in all of it."""
     for problem in error.problems:
         code = "safetensors-header" if problem.code == UNCODED else problem.code
         yield Problem(str(problem), code, file=file, tensor=name or problem.tensor)
 
 
-def _parsed(text: bytes, file: str) -> dict[str, Any]:
+def _parse(text: bytes, file: str) -> dict[str, Any]:
     if text[:1] != b"{":
         raise Damaged(f"{file}: the header is not a JSON object")
     _require_within_limits(text, file)
@@ -135,7 +139,7 @@ def _parsed(text: bytes, file: str) -> dict[str, Any]:
         header = json.loads(
             text.decode(),
             object_pairs_hook=_unique_unicode if b"\\u" in text else _unique,
-            parse_int=_number if _LONG_NUMBER.search(text) else None,
+            parse_int=_parse_int if _LONG_NUMBER.search(text) else None,
         )
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{file}: the header is not valid JSON: {error}") from None
@@ -143,10 +147,9 @@ def _parsed(text: bytes, file: str) -> dict[str, Any]:
 
 
 def _require_within_limits(text: bytes, file: str) -> None:
-    """Unsupported where a header has more in it than ckptool reads, which also bounds what it
-    writes.
+    """Raise Unsupported where a header has more in it than ckptool reads, and so than it writes.
 
-    A name that has such characters in it counts for more.
+    A name with brackets, quotes, commas or colons in it counts for more.
     """
     entries = text.count(b"{")
     tokens = sum(map(text.count, (b'"', b"[", b",", b":")), entries)
@@ -157,27 +160,28 @@ def _require_within_limits(text: bytes, file: str) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         raise ValueError("a name appears twice")
-    return found
+    return unique
 
 
 def _unique_unicode(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """As ``_unique``; ValueError as well where an escape stands for half a character."""
-    found = _unique(pairs)
-    for text in itertools.chain(found, (v for v in found.values() if isinstance(v, str))):
+    """Do as ``_unique``; ValueError as well where an escape stands for half a character."""
+    unique = _unique(pairs)
+    for text in itertools.chain(unique, (v for v in unique.values() if isinstance(v, str))):
         text.encode()
-    return found
+    return unique
 
 
-def _number(digits: str) -> int:
+def _parse_int(digits: str) -> int:
     if len(digits) > _MOST_DIGITS:
         raise ValueError(f"a number of {len(digits):,} digits")
     return int(digits)
 
 
-def _slice(file: str, name: str, entry: Any, start: int) -> StoredSlice:
+def _read_entry(file: str, name: str, entry: Any, start: int) -> StoredSlice:
+    """Return the tensor that an entry describes; Damaged where it contradicts itself."""
     try:
         dtype_name, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
@@ -203,7 +207,7 @@ def _slice(file: str, name: str, entry: Any, start: int) -> StoredSlice:
 
 
 def _torch_shape(file: str, name: str, dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """torch counts pairs where safetensors counts four-bit elements."""
+    """Return the shape as torch counts it: pairs where safetensors counts four-bit elements."""
     if dtype.safetensors != "F4":
         return shape
     if not shape or shape[-1] % 2:
@@ -211,22 +215,20 @@ def _torch_shape(file: str, name: str, dtype: DType, shape: tuple[int, ...]) -> 
     return (*shape[:-1], shape[-1] // 2)
 
 
-def _nbytes(item: StoredSlice) -> int:
-    return math.prod(item.shape) * item.dtype.itemsize
-
-
 def _require_no_holes(
     file: str, tensors: Mapping[str, StoredSlice], start: int, size: int, *, is_whole: bool
 ) -> None:
-    """Damaged where bytes belong to no tensor, or are not there. Without entries that were left
-    out (``is_whole`` is False) there are holes, and only what is not there is damage."""
+    """Raise Damaged where bytes belong to no tensor, or are not there.
+
+    Where entries were left out (``is_whole`` is False) holes are no damage.
+    """
     position = start
     for name, item in tensors.items():
         if item.at.offset != position and is_whole:
             message = f"{file}: {name} begins at byte {item.at.offset:,}, the tensor before it ends"
             message += f" at {position:,}: a gap before it"
             raise Damaged(message, "safetensors-gap", tensor=name)
-        position = item.at.offset + _nbytes(item)
+        position = item.end
     if position > size or (is_whole and position != size):
         message = f"{file}: the header describes {position:,} bytes, the file has {size:,};"
         code = "file-truncated" if position > size else "safetensors-gap"
@@ -234,35 +236,31 @@ def _require_no_holes(
         raise Damaged(f"{message} {reason}", code, file=file, end=position)
 
 
-def _step_over_overlaps(
-    file: str, tensors: dict[str, StoredSlice], found: list[Problem] | None
+def _drop_overlaps(
+    file: str, tensors: dict[str, StoredSlice], problems: list[Problem] | None
 ) -> None:
-    """Leave out tensors that share bytes with others; the first two are Damaged without a list."""
+    """Drop tensors, which are in the order of their bytes, that share bytes with others.
+
+    Raises Damaged for the first two where there is no list of ``problems``.
+    """
     shared: set[str] = set()
-    for name, other, at, end in _overlaps(tensors):
-        message = f"{file}: {other} begins at byte {at:,}, inside {name}, which"
-        message += f" ends at {end:,}: overlaps the tensor before it"
-        if found is None:
-            raise Damaged(message, "safetensors-overlap", tensor=other)
-        for one in (name, other):
-            found.append(Problem(message, "safetensors-overlap", file=file, tensor=one))
-            shared.add(one)
-    for name in shared:
-        del tensors[name]
-
-
-def _overlaps(tensors: Mapping[str, StoredSlice]) -> Iterator[tuple[str, str, int, int]]:
-    """Each tensor, in the order of their bytes, that begins inside another: that one's name, its
-    own, where it begins and where that one ends."""
     widest, end = "", 0
     for name, item in tensors.items():
-        if not _nbytes(item):
+        if not item.nbytes:
             continue
-        at = item.at.offset
-        if at < end:
-            yield widest, name, at, end
-        if at + _nbytes(item) > end:
-            widest, end = name, at + _nbytes(item)
+        if item.at.offset < end:
+            message = f"{file}: {name} begins at byte {item.at.offset:,}, inside {widest}, which"
+            message += f" ends at {end:,}: overlaps the tensor before it"
+            if problems is None:
+                raise Damaged(message, "safetensors-overlap", tensor=name)
+            for overlapping in (widest, name):
+                code = "safetensors-overlap"
+                problems.append(Problem(message, code, file=file, tensor=overlapping))
+                shared.add(overlapping)
+        if item.end > end:
+            widest, end = name, item.end
+    for name in shared:
+        del tensors[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +283,7 @@ def lay_out_safetensors(
     metadata: Mapping[str, str],
     rank: int | None = None,
 ) -> FileLayout:
-    """One safetensors file: tensors by falling item size, then name, so that all are aligned."""
+    """Lay out one file: tensors by falling item size, then name, so that all are aligned."""
     ordered = sorted(slices, key=lambda item: (-item.dtype.itemsize, item.name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     parts: list[Part] = []
@@ -303,21 +301,21 @@ def lay_out_safetensors(
         }
         parts.append(Data(item.tensor, item.box, item.dtype.itemsize))
         position += item.nbytes
-    text = _encoded(header)
+    text = _encode(header)
     text += b" " * (-len(text) % 8)
     _require_readable(text, path)
     return FileLayout(path, (Literal(len(text).to_bytes(8, "little") + text), *parts), rank)
 
 
 def _require_readable(text: bytes, path: str) -> None:
-    """Unsupported where a header would be refused when it is read."""
+    """Raise Unsupported where a header would be refused when it is read."""
     if len(text) > LONGEST_HEADER:
         message = f"{path}: a header of {len(text):,} bytes; the format allows {LONGEST_HEADER:,}"
         raise Unsupported(message, "limit-exceeded", file=path, hint=_FEWER)
     _require_within_limits(text, path)
 
 
-def _encoded(header: dict[str, Any]) -> bytes:
+def _encode(header: dict[str, Any]) -> bytes:
     try:
         return json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

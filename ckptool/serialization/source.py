@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 from typing import Protocol
 
@@ -18,30 +18,35 @@ class Source(Protocol):
 
     @property
     def root(self) -> str:
-        """The folder, as the user would name it."""
+        """Return the folder, as the user would name it."""
 
     @property
     def files(self) -> Mapping[str, int]:
-        """Every file below the root, by its relative path with ``/``, and its size in bytes."""
+        """Return how many bytes each file below the root has, by its relative path with ``/``."""
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        """Exactly ``nbytes`` bytes at ``offset``; Damaged where the file ends before."""
+        """Return exactly ``nbytes`` bytes at ``offset``; Damaged where the file ends before."""
 
     def narrowed(self, folder: str) -> Source:
-        """The part below a subfolder, as a source of its own."""
+        """Return the part below a subfolder, as a source of its own."""
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
-        """What is read next: file, offset and bytes of each. A store fetches it ahead."""
+        """Announce what is read next: file, offset and bytes. A store fetches it ahead."""
 
 
 def require(source: Source, file: str, *, wanted_by: str) -> int:
-    """The size in bytes of a file that metadata names; Damaged where it is not in the folder."""
+    """Return the size in bytes of a file that metadata names.
+
+    Raises Damaged where it is not in the folder.
+    """
     size = source.files.get(file)
-    if size is None:
-        reason = "is outside the folder" if _leaves(file) else "is missing"
-        code = "path-outside" if _leaves(file) else "file-missing"
-        raise Damaged(f"{file!r}, referenced by {wanted_by}, {reason}", code, file=file)
-    return size
+    if size is not None:
+        return size
+    is_outside = file.startswith(("/", "\\")) or ".." in file.replace("\\", "/").split("/")
+    message = f"{file!r}, referenced by {wanted_by}, is"
+    if is_outside:
+        raise Damaged(f"{message} outside the folder", "path-outside", file=file)
+    raise Damaged(f"{message} missing", "file-missing", file=file)
 
 
 MOST_RANKS = 1 << 20
@@ -50,7 +55,7 @@ EDGE = 2048
 
 
 def read_metadata(source: Source, file: str) -> bytes:
-    """A whole file of metadata, JSON or pickle; Damaged where it is too large to be one."""
+    """Return a whole file of metadata, JSON or pickle; Damaged where it is too large to be one."""
     size = source.files[file]
     if size > LARGEST:
         raise Damaged(f"{file}: {size:,} bytes; metadata is read up to {LARGEST:,} bytes")
@@ -63,39 +68,34 @@ def read_metadata(source: Source, file: str) -> bytes:
 
 
 def expect_heads(source: Source, files: Iterable[str]) -> None:
-    """The beginnings of these files, where their headers are, are read next."""
+    """Announce that the beginnings of these files, where headers are, are read next."""
     sizes = source.files
     source.expect((file, 0, min(sizes[file], EDGE)) for file in files if file in sizes)
 
 
 def expect_edges(source: Source, places: Iterable[tuple[str, int, int]]) -> None:
-    """Both ends of these archives are read next: file, offset and bytes of each."""
+    """Announce that both ends of archives are read next: file, offset and bytes of each."""
     source.expect(span for place in places for span in _edges(*place))
 
 
 def expect_archives(source: Source, files: Iterable[str]) -> None:
-    """Both ends of these files are read next."""
+    """Announce that both ends of these files are read next."""
     sizes = source.files
     expect_edges(source, ((file, 0, sizes[file]) for file in files if file in sizes))
 
 
-def _edges(file: str, offset: int, nbytes: int) -> Iterator[tuple[str, int, int]]:
+def _edges(file: str, offset: int, nbytes: int) -> tuple[tuple[str, int, int], ...]:
     edge = min(EDGE, nbytes)
-    yield file, offset, edge
-    yield file, offset + nbytes - edge, edge
+    return (file, offset, edge), (file, offset + nbytes - edge, edge)
 
 
 def first_missing(present: Collection[int], expected: int) -> list[int]:
-    """The ranks below ``expected`` that are not present, the first twelve of them."""
+    """Return the ranks below ``expected`` that are not present, the first twelve of them."""
     return list(islice((rank for rank in range(expected) if rank not in present), 12))
 
 
 def require_rank(rank: int, what: str) -> None:
-    """Damaged where a rank, or a world size, is larger than any."""
+    """Raise Damaged where a rank, or a world size, is larger than any."""
     if rank > MOST_RANKS:
         message = f"{what}: rank {rank:,}; ckptool reads up to {MOST_RANKS:,} ranks"
         raise Damaged(message, "rank-missing")
-
-
-def _leaves(file: str) -> bool:
-    return file.startswith(("/", "\\")) or ".." in file.replace("\\", "/").split("/")

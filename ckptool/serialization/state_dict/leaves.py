@@ -101,50 +101,47 @@ def read_leaves(
     rank_state: bool = False,
     refuse: bool = False,
 ) -> dict[str, Leaf]:
-    """The named values of one file: tensors as leaves of their kind, all else as it is.
+    """Return the named values of one file: tensors as leaves of their kind, all else as it is.
 
     Raises Damaged where a tensor contradicts itself and Hostile where a value names what can run
     code; with ``refuse`` the leaf is a ``Refusal`` then, and only what is in no leaf raises.
     """
-    found: dict[str, Leaf] = {}
+    leaves: dict[str, Leaf] = {}
     value = file.inert if refuse else file.value
     if value == {}:
         require_harmless(file.hostile)
-        return found
+        return leaves
     walk = Walk(file.what, file.pickled)
     unseen = dict(file.hostile)
     named = unique_names(walk.leaves(value, prefix))
     values = (item for _, item in named.values() if not is_tensor_record(item))
     require_bounded(values, what=file.what)
     for name, (path, item) in named.items():
-        leaf: Any = _accused(item, file.hostile, name, unseen) if file.hostile else None
+        leaf: Any = _accuse(item, file.hostile, name, unseen) if file.hostile else None
         if leaf is None:
-            leaf = _classified_or_refused(item, file, source, name, refuse=refuse)
-        found[name] = Leaf(path, leaf, rank_state, _note(walk.notes, name, path))
+            leaf = _classify_or_refuse(item, file, source, name, refuse=refuse)
+        leaves[name] = Leaf(path, leaf, rank_state, _note(walk.notes, name, path))
     require_harmless(unseen)
-    return found
+    return leaves
 
 
 def _note(notes: dict[Path, str], name: str, path: Path) -> str | None:
     """Return what is to be said of a leaf; of what was noted of all it lies in, take it once."""
     heads = (path[:length] for length in range(len(path) + 1))
-    found = [notes.pop(head) for head in heads if head in notes] if notes else []
+    texts = [notes.pop(head) for head in heads if head in notes] if notes else []
     flat = flat_name(path) or "value"
     if name != flat:
-        found.append(f"{name} is one of several values named {flat!r}, at {_shown(path)}")
-    return "; ".join(found) or None
+        steps = (repr(step.position if isinstance(step, Index) else step) for step in path)
+        texts.append(f"{name} is one of several values named {flat!r}, at {' / '.join(steps)}")
+    return "; ".join(texts) or None
 
 
-def _shown(path: Path) -> str:
-    return " / ".join(repr(step.position if isinstance(step, Index) else step) for step in path)
-
-
-def _accused(
+def _accuse(
     value: Any, hostile: Mapping[Global, Problem], name: str, unseen: dict[Global, Problem]
 ) -> Refusal | None:
-    """Why a value must not be read, where it names what can run code.
+    """Return why a value must not be read, where it names what can run code.
 
-    What it names is taken out of ``unseen``.
+    What it names is removed from ``unseen``.
     """
     named = globals_in(value)
     inside = [item for item in hostile if item in named]
@@ -163,16 +160,16 @@ def _accused(
 
 def refusal_of(value: Any, file: TorchFile, source: Source, name: str) -> Refusal | None:
     """Return why a value of a file cannot be read, or must not be; None where it can."""
-    why = _accused(value, file.hostile, name, {}) if file.hostile else None
-    found = why or _classified_or_refused(value, file, source, name, refuse=True)
-    return found if isinstance(found, Refusal) else None
+    why = _accuse(value, file.hostile, name, {}) if file.hostile else None
+    leaf = why or _classify_or_refuse(value, file, source, name, refuse=True)
+    return leaf if isinstance(leaf, Refusal) else None
 
 
-def _classified_or_refused(
+def _classify_or_refuse(
     value: Any, file: TorchFile, source: Source, name: str, *, refuse: bool
 ) -> Any:
     try:
-        return _classified(value, file, source, name)
+        return _classify(value, file, source, name)
     except Damaged as error:
         if not refuse:
             raise
@@ -180,7 +177,7 @@ def _classified_or_refused(
         return Refusal(problem, problem.code, file=problem.file, tensor=name)
 
 
-def _classified(value: Any, file: TorchFile, source: Source, name: str) -> Any:
+def _classify(value: Any, file: TorchFile, source: Source, name: str) -> Any:
     share: Share | None
     try:
         with coded("tensor-record"):
@@ -242,11 +239,11 @@ def with_refusals(file: TorchFile, source: Source) -> tuple[Any, dict[Path, Refu
     Parts are what its dicts and lists hold. Each refusal is returned by its path as well. What the
     dicts name besides, as keys or attributes, stays as it is.
     """
-    walk = _Walk(file, source)
-    return walk.readable(file.inert, ()), walk.refused
+    walk = _RefusalWalk(file, source)
+    return walk.replace(file.inert, ()), walk.refused
 
 
-class _Walk:
+class _RefusalWalk:
     """One walk through the dicts and lists of a file; each is looked at once."""
 
     def __init__(self, file: TorchFile, source: Source) -> None:
@@ -255,15 +252,15 @@ class _Walk:
         self._open: set[int] = set()
         self.refused: dict[Path, Refusal] = {}
 
-    def readable(self, value: Any, path: Path) -> Any:
+    def replace(self, value: Any, path: Path) -> Any:
         """Return the value itself where nothing in it is refused, else a copy with why."""
         if isinstance(value, str | int | float | bytes | None):
             return value
         if id(value) not in self._known:
-            self._known[id(value)] = self._looked_at(value, path)
+            self._known[id(value)] = self._inspect(value, path)
         return self._known[id(value)]
 
-    def _looked_at(self, value: Any, path: Path) -> Any:
+    def _inspect(self, value: Any, path: Path) -> Any:
         is_entered = isinstance(value, dict | list | tuple) and id(value) not in self._open
         if not is_entered or len(path) > _DEEPEST:
             why = refusal_of(value, self._file, self._source, flat_name(path))
@@ -274,15 +271,15 @@ class _Walk:
         self._open.add(id(value))
         items: Iterable[Any] = value.items() if isinstance(value, dict) else enumerate(value)
         changed = {
-            step: found
+            step: part
             for step, item in items
-            if (found := self.readable(item, (*path, step))) is not item
+            if (part := self.replace(item, (*path, step))) is not item
         }
         self._open.remove(id(value))
-        return _replaced(value, changed) if changed else value
+        return _copy_with(value, changed) if changed else value
 
 
-def _replaced(value: Any, changed: dict[Any, Any]) -> Any:
+def _copy_with(value: Any, changed: dict[Any, Any]) -> Any:
     """Return a copy of a dict, list or tuple in which some parts are others."""
     if isinstance(value, dict):
         copied = copy.copy(value)

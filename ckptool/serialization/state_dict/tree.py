@@ -61,7 +61,7 @@ def _names(value: Any) -> set[str]:
 
 
 def leaves(value: Any, *, what: str, pickled: int = 0) -> Iterator[tuple[Path, Any]]:
-    """The leaves of a state dict with their paths, in order.
+    """Yield the leaves of a state dict with their paths, in order.
 
     As DCP flattens (torch 2.4 to 2.13): dicts are entered, defaultdicts as well, lists where a dict
     or a tensor lies inside. Entered too is what DCP would pickle whole: tuples where a tensor lies
@@ -91,10 +91,10 @@ class Walk:
         self.notes: dict[Path, str] = {}
 
     def leaves(self, value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-        """The leaves of a value that lies at ``path``."""
+        """Yield the leaves of a value that lies at ``path``."""
         self._count(len(path))
         if id(value) in self._open:
-            yield path, Repeated(_called(self._open[id(value)]))
+            yield path, Repeated(_display_name(self._open[id(value)]))
         elif module := self._module(value):
             yield from self._module_leaves(value, module, path)
         elif (steps := self._steps(value, path)) is None:
@@ -109,14 +109,12 @@ class Walk:
         """Count a value that lies so deep. Raises Damaged where it is one too many, or too deep."""
         self._left -= 1
         if self._left < 0 or depth > _DEEPEST:
-            message = (
-                f"{self._what}: the state dict is nested more than {_DEEPEST} deep, or expands"
-            )
-            reason = "to more values than its pickle has bytes"
-            raise Damaged(f"{message} {reason}", "pickle-bomb")
+            message = f"{self._what}: the state dict is nested more than {_DEEPEST} deep, or"
+            message += " expands to more values than its pickle has bytes"
+            raise Damaged(message, "pickle-bomb")
 
     def _module(self, value: Any) -> Module | None:
-        """What a module holds, looked up once however often the pickle refers to it."""
+        """Return what a module holds, looked up once however often the pickle refers to it."""
         if not isinstance(value, Call):
             return None
         if id(value) not in self._modules:
@@ -124,22 +122,19 @@ class Walk:
         return self._modules[id(value)]
 
     def _module_leaves(self, value: Call, module: Module, path: Path) -> Iterator[tuple[Path, Any]]:
-        """The leaves of a module as one dict, as ``state_dict()`` makes it; of none, the module."""
-        found = list(self._state_of(value, module, path, ()))
-        if not found:
-            found.append((path, value))
-        else:
+        """Yield the leaves of a module as ``state_dict()`` names them; where none, the module."""
+        entries = list(self._module_entries(value, module, path, ()))
+        if entries:
             self.notes[path] = (
-                f"{_called(path)} is a module ({value.name}): reading its parameters and buffers,"
-                " named as by the default state_dict(); nothing else of it"
-                " is carried over"
+                f"{_display_name(path)} is a module ({value.name}): reading its parameters and"
+                " buffers, named as by the default state_dict(); nothing else of it is carried over"
             )
-        yield from found
+        yield from entries or [(path, value)]
 
-    def _state_of(
+    def _module_entries(
         self, value: Call, module: Module, path: Path, within: tuple[str, ...]
     ) -> Iterator[tuple[Path, Any]]:
-        """The leaves of a module that is ``within`` others of a module at ``path``."""
+        """Yield the leaves of a module that is ``within`` others of a module at ``path``."""
         self._open[id(value)] = (*path, *within)
         for name, tensor in module.tensors:
             yield from self.leaves(tensor, (*path, ".".join((*within, name))))
@@ -149,11 +144,11 @@ class Walk:
             if inner is None or id(child) in self._open:
                 yield from self.leaves(child, (*path, ".".join(below)))
             else:
-                yield from self._state_of(child, inner, path, below)
+                yield from self._module_entries(child, inner, path, below)
         del self._open[id(value)]
 
     def _steps(self, value: Any, path: Path) -> list[tuple[Any, Any]] | None:
-        """The steps into a container that is entered; None for a leaf."""
+        """Return the steps into a container that is entered; None for a leaf."""
         if entries := _entries(value):
             return entries
         if not isinstance(value, list | tuple):
@@ -166,23 +161,23 @@ class Walk:
         return [(Index(i, container), item) for i, item in enumerate(value)]
 
     def _parts(self, value: Any, path: Path) -> list[tuple[Any, Any]] | None:
-        """The parts of a tensor that consists of others; None for every other value."""
+        """Return the parts of a tensor that consists of others; None for every other value."""
         parts = quantised_parts(value)
         if parts is None and (parts := wrapped_parts(value)):
             inner = [name for name, part in parts.items() if is_tensor_record(part)]
             self.notes[path] = (
-                f"{_called(path)} is a tensor subclass ({wrapper_class(value)}): reading the"
+                f"{_display_name(path)} is a tensor subclass ({wrapper_class(value)}): reading the"
                 f" tensors stored in it ({', '.join(inner)})"
             )
         return list(parts.items()) if parts else None
 
 
-def _called(path: Path) -> str:
+def _display_name(path: Path) -> str:
     return flat_name(path) or "the whole value"
 
 
 def _entries(value: Any) -> list[tuple[Any, Any]]:
-    """The keys and values of a dict or defaultdict; none for every other value."""
+    """Return the keys and values of a dict or defaultdict; none for every other value."""
     if isinstance(value, dict):
         return list(value.items())
     is_default = isinstance(value, Call) and value.name == "collections.defaultdict"
@@ -190,7 +185,7 @@ def _entries(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _is_entered(value: Any, what: str, known: dict[int, bool]) -> bool:
-    """Whether a list holds a dict or a tensor, or a tuple a tensor, at any depth.
+    """Return whether a list holds a dict or a tensor, or a tuple a tensor, at any depth.
 
     ``known`` says it of parts that were looked at before, and learns of those that hold none.
     """
@@ -214,28 +209,28 @@ def _is_entered(value: Any, what: str, known: dict[int, bool]) -> bool:
     return False
 
 
-def unique_names(found: Iterable[tuple[Path, Any]]) -> dict[str, tuple[Path, Any]]:
-    """Leaves by their flat name.
+def unique_names(entries: Iterable[tuple[Path, Any]]) -> dict[str, tuple[Path, Any]]:
+    """Return leaves by their flat name.
 
     Of several paths that give one name the shortest keeps it, whatever their order; of paths as
     long, the one of text before numbers. The others are called ``NAME@2`` and so on. What lies at
     the root, or under an empty key, is a ``value``.
     """
     by_name: dict[str, list[tuple[Path, Any]]] = {}
-    for path, leaf in found:
+    for path, leaf in entries:
         by_name.setdefault(flat_name(path) or "value", []).append((path, leaf))
     named = {name: same[0] for name, same in by_name.items()}
     for name, same in by_name.items():
         if len(same) > 1:
-            named[name], *others = sorted(same, key=lambda one: _order_of(one[0]))
-            for one in others:
-                named[free_name(name, named)] = one
+            named[name], *others = sorted(same, key=lambda entry: _order_of(entry[0]))
+            for entry in others:
+                named[free_name(name, named)] = entry
     return named
 
 
-def free_name(name: str, taken: Container[str]) -> str:
-    """The first of ``NAME@2``, ``NAME@3``, ... that nothing has."""
-    return next(one for n in itertools.count(2) if (one := f"{name}@{n}") not in taken)
+def free_name(name: str, used: Container[str]) -> str:
+    """Return the first of ``NAME@2``, ``NAME@3``, ... that is not used."""
+    return next(free for n in itertools.count(2) if (free := f"{name}@{n}") not in used)
 
 
 def _order_of(path: Path) -> tuple[bool, int, list[tuple[str, bool, str]]]:
@@ -243,15 +238,15 @@ def _order_of(path: Path) -> tuple[bool, int, list[tuple[str, bool, str]]]:
     return not flat_name(path), len(path), steps
 
 
-def nest(found: Iterable[tuple[Path, Any]]) -> Any:
-    """The nested state dict whose leaves lie at these paths.
+def nest(entries: Iterable[tuple[Path, Any]]) -> Any:
+    """Return the nested state dict whose leaves lie at these paths.
 
     List positions must be complete; where some were dropped, the list becomes a dict of positions.
     """
-    items = list(found)
+    items = list(entries)
     if len(items) == 1 and items[0][0] == ():
         return items[0][1]
-    root: _Node = _Node()
+    root = _Node()
     for path, leaf in items:
         if not path:
             raise Unsupported("torch cannot nest a value without a name beside others")
@@ -264,18 +259,20 @@ def nest(found: Iterable[tuple[Path, Any]]) -> Any:
         if path[-1] in node.children:
             raise Unsupported(f"duplicate value {flat_name(path)!r}")
         node.children[path[-1]] = leaf
-    return root.built()
+    return root.build()
 
 
 class _Node:
+    """A container while it is put together: its children by step, nodes or leaves."""
+
     __slots__ = ("children",)
 
     def __init__(self) -> None:
         self.children: dict[Any, Any] = {}
 
-    def built(self) -> Any:
+    def build(self) -> Any:
         steps = list(self.children)
-        values = [v.built() if isinstance(v, _Node) else v for v in self.children.values()]
+        values = [v.build() if isinstance(v, _Node) else v for v in self.children.values()]
         if steps and all(isinstance(step, Index) for step in steps):
             ordered = sorted(zip(steps, values, strict=True), key=lambda pair: pair[0].position)
             if [step.position for step, _ in ordered] == list(range(len(steps))):
