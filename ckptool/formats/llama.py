@@ -40,7 +40,7 @@ from ckptool.formats.companions import companions, read_json_object, size_in
 from ckptool.formats.writing import companion_files, placed_of, plain_objects
 from ckptool.serialization.archive.read import read_torch_file
 from ckptool.serialization.archive.write import torch_archive
-from ckptool.serialization.pickle.write import ShardRef
+from ckptool.serialization.pickle.write import TensorRef
 from ckptool.serialization.source import Source, expect_archives, first_missing, require_rank
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, RankLeaves, read_leaves
@@ -338,7 +338,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     for rank in range(placed.mesh.size):
         state: dict[str, Any] = {entry.name: entry.value for entry in objects}
         for name, entry in catalog.tensors.items():
-            state[name] = ShardRef(entry, shards[name][rank])
+            state[name] = TensorRef.of_shard(entry, shards[name][rank])
         stem = f"consolidated.{rank:02d}"
         files.append(FileLayout(f"{stem}.pth", tuple(torch_archive(state, root=stem)), rank))
     if _PARAMS not in catalog.companions:

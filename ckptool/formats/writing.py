@@ -65,7 +65,7 @@ def nested_state(tensors: list[TensorEntry], objects: list[ObjectEntry]) -> Any:
 
 
 def _references(tensors: list[TensorEntry]) -> dict[str, TensorRef]:
-    refs = {entry.name: TensorRef(entry, Box.whole(entry.shape)) for entry in tensors}
+    refs = {entry.name: TensorRef.whole(entry) for entry in tensors}
     for first, *others in tied(Catalog("", {entry.name: entry for entry in tensors}, {}, {})):
         for name in others:
             refs[name] = refs[first]

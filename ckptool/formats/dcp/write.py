@@ -122,7 +122,7 @@ class _RankData:
 def _frame(dtype: str, shape: tuple[int, ...]) -> tuple[list[Part], int]:
     """Return the archive of one tensor, whatever tensor it is, and its bytes."""
     stand_in = TensorEntry("", (), BY_NAME[dtype], shape, ())
-    parts = torch_archive(TensorRef(stand_in, Box.whole(shape)))
+    parts = torch_archive(TensorRef.whole(stand_in))
     return parts, sum(part.nbytes for part in parts)
 
 

@@ -251,10 +251,6 @@ def _file(path: str, value: Any) -> FileLayout:
     return FileLayout(path, tuple(torch_archive(value, root=root)))
 
 
-def _whole(entry: TensorEntry) -> TensorRef:
-    return TensorRef(entry, Box.whole(entry.shape))
-
-
 def _split_tensors(catalog: Catalog) -> _Parts:
     pairs = [(*name.partition(".")[::2], entry) for name, entry in catalog.tensors.items()]
     parts = _Parts({rest: {} for kind, rest, _ in pairs if kind == MASTER and rest}, {}, [], {})
@@ -297,7 +293,7 @@ def _state_layouts(
     for kind, entry in states.items():
         path = f"{tag}/zero/{name}/{kind}.pt"
         if kind == _STEP or not entry.shape:
-            yield _file(path, _whole(entry))
+            yield _file(path, TensorRef.whole(entry))
             continue
         rows = kept_rows(name, entry.shape, info)
         box = Box.at((0,) * len(entry.shape), (rows, *entry.shape[1:]))
@@ -307,13 +303,13 @@ def _state_layouts(
                 " out, as DeepSpeed does"
             )
         fields = tensor_parallel_layout(name, box.shape, info)
-        yield _file(path, fields | {"param": TensorRef(entry, box)})
+        yield _file(path, fields | {"param": TensorRef.of_box(entry, box)})
 
 
 def _values(objects: list[ObjectEntry], client: Mapping[str, TensorEntry]) -> dict[str, Any]:
     """Return all values as one nested dict, tensors of the training script included."""
     items: list[tuple[Any, Any]] = [(entry.path, entry.value) for entry in objects]
-    items += [(entry.path, _whole(entry)) for entry in client.values()]
+    items += [(entry.path, TensorRef.whole(entry)) for entry in client.values()]
     values = nest(items) if items else {}
     return dict(values) if isinstance(values, dict) else {}
 
@@ -322,7 +318,7 @@ def _model_state(values: Mapping[str, Any], parts: _Parts) -> dict[str, Any]:
     """Return a model file: what the engine reads back, and the module as it was."""
     shapes = {n: s[MASTER].shape for n, s in parts.states.items()}
     size = Global("torch", "Size")
-    refs = {name: _whole(entry) for name, entry in parts.module.items()}
+    refs = {name: TensorRef.whole(entry) for name, entry in parts.module.items()}
     client = values.get(CLIENT)
     kept = {k: v for k, v in values.items() if k not in (CLIENT, "optimizer", _STEP)}
     defaults = {"lr_scheduler": None, "global_steps": 0, "global_samples": 0, "skipped_steps": 0}
@@ -365,7 +361,7 @@ def _step(values: Mapping[str, Any], parts: _Parts) -> dict[str, Any]:
     entry = states.get(_STEP)
     known = values.get(_STEP)
     value = known.get(name) if isinstance(known, dict) else None
-    step = _whole(entry) if entry else value
+    step = TensorRef.whole(entry) if entry else value
     return {} if step is None else {_STEP: step}
 
 

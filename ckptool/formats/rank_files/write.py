@@ -103,7 +103,7 @@ class RankTensors:
     def _leaf(self, entry: TensorEntry, records: RankRecords, position: int) -> Any:
         stored = self._stored[entry.name]
         if entry.name in self._plain:
-            return TensorRef(stored, Box.whole(entry.shape))
+            return TensorRef.of_box(stored, Box.whole(entry.shape))
         shard = self._shards[entry.name][position]
         return records.dtensor(stored, shard, self._placements[entry.name])
 

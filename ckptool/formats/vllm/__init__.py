@@ -27,7 +27,7 @@ from ckptool.formats.companions import companions, config_info, read_config
 from ckptool.formats.safetensors import extras, split_by_support, with_extra
 from ckptool.formats.vllm.merge import PADDING, VOCABULARY, Merger, sizes_of
 from ckptool.formats.writing import by_size, companion_files, extra_file, placed_of
-from ckptool.serialization.pickle.write import ShardRef
+from ckptool.serialization.pickle.write import TensorRef
 from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors, read_safetensors
 from ckptool.serialization.source import Source, expect_heads, first_missing, require_rank
 from ckptool.serialization.state_dict.tensor_parallel import LocalTensor, tp_mesh
@@ -249,7 +249,7 @@ class _Joiner:
             if len(members) > 1:
                 yield self._joined(name, members, position)
                 continue
-            ref = ShardRef(members[0], self._shards[members[0].name][position])
+            ref = TensorRef.of_shard(members[0], self._shards[members[0].name][position])
             yield _OutgoingShard(name, ref.dtype, ref.shape, (ref.content,))
 
     def _joined(self, name: str, members: Sequence[TensorEntry], position: int) -> _OutgoingShard:

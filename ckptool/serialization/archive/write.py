@@ -24,8 +24,7 @@ from ckptool.errors import Unsupported
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.serialization.pickle.write import (
     Content,
-    KnownTensor,
-    ShardRef,
+    TensorRef,
     contiguous_strides,
     dtype_global,
     pickled,
@@ -208,7 +207,7 @@ class RankRecords:
         if key not in self._records:
             self._records[key] = self._wrapper(*key[:2]), self._spec(*key)
         wrapper, spec = self._records[key]
-        state = {"_local_tensor": ShardRef(entry, shard), "_spec": spec}
+        state = {"_local_tensor": TensorRef.of_shard(entry, shard), "_spec": spec}
         return Call(_REBUILD, (_REBUILD_WRAPPER, _DTENSOR, wrapper, (None, state)))
 
     def _wrapper(self, dtype: DType, shape: tuple[int, ...]) -> tuple[Any, ...]:
@@ -268,7 +267,7 @@ def _device_mesh(mesh: Mesh, rank: int) -> Call:
         Global("torch.distributed.device_mesh", "DeviceMesh"),
         _device_type="cpu",
         _layout=_mesh_layout(mesh),
-        _rank_map=KnownTensor(BY_NAME["int32"], (mesh.size,), ranks),
+        _rank_map=TensorRef(BY_NAME["int32"], (mesh.size,), Literal(ranks)),
         _mesh_dim_names=mesh.names,
         _root_mesh=None,
         _flatten_rank_map=mesh.ranks,

@@ -27,63 +27,35 @@ Content = Data | Scattered | Literal
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A tensor in a state dict that is to be written: ``box`` of the catalog's entry."""
-
-    entry: TensorEntry
-    box: Box
-
-    @property
-    def dtype(self) -> DType:
-        return self.entry.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.box.shape
-
-    @property
-    def content(self) -> Content:
-        return Data(self.entry.name, self.box, self.dtype.itemsize)
-
-
-@dataclass(frozen=True, slots=True)
-class ShardRef:
-    """A local tensor that is to be written: what one rank holds of the catalog's entry."""
-
-    entry: TensorEntry
-    shard: LocalShard
-
-    @property
-    def dtype(self) -> DType:
-        return self.entry.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.shard.shape
-
-    @property
-    def content(self) -> Data | Scattered:
-        """Return one box, an empty one where the rank holds no element, or several."""
-        name, itemsize, pieces = self.entry.name, self.dtype.itemsize, self.shard.pieces
-        if len(pieces) > 1:
-            boxes = tuple((piece.box, piece.local) for piece in pieces)
-            return Scattered(name, self.shape, boxes, itemsize)
-        return Data(name, pieces[0].box if pieces else Box.whole(self.shape), itemsize)
-
-
-@dataclass(frozen=True, slots=True)
-class KnownTensor:
-    """A small tensor that is to be written, whose little-endian bytes the writer knows."""
+    """A tensor in a state dict that is to be written."""
 
     dtype: DType
     shape: tuple[int, ...]
-    data: bytes
+    content: Content
 
-    @property
-    def content(self) -> Content:
-        return Literal(self.data)
+    @staticmethod
+    def whole(entry: TensorEntry) -> TensorRef:
+        """Refer to all of the catalog's entry."""
+        return TensorRef.of_box(entry, Box.whole(entry.shape))
 
+    @staticmethod
+    def of_box(entry: TensorEntry, box: Box) -> TensorRef:
+        """Refer to a box of the catalog's entry."""
+        return TensorRef(entry.dtype, box.shape, Data(entry.name, box, entry.dtype.itemsize))
 
-AnyRef = TensorRef | ShardRef | KnownTensor
+    @staticmethod
+    def of_shard(entry: TensorEntry, shard: LocalShard) -> TensorRef:
+        """Refer to a local tensor: what one rank holds of the catalog's entry.
+
+        That is one box, an empty one where the rank holds no element, or several.
+        """
+        name, itemsize, pieces = entry.name, entry.dtype.itemsize, shard.pieces
+        if len(pieces) > 1:
+            boxes = tuple((piece.box, piece.local) for piece in pieces)
+            scattered = Scattered(name, shard.shape, boxes, itemsize)
+            return TensorRef(entry.dtype, shard.shape, scattered)
+        box = pieces[0].box if pieces else Box.whole(shard.shape)
+        return TensorRef(entry.dtype, shard.shape, Data(name, box, itemsize))
 
 
 def dumps(value: Any, protocol: int = 2) -> bytes:
@@ -125,7 +97,7 @@ class _RecordPickler(_PurePickler):  # type: ignore[misc]
     def persistent_id(self, item: Any) -> Any:
         return item.value if isinstance(item, Persistent) else None
 
-    def save_tensor(self, ref: AnyRef) -> None:
+    def save_tensor(self, ref: TensorRef) -> None:
         key = self.storages.setdefault(ref.content, len(self.storages))
         self.save(_rebuild_call(ref, str(key)))
 
@@ -167,7 +139,7 @@ class _RecordPickler(_PurePickler):  # type: ignore[misc]
             self.save(state)
             self.write(pickle.BUILD)
 
-    dispatch[TensorRef] = dispatch[ShardRef] = dispatch[KnownTensor] = save_tensor
+    dispatch[TensorRef] = save_tensor
     dispatch[Global] = save_named
     dispatch[Call] = save_call
     dispatch[OrderedMapping] = save_ordered
@@ -180,7 +152,7 @@ _UNTYPED = Global("torch.storage", "UntypedStorage")
 _TYPED = {name: Global("torch", dtype.storage) for name, dtype in BY_NAME.items() if dtype.storage}
 
 
-def _rebuild_call(ref: AnyRef, key: str) -> Call:
+def _rebuild_call(ref: TensorRef, key: str) -> Call:
     """Return the call that rebuilds a contiguous tensor from storage ``key``."""
     dtype, shape = ref.dtype, ref.shape
     typed = _TYPED.get(dtype.name)

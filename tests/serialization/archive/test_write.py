@@ -30,7 +30,7 @@ def reference(name: str, tensor: torch.Tensor) -> TensorRef:
     shape = tuple(tensor.shape)
     place = Extent("f", 0, row_major_strides(shape, dtype.itemsize))
     entry = TensorEntry(name, (name,), dtype, shape, (Chunk(Box.whole(shape), place),))
-    return TensorRef(entry, Box.whole(shape))
+    return TensorRef.whole(entry)
 
 
 def written(state: dict[str, Any], root: str = "archive") -> bytes:
@@ -136,7 +136,7 @@ def test_beyond_four_gigabytes_sizes_have_sixty_four_bits() -> None:
     shape = (5 << 28, 4)
     place = Extent("f", 0, (16, 4))
     big = TensorEntry("w", ("w",), BY_NAME["float32"], shape, (Chunk(Box.whole(shape), place),))
-    parts = torch_archive({"w": TensorRef(big, Box.whole(shape))})
+    parts = torch_archive({"w": TensorRef.whole(big)})
     directory = parts[-1].data
     at = directory.find(b"PK\x01\x02")
     entries = []
