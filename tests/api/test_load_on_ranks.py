@@ -40,6 +40,8 @@ def test_every_rank_gets_its_own_boxes(world: int, tmp_path: Path) -> None:
         torch.save(state, tmp_path / name / "model.pt")
     save_file(uneven(), tmp_path / "uneven" / "truth.safetensors")
     sources = {FIXTURES / n / "ckpt": FIXTURES / n / "truth.safetensors" for n in SOURCES}
+    if world == 2:  # each rank a Python of its own: proves nothing more of the other formats
+        sources = {}
     sources |= {tmp_path / "uneven" / "model.pt": tmp_path / "uneven" / "truth.safetensors"}
     given = json.dumps({str(path): str(truth) for path, truth in sources.items()})
     ended = on_ranks(world, [WORKERS, given, tmp_path, json.dumps(MESHES[world])], fresh=world == 2)

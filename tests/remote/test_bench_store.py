@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fork_server import Forked, forking_python
 from store_server import S3, Environ, answer, s3, server, some  # the fixtures
 
 from ckptool.commands.bench.files import list_uploaded, scratch_in_store
@@ -24,11 +24,16 @@ def test_saves_to_a_store_are_measured_and_removed(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     s3.fs.pipe({f"{s3.bucket}/{key}": data for key, data in KEPT.items()})
     chosen = "dcp-async-thread/default,torch-save"
-    words = ["--size", "1MB", "--ranks", "2", "--repeat", "1", "--strategies", chosen, "--json"]
-    command = [sys.executable, "-m", "ckptool", "bench", "--out", s3.url("run"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    monkeypatch.setenv("PYTHON_EXEC", str(forking_python(tmp_path)))  # starts the ranks
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ckptool", "bench"]
+    words = ["--out", s3.url("run"), "--size", "1MB", "--repeat", "1", "--strategies", chosen]
+    process = Forked([*torchrun, *words, "--json"], os.environ, Path.cwd())
+    try:
+        stdout, stderr = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 0, stderr
+    told = json.loads(stdout)
     assert told["skipped"] == {"torch-save": "saves to disks only"}
     assert told["failed"] == {}
     assert told["settings"]["folder"] == s3.url("run")
@@ -45,7 +50,7 @@ def test_saves_to_a_store_are_measured_and_removed(
     written = {one.path.rpartition("/")[2] for one in s3.requests if one.method == "PUT"}
     assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} <= written
     assert s3.get("") == KEPT
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["python"]
 
 
 def test_what_was_saved_and_what_was_begun_is_removed_after_an_interruption(s3: S3) -> None:

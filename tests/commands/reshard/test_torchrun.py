@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import case, on_ranks, read_back
+from fork_server import Forked
 
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ReshardOptions, TransferOptions
@@ -68,17 +69,16 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def test_torchrun_writes_what_one_process_writes(source: Path, out: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    """torchrun is forked; its ranks are not."""
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "4"]
     words = [source, out / "r", "--mesh", "2x2", "--policy", "fsdp", "--check", "--json"]
-    done = subprocess.run(
-        [*torchrun, *RESHARD, *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["written"] is True
+    process = Forked([*torchrun, *RESHARD, *map(str, words)], os.environ, Path.cwd())
+    try:
+        stdout, stderr = process.communicate(timeout=90)
+    finally:
+        process.kill()
+    assert process.returncode == 0, stderr
+    assert json.loads(stdout)["written"] is True
     assert files(out / "r") == alone(source, out / "alone", "2x2")
     assert sorted(path.name for path in out.iterdir()) == ["alone", "r"]
 

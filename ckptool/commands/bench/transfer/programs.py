@@ -98,7 +98,7 @@ def _save_rank(rank: int, folder: str, dim: int, wide: bool = False) -> None:
     dist.destroy_process_group()
 
 
-def write_many(folder: str, tensors: int = 1000, ranks: int = 64) -> None:
+def write_many(folder: str, tensors: int, ranks: int) -> None:
     """Write what so many ranks save of so many tensors, a row each, by torch's own classes."""
     import io
     import pickle
@@ -295,7 +295,7 @@ def _run(task: str, *words: str) -> None:
     elif task == "write-wide":
         write_wide_checkpoint(words[0], int(words[1]))
     elif task == "write-many":
-        write_many(words[0])
+        write_many(words[0], int(words[1]), int(words[2]))
     elif task == "to-safetensors":
         torch_to_safetensors(words[0], words[1])
     elif task == "reshard":

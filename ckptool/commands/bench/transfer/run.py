@@ -28,6 +28,7 @@ from ckptool.commands.bench.transfer.rows import OTHERS, PROGRAM, ROWS, Row
 from ckptool.errors import TransferError, Unsupported, UsageError
 
 _LIGHT_BYTES = 4_000_000
+_MANY = ("1000", "64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +203,9 @@ def _prepare_paths(
         sizes["{light}"] = _LIGHT_BYTES
     used = {word for row in rows for word in row.command}
     if has_torch and "{many}" in used:
-        progress("writing what 64 ranks save of 1,000 tensors")
+        progress(f"writing what {_MANY[1]} ranks save of {_MANY[0]} tensors")
         paths["{many}"] = str(scratch / "many")
-        run_sample((*PROGRAM, "write-many", paths["{many}"]))
+        run_sample((*PROGRAM, "write-many", paths["{many}"], *_MANY))
     for mark, nbytes in sizes.items():
         if mark not in used and mark != "{source}":
             continue
