@@ -49,9 +49,9 @@ def by_path(module: Path) -> str:
     return str(module.relative_to(PACKAGE))
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
-    """Every module that is imported, wherever in the file."""
-    for node in ast.walk(tree):
+def imports(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Every module that import statements name."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -65,10 +65,25 @@ def tree_of(module: Path) -> ast.Module:
     return ast.parse(module.read_text())
 
 
+@cache
+def nodes_of(module: Path) -> tuple[ast.AST, ...]:
+    """Import statements, calls and asserts, wherever in the file."""
+    kinds = (ast.Import, ast.ImportFrom, ast.Call, ast.Assert)
+    return tuple(node for node in ast.walk(tree_of(module)) if isinstance(node, kinds))
+
+
 def called_in(module: Path) -> set[str]:
     """What a module calls, as it writes it."""
-    nodes = ast.walk(tree_of(module))
-    return {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
+    return {name_called(node) for node in nodes_of(module) if isinstance(node, ast.Call)}
+
+
+def name_called(call: ast.Call) -> str:
+    """The dotted name that is called; empty for what is called without one."""
+    names, function = [], call.func
+    while isinstance(function, ast.Attribute):
+        names.append(function.attr)
+        function = function.value
+    return ".".join([function.id, *names[::-1]]) if isinstance(function, ast.Name) else ""
 
 
 def breaking(
@@ -80,7 +95,7 @@ def breaking(
 
 
 def layers_imported(module: Path) -> set[str]:
-    parts = [name.split(".") for name in imports(tree_of(module)) if name.startswith("ckptool.")]
+    parts = [name.split(".") for name in imports(nodes_of(module)) if name.startswith("ckptool.")]
     return {found for _, found, *_ in parts if found != "__version__"}
 
 
@@ -115,10 +130,7 @@ def names_of(module: Path) -> str:
 
 def modules_imported(module: Path, nodes: Iterable[ast.AST]) -> set[str]:
     """The package's own modules that import statements name."""
-    named = {
-        name for n in nodes if isinstance(n, ast.Import | ast.ImportFrom) for name in imports(n)
-    }
-    return named & NAMES.keys() - {names_of(module)}
+    return set(imports(nodes)) & NAMES.keys() - {names_of(module)}
 
 
 NAMES = {names_of(module): module for module in MODULES}
@@ -160,7 +172,7 @@ def test_a_family_of_formats_is_one_package_to_others() -> None:
 
     def deeper(module: Path) -> set[str]:
         own = names_of(module) + "."
-        named = modules_imported(module, ast.walk(tree_of(module)))
+        named = modules_imported(module, nodes_of(module))
         return {
             name.removeprefix("ckptool.formats.")
             for name in named
@@ -173,9 +185,7 @@ def test_a_family_of_formats_is_one_package_to_others() -> None:
 
 def test_frameworks_are_imported_where_they_are_needed_and_never_before() -> None:
     def early(module: Path) -> set[str]:
-        nodes = at_import_time(tree_of(module))
-        imported = (n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom))
-        first = {name.split(".")[0] for node in imported for name in imports(node)}
+        first = {name.split(".")[0] for name in imports(at_import_time(tree_of(module)))}
         return first & (HEAVY - PLUGS.get(layer_of(module), set()))
 
     assert not breaking(MODULES, early)
@@ -183,7 +193,7 @@ def test_frameworks_are_imported_where_they_are_needed_and_never_before() -> Non
 
 def test_only_render_and_the_command_line_speak() -> None:
     def speaking(module: Path) -> set[str]:
-        first = {name.split(".")[0] for name in imports(tree_of(module))}
+        first = {name.split(".")[0] for name in imports(nodes_of(module))}
         called = called_in(module) & {"print", "typer.echo", "sys.stdout.write", "sys.stderr.write"}
         return called | first & {"rich", "typer", "click"}
 
@@ -192,8 +202,7 @@ def test_only_render_and_the_command_line_speak() -> None:
 
 def test_no_assert_that_optimisation_would_remove() -> None:
     def asserts(module: Path) -> list[str]:
-        nodes = ast.walk(tree_of(module))
-        return [f"line {node.lineno}" for node in nodes if isinstance(node, ast.Assert)]
+        return [f"line {node.lineno}" for node in nodes_of(module) if isinstance(node, ast.Assert)]
 
     assert not breaking(MODULES, asserts)
 
@@ -208,7 +217,7 @@ def test_nothing_but_the_command_line_ends_the_process() -> None:
 
 def test_core_touches_no_file() -> None:
     def touching(module: Path) -> set[str]:
-        imported = set(imports(tree_of(module))) & {"os", "io", "pathlib", "shutil", "mmap"}
+        imported = set(imports(nodes_of(module))) & {"os", "io", "pathlib", "shutil", "mmap"}
         return imported | called_in(module) & {"open"}
 
     assert not breaking((m for m in MODULES if layer_of(m) == "core"), touching)
@@ -217,9 +226,9 @@ def test_core_touches_no_file() -> None:
 def test_a_pickle_is_never_loaded() -> None:
     """Reading is done by an inert machine; torch loads what was written only as plain weights."""
     for module in MODULES:
-        for node in ast.walk(tree_of(module)):
+        for node in nodes_of(module):
             if isinstance(node, ast.Call):
-                called, options = ast.unparse(node.func), map(ast.unparse, node.keywords)
+                called, options = name_called(node), map(ast.unparse, node.keywords)
                 assert called not in ("pickle.load", "pickle.loads", "pickle.Unpickler"), module
                 assert called != "torch.load" or "weights_only=True" in options, module
 

@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptool.errors import Damaged, SourceError
+from ckptool.serialization.pickle import instances as pickle_instances
 from ckptool.serialization.pickle.instances import Memo, Rows
 from ckptool.serialization.pickle.load import read_pickle
 from ckptool.serialization.pickle.records import Call
@@ -177,10 +178,11 @@ def test_what_does_not_fit_is_left_to_the_opcodes(program: bytes) -> None:
     assert outcome(HEAD + program) == outcome(HEAD + program, at_once=False)
 
 
-def test_more_values_than_are_kept() -> None:
-    rows = [Index({"offset": torch.Size([n, 4]), "fqn": 70_000 + n}) for n in range(20_000)]
+def test_more_values_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pickle_instances, "_MOST_VALUES", 1 << 9)
+    rows = [Index({"offset": torch.Size([n, 4]), "fqn": 70_000 + n}) for n in range(1500)]
     data = pickle.dumps([rows, rows[::-1]], 4)
-    assert steps(data) > 19_900
+    assert steps(data) > 1400
     assert outcome(data) == outcome(data, at_once=False)
 
 
