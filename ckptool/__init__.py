@@ -1,4 +1,4 @@
-"""ckptool: see, prove, convert and reshard distributed PyTorch checkpoints.
+"""ckptool: see, verify, convert and reshard distributed PyTorch checkpoints.
 
     checkpoint = ckptool.open(path)             # of any format, from its metadata alone
     checkpoint.read("w", (slice(0, 8),))        # any part of a tensor, only its bytes
@@ -74,7 +74,7 @@ __all__ = [*_PLACES, "__version__", "dcp", "errors"]
 if not TYPE_CHECKING:  # type checkers see the imports, and know no other name
 
     def __getattr__(name: str) -> Any:
-        """What is imported when it is first used."""
+        """Import a part when it is first used."""
         if name in ("dcp", "errors"):
             return import_module(f"ckptool.{name}")
         if name not in _PLACES:

@@ -76,7 +76,7 @@ class InspectReport:
 
     @property
     def traffic(self) -> Traffic | None:
-        """What was asked of the store so far; None where the checkpoint lies on a disk."""
+        """Return what was requested of the store so far; None where the checkpoint is on a disk."""
         return None if isinstance(self.path, Path) else self.path.store.traffic
 
     @property
@@ -89,8 +89,8 @@ class InspectReport:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        said = {str(why) for why in self.catalog.conflicts.values()}
-        return tuple(note for note in self.catalog.notes if str(note) not in said)
+        conflicts = {str(conflict) for conflict in self.catalog.conflicts.values()}
+        return tuple(note for note in self.catalog.notes if str(note) not in conflicts)
 
 
 def inspect(path: Location, options: ReadOptions = AS_DETECTED) -> InspectReport:
@@ -99,7 +99,7 @@ def inspect(path: Location, options: ReadOptions = AS_DETECTED) -> InspectReport
 
 
 def report(opened: Opened) -> InspectReport:
-    """The description of a checkpoint that is open already."""
+    """Describe a checkpoint that is open already."""
     catalog = opened.catalog
     shares = shares_of(catalog.tensors.values())
     totals = Totals(
@@ -112,7 +112,7 @@ def report(opened: Opened) -> InspectReport:
 
 
 def shares_of(entries: Iterable[TensorEntry]) -> tuple[Share, ...]:
-    """Tensors summed up by part and element type, the largest type of a part first."""
+    """Sum up tensors by part and element type, the largest type of a part first."""
     groups: dict[tuple[str, DType], list[TensorEntry]] = {}
     for entry in entries:
         groups.setdefault((state_category(entry), entry.dtype), []).append(entry)
@@ -132,7 +132,7 @@ def shares_of(entries: Iterable[TensorEntry]) -> tuple[Share, ...]:
 
 
 def step_of(path: Location, catalog: Catalog) -> int | None:
-    """The training step: a value that says so, else what the format found, else a folder name."""
+    """Return the training step: of a value, else as the format read it, else of a folder name."""
     for name in _STEP_NAMES:
         entry = catalog.objects.get(name)
         if entry is not None and type(entry.value) is int and entry.value >= 0:
@@ -142,9 +142,9 @@ def step_of(path: Location, catalog: Catalog) -> int | None:
         return int(recorded)
     place = Path(os.path.realpath(path)) if isinstance(path, Path) else path
     for name in (place.stem if not place.is_dir() else place.name, place.parent.name):
-        found = _STEP_FOLDER.fullmatch(name)
-        if found:
-            return int(next(filter(None, found.groups())))
+        match = _STEP_FOLDER.fullmatch(name)
+        if match:
+            return int(next(filter(None, match.groups())))
     return None
 
 

@@ -1,7 +1,4 @@
-"""Statistics of tensors, streamed in bounded memory.
-
-Stored elements as real numbers that numpy can count with, for every element type.
-"""
+"""Statistics of tensors of every element type, streamed in bounded memory."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ class _Moments:
     inf: int = 0
 
     def add(self, values: Array) -> None:
-        """Take in real numbers."""
+        """Add real numbers."""
         self.zeros += int(np.count_nonzero(values == 0))
         if values.dtype.kind == "f":
             finite = np.isfinite(values)
@@ -77,15 +74,15 @@ class _Moments:
         numbers = values.astype(np.float64)
         mean = float(numbers.mean())
         numbers -= mean
-        apart = mean - self.mean
+        shift = mean - self.mean
         total = self.count + values.size
         self.deviations += float(np.dot(numbers, numbers))
-        self.deviations += apart * apart * self.count * values.size / total
-        self.mean += apart * values.size / total
+        self.deviations += shift * shift * self.count * values.size / total
+        self.mean += shift * values.size / total
         self.count = total
 
     def of(self, entry: TensorEntry) -> TensorStats:
-        """The statistics of all that was taken in."""
+        """Return the statistics of all that was added."""
         mean, std = (
             (self.mean, math.sqrt(self.deviations / self.count)) if self.count else (None,) * 2
         )
@@ -95,7 +92,7 @@ class _Moments:
 
 
 def stats(opened: Opened, globs: Sequence[str]) -> list[TensorStats]:
-    """Statistics of every tensor that matches a glob, in the order of the catalog.
+    """Return statistics of every tensor that matches a glob, in the order of the catalog.
 
     Raises UsageError where a glob matches no tensor, Damaged where chunks are missing, Changed
     where the files were written to meanwhile.
@@ -137,7 +134,7 @@ def _measure(entries: Iterable[TensorEntry], source: Files) -> dict[str, TensorS
         moments = _Moments()
         with np.errstate(over="ignore", invalid="ignore"):
             for tile in tiles:
-                moments.add(decoded(tile.values.reshape(-1), entry.source_dtype))
+                moments.add(decode(tile.values.reshape(-1), entry.source_dtype))
         measured[entry.name] = moments.of(entry)
 
     jobs = (tensor_job(e, _TILE_ELEMENTS * e.source_dtype.itemsize, stored=True) for e in entries)
@@ -160,12 +157,12 @@ _FLOAT8 = {
 
 
 def is_numeric(dtype: DType) -> bool:
-    """Whether the elements are numbers, not bits packed by someone's own rule."""
+    """Return whether the elements are numbers, not bits packed by someone's own rule."""
     return dtype.kind != "bits"
 
 
-def decoded(stored: Array, dtype: DType) -> Array:
-    """Flat stored bits as an array of integers or floats; the magnitudes of complex numbers."""
+def decode(stored: Array, dtype: DType) -> Array:
+    """Return flat stored bits as integers or floats; the magnitudes of complex numbers."""
     if dtype.name in _NATIVE:
         return stored.view(dtype.name)
     return _DECODERS[dtype.name](stored)
@@ -191,7 +188,7 @@ def _from_table(name: str) -> Callable[[Array], Array]:
 
 @lru_cache
 def _float8_table(name: str) -> Array:
-    """The value of each of the 256 codes."""
+    """Return the value of each of the 256 codes."""
     codes = np.arange(256)
     if name == "float8_e8m0fnu":
         return np.where(codes == 255, np.nan, np.ldexp(1.0, codes - 127)).astype(np.float32)

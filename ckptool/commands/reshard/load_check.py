@@ -1,148 +1,41 @@
 """Load what a reshard wrote through torch itself, and compare it with the source.
 
-Every rank loads its own shards, as a training job on the new mesh would.
-
-Load a rank's own file by ``torch.load``.
-
-Load shards as DTensors through torch.distributed.checkpoint.
-
-torch 2.13 gives a DTensor of unevenly strided shards one box with a wrong place, or a shard of
-several row ranges one box at all (``compute_local_shape_and_global_offset``). Such a tensor is
-loaded whole instead, and the rank's own part of it is compared.
+Every rank loads its own shards, as a training job on the new mesh would. torch 2.13 gives a DTensor
+of unevenly strided shards one box with a wrong place, or a shard of several row ranges one box at
+all (``compute_local_shape_and_global_offset``). Such a tensor is loaded whole instead, and the
+rank's own part of it is compared.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ckptool.commands.reshard.load_check_rank import Check, LocalTensor, last_line
+import numpy as np
+
 from ckptool.commands.reshard.reshard import PreparedReshard
 from ckptool.core.box import Box
 from ckptool.core.catalog import Index, TensorEntry
+from ckptool.core.layout import Data, Scattered, tiles
+from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from ckptool.core.sharding.dtensor import LocalShard, Piece
 from ckptool.engine.ranks import Ranks
+from ckptool.engine.read.gather import Array, Gatherer, unit
 from ckptool.errors import TransferError, Unsupported
 
+_GROUP = 256 << 20
+"""Bytes of tensors that a rank loads at a time."""
+_TILE = 1 << 20
 
-def check_rank_file(check: Check) -> None:
-    """This rank's own file by ``torch.load``; it is mapped, so that values are read one by one."""
-    state = check.together(lambda: _own_file(check.target / f"checkpoint_{check.rank}.pt"))
-
-    def compare() -> None:
-        for group in check.groups(f"checkpoint_{check.rank}.pt"):
-            for entry in group:
-                check.compare(entry, _found(check, entry, state))
-
-    check.together(compare)
-
-
-def _own_file(path: Path) -> Any:
-    import torch
-
-    try:
-        return torch.load(path, weights_only=True, mmap=True)
-    except Exception as error:
-        raise TransferError(f"{path}: torch cannot load it: {last_line(error)}") from error
-
-
-def _found(check: Check, entry: TensorEntry, state: Any) -> LocalTensor:
-    """A tensor of the file, once it is known to be placed and shaped as it should be."""
-    from torch.distributed.tensor import DTensor
-
-    for step in entry.path:
-        state = state[step.position if isinstance(step, Index) else step]
-    name = str(state.dtype).removeprefix("torch.")
-    if (tuple(state.shape), name) != (entry.shape, entry.dtype.name):
-        raise check.differs(entry, f"{name} {list(state.shape)}")
-    if not isinstance(state, DTensor):
-        pieces = (Piece(Box.whole(entry.shape), Box.whole(entry.shape)),)
-        return LocalTensor(state, state, pieces if entry.elements else ())
-    shard, local, mesh = check.shard(entry), state.to_local(), state.device_mesh
-    if tuple(local.shape) != shard.shape or list(state.placements) != check.placements(entry):
-        raise check.differs(entry, f"{list(local.shape)} placed {state.placements}")
-    if (mesh.shape, mesh.mesh_dim_names) != (check.mesh.shape, check.mesh.mesh_dim_names):
-        raise check.differs(entry, f"device mesh {mesh}")
-    return LocalTensor(state, local, shard.pieces)
-
-
-def check_dcp(check: Check) -> None:
-    """By torch's FileSystemReader."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    _check_through_dcp(check, ".distcp", lambda: FileSystemReader(check.target))
-
-
-def check_dcp_safetensors(check: Check) -> None:
-    """By torch's HuggingFaceStorageReader."""
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-
-    reader = HuggingFaceStorageReader
-    _check_through_dcp(check, ".safetensors", lambda: reader(str(check.target)))
-
-
-def _check_through_dcp(check: Check, suffix: str, reader: Callable[[], Any]) -> None:
-    check.together(check.require_all_files)
-    for group in check.groups(suffix):
-        _check_group(check, group, reader)
-
-
-def _check_group(check: Check, group: Sequence[TensorEntry], reader: Callable[[], Any]) -> None:
-    held = check.together(lambda: {entry.name: _empty(check, entry) for entry in group})
-    check.together(lambda: _load(check.target, {n: h.tensor for n, h in held.items()}, reader()))
-
-    def compare() -> None:
-        for entry in group:
-            check.compare(entry, held[entry.name])
-
-    check.together(compare)
-
-
-def _load(target: Path, state: dict[str, Any], reader: Any) -> None:
-    """``dcp.load``; its ranks talk to one another, so that they fail together too."""
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    try:
-        load(state, storage_reader=reader)
-    except (Exception, CheckpointException) as error:
-        raise TransferError(f"{target}: torch cannot load it: {last_line(error)}") from error
-
-
-def _empty(check: Check, entry: TensorEntry) -> LocalTensor:
-    """Memory for this rank's shard and a DTensor around it; for the whole where torch errs."""
-    import torch
-    from torch.distributed.tensor import DTensor
-
-    dtype, shard = getattr(torch, entry.dtype.name), check.shard(entry)
-    placements = check.placements(entry)
-    if not _torch_agrees(entry.shape, shard, check.mesh, placements):
-        whole = torch.empty(entry.shape, dtype=dtype)
-        return LocalTensor(
-            whole, whole, tuple(Piece(piece.box, piece.box) for piece in shard.pieces)
-        )
-    local = torch.empty(shard.shape, dtype=dtype)
-    meta = torch.empty(entry.shape, dtype=dtype, device="meta")
-    tensor = DTensor.from_local(
-        local, check.mesh, placements, run_check=False, shape=meta.shape, stride=meta.stride()
-    )
-    return LocalTensor(tensor, local, shard.pieces)
-
-
-def _torch_agrees(shape: tuple[int, ...], shard: LocalShard, mesh: Any, placed: list[Any]) -> bool:
-    """Whether torch's loader will look for the shard where it is: one box, in the right place."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    size, offset = compute_local_shape_and_global_offset(shape, mesh, placed)
-    if tuple(size) != shard.shape or len(shard.pieces) > 1:
-        return False
-    return not shard.pieces or shard.pieces[0].box.lo == tuple(offset)
+Value = TypeVar("Value")
 
 
 def require_loadable(prepared: PreparedReshard, ranks: Ranks) -> None:
-    """Unsupported where the result cannot be loaded by these ranks: ask before it is written."""
+    """Raise Unsupported where these ranks cannot load the result, before it is written."""
     target, size = prepared.report.target_format, prepared.report.mesh.size
     if target not in _LOADERS:
         raise Unsupported(
@@ -179,7 +72,7 @@ def check_loads(prepared: PreparedReshard, ranks: Ranks) -> None:
 
 @contextmanager
 def _process_group() -> Iterator[None]:
-    """The process group that there is; for one process by itself a group of one."""
+    """Use the process group that there is, or one of this process alone."""
     try:
         import torch.distributed as distributed
         from torch._C._distributed_c10d import HashStore
@@ -195,9 +88,270 @@ def _process_group() -> Iterator[None]:
         distributed.destroy_process_group()
 
 
+# One rank's part
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """What a rank has of a tensor: ``local`` is its memory, ``pieces`` say what lies where in it.
+
+    ``tensor`` is what torch's loader is given: the DTensor around it, or itself.
+    """
+
+    tensor: Any
+    local: Any
+    pieces: tuple[Piece, ...]
+
+
+class Check:
+    """One rank's part in the check of one reshard."""
+
+    def __init__(self, prepared: PreparedReshard, ranks: Ranks) -> None:
+        transfer = prepared.transfer
+        self._placed = prepared.placed
+        self._ranks = ranks
+        self._files = transfer.plan.layout.files
+        self.target = Path(str(transfer.target))
+        self.rank = ranks.rank
+        self.mesh = _device_mesh(prepared.report.mesh)
+        self._entries = transfer.plan.entries
+        self._gatherer = Gatherer(transfer.opened.source)
+
+    def close(self) -> None:
+        self._gatherer.close()
+
+    def together(self, work: Callable[[], Value]) -> Value:
+        return self._ranks.together(work)
+
+    def groups(self, suffix: str) -> Iterator[list[TensorEntry]]:
+        """Yield the tensors in files with ``suffix``, a bounded number of bytes at a time."""
+        files = [file for file in self._files if file.path.endswith(suffix)]
+        parts = [part for file in files for part in file.parts]
+        names = {part.name for part in parts if isinstance(part, Data | Scattered)}
+        group: list[TensorEntry] = []
+        total = 0
+        for entry in self._entries:
+            if entry.name not in names:
+                continue
+            nbytes = max(math.prod(shard.shape) for shard in self._placed.shards(entry))
+            if group and total + nbytes * entry.dtype.itemsize > _GROUP:
+                yield group
+                group, total = [], 0
+            group.append(entry)
+            total += nbytes * entry.dtype.itemsize
+        if group:
+            yield group
+
+    def require_all_files(self) -> None:
+        """Raise Unsupported where this rank does not see all of the output."""
+        missing = [file.path for file in self._files if not (self.target / file.path).exists()]
+        if missing:
+            raise Unsupported(
+                f"--check: {self.target}: {missing[0]} not found on rank {self.rank}",
+                hint="gather the files of all nodes first, or use --to rank-local",
+            )
+
+    def shard(self, entry: TensorEntry) -> LocalShard:
+        """Return what this rank holds of a tensor on the new mesh."""
+        return self._placed.shards(entry)[self.rank]
+
+    def placements(self, entry: TensorEntry) -> list[Any]:
+        """Return the tensor's placements as torch's."""
+        rank = len(entry.shape)
+        return [_torch_placement(item, rank) for item in self._placed.placements[entry.name]]
+
+    def compare(self, entry: TensorEntry, loaded: LocalTensor) -> None:
+        """Raise TransferError where what was loaded is not what the source has."""
+        bits = _bits(loaded.local, entry.dtype.itemsize)
+        for piece in loaded.pieces:
+            shift = tuple(g - l for g, l in zip(piece.box.lo, piece.local.lo, strict=True))
+            for box in tiles(piece.box, entry.dtype.itemsize, _TILE):
+                wanted = self._gatherer.gathered(entry, box)
+                where = box.relative_to(shift)
+                part = bits[tuple(map(slice, where.lo, where.hi))] if where.lo else bits
+                at = _first_difference(wanted, part)
+                if at is not None:
+                    place = [low + step for low, step in zip(box.lo, at, strict=True)]
+                    raise self.differs(entry, f"values different from the source, first at {place}")
+
+    def differs(self, entry: TensorEntry, how: str) -> TransferError:
+        return TransferError(
+            f"{self.target}: {entry.name}: rank {self.rank} loads {how}",
+            hint="do not use this checkpoint; run the reshard again",
+        )
+
+
+def _device_mesh(mesh: Mesh) -> Any:
+    """Return torch's mesh, without the process group per dim that loading does not need."""
+    from torch import tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+    ranks = tensor(mesh.ranks).reshape(mesh.shape)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=mesh.names, _init_backend=False)
+
+
+def _bits(tensor: Any, itemsize: int) -> Array:
+    """Return the elements of a torch tensor as bits."""
+    import torch
+
+    shape = tuple(tensor.shape)
+    if not tensor.numel():
+        return np.empty(shape, unit(itemsize))
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return np.asarray(flat.view(unit(itemsize)).reshape(shape))
+
+
+def _first_difference(a: Array, b: Array) -> tuple[int, ...] | None:
+    """Return the first index at which two arrays of bits differ."""
+    rows = [
+        np.ascontiguousarray(values).reshape(-1).view("u1").reshape(-1, values.itemsize)
+        for values in (a, b)
+    ]
+    different = (rows[0] != rows[1]).any(axis=1)
+    if not different.any():
+        return None
+    return tuple(int(step) for step in np.unravel_index(int(different.argmax()), a.shape))
+
+
+def _torch_placement(placement: Placement, rank: int) -> Any:
+    from torch.distributed.tensor import placement_types as theirs
+
+    if isinstance(placement, Shard):
+        return theirs.Shard(placement.dim % rank)
+    if isinstance(placement, StridedShard):
+        return theirs._StridedShard(placement.dim % rank, split_factor=placement.split_factor)
+    if isinstance(placement, Replicate):
+        return theirs.Replicate()
+    raise Unsupported(f"{placement}: partial values cannot be loaded (sum of ranks)")
+
+
+def _last_line(error: BaseException) -> str:
+    """Return how the message of an error of torch ends."""
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
+
+
+# Ways to load
+
+
+def _check_rank_file(check: Check) -> None:
+    """Check this rank's file by ``torch.load``; mapped, so that values are read one by one."""
+    state = check.together(lambda: _own_file(check.target / f"checkpoint_{check.rank}.pt"))
+
+    def compare() -> None:
+        for group in check.groups(f"checkpoint_{check.rank}.pt"):
+            for entry in group:
+                check.compare(entry, _local_tensor(check, entry, state))
+
+    check.together(compare)
+
+
+def _own_file(path: Path) -> Any:
+    import torch
+
+    try:
+        return torch.load(path, weights_only=True, mmap=True)
+    except Exception as error:
+        raise TransferError(f"{path}: torch cannot load it: {_last_line(error)}") from error
+
+
+def _local_tensor(check: Check, entry: TensorEntry, state: Any) -> LocalTensor:
+    """Return a tensor of the file; TransferError unless it is placed and shaped as it should be."""
+    from torch.distributed.tensor import DTensor
+
+    for step in entry.path:
+        state = state[step.position if isinstance(step, Index) else step]
+    name = str(state.dtype).removeprefix("torch.")
+    if (tuple(state.shape), name) != (entry.shape, entry.dtype.name):
+        raise check.differs(entry, f"{name} {list(state.shape)}")
+    if not isinstance(state, DTensor):
+        pieces = (Piece(Box.whole(entry.shape), Box.whole(entry.shape)),)
+        return LocalTensor(state, state, pieces if entry.elements else ())
+    shard, local, mesh = check.shard(entry), state.to_local(), state.device_mesh
+    if tuple(local.shape) != shard.shape or list(state.placements) != check.placements(entry):
+        raise check.differs(entry, f"{list(local.shape)} placed {state.placements}")
+    if (mesh.shape, mesh.mesh_dim_names) != (check.mesh.shape, check.mesh.mesh_dim_names):
+        raise check.differs(entry, f"device mesh {mesh}")
+    return LocalTensor(state, local, shard.pieces)
+
+
+def _check_dcp(check: Check) -> None:
+    """Check by torch's FileSystemReader."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    _check_through_dcp(check, ".distcp", lambda: FileSystemReader(check.target))
+
+
+def _check_dcp_safetensors(check: Check) -> None:
+    """Check by torch's HuggingFaceStorageReader."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    reader = HuggingFaceStorageReader
+    _check_through_dcp(check, ".safetensors", lambda: reader(str(check.target)))
+
+
+def _check_through_dcp(check: Check, suffix: str, reader: Callable[[], Any]) -> None:
+    check.together(check.require_all_files)
+    for group in check.groups(suffix):
+        _check_group(check, group, reader)
+
+
+def _check_group(check: Check, group: Sequence[TensorEntry], reader: Callable[[], Any]) -> None:
+    tensors = check.together(lambda: {entry.name: _empty(check, entry) for entry in group})
+    state = {name: local.tensor for name, local in tensors.items()}
+    check.together(lambda: _load(check.target, state, reader()))
+
+    def compare() -> None:
+        for entry in group:
+            check.compare(entry, tensors[entry.name])
+
+    check.together(compare)
+
+
+def _load(target: Path, state: dict[str, Any], reader: Any) -> None:
+    """Call ``dcp.load``, whose ranks talk to one another, so that they fail together too."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    try:
+        load(state, storage_reader=reader)
+    except (Exception, CheckpointException) as error:
+        raise TransferError(f"{target}: torch cannot load it: {_last_line(error)}") from error
+
+
+def _empty(check: Check, entry: TensorEntry) -> LocalTensor:
+    """Allocate this rank's shard and a DTensor around it; the whole tensor where torch errs."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    dtype, shard = getattr(torch, entry.dtype.name), check.shard(entry)
+    placements = check.placements(entry)
+    if not _torch_agrees(entry.shape, shard, check.mesh, placements):
+        whole = torch.empty(entry.shape, dtype=dtype)
+        return LocalTensor(
+            whole, whole, tuple(Piece(piece.box, piece.box) for piece in shard.pieces)
+        )
+    local = torch.empty(shard.shape, dtype=dtype)
+    meta = torch.empty(entry.shape, dtype=dtype, device="meta")
+    tensor = DTensor.from_local(
+        local, check.mesh, placements, run_check=False, shape=meta.shape, stride=meta.stride()
+    )
+    return LocalTensor(tensor, local, shard.pieces)
+
+
+def _torch_agrees(shape: tuple[int, ...], shard: LocalShard, mesh: Any, placed: list[Any]) -> bool:
+    """Return whether torch's loader looks for the shard where it is: one box, in its place."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    size, offset = compute_local_shape_and_global_offset(shape, mesh, placed)
+    if tuple(size) != shard.shape or len(shard.pieces) > 1:
+        return False
+    return not shard.pieces or shard.pieces[0].box.lo == tuple(offset)
+
+
 _LOADERS: dict[str, Callable[[Check], None]] = {
-    "dcp": check_dcp,
-    "dcp-safetensors": check_dcp_safetensors,
-    "rank-local": check_rank_file,
+    "dcp": _check_dcp,
+    "dcp-safetensors": _check_dcp_safetensors,
+    "rank-local": _check_rank_file,
 }
 """What loads and compares each target format."""

@@ -22,10 +22,10 @@ _KEYS, _RULE_KEYS = ("mesh", "names", "rule"), ("tensor", "placements")
 
 
 def read_plan(path: Path, mesh: Mesh | None = None) -> tuple[Mesh | None, list[PlacementRule]]:
-    """The mesh and rules of a TOML plan: ``mesh``, ``names``, ``[[rule]]`` tables in order.
+    """Read the mesh and rules of a TOML plan: ``mesh``, ``names``, ``[[rule]]`` tables in order.
 
     A ``mesh`` that is given goes before the plan's; the plan's names go to a mesh without.
-    UsageError where the file cannot be read, or says anything else.
+    Raises UsageError where the file cannot be read, or says anything else.
     """
     import tomllib
 
@@ -53,34 +53,34 @@ def _require_keys(table: Mapping[str, Any], known: Sequence[str], where: str) ->
         raise UsageError(f"{where}: {unknown[0]!r} is not one of {', '.join(known)}")
 
 
-def _planned_mesh(said: Any, where: str) -> Mesh | None:
-    if said is not None and not isinstance(said, str):
-        raise UsageError(f'{where}: mesh = {said!r} must be text such as "2x4" or "dp=2,tp=4"')
-    return None if said is None else parse_mesh(said)
+def _planned_mesh(mesh: Any, where: str) -> Mesh | None:
+    if mesh is not None and not isinstance(mesh, str):
+        raise UsageError(f'{where}: mesh = {mesh!r} must be text such as "2x4" or "dp=2,tp=4"')
+    return None if mesh is None else parse_mesh(mesh)
 
 
-def _planned_names(said: Any, where: str) -> list[str] | None:
-    if said is None:
+def _planned_names(names: Any, where: str) -> list[str] | None:
+    if names is None:
         return None
-    is_list = isinstance(said, list) and all(isinstance(name, str) and name for name in said)
-    if not is_list or len(set(said)) != len(said):
-        raise UsageError(f'{where}: names = {said!r} must be a list such as ["dp", "tp"]')
-    return list(said)
+    is_list = isinstance(names, list) and all(isinstance(name, str) and name for name in names)
+    if not is_list or len(set(names)) != len(names):
+        raise UsageError(f'{where}: names = {names!r} must be a list such as ["dp", "tp"]')
+    return list(names)
 
 
 def _planned_rule(rule: Any, where: str) -> PlacementRule:
     if not isinstance(rule, Mapping) or not all(rule.get(key) for key in _RULE_KEYS):
         raise UsageError(f"{where}: each [[rule]] needs tensor and placements")
     _require_keys(rule, _RULE_KEYS, f"{where}: [[rule]]")
-    said = rule["placements"]
-    words = split_placements(said) if isinstance(said, str) else said
+    placements = rule["placements"]
+    words = split_placements(placements) if isinstance(placements, str) else placements
     if not isinstance(words, list):
-        raise UsageError(f"{where}: placements = {said!r} must be a list of placements")
+        raise UsageError(f"{where}: placements = {placements!r} must be a list of placements")
     return rule_of(str(rule["tensor"]), [str(word) for word in words])
 
 
 def read_tp_plan(path: Path) -> list[PlacementRule]:
-    """The rules of a ``base_model_tp_plan`` or ``tp_plan`` in a transformers config.json."""
+    """Read the rules of a ``base_model_tp_plan`` or ``tp_plan`` in a transformers config.json."""
     try:
         content = json.loads(text_of(path, "--tp-plan"))
     except (ValueError, RecursionError) as error:

@@ -1,9 +1,4 @@
-"""Write a checkpoint for a new device mesh.
-
-What loading costs each rank of a mesh: files opened and bytes read by torch's own loader.
-
-State that belongs to one rank: random numbers, data loaders, what differs between ranks.
-"""
+"""Write a checkpoint for a new device mesh; state that differs between ranks by --rank-state."""
 
 from __future__ import annotations
 
@@ -93,7 +88,7 @@ class PreparedReshard:
     placed: Placed
 
     def costs(self) -> Costs:
-        """What the reshard will read, and what each rank of the new mesh will at load."""
+        """Return what the reshard will read, and what each rank of the new mesh will at load."""
         from ckptool.core.layout import written_entries
         from ckptool.engine.write.cost import bytes_to_read
 
@@ -108,17 +103,17 @@ class PreparedReshard:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the transfer moves."""
+        """Return the bytes that the transfer moves."""
         return self.transfer.nbytes
 
     def run(self, progress: Progress = no_progress, ranks: Ranks | None = None) -> ReshardReport:
-        """Write the target. Raises as a transfer does; the target is whole or not there."""
+        """Write the target, which is complete or not there. Raises as a transfer does."""
         notes = self.transfer.run(progress, ranks)
         return replace(self.report, notes=(*self.report.notes, *notes))
 
 
 def _config(opened: Opened, catalog: Catalog, options: ReshardOptions) -> Mapping[str, Any]:
-    """What is recorded of the model, the strongest record first."""
+    """Return what is recorded of the model, the strongest record first."""
     from ckptool.commands.keymap.model_record import records
 
     return ChainMap(*map(dict, records(opened.source, catalog, options.map.assets)))
@@ -132,13 +127,13 @@ def prepare_reshard(
     ``target`` None means a sibling of the source named after the mesh. Raises UsageError,
     Unsupported or a SourceError where it cannot be done as asked.
     """
-    require_rank_state(options.rank_state)
+    _require_rank_state(options.rank_state)
     placer = _placer(options)
     opened = open_checkpoint(source, replace(options.read, per_rank=True), whole=False)
     target = named_target(target or _sibling(opened.path, placer.mesh))
     require_apart(opened, target)
     catalog = resolve_rank_state(opened.catalog, options.rank_state)
-    left_out = names_left_out(opened.catalog, catalog)
+    excluded = _exclusion_note(opened.catalog, catalog)
     require_readable(catalog, opened.source, str(opened.path))
     require_agreement(catalog)
     if not catalog.tensors:
@@ -174,7 +169,7 @@ def prepare_reshard(
         map=map_report,
         notes=(
             *catalog.notes,
-            *left_out,
+            *excluded,
             *layout.notes,
             *target_notes(opened, target, layout, options.transfer),
         ),
@@ -226,12 +221,12 @@ def _writer(to: str | None, opened: Opened) -> Format:
 
 
 def _rank_bytes(catalog: Catalog, placed: Placed) -> tuple[int, ...]:
-    """Bytes of tensor data that each rank of the new mesh holds."""
+    """Return the bytes of tensor data that each rank of the new mesh holds."""
     totals = [0] * placed.mesh.size
     for entry in catalog.tensors.values():
         for position, shard in enumerate(placed.shards(entry)):
-            held = sum(piece.box.volume for piece in shard.pieces)
-            totals[position] += held * entry.dtype.itemsize
+            elements = sum(piece.box.volume for piece in shard.pieces)
+            totals[position] += elements * entry.dtype.itemsize
     return tuple(totals)
 
 
@@ -244,7 +239,7 @@ class LoadCost:
 
 
 def load_costs(entries: Iterable[TensorEntry], placed: Placed) -> tuple[LoadCost, ...]:
-    """The cost for each row-major position of the mesh, when every chunk touched is read whole.
+    """Return the cost per row-major position of the mesh, if every chunk touched is read whole.
 
     ``torch.distributed.checkpoint.load`` (torch 2.13) reads whole items, however little of one a
     rank needs.
@@ -260,15 +255,15 @@ def load_costs(entries: Iterable[TensorEntry], placed: Placed) -> tuple[LoadCost
             for chunk in touched.values():
                 files[position].add(chunk.at.file)
                 nbytes[position] += chunk.box.volume * entry.source_dtype.itemsize
-    return tuple(LoadCost(len(opened), held) for opened, held in zip(files, nbytes, strict=True))
+    return tuple(LoadCost(len(names), size) for names, size in zip(files, nbytes, strict=True))
 
 
 _WORDS = ("stop", "keep", "drop")
 _RANK_STATE = re.compile(r"(?P<name>.*)@rank(?P<rank>\d+)")
 
 
-def require_rank_state(what: str) -> None:
-    """UsageError where ``what`` is neither a word for all of it nor a rank."""
+def _require_rank_state(what: str) -> None:
+    """Raise UsageError where ``what`` is neither a word for all of it nor a rank."""
     if what not in _WORDS and not what.isdecimal():
         raise UsageError(
             f"invalid --rank-state {what!r}", hint="stop, keep, drop, or a rank of the source"
@@ -276,10 +271,10 @@ def require_rank_state(what: str) -> None:
 
 
 def resolve_rank_state(catalog: Catalog, what: str) -> Catalog:
-    """The catalog without, or with all, or with one rank's state that differs between ranks.
+    """Return the catalog without, with all, or with one rank's state that differs between ranks.
 
-    ``what`` is ``drop``, ``keep``, ``stop`` or the number of a rank. Unsupported, with the list,
-    where there is such state and it is ``stop``; UsageError where that rank has none.
+    ``what`` is ``drop``, ``keep``, ``stop`` or the number of a rank. Raises Unsupported, with the
+    list, where there is such state and it is ``stop``; UsageError where that rank has none.
     """
     if what == "drop":
         return drop_names(catalog, filter(_RANK_STATE.fullmatch, _names(catalog)))
@@ -297,8 +292,8 @@ def resolve_rank_state(catalog: Catalog, what: str) -> Catalog:
     return _select_rank(catalog, names, what)
 
 
-def names_left_out(before: Catalog, after: Catalog) -> list[str]:
-    """One note that names the state of ranks which --rank-state leaves out."""
+def _exclusion_note(before: Catalog, after: Catalog) -> list[str]:
+    """Return a note that names the state of ranks which --rank-state excludes, if any."""
     kept = set(_names(after))
     gone = [name for name in _names(before) if name not in kept]
     gone = [name for name in gone if _RANK_STATE.sub(r"\g<name>", name) not in kept]
@@ -307,7 +302,7 @@ def names_left_out(before: Catalog, after: Catalog) -> list[str]:
 
 
 def _names(catalog: Catalog) -> tuple[str, ...]:
-    """The names of all tensors and values, and of those that cannot be read."""
+    """Return the names of all tensors and values, and of those that cannot be read."""
     return (*catalog.tensors, *catalog.objects, *catalog.conflicts)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ckptool.commands.inspect.inspect import InspectReport, report, step_of
-from ckptool.commands.inspect.stats import decoded, stats
+from ckptool.commands.inspect.stats import decode, stats
 from ckptool.commands.open import Opened
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Catalog, Chunk, Extent, ObjectEntry, TensorEntry
@@ -268,7 +268,7 @@ def test_decoded_agrees_with_torch_on_every_code(name):
     kind = BY_NAME[name]
     codes = np.arange(256**kind.itemsize).astype(f"u{kind.itemsize}")
     wanted = torch.from_numpy(codes.view("u1")).view(getattr(torch, name)).to(torch.float32)
-    np.testing.assert_array_equal(decoded(codes, kind), wanted.numpy())
+    np.testing.assert_array_equal(decode(codes, kind), wanted.numpy())
 
 
 def test_placements_of_every_kind_have_one_spelling():

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from ckptool.commands.inspect.stats import decoded, is_numeric
+from ckptool.commands.inspect.stats import decode, is_numeric
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Container, RankStep, TensorEntry
 from ckptool.core.state_category import state_category
@@ -167,7 +167,7 @@ def _only_value(entry: TensorEntry, gatherer: Gatherer) -> float | None:
                 gatherer.fill_from(chunk.at, out, Box.whole(chunk.box.shape), dtype)
             except CkptoolError:
                 return None
-            return float(decoded(out.reshape(-1), dtype)[0])
+            return float(decode(out.reshape(-1), dtype)[0])
     return None
 
 

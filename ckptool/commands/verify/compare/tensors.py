@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckptool.commands.inspect.stats import Array, decoded, is_numeric
+from ckptool.commands.inspect.stats import Array, decode, is_numeric
 from ckptool.commands.verify.verify import Progress
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
@@ -309,7 +309,7 @@ def numbers_of(flat: Array, dtype: DType) -> Array:
     """The numbers of flat elements, one row an element: complex ones have two."""
     part = BY_NAME[_PARTS.get(dtype.name, dtype.name)]
     stored = flat.view("u1").view(f"u{part.itemsize}")
-    return decoded(stored, part).reshape(len(flat), -1)
+    return decode(stored, part).reshape(len(flat), -1)
 
 
 def both_nan(one: Array, other: Array) -> Array:
