@@ -46,14 +46,19 @@ class BenchOptions(OptionSet):
         " MODULE:CLASS for a saver of your own. Default: all.",
     )
     ranks: int | None = option(
-        "--ranks", COUNT, minimum=1, help="Default: one per accelerator, or 2 on the CPU."
+        "--ranks",
+        COUNT,
+        metavar="N",
+        minimum=1,
+        help="Save on N ranks; default: one per accelerator, or 2 on the CPU.",
     )
     repeat: int = option(
         "--repeat",
         COUNT,
         default=5,
+        metavar="N",
         minimum=1,
-        help="Saves after the first; with --transfer, rounds.",
+        help="Save N times after the first; with --transfer, N rounds.",
     )
     abort: bool = option(
         "--abort",

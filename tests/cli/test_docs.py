@@ -1,0 +1,88 @@
+"""What the README and the pages of the docs say of the command line is true.
+
+``python tests/cli/test_docs.py`` writes the tables of options, ``ckptool/docs/options.md``.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from functools import wraps
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ckptool.cli.app import SUMMARIES, app, load_command
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "ckptool" / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+COMMAND = re.compile(
+    r"(?:^\$ |- run: |\$\(|-m |`)ckptool ([a-z]+(?: .*?)?)(?= \||\)|`| &&|$)", re.M
+)
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+MODULE = re.compile(r"`([a-z_]+/[a-z_/]+\.py)`")
+OTHER_PROGRAMS = {"--nproc-per-node", "--format"}
+
+
+def commands() -> dict[str, list[str]]:
+    lines = [line for page in PAGES for line in COMMAND.findall(page.read_text())]
+    return {line: shlex.split(line, comments=True) for line in lines}
+
+
+@pytest.mark.parametrize("words", commands().values(), ids=commands())
+def test_a_command_is_understood(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    command = words[0]
+    module = import_module(f"ckptool.cli.{'formats' if command == 'maps' else command}")
+    calls: list[dict[str, Any]] = []
+    record = wraps(getattr(module, command))(lambda **values: calls.append(values))
+    monkeypatch.setattr(module, command, record)
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_option_exists(page: Path) -> None:
+    flags = {flag for name in SUMMARIES for flag in flags_of(load_command(name))}
+    named = set(OPTION.findall(page.read_text()))
+    assert named <= flags | {"--help", "--version", "--plugins"} | OTHER_PROGRAMS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_module_and_page_exists(page: Path) -> None:
+    text = page.read_text()
+    modules = [ROOT / "ckptool" / path.removeprefix("ckptool/") for path in MODULE.findall(text)]
+    links = [page.parent / link for link in re.findall(r"\]\(([^):#]+)\)", text)]
+    assert [path for path in modules + links if not path.exists()] == []
+
+
+def flags_of(command: Any) -> list[str]:
+    return [flag for each in command.params for flag in (*each.opts, *each.secondary_opts)]
+
+
+def option_tables() -> Iterator[str]:
+    yield from ("# Options", "", "Every command also takes `--help`.")
+    for name, summary in SUMMARIES.items():
+        yield from ("", f"## {name}", "", summary, "", "| option | meaning |", "|---|---|")
+        options = (each for each in load_command(name).params if each.opts[0].startswith("-"))
+        yield from map(row, options)
+
+
+def row(option: Any) -> str:
+    flags = "`, `".join((*option.opts, *option.secondary_opts))
+    metavar = f" {option.metavar}" if option.metavar else ""
+    default = f" [default: {option.default}]" if option.default not in (None, False, True) else ""
+    return f"| `{flags}{metavar.replace('|', chr(92) + '|')}` | {option.help}{default} |"
+
+
+def test_the_tables_of_options_are_those_of_the_commands() -> None:
+    assert (DOCS / "options.md").read_text().splitlines() == list(option_tables())
+
+
+if __name__ == "__main__":
+    (DOCS / "options.md").write_text("\n".join(option_tables()) + "\n")
