@@ -1,9 +1,7 @@
-"""A damaged source as if its files were as long as they say, so that a scan reads all they name.
+"""The catalog of a damaged checkpoint: of cut files at full length, or of data files alone.
 
-What is not there is read as zeros, and lies where no file has bytes: whoever reads the tensors from
-the files themselves finds out which of them are lost.
-
-The catalog of a damaged checkpoint: what a scan could read, or what data files say alone.
+A cut file is scanned as if it were as long as it says, with zeros where bytes are lost. Whoever
+then reads the tensors from the files themselves finds out which of them these zeros are.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from ckptool.commands.options.source import ReadOptions
 from ckptool.core.catalog import Catalog
 from ckptool.core.rewrite import unstacked
 from ckptool.errors import CkptoolError, Damaged, Problem, Unsupported
+from ckptool.formats.base import Recovery
 from ckptool.serialization.archive.read import is_legacy, is_zip, read_torch_file
 from ckptool.serialization.archive.recover import Recovered, legacy_counts, recovered
 from ckptool.serialization.safetensors import promised_size, read_safetensors
@@ -37,7 +36,7 @@ _IN_EXTRA = 0xFFFFFFFF
 
 
 @dataclass(slots=True)
-class _Longer:
+class _PaddedFile:
     """A file of ``size`` bytes; behind those it has lie ``pieces`` by their place, and zeros."""
 
     size: int
@@ -45,7 +44,7 @@ class _Longer:
     _starts: list[int] = field(default_factory=list)
 
     def pieces_from(self, offset: int, nbytes: int) -> Iterator[tuple[int, bytes]]:
-        """The pieces that may reach into ``nbytes`` from ``offset``, which lie in rising order."""
+        """Yield the pieces that may reach into ``nbytes`` from ``offset``, in rising order."""
         if len(self._starts) != len(self.pieces):
             self._starts = list(self.pieces)
         first = max(0, bisect_right(self._starts, offset) - 1)
@@ -57,72 +56,56 @@ class _Longer:
         self.size += len(piece)
 
 
-class MendedSource:
-    """A source some files of which are longer than they are."""
+class ZeroPaddedSource:
+    """A source with some files padded to the length that they should have."""
 
-    def __init__(self, source: Files, longer: Mapping[str, _Longer]) -> None:
-        self._source, self._longer = source, longer
+    def __init__(self, source: Files, padded: Mapping[str, _PaddedFile]) -> None:
+        self._source, self._padded = source, padded
         self.root = source.root
-        self.files: Mapping[str, int] = {
-            **source.files,
-            **{name: one.size for name, one in longer.items()},
-        }
+        sizes = {name: file.size for name, file in padded.items()}
+        self.files: Mapping[str, int] = {**source.files, **sizes}
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        """As the source reads; Damaged behind the end that the file should have."""
-        longer = self._longer.get(file)
-        if longer is None or offset + nbytes <= self._source.files[file]:
+        """Read as the source does. Raises Damaged behind the end that the file should have."""
+        padded = self._padded.get(file)
+        if padded is None or offset + nbytes <= self._source.files[file]:
             return self._source.read(file, offset, nbytes)
-        if offset < 0 or nbytes < 0 or offset + nbytes > longer.size:
+        if offset < 0 or nbytes < 0 or offset + nbytes > padded.size:
             raise Damaged(f"{file}: {nbytes:,} bytes are expected at {offset:,}")
-        return self._joined(file, longer, offset, nbytes)
-
-    def _joined(self, file: str, longer: _Longer, offset: int, nbytes: int) -> bytes:
         data = bytearray(nbytes)
-        there = max(0, self._source.files[file] - offset)
-        data[:there] = self._source.read(file, offset, there) if there else b""
-        for start, piece in longer.pieces_from(offset, nbytes):
+        stored = max(0, self._source.files[file] - offset)
+        data[:stored] = self._source.read(file, offset, stored) if stored else b""
+        for start, piece in padded.pieces_from(offset, nbytes):
             low, high = max(start, offset), min(start + len(piece), offset + nbytes)
             if low < high:
                 data[low - offset : high - offset] = piece[low - start : high - start]
         return bytes(data)
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
-        """Not told: some of them are nowhere."""
+        """Do nothing: some of the spans are in no file."""
 
-    def narrowed(self, folder: str) -> MendedSource:
-        """As the source narrows."""
+    def narrowed(self, folder: str) -> ZeroPaddedSource:
+        """Return the source narrowed to a folder."""
         head = folder + "/"
-        inside = {n[len(head) :]: one for n, one in self._longer.items() if n.startswith(head)}
-        return MendedSource(self._source.narrowed(folder), inside)
+        inside = {n[len(head) :]: file for n, file in self._padded.items() if n.startswith(head)}
+        return ZeroPaddedSource(self._source.narrowed(folder), inside)
 
 
-@dataclass(frozen=True, slots=True)
-class Mended:
-    """A source with its cut files at full length. ``problems`` say what is wrong with them."""
-
-    source: MendedSource
-    files: frozenset[str]
-    problems: tuple[Problem, ...]
-
-
-def mended(source: Files) -> Mended | None:
-    """The source with every file that can be lengthened; None where there is none."""
+def pad_cut_files(source: Files) -> tuple[ZeroPaddedSource | None, list[Problem]]:
+    """Return the source with cut files at full length, None where there is none; what is wrong."""
     problems: list[Problem] = []
-    longer: dict[str, _Longer] = {}
-    for file in source.files:
-        error = _error(source, file)
-        lengthened = _lengthened(source, file) if error is not None else None
-        if error is not None and lengthened is not None:
-            longer[file] = lengthened
+    padded: dict[str, _PaddedFile] = {}
+    for name in source.files:
+        error = _error(source, name)
+        file = _padded(source, name) if error is not None else None
+        if error is not None and file is not None:
+            padded[name] = file
             problems += error.problems
-    if not longer:
-        return None
-    return Mended(MendedSource(source, longer), frozenset(longer), tuple(problems))
+    return (ZeroPaddedSource(source, padded) if padded else None), problems
 
 
 def _error(source: Source, file: str) -> CkptoolError | None:
-    """What a file that this knows to mend breaks."""
+    """Return what is wrong with a safetensors or torch.save file, None where nothing is."""
     try:
         if file.endswith(".safetensors"):
             read_safetensors(source, file)
@@ -138,42 +121,43 @@ def _is_torch(source: Source, file: str) -> bool:
     return not file.endswith(".distcp") and (is_zip(head) or is_legacy(head))
 
 
-def _lengthened(source: Source, file: str) -> _Longer | None:
+def _padded(source: Source, file: str) -> _PaddedFile | None:
+    """Return a file at the length that it should have, None where that is not known."""
     try:
         if file.endswith(".safetensors"):
             size = promised_size(source, file)
-            return _Longer(size) if size > source.files[file] else None
+            return _PaddedFile(size) if size > source.files[file] else None
         if is_legacy(source.read(file, 0, min(source.files[file], 64))):
-            return _Longer(*legacy_counts(source, file))
+            return _PaddedFile(*legacy_counts(source, file))
         return _with_directory(source.files[file], recovered(source, file))
     except CkptoolError:
         return None
 
 
-def _with_directory(size: int, found: Recovered) -> _Longer:
-    """An archive with its lost storages, all zeros, and a directory behind what is left of it."""
-    longer = _Longer(size)
-    records = [*found.records, *_appended(longer, found.lost)]
-    start = longer.size
-    longer.append(b"".join(map(_central, records)))
-    count, nbytes = len(records), longer.size - start
-    end = longer.size
-    longer.append(
+def _with_directory(size: int, archive: Recovered) -> _PaddedFile:
+    """Return an archive with lost storages, all zeros, and a directory behind what is left."""
+    padded = _PaddedFile(size)
+    records = [*archive.records, *_appended(padded, archive.lost)]
+    start = padded.size
+    padded.append(b"".join(map(_central, records)))
+    count, nbytes = len(records), padded.size - start
+    end = padded.size
+    padded.append(
         _END64.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, nbytes, start)
         + _LOCATOR64.pack(b"PK\x06\x07", 0, end, 1)
         + _END.pack(b"PK\x05\x06", 0, 0, 0xFFFF, 0xFFFF, _IN_EXTRA, _IN_EXTRA, 0)
     )
-    return longer
+    return padded
 
 
-def _appended(longer: _Longer, lost: Mapping[str, int]) -> Iterator[ZipRecord]:
-    """Records that are called deflated, so that none has a checksum to be compared by."""
+def _appended(padded: _PaddedFile, lost: Mapping[str, int]) -> Iterator[ZipRecord]:
+    """Yield records that are called deflated, so that none has a checksum to be compared by."""
     for name, nbytes in lost.items():
-        text, header = name.encode("utf-8", "replace"), longer.size
-        longer.append(_LOCAL.pack(b"PK\x03\x04", 0, 0, 0, 0, 0, 0, 0, 0, len(text), 0) + text)
+        text, header = name.encode("utf-8", "replace"), padded.size
+        padded.append(_LOCAL.pack(b"PK\x03\x04", 0, 0, 0, 0, 0, 0, 0, 0, len(text), 0) + text)
         method = DEFLATED if nbytes else STORED
-        yield ZipRecord(name, method, 0, nbytes, nbytes, longer.size, header, 0)
-        longer.size += nbytes
+        yield ZipRecord(name, method, 0, nbytes, nbytes, padded.size, header, 0)
+        padded.size += nbytes
 
 
 def _central(record: ZipRecord) -> bytes:
@@ -187,51 +171,42 @@ def _central(record: ZipRecord) -> bytes:
 _METADATA = ".metadata"
 
 
-@dataclass(frozen=True, slots=True)
-class Rebuilt:
-    """What is left to work with. ``unknown`` says what no file tells any more."""
-
-    catalog: Catalog
-    problems: tuple[Problem, ...]
-    unknown: tuple[str, ...] = ()
-
-
-def rebuild(found: Survey, options: ReadOptions) -> Rebuilt:
-    """The catalog of what was surveyed, cut files included.
+def rebuild(surveyed: Survey, options: ReadOptions) -> Recovery:
+    """Return the catalog of what was surveyed, cut files included.
 
     Where that is none: from the data files alone, where the format can. Raises Unsupported
     where nothing can be read.
     """
-    longer = mended(found.source)
-    again = _scanned_again(found, longer, options) if longer is not None else None
-    if again is not None:
-        return again
-    if found.catalog is not None:
-        unknown = (*_unrecorded(found.catalog), *_unseen(found, found.problems))
-        return Rebuilt(found.catalog, found.problems, unknown)
-    if found.format.recover is not None:
-        recovery = found.format.recover(found.source)
+    source, problems = pad_cut_files(surveyed.source)
+    if source is not None and (recovery := _scan(surveyed, source, problems, options)) is not None:
+        return recovery
+    if surveyed.catalog is not None:
+        unknown = (*_unrecorded(surveyed.catalog), *_unseen(surveyed, surveyed.problems))
+        return Recovery(surveyed.catalog, surveyed.problems, unknown)
+    if surveyed.format.recover is not None:
+        recovery = surveyed.format.recover(surveyed.source)
         unknown = (*recovery.unknown, *_unrecorded(recovery.catalog))
-        return Rebuilt(recovery.catalog, (*found.problems, *recovery.problems), unknown)
+        return Recovery(recovery.catalog, (*surveyed.problems, *recovery.problems), unknown)
     raise Unsupported(
-        f"{found.path}: nothing can be read: {found.problems[0]}",
-        hint=f"run: ckptool verify {found.path}",
+        f"{surveyed.path}: nothing can be read: {surveyed.problems[0]}",
+        hint=f"run: ckptool verify {surveyed.path}",
     )
 
 
-def _scanned_again(found: Survey, longer: Mended, options: ReadOptions) -> Rebuilt | None:
-    """With the files that were cut as long as they should be; what is lost shows when read."""
+def _scan(
+    surveyed: Survey, source: ZeroPaddedSource, damage: list[Problem], options: ReadOptions
+) -> Recovery | None:
+    """Return what is in files padded to full length; what of it is lost shows when it is read."""
     problems: list[Problem] = []
-    asked = scan_options(options, found.format, problems)
+    asked = scan_options(options, surveyed.format, problems)
     try:
-        catalog = found.format.scan(longer.source, asked)
+        catalog = surveyed.format.scan(source, asked)
     except CkptoolError:
         return None
     catalog = unstacked(catalog) if options.split_stacked else catalog
-    files = {name: found.source.files[name] for name in catalog.files}
-    catalog = replace(catalog, files=files)
-    unknown = (*_unrecorded(catalog), *_unseen(found, problems))
-    return Rebuilt(catalog, (*longer.problems, *problems), unknown)
+    catalog = replace(catalog, files={n: surveyed.source.files[n] for n in catalog.files})
+    unknown = (*_unrecorded(catalog), *_unseen(surveyed, problems))
+    return Recovery(catalog, (*damage, *problems), unknown)
 
 
 def _unrecorded(catalog: Catalog) -> tuple[str, ...]:
@@ -239,9 +214,9 @@ def _unrecorded(catalog: Catalog) -> tuple[str, ...]:
     return tuple(str(note) for note in notes if note.code == "world-size-unrecorded")
 
 
-def _unseen(found: Survey, problems: Iterable[Problem]) -> tuple[str, ...]:
-    """What may have lain in files that cannot be read, where those files alone said so."""
-    if found.format.name == "dcp" and _METADATA in found.source.files:
+def _unseen(surveyed: Survey, problems: Iterable[Problem]) -> tuple[str, ...]:
+    """Return what may have been in files that cannot be read, where those files alone said so."""
+    if surveyed.format.name == "dcp" and _METADATA in surveyed.source.files:
         return ()
-    files = dict.fromkeys(one.file for one in problems if one.file and not one.tensor)
+    files = dict.fromkeys(p.file for p in problems if p.file and not p.tensor)
     return tuple(f"what only {file} contained" for file in files)

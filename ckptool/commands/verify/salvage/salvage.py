@@ -1,4 +1,4 @@
-"""Write what is provably whole of a damaged checkpoint, and list what is not."""
+"""Write what is intact of a damaged checkpoint, and list what is not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckptool.commands.transfer import (
     require_apart,
     target_notes,
 )
-from ckptool.commands.verify.salvage.intact import whole_part
+from ckptool.commands.verify.salvage.intact import find_intact
 from ckptool.commands.verify.salvage.repair import rebuild
 from ckptool.core.plan import Plan
 from ckptool.engine.write.stage import RESUME_HINT
@@ -36,10 +36,10 @@ _MARK = b'{\n "schema": "ckptool.salvage/'
 
 @dataclass(frozen=True, slots=True)
 class SalvageReport:
-    """What is whole, and what is lost of the checkpoint at ``path``.
+    """What is intact, and what is lost of the checkpoint at ``path``.
 
     ``lost`` maps names to why; ``problems`` are what else is wrong with the source, ``unknown``
-    what no file tells any more, ``notes`` what the target holds otherwise or not. ``unproved`` of
+    what no file says any more, ``notes`` what the target holds otherwise or not. ``unproved`` of
     the tensors lie in bytes for which no checksum is stored. ``nbytes`` were written; ``listing``
     is the file beside the target that says all of this.
     """
@@ -62,14 +62,14 @@ class SalvageReport:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is lost, as far as can be known."""
+        """Return whether nothing is lost, as far as can be known."""
         left = any(note.startswith("not carried") for note in self.notes)
         return not (self.lost or self.problems or self.unknown or left)
 
 
 @dataclass(frozen=True, slots=True)
 class Salvage:
-    """What of a damaged checkpoint is whole, planned to be written."""
+    """The plan to write what is intact of a damaged checkpoint."""
 
     transfer: Transfer
     report: SalvageReport
@@ -77,7 +77,7 @@ class Salvage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that ``run`` writes."""
+        """Return the bytes that ``run`` writes."""
         return self.transfer.nbytes
 
     def run(self, progress: Progress = lambda nbytes: None) -> SalvageReport:
@@ -149,15 +149,15 @@ class EarlierList:
 
 
 def plan_salvage(path: Location, target: Location, options: SalvageOptions) -> Salvage:
-    """Read a damaged checkpoint as far as it can be, and plan to write what is whole of it.
+    """Read a damaged checkpoint as far as it can be, and plan to write what is intact of it.
 
     Raises NotFound or Unrecognised where there is no checkpoint, Unsupported where nothing in it is
-    whole or the target cannot be written. The source is only read.
+    intact or the target cannot be written. The source is only read.
     """
     target = named_target(target)
-    found = survey(path, options.read)
-    rebuilt = rebuild(found, options.read)
-    opened = Opened(found.path, found.source, found.format, rebuilt.catalog)
+    surveyed = survey(path, options.read)
+    recovery = rebuild(surveyed, options.read)
+    opened = Opened(surveyed.path, surveyed.source, surveyed.format, recovery.catalog)
     require_apart(opened, target)
     listing = target.with_name(f"{target.name}.salvage.json")
     if listing.exists() and not options.transfer.overwrite:
@@ -165,31 +165,31 @@ def plan_salvage(path: Location, target: Location, options: SalvageOptions) -> S
     if isinstance(listing, Path):
         require_marked(listing, _MARK, noun="list of a salvage")
     workers = options.transfer.run.workers or opened.source.workers
-    whole = whole_part(opened, rebuilt.problems, workers)
-    if not whole.catalog.tensors and not whole.catalog.objects:
+    intact = find_intact(opened, recovery.problems, workers)
+    catalog = intact.catalog
+    if not catalog.tensors and not catalog.objects:
         raise Unsupported(
-            f"{found.path}: nothing in it can be recovered",
-            hint=f"run: ckptool verify {found.path}",
+            f"{surveyed.path}: nothing in it can be recovered",
+            hint=f"run: ckptool verify {surveyed.path}",
         )
     writer = single_file_suffixes().get(target.suffix, FORMATS["dcp"])
-    layout = writer.lay_out(whole.catalog, Request(target.name))
-    plan = Plan(whole.catalog, layout)
+    layout = writer.lay_out(catalog, Request(target.name))
     report = SalvageReport(
-        path=str(found.path),
-        format=found.format.name,
+        path=str(surveyed.path),
+        format=surveyed.format.name,
         target=str(target),
         target_format=writer.name,
-        tensors=len(whole.catalog.tensors),
-        values=len(whole.catalog.objects),
+        tensors=len(catalog.tensors),
+        values=len(catalog.objects),
         nbytes=layout.nbytes,
-        unproved=whole.unproved,
-        lost=whole.lost,
-        problems=tuple(str(one) for one in rebuilt.problems if one.tensor not in whole.lost),
-        unknown=rebuilt.unknown,
+        unproved=intact.unproved,
+        lost=intact.lost,
+        problems=tuple(str(p) for p in recovery.problems if p.tensor not in intact.lost),
+        unknown=recovery.unknown,
         notes=(*layout.notes, *target_notes(opened, target, layout, options.transfer)),
         listing=str(listing),
     )
-    transfer = Transfer(opened, plan, target, options.transfer, "salvage")
+    transfer = Transfer(opened, Plan(catalog, layout), target, options.transfer, "salvage")
     return Salvage(transfer, report, listing)
 
 
