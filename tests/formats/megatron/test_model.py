@@ -1,0 +1,54 @@
+"""The arguments of a model, and the numbers of its layers and experts."""
+
+from __future__ import annotations
+
+from conftest import case
+
+from ckptool.commands.open import open_checkpoint
+from ckptool.formats.megatron.model import (
+    global_expert,
+    global_layer,
+    is_expert,
+    layer_offsets,
+    local_experts,
+    read_arguments,
+)
+
+
+def test_layers_are_counted_through_stages_and_virtual_stages() -> None:
+    """Stage 0 has layers 0, 1 and 3; stage 1 has 2 and 4, 5."""
+    runs = {
+        (0, 0): ["embedding.w", "decoder.layers.0.w", "decoder.layers.1.w"],
+        (1, 0): ["decoder.layers.0.w"],
+        (0, 1): ["decoder.layers.0.w"],
+        (1, 1): ["decoder.layers.0.w", "decoder.layers.1.w", "mtp.layers.0.w"],
+    }
+    offsets = layer_offsets(runs)
+    found = {
+        run: [global_layer(name, offsets[run]) for name in names] for run, names in runs.items()
+    }
+    assert found[1, 0] == ["decoder.layers.2.w"]
+    assert found[0, 1] == ["decoder.layers.3.w"]
+    assert found[1, 1] == ["decoder.layers.4.w", "decoder.layers.5.w", "mtp.layers.0.w"]
+
+
+def test_experts_have_numbers_of_the_whole_model() -> None:
+    one = "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight"
+    grouped = "decoder.layers.0.mlp.experts.linear_fc1.weight1"
+    assert local_experts([one, "x"]) == local_experts([grouped]) == 2
+    assert global_expert(one, 4) == one.replace("experts.1", "experts.5")
+    assert global_expert(grouped, 4).endswith("weight5")
+    assert is_expert(one)
+    assert not is_expert("decoder.layers.0.mlp.shared_experts.linear_fc1.weight")
+
+
+def test_arguments_that_are_no_namespace() -> None:
+    assert read_arguments(None).info() == {"framework": "Megatron-core"}
+    assert read_arguments({"num_layers": 4, "bf16": True}).info()["arguments"] == "layers 4, bf16"
+
+
+def test_inspect_tells_the_degrees_and_the_step() -> None:
+    opened = open_checkpoint(case("megatron_torch").path)
+    assert opened.path.name == "iter_0000100"
+    assert opened.catalog.info["parallelism"] == "TP 2, PP 1, DP 1, EP 1"
+    assert opened.catalog.objects["iteration"].value == 100
