@@ -19,13 +19,13 @@ from ckptool.core.catalog import Chunk, Path, TensorEntry, flat_name, merge_copi
 from ckptool.core.dtype import DType
 from ckptool.core.sharding.tensor_parallel import Fit
 from ckptool.errors import Damaged, Undetermined
-from ckptool.formats.megatron.model import global_expert, global_layer, is_buffer, is_expert
+from ckptool.formats.megatron.model import global_expert, global_layer, is_buffer
 from ckptool.formats.megatron.optimizer.buckets import (
     Group,
     bucket_state,
-    expected_buffers,
     group_buckets,
     is_bucket,
+    optimizer_buffers,
 )
 from ckptool.formats.megatron.tensor_parallel import (
     Fragments,
@@ -52,11 +52,14 @@ _STACKED_EXPERTS = ".experts.experts."
 
 @dataclass(slots=True)
 class _ShardedRanks:
-    """What all ranks' files hold together; ``kinds`` are the types and shapes of whole tensors."""
+    """What all ranks' files hold together.
+
+    ``kinds`` are the types and shapes of whole tensors, ``buffers`` each group's parameters.
+    """
 
     chunks: dict[str, list[Chunk]] = field(default_factory=dict)
     kinds: dict[str, tuple[DType, tuple[int, ...]]] = field(default_factory=dict)
-    runs: dict[Group, list[list[LocalParameter]]] = field(default_factory=dict)
+    buffers: dict[Group, list[list[LocalParameter]]] = field(default_factory=dict)
     fits: dict[tuple[str, tuple[int, ...]], Fit] = field(default_factory=dict)
     others: dict[int, dict[str, Leaf]] = field(default_factory=dict)
 
@@ -95,6 +98,11 @@ def read_megatron(
     return assembled, reason
 
 
+def record_fields(file: TorchFile) -> Mapping[str, Any]:
+    """Return the attributes of the tensor-aware state dict that a file holds."""
+    return file.inert.fields if isinstance(file.inert, Call) else {}
+
+
 def _path(name: str) -> Path:
     head, _, rest = name.partition(".")
     return (head, rest) if head == "model" else (name,)
@@ -105,11 +113,10 @@ def _named_state(
 ) -> dict[str, TensorEntry]:
     """Return the optimizer's state by parameter. Raises Undetermined."""
     fragments: Fragments = {}
-    for group, buffers in group_buckets(tensors.values()).items():
-        if group not in ranks.runs:
+    for group, buckets in group_buckets(tensors.values()).items():
+        if group not in ranks.buffers:
             raise Undetermined(f"no rank's model goes with the buckets of group {group[1]}")
-        expected = expected_buffers(ranks.runs[group], expert_parallel=False)[0]
-        add_fragments(fragments, bucket_state(buffers, expected))
+        add_fragments(fragments, bucket_state(buckets, ranks.buffers[group]))
     state, conflicts = merge_fragments(lambda p: ranks.fits[p.name, p.rank], fragments)
     if conflicts:
         raise Undetermined(next(iter(conflicts.values())))
@@ -119,7 +126,7 @@ def _named_state(
 def _read_rank(
     source: Source, rank: int, file: TorchFile, ranks: _ShardedRanks, expert_parallel: bool
 ) -> None:
-    fields = file.inert.fields if isinstance(file.inert, Call) else {}
+    fields = record_fields(file)
     runs: dict[str, list[LocalParameter]] = {}
     groups: set[Group] = set()
     others = ranks.others.setdefault(rank, {})
@@ -138,10 +145,9 @@ def _read_rank(
                 groups |= group_buckets([entry]).keys()
     others |= read_leaves(file.narrowed(fields.get("common")), source, refuse=True)
     for group in groups:
-        ranks.runs[group] = [
-            [p for p in run if (group[0] > 0) == (expert_parallel and is_expert(p.name))]
-            for run in runs.values()
-        ]
+        ranks.buffers[group] = optimizer_buffers(
+            runs.values(), experts=group[0] > 0, expert_parallel=expert_parallel
+        )
 
 
 def _parameter(

@@ -16,7 +16,7 @@ from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.core.sharding.tensor_parallel import how_to_say, named_rule, require_matched
 from ckptool.errors import CkptoolError, Damaged, Problem, Refusal, UsageError, damaged
 from ckptool.formats.base import ScanOptions
-from ckptool.formats.megatron.local import ROOT, read_megatron
+from ckptool.formats.megatron.local import ROOT, read_megatron, record_fields
 from ckptool.formats.megatron.model import Arguments, read_arguments, with_first_arguments
 from ckptool.formats.megatron.tensor_parallel import (
     Fragments,
@@ -99,8 +99,7 @@ def _kind(file: TorchFile) -> str:
 
 def _arguments(local: LocalIteration) -> Arguments:
     """Return Megatron's arguments, where the files hold its state."""
-    first = next(iter(local.files.values())).inert
-    common = first.fields.get("common") if isinstance(first, Call) else None
+    common = record_fields(next(iter(local.files.values()))).get("common")
     return read_arguments(common.get("args") if isinstance(common, dict) else None)
 
 
@@ -108,8 +107,7 @@ def _read_plain(source: Source, files: Mapping[int, TorchFile], options: ScanOpt
     """Merge plain state dicts: rules place tensors, all else must be the same on all ranks."""
     ranks: dict[int, dict[str, Leaf]] = {}
     for rank, file in files.items():
-        fields = file.inert.fields if isinstance(file.inert, Call) else {}
-        state = file.narrowed(fields.get("state_dict"))
+        state = file.narrowed(record_fields(file).get("state_dict"))
         ranks[rank] = read_leaves(state, source, refuse=True)
     plain = [n for own in ranks.values() for n, leaf in own.items() if _is_plain(leaf)]
     require_matched(options.tp_rules, plain)

@@ -19,7 +19,7 @@ from ckptool.formats.megatron.model import (
     local_experts,
     with_first_arguments,
 )
-from ckptool.formats.megatron.optimizer.buckets import expected_buffers
+from ckptool.formats.megatron.optimizer.buckets import optimizer_buffers
 from ckptool.formats.megatron.optimizer.torch import (
     gathered_state,
     matched_buffers,
@@ -189,7 +189,11 @@ def _read_optimizer(source: Source, folder: RankFolder, ranks: _ModelRanks) -> N
     try:
         if file is not None:
             ranks.notes += stray_notes(file.what, stray_keys(file.value))
-            buffers = matched_buffers(saved_buffers(file), expected_buffers(runs, expert_parallel))
+            expected = [
+                optimizer_buffers(runs, experts=experts, expert_parallel=expert_parallel)
+                for experts in ((False, True) if expert_parallel else (False,))
+            ]
+            buffers = matched_buffers(saved_buffers(file), expected)
             add_fragments(ranks.fragments, gathered_state(source, buffers, bool(ranks.tied)))
         elif _has_state(folder.optimizer):
             parameters = [parameter for run in runs for parameter in run]

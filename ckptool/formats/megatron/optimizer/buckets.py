@@ -58,28 +58,20 @@ def group_buckets(entries: Iterable[TensorEntry]) -> dict[Group, Buffers]:
     return groups
 
 
-def expected_buffers(
-    runs: Sequence[Sequence[LocalParameter]], expert_parallel: bool
-) -> list[list[list[LocalParameter]]]:
-    """Return the parameters of each buffer of each optimizer, in their order.
+def optimizer_buffers(
+    runs: Iterable[Iterable[LocalParameter]], *, experts: bool, expert_parallel: bool
+) -> list[list[LocalParameter]]:
+    """Return the parameters of each buffer of one optimizer, in their order.
 
-    ``runs`` are a rank's parameters by virtual pipeline stage. Experts of several ranks have an
-    optimizer of their own, after the one of all other parameters.
+    ``runs`` are a rank's parameters by virtual pipeline stage. ``experts`` of several ranks
+    (``expert_parallel``) have an optimizer of their own, after the one of all other parameters.
     """
-    if not expert_parallel:
-        return [_by_dtype(runs)]
-    return [
-        _by_dtype([[p for p in run if is_expert(p.name) is experts] for run in runs])
-        for experts in (False, True)
-    ]
-
-
-def _by_dtype(runs: Sequence[Sequence[LocalParameter]]) -> list[list[LocalParameter]]:
     buffers: list[list[LocalParameter]] = []
     for run in runs:
         by_dtype: dict[str, list[LocalParameter]] = {}
         for parameter in run:
-            by_dtype.setdefault(parameter.dtype.name, []).append(parameter)
+            if experts == (expert_parallel and is_expert(parameter.name)):
+                by_dtype.setdefault(parameter.dtype.name, []).append(parameter)
         buffers += by_dtype.values()
     return buffers
 

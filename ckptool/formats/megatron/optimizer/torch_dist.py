@@ -21,9 +21,9 @@ from ckptool.formats.megatron.model import Arguments, find_arguments, is_expert
 from ckptool.formats.megatron.optimizer.buckets import (
     Group,
     bucket_state,
-    expected_buffers,
     group_buckets,
     is_bucket,
+    optimizer_buffers,
 )
 from ckptool.formats.megatron.optimizer.order import (
     Layer,
@@ -160,11 +160,7 @@ class Stages:
         experts = group[0] > 0
         rank = self._rank(group[1], experts)
         parallel = self.args.degree("EP") > 1
-        runs = [
-            [parameter for parameter in run if experts == (parallel and is_expert(parameter.name))]
-            for run in self._runs(rank)
-        ]
-        return expected_buffers(runs, expert_parallel=False)[0]
+        return optimizer_buffers(self._runs(rank), experts=experts, expert_parallel=parallel)
 
     def _rank(self, group: int, experts: bool) -> Rank:
         tensor, pipeline = self.args.degree("TP"), self.args.degree("PP")
