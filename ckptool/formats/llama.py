@@ -37,7 +37,7 @@ from ckptool.core.sharding.tensor_parallel import (
 from ckptool.errors import Damaged, Problem, Refusal, Undetermined, Unsupported
 from ckptool.formats.base import Format, Request, ScanOptions
 from ckptool.formats.companions import companions, read_json_object, size_in
-from ckptool.formats.writing import companion_files, placed_of, plain_objects
+from ckptool.formats.writing import companion_files, plain_objects, require_placed
 from ckptool.serialization.archive.read import read_torch_file
 from ckptool.serialization.archive.write import torch_archive
 from ckptool.serialization.pickle.write import TensorRef
@@ -327,7 +327,7 @@ def _merge_tensor(
 
 def lay_out(catalog: Catalog, request: Request) -> Layout:
     """Lay out a file per rank of a mesh of one dim; Unsupported if Meta's code cannot load it."""
-    placed = placed_of(request)
+    placed = require_placed(request)
     if len(placed.mesh.shape) != 1:
         raise Unsupported("Meta's llama files have one model-parallel dim", hint="such as --mesh 8")
     objects, notes = plain_objects(catalog)

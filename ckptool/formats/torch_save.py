@@ -16,7 +16,7 @@ from ckptool.core.layout import FileLayout, Layout
 from ckptool.errors import Damaged, Problem, Refusal, Unrecognised
 from ckptool.formats.base import FileRole, FileRule, Format, Request, ScanOptions
 from ckptool.formats.companions import companions, config_info, framework_info
-from ckptool.formats.writing import nested_state, plain_objects
+from ckptool.formats.writing import companion_notes, nested_state, plain_objects
 from ckptool.serialization.archive.read import is_legacy, is_zip, read_torch_file
 from ckptool.serialization.archive.write import torch_archive
 from ckptool.serialization.source import Source, expect_archives, read_metadata, require
@@ -25,16 +25,12 @@ from ckptool.serialization.state_dict.leaves import Leaf, ShareLeaf, read_leaves
 from ckptool.serialization.state_dict.values import unread_notes
 
 INDEX = "pytorch_model.bin.index.json"
-
-
 _MODEL = "pytorch_model.bin"
-
-
 _OF_A_RANK = re.compile(r"rank[._-]?[1-9]", re.IGNORECASE)
 
 
 def _is_model_folder(source: Source) -> bool:
-    """Whether transformers left a model here, perhaps with its trainer's state beside it."""
+    """Return whether transformers left a model here, perhaps with its trainer's state beside it."""
     return _MODEL in source.files and "config.json" in source.files
 
 
@@ -57,34 +53,34 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         raise Unrecognised(f"{source.root}: not one torch.save file")
     file = _MODEL if is_model else next(iter(source.files))
     leaves = read_leaves(read_torch_file(source, file), source, refuse=True)
-    found = assemble({_rank_of(leaves): leaves}, per_rank=options.per_rank)
-    options.report(found.problems, subject=file)
-    if not found.tensors and not found.objects and not found.conflicts:
+    contents = assemble({_rank_of(leaves): leaves}, per_rank=options.per_rank)
+    options.report(contents.problems, subject=file)
+    if not contents.tensors and not contents.objects and not contents.conflicts:
         raise Unrecognised(f"{file}: an empty state dict: no tensor and no value in it")
-    world = {mesh.size for mesh in found.meshes}
-    notes = list(found.notes)
-    if world - {1}:
-        notes.append(f"{file} holds one rank's part of a checkpoint of {max(world)} ranks")
+    worlds = {mesh.size for mesh in contents.meshes}
+    notes = list(contents.notes)
+    if worlds - {1}:
+        notes.append(f"{file} holds one rank's part of a checkpoint of {max(worlds)} ranks")
     if _OF_A_RANK.search(file):
         notes.append(f"{file} is read by itself: nothing in it says that it is one rank's part")
     return Catalog(
         "torch-save",
-        found.tensors,
-        found.objects,
+        contents.tensors,
+        contents.objects,
         {file: source.files[file]},
         world_size=1,
-        info={"writer": "torch.save"} | framework_info(found.objects),
-        notes=(*notes, *unread_notes(found.objects)),
-        conflicts=found.conflicts,
+        info={"writer": "torch.save"} | framework_info(contents.objects),
+        notes=(*notes, *unread_notes(contents.objects)),
+        conflicts=contents.conflicts,
         companions=companions(source) if is_model else {},
     )
 
 
 def _rank_of(leaves: Mapping[str, Leaf]) -> int:
-    """The rank that wrote a file, where the DTensors in it agree on one; else 0."""
+    """Return the rank that wrote a file, where the DTensors in it agree on one; else 0."""
     shares = [leaf.value.share for leaf in leaves.values() if isinstance(leaf.value, ShareLeaf)]
-    said = {share.rank for share in shares if share.rank is not None}
-    return said.pop() if len(said) == 1 else 0
+    ranks = {share.rank for share in shares if share.rank is not None}
+    return ranks.pop() if len(ranks) == 1 else 0
 
 
 def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
@@ -98,17 +94,17 @@ def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
     expect_archives(source, files)
     for file in files:
         leaves = options.attempt(partial(_shard_leaves, source, file)) or {}
-        found = assemble({0: leaves}, per_rank=options.per_rank)
-        refused = {n: why for n, why in found.conflicts.items() if isinstance(why, Refusal)}
-        problems += [*found.problems]
-        problems += [why for name, why in found.conflicts.items() if name not in refused]
+        shard = assemble({0: leaves}, per_rank=options.per_rank)
+        refused = {n: why for n, why in shard.conflicts.items() if isinstance(why, Refusal)}
+        problems += shard.problems
+        problems += [why for name, why in shard.conflicts.items() if name not in refused]
         problems += [
             Problem(f"{name} is in two files", "index-mismatch", file=file, tensor=name)
-            for name in found.tensors.keys() & tensors.keys()
+            for name in shard.tensors.keys() & tensors.keys()
         ]
-        notes += found.notes
-        tensors |= found.tensors
-        objects |= found.objects
+        notes += shard.notes
+        tensors |= shard.tensors
+        objects |= shard.objects
         refusals |= refused
     problems += [
         Problem(
@@ -141,29 +137,24 @@ def _shard_leaves(source: Source, file: str) -> dict[str, Leaf]:
 
 
 def read_weight_map(source: Source, index: str) -> dict[str, str]:
-    """Tensor name to file, from a Hugging Face index; Damaged where the JSON is not one."""
+    """Read which file holds each tensor from a Hugging Face index; Damaged if it is none."""
     try:
-        content = json.loads(read_metadata(source, index))
-        weight_map = content["weight_map"]
+        weight_map = json.loads(read_metadata(source, index))["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise _no_index(f"{index}: not the JSON of an index with a weight_map", index) from None
+        message = f"{index}: not the JSON of an index with a weight_map"
+        raise Damaged(message, "index-unreadable", file=index) from None
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-        raise _no_index(f"{index}: weight_map does not map names to files", index)
+        message = f"{index}: weight_map does not map names to files"
+        raise Damaged(message, "index-unreadable", file=index)
     return weight_map
 
 
-def _no_index(message: str, index: str) -> Damaged:
-    return Damaged(message, "index-unreadable", file=index)
-
-
-def lay_out(catalog: Catalog, request: Request) -> Layout:
+def _lay_out(catalog: Catalog, request: Request) -> Layout:
     objects, notes = plain_objects(catalog)
     state = nested_state(list(catalog.tensors.values()), objects)
     root = request.target.rpartition(".")[0] or "archive"
     main = FileLayout(request.target, tuple(torch_archive(state, root=root)))
-    if catalog.companions:
-        notes.append(f"not carried into one file: {', '.join(catalog.companions)}")
-    return Layout((main,), folder=False, notes=tuple(notes))
+    return Layout((main,), folder=False, notes=(*notes, *companion_notes(catalog)))
 
 
 FORMAT = Format(
@@ -171,7 +162,7 @@ FORMAT = Format(
     "one torch.save file (.pt .pth .bin .ckpt)",
     _probe,
     _scan,
-    convert=lay_out,
+    convert=_lay_out,
     files=(FileRule(r".*\.index\.json", FileRole.INDEX),),
     suffixes=(".pt", ".pth", ".bin", ".ckpt"),
     config="optional",

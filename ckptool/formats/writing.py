@@ -22,7 +22,7 @@ NOT_CARRIED = "value-not-written"
 
 
 def plain_objects(catalog: Catalog, *, numpy: bool = True) -> tuple[list[ObjectEntry], list[str]]:
-    """The values that are plain data, and one note for each that is not and stays behind.
+    """Return the values that are plain data, and one note for each that is not and stays behind.
 
     ``numpy`` says that its arrays, scalars and generators are plain. Tensors of a kind that is not
     read need no note: the catalog has one for each.
@@ -31,9 +31,9 @@ def plain_objects(catalog: Catalog, *, numpy: bool = True) -> tuple[list[ObjectE
     notes: list[str] = []
     of_numpy: list[str] = []
     carried = {NUMPY} if numpy else set()
-    known = Foreign()
+    classes = Foreign()
     for entry in catalog.objects.values():
-        foreign = known.of(entry.value)
+        foreign = classes.of(entry.value)
         if UNREAD_TENSOR in foreign:
             continue
         if foreign - carried:
@@ -45,40 +45,45 @@ def plain_objects(catalog: Catalog, *, numpy: bool = True) -> tuple[list[ObjectE
         plain.append(entry)
         of_numpy += [entry.name] * bool(foreign)
     if of_numpy:
-        listed = ", ".join(of_numpy[:8]) + (", ..." if len(of_numpy) > 8 else "")
         notes.append(
-            f"holds numpy data, as the source does: {listed}; torch.load(weights_only=True) wants"
-            " torch.serialization.add_safe_globals for it"
+            f"holds numpy data, as the source does: {shorten(of_numpy)};"
+            " torch.load(weights_only=True) wants torch.serialization.add_safe_globals for it"
         )
     return plain, notes
 
 
+def shorten(names: list[str]) -> str:
+    """List the first eight names, and say how many more there are."""
+    more = f", and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more
+
+
 def nested_state(tensors: list[TensorEntry], objects: list[ObjectEntry]) -> Any:
-    """The nested state dict of the source, with a ``TensorRef`` for each whole tensor.
+    """Return the nested state dict of the source, with a ``TensorRef`` for each whole tensor.
 
     Tied tensors become one reference, so that they share a storage again.
     """
-    refs = _references(tensors)
-    found: list[tuple[Path, Any]] = [(entry.path, refs[entry.name]) for entry in tensors]
-    found += [(entry.path, entry.value) for entry in objects]
-    return nest(found)
-
-
-def _references(tensors: list[TensorEntry]) -> dict[str, TensorRef]:
     refs = {entry.name: TensorRef.whole(entry) for entry in tensors}
     for first, *others in tied(Catalog("", {entry.name: entry for entry in tensors}, {}, {})):
-        for name in others:
-            refs[name] = refs[first]
-    return refs
+        refs |= dict.fromkeys(others, refs[first])
+    leaves: list[tuple[Path, Any]] = [(entry.path, refs[entry.name]) for entry in tensors]
+    leaves += [(entry.path, entry.value) for entry in objects]
+    return nest(leaves)
 
 
 def extra_file(path: str, tensors: list[TensorEntry], objects: list[ObjectEntry]) -> FileLayout:
-    """A torch.save file beside the main one, for what the main format cannot hold."""
+    """Lay out a torch.save file beside the main one, for what the main format cannot hold."""
     return FileLayout(path, tuple(torch_archive(nested_state(tensors, objects))))
 
 
+def companion_notes(catalog: Catalog) -> list[str]:
+    """Return one note on the companions, where what is written is one file."""
+    files = ", ".join(catalog.companions)
+    return [f"not carried into one file: {files}"] if files else []
+
+
 def companion_files(catalog: Catalog) -> list[FileLayout]:
-    """config.json, tokenizer files and their like, as they are."""
+    """Lay out config.json, tokenizer files and their like, as they are."""
     return [
         FileLayout(name.rpartition("/")[2], (Verbatim(name, size),))
         for name, size in catalog.companions.items()
@@ -94,23 +99,23 @@ _Item = TypeVar("_Item", bound=_Sized)
 
 
 def by_size(items: Iterable[_Item], limit: int) -> list[list[_Item]]:
-    """Items in order, as many a file as fit ``limit`` bytes; a larger one has its own file.
+    """Group items in order, as many a file as fit ``limit`` bytes; a larger one has its own file.
 
     At least one group, which is empty where there is no item.
     """
     groups: list[list[_Item]] = [[]]
-    held = 0
+    nbytes = 0
     for item in items:
-        if groups[-1] and held + item.nbytes > limit:
+        if groups[-1] and nbytes + item.nbytes > limit:
             groups.append([])
-            held = 0
+            nbytes = 0
         groups[-1].append(item)
-        held += item.nbytes
+        nbytes += item.nbytes
     return groups
 
 
 def tied_notes(catalog: Catalog) -> list[str]:
-    """One note for each group of tied tensors, which a flat format writes once a name.
+    """Return one note for each group of tied tensors, which a flat format writes once a name.
 
     Single numbers, such as the step of all parameters of a group, are not worth one.
     """
@@ -133,7 +138,7 @@ class WriterAssignment:
         self._holders: dict[object, list[tuple[Box, list[int]]]] = {}
 
     def boxes(self, entry: TensorEntry) -> dict[Box, int]:
-        """Boxes that tile the tensor, each with the rank that writes it.
+        """Return boxes that tile the tensor, each with the rank that writes it.
 
         Cut for the request's mesh where it has one; else the source's own chunks; else, where
         ranks are unknown or one is asked for, the whole tensor on rank 0.
@@ -147,22 +152,22 @@ class WriterAssignment:
         return _source_boxes(entry)
 
     def _placed_boxes(self, entry: TensorEntry, placed: Placed) -> dict[Box, int]:
-        """A box that several ranks hold is written by the one with the fewest bytes so far."""
+        """Return the mesh's boxes; of several ranks the one with the fewest bytes so far writes."""
         kind = (entry.shape, placed.placements[entry.name])
         if kind not in self._holders:
             self._holders[kind] = _holders(entry, placed)
-        chosen = {}
+        writers = {}
         for box, ranks in self._holders[kind]:
             rank = ranks[0]
             if len(ranks) > 1:
                 rank = min(ranks, key=lambda rank: (self._load[rank], rank))
             self._load[rank] += box.volume * entry.dtype.itemsize
-            chosen[box] = rank
-        return chosen
+            writers[box] = rank
+        return writers
 
 
 def _holders(entry: TensorEntry, placed: Placed) -> list[tuple[Box, list[int]]]:
-    """Each box that the mesh cuts a tensor into, with the ranks that hold it."""
+    """Return each box that the mesh cuts a tensor into, with the ranks that hold it."""
     holders: dict[Box, list[int]] = {}
     for rank, shard in zip(placed.mesh.ranks, placed.shards(entry), strict=True):
         for piece in shard.pieces:
@@ -171,22 +176,22 @@ def _holders(entry: TensorEntry, placed: Placed) -> list[tuple[Box, list[int]]]:
 
 
 def _source_boxes(entry: TensorEntry) -> dict[Box, int]:
-    """The source's chunks; where several begin at one place (empty ones), the largest stands.
+    """Return the source's chunks; of several that begin at one place (empty ones), the largest.
 
     What a rewrite left of a rank's chunks is put together again where it fills a box.
     """
     first: dict[tuple[int, ...], Chunk] = {}
     for chunk in sorted(entry.chunks, key=lambda chunk: -chunk.box.volume):
         first.setdefault(chunk.box.lo, chunk)
-    held: dict[int, list[Box]] = defaultdict(list)
+    of_ranks: dict[int, list[Box]] = defaultdict(list)
     for chunk in entry.chunks:
         if first[chunk.box.lo] is chunk:
-            held[chunk.rank or 0].append(chunk.box)
-    return {box: rank for rank, mine in held.items() for box in _merged(mine)}
+            of_ranks[chunk.rank or 0].append(chunk.box)
+    return {box: rank for rank, boxes in of_ranks.items() for box in _join_boxes(boxes)}
 
 
-def _merged(boxes: list[Box]) -> list[Box]:
-    """The one box that many fill together, as those of a permuted tensor do; or they themselves."""
+def _join_boxes(boxes: list[Box]) -> list[Box]:
+    """Return the one box that many fill together, as those of a permuted tensor do; or all."""
     if len(boxes) <= _FEW_BOXES:
         return boxes
     around = Box(
@@ -196,7 +201,7 @@ def _merged(boxes: list[Box]) -> list[Box]:
     return [around] if around.volume == sum(box.volume for box in boxes) else boxes
 
 
-def placed_of(request: Request) -> Placed:
+def require_placed(request: Request) -> Placed:
     """Return the mesh and placements; Unsupported where they are none that rank files can have."""
     placed = request.placed
     if placed is None:

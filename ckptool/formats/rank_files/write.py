@@ -21,7 +21,7 @@ from ckptool.core.sharding.placement import Placed
 from ckptool.errors import Unsupported
 from ckptool.formats.base import Request
 from ckptool.formats.rank_files.torch_checkpointing import METADATA
-from ckptool.formats.writing import companion_files, placed_of, plain_objects
+from ckptool.formats.writing import companion_files, plain_objects, require_placed
 from ckptool.serialization.archive.write import RankRecords, torch_archive
 from ckptool.serialization.pickle.write import TensorRef, contiguous_strides
 from ckptool.serialization.state_dict.tree import nest
@@ -32,7 +32,7 @@ def lay_out_rank_files(catalog: Catalog, request: Request) -> Layout:
 
     Raises Unsupported where the request has no mesh.
     """
-    tensors = RankTensors(catalog, placed_of(request))
+    tensors = RankTensors(catalog, require_placed(request))
     objects, notes = plain_objects(catalog)
     values: list[tuple[Path, Any]] = [(entry.path, entry.value) for entry in objects]
     files = companion_files(catalog)
@@ -121,7 +121,7 @@ def lay_out_torch_checkpointing(catalog: Catalog, request: Request) -> Layout:
     A state dict without levels becomes the item ``model``. Raises Unsupported where the request has
     no mesh, or a name cannot be an item's.
     """
-    placed = placed_of(request)
+    placed = require_placed(request)
     objects, notes = plain_objects(catalog)
     paths = [entry.path for entry in catalog.tensors.values()]
     head: Path = (_FLAT,) if paths and all(len(path) < 2 for path in paths) else ()

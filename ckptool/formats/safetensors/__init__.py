@@ -10,7 +10,14 @@ from ckptool.core.catalog import Catalog, Chunk, ObjectEntry, TensorEntry
 from ckptool.core.layout import Layout
 from ckptool.errors import Problem, Unrecognised, damaged
 from ckptool.formats.base import EXTRA, FileRole, FileRule, Format, Request, ScanOptions
-from ckptool.formats.writing import NOT_CARRIED, extra_file, plain_objects, tied_notes
+from ckptool.formats.writing import (
+    NOT_CARRIED,
+    companion_notes,
+    extra_file,
+    plain_objects,
+    shorten,
+    tied_notes,
+)
 from ckptool.serialization.archive.read import read_torch_file
 from ckptool.serialization.safetensors import (
     OutgoingSlice,
@@ -24,7 +31,7 @@ from ckptool.serialization.state_dict.leaves import read_leaves
 
 
 def _main_file(source: Source) -> str | None:
-    """The one file of a source, apart from what ckptool put beside it."""
+    """Return the one file of a source, apart from what ckptool put beside it."""
     files = [name for name in source.files if not name.endswith(EXTRA)]
     return files[0] if len(files) == 1 else None
 
@@ -57,19 +64,19 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
 
 
 def with_extra(catalog: Catalog, source: Source, extra: str) -> Catalog:
-    """The catalog with the tensors and values of the extra file, where there is one."""
+    """Add the tensors and values of the extra file to the catalog, where there is one."""
     if extra not in source.files:
         return catalog
-    found = assemble({0: read_leaves(read_torch_file(source, extra), source, refuse=True)})
-    twice = sorted(found.tensors.keys() & catalog.tensors.keys())
-    if found.problems or twice:
-        problems = [*found.problems, *(f"{n}: also in the main file" for n in twice)]
+    more = assemble({0: read_leaves(read_torch_file(source, extra), source, refuse=True)})
+    twice = sorted(more.tensors.keys() & catalog.tensors.keys())
+    if more.problems or twice:
+        problems = [*more.problems, *(f"{n}: also in the main file" for n in twice)]
         raise damaged(problems, subject=extra, hint=f"{extra} belongs to another checkpoint")
     return replace(
         catalog,
-        tensors=catalog.tensors | found.tensors,
-        objects=catalog.objects | found.objects,
-        conflicts=catalog.conflicts | found.conflicts,
+        tensors=catalog.tensors | more.tensors,
+        objects=catalog.objects | more.objects,
+        conflicts=catalog.conflicts | more.conflicts,
         files=catalog.files | {extra: source.files[extra]},
     )
 
@@ -78,11 +85,11 @@ _WRITTEN_ANEW = frozenset(["format", "DCP_VERSION", "DCP_SHARDING_INFO"])
 
 
 def header_notes(metadata: Mapping[str, Mapping[str, str]]) -> tuple[Problem, ...]:
-    """A note for each file whose header says more than what writers of the format say."""
-    said = {file: sorted(of.keys() - _WRITTEN_ANEW) for file, of in metadata.items()}
+    """Return a note for each file whose header has other keys than writers of the format use."""
+    keys = {file: sorted(header.keys() - _WRITTEN_ANEW) for file, header in metadata.items()}
     return tuple(
-        Problem(f"not carried: metadata of {file}: {_some(names)}", NOT_CARRIED, file=file)
-        for file, names in said.items()
+        Problem(f"not carried: metadata of {file}: {shorten(names)}", NOT_CARRIED, file=file)
+        for file, names in keys.items()
         if names
     )
 
@@ -90,7 +97,7 @@ def header_notes(metadata: Mapping[str, Mapping[str, str]]) -> tuple[Problem, ..
 def whole_tensors(
     source: Source, file: str, options: ScanOptions
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """The tensors of a file that holds whole ones, and the file's metadata."""
+    """Return the tensors of a file that holds whole ones, and the file's metadata."""
     header = read_safetensors(source, file, options.found)
     tensors = {
         name: TensorEntry(
@@ -102,7 +109,7 @@ def whole_tensors(
 
 
 def split_by_support(catalog: Catalog) -> tuple[list[TensorEntry], list[TensorEntry]]:
-    """Tensors whose element type safetensors has a name for, and the others."""
+    """Split tensors into those whose element type safetensors has a name for, and the others."""
     fitting: list[TensorEntry] = []
     others: list[TensorEntry] = []
     for entry in catalog.tensors.values():
@@ -115,32 +122,26 @@ def split_by_support(catalog: Catalog) -> tuple[list[TensorEntry], list[TensorEn
 def extras(
     catalog: Catalog, others: list[TensorEntry], path: str
 ) -> tuple[list[ObjectEntry], list[str]]:
-    """The values that go into the extra file ``path``, and notes on all that is out of place."""
+    """Return the values that go into the extra file ``path``, and notes on what goes there."""
     objects, notes = plain_objects(catalog, numpy=False)
-    kept = [entry.name for entry in objects]
-    if kept:
-        notes.append(f"{len(kept)} non-tensor values are in {path}: {_some(kept)}")
+    if objects:
+        names = [entry.name for entry in objects]
+        notes.append(f"{len(names)} non-tensor values are in {path}: {shorten(names)}")
     if others:
-        named = [f"{entry.name} ({entry.dtype})" for entry in others]
-        notes.append(f"safetensors has no such element type; in {path}: {_some(named)}")
+        names = [f"{entry.name} ({entry.dtype})" for entry in others]
+        notes.append(f"safetensors has no such element type; in {path}: {shorten(names)}")
     return objects, notes
 
 
-def _some(names: list[str]) -> str:
-    more = f", and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more
-
-
-def lay_out(catalog: Catalog, request: Request) -> Layout:
+def _lay_out(catalog: Catalog, request: Request) -> Layout:
     fitting, others = split_by_support(catalog)
     extra = request.target.removesuffix(".safetensors") + EXTRA
     objects, notes = extras(catalog, others, extra)
     slices = [OutgoingSlice(e.name, e.name, e.dtype, Box.whole(e.shape)) for e in fitting]
     main = lay_out_safetensors(request.target, slices, {"format": "pt"})
     files = [extra_file(extra, others, objects)] if others or objects else []
-    if catalog.companions:
-        notes.append(f"not carried into one file: {', '.join(catalog.companions)}")
-    return Layout((*files, main), folder=False, notes=(*notes, *tied_notes(catalog)))
+    notes += [*companion_notes(catalog), *tied_notes(catalog)]
+    return Layout((*files, main), folder=False, notes=tuple(notes))
 
 
 FORMAT = Format(
@@ -148,7 +149,7 @@ FORMAT = Format(
     "one safetensors file",
     _probe,
     _scan,
-    convert=lay_out,
+    convert=_lay_out,
     files=(FileRule(r".*\.safetensors", FileRole.SAFETENSORS),),
     suffixes=(".safetensors",),
     has_values=False,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from ckptool.core.box import Box
@@ -51,35 +51,40 @@ def _probe(source: Source) -> bool:
 
 
 @dataclass(slots=True)
-class _Found:
-    chunks: dict[str, list[Chunk]]
-    types: dict[str, set[tuple[DType, int]]]
-    problems: list[str]
+class _ShardContents:
+    """What all shards hold, by tensor: chunks, and element types with numbers of dims."""
+
+    chunks: dict[str, list[Chunk]] = field(default_factory=lambda: defaultdict(list))
+    types: dict[str, set[tuple[DType, int]]] = field(default_factory=lambda: defaultdict(set))
+    problems: list[str] = field(default_factory=list)
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     shards = _shards(source)
-    found = _Found(defaultdict(list), defaultdict(set), _lost_shards(shards))
+    contents = _ShardContents(problems=_name_problems(shards))
+    last = max(shards, key=lambda match: int(match["rank"]))
     expect_heads(source, (match.string for match in shards))
     for match in shards:
         require_rank(int(match["rank"]), match.string)
-        read = partial(_read_shard, source, match.string, int(match["rank"]) - 1, found, options)
-        if not options.attempt(read) and match is max(shards, key=_rank):
-            found.problems += _of_unknown_shape(found, match.string)
+        read = partial(_read_shard, source, match, contents, options)
+        if not options.attempt(read) and match is last:
+            contents.problems += _unknown_shapes(contents, match.string)
     tensors = {}
-    for name, chunks in found.chunks.items():
-        if len(found.types[name]) > 1:
-            message = f"{name}: shards disagree: {_named(found.types[name])}"
-            found.problems.append(Problem(message, "ranks-disagree", tensor=name))
+    for name, chunks in contents.chunks.items():
+        if len(contents.types[name]) > 1:
+            types = sorted(f"{dtype} of {dims} dims" for dtype, dims in contents.types[name])
+            message = f"{name}: shards disagree: {types}"
+            contents.problems.append(Problem(message, "ranks-disagree", tensor=name))
             continue
-        ((dtype, _),) = found.types[name]
-        tensors[name] = _entry(name, dtype, chunks)
-    found.problems += [p for p in map(coverage_problem, tensors.values()) if p is not None]
-    found.problems += _shorter_than_configured(source, tensors)
-    notes, copies = _consolidated(source, shards, tensors, found.problems)
+        ((dtype, _),) = contents.types[name]
+        shape = tuple(map(max, zip(*(chunk.box.hi for chunk in chunks), strict=True)))
+        tensors[name] = TensorEntry(name, (name,), dtype, shape, merge_copies(chunks))
+    contents.problems += [p for p in map(coverage_problem, tensors.values()) if p is not None]
+    contents.problems += _shorter_than_configured(source, tensors)
+    world = int(last["rank"])
+    notes, copies = _compare_consolidated(source, world, tensors, contents.problems)
     hint = "a shard file is missing or from another save"
-    options.report(found.problems, subject=source.root, hint=hint)
-    world = max(int(match["rank"]) for match in shards)
+    options.report(contents.problems, subject=source.root, hint=hint)
     catalog = with_inferred_mesh(
         Catalog(
             "dcp-safetensors",
@@ -96,8 +101,8 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     return with_extra(catalog, source, _EXTRA)
 
 
-def _lost_shards(shards: list[re.Match[str]]) -> list[str]:
-    """What the names contradict. A rank without data has no file, so coverage decides then."""
+def _name_problems(shards: list[re.Match[str]]) -> list[str]:
+    """Return what the names contradict; a rank without data has no file: coverage decides then."""
     problems: list[str] = [
         Problem(f"{match.string}: no shard 0 exists, they are counted from 1", "rank-missing")
         for match in shards
@@ -110,12 +115,8 @@ def _lost_shards(shards: list[re.Match[str]]) -> list[str]:
     return problems
 
 
-def _rank(shard: re.Match[str]) -> int:
-    return int(shard["rank"])
-
-
-def _of_unknown_shape(found: _Found, file: str) -> list[Problem]:
-    """Shapes are where the last chunks end: without the last shard, only scalars are known."""
+def _unknown_shapes(contents: _ShardContents, file: str) -> list[Problem]:
+    """Return all but scalars: shapes are where the last chunks end, which ``file`` may hold."""
     return [
         Problem(
             f"{name}: its shape is not known, {file} may hold its end",
@@ -123,13 +124,16 @@ def _of_unknown_shape(found: _Found, file: str) -> list[Problem]:
             file=file,
             tensor=name,
         )
-        for name, chunks in found.chunks.items()
+        for name, chunks in contents.chunks.items()
         if chunks[0].box.shape
     ]
 
 
-def _read_shard(source: Source, file: str, rank: int, found: _Found, options: ScanOptions) -> bool:
-    """Take in the tensors of one shard; returns whether their places are known."""
+def _read_shard(
+    source: Source, shard: re.Match[str], contents: _ShardContents, options: ScanOptions
+) -> bool:
+    """Add the tensors of one shard to ``contents``; return whether their places are known."""
+    file, rank = shard.string, int(shard["rank"]) - 1
     header = read_safetensors(source, file, options.found)
     try:
         info = json.loads(header.metadata["DCP_SHARDING_INFO"])
@@ -137,15 +141,15 @@ def _read_shard(source: Source, file: str, rank: int, found: _Found, options: Sc
     except (KeyError, TypeError, ValueError, RecursionError):
         message = f"{file}: no DCP_SHARDING_INFO for its tensors"
         reason = "so their place in the whole is unknown"
-        found.problems.append(Problem(f"{message}, {reason}", "sharding-unknown", file=file))
+        contents.problems.append(Problem(f"{message}, {reason}", "sharding-unknown", file=file))
         return False
     for name, item in header.tensors.items():
         if len(offsets[name]) != len(item.shape) or min(offsets[name], default=0) < 0:
             message = f"{file}: {name}: saved_offsets do not fit shape {list(item.shape)}"
-            found.problems.append(Problem(message, "sharding-unknown", file=file, tensor=name))
+            contents.problems.append(Problem(message, "sharding-unknown", file=file, tensor=name))
             continue
-        found.types[name].add((item.dtype, len(item.shape)))
-        found.chunks[name].append(Chunk(Box.at(offsets[name], item.shape), item.at, rank))
+        contents.types[name].add((item.dtype, len(item.shape)))
+        contents.chunks[name].append(Chunk(Box.at(offsets[name], item.shape), item.at, rank))
     return True
 
 
@@ -155,17 +159,8 @@ def _offsets(saved: object) -> tuple[int, ...]:
     return tuple(saved)
 
 
-def _named(types: set[tuple[DType, int]]) -> list[str]:
-    return sorted(f"{dtype} of {dims} dims" for dtype, dims in types)
-
-
-def _entry(name: str, dtype: DType, chunks: list[Chunk]) -> TensorEntry:
-    shape = tuple(map(max, zip(*(chunk.box.hi for chunk in chunks), strict=True)))
-    return TensorEntry(name, (name,), dtype, shape, merge_copies(chunks))
-
-
 def _shorter_than_configured(source: Source, tensors: dict[str, TensorEntry]) -> list[Problem]:
-    """Tensors with fewer rows than ``config.json`` says: the shards after the last one are lost."""
+    """Return tensors with fewer rows than ``config.json`` says: the last shards are lost."""
     if _CONFIG not in source.files:
         return []
     try:
@@ -186,18 +181,14 @@ def _shorter_than_configured(source: Source, tensors: dict[str, TensorEntry]) ->
     ]
 
 
-def _consolidated(
-    source: Source,
-    shards: list[re.Match[str]],
-    tensors: dict[str, TensorEntry],
-    problems: list[str],
+def _compare_consolidated(
+    source: Source, world: int, tensors: dict[str, TensorEntry], problems: list[str]
 ) -> tuple[list[str], frozenset[str]]:
     """Compare with a consolidated copy in the same folder; say what nothing here can show.
 
     Returns what a person should know, and the files of the copy.
     """
     if not HF.matches(source):
-        world = max(int(match["rank"]) for match in shards)
         message = f"nothing here records the number of ranks: if there were more than {world},"
         reason = "their shards are lost and the shapes too small"
         return [Problem(f"{message} {reason}", "world-size-unrecorded")], frozenset()
@@ -207,20 +198,20 @@ def _consolidated(
         damage = error.message.within("the consolidated copy beside the shards is damaged")
         return [damage], frozenset()
     for name, entry in whole.tensors.items():
-        mine = tensors.get(name)
-        if mine is None:
+        sharded = tensors.get(name)
+        if sharded is None:
             message = f"{name}: in the consolidated copy, but in no shard"
             problems.append(Problem(message, "data-missing", tensor=name))
-        elif mine.shape != entry.shape:
+        elif sharded.shape != entry.shape:
             message = f"{name}: {list(entry.shape)} in the consolidated copy"
-            message += f", {list(mine.shape)} in the shards"
+            message += f", {list(sharded.shape)} in the shards"
             problems.append(Problem(message, "chunk-gap", tensor=name))
     note = "read from the shards; the consolidated copy beside them is not used"
     return [note], frozenset(whole.files)
 
 
-def lay_out(catalog: Catalog, request: Request) -> Layout:
-    """The files of this format: cut for the request's mesh, or in the source's own chunks."""
+def _lay_out(catalog: Catalog, request: Request) -> Layout:
+    """Lay a catalog out, cut for the request's mesh or in the source's own chunks."""
     fitting, others = split_by_support(catalog)
     others += [entry for entry in fitting if entry.dtype.safetensors in _UNREAD_BY_TORCH]
     fitting = [entry for entry in fitting if entry.dtype.safetensors not in _UNREAD_BY_TORCH]
@@ -255,8 +246,8 @@ FORMAT = Format(
     "safetensors shards with DCP sharding info (HuggingFaceStorageWriter)",
     _probe,
     _scan,
-    convert=lay_out,
-    reshard=lay_out,
+    convert=_lay_out,
+    reshard=_lay_out,
     has_values=False,
     config="optional",
 )

@@ -40,7 +40,7 @@ _CONFIGS = ("config.json", _ADAPTER_CONFIG)
 
 
 def _weights(source: Source) -> list[str]:
-    """The safetensors files directly in the folder, apart from DCP's shards."""
+    """Return the safetensors files directly in the folder, apart from DCP's shards."""
     return [
         name
         for name in source.files
@@ -68,12 +68,12 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     weight_map = read_weight_map(source, index) if index else None
     files = sorted(set(weight_map.values())) if weight_map is not None else _unindexed(source)
     wanted_by = index or "the other shards' names"
-    tensors, where, infos, problems = _read_all(source, files, wanted_by, options)
-    notes: list[str] = [*header_notes(dict(zip(files, infos, strict=True)))]
+    tensors, file_of, headers, problems = _read_all(source, files, wanted_by, options)
+    notes: list[str] = [*header_notes(headers)]
     if index and weight_map is not None:
-        stepped_over = {problem.tensor for problem in options.found or ()}
-        listed = {n: file for n, file in weight_map.items() if n not in stepped_over}
-        problems += _against_index(listed, where, index)
+        skipped = {problem.tensor for problem in options.found or ()}
+        listed = {name: file for name, file in weight_map.items() if name not in skipped}
+        problems += _index_problems(listed, file_of, index)
         notes += _index_notes(source, index, tensors, weight_map)
     options.report(problems, subject=source.root)
     catalog = Catalog(
@@ -82,7 +82,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         {},
         {file: source.files[file] for file in (*files, index or "") if file in source.files},
         world_size=1,
-        info={"writer": _writer(infos)} | config_info(source),
+        info={"writer": _writer(headers)} | config_info(source),
         notes=tuple(notes),
         companions=companions(source),
     )
@@ -90,7 +90,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
 
 
 def _index(source: Source) -> str | None:
-    """The index that is read: where there are several, transformers' own."""
+    """Return the index that is read: where there are several, transformers' own."""
     indexes = _indexes(source)
     if len(indexes) > 1 and _INDEX not in indexes:
         raise Damaged(f"{source.root}: several indexes: {', '.join(indexes)}")
@@ -98,7 +98,7 @@ def _index(source: Source) -> str | None:
 
 
 def _unindexed(source: Source) -> list[str]:
-    """The shards of a folder without an index; all that their names promise."""
+    """Return the shards of a folder without an index, all that their names promise."""
     weights = _weights(source)
     matches = [m for name in weights if (m := _SHARD.fullmatch(name))]
     if not matches:
@@ -123,22 +123,22 @@ def _unindexed(source: Source) -> list[str]:
 
 def _read_all(
     source: Source, files: list[str], wanted_by: str, options: ScanOptions
-) -> tuple[dict[str, TensorEntry], dict[str, str], list[Mapping[str, str]], list[str]]:
+) -> tuple[dict[str, TensorEntry], dict[str, str], dict[str, dict[str, str]], list[str]]:
+    """Read all shards: tensors, the file of each, the metadata of each file, and problems."""
     tensors: dict[str, TensorEntry] = {}
-    where: dict[str, str] = {}
-    infos: list[Mapping[str, str]] = []
+    file_of: dict[str, str] = {}
+    headers: dict[str, dict[str, str]] = {}
     problems: list[str] = []
     expect_heads(source, files)
     for file in files:
         read = partial(_read_shard, source, file, wanted_by, options)
-        found, metadata = options.attempt(read) or ({}, {})
-        infos.append(metadata)
-        for name, entry in found.items():
-            if name in where:
-                message = f"{name} is both in {where[name]} and in {file}"
+        entries, headers[file] = options.attempt(read) or ({}, {})
+        for name, entry in entries.items():
+            if name in file_of:
+                message = f"{name} is both in {file_of[name]} and in {file}"
                 problems.append(Problem(message, "index-mismatch", file=file, tensor=name))
-            tensors[name], where[name] = entry, file
-    return tensors, where, infos, problems
+            tensors[name], file_of[name] = entry, file
+    return tensors, file_of, headers, problems
 
 
 def _read_shard(
@@ -148,17 +148,19 @@ def _read_shard(
     return whole_tensors(source, file, options)
 
 
-def _against_index(weight_map: dict[str, str], where: dict[str, str], index: str) -> list[str]:
+def _index_problems(
+    weight_map: dict[str, str], file_of: dict[str, str], index: str
+) -> list[Problem]:
     return [
         Problem(
             f"{name}: {index} puts it into {file}, but it is "
-            + (f"in {where[name]}" if name in where else "not there"),
+            + (f"in {file_of[name]}" if name in file_of else "not there"),
             "index-mismatch",
             file=index,
             tensor=name,
         )
         for name, file in weight_map.items()
-        if where.get(name) != file
+        if file_of.get(name) != file
     ]
 
 
@@ -180,17 +182,19 @@ def _index_notes(
     return notes
 
 
-def _writer(infos: list[Mapping[str, str]]) -> str:
-    if any("DCP_SHARDING_INFO" in info for info in infos):
+def _writer(headers: Mapping[str, Mapping[str, str]]) -> str:
+    if any("DCP_SHARDING_INFO" in header for header in headers.values()):
         return "torch HuggingFaceStorageWriter"
     return "Hugging Face"
 
 
-def lay_out(catalog: Catalog, request: Request) -> Layout:
+def _lay_out(catalog: Catalog, request: Request) -> Layout:
     fitting, others = split_by_support(catalog)
     objects, notes = extras(catalog, others, _EXTRA)
     groups = by_size(fitting, request.max_shard_size)
-    names = [_ADAPTER] if _is_adapter(catalog, len(groups)) else _shard_names(len(groups))
+    names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    if len(groups) == 1:
+        names = [_ADAPTER if _is_adapter(catalog) else "model.safetensors"]
     files = companion_files(catalog)
     if others or objects:
         files.append(extra_file(_EXTRA, others, objects))
@@ -202,16 +206,9 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     return Layout(tuple(files), folder=True, notes=(*notes, *tied_notes(catalog)))
 
 
-def _is_adapter(catalog: Catalog, files: int) -> bool:
-    """Whether what is written is PEFT's adapter, which it looks for in one file of that name."""
-    beside = [name for name in _CONFIGS if name in catalog.companions]
-    return files == 1 and beside == [_ADAPTER_CONFIG]
-
-
-def _shard_names(count: int) -> list[str]:
-    if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+def _is_adapter(catalog: Catalog) -> bool:
+    """Return whether this is PEFT's adapter, which it looks for in one file of that name."""
+    return [name for name in _CONFIGS if name in catalog.companions] == [_ADAPTER_CONFIG]
 
 
 def _index_file(names: list[str], groups: list[list[TensorEntry]]) -> FileLayout:
@@ -227,7 +224,7 @@ FORMAT = Format(
     "Hugging Face folder: safetensors shards and their index",
     _probe,
     _scan,
-    convert=lay_out,
+    convert=_lay_out,
     has_values=False,
     is_model_folder=True,
     config="required",

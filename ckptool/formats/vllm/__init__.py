@@ -26,7 +26,7 @@ from ckptool.formats.base import Format, Request, ScanOptions
 from ckptool.formats.companions import companions, config_info, read_config
 from ckptool.formats.safetensors import extras, split_by_support, with_extra
 from ckptool.formats.vllm.merge import PADDING, VOCABULARY, Merger, sizes_of
-from ckptool.formats.writing import by_size, companion_files, extra_file, placed_of
+from ckptool.formats.writing import by_size, companion_files, extra_file, require_placed
 from ckptool.serialization.pickle.write import TensorRef
 from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors, read_safetensors
 from ckptool.serialization.source import Source, expect_heads, first_missing, require_rank
@@ -132,7 +132,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
 
     Raises Unsupported where the request has no mesh, or one of several dims.
     """
-    placed = placed_of(request)
+    placed = require_placed(request)
     mesh = placed.mesh
     if len(mesh.shape) != 1:
         raise Unsupported(
