@@ -132,15 +132,13 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Prep
 
 
 def _require_some(source: Location, kept: Catalog) -> None:
-    """Raise where ranks contradict one another, or nothing that can be read was selected."""
+    """Raise where ranks contradict one another, or nothing that can be read was selected.
+
+    Unsupported where all tensors are of kinds that are not read, such as sparse ones.
+    """
     require_agreement(kept)
     if not kept.tensors and not kept.objects:
         raise UsageError("no tensors or values left to convert")
-    _require_readable(source, kept)
-
-
-def _require_readable(source: Location, kept: Catalog) -> None:
-    """Raise Unsupported where all tensors are of kinds that are not read, such as sparse ones."""
     foreign = Foreign()
     values = kept.objects.values()
     if kept.tensors or not all(UNREAD_TENSOR in foreign.of(entry.value) for entry in values):

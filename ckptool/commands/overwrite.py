@@ -7,6 +7,7 @@ those that go with a model where the new one brings its own.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from ckptool.commands.detect import bounded, file_at, folder_at
@@ -164,7 +165,7 @@ def _files_of(target: Location, source: Files, row: Format, layout: Layout) -> f
 def _named_files(target: Location, source: Files, row: Format) -> frozenset[str]:
     """Return the files of a checkpoint that cannot be read whole; Unsupported if names lack."""
     problems: list[Problem] = []
-    options = ScanOptions(per_rank=True, values=False, found=problems)
+    options = replace(_SCAN, found=problems)
     try:
         return frozenset(bounded(target, lambda: row.scan(source, options)).files)
     except CkptoolError as error:

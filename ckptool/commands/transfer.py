@@ -249,9 +249,9 @@ class Transfer:
     def _write(self, stage: Output, progress: Progress, ranks: Ranks) -> tuple[str, ...]:
         node = begin_output(stage, ranks)
         ranks.together(lambda: stage.join(ranks.rank))
-        mine = share_files(self.plan.layout, node.position, node.size, self.mesh_size)
-        mine = [number for number in mine if number not in stage.last_files]
-        ranks.together(lambda: self._move(stage, progress, mine))
+        numbers = share_files(self.plan.layout, node.position, node.size, self.mesh_size)
+        numbers = [number for number in numbers if number not in stage.last_files]
+        ranks.together(lambda: self._move(stage, progress, numbers))
         if self.options.verify:
             ranks.together(lambda: self._verify(stage, progress, node))
         ranks.together(lambda: require_unchanged(self.plan.catalog, self.opened.source))
@@ -282,13 +282,12 @@ class Transfer:
             self.options.overwrite,
             self.options.resume,
             self.options.run.fsync,
-            self._own_files,
+            lambda: (
+                own_files(self.target, self.plan.layout, self.opened.source)
+                if self.options.overwrite
+                else None
+            ),
         )
-
-    def _own_files(self) -> Collection[str] | None:
-        if not self.options.overwrite:
-            return None
-        return own_files(self.target, self.plan.layout, self.opened.source)
 
     def _without_aliases(
         self, mine: dict[str, TensorEntry], written: dict[str, TensorEntry]

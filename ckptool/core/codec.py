@@ -20,7 +20,10 @@ def decode(blob: bytes, codec: str, limit: int, *, what: str) -> bytes:
     ZStandard extension writes). Raises Damaged where the blob is corrupt or decodes to more.
     """
     try:
-        data = _inflate(blob, limit) if codec == "deflate" else _unzstd(blob, limit)
+        if codec == "deflate":
+            data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(blob, limit + 1)
+        else:
+            data = _unzstd(blob, limit)
     except (zlib.error, ValueError) as error:
         raise _corrupt(f"{what}: the {codec} data is corrupt: {error}") from None
     if len(data) > limit:
@@ -52,10 +55,6 @@ def zstd_edges(blob: bytes, limit: int, edge: int, *, what: str) -> tuple[bytes,
     if size > limit:
         raise _corrupt(f"{what}: the zstd data decodes to more than {limit:,} bytes")
     return head, tail, size
-
-
-def _inflate(blob: bytes, limit: int) -> bytes:
-    return zlib.decompressobj(-zlib.MAX_WBITS).decompress(blob, limit + 1)
 
 
 def _unzstd(blob: bytes, limit: int) -> bytes:

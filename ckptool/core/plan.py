@@ -90,17 +90,17 @@ class LayoutPart(NamedTuple):
 class Group:
     """Parts that are cut in step, ``rows`` rows a tile; or one part by itself where it is 0."""
 
-    spots: tuple[LayoutPart, ...]
+    parts: tuple[LayoutPart, ...]
     rows: int
 
     def tile_counts(self, limit: int) -> Iterator[tuple[int, int]]:
         """Yield each part's file, and the number of its tiles."""
-        for spot in self.spots:
-            shape = spot.part.shape
+        for place in self.parts:
+            shape = place.part.shape
             if self.rows:
-                yield spot.file, -(-shape[0] // self.rows)
+                yield place.file, -(-shape[0] // self.rows)
             else:
-                yield spot.file, tile_count(shape, spot.part.itemsize, limit)
+                yield place.file, tile_count(shape, place.part.itemsize, limit)
 
 
 class Plan:
@@ -166,16 +166,16 @@ class Plan:
             offset = 0
             for position, part in enumerate(parts):
                 if isinstance(part, Data | Scattered):
-                    spot = LayoutPart(number, position, offset, part)
-                    by_rows.setdefault(_rows_of(spot), []).append(spot)
+                    place = LayoutPart(number, position, offset, part)
+                    by_rows.setdefault(_rows_of(place), []).append(place)
                 offset += part.nbytes
-        return [group for spots in by_rows.values() for group in _group(spots, limit)]
+        return [group for places in by_rows.values() for group in _group(places, limit)]
 
     def jobs(self, group: Group, limit: int) -> Iterator[list[Tile]]:
         """Yield the tiles of a group, in order; those of one job read the same source rows."""
-        entry = self.catalog.tensors[group.spots[0].part.name]
+        entry = self.catalog.tensors[group.parts[0].part.name]
         index = self.index(entry)
-        runs = [_tiles_of(spot, entry, index, group.rows, limit) for spot in group.spots]
+        runs = [_tiles_of(place, entry, index, group.rows, limit) for place in group.parts]
         yield from map(list, zip(*runs, strict=True))
 
     def index(self, entry: TensorEntry) -> ChunkIndex:
@@ -185,27 +185,27 @@ class Plan:
         return self._indexes[entry.name]
 
 
-def _rows_of(spot: LayoutPart) -> object:
+def _rows_of(place: LayoutPart) -> object:
     """Return what the parts of one group have in common: the tensor and the rows they hold."""
-    part = spot.part
+    part = place.part
     if isinstance(part, Data) and len(part.box.lo) > 1 and part.box.volume:
         return part.name, part.box.lo[0], part.box.hi[0]
-    return spot.file, spot.position
+    return place.file, place.position
 
 
-def _group(spots: list[LayoutPart], limit: int) -> list[Group]:
+def _group(places: list[LayoutPart], limit: int) -> list[Group]:
     """Return one group, or where a row of all is more than a tile, one for each part."""
-    rows = spots[0].part.shape[0] if len(spots) > 1 else 0
-    row = sum(spot.part.nbytes for spot in spots) // max(1, rows)
+    rows = places[0].part.shape[0] if len(places) > 1 else 0
+    row = sum(place.part.nbytes for place in places) // max(1, rows)
     if rows and row <= 2 * limit:
-        return [Group(tuple(spots), 2 * limit // row)]
-    return [Group((spot,), 0) for spot in spots]
+        return [Group(tuple(places), 2 * limit // row)]
+    return [Group((place,), 0) for place in places]
 
 
 def _tiles_of(
-    spot: LayoutPart, entry: TensorEntry, index: ChunkIndex, rows: int, limit: int
+    place: LayoutPart, entry: TensorEntry, index: ChunkIndex, rows: int, limit: int
 ) -> Iterator[Tile]:
-    part, offset = spot.part, spot.offset
+    part, offset = place.part, place.offset
     shape = part.shape
     pieces = [(inner, tuple(map(sub, whole.lo, inner.lo))) for whole, inner in part.pieces]
     cut = row_tiles(shape, rows) if rows else tiles(Box.whole(shape), part.itemsize, limit)
@@ -214,7 +214,7 @@ def _tiles_of(
         volume = local.volume
         if sum(source.box.volume for source in sources) != volume:
             raise Damaged(f"{entry.name}: {local} of a local tensor {list(shape)} is not covered")
-        yield Tile(spot.file, spot.position, offset, local.shape, entry, sources)
+        yield Tile(place.file, place.position, offset, local.shape, entry, sources)
         offset += volume * part.itemsize
 
 

@@ -159,16 +159,6 @@ def narrow(entry: TensorEntry, dim: int, start: int, stop: int) -> TensorEntry:
     return _with(entry, shape, chunks)
 
 
-def split(entry: TensorEntry, dim: int, sizes: Sequence[int]) -> list[TensorEntry]:
-    """Split a dim into parts of ``sizes`` indexes; Unsupported where they are not all of it."""
-    if sum(sizes) != entry.shape[dim]:
-        raise Unsupported(
-            f"{entry.name}: {list(sizes)} do not add up to dim {dim} of {list(entry.shape)}"
-        )
-    stops = [sum(sizes[: at + 1]) for at in range(len(sizes))]
-    return [narrow(entry, dim, s - n, s) for n, s in zip(sizes, stops, strict=True)]
-
-
 def join(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
     """Join tensors one after the other along a dim, under the first one's name.
 
@@ -183,11 +173,6 @@ def join(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
         chunks += [replace(chunk, box=chunk.box.relative_to(shift)) for chunk in entry.chunks]
         length += entry.shape[dim]
     return _with(first, (*first.shape[:dim], length, *first.shape[dim + 1 :]), chunks)
-
-
-def stack(entries: Sequence[TensorEntry], dim: int = 0) -> TensorEntry:
-    """Stack tensors along a new dim, under the first one's name; Unsupported where they differ."""
-    return join([insert_dim(entry, dim) for entry in entries], dim)
 
 
 def unstack(entry: TensorEntry, dim: int = 0) -> list[TensorEntry]:

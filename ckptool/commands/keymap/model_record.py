@@ -114,8 +114,9 @@ def facts(key_map: KeyMap, records: Sequence[Record], given: Mapping[str, int]) 
 def _look_up(
     name: str, key_map: KeyMap, merged: Record, sizes: Mapping[str, int], seen: tuple[str, ...]
 ) -> int | None:
-    """Return the first size that a dim's keys and expressions give.
+    """Return the first size that a dim's keys and expressions (``a / b``, ``a * b``) give.
 
+    An expression gives none where a size of it is unknown, or does not divide.
     A dim that is as large as another by default is so only where that one is recorded: a size that
     was given says nothing of the other.
     """
@@ -124,27 +125,17 @@ def _look_up(
             return lookup
         words = lookup.split()
         known = sizes if len(words) > 1 else {}
-        size = _evaluate(words, key_map, merged, known, (*seen, name))
-        if size is not None:
-            return size
+        value, *others = (
+            _value(word, key_map, merged, known, (*seen, name)) for word in words[::2]
+        )
+        for sign, other in zip(words[1::2], others, strict=False):
+            if value is None or not other or (sign == "/" and value % other):
+                value = None
+                break
+            value = value // other if sign == "/" else value * other
+        if value is not None:
+            return value
     return None
-
-
-def _evaluate(
-    words: list[str],
-    key_map: KeyMap,
-    merged: Record,
-    sizes: Mapping[str, int],
-    seen: tuple[str, ...],
-) -> int | None:
-    """Evaluate ``a``, ``a / b`` or ``a * b``; None where a size is unknown or does not divide."""
-    value = _value(words[0], key_map, merged, sizes, seen)
-    for sign, word in zip(words[1::2], words[2::2], strict=False):
-        other = _value(word, key_map, merged, sizes, seen)
-        if value is None or not other or (sign == "/" and value % other):
-            return None
-        value = value // other if sign == "/" else value * other
-    return value
 
 
 def _value(

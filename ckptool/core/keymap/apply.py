@@ -172,8 +172,8 @@ class _Application:
         What all names of a rule number, such as layers, may differ in its other numbers: experts.
         """
         within = tuple((axis, first.binding[axis]) for axis in rule.common)
-        mine = {name for axis in rule.axes for name in axis}
-        for name in (self._numbered & mine | self._map.sizes.keys()) & sizes.keys():
+        axes = {name for axis in rule.axes for name in axis}
+        for name in (self._numbered & axes | self._map.sizes.keys()) & sizes.keys():
             of = within if name in self._numbered else ()
             size, seen = self._sizes.setdefault((name, of), (sizes[name], first.entry.name))
             if size != sizes[name]:

@@ -62,7 +62,7 @@ class Pattern:
 
     @property
     def needs(self) -> set[str]:
-        """The sizes without which a name of this kind cannot be told."""
+        """The sizes without which a name of this kind cannot be matched."""
         return {s.offset for s in self.slots if isinstance(s, Slot) and s.offset is not None}
 
     def match(self, numbers: Sequence[int], sizes: Mapping[str, int]) -> Binding | None:
@@ -189,10 +189,10 @@ class KeyMap:
 
     @property
     def axes(self) -> set[str]:
-        """The names of all axes whose sizes may be said."""
-        found = {name for rule in self.rules for axis in rule.axes for name in axis}
+        """The names of all axes whose sizes may be given."""
+        names = {name for rule in self.rules for axis in rule.axes for name in axis}
         offsets = {o for r in self.rules for p in (*r.sources, *r.targets) for o in p.needs}
-        return found | offsets | self.sizes.keys()
+        return names | offsets | self.sizes.keys()
 
     @property
     def numbered(self) -> frozenset[str]:

@@ -102,9 +102,6 @@ def split_placements(text: str) -> list[str]:
     return re.split(r",(?![^(]*\))", text)
 
 
-# Choosing
-
-
 @dataclass(frozen=True, slots=True)
 class Placer:
     """Chooses placements on ``mesh``: by rule, policy, the source's own, dim names, or fsdp."""
@@ -130,7 +127,7 @@ class Placer:
         for rule in self.rules:
             if entry.shape and fnmatchcase(entry.name, rule.glob):
                 return Choice(self._by_rule(rule, entry), f"rule {rule.glob}")
-        if is_plain(entry, catalog):
+        if entry.placements is None and catalog.mesh_source == "declared":
             return Choice(replicate(entry, self.mesh), "plain, the same on every rank")
         if self.policy is not None:
             return Choice(POLICIES[self.policy](entry, self.mesh), f"policy {self.policy}")
@@ -171,7 +168,7 @@ class Placer:
         return fsdp_last(placed, self.mesh, {at for at, name in enumerate(names) if name == "ep"})
 
     def _kept(self, entry: TensorEntry, catalog: Catalog) -> Placements | None:
-        """The source's placements, by dim name or, where the dims agree in number, by position."""
+        """Carry the source's placements over by dim name or, where as many dims, by position."""
         source = entry.mesh or catalog.mesh
         if entry.placements is None or source is None:
             return None
@@ -179,11 +176,6 @@ class Placer:
             raise Unsupported(f"{entry.name}: partial values cannot be placed")
         places = _places(source, self.mesh)
         return None if places is None else _carried(entry, source, self.mesh, places)
-
-
-def is_plain(entry: TensorEntry, catalog: Catalog) -> bool:
-    """Return whether a source that declares placements says that this tensor has none."""
-    return entry.placements is None and catalog.mesh_source == "declared"
 
 
 def _places(source: Mesh, mesh: Mesh) -> tuple[int, ...] | None:
@@ -228,8 +220,8 @@ class Placed:
         return local_shards(entry.shape, self.mesh.shape, self.placements[entry.name])
 
 
-REPLICATED = ("dp_replicate", "replicate", "pp")
-SHARDED = ("fsdp", "dp_shard", "dp", "shard", "cp", "dp_cp", "dp_shard_cp")
+_REPLICATING_DIMS = ("dp_replicate", "replicate", "pp")
+_SHARDING_DIMS = ("fsdp", "dp_shard", "dp", "shard", "cp", "dp_cp", "dp_shard_cp")
 
 
 def colwise(entry: TensorEntry) -> Placement:
@@ -242,10 +234,6 @@ def rowwise(entry: TensorEntry) -> Placement:
     return Shard(1) if len(entry.shape) > 1 else Replicate()
 
 
-def _replicated(entry: TensorEntry) -> Placement:
-    return Replicate()
-
-
 STYLES: dict[str, Callable[[TensorEntry], Placement]] = {
     "colwise": colwise,
     "rowwise": rowwise,
@@ -255,9 +243,9 @@ STYLES: dict[str, Callable[[TensorEntry], Placement]] = {
     "rowwise_split_input": rowwise,
     "local_colwise": colwise,
     "local_rowwise": rowwise,
-    "sequence_parallel": _replicated,
-    "replicated_with_grad_allreduce": _replicated,
-    "replicate": _replicated,
+    "sequence_parallel": lambda entry: Replicate(),
+    "replicated_with_grad_allreduce": lambda entry: Replicate(),
+    "replicate": lambda entry: Replicate(),
 }
 """The words of transformers' ``tp_plan`` (transformers 5) that say how a parameter is sharded."""
 
@@ -274,9 +262,6 @@ def conventional_style(name: str) -> str:
     if _COLWISE.fullmatch(stem) or _VOCABULARY.fullmatch(stem):
         return "colwise"
     return "rowwise" if _ROWWISE.fullmatch(stem) else "replicate"
-
-
-# Policies
 
 
 def fsdp(entry: TensorEntry, mesh: Mesh) -> Placements:
@@ -301,9 +286,6 @@ POLICIES: dict[str, Callable[[TensorEntry, Mesh], Placements]] = {
 }
 
 
-# Names of mesh dims
-
-
 def fsdp_last(placements: Placements, mesh: Mesh, first: set[int]) -> Placements:
     """Make FSDP cut what the mesh dims ``first`` (tensor or expert parallel) left of a tensor dim.
 
@@ -319,14 +301,14 @@ def fsdp_last(placements: Placements, mesh: Mesh, first: set[int]) -> Placements
 
 def is_conventional(mesh: Mesh) -> bool:
     """Return whether all of the mesh's dims have names that say what they do."""
-    known = (*REPLICATED, *SHARDED, "tp", "ep")
+    known = (*_REPLICATING_DIMS, *_SHARDING_DIMS, "tp", "ep")
     return mesh.names is not None and all(name in known for name in mesh.names)
 
 
 def by_dim_name(name: str, entry: TensorEntry) -> Placement:
     """Return what a conventional mesh dim (torchtitan 0.3) does to a parameter."""
-    if name in REPLICATED or not entry.shape:
+    if name in _REPLICATING_DIMS or not entry.shape:
         return Replicate()
     if name == "ep":
         return Shard(0) if ".experts." in entry.name and len(entry.shape) > 2 else Replicate()
-    return Shard(0) if name in SHARDED else Replicate()
+    return Shard(0) if name in _SHARDING_DIMS else Replicate()

@@ -81,7 +81,7 @@ def parse_tp_rules(texts: Sequence[str] | None) -> tuple[NamedRule, ...]:
 def how_to_say(name: str) -> str:
     """Return what to add to the command where nothing says how to merge ranks' shards."""
     return (
-        f"--tp-rule '{name}=RULE' says it: column (shards follow one another along dim 0), row"
+        f"--tp-rule '{name}=RULE' sets it: column (shards follow one another along dim 0), row"
         " (along dim 1), gated (in each of two halves of dim 0), replicate (all are the same), or"
         " Shard(dim)"
     )

@@ -57,11 +57,11 @@ def _of_blocks(groups: Iterable[Iterable[Run]], source: Files) -> int:
 
 def _group_runs(plan: Plan, group: Group, block: int) -> list[Run]:
     """What is read for parts that are cut in step; rows they share are read once."""
-    entry = plan.catalog.tensors[group.spots[0].part.name]
+    entry = plan.catalog.tensors[group.parts[0].part.name]
     index, itemsize = plan.index(entry), entry.source_dtype.itemsize
     alone: list[Run] = []
     shared: dict[tuple[int, int, int], Run] = {}
-    for spot in group.spots:
+    for spot in group.parts:
         for whole, _ in spot.part.pieces:
             for chunk, common in index.find(whole):
                 local = common.relative_to(chunk.box.lo)
