@@ -246,7 +246,7 @@ def bench_changes(
     baseline, allowed = Baseline.read(Path(compare)), parse_tolerance(str(tolerance))
     baseline.require_comparable(report.settings)
     measured = [result.name for result in report.results]
-    return baseline.changes(report, allowed, [*measured, *report.left_out, *report.failed])
+    return baseline.changes(report, allowed, [*measured, *report.skipped, *report.failed])
 
 
 def bench_transfer(

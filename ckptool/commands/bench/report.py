@@ -165,7 +165,7 @@ class BenchReport:
     versions: Mapping[str, str]
     limits: Limits
     results: tuple[Measured, ...]
-    left_out: Mapping[str, str]
+    skipped: Mapping[str, str]
     failed: Mapping[str, str]
 
     @property
@@ -269,7 +269,7 @@ class Baseline:
     def _compare(self, name: str, report: BenchReport, tolerance: float) -> Iterator[Change]:
         result = next((result for result in report.results if result.name == name), None)
         if result is None:
-            why = {**report.left_out, **report.failed}.get(name, "it was not measured")
+            why = {**report.skipped, **report.failed}.get(name, "it was not measured")
             yield Change(name, "check", None, None, True, why)
             return
         new = {"blocked": result.blocked_median, "durable": result.durable_median}

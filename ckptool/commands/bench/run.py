@@ -43,7 +43,7 @@ _OLDEST_TORCH = (2, 9)
 _LIBRARIES = ("torch_checkpointing", "nvidia-resiliency-ext")
 
 Progress = Callable[[Mapping[str, Any]], None]
-"""Takes what happens: ``event`` is begin, doing, measured, left-out, failed or limits."""
+"""Takes what happens: ``event`` is begin, doing, measured, skipped, failed or limits."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class WorkerEvents:
 
     limits: Limits = field(default_factory=dict)
     results: list[Measured] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
     def add(self, event: Mapping[str, Any]) -> None:
@@ -64,8 +64,8 @@ class WorkerEvents:
                 self.failed["limits"] = event["failure"]
         elif kind == "measured":
             self.results.append(Measured.of_event(event))
-        elif kind == "left-out":
-            self.left_out[event["name"]] = event["reason"]
+        elif kind == "skipped":
+            self.skipped[event["name"]] = event["reason"]
         elif kind == "failed":
             self.failed[event["name"]] = event["reason"]
 
@@ -116,7 +116,7 @@ class PreparedBench:
 
     def _report(self, events: WorkerEvents) -> BenchReport:
         if not events.results:
-            reasons = (events.failed | events.left_out).items()
+            reasons = (events.failed | events.skipped).items()
             lines = "\n".join(f"  - {name}: {reason}" for name, reason in reasons)
             raise TransferError(f"nothing could be measured\n{lines}".rstrip())
         clients = () if isinstance(self.out, Path) else store_clients(self.out)
@@ -126,7 +126,7 @@ class PreparedBench:
             versions=list_versions("torch", "safetensors", "numpy", *_LIBRARIES, *clients),
             limits=events.limits,
             results=tuple(events.results),
-            left_out=events.left_out,
+            skipped=events.skipped,
             failed=events.failed,
         )
 

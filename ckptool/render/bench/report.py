@@ -60,7 +60,7 @@ def bench_progress(names: int, saves: int, *, quiet: bool) -> Iterator[OnEvent]:
 
         def show(event: Mapping[str, Any]) -> None:
             kind = event["event"]
-            if kind in ("measured", "left-out", "failed"):
+            if kind in ("measured", "skipped", "failed"):
                 bar.advance(task)
             elif kind in ("begin", "doing"):
                 bar.update(task, description=_describe(event, saves))
@@ -209,7 +209,7 @@ def _notes(report: BenchReport) -> list[Text]:
     if any(result.consistency.at_once for result in report.results):
         kinds.insert(0, ("once staged", "yellow", _ONCE_STAGED))
     kinds += [("failed", "bold red", f"{n}: {reason}") for n, reason in report.failed.items()]
-    kinds += [("skipped", "yellow", f"{n}: {r}") for n, r in report.left_out.items()]
+    kinds += [("skipped", "yellow", f"{n}: {r}") for n, r in report.skipped.items()]
     lines = [Text.assemble("  ", (f"{k}: ", style), visible(words)) for k, style, words in kinds]
     return [*lines, Text()] if lines else []
 
@@ -263,7 +263,7 @@ def bench_json(report: BenchReport, changes: Sequence[Change] | None = None) -> 
         "settings": asdict(report.settings),
         "limits": dict(report.limits),
         "strategies": [_strategy(report, result) for result in report.ranked],
-        "skipped": dict(report.left_out),
+        "skipped": dict(report.skipped),
         "failed": dict(report.failed),
         "best": best.name if best else None,
         "advice": advice(report),

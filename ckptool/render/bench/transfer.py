@@ -18,15 +18,15 @@ def show_transfer_bench(report: TransferBenchReport) -> None:
     """Show what was measured and where, the rows, and what was skipped."""
     screen = console()
     blank = Text()
-    left_out = [
+    skipped = [
         Text.assemble("  ", ("skipped: ", "yellow"), visible(f"{name}: {reason}"))
-        for name, reason in report.left_out.items()
+        for name, reason in report.skipped.items()
     ]
     rows = [[Text(heading, "bold") for heading in _HEADINGS]]
     for result in report.results:
         rows += _rows(report, result)
     emit(screen, [*_heading(report), blank, *columns(screen, rows, "lrrrrl")])
-    emit(screen, [blank, *left_out] if left_out else [])
+    emit(screen, [blank, *skipped] if skipped else [])
 
 
 def _heading(report: TransferBenchReport) -> list[Text]:
@@ -92,7 +92,7 @@ def transfer_bench_json(report: TransferBenchReport) -> dict[str, Any]:
             "repeat": report.repeat,
         },
         "rows": [_row_json(report, result) for result in report.results],
-        "skipped": dict(report.left_out),
+        "skipped": dict(report.skipped),
     }
 
 

@@ -55,7 +55,7 @@ def report(*results: Measured, **more: Any) -> BenchReport:
         "machine": {"cores": 2, "processor": "P", "memory_bytes": GIB, "filesystem": "ext4"},
         "versions": {"torch": "2.13.0"},
         "limits": limits,
-        "left_out": {},
+        "skipped": {},
         "failed": {},
     }
     return BenchReport(settings=settings, results=results, **{**facts, **more})

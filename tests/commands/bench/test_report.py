@@ -116,7 +116,7 @@ def test_the_screen_names_everything(capsys: pytest.CaptureFixture[str]) -> None
         FAST,
         DIRTY,
         aborted=True,
-        left_out={"nvrx": "not installed"},
+        skipped={"nvrx": "not installed"},
         failed={"direct": "rank 0: OSError"},
     )
     screen = shown(found, capsys)

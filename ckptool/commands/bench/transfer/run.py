@@ -105,7 +105,7 @@ class TransferBenchReport:
     machine: Mapping[str, str | int]
     versions: Mapping[str, str]
     results: tuple[RowResult, ...]
-    left_out: Mapping[str, str]
+    skipped: Mapping[str, str]
 
     def ratios(self, result: RowResult) -> tuple[Ratio, ...]:
         """Return the row against each of its peers that was measured."""
@@ -139,8 +139,8 @@ def transfer_bench(
     _require_space(workdir, nbytes, generated=source is None)
     with tempfile.TemporaryDirectory(prefix="ckptool-bench-", dir=workdir) as scratch:
         paths = _prepare_paths(rows, opened, size, Path(scratch), has_torch, progress)
-        left_out = _find_impossible(rows, paths, has_torch=has_torch, dcp=dcp)
-        results = _measure(rows, paths, repeat, left_out, progress)
+        skipped = _find_impossible(rows, paths, has_torch=has_torch, dcp=dcp)
+        results = _measure(rows, paths, repeat, skipped, progress)
         measured = Path(paths["{source}"])
         return TransferBenchReport(
             source=str(source) if source else f"written by torch on {RANKS} gloo ranks",
@@ -151,7 +151,7 @@ def transfer_bench(
             machine=describe_machine(workdir),
             versions=list_versions("torch", "safetensors", "numpy") | {"cp": _version_of_cp()},
             results=results,
-            left_out=left_out,
+            skipped=skipped,
         )
 
 
@@ -221,31 +221,31 @@ def _find_impossible(
     rows: tuple[Row, ...], paths: Mapping[str, str], *, has_torch: bool, dcp: bool
 ) -> dict[str, str]:
     """Return the rows that cannot be measured here, with the reason."""
-    left_out: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     for row in rows:
         if row.torch and not has_torch:
-            left_out[row.name] = "torch is not installed"
+            skipped[row.name] = "torch is not installed"
         elif row.torch and "{source}" in row.command and not dcp:
-            left_out[row.name] = "torch's own tools read only its DCP format"
+            skipped[row.name] = "torch's own tools read only its DCP format"
         elif "{many}" in row.command and "{many}" not in paths:
-            left_out[row.name] = "torch is not installed to write a checkpoint"
+            skipped[row.name] = "torch is not installed to write a checkpoint"
         elif any(mark in row.command and mark not in paths for mark in OTHERS):
-            left_out[row.name] = "no checkpoint of another size is made beside a given one"
-    return left_out
+            skipped[row.name] = "no checkpoint of another size is made beside a given one"
+    return skipped
 
 
 def _measure(
     rows: tuple[Row, ...],
     paths: Mapping[str, str],
     repeat: int,
-    left_out: dict[str, str],
+    skipped: dict[str, str],
     progress: Progress,
 ) -> tuple[RowResult, ...]:
     """Measure every row once a round; a torch row that fails is left out with its error."""
     samples: dict[str, list[Sample]] = {row.name: [] for row in rows}
     for number in range(1, repeat + 1):
         for row in rows:
-            if row.name in left_out:
+            if row.name in skipped:
                 continue
             progress(f"round {number} of {repeat}: {row.name}")
             try:
@@ -253,13 +253,13 @@ def _measure(
             except TransferError as error:
                 if not row.torch:
                     raise
-                left_out[row.name] = error.message
+                skipped[row.name] = error.message
     return tuple(
         RowResult(
             row, tuple(samples[row.name]), _imports_torch(row, paths), _moved_bytes(row, paths)
         )
         for row in rows
-        if row.name not in left_out
+        if row.name not in skipped
     )
 
 

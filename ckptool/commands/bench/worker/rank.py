@@ -98,7 +98,7 @@ class Rank:
         answer = self._run_in_child(f"{name}-ask", partial(self.jobs.ask, name))
         reason, remark = answer.value or (answer.failure, None)
         if reason:
-            return {"event": "left-out", **facts, "reason": reason}
+            return {"event": "skipped", **facts, "reason": reason}
         result = self.run_job(name, partial(self.jobs.measure, name), measure=True)
         if result.failure:
             return {"event": "failed", **facts, "reason": result.failure}

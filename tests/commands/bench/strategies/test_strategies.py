@@ -1,0 +1,128 @@
+"""Which strategies there are, and what each needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckptool.commands.bench.machine import installed_version
+from ckptool.commands.bench.strategies import (
+    STRATEGIES,
+    load_strategy,
+    nvrx,
+    select_strategies,
+    torch_checkpointing,
+)
+from ckptool.commands.bench.strategies.base import Place
+from ckptool.commands.bench.strategies.nvrx import Nvrx
+from ckptool.commands.bench.worker.device import Device
+from ckptool.errors import UsageError
+
+MIB = 1 << 20
+
+
+def test_all_unless_told() -> None:
+    assert select_strategies(()) == list(STRATEGIES)
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["torch-save"], ["torch-save"]),
+        (["dcp-sync", "torch-save", "dcp-sync"], ["dcp-sync", "torch-save"]),
+        (["experimental-*"], ["experimental-sync", "experimental-async"]),
+        (["dcp-async-thread/default"], ["dcp-async-thread/default"]),
+        (["bench_savers:Dirty"], ["bench_savers:Dirty"]),
+    ],
+)
+def test_names_families_globs_and_own_savers(words: list[str], names: list[str]) -> None:
+    assert select_strategies(words) == names
+
+
+def test_a_family_is_all_its_variants() -> None:
+    found = [name.partition("/")[2] for name in select_strategies(["dcp-async-process"])]
+    stagings = ("default", "pinned", "async")
+    assert found == [f"{staging}{cache}" for staging in stagings for cache in ("", "+cached")]
+
+
+@pytest.mark.parametrize("word", ["dcp-asink", "dcp-async-thread/never", ""])
+def test_what_is_no_strategy_is_refused_with_those_there_are(word: str) -> None:
+    with pytest.raises(UsageError, match="no such strategy") as refused:
+        select_strategies([word])
+    assert "dcp-async-process" in (refused.value.hint or "")
+
+
+@pytest.mark.parametrize("name", ["no_such_module:Saver", "json:Saver"])
+def test_an_own_saver_that_is_not_there(name: str) -> None:
+    with pytest.raises(UsageError, match=name):
+        load_strategy(name)
+
+
+def test_names_are_unique_and_every_strategy_says_what_it_is() -> None:
+    assert all(name == item.name and item.says for name, item in STRATEGIES.items())
+
+
+def place(shared_free: int, device: str = "cpu") -> Place:
+    return Place(Device(device, 0), 2, 1000 * MIB, shared_free, Path("/tmp"))
+
+
+def test_staging_in_shared_memory_wants_room_there() -> None:
+    pytest.importorskip("torch")
+    process = STRATEGIES["dcp-async-process/default"]
+    reason = process.unavailable(place(64 * MIB))
+    assert reason == "/dev/shm has 67,108,864 bytes free, staging needs 1,048,576,000"
+    assert process.unavailable(place(2000 * MIB)) is None
+    assert STRATEGIES["dcp-async-thread/default"].unavailable(place(0)) is None
+
+
+def test_what_is_not_installed_is_not_available() -> None:
+    for name, package in (("torch-checkpointing/buffered", "torch_checkpointing"),
+                          ("nvrx/persistent+multi-process", "nvidia-resiliency-ext")):  # fmt: skip
+        reason = STRATEGIES[name].unavailable(place(2000 * MIB))
+        assert (reason is None) == (installed_version(package) is not None)
+        assert reason is None or "is not installed" in reason
+
+
+class OldWriter:
+    """As in nvidia-resiliency-ext 0.4: it writes by processes, and is not told how."""
+
+    def __init__(self, path: str, *words: object, **options: object) -> None: ...
+
+
+class NewWriter:
+    """As in later ones: by threads unless told otherwise."""
+
+    def __init__(
+        self, path: str, *words: object, is_multiproc_io: bool = False, **options: object
+    ) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("writer", "told", "threads"),
+    [
+        (OldWriter, {}, "writes files by processes alone"),
+        (NewWriter, {"is_multiproc_io": True}, None),
+    ],
+)
+def test_nvrx_is_told_how_to_write_where_it_can_be(
+    writer: type, told: dict[str, bool], threads: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvrx, "_writer", lambda: writer)
+    monkeypatch.setattr(nvrx, "installed_version", lambda name: "0.x")
+    assert Nvrx(persistent=True, files=2)._io == told
+    reason = Nvrx(persistent=True, files=2, threaded=True).unavailable(place(2000 * MIB))
+    assert reason is None if threads is None else threads in (reason or "")
+
+
+def test_direct_io_needs_a_file_system_that_accepts_unaligned_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_checkpointing, "installed_version", lambda name: "0.1.1")
+    monkeypatch.setattr(torch_checkpointing, "_accepts_unaligned", lambda folder: False)
+    direct = STRATEGIES["torch-checkpointing/direct"].unavailable(place(2000 * MIB))
+    assert "O_DIRECT" in (direct or "")
+    assert STRATEGIES["torch-checkpointing/buffered"].unavailable(place(2000 * MIB)) is None
+    monkeypatch.undo()
+    torch_checkpointing._accepts_unaligned(tmp_path)
+    assert list(tmp_path.iterdir()) == []
