@@ -1,9 +1,7 @@
 """The torch.save archives of a checkpoint: their directories, headers, pickles and records.
 
-Archives that differ from one that was found sound in their storages and checksums alone.
-
-A DCP folder has an archive an item, and those of tensors of one shape and type are alike byte for
-byte but for these: what was looked at in the one need not be looked at in the next.
+A DCP folder has an archive an item, and those of tensors of one shape and type are equal byte for
+byte but for their storages and checksums: what was checked in the one is not checked in the next.
 """
 
 from __future__ import annotations
@@ -49,51 +47,48 @@ class ArchiveCheck:
     def __init__(self, source: Source, pickles: PickleAudit) -> None:
         self._source = source
         self._pickles = pickles
+        self._templates = ArchiveTemplates()
         self.problems: list[Problem] = []
         self.spans: list[Span] = []
-        self.unchecked: set[str] = set()
-        self._sound = SoundArchives()
 
     def look_at(self, item: Container) -> bool:
-        """Check one archive; whether its directory could be read."""
+        """Check one archive; return whether its directory could be read."""
+        limit = max(_LEAST_LIMIT, _MOST_INFLATED * item.nbytes)
         try:
             with coded("zip-structure", file=item.file):
-                region = self._region(item)
-                alike = self._sound.again(region)
-                if alike is None:
+                region = item_region(self._source, item, "an item", limit, _EDGE)
+                records = self._templates.match(region)
+                if records is None:
                     self._look_at_all(item, region, list(read_directory(region).values()))
                 else:
-                    self._look_into(item, region, alike, has_crc=True)
+                    self._look_into(item, region, records, has_crc=True)
         except CkptoolError as error:
             self.problems += error.problems
             return False
         return True
 
     def _look_at_all(self, item: Container, region: Region, records: list[ZipRecord]) -> None:
-        """Everything about an archive that is like none before it."""
+        """Check everything about an archive that is like none before it."""
         before = len(self.problems)
         is_file = item.nbytes == self._source.files.get(item.file)
         self.problems += _of_another_name(item.file, records, self._source) if is_file else []
-        self.problems += header_problems(region, _in_reach(region, records))
-        self.problems += _unclaimed(region, records)
+        self.problems += header_problems(region, _with_header_at_hand(region, records))
+        if spare := unclaimed_bytes(region, records):
+            message = f"{region.what}: {spare:,} of its {region.nbytes:,} bytes"
+            message += " are not used by any record"
+            self.problems.append(Problem(message, "bytes-unused", file=region.file))
         has_crc = has_checksums(records)
         is_plain = self._look_into(item, region, records, has_crc=has_crc)
         if has_crc and is_plain and not is_file and len(self.problems) == before:
-            self._sound.learn(region, records)
-
-    def _region(self, item: Container) -> Region:
-        limit = max(_LEAST_LIMIT, _MOST_INFLATED * item.nbytes)
-        return item_region(self._source, item, "an item", limit, _EDGE)
+            self._templates.add(region, records)
 
     def _look_into(
         self, item: Container, region: Region, records: list[ZipRecord], *, has_crc: bool
     ) -> bool:
-        """Small records now, the others as spans; whether all that pickles name belongs there."""
+        """Read small records now, the others as spans; return whether pickles name nothing odd."""
         is_plain = True
         storages = [record for record in records if record.is_storage and record.size]
         are_checked = has_checksums(storages)
-        if not has_crc or (storages and not are_checked):
-            self.unchecked.add(item.file)
         self.spans += [_span(item, region, record, are_checked) for record in storages]
         for record in records:
             if record.is_storage:
@@ -107,7 +102,7 @@ class ArchiveCheck:
     def _look_at_small(
         self, item: Container, region: Region, record: ZipRecord, has_crc: bool
     ) -> bool:
-        """What is no storage is read at once: the pickle, and notes such as the byte order."""
+        """Read what is no storage at once: the pickle, and notes such as the byte order."""
         try:
             with coded("archive-content", file=item.file):
                 data = record_bytes(region, record, has_crc)
@@ -122,7 +117,7 @@ class ArchiveCheck:
 
 
 def _of_another_name(file: str, records: list[ZipRecord], source: Source) -> list[Problem]:
-    """A rank's file whose records say that it was saved as another's, which lies beside it.
+    """Return that a rank's file was saved as another's by its records, which lies beside it.
 
     torch.save calls the records of a file after it, without what follows the last dot (1.6 to
     2.13). Only the numbers in the names may differ: any other name is a person's choice.
@@ -138,16 +133,8 @@ def _of_another_name(file: str, records: list[ZipRecord], source: Source) -> lis
     return [Problem(message, "rank-copied", file=file)]
 
 
-def _unclaimed(region: Region, records: Iterable[ZipRecord]) -> list[Problem]:
-    spare = unclaimed_bytes(region, records)
-    if not spare:
-        return []
-    message = f"{region.what}: {spare:,} of its {region.nbytes:,} bytes are not used by any record"
-    return [Problem(message, "bytes-unused", file=region.file)]
-
-
-def _in_reach(region: Region, records: Iterable[ZipRecord]) -> Iterator[ZipRecord]:
-    """Records whose headers are at hand: all, but in a decoded item those near its ends."""
+def _with_header_at_hand(region: Region, records: Iterable[ZipRecord]) -> Iterator[ZipRecord]:
+    """Yield all records, but in a decoded item those near its ends: the rest is not kept."""
     is_decoded = region.source.files.get(region.file) == region.nbytes
     for record in records:
         end = record.offset + record.stored + 24
@@ -173,53 +160,54 @@ _DESCRIPTOR = b"PK\x07\x08"
 _MOST_SIZES, _MOST_OF_A_SIZE, _MOST_RECORDS = 256, 4, 32
 
 
-class _Sound(NamedTuple):
-    """The bytes of an archive that are the same in all, and the records that are not.
+class _Template(NamedTuple):
+    """An archive's bytes that are the same in all of its kind, and the records that are not.
 
     Each of these with the places that state its CRC-32.
     """
 
     spans: tuple[tuple[int, int], ...]
     fixed: bytes
-    loose: tuple[tuple[ZipRecord, tuple[int, ...]], ...]
+    variable: tuple[tuple[ZipRecord, tuple[int, ...]], ...]
 
 
-class SoundArchives:
+class ArchiveTemplates:
     """Remembers archives that have checksums, and in which nothing is wrong."""
 
     def __init__(self) -> None:
-        self._known: dict[int, list[_Sound]] = {}
+        self._by_size: dict[int, list[_Template]] = {}
 
-    def learn(self, region: Region, records: Collection[ZipRecord]) -> None:
+    def add(self, region: Region, records: Collection[ZipRecord]) -> None:
         """Remember an archive of one tensor, where all but its bytes is at hand."""
-        alike = self._known.get(region.nbytes, [])
-        is_full = len(self._known) >= _MOST_SIZES or len(alike) >= _MOST_OF_A_SIZE
+        templates = self._by_size.get(region.nbytes, [])
+        is_full = len(self._by_size) >= _MOST_SIZES or len(templates) >= _MOST_OF_A_SIZE
         if is_full or len(records) > _MOST_RECORDS:
             return
-        loose = tuple((record, _noted(region, record)) for record in records if _is_loose(record))
-        free = [(at, at + CRC32_NBYTES) for _, noted in loose for at in noted]
-        free += [(record.offset, record.offset + record.stored) for record, _ in loose]
+        variable = tuple((r, _crc_places(region, r)) for r in records if _is_variable(r))
+        free = [(at, at + CRC32_NBYTES) for _, crc_places in variable for at in crc_places]
+        free += [(record.offset, record.offset + record.stored) for record, _ in variable]
         spans = tuple(_between(sorted(free), region.nbytes))
-        stated = all(region.crc32_at(at) == record.crc32 for record, noted in loose for at in noted)
+        stated = all(region.crc32_at(at) == r.crc32 for r, places in variable for at in places)
         if stated and all(starmap(region.is_at_hand, spans)):
-            self._known[region.nbytes] = [*alike, _Sound(spans, region.joined(spans), loose)]
+            template = _Template(spans, region.joined(spans), variable)
+            self._by_size[region.nbytes] = [*templates, template]
 
-    def again(self, region: Region) -> list[ZipRecord] | None:
-        """What must still be read of an archive that is alike; None where none is known."""
-        for known in self._known.get(region.nbytes, ()):
-            if region.joined(known.spans) == known.fixed:
-                found = [_as_here(region, *loose) for loose in known.loose]
-                return None if None in found else [record for record in found if record]
+    def match(self, region: Region) -> list[ZipRecord] | None:
+        """Return what must still be read of an archive of a known kind, None for any other."""
+        for template in self._by_size.get(region.nbytes, ()):
+            if region.joined(template.spans) == template.fixed:
+                records = [_with_own_crc(region, *variable) for variable in template.variable]
+                return None if None in records else [record for record in records if record]
         return None
 
 
-def _is_loose(record: ZipRecord) -> bool:
-    """Storages, and the checksum over all of them."""
+def _is_variable(record: ZipRecord) -> bool:
+    """Return whether a record is a storage, or the checksum over all of them."""
     return record.is_storage or record.name.endswith("/.data/serialization_id")
 
 
-def _noted(region: Region, record: ZipRecord) -> tuple[int, ...]:
-    """Where the CRC-32 of a record is stated: in the directory, and in what stands beside it."""
+def _crc_places(region: Region, record: ZipRecord) -> tuple[int, ...]:
+    """Return where the CRC-32 of a record is stated: in the directory, and beside its bytes."""
     if not record.flags & STREAMED:
         return record.noted, record.header + _IN_LOCAL_HEADER
     descriptor = record.offset + record.stored
@@ -227,14 +215,16 @@ def _noted(region: Region, record: ZipRecord) -> tuple[int, ...]:
     return record.noted, descriptor + len(_DESCRIPTOR) * is_marked
 
 
-def _as_here(region: Region, record: ZipRecord, noted: tuple[int, ...]) -> ZipRecord | None:
-    """The record with the CRC-32 of this archive, if all places state one."""
-    first, *others = (region.crc32_at(at) for at in noted)
+def _with_own_crc(
+    region: Region, record: ZipRecord, crc_places: tuple[int, ...]
+) -> ZipRecord | None:
+    """Return the record with the CRC-32 of this archive, None where two places differ in it."""
+    first, *others = (region.crc32_at(at) for at in crc_places)
     return replace(record, crc32=first) if all(other == first for other in others) else None
 
 
 def _between(free: Iterable[tuple[int, int]], nbytes: int) -> Iterator[tuple[int, int]]:
-    """What lies between these spans, which are in order, up to ``nbytes``."""
+    """Yield what lies between these spans, which are in order, up to ``nbytes``."""
     position = 0
     for start, end in free:
         if start > position:

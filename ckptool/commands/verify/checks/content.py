@@ -1,4 +1,4 @@
-"""The content of tensors: read once, compared with its checksums, replicas and sense."""
+"""Where the content of tensors lies, so that it is read once, and what is odd in it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Where = str | Packing
 def located(
     format_: Format, source: Files, catalog: Catalog, chosen: Callable[[Container], bool]
 ) -> tuple[dict[str, TensorEntry], list[Problem]]:
-    """The tensors with their containers opened; what cannot be opened is left out."""
+    """Return the tensors with their containers opened, and why others cannot be."""
     problems: list[Problem] = []
     tensors: dict[str, TensorEntry] = {}
     bare = replace(catalog, objects={})
@@ -39,14 +39,14 @@ def located(
             tensors |= opened.tensors
             problems += [Problem(note, "note") for note in opened.notes[len(bare.notes) :]]
         except CkptoolError:
-            found, wrong = _opened_one_by_one(format_, source, bare, whole)
-            tensors[name] = replace(entry, chunks=tuple(found))
-            problems += wrong
+            chunks, damage = _opened_one_by_one(format_, source, bare, whole)
+            tensors[name] = replace(entry, chunks=tuple(chunks))
+            problems += damage
     return tensors, problems
 
 
 def _opened(format_: Format, source: Files, catalog: Catalog, entry: TensorEntry) -> Catalog:
-    """The catalog of one tensor, or of those that it turns out to wrap."""
+    """Return the catalog of one tensor, or of those that it turns out to wrap."""
     catalog = catalog.with_tensors({entry.name: entry})
     if format_.locate is None or not any(isinstance(chunk.at, Container) for chunk in entry.chunks):
         return catalog
@@ -60,8 +60,8 @@ def _opened_one_by_one(
     problems: list[Problem] = []
     for chunk in entry.chunks:
         try:
-            one = _opened(format_, source, catalog, replace(entry, chunks=(chunk,)))
-            chunks += one.tensors[entry.name].chunks
+            opened = _opened(format_, source, catalog, replace(entry, chunks=(chunk,)))
+            chunks += opened.tensors[entry.name].chunks
         except CkptoolError as error:
             problems += error.problems
     return chunks, problems
@@ -76,15 +76,15 @@ class Views:
 
     @classmethod
     def of(cls, entries: Iterable[TensorEntry]) -> Views:
-        """All places of all entries, each once."""
+        """Return all places of all entries, each once."""
         views = cls()
         seen: set[object] = set()
         for entry in entries:
             for chunk in entry.chunks:
                 for at in (chunk.at, *(copy.at for copy in chunk.copies)):
-                    spot = (at, chunk.box.shape)
-                    if chunk.box.volume and spot not in seen:
-                        seen.add(spot)
+                    key = (at, chunk.box.shape)
+                    if chunk.box.volume and key not in seen:
+                        seen.add(key)
                         views._add(entry, chunk.box, at)
         return views
 
@@ -100,7 +100,7 @@ class Views:
 
 
 def _run(at: Place, shape: tuple[int, ...], itemsize: int) -> tuple[_Where, int, int] | None:
-    """Where the elements lie and their bytes, if they fill one run, in any order, or again."""
+    """Return where the elements lie and their bytes, if they fill one run, in any order."""
     if isinstance(at, Container | Scaled) or at.ops:
         return None
     nbytes = itemsize + sum((n - 1) * s for n, s in zip(shape, at.strides, strict=True))
@@ -112,23 +112,24 @@ def _run(at: Place, shape: tuple[int, ...], itemsize: int) -> tuple[_Where, int,
 
 
 def attach(views: Views, spans: list[Span]) -> list[Span]:
-    """Put each view into the span that holds it; returns spans of their own for the others."""
+    """Put each view into the span that holds it; return spans of their own for the others."""
     by_place: dict[_Where, list[Span]] = defaultdict(list)
     for span in spans:
         by_place[span.packing or span.file].append(span)
-    for held in by_place.values():
-        held.sort(key=lambda span: span.offset)
-    loose = []
-    for where, found in views.runs.items():
-        held = by_place.get(where, [])
-        starts = [span.offset for span in held]
-        alone = [view for view in found if not _placed(view, held, starts)]
+    for inside in by_place.values():
+        inside.sort(key=lambda span: span.offset)
+    own = []
+    for where, runs in views.runs.items():
+        inside = by_place.get(where, [])
+        starts = [span.offset for span in inside]
+        others = [view for view in runs if not _place(view, inside, starts)]
         if isinstance(where, str):
-            loose += list(_own_spans(where, alone))
-    return loose
+            own += list(_own_spans(where, others))
+    return own
 
 
-def _placed(view: View, spans: list[Span], starts: list[int]) -> bool:
+def _place(view: View, spans: list[Span], starts: list[int]) -> bool:
+    """Put a view into the span that holds it; return whether there is one."""
     at = bisect_right(starts, view.start) - 1
     if at < 0 or view.start + view.nbytes > spans[at].end:
         return False
@@ -138,7 +139,7 @@ def _placed(view: View, spans: list[Span], starts: list[int]) -> bool:
 
 
 def _own_spans(file: str, views: list[View]) -> Iterator[Span]:
-    """Spans without a checksum: one a tensor, or one for tensors that share bytes."""
+    """Yield spans without a checksum: one a tensor, or one for tensors that share bytes."""
     current: Span | None = None
     for view in sorted(views, key=lambda view: (view.start, -view.nbytes)):
         aligned = current is not None and not (view.start - current.offset) % view.dtype.itemsize

@@ -28,7 +28,7 @@ _CLOCK = 2.0
 
 
 def name_problems(source: Source, row: Format, catalog: Catalog | None) -> list[Problem]:
-    """Return what names and sizes alone show: empty files, and files whose writing never ended.
+    """Return what names and sizes alone show: empty files, and files of an unfinished write.
 
     Names of files that a catalog calls bare show nothing: they are tensors' names.
     """
@@ -114,7 +114,6 @@ class FileCheck:
         self._pickles = PickleAudit()
         self._archives = ArchiveCheck(source, self._pickles)
         self._problems: list[Problem] = []
-        self.unchecked: set[str] = self._archives.unchecked
 
     @property
     def spans(self) -> list[Span]:
@@ -126,21 +125,21 @@ class FileCheck:
 
     @property
     def pickle_problems(self) -> list[Problem]:
-        """What the pickles name that does not belong in them."""
+        """Return what the pickles name that does not belong in them."""
         return self._pickles.problems
 
     def look_at_metadata(self, catalog: Catalog | None) -> None:
-        """Metadata files, and whole-file archives: what ``--quick`` reads too."""
+        """Check metadata files, and whole-file archives: what ``--quick`` reads too."""
         inner = {item.file for item in catalog.archives} | catalog.bare if catalog else set()
         named = catalog.named if catalog else {}
-        for file, found in named.items():
-            self._pickles.note({Global(*name): at for name, at in found.items()}, file, 0)
+        for file, names in named.items():
+            self._pickles.note({Global(*name): at for name, at in names.items()}, file, 0)
         for file in self._files(catalog):
             if file not in inner and file not in named:
                 self._attempt(file, self._look_at)
 
     def look_at_items(self, catalog: Catalog | None) -> None:
-        """The archives inside larger files, as metadata says or as they are found."""
+        """Check the archives inside larger files, where metadata says or where they are found."""
         if catalog is None:
             for file in self._source.files:
                 if self._role(file) is FileRole.ITEMS:
@@ -152,22 +151,18 @@ class FileCheck:
         for file, items in by_file.items():
             chosen = [item for item in items if self._chosen(item)]
             expect_edges(self._source, ((file, item.offset, item.nbytes) for item in chosen))
-            whole = [self._archives.look_at(item) for item in chosen]
-            if not all(whole):
+            are_readable = [self._archives.look_at(item) for item in chosen]
+            if not all(are_readable):
                 self._compare_with_found(file, items)
             self._require_claimed(file, items)
 
     def _files(self, catalog: Catalog | None) -> list[str]:
-        """The files that count: those of the catalog and metadata, or all where there is none."""
+        """Return the files of the catalog and metadata, or all where there is no catalog."""
+        files = self._source.files
         if catalog is None:
-            return list(self._source.files)
-        return [
-            file
-            for file in self._source.files
-            if file in catalog.files
-            or file in catalog.copies
-            or self._role(file) is FileRole.METADATA
-        ]
+            return list(files)
+        named = catalog.files.keys() | catalog.copies
+        return [f for f in files if f in named or self._role(f) is FileRole.METADATA]
 
     def _role(self, file: str) -> FileRole | None:
         rule = file_rule(self._format, file)
@@ -191,10 +186,11 @@ class FileCheck:
             self._look_at_torch_file(file, size)
 
     def _look_at_safetensors(self, file: str) -> None:
-        found = read_safetensors(self._source, file).tensors
-        unaligned = [n for n, item in found.items() if item.at.offset % item.dtype.itemsize]
+        tensors = read_safetensors(self._source, file).tensors
+        unaligned = [n for n, item in tensors.items() if item.at.offset % item.dtype.itemsize]
         if unaligned:
-            message = f"{file}: {len(unaligned):,} of {len(found):,} tensors, first {unaligned[0]}"
+            counts = f"{len(unaligned):,} of {len(tensors):,} tensors"
+            message = f"{file}: {counts}, first {unaligned[0]}"
             self._problems.append(Problem(message, "safetensors-unaligned", file=file))
 
     def _look_at_torch_file(self, file: str, size: int) -> None:
@@ -202,50 +198,45 @@ class FileCheck:
         if is_zip(head):
             self._archives.look_at(Container(file, 0, size))
         elif is_legacy(head):
-            self.unchecked.add(file)
             data = self._source.read(file, 0, min(size, _LEGACY_HEAD))
             self._pickles.look_at(data, file, 0, pickles=5)
-            self._require_all_claimed(file, size)
+            storages = read_torch_file(self._source, file).storages.values()
+            spare = size - max((each.offset + each.nbytes for each in storages), default=size)
+            self._note_unused(file, spare, "any storage")
         elif file.endswith(tuple(single_file_suffixes())):
             read_torch_file(self._source, file)
 
-    def _require_all_claimed(self, file: str, size: int) -> None:
-        """Bytes behind the last storage of a legacy stream."""
-        held = read_torch_file(self._source, file).storages.values()
-        spare = size - max((one.offset + one.nbytes for one in held), default=size)
+    def _note_unused(self, file: str, spare: int, by: str) -> None:
         if spare:
-            message = f"{file}: {spare:,} of its {size:,} bytes are not used by any storage"
+            size = self._source.files.get(file, 0)
+            message = f"{file}: {spare:,} of its {size:,} bytes are not used by {by}"
             self._problems.append(Problem(message, "bytes-unused", file=file))
 
     def _look_for_archives(self, file: str) -> None:
-        held = 0
+        spare = self._source.files[file]
         for item in find_archives(self._source, file):
             self._archives.look_at(item)
-            held += item.nbytes
-        spare = self._source.files[file] - held
+            spare -= item.nbytes
         if spare:
             message = f"{file}: {spare:,} of its bytes are not a complete torch.save archive"
             raise Damaged(message, "file-truncated", file=file)
 
     def _compare_with_found(self, file: str, items: list[Container]) -> None:
-        """Where items are not as said: whether the file is whole, but of another save."""
-        found = {(item.offset, item.nbytes) for item in find_archives(self._source, file)}
-        strangers = found - {(item.offset, item.nbytes) for item in items}
-        if len(strangers) * 2 > len(found):
+        """Note a file whose archives are not where metadata says: it is of another save."""
+        places = {(item.offset, item.nbytes) for item in find_archives(self._source, file)}
+        strangers = places - {(item.offset, item.nbytes) for item in items}
+        if len(strangers) * 2 > len(places):
             message = (
-                f"{file}: {len(strangers):,} of its {len(found):,} archives are at offsets"
+                f"{file}: {len(strangers):,} of its {len(places):,} archives are at offsets"
                 " that the metadata does not name: it is of another save"
             )
             self._problems.append(Problem(message, "overwrite-interrupted", file=file))
 
     def _require_claimed(self, file: str, items: list[Container]) -> None:
-        """Bytes between and behind the items of a file."""
-        size = self._source.files.get(file, 0)
+        """Note bytes between and behind the items of a file."""
         spare, position = 0, 0
         for start, end in sorted((item.offset, item.offset + item.nbytes) for item in items):
             spare += max(0, start - position)
             position = max(position, end)
-        spare += max(0, size - position)
-        if spare:
-            message = f"{file}: {spare:,} of its {size:,} bytes are not used by the metadata"
-            self._problems.append(Problem(message, "bytes-unused", file=file))
+        spare += max(0, self._source.files.get(file, 0) - position)
+        self._note_unused(file, spare, "the metadata")

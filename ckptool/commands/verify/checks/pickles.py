@@ -1,7 +1,4 @@
-"""What the pickles of a checkpoint name, and where.
-
-Whether the values beside the tensors are what a checkpoint holds, or a trap.
-"""
+"""What the pickles of a checkpoint name, and whether the values that they make are a trap."""
 
 from __future__ import annotations
 
@@ -30,14 +27,14 @@ class PickleAudit:
         self._small: dict[bytes, dict[Global, int]] = {}
 
     def look_at(self, data: bytes, file: str, offset: int | None, *, pickles: int = 1) -> bool:
-        """``pickles`` in a row, from ``offset`` of the file; None where they are compressed.
+        """Check so many ``pickles`` in a row; return whether all that they name belongs there.
 
-        Returns whether all that they name belongs there.
+        They begin at ``offset`` of the file, None where they are compressed.
         """
         return self.note(self._named(data, pickles), file, offset)
 
     def note(self, named: Mapping[Global, int], file: str, offset: int | None) -> bool:
-        """What a pickle was seen to name, as ``look_at`` does."""
+        """Check what a pickle was seen to name, as ``look_at`` does."""
         belongs = True
         for item, at in named.items():
             hostile = can_run_code(item) and item.name != "getattr"
@@ -50,7 +47,7 @@ class PickleAudit:
         return belongs
 
     def _named(self, data: bytes, pickles: int) -> dict[Global, int]:
-        """Small pickles are alike by the thousand, so what they name is remembered."""
+        """Return what pickles name; it is remembered of small ones, alike by the thousand."""
         if len(data) > _SMALL or pickles > 1:
             return named_globals(data, pickles=pickles)
         if data not in self._small:
@@ -74,7 +71,7 @@ _DEEPEST = 100
 
 
 def odd_values(objects: Iterable[ObjectEntry]) -> list[Problem]:
-    """Values that unfold to far more than they are, or that would call what is no function."""
+    """Return values that unfold to far more than they are, or would call what is no function."""
     problems = []
     walk = _Walk()
     for entry in objects:
@@ -94,22 +91,17 @@ class _Walk:
         self._endless = self._computed = False
 
     def oddities(self, value: Any) -> Iterator[tuple[str, str]]:
-        """The codes that a value deserves, and why."""
+        """Yield the codes that a value deserves, and why."""
         self._deepest, self._endless, self._computed = 0, False, False
         size = self._expansion.parts(value)
         self._descend(value)
         if self._endless:
             yield "pickle-bomb", "a value that contains itself"
         elif self._deepest > _DEEPEST or not self._expansion.is_bounded(size):
-            yield (
-                "pickle-bomb",
-                f"a value of {self._deepest:,} levels that unfolds to {size:,} parts",
-            )
+            levels = f"a value of {self._deepest:,} levels"
+            yield "pickle-bomb", f"{levels} that unfolds to {size:,} parts"
         if self._computed:
-            yield (
-                "value-suspicious",
-                "a record that would call what is not a class or function",
-            )
+            yield "value-suspicious", "a record that would call what is not a class or function"
 
     def _descend(self, value: Any) -> None:
         """Go down to each part that no value before has had."""

@@ -26,18 +26,17 @@ _FEW_VALUES = 8
 
 
 def optimizer_problems(catalog: Catalog) -> list[Problem]:
-    """Parameters whose optimizer state lacks a part that others have, or has another shape."""
+    """Return optimizer state that lacks a part that others have, or differs in shape."""
     states = _states(catalog)
-    by_kind = _states_by_kind(catalog)
     return [
         *_incomplete(states, catalog.conflicts),
-        *_incomplete(by_kind, catalog.conflicts),
+        *_incomplete(_states_by_kind(catalog), catalog.conflicts),
         *_misshapen(catalog, states),
     ]
 
 
 def _states(catalog: Catalog) -> dict[str, dict[str, TensorEntry]]:
-    """Parameter (as the optimizer calls it) to its state, by kind."""
+    """Return the state of each parameter, as the optimizer calls it, by kind."""
     states: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
     for entry in catalog.tensors.values():
         head, _, kind = entry.name.rpartition(".")
@@ -47,7 +46,7 @@ def _states(catalog: Catalog) -> dict[str, dict[str, TensorEntry]]:
 
 
 def _states_by_kind(catalog: Catalog) -> dict[str, dict[str, TensorEntry]]:
-    """The same of those that name the kind first, as DeepSpeed and Megatron do; with the weights.
+    """Return the same of names that begin with the kind (DeepSpeed, Megatron), with the weights.
 
     What has no state at all, such as a buffer, or a frozen or tied parameter, is not among them.
     """
@@ -62,7 +61,7 @@ def _states_by_kind(catalog: Catalog) -> dict[str, dict[str, TensorEntry]]:
 def _incomplete(
     states: dict[str, dict[str, TensorEntry]], conflicts: Collection[str]
 ) -> list[Problem]:
-    """State that is a part of what other parameters have; names in ``conflicts`` are there too."""
+    """Return state that is a part of what others have; names in ``conflicts`` are there too."""
     groups: dict[frozenset[str], list[str]] = defaultdict(list)
     for head, state in states.items():
         known = {kind for kind in _KINDS if f"{head}.{kind}" in conflicts}
@@ -74,9 +73,8 @@ def _incomplete(
             continue
         most = max(larger, key=lambda other: len(groups[other]))
         lacking = ", ".join(sorted(most - kinds))
-        message = (
-            f"{_some(heads)}: without {lacking}, which {len(groups[most]):,} other parameters have"
-        )
+        others = f"{len(groups[most]):,} other parameters"
+        message = f"{_some(heads)}: without {lacking}, which {others} have"
         problems.append(Problem(message, "optimizer-incomplete", tensor=heads[0]))
     return problems
 
@@ -97,36 +95,36 @@ def _misshapen(catalog: Catalog, states: dict[str, dict[str, TensorEntry]]) -> l
 
 
 def _models_by_tail(catalog: Catalog) -> dict[str, TensorEntry]:
-    """The model's tensors by their names, and by their names without the first step."""
-    found: dict[str, TensorEntry] = {}
+    """Return the model's tensors by their names, and by their names without the first step."""
+    models: dict[str, TensorEntry] = {}
     for entry in catalog.tensors.values():
         if state_category(entry) == "model":
-            found[entry.name] = entry
-            found.setdefault(entry.name.partition(".")[2], entry)
-    return found
+            models[entry.name] = entry
+            models.setdefault(entry.name.partition(".")[2], entry)
+    return models
 
 
 def _parameter(head: str, models: dict[str, TensorEntry]) -> TensorEntry | None:
-    """The parameter that ``optimizer.state.<name>`` is the state of, by its name."""
-    _, found, name = head.partition("state.")
-    return models.get(name) if found and not name.isdigit() else None
+    """Return the parameter that ``optimizer.state.<name>`` is the state of, by its name."""
+    _, state, name = head.partition("state.")
+    return models.get(name) if state and not name.isdigit() else None
 
 
 def step_problems(catalog: Catalog, located: Iterable[TensorEntry], source: Files) -> list[Problem]:
-    """Step counters that differ between parameters or ranks."""
+    """Return step counters that differ between parameters or ranks."""
     return [*_differing_objects(catalog), *_differing_tensors(located, source)]
 
 
 def _differing_objects(catalog: Catalog) -> list[Problem]:
-    """Counters of which each rank has its own (``NAME@rankR``)."""
+    """Return differing counters of which each rank has its own (``NAME@rankR``)."""
     groups: dict[str, list[str]] = defaultdict(list)
     for entry in catalog.objects.values():
         last = entry.path[-1] if entry.path else None
         if isinstance(last, RankStep) and str(last.step) in _STEPS and _is_number(entry.value):
             groups[entry.name.rpartition("@rank")[0]].append(f"{entry.value} on rank {last.rank}")
     return [
-        Problem(f"{name}: {', '.join(held[:_SHOWN])}", "steps-differ", tensor=name)
-        for name, held in groups.items()
+        Problem(f"{name}: {', '.join(counters[:_SHOWN])}", "steps-differ", tensor=name)
+        for name, counters in groups.items()
     ]
 
 
@@ -156,7 +154,7 @@ def _differing_tensors(located: Iterable[TensorEntry], source: Files) -> list[Pr
 
 
 def _only_value(entry: TensorEntry, gatherer: Gatherer) -> float | None:
-    """The value of a tensor of one element; None where it has more or cannot be read."""
+    """Return the value of a tensor of one element; None where it has more or cannot be read."""
     dtype = entry.source_dtype
     if entry.elements != 1 or not is_numeric(dtype):
         return None

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from ckptool.commands.verify.checks.archives import ArchiveCheck, SoundArchives
+from ckptool.commands.verify.checks.archives import ArchiveCheck, ArchiveTemplates
 from ckptool.commands.verify.checks.pickles import PickleAudit
 from ckptool.core.catalog import Container
 from ckptool.serialization.zip import EdgeSource, Region, read_directory
@@ -47,8 +47,8 @@ def test_a_changed_byte_shows_as_in_the_first(rows: int) -> None:
 def test_one_that_differs_in_its_values_alone_is_known() -> None:
     first, second = (saved(seed, 300) for seed in (1, 2))
     regions = [Region(EdgeSource("x", d, b"", len(d)), "x", 0, len(d)) for d in (first, second)]
-    ok = SoundArchives()
-    ok.learn(regions[0], read_directory(regions[0]).values())
-    found = ok.again(regions[1])
+    templates = ArchiveTemplates()
+    templates.add(regions[0], read_directory(regions[0]).values())
+    found = templates.match(regions[1])
     records = read_directory(regions[1])
     assert found == [records["archive/data/0"], records["archive/.data/serialization_id"]]
