@@ -54,7 +54,7 @@ def read_declared(source: Source) -> Declared | None:
     if METADATA not in source.files:
         return None
     with coded("metadata-unreadable", file=METADATA):
-        value = read_pickle(read_metadata(source, METADATA), what=METADATA).value
+        value: Any = read_pickle(read_metadata(source, METADATA), what=METADATA).value
         try:
             items = {str(item): _by_path(entry) for item, entry in value["metadata"].items()}
             return Declared(natural(value["world_size"]), items)

@@ -171,7 +171,7 @@ class Reader:
     def _parameters(self, path: Path, shards: list[Fields]) -> Catalog:
         """The scales and zero points of a quantised tensor; nothing where its shards differ."""
         opened = [self.places.opened(*self.places.span(shard["tensor"])) for shard in shards]
-        found = [quantised_parts(file.value) or {} for file in opened]
+        found: list[dict[Any, Any]] = [quantised_parts(file.value) or {} for file in opened]
         rest = [{n: part for n, part in one.items() if n != INTEGERS} for one in found]
         if len(rest) > 1 and not all(_are_numbers(one) and one == rest[0] for one in rest):
             return _NOTHING

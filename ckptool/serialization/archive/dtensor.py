@@ -31,7 +31,7 @@ from ckptool.serialization.archive.tensors import (
     sizes,
     unwrapped,
 )
-from ckptool.serialization.pickle.records import Call, Global, state_fields
+from ckptool.serialization.pickle.records import Call, Global, PickleValue, state_fields
 from ckptool.serialization.source import Source
 
 
@@ -76,7 +76,7 @@ OF_DTENSORS = ("_local_tensor", "_spec")
 Share = DTensorShare | ShardedShare | DeclaredShare
 
 
-def declared_share(value: Any, tensor: StoredTensor) -> DeclaredShare | None:
+def declared_share(value: PickleValue, tensor: StoredTensor) -> DeclaredShare | None:
     """Return the share that a plain tensor's attributes declare, or None where they do not.
 
     Raises Damaged where they contradict one another.
@@ -96,15 +96,16 @@ def declared_share(value: Any, tensor: StoredTensor) -> DeclaredShare | None:
 
 
 def sharded_share(
-    value: Any, file: TorchFile, source: Source
+    value: PickleValue, file: TorchFile, source: Source
 ) -> DTensorShare | ShardedShare | None:
     """Return the share that a tensor subclass describes, or None where it is something else.
 
     None too of a DTensor whose local tensors are of a kind that is not read.
     """
     value = unwrapped(value)
-    is_subclass = isinstance(value, Call) and value.name == "torch._tensor._rebuild_from_type_v2"
-    if not is_subclass or len(value.args) != 4:
+    if not isinstance(value, Call) or value.name != "torch._tensor._rebuild_from_type_v2":
+        return None
+    if len(value.args) != 4:
         return None
     cls, arguments, state = value.args[1:]
     if not isinstance(cls, Global) or not isinstance(arguments, tuple) or len(arguments) < 3:
@@ -120,7 +121,7 @@ def sharded_share(
 
 
 def _dtensor(
-    arguments: tuple[Any, ...], state: Any, file: TorchFile, source: Source
+    arguments: tuple[Any, ...], state: PickleValue, file: TorchFile, source: Source
 ) -> DTensorShare:
     fields = state_fields(state)
     local = plain_tensor(fields.get("_local_tensor"))
@@ -139,7 +140,7 @@ def _dtensor(
     return DTensorShare(dtype, shape, local, mesh, placements, rank, order)
 
 
-def placement(value: Any) -> Placement:
+def placement(value: PickleValue) -> Placement:
     """Read a placement record; Damaged where it is none that is known."""
     fields = value.fields if isinstance(value, Call) else {}
     name = value.function.name if isinstance(value, Call) and value.is_new else None
@@ -154,20 +155,20 @@ def placement(value: Any) -> Placement:
     raise Damaged(f"unknown placement {shown(value) if name is None else name}")
 
 
-def _dim(value: Any) -> int:
+def _dim(value: PickleValue) -> int:
     if type(value) is not int or abs(value) > 64:
         raise Damaged(f"expected a tensor dim, got {shown(value)}")
     return value
 
 
-def _shard_order(value: Any) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
+def _shard_order(value: PickleValue) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
     if not isinstance(value, tuple):
         return None
     entries = [entry.args for entry in value if isinstance(entry, Call) and len(entry.args) == 2]
     return tuple((natural(dim), sizes(mesh_dims)) for dim, mesh_dims in entries)
 
 
-def _sharded_tensor(arguments: tuple[Any, ...], state: Any) -> ShardedShare:
+def _sharded_tensor(arguments: tuple[Any, ...], state: PickleValue) -> ShardedShare:
     if not isinstance(state, tuple) or len(state) < 3 or not isinstance(state[0], list):
         raise Damaged("a ShardedTensor record without its shards")
     local = []
@@ -189,7 +190,7 @@ def _sharded_tensor(arguments: tuple[Any, ...], state: Any) -> ShardedShare:
     )
 
 
-def _shard_box(value: Any) -> tuple[Box, int | None]:
+def _shard_box(value: PickleValue) -> tuple[Box, int | None]:
     fields = call_fields(value, "ShardMetadata")
     where = fields.get("placement")
     rank = where.fields.get("_rank") if isinstance(where, Call) else None
@@ -249,7 +250,7 @@ def _mesh_of_layout(
     return Mesh(shape, names, members), rank if isinstance(rank, int) else None
 
 
-def _axes(layout: Any, ranks: int) -> list[list[int]]:
+def _axes(layout: PickleValue, ranks: int) -> list[list[int]]:
     """Return for each mesh dim the offset into the map of ``ranks`` ranks of each step along it."""
     fields = call_fields(layout, "_MeshLayout")
     if "axes" in fields:
@@ -265,7 +266,7 @@ def _axes(layout: Any, ranks: int) -> list[list[int]]:
     return [_axis_offsets(shape, stride) for shape, stride in flat_pairs]
 
 
-def flat_ints(value: Any) -> tuple[int, ...]:
+def flat_ints(value: PickleValue) -> tuple[int, ...]:
     """Return the ints of a nested tuple, in order; Damaged where there are too many."""
     ints: list[int] = []
     stack = [value]
@@ -288,7 +289,9 @@ def _axis_offsets(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
     return [sum(step) for step in itertools.product(*steps)]
 
 
-def _ints(value: Any, file: TorchFile, source: Source) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _ints(
+    value: PickleValue, file: TorchFile, source: Source
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Read shape and values, row-major, of the small integer tensor of ranks of an older mesh."""
     tensor = plain_tensor(value)
     if tensor is None or tensor.dtype.kind != "int" or len(tensor.shape) > 8:
@@ -307,14 +310,14 @@ def _ints(value: Any, file: TorchFile, source: Source) -> tuple[tuple[int, ...],
     return tensor.shape, tuple(int.from_bytes(piece, order, signed=True) for piece in pieces)
 
 
-def as_text(value: Any) -> str:
+def as_text(value: PickleValue) -> str:
     """Return a name of a pickle; Damaged where it is something else."""
     if not isinstance(value, str):
         raise Damaged(f"expected a name, got {shown(value)}")
     return value
 
 
-def call_fields(value: Any, expected: str) -> dict[str, Any]:
+def call_fields(value: PickleValue, expected: str) -> dict[str, Any]:
     """Return the attributes of a record; Damaged where it is none."""
     if not isinstance(value, Call):
         raise Damaged(f"expected a {expected} record, got {type(value).__name__}")

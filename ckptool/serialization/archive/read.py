@@ -23,7 +23,7 @@ from ckptool.errors import CkptoolError, Damaged, Problem, Unrecognised, coded
 from ckptool.serialization.archive.tensors import storage_of
 from ckptool.serialization.file_kinds import not_a, unrecognised_zip
 from ckptool.serialization.pickle.load import Loaded, Truncated, read_pickle, require_harmless
-from ckptool.serialization.pickle.records import Call, Global
+from ckptool.serialization.pickle.records import Call, Global, PickleValue
 from ckptool.serialization.source import LARGEST, Source
 from ckptool.serialization.state_dict.values import globals_in
 from ckptool.serialization.zip import (
@@ -70,7 +70,7 @@ class TorchFile:
     """
 
     what: str
-    inert: object
+    inert: PickleValue
     storages: Mapping[str, StoredBytes]
     byteorder: str
     globals: Mapping[Global, int]
@@ -79,12 +79,12 @@ class TorchFile:
     meshes: dict[Call, tuple[Mesh, int | None]] = field(default_factory=dict, compare=False)
 
     @property
-    def value(self) -> object:
+    def value(self) -> PickleValue:
         """Return what the file holds; Hostile where it names a global that can run code."""
         require_harmless(self.hostile)
         return self.inert
 
-    def narrowed(self, part: object) -> TorchFile:
+    def narrowed(self, part: PickleValue) -> TorchFile:
         """Return the file as if it held a part of its value alone, with what is hostile in that."""
         if not self.hostile:
             return replace(self, inert=part)

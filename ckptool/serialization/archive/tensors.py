@@ -21,7 +21,7 @@ from ckptool.core.box import row_major_strides
 from ckptool.core.catalog import EncodedBlob, Extent, Place, Record
 from ckptool.core.dtype import BY_NAME, BY_STORAGE, QUANTISED_STORAGES, DType
 from ckptool.errors import Damaged, coded
-from ckptool.serialization.pickle.records import TORCH_SIZE, Call, Global, Persistent
+from ckptool.serialization.pickle.records import TORCH_SIZE, Call, Global, Persistent, PickleValue
 
 if TYPE_CHECKING:
     from ckptool.serialization.archive.read import TorchFile
@@ -112,7 +112,7 @@ def storage_of(item: Persistent) -> Storage:
     return Storage(str(key), dtype, numel)
 
 
-def unwrapped(value: Any) -> Any:
+def unwrapped(value: PickleValue) -> Any:
     """Return a parameter's tensor, which ``_rebuild_parameter`` wraps; any other value itself."""
     for _ in range(8):
         if not isinstance(value, Call) or value.name not in _PARAMETER or not value.args:
@@ -121,12 +121,12 @@ def unwrapped(value: Any) -> Any:
     return value
 
 
-def is_tensor_record(value: Any) -> bool:
+def is_tensor_record(value: PickleValue) -> bool:
     """Return whether a value is what torch pickles a tensor as, of whatever kind."""
     return isinstance(value, Call) and value.name.startswith(("torch._utils.", "torch._tensor."))
 
 
-def plain_tensor(value: Any, depth: int = 4) -> StoredTensor | None:
+def plain_tensor(value: PickleValue, depth: int = 4) -> StoredTensor | None:
     """Read the tensor that a call would rebuild; None where it is no plain strided tensor.
 
     ``depth`` is how many calls may wrap one another. Raises Damaged where the record contradicts
@@ -168,38 +168,38 @@ def _strided_tensor(args: tuple[Any, ...], function: str) -> StoredTensor | None
     return StoredTensor(storage, dtype, shape, strides, natural(offset), ops)
 
 
-def attributes_of(value: Any) -> dict[str, Any]:
+def attributes_of(value: PickleValue) -> dict[str, Any]:
     """Return the attributes that a tensor's record sets on it, a parameter's own among them.
 
     Raises Damaged where there are more than any tensor has.
     """
     attributes: dict[str, Any] = {}
     for record in (value, unwrapped(value)):
-        is_set = isinstance(record, Call) and record.name in (_PARAMETER[1], _FROM_TYPE)
-        if is_set and len(record.args) == 4:
-            state = record.args[3]
-            parts = state[:2] if isinstance(state, tuple) else (state,)
-            for part in [part for part in parts if isinstance(part, dict)]:
-                if len(part) > _MOST_ATTRIBUTES:
-                    raise Damaged(f"a tensor with {len(part):,} attributes")
-                attributes |= part
+        if not isinstance(record, Call) or record.name not in (_PARAMETER[1], _FROM_TYPE):
+            continue
+        state = record.args[3] if len(record.args) == 4 else None
+        parts = state[:2] if isinstance(state, tuple) else (state,)
+        for part in [part for part in parts if isinstance(part, dict)]:
+            if len(part) > _MOST_ATTRIBUTES:
+                raise Damaged(f"a tensor with {len(part):,} attributes")
+            attributes |= part
     return attributes
 
 
-def natural(value: Any) -> int:
+def natural(value: PickleValue) -> int:
     """Return a non-negative int of a pickle; Damaged where it is something else."""
     if type(value) is not int or not 0 <= value < _LIMIT:
         raise Damaged(f"expected a size or offset, got {shown(value)}")
     return value
 
 
-def shown(value: Any) -> str:
+def shown(value: PickleValue) -> str:
     """Describe a value of a pickle: a small plain one as it is, another by its type."""
     small = isinstance(value, str) or (isinstance(value, int) and abs(value) < _LIMIT)
     return repr(value)[:80] if small or value is None else f"a {type(value).__name__}"
 
 
-def sizes(value: Any) -> tuple[int, ...]:
+def sizes(value: PickleValue) -> tuple[int, ...]:
     """Read a shape or strides: a tuple, a list or a ``torch.Size`` of non-negative ints.
 
     Raises Damaged where it is something else, or of more dims than torch has.
@@ -210,13 +210,14 @@ def sizes(value: Any) -> tuple[int, ...]:
         raise Damaged(f"expected sizes, got {type(value).__name__}")
     if len(value) > _MOST_DIMS:
         raise Damaged(f"{len(value):,} dims; torch supports up to {_MOST_DIMS}")
-    for size in value:
-        if type(size) is not int or not 0 <= size < _LIMIT:
+    numbers = tuple([size for size in value if type(size) is int and 0 <= size < _LIMIT])
+    if len(numbers) < len(value):
+        for size in value:
             natural(size)
-    return tuple(value)
+    return numbers
 
 
-def dtype_of(value: Any) -> DType:
+def dtype_of(value: PickleValue) -> DType:
     """Return the element type that a ``torch.<dtype>`` global names; Damaged for all else."""
     if isinstance(value, Global) and value.module == "torch" and value.name in BY_NAME:
         return BY_NAME[value.name]
@@ -269,7 +270,7 @@ _BY_SCHEME = {
 }
 
 
-def quantised_parts(value: Any) -> dict[str, Any] | None:
+def quantised_parts(value: PickleValue) -> dict[str, Any] | None:
     """Return the parts of a quantized tensor by name; None for every other value.
 
     None too where several numbers share a byte (``quint4x2``), or the quantizer is none of torch's
@@ -288,7 +289,7 @@ def quantised_parts(value: Any) -> dict[str, Any] | None:
     return {INTEGERS: Call(_REBUILD, value.args[:4]), **dict(zip(names, rest, strict=True))}
 
 
-def _has_whole_bytes(storage: Any) -> bool:
+def _has_whole_bytes(storage: PickleValue) -> bool:
     """Return whether a persistent id is that of a storage of integers of whole bytes."""
     value = storage.value if isinstance(storage, Persistent) else None
     cls = value[1] if isinstance(value, tuple) and len(value) > 1 else None
@@ -307,7 +308,7 @@ def quantised_notes(names: Collection[str]) -> list[str]:
     ]
 
 
-def wrapper_class(value: Any) -> Global | None:
+def wrapper_class(value: PickleValue) -> Global | None:
     """Return the class of a tensor subclass that wraps others; None for every other value.
 
     DTensors and ShardedTensors are none: what they wrap is a part of them.
@@ -322,7 +323,7 @@ def wrapper_class(value: Any) -> Global | None:
     return None if is_torchs and cls.name in ("DTensor", "ShardedTensor") else cls
 
 
-def wrapped_parts(value: Any) -> dict[str, Any] | None:
+def wrapped_parts(value: PickleValue) -> dict[str, Any] | None:
     """Return the attributes of a tensor subclass that wraps others; None where it wraps none."""
     if wrapper_class(value) is None:
         return None
@@ -330,7 +331,7 @@ def wrapped_parts(value: Any) -> dict[str, Any] | None:
     return parts if any(map(is_tensor_record, parts.values())) else None
 
 
-def outer_of(value: Any) -> tuple[DType, tuple[int, ...]] | None:
+def outer_of(value: PickleValue) -> tuple[DType, tuple[int, ...]] | None:
     """Return the element type and shape that a subclass wrapping others shows to the outside.
 
     None for every other value; Damaged where the record is none.

@@ -13,6 +13,7 @@ from ckptool.serialization.pickle.records import (
     Global,
     OrderedMapping,
     Persistent,
+    PickleValue,
 )
 
 
@@ -84,7 +85,7 @@ class Stack:
             raise self.malformed("a mark where a value is expected")
         return value
 
-    def _push(self, value: Any) -> None:
+    def _push(self, value: PickleValue) -> None:
         self._stack.append(value)
 
     def _top(self) -> Any:
@@ -158,7 +159,7 @@ class Builder(Stack):
             raise self.malformed("a STRING without quotes")
         self._old_string(line[1:-1].decode("unicode_escape").encode("latin-1"))
 
-    def _container(self, empty: Any) -> None:
+    def _container(self, empty: PickleValue) -> None:
         self._containers -= _SET_COSTS if isinstance(empty, set) else 1
         self._require_containers()
         self._push(empty)
@@ -199,7 +200,7 @@ class Builder(Stack):
             raise self.malformed("a torch.Size that is changed")
         return target
 
-    def _extend(self, values: list[Any]) -> None:
+    def _extend(self, values: list[PickleValue]) -> None:
         target = self._changed()
         if isinstance(target, list):
             target.extend(values)
@@ -208,7 +209,7 @@ class Builder(Stack):
         else:
             raise self.malformed(f"APPEND to {type(target).__name__}")
 
-    def _set_items(self, values: list[Any]) -> None:
+    def _set_items(self, values: list[PickleValue]) -> None:
         if len(values) % 2:
             raise self.malformed("a key without a value")
         target = self._changed()
@@ -255,7 +256,7 @@ class Builder(Stack):
             for key in keys:
                 self.key(key)
 
-    def key(self, key: Any) -> Any:
+    def key(self, key: PickleValue) -> PickleValue:
         """Return a value that may key a dict; charge what hashing and comparing it costs.
 
         Damaged where it is not plain, or not small.
@@ -270,7 +271,7 @@ class Builder(Stack):
             self.charge(_COST * cost * self._count_collisions(key))
         return key
 
-    def _count_collisions(self, key: tuple[Any, ...]) -> int:
+    def _count_collisions(self, key: tuple[PickleValue, ...]) -> int:
         """Count the other tuples that have had the hash of this one, which a pickle can choose."""
         chosen, identity = hash(key), hash(repr(key))
         if identity not in self._tuples:
@@ -319,6 +320,6 @@ class Builder(Stack):
     def _put(self, index: int) -> None:
         self._memo.put(index, self._top())
 
-    def _memoize(self, *values: Any) -> None:
+    def _memoize(self, *values: PickleValue) -> None:
         for value in values:
             self._memo.put(len(self._memo), value)

@@ -12,11 +12,10 @@ import hashlib
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ckptool.errors import Damaged, Hostile, Problem
 from ckptool.serialization.pickle.machine import HOSTILE_HINT, Machine
-from ckptool.serialization.pickle.records import Global, Persistent
+from ckptool.serialization.pickle.records import Global, Persistent, PickleValue
 
 
 class Truncated(Damaged):
@@ -32,7 +31,7 @@ class Loaded:
     globals that can run code, where they were let through.
     """
 
-    value: Any
+    value: PickleValue
     end: int
     globals: dict[Global, int]
     persistent: list[Persistent]
@@ -64,7 +63,7 @@ def require_harmless(hostile: Mapping[Global, Problem]) -> None:
         raise Hostile(problem, hint=HOSTILE_HINT)
 
 
-def _run(machine: Machine, size: int) -> Any:
+def _run(machine: Machine, size: int) -> PickleValue:
     """Run a program; Damaged where it is malformed, Truncated where it has no end."""
     what = machine.what
     try:

@@ -20,6 +20,7 @@ from ckptool.serialization.pickle.records import (
     Global,
     OrderedMapping,
     Persistent,
+    PickleValue,
 )
 
 _STOP, _MEMOIZE = pickle.STOP[0], pickle.MEMOIZE[0]
@@ -46,7 +47,7 @@ class Machine(Builder):
         self.persistent: list[Persistent] = []
         self.hostile: dict[Global, Problem] = {}
 
-    def run(self) -> Any:
+    def run(self) -> PickleValue:
         """Run the program and return what it leaves. Opcodes by the million are done here."""
         data, table, stack, pos = self._data, _TABLE, self._stack, self.pos
         memo, sparse = self._memo.dense, self._memo.sparse
@@ -85,7 +86,8 @@ class Machine(Builder):
                     continue
             self.pos = pos + 1
             if opcode == _STOP:
-                return self._pop()
+                value: PickleValue = self._pop()
+                return value
             handler = table.get(opcode)
             if handler is None:
                 raise self.malformed(f"unknown opcode 0x{opcode:02x}")
@@ -113,7 +115,7 @@ class Machine(Builder):
         self._memoize(stack[-1])
         self._mark()
 
-    def _name_global(self, module: Any, name: Any, at: int) -> None:
+    def _name_global(self, module: PickleValue, name: PickleValue, at: int) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
             raise self.malformed("a global whose name is not text")
         item = Global(module, name)
@@ -143,7 +145,7 @@ class Machine(Builder):
         module, name = self._line().decode(), self._line().decode()
         self._name_global(module, name, at)
 
-    def _refer(self, value: Any) -> None:
+    def _refer(self, value: PickleValue) -> None:
         """Push a persistent id, or of a module's class, as the legacy format has it, the class."""
         if isinstance(value, tuple) and len(value) == 4 and value[0] == "module":
             self._push(value[1])
@@ -164,7 +166,9 @@ class Machine(Builder):
         all_args = (*args, keywords) if isinstance(args, tuple) else args
         self._push(self._answer(cls, all_args, is_new=True))
 
-    def _answer(self, function: Any, args: Any, *, is_new: bool = False) -> Any:
+    def _answer(
+        self, function: PickleValue, args: PickleValue, *, is_new: bool = False
+    ) -> PickleValue:
         """Return a plain value where the call would make one, else the call as a record."""
         if not isinstance(args, tuple):
             raise self.malformed("a call without a tuple of arguments")
@@ -177,7 +181,7 @@ class Machine(Builder):
         self.charge(1)
         return Call(function, args, is_new)
 
-    def _get_attribute(self, args: tuple[Any, ...]) -> Any:
+    def _get_attribute(self, args: tuple[PickleValue, ...]) -> PickleValue:
         """Answer ``getattr``, by which ShardedTensor pickles reach one nested class."""
         sharded = Global(SHARDED_MODULE, "ShardedTensor")
         if args == (sharded, "ProcessGroupState"):
@@ -282,7 +286,7 @@ def _encoded(builder: Builder, args: tuple[Any, ...]) -> bytes:
     return text.encode("latin-1")
 
 
-def _set(builder: Builder, args: tuple[Any, ...]) -> set[Any]:
+def _set(builder: Builder, args: tuple[Any, ...]) -> set[PickleValue]:
     items = list(args[0]) if args else []
     builder.charge(len(items))
     builder.require_keys(items)
@@ -305,7 +309,7 @@ def _bytearray(builder: Builder, args: tuple[Any, ...]) -> bytearray:
     return bytearray(_bytes(builder, args))
 
 
-PLAIN: dict[tuple[str, str], Callable[[Builder, tuple[Any, ...]], Any]] = {
+PLAIN: dict[tuple[str, str], Callable[[Builder, tuple[Any, ...]], PickleValue]] = {
     ("collections", "OrderedDict"): _ordered,
     ("_codecs", "encode"): _encoded,
 }

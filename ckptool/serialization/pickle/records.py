@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, Union
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Persistent:
 
     __slots__ = ("value",)
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: PickleValue) -> None:
         self.value = value
 
 
@@ -99,3 +99,18 @@ class OrderedMapping(dict[Any, Any]):
 
     __slots__ = ("state",)
     state: Any
+
+
+_Scalar: TypeAlias = bool | int | float | complex | str | bytes | bytearray | None
+PickleValue: TypeAlias = Union[
+    _Scalar,
+    Global,
+    Call,
+    Persistent,
+    "list[PickleValue]",
+    "tuple[PickleValue, ...]",
+    "dict[PickleValue, PickleValue]",
+    "set[PickleValue]",
+    "frozenset[PickleValue]",
+]
+"""What a pickle is read as: plain values and containers, and inert records."""

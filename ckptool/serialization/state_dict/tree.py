@@ -14,7 +14,7 @@ from ckptool.serialization.archive.tensors import (
     wrapped_parts,
     wrapper_class,
 )
-from ckptool.serialization.pickle.records import Call
+from ckptool.serialization.pickle.records import Call, PickleValue
 from ckptool.serialization.state_dict.values import Repeated
 
 _DEEPEST = 100
@@ -28,7 +28,7 @@ class Module(NamedTuple):
     children: list[tuple[str, Any]]
 
 
-def module_state(value: Any) -> Module | None:
+def module_state(value: PickleValue) -> Module | None:
     """Return what a module's record holds, in the order of ``state_dict()``; None for all else.
 
     A module is an object whose attributes are kept as they are in memory (torch 1.0 to 2.15):
@@ -52,7 +52,7 @@ def module_state(value: Any) -> Module | None:
     )
 
 
-def _names(value: Any) -> set[str]:
+def _names(value: PickleValue) -> set[str]:
     """Return the members of a set of names, as protocol 2 writes it or later ones."""
     if isinstance(value, Call) and len(value.args) == 1:
         value = value.args[0]
@@ -60,7 +60,7 @@ def _names(value: Any) -> set[str]:
     return {name for name in names if isinstance(name, str)}
 
 
-def leaves(value: Any, *, what: str, pickled: int = 0) -> Iterator[tuple[Path, Any]]:
+def leaves(value: PickleValue, *, what: str, pickled: int = 0) -> Iterator[tuple[Path, Any]]:
     """Yield the leaves of a state dict with their paths, in order.
 
     As DCP flattens (torch 2.4 to 2.13): dicts are entered, defaultdicts as well, lists where a dict
@@ -90,12 +90,12 @@ class Walk:
         self._open: dict[int, Path] = {}
         self.notes: dict[Path, str] = {}
 
-    def leaves(self, value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    def leaves(self, value: PickleValue, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         """Yield the leaves of a value that lies at ``path``."""
         self._count(len(path))
         if id(value) in self._open:
             yield path, Repeated(_display_name(self._open[id(value)]))
-        elif module := self._module(value):
+        elif isinstance(value, Call) and (module := self._module(value)):
             yield from self._module_leaves(value, module, path)
         elif (steps := self._steps(value, path)) is None:
             yield path, value
@@ -113,7 +113,7 @@ class Walk:
             message += " expands to more values than its pickle has bytes"
             raise Damaged(message, "pickle-bomb")
 
-    def _module(self, value: Any) -> Module | None:
+    def _module(self, value: PickleValue) -> Module | None:
         """Return what a module holds, looked up once however often the pickle refers to it."""
         if not isinstance(value, Call):
             return None
@@ -147,7 +147,7 @@ class Walk:
                 yield from self._module_entries(child, inner, path, below)
         del self._open[id(value)]
 
-    def _steps(self, value: Any, path: Path) -> list[tuple[Any, Any]] | None:
+    def _steps(self, value: PickleValue, path: Path) -> list[tuple[Any, Any]] | None:
         """Return the steps into a container that is entered; None for a leaf."""
         if entries := _entries(value):
             return entries
@@ -160,7 +160,7 @@ class Walk:
         container = "list" if isinstance(value, list) else "tuple"
         return [(Index(i, container), item) for i, item in enumerate(value)]
 
-    def _parts(self, value: Any, path: Path) -> list[tuple[Any, Any]] | None:
+    def _parts(self, value: PickleValue, path: Path) -> list[tuple[Any, Any]] | None:
         """Return the parts of a tensor that consists of others; None for every other value."""
         parts = quantised_parts(value)
         if parts is None and (parts := wrapped_parts(value)):
@@ -176,15 +176,14 @@ def _display_name(path: Path) -> str:
     return flat_name(path) or "the whole value"
 
 
-def _entries(value: Any) -> list[tuple[Any, Any]]:
+def _entries(value: PickleValue) -> list[tuple[Any, Any]]:
     """Return the keys and values of a dict or defaultdict; none for every other value."""
-    if isinstance(value, dict):
-        return list(value.items())
-    is_default = isinstance(value, Call) and value.name == "collections.defaultdict"
-    return value.entries if is_default else []
+    if isinstance(value, Call) and value.name == "collections.defaultdict":
+        return value.entries
+    return list(value.items()) if isinstance(value, dict) else []
 
 
-def _is_entered(value: Any, what: str, known: dict[int, bool]) -> bool:
+def _is_entered(value: PickleValue, what: str, known: dict[int, bool]) -> bool:
     """Return whether a list holds a dict or a tensor, or a tuple a tensor, at any depth.
 
     ``known`` says it of parts that were looked at before, and learns of those that hold none.

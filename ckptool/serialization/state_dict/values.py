@@ -31,7 +31,7 @@ class Repeated:
         return f"<{self.outer} again>"
 
 
-def inner_parts(value: Any) -> list[Any]:
+def inner_parts(value: object) -> list[Any]:
     """Return what a value refers to."""
     if isinstance(value, Call):
         parts = [value.args, value.state]
@@ -42,7 +42,7 @@ def inner_parts(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple | set | frozenset) else []
 
 
-def _all_parts(value: Any, *, hidden: bool = False) -> Iterator[Any]:
+def _all_parts(value: object, *, hidden: bool = False) -> Iterator[Any]:
     """Yield a value and all that lies in it but scalars, each once.
 
     With ``hidden`` also what persistent ids name, and the attributes of dicts.
@@ -78,7 +78,7 @@ class Expansion:
         self.distinct = 0
         self._sizes: dict[int, int] = {}
 
-    def parts(self, value: Any) -> int:
+    def parts(self, value: object) -> int:
         """Return how many parts a value has once written out, where countless at most ``_COUNTED``.
 
         What holds itself counts once.
@@ -104,7 +104,7 @@ class Expansion:
         """Return whether a number of parts is in proportion to the distinct ones."""
         return size <= MOST_PARTS + MOST_TIMES * self.distinct
 
-    def _size(self, item: Any) -> int:
+    def _size(self, item: object) -> int:
         return self._sizes.get(id(item), 1)
 
 
@@ -124,14 +124,14 @@ class Foreign:
     def __init__(self) -> None:
         self._known: dict[int, set[str]] = {}
 
-    def of(self, value: Any) -> set[str]:
+    def of(self, value: object) -> set[str]:
         """Return the value's foreign globals; the value must outlive this object."""
         if id(value) not in self._known:
             self._known[id(value)] = foreign_globals(value)
         return self._known[id(value)]
 
 
-def foreign_globals(value: Any) -> set[str]:
+def foreign_globals(value: object) -> set[str]:
     """Return the names of the classes and functions in a value that are no plain data.
 
     Plain is what ``torch.load(weights_only=True)`` rebuilds without further permission.
@@ -139,7 +139,7 @@ def foreign_globals(value: Any) -> set[str]:
     return {name for item in _all_parts(value) if (name := _foreign_name(item)) is not None}
 
 
-def _foreign_name(item: Any) -> str | None:
+def _foreign_name(item: object) -> str | None:
     """Return what is foreign in a part of a value, the parts inside it apart."""
     if isinstance(item, Call):
         if holds_objects(item):
@@ -166,7 +166,7 @@ def _is_plain(item: Global) -> bool:
     return str(item) in _PLAIN_CALLS or is_dtype(item)
 
 
-def globals_in(value: Any) -> set[Global]:
+def globals_in(value: object) -> set[Global]:
     """Return every class and function that a value names, wherever in it."""
     return {item for item in _all_parts(value, hidden=True) if isinstance(item, Global)}
 
@@ -186,7 +186,7 @@ _NUMPY_TYPES = {
 }
 
 
-def type_name(value: Any) -> str:
+def type_name(value: object) -> str:
     """Return what a person calls the type: ``int``, ``torch.Size``, ``argparse.Namespace``."""
     if isinstance(value, Call):
         return _call_type(value)
@@ -213,7 +213,7 @@ def _call_type(call: Call) -> str:
     return _CALL_TYPES.get(call.name, call.name)
 
 
-def _class_name(value: Any) -> str:
+def _class_name(value: object) -> str:
     return str(value) if isinstance(value, Global) else "unknown"
 
 
@@ -225,7 +225,7 @@ def _of_subclass(record: Call) -> str:
     return ""
 
 
-def same_value(first: Any, second: Any) -> bool:
+def same_value(first: object, second: object) -> bool:
     """Return whether two values read from pickles are equal, inert records included."""
     compared: set[tuple[int, int]] = set()
     stack = [(first, second)]
