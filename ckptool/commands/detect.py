@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from ckptool.commands.unlisted import require_listed, unlisted_problems
+from ckptool.commands.unread_files import require_listed, unlisted_problems
 from ckptool.errors import CkptoolError, Damaged, NotFound, Problem, Unrecognised, UsageError
 from ckptool.formats import FORMATS, detect, file_rule, single_file_suffixes
 from ckptool.formats.base import EXTRA, FileRole, Format, ScanOptions
@@ -63,6 +63,10 @@ class Candidate:
     @property
     def unlisted(self) -> dict[str, Problem]:
         return {**self.source.unlisted, **self.unlisted_beside}
+
+    def detect_below(self, folder: str) -> Format | None:
+        """Return the format of a folder of the source, if that is a checkpoint by itself."""
+        return detect_folder(self.source.narrowed(folder))
 
 
 def detect_checkpoint(path: Location, format_name: str | None = None) -> Candidate:

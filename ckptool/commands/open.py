@@ -14,8 +14,14 @@ from ckptool.commands.detect import (
     unfinished,
 )
 from ckptool.commands.options.source import AS_DETECTED, ReadOptions
-from ckptool.commands.unlisted import require_listed, unlisted_notes, unlisted_problems
-from ckptool.commands.unread_files import explain_damage, unread_files, with_cause
+from ckptool.commands.unread_files import (
+    explain_damage,
+    require_listed,
+    unlisted_notes,
+    unlisted_problems,
+    unread_files,
+    with_cause,
+)
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import with_parts
 from ckptool.errors import (

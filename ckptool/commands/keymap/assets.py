@@ -13,15 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptool.commands.keymap.config_check import (
+from ckptool.commands.keymap.model_config import (
+    CONFIG,
     DTYPE_KEYS,
-    Config,
+    Record,
     config_problems,
     main_dtype,
     with_dtype,
 )
 from ckptool.commands.open import Opened
-from ckptool.commands.unlisted import require_listed, unlisted_problems
+from ckptool.commands.unread_files import require_listed, unlisted_problems
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout, Literal, Part, Verbatim
 from ckptool.core.quantization import kinds
@@ -31,7 +32,6 @@ from ckptool.storage.local import LocalSource
 if TYPE_CHECKING:
     from ckptool.commands.keymap.builtin import MapReport
 
-CONFIG = "config.json"
 _LARGEST = 1 << 24
 _MOST_SHOWN = 6
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
@@ -127,7 +127,7 @@ def with_true_config(
     than the tensors; of a ``partial`` checkpoint that is only noted.
     """
     file = next((file for file in layout.files if file.path == CONFIG), None)
-    config: Config = _content(opened, file.parts[0]) if file and file.parts else {}
+    config: Record = _content(opened, file.parts[0]) if file and file.parts else {}
     if not config:
         return layout
     if cast:
@@ -147,7 +147,7 @@ def with_true_config(
     )
 
 
-def _with_main_dtype(catalog: Catalog, layout: Layout, config: Config) -> tuple[Layout, Config]:
+def _with_main_dtype(catalog: Catalog, layout: Layout, config: Record) -> tuple[Layout, Record]:
     """Set the dtype of a layout's config.json, where it says one, to that of most elements."""
     main = main_dtype(catalog)
     types = {str(config[key]).removeprefix("torch.") for key in DTYPE_KEYS if config.get(key)}
@@ -191,7 +191,7 @@ def _content(opened: Opened, part: Part) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _config_file(config: Config) -> FileLayout:
+def _config_file(config: Record) -> FileLayout:
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     return FileLayout(CONFIG, (Literal(text.encode()),))
 

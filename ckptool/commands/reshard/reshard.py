@@ -114,7 +114,7 @@ class PreparedReshard:
 
 def _config(opened: Opened, catalog: Catalog, options: ReshardOptions) -> Mapping[str, Any]:
     """Return what is recorded of the model, the strongest record first."""
-    from ckptool.commands.keymap.model_record import records
+    from ckptool.commands.keymap.model_config import records
 
     return ChainMap(*map(dict, records(opened.source, catalog, options.map.assets)))
 

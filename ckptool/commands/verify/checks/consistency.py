@@ -13,9 +13,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ckptool.commands.keymap.assets import CONFIG
-from ckptool.commands.keymap.config_check import config_problems
-from ckptool.commands.keymap.model_record import read_beside
+from ckptool.commands.keymap.model_config import CONFIG, config_problems, read_beside
 from ckptool.commands.open import Survey
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem, flat_name
 from ckptool.engine.check.replicas import differing_replicas

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 
-from ckptool.commands.unlisted import unfinished_file
+from ckptool.commands.unread_files import unfinished_file
 from ckptool.commands.verify.checks.archives import ArchiveCheck
 from ckptool.commands.verify.checks.pickles import PickleAudit
 from ckptool.core.catalog import Catalog, Container

@@ -1,18 +1,102 @@
-"""Whether a model's config.json describes its tensors, by transformers' names."""
+"""What is recorded of a model, and whether its config.json describes its tensors.
+
+Records are the config.json of transformers, Meta's params.json and Megatron-LM's arguments. A
+config is compared with tensors by transformers' names.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.quantization import kinds
-from ckptool.errors import Problem
+from ckptool.errors import Problem, UsageError
+from ckptool.serialization.pickle.records import Call
+from ckptool.storage.local import Files
 
-Config = Mapping[str, Any]
+CONFIG = "config.json"
+_PARAMS = "params.json"
+_NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
+_DEEPEST = 3
+_LARGEST = 1 << 24
+
+Record = Mapping[str, Any]
+"""What one file, or one namespace of arguments, records of the model."""
+
+
+def records(source: Files, catalog: Catalog, assets: Path | None) -> list[Record]:
+    """Return what is recorded of the model, the strongest record first.
+
+    The config.json of ``assets``, that beside the checkpoint, Meta's params.json, and the arguments
+    that Megatron-LM saves. UsageError where a file of ``assets`` cannot be read.
+    """
+    given = [_read_file(assets / CONFIG)] if assets is not None else []
+    beside = [read_beside(source, name) for name in (CONFIG, _PARAMS)]
+    return [*given, *beside, *map(_of_megatron, _arguments(catalog))]
+
+
+def read_beside(source: Files, name: str) -> Record:
+    """Read a JSON file of the checkpoint; empty where there is no such file."""
+    size = source.files.get(name)
+    if size is None:
+        return {}
+    return _parse(f"{source.root}/{name}", size, lambda: source.read(name, 0, size))
+
+
+def _read_file(path: Path) -> Record:
+    """Read a JSON file; empty where there is none."""
+    try:
+        return _parse(str(path), path.stat().st_size, path.read_bytes) if path.exists() else {}
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from None
+
+
+def _parse(path: str, nbytes: int, read: Callable[[], bytes]) -> Record:
+    """Parse a JSON object, with its ``text_config`` as part of it."""
+    if nbytes > _LARGEST:
+        raise UsageError(f"{path}: larger than {_LARGEST:,} bytes, not a configuration file")
+    try:
+        content = json.loads(read())
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}: not a JSON object")
+    inner = content.get("text_config")
+    return {**content, **inner} if isinstance(inner, dict) else content
+
+
+def _arguments(catalog: Catalog) -> Iterator[Record]:
+    """Yield every ``args`` namespace among the values."""
+    for entry in catalog.objects.values():
+        yield from _namespaces(entry.value, _DEEPEST, named=str(entry.path[-1]) == "args")
+
+
+def _namespaces(value: Any, depth: int, *, named: bool) -> Iterator[Record]:
+    if named and isinstance(value, Call) and value.name in _NAMESPACES:
+        yield {k: v for k, v in value.fields.items() if isinstance(k, str)}
+    elif depth and isinstance(value, list | tuple):
+        for item in value[:4]:
+            yield from _namespaces(item, depth - 1, named=False)
+    elif depth and isinstance(value, dict):
+        yield from _namespaces(value.get("args"), depth - 1, named=True)
+
+
+def _of_megatron(arguments: Record) -> Record:
+    """Add to Megatron-LM's arguments what they mean under others' names (core 0.7 to 0.20)."""
+    record = dict(arguments)
+    if record.get("group_query_attention") is False:
+        record["num_query_groups"] = record.get("num_attention_heads")
+    untied = record.get("untie_embeddings_and_output_weights")
+    if isinstance(untied, bool):
+        record["tie_word_embeddings"] = not untied
+    return record
+
 
 _MODEL = (
     r"(?:(?:model|transformer|gpt_neox|language_model"
@@ -40,7 +124,7 @@ _PLAIN = frozenset(
 _HEAD_SIZE_OF_ITS_OWN = frozenset(["qwen3", "qwen3_moe", "gemma", "gemma2"])
 
 
-def config_problems(config: Config, catalog: Catalog) -> list[Problem]:
+def config_problems(config: Record, catalog: Catalog) -> list[Problem]:
     """Find where a config.json contradicts the tensors, each with the code config-mismatch.
 
     Names that are not transformers', quantised tensors, and what a config is silent about are not
@@ -71,11 +155,11 @@ def _is_plain(entry: TensorEntry) -> bool:
     return entry.dtype.kind == "float" and entry.dtype.itemsize > 1 and bool(entry.shape)
 
 
-def _numbers(config: Config, keys: tuple[str, ...]) -> dict[str, int]:
+def _numbers(config: Record, keys: tuple[str, ...]) -> dict[str, int]:
     return {key: config[key] for key in keys if type(config.get(key)) is int}
 
 
-def _compare_sizes(config: Config, tensors: Mapping[str, TensorEntry]) -> Iterator[Difference]:
+def _compare_sizes(config: Record, tensors: Mapping[str, TensorEntry]) -> Iterator[Difference]:
     """Compare vocabulary and hidden size with the embeddings, the head and the last norm."""
     vocabulary = _numbers(config, _VOCABULARY)
     hidden = {} if _numbers(config, _NARROW) else _numbers(config, _HIDDEN)
@@ -96,11 +180,11 @@ def _difference(
         yield f"{_listed(config)}, but {measured}", name
 
 
-def _listed(config: Config) -> str:
+def _listed(config: Record) -> str:
     return " and ".join(f"{key} {value}" for key, value in config.items())
 
 
-def _compare_layers(config: Config, catalog: Catalog) -> Iterator[Difference]:
+def _compare_layers(config: Record, catalog: Catalog) -> Iterator[Difference]:
     """Count the layers, with those that predict further tokens or without.
 
     Those that predict join the last hidden state with an embedding by ``eh_proj`` (DeepSeek V3,
@@ -117,7 +201,7 @@ def _compare_layers(config: Config, catalog: Catalog) -> Iterator[Difference]:
         yield f"{_listed(counts)}, but found tensors of {len(numbers):,} layers", None
 
 
-def _compare_attention(config: Config, tensors: Mapping[str, TensorEntry]) -> Iterator[Difference]:
+def _compare_attention(config: Record, tensors: Mapping[str, TensorEntry]) -> Iterator[Difference]:
     """Compare heads times head size, and the width of a plain MLP, with projections' rows."""
     model_type = config.get("model_type")
     if model_type not in _PLAIN:
@@ -138,7 +222,7 @@ def _compare_attention(config: Config, tensors: Mapping[str, TensorEntry]) -> It
             yield from _difference(width, rows, f"{name} has {rows:,} rows", name)
 
 
-def _compare_ties(config: Config, catalog: Catalog) -> Iterator[Difference]:
+def _compare_ties(config: Record, catalog: Catalog) -> Iterator[Difference]:
     """Yield that a head is missing which the config says is a tensor of its own."""
     names = config.get("architectures")
     is_causal = isinstance(names, list) and any(str(n).endswith("ForCausalLM") for n in names)
@@ -149,7 +233,7 @@ def _compare_ties(config: Config, catalog: Catalog) -> Iterator[Difference]:
         yield "tie_word_embeddings false, but lm_head.weight not found", None
 
 
-def _compare_dtypes(config: Config, catalog: Catalog) -> Iterator[Difference]:
+def _compare_dtypes(config: Record, catalog: Catalog) -> Iterator[Difference]:
     dtypes = {k: str(config[k]).removeprefix("torch.") for k in DTYPE_KEYS if config.get(k)}
     is_known = all(name in BY_NAME for name in dtypes.values())
     main = main_dtype(catalog)
@@ -166,7 +250,7 @@ def main_dtype(catalog: Catalog) -> str | None:
     return elements.most_common(1)[0][0] if elements else None
 
 
-def with_dtype(config: Config, dtype: str | None) -> dict[str, Any]:
+def with_dtype(config: Record, dtype: str | None) -> dict[str, Any]:
     """Return a config with another element type wherever it says one; as it is for None."""
     if dtype is None:
         return dict(config)
