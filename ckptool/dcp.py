@@ -32,7 +32,7 @@ from ckptool.api.keywords import Opening
 from ckptool.api.load import Target, cast_hint, dtype_of, fill_targets
 from ckptool.api.open import Checkpoint, checkpoint_at, open
 from ckptool.api.options import AnyPath, Keywords, location, no_collecting, with_keywords
-from ckptool.api.staging import torch_dtype, why_not_filled
+from ckptool.api.tensors import torch_dtype, why_not_filled
 from ckptool.api.values import archive
 from ckptool.commands.detect import holds_checkpoint
 from ckptool.core.box import Box

@@ -17,10 +17,10 @@ from ckptool.api.keywords import (
     Verifying,
 )
 from ckptool.api.options import AnyPath, Keywords, Size, location, with_keywords
+from ckptool.commands import inspect as _inspect
 from ckptool.commands.convert import ConvertReport, prepare
 from ckptool.commands.detect import KnownFormat, known_formats
-from ckptool.commands.inspect import inspect as _inspect
-from ckptool.commands.inspect.inspect import InspectReport
+from ckptool.commands.inspect import InspectReport
 from ckptool.commands.options.bench import BenchOptions
 from ckptool.commands.options.source import ReadOptions, RewriteOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions
@@ -39,7 +39,7 @@ from ckptool.errors import UsageError
 if TYPE_CHECKING:
     from ckptool.commands.bench.report import BenchReport, Change
     from ckptool.commands.bench.transfer.run import TransferBenchReport
-    from ckptool.commands.inspect.stats import TensorStats
+    from ckptool.commands.stats import TensorStats
     from ckptool.commands.verify.compare.against import AgainstReport
     from ckptool.commands.verify.findings import VerifyReport
     from ckptool.commands.verify.run_folder import RunReport
@@ -70,8 +70,8 @@ def stats(
 
     As ``ckptool inspect PATH --stats GLOB``; memory is bounded whatever their size.
     """
-    from ckptool.commands.inspect.stats import stats as _stats
     from ckptool.commands.open import open_checkpoint
+    from ckptool.commands.stats import stats as _stats
 
     read = Keywords("stats", options, Reading).options(ReadOptions)
     opened = open_checkpoint(location(path), read)
@@ -87,7 +87,7 @@ def convert(
     progress: Progress = no_progress,
     **options: Unpack[Converting],
 ) -> ConvertReport:
-    """Write ``source`` in the format ``to`` at ``target``, whole or not at all.
+    """Write ``source`` in the format ``to`` at ``target``, complete or not at all.
 
     ``progress`` is called with the bytes that were written since the last call. Raises UsageError
     or Unsupported where it cannot be done as asked, TransferError where it fails midway:

@@ -11,11 +11,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import numpy as np
 
 from ckptool.api.keywords import Opening
-from ckptool.api.local import declared_boxes, global_shape, local_parts, local_tensors, why_not_held
 from ckptool.api.open import Checkpoint, checkpoint_at
 from ckptool.api.options import AnyPath, Keywords, with_keywords
-from ckptool.api.staging import Staging, bits_of, why_not_filled
 from ckptool.api.state_dict import Leaf, Matched, keys_differ, leaves_of, list_names, match_names
+from ckptool.api.tensors import (
+    Staging,
+    bits_of,
+    declared_boxes,
+    global_shape,
+    local_parts,
+    local_tensors,
+    why_not_filled,
+    why_not_held,
+)
 from ckptool.api.values import rebuild
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry

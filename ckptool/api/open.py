@@ -171,7 +171,7 @@ class Checkpoint:
     def _read_torch(self, entry: TensorEntry, box: Box) -> Any:
         import torch
 
-        from ckptool.api.staging import Staging, torch_dtype
+        from ckptool.api.tensors import Staging, torch_dtype
         from ckptool.engine.read.tensors import FillRequest
 
         tensor = torch.empty(box.shape, dtype=torch_dtype(entry.dtype.name))

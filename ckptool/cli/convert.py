@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ckptool.cli.options import AsJson, Debug, Quiet, SourcePath
+from ckptool.cli.options import AsJson, Debug, Quiet, SourcePath, parse_place
 from ckptool.commands.options.target import ConvertOptions
 
 
@@ -23,18 +23,15 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format, bit for bit.
 
-    Everything is kept unless an option leaves it out; what the target cannot hold goes into a side
-    file or is named. The target appears whole or not at all.
+    Everything is kept unless an option excludes it; what the target cannot hold goes into a side
+    file or is named in a note. The target appears complete or not at all.
     """
-    from ckptool.cli.options import parse_place
     from ckptool.commands.convert import prepare
-    from ckptool.render.messages import progress
+    from ckptool.render.messages import print_json, progress, show_notes, show_obstacle
 
     dry_run = options.transfer.dry_run
     prepared = prepare(parse_place(source, "SRC"), parse_place(target, "DST"), options)
     if not quiet:
-        from ckptool.render.messages import show_notes, show_obstacle
-
         show_notes(prepared.report.notes)
         if dry_run:
             show_obstacle(prepared.transfer.obstacle())
@@ -44,7 +41,6 @@ def convert(
             report = prepared.run(advance)
     if as_json or dry_run or not quiet:
         from ckptool.render.convert import convert_json, show_convert
-        from ckptool.render.messages import print_json, show_notes
 
         if not quiet:
             show_notes(report.notes[len(prepared.report.notes) :])

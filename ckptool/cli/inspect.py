@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ckptool.cli.options import AsJson, Debug, SourcePath
+from ckptool.cli.options import AsJson, Debug, SourcePath, parse_place
 from ckptool.commands.options.source import READING, ReadOptions
 from ckptool.core.options import OptionGroup
 from ckptool.errors import UsageError, damaged
@@ -62,16 +63,11 @@ def inspect(
     non-tensor values. No tensor byte is read, nothing is unpickled, torch is not needed. Of a URL,
     values that lie among the data are read only with --values.
     """
-    from dataclasses import replace
-
-    from ckptool.cli.options import parse_place
-    from ckptool.commands.inspect.inspect import inspect as run_inspect
+    from ckptool.commands.inspect import inspect as run_inspect
     from ckptool.render.inspect.listing import stats_json
     from ckptool.render.inspect.report import (
-        export as export_screen,
-    )
-    from ckptool.render.inspect.report import (
         export_mark,
+        export_screen,
         inspect_json,
         require_exportable,
         show,
@@ -92,7 +88,7 @@ def inspect(
     report = run_inspect(place, replace(reading, values=values or isinstance(place, Path)))
     statistics = None
     if stats:
-        from ckptool.commands.inspect.stats import stats as run_stats
+        from ckptool.commands.stats import stats as run_stats
 
         statistics = run_stats(report.opened, stats)
     if as_json:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
-from ckptool.cli.options import AsJson, Debug, SourcePath
+from ckptool.cli.options import AsJson, Debug, SourcePath, parse_place
 from ckptool.commands.options.source import RewriteOptions
 from ckptool.commands.options.verify import (
     CompareOptions,
@@ -94,7 +94,6 @@ def verify(
         return
     questions = (against, manifest.write_manifest, manifest.manifest, latest_good or every, salvage)
     _require_possible(questions, options, comparison, rewrite)
-    from ckptool.cli.options import parse_place
     from ckptool.render.messages import started_progress
     from ckptool.storage.url import location
 

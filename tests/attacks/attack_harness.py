@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptool.commands.convert import prepare
-from ckptool.commands.inspect.inspect import inspect
+from ckptool.commands.inspect import inspect
 from ckptool.commands.options.source import ReadOptions
 from ckptool.commands.options.target import ConvertOptions, TransferOptions
 from ckptool.commands.options.verify import VerifyOptions

@@ -18,7 +18,7 @@ from store_server import S3, s3, server
 from typer.testing import CliRunner
 
 from ckptool.cli.app import app
-from ckptool.commands.inspect.inspect import inspect
+from ckptool.commands.inspect import inspect
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.source import ReadOptions
 from ckptool.commands.options.target import ReshardOptions, TransferOptions

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from ckptool.commands.inspect.inspect import report
-from ckptool.commands.inspect.stats import TensorStats
+from ckptool.commands.inspect import report
 from ckptool.commands.open import Opened
+from ckptool.commands.stats import TensorStats
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import (
     Catalog,

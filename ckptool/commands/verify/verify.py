@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
-from ckptool.commands.inspect.stats import not_finite_count
 from ckptool.commands.open import Survey, survey
 from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.stats import not_finite_count
 from ckptool.commands.verify.checks.consistency import (
     catalog_problems,
     config_file_problems,

@@ -22,7 +22,7 @@ from ckptool.render.text import columns, plural, ranges, visible
 from ckptool.serialization.state_dict.values import type_name
 
 if TYPE_CHECKING:
-    from ckptool.commands.inspect.stats import Number, TensorStats
+    from ckptool.commands.stats import Number, TensorStats
 
 _HEADINGS = ("name", "dtype", "shape", "placements", "chunks", "bytes")
 _STATISTICS = ("name", "shape", "dtype", "min", "max", "mean", "std", "zeros", "nan", "inf")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
-from ckptool.commands.inspect.inspect import InspectReport, Share
+from ckptool.commands.inspect import InspectReport, Share
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import short_name
 from ckptool.core.quantization import kinds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ckptool.commands.document import document
-from ckptool.commands.inspect.inspect import InspectReport
+from ckptool.commands.inspect import InspectReport
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.quantization import kinds
 from ckptool.errors import UsageError
@@ -29,7 +29,7 @@ from ckptool.render.text import emit, plural, size
 from ckptool.serialization.state_dict.values import type_name
 
 if TYPE_CHECKING:
-    from ckptool.commands.inspect.stats import TensorStats
+    from ckptool.commands.stats import TensorStats
 
 
 def show(
@@ -43,32 +43,19 @@ def show(
     stats: Sequence[TensorStats] = (),
 ) -> None:
     """Print the whole picture, or only the views that are asked for."""
-    views = list(_views(report, console, tensors, ranks, values, shards))
-    if stats:
-        views.insert(0, stats_lines(stats, console))
-    if not views:
-        emit(console, overview(report, console))
-        return
-    blank = [Text()]
-    emit(console, [line for view in views for line in (*view, *blank)][:-1])
-
-
-def _views(
-    report: InspectReport,
-    console: Console,
-    tensors: Sequence[str],
-    ranks: bool,
-    values: bool,
-    shards: str | None,
-) -> Iterable[list[Text]]:
+    catalog = report.catalog
+    views = [stats_lines(stats, console)] if stats else []
     if tensors:
-        yield tensor_lines(report.catalog, tensors, console)
+        views.append(tensor_lines(catalog, tensors, console))
     if shards is not None:
-        yield shard_lines(report.catalog, shards, console)
+        views.append(shard_lines(catalog, shards, console))
     if ranks:
-        yield rank_lines(report.catalog, console)
+        views.append(rank_lines(catalog, console))
     if values:
-        yield value_lines(report.catalog, console)
+        views.append(value_lines(catalog, console))
+    if not views:
+        views.append(overview(report, console))
+    emit(console, [line for view in views for line in (*view, Text())][:-1])
 
 
 def show_traffic(report: InspectReport) -> None:
@@ -170,7 +157,7 @@ def require_exportable(path: Path) -> None:
         raise UsageError(f"--export {path}: file name must end in .svg or .html")
 
 
-def export(screen: Console, path: Path) -> bytes:
+def export_screen(screen: Console, path: Path) -> bytes:
     """Return what ``screen`` recorded as SVG or HTML, by the suffix of ``path``."""
     svg = path.suffix == ".svg"
     text = screen.export_svg(title="ckptool") if svg else screen.export_html(inline_styles=True)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from ckptool.commands.inspect.stats import decode, is_numeric
+from ckptool.commands.stats import decode, is_numeric
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Container, RankStep, TensorEntry
 from ckptool.core.state_category import state_category

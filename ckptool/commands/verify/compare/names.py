@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptool.commands.inspect.stats import is_numeric
 from ckptool.commands.keymap.assets import assets_in
 from ckptool.commands.open import Opened
 from ckptool.commands.options.source import EVERYTHING, RewriteOptions, Selection
 from ckptool.commands.rewrite import only_model
+from ckptool.commands.stats import is_numeric
 from ckptool.commands.verify.compare.values import value_digest
 from ckptool.core.casts import can_cast
 from ckptool.core.catalog import Catalog, Scaled, TensorEntry, coverage_problem

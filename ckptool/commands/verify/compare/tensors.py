@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckptool.commands.inspect.stats import Array, decode, is_numeric
+from ckptool.commands.stats import Array, decode, is_numeric
 from ckptool.commands.verify.verify import Progress
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.api import staging
-from ckptool.api.staging import why_not_filled
+from ckptool.api import tensors
+from ckptool.api.tensors import why_not_filled
 from ckptool.core.box import Box
 
 
@@ -60,19 +60,19 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
-    monkeypatch.setattr(staging, "_module", lambda on: device)
-    monkeypatch.setattr(staging, "_allocate", lambda nbytes, **_: torch.empty(nbytes).byte())
+    monkeypatch.setattr(tensors, "_module", lambda on: device)
+    monkeypatch.setattr(tensors, "_allocate", lambda nbytes, **_: torch.empty(nbytes).byte())
     return device
 
 
-def begun(target: torch.Tensor) -> tuple[staging.Staging, staging._DeviceMemory]:
+def begun(target: torch.Tensor) -> tuple[tensors.Staging, tensors._DeviceMemory]:
     """Staging for a tensor that is taken for one on a device."""
-    made = staging.Staging()
-    made._before[target.device] = staging._work_so_far(target.device)
-    return made, staging._DeviceMemory(target, made)
+    made = tensors.Staging()
+    made._before[target.device] = tensors._work_so_far(target.device)
+    return made, tensors._DeviceMemory(target, made)
 
 
-def fill(memory: staging._DeviceMemory, target: torch.Tensor) -> None:
+def fill(memory: tensors._DeviceMemory, target: torch.Tensor) -> None:
     """The number of each row, a row at a time."""
     for row in range(target.shape[0]):
         with memory.part(Box((row, 0), (row + 1, target.shape[1]))) as part:
@@ -81,7 +81,7 @@ def fill(memory: staging._DeviceMemory, target: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("columns", [3, 5])
 def test_a_device_without_streams(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    monkeypatch.setattr(staging, "_module", lambda device: object())
+    monkeypatch.setattr(tensors, "_module", lambda device: object())
     target = torch.zeros(4, columns, dtype=torch.int32)
     made, memory = begun(target)
     fill(memory, target)
@@ -161,7 +161,7 @@ def test_inference_tensors_are_written_by_threads_that_are_not_in_that_mode(
 def test_a_write_is_seen_by_autograd() -> None:
     weight = torch.ones(3, requires_grad=True)
     squared = (weight**2).sum()
-    with staging.Staging().memory(weight).part(Box((0,), (3,))) as part:
+    with tensors.Staging().memory(weight).part(Box((0,), (3,))) as part:
         part[...] = 0
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squared.backward()

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptool.commands.inspect.inspect import InspectReport, report, step_of
-from ckptool.commands.inspect.stats import decode, stats
+from ckptool.commands.inspect import InspectReport, report, step_of
 from ckptool.commands.open import Opened
+from ckptool.commands.stats import decode, stats
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Catalog, Chunk, Extent, ObjectEntry, TensorEntry
 from ckptool.core.dtype import BY_NAME
@@ -232,7 +232,7 @@ def test_stats_of_complex_numbers_are_of_magnitudes(tmp_path):
 
 
 def test_stats_merge_tiles_without_losing_digits(tmp_path, monkeypatch):
-    monkeypatch.setattr("ckptool.commands.inspect.stats._TILE_ELEMENTS", 7)
+    monkeypatch.setattr("ckptool.commands.stats._TILE_ELEMENTS", 7)
     values = 1e8 + np.random.default_rng(0).standard_normal((40, 5))
     found = _stats(tmp_path, values, "float64")
     assert found.std == pytest.approx(values.std(), rel=1e-8)

@@ -1,0 +1,343 @@
+"""Live torch tensors: which boxes this rank holds of one, and its memory.
+
+Memory is filled in place on the CPU, through pinned buffers on a device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckptool.core.box import Box, overlapping_pair
+from ckptool.core.mesh import Placement, Replicate, Shard, StridedShard
+from ckptool.core.sharding.dtensor import SHARD_ATTRIBUTES, Piece, declared_pieces, shard_at
+from ckptool.engine.read.gather import Array, unit
+from ckptool.engine.read.tensors import ArrayMemory, BoxMemory
+from ckptool.errors import Unsupported
+
+if TYPE_CHECKING:
+    import torch
+
+
+# What this rank holds
+
+
+def why_not_held(tensor: torch.Tensor) -> str | None:
+    """Return why it is unknown which values this rank holds; None where it is known."""
+    if _is_dtensor(tensor):
+        partial = None in _placements(tensor)
+        return "a partial placement: each rank holds an addend, not values" if partial else None
+    return _why_not_declared(tensor) if _declares_shards(tensor) else None
+
+
+def _why_not_declared(tensor: torch.Tensor) -> str | None:
+    """Return why its attributes do not say which values it holds; None where they do."""
+    try:
+        pieces = local_pieces(tensor)
+    except (TypeError, ValueError) as error:
+        return f"its attributes {', '.join(SHARD_ATTRIBUTES)} contradict one another: {error}"
+    pair = overlapping_pair([piece.local for piece in pieces])
+    return f"two of its shards share elements: {pair[0]} and {pair[1]}" if pair else None
+
+
+def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of the global tensor of which this rank may hold a part."""
+    return tuple(tensor.global_shape if _declares_shards(tensor) else tensor.shape)  # type: ignore[attr-defined]
+
+
+def declared_boxes(tensor: torch.Tensor) -> tuple[Box, ...] | None:
+    """Return the boxes of the global tensor that its own attributes name; None without these."""
+    if not _declares_shards(tensor):
+        return None
+    return tuple(piece.box for piece in local_pieces(tensor))
+
+
+def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the memory of this rank: one tensor, or those of a ShardedTensor's own shards."""
+    if _is_sharded(tensor):
+        return [shard.tensor.detach() for shard in tensor.local_shards()]  # type: ignore[attr-defined]
+    local: torch.Tensor = tensor._local_tensor if _is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return [local.detach()]
+
+
+def local_parts(tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield the boxes of the global tensor that this rank holds, each with its memory."""
+    if _is_sharded(tensor):
+        for shard in tensor.local_shards():  # type: ignore[attr-defined]
+            place = shard.metadata
+            yield Box.at(place.shard_offsets, place.shard_sizes), shard.tensor.detach()
+        return
+    (local,) = local_tensors(tensor)
+    for piece in local_pieces(tensor):
+        inside = tuple(map(slice, piece.local.lo, piece.local.hi))
+        yield piece.box, local[inside] if inside else local
+
+
+def local_pieces(tensor: torch.Tensor) -> tuple[Piece, ...]:
+    """Return which boxes of the global tensor lie where in this rank's memory.
+
+    None where the rank is not on the mesh. Strided shards are read as FSDP2 cuts them, where this
+    rank's local shape fits that. Raises ValueError where its attributes declare shards that do not
+    fit, Damaged where the local shape fits no reading.
+    """
+    if _declares_shards(tensor):
+        whole_shape, above, inside, lengths = (getattr(tensor, n) for n in SHARD_ATTRIBUTES)
+        return declared_pieces(whole_shape, above, inside, lengths, tuple(tensor.shape))
+    if not _is_dtensor(tensor):
+        whole = Box.whole(tuple(tensor.shape))
+        return (Piece(whole, whole),)
+    mesh, spec = tensor.device_mesh, tensor._spec  # type: ignore[attr-defined]
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return ()
+    position = 0
+    for at, size in zip(coordinate, mesh.shape, strict=True):
+        position = position * size + at
+    order = getattr(spec, "shard_order", None)
+    return shard_at(
+        position,
+        tuple(tensor.shape),
+        tuple(mesh.shape),
+        [placement for placement in _placements(tensor) if placement is not None],
+        local_shape=tuple(local_tensors(tensor)[0].shape),
+        shard_order=[(cut.tensor_dim, tuple(cut.mesh_dims)) for cut in order] if order else None,
+    ).pieces
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    """Return whether it is one of ``torch.distributed._shard``, as in FSDP1's state dicts."""
+    return hasattr(tensor, "local_shards")
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "_local_tensor")
+
+
+def _declares_shards(tensor: torch.Tensor) -> bool:
+    """Return whether it is a CheckpointableTensor of torch 2.15, which names its boxes."""
+    if _is_dtensor(tensor) or _is_sharded(tensor):
+        return False
+    return all(hasattr(tensor, name) for name in SHARD_ATTRIBUTES)
+
+
+def _placements(tensor: Any) -> list[Placement | None]:
+    """Return the placements as ckptool's own; None for one that is partial."""
+    return [_placement(placement) for placement in tensor.placements]
+
+
+def _placement(theirs: Any) -> Placement | None:
+    if theirs.is_replicate():
+        return Replicate()
+    if theirs.is_partial():
+        return None
+    factor = getattr(theirs, "split_factor", None)
+    return Shard(theirs.dim) if factor is None else StridedShard(theirs.dim, factor)
+
+
+# Memory
+
+
+def why_not_filled(tensor: torch.Tensor) -> str | None:
+    """Return why bits cannot be written into a tensor; None where they can."""
+    import torch
+
+    if type(tensor.detach()) is not torch.Tensor:
+        kind = type(tensor).__name__
+        return f"a {kind}, a subclass with memory of its own: load plain tensors, then make these"
+    if tensor.is_quantized:
+        return "a quantized tensor"
+    if tensor.layout != torch.strided:
+        return f"a {tensor.layout} tensor"
+    if tensor.is_meta:
+        return "on the meta device: it has no memory yet (to_empty gives it some)"
+    if tensor.is_conj() or tensor.is_neg():
+        return "a conjugate or negative view"
+    if _overlaps(tensor.shape, tensor.stride()):
+        return "an expanded view or its like: several of its elements share their memory"
+    return None
+
+
+def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether steps along a dim may land within what the dims of smaller steps span."""
+    span = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1 and stride < span:
+            return 0 not in shape
+        span += (size - 1) * stride
+    return False
+
+
+def bits_of(tensor: torch.Tensor) -> Array:
+    """Return the elements of a CPU tensor as bits, strides and all, without a copy."""
+    import torch
+
+    itemsize = tensor.element_size()
+    shape, strides = tuple(tensor.shape), tuple(s * itemsize for s in tensor.stride())
+    if not tensor.numel():
+        return np.empty(shape, unit(itemsize))
+    data = tensor.detach().untyped_storage()
+    whole = torch.empty(0, dtype=torch.uint8).set_(data).numpy()
+    offset = tensor.storage_offset() * itemsize
+    return np.ndarray(shape, unit(itemsize), whole, offset, strides)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's type of a name; Unsupported where this torch has none."""
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise Unsupported(f"torch {torch.__version__} has no element type {name}")
+    return dtype
+
+
+# Staging for devices
+
+
+class Staging:
+    """Pinned buffers between files and devices: two per thread and device, so that reads overlap.
+
+    Copies wait for what the calling thread's current stream of a device had been given before;
+    ``finish`` waits for them, so that any stream may use the tensors afterwards, and memory may be
+    given back. Where a device has no streams of its own, every copy is waited for.
+    """
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self._lanes: list[_Lane] = []
+        self._before: dict[torch.device, Any] = {}
+
+    def memory(self, tensor: torch.Tensor) -> BoxMemory:
+        """Return where to write the elements of a tensor that can be filled.
+
+        To be called by the thread that the tensor's user works in: streams are a thread's own.
+        """
+        import torch
+
+        tensor = tensor.detach()
+        if tensor.device.type == "cpu":
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+            return ArrayMemory(bits_of(tensor))
+        if tensor.device not in self._before:
+            self._before[tensor.device] = _work_so_far(tensor.device)
+        return _DeviceMemory(tensor, self)
+
+    def lane(self, device: torch.device) -> _Lane:
+        """Return the buffers of this thread for a device."""
+        lanes: dict[Any, _Lane] = self._local.__dict__.setdefault("lanes", {})
+        if device not in lanes:
+            lanes[device] = _Lane(device, self._before[device])
+            self._lanes.append(lanes[device])
+        return lanes[device]
+
+    def finish(self) -> None:
+        """Wait until all that was staged has arrived."""
+        for lane in self._lanes:
+            lane.finish()
+
+
+class _DeviceMemory:
+    """A tensor on a device, filled a part at a time, as integers: devices copy those of any type.
+
+    Complex numbers of 16 bytes have no integers of their size.
+    """
+
+    def __init__(self, tensor: torch.Tensor, staging: Staging) -> None:
+        import torch
+
+        integer = _INTEGERS.get(tensor.element_size())
+        self._tensor = tensor.view(getattr(torch, integer)) if integer else tensor
+        self._staging = staging
+
+    @contextmanager
+    def part(self, where: Box) -> Iterator[Array]:
+        """Yield a pinned array whose elements are copied to the device at the end."""
+        lane = self._staging.lane(self._tensor.device)
+        part = self._tensor[tuple(map(slice, where.lo, where.hi))]
+        staged = lane.buffer(part)
+        yield bits_of(staged)
+        lane.send(staged, part)
+
+
+_INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+
+
+def _module(device: torch.device) -> Any:
+    """Return torch's module for a kind of device, such as ``torch.cuda``."""
+    import torch
+
+    return getattr(torch, device.type, None)
+
+
+def _has_streams(device: torch.device) -> bool:
+    return hasattr(_module(device), "Stream")
+
+
+def _work_so_far(device: torch.device) -> Any:
+    """Record an event after all work of this thread's current stream; None without streams."""
+    if not _has_streams(device):
+        return None
+    module = _module(device)
+    event = module.Event()
+    event.record(module.current_stream(device))
+    return event
+
+
+class _Lane:
+    """One thread's way to one device, for copies that come after ``before``."""
+
+    def __init__(self, device: torch.device, before: Any) -> None:
+        self._module = _module(device)
+        self._stream = self._module.Stream(device) if _has_streams(device) else None
+        if self._stream is not None:
+            self._stream.wait_event(before)
+        self._buffers: list[Any] = [None, None]
+        self._sent: list[Any] = [None, None]
+        self._turn = 0
+
+    def buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """Return a contiguous CPU tensor of this shape and type, once its last content was sent."""
+        self._turn = 1 - self._turn
+        if self._sent[self._turn] is not None:
+            self._sent[self._turn].synchronize()
+        nbytes = like.numel() * like.element_size()
+        buffer = self._buffers[self._turn]
+        if buffer is None or buffer.numel() < nbytes:
+            buffer = _allocate(nbytes, pinned=self._stream is not None)
+            self._buffers[self._turn] = buffer
+        staged: torch.Tensor = buffer[:nbytes].view(like.dtype).view(like.shape)
+        return staged
+
+    def send(self, staged: torch.Tensor, part: torch.Tensor) -> None:
+        """Begin to copy what was staged last to the device.
+
+        Where the part is not contiguous, torch copies through memory of the device, on the same
+        stream. Tensors made for inference are written as such: the mode is a thread's own.
+        """
+        import torch
+
+        with torch.inference_mode(part.is_inference()):
+            if self._stream is None:
+                part.copy_(staged)
+                return
+            with self._module.stream(self._stream):
+                part.copy_(staged, non_blocking=True)
+                event = self._module.Event()
+                event.record(self._stream)
+        self._sent[self._turn] = event
+
+    def finish(self) -> None:
+        """Wait until all has arrived."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
+    import torch
+
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)

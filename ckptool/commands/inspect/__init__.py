@@ -1,1 +1,0 @@
-"""What a checkpoint holds, from its metadata, and what its tensors come to."""
