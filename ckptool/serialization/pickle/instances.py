@@ -2,7 +2,7 @@
 
 A class instance with a state is some twenty opcodes, the same for every instance but for what its
 fields hold. Where those are plain (integers, short text, sizes, what the memo has), the second
-instance of a class teaches a regular expression that finds the third and all further ones. Stack
+instance of a class becomes a regular expression that finds the third and all further ones. Stack
 and memo become what the opcodes one by one would make of them; what does not fit is left to them.
 """
 
@@ -61,7 +61,7 @@ _INSTANCE = b"(%b)%b((?:%b){1,%d})%b" % (_REFERENCE, _BEGIN, _FIELD, _MOST_FIELD
 _ANY_INSTANCE = re.compile(_INSTANCE, re.DOTALL)
 _ANY_FIELD = re.compile(_FIELD, re.DOTALL)
 _ANY_INTEGER = re.compile(_INTEGER, re.DOTALL)
-_MOST_LESSONS = 64
+_MOST_PATTERNS = 64
 _MOST_VALUES = 1 << 14
 _KEY = 5
 """Bytes that tell a class: LONG_BINGET and its number, or BINGET's with EMPTY_TUPLE, NEWOBJ."""
@@ -71,48 +71,48 @@ _INTEGERS = {ord("K"): (1, False), ord("M"): (1, False), ord("J"): (1, True), 0x
 """Where the bytes of an integer begin, and whether they are signed."""
 
 
-class _Kind(NamedTuple):
+class _InstancePattern(NamedTuple):
     """The instances of one class: what finds one, and the names of its fields."""
 
-    pattern: re.Pattern[bytes]
+    expression: re.Pattern[bytes]
     function: Global
     names: tuple[str, ...]
 
 
-class Rows:
+class InstanceReader:
     """Reads instances in a row out of ``data``, onto a machine's stack and memo."""
 
     def __init__(self, data: bytes, stack: list[Any], memo: Memo) -> None:
         self._data = data
         self._stack = stack
         self._memo = memo
-        self._kinds: dict[bytes, _Kind] = {}
+        self._patterns: dict[bytes, _InstancePattern] = {}
         self._values = _Values(memo)
-        self._lessons = _MOST_LESSONS
+        self._patterns_left = _MOST_PATTERNS
         self._changes = 0
 
     def read(self, pos: int) -> tuple[int, int]:
         """Read the instances from ``pos`` on; return the offset after them and their number."""
-        data, kinds, note, stack = self._data, self._kinds, self._memo.dense, self._stack
+        data, patterns, note, stack = self._data, self._patterns, self._memo.dense, self._stack
         values = self._values
         value_of, noted = values.__getitem__, values.noted
         before = len(stack)
-        self._forget_what_changed()
+        self._forget_changes()
         while not self._memo.sparse:
-            kind = kinds.get(data[pos : pos + _KEY])
-            match = kind.pattern.match(data, pos) if kind else None
-            if kind is None or match is None:
-                if not self._learn(pos):
+            pattern = patterns.get(data[pos : pos + _KEY])
+            match = pattern.expression.match(data, pos) if pattern else None
+            if pattern is None or match is None:
+                if not self._add_pattern(pos):
                     break
                 continue
             pieces = match.groups()
             if len(values) > _MOST_VALUES:
                 values.forget()
             try:
-                state = dict(zip(kind.names, map(value_of, pieces)))  # noqa: B905 (a third faster)
+                state = dict(zip(pattern.names, map(value_of, pieces)))  # noqa: B905 (a third faster)
             except LookupError:
                 break
-            record = Call(kind.function, (), True, state)
+            record = Call(pattern.function, (), True, state)
             note += record, state
             for piece in pieces:
                 if piece in noted:
@@ -121,12 +121,12 @@ class Rows:
             pos = match.end()
         return pos, len(stack) - before
 
-    def _learn(self, pos: int) -> bool:
+    def _add_pattern(self, pos: int) -> bool:
         """Take the instance at ``pos`` as the pattern of its class; False where there is none."""
-        match = _ANY_INSTANCE.match(self._data, pos) if self._lessons else None
+        match = _ANY_INSTANCE.match(self._data, pos) if self._patterns_left else None
         if match is None:
             return False
-        self._lessons -= 1
+        self._patterns_left -= 1
         reference, references = match[1], _ANY_FIELD.findall(match[2])
         try:
             function, *names = (self._values[item] for item in (reference, *references))
@@ -137,15 +137,16 @@ class Rows:
         if not all(type(name) is str for name in names):
             return False
         fields = b"".join(b"%b(%b)" % (re.escape(item), _VALUE) for item in references)
-        pattern = re.compile(re.escape(reference) + _BEGIN + fields + _END, re.DOTALL)
-        self._kinds[self._data[pos : pos + _KEY]] = _Kind(pattern, function, tuple(names))
+        expression = re.compile(re.escape(reference) + _BEGIN + fields + _END, re.DOTALL)
+        pattern = _InstancePattern(expression, function, tuple(names))
+        self._patterns[self._data[pos : pos + _KEY]] = pattern
         return True
 
-    def _forget_what_changed(self) -> None:
-        """Forget all that was learnt of the memo where that is no more what it was."""
+    def _forget_changes(self) -> None:
+        """Forget all that was read of the memo where its entries have changed."""
         if self._changes != self._memo.changes:
             self._changes = self._memo.changes
-            self._kinds.clear()
+            self._patterns.clear()
             self._values.forget()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from ckptool.errors import Hostile, Problem
 from ckptool.serialization.pickle.builder import MARK, Builder
 from ckptool.serialization.pickle.globals import GETATTR, SHARDED_MODULE, can_run_code, is_name
-from ckptool.serialization.pickle.instances import Rows
+from ckptool.serialization.pickle.instances import InstanceReader
 from ckptool.serialization.pickle.records import (
     TORCH_SIZE,
     Call,
@@ -42,7 +42,7 @@ class Machine(Builder):
     def __init__(self, data: bytes, start: int, what: str, *, judges: bool = True) -> None:
         super().__init__(data, start, what)
         self._judges = judges
-        self._rows = Rows(data, self._stack, self._memo)
+        self._reader = InstanceReader(data, self._stack, self._memo)
         self.globals: dict[Global, int] = {}
         self.persistent: list[Persistent] = []
         self.hostile: dict[Global, Problem] = {}
@@ -97,7 +97,7 @@ class Machine(Builder):
     def _instances(self, pos: int) -> int:
         """Return the offset after all instances that begin at ``pos`` and were read at once."""
         noted = len(self._memo)
-        end, instances = self._rows.read(pos)
+        end, instances = self._reader.read(pos)
         self._containers -= instances
         self._require_containers()
         self.charge(len(self._memo) - noted)

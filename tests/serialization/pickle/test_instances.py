@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckptool.errors import Damaged, SourceError
 from ckptool.serialization.pickle import instances as pickle_instances
-from ckptool.serialization.pickle.instances import Memo, Rows
+from ckptool.serialization.pickle.instances import InstanceReader, Memo
 from ckptool.serialization.pickle.load import read_pickle
 from ckptool.serialization.pickle.records import Call
 
@@ -74,7 +74,9 @@ def seen(value: Any, depth: int = 0) -> Any:
 
 def outcome(data: bytes, *, at_once: bool = True) -> Any:
     """What the pickle holds, or the kind of error."""
-    with mock.patch.object(Rows, "read", Rows.read if at_once else lambda self, pos: (pos, 0)):
+    with mock.patch.object(
+        InstanceReader, "read", InstanceReader.read if at_once else lambda self, pos: (pos, 0)
+    ):
         try:
             return seen(read_pickle(data, what="p").value)
         except SourceError as error:
@@ -108,14 +110,14 @@ def test_changed_instances_are_as_one_by_one(rows: list[Any], data: st.DataObjec
 def steps(data: bytes) -> int:
     """How many instances were read at once."""
     counts: list[int] = []
-    plain = Rows.read
+    plain = InstanceReader.read
 
-    def read(self: Rows, pos: int) -> tuple[int, int]:
+    def read(self: InstanceReader, pos: int) -> tuple[int, int]:
         end, count = plain(self, pos)
         counts.append(count)
         return end, count
 
-    with mock.patch.object(Rows, "read", read):
+    with mock.patch.object(InstanceReader, "read", read):
         read_pickle(data, what="p")
     return sum(counts)
 
