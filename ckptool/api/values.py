@@ -13,10 +13,15 @@ import numpy as np
 from ckptool.core.catalog import ObjectEntry
 from ckptool.core.layout import Literal
 from ckptool.errors import Unsupported
-from ckptool.serialization.archive.write import torch_archive
+from ckptool.serialization.archive.write import lay_out_archive
 from ckptool.serialization.pickle.globals import is_generator, is_numpy
 from ckptool.serialization.pickle.records import Call, Global, OrderedMapping
-from ckptool.serialization.state_dict.values import NUMPY, foreign_globals, holds_objects, type_name
+from ckptool.serialization.state_dict.values import (
+    NUMPY,
+    collect_foreign_globals,
+    holds_objects,
+    type_name,
+)
 
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 
@@ -26,14 +31,14 @@ def archive(entry: ObjectEntry) -> bytes:
 
     Plain is what ``torch.load(weights_only=True)`` rebuilds, and what numpy holds.
     """
-    foreign = foreign_globals(entry.value) - {NUMPY}
+    foreign = collect_foreign_globals(entry.value) - {NUMPY}
     if foreign:
         raise Unsupported(
             f"{entry.name}: a {type_name(entry.value)}, made of {', '.join(sorted(foreign))}, which"
             " ckptool does not rebuild",
             hint="leave it out of the state dict, or drop it where the checkpoint is opened",
         )
-    parts = torch_archive(entry.value)
+    parts = lay_out_archive(entry.value)
     return b"".join(part.data for part in parts if isinstance(part, Literal))
 
 
@@ -41,7 +46,7 @@ def rebuild(entry: ObjectEntry) -> Any:
     """Return the value as a Python object; Unsupported where it is neither plain nor numpy's."""
     if isinstance(entry.value, _SIMPLE):
         return entry.value
-    if foreign_globals(entry.value) != {NUMPY}:
+    if collect_foreign_globals(entry.value) != {NUMPY}:
         return _load(entry)
 
     try:

@@ -32,18 +32,18 @@ from ckptool.formats.dcp import scan_folder
 from ckptool.serialization.archive.read import StoredBytes, TorchFile, read_torch_file
 from ckptool.serialization.archive.tensors import (
     StoredTensor,
-    natural,
-    place_of,
-    plain_tensor,
-    sizes,
+    locate_tensor,
+    read_natural,
+    read_sizes,
+    read_tensor,
 )
 from ckptool.serialization.pickle.load import read_pickle
 from ckptool.serialization.pickle.records import Call
-from ckptool.serialization.source import Source, first_missing, read_metadata, require_rank
+from ckptool.serialization.source import Source, find_missing_ranks, read_metadata, require_rank
 from ckptool.serialization.state_dict.assemble import assemble
-from ckptool.serialization.state_dict.flat_params import FLAT, Member, taken_apart
+from ckptool.serialization.state_dict.flat_params import FLAT, Member, unflatten
 from ckptool.serialization.state_dict.leaves import read_leaves
-from ckptool.serialization.state_dict.values import unread_notes
+from ckptool.serialization.state_dict.values import note_unread
 
 
 def flat_members(fields: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Member]]:
@@ -74,8 +74,8 @@ def _members(flat: str, names: list[str], told: Mapping[str, Any]) -> Iterator[M
         if not padding:
             name, shape = left.pop(0)
             name = (name if whole else head + name.lstrip(".")).lstrip(".")
-            yield Member((name,), sizes(shape), start)
-        start += natural(length)
+            yield Member((name,), read_sizes(shape), start)
+        start += read_natural(length)
     if left:
         raise IndexError
 
@@ -88,7 +88,7 @@ def apart(catalog: Catalog, flat: Mapping[str, list[Member]]) -> Catalog:
     tensors: dict[str, TensorEntry] = {}
     for name, entry in catalog.tensors.items():
         members = found[name]
-        parts = taken_apart(entry, members) if members else [entry]
+        parts = unflatten(entry, members) if members else [entry]
         tensors |= {part.name: part for part in parts}
     return with_inferred_mesh(replace(catalog, tensors=tensors, mesh=None))
 
@@ -120,7 +120,9 @@ def skeletons_of(fields: Mapping[str, Mapping[str, Any]], parts: Mapping[str, st
                 file = "/".join(filter(None, (family, where["relative_path"])))
                 pickled = pickles.get(_key(index))
                 if isinstance(pickled, bytes):
-                    found[file, natural(where["offset"]), natural(where["length"])] = pickled
+                    found[file, read_natural(where["offset"]), read_natural(where["length"])] = (
+                        pickled
+                    )
         except (KeyError, TypeError, AttributeError):
             message = f"{name}: not as ByteCheckpoint writes it"
             raise Damaged(message, "metadata-unreadable", file=name) from None
@@ -129,7 +131,7 @@ def skeletons_of(fields: Mapping[str, Mapping[str, Any]], parts: Mapping[str, st
 
 def _key(index: Call) -> tuple[str, tuple[int, ...] | None]:
     offset = index.fields.get("offset")
-    return str(index.fields["fqn"]), None if offset is None else sizes(offset)
+    return str(index.fields["fqn"]), None if offset is None else read_sizes(offset)
 
 
 def placed(catalog: Catalog, skeletons: Skeletons, options: ScanOptions) -> Catalog:
@@ -172,13 +174,13 @@ def _place(entry: TensorEntry, chunk: Chunk, at: Place, skeletons: Skeletons) ->
         )
     stored = StoredBytes(at.file, at.offset, at.nbytes, at.nbytes)
     file = TorchFile(what, None, {tensor.storage.key: stored}, "little", {}, len(pickled))
-    return place_of(tensor, file)
+    return locate_tensor(tensor, file)
 
 
 @lru_cache(maxsize=4096)
 def _skeleton(pickled: bytes) -> StoredTensor | None:
     """The tensor that a pickle describes; many are alike."""
-    return plain_tensor(read_pickle(pickled, what="a tensor's record in .metadata").value)
+    return read_tensor(read_pickle(pickled, what="a tensor's record in .metadata").value)
 
 
 _METADATA = re.compile(r"(?:(?P<family>model|optimizer|loader_ckpt)/)?\.metadata")
@@ -266,7 +268,7 @@ def _extra_state(source: Source, options: ScanOptions, world: int) -> list[Catal
     found = assemble(ranks, per_rank=options.per_rank)
     options.report(found.problems, subject="extra_state")
     sizes_ = {file: source.files[file] for file in files.values()}
-    notes = (*found.notes, *unread_notes(found.objects), *_lost_extra_state(files, world))
+    notes = (*found.notes, *note_unread(found.objects), *_lost_extra_state(files, world))
     return [
         Catalog(
             "", found.tensors, found.objects, sizes_, len(files), notes=notes,
@@ -277,7 +279,7 @@ def _extra_state(source: Source, options: ScanOptions, world: int) -> list[Catal
 
 def _lost_extra_state(files: Mapping[int, str], world: int) -> list[Problem]:
     """Every rank writes a file of its own, or none does (ByteCheckpoint)."""
-    missing = first_missing(files, max(world, max(files) + 1))
+    missing = find_missing_ranks(files, max(world, max(files) + 1))
     if not missing:
         return []
     beside = files[min(files)]

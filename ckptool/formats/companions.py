@@ -22,7 +22,7 @@ from ckptool.core.catalog import Catalog, Extent, ObjectEntry, Place, Scaled, Te
 from ckptool.core.mesh import Shard
 from ckptool.errors import Damaged, Problem
 from ckptool.formats.base import ScanOptions
-from ckptool.serialization.source import Source, first_missing, read_metadata
+from ckptool.serialization.source import Source, find_missing_ranks, read_metadata
 
 _NAMES = frozenset(
     "config.json generation_config.json tokenizer.json tokenizer.model tokenizer_config.json"
@@ -269,7 +269,7 @@ RANDOM_STATES = re.compile(r"random_states_(\d{1,6})\.pkl")
 def lost_random_states(source: Source, catalog: Catalog) -> list[Problem]:
     """Return the rank whose random states are lost: each writes its own (accelerate 1.15)."""
     ranks = {int(match[1]) for match in map(RANDOM_STATES.fullmatch, source.files) if match}
-    missing = first_missing(ranks, catalog.world_size or 0) if ranks else []
+    missing = find_missing_ranks(ranks, catalog.world_size or 0) if ranks else []
     if not missing:
         return []
     file = f"random_states_{missing[0]}.pkl"

@@ -39,9 +39,9 @@ from ckptool.formats.base import Format, Request, ScanOptions
 from ckptool.formats.companions import companions, read_json_object, size_in
 from ckptool.formats.writing import companion_files, plain_objects, require_placed
 from ckptool.serialization.archive.read import read_torch_file
-from ckptool.serialization.archive.write import torch_archive
+from ckptool.serialization.archive.write import lay_out_archive
 from ckptool.serialization.pickle.write import TensorRef
-from ckptool.serialization.source import Source, expect_archives, first_missing, require_rank
+from ckptool.serialization.source import Source, expect_archives, find_missing_ranks, require_rank
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, RankLeaves, read_leaves
 from ckptool.serialization.state_dict.tensor_parallel import (
@@ -49,7 +49,7 @@ from ckptool.serialization.state_dict.tensor_parallel import (
     merge_ranks,
     tp_mesh,
 )
-from ckptool.serialization.state_dict.values import unread_notes
+from ckptool.serialization.state_dict.values import note_unread
 
 _EMBEDDING = re.compile(r"(.*\.)?tok_embeddings\.weight")
 RULES = tuple(
@@ -210,7 +210,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     files = _files(source)
     world = max(files) + 1
     require_rank(world, files[max(files)])
-    missing = first_missing(files, world)
+    missing = find_missing_ranks(files, world)
     if missing:
         message = f"{source.root}: consolidated.{missing[0]:02d}.pth is missing"
         message += f" (model-parallel ranks {missing} of {world})"
@@ -236,7 +236,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         mesh=tp_mesh(world) if world > 1 else None,
         mesh_source="declared" if world > 1 else None,
         info=_info(sizes, world),
-        notes=(*merged.notes, *unread_notes(merged.objects)),
+        notes=(*merged.notes, *note_unread(merged.objects)),
         conflicts=merged.conflicts | conflicts,
         companions=companions(source),
     )
@@ -340,7 +340,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
         for name, entry in catalog.tensors.items():
             state[name] = TensorRef.of_shard(entry, shards[name][rank])
         stem = f"consolidated.{rank:02d}"
-        files.append(FileLayout(f"{stem}.pth", tuple(torch_archive(state, root=stem)), rank))
+        files.append(FileLayout(f"{stem}.pth", tuple(lay_out_archive(state, root=stem)), rank))
     if _PARAMS not in catalog.companions:
         notes.append(f"no {_PARAMS} is written, which Meta's code reads the model's sizes from")
     return Layout(tuple(files), folder=True, notes=tuple(notes))

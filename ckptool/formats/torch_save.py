@@ -18,11 +18,11 @@ from ckptool.formats.base import FileRole, FileRule, Format, Request, ScanOption
 from ckptool.formats.companions import companions, config_info, framework_info
 from ckptool.formats.writing import companion_notes, nested_state, plain_objects
 from ckptool.serialization.archive.read import is_legacy, is_zip, read_torch_file
-from ckptool.serialization.archive.write import torch_archive
+from ckptool.serialization.archive.write import lay_out_archive
 from ckptool.serialization.source import Source, expect_archives, read_metadata, require
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Leaf, ShareLeaf, read_leaves
-from ckptool.serialization.state_dict.values import unread_notes
+from ckptool.serialization.state_dict.values import note_unread
 
 INDEX = "pytorch_model.bin.index.json"
 _MODEL = "pytorch_model.bin"
@@ -70,7 +70,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         {file: source.files[file]},
         world_size=1,
         info={"writer": "torch.save"} | framework_info(contents.objects),
-        notes=(*notes, *unread_notes(contents.objects)),
+        notes=(*notes, *note_unread(contents.objects)),
         conflicts=contents.conflicts,
         companions=companions(source) if is_model else {},
     )
@@ -125,7 +125,7 @@ def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
         {file: source.files[file] for file in (*files, INDEX) if file in source.files},
         world_size=1,
         info={"writer": "transformers (pytorch_model.bin shards)"} | config_info(source),
-        notes=(*notes, *unread_notes(objects)),
+        notes=(*notes, *note_unread(objects)),
         conflicts=dict(refusals),
         companions=companions(source),
     )
@@ -153,7 +153,7 @@ def _lay_out(catalog: Catalog, request: Request) -> Layout:
     objects, notes = plain_objects(catalog)
     state = nested_state(list(catalog.tensors.values()), objects)
     root = request.target.rpartition(".")[0] or "archive"
-    main = FileLayout(request.target, tuple(torch_archive(state, root=root)))
+    main = FileLayout(request.target, tuple(lay_out_archive(state, root=root)))
     return Layout((main,), folder=False, notes=(*notes, *companion_notes(catalog)))
 
 

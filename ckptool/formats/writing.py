@@ -12,7 +12,7 @@ from ckptool.core.layout import FileLayout, Verbatim
 from ckptool.core.sharding.placement import Placed
 from ckptool.errors import Problem, Unsupported
 from ckptool.formats.base import Request
-from ckptool.serialization.archive.write import torch_archive
+from ckptool.serialization.archive.write import lay_out_archive
 from ckptool.serialization.pickle.write import TensorRef
 from ckptool.serialization.state_dict.tree import nest
 from ckptool.serialization.state_dict.values import NUMPY, UNREAD_TENSOR, Foreign, type_name
@@ -73,7 +73,7 @@ def nested_state(tensors: list[TensorEntry], objects: list[ObjectEntry]) -> Any:
 
 def extra_file(path: str, tensors: list[TensorEntry], objects: list[ObjectEntry]) -> FileLayout:
     """Lay out a torch.save file beside the main one, for what the main format cannot hold."""
-    return FileLayout(path, tuple(torch_archive(nested_state(tensors, objects))))
+    return FileLayout(path, tuple(lay_out_archive(nested_state(tensors, objects))))
 
 
 def companion_notes(catalog: Catalog) -> list[str]:

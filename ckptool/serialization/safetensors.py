@@ -86,7 +86,7 @@ def read_safetensors(
         return SafetensorsFile(ordered, metadata)
 
 
-def promised_size(source: Source, file: str) -> int:
+def read_promised_size(source: Source, file: str) -> int:
     """Return how many bytes a file should have by its header; Damaged where that is not whole."""
     with coded("safetensors-header", file=file):
         _, tensors, start = _read_header(source, file, [])

@@ -89,7 +89,7 @@ def _edges(file: str, offset: int, nbytes: int) -> tuple[tuple[str, int, int], .
     return (file, offset, edge), (file, offset + nbytes - edge, edge)
 
 
-def first_missing(present: Collection[int], expected: int) -> list[int]:
+def find_missing_ranks(present: Collection[int], expected: int) -> list[int]:
     """Return the ranks below ``expected`` that are not present, the first twelve of them."""
     return list(islice((rank for rank in range(expected) if rank not in present), 12))
 

@@ -290,7 +290,7 @@ def _data_offset(region: Region, name: str, header: int) -> int:
     return header + LOCAL.size + int(fields[9]) + int(fields[10])
 
 
-def unclaimed_bytes(region: Region, records: Iterable[ZipRecord]) -> int:
+def count_unclaimed_bytes(region: Region, records: Iterable[ZipRecord]) -> int:
     """Count bytes of the region that belong to no record, nor to the directory and its end records.
 
     Descriptors are as long as they may be: what is hidden in less is not noticed.
@@ -309,7 +309,7 @@ def unclaimed_bytes(region: Region, records: Iterable[ZipRecord]) -> int:
     return spare + max(0, region.nbytes - end - END.size - comment)
 
 
-def header_problems(region: Region, records: Iterable[ZipRecord]) -> list[Problem]:
+def check_headers(region: Region, records: Iterable[ZipRecord]) -> list[Problem]:
     """Return where what stands beside the records contradicts the directory.
 
     That is a record's local header, and the descriptor behind its bytes where flag bit 3 promises

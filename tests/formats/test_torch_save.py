@@ -10,8 +10,8 @@ import torch
 
 import ckptool
 from ckptool.errors import CkptoolError
-from ckptool.serialization.archive.recover import recovered
-from ckptool.serialization.archive.tensors import plain_tensor
+from ckptool.serialization.archive.recover import recover_records
+from ckptool.serialization.archive.tensors import read_tensor
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.storage.local import LocalSource
 
@@ -36,7 +36,7 @@ def test_a_record_that_begins_right_before_4_gib_is_recovered(tmp_path: Path) ->
         reader = torch._C.PyTorchFileReader(str(path))
         size = (1 << 32) - reader.get_record_offset("data/0") - descriptor - behind
     assert reader.get_record_offset("data/1") > 1 << 32
-    assert not recovered(LocalSource.file(path), "model.pt").lost
+    assert not recover_records(LocalSource.file(path), "model.pt").lost
 
 
 def test_a_storage_that_was_filled_later_has_no_checksum(tmp_path: Path) -> None:
@@ -94,4 +94,4 @@ def test_calls_that_wrap_one_another_without_end_are_no_tensor() -> None:
     args: tuple[Any, ...] = (Global("torch._utils", "_rebuild_tensor_v2"), None, (), None)
     for _ in range(30_000):
         args = (rebuild, Global("torch", "Tensor"), args, None)
-    assert plain_tensor(Call(rebuild, args)) is None
+    assert read_tensor(Call(rebuild, args)) is None

@@ -37,9 +37,9 @@ class Bytes:
 
 
 def fuzz_pickle(data: bytes) -> None:
-    from ckptool.serialization.pickle.load import named_globals, read_pickle
+    from ckptool.serialization.pickle.load import find_globals, read_pickle
 
-    named_globals(data, pickles=5)
+    find_globals(data, pickles=5)
     read_pickle(data, what="fuzz")
 
 
@@ -52,12 +52,12 @@ def fuzz_metadata(data: bytes) -> None:
 def fuzz_zip(data: bytes) -> None:
     from ckptool.serialization.archive.read import read_torch_zip
     from ckptool.serialization.archive.recover import find_archives
-    from ckptool.serialization.zip import Region, header_problems, read_directory
+    from ckptool.serialization.zip import Region, check_headers, read_directory
 
     source = Bytes(data, "fuzz.pt")
     list(find_archives(source, "fuzz.pt"))
     region = Region(source, "fuzz.pt", 0, len(data))
-    header_problems(region, read_directory(region).values())
+    check_headers(region, read_directory(region).values())
     read_torch_zip(region)
 
 

@@ -31,10 +31,10 @@ from ckptool.formats.dcp.metadata import DcpMetadata, SavePlan
 from ckptool.serialization.archive.read import read_torch_file
 from ckptool.serialization.source import Source, expect_edges
 from ckptool.serialization.state_dict.assemble import assemble
-from ckptool.serialization.state_dict.flat_params import HINT, is_flat, members_of, taken_apart
+from ckptool.serialization.state_dict.flat_params import HINT, find_members, is_flat, unflatten
 from ckptool.serialization.state_dict.leaves import Assembled, read_leaves
-from ckptool.serialization.state_dict.tree import free_name
-from ckptool.serialization.state_dict.values import unread_notes
+from ckptool.serialization.state_dict.tree import find_free_name
+from ckptool.serialization.state_dict.values import note_unread
 
 __all__ = ["FORMAT", "DcpMetadata", "SavePlan", "locate", "read_folder", "scan_folder"]
 
@@ -111,7 +111,7 @@ def _add(contents: Assembled, value: Assembled | None) -> None:
     inner: tuple[dict[str, Any], ...] = (value.tensors, value.objects)
     for entries in inner:
         for name in entries.keys() & used:
-            free = free_name(name, {*used, *value.tensors, *value.objects})
+            free = find_free_name(name, {*used, *value.tensors, *value.objects})
             entries[free] = replace(entries.pop(name), name=free)
             value.notes.append(f"{free} lies inside a value; another is called {name!r}")
     contents.problems += value.problems
@@ -130,9 +130,9 @@ def _unflatten(source: Source, catalog: Catalog, options: ScanOptions) -> Catalo
         note = f"FSDP1 flat parameters are kept as they are ({', '.join(flats)}); {HINT}"
         return replace(catalog, notes=(*catalog.notes, note))
     tensors = {name: e for name, e in catalog.tensors.items() if name not in flats}
-    members = members_of(flats, options.flat_params)
+    members = find_members(flats, options.flat_params)
     for name, entry in locate(source, catalog.with_tensors(flats)).tensors.items():
-        tensors |= {part.name: part for part in taken_apart(entry, members[name])}
+        tensors |= {part.name: part for part in unflatten(entry, members[name])}
     return with_inferred_mesh(replace(catalog, tensors=tensors, mesh=None))
 
 
@@ -174,7 +174,7 @@ def _catalog(
         {name: source.files[name] for name in source.files if name in used or name in data},
         world_size=max([planned, *(rank + 1 for rank in ranks)], default=1),
         info=info | framework_info(contents.objects),
-        notes=(*notes, *contents.notes, *unread_notes(contents.objects)),
+        notes=(*notes, *contents.notes, *note_unread(contents.objects)),
         conflicts=contents.conflicts,
         archives=tuple(inventory.archives),
         named={file: metadata.named for file, metadata in parsed.items()},

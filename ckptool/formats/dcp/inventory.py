@@ -13,7 +13,13 @@ from ckptool.core.catalog import Chunk, Container, Path
 from ckptool.errors import Damaged, Problem
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.dcp.metadata import DcpMetadata, TensorMetadata, parse
-from ckptool.serialization.source import Source, first_missing, read_metadata, require, require_rank
+from ckptool.serialization.source import (
+    Source,
+    find_missing_ranks,
+    read_metadata,
+    require,
+    require_rank,
+)
 
 METADATA = ".metadata"
 RANK_METADATA = re.compile(r"__([0-9]{1,9})\.metadata")
@@ -115,7 +121,7 @@ def _require_ranks(source: Source) -> None:
 
 def _missing_ranks(ranks: set[int], source: Source) -> list[Problem]:
     writers = {int(m[1]) for name in source.files if (m := DATA.fullmatch(name))}
-    missing = first_missing(ranks, max(ranks | writers) + 1)
+    missing = find_missing_ranks(ranks, max(ranks | writers) + 1)
     if not missing:
         return []
     message = f"{source.root}: __{missing[0]}.metadata is missing (ranks {missing})"

@@ -35,7 +35,12 @@ from ckptool.errors import (
 )
 from ckptool.formats.dcp.inventory import DAMAGE_HINT
 from ckptool.serialization.archive.read import TorchFile, is_zip, read_torch_zip
-from ckptool.serialization.archive.tensors import is_tensor_record, outer_of, place_of, plain_tensor
+from ckptool.serialization.archive.tensors import (
+    is_tensor_record,
+    locate_tensor,
+    read_outer,
+    read_tensor,
+)
 from ckptool.serialization.source import Source, expect_edges
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import (
@@ -229,14 +234,14 @@ def _locate_place(source: Source, entry: TensorEntry, box: Box, at: Place) -> Pl
     shape = at.part.shape if at.part else box.shape
     limit = math.prod(shape) * dtype.itemsize * 2 + _OVERHEAD
     opened = _open(source, at, what, limit, _EDGE)
-    tensor = plain_tensor(opened.file.value)
+    tensor = read_tensor(opened.file.value)
     if tensor is None:
         raise _no_tensor(opened.file.value, f"{what}: its item in {at.file}", at, (dtype, shape))
     if (tensor.dtype, tensor.shape) != (dtype, shape):
         message = f"{what}: its item at byte {at.offset:,} of {at.file} is {tensor.dtype}"
         message += f" {list(tensor.shape)}, the metadata says {dtype} {list(shape)}"
         raise Damaged(message, "item-mismatch", file=at.file)
-    place = opened.place(place_of(tensor, opened.file))
+    place = opened.place(locate_tensor(tensor, opened.file))
     if at.part is None:
         return place
     try:
@@ -251,7 +256,7 @@ def _no_tensor(
     value: Any, what: str, item: Container, expected: tuple[DType, tuple[int, ...]]
 ) -> CkptoolError:
     """Return why an item is no plain tensor of the type and shape that are ``expected``."""
-    outer = outer_of(value) if is_tensor_record(value) else expected
+    outer = read_outer(value) if is_tensor_record(value) else expected
     if not is_tensor_record(value) or outer not in (None, expected):
         message = f"{what} holds {type_name(value)}, no plain tensor"
         return Damaged(message, "item-mismatch", file=item.file)

@@ -11,7 +11,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Container, Index, Path
 from ckptool.core.dtype import DType
 from ckptool.errors import Damaged, coded
-from ckptool.serialization.archive.tensors import dtype_of, natural, sizes
+from ckptool.serialization.archive.tensors import read_dtype, read_natural, read_sizes
 from ckptool.serialization.pickle.load import read_pickle
 from ckptool.serialization.pickle.records import Call, Global
 
@@ -121,7 +121,7 @@ def _tensor(entry: Call, what: str, boxes: _Boxes) -> TensorMetadata:
     try:
         dtype = _dtype(entry)
         chunks = tuple(map(boxes.of, fields["chunks"]))
-        return TensorMetadata(dtype_of(dtype), sizes(fields["size"]), chunks)
+        return TensorMetadata(read_dtype(dtype), read_sizes(fields["size"]), chunks)
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise Damaged(f"{what}: not as DCP writes it: {error}") from None
     except Damaged as error:
@@ -132,12 +132,12 @@ class _Sizes(dict[Call, tuple[int, ...]]):
     """The sizes that records hold, one and the same tuple for one and the same record."""
 
     def __missing__(self, record: Call) -> tuple[int, ...]:
-        self[record] = shape = sizes(record)
+        self[record] = shape = read_sizes(record)
         return shape
 
     def of(self, value: Any) -> tuple[int, ...]:
         """Return a shape or strides of a pickle."""
-        return self[value] if type(value) is Call else sizes(value)
+        return self[value] if type(value) is Call else read_sizes(value)
 
 
 class _Boxes(dict[tuple[tuple[int, ...], tuple[int, ...]], Box]):
@@ -168,7 +168,10 @@ def _items(storage_data: Any) -> Iterator[tuple[MetadataIndex, Container]]:
         if not isinstance(file, str):
             raise Damaged("a relative_path that is no text")
         steps = tuple(map(_text, transforms)) if transforms else ()
-        yield _index(record, shapes), Container(file, natural(start), natural(length), steps)
+        yield (
+            _index(record, shapes),
+            Container(file, read_natural(start), read_natural(length), steps),
+        )
 
 
 def _index(record: Call, shapes: _Sizes) -> MetadataIndex:
@@ -190,7 +193,7 @@ def _reformulated(value: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     for name, entry in (value or {}).items():
         shape = entry.get("nd_reformulated_orig_global_shape") if isinstance(entry, dict) else None
         if shape is not None:
-            yield _text(name), sizes(shape)
+            yield _text(name), read_sizes(shape)
 
 
 def _text(value: Any) -> str:

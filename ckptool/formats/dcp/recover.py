@@ -18,7 +18,7 @@ from ckptool.formats.dcp import FORMAT
 from ckptool.formats.dcp.inventory import DATA, METADATA, rank_of
 from ckptool.serialization.archive.read import read_torch_zip
 from ckptool.serialization.archive.recover import find_archives
-from ckptool.serialization.archive.tensors import place_of, plain_tensor
+from ckptool.serialization.archive.tensors import locate_tensor, read_tensor
 from ckptool.serialization.source import Source
 from ckptool.serialization.zip import Region
 
@@ -109,8 +109,8 @@ def _gaps(source: Source, file: str, items: list[Container]) -> Iterator[Problem
 
 def _entry(region: Region, name: str) -> TensorEntry | ObjectEntry:
     opened = read_torch_zip(region)
-    tensor = plain_tensor(opened.value)
+    tensor = read_tensor(opened.value)
     if tensor is None:
         return ObjectEntry(name, (name,), opened.value)
-    chunk = Chunk(Box.whole(tensor.shape), place_of(tensor, opened), rank_of(region.file))
+    chunk = Chunk(Box.whole(tensor.shape), locate_tensor(tensor, opened), rank_of(region.file))
     return TensorEntry(name, (name,), tensor.dtype, tensor.shape, (chunk,))

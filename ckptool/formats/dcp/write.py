@@ -21,7 +21,7 @@ from ckptool.core.layout import Data, FileLayout, Layout, Literal, Part
 from ckptool.core.rewrite import root_problem, with_loadable_paths
 from ckptool.formats.base import Request
 from ckptool.formats.writing import WriterAssignment, companion_files, tied_notes
-from ckptool.serialization.archive.write import offset_parts, torch_archive
+from ckptool.serialization.archive.write import lay_out_archive, offset_parts
 from ckptool.serialization.pickle.write import TensorRef
 from ckptool.serialization.state_dict.values import NUMPY, UNREAD_TENSOR, Foreign
 
@@ -92,7 +92,7 @@ class _RankData:
 
     def add_value(self, entry: ObjectEntry) -> _Span:
         """Append a value; must come before any chunk."""
-        parts = torch_archive(entry.value)
+        parts = lay_out_archive(entry.value)
         self.values += offset_parts(parts, len(self.values))
         return self._append(sum(part.nbytes for part in parts))
 
@@ -122,7 +122,7 @@ class _RankData:
 def _frame(dtype: str, shape: tuple[int, ...]) -> tuple[list[Part], int]:
     """Return the archive of one tensor, whatever tensor it is, and its bytes."""
     stand_in = TensorEntry("", (), BY_NAME[dtype], shape, ())
-    parts = torch_archive(TensorRef.whole(stand_in))
+    parts = lay_out_archive(TensorRef.whole(stand_in))
     return parts, sum(part.nbytes for part in parts)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ckptool.errors import Damaged
 from ckptool.formats.deepspeed.states import State, read_optimizer, read_state
-from ckptool.serialization.source import Source, first_missing, require_rank
+from ckptool.serialization.source import Source, find_missing_ranks, require_rank
 from ckptool.serialization.state_dict.leaves import Barred
 
 LATEST = "latest"
@@ -244,7 +244,7 @@ def _require_all(files: Mapping[Ranks, str], dp: int, mp: int, what: str) -> Non
     """Raise Damaged where the file of a rank is missing, or is of a rank there is none of."""
     for model_rank in range(mp):
         present = {d for d, m in files if m == model_rank}
-        missing = first_missing(present, dp)
+        missing = find_missing_ranks(present, dp)
         if missing:
             ranks = ", ".join(map(str, missing))
             message = f"the file of {what} of zero_pp_rank {ranks}, mp_rank {model_rank:02d}"

@@ -30,9 +30,9 @@ from ckptool.formats.deepspeed.states import (
 )
 from ckptool.formats.deepspeed.unpartitioned import add_whole_optimizer
 from ckptool.formats.deepspeed.weights import module_weights
-from ckptool.serialization.source import first_missing
+from ckptool.serialization.source import find_missing_ranks
 from ckptool.serialization.state_dict.leaves import Leaf
-from ckptool.serialization.state_dict.values import stray_notes
+from ckptool.serialization.state_dict.values import note_stray_keys
 
 EXPERT = re.compile(r"(?P<head>.*\bdeepspeed_experts\.)(?P<number>\d+)(?P<tail>\..*)")
 _DEGREE = re.compile(r"ep_size_([0-9]{1,6})")
@@ -76,7 +76,7 @@ def add_expert_optimizers(
     for (expert_rank, model_rank), state in checkpoint.expert_optimizers.items():
         if model_rank != mp:
             continue
-        contents.notes += stray_notes(state.file.what, state.stored.keys() - {"optimizer"})
+        contents.notes += note_stray_keys(state.file.what, state.stored.keys() - {"optimizer"})
         inner, rank = state.inner("optimizer"), checkpoint.rank(expert_rank, mp)
         own = _experts_of_rank(experts, inner, expert_rank)
         named = None if own is None else add_whole_optimizer(contents, inner, weights, rank, own)
@@ -213,7 +213,7 @@ def lost_optimizers(checkpoint: DeepSpeedCheckpoint) -> Problem | None:
     if stray:
         message = f"{stray[0]}: belongs to no rank of {degree:,} expert-parallel ones"
         return Problem(message, "saves-mixed", file=stray[0])
-    missing = first_missing(ranks, degree)
+    missing = find_missing_ranks(ranks, degree)
     if not missing:
         return None
     named = ", ".join(f"expp_rank_{rank}" for rank in missing)

@@ -16,7 +16,7 @@ from ckptool.core.views import pieces_of_run
 from ckptool.errors import Damaged, Refusal
 from ckptool.formats.deepspeed.checkpoint import Partition
 from ckptool.formats.deepspeed.states import State, Vector
-from ckptool.serialization.state_dict.leaves import Barred, Leaf, PlainLeaf, refusal_in
+from ckptool.serialization.state_dict.leaves import Barred, Leaf, PlainLeaf, find_refusal
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Parameters by name, in the order in which a flat buffer holds them."""
@@ -105,7 +105,7 @@ class RankContents:
 
         A value of which a part is refused is so under its own name.
         """
-        why = refusal_in(value)
+        why = find_refusal(value)
         if why is not None:
             value = why.derived_for(flat_name(path))
         elif isinstance(value, Vector):
@@ -170,7 +170,7 @@ def read_slot(state: State, master: Any, values: Mapping[str, Any], padding: int
         )
     slot, least = FlatGroup({MASTER: vector}), vector.shape[0]
     for kind, value in values.items():
-        why, tensor = refusal_in(value), state.vector(value)
+        why, tensor = find_refusal(value), state.vector(value)
         if why is not None:
             slot.refused[kind] = why
         elif tensor is not None and tensor.is_flat and 0 <= tensor.shape[0] - least <= padding:

@@ -57,7 +57,7 @@ from ckptool.formats.deepspeed.zero import add_flat_groups, add_split_groups
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Assembled
-from ckptool.serialization.state_dict.values import stray_notes, unread_notes
+from ckptool.serialization.state_dict.values import note_stray_keys, note_unread
 
 _OPTIMIZER_FILE = frozenset("optimizer_state_dict ds_config ds_version param_shapes".split())
 """What DeepSpeed writes in a file of optimizer states; shapes up to 0.4."""
@@ -167,7 +167,7 @@ def describe_checkpoint(
     experts = f", EP {max(degrees)}" if degrees else ""
     info["parallelism"] = f"TP {grid.tensor}, PP {grid.pipeline}, DP {grid.data}{experts}"
     carried = {n: size for n, size in companions(source).items() if not n.startswith("zero_to_")}
-    notes = [*checkpoint.notes, *assembled.notes, *unread_notes(assembled.objects)]
+    notes = [*checkpoint.notes, *assembled.notes, *note_unread(assembled.objects)]
     return Catalog(
         name,
         assembled.tensors,
@@ -237,7 +237,7 @@ def _read_rank(checkpoint: DeepSpeedCheckpoint, mp: int, barred: Refusal | None)
     for (_, rank), optimizer in checkpoint.optimizers.items():
         if rank == mp:
             stray = optimizer.stored.keys() - _OPTIMIZER_FILE
-            contents.notes += stray_notes(optimizer.file.what, stray)
+            contents.notes += note_stray_keys(optimizer.file.what, stray)
     for partition in checkpoint.partitions(mp):
         contents.add_leaves(optimizer_leaves(partition.state, source), partition.rank)
         contents.add_leaves(refused_leaves(partition.state, ("optimizer",)), partition.rank)
@@ -253,7 +253,7 @@ def _note_values(contents: RankContents, states: Iterable[State]) -> None:
             if isinstance(inner.readable, Refusal):
                 continue
             names = [name for name in inner.value_names if name not in noted]
-            contents.notes += stray_notes(state.file.what, names)
+            contents.notes += note_stray_keys(state.file.what, names)
             noted.update(names)
 
 
@@ -291,7 +291,7 @@ def _add_module_and_optimizer(
         for name, vector in expert.tensors.items():
             contents.add_whole(("module", name), vector, rank)
         contents.add_leaves(refused_leaves(expert, ("module",)), rank)
-        contents.notes += stray_notes(expert.file.what, expert.value_names)
+        contents.notes += note_stray_keys(expert.file.what, expert.value_names)
     return trained
 
 
@@ -319,7 +319,7 @@ def _add_layers(contents: RankContents, checkpoint: DeepSpeedCheckpoint, tensor:
     add_layers(contents, layers, trained, buffers, ranks)
     for n, state in layers.items():
         contents.add_leaves(refused_leaves(state, ("module", str(n))), ranks[n])
-        contents.notes += stray_notes(state.file.what, state.value_names)
+        contents.notes += note_stray_keys(state.file.what, state.value_names)
 
 
 def _add_whole_optimizer(

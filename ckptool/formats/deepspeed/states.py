@@ -13,11 +13,11 @@ from ckptool.errors import Damaged, Refusal, SourceError, refused
 from ckptool.serialization.archive.read import TorchFile, read_torch_file
 from ckptool.serialization.archive.tensors import (
     StoredTensor,
-    natural,
-    place_of,
-    plain_tensor,
-    shown,
-    sizes,
+    describe,
+    locate_tensor,
+    read_natural,
+    read_sizes,
+    read_tensor,
 )
 from ckptool.serialization.pickle.load import require_harmless
 from ckptool.serialization.pickle.records import Call
@@ -25,10 +25,10 @@ from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.leaves import (
     Barred,
     Leaf,
+    find_refusal,
     read_leaves,
-    refusal_in,
+    replace_refused,
     require_readable,
-    with_refusals,
 )
 
 _LAYOUT = frozenset(
@@ -116,7 +116,7 @@ class State:
     def count(self, key: str, default: int = 1) -> int:
         """Return a positive int, or the default where the key is absent."""
         value = self.get(key, default)
-        return natural(self._typed(value, int, key)) or default
+        return read_natural(self._typed(value, int, key)) or default
 
     def inner(self, key: str) -> State:
         """Return the state in a dict of this one, of which parts, or all, may be refused."""
@@ -145,8 +145,8 @@ class State:
 
     def vector(self, value: Any) -> Vector | None:
         """Return the tensor that a value is, or None."""
-        tensor = plain_tensor(value)
-        return None if tensor is None else Vector(tensor, place_of(tensor, self.file))
+        tensor = read_tensor(value)
+        return None if tensor is None else Vector(tensor, locate_tensor(tensor, self.file))
 
     @property
     def tensors(self) -> dict[str, Vector]:
@@ -157,20 +157,20 @@ class State:
     @property
     def refusals(self) -> dict[str, Refusal]:
         """Why entries of the dict are refused, by their names."""
-        reasons = {str(k): refusal_in(v) for k, v in self.fields.items()} if self.refused else {}
+        reasons = {str(k): find_refusal(v) for k, v in self.fields.items()} if self.refused else {}
         return {name: why for name, why in reasons.items() if why is not None}
 
     @property
     def value_names(self) -> list[Any]:
         """The names of what is no plain tensor, but for what is refused."""
         refused = self.refusals
-        values = (name for name, value in self.fields.items() if plain_tensor(value) is None)
+        values = (name for name, value in self.fields.items() if read_tensor(value) is None)
         return [name for name in values if str(name) not in refused]
 
     def _typed(self, value: Any, kind: Any, key: str) -> Any:
         if isinstance(value, kind):
             return value
-        raise Damaged(f"{self.file.what}: {key} is {shown(value)}", "metadata-unreadable")
+        raise Damaged(f"{self.file.what}: {key} is {describe(value)}", "metadata-unreadable")
 
 
 @contextmanager
@@ -197,10 +197,10 @@ def read_state(source: Source, file: str) -> State:
     opened = read_torch_file(source, file)
     if not isinstance(opened.inert, dict):
         raise Damaged(
-            f"{file}: holds {shown(opened.inert)}, DeepSpeed writes a dict there",
+            f"{file}: holds {describe(opened.inert)}, DeepSpeed writes a dict there",
             "file-type-mismatch",
         )
-    readable, reasons = with_refusals(opened, source)
+    readable, reasons = replace_refused(opened, source)
     require_harmless(opened.narrowed(readable).hostile)
     for path, why in reasons.items():
         why.part = "optimizer" if path[0] in _OPTIMIZERS else None
@@ -247,8 +247,10 @@ def shape_groups(state: State) -> list[dict[str, tuple[int, ...]]]:
     shapes = []
     for group in groups:
         if not isinstance(group, dict):
-            raise Damaged(f"{state.file.what}: {key} holds {shown(group)}", "metadata-unreadable")
-        shapes.append({str(name): sizes(shape) for name, shape in group.items()})
+            raise Damaged(
+                f"{state.file.what}: {key} holds {describe(group)}", "metadata-unreadable"
+            )
+        shapes.append({str(name): read_sizes(shape) for name, shape in group.items()})
     return shapes
 
 

@@ -35,7 +35,7 @@ from ckptool.errors import Damaged, Refusal, Undetermined, Unsupported
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.deepspeed.checkpoint import Grid
 from ckptool.formats.deepspeed.partitions import Name, RankContents
-from ckptool.serialization.archive.tensors import natural, sizes
+from ckptool.serialization.archive.tensors import read_natural, read_sizes
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.serialization.state_dict.leaves import Assembled
 
@@ -199,12 +199,12 @@ def _sub_params(name: str, info: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _fit_of_parts(
     name: str, parts: Mapping[str, Any], shapes: Sequence[Shape], info: Mapping[str, Any]
 ) -> list[Fit]:
-    dim = natural(parts.get("partition_dim"))
+    dim = read_natural(parts.get("partition_dim"))
     spec = parts.get("shape")
     if not isinstance(spec, list | tuple) or len(spec) != len(shapes[0]):
         raise Undetermined("its parts have a different shape from its own")
     stored = next(_matching(info.get("sub_param_shard_widths"), name), None)
-    widths = [list(map(natural, part)) for part in stored or ()]
+    widths = [list(map(read_natural, part)) for part in stored or ()]
     if not widths:
         widths = _even_widths(spec[dim], sum(shape[dim] for shape in shapes), shapes)
     return fit_blocks(shapes, dim, widths)
@@ -214,7 +214,7 @@ def _even_widths(spec: Any, total: int, shapes: Sequence[Shape]) -> list[list[in
     """Return even cuts, from the parts' sizes or from their number alone (before version 0.4)."""
     if isinstance(spec, int):
         spec = (total // spec,) * spec if spec and not total % spec else ()
-    parts, ranks = sizes(spec), len(shapes)
+    parts, ranks = read_sizes(spec), len(shapes)
     if sum(parts) != total or any(part % ranks for part in parts):
         raise Undetermined(f"parts of {list(parts)} cannot be cut evenly among {ranks} ranks")
     return [[part // ranks] * ranks for part in parts]
@@ -225,15 +225,15 @@ def _fit_affine_map(entry: Mapping[str, Any], shapes: Sequence[Shape]) -> list[F
 
     Raises Undetermined where one of them is no box.
     """
-    whole, ranks = sizes(entry.get("logical_shape")), entry.get("ranks")
+    whole, ranks = read_sizes(entry.get("logical_shape")), entry.get("ranks")
     if not isinstance(ranks, dict) or {int(rank) for rank in ranks} != set(range(len(shapes))):
         raise Undetermined("its affine map is for different ranks")
     by_rank = {int(rank): value for rank, value in ranks.items()}
     fits = []
     for rank, shape in enumerate(shapes):
-        if sizes(by_rank[rank].get("shard_shape")) != shape:
+        if read_sizes(by_rank[rank].get("shard_shape")) != shape:
             raise Undetermined("its affine map has different shapes from the files")
-        solid = [piece for piece in by_rank[rank]["pieces"] if 0 not in sizes(piece["shape"])]
+        solid = [piece for piece in by_rank[rank]["pieces"] if 0 not in read_sizes(piece["shape"])]
         pieces = tuple(_piece_boxes(piece, shape, whole) for piece in solid)
         fits.append(Fit(shape, whole, pieces))
     return fits
@@ -242,7 +242,7 @@ def _fit_affine_map(entry: Mapping[str, Any], shapes: Sequence[Shape]) -> list[F
 def _piece_boxes(piece: Mapping[str, Any], shard: Shape, whole: Shape) -> tuple[Box, Box]:
     if piece.get("scale", 1.0) != 1.0:
         raise Undetermined("the ranks hold it scaled")
-    size = sizes(piece.get("shape"))
+    size = read_sizes(piece.get("shape"))
     return _strided_box(size, piece["dest"], shard), _strided_box(size, piece["source"], whole)
 
 
@@ -253,12 +253,12 @@ def _strided_box(size: Shape, view: Any, shape: Shape) -> Box:
     """
     offset, strides = view
     wanted = row_major_strides(shape, 1)
-    left, lo = natural(offset), []
+    left, lo = read_natural(offset), []
     for stride in wanted:
         lo.append(left // stride if stride else 0)
         left -= lo[-1] * stride
     fits = len(size) == len(shape) and all(
-        n == 1 or s == w for n, s, w in zip(size, sizes(strides), wanted, strict=True)
+        n == 1 or s == w for n, s, w in zip(size, read_sizes(strides), wanted, strict=True)
     )
     box = Box.at(lo, size) if fits else Box.whole(())
     if not fits or left or not Box.whole(shape).contains(box):
@@ -314,7 +314,7 @@ def tensor_parallel_layout(name: str, shape: Shape, info: Mapping[str, Any]) -> 
 
 def _sub_param_shape(parts: Mapping[str, Any], shape: Shape) -> Call:
     """Return DeepSpeed's record of a parameter's parts (``checkpoint/universal_checkpoint.py``)."""
-    dim, spec = natural(parts.get("partition_dim")), parts.get("shape")
+    dim, spec = read_natural(parts.get("partition_dim")), parts.get("shape")
     if not isinstance(spec, list | tuple) or dim >= min(len(spec), len(shape)):
         raise Unsupported(
             "universal_checkpoint_info: the parts differ in shape from their parameter"

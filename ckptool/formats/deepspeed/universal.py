@@ -46,14 +46,14 @@ from ckptool.formats.deepspeed.states import (
 from ckptool.formats.deepspeed.tensor_parallel import kept_rows, tensor_parallel_layout
 from ckptool.formats.writing import plain_objects
 from ckptool.serialization.archive.read import read_torch_file
-from ckptool.serialization.archive.tensors import shown
-from ckptool.serialization.archive.write import torch_archive
+from ckptool.serialization.archive.tensors import describe
+from ckptool.serialization.archive.write import lay_out_archive
 from ckptool.serialization.pickle.records import Call, Global, OrderedMapping
 from ckptool.serialization.pickle.write import TensorRef
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.leaves import Barred, Leaf
 from ckptool.serialization.state_dict.tree import nest
-from ckptool.serialization.state_dict.values import stray_notes
+from ckptool.serialization.state_dict.values import note_stray_keys
 
 _MODEL_KINDS = ("module", "frozen", "buffer")
 _STEP = "step"
@@ -190,7 +190,7 @@ def _add_state(
     opened = read_torch_file(source, path)
     value = opened.value
     if isinstance(value, dict):
-        contents.notes += stray_notes(path, value.keys() - _FIELDS)
+        contents.notes += note_stray_keys(path, value.keys() - _FIELDS)
         value = value.get("param")
     vector = State(opened, {}, {}, {}).vector(value)
     if name[0] == _STEP and (vector is None or not vector.shape):
@@ -198,7 +198,7 @@ def _add_state(
         return
     if vector is None:
         raise Damaged(
-            f"{path}: holds {shown(value)}, a universal checkpoint a tensor", "tensor-record"
+            f"{path}: holds {describe(value)}, a universal checkpoint a tensor", "tensor-record"
         )
     if isinstance(opened.value, dict) or shape is None or len(shape) == 1:
         contents.add_whole(name, vector, 0)
@@ -248,7 +248,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
 
 def _file(path: str, value: Any) -> FileLayout:
     root = path.rpartition("/")[2].rpartition(".")[0]
-    return FileLayout(path, tuple(torch_archive(value, root=root)))
+    return FileLayout(path, tuple(lay_out_archive(value, root=root)))
 
 
 def _split_tensors(catalog: Catalog) -> _Parts:

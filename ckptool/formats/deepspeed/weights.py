@@ -21,7 +21,7 @@ from ckptool.formats.deepspeed.partitions import (
     split_run,
 )
 from ckptool.formats.deepspeed.states import State, Vector, trained_shapes, zero_stage
-from ckptool.serialization.archive.tensors import sizes
+from ckptool.serialization.archive.tensors import read_sizes
 from ckptool.serialization.pickle.records import OrderedMapping
 from ckptool.serialization.state_dict.leaves import Assembled, Barred
 
@@ -121,7 +121,7 @@ def add_frozen_pieces(contents: RankContents, states: Iterable[Partition], parts
     for partition in states:
         file = partition.state.file.what
         stored = partition.state.mapping(_KEY)
-        shapes = {str(name): sizes(shape) for name, shape in stored.items()}
+        shapes = {str(name): read_sizes(shape) for name, shape in stored.items()}
         fragments = partition.state.inner("frozen_param_fragments")
         pieces, refused = fragments.tensors, fragments.refusals
         for name in shapes.keys() & refused.keys():

@@ -34,7 +34,7 @@ from ckptool.formats.deepspeed.partitions import (
     split_run,
 )
 from ckptool.formats.deepspeed.states import State, Vector, shallow_mapping
-from ckptool.serialization.archive.tensors import natural
+from ckptool.serialization.archive.tensors import read_natural
 
 _ANY = 1 << 62
 _Member = tuple[Partition, FlatGroup]
@@ -102,7 +102,9 @@ def _members(ranks: int, parts: int, expert_rank: int, data_first: bool) -> list
 
 def _partition_counts(state: State, groups: int, ranks: int) -> list[int]:
     stored = state.get("partition_count")
-    counts = list(map(natural, stored if isinstance(stored, list | tuple) else [stored] * groups))
+    counts = list(
+        map(read_natural, stored if isinstance(stored, list | tuple) else [stored] * groups)
+    )
     if len(counts) != groups or any(not count or ranks % count for count in counts):
         raise Damaged(
             f"{state.file.what}: partition_count {counts} for {groups} groups and {ranks} ranks",
@@ -115,7 +117,9 @@ def _paddings(state: State, groups: Sequence[Shapes]) -> list[list[int]]:
     """Return the elements left free after each parameter, by group (since 0.19.8; none before)."""
     if not state.get("param_alignment_paddings"):
         return [[0] * len(group) for group in groups]
-    stored = [list(map(natural, group)) for group in state.sequence("param_alignment_paddings")]
+    stored = [
+        list(map(read_natural, group)) for group in state.sequence("param_alignment_paddings")
+    ]
     if list(map(len, stored)) != list(map(len, groups)):
         raise Damaged(
             f"{state.file.what}: param_alignment_paddings do not fit param_shapes", "tensor-record"
@@ -131,7 +135,7 @@ def _flat_slots(state: State) -> list[FlatGroup]:
     rank's, 0.5 does not tell it.
     """
     masters = state.sequence("single_partition_of_fp32_groups")
-    paddings = list(map(natural, state.get("group_paddings") or [_ANY] * len(masters)))
+    paddings = list(map(read_natural, state.get("group_paddings") or [_ANY] * len(masters)))
     states = _group_states(state, len(masters))
     groups = zip(masters, paddings, states, strict=False)
     return [read_slot(state, master, values, padding) for master, padding, values in groups]

@@ -34,12 +34,18 @@ from ckptool.formats.megatron.tensor_parallel import (
     merge_fragments,
 )
 from ckptool.serialization.archive.read import TorchFile
-from ckptool.serialization.archive.tensors import dtype_of, natural, place_of, plain_tensor, sizes
+from ckptool.serialization.archive.tensors import (
+    locate_tensor,
+    read_dtype,
+    read_natural,
+    read_sizes,
+    read_tensor,
+)
 from ckptool.serialization.pickle.records import Call
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Assembled, Leaf, read_leaves
-from ckptool.serialization.state_dict.tree import leaves
+from ckptool.serialization.state_dict.tree import flatten
 
 ROOT = "MCoreTensorAwareStateDict"
 _MODEL = re.compile(r"model[0-9]{0,4}")
@@ -242,7 +248,7 @@ def sharded_records(
     value: Any, file: TorchFile, rank: int
 ) -> Iterator[tuple[Path, list[Sharded] | Leaf]]:
     """Yield the ShardedTensors of each place in a sharded state dict; objects as leaves."""
-    for path, leaf in leaves(value, what=file.what, pickled=file.pickled):
+    for path, leaf in flatten(value, what=file.what, pickled=file.pickled):
         items = leaf if isinstance(leaf, list) else [leaf]
         records = [item for item in items if isinstance(item, Call)]
         if records and all(item.name.endswith(".ShardedTensor") for item in records):
@@ -256,12 +262,12 @@ def sharded_records(
 def _record(record: Call, file: TorchFile, rank: int) -> Sharded:
     fields = record.fields
     try:
-        key, prepended = str(fields["key"]), natural(fields["prepend_axis_num"])
-        dtype, whole = dtype_of(fields["dtype"]), sizes(fields["global_shape"])
+        key, prepended = str(fields["key"]), read_natural(fields["prepend_axis_num"])
+        dtype, whole = read_dtype(fields["dtype"]), read_sizes(fields["global_shape"])
         if prepended > len(whole):
             raise ValueError("more leading dims than dims")
-        local = (*(1,) * prepended, *sizes(fields["local_shape"]))
-        box = Box.at(sizes(fields["global_offset"]), local)
+        local = (*(1,) * prepended, *read_sizes(fields["local_shape"]))
+        box = Box.at(read_sizes(fields["global_offset"]), local)
     except (KeyError, TypeError, ValueError) as error:
         raise Damaged(
             f"{file.what}: not a ShardedTensor as Megatron-core writes it: {error}", "tensor-record"
@@ -271,7 +277,7 @@ def _record(record: Call, file: TorchFile, rank: int) -> Sharded:
             f"{file.what}: {key} is a flattened range, which is not read from local files",
             "sharding-unknown",
         )
-    tensor = plain_tensor(fields.get("data"))
+    tensor = read_tensor(fields.get("data"))
     if tensor is None:
         return Sharded(key, dtype, whole, box, prepended, None)
     if (tensor.dtype, tensor.shape) != (dtype, local[prepended:]):
@@ -280,13 +286,13 @@ def _record(record: Call, file: TorchFile, rank: int) -> Sharded:
             f" {dtype} {list(local[prepended:])}",
             "tensor-record",
         )
-    return Sharded(key, dtype, whole, box, prepended, Chunk(box, place_of(tensor, file), rank))
+    return Sharded(key, dtype, whole, box, prepended, Chunk(box, locate_tensor(tensor, file), rank))
 
 
 def _object(record: Call) -> Leaf:
     fields = record.fields
-    shape = sizes(fields.get("global_shape") or ())
-    offset = sizes(fields.get("global_offset") or ())
+    shape = read_sizes(fields.get("global_shape") or ())
+    offset = read_sizes(fields.get("global_offset") or ())
     key = str(fields.get("key"))
     is_whole = all(size == 1 for size in shape)
     name = key if is_whole else f"{key}.{'.'.join(map(str, offset))}"

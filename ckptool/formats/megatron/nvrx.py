@@ -27,10 +27,10 @@ from ckptool.formats.megatron.tensor_parallel import (
 )
 from ckptool.serialization.archive.read import TorchFile, read_torch_file
 from ckptool.serialization.pickle.records import Call
-from ckptool.serialization.source import Source, first_missing, require_rank
+from ckptool.serialization.source import Source, find_missing_ranks, require_rank
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Assembled, Leaf, PlainLeaf, read_leaves
-from ckptool.serialization.state_dict.values import unread_notes
+from ckptool.serialization.state_dict.values import note_unread
 
 FORMAT_NAME = "nvrx-local"
 _PLAIN = "BasicTensorAwareStateDict"
@@ -74,7 +74,7 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
         used,
         world_size=len(local.files),
         info=info | (args.info() if args.values else {}),
-        notes=(*notes, *assembled.notes, *unread_notes(assembled.objects)),
+        notes=(*notes, *assembled.notes, *note_unread(assembled.objects)),
         conflicts={n: _hinted(why, n) for n, why in assembled.conflicts.items()},
         copies=frozenset(_other_copies(source.files, used)),
     )
@@ -201,7 +201,7 @@ def read_local(source: Source, world_size: int | None = None) -> LocalIteration:
     for iteration in sorted({copy.iteration for copy in copies}, reverse=True):
         mine = [copy for copy in copies if copy.iteration == iteration]
         files, notes = _open_copies(source, mine)
-        missing = first_missing(files, expected)
+        missing = find_missing_ranks(files, expected)
         others = [owner for owner in files if owner >= expected]
         if not missing and not others:
             skipped = (f"{lack}; iteration {iteration:,} is read" for lack in failed)

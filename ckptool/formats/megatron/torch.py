@@ -46,7 +46,7 @@ from ckptool.formats.megatron.tensor_parallel import (
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf
-from ckptool.serialization.state_dict.values import stray_notes, unread_notes
+from ckptool.serialization.state_dict.values import note_stray_keys, note_unread
 
 FORMAT_NAME = "megatron-torch"
 _RANDOM = "rng_state"
@@ -103,7 +103,7 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
         {name: source.files[name] for name in opened},
         world_size=args.integer("world_size") or len(folders),
         info={"writer": "Megatron-LM, one folder per model-parallel rank"} | args.info(),
-        notes=(*others.notes, *ranks.notes, *unread_notes(others.objects)),
+        notes=(*others.notes, *ranks.notes, *note_unread(others.objects)),
         conflicts=refusals | ranks.conflicts | conflicts | layer_wise_conflict(source),
     )
     return with_first_arguments(catalog)
@@ -188,7 +188,7 @@ def _read_optimizer(source: Source, folder: RankFolder, ranks: _ModelRanks) -> N
     file = folder.distributed
     try:
         if file is not None:
-            ranks.notes += stray_notes(file.what, stray_keys(file.value))
+            ranks.notes += note_stray_keys(file.what, stray_keys(file.value))
             expected = [
                 optimizer_buffers(runs, experts=experts, expert_parallel=expert_parallel)
                 for experts in ((False, True) if expert_parallel else (False,))

@@ -40,12 +40,12 @@ from ckptool.formats.megatron.model import find_arguments
 from ckptool.formats.megatron.optimizer.torch_dist import with_named_state
 from ckptool.formats.writing import companion_files, plain_objects
 from ckptool.serialization.archive.read import read_torch_file
-from ckptool.serialization.archive.write import torch_archive
+from ckptool.serialization.archive.write import lay_out_archive
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import read_leaves
-from ckptool.serialization.state_dict.tree import leaves, nest, unique_names
+from ckptool.serialization.state_dict.tree import assign_names, flatten, nest
 
 FORMAT_NAME = "megatron-torch_dist"
 CONFIG = "metadata.json"
@@ -184,7 +184,7 @@ def _unwrapped(entry: ObjectEntry) -> list[ObjectEntry]:
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
     if path:
         return [ObjectEntry(flat_name(path), path, value)]
-    named = unique_names(leaves(value, what=entry.name, pickled=1 << 20))
+    named = assign_names(flatten(value, what=entry.name, pickled=1 << 20))
     return [ObjectEntry(name, path, leaf) for name, (path, leaf) in named.items()]
 
 
@@ -251,7 +251,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     common = {_ARGUMENTS: args, **_COMMON_VALUES, **common}
     files = (
         *map(_within, inner.files),
-        FileLayout(f"{RELEASE}/{COMMON}", tuple(torch_archive(common, root="common"))),
+        FileLayout(f"{RELEASE}/{COMMON}", tuple(lay_out_archive(common, root="common"))),
         FileLayout(f"{RELEASE}/{CONFIG}", (Literal(json.dumps(_BACKENDS).encode()),)),
         FileLayout(MEGATRON, (Literal(RELEASE.encode()),)),
     )

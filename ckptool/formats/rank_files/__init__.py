@@ -48,9 +48,9 @@ from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.flat_params import (
     HINT,
     Member,
+    find_members,
     is_flat,
-    members_of,
-    taken_apart,
+    unflatten,
 )
 from ckptool.serialization.state_dict.leaves import (
     Assembled,
@@ -60,7 +60,7 @@ from ckptool.serialization.state_dict.leaves import (
     ShareLeaf,
     read_leaves,
 )
-from ckptool.serialization.state_dict.values import unread_notes
+from ckptool.serialization.state_dict.values import note_unread
 
 _VERL_CONFIG = "fsdp_config.json"
 
@@ -136,7 +136,7 @@ def _catalog(
         mesh=mesh,
         mesh_source="declared" if mesh else None,
         info={"writer": "torch_checkpointing" if checkpointing else _writer(files)},
-        notes=(*merged.notes, *unread_notes(merged.objects)),
+        notes=(*merged.notes, *note_unread(merged.objects)),
         conflicts=merged.conflicts,
         companions=companions(source) or companions(source, "huggingface/"),
     )
@@ -252,7 +252,7 @@ def _merge(ranks: Mapping[int, RankLeaves], options: ScanOptions) -> Assembled:
     flats = assemble(_select(ranks, is_flat)).tensors
     members = [
         (flat, member)
-        for flat, parts in members_of(flats, options.flat_params).items()
+        for flat, parts in find_members(flats, options.flat_params).items()
         for member in parts
     ]
     inner = {flat_name(member.path): (flat, member) for flat, member in members}
@@ -263,7 +263,7 @@ def _merge(ranks: Mapping[int, RankLeaves], options: ScanOptions) -> Assembled:
     merged = assemble(rest, per_rank=options.per_rank)
     merged.problems += _wrong_pieces(ranks, flats, members)
     for flat, member in members:
-        for entry in taken_apart(flats[flat], [member]):
+        for entry in unflatten(flats[flat], [member]):
             merged.tensors[entry.name] = entry
     return merged
 

@@ -17,7 +17,7 @@ from ckptool.errors import CkptoolError, Damaged, Problem
 from ckptool.formats.rank_files.torch_checkpointing import METADATA
 from ckptool.serialization.archive.dtensor import DTensorShare, ShardedShare
 from ckptool.serialization.archive.read import read_torch_file
-from ckptool.serialization.source import Source, first_missing, require_rank
+from ckptool.serialization.source import Source, find_missing_ranks, require_rank
 from ckptool.serialization.state_dict.flat_params import is_flat
 from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, ShareLeaf, read_leaves
 
@@ -342,7 +342,7 @@ def missing_ranks(files: list[RankFile], world: int | None) -> list[Problem]:
         if last.rank >= expected:
             message = f"{last.file}: a file of rank {last.rank}, and there are {expected} ranks"
             problems.append(Problem(message, "saves-mixed", file=last.file))
-        missing = first_missing({item.rank for item in items}, expected)
+        missing = find_missing_ranks({item.rank for item in items}, expected)
         if missing:
             ranks = ", ".join(map(str, missing))
             message = f"{first} and its like: the file of rank {ranks} of {expected} is missing"

@@ -16,8 +16,8 @@ from typing import Any
 from ckptool.core.box import row_major_strides
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from ckptool.errors import Damaged, coded
-from ckptool.serialization.archive.dtensor import DTensorShare, flat_ints
-from ckptool.serialization.archive.tensors import Storage, StoredTensor, natural, sizes
+from ckptool.serialization.archive.dtensor import DTensorShare, read_flat_ints
+from ckptool.serialization.archive.tensors import Storage, StoredTensor, read_natural, read_sizes
 from ckptool.serialization.pickle.load import read_pickle
 from ckptool.serialization.safetensors import StoredSlice, read_safetensors
 from ckptool.serialization.source import Source, read_metadata
@@ -57,7 +57,7 @@ def read_declared(source: Source) -> Declared | None:
         value: Any = read_pickle(read_metadata(source, METADATA), what=METADATA).value
         try:
             items = {str(item): _by_path(entry) for item, entry in value["metadata"].items()}
-            return Declared(natural(value["world_size"]), items)
+            return Declared(read_natural(value["world_size"]), items)
         except _MALFORMED:
             raise Damaged(f"{METADATA}: not as torch_checkpointing writes it") from None
 
@@ -110,10 +110,12 @@ def _share(
     names = mesh.get("mesh_dim_names")
     return DTensorShare(
         stored.dtype,
-        sizes(data["global_shape"]),
+        read_sizes(data["global_shape"]),
         local,
         Mesh(
-            sizes(mesh["mesh_shape"]), tuple(names) if names else None, flat_ints(mesh["mesh_data"])
+            read_sizes(mesh["mesh_shape"]),
+            tuple(names) if names else None,
+            read_flat_ints(mesh["mesh_data"]),
         ),
         tuple(map(_placement, data["placements"])),
         rank,

@@ -22,7 +22,7 @@ from ckptool.errors import Unsupported
 from ckptool.formats.base import Request
 from ckptool.formats.rank_files.torch_checkpointing import METADATA
 from ckptool.formats.writing import companion_files, plain_objects, require_placed
-from ckptool.serialization.archive.write import RankRecords, torch_archive
+from ckptool.serialization.archive.write import RankRecords, lay_out_archive
 from ckptool.serialization.pickle.write import TensorRef, contiguous_strides
 from ckptool.serialization.state_dict.tree import nest
 
@@ -39,7 +39,7 @@ def lay_out_rank_files(catalog: Catalog, request: Request) -> Layout:
     for rank in range(tensors.mesh.size):
         stem = f"checkpoint_{rank}"
         state = nest([*tensors.leaves(rank), *values])
-        files.append(FileLayout(f"{stem}.pt", tuple(torch_archive(state, root=stem)), rank))
+        files.append(FileLayout(f"{stem}.pt", tuple(lay_out_archive(state, root=stem)), rank))
     return Layout(tuple(files), folder=True, notes=(*notes, *tensors.notes))
 
 
@@ -95,7 +95,7 @@ class RankTensors:
         return name in self._plain
 
     def leaves(self, rank: int) -> list[tuple[Path, Any]]:
-        """Return the tensors of a rank's file with their paths, as ``torch_archive`` takes them."""
+        """Return the tensors of a rank's file with their paths, for ``lay_out_archive``."""
         records = RankRecords(self.mesh, rank)
         position = self.mesh.ranks.index(rank)
         return [(entry.path, self._leaf(entry, records, position)) for entry in self._entries]
@@ -131,7 +131,7 @@ def lay_out_torch_checkpointing(catalog: Catalog, request: Request) -> Layout:
     for rank in range(placed.mesh.size):
         leaves = [((*head, *path), leaf) for path, leaf in tensors.leaves(rank)]
         for item, value in _by_item([*leaves, *values]).items():
-            files.append(FileLayout(f"{item}_{rank}.pt", tuple(torch_archive(value)), rank))
+            files.append(FileLayout(f"{item}_{rank}.pt", tuple(lay_out_archive(value)), rank))
     metadata = _metadata(catalog, placed, tensors, head)
     files.append(FileLayout(METADATA, (Literal(pickle.dumps(metadata, protocol=4)),)))
     return Layout(tuple(files), folder=True, notes=(*notes, *tensors.notes))

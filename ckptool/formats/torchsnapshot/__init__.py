@@ -47,12 +47,17 @@ from ckptool.formats.torchsnapshot.manifest import (
     element_type,
     read_manifest,
 )
-from ckptool.serialization.archive.dtensor import flat_ints
-from ckptool.serialization.archive.tensors import INTEGERS, quantised_notes, quantised_parts, sizes
+from ckptool.serialization.archive.dtensor import read_flat_ints
+from ckptool.serialization.archive.tensors import (
+    INTEGERS,
+    describe_quantized,
+    read_sizes,
+    split_quantized,
+)
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Leaf, read_leaves
-from ckptool.serialization.state_dict.values import same_value, unread_notes
+from ckptool.serialization.state_dict.values import note_unread, same_value
 
 _NOTHING = Catalog("", {}, {}, {})
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, struct.error)
@@ -128,7 +133,7 @@ class Reader:
         return _value(path, VALUES[kind](entry["serialized_value"]))
 
     def _tensor(self, path: Path, rank: int, entry: Fields) -> Catalog:
-        shape = sizes(entry["shape"])
+        shape = read_sizes(entry["shape"])
         whole = {"offsets": [0] * len(shape), "sizes": shape, "tensor": entry}
         shards = entry.get("chunks", [whole])
         chunks = self.places.chunks(rank, shards)
@@ -164,14 +169,14 @@ class Reader:
             return _NOTHING
         full = (*path, INTEGERS) if said in QUANTISED else path
         name = flat_name(full)
-        self.notes += quantised_notes({name, *parameters.tensors, *parameters.objects})
+        self.notes += describe_quantized({name, *parameters.tensors, *parameters.objects})
         entry = TensorEntry(name, full, kind, shape, merge_copies(chunks))
         return replace(parameters, tensors={name: entry} | parameters.tensors)
 
     def _parameters(self, path: Path, shards: list[Fields]) -> Catalog:
         """The scales and zero points of a quantised tensor; nothing where its shards differ."""
         opened = [self.places.opened(*self.places.span(shard["tensor"])) for shard in shards]
-        found: list[dict[Any, Any]] = [quantised_parts(file.value) or {} for file in opened]
+        found: list[dict[Any, Any]] = [split_quantized(file.value) or {} for file in opened]
         rest = [{n: part for n, part in one.items() if n != INTEGERS} for one in found]
         if len(rest) > 1 and not all(_are_numbers(one) and one == rest[0] for one in rest):
             return _NOTHING
@@ -219,7 +224,7 @@ def _with_mesh(catalog: Catalog, entry: Fields) -> Catalog:
     if entry["type"] != "DTensor":
         return catalog
     mesh = _mesh(entry["mesh"])
-    by_dim = [flat_ints([dim for dim in dims if dim != -1]) for dims in entry["dim_map"]]
+    by_dim = [read_flat_ints([dim for dim in dims if dim != -1]) for dims in entry["dim_map"]]
     placements: list[Placement] = []
     for mesh_dim in range(len(mesh.shape)):
         dims = [dim for dim, mesh_dims in enumerate(by_dim) if mesh_dim in mesh_dims]
@@ -238,7 +243,7 @@ def _mesh(nested: Any) -> Mesh:
     while isinstance(inner, list):
         shape.append(len(inner))
         inner = inner[0]
-    return Mesh(tuple(shape), None, flat_ints(nested))
+    return Mesh(tuple(shape), None, read_flat_ints(nested))
 
 
 _DATA = re.compile(r"(replicated|sharded|batched|[0-9]{1,9})/.+")
@@ -288,7 +293,7 @@ def _catalog(source: Source, manifest: Manifest, reader: Reader) -> Catalog:
         info={"writer": "TorchSnapshot", "version": manifest.version},
         bare=frozenset(reader.places.used - reader.places.archives),
         notes=(
-            *dict.fromkeys([*reader.notes, *unread_notes(reader.objects)]),
+            *dict.fromkeys([*reader.notes, *note_unread(reader.objects)]),
             *_unnamed(source, reader.places.used),
         ),
     )

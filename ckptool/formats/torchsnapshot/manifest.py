@@ -21,11 +21,11 @@ from ckptool.errors import Damaged, Unrecognised
 from ckptool.serialization.archive.read import TorchFile, read_torch_zip
 from ckptool.serialization.archive.tensors import (
     INTEGERS,
-    natural,
-    place_of,
-    plain_tensor,
-    quantised_parts,
-    sizes,
+    locate_tensor,
+    read_natural,
+    read_sizes,
+    read_tensor,
+    split_quantized,
 )
 from ckptool.serialization.source import Source, read_metadata, require, require_rank
 from ckptool.serialization.zip import Region
@@ -148,7 +148,7 @@ class Places:
         """Where the shards of one rank lie; none for those of no plain tensor."""
         chunks = []
         for shard in shards:
-            box = Box.at(sizes(shard["offsets"]), sizes(shard["sizes"]))
+            box = Box.at(read_sizes(shard["offsets"]), read_sizes(shard["sizes"]))
             place = self._place(shard["tensor"], box.shape)
             if place is not None:
                 chunks.append(Chunk(box, place, rank))
@@ -173,7 +173,7 @@ class Places:
         file = str(entry["location"])
         size = require(self.source, file, wanted_by=METADATA)
         self.used.add(file)
-        start, stop = map(natural, entry.get("byte_range") or (0, size))
+        start, stop = map(read_natural, entry.get("byte_range") or (0, size))
         if not start <= stop <= size:
             message = f"bytes {start:,} to {stop:,} of {file}, which has {size:,} bytes"
             raise Damaged(message, "file-truncated", file=file, end=stop)
@@ -183,13 +183,13 @@ class Places:
         self, file: str, start: int, length: int, dtype: DType, shape: tuple[int, ...]
     ) -> Place:
         opened = self.opened(file, start, length)
-        parts = quantised_parts(opened.value)
-        tensor = plain_tensor(parts[INTEGERS] if parts else opened.value)
+        parts = split_quantized(opened.value)
+        tensor = read_tensor(parts[INTEGERS] if parts else opened.value)
         if tensor is None or (tensor.dtype, tensor.shape) != (dtype, shape):
             raise Damaged(
                 f"{file} holds no {dtype} {list(shape)}, as the manifest says", "item-mismatch"
             )
-        return place_of(tensor, opened)
+        return locate_tensor(tensor, opened)
 
     def opened(self, file: str, start: int, length: int) -> TorchFile:
         """The torch.save archive that lies there."""

@@ -29,7 +29,7 @@ from ckptool.formats.vllm.merge import PADDING, VOCABULARY, Merger, sizes_of
 from ckptool.formats.writing import by_size, companion_files, extra_file, require_placed
 from ckptool.serialization.pickle.write import TensorRef
 from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors, read_safetensors
-from ckptool.serialization.source import Source, expect_heads, first_missing, require_rank
+from ckptool.serialization.source import Source, expect_heads, find_missing_ranks, require_rank
 from ckptool.serialization.state_dict.tensor_parallel import LocalTensor, tp_mesh
 
 _EXTRA = "model.extra.pt"
@@ -88,9 +88,9 @@ def _require_parts(source: Source, files: list[re.Match[str]], world: int) -> No
     parts: dict[int, set[int]] = {}
     for match in files:
         parts.setdefault(int(match[1]), set()).add(int(match[2]))
-    missing = [f"model-rank-{rank}-part-0" for rank in first_missing(parts, world)]
+    missing = [f"model-rank-{rank}-part-0" for rank in find_missing_ranks(parts, world)]
     for rank, numbers in parts.items():
-        absent = first_missing(numbers, max(numbers) + 1)
+        absent = find_missing_ranks(numbers, max(numbers) + 1)
         missing += [f"model-rank-{rank}-part-{part}" for part in absent]
     if missing:
         raise Damaged(f"{source.root}: {missing[0]}.safetensors is missing", "rank-missing")

@@ -21,15 +21,15 @@ from ckptool.errors import Damaged
 from ckptool.serialization.archive.read import TorchFile
 from ckptool.serialization.archive.tensors import (
     StoredTensor,
-    attributes_of,
-    dtype_of,
+    describe,
     is_tensor_record,
-    natural,
-    place_of,
-    plain_tensor,
-    shown,
-    sizes,
-    unwrapped,
+    locate_tensor,
+    read_attributes,
+    read_dtype,
+    read_natural,
+    read_sizes,
+    read_tensor,
+    unwrap_parameter,
 )
 from ckptool.serialization.pickle.records import Call, Global, PickleValue, state_fields
 from ckptool.serialization.source import Source
@@ -76,18 +76,18 @@ OF_DTENSORS = ("_local_tensor", "_spec")
 Share = DTensorShare | ShardedShare | DeclaredShare
 
 
-def declared_share(value: PickleValue, tensor: StoredTensor) -> DeclaredShare | None:
+def read_declared_share(value: PickleValue, tensor: StoredTensor) -> DeclaredShare | None:
     """Return the share that a plain tensor's attributes declare, or None where they do not.
 
     Raises Damaged where they contradict one another.
     """
-    attributes = attributes_of(value)
+    attributes = read_attributes(value)
     if not attributes.keys() >= {*SHARD_ATTRIBUTES}:
         return None
     shape, *lists = (attributes[name] for name in SHARD_ATTRIBUTES)
-    whole = sizes(shape)
+    whole = read_sizes(shape)
     try:
-        above, inside, lengths = (tuple(map(sizes, items)) for items in lists)
+        above, inside, lengths = (tuple(map(read_sizes, items)) for items in lists)
         pieces = declared_pieces(whole, above, inside, lengths, tensor.shape)
     except (TypeError, ValueError) as error:
         names = ", ".join(SHARD_ATTRIBUTES)
@@ -95,14 +95,14 @@ def declared_share(value: PickleValue, tensor: StoredTensor) -> DeclaredShare | 
     return DeclaredShare(tensor.dtype, whole, tensor, pieces)
 
 
-def sharded_share(
+def read_share(
     value: PickleValue, file: TorchFile, source: Source
 ) -> DTensorShare | ShardedShare | None:
     """Return the share that a tensor subclass describes, or None where it is something else.
 
     None too of a DTensor whose local tensors are of a kind that is not read.
     """
-    value = unwrapped(value)
+    value = unwrap_parameter(value)
     if not isinstance(value, Call) or value.name != "torch._tensor._rebuild_from_type_v2":
         return None
     if len(value.args) != 4:
@@ -112,7 +112,7 @@ def sharded_share(
         return None
     if cls.name == "DTensor" and cls.module.startswith("torch.distributed."):
         local = state_fields(state).get("_local_tensor")
-        if is_tensor_record(local) and plain_tensor(local) is None:
+        if is_tensor_record(local) and read_tensor(local) is None:
             return None
         return _dtensor(arguments, state, file, source)
     if cls.name == "ShardedTensor" and cls.module.startswith("torch.distributed._shard."):
@@ -124,40 +124,40 @@ def _dtensor(
     arguments: tuple[Any, ...], state: PickleValue, file: TorchFile, source: Source
 ) -> DTensorShare:
     fields = state_fields(state)
-    local = plain_tensor(fields.get("_local_tensor"))
-    spec = call_fields(fields.get("_spec"), "DTensorSpec")
+    local = read_tensor(fields.get("_local_tensor"))
+    spec = read_fields(fields.get("_spec"), "DTensorSpec")
     if local is None:
         raise Damaged(f"{file.what}: a DTensor whose local tensor is not a plain tensor")
     mesh, rank = mesh_of(spec.get("mesh"), file, source)
-    placements = tuple(map(placement, spec.get("placements") or ()))
+    placements = tuple(map(read_placement, spec.get("placements") or ()))
     if len(placements) != len(mesh.shape):
         raise Damaged(
             f"{file.what}: a DTensor has {len(placements)} placements on a mesh of"
             f" {len(mesh.shape)} dims"
         )
-    dtype, shape = dtype_of(arguments[1]), sizes(arguments[2])
+    dtype, shape = read_dtype(arguments[1]), read_sizes(arguments[2])
     order = _shard_order(spec.get("shard_order"))
     return DTensorShare(dtype, shape, local, mesh, placements, rank, order)
 
 
-def placement(value: PickleValue) -> Placement:
+def read_placement(value: PickleValue) -> Placement:
     """Read a placement record; Damaged where it is none that is known."""
     fields = value.fields if isinstance(value, Call) else {}
     name = value.function.name if isinstance(value, Call) and value.is_new else None
     if name == "Shard":
         return Shard(_dim(fields.get("dim")))
     if name == "_StridedShard":
-        return StridedShard(_dim(fields.get("dim")), natural(fields.get("split_factor")))
+        return StridedShard(_dim(fields.get("dim")), read_natural(fields.get("split_factor")))
     if name == "Replicate":
         return Replicate()
     if name in ("Partial", "_Partial"):
-        return Partial(as_text(fields.get("reduce_op")))
-    raise Damaged(f"unknown placement {shown(value) if name is None else name}")
+        return Partial(read_name(fields.get("reduce_op")))
+    raise Damaged(f"unknown placement {describe(value) if name is None else name}")
 
 
 def _dim(value: PickleValue) -> int:
     if type(value) is not int or abs(value) > 64:
-        raise Damaged(f"expected a tensor dim, got {shown(value)}")
+        raise Damaged(f"expected a tensor dim, got {describe(value)}")
     return value
 
 
@@ -165,7 +165,7 @@ def _shard_order(value: PickleValue) -> tuple[tuple[int, tuple[int, ...]], ...] 
     if not isinstance(value, tuple):
         return None
     entries = [entry.args for entry in value if isinstance(entry, Call) and len(entry.args) == 2]
-    return tuple((natural(dim), sizes(mesh_dims)) for dim, mesh_dims in entries)
+    return tuple((read_natural(dim), read_sizes(mesh_dims)) for dim, mesh_dims in entries)
 
 
 def _sharded_tensor(arguments: tuple[Any, ...], state: PickleValue) -> ShardedShare:
@@ -173,28 +173,28 @@ def _sharded_tensor(arguments: tuple[Any, ...], state: PickleValue) -> ShardedSh
         raise Damaged("a ShardedTensor record without its shards")
     local = []
     for shard in state[0]:
-        fields = call_fields(shard, "Shard")
-        tensor = plain_tensor(fields.get("tensor"))
+        fields = read_fields(shard, "Shard")
+        tensor = read_tensor(fields.get("tensor"))
         if tensor is None:
             raise Damaged("a ShardedTensor shard that is not a plain tensor")
         local.append((_shard_box(fields.get("metadata"))[0], tensor))
-    metadata = call_fields(state[1], "ShardedTensorMetadata")
-    group = call_fields(state[2], "ProcessGroupState")
+    metadata = read_fields(state[1], "ShardedTensorMetadata")
+    group = read_fields(state[2], "ProcessGroupState")
     return ShardedShare(
-        dtype_of(arguments[1]),
-        sizes(arguments[2]),
+        read_dtype(arguments[1]),
+        read_sizes(arguments[2]),
         tuple(local),
         tuple(_shard_box(shard) for shard in metadata.get("shards_metadata") or ()),
-        natural(group.get("global_rank")),
-        natural(group.get("global_world_size")),
+        read_natural(group.get("global_rank")),
+        read_natural(group.get("global_world_size")),
     )
 
 
 def _shard_box(value: PickleValue) -> tuple[Box, int | None]:
-    fields = call_fields(value, "ShardMetadata")
+    fields = read_fields(value, "ShardMetadata")
     where = fields.get("placement")
     rank = where.fields.get("_rank") if isinstance(where, Call) else None
-    box = Box.at(sizes(fields.get("shard_offsets")), sizes(fields.get("shard_sizes")))
+    box = Box.at(read_sizes(fields.get("shard_offsets")), read_sizes(fields.get("shard_sizes")))
     return box, rank if isinstance(rank, int) else None
 
 
@@ -203,7 +203,7 @@ _MOST_RANKS = 1 << 18
 
 def mesh_of(record: Any, file: TorchFile, source: Source) -> tuple[Mesh, int | None]:
     """Return the mesh, and the rank that pickled it where the record says so."""
-    fields = call_fields(record, "DeviceMesh")
+    fields = read_fields(record, "DeviceMesh")
     if record not in file.meshes:
         file.meshes[record] = read_mesh(fields, file, source)
     return file.meshes[record]
@@ -212,9 +212,9 @@ def mesh_of(record: Any, file: TorchFile, source: Source) -> tuple[Mesh, int | N
 def read_mesh(fields: dict[str, Any], file: TorchFile, source: Source) -> tuple[Mesh, int | None]:
     """Read the mesh of a record with these attributes, and the rank that pickled it."""
     names = fields.get("_mesh_dim_names", fields.get("mesh_dim_names"))
-    names = tuple(map(as_text, names)) if names else None
+    names = tuple(map(read_name, names)) if names else None
     coordinate = fields.get("_coordinate_on_dim")
-    at = sizes(coordinate) if isinstance(coordinate, tuple | list) else None
+    at = read_sizes(coordinate) if isinstance(coordinate, tuple | list) else None
     if "mesh" not in fields:
         return _mesh_of_layout(fields, names, at, file, source)
     shape, ranks = _ints(fields.get("mesh"), file, source)
@@ -234,7 +234,7 @@ def _mesh_of_layout(
     if flat is None:
         _, ranks = _ints(fields["_rank_map"], file, source)
     else:
-        ranks = flat_ints(flat)
+        ranks = read_flat_ints(flat)
     axes = _axes(fields["_layout"], len(ranks))
     shape = tuple(map(len, axes))
     offsets = [sum(steps) for steps in itertools.product(*axes)]
@@ -252,21 +252,21 @@ def _mesh_of_layout(
 
 def _axes(layout: PickleValue, ranks: int) -> list[list[int]]:
     """Return for each mesh dim the offset into the map of ``ranks`` ranks of each step along it."""
-    fields = call_fields(layout, "_MeshLayout")
+    fields = read_fields(layout, "_MeshLayout")
     if "axes" in fields:
-        records = [call_fields(axis, "_FlatLayout") for axis in fields["axes"]]
+        records = [read_fields(axis, "_FlatLayout") for axis in fields["axes"]]
         pairs = [(axis["shape"], axis["stride"]) for axis in records]
     elif isinstance(fields["shape"], int):
         pairs = [(fields["shape"], fields["stride"])]
     else:
         pairs = list(zip(fields["shape"], fields["stride"], strict=True))
-    flat_pairs = [(flat_ints(shape), flat_ints(stride)) for shape, stride in pairs]
+    flat_pairs = [(read_flat_ints(shape), read_flat_ints(stride)) for shape, stride in pairs]
     if math.prod(math.prod(shape) for shape, _ in flat_pairs) > ranks:
         raise Damaged(f"a mesh layout of more than its {ranks:,} ranks")
     return [_axis_offsets(shape, stride) for shape, stride in flat_pairs]
 
 
-def flat_ints(value: PickleValue) -> tuple[int, ...]:
+def read_flat_ints(value: PickleValue) -> tuple[int, ...]:
     """Return the ints of a nested tuple, in order; Damaged where there are too many."""
     ints: list[int] = []
     stack = [value]
@@ -278,7 +278,7 @@ def flat_ints(value: PickleValue) -> tuple[int, ...]:
             left -= len(item)
             stack += reversed(item)
         else:
-            ints.append(natural(item))
+            ints.append(read_natural(item))
         if left < 0:
             raise Damaged(f"a mesh of more than {_MOST_RANKS:,} ranks")
     return tuple(ints)
@@ -293,10 +293,10 @@ def _ints(
     value: PickleValue, file: TorchFile, source: Source
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Read shape and values, row-major, of the small integer tensor of ranks of an older mesh."""
-    tensor = plain_tensor(value)
+    tensor = read_tensor(value)
     if tensor is None or tensor.dtype.kind != "int" or len(tensor.shape) > 8:
         raise Damaged(f"{file.what}: a device mesh without its ranks")
-    place = place_of(tensor, file)
+    place = locate_tensor(tensor, file)
     if not isinstance(place, Extent) or math.prod(tensor.shape) > _MOST_RANKS:
         raise Damaged(f"{file.what}: a device mesh of {list(tensor.shape)} in {place.file}")
     itemsize = tensor.dtype.itemsize
@@ -310,14 +310,14 @@ def _ints(
     return tensor.shape, tuple(int.from_bytes(piece, order, signed=True) for piece in pieces)
 
 
-def as_text(value: PickleValue) -> str:
+def read_name(value: PickleValue) -> str:
     """Return a name of a pickle; Damaged where it is something else."""
     if not isinstance(value, str):
-        raise Damaged(f"expected a name, got {shown(value)}")
+        raise Damaged(f"expected a name, got {describe(value)}")
     return value
 
 
-def call_fields(value: PickleValue, expected: str) -> dict[str, Any]:
+def read_fields(value: PickleValue, expected: str) -> dict[str, Any]:
     """Return the attributes of a record; Damaged where it is none."""
     if not isinstance(value, Call):
         raise Damaged(f"expected a {expected} record, got {type(value).__name__}")

@@ -20,12 +20,12 @@ from typing import NamedTuple, TypeVar
 from ckptool.core.codec import decode
 from ckptool.core.mesh import Mesh
 from ckptool.errors import CkptoolError, Damaged, Problem, Unrecognised, coded
-from ckptool.serialization.archive.tensors import storage_of
+from ckptool.serialization.archive.tensors import read_storage
 from ckptool.serialization.file_kinds import not_a, unrecognised_zip
 from ckptool.serialization.pickle.load import Loaded, Truncated, read_pickle, require_harmless
 from ckptool.serialization.pickle.records import Call, Global, PickleValue
 from ckptool.serialization.source import LARGEST, Source
-from ckptool.serialization.state_dict.values import globals_in
+from ckptool.serialization.state_dict.values import collect_globals
 from ckptool.serialization.zip import (
     CRC32_NBYTES,
     DEFLATED,
@@ -88,7 +88,7 @@ class TorchFile:
         """Return the file as if it held a part of its value alone, with what is hostile in that."""
         if not self.hostile:
             return replace(self, inert=part)
-        inside = globals_in(part)
+        inside = collect_globals(part)
         hostile = {item: why for item, why in self.hostile.items() if item in inside}
         return replace(self, inert=part, hostile=hostile)
 
@@ -166,7 +166,7 @@ def _unpickle_small(data: bytes) -> Loaded:
 def _require_in_value(loaded: Loaded) -> None:
     """Raise Hostile for what can run code and lies in no value, so that none can be left out."""
     if loaded.hostile:
-        inside = globals_in(loaded.value)
+        inside = collect_globals(loaded.value)
         require_harmless({g: why for g, why in loaded.hostile.items() if g not in inside})
 
 
@@ -224,7 +224,7 @@ def _locate(region: Region, record: ZipRecord, has_crc: bool) -> StoredBytes:
 
 def _read_legacy(source: Source, file: str) -> TorchFile:
     size = source.files[file]
-    loaded = legacy_pickles(source, file, judges=False)
+    loaded = read_legacy_pickles(source, file, judges=False)
     *heads, content, last = loaded
     for pickle in (*heads, last):
         require_harmless(pickle.hostile)
@@ -233,7 +233,7 @@ def _read_legacy(source: Source, file: str) -> TorchFile:
     if magic != LEGACY_MAGIC or version != 1001 or not isinstance(system, dict):
         raise Damaged(f"{file}: not a legacy torch.save file of version 1001")
     try:
-        sizes = {s.key: s.itemsize for s in map(storage_of, content.persistent)}
+        sizes = {s.key: s.itemsize for s in map(read_storage, content.persistent)}
     except Damaged:
         require_harmless(content.hostile)
         raise
@@ -258,7 +258,7 @@ def _read_legacy(source: Source, file: str) -> TorchFile:
     )
 
 
-def legacy_pickles(source: Source, file: str, *, judges: bool = True) -> list[Loaded]:
+def read_legacy_pickles(source: Source, file: str, *, judges: bool = True) -> list[Loaded]:
     """Read the five pickles at the file's start.
 
     Where it ``judges``, it raises Hostile at a global that can run code.

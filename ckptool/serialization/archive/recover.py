@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from ckptool.core.catalog import Container
 from ckptool.errors import CkptoolError, Damaged
-from ckptool.serialization.archive.read import is_zip, legacy_pickles, read_growing
-from ckptool.serialization.archive.tensors import storage_of
+from ckptool.serialization.archive.read import is_zip, read_growing, read_legacy_pickles
+from ckptool.serialization.archive.tensors import read_storage
 from ckptool.serialization.pickle.load import Loaded, read_pickle
 from ckptool.serialization.source import Source
 from ckptool.serialization.zip import IN_EXTRA, LOCAL, STREAMED, ZipRecord
@@ -78,19 +78,19 @@ class Recovered:
     lost: dict[str, int]
 
 
-def recovered(source: Source, file: str) -> Recovered:
+def recover_records(source: Source, file: str) -> Recovered:
     """Read the records of a cut or broken archive; Damaged where not even its pickle is whole."""
     return _RecordScan(source, file).run()
 
 
-def legacy_counts(source: Source, file: str) -> tuple[int, dict[int, bytes]]:
+def read_legacy_counts(source: Source, file: str) -> tuple[int, dict[int, bytes]]:
     """Return the size in bytes of a legacy stream that was cut, and its storages' counts by place.
 
     A count is the 8 bytes before a storage: its number of elements, as its pickle says it. Raises
     Damaged where that is not whole, or contradicts a number that is there.
     """
-    *_, value, keys = legacy_pickles(source, file)
-    storages = {s.key: s for s in map(storage_of, value.persistent)}
+    *_, value, keys = read_legacy_pickles(source, file)
+    storages = {s.key: s for s in map(read_storage, value.persistent)}
     position, counts = keys.end, {}
     for key in map(str, keys.value if isinstance(keys.value, list) else []):
         storage = storages.get(key)
@@ -173,7 +173,7 @@ class _RecordScan:
         if crc and zlib.crc32(self._read(start, size)) != crc:
             raise Damaged(f"{self._file}: record {name!r} does not match its CRC-32")
         self._root = name.removesuffix("/data.pkl")
-        storages = map(storage_of, self._load(start).persistent)
+        storages = map(read_storage, self._load(start).persistent)
         self._sizes = {storage.key: storage.nbytes for storage in storages}
 
     def _require_named(self, name: str, size: int, end: int) -> None:

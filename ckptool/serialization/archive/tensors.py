@@ -88,7 +88,7 @@ class StoredTensor:
         )
 
 
-def storage_of(item: Persistent) -> Storage:
+def read_storage(item: Persistent) -> Storage:
     """Read the storage of a persistent id ``('storage', class, key, location, numel[, view])``.
 
     Raises Damaged where the id is something else.
@@ -112,7 +112,7 @@ def storage_of(item: Persistent) -> Storage:
     return Storage(str(key), dtype, numel)
 
 
-def unwrapped(value: PickleValue) -> Any:
+def unwrap_parameter(value: PickleValue) -> Any:
     """Return a parameter's tensor, which ``_rebuild_parameter`` wraps; any other value itself."""
     for _ in range(8):
         if not isinstance(value, Call) or value.name not in _PARAMETER or not value.args:
@@ -126,25 +126,25 @@ def is_tensor_record(value: PickleValue) -> bool:
     return isinstance(value, Call) and value.name.startswith(("torch._utils.", "torch._tensor."))
 
 
-def plain_tensor(value: PickleValue, depth: int = 4) -> StoredTensor | None:
+def read_tensor(value: PickleValue, depth: int = 4) -> StoredTensor | None:
     """Read the tensor that a call would rebuild; None where it is no plain strided tensor.
 
     ``depth`` is how many calls may wrap one another. Raises Damaged where the record contradicts
     itself.
     """
-    value = unwrapped(value)
+    value = unwrap_parameter(value)
     if not depth or not isinstance(value, Call):
         return None
     name = value.name
     if name in _ARGUMENTS:
         return _strided_tensor(value.args, name)
     if name == _FROM_CPU and len(value.args) == 4:
-        copied = plain_tensor(value.args[0], depth - 1)
-        return copied if copied and copied.dtype == dtype_of(value.args[1]) else None
+        copied = read_tensor(value.args[0], depth - 1)
+        return copied if copied and copied.dtype == read_dtype(value.args[1]) else None
     if name == _FROM_TYPE and len(value.args) == 4:
         function, cls, args, _ = value.args
         if isinstance(cls, Global) and str(cls) in _TENSOR_CLASSES:
-            return plain_tensor(Call(function, args), depth - 1)
+            return read_tensor(Call(function, args), depth - 1)
     return None
 
 
@@ -153,28 +153,28 @@ def _strided_tensor(args: tuple[Any, ...], function: str) -> StoredTensor | None
     if len(args) < count:
         name = function.rpartition(".")[2]
         raise Damaged(f"{name} with {len(args)} of its {count} arguments")
-    item, offset, shape, strides = args[0], args[1], sizes(args[2]), sizes(args[3])
+    item, offset, shape, strides = args[0], args[1], read_sizes(args[2]), read_sizes(args[3])
     if len(shape) != len(strides):
         raise Damaged(f"a tensor of {len(shape)} dims with {len(strides)} strides")
     if not isinstance(item, Persistent):
         return None
-    storage = storage_of(item)
-    dtype = dtype_of(args[6]) if function.endswith("_v3") else storage.dtype
+    storage = read_storage(item)
+    dtype = read_dtype(args[6]) if function.endswith("_v3") else storage.dtype
     if dtype is None:
         raise Damaged(f"a tensor in storage {storage.key!r} has no element type")
     metadata = args[count] if len(args) > count else None
     flags = metadata if isinstance(metadata, dict) else {}
     ops = tuple(op for op in ("conj", "neg") if flags.get(op))
-    return StoredTensor(storage, dtype, shape, strides, natural(offset), ops)
+    return StoredTensor(storage, dtype, shape, strides, read_natural(offset), ops)
 
 
-def attributes_of(value: PickleValue) -> dict[str, Any]:
+def read_attributes(value: PickleValue) -> dict[str, Any]:
     """Return the attributes that a tensor's record sets on it, a parameter's own among them.
 
     Raises Damaged where there are more than any tensor has.
     """
     attributes: dict[str, Any] = {}
-    for record in (value, unwrapped(value)):
+    for record in (value, unwrap_parameter(value)):
         if not isinstance(record, Call) or record.name not in (_PARAMETER[1], _FROM_TYPE):
             continue
         state = record.args[3] if len(record.args) == 4 else None
@@ -186,20 +186,20 @@ def attributes_of(value: PickleValue) -> dict[str, Any]:
     return attributes
 
 
-def natural(value: PickleValue) -> int:
+def read_natural(value: PickleValue) -> int:
     """Return a non-negative int of a pickle; Damaged where it is something else."""
     if type(value) is not int or not 0 <= value < _LIMIT:
-        raise Damaged(f"expected a size or offset, got {shown(value)}")
+        raise Damaged(f"expected a size or offset, got {describe(value)}")
     return value
 
 
-def shown(value: PickleValue) -> str:
+def describe(value: PickleValue) -> str:
     """Describe a value of a pickle: a small plain one as it is, another by its type."""
     small = isinstance(value, str) or (isinstance(value, int) and abs(value) < _LIMIT)
     return repr(value)[:80] if small or value is None else f"a {type(value).__name__}"
 
 
-def sizes(value: PickleValue) -> tuple[int, ...]:
+def read_sizes(value: PickleValue) -> tuple[int, ...]:
     """Read a shape or strides: a tuple, a list or a ``torch.Size`` of non-negative ints.
 
     Raises Damaged where it is something else, or of more dims than torch has.
@@ -213,19 +213,19 @@ def sizes(value: PickleValue) -> tuple[int, ...]:
     numbers = tuple([size for size in value if type(size) is int and 0 <= size < _LIMIT])
     if len(numbers) < len(value):
         for size in value:
-            natural(size)
+            read_natural(size)
     return numbers
 
 
-def dtype_of(value: PickleValue) -> DType:
+def read_dtype(value: PickleValue) -> DType:
     """Return the element type that a ``torch.<dtype>`` global names; Damaged for all else."""
     if isinstance(value, Global) and value.module == "torch" and value.name in BY_NAME:
         return BY_NAME[value.name]
-    raise Damaged(f"unknown element type {value if isinstance(value, Global) else shown(value)}")
+    raise Damaged(f"unknown element type {value if isinstance(value, Global) else describe(value)}")
 
 
 @coded("storage-mismatch")
-def place_of(tensor: StoredTensor, file: TorchFile) -> Place:
+def locate_tensor(tensor: StoredTensor, file: TorchFile) -> Place:
     """Return where a tensor of a file lies.
 
     Raises Damaged where its storage is missing, has another size than the pickle says, or ends
@@ -270,13 +270,13 @@ _BY_SCHEME = {
 }
 
 
-def quantised_parts(value: PickleValue) -> dict[str, Any] | None:
+def split_quantized(value: PickleValue) -> dict[str, Any] | None:
     """Return the parts of a quantized tensor by name; None for every other value.
 
     None too where several numbers share a byte (``quint4x2``), or the quantizer is none of torch's
     affine ones: such tensors are left as they are.
     """
-    value = unwrapped(value)
+    value = unwrap_parameter(value)
     if not isinstance(value, Call) or value.function != _REBUILD_QUANTISED or len(value.args) < 5:
         return None
     storage, parameters = value.args[0], value.args[4]
@@ -296,7 +296,7 @@ def _has_whole_bytes(storage: PickleValue) -> bool:
     return isinstance(cls, Global) and cls.name in QUANTISED_STORAGES
 
 
-def quantised_notes(names: Collection[str]) -> list[str]:
+def describe_quantized(names: Collection[str]) -> list[str]:
     """Return a note on each quantized tensor whose parts are among the names of leaves."""
     return [
         f"{name}: quantized; read as integers {leaf} with {name}.{parameters[0]} and"
@@ -308,12 +308,12 @@ def quantised_notes(names: Collection[str]) -> list[str]:
     ]
 
 
-def wrapper_class(value: PickleValue) -> Global | None:
+def find_wrapper_class(value: PickleValue) -> Global | None:
     """Return the class of a tensor subclass that wraps others; None for every other value.
 
     DTensors and ShardedTensors are none: what they wrap is a part of them.
     """
-    value = unwrapped(value)
+    value = unwrap_parameter(value)
     if not isinstance(value, Call) or value.name != _FROM_TYPE or len(value.args) != 4:
         return None
     function, cls = value.args[:2]
@@ -323,22 +323,22 @@ def wrapper_class(value: PickleValue) -> Global | None:
     return None if is_torchs and cls.name in ("DTensor", "ShardedTensor") else cls
 
 
-def wrapped_parts(value: PickleValue) -> dict[str, Any] | None:
+def split_wrapper(value: PickleValue) -> dict[str, Any] | None:
     """Return the attributes of a tensor subclass that wraps others; None where it wraps none."""
-    if wrapper_class(value) is None:
+    if find_wrapper_class(value) is None:
         return None
-    parts = {str(name): part for name, part in attributes_of(value).items()}
+    parts = {str(name): part for name, part in read_attributes(value).items()}
     return parts if any(map(is_tensor_record, parts.values())) else None
 
 
-def outer_of(value: PickleValue) -> tuple[DType, tuple[int, ...]] | None:
+def read_outer(value: PickleValue) -> tuple[DType, tuple[int, ...]] | None:
     """Return the element type and shape that a subclass wrapping others shows to the outside.
 
     None for every other value; Damaged where the record is none.
     """
-    if wrapper_class(value) is None:
+    if find_wrapper_class(value) is None:
         return None
-    arguments = unwrapped(value).args[2]
+    arguments = unwrap_parameter(value).args[2]
     if not isinstance(arguments, tuple) or len(arguments) < 3:
         raise Damaged("a tensor subclass without its type and shape")
-    return dtype_of(arguments[1]), sizes(arguments[2])
+    return read_dtype(arguments[1]), read_sizes(arguments[2])

@@ -27,7 +27,7 @@ from ckptool.serialization.pickle.write import (
     TensorRef,
     contiguous_strides,
     dtype_global,
-    pickled,
+    dump,
 )
 from ckptool.serialization.zip import CENTRAL, END, END64, IN_EXTRA, LOCAL, LOCATOR64, STREAMED
 
@@ -37,9 +37,9 @@ _CRC32_AT = 16
 """Where an entry of the directory has its CRC-32."""
 
 
-def torch_archive(value: Any, *, root: str = "archive") -> list[Part]:
+def lay_out_archive(value: Any, *, root: str = "archive") -> list[Part]:
     """Lay out a torch.save zip of ``value``, whose tensors are references."""
-    data, storages = pickled(value, 2)
+    data, storages = dump(value, 2)
     archive = _Archive(root)
     archive.literal("data.pkl", data)
     archive.literal(".format_version", b"1")

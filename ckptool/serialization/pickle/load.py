@@ -95,7 +95,7 @@ def _remember(data: bytes, start: int, named: dict[Global, int]) -> None:
     _recent_globals[_digest(data)] = dict(named)
 
 
-def named_globals(data: bytes, *, pickles: int = 1) -> dict[Global, int]:
+def find_globals(data: bytes, *, pickles: int = 1) -> dict[Global, int]:
     """Return all globals that ``pickles`` in a row name, with the first offset in ``data`` of each.
 
     Those that can run code are among them. A malformed pickle is followed up to where it breaks.

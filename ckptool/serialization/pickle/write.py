@@ -60,10 +60,10 @@ class TensorRef:
 
 def dumps(value: Any, protocol: int = 2) -> bytes:
     """Pickle plain data and inert records; records become what they were read from."""
-    return pickled(value, protocol)[0]
+    return dump(value, protocol)[0]
 
 
-def pickled(value: Any, protocol: int) -> tuple[bytes, list[Content]]:
+def dump(value: Any, protocol: int) -> tuple[bytes, list[Content]]:
     """Return the pickle of a value, and what fills its storages, by number.
 
     Raises Unsupported where the value is nested too deep.

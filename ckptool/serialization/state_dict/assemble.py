@@ -22,7 +22,7 @@ from ckptool.core.sharding.dtensor import LocalShard, local_shards
 from ckptool.core.views import shifted
 from ckptool.errors import CkptoolError, Damaged, Problem, Refusal, coded
 from ckptool.serialization.archive.dtensor import DeclaredShare, DTensorShare, ShardedShare
-from ckptool.serialization.archive.tensors import StoredTensor, quantised_notes
+from ckptool.serialization.archive.tensors import StoredTensor, describe_quantized
 from ckptool.serialization.state_dict.leaves import (
     Assembled,
     Leaf,
@@ -48,7 +48,7 @@ def assemble(ranks: Mapping[int, RankLeaves], *, per_rank: bool = False) -> Asse
     result = Assembled()
     names = dict.fromkeys(name for by_name in ranks.values() for name in by_name)
     notes = (leaf.note for by_name in ranks.values() for leaf in by_name.values() if leaf.note)
-    result.notes += [*dict.fromkeys(notes), *quantised_notes(names), *_attribute_notes(ranks)]
+    result.notes += [*dict.fromkeys(notes), *describe_quantized(names), *_attribute_notes(ranks)]
     for name in names:
         leaves = {rank: by_name[name] for rank, by_name in ranks.items() if name in by_name}
         try:

@@ -46,7 +46,7 @@ def is_flat(name: str) -> bool:
     return name.rpartition(".")[2] == FLAT
 
 
-def members_of(flats: Mapping[str, TensorEntry], given: Given) -> dict[str, list[Member]]:
+def find_members(flats: Mapping[str, TensorEntry], given: Given) -> dict[str, list[Member]]:
     """Return what each flat parameter is made of, by the model's parameters.
 
     A parameter belongs to the innermost unit that its name lies in. Raises Unsupported where the
@@ -99,7 +99,7 @@ def _end_to_end(parts: Given, step: int) -> list[Member]:
     return members
 
 
-def taken_apart(flat: TensorEntry, members: Iterable[Member]) -> Iterator[TensorEntry]:
+def unflatten(flat: TensorEntry, members: Iterable[Member]) -> Iterator[TensorEntry]:
     """Yield each member as a tensor of its own, where some of its elements are stored.
 
     Raises Damaged where a member ends outside the flat parameter, or that has other than one dim.

@@ -15,22 +15,22 @@ from ckptool.serialization.archive.dtensor import (
     OF_DTENSORS,
     ShardedShare,
     Share,
-    declared_share,
-    sharded_share,
+    read_declared_share,
+    read_share,
 )
 from ckptool.serialization.archive.read import TorchFile
 from ckptool.serialization.archive.tensors import (
     StoredTensor,
-    attributes_of,
     is_tensor_record,
-    place_of,
-    plain_tensor,
+    locate_tensor,
+    read_attributes,
+    read_tensor,
 )
 from ckptool.serialization.pickle.load import require_harmless
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.serialization.source import Source
-from ckptool.serialization.state_dict.tree import Walk, unique_names
-from ckptool.serialization.state_dict.values import globals_in, require_bounded
+from ckptool.serialization.state_dict.tree import Walk, assign_names
+from ckptool.serialization.state_dict.values import collect_globals, require_bounded
 
 _DEEPEST = 100
 _T = TypeVar("_T")
@@ -113,7 +113,7 @@ def read_leaves(
         return leaves
     walk = Walk(file.what, file.pickled)
     unseen = dict(file.hostile)
-    named = unique_names(walk.leaves(value, prefix))
+    named = assign_names(walk.leaves(value, prefix))
     values = (item for _, item in named.values() if not is_tensor_record(item))
     require_bounded(values, what=file.what)
     for name, (path, item) in named.items():
@@ -143,7 +143,7 @@ def _accuse(
 
     What it names is removed from ``unseen``.
     """
-    named = globals_in(value)
+    named = collect_globals(value)
     inside = [item for item in hostile if item in named]
     for item in inside:
         unseen.pop(item, None)
@@ -158,7 +158,7 @@ def _accuse(
     return refusal
 
 
-def refusal_of(value: Any, file: TorchFile, source: Source, name: str) -> Refusal | None:
+def explain_refusal(value: Any, file: TorchFile, source: Source, name: str) -> Refusal | None:
     """Return why a value of a file cannot be read, or must not be; None where it can."""
     why = _accuse(value, file.hostile, name, {}) if file.hostile else None
     leaf = why or _classify_or_refuse(value, file, source, name, refuse=True)
@@ -181,12 +181,12 @@ def _classify(value: Any, file: TorchFile, source: Source, name: str) -> Any:
     share: Share | None
     try:
         with coded("tensor-record"):
-            tensor = plain_tensor(value)
-            share = declared_share(value, tensor) if tensor is not None else None
+            tensor = read_tensor(value)
+            share = read_declared_share(value, tensor) if tensor is not None else None
             if tensor is not None and share is None:
-                return PlainLeaf(place_of(tensor, file), tensor, _others(value, ()))
+                return PlainLeaf(locate_tensor(tensor, file), tensor, _others(value, ()))
         with coded("dtensor-contradiction"):
-            share = share or sharded_share(value, file, source)
+            share = share or read_share(value, file, source)
     except Damaged as error:
         raise error.within(name, tensor=name) from None
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
@@ -196,12 +196,12 @@ def _classify(value: Any, file: TorchFile, source: Source, name: str) -> Any:
         return value
     locals_ = [t for _, t in share.local] if isinstance(share, ShardedShare) else [share.local]
     known = (*SHARD_ATTRIBUTES, *OF_DTENSORS)
-    return ShareLeaf(share, tuple(place_of(t, file) for t in locals_), _others(value, known))
+    return ShareLeaf(share, tuple(locate_tensor(t, file) for t in locals_), _others(value, known))
 
 
 def _others(value: Any, known: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of a tensor's attributes that are not among those that are read."""
-    return tuple(str(name) for name in attributes_of(value) if name not in known)
+    return tuple(str(name) for name in read_attributes(value) if name not in known)
 
 
 class Barred(Exception):
@@ -214,13 +214,13 @@ class Barred(Exception):
 
 def require_readable(value: _T) -> _T:
     """Return the value; raise Barred where a part of it is refused."""
-    why = refusal_in(value)
+    why = find_refusal(value)
     if why is not None:
         raise Barred(why)
     return value
 
 
-def refusal_in(value: Any) -> Refusal | None:
+def find_refusal(value: Any) -> Refusal | None:
     """Return the first refusal among the dicts and lists of a value, or None."""
     stack, seen = [value], set()
     while stack:
@@ -233,7 +233,7 @@ def refusal_in(value: Any) -> Refusal | None:
     return None
 
 
-def with_refusals(file: TorchFile, source: Source) -> tuple[Any, dict[Path, Refusal]]:
+def replace_refused(file: TorchFile, source: Source) -> tuple[Any, dict[Path, Refusal]]:
     """Return what a file holds, with a ``Refusal`` in place of each part that is refused.
 
     Parts are what its dicts and lists hold. Each refusal is returned by its path as well. What the
@@ -263,7 +263,7 @@ class _RefusalWalk:
     def _inspect(self, value: Any, path: Path) -> Any:
         is_entered = isinstance(value, dict | list | tuple) and id(value) not in self._open
         if not is_entered or len(path) > _DEEPEST:
-            why = refusal_of(value, self._file, self._source, flat_name(path))
+            why = explain_refusal(value, self._file, self._source, flat_name(path))
             if why is None:
                 return value
             self.refused[path] = why

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from ckptool.core.catalog import Index, Path, RankStep, flat_name
 from ckptool.errors import Damaged, Unsupported
 from ckptool.serialization.archive.tensors import (
+    find_wrapper_class,
     is_tensor_record,
-    quantised_parts,
-    wrapped_parts,
-    wrapper_class,
+    split_quantized,
+    split_wrapper,
 )
 from ckptool.serialization.pickle.records import Call, PickleValue
 from ckptool.serialization.state_dict.values import Repeated
@@ -60,7 +60,7 @@ def _names(value: PickleValue) -> set[str]:
     return {name for name in names if isinstance(name, str)}
 
 
-def leaves(value: PickleValue, *, what: str, pickled: int = 0) -> Iterator[tuple[Path, Any]]:
+def flatten(value: PickleValue, *, what: str, pickled: int = 0) -> Iterator[tuple[Path, Any]]:
     """Yield the leaves of a state dict with their paths, in order.
 
     As DCP flattens (torch 2.4 to 2.13): dicts are entered, defaultdicts as well, lists where a dict
@@ -162,12 +162,12 @@ class Walk:
 
     def _parts(self, value: PickleValue, path: Path) -> list[tuple[Any, Any]] | None:
         """Return the parts of a tensor that consists of others; None for every other value."""
-        parts = quantised_parts(value)
-        if parts is None and (parts := wrapped_parts(value)):
+        parts = split_quantized(value)
+        if parts is None and (parts := split_wrapper(value)):
             inner = [name for name, part in parts.items() if is_tensor_record(part)]
             self.notes[path] = (
-                f"{_display_name(path)} is a tensor subclass ({wrapper_class(value)}): reading the"
-                f" tensors stored in it ({', '.join(inner)})"
+                f"{_display_name(path)} is a tensor subclass ({find_wrapper_class(value)}):"
+                f" reading the tensors stored in it ({', '.join(inner)})"
             )
         return list(parts.items()) if parts else None
 
@@ -208,7 +208,7 @@ def _is_entered(value: PickleValue, what: str, known: dict[int, bool]) -> bool:
     return False
 
 
-def unique_names(entries: Iterable[tuple[Path, Any]]) -> dict[str, tuple[Path, Any]]:
+def assign_names(entries: Iterable[tuple[Path, Any]]) -> dict[str, tuple[Path, Any]]:
     """Return leaves by their flat name.
 
     Of several paths that give one name the shortest keeps it, whatever their order; of paths as
@@ -223,11 +223,11 @@ def unique_names(entries: Iterable[tuple[Path, Any]]) -> dict[str, tuple[Path, A
         if len(same) > 1:
             named[name], *others = sorted(same, key=lambda entry: _order_of(entry[0]))
             for entry in others:
-                named[free_name(name, named)] = entry
+                named[find_free_name(name, named)] = entry
     return named
 
 
-def free_name(name: str, used: Container[str]) -> str:
+def find_free_name(name: str, used: Container[str]) -> str:
     """Return the first of ``NAME@2``, ``NAME@3``, ... that is not used."""
     return next(free for n in itertools.count(2) if (free := f"{name}@{n}") not in used)
 

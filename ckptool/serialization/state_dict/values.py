@@ -31,7 +31,7 @@ class Repeated:
         return f"<{self.outer} again>"
 
 
-def inner_parts(value: object) -> list[Any]:
+def list_parts(value: object) -> list[Any]:
     """Return what a value refers to."""
     if isinstance(value, Call):
         parts = [value.args, value.state]
@@ -54,7 +54,7 @@ def _all_parts(value: object, *, hidden: bool = False) -> Iterator[Any]:
             continue
         seen.add(id(item))
         yield item
-        stack += inner_parts(item)
+        stack += list_parts(item)
         if hidden and isinstance(item, Persistent):
             stack.append(item.value)
         if hidden and isinstance(item, dict):
@@ -90,7 +90,7 @@ class Expansion:
                 size = self._sizes[id(item)] + sum(map(self._size, inner))
                 self._sizes[id(item)] = min(size, _COUNTED)
             elif type(item) not in _SCALARS and id(item) not in self._sizes:
-                inner = inner_parts(item)
+                inner = list_parts(item)
                 self.distinct += 1 + len(inner)
                 self._sizes[id(item)] = 1
                 if _SCALARS.issuperset(map(type, inner)):
@@ -119,7 +119,7 @@ def require_bounded(values: Iterable[Any], *, what: str) -> None:
 
 
 class Foreign:
-    """Remembers ``foreign_globals`` of the values of one checkpoint, which may share them."""
+    """Remembers ``collect_foreign_globals`` of values of one checkpoint, which may share them."""
 
     def __init__(self) -> None:
         self._known: dict[int, set[str]] = {}
@@ -127,11 +127,11 @@ class Foreign:
     def of(self, value: object) -> set[str]:
         """Return the value's foreign globals; the value must outlive this object."""
         if id(value) not in self._known:
-            self._known[id(value)] = foreign_globals(value)
+            self._known[id(value)] = collect_foreign_globals(value)
         return self._known[id(value)]
 
 
-def foreign_globals(value: object) -> set[str]:
+def collect_foreign_globals(value: object) -> set[str]:
     """Return the names of the classes and functions in a value that are no plain data.
 
     Plain is what ``torch.load(weights_only=True)`` rebuilds without further permission.
@@ -166,7 +166,7 @@ def _is_plain(item: Global) -> bool:
     return str(item) in _PLAIN_CALLS or is_dtype(item)
 
 
-def globals_in(value: object) -> set[Global]:
+def collect_globals(value: object) -> set[Global]:
     """Return every class and function that a value names, wherever in it."""
     return {item for item in _all_parts(value, hidden=True) if isinstance(item, Global)}
 
@@ -259,13 +259,13 @@ def _pairs(a: Any, b: Any) -> list[tuple[Any, Any]] | None:
     return [] if is_equal else None
 
 
-def stray_notes(file: str, keys: Iterable[Any]) -> list[str]:
+def note_stray_keys(file: str, keys: Iterable[Any]) -> list[str]:
     """Return a note on what lies in a file under keys that its format does not have, if any."""
     names = ", ".join(repr(key)[:80] for key in keys)
     return [f"not carried: {names} of {file}, unknown to its format"] if names else []
 
 
-def unread_notes(objects: Mapping[str, ObjectEntry]) -> list[str]:
+def note_unread(objects: Mapping[str, ObjectEntry]) -> list[str]:
     """Return a note for each value that is not read: a sparse tensor, a dict in itself."""
     known = Foreign()
     return [

@@ -11,13 +11,13 @@ import torch
 from ckptool.commands.open import open_checkpoint
 from ckptool.errors import CkptoolError, Damaged
 from ckptool.formats.dcp.metadata import parse
-from ckptool.serialization.source import MOST_RANKS, first_missing
+from ckptool.serialization.source import MOST_RANKS, find_missing_ranks
 
 
 def test_the_first_missing_ranks() -> None:
-    assert first_missing({0, 2, 5}, 7) == [1, 3, 4, 6]
-    assert first_missing({1}, MOST_RANKS) == [0, *range(2, 13)]
-    assert first_missing({0, 1}, 2) == []
+    assert find_missing_ranks({0, 2, 5}, 7) == [1, 3, 4, 6]
+    assert find_missing_ranks({1}, MOST_RANKS) == [0, *range(2, 13)]
+    assert find_missing_ranks({0, 1}, 2) == []
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ from ckptool.engine.write.run import run
 from ckptool.errors import Unsupported
 from ckptool.formats.base import Request
 from ckptool.formats.rank_files.write import lay_out_rank_files, lay_out_torch_checkpointing
-from ckptool.serialization.archive.write import RankRecords, torch_archive
+from ckptool.serialization.archive.write import RankRecords, lay_out_archive
 from ckptool.serialization.pickle.load import read_pickle
 from ckptool.serialization.pickle.records import Call, Persistent
 
@@ -134,7 +134,7 @@ def pickled_by_torch(value: Any) -> Any:
 
 
 def pickled_by_us(value: Any) -> Any:
-    literal: Any = torch_archive(value)[0]
+    literal: Any = lay_out_archive(value)[0]
     start = literal.data.index(b"\x80\x02")
     return plain(read_pickle(literal.data, what="ckptool", start=start).value)
 

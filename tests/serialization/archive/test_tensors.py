@@ -22,7 +22,7 @@ import ckptool
 from ckptool.core.box import Box
 from ckptool.errors import Damaged, Unsupported
 from ckptool.formats.dcp.items import locate
-from ckptool.serialization.archive.tensors import quantised_parts
+from ckptool.serialization.archive.tensors import split_quantized
 from ckptool.serialization.pickle.records import Call, Global
 
 
@@ -89,7 +89,7 @@ REBUILD = Global("torch._utils", "_rebuild_qtensor")
     ],
 )
 def test_what_is_no_quantised_tensor_has_no_parts(value: Any) -> None:
-    assert quantised_parts(value) is None
+    assert split_quantized(value) is None
 
 
 class Scaled(torch.Tensor):

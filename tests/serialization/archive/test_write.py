@@ -19,7 +19,7 @@ from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Chunk, Extent, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Data, Literal
-from ckptool.serialization.archive.write import torch_archive
+from ckptool.serialization.archive.write import lay_out_archive
 from ckptool.serialization.pickle.write import TensorRef
 
 DTYPES = [name for name in BY_NAME if hasattr(torch, name) and BY_NAME[name].kind != "bits"]
@@ -37,7 +37,7 @@ def written(state: dict[str, Any], root: str = "archive") -> bytes:
     """The archive's bytes, as the engine would write them."""
     tensors = {n: v for n, v in state.items() if isinstance(v, torch.Tensor)}
     refs = {n: reference(n, t) for n, t in tensors.items()}
-    parts = torch_archive({**state, **refs}, root=root)
+    parts = lay_out_archive({**state, **refs}, root=root)
     pieces = [bits(tensors[p.name])[2] if isinstance(p, Data) else p.data for p in parts]
     for number, part in enumerate(parts):
         if isinstance(part, Literal):
@@ -127,7 +127,7 @@ def test_storages_are_aligned(state: dict[str, Any]) -> None:
 
 def test_one_reference_twice_is_one_storage() -> None:
     ref = reference("w", some("float32", 4))
-    parts = torch_archive({"a": ref, "b": ref})
+    parts = lay_out_archive({"a": ref, "b": ref})
     assert sum(isinstance(part, Data) for part in parts) == 1
 
 
@@ -136,7 +136,7 @@ def test_beyond_four_gigabytes_sizes_have_sixty_four_bits() -> None:
     shape = (5 << 28, 4)
     place = Extent("f", 0, (16, 4))
     big = TensorEntry("w", ("w",), BY_NAME["float32"], shape, (Chunk(Box.whole(shape), place),))
-    parts = torch_archive({"w": TensorRef.whole(big)})
+    parts = lay_out_archive({"w": TensorRef.whole(big)})
     directory = parts[-1].data
     at = directory.find(b"PK\x01\x02")
     entries = []

@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.errors import Damaged, Hostile, SourceError
-from ckptool.serialization.pickle.load import _recent_globals, named_globals, read_pickle
+from ckptool.serialization.pickle.load import _recent_globals, find_globals, read_pickle
 from ckptool.serialization.pickle.records import Call, Global, OrderedMapping, Persistent
 from ckptool.serialization.pickle.write import dumps
-from ckptool.serialization.state_dict.values import foreign_globals
+from ckptool.serialization.state_dict.values import collect_foreign_globals
 
 PROTOCOLS = range(6)
 SCALARS = st.one_of(
@@ -109,7 +109,7 @@ def test_classes_become_inert_records(protocol: int) -> None:
     found = read(pickle.dumps(Point(3), protocol))
     assert isinstance(found, Call)
     assert found.fields == {"x": 3}
-    assert any("Point" in name for name in foreign_globals(found))
+    assert any("Point" in name for name in collect_foreign_globals(found))
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
@@ -123,23 +123,23 @@ def test_inert_records_are_written_as_what_they_were(protocol: int) -> None:
 def test_what_a_pickle_names_is_remembered_as_it_is(protocol: int) -> None:
     data = pickle.dumps([Point(3), collections.OrderedDict(a=1), protocol], protocol)
     _recent_globals.clear()
-    followed = named_globals(data)
+    followed = find_globals(data)
     read(data)
-    assert followed == named_globals(data)
+    assert followed == find_globals(data)
     assert Global("collections", "OrderedDict") in followed
-    named_globals(data).clear()
-    assert followed == named_globals(data) == read_pickle(b"N." + data, what="p", start=2).globals
+    find_globals(data).clear()
+    assert followed == find_globals(data) == read_pickle(b"N." + data, what="p", start=2).globals
 
 
 @pytest.mark.parametrize("end", [b"\xff", b"(."])
 def test_what_a_broken_pickle_names_is_remembered_too(end: bytes) -> None:
     data = b"ccollections\nOrderedDict\n" + end + b"cos\nsystem\n."
     _recent_globals.clear()
-    followed = named_globals(data)
+    followed = find_globals(data)
     with pytest.raises(Damaged):
         read_pickle(data, what="p", judges=False)
     assert _recent_globals
-    assert followed == named_globals(data) == {Global("collections", "OrderedDict"): 0}
+    assert followed == find_globals(data) == {Global("collections", "OrderedDict"): 0}
 
 
 @pytest.mark.parametrize("number", [1 << 64, -1 << 64])

@@ -20,7 +20,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, Extent, TensorEntry, coverage_problem
 from ckptool.core.dtype import BY_NAME
 from ckptool.errors import Damaged, Unsupported, UsageError
-from ckptool.serialization.state_dict.flat_params import members_of, taken_apart
+from ckptool.serialization.state_dict.flat_params import find_members, unflatten
 
 FLOAT = BY_NAME["float32"]
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6)
@@ -58,9 +58,9 @@ def test_members_are_what_lies_between(
         length = starts[-1] + math.prod(shape)
     flat = flat_of("u._flat_param", length, cuts)
     told = [(f"u.p{i}", shape) for i, shape in enumerate(shapes)]
-    for member in members_of({flat.name: flat}, told)[flat.name]:
+    for member in find_members({flat.name: flat}, told)[flat.name]:
         expected = np.arange(math.prod(member.shape)).reshape(member.shape) + member.start
-        entries = list(taken_apart(flat, [member]))
+        entries = list(unflatten(flat, [member]))
         assert [entry.shape for entry in entries] == [member.shape]
         assert not coverage_problem(entries[0])
         assert (values(entries[0]) == expected).all()
@@ -70,21 +70,21 @@ def test_members_are_what_lies_between(
 def test_a_parameter_belongs_to_the_innermost_unit() -> None:
     flats = {f.name: f for f in (flat_of("_flat_param", 5, []), flat_of("b.1._flat_param", 6, []))}
     told = [("b.0.w", (5,)), ("b.1.w", (2, 3))]
-    found = members_of(flats, told)
+    found = find_members(flats, told)
     assert [m.path for m in found["_flat_param"]] == [("b.0.w",)]
     assert [m.path for m in found["b.1._flat_param"]] == [("b.1.w",)]
 
 
 def test_names_below_a_family() -> None:
     flats = {f.name: f for f in (flat_of("model._flat_param", 2, []),)}
-    assert members_of(flats, [("w", (2,))])["model._flat_param"][0].path == ("model.w",)
+    assert find_members(flats, [("w", (2,))])["model._flat_param"][0].path == ("model.w",)
 
 
 @pytest.mark.parametrize("told", [[("w", (3, 3))], [("w", (3, 3)), ("v", (2,))], []])
 def test_what_does_not_fill_it_is_refused(told: list[tuple[str, tuple[int, ...]]]) -> None:
     flat = flat_of("_flat_param", 10, [])
     with pytest.raises(Unsupported, match="_flat_param has 10 elements"):
-        members_of({flat.name: flat}, told)
+        find_members({flat.name: flat}, told)
 
 
 # Rank files by torch

@@ -24,11 +24,11 @@ from ckptool.serialization.zip import (
     STREAMED,
     Region,
     ZipRecord,
+    check_headers,
+    count_unclaimed_bytes,
     has_checksums,
-    header_problems,
     item_region,
     read_directory,
-    unclaimed_bytes,
 )
 
 _DIGITS = re.compile("[0-9]+")
@@ -72,8 +72,8 @@ class ArchiveCheck:
         before = len(self.problems)
         is_file = item.nbytes == self._source.files.get(item.file)
         self.problems += _of_another_name(item.file, records, self._source) if is_file else []
-        self.problems += header_problems(region, _with_header_at_hand(region, records))
-        if spare := unclaimed_bytes(region, records):
+        self.problems += check_headers(region, _with_header_at_hand(region, records))
+        if spare := count_unclaimed_bytes(region, records):
             message = f"{region.what}: {spare:,} of its {region.nbytes:,} bytes"
             message += " are not used by any record"
             self.problems.append(Problem(message, "bytes-unused", file=region.file))

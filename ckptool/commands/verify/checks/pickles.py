@@ -8,9 +8,9 @@ from typing import Any
 from ckptool.core.catalog import ObjectEntry
 from ckptool.errors import Problem
 from ckptool.serialization.pickle.globals import can_run_code, is_harmless, is_known
-from ckptool.serialization.pickle.load import named_globals
+from ckptool.serialization.pickle.load import find_globals
 from ckptool.serialization.pickle.records import Call, Global
-from ckptool.serialization.state_dict.values import Expansion, inner_parts
+from ckptool.serialization.state_dict.values import Expansion, list_parts
 
 _SMALL = 4096
 
@@ -49,9 +49,9 @@ class PickleAudit:
     def _named(self, data: bytes, pickles: int) -> dict[Global, int]:
         """Return what pickles name; it is remembered of small ones, alike by the thousand."""
         if len(data) > _SMALL or pickles > 1:
-            return named_globals(data, pickles=pickles)
+            return find_globals(data, pickles=pickles)
         if data not in self._small:
-            self._small[data] = named_globals(data)
+            self._small[data] = find_globals(data)
         return self._small[data]
 
 
@@ -116,7 +116,7 @@ class _Walk:
                 self._deepest = max(self._deepest, len(self._open))
                 self._computed |= isinstance(item, Call) and not isinstance(item.function, Global)
                 stack.append((item, True))
-                stack += [(part, False) for part in inner_parts(item) if self._is_new(part)]
+                stack += [(part, False) for part in list_parts(item) if self._is_new(part)]
 
     def _is_new(self, part: Any) -> bool:
         if id(part) in self._open and not isinstance(part, Call):

@@ -19,8 +19,8 @@ from ckptool.core.rewrite import unstacked
 from ckptool.errors import CkptoolError, Damaged, Problem, Unsupported
 from ckptool.formats.base import Recovery
 from ckptool.serialization.archive.read import is_legacy, is_zip, read_torch_file
-from ckptool.serialization.archive.recover import Recovered, legacy_counts, recovered
-from ckptool.serialization.safetensors import promised_size, read_safetensors
+from ckptool.serialization.archive.recover import Recovered, read_legacy_counts, recover_records
+from ckptool.serialization.safetensors import read_promised_size, read_safetensors
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.leaves import read_leaves
 from ckptool.serialization.zip import DEFLATED, STORED, ZipRecord
@@ -125,11 +125,11 @@ def _padded(source: Source, file: str) -> _PaddedFile | None:
     """Return a file at the length that it should have, None where that is not known."""
     try:
         if file.endswith(".safetensors"):
-            size = promised_size(source, file)
+            size = read_promised_size(source, file)
             return _PaddedFile(size) if size > source.files[file] else None
         if is_legacy(source.read(file, 0, min(source.files[file], 64))):
-            return _PaddedFile(*legacy_counts(source, file))
-        return _with_directory(source.files[file], recovered(source, file))
+            return _PaddedFile(*read_legacy_counts(source, file))
+        return _with_directory(source.files[file], recover_records(source, file))
     except CkptoolError:
         return None
 

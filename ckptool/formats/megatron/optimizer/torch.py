@@ -35,9 +35,9 @@ from ckptool.formats.megatron.tensor_parallel import (
 from ckptool.serialization.archive.read import TorchFile
 from ckptool.serialization.archive.tensors import (
     StoredTensor,
-    place_of,
-    plain_tensor,
-    unwrapped,
+    locate_tensor,
+    read_tensor,
+    unwrap_parameter,
 )
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.serialization.source import Source
@@ -91,7 +91,7 @@ def param_dtype(dtypes: Any) -> str | None:
 def _runs(state: Any, file: TorchFile) -> Iterator[tuple[str, list[StorageRun]]]:
     """Yield each kind of state with its runs: its tensors, one after the other."""
     for kind, value in state.items() if isinstance(state, dict) else ():
-        tensors = [plain_tensor(item) for item in (value if isinstance(value, list) else [value])]
+        tensors = [read_tensor(item) for item in (value if isinstance(value, list) else [value])]
         vectors = [tensor for tensor in tensors if tensor is not None and len(tensor.shape) == 1]
         if vectors and len(vectors) == len(tensors):
             starts = accumulate((vector.shape[0] for vector in vectors), initial=0)
@@ -100,7 +100,7 @@ def _runs(state: Any, file: TorchFile) -> Iterator[tuple[str, list[StorageRun]]]
 
 
 def _stored(tensor: StoredTensor, file: TorchFile, start: int = 0) -> StorageRun:
-    return StorageRun(tensor.shape, tensor.dtype, place_of(tensor, file), start)
+    return StorageRun(tensor.shape, tensor.dtype, locate_tensor(tensor, file), start)
 
 
 def matched_buffers(
@@ -270,14 +270,14 @@ def _add_group(
     if masters and len(masters) != len(halves):
         raise Undetermined(f"{len(masters)} fp32 masters for {len(halves)} 16-bit parameters")
     for parameter, master in zip(halves, masters, strict=False):
-        _add_state(fragments, "fp32", parameter, plain_tensor(master), file)
+        _add_state(fragments, "fp32", parameter, read_tensor(master), file)
         rule = _stated_rule(master)
         if rule is not None:
             rules[parameter.name] = rule
     for number, parameter in zip(numbers, parameters, strict=True):
         values = state.get(number)
         for kind, value in values.items() if isinstance(values, dict) else ():
-            tensor = plain_tensor(value)
+            tensor = read_tensor(value)
             if tensor is not None:
                 scalar = parameter if tensor.shape else replace(parameter, local=())
                 _add_state(fragments, str(kind), scalar, tensor, file)
@@ -303,7 +303,7 @@ def _stated_rule(value: Any) -> TpRule | None:
 
     Models built without initialization have no true attributes: what they deny is not believed.
     """
-    value = unwrapped(value)
+    value = unwrap_parameter(value)
     if not isinstance(value, Call) or len(value.args) != 4 or not isinstance(value.args[3], dict):
         return None
     attributes = value.args[3]
