@@ -79,6 +79,10 @@ def _lookups(name: str, value: Any, where: str) -> tuple[str | int, ...]:
     lookups = value if isinstance(value, list) else [value]
     if not NAME.fullmatch(name) or not all(isinstance(i, str | int) for i in lookups):
         raise UsageError(f"{where}: [dims] {name} = {value!r} must be a list of keys or a number")
+    for lookup in lookups:
+        words = lookup.split() if isinstance(lookup, str) else ["number"]
+        if len(words) % 2 == 0 or not set(words[1::2]) <= {"*", "/"}:
+            raise UsageError(f"{where}: [dims] {name} = {lookup!r} is not KEY, A / B or A * B")
     return tuple(lookups)
 
 

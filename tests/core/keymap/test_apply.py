@@ -155,6 +155,9 @@ def test_rules_that_cannot_work_both_ways(rule: dict[str, Any], words: str) -> N
     ("more", "words"),
     [({"dim": 3}, "'dim' is not one of"), ({"dims": 3}, "not a table"),
      ({"dims": {"a": 1.5}}, "must be a list"),
+     ({"dims": {"a": ""}}, "a = '' is not KEY, A / B"),
+     ({"dims": {"a": ["x", "x + y"]}}, r"a = 'x \+ y' is not KEY, A / B"),
+     ({"dims": {"a": "x y"}}, "a = 'x y' is not KEY, A / B"),
      ({"drop": {"form": "x"}}, "'form' is not one of")],
 )  # fmt: skip
 def test_files_that_make_no_sense(more: dict[str, Any], words: str) -> None:
