@@ -59,3 +59,9 @@ def report(*results: Measured, **more: Any) -> BenchReport:
         "failed": {},
     }
     return BenchReport(settings=settings, results=results, **{**facts, **more})
+
+
+SYNC = measured("dcp-sync", 2.0, 2.5)
+FAST = measured("fast", 0.5, 4.0, during=((9.0, 9.0, 9.0), (0.12, 0.2), (0.12,)))
+QUICKEST = measured("quickest", 0.1, 1.0, consistency=dirty("model.w"))
+"""Blocks least, and is dirty."""

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -289,25 +289,19 @@ def _make_catalog(tensors: int, chunks: int) -> Catalog:
     return Catalog("dcp", entries, {}, files, chunks)
 
 
-def _run(task: str, *words: str) -> None:
-    if task == "write":
-        write_checkpoint(words[0], int(words[1]))
-    elif task == "write-wide":
-        write_wide_checkpoint(words[0], int(words[1]))
-    elif task == "write-many":
-        write_many(words[0], int(words[1]), int(words[2]))
-    elif task == "to-safetensors":
-        torch_to_safetensors(words[0], words[1])
-    elif task == "reshard":
-        torch_reshard(words[0], words[1])
-    elif task == "load":
-        measure_load(words[0], words[1], int(words[2]), words[3])
-    elif task == "plan":
-        gc.disable()
-        plan_large(int(words[0]), int(words[1]), words[2])
-    else:
-        torch_read_metadata(words[0])
-
+_TASKS: dict[str, Callable[..., object]] = {
+    "write": write_checkpoint,
+    "write-wide": write_wide_checkpoint,
+    "write-many": write_many,
+    "to-safetensors": torch_to_safetensors,
+    "reshard": torch_reshard,
+    "read-metadata": torch_read_metadata,
+    "load": measure_load,
+    "plan": plan_large,
+}
 
 if __name__ == "__main__":
-    _run(*sys.argv[1:])
+    _task, *_words = sys.argv[1:]
+    if _task == "plan":
+        gc.disable()  # as the command line does
+    _TASKS[_task](*(int(word) if word.isdecimal() else word for word in _words))

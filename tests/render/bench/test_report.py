@@ -1,0 +1,126 @@
+"""What a report of save strategies says: seconds, advice, the table, bars, JSON, a picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_samples import FAST, GIB, QUICKEST, SYNC, measured, report
+
+from ckptool.commands.bench.report import (
+    BROKEN,
+    CONSISTENT,
+    AbortResult,
+    BenchReport,
+    Consistency,
+)
+from ckptool.errors import Unsupported, UsageError
+from ckptool.render.bench.bars import require_plottable, seconds, write_plot
+from ckptool.render.bench.report import advice, bench_json, show_bench, slowdown
+
+
+def test_advice_is_one_sentence_with_all_numbers() -> None:
+    assert advice(report(SYNC, FAST, QUICKEST)) == (
+        "the fast way blocks 0.50 s per save against 2.00 s for the dcp-sync way;"
+        " until durable 4.00 s; steps 20 % slower meanwhile"
+    )
+
+
+def test_advice_where_the_synchronous_save_is_best_or_none_is_consistent() -> None:
+    assert advice(report(SYNC)) == "the dcp-sync way blocks 2.00 s per save; until durable 2.50 s"
+    assert "no strategy" in advice(report(QUICKEST))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(0.0042, "4.2 ms"), (0.034, "34 ms"), (0.0999, "0.10 s"), (3.417, "3.42 s"), (250.4, "250 s")],
+)
+def test_seconds_are_said_in_two_or_three_digits(value: float, words: str) -> None:
+    assert seconds(value) == words
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(0.06, "6 % slower"), (-0.1, "10 % faster"), (0.001, "as fast")]
+)
+def test_slowdown_in_words(value: float, words: str) -> None:
+    assert slowdown(value) == words
+
+
+def shown(found: BenchReport, capsys: pytest.CaptureFixture[str], *changes: Any) -> str:
+    show_bench(found, *changes)
+    return capsys.readouterr().out
+
+
+def test_the_screen_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    left = AbortResult(BROKEN, False, ("sleep 9",), ("psm_1",), ())
+    found = report(
+        measured("slow", 3, 3, abort=left),
+        FAST,
+        QUICKEST,
+        aborted=True,
+        skipped={"nvrx": "not installed"},
+        failed={"direct": "rank 0: OSError"},
+    )
+    screen = shown(found, capsys)
+    assert "▸ fast" in screen
+    assert "DIRTY 1 of 9" in screen
+    assert "PASSES, NOT WHOLE" in screen
+    assert "1: sleep 9" in screen
+    assert "skipped: nvrx: not installed" in screen
+    assert "failed: direct: rank 0: OSError" in screen
+    assert "2 CPU ranks with gloo, no accelerator" in screen
+    assert advice(found) in screen
+
+
+def test_bars_tell_their_parts_without_colours(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(measured("half", 1.0, 4.0), measured("sync", 2.0, 2.0, written=(2.0, 2.0, 2.0)))
+    lines = [line.split() for line in shown(found, capsys).splitlines()]
+    bars = {words[0]: words[1] for words in lines if len(words) > 1 and words[1][0] in "█▓░"}
+    assert bars["half"] == 10 * "█" + 28 * "▓" + 2 * "░"
+    assert bars["sync"] == 20 * "█"
+
+
+def test_what_is_dirty_unless_training_waits_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+    staged = Consistency(CONSISTENT, "once staged", (), 9, at_once=4)
+    screen = shown(report(measured("late", 1, 2, consistency=staged)), capsys)
+    assert "once staged: consistent where training waits for the staging" in screen
+
+
+def test_json_holds_every_sample_and_both_fractions() -> None:
+    told = json.loads(json.dumps(bench_json(report(SYNC, FAST, QUICKEST))))
+    assert told["schema"] == "ckptool.bench/2"
+    assert told["best"] == "fast"
+    fast = told["strategies"][1]
+    assert fast["blocked"]["samples"] == [1.5, 0.5, 0.5]
+    assert fast["blocked"]["first"] == 1.5
+    assert fast["blocked"]["median"] == 0.5
+    assert fast["blocked"]["bytes_per_second"] == 2 * GIB
+    assert fast["durable"]["of_limit"] == pytest.approx(0.25)
+    assert told["strategies"][0]["consistency"]["tensors"] == ["model.w"]
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [(".svg", b"<?xml"), (".png", b"\x89PNG")])
+def test_the_picture_is_drawn(suffix: str, magic: bytes, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"bars{suffix}"
+    require_plottable(path)
+    write_plot(report(SYNC, FAST, QUICKEST), path)
+    assert path.read_bytes().startswith(magic)
+
+
+def test_a_picture_that_cannot_be_is_refused_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"\.svg or \.png"):
+        require_plottable(tmp_path / "bars.jpg")
+    with pytest.raises(Unsupported, match="no such folder"):
+        require_plottable(tmp_path / "none" / "bars.png")
+
+
+def test_saves_to_a_store_are_measured_against_uploads(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(FAST, limits={"memory_copy": 9.0, "write": None, "upload": 0.5 * GIB})
+    assert found.durable_fraction(FAST) == pytest.approx(0.5)
+    screen = shown(found, capsys)
+    assert "raw upload 512 MiB/s" in screen
+    assert "of raw upload" in screen
+    assert "raw write" not in screen
