@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -141,6 +141,11 @@ class Chunk:
     at: Place
     rank: int | None = None
     copies: tuple[Copy, ...] = ()
+
+    def map_places(self, move: Callable[[Place], Place]) -> Chunk:
+        """Return the chunk with what ``move`` makes of its place, and of each copy's."""
+        copies = tuple(replace(copy, at=move(copy.at)) for copy in self.copies)
+        return replace(self, at=move(self.at), copies=copies)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,4 @@
-"""What lies beside and around a checkpoint: companions, subfolders, trackers, configs.
-
-Files that belong to a model but hold no tensor.
-
-Catalogs of subfolders, seen from the folder above.
-
-The file in which a run says which of its checkpoints is the latest.
-
-What values and config files say of the framework that a checkpoint comes from.
-"""
+"""What lies beside and around a checkpoint: a model's companions, subfolders, trackers, configs."""
 
 from __future__ import annotations
 
@@ -16,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ckptool.core.catalog import Catalog, Extent, ObjectEntry, Place, Scaled, TensorEntry
@@ -36,7 +28,7 @@ _PROSE = frozenset("README.md LICENSE LICENSE.txt USE_POLICY.md NOTICE".split())
 
 
 def companions(source: Source, folder: str = "") -> dict[str, int]:
-    """The companion files directly in ``folder`` (with a trailing slash, or empty), with sizes."""
+    """Return the companions in ``folder`` (empty, or with a slash at the end), with sizes."""
     return {
         name: size
         for name, size in source.files.items()
@@ -49,29 +41,37 @@ def _is_companion(name: str) -> bool:
 
 
 def is_of_model(path: str) -> bool:
-    """Whether only a model's own files have this name, and no code or text that a person wrote."""
+    """Return whether only a model's own files have this name, no code or text of a person."""
     name = path.rpartition("/")[2]
     return name in _NAMES - _PROSE or name.endswith(".tiktoken")
 
 
 def relocated(catalog: Catalog, folder: str) -> Catalog:
-    """The catalog of a subfolder, with paths of files relative to the folder above."""
-    tensors = {name: _moved(entry, folder) for name, entry in catalog.tensors.items()}
-    files = {f"{folder}/{name}": size for name, size in catalog.files.items()}
-    archives = tuple(replace(at, file=f"{folder}/{at.file}") for at in catalog.archives)
-    named = {f"{folder}/{name}": found for name, found in catalog.named.items()}
-    copies, bare = (
-        frozenset(f"{folder}/{name}" for name in names) for names in (catalog.copies, catalog.bare)
-    )
+    """Return the catalog of a subfolder, with paths of files relative to the folder above."""
     return replace(
         catalog,
-        tensors=tensors,
-        files=files,
-        copies=copies,
-        bare=bare,
-        archives=archives,
-        named=named,
+        tensors={name: _relocated_entry(entry, folder) for name, entry in catalog.tensors.items()},
+        files={f"{folder}/{name}": size for name, size in catalog.files.items()},
+        copies=frozenset(f"{folder}/{name}" for name in catalog.copies),
+        bare=frozenset(f"{folder}/{name}" for name in catalog.bare),
+        archives=tuple(replace(at, file=f"{folder}/{at.file}") for at in catalog.archives),
+        named={f"{folder}/{name}": classes for name, classes in catalog.named.items()},
     )
+
+
+def _relocated_entry(entry: TensorEntry, folder: str) -> TensorEntry:
+    move = partial(_relocated_place, folder)
+    return replace(entry, chunks=tuple(chunk.map_places(move) for chunk in entry.chunks))
+
+
+def _relocated_place(folder: str, at: Place) -> Place:
+    if isinstance(at, Scaled):
+        values, scales = (_relocated_entry(part, folder) for part in (at.values, at.scales))
+        return replace(at, values=values, scales=scales)
+    file = f"{folder}/{at.file}"
+    if isinstance(at, Extent) and at.record is not None:
+        return replace(at, file=file, record=at.record._replace(file=file))
+    return replace(at, file=file)
 
 
 Scan = Callable[[Source, ScanOptions], Catalog]
@@ -80,43 +80,22 @@ Scan = Callable[[Source, ScanOptions], Catalog]
 def scanned_below(
     scan: Scan, source: Source, folder: str, options: ScanOptions, *, prefix: str = ""
 ) -> Catalog:
-    """The catalog of a subfolder; what is noted on the way names files as seen from above.
+    """Scan a subfolder; what is noted on the way names files as seen from above.
 
     ``prefix`` is what tensors' names will begin with, and do in what is noted.
     """
-    found: list[Problem] | None = None if options.found is None else []
-    catalog = scan(source.narrowed(folder), replace(options, found=found))
-    for problem in found or ():
+    problems: list[Problem] | None = None if options.found is None else []
+    catalog = scan(source.narrowed(folder), replace(options, found=problems))
+    for problem in problems or ():
         problem.file = f"{folder}/{problem.file}" if problem.file else folder
         problem.tensor = prefix + problem.tensor if problem.tensor else None
     if options.found is not None:
-        options.found.extend(found or ())
+        options.found.extend(problems or ())
     return catalog
 
 
-def _moved(entry: TensorEntry, folder: str) -> TensorEntry:
-    chunks = tuple(
-        replace(
-            chunk,
-            at=_moved_place(chunk.at, folder),
-            copies=tuple(replace(copy, at=_moved_place(copy.at, folder)) for copy in chunk.copies),
-        )
-        for chunk in entry.chunks
-    )
-    return replace(entry, chunks=chunks)
-
-
-def _moved_place(at: Place, folder: str) -> Place:
-    if isinstance(at, Scaled):
-        return replace(at, values=_moved(at.values, folder), scales=_moved(at.scales, folder))
-    file = f"{folder}/{at.file}"
-    if isinstance(at, Extent) and at.record is not None:
-        return replace(at, file=file, record=at.record._replace(file=file))
-    return replace(at, file=file)
-
-
-def together(first: Catalog, *others: Catalog) -> Catalog:
-    """The first catalog with the tensors, values, files and notes of all of them."""
+def join_catalogs(first: Catalog, *others: Catalog) -> Catalog:
+    """Return the first catalog with the tensors, values, files and notes of all of them."""
     catalogs = (first, *others)
     return replace(
         first,
@@ -130,7 +109,7 @@ def together(first: Catalog, *others: Catalog) -> Catalog:
         copies=frozenset(name for catalog in catalogs for name in catalog.copies),
         bare=frozenset(name for catalog in catalogs for name in catalog.bare),
         archives=tuple(at for catalog in catalogs for at in catalog.archives),
-        named={file: found for catalog in catalogs for file, found in catalog.named.items()},
+        named={file: classes for catalog in catalogs for file, classes in catalog.named.items()},
     )
 
 
@@ -140,7 +119,7 @@ _LONGEST = 64
 
 
 def latest_folder(source: Source) -> str | None:
-    """The subfolder that a run's tracker file names; None where there is no tracker.
+    """Return the subfolder that a run's tracker file names; None where there is no tracker.
 
     Megatron-LM's holds an iteration (``iter_0000100``) or ``release``; ByteCheckpoint and verl
     write the same file beside ``global_step_100``. Damaged where the folder it names is not there.
@@ -153,18 +132,18 @@ def latest_folder(source: Source) -> str | None:
         return None
     names = [text] if text == RELEASE else [f"iter_{int(text):07d}", f"global_step_{int(text)}"]
     folders = {file.partition("/")[0] for file in source.files if "/" in file}
-    found = next((name for name in names if name in folders), None)
-    if found is None:
+    latest = next((name for name in names if name in folders), None)
+    if latest is None:
         raise Damaged(
             f"{source.root}: {MEGATRON} says {text!r}, and there is no {' or '.join(names)}",
             hint="name a folder that is there; it may be older",
         )
-    return found
+    return latest
 
 
 CONFIG = "config.json"
 
-_TOLD = {
+_ARGUMENTS = {
     "num_hidden_layers": "layers",
     "hidden_size": "hidden",
     "num_attention_heads": "heads",
@@ -177,7 +156,7 @@ _TOLD = {
 
 
 def framework_info(objects: Mapping[str, ObjectEntry]) -> dict[str, str]:
-    """Entries for ``Catalog.info``, from values that a framework always saves.
+    """Return entries for ``Catalog.info``, from values that a framework always saves.
 
     Lightning 2 (``pytorch-lightning_version``, in ``meta.pt`` or a ``.ckpt``), torchtitan 0.3
     (``train_state``, and a ``dataloader`` state for each data-parallel rank).
@@ -194,31 +173,31 @@ def framework_info(objects: Mapping[str, ObjectEntry]) -> dict[str, str]:
 
 
 def with_tensor_parallelism(catalog: Catalog) -> Catalog:
-    """torchtitan's catalog with the degree of tensor parallelism, where its chunks tell.
+    """Add the degree of tensor parallelism to torchtitan's catalog, where its chunks show it.
 
     FSDP cuts torchtitan's dense tensors along dim 0; what the innermost mesh dim cuts along
     another dim, the others cutting the rest among all data-parallel ranks, is tensor-parallel.
     """
-    mesh, told = catalog.mesh, catalog.info.get("parallelism", "")
+    mesh, parallelism = catalog.mesh, catalog.info.get("parallelism", "")
     if catalog.info.get("framework") != "torchtitan" or mesh is None or len(mesh.shape) < 2:
         return catalog
     *data, tensor = mesh.shape
-    if told != f"DP {math.prod(data)}" or not any(
+    if parallelism != f"DP {math.prod(data)}" or not any(
         map(_is_cut_in_two_ways, catalog.tensors.values())
     ):
         return catalog
-    return replace(catalog, info=catalog.info | {"parallelism": f"{told}, TP {tensor}"})
+    return replace(catalog, info=catalog.info | {"parallelism": f"{parallelism}, TP {tensor}"})
 
 
 def _is_cut_in_two_ways(entry: TensorEntry) -> bool:
-    """Whether a dense tensor is cut along dim 0, and by the last mesh dim along another."""
+    """Return whether a dense tensor is cut along dim 0, and by the last mesh dim along another."""
     placements = entry.placements or ()
     dims = [placement.dim if isinstance(placement, Shard) else None for placement in placements]
     return "experts" not in entry.name and bool(dims) and bool(dims[-1]) and 0 in dims[:-1]
 
 
 def read_config(source: Source) -> Mapping[str, Any]:
-    """A Hugging Face ``config.json`` in the folder, empty without one; a language model's inside.
+    """Read a Hugging Face ``config.json`` (empty without one), with the text model's inside.
 
     Raises Damaged where it is no JSON object.
     """
@@ -228,7 +207,7 @@ def read_config(source: Source) -> Mapping[str, Any]:
 
 
 def read_json_object(source: Source, file: str) -> dict[str, Any]:
-    """A small file's JSON object, empty without the file; Damaged where it is something else."""
+    """Read a small file's JSON object, empty without the file; Damaged where it is another."""
     if file not in source.files:
         return {}
     try:
@@ -241,7 +220,7 @@ def read_json_object(source: Source, file: str) -> dict[str, Any]:
 
 
 def config_info(source: Source) -> dict[str, str]:
-    """Entries for ``Catalog.info`` from a Hugging Face config; none where it cannot be read."""
+    """Return entries for ``Catalog.info`` from a Hugging Face config; none if it is unreadable."""
     try:
         config = read_config(source)
     except Damaged:
@@ -251,13 +230,13 @@ def config_info(source: Source) -> dict[str, str]:
     if isinstance(version, str):
         info = {"framework": "transformers", "version": version}
     names = config.get("architectures")
-    told = [str(names[0])] if isinstance(names, list) and names else []
-    told += [f"{word} {config[key]}" for key, word in _TOLD.items() if type(config.get(key)) is int]
-    return info | ({"arguments": ", ".join(told)} if told else {})
+    words = [str(names[0])] if isinstance(names, list) and names else []
+    words += [f"{n} {config[key]}" for key, n in _ARGUMENTS.items() if type(config.get(key)) is int]
+    return info | ({"arguments": ", ".join(words)} if words else {})
 
 
 def size_in(content: Mapping[str, Any], key: str) -> int | None:
-    """A size that a model's config says; None where it is silent."""
+    """Return a size that a model's config says; None where it is silent."""
     value = content.get(key)
     return value if type(value) is int and value > 0 else None
 

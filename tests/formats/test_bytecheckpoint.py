@@ -27,7 +27,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.errors import Damaged, Hostile
-from ckptool.formats.bytecheckpoint import apart, flat_members
+from ckptool.formats.bytecheckpoint import flat_members, unflatten_family
 
 MODULE = "bytecheckpoint.checkpointer.meta_type"
 WHOLE = torch.arange(6, dtype=torch.float32).reshape(2, 3)
@@ -133,7 +133,7 @@ def test_a_tensor_without_a_name_is_no_flat_parameter() -> None:
     chunk = Chunk(Box((0,), (2,)), Extent("f", 0, (4,)))
     bare = TensorEntry("", (), BY_NAME["float32"], (2,), (chunk,))
     catalog = Catalog("dcp", {"": bare}, {}, {})
-    assert apart(catalog, {"_flat_param": []}) == catalog
+    assert unflatten_family(catalog, {"_flat_param": []}) == catalog
 
 
 def test_shapes_that_are_fewer_than_names_are_damage() -> None:

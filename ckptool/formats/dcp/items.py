@@ -178,7 +178,7 @@ def _locate_entry(source: Source, entry: TensorEntry) -> TensorEntry:
     problems: list[Problem] = []
     for chunk in entry.chunks:
         try:
-            chunks.append(_locate_chunk(source, entry, chunk))
+            chunks.append(chunk.map_places(partial(_locate_place, source, entry, chunk.box)))
         except _NoPlainTensor:
             raise
         except CkptoolError as error:
@@ -218,12 +218,6 @@ def _items_of(catalog: Catalog) -> Iterator[tuple[str, int, int]]:
         for at in places(entry):
             if isinstance(at, Container):
                 yield at.file, at.offset, at.nbytes
-
-
-def _locate_chunk(source: Source, entry: TensorEntry, chunk: Chunk) -> Chunk:
-    locate_place = partial(_locate_place, source, entry, chunk.box)
-    copies = tuple(replace(copy, at=locate_place(copy.at)) for copy in chunk.copies)
-    return replace(chunk, at=locate_place(chunk.at), copies=copies)
 
 
 def _locate_place(source: Source, entry: TensorEntry, box: Box, at: Place) -> Place:

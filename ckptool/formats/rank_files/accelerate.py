@@ -16,7 +16,7 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.rewrite import with_prefix
 from ckptool.formats import FORMATS, torch_save
 from ckptool.formats.base import Deferred, Format, ScanOptions
-from ckptool.formats.companions import RANDOM_STATES, relocated, scanned_below, together
+from ckptool.formats.companions import RANDOM_STATES, join_catalogs, relocated, scanned_below
 from ckptool.serialization.source import Source
 
 _PART = re.compile(
@@ -61,7 +61,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     if FORMATS["rank-local"].matches(source):
         catalogs.append(FORMATS["rank-local"].scan(source, options))
     writer = {"writer": "accelerate (by its file names)"}
-    return replace(together(*catalogs), format="accelerate", info=writer)
+    return replace(join_catalogs(*catalogs), format="accelerate", info=writer)
 
 
 def _in_family(catalog: Catalog, family: str) -> Catalog:
