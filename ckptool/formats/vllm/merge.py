@@ -35,9 +35,9 @@ from ckptool.serialization.state_dict.tensor_parallel import (
     LocalTensor,
     LocalTensors,
     halves,
+    keep_whole,
     merge_ranks,
     rows_of,
-    single,
 )
 
 _EXPERTS = re.compile(r"(?P<head>(.*\.)?experts\.)(routed_experts\.)?(?P<which>w13|w2)_weight")
@@ -82,7 +82,7 @@ def _expert_entries(
             leaf = _MIXTRAL[member] if mixtral else member
             full = f"{match['head']}{number}.{leaf}.weight"
             if len(own) == 1:
-                yield single(full, *own.items())
+                yield keep_whole(full, *own.items())
             else:
                 rule = COLUMN if len(members) == 2 else ROW
                 yield merge_ranks(full, (full,), own, rule, world=world)

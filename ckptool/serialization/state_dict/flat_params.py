@@ -1,4 +1,4 @@
-"""FSDP1's flat parameters, taken apart.
+"""Unflatten FSDP1's flat parameters.
 
 A flat parameter is one tensor of one dim in which the parameters of an FSDP unit lie end to end,
 row-major, in the order of ``named_parameters()``. It is called ``_flat_param`` below the unit's
@@ -19,11 +19,11 @@ from ckptool.errors import Damaged, Unsupported
 FLAT = "_flat_param"
 _ALIGNMENT = 16
 
-Given = Sequence[tuple[str, tuple[int, ...]]]
+Parameters = Sequence[tuple[str, tuple[int, ...]]]
 """The model's parameters with their shapes, in the order of ``named_parameters()``."""
 
 HINT = (
-    "--flat-params FILE, made of the model by: json.dump({n: p.shape for n, p in"
+    "use --flat-params FILE, which the training code writes by: json.dump({n: p.shape for n, p in"
     " model.named_parameters()}, open(FILE, 'w'))"
 )
 
@@ -46,50 +46,53 @@ def is_flat(name: str) -> bool:
     return name.rpartition(".")[2] == FLAT
 
 
-def find_members(flats: Mapping[str, TensorEntry], given: Given) -> dict[str, list[Member]]:
+def find_members(
+    flats: Mapping[str, TensorEntry], parameters: Parameters
+) -> dict[str, list[Member]]:
     """Return what each flat parameter is made of, by the model's parameters.
 
     A parameter belongs to the innermost unit that its name lies in. Raises Unsupported where the
     parameters of a unit do not fill its flat parameter.
     """
     heads = {name.removesuffix(FLAT): name for name in flats}
-    base = _base(heads, given)
+    prefix = _find_prefix(heads, parameters)
     owned: dict[str, list[tuple[str, tuple[int, ...]]]] = {name: [] for name in flats}
-    for short, shape in given:
-        name = base + short
+    for short, shape in parameters:
+        name = prefix + short
         inside = [head for head in heads if name.startswith(head)]
         if not inside:
-            raise Unsupported(f"--flat-params: {short} is in no FSDP unit of {sorted(heads)[:8]}")
+            units = sorted(heads)[:8]
+            raise Unsupported(f"--flat-params: {short} belongs to none of the FSDP units {units}")
         owned[heads[max(inside, key=len)]].append((name, shape))
-    return {name: _laid_out(flats[name], parts) for name, parts in owned.items()}
+    return {name: _find_layout(flats[name], parts) for name, parts in owned.items()}
 
 
-def _base(heads: Iterable[str], given: Given) -> str:
+def _find_prefix(heads: Iterable[str], parameters: Parameters) -> str:
     """Return what comes before the model's own names: nothing, or the file's family."""
     first = {head.partition(".")[0] + "." for head in heads if "." in head}
-    for base in ("", *sorted(first)):
-        if all(any((base + name).startswith(head) for name, _ in given) for head in heads):
-            return base
+    for prefix in ("", *sorted(first)):
+        if all(any((prefix + name).startswith(head) for name, _ in parameters) for head in heads):
+            return prefix
     return ""
 
 
-def _laid_out(flat: TensorEntry, parts: Given) -> list[Member]:
+def _find_layout(flat: TensorEntry, parts: Parameters) -> list[Member]:
     """Return the members end to end, or aligned, whichever fills the flat parameter."""
-    plain = _end_to_end(parts, 1)
+    plain = _lay_end_to_end(parts, 1)
     if plain and plain[-1].stop == flat.elements:
         return plain
-    aligned = _end_to_end(parts, _ALIGNMENT // flat.source_dtype.itemsize)
+    aligned = _lay_end_to_end(parts, _ALIGNMENT // flat.source_dtype.itemsize)
     if aligned and 0 <= flat.elements - aligned[-1].stop < len(flat.chunks):
         return aligned
     end = f"{plain[-1].stop:,} elements, {aligned[-1].stop:,} aligned" if plain else "none"
     raise Unsupported(
         f"--flat-params: {flat.name} has {flat.elements:,} elements, the {len(parts)} parameters"
-        f" that should lie in it have {end}",
-        hint="they must be all of the model's, by its own names, in the order of its modules",
+        f" of its FSDP unit have {end}",
+        hint="list all parameters of the model by its own names, in the order of its modules",
     )
 
 
-def _end_to_end(parts: Given, step: int) -> list[Member]:
+def _lay_end_to_end(parts: Parameters, step: int) -> list[Member]:
     members: list[Member] = []
     position = 0
     for name, shape in parts:
@@ -112,14 +115,14 @@ def unflatten(flat: TensorEntry, members: Iterable[Member]) -> Iterator[TensorEn
                 f"{flat_name(member.path)}: elements {member.start:,} to {member.stop:,} of"
                 f" {flat.name}, which has {flat.shape[0]:,}"
             )
-        chunks = [chunk for piece in flat.chunks for chunk in _pieces(flat, piece, member)]
+        chunks = [chunk for piece in flat.chunks for chunk in _cut(flat, piece, member)]
         if chunks or member.start == member.stop:
             name = flat_name(member.path)
             entry = TensorEntry(name, member.path, flat.dtype, member.shape, tuple(chunks))
             yield replace(entry, stored=flat.stored)
 
 
-def _pieces(flat: TensorEntry, chunk: Chunk, member: Member) -> Iterator[Chunk]:
+def _cut(flat: TensorEntry, chunk: Chunk, member: Member) -> Iterator[Chunk]:
     """Yield what one chunk of the flat parameter holds of a member."""
     low = max(chunk.box.lo[0], member.start)
     high = min(chunk.box.hi[0], member.stop)

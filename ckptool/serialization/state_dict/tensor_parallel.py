@@ -57,9 +57,9 @@ def merge_ranks(
     return replace(entry, placements=known, mesh=tp_mesh(world))
 
 
-def single(name: str, held: tuple[int, LocalTensor]) -> TensorEntry:
-    """Return a tensor that one rank holds whole."""
-    rank, part = held
+def keep_whole(name: str, owned: tuple[int, LocalTensor]) -> TensorEntry:
+    """Return a tensor that one rank holds whole, from that rank and its local tensor."""
+    rank, part = owned
     chunk = Chunk(Box.whole(part.shape), part.at, rank)
     return TensorEntry(name, (name,), part.dtype, part.shape, (chunk,))
 
