@@ -23,16 +23,20 @@ from ckptool.serialization.archive.recover import Recovered, read_legacy_counts,
 from ckptool.serialization.safetensors import read_promised_size, read_safetensors
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.leaves import read_leaves
-from ckptool.serialization.zip import DEFLATED, STORED, ZipRecord
+from ckptool.serialization.zip import (
+    CENTRAL,
+    DEFLATED,
+    END,
+    END64,
+    IN_EXTRA,
+    LOCAL,
+    LOCATOR64,
+    STORED,
+    ZipRecord,
+)
 from ckptool.storage.local import Files
 
-_LOCAL = struct.Struct("<4s5H3L2H")
-_CENTRAL = struct.Struct("<4s6H3L5H2L")
 _WIDE = struct.Struct("<2H3Q")
-_END = struct.Struct("<4s4H2LH")
-_END64 = struct.Struct("<4sQ2H2L4Q")
-_LOCATOR64 = struct.Struct("<4sLQL")
-_IN_EXTRA = 0xFFFFFFFF
 
 
 @dataclass(slots=True)
@@ -143,9 +147,9 @@ def _with_directory(size: int, archive: Recovered) -> _PaddedFile:
     count, nbytes = len(records), padded.size - start
     end = padded.size
     padded.append(
-        _END64.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, nbytes, start)
-        + _LOCATOR64.pack(b"PK\x06\x07", 0, end, 1)
-        + _END.pack(b"PK\x05\x06", 0, 0, 0xFFFF, 0xFFFF, _IN_EXTRA, _IN_EXTRA, 0)
+        END64.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, nbytes, start)
+        + LOCATOR64.pack(b"PK\x06\x07", 0, end, 1)
+        + END.pack(b"PK\x05\x06", 0, 0, 0xFFFF, 0xFFFF, IN_EXTRA, IN_EXTRA, 0)
     )
     return padded
 
@@ -154,7 +158,7 @@ def _appended(padded: _PaddedFile, lost: Mapping[str, int]) -> Iterator[ZipRecor
     """Yield records that are called deflated, so that none has a checksum to be compared by."""
     for name, nbytes in lost.items():
         text, header = name.encode("utf-8", "replace"), padded.size
-        padded.append(_LOCAL.pack(b"PK\x03\x04", 0, 0, 0, 0, 0, 0, 0, 0, len(text), 0) + text)
+        padded.append(LOCAL.pack(b"PK\x03\x04", 0, 0, 0, 0, 0, 0, 0, 0, len(text), 0) + text)
         method = DEFLATED if nbytes else STORED
         yield ZipRecord(name, method, 0, nbytes, nbytes, padded.size, header, 0)
         padded.size += nbytes
@@ -163,9 +167,9 @@ def _appended(padded: _PaddedFile, lost: Mapping[str, int]) -> Iterator[ZipRecor
 def _central(record: ZipRecord) -> bytes:
     text = record.name.encode("utf-8", "replace")
     wide = _WIDE.pack(1, 24, record.size, record.stored, record.header)
-    sizes = (record.crc32, _IN_EXTRA, _IN_EXTRA, len(text), len(wide))
-    fields = (0, 0, record.flags, record.method, 0, 0, *sizes, 0, 0, 0, 0, _IN_EXTRA)
-    return _CENTRAL.pack(b"PK\x01\x02", *fields) + text + wide
+    sizes = (record.crc32, IN_EXTRA, IN_EXTRA, len(text), len(wide))
+    fields = (0, 0, record.flags, record.method, 0, 0, *sizes, 0, 0, 0, 0, IN_EXTRA)
+    return CENTRAL.pack(b"PK\x01\x02", *fields) + text + wide
 
 
 _METADATA = ".metadata"
