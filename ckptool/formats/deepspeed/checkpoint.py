@@ -123,7 +123,7 @@ def _add_file(files: TagFiles, name: str, path: str) -> None:
                 f"{first} and {path} claim the same ranks: two checkpoints lie in one folder",
                 "saves-mixed",
                 file=path,
-                hint="move the files of one of the two away",
+                hint="move the files of one of them away",
             )
 
 
@@ -247,13 +247,13 @@ def _require_all(files: Mapping[Ranks, str], dp: int, mp: int, what: str) -> Non
         missing = find_missing_ranks(present, dp)
         if missing:
             ranks = ", ".join(map(str, missing))
-            message = f"the file of {what} of zero_pp_rank {ranks}, mp_rank {model_rank:02d}"
-            message += f" missing: {len(present):,} of {dp:,} are there"
+            message = f"{what} of zero_pp_rank {ranks}, mp_rank {model_rank:02d} are missing:"
+            message += f" found {len(present):,} of {dp:,} files"
             raise Damaged(message, "rank-missing")
     stray = [name for (d, m), name in files.items() if d >= dp or m >= mp]
     if stray:
         raise Damaged(
-            f"{stray[0]} belongs to no rank of DP {dp:,} and {mp:,} model-parallel ones",
+            f"{stray[0]} belongs to no rank of DP {dp:,} and {mp:,} model-parallel ranks",
             "saves-mixed",
             file=stray[0],
             hint="an earlier save with more ranks may have left it: move it away",

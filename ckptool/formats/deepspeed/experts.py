@@ -211,7 +211,7 @@ def lost_optimizers(checkpoint: DeepSpeedCheckpoint) -> Problem | None:
     degree = max(degrees, default=1 + max(ranks, default=0))
     stray = [file for (rank, _), file in files.expert_optimizers.items() if rank >= degree]
     if stray:
-        message = f"{stray[0]}: belongs to no rank of {degree:,} expert-parallel ones"
+        message = f"{stray[0]}: belongs to no rank of {degree:,} expert-parallel ranks"
         return Problem(message, "saves-mixed", file=stray[0])
     missing = find_missing_ranks(ranks, degree)
     if not missing:

@@ -166,7 +166,7 @@ def read_slot(state: State, master: Any, values: Mapping[str, Any], padding: int
     vector = state.vector(master)
     if vector is None or not vector.is_flat:
         raise Damaged(
-            f"{state.file.what}: a flat group of masters is not a flat tensor", "tensor-record"
+            f"{state.file.what}: the masters of a flat group are not a flat tensor", "tensor-record"
         )
     slot, least = FlatGroup({MASTER: vector}), vector.shape[0]
     for kind, value in values.items():

@@ -62,13 +62,10 @@ from ckptool.serialization.state_dict.values import note_stray_keys, note_unread
 _OPTIMIZER_FILE = frozenset("optimizer_state_dict ds_config ds_version param_shapes".split())
 """What DeepSpeed writes in a file of optimizer states; shapes up to 0.4."""
 _UNNAMED = (
-    "without ZeRO the optimizer's parameters are numbers, and their shapes fit several names:"
-    " they are kept as optimizer.state.<number>"
+    "without ZeRO the optimizer's parameters are numbered, and their shapes match several names:"
+    " kept as optimizer.state.<number>"
 )
-_BY_ORDER = (
-    "without ZeRO the optimizer's parameters are numbers: their names follow from their order"
-    " and shapes"
-)
+_BY_ORDER = "without ZeRO the optimizer's parameters are numbered: named by their order and shapes"
 
 
 def scan(source: Source, options: ScanOptions) -> Catalog:
@@ -92,12 +89,11 @@ def _missing_optimizers(checkpoint: DeepSpeedCheckpoint) -> Problem:
     file = checkpoint.model.file.what
     if checkpoint.files.stage_3:
         raise Damaged(
-            f"{file}: ZeRO 3 keeps weights in the files of optimizer states, and none of those"
-            " is there",
+            f"{file}: ZeRO 3 stores weights in the optimizer states' files, which are all missing",
             "file-missing",
         )
-    message = f"{file}: was trained with ZeRO, and all files of optimizer states are missing: no"
-    message += " masters and moments; --model-only converts the weights"
+    message = f"{file}: trained with ZeRO, but all files of optimizer states are missing: no"
+    message += " masters or moments; --model-only converts the weights"
     return Problem(message, "file-missing")
 
 

@@ -197,7 +197,7 @@ def read_state(source: Source, file: str) -> State:
     opened = read_torch_file(source, file)
     if not isinstance(opened.inert, dict):
         raise Damaged(
-            f"{file}: holds {describe(opened.inert)}, DeepSpeed writes a dict there",
+            f"{file}: holds {describe(opened.inert)}, expected a dict",
             "file-type-mismatch",
         )
     readable, reasons = replace_refused(opened, source)

@@ -109,7 +109,7 @@ def _shards(name: Name, contents: Sequence[RankContents], grid: Grid) -> dict[in
     stages = sorted({mp // grid.tensor for mp in shards})
     if len(stages) > 1 and not name[1].startswith(_TIED):
         raise Damaged(
-            f"{'.'.join(name)}: pipeline stages {stages} hold it, but it is not tied",
+            f"{'.'.join(name)}: pipeline stages {stages} store it, but it is not tied",
             "ranks-disagree",
         )
     ranks = range(stages[0] * grid.tensor, (stages[0] + 1) * grid.tensor)
@@ -135,7 +135,7 @@ def merge_tensor(
         (shard,) = ranks
         return TensorEntry(text, name, shard.dtype, shard.shape, merge_copies(shard.chunks))
     if len({shard.dtype for shard in ranks}) > 1:
-        message = f"{text}: the tensor-parallel ranks hold it in several element types"
+        message = f"{text}: tensor-parallel ranks store it with different dtypes"
         raise Damaged(message, "ranks-disagree", tensor=text)
     shapes = [shard.shape for shard in ranks]
     fits = fit_shards(name[1], shapes, info or {}) if rule is None else fit_ranks(shapes, rule)
@@ -168,7 +168,7 @@ def fit_shards(name: str, shapes: Sequence[Shape], info: Mapping[str, Any]) -> l
     Raises Undetermined where the file does not tell, or tells what no copy of bytes can do.
     """
     if not info:
-        raise Undetermined("no universal_checkpoint_info says how they were cut")
+        raise Undetermined("no universal_checkpoint_info records how they were cut")
     for reason in _matching(info.get("autotp_unsupported_parameter_patterns"), name):
         raise Undetermined(str(reason))
     affine = info.get("affine_map")
@@ -241,7 +241,7 @@ def _fit_affine_map(entry: Mapping[str, Any], shapes: Sequence[Shape]) -> list[F
 
 def _piece_boxes(piece: Mapping[str, Any], shard: Shape, whole: Shape) -> tuple[Box, Box]:
     if piece.get("scale", 1.0) != 1.0:
-        raise Undetermined("the ranks hold it scaled")
+        raise Undetermined("ranks store it scaled")
     size = read_sizes(piece.get("shape"))
     return _strided_box(size, piece["dest"], shard), _strided_box(size, piece["source"], whole)
 
@@ -287,11 +287,13 @@ def _matches(pattern: str, name: str) -> bool:
     if len(pattern) + len(name) > _LONGEST or repeats > _MOST_REPEATS:
         raise Unsupported(f"universal_checkpoint_info: the pattern {pattern[:80]!r} is too long")
     if _REPEATED_GROUP.search(pattern):
-        raise Unsupported(f"universal_checkpoint_info: {pattern[:80]!r} repeats a group")
+        raise Unsupported(
+            f"universal_checkpoint_info: the pattern {pattern[:80]!r} repeats a group"
+        )
     try:
         return re.match(pattern, name) is not None
     except (re.error, RecursionError):
-        raise Unsupported(f"universal_checkpoint_info: {pattern[:80]!r} is not a pattern") from None
+        raise Unsupported(f"universal_checkpoint_info: invalid pattern {pattern[:80]!r}") from None
 
 
 # Universal checkpoints

@@ -106,7 +106,7 @@ def _read_states(
         if (MASTER, name) not in states.tensors and f"{MASTER}.{name}" not in refused
     ]
     if missing:
-        message = f"{folder}zero/{missing[0]}/{MASTER}.pt is missing ({len(missing)} such)"
+        message = f"{folder}zero/{missing[0]}/{MASTER}.pt is missing ({len(missing)} in total)"
         raise Damaged(message, "file-missing", tensor=missing[0])
     _add_common_step(states, optimizer, shapes)
     states.add_leaves(optimizer_leaves(optimizer, source), 0)
@@ -197,9 +197,7 @@ def _add_state(
         contents.add_leaf(name, vector or value, 0)
         return
     if vector is None:
-        raise Damaged(
-            f"{path}: holds {describe(value)}, a universal checkpoint a tensor", "tensor-record"
-        )
+        raise Damaged(f"{path}: holds {describe(value)}, expected a tensor", "tensor-record")
     if isinstance(opened.value, dict) or shape is None or len(shape) == 1:
         contents.add_whole(name, vector, 0)
         return
@@ -256,7 +254,7 @@ def _split_tensors(catalog: Catalog) -> _Parts:
     parts = _Parts({rest: {} for kind, rest, _ in pairs if kind == MASTER and rest}, {}, [], {})
     if not parts.states:
         raise Unsupported(
-            "a universal checkpoint is made of masters, fp32.<parameter>, and there are none",
+            "a universal checkpoint needs masters, fp32.<parameter>, and there are none",
             hint="--rename REGEX=REPLACEMENT gives weights that name",
         )
     strange = []

@@ -129,7 +129,7 @@ def add_frozen_pieces(contents: RankContents, states: Iterable[Partition], parts
             del shapes[name]
         if shapes.keys() - pieces.keys():
             missing = ", ".join(sorted(shapes.keys() - pieces.keys())[:3])
-            raise Damaged(f"{file}: no fragment of the frozen {missing}", "data-missing")
+            raise Damaged(f"{file}: no fragment of the frozen parameters {missing}", "data-missing")
         for name, shape in shapes.items():
             vector, run = pieces[name], split_run(name, shape, partition.dp, parts)
             flat = vector if vector.is_flat else None

@@ -58,7 +58,8 @@ def add_flat_groups(
     if any(len(own) != len(groups) for own in slots):
         sizes = sorted({len(own) for own in slots})
         raise Damaged(
-            f"{first.file.what}: {sizes} flat groups, {len(groups)} of names", "tensor-record"
+            f"{first.file.what}: {sizes} flat groups, but {len(groups)} in param_shapes",
+            "tensor-record",
         )
     require_distinct_ranks(ranks, slots)
     counts = _partition_counts(first, len(groups), len(ranks))
@@ -122,7 +123,8 @@ def _paddings(state: State, groups: Sequence[Shapes]) -> list[list[int]]:
     ]
     if list(map(len, stored)) != list(map(len, groups)):
         raise Damaged(
-            f"{state.file.what}: param_alignment_paddings do not fit param_shapes", "tensor-record"
+            f"{state.file.what}: param_alignment_paddings do not match param_shapes",
+            "tensor-record",
         )
     return stored
 

@@ -121,7 +121,7 @@ def _named_state(
     fragments: Fragments = {}
     for group, buckets in group_buckets(tensors.values()).items():
         if group not in ranks.buffers:
-            raise Undetermined(f"no rank's model goes with the buckets of group {group[1]}")
+            raise Undetermined(f"no rank's model matches the buckets of group {group[1]}")
         add_fragments(fragments, bucket_state(buckets, ranks.buffers[group]))
     state, conflicts = merge_fragments(lambda p: ranks.fits[p.name, p.rank], fragments)
     if conflicts:

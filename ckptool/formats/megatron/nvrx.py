@@ -35,7 +35,7 @@ from ckptool.serialization.state_dict.values import note_unread
 FORMAT_NAME = "nvrx-local"
 _PLAIN = "BasicTensorAwareStateDict"
 _RANKS_UNKNOWN = (
-    "the number of ranks is not recorded: the highest rank seen gives it; --world-size N sets it"
+    "the number of ranks is not recorded: using the highest rank found; --world-size N sets it"
 )
 
 

@@ -19,7 +19,7 @@ from ckptool.formats.megatron.model import (
 )
 from ckptool.formats.megatron.tensor_parallel import Rank
 from ckptool.serialization.archive.read import TorchFile, read_torch_file
-from ckptool.serialization.source import MOST_RANKS, Source, expect_archives
+from ckptool.serialization.source import Source, expect_archives, require_rank
 from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, read_leaves
 
 STATE = "model_optim_rng.pt"
@@ -82,8 +82,7 @@ def _arguments(file: TorchFile) -> Arguments:
 def _rank(name: str, args: Arguments) -> Rank:
     match = _FOLDER.fullmatch(name)
     numbers = [int(part) for part in match.groups() if part] if match else []
-    if max(numbers) > MOST_RANKS:
-        raise Damaged(f"{name}: rank {max(numbers):,}", "rank-missing")
+    require_rank(max(numbers), name)
     if len(numbers) == 3:
         return numbers[0], numbers[1], numbers[2]
     if len(numbers) == 1:

@@ -82,7 +82,7 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
         _read_model(folder, ranks)
     if any(_is_refused(folder) for folder in folders):
         ranks.conflicts[_STATE] = (
-            f"{_STATE}: not placed, as some of the optimizer or its model cannot be read"
+            f"{_STATE}: not read: part of the optimizer or its model cannot be read"
         )
     else:
         for folder in folders:
@@ -204,7 +204,7 @@ def _read_optimizer(source: Source, folder: RankFolder, ranks: _ModelRanks) -> N
             ranks.rules.stated |= stated
     except Undetermined as error:
         ranks.conflicts[_STATE] = (
-            f"{_STATE}: which parameters the optimizer's state belongs to is not known: {error}"
+            f"{_STATE}: cannot tell which parameters the optimizer's state belongs to: {error}"
             f" ({(file or folder.file).what})"
         )
 

@@ -109,7 +109,7 @@ def _unfinished(source: Source, catalog: Catalog, options: ScanOptions) -> Catal
     if CONFIG in source.files:
         message = f"{CONFIG} names no backend, as Megatron's does: it is damaged"
         raise Damaged(message, "metadata-unreadable", file=CONFIG)
-    message = f"{CONFIG} is missing, which Megatron writes last: the save never finished"
+    message = f"{CONFIG} is missing: Megatron writes it last, so the save never finished"
     if options.found is not None:
         options.report([Problem(message, "save-incomplete", file=CONFIG)], subject=source.root)
     return replace(catalog, notes=(*catalog.notes, message))
@@ -199,13 +199,11 @@ def _require_common(source: Source, catalog: Catalog, options: ScanOptions) -> N
     prefix = f"{_COMMON_STATE}/"
     if COMMON in source.files or any(str(path[0]).startswith(prefix) for path in paths):
         return
-    message = (
-        f"{COMMON} is missing, where Megatron keeps arguments, step and the optimizer's groups"
-    )
+    message = f"{COMMON} is missing: Megatron keeps arguments, step and optimizer groups there"
     options.report(
         [Problem(message, "file-missing", file=COMMON)],
         subject=source.root,
-        hint="verify --salvage writes the tensors, which are elsewhere",
+        hint="ckptool verify --salvage writes the tensors, which other files hold",
     )
 
 
@@ -272,8 +270,8 @@ def _require_model(catalog: Catalog) -> None:
     odd = [n for n, e in catalog.tensors.items() if state_category(e) != "model"]
     if odd:
         raise Unsupported(
-            f"a release of Megatron-LM's holds the model alone, and {odd[0]} is none of it",
-            hint="--model-only leaves out what is not the model's",
+            f"a Megatron-LM release holds only the model, and {odd[0]} is not part of it",
+            hint="--model-only excludes all that is not the model's",
         )
 
 

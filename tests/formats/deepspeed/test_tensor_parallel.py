@@ -171,5 +171,5 @@ def test_copies_of_several_types_are_refused_however_they_are_cut() -> None:
         1: RankShard(BY_NAME["bfloat16"], (4,), halves),
     }
     info = VERSION | {"tp_replicated_parameter_patterns": ["w"]}
-    with pytest.raises(Damaged, match="w: the tensor-parallel ranks hold it in several"):
+    with pytest.raises(Damaged, match="w: tensor-parallel ranks store it with different dtypes"):
         merge_tensor(("fp32", "w"), shards, info)

@@ -204,7 +204,7 @@ def numbered_state(
     ]
     keys = [_key(group) for group, _, _ in groups]
     if len(set(keys)) != len(keys):
-        raise Undetermined("two of its groups differ in nothing that names could tell")
+        raise Undetermined("two of its groups cannot be told apart")
     for key, (group, state, masters) in zip(keys, groups, strict=True):
         members = [p for p in parameters if _key_of(p, keys, expert_parallel) == key]
         _add_group(file, group, state, masters, members, fragments, rules)

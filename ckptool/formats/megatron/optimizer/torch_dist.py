@@ -257,7 +257,7 @@ class Stages:
         if not keys:
             return
         if self.args.values.get("moe_use_legacy_grouped_gemm"):
-            raise Undetermined("its experts' weights lie transposed in the buffers")
+            raise Undetermined("its experts' weights are stored transposed")
         numbers = self._own_experts(layer, layer.keys[keys[0]], rank)
         grouped = bool(self.args.values.get("moe_grouped_gemm"))
         pairs = (
