@@ -113,7 +113,7 @@ def _damage_problems(source: Path, file: Path, scratch: Path, flips: int) -> Ite
         damaged.write_bytes(changed)
         try:
             _is_sound(copy)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (a format may raise only CkptoolError)
             yield f"{file}: byte {position:,} changed: {type(error).__name__}: {error}"
     shutil.rmtree(scratch / "damaged")
 

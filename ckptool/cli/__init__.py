@@ -58,7 +58,7 @@ def _run() -> int:
         return done.code if isinstance(done.code, int) else 0
     except BrokenPipeError:
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (whatever it is becomes words and an exit code)
         return _show_failure(error)
     return 0
 
@@ -75,7 +75,7 @@ def _show_failure(error: Exception) -> int:
         _print_json_error(known)
     except BrokenPipeError:
         raise
-    except (Exception, RecursionError):
+    except Exception:  # noqa: BLE001 (no memory or no stack for more than plain text)
         os.write(2, f"error: {ascii(str(known.message))[1:-1]}\n".encode())
     return known.exit_code
 

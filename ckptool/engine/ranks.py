@@ -271,7 +271,7 @@ def wait_for(work: Callable[[], Value], seconds: float | None = None) -> Value:
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 (raised by the thread that waits)
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()

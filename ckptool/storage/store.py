@@ -98,7 +98,7 @@ class Store:
             raise UsageError(
                 f"{redact_url(url)}: no store is called {scheme}://", hint=hint
             ) from None
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (each client of a store has errors of its own)
             raise unreachable(redact_url(url), error) from None
 
     @property

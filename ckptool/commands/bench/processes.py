@@ -160,7 +160,7 @@ def _run_child(work: Work, pipe: Connection, log: Path) -> None:
 
     try:
         tell("end", work(tell))
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 (the rank that watches reports it)
         traceback.print_exc()
         kind, lines = type(error).__name__, str(error).strip().splitlines() or [""]
         tell("failed", f"{kind}: {lines[-1].removeprefix(f'{kind}: ')}".rstrip(": "))

@@ -104,7 +104,7 @@ def _run_threads(work: Callable[[], None], count: int, stop: threading.Event) ->
     def run(ended: threading.Event) -> None:
         try:
             work()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 (raised by the calling thread)
             errors.append(error)
             stop.set()
         finally:
@@ -117,7 +117,7 @@ def _run_threads(work: Callable[[], None], count: int, stop: threading.Event) ->
             thread.start()
         for ended in ends:
             ended.wait()
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 (raised once all threads have ended)
         errors.append(error)
         stop.set()
         # An interrupted Thread.join takes a running thread for ended.

@@ -131,6 +131,6 @@ def failure_of(check: Callable[[], object]) -> str | None:
     """Return the last line of what a check raises, or None."""
     try:
         check()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (a library that cannot be used is a reason)
         return (str(error).strip().splitlines() or [type(error).__name__])[-1]
     return None
