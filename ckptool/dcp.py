@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ckptool.api.keywords import Opening
+from ckptool.api.keywords import OpenKeywords
 from ckptool.api.load import Target, cast_hint, dtype_of, fill_targets
 from ckptool.api.open import Checkpoint, checkpoint_at, open
 from ckptool.api.options import AnyPath, Keywords, location, no_collecting, with_keywords
@@ -54,17 +54,17 @@ class CheckpointReader(StorageReader):
     unasked.
     """
 
-    @with_keywords(Opening)
+    @with_keywords(OpenKeywords)
     def __init__(
         self,
         path: AnyPath | Checkpoint,
         *,
         cast: bool = False,
         workers: int | None = None,
-        **options: Unpack[Opening],
+        **options: Unpack[OpenKeywords],
     ) -> None:
         super().__init__()
-        Keywords("CheckpointReader", options, Opening)
+        Keywords("CheckpointReader", options, OpenKeywords)
         self._cast = cast
         self._workers = workers
         self._options = options

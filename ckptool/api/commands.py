@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptool.api.keywords import (
-    Benching,
-    Checking,
-    Comparing,
-    Converting,
-    Reading,
-    Resharding,
-    Salvaging,
-    Verifying,
+    BenchKeywords,
+    CompareKeywords,
+    ConvertKeywords,
+    ReadKeywords,
+    ReshardKeywords,
+    SalvageKeywords,
+    VerifyKeywords,
+    VerifyRunKeywords,
 )
 from ckptool.api.options import AnyPath, Keywords, Size, location, with_keywords
 from ckptool.commands import inspect as _inspect
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from ckptool.core.keymap.model import KeyMap
 
 
-@with_keywords(Reading)
+@with_keywords(ReadKeywords)
 def inspect(
-    path: AnyPath, *, values: bool | None = None, **options: Unpack[Reading]
+    path: AnyPath, *, values: bool | None = None, **options: Unpack[ReadKeywords]
 ) -> InspectReport:
     """Describe the checkpoint at ``path`` from its metadata alone.
 
@@ -58,13 +58,13 @@ def inspect(
     """
     place = location(path)
     values = isinstance(place, Path) if values is None else values
-    read = Keywords("inspect", options, Reading).options(ReadOptions, values=values)
+    read = Keywords("inspect", options, ReadKeywords).options(ReadOptions, values=values)
     return _inspect.inspect(place, read)
 
 
-@with_keywords(Reading)
+@with_keywords(ReadKeywords)
 def stats(
-    path: AnyPath, tensors: str | Sequence[str] = "*", **options: Unpack[Reading]
+    path: AnyPath, tensors: str | Sequence[str] = "*", **options: Unpack[ReadKeywords]
 ) -> list[TensorStats]:
     """Read the tensors that match a glob: min, max, mean, std, zeros, NaN and Inf of each.
 
@@ -73,19 +73,19 @@ def stats(
     from ckptool.commands.open import open_checkpoint
     from ckptool.commands.stats import stats as _stats
 
-    read = Keywords("stats", options, Reading).options(ReadOptions)
+    read = Keywords("stats", options, ReadKeywords).options(ReadOptions)
     opened = open_checkpoint(location(path), read)
     return _stats(opened, [tensors] if isinstance(tensors, str) else tensors)
 
 
-@with_keywords(Converting)
+@with_keywords(ConvertKeywords)
 def convert(
     source: AnyPath,
     target: AnyPath,
     *,
     to: str,
     progress: Progress = no_progress,
-    **options: Unpack[Converting],
+    **options: Unpack[ConvertKeywords],
 ) -> ConvertReport:
     """Write ``source`` in the format ``to`` at ``target``, complete or not at all.
 
@@ -93,25 +93,25 @@ def convert(
     or Unsupported where it cannot be done as asked, TransferError where it fails midway:
     ``resume=True`` then continues.
     """
-    parsed = Keywords("convert", options, Converting).options(ConvertOptions, to=to)
+    parsed = Keywords("convert", options, ConvertKeywords).options(ConvertOptions, to=to)
     prepared = prepare(location(source), location(target), parsed)
     return prepared.report if parsed.transfer.dry_run else prepared.run(progress)
 
 
-@with_keywords(Resharding)
+@with_keywords(ReshardKeywords)
 def reshard(
     source: AnyPath,
     target: AnyPath | None = None,
     *,
     progress: Progress = no_progress,
-    **options: Unpack[Resharding],
+    **options: Unpack[ReshardKeywords],
 ) -> ReshardReport:
     """Write ``source`` for a new device mesh at ``target``, or beside it, named after the mesh.
 
     Under torchrun the ranks share the work; there must be no process group yet. Raises as
     ``convert`` does, on every rank the same.
     """
-    parsed = Keywords("reshard", options, Resharding).options(ReshardOptions)
+    parsed = Keywords("reshard", options, ReshardKeywords).options(ReshardOptions)
     where = None if target is None else location(target)
     with join_ranks() as group:
         prepared = group.together(lambda: prepare_reshard(location(source), where, parsed))
@@ -127,9 +127,9 @@ def reshard(
         return report
 
 
-@with_keywords(Verifying)
+@with_keywords(VerifyKeywords)
 def verify(
-    path: AnyPath, *, progress: Progress = no_progress, **options: Unpack[Verifying]
+    path: AnyPath, *, progress: Progress = no_progress, **options: Unpack[VerifyKeywords]
 ) -> VerifyReport:
     """Check that the checkpoint at ``path`` is complete, unchanged and safe: see ``ok``.
 
@@ -137,7 +137,7 @@ def verify(
     with what was recorded, whatever the format. Raises NotFound and Unrecognised where there is no
     checkpoint, and nothing for damage: that is in the report.
     """
-    keywords = Keywords("verify", options, Verifying)
+    keywords = Keywords("verify", options, VerifyKeywords)
     parsed, rewrite = keywords.options(VerifyOptions), keywords.options(RewriteOptions)
     manifest = keywords.options(ManifestOptions)
     target, recorded = manifest.write_manifest, manifest.manifest
@@ -160,9 +160,13 @@ def verify(
     return _verify.verify(place, parsed, started)
 
 
-@with_keywords(Comparing)
+@with_keywords(CompareKeywords)
 def compare(
-    path: AnyPath, other: AnyPath, *, progress: Progress = no_progress, **options: Unpack[Comparing]
+    path: AnyPath,
+    other: AnyPath,
+    *,
+    progress: Progress = no_progress,
+    **options: Unpack[CompareKeywords],
 ) -> AgainstReport:
     """Compare two checkpoints of any formats, bit by bit, or as numbers where asked.
 
@@ -171,7 +175,7 @@ def compare(
     """
     from ckptool.commands.verify.compare.against import AgainstOptions, against
 
-    keywords = Keywords("compare", options, Comparing)
+    keywords = Keywords("compare", options, CompareKeywords)
     parsed = AgainstOptions(
         location(other),
         keywords.options(RewriteOptions),
@@ -181,25 +185,27 @@ def compare(
     return against(location(path), parsed, lambda total: progress)
 
 
-@with_keywords(Checking)
-def verify_run(run: AnyPath, *, every: bool = False, **options: Unpack[Checking]) -> RunReport:
+@with_keywords(VerifyRunKeywords)
+def verify_run(
+    run: AnyPath, *, every: bool = False, **options: Unpack[VerifyRunKeywords]
+) -> RunReport:
     """Verify a run's steps from the newest to the first one without errors: see ``latest_good``.
 
     As ``ckptool verify RUN --latest-good``, or with ``every`` step as ``--all``.
     """
     from ckptool.commands.verify.run_folder import verify_run as _verify_run
 
-    parsed = Keywords("verify_run", options, Checking).options(VerifyOptions)
+    parsed = Keywords("verify_run", options, VerifyRunKeywords).options(VerifyOptions)
     return _verify_run(location(run), parsed, every=every)
 
 
-@with_keywords(Salvaging)
+@with_keywords(SalvageKeywords)
 def salvage(
     path: AnyPath,
     target: AnyPath,
     *,
     progress: Progress = no_progress,
-    **options: Unpack[Salvaging],
+    **options: Unpack[SalvageKeywords],
 ) -> SalvageReport:
     """Write what is intact of a damaged checkpoint to ``target``: see ``lost``.
 
@@ -208,15 +214,15 @@ def salvage(
     """
     from ckptool.commands.verify.salvage.salvage import plan_salvage
 
-    parsed = Keywords("salvage", options, Salvaging).options(SalvageOptions)
+    parsed = Keywords("salvage", options, SalvageKeywords).options(SalvageOptions)
     return plan_salvage(location(path), location(target), parsed).run(progress)
 
 
-@with_keywords(Benching)
+@with_keywords(BenchKeywords)
 def bench(
     *,
     progress: Callable[[Mapping[str, Any]], None] = lambda event: None,
-    **options: Unpack[Benching],
+    **options: Unpack[BenchKeywords],
 ) -> BenchReport | None:
     """Measure ways to save on this machine: how long each blocks training, until it is durable.
 
@@ -226,7 +232,7 @@ def bench(
     """
     from ckptool.commands.bench.run import prepare_bench
 
-    parsed = Keywords("bench", options, Benching).options(BenchOptions)
+    parsed = Keywords("bench", options, BenchKeywords).options(BenchOptions)
     if parsed.like is not None and parsed.size is not None:
         raise UsageError("like and size cannot be combined")
     return prepare_bench(parsed).run(progress)

@@ -11,7 +11,7 @@ from typing import TypedDict
 from ckptool.api.options import AnyDType, AnyPath, Size, Strings
 
 
-class Reading(TypedDict, total=False):
+class ReadKeywords(TypedDict, total=False):
     """Keywords of ``ReadOptions``."""
 
     from_format: str | None
@@ -21,7 +21,7 @@ class Reading(TypedDict, total=False):
     world_size: int | None
 
 
-class Opening(TypedDict, total=False):
+class OpenKeywords(TypedDict, total=False):
     """Keywords of ``ReadOptions``, ``RewriteOptions``."""
 
     from_format: str | None
@@ -43,7 +43,7 @@ class Opening(TypedDict, total=False):
     dequantize: bool
 
 
-class Converting(TypedDict, total=False):
+class ConvertKeywords(TypedDict, total=False):
     """Keywords of ``ConvertOptions``."""
 
     from_format: str | None
@@ -73,7 +73,7 @@ class Converting(TypedDict, total=False):
     dry_run: bool
 
 
-class Resharding(TypedDict, total=False):
+class ReshardKeywords(TypedDict, total=False):
     """Keywords of ``ReshardOptions``."""
 
     mesh: str | None
@@ -102,7 +102,7 @@ class Resharding(TypedDict, total=False):
     check: bool
 
 
-class Checking(TypedDict, total=False):
+class VerifyRunKeywords(TypedDict, total=False):
     """Keywords of ``VerifyOptions``."""
 
     from_format: str | None
@@ -119,7 +119,7 @@ class Checking(TypedDict, total=False):
     workers: int | None
 
 
-class Verifying(TypedDict, total=False):
+class VerifyKeywords(TypedDict, total=False):
     """Keywords of ``VerifyOptions``, ``RewriteOptions``, ``ManifestOptions``."""
 
     from_format: str | None
@@ -151,7 +151,7 @@ class Verifying(TypedDict, total=False):
     overwrite: bool
 
 
-class Comparing(TypedDict, total=False):
+class CompareKeywords(TypedDict, total=False):
     """Keywords of ``VerifyOptions``, ``RewriteOptions``, ``CompareOptions``."""
 
     from_format: str | None
@@ -181,7 +181,7 @@ class Comparing(TypedDict, total=False):
     other_format: str | None
 
 
-class Salvaging(TypedDict, total=False):
+class SalvageKeywords(TypedDict, total=False):
     """Keywords of ``SalvageOptions``."""
 
     from_format: str | None
@@ -193,7 +193,7 @@ class Salvaging(TypedDict, total=False):
     workers: int | None
 
 
-class Benching(TypedDict, total=False):
+class BenchKeywords(TypedDict, total=False):
     """Keywords of ``BenchOptions``."""
 
     size: Size | None

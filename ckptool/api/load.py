@@ -10,10 +10,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import numpy as np
 
-from ckptool.api.keywords import Opening
+from ckptool.api.keywords import OpenKeywords
 from ckptool.api.open import Checkpoint, checkpoint_at
 from ckptool.api.options import AnyPath, Keywords, with_keywords
-from ckptool.api.state_dict import Leaf, Matched, keys_differ, leaves_of, list_names, match_names
+from ckptool.api.state_dict import (
+    NameMatch,
+    StateLeaf,
+    keys_differ,
+    leaves_of,
+    list_names,
+    match_names,
+)
 from ckptool.api.tensors import (
     Staging,
     bits_of,
@@ -55,7 +62,7 @@ class LoadReport:
         return f"<ckptool.LoadReport: {', '.join(counts)}, {self.nbytes:,} bytes>"
 
 
-@with_keywords(Opening)
+@with_keywords(OpenKeywords)
 def load(
     path: AnyPath | Checkpoint,
     state_dict: dict[str, Any],
@@ -63,7 +70,7 @@ def load(
     strict: bool = True,
     cast: bool = False,
     workers: int | None = None,
-    **options: Unpack[Opening],
+    **options: Unpack[OpenKeywords],
 ) -> LoadReport:
     """Fill ``state_dict`` in place from the checkpoint at ``path``, whatever its format and mesh.
 
@@ -78,7 +85,7 @@ def load(
     kinds do, before anything is written; Damaged where the source's bytes are not as they were
     written, Unsupported where tied parameters are not the same in it: what was filled then stays.
     """
-    Keywords("load", options, Opening)
+    Keywords("load", options, OpenKeywords)
     leaves = leaves_of(state_dict)
     checkpoint = checkpoint_at(path, **options)
     matched = _with_tied(match_names(checkpoint, leaves), leaves)
@@ -105,14 +112,14 @@ def load(
     return LoadReport(*matched, nbytes)
 
 
-def _with_tied(matched: Matched, leaves: Mapping[str, Leaf]) -> Matched:
+def _with_tied(matched: NameMatch, leaves: Mapping[str, StateLeaf]) -> NameMatch:
     """Count names as loaded that only the state dict has, where another name loads their memory."""
     if not matched.missing:
         return matched
     loaded = {_memory(leaves[name].value) for name in matched.both} - {None}
     missing = {n: None for n in matched.missing if _memory(leaves[n].value) not in loaded}
     both = tuple(name for name in leaves if name not in missing)
-    return Matched(both, tuple(missing), matched.unexpected)
+    return NameMatch(both, tuple(missing), matched.unexpected)
 
 
 def _memory(value: Any) -> tuple[Any, ...] | None:
@@ -137,19 +144,19 @@ def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _require_alike(
-    checkpoint: Checkpoint, entries: Mapping[str, TensorEntry], leaves: Mapping[str, Leaf]
+    checkpoint: Checkpoint, entries: Mapping[str, TensorEntry], leaves: Mapping[str, StateLeaf]
 ) -> None:
     """Raise Unsupported where the state dict cannot be filled with what the checkpoint has."""
     import torch
 
     values = {name: leaf for name, leaf in leaves.items() if name not in entries}
     problems = [
-        _Problem(f"{name}: a value in the checkpoint, a tensor in the state dict")
+        _Mismatch(f"{name}: a value in the checkpoint, a tensor in the state dict")
         for name, leaf in values.items()
         if isinstance(leaf.value, torch.Tensor)
     ]
     problems += [
-        _Problem(f"{name}: a value in a tuple, which cannot be replaced", "make it a list")
+        _Mismatch(f"{name}: a value in a tuple, which cannot be replaced", "make it a list")
         for name, leaf in values.items()
         if leaf.is_fixed
     ]
@@ -163,28 +170,28 @@ def _require_alike(
         )
 
 
-class _Problem(NamedTuple):
+class _Mismatch(NamedTuple):
     message: str
     hint: str | None = None
 
 
-def _mismatch(entry: TensorEntry, tensor: Any) -> _Problem | None:
+def _mismatch(entry: TensorEntry, tensor: Any) -> _Mismatch | None:
     """Return why the tensor cannot hold the entry, with both sides; None where it can."""
     import torch
 
     if not isinstance(tensor, torch.Tensor):
         kind = type(tensor).__name__
-        return _Problem(f"{entry.name}: a tensor in the checkpoint, a {kind} in the state dict")
+        return _Mismatch(f"{entry.name}: a tensor in the checkpoint, a {kind} in the state dict")
     obstacle = why_not_held(tensor)
     if obstacle is not None:
-        return _Problem(f"{entry.name}: {obstacle}")
+        return _Mismatch(f"{entry.name}: {obstacle}")
     shape, dtype = global_shape(tensor), str(tensor.dtype).removeprefix("torch.")
     if (shape, dtype) != (entry.shape, entry.dtype.name):
         sides = f"{entry.dtype} {list(entry.shape)} in the checkpoint, {dtype} {list(shape)}"
         hint = cast_hint(entry, dtype) if shape == entry.shape else None
-        return _Problem(f"{entry.name}: {sides} in the state dict", hint)
+        return _Mismatch(f"{entry.name}: {sides} in the state dict", hint)
     obstacle = next(filter(None, map(why_not_filled, local_tensors(tensor))), None)
-    return _Problem(f"{entry.name}: {obstacle}") if obstacle else None
+    return _Mismatch(f"{entry.name}: {obstacle}") if obstacle else None
 
 
 def dtype_of(value: Any) -> DType | None:

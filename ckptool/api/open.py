@@ -14,7 +14,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
-from ckptool.api.keywords import Opening
+from ckptool.api.keywords import OpenKeywords
 from ckptool.api.options import AnyPath, Keywords, location, no_collecting, with_keywords
 from ckptool.commands.open import Opened, open_checkpoint
 from ckptool.commands.options.source import ReadOptions, RewriteOptions
@@ -191,19 +191,19 @@ class Checkpoint:
         return bits.view(entry.dtype.name)
 
 
-@with_keywords(Opening)
-def open(path: AnyPath, **options: Unpack[Opening]) -> Checkpoint:
+@with_keywords(OpenKeywords)
+def open(path: AnyPath, **options: Unpack[OpenKeywords]) -> Checkpoint:
     """Open the checkpoint at ``path``: of any format, from its metadata alone.
 
     The keywords say how to read it, what to select, and how to rename and cast that.
     Raises NotFound, Unrecognised, Damaged, Hostile, UsageError or Unsupported.
     """
-    keywords = Keywords("open", options, Opening)
+    keywords = Keywords("open", options, OpenKeywords)
     opened = open_checkpoint(location(path), keywords.options(ReadOptions), whole=False)
     return Checkpoint(opened, rewrite(opened, keywords.options(RewriteOptions)).catalog)
 
 
-def checkpoint_at(path: AnyPath | Checkpoint, **options: Unpack[Opening]) -> Checkpoint:
+def checkpoint_at(path: AnyPath | Checkpoint, **options: Unpack[OpenKeywords]) -> Checkpoint:
     """Return an open checkpoint as it is, or open that at a path."""
     if not isinstance(path, Checkpoint):
         return open(path, **options)

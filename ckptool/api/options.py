@@ -50,23 +50,23 @@ Options = TypeVar("Options")
 
 _UNSTACKED = ("split_stacked",)
 KEYWORDS: dict[str, tuple[OptionGroup, ...]] = {
-    "Reading": (OptionGroup(ReadOptions, without=_UNSTACKED),),
-    "Opening": (OptionGroup(ReadOptions), OptionGroup(RewriteOptions)),
-    "Converting": (OptionGroup(ConvertOptions, without=("to",)),),
-    "Resharding": (OptionGroup(ReshardOptions),),
-    "Checking": (OptionGroup(VerifyOptions, without=_UNSTACKED),),
-    "Verifying": (
+    "ReadKeywords": (OptionGroup(ReadOptions, without=_UNSTACKED),),
+    "OpenKeywords": (OptionGroup(ReadOptions), OptionGroup(RewriteOptions)),
+    "ConvertKeywords": (OptionGroup(ConvertOptions, without=("to",)),),
+    "ReshardKeywords": (OptionGroup(ReshardOptions),),
+    "VerifyRunKeywords": (OptionGroup(VerifyOptions, without=_UNSTACKED),),
+    "VerifyKeywords": (
         OptionGroup(VerifyOptions),
         OptionGroup(RewriteOptions),
         OptionGroup(ManifestOptions),
     ),
-    "Comparing": (
+    "CompareKeywords": (
         OptionGroup(VerifyOptions, without=("quick", "sample", "seed")),
         OptionGroup(RewriteOptions),
         OptionGroup(CompareOptions),
     ),
-    "Salvaging": (OptionGroup(SalvageOptions),),
-    "Benching": (OptionGroup(BenchOptions),),
+    "SalvageKeywords": (OptionGroup(SalvageOptions),),
+    "BenchKeywords": (OptionGroup(BenchOptions),),
 }
 """The options that functions take as keywords, by the names of the types in ``keywords.py``."""
 

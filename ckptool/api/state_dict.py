@@ -13,7 +13,7 @@ from ckptool.commands.rewrite import only_model
 from ckptool.errors import CkptoolError, Unsupported, UsageError
 
 
-class Leaf(NamedTuple):
+class StateLeaf(NamedTuple):
     """A value, and the container that holds it under a key or position."""
 
     container: Any
@@ -30,7 +30,7 @@ class Leaf(NamedTuple):
         self.container[self.key] = value
 
 
-def leaves_of(state_dict: dict[str, Any]) -> dict[str, Leaf]:
+def leaves_of(state_dict: dict[str, Any]) -> dict[str, StateLeaf]:
     """Return every leaf by the name that its entry of a catalog has, its keys joined by dots.
 
     As DCP flattens (torch 2.4 to 2.13): dicts are entered, lists where a dict or a tensor lies
@@ -39,7 +39,7 @@ def leaves_of(state_dict: dict[str, Any]) -> dict[str, Leaf]:
     """
     if not isinstance(state_dict, dict):
         raise TypeError(f"load() fills a dict, not {_kind(state_dict)}")
-    leaves: dict[str, Leaf] = {}
+    leaves: dict[str, StateLeaf] = {}
     for name, leaf in _leaves("", state_dict):
         if name in leaves:
             raise UsageError(f"two values of the state dict are named {name!r}, joined by dots")
@@ -49,14 +49,14 @@ def leaves_of(state_dict: dict[str, Any]) -> dict[str, Leaf]:
     return leaves
 
 
-def _leaves(head: str, container: Any) -> Iterator[tuple[str, Leaf]]:
+def _leaves(head: str, container: Any) -> Iterator[tuple[str, StateLeaf]]:
     steps = container.items() if isinstance(container, Mapping) else enumerate(container)
     for key, value in steps:
         name = f"{head}{key}"
         if isinstance(value, Mapping) or _is_entered(value):
             yield from _leaves(f"{name}.", value)
         else:
-            yield name, Leaf(container, key, value)
+            yield name, StateLeaf(container, key, value)
 
 
 def _is_entered(value: Any) -> bool:
@@ -94,7 +94,7 @@ class KeysDiffer(Unsupported):
     unexpected: tuple[str, ...] = ()
 
 
-class Matched(NamedTuple):
+class NameMatch(NamedTuple):
     """The names that both have, and those that only one has."""
 
     both: tuple[str, ...]
@@ -102,19 +102,19 @@ class Matched(NamedTuple):
     unexpected: tuple[str, ...]
 
 
-def match_names(checkpoint: Checkpoint, names: Collection[str]) -> Matched:
+def match_names(checkpoint: Checkpoint, names: Collection[str]) -> NameMatch:
     """Sort a state dict's names and a checkpoint's, whose empty dicts are nothing to load."""
     catalog = checkpoint.catalog
     known = {*catalog.tensors, *catalog.objects, *catalog.conflicts}
     empty = {name for name, entry in catalog.objects.items() if entry.value == {}}
-    return Matched(
+    return NameMatch(
         tuple(name for name in names if name in known),
         tuple(name for name in names if name not in known),
         tuple(sorted(known - empty - set(names))),
     )
 
 
-def keys_differ(checkpoint: Checkpoint, matched: Matched) -> KeysDiffer:
+def keys_differ(checkpoint: Checkpoint, matched: NameMatch) -> KeysDiffer:
     """Return the error that lists what only one has, and the keyword that would fit the names."""
     lines = [
         f"  {what} ({len(names):,}): {', '.join(list_names(names))}"
@@ -137,7 +137,7 @@ def list_names(items: Sequence[str]) -> list[str]:
     return [*items[:_MOST_SHOWN], *([f"and {more:,} more"] if more > 0 else [])]
 
 
-def _hint(checkpoint: Checkpoint, matched: Matched) -> str:
+def _hint(checkpoint: Checkpoint, matched: NameMatch) -> str:
     if matched.missing and {*matched.both, *matched.missing} <= _names_of_model(checkpoint):
         return "model_only=True fits the names"
     prefix = _other_prefix(matched)
@@ -180,7 +180,7 @@ class _Prefix(NamedTuple):
         return self.new + name.removeprefix(self.old) if name.startswith(self.old) else name
 
 
-def _other_prefix(matched: Matched) -> _Prefix | None:
+def _other_prefix(matched: NameMatch) -> _Prefix | None:
     """Return the prefix by which all missing names differ from unexpected ones, if that is so."""
     if not matched.missing or not matched.unexpected:
         return None

@@ -50,7 +50,9 @@ def rebuild(entry: ObjectEntry) -> Any:
         return _load(entry)
 
     try:
-        return _Builder(lambda part: _load(replace(entry, value=part))).build(entry.value, _DEEPEST)
+        return _ValueBuilder(lambda part: _load(replace(entry, value=part))).build(
+            entry.value, _DEEPEST
+        )
     except Unsupported as error:
         raise error.within(entry.name) from None
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
@@ -67,7 +69,7 @@ def _load(entry: ObjectEntry) -> Any:
 _DEEPEST = 100
 
 
-class _Builder:
+class _ValueBuilder:
     """Builds what a value holds, each object once; ``plain`` rebuilds what is torch's.
 
     Raises Unsupported for a random generator and for a value that is nested too deep.

@@ -92,7 +92,7 @@ def _process_group() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalTensor:
+class LoadedTensor:
     """What a rank has of a tensor: ``local`` is its memory, ``pieces`` say what lies where in it.
 
     ``tensor`` is what torch's loader is given: the DTensor around it, or itself.
@@ -160,7 +160,7 @@ class Check:
         rank = len(entry.shape)
         return [_torch_placement(item, rank) for item in self._placed.placements[entry.name]]
 
-    def compare(self, entry: TensorEntry, loaded: LocalTensor) -> None:
+    def compare(self, entry: TensorEntry, loaded: LoadedTensor) -> None:
         """Raise TransferError where what was loaded is not what the source has."""
         bits = _bits(loaded.local, entry.dtype.itemsize)
         for piece in loaded.pieces:
@@ -255,7 +255,7 @@ def _own_file(path: Path) -> Any:
         raise TransferError(f"{path}: torch cannot load it: {_last_line(error)}") from error
 
 
-def _local_tensor(check: Check, entry: TensorEntry, state: Any) -> LocalTensor:
+def _local_tensor(check: Check, entry: TensorEntry, state: Any) -> LoadedTensor:
     """Return a tensor of the file; TransferError unless it is placed and shaped as it should be."""
     from torch.distributed.tensor import DTensor
 
@@ -266,13 +266,13 @@ def _local_tensor(check: Check, entry: TensorEntry, state: Any) -> LocalTensor:
         raise check.differs(entry, f"{name} {list(state.shape)}")
     if not isinstance(state, DTensor):
         pieces = (Piece(Box.whole(entry.shape), Box.whole(entry.shape)),)
-        return LocalTensor(state, state, pieces if entry.elements else ())
+        return LoadedTensor(state, state, pieces if entry.elements else ())
     shard, local, mesh = check.shard(entry), state.to_local(), state.device_mesh
     if tuple(local.shape) != shard.shape or list(state.placements) != check.placements(entry):
         raise check.differs(entry, f"{list(local.shape)} placed {state.placements}")
     if (mesh.shape, mesh.mesh_dim_names) != (check.mesh.shape, check.mesh.mesh_dim_names):
         raise check.differs(entry, f"device mesh {mesh}")
-    return LocalTensor(state, local, shard.pieces)
+    return LoadedTensor(state, local, shard.pieces)
 
 
 def _check_dcp(check: Check) -> None:
@@ -319,7 +319,7 @@ def _load(target: Path, state: dict[str, Any], reader: Any) -> None:
         raise TransferError(f"{target}: torch cannot load it: {_last_line(error)}") from error
 
 
-def _empty(check: Check, entry: TensorEntry) -> LocalTensor:
+def _empty(check: Check, entry: TensorEntry) -> LoadedTensor:
     """Allocate this rank's shard and a DTensor around it; the whole tensor where torch errs."""
     import torch
     from torch.distributed.tensor import DTensor
@@ -328,7 +328,7 @@ def _empty(check: Check, entry: TensorEntry) -> LocalTensor:
     placements = check.placements(entry)
     if not _torch_agrees(entry.shape, shard, check.mesh, placements):
         whole = torch.empty(entry.shape, dtype=dtype)
-        return LocalTensor(
+        return LoadedTensor(
             whole, whole, tuple(Piece(piece.box, piece.box) for piece in shard.pieces)
         )
     local = torch.empty(shard.shape, dtype=dtype)
@@ -336,7 +336,7 @@ def _empty(check: Check, entry: TensorEntry) -> LocalTensor:
     tensor = DTensor.from_local(
         local, check.mesh, placements, run_check=False, shape=meta.shape, stride=meta.stride()
     )
-    return LocalTensor(tensor, local, shard.pieces)
+    return LoadedTensor(tensor, local, shard.pieces)
 
 
 def _torch_agrees(shape: tuple[int, ...], shard: LocalShard, mesh: Any, placed: list[Any]) -> bool:

@@ -166,7 +166,7 @@ Numbers = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Folded:
+class TensorLine:
     """``count`` tensors that look like ``entry``; ``name`` has braces for what differs."""
 
     part: str
@@ -176,7 +176,7 @@ class Folded:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _LineKind:
     """What tensors have in common that share a line; ``words`` stand around the numbers."""
 
     part: str
@@ -184,12 +184,12 @@ class _Kind:
     looks: tuple[object, ...]
 
 
-def fold(entries: Collection[TensorEntry]) -> list[Folded]:
+def fold(entries: Collection[TensorEntry]) -> list[TensorLine]:
     """Return few lines that name every tensor once, in natural order within each part."""
-    kinds: dict[_Kind, dict[Numbers, TensorEntry]] = {}
+    kinds: dict[_LineKind, dict[Numbers, TensorEntry]] = {}
     for entry in entries:
         words, numbers = split_numbers(entry.name)
-        kind = _Kind(state_category(entry), words, _looks(entry))
+        kind = _LineKind(state_category(entry), words, _looks(entry))
         kinds.setdefault(kind, {})[numbers] = entry
     lines = [line for kind, members in kinds.items() for line in _lines(kind, members)]
     lines.sort(key=lambda line: (STATE_CATEGORIES.index(line.part), natural(line.entry.name)))
@@ -201,10 +201,12 @@ def _looks(entry: TensorEntry) -> tuple[object, ...]:
     return entry.dtype, entry.shape, entry.placements, scattered
 
 
-def _lines(kind: _Kind, members: dict[Numbers, TensorEntry]) -> Iterable[Folded]:
+def _lines(kind: _LineKind, members: dict[Numbers, TensorEntry]) -> Iterable[TensorLine]:
     for axes in products(members):
         first = members[tuple(axis[0] for axis in axes)]
-        yield Folded(kind.part, with_numbers(kind.words, axes), first, math.prod(map(len, axes)))
+        yield TensorLine(
+            kind.part, with_numbers(kind.words, axes), first, math.prod(map(len, axes))
+        )
 
 
 def split_numbers(name: str) -> tuple[tuple[str, ...], Numbers]:
@@ -240,15 +242,15 @@ def natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(p), "") if i % 2 else (1, 0, p) for i, p in enumerate(pieces)]
 
 
-def _fold_scalars(lines: list[Folded], names: list[str]) -> list[Folded]:
+def _fold_scalars(lines: list[TensorLine], names: list[str]) -> list[TensorLine]:
     """Join an optimizer's 0-d states as ``optim.state.*.step``, where that names no others."""
-    groups: dict[tuple[object, ...], list[Folded]] = {}
+    groups: dict[tuple[object, ...], list[TensorLine]] = {}
     for line in lines:
         steps = line.entry.name.split(".")
         if line.part == "optimizer" and not line.entry.shape and len(steps) > 3:
             key = (".".join(steps[:2]) + ".", "." + steps[-1], _looks(line.entry))
             groups.setdefault(key, []).append(line)
-    merged: dict[str, Folded | None] = {}
+    merged: dict[str, TensorLine | None] = {}
     for (head, tail, _), group in groups.items():
         count = sum(line.count for line in group)
         if len(group) > 1 and count == _matching(names, str(head), str(tail)):
@@ -262,9 +264,9 @@ def _matching(names: Iterable[str], head: str, tail: str) -> int:
     return sum(name.startswith(head) and name.endswith(tail) for name in names)
 
 
-def _fold_states(lines: list[Folded]) -> list[Folded]:
+def _fold_states(lines: list[TensorLine]) -> list[TensorLine]:
     """Join an optimizer's states of one parameter, such as ``{exp_avg,exp_avg_sq}``."""
-    groups: dict[tuple[object, ...], list[Folded]] = {}
+    groups: dict[tuple[object, ...], list[TensorLine]] = {}
     for line in lines:
         head, _, state = line.name.rpartition(".")
         is_state = line.part == "optimizer" and head and not re.search(r"[{}*]", state)
@@ -272,7 +274,7 @@ def _fold_states(lines: list[Folded]) -> list[Folded]:
     return [_join_states(group) for group in groups.values()]
 
 
-def _join_states(group: list[Folded]) -> Folded:
+def _join_states(group: list[TensorLine]) -> TensorLine:
     if len(group) == 1:
         return group[0]
     head = group[0].name.rpartition(".")[0]

@@ -13,7 +13,7 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import short_name
 from ckptool.core.quantization import kinds
 from ckptool.core.state_category import state_category
-from ckptool.render.inspect.listing import Folded, fold
+from ckptool.render.inspect.listing import TensorLine, fold
 from ckptool.render.inspect.values import notable_values
 from ckptool.render.text import bar, columns, magnitude, plural, ranges, size, visible
 
@@ -130,7 +130,7 @@ def _tensors(catalog: Catalog, screen: Console) -> list[Text]:
     return kept
 
 
-def _tensor(line: Folded, brief: bool) -> list[Text]:
+def _tensor(line: TensorLine, brief: bool) -> list[Text]:
     entry = line.entry
     return [
         _name(_STATES.sub("{…}", line.name) if brief else line.name),
