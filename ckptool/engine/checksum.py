@@ -70,6 +70,10 @@ class RecordCheck:
         with self._lock:
             self._pieces[record].setdefault(offset, (nbytes, crc))
 
+    def note(self, record: Record, offset: int, data: memoryview) -> None:
+        """Note these bytes of the file, part of the record, by their CRC-32."""
+        self.piece(record, offset, len(data), crc32(data))
+
     def unseen(self) -> list[Record]:
         """Return the records whose noted pieces do not cover them exactly."""
         return [record for record in self._tensor if not self._covered(record)]

@@ -35,7 +35,7 @@ from ckptool.commands.verify.codes import CODES, Severity, require_codes
 from ckptool.commands.verify.findings import Findings, VerifyReport, summarize
 from ckptool.core.catalog import Catalog, Container, TensorEntry
 from ckptool.core.state_category import state_category
-from ckptool.engine.check.content import Found, check_spans
+from ckptool.engine.check.content import ContentReport, check_spans
 from ckptool.engine.check.spans import Span
 from ckptool.errors import Problem
 from ckptool.formats.companions import lost_random_states
@@ -143,7 +143,7 @@ class Verification:
         self._problems += problems
         return tensors
 
-    def _read(self, spans: list[Span], started: Started, whole: Mapping[str, int]) -> Found:
+    def _read(self, spans: list[Span], started: Started, whole: Mapping[str, int]) -> ContentReport:
         """Read spans once, or files where they are to be digested."""
         source = self._survey.source
         apart = (span.nbytes for span in spans if span.packing or span.file not in whole)

@@ -25,10 +25,10 @@ from ckptool.storage.local import Files
 
 
 @dataclass(slots=True)
-class Found:
+class ContentReport:
     """``problems`` of the bytes, and the tensors with a value that is NaN or infinite.
 
-    ``written`` says of each file with bytes that no checksum covers where the last of those ends
+    ``written`` is, for each file with bytes that no checksum covers, where the last of those ends
     that is not zero; ``digests`` is the SHA-256 (hex) of each file that was read whole.
     """
 
@@ -39,7 +39,7 @@ class Found:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note_written(self, file: str, end: int) -> None:
-        """A byte that is not zero ends there."""
+        """Note that a byte that is not zero ends there."""
         with self._lock:
             self.written[file] = max(end, self.written.get(file, 0))
 
@@ -50,12 +50,12 @@ def check_spans(
     workers: int,
     progress: Progress,
     whole: Mapping[str, int] | None = None,
-) -> Found:
-    """Read every span once. ``progress`` is told of bytes as they are read.
+) -> ContentReport:
+    """Read every span once. ``progress`` is called with bytes as they are read.
 
     Files of ``whole``, which have so many bytes, are read from end to end and digested.
     """
-    found = Found()
+    report = ContentReport()
     pieces: dict[int, list[CrcPiece]] = {id(span): [] for span in spans}
 
     def check(file: str | None, tiles: Iterator[SpanTile]) -> None:
@@ -65,30 +65,31 @@ def check_spans(
                 if digest is not None:
                     digest.update(tile.data)
                 if tile.span is not None:
-                    _check_tile(tile.span, tile, found, pieces[id(tile.span)])
+                    _check_tile(tile.span, tile, report, pieces[id(tile.span)])
         except CkptoolError as error:
-            found.problems.extend(error.problems)
+            report.problems.extend(error.problems)
             return
         if file is not None and digest is not None:
-            found.digests[file] = digest.hexdigest()
+            report.digests[file] = digest.hexdigest()
 
     jobs = span_jobs(spans, whole or {}, source.tile)
     read_tiles(ByteSource(source), jobs, check, workers, progress)
-    found.problems += [p for span in spans if (p := _crc_problem(span, pieces[id(span)]))]
-    return found
+    report.problems += [p for span in spans if (p := _crc_problem(span, pieces[id(span)]))]
+    return report
 
 
-def _check_tile(span: Span, tile: SpanTile, found: Found, pieces: list[CrcPiece]) -> None:
+def _check_tile(span: Span, tile: SpanTile, report: ContentReport, pieces: list[CrcPiece]) -> None:
+    """Look for values that are not finite, and note the checksum of a tile or where it ends."""
     end = tile.start + tile.nbytes
     for view in span.views:
         low, high = max(tile.start, view.start), min(end, view.start + view.nbytes)
         part = slice(low - tile.start, high - tile.start)
         if low < high and not all_finite(tile.data[part], view.dtype):
-            found.not_finite.add(view.tensor)
+            report.not_finite.add(view.tensor)
     if span.crc32 is not None:
         pieces.append((tile.start, tile.nbytes, crc32(tile.data)))
     elif span.packing is None:
-        found.note_written(span.file, _written_end(span, tile))
+        report.note_written(span.file, _written_end(span, tile))
 
 
 def _written_end(span: Span, tile: SpanTile) -> int:
@@ -129,12 +130,12 @@ _ONLY_NAN = {"float8_e4m3fnuz": 0x80, "float8_e5m2fnuz": 0x80, "float8_e8m0fnu":
 
 
 def can_be_not_finite(dtype: DType) -> bool:
-    """Whether the element type has codes for NaN or infinity."""
+    """Return whether the element type has codes for NaN or infinity."""
     return dtype.name in _FIRST_NOT_FINITE or dtype.name in _ONLY_NAN
 
 
 def all_finite(data: memoryview, dtype: DType) -> bool:
-    """Whether no element in ``data`` is NaN or infinite; True for types that have neither."""
+    """Return whether no element in ``data`` is NaN or infinite; True for types without these."""
     if not len(data):
         return True
     only = _ONLY_NAN.get(dtype.name)

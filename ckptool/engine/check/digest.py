@@ -1,4 +1,4 @@
-"""What tensors and files hold, as SHA-256, and which places are as their writer left them."""
+"""The SHA-256 of tensors and files, and which places of tensors are damaged."""
 
 from __future__ import annotations
 
@@ -33,10 +33,7 @@ def digests(
     hexes: dict[str, str] = {}
 
     def digest(entry: TensorEntry, tiles: Iterator[TensorTile]) -> None:
-        total = hashlib.sha256()
-        for tile in tiles:
-            total.update(raw(tile.values))
-        hexes[entry.name] = total.hexdigest()
+        hexes[entry.name] = _sha256(raw(tile.values) for tile in tiles)
 
     largest_first = sorted(entries, key=lambda entry: -entry.nbytes)
     read_tiles(source, map(tensor_job, largest_first), digest, workers, progress)
@@ -49,21 +46,25 @@ def file_digests(
     workers: int,
     progress: Progress = lambda nbytes: None,
 ) -> dict[str, str]:
-    """Return the SHA-256 (hex) of whole files of a source. NotFound where one cannot be read."""
+    """Return the SHA-256 (hex) of whole files of a source; NotFound where one cannot be read."""
     hexes: dict[str, str] = {}
 
     def digest(file: str, tiles: Iterator[memoryview]) -> None:
-        total = hashlib.sha256()
-        for data in tiles:
-            total.update(data)
-        hexes[file] = total.hexdigest()
+        hexes[file] = _sha256(tiles)
 
     jobs = (byte_job(file, file, 0, source.files[file]) for file in files)
     read_tiles(ByteSource(source), jobs, digest, workers, progress)
     return hexes
 
 
-class Intact:
+def _sha256(pieces: Iterable[memoryview]) -> str:
+    total = hashlib.sha256()
+    for data in pieces:
+        total.update(data)
+    return total.hexdigest()
+
+
+class DamageMap:
     """Reads the records and blobs of some tensors once, and knows which of them are damaged.
 
     Bytes without a checksum count as intact where the file has them: nothing says that they are
@@ -88,7 +89,7 @@ class Intact:
         read_tiles(TensorSource(source), decoding, self._check_blob, workers)
 
     def problem(self, place: Place, shape: tuple[int, ...], itemsize: int) -> str | None:
-        """What is wrong with the bytes of a place; None where nothing is, as far as is known.
+        """Return what is wrong with the bytes of a place; None where nothing is known to be.
 
         ``shape`` and ``itemsize`` (bytes) are of the elements that lie there.
         """
@@ -98,10 +99,10 @@ class Intact:
             return None
         if place.record is not None:
             return self._damaged.get(place.record)
-        return self._beyond(place, shape, itemsize)
+        return self._overrun(place, shape, itemsize)
 
-    def _beyond(self, place: Extent, shape: tuple[int, ...], itemsize: int) -> str | None:
-        """Whether elements lie behind the end of their file."""
+    def _overrun(self, place: Extent, shape: tuple[int, ...], itemsize: int) -> str | None:
+        """Return how elements lie behind the end of their file; None where they do not."""
         if not all(shape):
             return None
         steps = zip(shape, place.strides, strict=True)
@@ -112,25 +113,25 @@ class Intact:
         return f"it lies at bytes {place.offset:,} to {end:,} of {place.file}, which has {size:,}"
 
     def _check_record(self, record: Record, tiles: Iterator[memoryview]) -> None:
-        def problem() -> str | None:
+        def find_problem() -> str | None:
             crc = crc_of(tiles)
             if crc == record.crc32:
                 return None
             span = f"bytes {record.offset:,} to {record.offset + record.nbytes:,} of {record.file}"
             return f"{span} have CRC-32 {crc:08x}, the writer recorded {record.crc32:08x}"
 
-        self._check(record, problem)
+        self._check(record, find_problem)
 
     def _check_blob(self, blob: EncodedBlob, tiles: Iterator[memoryview]) -> None:
-        def problem() -> None:
+        def decode() -> None:
             deque(tiles, maxlen=0)
 
-        self._check(blob, problem)
+        self._check(blob, decode)
 
     def _check(self, place: Record | EncodedBlob, find: Callable[[], str | None]) -> None:
         try:
             if place.offset + place.nbytes > self._sizes.get(place.file, 0):
-                problem: str | None = f"{place.file} holds no whole record of it"
+                problem: str | None = f"{place.file} ends before its record does"
             else:
                 problem = find()
         except CkptoolError as error:

@@ -40,14 +40,15 @@ def differing_replicas(entries: Iterable[TensorEntry], files: Files) -> list[Pro
             file=copy.at.file,
             tensor=entry.name,
         )
-        for entry, chunk, copy in _differing(unproved, files)
+        for entry, chunk, copy in _compare_replicas(unproved, files)
     ]
 
 
 Replica = tuple[TensorEntry, Chunk, Copy]
 
 
-def _differing(replicas: list[Replica], files: Files) -> list[Replica]:
+def _compare_replicas(replicas: list[Replica], files: Files) -> list[Replica]:
+    """Return those whose values differ from the first rank's. Light where there are none."""
     if not replicas:
         return []
     from ckptool.engine.read.gather import raw
@@ -70,13 +71,13 @@ def _read_both(
     from ckptool.engine.read.tensors import PairTile, read_place
 
     dtype = entry.source_dtype
-    whole = Box.whole(_distinct(chunk.box.shape, chunk.at, copy.at))
+    whole = Box.whole(_without_repeats(chunk.box.shape, chunk.at, copy.at))
     for box in tiles(whole, dtype.itemsize, _TILE):
         one, other = (read_place(gatherer, at, box, dtype) for at in (chunk.at, copy.at))
         yield PairTile(box, one, other, one.nbytes + other.nbytes)
 
 
-def _distinct(shape: tuple[int, ...], one: Place, other: Place) -> tuple[int, ...]:
+def _without_repeats(shape: tuple[int, ...], one: Place, other: Place) -> tuple[int, ...]:
     """Return the shape without the dims along which both places repeat one element."""
     if isinstance(one, Container | Scaled) or isinstance(other, Container | Scaled):
         return shape

@@ -44,6 +44,7 @@ class Span:
 
     @property
     def end(self) -> int:
+        """Where the span ends, in bytes."""
         return self.offset + self.nbytes
 
 
@@ -66,6 +67,7 @@ class SpanTile(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Bytes that were read."""
         return len(self.data)
 
 
@@ -149,7 +151,7 @@ def _read_packed(packing: Packing, spans: Sequence[Span], reader: ByteReader) ->
     cut = next(cuts, None)
     last = max(spans, key=lambda span: span.end)
     position = filled = 0
-    for piece in _decoded(packing, spans[0], reader):
+    for piece in _decode(packing, spans[0], reader):
         at = 0
         while cut is not None and at < len(piece):
             span, start, nbytes = cut
@@ -169,15 +171,15 @@ def _read_packed(packing: Packing, spans: Sequence[Span], reader: ByteReader) ->
         raise Damaged(message, "codec-corrupt", file=cut[0].file)
 
 
-def _decoded(packing: Packing, span: Span, reader: ByteReader) -> Iterator[bytes]:
+def _decode(packing: Packing, span: Span, reader: ByteReader) -> Iterator[bytes]:
     try:
-        yield from _DECODERS[packing.codec](_packed(packing, reader))
+        yield from _DECODERS[packing.codec](_read_stored(packing, reader))
     except (zlib.error, ValueError) as error:
         message = f"{span.what}: the {packing.codec} data is corrupt: {error}"
         raise Damaged(message, "codec-corrupt", file=span.file) from None
 
 
-def _packed(packing: Packing, reader: ByteReader) -> Iterator[bytes]:
+def _read_stored(packing: Packing, reader: ByteReader) -> Iterator[bytes]:
     """Yield a blob as it is stored, through memory that is not the reader's buffer."""
     for start in range(0, packing.nbytes, _PIECE):
         piece = memoryview(bytearray(min(_PIECE, packing.nbytes - start)))
@@ -185,7 +187,7 @@ def _packed(packing: Packing, reader: ByteReader) -> Iterator[bytes]:
         yield bytes(piece)
 
 
-def _inflated(pieces: Iterator[bytes]) -> Iterator[bytes]:
+def _inflate(pieces: Iterator[bytes]) -> Iterator[bytes]:
     stream = zlib.decompressobj(-zlib.MAX_WBITS)
     for piece in pieces:
         while piece:
@@ -209,6 +211,6 @@ def _unzstd(pieces: Iterator[bytes]) -> Iterator[bytes]:
 _PIECE = 1 << 20
 _ZSTD_STEP = 1 << 12
 _DECODERS: dict[str, Callable[[Iterator[bytes]], Iterator[bytes]]] = {
-    "deflate": _inflated,
+    "deflate": _inflate,
     "zstd": _unzstd,
 }

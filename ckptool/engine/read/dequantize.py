@@ -1,4 +1,4 @@
-"""Numbers from coarse ones and the scales of their blocks, as torch computes them.
+"""Dequantize: numbers from coarse ones and the scales of their blocks, as torch computes them.
 
 The formulas are those of ``torch.distributed.checkpoint.quantized_hf_storage`` (torch 2.13): FP8
 in blocks as DeepSeek-V3 stores it, and MXFP4 as gpt-oss does.
@@ -47,7 +47,7 @@ def fill_scaled(gathered: Gathered, at: Scaled, out: Array, box: Box, dtype: DTy
 
 
 def _region(part: Part, box: Box) -> tuple[Box, int | None]:
-    """What of the whole tensor holds all of a part's ``box``, and where in it that begins.
+    """Return what of the whole tensor holds all of a part's ``box``, and where in it that begins.
 
     Where the part is a box of the tensor, so is this, and the second value is None; else it is the
     least run of rows, along the first dim in which they are several.
@@ -65,13 +65,13 @@ def _region(part: Part, box: Box) -> tuple[Box, int | None]:
 
 
 def _index(shape: tuple[int, ...], element: int) -> list[int]:
-    """The index of an element in row-major order."""
+    """Return the index of an element in row-major order."""
     rows = row_major_strides(shape, 1)
     return [element // row % size for row, size in zip(rows, shape, strict=True)]
 
 
 def _of_blocks(gathered: Gathered, at: Scaled, box: Box, wanted: Any) -> Any:
-    """Value times scale, in 32 bits."""
+    """Multiply values by their scales, in 32 bits."""
     import torch
 
     grid = _blocks(box, at.block)
@@ -84,7 +84,7 @@ def _of_blocks(gathered: Gathered, at: Scaled, box: Box, wanted: Any) -> Any:
 
 
 def _of_four_bits(gathered: Gathered, at: Scaled, box: Box, wanted: Any) -> Any:
-    """Two numbers a byte, the lower half first, times two to the power of the scale less 127."""
+    """Decode two numbers per byte, the lower half first, times 2 ** (scale - 127)."""
     import torch
 
     grid, size = _blocks(box, at.block), at.block[-1]
@@ -101,7 +101,7 @@ def _of_four_bits(gathered: Gathered, at: Scaled, box: Box, wanted: Any) -> Any:
 
 
 def _blocks(box: Box, block: tuple[int, ...]) -> Box:
-    """The blocks that a box touches, in counts of blocks."""
+    """Return the blocks that a box touches, in counts of blocks."""
     return Box(
         tuple(lo // size for lo, size in zip(box.lo, block, strict=True)),
         tuple(-(-hi // size) for hi, size in zip(box.hi, block, strict=True)),
@@ -109,7 +109,7 @@ def _blocks(box: Box, block: tuple[int, ...]) -> Box:
 
 
 def _typed(bits: Array, dtype: DType) -> Any:
-    """Stored elements as a torch tensor of their type."""
+    """View stored elements as a torch tensor of their type."""
     import torch
 
     flat = torch.from_numpy(np.ascontiguousarray(bits).reshape(-1).view("u1"))

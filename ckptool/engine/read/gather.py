@@ -23,7 +23,7 @@ from ckptool.core.codec import decode
 from ckptool.core.dtype import DType
 from ckptool.core.plan import ChunkIndex
 from ckptool.engine.read.rounding import cast
-from ckptool.engine.read.row_cache import Noted, Rows
+from ckptool.engine.read.row_cache import NotePiece, RowCache
 from ckptool.errors import Damaged
 from ckptool.storage.local import SPAN, Files
 
@@ -34,42 +34,40 @@ _OVER_READ = 4
 
 
 def unit(itemsize: int) -> np.dtype[Any]:
-    """A numpy type of the same size that copies bits and never looks at them."""
+    """Return a numpy type of the same size, which copies bits and never looks at them."""
     return np.dtype(f"u{itemsize}" if itemsize <= 8 else f"V{itemsize}")
 
 
 def array(shape: tuple[int, ...], dtype: DType, buffer: memoryview) -> Array:
-    """A C-ordered array without values yet, in ``buffer`` where it fits."""
+    """Return a C-ordered array without values yet, in ``buffer`` where it fits."""
     nbytes = math.prod(shape) * dtype.itemsize
-    room = buffer if nbytes <= len(buffer) else memoryview(bytearray(nbytes))
-    return np.frombuffer(room, "u1", nbytes).view(unit(dtype.itemsize)).reshape(shape)
+    memory = buffer if nbytes <= len(buffer) else memoryview(bytearray(nbytes))
+    return np.frombuffer(memory, "u1", nbytes).view(unit(dtype.itemsize)).reshape(shape)
 
 
 def raw(values: Array) -> memoryview:
-    """The bytes of a C-ordered array, without a copy."""
+    """Return the bytes of a C-ordered array, without a copy."""
     return values.reshape(-1).view("u1").data
 
 
 class Gatherer:
     """Reads boxes of chunks for one thread, with at most one decoded blob kept.
 
-    ``noted`` is told of pieces of records that are read in passing: record, file offset, bytes.
+    ``note`` is called with pieces of records that are read in passing.
     """
 
-    def __init__(self, source: Files, noted: Noted = lambda record, offset, data: None) -> None:
+    def __init__(self, source: Files, note: NotePiece = lambda record, offset, data: None) -> None:
         self.tile = source.tile
-        self._noted = noted
+        self._note_piece = note
         self._reader = source.reader()
         self._block = source.block
-        self._rows = Rows(self._reader, noted)
+        self._rows = RowCache(self._reader, note)
         self._blob: tuple[EncodedBlob, bytes] | None = None
         self._indexes: dict[int, tuple[TensorEntry, ChunkIndex]] = {}
 
     def close(self) -> None:
+        """Close all files."""
         self._reader.close()
-
-    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
-        self._reader.read_into(file, offset, buffer)
 
     def forget(self) -> None:
         """Keep no rows any longer: the next boxes lie elsewhere."""
@@ -83,7 +81,7 @@ class Gatherer:
         if values.size and contiguous(at.strides, box.shape, values.itemsize):
             local = box.relative_to(chunk.box.lo)
             start = at.offset + sum(i * s for i, s in zip(local.lo, at.strides, strict=True))
-            self._noted(at.record, start, raw(np.ascontiguousarray(values)))
+            self._note_piece(at.record, start, raw(np.ascontiguousarray(values)))
 
     def fill(
         self, out: Array, chunk: Chunk, box: Box, dtype: DType, *, shared: bool = False
@@ -120,7 +118,7 @@ class Gatherer:
             raise TypeError(f"{at} was never located")
 
     def gathered(self, entry: TensorEntry, box: Box) -> Array:
-        """A box of a whole tensor, as its elements are stored.
+        """Return a box of a whole tensor, as its elements are stored.
 
         The chunks must cover the box. Runs of checksummed records are noted.
         """
@@ -129,17 +127,14 @@ class Gatherer:
         return values
 
     def values(self, entry: TensorEntry, box: Box) -> Array:
-        """As ``gathered``, in the element type that a rewrite asks for.
+        """Return the same as ``gathered``, in the element type that a rewrite asks for.
 
         Raises Unsupported where that needs torch and it is not there.
         """
-        stored = self.gathered(entry, box)
-        if entry.source_dtype == entry.dtype:
-            return stored
-        return cast(stored, entry.source_dtype, entry.dtype)
+        return cast(self.gathered(entry, box), entry.source_dtype, entry.dtype)
 
     def gather_into(self, values: Array, entry: TensorEntry, box: Box) -> None:
-        """As ``gathered``, into an array of the box's shape."""
+        """Read the same as ``gathered`` into an array of the box's shape."""
         for chunk, common in self._index(entry).find(box):
             where = common.relative_to(box.lo)
             view = values[tuple(map(slice, where.lo, where.hi))] if where.lo else values
@@ -147,15 +142,15 @@ class Gatherer:
             self._note_run(view, chunk, common)
 
     def _index(self, entry: TensorEntry) -> ChunkIndex:
-        """The index of a tensor's chunks; those of the last few tensors are kept."""
-        found = self._indexes.get(id(entry))
-        if found is None:
+        """Return the index of a tensor's chunks; those of the last few tensors are kept."""
+        known = self._indexes.get(id(entry))
+        if known is None:
             self._indexes = dict(list(self._indexes.items())[-3:])
-            found = self._indexes[id(entry)] = (entry, ChunkIndex(entry))
-        return found[1]
+            known = self._indexes[id(entry)] = (entry, ChunkIndex(entry))
+        return known[1]
 
     def _row_block(self, at: Extent, start: int, nbytes: int, out: Array, local: Box) -> Array:
-        """A box of the rows that lie at ``start``, read unless they are kept."""
+        """Return a box of the rows that lie at ``start``, read unless they are kept."""
         begin = self._rows.begin(at, start, nbytes)
         inside = begin + sum(i * s for i, s in zip(local.lo[1:], at.strides[1:], strict=True))
         return np.ndarray(out.shape, out.dtype, self._rows.buffer, inside, at.strides)
@@ -198,7 +193,7 @@ class Gatherer:
 
 
 def _runs(out: Array, dim: int, strides: tuple[int, ...]) -> list[memoryview] | None:
-    """The memory of each run of bytes, one an index of ``dim``; None where they are not so."""
+    """Return the memory of each run of bytes, one per index of ``dim``; None if not contiguous."""
     inner = out.shape[dim + 1 :]
     if math.prod(out.shape[:dim]) != 1 or not out.flags.c_contiguous:
         return None
@@ -209,25 +204,25 @@ def _runs(out: Array, dim: int, strides: tuple[int, ...]) -> list[memoryview] | 
 
 
 def _require_crc(at: EncodedBlob, blob: bytes, what: str) -> None:
-    """Damaged where a decoded blob is not what its writer checksummed."""
+    """Raise Damaged where a decoded blob is not what its writer checksummed."""
     record = at.record
     if record is None:
         return
-    found = zlib.crc32(memoryview(blob)[record.offset : record.offset + record.nbytes])
-    if found != record.crc32:
-        message = f"{what}: decodes to bytes of CRC-32 {found:08x}, recorded {record.crc32:08x}"
+    crc = zlib.crc32(memoryview(blob)[record.offset : record.offset + record.nbytes])
+    if crc != record.crc32:
+        message = f"{what}: decodes to bytes of CRC-32 {crc:08x}, recorded {record.crc32:08x}"
         raise Damaged(message, "crc-mismatch", file=at.file)
 
 
 def span_of(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:
-    """Bytes from the first to the last element of a box that has elements."""
+    """Return the bytes from the first to the last element of a box that has elements."""
     return itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
 
 
 def worth_a_span(
     shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, block: int = 1
 ) -> bool:
-    """Whether one read over the gaps, or into scratch, beats a read a run.
+    """Return whether one read over the gaps, into scratch, beats one read per run.
 
     It does where no gap spares a ``block``, the bytes that a read costs at least.
     """
@@ -243,8 +238,10 @@ def worth_a_span(
 
 
 def has_rows(chunk: Chunk, local: Box, itemsize: int) -> bool:
-    """Whether a box is a part of the rows of a row-major chunk, so that reading them whole serves
-    the boxes beside it too."""
+    """Return whether a box is a part of the rows of a row-major chunk.
+
+    Reading these rows whole then serves the boxes beside it too.
+    """
     at, shape = chunk.at, chunk.box.shape
     if not isinstance(at, Extent) or at.ops or len(shape) < 2:
         return False

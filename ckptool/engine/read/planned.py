@@ -8,10 +8,10 @@ from functools import cached_property
 from operator import mul, sub
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptool.core.catalog import Extent, Record, contiguous, stored_places
+from ckptool.core.catalog import Extent, contiguous, stored_places
 from ckptool.core.plan import Source, Tile
 from ckptool.engine.checksum import RecordCheck, crc32, crc32_combine
-from ckptool.engine.read.row_cache import Rows
+from ckptool.engine.read.row_cache import RowCache
 from ckptool.engine.read.tiles import Job
 from ckptool.storage.local import Files
 
@@ -44,7 +44,7 @@ def touch(records: RecordCheck, tile: Tile) -> None:
                 records.touch(at.record, tile.entry.name)
 
 
-class Piece(NamedTuple):
+class PlannedPiece(NamedTuple):
     """Bytes of a tile as they are to be written, ``skip`` bytes behind its beginning."""
 
     tile: Tile
@@ -54,6 +54,7 @@ class Piece(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Bytes that were read for it."""
         return len(self.data)
 
 
@@ -61,8 +62,8 @@ class PlanReader:
     """Reads tiles of a plan for one thread.
 
     Tiles of straight runs of bytes are read piece by piece, wide columns are joined from rows that
-    are read once; others are gathered by numpy, which is only then imported. ``records`` is told of
-    all pieces of checksummed records that are read.
+    are read once; others are gathered by numpy, which is only then imported. All pieces
+    of checksummed records that are read are noted in ``records``.
     """
 
     def __init__(self, source: Files, records: RecordCheck) -> None:
@@ -72,16 +73,16 @@ class PlanReader:
         self._buffer = memoryview(bytearray(source.tile))
 
     @cached_property
-    def _rows(self) -> Rows:
-        return Rows(self._reader, self._note)
+    def _rows(self) -> RowCache:
+        return RowCache(self._reader, self._records.note)
 
     @cached_property
     def _gatherer(self) -> Gatherer:
         from ckptool.engine.read.gather import Gatherer
 
-        return Gatherer(self._source, self._note)
+        return Gatherer(self._source, self._records.note)
 
-    def pieces(self, tiles: Sequence[Tile]) -> Iterator[Piece]:
+    def pieces(self, tiles: Sequence[Tile]) -> Iterator[PlannedPiece]:
         """Read tiles that share rows of the source, each piece valid until the next."""
         self._forget_rows()
         for tile in tiles:
@@ -91,7 +92,7 @@ class PlanReader:
                     yield from self._copied(tile, run)
             else:
                 data = self._bytes_of(tile, straight, shared=len(tiles) > 1)
-                yield Piece(tile, 0, data, crc32(data))
+                yield PlannedPiece(tile, 0, data, crc32(data))
 
     def data(self, tile: Tile) -> memoryview:
         """Return the bytes of a tile as they are to be written, until the next is asked for."""
@@ -115,7 +116,7 @@ class PlanReader:
         runs = (run_of(tile, source) for source in tile.sources)
         return [run for run in runs if run is not None]
 
-    def _copied(self, tile: Tile, run: Run) -> Iterator[Piece]:
+    def _copied(self, tile: Tile, run: Run) -> Iterator[PlannedPiece]:
         """Read a run of bytes in pieces that the processor's cache holds."""
         at, start, skip, nbytes = run
         total, step = 0, min(self._source.piece, len(self._buffer))
@@ -124,7 +125,7 @@ class PlanReader:
             self._reader.read_into(at.file, start + done, data)
             crc = crc32(data)
             total = crc32_combine(total, crc, len(data)) if done else crc
-            yield Piece(tile, skip + done, data, crc)
+            yield PlannedPiece(tile, skip + done, data, crc)
         if at.record is not None:
             self._records.piece(at.record, start, nbytes, total)
 
@@ -138,6 +139,7 @@ class PlanReader:
 
     def _gathered_bytes(self, tile: Tile, straight: list[Run], *, shared: bool) -> memoryview:
         from ckptool.engine.read.gather import raw
+        from ckptool.engine.read.rounding import cast
 
         values = self._gathered(tile, shared=shared)
         data = raw(values)
@@ -145,15 +147,7 @@ class PlanReader:
             if at.record is not None:
                 piece = data[skip : skip + nbytes]
                 self._records.piece(at.record, start, nbytes, crc32(piece))
-        return raw(self._target_values(tile, values))
-
-    def _target_values(self, tile: Tile, values: Array) -> Array:
-        """Return the gathered values in the element type that is written."""
-        from ckptool.engine.read.rounding import cast
-
-        if tile.entry.source_dtype == tile.entry.dtype:
-            return values
-        return cast(values, tile.entry.source_dtype, tile.entry.dtype)
+        return raw(cast(values, tile.entry.source_dtype, tile.entry.dtype))
 
     def _gathered(self, tile: Tile, *, shared: bool) -> Array:
         """Return the tile's elements as the source has them, in an array of the tile's shape."""
@@ -167,10 +161,7 @@ class PlanReader:
             self._gatherer.fill(view, source.chunk, source.box, dtype, shared=shared)
         return values
 
-    def _note(self, record: Record, offset: int, data: memoryview) -> None:
-        self._records.piece(record, offset, len(data), crc32(data))
 
-
-def plan_job(tiles: Sequence[Tile]) -> Job[Sequence[Tile], PlanReader, Piece]:
+def plan_job(tiles: Sequence[Tile]) -> Job[Sequence[Tile], PlanReader, PlannedPiece]:
     """Return the job that reads tiles which share rows of the source."""
     return Job(tiles, lambda reader: reader.pieces(tiles))

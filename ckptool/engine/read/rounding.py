@@ -27,10 +27,10 @@ _LEAST_HALF, _BEYOND_HALF = np.uint32(113 << 23), np.uint32(143 << 23)
 
 
 def cast(values: Array, stored: DType, wanted: DType) -> Array:
-    """The same numbers in another element type, rounded to the nearest even as torch does.
+    """Return the same numbers in another element type, rounded to nearest even as torch does.
 
-    ``values`` are stored bits of any shape, and so is the result. Unsupported where only torch does
-    it and it is not there.
+    ``values`` are stored bits of any shape, and so is the result. Raises Unsupported where only
+    torch does it and it is not there.
     """
     if stored == wanted:
         return values
@@ -46,7 +46,7 @@ def cast(values: Array, stored: DType, wanted: DType) -> Array:
 
 
 def _rounded(bits: Array, stored: str, wanted: str) -> Array:
-    """The bits in the other type; what is not 64 bits wide on both sides goes through 32."""
+    """Return the bits in the other type; what is not 64 bits wide on both sides goes through 32."""
     if stored == "float64":
         single = bits.view(np.float64).astype(np.float32).view(np.uint32)
     elif stored == "bfloat16":
@@ -63,7 +63,7 @@ def _rounded(bits: Array, stored: str, wanted: str) -> Array:
 
 
 def _from_half(bits: Array) -> Array:
-    """Halves as floats of 32 bits; NaNs become quiet."""
+    """Widen halves to floats of 32 bits; NaNs become quiet."""
     wide = bits.astype(np.uint32)
     single: Array = (wide & np.uint32(0x7FFF)) << np.uint32(13)
     single += np.uint32(112 << 23)
@@ -93,7 +93,7 @@ def _to_bfloat16(single: Array, quiet: int) -> Array:
 
 
 def _to_half(single: Array) -> Array:
-    """Floats of 32 bits as halves; NaNs become quiet and keep the upper bits of their payload.
+    """Round floats of 32 bits to halves; NaNs become quiet and keep their payload's upper bits.
 
     Normal numbers are rounded as integers, for numpy's own way is slow.
     """

@@ -9,22 +9,23 @@ from ckptool.core.catalog import Extent, Record, contiguous
 from ckptool.core.plan import Source, Tile
 from ckptool.storage.local import SPAN, FileReader
 
-Noted = Callable[[Record, int, memoryview], None]
+NotePiece = Callable[[Record, int, memoryview], None]
+"""Called with each piece of a checksummed record: the record, the file offset and the bytes."""
 
 _NARROW = 512
 """Bytes of a row of a column block below which numpy's copy beats joining pieces."""
 _MOST_PIECES = 1 << 15
 
 
-class Rows:
+class RowCache:
     """Rows of row-major chunks, for one thread: kept in ``buffer`` while there is room.
 
-    ``noted`` is told of the rows of checksummed records: record, file offset, bytes.
+    ``note`` is called with the rows of checksummed records.
     """
 
-    def __init__(self, reader: FileReader, noted: Noted) -> None:
+    def __init__(self, reader: FileReader, note: NotePiece) -> None:
         self._reader = reader
-        self._noted = noted
+        self._note = note
         self.buffer = memoryview(bytearray(SPAN))
         self._kept: dict[tuple[str, int, int], int] = {}
         self._used = 0
@@ -37,15 +38,15 @@ class Rows:
         self._used = 0
 
     def scratch(self, nbytes: int) -> memoryview:
-        """Room for at most SPAN bytes; no rows are kept any longer."""
+        """Return memory for at most SPAN bytes; no rows are kept any longer."""
         self.forget()
         return self.buffer[:nbytes]
 
     def begin(self, at: Extent, start: int, nbytes: int) -> int:
-        """Where in ``buffer`` the rows at file offset ``start`` lie, read unless they are kept."""
-        found = self._kept.get((at.file, start, nbytes))
-        if found is not None:
-            return found
+        """Return where in ``buffer`` rows of the file lie; they are read unless they are kept."""
+        kept = self._kept.get((at.file, start, nbytes))
+        if kept is not None:
+            return kept
         if self._used + nbytes > SPAN:
             self.forget()
         begin = self._used
@@ -54,14 +55,14 @@ class Rows:
         self._kept[at.file, start, nbytes] = begin
         self._used += nbytes
         if at.record is not None:
-            self._noted(at.record, start, view)
+            self._note(at.record, start, view)
         return begin
 
     def columns(self, tile: Tile) -> bytes | None:
-        """The bytes of a tile that is one block of wide columns; None where it is not."""
-        found = [_column(tile, source) for source in sorted(tile.sources, key=_first_row)]
-        columns = [column for column in found if column is not None]
-        if len(columns) < len(found) or not self._make_room(columns):
+        """Return the bytes of a tile that is one block of wide columns; None where it is not."""
+        blocks = [_column(tile, source) for source in sorted(tile.sources, key=_first_row)]
+        columns = [column for column in blocks if column is not None]
+        if len(columns) < len(blocks) or not self._make_room(columns):
             return None
         pieces: list[memoryview] = []
         for column in columns:
@@ -70,24 +71,24 @@ class Rows:
         return b"".join(pieces)
 
     def _make_room(self, columns: list[_Column]) -> bool:
-        """Whether the rows of all columns can be kept together; others are forgotten for them."""
+        """Return whether the rows of all columns fit together; others are forgotten for them."""
         sizes = {(c.at.file, c.start, c.rows * c.row) for c in columns}
         if self._used + sum(size[2] for size in sizes - self._kept.keys()) > SPAN:
             self.forget()
         return sum(size[2] for size in sizes) <= SPAN
 
     def _cut(self, begin: int, rows: int, row: int, width: int) -> list[memoryview]:
-        """``width`` bytes of each row of ``buffer``, from ``begin``; lately made ones are kept."""
-        found = self._cuts.get((begin, rows, row, width))
-        if found is None:
+        """Return ``width`` bytes of each row of ``buffer``, from ``begin``; the last are kept."""
+        pieces = self._cuts.get((begin, rows, row, width))
+        if pieces is None:
             if self._pieces + rows > _MOST_PIECES:
                 self._cuts.clear()
                 self._pieces = 0
             starts = range(begin, begin + rows * row, row)
-            found = [self.buffer[start : start + width] for start in starts]
-            self._cuts[begin, rows, row, width] = found
+            pieces = [self.buffer[start : start + width] for start in starts]
+            self._cuts[begin, rows, row, width] = pieces
             self._pieces += rows
-        return found
+        return pieces
 
 
 class _Column(NamedTuple):
@@ -102,7 +103,7 @@ class _Column(NamedTuple):
 
 
 def _column(tile: Tile, source: Source) -> _Column | None:
-    """The block of wide columns that fills rows of a tile, or None where a source is none."""
+    """Return the block of wide columns that fills rows of a tile; None where a source is none."""
     at, (low, _), (lo, _), wanted = source.chunk.at, source.chunk.box, source.box, source.box.shape
     if not isinstance(at, Extent) or at.ops or len(wanted) < 2:
         return None

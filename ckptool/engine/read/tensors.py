@@ -15,7 +15,6 @@ from ckptool.core.catalog import (
     EncodedBlob,
     Extent,
     Place,
-    Record,
     TensorEntry,
     places,
     stored_places,
@@ -23,7 +22,7 @@ from ckptool.core.catalog import (
 from ckptool.core.dtype import DType
 from ckptool.core.layout import tiles
 from ckptool.core.plan import ChunkIndex
-from ckptool.engine.checksum import RecordCheck, crc32, require_intact
+from ckptool.engine.checksum import RecordCheck, require_intact
 from ckptool.engine.read.gather import Array, Gatherer, array
 from ckptool.engine.read.rounding import cast
 from ckptool.engine.read.tiles import Job, read_tiles
@@ -71,7 +70,7 @@ class CheckedSource:
 
     def reader(self) -> Gatherer:
         """Return what one thread reads with."""
-        return Gatherer(self.files, self._note)
+        return Gatherer(self.files, self._records.note)
 
     def problems(self, entries: Iterable[TensorEntry], workers: int) -> list[Problem]:
         """Return a problem for each record of these tensors that is not as it was written.
@@ -93,9 +92,6 @@ class CheckedSource:
             for place in places(entry):
                 if isinstance(place, Extent) and place.record is not None:
                     self._records.touch(place.record, entry.name)
-
-    def _note(self, record: Record, offset: int, data: memoryview) -> None:
-        self._records.piece(record, offset, len(data), crc32(data))
 
 
 def tensor_job(

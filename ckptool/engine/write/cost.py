@@ -1,4 +1,4 @@
-"""What a transfer reads, told without reading."""
+"""What a transfer will read, from its plan alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Run = tuple[str, int, int]
 
 
 def bytes_to_read(plan: Plan, source: Files) -> int:
-    """Bytes that a run of the plan reads from the source's files, tile by tile.
+    """Return the bytes that a run of the plan reads from the source's files, tile by tile.
 
     More than the tensors hold where a gap costs less than another read, or where several files
     need one chunk that must be decoded whole. Of a store whole blocks are read, and few are kept
@@ -34,7 +34,7 @@ def bytes_to_read(plan: Plan, source: Files) -> int:
 
 
 def _of_blocks(groups: Iterable[Iterable[Run]], source: Files) -> int:
-    """Bytes of the blocks that are fetched; a group's are fetched once, and the last are kept."""
+    """Return the bytes of the blocks that are fetched, once for a group; the last are kept."""
     block = source.block
     kept: OrderedDict[tuple[str, int], None] = OrderedDict()
     total = 0
@@ -48,15 +48,15 @@ def _of_blocks(groups: Iterable[Iterable[Run]], source: Files) -> int:
             if (file, number) not in kept:
                 total += min(block, source.files[file] - number * block)
         kept.update(touched)
-        for one in touched:
-            kept.move_to_end(one)
+        for key in touched:
+            kept.move_to_end(key)
         while len(kept) * block > _KEPT:
             kept.popitem(last=False)
     return total
 
 
 def _group_runs(plan: Plan, group: Group, block: int) -> list[Run]:
-    """What is read for parts that are cut in step; rows they share are read once."""
+    """Return what is read for parts that are cut in step; rows they share are read once."""
     entry = plan.catalog.tensors[group.parts[0].part.name]
     index, itemsize = plan.index(entry), entry.source_dtype.itemsize
     alone: list[Run] = []
@@ -91,7 +91,7 @@ def _box_runs(chunk: Chunk, local: Box, itemsize: int, block: int) -> Iterator[R
 def _strided_runs(
     file: str, start: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int, block: int
 ) -> Iterator[Run]:
-    """One read where that is worth it, else one for each index of the dim that lies widest."""
+    """Yield one read where that is worth it, else one for each index of the widest dim."""
     if worth_a_span(shape, strides, size, block):
         yield file, start, span_of(shape, strides, size)
         return

@@ -22,7 +22,7 @@ from ckptool.engine.checksum import (
     require_intact,
 )
 from ckptool.engine.options import RunOptions
-from ckptool.engine.read.planned import Piece, PlanReader, plan_job, touch
+from ckptool.engine.read.planned import PlannedPiece, PlanReader, plan_job, touch
 from ckptool.engine.read.tiles import ByteReader, ByteSource, byte_job, read_tiles
 from ckptool.engine.write.journal import NO_JOURNAL, Journal
 from ckptool.errors import Damaged, TransferError, Unsupported
@@ -169,12 +169,12 @@ class _PlanWriter:
         with open(descriptor, "wb") as stream:
             allocate(stream.fileno(), file.nbytes)
 
-    def _write_tiles(self, tiles: Sequence[Tile], read: Iterator[Piece]) -> None:
+    def _write_tiles(self, tiles: Sequence[Tile], read: Iterator[PlannedPiece]) -> None:
         """Write the pieces of some tiles as they are read."""
         for tile, parts in groupby(read, attrgetter("tile")):
             self._count(tile, join_crcs([self._write_piece(tile, piece) for piece in parts]))
 
-    def _write_piece(self, tile: Tile, piece: Piece) -> CrcPiece:
+    def _write_piece(self, tile: Tile, piece: PlannedPiece) -> CrcPiece:
         self._output.write(self._files[tile.file].path, tile.offset + piece.skip, piece.data)
         return piece.skip, piece.nbytes, piece.crc
 

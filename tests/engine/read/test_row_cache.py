@@ -14,7 +14,7 @@ from ckptool.core.catalog import Chunk, Extent, Record, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.plan import Source, Tile
 from ckptool.engine.read import row_cache as rows
-from ckptool.engine.read.row_cache import Rows
+from ckptool.engine.read.row_cache import RowCache
 from ckptool.storage.local import LocalReader
 
 FLOAT = BY_NAME["float32"]
@@ -60,7 +60,7 @@ def test_columns_of_two_chunks(
         saved(tmp_path / "b", whole[upper:], (upper, *zeros)),
     ]
     reader = LocalReader(str(tmp_path))
-    kept, start = Rows(reader, lambda *read: None), 0
+    kept, start = RowCache(reader, lambda *read: None), 0
     for width in widths:
         box = Box((0, start, 0), (upper + lower, start + width * WIDE, depth))
         found = kept.columns(tile(chunks[::-1], box))
@@ -82,7 +82,7 @@ def test_what_is_no_block_of_wide_columns(
 ) -> None:
     chunk = saved(tmp_path / "a", values(*shape), (0,) * len(shape))
     reader = LocalReader(str(tmp_path))
-    assert Rows(reader, lambda *read: None).columns(tile([chunk], Box(lo, hi))) is None
+    assert RowCache(reader, lambda *read: None).columns(tile([chunk], Box(lo, hi))) is None
     reader.close()
 
 
@@ -90,7 +90,7 @@ def test_bytes_that_need_repair_are_left_to_others(tmp_path: Path) -> None:
     chunk = saved(tmp_path / "a", values(4, 2 * WIDE), ops=("byteswap",))
     reader = LocalReader(str(tmp_path))
     wanted = tile([chunk], Box((0, 0), (4, WIDE)))
-    assert Rows(reader, lambda *read: None).columns(wanted) is None
+    assert RowCache(reader, lambda *read: None).columns(wanted) is None
     reader.close()
 
 
@@ -101,7 +101,7 @@ def test_rows_that_do_not_fit_are_left_to_others(
     chunks = [saved(tmp_path / "a", whole[:4]), saved(tmp_path / "b", whole[4:], (4, 0))]
     monkeypatch.setattr(rows, "SPAN", whole.nbytes // 2)
     reader = LocalReader(str(tmp_path))
-    kept = Rows(reader, lambda *read: None)
+    kept = RowCache(reader, lambda *read: None)
     assert kept.columns(tile(chunks, Box((0, 0), (8, WIDE)))) is None
     for half in range(2):
         box = Box((4 * half, WIDE), (4 * half + 4, 2 * WIDE))
@@ -115,7 +115,7 @@ def test_rows_are_read_once_for_all_their_columns(tmp_path: Path) -> None:
     chunk = saved(tmp_path / "a", whole, record=record)
     noted: list[tuple[int, int]] = []
     reader = LocalReader(str(tmp_path))
-    kept = Rows(reader, lambda record, offset, data: noted.append((offset, len(data))))
+    kept = RowCache(reader, lambda record, offset, data: noted.append((offset, len(data))))
     for column in range(3):
         kept.columns(tile([chunk], Box((0, column * WIDE), (4, (column + 1) * WIDE))))
     assert noted == [(0, whole.nbytes)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ckptool.commands.open import Opened
 from ckptool.commands.verify.compare.names import readable, unread_notes
 from ckptool.core.catalog import Catalog, Chunk, Copy, EncodedBlob, Extent, TensorEntry
-from ckptool.engine.check.digest import Intact, file_digests
+from ckptool.engine.check.digest import DamageMap, file_digests
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.errors import Problem, Unsupported
 from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
@@ -45,10 +45,10 @@ def find_intact(opened: Opened, problems: Iterable[Problem], workers: int) -> In
     lost |= {name: str(problem) for name, problem in unreadable.items()}
     lost |= _in_files_of_others(catalog, _suspect_files(unreadable.values()))
     catalog = _without(catalog, lost, set())
-    intact = Intact(catalog.tensors.values(), source, workers)
+    damage = DamageMap(catalog.tensors.values(), source, workers)
     kept: dict[str, TensorEntry] = {}
     for name, entry in catalog.tensors.items():
-        repaired = _with_intact_chunks(entry, intact)
+        repaired = _with_intact_chunks(entry, damage)
         if isinstance(repaired, str):
             lost[name] = repaired
         elif differing := differing_replicas([repaired], source):
@@ -138,17 +138,17 @@ def _chunk_of(chunk: Chunk, copies: list[Copy]) -> Chunk | None:
     return Chunk(chunk.box, first.at, rank, tuple(others))
 
 
-def _with_intact_chunks(entry: TensorEntry, intact: Intact) -> TensorEntry | str:
+def _with_intact_chunks(entry: TensorEntry, damage: DamageMap) -> TensorEntry | str:
     """Return the tensor with damaged chunks replaced by copies, or what is wrong with it."""
     chunks = []
     itemsize = entry.source_dtype.itemsize
     for chunk in entry.chunks:
         copies = _copies(chunk)
-        damage = [intact.problem(copy.at, chunk.box.shape, itemsize) for copy in copies]
-        good = [copy for copy, why in zip(copies, damage, strict=True) if why is None]
+        reasons = [damage.problem(copy.at, chunk.box.shape, itemsize) for copy in copies]
+        good = [copy for copy, why in zip(copies, reasons, strict=True) if why is None]
         repaired = _chunk_of(chunk, good)
         if repaired is None:
-            return f"{entry.name} {chunk.box}: {damage[0]}"
+            return f"{entry.name} {chunk.box}: {reasons[0]}"
         chunks.append(repaired)
     return replace(entry, chunks=tuple(chunks))
 
