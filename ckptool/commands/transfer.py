@@ -17,7 +17,7 @@ from ckptool.core.catalog import Catalog, TensorEntry, tied
 from ckptool.core.layout import written_entries
 from ckptool.core.plan import Plan
 from ckptool.engine.check.replicas import differing_replicas
-from ckptool.engine.ranks import Node, Ranks, begin_output, share_files
+from ckptool.engine.ranks import NodeRanks, Ranks, begin_output, share_files
 from ckptool.engine.read.tiles import require_unchanged
 from ckptool.engine.write.stage import RESUME_HINT, Output, Stage, StageOptions
 from ckptool.errors import (
@@ -313,7 +313,7 @@ class Transfer:
             digest.update(repr((value.name, value.path)).encode())
         return digest.hexdigest()
 
-    def _verify(self, stage: Output, progress: Progress, node: Node) -> None:
+    def _verify(self, stage: Output, progress: Progress, node: NodeRanks) -> None:
         """Compare the content of this rank's share of tensors, as it lies on disk, with the source.
 
         The content is hashed in row-major order of the whole tensor, so that it does not depend on

@@ -199,7 +199,7 @@ def _balanced(sizes: Sequence[int], count: int) -> list[int]:
     return owners
 
 
-class Node(NamedTuple):
+class NodeRanks(NamedTuple):
     """The ranks that write into the place that this one writes into, out of all ``places``.
 
     All ranks do on a shared disk, else those of one machine.
@@ -225,7 +225,7 @@ class Node(NamedTuple):
         return len(self.ranks)
 
 
-def begin_output(stage: Output, ranks: Ranks) -> Node:
+def begin_output(stage: Output, ranks: Ranks) -> NodeRanks:
     """Begin the output in each place that ranks write into: each will hold all of it.
 
     Raises as ``Output.begin`` does, TransferError where a rank sees none that was begun.
@@ -244,7 +244,7 @@ def begin_output(stage: Output, ranks: Ranks) -> Node:
     first = ranks.together(lambda: _first_of(stage, ranks, tokens))
     firsts = ranks.gather(first)
     members = tuple(rank for rank, leader in enumerate(firsts) if leader == first)
-    return Node(ranks.rank, members, len(set(firsts)))
+    return NodeRanks(ranks.rank, members, len(set(firsts)))
 
 
 def _first_of(stage: Output, ranks: Ranks, tokens: list[str]) -> int:

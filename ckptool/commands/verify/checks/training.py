@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
-
-import numpy as np
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from itertools import islice
 
 from ckptool.commands.stats import decode, is_numeric
-from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Container, RankStep, TensorEntry
 from ckptool.core.state_category import state_category
-from ckptool.engine.read.gather import Gatherer, unit
+from ckptool.engine.read.gather import Gatherer
+from ckptool.engine.read.tensors import TensorSource, TensorTile, place_job
+from ckptool.engine.read.tiles import Job, read_tiles
 from ckptool.errors import CkptoolError, Problem
 from ckptool.storage.local import Files
 
@@ -134,15 +135,14 @@ def _is_number(value: object) -> bool:
 
 def _differing_tensors(located: Iterable[TensorEntry], source: Files) -> list[Problem]:
     values: dict[float, list[str]] = defaultdict(list)
-    gatherer = Gatherer(source)
-    try:
-        for entry in located:
-            if entry.name.endswith(".step") and state_category(entry) == "optimizer":
-                value = _only_value(entry, gatherer)
-                if value is not None:
-                    values[value].append(entry.name)
-    finally:
-        gatherer.close()
+
+    def collect(entry: TensorEntry, tiles: Iterator[TensorTile]) -> None:
+        with suppress(CkptoolError):
+            for tile in tiles:
+                value = decode(tile.values.reshape(-1), entry.source_dtype)[0]
+                values[float(value)].append(entry.name)
+
+    read_tiles(TensorSource(source), _counter_jobs(located), collect, 1)
     if len(values) < 2:
         return []
     code = "steps-differ" if len(values) <= _FEW_VALUES else "steps-scattered"
@@ -153,20 +153,16 @@ def _differing_tensors(located: Iterable[TensorEntry], source: Files) -> list[Pr
     return [Problem(message, code, tensor=ordered[0][1][0])]
 
 
-def _only_value(entry: TensorEntry, gatherer: Gatherer) -> float | None:
-    """Return the value of a tensor of one element; None where it has more or cannot be read."""
-    dtype = entry.source_dtype
-    if entry.elements != 1 or not is_numeric(dtype):
-        return None
-    for chunk in entry.chunks:
-        if chunk.box.volume and not isinstance(chunk.at, Container):
-            out = np.empty(chunk.box.shape, unit(dtype.itemsize))
-            try:
-                gatherer.fill_from(chunk.at, out, Box.whole(chunk.box.shape), dtype)
-            except CkptoolError:
-                return None
-            return float(decode(out.reshape(-1), dtype)[0])
-    return None
+def _counter_jobs(
+    located: Iterable[TensorEntry],
+) -> Iterator[Job[TensorEntry, Gatherer, TensorTile]]:
+    """Yield the jobs that read the step counters of one element, each from its first chunk."""
+    for entry in located:
+        is_counter = entry.name.endswith(".step") and state_category(entry) == "optimizer"
+        if is_counter and entry.elements == 1 and is_numeric(entry.source_dtype):
+            chunks = (c for c in entry.chunks if c.box.volume and not isinstance(c.at, Container))
+            for chunk in islice(chunks, 1):
+                yield place_job(entry, chunk.at, chunk.box.shape, entry.source_dtype.itemsize)
 
 
 def _some(names: list[str]) -> str:
