@@ -63,6 +63,7 @@ class Gatherer:
         self._block = source.block
         self._rows = RowCache(self._reader, note)
         self._blob: tuple[EncodedBlob, bytes] | None = None
+        self._buffer = memoryview(b"")
         self._indexes: dict[int, tuple[TensorEntry, ChunkIndex]] = {}
 
     def close(self) -> None:
@@ -126,12 +127,21 @@ class Gatherer:
         self.gather_into(values, entry, box)
         return values
 
+    def stored(self, entry: TensorEntry, box: Box) -> Array:
+        """Return the same as ``gathered``, in memory that the next call may use again."""
+        nbytes = box.volume * entry.source_dtype.itemsize
+        if nbytes > len(self._buffer):
+            self._buffer = memoryview(bytearray(nbytes))
+        values = array(box.shape, entry.source_dtype, self._buffer)
+        self.gather_into(values, entry, box)
+        return values
+
     def values(self, entry: TensorEntry, box: Box) -> Array:
-        """Return the same as ``gathered``, in the element type that a rewrite asks for.
+        """Return the same as ``stored``, in the element type that a rewrite asks for.
 
         Raises Unsupported where that needs torch and it is not there.
         """
-        return cast(self.gathered(entry, box), entry.source_dtype, entry.dtype)
+        return cast(self.stored(entry, box), entry.source_dtype, entry.dtype)
 
     def gather_into(self, values: Array, entry: TensorEntry, box: Box) -> None:
         """Read the same as ``gathered`` into an array of the box's shape."""

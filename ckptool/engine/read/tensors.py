@@ -109,7 +109,7 @@ def _read_tensor(
     entry: TensorEntry, limit: int | None, stored: bool, gatherer: Gatherer
 ) -> Iterator[TensorTile]:
     itemsize = entry.source_dtype.itemsize
-    read = gatherer.gathered if stored else gatherer.values
+    read = gatherer.stored if stored else gatherer.values
     for box in tiles(Box.whole(entry.shape), itemsize, limit or gatherer.tile):
         yield TensorTile(box, read(entry, box), box.volume * itemsize)
 
