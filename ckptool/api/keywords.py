@@ -21,15 +21,10 @@ class ReadKeywords(TypedDict, total=False):
     world_size: int | None
 
 
-class OpenKeywords(TypedDict, total=False):
+class OpenKeywords(ReadKeywords, total=False):
     """Keywords of ``ReadOptions``, ``RewriteOptions``."""
 
-    from_format: str | None
-    per_rank: bool
-    flat_params: AnyPath | None
-    tp_rule: Strings
     split_stacked: bool
-    world_size: int | None
     select: Strings
     drop: Strings
     model_only: bool
@@ -43,26 +38,9 @@ class OpenKeywords(TypedDict, total=False):
     dequantize: bool
 
 
-class ConvertKeywords(TypedDict, total=False):
+class ConvertKeywords(OpenKeywords, total=False):
     """Keywords of ``ConvertOptions``."""
 
-    from_format: str | None
-    per_rank: bool
-    flat_params: AnyPath | None
-    tp_rule: Strings
-    split_stacked: bool
-    world_size: int | None
-    select: Strings
-    drop: Strings
-    model_only: bool
-    strip_prefix: str | None
-    rename: Strings
-    map: str | None
-    dim: Mapping[str, int]
-    hf_assets: AnyPath | None
-    inverse: bool | None
-    dtype: AnyDType | Sequence[AnyDType] | None
-    dequantize: bool
     max_shard_size: Size
     single_rank: bool
     overwrite: bool
@@ -102,14 +80,9 @@ class ReshardKeywords(TypedDict, total=False):
     check: bool
 
 
-class VerifyRunKeywords(TypedDict, total=False):
+class VerifyRunKeywords(ReadKeywords, total=False):
     """Keywords of ``VerifyOptions``."""
 
-    from_format: str | None
-    per_rank: bool
-    flat_params: AnyPath | None
-    tp_rule: Strings
-    world_size: int | None
     quick: bool
     sample: float | str
     seed: int
@@ -119,15 +92,9 @@ class VerifyRunKeywords(TypedDict, total=False):
     workers: int | None
 
 
-class VerifyKeywords(TypedDict, total=False):
+class VerifyKeywords(OpenKeywords, total=False):
     """Keywords of ``VerifyOptions``, ``RewriteOptions``, ``ManifestOptions``."""
 
-    from_format: str | None
-    per_rank: bool
-    flat_params: AnyPath | None
-    tp_rule: Strings
-    split_stacked: bool
-    world_size: int | None
     quick: bool
     sample: float | str
     seed: int
@@ -135,60 +102,27 @@ class VerifyKeywords(TypedDict, total=False):
     strict: bool
     ignore: Strings
     workers: int | None
-    select: Strings
-    drop: Strings
-    model_only: bool
-    strip_prefix: str | None
-    rename: Strings
-    map: str | None
-    dim: Mapping[str, int]
-    hf_assets: AnyPath | None
-    inverse: bool | None
-    dtype: AnyDType | Sequence[AnyDType] | None
-    dequantize: bool
     write_manifest: AnyPath | None
     manifest: AnyPath | None
     overwrite: bool
 
 
-class CompareKeywords(TypedDict, total=False):
+class CompareKeywords(OpenKeywords, total=False):
     """Keywords of ``VerifyOptions``, ``RewriteOptions``, ``CompareOptions``."""
 
-    from_format: str | None
-    per_rank: bool
-    flat_params: AnyPath | None
-    tp_rule: Strings
-    split_stacked: bool
-    world_size: int | None
     fail_nonfinite: bool
     strict: bool
     ignore: Strings
     workers: int | None
-    select: Strings
-    drop: Strings
-    model_only: bool
-    strip_prefix: str | None
-    rename: Strings
-    map: str | None
-    dim: Mapping[str, int]
-    hf_assets: AnyPath | None
-    inverse: bool | None
-    dtype: AnyDType | Sequence[AnyDType] | None
-    dequantize: bool
     rtol: float | None
     atol: float | None
     cast: bool
     other_format: str | None
 
 
-class SalvageKeywords(TypedDict, total=False):
+class SalvageKeywords(ReadKeywords, total=False):
     """Keywords of ``SalvageOptions``."""
 
-    from_format: str | None
-    per_rank: bool
-    flat_params: AnyPath | None
-    tp_rule: Strings
-    world_size: int | None
     overwrite: bool
     workers: int | None
 

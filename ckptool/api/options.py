@@ -202,15 +202,25 @@ def _keyword_lines(known: type) -> str:
 
 
 def source_text() -> Iterator[str]:
-    """Yield the lines of ``keywords.py``."""
+    """Yield the lines of ``keywords.py``; a type inherits what an earlier one has."""
     yield from _HEADER.splitlines()
+    written: dict[str, dict[str, str]] = {"TypedDict": {}}
     for name, parts in KEYWORDS.items():
+        hints = {keyword: _hint_text(option) for keyword, option in keywords_of(name).items()}
+        smaller = [
+            base for base, inherited in written.items() if inherited.items() <= hints.items()
+        ]
+        base = max(smaller, key=lambda base: len(written[base]))
         classes = ", ".join(f"``{part.kind.__name__}``" for part in parts)
-        yield from ("", "", f"class {name}(TypedDict, total=False):")
+        yield from ("", "", f"class {name}({base}, total=False):")
         yield from (f'    """Keywords of {classes}."""', "")
-        for keyword, option in keywords_of(name).items():
-            optional = " | None" if option.default is None else ""
-            yield f"    {keyword}: {option.kind.keyword}{optional}"
+        own = [keyword for keyword in hints if keyword not in written[base]]
+        yield from (f"    {keyword}: {hints[keyword]}" for keyword in own)
+        written[name] = hints
+
+
+def _hint_text(option: Option) -> str:
+    return option.kind.keyword + (" | None" if option.default is None else "")
 
 
 _HEADER = """\
