@@ -19,16 +19,16 @@ from ckptool.formats.deepspeed.checkpoint import (
     LATEST,
     LATEST_UNIVERSAL,
     OPTIMIZER_STATE,
-    holds_model_file,
-    tags,
+    has_model_file,
+    list_tags,
 )
 from ckptool.serialization.source import Source
 
 
 def _probe(source: Source) -> bool:
     if LATEST in source.files:
-        return bool(tags(source))
-    return holds_model_file(source.files)
+        return bool(list_tags(source))
+    return has_model_file(source.files)
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:

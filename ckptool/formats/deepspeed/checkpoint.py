@@ -60,19 +60,19 @@ class TagFiles:
         return [path for kind in _PATTERNS for path in getattr(self, kind).values()]
 
 
-def holds_model_file(names: Iterable[str]) -> bool:
+def has_model_file(names: Iterable[str]) -> bool:
     """Return whether a folder with these files is one of DeepSpeed's tags."""
     return any(_MODEL.fullmatch(name) for name in names)
 
 
-def without_copies(paths: Iterable[str]) -> list[str]:
+def drop_copies(paths: Iterable[str]) -> list[str]:
     """Drop the model files of ZeRO 3 where there are others, as a universal checkpoint has."""
     matches = {path: _MODEL.fullmatch(path.rpartition("/")[2]) for path in paths}
     whole = any(match and match[1] is None for match in matches.values())
     return [path for path, m in matches.items() if not (whole and m and m[1] is not None)]
 
 
-def tag_folder(source: Source, marker: str) -> str:
+def find_tag_folder(source: Source, marker: str) -> str:
     """Return the folder of the tag that the marker file names, with a trailing slash.
 
     Empty without one. Raises Damaged where the marker names a folder that is not there.
@@ -84,7 +84,7 @@ def tag_folder(source: Source, marker: str) -> str:
     folder = text.strip() + "/"
     if len(folder) > 1 and any(name.startswith(folder) for name in source.files):
         return folder
-    others = ", ".join(tags(source)) or "no other tag"
+    others = ", ".join(list_tags(source)) or "no other tag"
     raise Damaged(
         f"{marker} names the tag {text.strip()[:80]!r}, which does not exist; found: {others}",
         "file-missing",
@@ -93,7 +93,7 @@ def tag_folder(source: Source, marker: str) -> str:
     )
 
 
-def tags(source: Source) -> list[str]:
+def list_tags(source: Source) -> list[str]:
     """Return the folders directly below the root that hold model files of DeepSpeed."""
     paths = (name.partition("/") for name in source.files if name.count("/") == 1)
     return list(dict.fromkeys(folder for folder, _, name in paths if _MODEL.fullmatch(name)))
@@ -203,7 +203,7 @@ class DeepSpeedCheckpoint:
         """Return the global rank of a data-parallel and a model-parallel one."""
         return self.grid.rank(dp, mp)
 
-    def state(self, file: str) -> State:
+    def read_file(self, file: str) -> State:
         """Return the state in the file of a layer or an expert, which is opened once."""
         if file not in self._states:
             self._states[file] = read_state(self.source, file)
@@ -220,18 +220,18 @@ def read_checkpoint(source: Source, files: TagFiles) -> DeepSpeedCheckpoint:
         {ranks: read_optimizer(source, file) for ranks, file in kind.items()}
         for kind in (files.optimizers, files.expert_optimizers)
     )
-    grid = _grid(files, models[min(models)], optimizers)
+    grid = _read_grid(files, models[min(models)], optimizers)
     return DeepSpeedCheckpoint(source, files, models, optimizers, expert_optimizers, grid)
 
 
-def _grid(files: TagFiles, first: State, optimizers: Mapping[Ranks, State]) -> Grid:
+def _read_grid(files: TagFiles, first: State, optimizers: Mapping[Ranks, State]) -> Grid:
     """Return the degrees of parallelism; Damaged where the file of a rank is missing."""
     model_ranks = first.count("mp_world_size", 1 + max(mp for _, mp in files.models))
-    data = _data_ranks(files, first, optimizers)
+    data = _count_data_ranks(files, first, optimizers)
     _require_all(files.models, data if files.stage_3 else 1, model_ranks, "model states")
     if optimizers:
         _require_all(files.optimizers, data, model_ranks, "optimizer states")
-    tensor = _tensor_ranks(files, first, model_ranks)
+    tensor = _count_tensor_ranks(files, first, model_ranks)
     if model_ranks % tensor:
         raise Damaged(
             f"{first.file.what}: {model_ranks} model ranks with {tensor} tensor ranks",
@@ -260,7 +260,7 @@ def _require_all(files: Mapping[Ranks, str], dp: int, mp: int, what: str) -> Non
         )
 
 
-def _data_ranks(files: TagFiles, first: State, optimizers: Mapping[Ranks, State]) -> int:
+def _count_data_ranks(files: TagFiles, first: State, optimizers: Mapping[Ranks, State]) -> int:
     """Return the number of data-parallel ranks, which partition_count tells for each group of them.
 
     Where that cannot be read, the files are counted: nothing of an optimizer is placed then.
@@ -280,7 +280,7 @@ def _data_ranks(files: TagFiles, first: State, optimizers: Mapping[Ranks, State]
         return highest
 
 
-def _tensor_ranks(files: TagFiles, first: State, model_ranks: int) -> int:
+def _count_tensor_ranks(files: TagFiles, first: State, model_ranks: int) -> int:
     """Return the tensor-parallel degree: stated since 0.19, else by the layers' files, else all."""
     stated = first.inner("checkpoint_parallel_dimensions")
     if stated.fields:

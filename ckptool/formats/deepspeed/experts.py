@@ -21,15 +21,15 @@ from ckptool.formats.deepspeed.states import (
     State,
     Vector,
     dict_or_empty,
-    optimizer_leaves,
-    param_groups,
-    raw_leaves,
-    refused_leaves,
+    find_param_groups,
+    list_refused_leaves,
+    read_optimizer_leaves,
+    read_raw_leaves,
+    read_trained_shapes,
     require_all_tensors,
-    trained_shapes,
 )
 from ckptool.formats.deepspeed.unpartitioned import add_whole_optimizer
-from ckptool.formats.deepspeed.weights import module_weights
+from ckptool.formats.deepspeed.weights import select_weights
 from ckptool.serialization.source import find_missing_ranks
 from ckptool.serialization.state_dict.leaves import Leaf
 from ckptool.serialization.state_dict.values import note_stray_keys
@@ -53,7 +53,7 @@ def read_experts(checkpoint: DeepSpeedCheckpoint, mp: int) -> Mapping[_Key, Stat
         for (layer, expert, model_rank), file in sorted(checkpoint.files.experts.items())
         if model_rank == mp
     }
-    states = {key: checkpoint.state(file) for key, file in files.items()}
+    states = {key: checkpoint.read_file(file) for key, file in files.items()}
     names = {key: [*map(str, state.fields)] for key, state in states.items()}
     _require_own_names(names, files, list(checkpoint.models[0, mp].inner("module").fields))
     return states
@@ -70,7 +70,7 @@ def add_expert_optimizers(
     experts = read_experts(checkpoint, mp)
     modules = [model.inner("module"), *experts.values()]
     require_all_tensors(*modules)
-    weights = module_weights(model)
+    weights = select_weights(model)
     trained: set[str] = set()
     unnamed = False
     for (expert_rank, model_rank), state in checkpoint.expert_optimizers.items():
@@ -78,30 +78,30 @@ def add_expert_optimizers(
             continue
         contents.notes += note_stray_keys(state.file.what, state.stored.keys() - {"optimizer"})
         inner, rank = state.inner("optimizer"), checkpoint.rank(expert_rank, mp)
-        own = _experts_of_rank(experts, inner, expert_rank)
+        own = _select_experts(experts, inner, expert_rank)
         named = None if own is None else add_whole_optimizer(contents, inner, weights, rank, own)
         if len(named or ()) < len(weights) + len(own or ()):
             require_all_tensors(*modules, values=True)
         if named is None:
-            leaves = raw_leaves(inner.stored, state, checkpoint.source)
+            leaves = read_raw_leaves(inner.stored, state, checkpoint.source)
             unnamed = True
         else:
-            leaves = optimizer_leaves(inner, checkpoint.source)
+            leaves = read_optimizer_leaves(inner, checkpoint.source)
             trained |= set(named)
         contents.add_leaves(leaves, rank)
     return None if unnamed else trained
 
 
-def refused_of_experts(
+def read_refused_experts(
     checkpoint: DeepSpeedCheckpoint, mp: int
 ) -> Iterator[tuple[int, dict[str, Leaf]]]:
     """Yield what is refused of each expert-parallel rank's optimizer, with the rank."""
     for (expert_rank, model_rank), state in checkpoint.expert_optimizers.items():
         if model_rank == mp:
-            yield checkpoint.rank(expert_rank, mp), refused_leaves(state, ("optimizer",))
+            yield checkpoint.rank(expert_rank, mp), list_refused_leaves(state, ("optimizer",))
 
 
-def expert_degrees(groups: Any) -> set[int]:
+def find_expert_degrees(groups: Any) -> set[int]:
     """Return the degrees of expert parallelism that groups of experts are called by."""
     dicts = map(dict_or_empty, groups if isinstance(groups, list | tuple) else [])
     names = (group.get("name") for group in dicts)
@@ -109,7 +109,7 @@ def expert_degrees(groups: Any) -> set[int]:
     return {int(match[1]) for match in matches if match}
 
 
-def _experts_of_rank(
+def _select_experts(
     experts: Mapping[_Key, State], optimizer: State, rank: int
 ) -> dict[str, Vector] | None:
     """Return the parameters of one rank's experts, in the order of the module.
@@ -118,7 +118,7 @@ def _experts_of_rank(
     over how many.
     """
     inner = optimizer.inner("optimizer_state_dict")  # where DeepSpeed wraps torch's own
-    degrees = expert_degrees((inner if inner.stored else optimizer).groups())
+    degrees = find_expert_degrees((inner if inner.stored else optimizer).groups())
     if len(degrees) != 1:
         return None
     degree = degrees.pop()
@@ -136,7 +136,7 @@ def _experts_of_rank(
 def require_experts(checkpoint: DeepSpeedCheckpoint) -> None:
     """Raise Damaged where the file of an expert is missing, or is of an expert there is none of."""
     files = {(layer, expert): file for (layer, expert, _), file in checkpoint.files.experts.items()}
-    counts = _counts(checkpoint.model, files)
+    counts = _count_experts(checkpoint.model, files)
     wanted = {(layer, e) for layer, count in enumerate(counts) for e in range(count)}
     missing = sorted(wanted - files.keys())
     if missing:
@@ -153,7 +153,7 @@ def require_experts(checkpoint: DeepSpeedCheckpoint) -> None:
         raise Damaged(message, "saves-mixed", file=files[key], hint=_MOVE)
 
 
-def _counts(model: State, files: Collection[_Key]) -> list[int]:
+def _count_experts(model: State, files: Collection[_Key]) -> list[int]:
     """Return how many experts each MoE layer has: as recorded, else as the files are numbered.
 
     The first versions recorded one number for all layers.
@@ -180,14 +180,14 @@ def _require_own_names(
             head = heads.setdefault(layer, match["head"])
             if int(match["number"]) != expert or match["head"] != head:
                 message = f"{files[layer, expert]}: holds {match[0]}, not expert {expert} of"
-                raise _exchanged(f"{message} {head[:-1]}", files[layer, expert])
+                raise _swap_error(f"{message} {head[:-1]}", files[layer, expert])
     first = {name: at for at, name in reversed([*enumerate(module)])}
     order = [_place(head, first) for _, head in sorted(heads.items())]
     known = [place for place in order if place is not None]
     if len(set(heads.values())) < len(heads) or known != sorted(known):
         layers = ", ".join(f"layer_{layer} {head[:-1]}" for layer, head in sorted(heads.items()))
         message = f"the experts' files are not in the order of the model's layers: {layers}"
-        raise _exchanged(message, next(iter(files.values())))
+        raise _swap_error(message, next(iter(files.values())))
 
 
 def _place(head: str, first: Mapping[str, int]) -> int | None:
@@ -196,18 +196,20 @@ def _place(head: str, first: Mapping[str, int]) -> int | None:
     return min((at for name, at in first.items() if name.startswith(layer)), default=None)
 
 
-def _exchanged(message: str, file: str) -> Damaged:
+def _swap_error(message: str, file: str) -> Damaged:
     return Damaged(message, "rank-copied", file=file, hint=_EXCHANGED)
 
 
-def lost_optimizers(checkpoint: DeepSpeedCheckpoint) -> Problem | None:
+def find_lost_optimizers(checkpoint: DeepSpeedCheckpoint) -> Problem | None:
     """Return which expert-parallel rank lacks its optimizer's file, or what file is of no rank."""
     files = checkpoint.files
-    if not files.experts or checkpoint.optimizers or trained_shapes(checkpoint.model):
+    if not files.experts or checkpoint.optimizers or read_trained_shapes(checkpoint.model):
         return None
     ranks = {rank for rank, _ in files.expert_optimizers}
     first = next(iter(checkpoint.expert_optimizers.values()), None)
-    degrees = expert_degrees(param_groups(first.inner("optimizer").stored)) if first else ()
+    degrees = (
+        find_expert_degrees(find_param_groups(first.inner("optimizer").stored)) if first else ()
+    )
     degree = max(degrees, default=1 + max(ranks, default=0))
     stray = [file for (rank, _), file in files.expert_optimizers.items() if rank >= degree]
     if stray:

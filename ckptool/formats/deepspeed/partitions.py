@@ -55,9 +55,7 @@ def split_run(name: str, shape: tuple[int, ...], part: int, parts: int, at: int 
     return Run(name, min(part * size, numel), min((part + 1) * size, numel), part, at)
 
 
-def run_chunks(
-    run: Run, shape: tuple[int, ...], at: Place, itemsize: int, rank: int
-) -> list[Chunk]:
+def place_run(run: Run, shape: tuple[int, ...], at: Place, itemsize: int, rank: int) -> list[Chunk]:
     """Return the chunks of a run whose partition lies at ``at``, a contiguous vector."""
     stored = (run.at + run.stop - run.start,)
     pieces = pieces_of_run(at, stored, run.start, run.stop, shape, itemsize, run.at)
@@ -97,7 +95,7 @@ class RankContents:
         self, name: Name, run: Run, shape: tuple[int, ...], vector: Vector, rank: int
     ) -> None:
         """Add the run of a tensor of ``shape`` that lies in a flat vector."""
-        chunks = run_chunks(run, shape, vector.at, vector.dtype.itemsize, rank)
+        chunks = place_run(run, shape, vector.at, vector.dtype.itemsize, rank)
         self.add(name, vector.dtype, shape, chunks)
 
     def add_leaf(self, path: Path, value: Any, rank: int, *, rank_state: bool = False) -> None:
@@ -158,7 +156,9 @@ class FlatGroup:
     refused: dict[str, Refusal] = field(default_factory=dict)
 
 
-def read_slot(state: State, master: Any, values: Mapping[str, Any], padding: int) -> FlatGroup:
+def read_flat_group(
+    state: State, master: Any, values: Mapping[str, Any], padding: int
+) -> FlatGroup:
     """Return the master and the optimizer's state of one group.
 
     What is as long as the master is flat as well; a state may be ``padding`` elements longer.

@@ -16,31 +16,31 @@ from ckptool.formats.deepspeed.checkpoint import (
     DeepSpeedCheckpoint,
     Partition,
     find_files,
+    find_tag_folder,
     read_checkpoint,
-    tag_folder,
 )
 from ckptool.formats.deepspeed.experts import (
     add_expert_optimizers,
-    expert_degrees,
-    lost_optimizers,
+    find_expert_degrees,
+    find_lost_optimizers,
     read_experts,
-    refused_of_experts,
+    read_refused_experts,
     require_experts,
 )
 from ckptool.formats.deepspeed.partitions import MASTER, RankContents, Shapes
 from ckptool.formats.deepspeed.states import (
     State,
     dict_or_empty,
-    engine_leaves,
-    optimizer_leaves,
-    param_groups,
-    raw_leaves,
-    refused_leaves,
+    find_param_groups,
+    find_zero_stage,
+    list_refused_leaves,
+    read_engine_leaves,
+    read_optimizer_leaves,
+    read_raw_leaves,
+    read_shape_groups,
+    read_trained_shapes,
     require_all_tensors,
     require_shallow,
-    shape_groups,
-    trained_shapes,
-    zero_stage,
 )
 from ckptool.formats.deepspeed.tensor_parallel import merge_contents, merge_tensor
 from ckptool.formats.deepspeed.unpartitioned import add_whole_optimizer
@@ -49,9 +49,9 @@ from ckptool.formats.deepspeed.weights import (
     add_layers,
     add_module,
     add_placeholders,
-    module_weights,
+    classify_refused,
     note_excluded,
-    refused_kinds,
+    select_weights,
 )
 from ckptool.formats.deepspeed.zero import add_flat_groups, add_split_groups
 from ckptool.serialization.source import Source
@@ -70,21 +70,21 @@ _BY_ORDER = "without ZeRO the optimizer's parameters are numbered: named by thei
 
 def scan(source: Source, options: ScanOptions) -> Catalog:
     """Return the catalog of the latest tag, or of the tag whose folder the source is."""
-    folder = tag_folder(source, LATEST)
+    folder = find_tag_folder(source, LATEST)
     checkpoint = read_checkpoint(source, find_files(source.files, folder))
     if not checkpoint.files.stage_3:
         require_experts(checkpoint)
     assembled = assemble_contents(checkpoint, read_contents(checkpoint), options)
-    if not checkpoint.optimizers and trained_shapes(checkpoint.model):
-        assembled.conflicts[MASTER] = _missing_optimizers(checkpoint)
-    lost = lost_optimizers(checkpoint)
+    if not checkpoint.optimizers and read_trained_shapes(checkpoint.model):
+        assembled.conflicts[MASTER] = _report_missing_optimizers(checkpoint)
+    lost = find_lost_optimizers(checkpoint)
     if lost is not None:
         assembled.conflicts[MASTER] = lost
     files = [*checkpoint.files.all, *([LATEST] if folder else [])]
     return describe_checkpoint("deepspeed", checkpoint, assembled, files)
 
 
-def _missing_optimizers(checkpoint: DeepSpeedCheckpoint) -> Problem:
+def _report_missing_optimizers(checkpoint: DeepSpeedCheckpoint) -> Problem:
     """Return the conflict of weights without masters and moments; Damaged without weights."""
     file = checkpoint.model.file.what
     if checkpoint.files.stage_3:
@@ -116,7 +116,7 @@ def assemble_contents(
             every.add_leaves(leaves, rank)
     assembled = assemble(every.leaves, per_rank=options.per_rank)
     assembled.notes += [note for rank_contents in contents for note in rank_contents.notes]
-    info = _universal_info(checkpoint) if checkpoint.grid.tensor > 1 else {}
+    info = _find_universal_info(checkpoint) if checkpoint.grid.tensor > 1 else {}
     merge_contents(assembled, contents, checkpoint.grid, info, options)
     aliases = checkpoint.aliases
     if aliases:
@@ -132,7 +132,7 @@ def assemble_contents(
     return assembled
 
 
-def _universal_info(checkpoint: DeepSpeedCheckpoint) -> Mapping[str, Any]:
+def _find_universal_info(checkpoint: DeepSpeedCheckpoint) -> Mapping[str, Any]:
     """Return how tensor-parallel shards fit, where the training script or DeepSpeed records it."""
     key = "universal_checkpoint_info"
     for state in (*checkpoint.models.values(), *checkpoint.optimizers.values()):
@@ -157,9 +157,9 @@ def describe_checkpoint(
     """Return the catalog of what was assembled; ``files`` are those of the checkpoint."""
     source, grid = checkpoint.source, checkpoint.grid
     optimizer = checkpoint.first_optimizer
-    info = _training_facts(checkpoint.model, optimizer)
+    info = _list_training_facts(checkpoint.model, optimizer)
     stored = optimizer.stored if optimizer else checkpoint.model.stored.get("optimizer")
-    degrees = expert_degrees(param_groups(stored))
+    degrees = find_expert_degrees(find_param_groups(stored))
     experts = f", EP {max(degrees)}" if degrees else ""
     info["parallelism"] = f"TP {grid.tensor}, PP {grid.pipeline}, DP {grid.data}{experts}"
     carried = {n: size for n, size in companions(source).items() if not n.startswith("zero_to_")}
@@ -177,12 +177,12 @@ def describe_checkpoint(
     )
 
 
-def _training_facts(model: State, optimizer: State | None) -> dict[str, str]:
+def _list_training_facts(model: State, optimizer: State | None) -> dict[str, str]:
     """Return what a person wants to know of a run: version, stage, precision, offloading."""
     version = model.stored.get("ds_version")
     config = dict_or_empty(model.stored.get("ds_config"))
     zero = dict_or_empty(config.get("zero_optimization"))
-    stage = zero_stage(model, optimizer)
+    stage = find_zero_stage(model, optimizer)
     facts = {"writer": "DeepSpeed"}
     facts |= {"version": version} if isinstance(version, str) else {}
     facts["ZeRO"] = "stage unknown" if stage is None else f"stage {stage}"
@@ -226,17 +226,17 @@ def _read_rank(checkpoint: DeepSpeedCheckpoint, mp: int, barred: Refusal | None)
     models = {dp: state for (dp, rank), state in checkpoint.models.items() if rank == mp}
     for dp, state in models.items():
         rank = checkpoint.rank(dp, mp)
-        contents.add_leaves(engine_leaves(state, source), rank)
-        kinds = refused_kinds(state, checkpoint.aliases, trained)
-        contents.add_leaves(refused_leaves(state, (), kinds), rank)
+        contents.add_leaves(read_engine_leaves(state, source), rank)
+        kinds = classify_refused(state, checkpoint.aliases, trained)
+        contents.add_leaves(list_refused_leaves(state, (), kinds), rank)
     _note_values(contents, models.values())
     for (_, rank), optimizer in checkpoint.optimizers.items():
         if rank == mp:
             stray = optimizer.stored.keys() - _OPTIMIZER_FILE
             contents.notes += note_stray_keys(optimizer.file.what, stray)
     for partition in checkpoint.partitions(mp):
-        contents.add_leaves(optimizer_leaves(partition.state, source), partition.rank)
-        contents.add_leaves(refused_leaves(partition.state, ("optimizer",)), partition.rank)
+        contents.add_leaves(read_optimizer_leaves(partition.state, source), partition.rank)
+        contents.add_leaves(list_refused_leaves(partition.state, ("optimizer",)), partition.rank)
     return contents
 
 
@@ -261,7 +261,7 @@ def _add_stage_3(contents: RankContents, checkpoint: DeepSpeedCheckpoint, mp: in
     ]
     add_placeholders(contents, models)
     add_frozen_pieces(contents, models, parts)
-    shapes = shape_groups(checkpoint.models[0, mp])
+    shapes = read_shape_groups(checkpoint.models[0, mp])
     contents.attempt(partial(add_split_groups, ranks=checkpoint.partitions(mp), groups=shapes))
     return {name for group in shapes for name in group}
 
@@ -271,13 +271,13 @@ def _add_module_and_optimizer(
 ) -> set[str] | None:
     """Add what the files of one rank hold; return the trained parameters where that is known."""
     state, rank = checkpoint.models[0, mp], checkpoint.rank(0, mp)
-    groups = shape_groups(state)
+    groups = read_shape_groups(state)
     trained: set[str] | None = {name for group in groups for name in group} or None
     if checkpoint.optimizers:
         contents.attempt(partial(_add_flat_groups, checkpoint, mp, groups))
     elif not groups:
         trained = contents.attempt(partial(_add_whole_optimizer, checkpoint, mp))
-        for number, leaves in refused_of_experts(checkpoint, mp):
+        for number, leaves in read_refused_experts(checkpoint, mp):
             contents.add_leaves(leaves, number)
     if require_shallow(state.fields.get("module")) is not None:
         add_module(contents, state, checkpoint.aliases, trained, rank)
@@ -286,7 +286,7 @@ def _add_module_and_optimizer(
     for expert in read_experts(checkpoint, mp).values():
         for name, vector in expert.tensors.items():
             contents.add_whole(("module", name), vector, rank)
-        contents.add_leaves(refused_leaves(expert, ("module",)), rank)
+        contents.add_leaves(list_refused_leaves(expert, ("module",)), rank)
         contents.notes += note_stray_keys(expert.file.what, expert.value_names)
     return trained
 
@@ -302,19 +302,19 @@ def _add_flat_groups(
 def _add_layers(contents: RankContents, checkpoint: DeepSpeedCheckpoint, tensor: int) -> None:
     """Add the layers of all stages that are of one tensor-parallel rank."""
     files, grid = checkpoint.files.layers, checkpoint.grid
-    layers = {n: checkpoint.state(file) for (n, rank), file in files.items() if rank == tensor}
+    layers = {n: checkpoint.read_file(file) for (n, rank), file in files.items() if rank == tensor}
     trained: dict[str, tuple[int, ...]] = {}
     buffers: set[str] = set()
     ranks = dict.fromkeys(layers, checkpoint.rank(0, tensor))
     for mp in range(tensor, grid.model, grid.tensor):
-        shapes = trained_shapes(checkpoint.models[0, mp])
+        shapes = read_trained_shapes(checkpoint.models[0, mp])
         trained = shapes | trained
         buffers |= set(checkpoint.models[0, mp].names("buffer_names"))
         heads = {name.partition(".")[0] for name in shapes}
         ranks |= {n: checkpoint.rank(0, mp) for n in layers if str(n) in heads}
     add_layers(contents, layers, trained, buffers, ranks)
     for n, state in layers.items():
-        contents.add_leaves(refused_leaves(state, ("module", str(n))), ranks[n])
+        contents.add_leaves(list_refused_leaves(state, ("module", str(n))), ranks[n])
         contents.notes += note_stray_keys(state.file.what, state.value_names)
 
 
@@ -323,7 +323,7 @@ def _add_whole_optimizer(
 ) -> set[str] | None:
     """Add the optimizer of ZeRO 0; return the trained parameters, None where nothing tells them."""
     state, source = checkpoint.models[0, mp], checkpoint.source
-    if lost_optimizers(checkpoint) is not None:
+    if find_lost_optimizers(checkpoint) is not None:
         return None
     if checkpoint.expert_optimizers:
         trained = add_expert_optimizers(contents, checkpoint, mp)
@@ -334,14 +334,14 @@ def _add_whole_optimizer(
         return None
     inner, rank = state.inner("optimizer"), checkpoint.rank(0, mp)
     require_all_tensors(state.inner("module"))
-    weights = module_weights(state)
+    weights = select_weights(state)
     names = add_whole_optimizer(contents, inner, weights, rank)
     if len(names or ()) < len(weights):
         require_all_tensors(state.inner("module"), values=True)
     if names is None:
-        contents.add_leaves(raw_leaves(optimizer, state, source), rank)
+        contents.add_leaves(read_raw_leaves(optimizer, state, source), rank)
         checkpoint.notes.append(_UNNAMED)
         return None
-    contents.add_leaves(optimizer_leaves(inner, source), rank)
+    contents.add_leaves(read_optimizer_leaves(inner, source), rank)
     checkpoint.notes.append(_BY_ORDER)
     return set(names)

@@ -212,13 +212,13 @@ def read_optimizer(source: Source, file: str) -> State:
     try:
         return read_state(source, file)
     except SourceError as error:
-        why = refusal_of_error(error, "optimizer")
+        why = make_refusal(error, "optimizer")
         why.part = "optimizer"
         opened = TorchFile(file, {}, {}, "little", {}, 0)
         return State(opened, {}, why, {(): why})
 
 
-def refusal_of_error(error: SourceError, name: str) -> Refusal:
+def make_refusal(error: SourceError, name: str) -> Refusal:
     """Return why what has that name cannot be read."""
     why = error.message
     return Refusal(f"{name}: {why}", why.code, file=why.file, tensor=name)
@@ -231,12 +231,12 @@ def require_shallow(value: Any) -> Any:
     return value
 
 
-def shallow_mapping(value: Any) -> Mapping[Any, Any]:
+def require_shallow_dict(value: Any) -> Mapping[Any, Any]:
     """Return a dict, or an empty one for anything else; Barred where it is refused itself."""
     return dict_or_empty(require_shallow(value))
 
 
-def shape_groups(state: State) -> list[dict[str, tuple[int, ...]]]:
+def read_shape_groups(state: State) -> list[dict[str, tuple[int, ...]]]:
     """Return parameter shapes by name, one dict a group, in the order of the flat buffers.
 
     DeepSpeed before 0.5.4 wrote one dict for the only group.
@@ -254,9 +254,9 @@ def shape_groups(state: State) -> list[dict[str, tuple[int, ...]]]:
     return shapes
 
 
-def trained_shapes(state: State) -> dict[str, tuple[int, ...]]:
+def read_trained_shapes(state: State) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all parameters in the optimizer's groups; empty without ZeRO."""
-    return {name: shape for group in shape_groups(state) for name, shape in group.items()}
+    return {name: shape for group in read_shape_groups(state) for name, shape in group.items()}
 
 
 def require_all_tensors(*states: State, values: bool = False) -> None:
@@ -273,7 +273,7 @@ def require_all_tensors(*states: State, values: bool = False) -> None:
 # Values
 
 
-def engine_leaves(state: State, source: Source) -> dict[str, Leaf]:
+def read_engine_leaves(state: State, source: Source) -> dict[str, Leaf]:
     """Return the values of a model file. Keys that DeepSpeed does not know are the script's own."""
     values: dict[Any, Any] = {}
     client: dict[Any, Any] = {}
@@ -285,14 +285,14 @@ def engine_leaves(state: State, source: Source) -> dict[str, Leaf]:
     return read_leaves(state.file.narrowed(values), source, refuse=True)
 
 
-def refused_leaves(
+def list_refused_leaves(
     state: State, prefix: Path = (), kinds: Mapping[str, str] | None = None
 ) -> dict[str, Leaf]:
     """Return what is refused of a file's tensors and of their layout, each part by its name.
 
     Without a ``prefix`` that is a model file's; ``kinds`` say which names in its module are those
-    of a ``buffer`` or of a ``frozen`` parameter. Other values are ``engine_leaves`` and
-    ``optimizer_leaves``, which refuse theirs.
+    of a ``buffer`` or of a ``frozen`` parameter. Other values are ``read_engine_leaves`` and
+    ``read_optimizer_leaves``, which refuse theirs.
     """
     leaves: dict[str, Leaf] = {}
     for path, why in state.refused.items():
@@ -307,10 +307,10 @@ def refused_leaves(
     return leaves
 
 
-def optimizer_leaves(optimizer: State, source: Source) -> dict[str, Leaf]:
+def read_optimizer_leaves(optimizer: State, source: Source) -> dict[str, Leaf]:
     """Return the values of an optimizer that are no parameter's: its groups, the loss scale."""
-    values = {key: _plain(v) for key, v in optimizer.stored.items() if key not in _PARTITIONS}
-    groups = param_groups(optimizer.stored)
+    values = {key: _unwrap(v) for key, v in optimizer.stored.items() if key not in _PARTITIONS}
+    groups = find_param_groups(optimizer.stored)
     if groups:
         values["param_groups"] = groups
     if not values:
@@ -319,13 +319,13 @@ def optimizer_leaves(optimizer: State, source: Source) -> dict[str, Leaf]:
     return read_leaves(file, source, prefix=("optimizer",), refuse=True)
 
 
-def raw_leaves(optimizer: Any, state: State, source: Source) -> dict[str, Leaf]:
+def read_raw_leaves(optimizer: Any, state: State, source: Source) -> dict[str, Leaf]:
     """Return an optimizer's state dict as it is, for each rank."""
     file = state.file.narrowed(optimizer)
     return read_leaves(file, source, prefix=("optimizer",), rank_state=True, refuse=True)
 
 
-def param_groups(optimizer: Any) -> Any:
+def find_param_groups(optimizer: Any) -> Any:
     """Return torch's param_groups as stored, wherever the kind of optimizer keeps them."""
     stored = dict_or_empty(optimizer)
     for key in _WRAPPERS:
@@ -335,7 +335,7 @@ def param_groups(optimizer: Any) -> Any:
     return stored.get("param_groups")
 
 
-def _plain(value: Any) -> Any:
+def _unwrap(value: Any) -> Any:
     """Return a loss scaler as the dict of its attributes, an enum's member as its value."""
     if isinstance(value, Call) and value.name.startswith(_LOSS_SCALERS):
         return dict(value.fields)
@@ -344,16 +344,16 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def zero_stage(model: State, optimizer: State | None) -> int | None:
+def find_zero_stage(model: State, optimizer: State | None) -> int | None:
     """Return the stage of ZeRO, by the optimizer's file or the configuration; None where it is odd.
 
     Raises Barred where the latter is refused, and the former does not tell it.
     """
-    stage = _plain(optimizer.stored.get("zero_stage")) if optimizer else None
+    stage = _unwrap(optimizer.stored.get("zero_stage")) if optimizer else None
     if isinstance(stage, int):
         return stage
-    config = shallow_mapping(model.fields.get("ds_config"))
-    zero = shallow_mapping(config.get("zero_optimization"))
+    config = require_shallow_dict(model.fields.get("ds_config"))
+    zero = require_shallow_dict(config.get("zero_optimization"))
     stage = require_shallow(zero.get("stage", 0))
     return stage if isinstance(stage, int) else None
 

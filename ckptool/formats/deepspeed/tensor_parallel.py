@@ -67,25 +67,25 @@ def merge_contents(
         if text in refused:
             continue
         try:
-            shards = _shards(name, contents, grid)
+            shards = _select_shards(name, contents, grid)
         except Damaged as error:
             if not refused:
                 raise
-            assembled.conflicts[text] = _lacking(name, error)
+            assembled.conflicts[text] = _refuse_lacking(name, error)
             continue
         try:
             rule = named_rule(options.tp_rules, name[1])
             assembled.tensors[text] = merge_tensor(name, shards, info, rule)
         except Undetermined as why:
             if options.per_rank:
-                assembled.tensors |= _unmerged_entries(name, shards, grid)
+                assembled.tensors |= _list_unmerged(name, shards, grid)
             else:
                 shapes = [shard.shape for shard in shards.values()]
                 conflict = unmerged(text, name[1], shapes, why, "sharding-unrecorded")
                 assembled.conflicts[text] = conflict
 
 
-def _lacking(name: Name, error: Damaged) -> Refusal:
+def _refuse_lacking(name: Name, error: Damaged) -> Refusal:
     """Return why a tensor is refused of which a rank has no shard, where ranks refuse some."""
     text, why = ".".join(name), error.message
     refusal = Refusal(why, why.code, file=why.file, tensor=text)
@@ -94,7 +94,9 @@ def _lacking(name: Name, error: Damaged) -> Refusal:
     return refusal
 
 
-def _shards(name: Name, contents: Sequence[RankContents], grid: Grid) -> dict[int, RankShard]:
+def _select_shards(
+    name: Name, contents: Sequence[RankContents], grid: Grid
+) -> dict[int, RankShard]:
     """Return the shards of the first stage that holds a tensor, by ``mp`` rank.
 
     Only tied modules are held by several stages, and those keep them equal. Automatic tensor
@@ -145,7 +147,7 @@ def merge_tensor(
     return merge_shards(text, name, ranks, fits[: len(ranks)])
 
 
-def _unmerged_entries(
+def _list_unmerged(
     name: Name, shards: Mapping[int, RankShard], grid: Grid
 ) -> dict[str, TensorEntry]:
     """Return each rank's shard as a tensor of its own, ``NAME@rankR``."""
@@ -169,26 +171,26 @@ def fit_shards(name: str, shapes: Sequence[Shape], info: Mapping[str, Any]) -> l
     """
     if not info:
         raise Undetermined("no universal_checkpoint_info records how they were cut")
-    for reason in _matching(info.get("autotp_unsupported_parameter_patterns"), name):
+    for reason in _find_matching(info.get("autotp_unsupported_parameter_patterns"), name):
         raise Undetermined(str(reason))
     affine = info.get("affine_map")
-    for entry in _matching(affine.get("params") if isinstance(affine, dict) else None, name):
+    for entry in _find_matching(affine.get("params") if isinstance(affine, dict) else None, name):
         if isinstance(entry, dict):
             return _fit_affine_map(entry, shapes)
-    if _listed(name, info, "tp_replicated_parameter_patterns"):
+    if _is_listed(name, info, "tp_replicated_parameter_patterns"):
         return fit_ranks(shapes, REPLICATED)
-    if _listed(name, info, "parameter_to_average_patterns"):
+    if _is_listed(name, info, "parameter_to_average_patterns"):
         raise Undetermined("ranks hold different values, which DeepSpeed averages")
-    if _listed(name, info, "parameter_with_2_sub_params_cat_dim_0"):
+    if _is_listed(name, info, "parameter_with_2_sub_params_cat_dim_0"):
         return fit_ranks(shapes, GATED)
-    parts = _sub_params(name, info)
+    parts = _find_sub_params(name, info)
     if parts is not None:
         return _fit_of_parts(name, parts, shapes, info)
-    rows = _listed(name, info, "parameter_with_row_parallelism_patterns")
+    rows = _is_listed(name, info, "parameter_with_row_parallelism_patterns")
     return fit_ranks(shapes, ROW if rows else COLUMN)
 
 
-def _sub_params(name: str, info: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _find_sub_params(name: str, info: Mapping[str, Any]) -> Mapping[str, Any] | None:
     for entry in info.get("parameter_with_sub_params") or []:
         fields = entry if isinstance(entry, dict) else getattr(entry, "fields", {})
         if any(_matches(str(pattern), name) for pattern in fields.get("patterns") or []):
@@ -203,14 +205,14 @@ def _fit_of_parts(
     spec = parts.get("shape")
     if not isinstance(spec, list | tuple) or len(spec) != len(shapes[0]):
         raise Undetermined("its parts have a different shape from its own")
-    stored = next(_matching(info.get("sub_param_shard_widths"), name), None)
+    stored = next(_find_matching(info.get("sub_param_shard_widths"), name), None)
     widths = [list(map(read_natural, part)) for part in stored or ()]
     if not widths:
-        widths = _even_widths(spec[dim], sum(shape[dim] for shape in shapes), shapes)
+        widths = _cut_evenly(spec[dim], sum(shape[dim] for shape in shapes), shapes)
     return fit_blocks(shapes, dim, widths)
 
 
-def _even_widths(spec: Any, total: int, shapes: Sequence[Shape]) -> list[list[int]]:
+def _cut_evenly(spec: Any, total: int, shapes: Sequence[Shape]) -> list[list[int]]:
     """Return even cuts, from the parts' sizes or from their number alone (before version 0.4)."""
     if isinstance(spec, int):
         spec = (total // spec,) * spec if spec and not total % spec else ()
@@ -234,19 +236,21 @@ def _fit_affine_map(entry: Mapping[str, Any], shapes: Sequence[Shape]) -> list[F
         if read_sizes(by_rank[rank].get("shard_shape")) != shape:
             raise Undetermined("its affine map has different shapes from the files")
         solid = [piece for piece in by_rank[rank]["pieces"] if 0 not in read_sizes(piece["shape"])]
-        pieces = tuple(_piece_boxes(piece, shape, whole) for piece in solid)
+        pieces = tuple(_place_piece(piece, shape, whole) for piece in solid)
         fits.append(Fit(shape, whole, pieces))
     return fits
 
 
-def _piece_boxes(piece: Mapping[str, Any], shard: Shape, whole: Shape) -> tuple[Box, Box]:
+def _place_piece(piece: Mapping[str, Any], shard: Shape, whole: Shape) -> tuple[Box, Box]:
     if piece.get("scale", 1.0) != 1.0:
         raise Undetermined("ranks store it scaled")
     size = read_sizes(piece.get("shape"))
-    return _strided_box(size, piece["dest"], shard), _strided_box(size, piece["source"], whole)
+    return _find_strided_box(size, piece["dest"], shard), _find_strided_box(
+        size, piece["source"], whole
+    )
 
 
-def _strided_box(size: Shape, view: Any, shape: Shape) -> Box:
+def _find_strided_box(size: Shape, view: Any, shape: Shape) -> Box:
     """Return the box of ``shape`` that a view of offset and strides is.
 
     Raises Undetermined where it is none.
@@ -269,14 +273,14 @@ def _strided_box(size: Shape, view: Any, shape: Shape) -> Box:
 # Patterns
 
 
-def _matching(values: Any, name: str) -> Iterator[Any]:
+def _find_matching(values: Any, name: str) -> Iterator[Any]:
     """Yield the values of a dict's patterns that match the name; none where it is no dict."""
     for pattern, value in values.items() if isinstance(values, dict) else ():
         if _matches(str(pattern), name):
             yield value
 
 
-def _listed(name: str, info: Mapping[str, Any], key: str) -> bool:
+def _is_listed(name: str, info: Mapping[str, Any], key: str) -> bool:
     patterns = (pattern for pattern in info.get(key) or [] if isinstance(pattern, str))
     return any(_matches(pattern, name) for pattern in patterns)
 
@@ -299,22 +303,22 @@ def _matches(pattern: str, name: str) -> bool:
 # Universal checkpoints
 
 
-def tensor_parallel_layout(name: str, shape: Shape, info: Mapping[str, Any]) -> dict[str, Any]:
+def describe_cut(name: str, shape: Shape, info: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a universal checkpoint's file says of a parameter's cut, by DeepSpeed's keys."""
-    parts = _sub_params(name, info)
+    parts = _find_sub_params(name, info)
     if parts is not None:
-        return {"sub_param_shape": _sub_param_shape(parts, shape)}
-    vocabulary = _listed(name, info, "vocabulary_parameter_patterns")
+        return {"sub_param_shape": _record_sub_params(parts, shape)}
+    vocabulary = _is_listed(name, info, "vocabulary_parameter_patterns")
     fields: dict[str, Any] = {"vocab_tensor": True} if vocabulary else {}
-    if _listed(name, info, "tp_replicated_parameter_patterns"):
+    if _is_listed(name, info, "tp_replicated_parameter_patterns"):
         return fields
-    if _listed(name, info, "parameter_with_2_sub_params_cat_dim_0"):
+    if _is_listed(name, info, "parameter_with_2_sub_params_cat_dim_0"):
         return fields | {"cat_dim": 0, "param_n_sub_params": 2}
-    rows = _listed(name, info, "parameter_with_row_parallelism_patterns")
+    rows = _is_listed(name, info, "parameter_with_row_parallelism_patterns")
     return fields | {"cat_dim": 1 if rows else 0}
 
 
-def _sub_param_shape(parts: Mapping[str, Any], shape: Shape) -> Call:
+def _record_sub_params(parts: Mapping[str, Any], shape: Shape) -> Call:
     """Return DeepSpeed's record of a parameter's parts (``checkpoint/universal_checkpoint.py``)."""
     dim, spec = read_natural(parts.get("partition_dim")), parts.get("shape")
     if not isinstance(spec, list | tuple) or dim >= min(len(spec), len(shape)):
@@ -332,9 +336,9 @@ def _sub_param_shape(parts: Mapping[str, Any], shape: Shape) -> Call:
     return record
 
 
-def kept_rows(name: str, shape: Shape, info: Mapping[str, Any]) -> int:
+def count_kept_rows(name: str, shape: Shape, info: Mapping[str, Any]) -> int:
     """Return the rows of a parameter without the padding of a vocabulary."""
     original = info.get("original_vocab_size")
-    if type(original) is not int or not _listed(name, info, "vocabulary_parameter_patterns"):
+    if type(original) is not int or not _is_listed(name, info, "vocabulary_parameter_patterns"):
         return shape[0]
     return min(shape[0], original)

@@ -26,24 +26,24 @@ from ckptool.formats.deepspeed.checkpoint import (
     LATEST_UNIVERSAL,
     OPTIMIZER_STATE,
     DeepSpeedCheckpoint,
+    drop_copies,
     find_files,
+    find_tag_folder,
     read_checkpoint,
-    tag_folder,
-    without_copies,
 )
 from ckptool.formats.deepspeed.partitions import MASTER, STATES, RankContents, Run
 from ckptool.formats.deepspeed.scan import assemble_contents, describe_checkpoint, read_contents
 from ckptool.formats.deepspeed.states import (
     CLIENT,
     State,
-    optimizer_leaves,
+    list_refused_leaves,
+    make_refusal,
     read_optimizer,
-    refusal_of_error,
-    refused_leaves,
-    shallow_mapping,
-    trained_shapes,
+    read_optimizer_leaves,
+    read_trained_shapes,
+    require_shallow_dict,
 )
-from ckptool.formats.deepspeed.tensor_parallel import kept_rows, tensor_parallel_layout
+from ckptool.formats.deepspeed.tensor_parallel import count_kept_rows, describe_cut
 from ckptool.formats.writing import plain_objects
 from ckptool.serialization.archive.read import read_torch_file
 from ckptool.serialization.archive.tensors import describe
@@ -66,15 +66,15 @@ _MODEL_FILES = ("mp_rank_00_model_states", "zero_pp_rank_0_mp_rank_00_model_stat
 
 def scan(source: Source, options: ScanOptions) -> Catalog:
     """Return the catalog of the universal checkpoint that the marker names, or the source is."""
-    folder = tag_folder(source, LATEST_UNIVERSAL)
-    files = find_files(without_copies(source.files), folder)
+    folder = find_tag_folder(source, LATEST_UNIVERSAL)
+    files = find_files(drop_copies(source.files), folder)
     checkpoint = read_checkpoint(source, files)
     contents = read_contents(checkpoint)
     states = _read_states(checkpoint, contents, folder)
     contents[0].add_leaves(states.leaves.get(0, {}), 0)
     contents[0].notes += states.notes
     assembled = assemble_contents(checkpoint, contents, options, states)
-    state_paths = [path for _, _, path in _state_files(source, folder)]
+    state_paths = [path for _, _, path in _list_state_files(source, folder)]
     marker = [LATEST_UNIVERSAL] if folder else []
     paths = [*files.all, *state_paths, folder + OPTIMIZER_STATE, *marker]
     return describe_checkpoint("deepspeed-universal", checkpoint, assembled, paths)
@@ -91,8 +91,8 @@ def _read_states(
     optimizer = read_optimizer(source, folder + OPTIMIZER_STATE)
     shapes: dict[str, tuple[int, ...]] = {}
     for state in checkpoint.models.values():
-        shapes |= trained_shapes(state)
-    rounded = _rounded(checkpoint, contents, shapes)
+        shapes |= read_trained_shapes(state)
+    rounded = _find_rounded(checkpoint, contents, shapes)
     left_out = _add_states(states, source, folder, shapes, rounded)
     if left_out:
         checkpoint.notes.append(
@@ -109,12 +109,12 @@ def _read_states(
         message = f"{folder}zero/{missing[0]}/{MASTER}.pt is missing ({len(missing)} in total)"
         raise Damaged(message, "file-missing", tensor=missing[0])
     _add_common_step(states, optimizer, shapes)
-    states.add_leaves(optimizer_leaves(optimizer, source), 0)
-    states.add_leaves(refused_leaves(optimizer, ("optimizer",)), 0)
+    states.add_leaves(read_optimizer_leaves(optimizer, source), 0)
+    states.add_leaves(list_refused_leaves(optimizer, ("optimizer",)), 0)
     return states
 
 
-def _rounded(
+def _find_rounded(
     checkpoint: DeepSpeedCheckpoint, contents: list[RankContents], trained: Collection[str]
 ) -> Collection[str]:
     """Return names that are not trained, but that the converter writes masters of all the same."""
@@ -128,7 +128,7 @@ def _add_common_step(contents: RankContents, optimizer: State, names: Iterable[s
     """Add the step that ZeRO 3 keeps for all parameters, in what is left of rank 0's optimizer."""
     try:
         group = optimizer.inner("optimizer_state_dict").inner("state").fields.get(0)
-        step = shallow_mapping(group).get(_STEP)
+        step = require_shallow_dict(group).get(_STEP)
     except Barred as error:
         step = error.refusal
     if step is not None and not any(n.startswith("step.") for n in contents.leaves.get(0, {})):
@@ -136,7 +136,7 @@ def _add_common_step(contents: RankContents, optimizer: State, names: Iterable[s
             contents.add_leaf((_STEP, name), optimizer.vector(step) or step, 0)
 
 
-def _state_files(source: Source, folder: str) -> list[tuple[str, str, str]]:
+def _list_state_files(source: Source, folder: str) -> list[tuple[str, str, str]]:
     """Return parameter, kind and path of each state below ``zero``.
 
     A file is none that only one of several parameters has, unless optimizers call a state so.
@@ -165,7 +165,7 @@ def _add_states(
     the parameters, for the vectors that have none.
     """
     left_out = []
-    files = _state_files(source, folder)
+    files = _list_state_files(source, folder)
     with_moments = {name for name, kind, _ in files if kind != MASTER}
     for name, kind, path in files:
         if name in rounded and name not in with_moments:
@@ -174,7 +174,7 @@ def _add_states(
         try:
             _add_state(contents, source, (kind, name), path, shapes.get(name))
         except SourceError as error:
-            why = refusal_of_error(error, f"{kind}.{name}")
+            why = make_refusal(error, f"{kind}.{name}")
             why.part = None if kind == MASTER else "optimizer"
             contents.add_leaves({f"{kind}.{name}": Leaf((kind, name), why)}, 0)
     return left_out
@@ -226,25 +226,25 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     """Return a universal checkpoint's files; Unsupported for names that are not DeepSpeed's."""
     parts = _split_tensors(catalog)
     objects, notes = plain_objects(catalog)
-    values = _values(objects, parts.client)
+    values = _nest_values(objects, parts.client)
     steps = values.get("global_steps")
     tag = f"global_step{steps}" if type(steps) is int else "checkpoint"
     tag = f"{tag}_universal"
     info = values.get("universal_checkpoint_info")
     files: list[FileLayout] = []
     for name, states in parts.states.items():
-        files += _state_layouts(name, states, info if isinstance(info, dict) else {}, tag, notes)
+        files += _lay_out_states(name, states, info if isinstance(info, dict) else {}, tag, notes)
         step = values.get(_STEP, {}).get(name)
         if step is not None and _STEP not in states:
-            files.append(_file(f"{tag}/zero/{name}/{_STEP}.pt", step))
-    files.append(_file(f"{tag}/{OPTIMIZER_STATE}", _optimizer_state(values, parts)))
-    model = _model_state(values, parts)
-    files += [_file(f"{tag}/{name}.pt", model) for name in _MODEL_FILES]
+            files.append(_lay_out_file(f"{tag}/zero/{name}/{_STEP}.pt", step))
+    files.append(_lay_out_file(f"{tag}/{OPTIMIZER_STATE}", _make_optimizer_state(values, parts)))
+    model = _make_model_state(values, parts)
+    files += [_lay_out_file(f"{tag}/{name}.pt", model) for name in _MODEL_FILES]
     marker = FileLayout(LATEST_UNIVERSAL, (Literal(tag.encode()),))
     return Layout((*files, marker), folder=True, notes=tuple(notes))
 
 
-def _file(path: str, value: Any) -> FileLayout:
+def _lay_out_file(path: str, value: Any) -> FileLayout:
     root = path.rpartition("/")[2].rpartition(".")[0]
     return FileLayout(path, tuple(lay_out_archive(value, root=root)))
 
@@ -280,7 +280,7 @@ def _split_tensors(catalog: Catalog) -> _Parts:
     return parts
 
 
-def _state_layouts(
+def _lay_out_states(
     name: str,
     states: Mapping[str, TensorEntry],
     info: Mapping[str, Any],
@@ -291,20 +291,20 @@ def _state_layouts(
     for kind, entry in states.items():
         path = f"{tag}/zero/{name}/{kind}.pt"
         if kind == _STEP or not entry.shape:
-            yield _file(path, TensorRef.whole(entry))
+            yield _lay_out_file(path, TensorRef.whole(entry))
             continue
-        rows = kept_rows(name, entry.shape, info)
+        rows = count_kept_rows(name, entry.shape, info)
         box = Box.at((0,) * len(entry.shape), (rows, *entry.shape[1:]))
         if rows < entry.shape[0]:
             notes.append(
                 f"{entry.name}: rows {rows:,} to {entry.shape[0]:,} pad the vocabulary and are left"
                 " out, as DeepSpeed does"
             )
-        fields = tensor_parallel_layout(name, box.shape, info)
-        yield _file(path, fields | {"param": TensorRef.of_box(entry, box)})
+        fields = describe_cut(name, box.shape, info)
+        yield _lay_out_file(path, fields | {"param": TensorRef.of_box(entry, box)})
 
 
-def _values(objects: list[ObjectEntry], client: Mapping[str, TensorEntry]) -> dict[str, Any]:
+def _nest_values(objects: list[ObjectEntry], client: Mapping[str, TensorEntry]) -> dict[str, Any]:
     """Return all values as one nested dict, tensors of the training script included."""
     items: list[tuple[Any, Any]] = [(entry.path, entry.value) for entry in objects]
     items += [(entry.path, TensorRef.whole(entry)) for entry in client.values()]
@@ -312,7 +312,7 @@ def _values(objects: list[ObjectEntry], client: Mapping[str, TensorEntry]) -> di
     return dict(values) if isinstance(values, dict) else {}
 
 
-def _model_state(values: Mapping[str, Any], parts: _Parts) -> dict[str, Any]:
+def _make_model_state(values: Mapping[str, Any], parts: _Parts) -> dict[str, Any]:
     """Return a model file: what the engine reads back, and the module as it was."""
     shapes = {n: s[MASTER].shape for n, s in parts.states.items()}
     size = Global("torch", "Size")
@@ -334,26 +334,26 @@ def _model_state(values: Mapping[str, Any], parts: _Parts) -> dict[str, Any]:
     }
 
 
-def _optimizer_state(values: Mapping[str, Any], parts: _Parts) -> dict[str, Any]:
+def _make_optimizer_state(values: Mapping[str, Any], parts: _Parts) -> dict[str, Any]:
     """Return ``optimizer_state.pt``: ZeRO 1 and 2 read param_groups at the top, ZeRO 3 inside."""
     stored = values.get("optimizer")
     optimizer = dict(stored) if isinstance(stored, dict) else {}
     groups = optimizer.pop("param_groups", None) or []
     scaler = optimizer.get("loss_scaler")
     if isinstance(scaler, dict):
-        optimizer["loss_scaler"] = _loss_scaler(scaler)
+        optimizer["loss_scaler"] = _make_loss_scaler(scaler)
     return {
         "ds_version": _VERSION,
         **optimizer,
         "param_groups": groups,
         "optimizer_state_dict": {
-            "state": {0: _step(values, parts)},
+            "state": {0: _find_step(values, parts)},
             "param_groups": groups or [{}],
         },
     }
 
 
-def _step(values: Mapping[str, Any], parts: _Parts) -> dict[str, Any]:
+def _find_step(values: Mapping[str, Any], parts: _Parts) -> dict[str, Any]:
     """Return the step of the first parameter, which ZeRO 3 takes for all."""
     name, states = next(iter(parts.states.items()))
     entry = states.get(_STEP)
@@ -363,7 +363,7 @@ def _step(values: Mapping[str, Any], parts: _Parts) -> dict[str, Any]:
     return {} if step is None else {_STEP: step}
 
 
-def _loss_scaler(fields: Mapping[str, Any]) -> Call:
+def _make_loss_scaler(fields: Mapping[str, Any]) -> Call:
     """Return DeepSpeed's loss scaler with these attributes (``runtime/fp16/loss_scaler.py``)."""
     name = "DynamicLossScaler" if fields.get("dynamic") else "LossScaler"
     scaler = Call(Global("deepspeed.runtime.fp16.loss_scaler", name), (), is_new=True)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptool.formats.deepspeed.partitions import MASTER, RankContents, Run, Shapes
-from ckptool.formats.deepspeed.states import State, Vector, dict_or_empty, shallow_mapping
+from ckptool.formats.deepspeed.states import State, Vector, dict_or_empty, require_shallow_dict
 
 _MOST_STATES = 20_000
 _Shape = tuple[int, ...]
@@ -41,11 +41,13 @@ def add_whole_optimizer(
     flats = state.get("fp32_groups_flat")
     if isinstance(flats, list):
         return None if experts else _add_flat(contents, state, inner, flats, shapes, rank)
-    masters = _masters(state, groups)
-    moments = {i: shallow_mapping(own) for i, own in inner.inner("state").fields.items()}
-    wanted = [[_shape(inner, moments.get(i), masters.get(i)) for i in group] for group in groups]
+    masters = _find_masters(state, groups)
+    moments = {i: require_shallow_dict(own) for i, own in inner.inner("state").fields.items()}
+    wanted = [
+        [_find_shape(inner, moments.get(i), masters.get(i)) for i in group] for group in groups
+    ]
     of_experts = [experts is not None and group.get("moe") is True for group in stored]
-    named = _named(weights, experts or {}, wanted, of_experts)
+    named = _name_parameters(weights, experts or {}, wanted, of_experts)
     if named is None:
         return None
     numbers = [number for group in groups for number in group]
@@ -66,7 +68,7 @@ def add_whole_optimizer(
     return trained
 
 
-def _named(
+def _name_parameters(
     weights: Mapping[str, Vector],
     experts: Mapping[str, Vector],
     wanted: Sequence[Sequence[_Shape | None]],
@@ -77,7 +79,7 @@ def _named(
     for pool, moe in ((weights, False), (experts, True)):
         numbers = [number for number, own in enumerate(of_experts) if own is moe]
         known = [(name, vector.shape) for name, vector in pool.items()]
-        answer = names_by_order(known, [wanted[number] for number in numbers])
+        answer = name_by_order(known, [wanted[number] for number in numbers])
         if answer is None:
             return None
         for number, names in zip(numbers, answer, strict=True):
@@ -85,7 +87,7 @@ def _named(
     return named
 
 
-def _masters(state: State, groups: Sequence[Sequence[Any]]) -> dict[Any, Vector]:
+def _find_masters(state: State, groups: Sequence[Sequence[Any]]) -> dict[Any, Vector]:
     masters = {}
     for group, values in zip(groups, state.get("fp32_groups") or [], strict=False):
         for number, value in zip(group, values if isinstance(values, list) else [], strict=False):
@@ -95,7 +97,7 @@ def _masters(state: State, groups: Sequence[Sequence[Any]]) -> dict[Any, Vector]
     return masters
 
 
-def _shape(state: State, moments: Any, master: Vector | None) -> _Shape | None:
+def _find_shape(state: State, moments: Any, master: Vector | None) -> _Shape | None:
     """Return the shape of a numbered parameter: that of its master, or of its moments."""
     if master is not None:
         return master.shape
@@ -118,7 +120,7 @@ def _add_flat(
     if len(vectors) != 1 or vectors[0].shape != (total,):
         return None
     kinds: dict[str, Vector] = {MASTER: vectors[0]}
-    for kind, value in shallow_mapping(inner.inner("state").fields.get(0)).items():
+    for kind, value in require_shallow_dict(inner.inner("state").fields.get(0)).items():
         vector = inner.vector(value)
         if vector is not None and vector.shape == (total,):
             kinds[str(kind)] = vector
@@ -134,7 +136,7 @@ def _add_flat(
     return list(shapes)
 
 
-def names_by_order(
+def name_by_order(
     names: Sequence[tuple[str, _Shape]], groups: Sequence[Sequence[_Shape | None]]
 ) -> list[list[str]] | None:
     """Return the names of each group's parameters; None where no answer fits, or more than one.
@@ -146,7 +148,7 @@ def names_by_order(
     history = []
     needed = sum(map(len, groups))
     for at, (_, shape) in enumerate(names):
-        steps = _steps(states, shape, groups, needed - (len(names) - at - 1))
+        steps = _advance(states, shape, groups, needed - (len(names) - at - 1))
         if not steps or len(steps) > _MOST_STATES:
             return None
         history.append(steps)
@@ -159,7 +161,7 @@ _Came = list[tuple[tuple[int, ...], int | None, int]]
 """The states that lead to one: which it was, the group that took the parameter, and the ways."""
 
 
-def _steps(
+def _advance(
     states: dict[tuple[int, ...], int],
     shape: _Shape,
     groups: Sequence[Sequence[_Shape | None]],

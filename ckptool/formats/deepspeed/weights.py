@@ -20,7 +20,7 @@ from ckptool.formats.deepspeed.partitions import (
     add_partition_run,
     split_run,
 )
-from ckptool.formats.deepspeed.states import State, Vector, trained_shapes, zero_stage
+from ckptool.formats.deepspeed.states import State, Vector, find_zero_stage, read_trained_shapes
 from ckptool.serialization.archive.tensors import read_sizes
 from ckptool.serialization.pickle.records import OrderedMapping
 from ckptool.serialization.state_dict.leaves import Assembled, Barred
@@ -54,7 +54,7 @@ def add_module(
     """
     buffers = set(state.names("buffer_names"))
     vectors = state.inner("frozen_param_fragments").tensors | state.inner("module").tensors
-    same = _same_tensors({name: v for name, v in vectors.items() if name not in buffers})
+    same = _find_tied({name: v for name, v in vectors.items() if name not in buffers})
     for name, vector in vectors.items():
         names = {name, aliases.get(name), same.get(name)}
         if name in buffers:
@@ -65,7 +65,7 @@ def add_module(
             contents.add_whole((FROZEN, name), vector, rank)
 
 
-def refused_kinds(
+def classify_refused(
     state: State, aliases: Mapping[str, str], trained: Collection[str] | None
 ) -> dict[str, str]:
     """Return what each refused name in ``module`` stands for: ``module``, ``buffer``, ``frozen``.
@@ -83,15 +83,15 @@ def refused_kinds(
     return kinds
 
 
-def module_weights(state: State) -> dict[str, Vector]:
+def select_weights(state: State) -> dict[str, Vector]:
     """Return the parameters in ``module``, each once, in the order of the module."""
     buffers = set(state.names("buffer_names"))
     vectors = {n: v for n, v in state.inner("module").tensors.items() if n not in buffers}
-    same = _same_tensors(vectors)
+    same = _find_tied(vectors)
     return {name: vector for name, vector in vectors.items() if name not in same}
 
 
-def _same_tensors(vectors: Mapping[str, Vector]) -> dict[str, str]:
+def _find_tied(vectors: Mapping[str, Vector]) -> dict[str, str]:
     """Return the names of tied parameters, each with the first name of the same bytes."""
     first: dict[object, str] = {}
     same = {}
@@ -149,13 +149,13 @@ def add_layers(
     ``tied_modules.<key>.<name>``, and which layer that is only their names and shapes tell.
     ``trained`` are the shapes of all stages, empty where nothing says what was trained.
     """
-    tied = _tied_modules(trained)
+    tied = _group_tied_modules(trained)
     for layer, state in sorted(layers.items()):
         vectors, refused = state.tensors, state.refusals
         for name, why in refused.items():
             full = f"{layer}.{name}"
             why.may_be_tensor = why.may_be_tensor or full in trained or full in buffers
-        head = _head(layer, vectors, refused, trained, tied)
+        head = _find_head(layer, vectors, refused, trained, tied)
         for name, vector in vectors.items():
             full = f"{head}.{name}"
             if full in buffers or f"{layer}.{name}" in buffers:
@@ -165,7 +165,7 @@ def add_layers(
                 contents.add_whole((kind, full), vector, ranks[layer])
 
 
-def _tied_modules(trained: Shapes) -> dict[str, dict[str, tuple[int, ...]]]:
+def _group_tied_modules(trained: Shapes) -> dict[str, dict[str, tuple[int, ...]]]:
     """Return the shapes of the tied modules' parameters, by module."""
     modules: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in trained.items():
@@ -176,7 +176,7 @@ def _tied_modules(trained: Shapes) -> dict[str, dict[str, tuple[int, ...]]]:
     return modules
 
 
-def _head(
+def _find_head(
     layer: int,
     vectors: Mapping[str, Vector],
     refused: Mapping[str, Refusal],
@@ -214,20 +214,24 @@ def _head(
 def note_excluded(checkpoint: DeepSpeedCheckpoint, assembled: Assembled) -> None:
     """Note what shows that frozen parameters are in no file; a conflict where that is certain."""
     for state in checkpoint.models.values():
-        problem = _certain(checkpoint, state)
+        problem = _find_certain(checkpoint, state)
         if problem is not None:
             assembled.conflicts[FROZEN] = problem
             checkpoint.notes.append(problem)
             return
-    problem = _of_layers(checkpoint) if checkpoint.files.layers else _likely(checkpoint.model)
+    problem = (
+        _compare_layers(checkpoint) if checkpoint.files.layers else _find_likely(checkpoint.model)
+    )
     if problem is not None:
         checkpoint.notes.append(problem)
 
 
-def _certain(checkpoint: DeepSpeedCheckpoint, state: State) -> Problem | None:
+def _find_certain(checkpoint: DeepSpeedCheckpoint, state: State) -> Problem | None:
     """Return what says for certain that parameters are missing."""
-    bare = _bare_modules(state)
-    stage = 3 if checkpoint.files.stage_3 else zero_stage(state, checkpoint.first_optimizer) or 0
+    bare = _find_bare_modules(state)
+    stage = (
+        3 if checkpoint.files.stage_3 else find_zero_stage(state, checkpoint.first_optimizer) or 0
+    )
     recorded = state.get(_KEY, {})
     wrapped = [module for module in bare if module.rpartition(".")[2] in _WRAPPED]
     if not (stage >= _GRADIENTS and recorded is None) and not wrapped:
@@ -236,41 +240,41 @@ def _certain(checkpoint: DeepSpeedCheckpoint, state: State) -> Problem | None:
         f"{state.file.what}: saved without its frozen parameters (exclude_frozen_parameters=True):"
         " no file has them or their names"
     )
-    message += f"; modules without a tensor: {_listed(bare)}" if bare else ""
+    message += f"; modules without a tensor: {_shorten(bare)}" if bare else ""
     return Problem(message, EXCLUDED, file=state.file.what)
 
 
-def _likely(state: State) -> Problem | None:
+def _find_likely(state: State) -> Problem | None:
     """Return a remark where modules have no tensor, and nothing says if they have parameters."""
-    stored, modules = _stored(state), _modules(state)
-    trained = trained_shapes(state).keys()
+    stored, modules = _list_stored(state), _list_modules(state)
+    trained = read_trained_shapes(state).keys()
     buffers, tied = set(state.names("buffer_names")), set(map(str, state.mapping("shared_params")))
     if not modules or (trained and stored - trained - buffers - tied):
         return None  # something frozen is there: nothing was left out
-    bare = _bare_modules(state)
-    owners = {_without_numbers(name.rpartition(".")[0]) for name in stored}
+    bare = _find_bare_modules(state)
+    owners = {_drop_numbers(name.rpartition(".")[0]) for name in stored}
     named = [module for module in bare if not module.rpartition(".")[2].isdigit()]
-    certain = [module for module in named if _without_numbers(module) in owners]
+    certain = [module for module in named if _drop_numbers(module) in owners]
     if certain:
-        message = f"{state.file.what}: no tensor of {_listed(certain)}, while modules called alike"
+        message = f"{state.file.what}: no tensor of {_shorten(certain)}, while modules called alike"
         message += " have some: frozen parameters were left out (exclude_frozen_parameters=True)?"
         return Problem(message, EXCLUDED, file=state.file.what)
     unclear = [name for name in bare if not _WITHOUT_PARAMETERS.fullmatch(name.lower())]
     if not unclear:
         return None
-    message = f"{state.file.what}: no tensor of the modules {_listed(unclear)}: they have no"
+    message = f"{state.file.what}: no tensor of the modules {_shorten(unclear)}: they have no"
     message += " parameters, or frozen ones that were left out (exclude_frozen_parameters=True)"
     return Problem(message, UNRECORDED, file=state.file.what)
 
 
-def _of_layers(checkpoint: DeepSpeedCheckpoint) -> Problem | None:
+def _compare_layers(checkpoint: DeepSpeedCheckpoint) -> Problem | None:
     """Return a remark where layers of a pipeline hold less than layers like them, or nothing."""
     layers = {
-        file: set(map(str, checkpoint.state(file).fields))
+        file: set(map(str, checkpoint.read_file(file).fields))
         for (_, tensor), file in sorted(checkpoint.files.layers.items())
         if tensor == 0
     }
-    trained = {n for state in checkpoint.models.values() for n in trained_shapes(state)}
+    trained = {n for state in checkpoint.models.values() for n in read_trained_shapes(state)}
     endings = {name.partition(".")[2] for name in trained} | {
         name.split(".", 2)[2] for name in trained if name.startswith("tied_modules.")
     }
@@ -279,7 +283,7 @@ def _of_layers(checkpoint: DeepSpeedCheckpoint) -> Problem | None:
     smaller = [file for file, names in layers.items() if _is_less(names, layers.values())]
     if not smaller:
         return None
-    message = f"{_listed(smaller)}: no tensor, or fewer than layers like it: no parameters, or"
+    message = f"{_shorten(smaller)}: no tensor, or fewer than layers like it: no parameters, or"
     message += " frozen ones that were left out (exclude_frozen_parameters=True)"
     return Problem(message, UNRECORDED, file=smaller[0])
 
@@ -290,7 +294,7 @@ def _is_less(names: set[str], layers: Collection[set[str]]) -> bool:
     return not names or (nested and any(names < other for other in layers))
 
 
-def _modules(state: State) -> list[str]:
+def _list_modules(state: State) -> list[str]:
     """Return the modules that torch lists beside a state dict; empty where it does not."""
     module = state.fields.get("module")
     attributes = getattr(module, "state", None) if isinstance(module, OrderedMapping) else None
@@ -298,27 +302,27 @@ def _modules(state: State) -> list[str]:
     return [name for name in map(str, listed) if name] if isinstance(listed, Mapping) else []
 
 
-def _stored(state: State) -> set[str]:
+def _list_stored(state: State) -> set[str]:
     return set(map(str, state.inner("module").fields))
 
 
-def _bare_modules(state: State) -> list[str]:
+def _find_bare_modules(state: State) -> list[str]:
     """Return the modules without modules in them, of which no tensor is in the file."""
-    modules, stored = _modules(state), _stored(state)
-    parents = {parent for name in (*modules, *stored) for parent in _parents(name)}
+    modules, stored = _list_modules(state), _list_stored(state)
+    parents = {parent for name in (*modules, *stored) for parent in _list_parents(name)}
     return [module for module in modules if module not in parents]
 
 
-def _parents(name: str) -> Iterator[str]:
+def _list_parents(name: str) -> Iterator[str]:
     steps = name.split(".")
     return (".".join(steps[:count]) for count in range(1, len(steps)))
 
 
-def _without_numbers(module: str) -> str:
+def _drop_numbers(module: str) -> str:
     """Return a module's name without the numbers that count its layers."""
     return re.sub(r"(?<![^.])[0-9]+(?=\.)", "*", module)
 
 
-def _listed(names: Collection[str]) -> str:
+def _shorten(names: Collection[str]) -> str:
     shown = ", ".join(list(names)[:_SHOWN])
     return f"{shown} and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else shown

@@ -28,12 +28,12 @@ from ckptool.formats.deepspeed.partitions import (
     Shapes,
     add_other,
     add_partition_run,
-    read_slot,
+    read_flat_group,
     refuse_kinds,
     require_distinct_ranks,
     split_run,
 )
-from ckptool.formats.deepspeed.states import State, Vector, shallow_mapping
+from ckptool.formats.deepspeed.states import State, Vector, require_shallow_dict
 from ckptool.serialization.archive.tensors import read_natural
 
 _ANY = 1 << 62
@@ -54,7 +54,10 @@ def add_flat_groups(
     """
     first = ranks[0].state
     order = _group_names(first)
-    slots = [_in_order(_flat_slots(rank.state), _group_names(rank.state), order) for rank in ranks]
+    slots = [
+        _sort_groups(_read_flat_groups(rank.state), _group_names(rank.state), order)
+        for rank in ranks
+    ]
     if any(len(own) != len(groups) for own in slots):
         sizes = sorted({len(own) for own in slots})
         raise Damaged(
@@ -62,16 +65,16 @@ def add_flat_groups(
             "tensor-record",
         )
     require_distinct_ranks(ranks, slots)
-    counts = _partition_counts(first, len(groups), len(ranks))
-    paddings = _paddings(first, groups)
+    counts = _read_partition_counts(first, len(groups), len(ranks))
+    paddings = _read_paddings(first, groups)
     for number, shapes in enumerate(groups):
         group = [own[number] for own in slots]
         parts = counts[number]
-        experts = [_global_names(shapes, rank) for rank in range(len(ranks) // parts)]
+        experts = [_name_globally(shapes, rank) for rank in range(len(ranks) // parts)]
         every = [name for names in experts for name in names.values()]
         refuse_kinds(contents, group, every, ranks[0].rank)
         for expert_rank, names in enumerate(experts):
-            chosen = _members(len(ranks), parts, expert_rank, data_first)
+            chosen = _select_members(len(ranks), parts, expert_rank, data_first)
             members = [(ranks[dp], group[dp]) for dp in chosen]
             _add_group(contents, members, shapes, names, paddings[number])
         add_other(contents, ranks, group, number)
@@ -85,7 +88,7 @@ def _group_names(state: State) -> list[tuple[Any, int]]:
     return [(name, names[:at].count(name)) for at, name in enumerate(names)]
 
 
-def _in_order(
+def _sort_groups(
     slots: list[FlatGroup], names: list[tuple[Any, int]], order: list[tuple[Any, int]]
 ) -> list[FlatGroup]:
     """Sort groups as the first rank has them: DeepSpeed sorts those of experts by random hashes."""
@@ -94,14 +97,14 @@ def _in_order(
     return [slots[names.index(name)] for name in order]
 
 
-def _members(ranks: int, parts: int, expert_rank: int, data_first: bool) -> list[int]:
+def _select_members(ranks: int, parts: int, expert_rank: int, data_first: bool) -> list[int]:
     """Return the data-parallel ranks of one expert-parallel rank's partitions, in order."""
     experts = ranks // parts
     first, step = (expert_rank * parts, 1) if data_first else (expert_rank, experts)
     return [first + step * part for part in range(parts)]
 
 
-def _partition_counts(state: State, groups: int, ranks: int) -> list[int]:
+def _read_partition_counts(state: State, groups: int, ranks: int) -> list[int]:
     stored = state.get("partition_count")
     counts = list(
         map(read_natural, stored if isinstance(stored, list | tuple) else [stored] * groups)
@@ -114,7 +117,7 @@ def _partition_counts(state: State, groups: int, ranks: int) -> list[int]:
     return counts
 
 
-def _paddings(state: State, groups: Sequence[Shapes]) -> list[list[int]]:
+def _read_paddings(state: State, groups: Sequence[Shapes]) -> list[list[int]]:
     """Return the elements left free after each parameter, by group (since 0.19.8; none before)."""
     if not state.get("param_alignment_paddings"):
         return [[0] * len(group) for group in groups]
@@ -129,7 +132,7 @@ def _paddings(state: State, groups: Sequence[Shapes]) -> list[list[int]]:
     return stored
 
 
-def _flat_slots(state: State) -> list[FlatGroup]:
+def _read_flat_groups(state: State) -> list[FlatGroup]:
     """Return the groups of one rank's file.
 
     Masters are stored without the padding at their end, moments with it; an elastic checkpoint
@@ -140,14 +143,14 @@ def _flat_slots(state: State) -> list[FlatGroup]:
     paddings = list(map(read_natural, state.get("group_paddings") or [_ANY] * len(masters)))
     states = _group_states(state, len(masters))
     groups = zip(masters, paddings, states, strict=False)
-    return [read_slot(state, master, values, padding) for master, padding, values in groups]
+    return [read_flat_group(state, master, values, padding) for master, padding, values in groups]
 
 
 def _group_states(state: State, groups: int) -> list[Mapping[Any, Any]]:
     """Return the optimizer's state of each group, whose one parameter is the flat partition."""
     base = state.fields.get("base_optimizer_state")
     if isinstance(base, list):
-        return [*map(shallow_mapping, base), *[{}] * (groups - len(base))]
+        return [*map(require_shallow_dict, base), *[{}] * (groups - len(base))]
     inner = state.inner("base_optimizer_state")
     indices: list[Any] = list(range(groups))
     for number, group in enumerate(inner.groups()):
@@ -155,10 +158,10 @@ def _group_states(state: State, groups: int) -> list[Mapping[Any, Any]]:
         if number < groups and isinstance(params, list) and params:
             indices[number] = params[0]
     by_index = inner.inner("state").fields
-    return [shallow_mapping(by_index.get(index)) for index in indices]
+    return [require_shallow_dict(by_index.get(index)) for index in indices]
 
 
-def _global_names(shapes: Shapes, expert_rank: int) -> dict[str, str]:
+def _name_globally(shapes: Shapes, expert_rank: int) -> dict[str, str]:
     """Return a group's names with global expert numbers; its own count from zero on each rank.
 
     DeepSpeed numbers experts by expert-parallel rank, then by their number on the rank.
@@ -185,7 +188,7 @@ def _add_group(
     paddings: Sequence[int],
 ) -> None:
     size = max(vector.shape[0] for _, slot in members for vector in slot.flat.values())
-    runs = list(flat_runs(shapes, paddings, size, len(members)))
+    runs = list(place_flat_runs(shapes, paddings, size, len(members)))
     _add_whole_states(contents, members, runs, shapes, names)
     dtypes = {k: v.dtype for _, slot in reversed(members) for k, v in slot.flat.items()}
     for kind in dict.fromkeys(kind for _, slot in members for kind in slot.flat):
@@ -201,7 +204,9 @@ def _add_group(
                 contents.add_leaf((kind, name), value, partition.rank)
 
 
-def flat_runs(shapes: Shapes, paddings: Sequence[int], size: int, parts: int) -> Iterator[Run]:
+def place_flat_runs(
+    shapes: Shapes, paddings: Sequence[int], size: int, parts: int
+) -> Iterator[Run]:
     """Yield the runs of a group laid out flat and cut into ``parts`` partitions of ``size``.
 
     ``paddings`` are the elements left free after each parameter. Raises Damaged where the group
@@ -238,11 +243,11 @@ def _add_whole_states(
     tell: those of all ranks must be the sums of their parameters', and one must be longer than
     what its partition has of them.
     """
-    whole = [_whole_runs(runs, shapes, part) for part in range(len(members))]
+    whole = [_place_whole_runs(runs, shapes, part) for part in range(len(members))]
     wanted = [own[-1].at + own[-1].stop if own else 0 for own in whole]
     slots = [slot for _, slot in members]
     for kind in dict.fromkeys(kind for slot in slots for kind in (*slot.flat, *slot.other)):
-        vectors = [_flat_vector(slot, kind) for slot in slots]
+        vectors = [_find_flat_vector(slot, kind) for slot in slots]
         if [vector.shape[0] if vector else 0 for vector in vectors] != wanted:
             continue
         if not any(kind in slot.other for slot in slots):
@@ -256,7 +261,7 @@ def _add_whole_states(
                 add_partition_run(contents, partition, vector, target, run, shape)
 
 
-def _whole_runs(runs: Sequence[Run], shapes: Shapes, part: int) -> list[Run]:
+def _place_whole_runs(runs: Sequence[Run], shapes: Shapes, part: int) -> list[Run]:
     """Return the runs of a vector that holds whole each parameter of which a partition has some."""
     whole, at = [], 0
     for name in [run.name for run in runs if run.part == part]:
@@ -266,7 +271,7 @@ def _whole_runs(runs: Sequence[Run], shapes: Shapes, part: int) -> list[Run]:
     return whole
 
 
-def _flat_vector(slot: FlatGroup, kind: str) -> Vector | None:
+def _find_flat_vector(slot: FlatGroup, kind: str) -> Vector | None:
     value = slot.flat.get(kind) or slot.other.get(kind)
     return value if isinstance(value, Vector) and value.is_flat else None
 
@@ -280,12 +285,12 @@ def add_split_groups(
     shapes = {name: shape for group in groups for name, shape in group.items()}
     for partition in ranks:
         _require_plain_split(partition.state, len(groups))
-    slots = [_sub_groups(partition.state) for partition in ranks]
+    slots = [_read_sub_groups(partition.state) for partition in ranks]
     require_distinct_ranks(ranks, slots)
     refuse_kinds(contents, [slot for own in slots for slot in own], shapes, ranks[0].rank)
     for partition, own in zip(ranks, slots, strict=True):
         sizes = [slot.flat[MASTER].shape[0] for slot in own]
-        for run, number in split_runs(shapes, sizes, partition.dp, len(ranks)):
+        for run, number in place_split_runs(shapes, sizes, partition.dp, len(ranks)):
             for kind, vector in own[number].flat.items():
                 target, shape = (kind, run.name), shapes[run.name]
                 add_partition_run(contents, partition, vector, target, run, shape)
@@ -295,7 +300,7 @@ def add_split_groups(
             add_other(contents, [partition], [slot], number)
 
 
-def split_runs(
+def place_split_runs(
     shapes: Shapes, sizes: Sequence[int], part: int, parts: int
 ) -> Iterator[tuple[Run, int]]:
     """Yield the runs of one rank where each parameter was cut by itself into ``parts`` pieces.
@@ -327,10 +332,10 @@ def split_runs(
 
 def _require_plain_split(state: State, groups: int) -> None:
     state.get("partition_count")  # raises Barred where it is refused
-    param_groups = state.inner("optimizer_state_dict").groups()
-    if len(param_groups) > groups:
+    stated = state.inner("optimizer_state_dict").groups()
+    if len(stated) > groups:
         raise Damaged(
-            f"{state.file.what}: {len(param_groups)} groups of parameters, whose order"
+            f"{state.file.what}: {len(stated)} groups of parameters, whose order"
             " DeepSpeed did not save before 0.5.4",
             "sharding-unknown",
         )
@@ -343,7 +348,10 @@ def _require_plain_split(state: State, groups: int) -> None:
         )
 
 
-def _sub_groups(state: State) -> list[FlatGroup]:
+def _read_sub_groups(state: State) -> list[FlatGroup]:
     masters = enumerate(state.sequence("fp32_flat_groups"))
     values = state.inner("optimizer_state_dict").inner("state").fields
-    return [read_slot(state, m, shallow_mapping(values.get(number)), 0) for number, m in masters]
+    return [
+        read_flat_group(state, m, require_shallow_dict(values.get(number)), 0)
+        for number, m in masters
+    ]

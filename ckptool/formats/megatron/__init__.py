@@ -57,10 +57,10 @@ _LARGEST_CONFIG = 1 << 16
 
 
 def _probe_torch_dist(source: Source) -> bool:
-    return _config(source) is not None or {_COMMON, ".metadata"} <= source.files.keys()
+    return _read_config(source) is not None or {_COMMON, ".metadata"} <= source.files.keys()
 
 
-def _config(source: Source) -> dict[str, Any] | None:
+def _read_config(source: Source) -> dict[str, Any] | None:
     """Return what ``metadata.json`` says of the backend; None where it is none of Megatron's."""
     if not 0 < source.files.get(_CONFIG, 0) <= _LARGEST_CONFIG:
         return None
@@ -74,7 +74,7 @@ def _config(source: Source) -> dict[str, Any] | None:
 def _scan_torch_dist(source: Source, options: ScanOptions) -> Catalog:
     from ckptool.formats.megatron.torch_dist import scan
 
-    return scan(source, _config(source), options)
+    return scan(source, _read_config(source), options)
 
 
 TORCH_DIST_FORMAT = Format(
@@ -86,7 +86,7 @@ TORCH_DIST_FORMAT = Format(
     convert=Deferred("ckptool.formats.megatron.torch_dist:lay_out"),
     files=(FileRule(r"metadata\.json", FileRole.JSON),),
     latest=_LATEST,
-    trim=Deferred("ckptool.formats.megatron.optimizer.buckets:without_padding"),
+    trim=Deferred("ckptool.formats.megatron.optimizer.buckets:drop_padding"),
 )
 
 

@@ -19,13 +19,13 @@ from ckptool.core.catalog import Chunk, Path, TensorEntry, flat_name, merge_copi
 from ckptool.core.dtype import DType
 from ckptool.core.sharding.tensor_parallel import Fit
 from ckptool.errors import Damaged, Undetermined
-from ckptool.formats.megatron.model import global_expert, global_layer, is_buffer
+from ckptool.formats.megatron.model import is_buffer, number_expert, number_layer
 from ckptool.formats.megatron.optimizer.buckets import (
     Group,
-    bucket_state,
     group_buckets,
+    group_parameters,
     is_bucket,
-    optimizer_buffers,
+    read_buckets,
 )
 from ckptool.formats.megatron.tensor_parallel import (
     Fragments,
@@ -91,38 +91,36 @@ def read_megatron(
     for rank, file in files.items():
         _read_rank(source, rank, file, ranks, expert_parallel)
     tensors = {
-        name: TensorEntry(name, _path(name), *ranks.kinds[name], merge_copies(chunks))
+        name: TensorEntry(name, _split_name(name), *ranks.kinds[name], merge_copies(chunks))
         for name, chunks in ranks.chunks.items()
     }
     assembled = assemble(ranks.others)
     model = {name: entry for name, entry in tensors.items() if not is_bucket(name)}
     try:
-        state, reason = _named_state(tensors, ranks), ""
+        state, reason = _name_state(tensors, ranks), ""
     except Undetermined as error:
         state, reason = tensors, str(error)
     assembled.tensors = model | state | assembled.tensors
     return assembled, reason
 
 
-def record_fields(file: TorchFile) -> Mapping[str, Any]:
+def read_state_fields(file: TorchFile) -> Mapping[str, Any]:
     """Return the attributes of the tensor-aware state dict that a file holds."""
     return file.inert.fields if isinstance(file.inert, Call) else {}
 
 
-def _path(name: str) -> Path:
+def _split_name(name: str) -> Path:
     head, _, rest = name.partition(".")
     return (head, rest) if head == "model" else (name,)
 
 
-def _named_state(
-    tensors: Mapping[str, TensorEntry], ranks: _ShardedRanks
-) -> dict[str, TensorEntry]:
+def _name_state(tensors: Mapping[str, TensorEntry], ranks: _ShardedRanks) -> dict[str, TensorEntry]:
     """Return the optimizer's state by parameter. Raises Undetermined."""
     fragments: Fragments = {}
     for group, buckets in group_buckets(tensors.values()).items():
         if group not in ranks.buffers:
             raise Undetermined(f"no rank's model matches the buckets of group {group[1]}")
-        add_fragments(fragments, bucket_state(buckets, ranks.buffers[group]))
+        add_fragments(fragments, read_buckets(buckets, ranks.buffers[group]))
     state, conflicts = merge_fragments(lambda p: ranks.fits[p.name, p.rank], fragments)
     if conflicts:
         raise Undetermined(next(iter(conflicts.values())))
@@ -132,16 +130,16 @@ def _named_state(
 def _read_rank(
     source: Source, rank: int, file: TorchFile, ranks: _ShardedRanks, expert_parallel: bool
 ) -> None:
-    fields = record_fields(file)
+    fields = read_state_fields(file)
     runs: dict[str, list[LocalParameter]] = {}
     groups: set[Group] = set()
     others = ranks.others.setdefault(rank, {})
-    for path, parts in sharded_records(fields.get("sharded_state_dict"), file, rank):
+    for path, parts in read_records(fields.get("sharded_state_dict"), file, rank):
         if isinstance(parts, Leaf):
             inner = file.narrowed(parts.value)
             others |= read_leaves(inner, source, prefix=parts.path, rank_state=True, refuse=True)
         elif _MODEL.fullmatch(str(path[0])):
-            parameter = _parameter(path, parts, rank, ranks)
+            parameter = _read_parameter(path, parts, rank, ranks)
             if not is_buffer(parameter.name):
                 runs.setdefault(str(path[0]), []).append(parameter)
         else:
@@ -151,18 +149,18 @@ def _read_rank(
                 groups |= group_buckets([entry]).keys()
     others |= read_leaves(file.narrowed(fields.get("common")), source, refuse=True)
     for group in groups:
-        ranks.buffers[group] = optimizer_buffers(
+        ranks.buffers[group] = group_parameters(
             runs.values(), experts=group[0] > 0, expert_parallel=expert_parallel
         )
 
 
-def _parameter(
+def _read_parameter(
     path: Path, parts: Sequence[Sharded], rank: int, ranks: _ShardedRanks
 ) -> LocalParameter:
     """Return a parameter of the rank's model; several parts are joined along its first dim."""
-    parts = side_by_side(parts)
+    parts = join_parts(parts)
     first = parts[0]
-    name = _whole_name(flat_name(path[1:2]), first)
+    name = _name_globally(flat_name(path[1:2]), first)
     boxes = [Box(p.box.lo[p.prepended :], p.box.hi[p.prepended :]) for p in parts]
     pieces, local = _join_boxes(boxes)
     whole = first.whole[first.prepended :]
@@ -188,7 +186,7 @@ def _join_boxes(
     return tuple(pieces), (start, *boxes[0].shape[1:])
 
 
-def _whole_name(name: str, part: Sharded) -> str:
+def _name_globally(name: str, part: Sharded) -> str:
     """Give a name the numbers of layer and expert in the whole model, by the stacked dims.
 
     The last stage's copy of a tied embedding has the embedding's name.
@@ -198,9 +196,9 @@ def _whole_name(name: str, part: Sharded) -> str:
     offsets = list(part.box.lo[: part.prepended])
     layer = _LAYER.match(name)
     if offsets and layer and not _NUMBERED.search(part.key):
-        name = global_layer(name, {layer[1]: offsets.pop(0) - int(layer[2])})
+        name = number_layer(name, {layer[1]: offsets.pop(0) - int(layer[2])})
     if offsets and _STACKED_EXPERTS in f".{part.key}":
-        return global_expert(_LOCAL_EXPERT.sub(r"\g<1>\g<2>0", name), offsets.pop(0))
+        return number_expert(_LOCAL_EXPERT.sub(r"\g<1>\g<2>0", name), offsets.pop(0))
     return name
 
 
@@ -219,7 +217,7 @@ class Sharded:
     chunk: Chunk | None
 
 
-def side_by_side(parts: Sequence[Sharded]) -> Sequence[Sharded]:
+def join_parts(parts: Sequence[Sharded]) -> Sequence[Sharded]:
     """Turn parts of several tensors into parts of one, which holds one tensor after the other.
 
     So z, x, B, C and dt are kept apart that are one ``in_proj`` of Mamba's in the rank's model.
@@ -244,7 +242,7 @@ def side_by_side(parts: Sequence[Sharded]) -> Sequence[Sharded]:
     return moved
 
 
-def sharded_records(
+def read_records(
     value: Any, file: TorchFile, rank: int
 ) -> Iterator[tuple[Path, list[Sharded] | Leaf]]:
     """Yield the ShardedTensors of each place in a sharded state dict; objects as leaves."""
@@ -252,14 +250,14 @@ def sharded_records(
         items = leaf if isinstance(leaf, list) else [leaf]
         records = [item for item in items if isinstance(item, Call)]
         if records and all(item.name.endswith(".ShardedTensor") for item in records):
-            yield path, [_record(item, file, rank) for item in records]
+            yield path, [_read_record(item, file, rank) for item in records]
         elif records and records[0].name.endswith(".ShardedObject"):
-            yield path, _object(records[0])
+            yield path, _read_object(records[0])
         else:
             yield path, Leaf(path, leaf)
 
 
-def _record(record: Call, file: TorchFile, rank: int) -> Sharded:
+def _read_record(record: Call, file: TorchFile, rank: int) -> Sharded:
     fields = record.fields
     try:
         key, prepended = str(fields["key"]), read_natural(fields["prepend_axis_num"])
@@ -289,7 +287,7 @@ def _record(record: Call, file: TorchFile, rank: int) -> Sharded:
     return Sharded(key, dtype, whole, box, prepended, Chunk(box, locate_tensor(tensor, file), rank))
 
 
-def _object(record: Call) -> Leaf:
+def _read_object(record: Call) -> Leaf:
     fields = record.fields
     shape = read_sizes(fields.get("global_shape") or ())
     offset = read_sizes(fields.get("global_offset") or ())

@@ -110,7 +110,7 @@ def find_arguments(objects: Iterable[ObjectEntry]) -> Arguments:
     )
 
 
-def with_first_arguments(catalog: Catalog) -> Catalog:
+def keep_first_arguments(catalog: Catalog) -> Catalog:
     """Keep the first rank's arguments for all ranks': they differ in the rank that saved them."""
     own = [name for name in catalog.objects if name.startswith("args@rank")]
     if not own:
@@ -124,7 +124,7 @@ def with_first_arguments(catalog: Catalog) -> Catalog:
 # Names of layers and experts
 
 
-def layer_counts(names: Iterable[str]) -> dict[str, int]:
+def count_layers(names: Iterable[str]) -> dict[str, int]:
     """Return how many layers a run holds, by what precedes their number."""
     counts: dict[str, int] = {}
     for name in names:
@@ -134,18 +134,18 @@ def layer_counts(names: Iterable[str]) -> dict[str, int]:
     return counts
 
 
-def layer_offsets(runs: Mapping[StageRun, Sequence[str]]) -> dict[StageRun, dict[str, int]]:
+def find_layer_offsets(runs: Mapping[StageRun, Sequence[str]]) -> dict[StageRun, dict[str, int]]:
     """Return for each run the numbers of its first layers in the whole model."""
     reached: dict[str, int] = {}
     offsets: dict[StageRun, dict[str, int]] = {}
     for stage, virtual in sorted(runs, key=lambda run: (run[1], run[0])):
         offsets[stage, virtual] = dict(reached)
-        for prefix, count in layer_counts(runs[stage, virtual]).items():
+        for prefix, count in count_layers(runs[stage, virtual]).items():
             reached[prefix] = reached.get(prefix, 0) + count
     return offsets
 
 
-def global_layer(name: str, offsets: Mapping[str, int]) -> str:
+def number_layer(name: str, offsets: Mapping[str, int]) -> str:
     """Return the name with its layer's number in the whole model."""
     match = _LAYER.fullmatch(name)
     if match is None:
@@ -163,17 +163,17 @@ def is_expert(name: str) -> bool:
     return ".experts." in f".{name}"
 
 
-def local_experts(names: Iterable[str]) -> int | None:
+def count_experts(names: Iterable[str]) -> int | None:
     """Return how many experts a rank numbers in its names; None where it numbers none."""
-    numbers = [int(match[2]) for name in names if (match := _expert(name))]
+    numbers = [int(match[2]) for name in names if (match := _match_expert(name))]
     return max(numbers) + 1 if numbers else None
 
 
-def global_expert(name: str, first: int) -> str:
+def number_expert(name: str, first: int) -> str:
     """Return the name with its expert's number in the whole model."""
-    match = _expert(name)
+    match = _match_expert(name)
     return name if match is None else f"{match[1]}{int(match[2]) + first}{match[3]}"
 
 
-def _expert(name: str) -> re.Match[str] | None:
+def _match_expert(name: str) -> re.Match[str] | None:
     return _EXPERT.fullmatch(name) or _GROUPED.fullmatch(name)

@@ -16,8 +16,8 @@ from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.core.sharding.tensor_parallel import how_to_say, named_rule, require_matched
 from ckptool.errors import CkptoolError, Damaged, Problem, Refusal, UsageError, damaged
 from ckptool.formats.base import ScanOptions
-from ckptool.formats.megatron.local import ROOT, read_megatron, record_fields
-from ckptool.formats.megatron.model import Arguments, read_arguments, with_first_arguments
+from ckptool.formats.megatron.local import ROOT, read_megatron, read_state_fields
+from ckptool.formats.megatron.model import Arguments, keep_first_arguments, read_arguments
 from ckptool.formats.megatron.tensor_parallel import (
     Fragments,
     LocalParameter,
@@ -42,13 +42,13 @@ _RANKS_UNKNOWN = (
 def scan(source: Source, options: ScanOptions) -> Catalog:
     """Return the catalog of the newest iteration that is whole; Damaged where none is."""
     local = read_local(source, options.world_size)
-    args = _arguments(local)
+    args = _read_arguments(local)
     stated = args.integer("world_size")
     if stated is not None and options.world_size not in (None, stated):
         raise UsageError(f"--world-size {options.world_size}: the files say {stated}")
     if stated is not None and stated > len(local.files):
         local = read_local(source, stated)
-    kinds = {_kind(file) for file in local.files.values()}
+    kinds = {_require_kind(file) for file in local.files.values()}
     if len(kinds) > 1:
         raise Damaged(f"{source.root}: files of {' and of '.join(sorted(kinds))}", "saves-mixed")
     notes = list(local.notes)
@@ -75,20 +75,20 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
         world_size=len(local.files),
         info=info | (args.info() if args.values else {}),
         notes=(*notes, *assembled.notes, *note_unread(assembled.objects)),
-        conflicts={n: _hinted(why, n) for n, why in assembled.conflicts.items()},
-        copies=frozenset(_other_copies(source.files, used)),
+        conflicts={n: _add_hint(why, n) for n, why in assembled.conflicts.items()},
+        copies=frozenset(_find_other_copies(source.files, used)),
     )
-    return with_inferred_mesh(with_first_arguments(catalog))
+    return with_inferred_mesh(keep_first_arguments(catalog))
 
 
-def _hinted(why: str, name: str) -> str:
+def _add_hint(why: str, name: str) -> str:
     if isinstance(why, Refusal) or how_to_say(name) in why:
         return why
     code = why.code if isinstance(why, Problem) else "sharding-unrecorded"
     return Problem(f"{why}; {how_to_say(name)}", code, tensor=name)
 
 
-def _kind(file: TorchFile) -> str:
+def _require_kind(file: TorchFile) -> str:
     name = file.inert.name.rpartition(".")[2] if isinstance(file.inert, Call) else "something else"
     if name not in (ROOT, _PLAIN):
         raise Damaged(
@@ -97,9 +97,9 @@ def _kind(file: TorchFile) -> str:
     return name
 
 
-def _arguments(local: LocalIteration) -> Arguments:
+def _read_arguments(local: LocalIteration) -> Arguments:
     """Return Megatron's arguments, where the files hold its state."""
-    common = record_fields(next(iter(local.files.values()))).get("common")
+    common = read_state_fields(next(iter(local.files.values()))).get("common")
     return read_arguments(common.get("args") if isinstance(common, dict) else None)
 
 
@@ -107,7 +107,7 @@ def _read_plain(source: Source, files: Mapping[int, TorchFile], options: ScanOpt
     """Merge plain state dicts: rules place tensors, all else must be the same on all ranks."""
     ranks: dict[int, dict[str, Leaf]] = {}
     for rank, file in files.items():
-        state = file.narrowed(record_fields(file).get("state_dict"))
+        state = file.narrowed(read_state_fields(file).get("state_dict"))
         ranks[rank] = read_leaves(state, source, refuse=True)
     plain = [n for own in ranks.values() for n, leaf in own.items() if _is_plain(leaf)]
     require_matched(options.tp_rules, plain)
@@ -192,7 +192,7 @@ def read_local(source: Source, world_size: int | None = None) -> LocalIteration:
     ``world_size`` is the number of owners; where it is not known, that of the highest rank seen.
     Raises Damaged where no iteration is whole, with what each of them lacks.
     """
-    copies = [copy for name in source.files if (copy := _parsed(name))]
+    copies = [copy for name in source.files if (copy := _parse_name(name))]
     for copy in copies:
         require_rank(max(copy.folder, copy.owner), copy.name)
     highest = max(max(copy.folder, copy.owner) for copy in copies) + 1
@@ -209,7 +209,7 @@ def read_local(source: Source, world_size: int | None = None) -> LocalIteration:
         if others:
             failed.append(f"iteration {iteration:,} has a file of rank {max(others)}")
         else:
-            failed.append(_lacks(iteration, missing, mine, notes))
+            failed.append(_describe_missing(iteration, missing, mine, notes))
     lacks = "\n".join(f"  - {lack}" for lack in failed)
     raise Damaged(
         f"{source.root}: no iteration is complete:\n{lacks}",
@@ -218,7 +218,7 @@ def read_local(source: Source, world_size: int | None = None) -> LocalIteration:
     )
 
 
-def _parsed(name: str) -> _Copy | None:
+def _parse_name(name: str) -> _Copy | None:
     match = _LOCAL_FILE.fullmatch(name)
     if match is None:
         return None
@@ -243,14 +243,16 @@ def _open_copies(source: Source, copies: list[_Copy]) -> tuple[dict[int, TorchFi
     return files, notes
 
 
-def _lacks(iteration: int, missing: list[int], copies: list[_Copy], notes: list[str]) -> str:
+def _describe_missing(
+    iteration: int, missing: list[int], copies: list[_Copy], notes: list[str]
+) -> str:
     dirty = {copy.owner for copy in copies if copy.dirty}
     what = ", ".join(f"{rank} (unfinished)" if rank in dirty else str(rank) for rank in missing)
     return ". ".join([f"iteration {iteration:,} lacks the file of rank {what}", *notes])
 
 
-def _other_copies(files: Collection[str], used: Collection[str]) -> set[str]:
+def _find_other_copies(files: Collection[str], used: Collection[str]) -> set[str]:
     """Return the finished copies of files that are used, in other ranks' folders."""
-    mine = {(copy.iteration, copy.owner) for name in used if (copy := _parsed(name))}
-    copies = [copy for name in set(files).difference(used) if (copy := _parsed(name))]
+    mine = {(copy.iteration, copy.owner) for name in used if (copy := _parse_name(name))}
+    copies = [copy for name in set(files).difference(used) if (copy := _parse_name(name))]
     return {c.name for c in copies if (c.iteration, c.owner) in mine and not c.dirty}

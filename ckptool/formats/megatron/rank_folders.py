@@ -13,8 +13,8 @@ from ckptool.core.catalog import Index, flat_name
 from ckptool.errors import Damaged, Refusal, refused
 from ckptool.formats.megatron.model import (
     Arguments,
-    layer_counts,
-    local_experts,
+    count_experts,
+    count_layers,
     read_arguments,
 )
 from ckptool.formats.megatron.tensor_parallel import Rank
@@ -62,24 +62,24 @@ def read_folders(source: Source) -> tuple[list[RankFolder], Arguments]:
     names = sorted(name for name in source.files if _FOLDER.fullmatch(name))
     expect_archives(source, names)
     files = {name: read_torch_file(source, name) for name in names}
-    stated = {name: _arguments(file) for name, file in files.items()}
+    stated = {name: _read_arguments(file) for name, file in files.items()}
     args = stated[names[0]]
-    ranks = {_rank(name, args): name for name in names}
+    ranks = {_parse_rank(name, args): name for name in names}
     _require_all(ranks, args)
     _require_own(ranks, {name: own.values.get("rank") for name, own in stated.items()})
     ordered = sorted(ranks, key=lambda rank: rank[::-1])
     _require_optimizers(source, [ranks[rank].replace(STATE, OPTIMIZER) for rank in ordered], args)
     return [
-        _folder(source, rank, number, files[ranks[rank]], ranks[rank])
+        _read_folder(source, rank, number, files[ranks[rank]], ranks[rank])
         for number, rank in enumerate(ordered)
     ], args
 
 
-def _arguments(file: TorchFile) -> Arguments:
+def _read_arguments(file: TorchFile) -> Arguments:
     return read_arguments(file.inert.get("args") if isinstance(file.inert, dict) else None)
 
 
-def _rank(name: str, args: Arguments) -> Rank:
+def _parse_rank(name: str, args: Arguments) -> Rank:
     match = _FOLDER.fullmatch(name)
     numbers = [int(part) for part in match.groups() if part] if match else []
     require_rank(max(numbers), name)
@@ -97,7 +97,7 @@ def _rank(name: str, args: Arguments) -> Rank:
     return (numbers[0], numbers[1], 0) if pipeline else (numbers[0], 0, numbers[1])
 
 
-def layer_wise_conflict(source: Source) -> dict[str, str]:
+def find_layer_wise_conflict(source: Source) -> dict[str, str]:
     """Return why the state of a layer-wise optimizer, which distributes parameters, is not read.
 
     ``LayerWiseDistributedOptimizer`` (megatron-core 0.16 to 0.20) saves a file a data rank;
@@ -113,13 +113,13 @@ def layer_wise_conflict(source: Source) -> dict[str, str]:
     }
 
 
-def virtual_stage(key: str) -> int | None:
+def parse_virtual_stage(key: str) -> int | None:
     """Return whose virtual stage's model lies under a key of the state dict: ``model1`` is 1."""
     match = _MODEL.fullmatch(key)
     return int(match[1] or 0) if match else None
 
 
-def degrees(ranks: Mapping[Rank, object] | list[Rank]) -> Rank:
+def count_degrees(ranks: Mapping[Rank, object] | list[Rank]) -> Rank:
     """Return how many tensor-, pipeline- and expert-parallel ranks there are."""
     sizes = [max(rank[axis] for rank in ranks) + 1 for axis in range(3)]
     return sizes[0], sizes[1], sizes[2]
@@ -134,14 +134,14 @@ def _require_own(ranks: Mapping[Rank, str], writers: Mapping[str, Any]) -> None:
     known = {rank: n for rank, name in ranks.items() if type(n := writers[name]) is int}
     if len(set(known.values())) < len(ranks):
         return
-    for rank, after in _neighbours(known):
+    for rank, after in _pair_neighbours(known):
         if known[rank] > known[after]:
             message = f"{ranks[rank]} was written by rank {known[rank]}, {ranks[after]} by rank"
             message += f" {known[after]}: folders were swapped"
             raise Damaged(message, "rank-copied", file=ranks[rank])
 
 
-def _neighbours(ranks: Iterable[Rank]) -> Iterator[tuple[Rank, Rank]]:
+def _pair_neighbours(ranks: Iterable[Rank]) -> Iterator[tuple[Rank, Rank]]:
     """Yield each rank with the next one along each axis, that is, with the other two the same."""
     for axis in range(3):
         lines: dict[tuple[int, ...], list[Rank]] = {}
@@ -163,7 +163,9 @@ def _require_all(ranks: Mapping[Rank, str], args: Arguments) -> None:
                 file=name,
                 hint="an earlier save with more ranks may have left it: move it away",
             )
-    sizes = [max(size, degree or 1) for size, degree in zip(degrees(ranks), stated, strict=True)]
+    sizes = [
+        max(size, degree or 1) for size, degree in zip(count_degrees(ranks), stated, strict=True)
+    ]
     lacking = prod(sizes) - len(ranks)
     own = args.integer("expert_tensor_parallel_size")
     if lacking and (own is None or own == sizes[0] or sizes[2] == 1):
@@ -188,13 +190,13 @@ def _require_optimizers(source: Source, names: Sequence[str], args: Arguments) -
         raise Damaged(message, "file-missing", file=missing[0])
 
 
-def _folder(source: Source, rank: Rank, number: int, file: TorchFile, name: str) -> RankFolder:
+def _read_folder(source: Source, rank: Rank, number: int, file: TorchFile, name: str) -> RankFolder:
     beside = name.replace(STATE, OPTIMIZER)
     distributed = read_torch_file(source, beside) if beside in source.files else None
     runs: dict[int, dict[str, PlainLeaf]] = {}
     rest: dict[str, Leaf] = {}
     for full, leaf in read_leaves(file, source, refuse=True).items():
-        virtual = virtual_stage(str(leaf.path[0])) if len(leaf.path) > 1 else None
+        virtual = parse_virtual_stage(str(leaf.path[0])) if len(leaf.path) > 1 else None
         if isinstance(leaf.value, Refusal):
             rest[full] = leaf
         elif virtual is not None and isinstance(leaf.value, PlainLeaf):
@@ -218,12 +220,12 @@ def _require_numbers(
     The numbers of those in later stages, and on other ranks, follow from how many there are.
     """
     for leaf in rest.values():
-        virtual = virtual_stage(str(leaf.path[0])) if len(leaf.path) > 1 else None
+        virtual = parse_virtual_stage(str(leaf.path[0])) if len(leaf.path) > 1 else None
         if virtual is None or not isinstance(leaf.value, Refusal):
             continue
         known = list(runs.get(virtual, ()))
         every = [*known, flat_name(leaf.path[1:])]
-        if any(count(known) != count(every) for count in (layer_counts, local_experts)):
+        if any(count(known) != count(every) for count in (count_layers, count_experts)):
             raise refused([leaf.value], subject=file)
 
 

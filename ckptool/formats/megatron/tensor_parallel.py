@@ -50,18 +50,18 @@ class _ParameterFacts:
     args: Arguments
 
 
-def _stated_rule(_: re.Match[str], facts: _ParameterFacts) -> TpRule | None:
+def _use_stated(_: re.Match[str], facts: _ParameterFacts) -> TpRule | None:
     return facts.stated
 
 
-def _row_rule(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
+def _cut_rows(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
     return ROW if len(facts.shapes[match[0]]) > 1 else REPLICATED
 
 
 _UNKNOWN_GATE = "nothing in the arguments says whether it holds a gate and an up projection"
 
 
-def _gated_rule(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
+def _cut_gated(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
     """Tell a gate and an up projection from one alone: the layer after it takes one of them.
 
     A vision model beside the language model that the arguments speak of may differ from it.
@@ -71,7 +71,7 @@ def _gated_rule(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
     after = name.replace("linear_fc1", "linear_fc2").replace("dense_h_to_4h", "dense_4h_to_h")
     head, _, leaf = after.rpartition(".")
     down = shapes.get(f"{head}.{leaf.replace('bias', 'weight')}", ())
-    blocks = _halves(shapes[name][0], down[1] if len(down) == 2 else None, facts.args)
+    blocks = _find_halves(shapes[name][0], down[1] if len(down) == 2 else None, facts.args)
     if blocks is not None:
         return TpRule(0, blocks)
     if stated is None or len(stated.blocks) == 1:
@@ -79,24 +79,24 @@ def _gated_rule(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
     return stated
 
 
-def _halves(size: int, after: int | None, args: Arguments) -> tuple[int, ...] | None:
+def _find_halves(size: int, after: int | None, args: Arguments) -> tuple[int, ...] | None:
     """Return the blocks of a projection to ``size``, of which the next one takes ``after``."""
     gated = size == 2 * after if after and size in (after, 2 * after) else args.gated
     return None if gated is None else (1, 1) if gated else (1,)
 
 
-def _grouped_rule(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
+def _cut_grouped(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
     """Cut ``GroupedMLP``, which keeps all local experts in one tensor: [experts, in, out]."""
     if match[2] == "2":
         return ROW
     local, down = facts.shapes[match[0]], facts.shapes.get(f"{match[1]}2", ())
-    blocks = _halves(local[-1], down[1] if len(down) == 3 else None, facts.args)
+    blocks = _find_halves(local[-1], down[1] if len(down) == 3 else None, facts.args)
     if blocks is None:
         raise Undetermined(_UNKNOWN_GATE)
     return TpRule(2, blocks)
 
 
-def _mixer_rule(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
+def _cut_mixer(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
     """Cut a state-space layer, ``MambaMixer``, or linear attention, ``GatedDeltaNet``.
 
     What ``in_proj`` and ``conv1d`` make is several tensors in one, of which each rank has a part:
@@ -123,7 +123,7 @@ def _mixer_rule(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
     return TpRule(0, blocks)
 
 
-def _down_rule(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
+def _cut_down(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
     """Tell if latent attention's down projections are replicated, or cut as in older layers."""
     which, rows, args = match[2], facts.shapes[match[0]][0], facts.args
     latent = args.integer("q_lora_rank" if which == "q" else "kv_lora_rank")
@@ -140,17 +140,17 @@ def _down_rule(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
 _TABLE: RuleTable[_ParameterFacts] = RuleTable(
     "Megatron",
     (
-        (re.compile(r"(.*\.)?(linear_fc1|dense_h_to_4h)\.(weight|bias)[0-9]*"), _gated_rule),
-        (_GROUPED, _grouped_rule),
+        (re.compile(r"(.*\.)?(linear_fc1|dense_h_to_4h)\.(weight|bias)[0-9]*"), _cut_gated),
+        (_GROUPED, _cut_grouped),
         (
             re.compile(
                 r"(?P<head>(?:.*\.)?(?P<module>mixer|self_attention)\.)"
                 r"(?P<leaf>in_proj\.weight|conv1d\.(?:weight|bias)|out_proj\.weight|norm\.weight"
                 r"|A_log|D|dt_bias)"
             ),
-            _mixer_rule,
+            _cut_mixer,
         ),
-        (re.compile(".*"), _stated_rule),
+        (re.compile(".*"), _use_stated),
         (
             re.compile(
                 r"(.*\.)?(word_embeddings|word_embeddings_for_head|output_layer|linear_qkv|linear_q|linear_kv"
@@ -165,9 +165,9 @@ _TABLE: RuleTable[_ParameterFacts] = RuleTable(
                 r"(.*\.)?(linear_proj|linear_fc2|dense_4h_to_h|(self_attention|inter_attention)\.dense)"
                 r"\.(weight|bias)[0-9]*"
             ),
-            _row_rule,
+            _cut_rows,
         ),
-        (re.compile(r"(.*\.)?linear_(q|kv)_down_proj\.(weight|bias)"), _down_rule),
+        (re.compile(r"(.*\.)?linear_(q|kv)_down_proj\.(weight|bias)"), _cut_down),
         (
             re.compile(
                 r"(.*\.)?(\w*layer_?norm(_\w+)?|ln_\w+|\w*_norm|norm|enorm|hnorm|router|shared_experts)"
@@ -192,7 +192,7 @@ def find_rule(name: str, shapes: Shapes, stated: TpRule | None, args: Arguments)
     return _TABLE.find(name, _ParameterFacts(shapes, stated, args))
 
 
-def experts_view(name: str, local: tuple[int, ...], experts: int) -> tuple[int, ...]:
+def view_experts(name: str, local: tuple[int, ...], experts: int) -> tuple[int, ...]:
     """Return the shape under which a rank's parameter is read: ``GroupedMLP``'s by expert."""
     grouped = _GROUPED.fullmatch(name)
     if grouped is None or len(local) != 2:
@@ -263,13 +263,13 @@ class ParameterRules:
         cuts = []
         if parameter.stacked:
             cuts.append(RankCut(0, parameter.rank[2], self.degrees[2]))
-        index, degree = self._tensor_parallel(parameter)
-        rule = self._rule(parameter, degree) if parameter.local else REPLICATED
+        index, degree = self._find_rank(parameter)
+        rule = self._find_rule(parameter, degree) if parameter.local else REPLICATED
         if rule.dim is not None:
             cuts.append(RankCut(rule.dim, index, degree, rule.blocks))
         return fit_rank(parameter.local, cuts)
 
-    def _rule(self, parameter: LocalParameter, degree: int) -> TpRule:
+    def _find_rule(self, parameter: LocalParameter, degree: int) -> TpRule:
         name = parameter.name
         given = named_rule(self.rules, name)
         if given is not None:
@@ -278,7 +278,7 @@ class ParameterRules:
             return REPLICATED
         return find_rule(name, self.shapes, self.stated.get(name), self.args)
 
-    def _tensor_parallel(self, parameter: LocalParameter) -> tuple[int, int]:
+    def _find_rank(self, parameter: LocalParameter) -> tuple[int, int]:
         """Return tensor-parallel rank and degree: experts may have a degree of their own."""
         degree = self.degrees[0]
         own = self.args.integer("expert_tensor_parallel_size")
@@ -322,7 +322,7 @@ def merge_fragments(
             conflicts[name] = Problem(message, "ranks-disagree", tensor=name)
             continue
         (dtype,) = dtypes
-        shards = [RankShard(dtype, p.local, list(_chunks(p, runs))) for p, runs in parts]
+        shards = [RankShard(dtype, p.local, list(_place_runs(p, runs))) for p, runs in parts]
         try:
             tensors[name] = merge_shards(name, path, shards, fits)
         except Damaged as error:
@@ -330,7 +330,7 @@ def merge_fragments(
     return tensors, conflicts
 
 
-def _chunks(parameter: LocalParameter, runs: Sequence[StorageRun]) -> Iterator[Chunk]:
+def _place_runs(parameter: LocalParameter, runs: Sequence[StorageRun]) -> Iterator[Chunk]:
     """Yield what a rank stores of its parameter, in the coordinates that it has on the rank."""
     for run in runs:
         rank = parameter.writer if run.rank is None else run.rank
@@ -339,7 +339,7 @@ def _chunks(parameter: LocalParameter, runs: Sequence[StorageRun]) -> Iterator[C
             yield Chunk(box, at, rank)
 
 
-def runs_between(runs: Sequence[StorageRun], start: int, stop: int) -> list[StorageRun]:
+def select_runs(runs: Sequence[StorageRun], start: int, stop: int) -> list[StorageRun]:
     """Return the parts of consecutive 1-d runs that hold elements ``start`` to ``stop``.
 
     Their elements are counted from ``start``.

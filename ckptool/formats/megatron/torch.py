@@ -12,27 +12,27 @@ from ckptool.errors import Refusal, Undetermined, damaged
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.megatron.model import (
     Arguments,
-    global_expert,
-    global_layer,
+    count_experts,
+    find_layer_offsets,
     is_buffer,
-    layer_offsets,
-    local_experts,
-    with_first_arguments,
+    keep_first_arguments,
+    number_expert,
+    number_layer,
 )
-from ckptool.formats.megatron.optimizer.buckets import optimizer_buffers
+from ckptool.formats.megatron.optimizer.buckets import group_parameters
 from ckptool.formats.megatron.optimizer.torch import (
-    gathered_state,
-    matched_buffers,
-    numbered_state,
-    saved_buffers,
-    stray_keys,
+    find_stray_keys,
+    match_buffers,
+    read_buffers,
+    read_gathered,
+    read_numbered,
 )
 from ckptool.formats.megatron.rank_folders import (
     RankFolder,
-    degrees,
-    layer_wise_conflict,
+    count_degrees,
+    find_layer_wise_conflict,
+    parse_virtual_stage,
     read_folders,
-    virtual_stage,
 )
 from ckptool.formats.megatron.tensor_parallel import (
     Fragments,
@@ -40,8 +40,8 @@ from ckptool.formats.megatron.tensor_parallel import (
     ParameterRules,
     StorageRun,
     add_fragments,
-    experts_view,
     merge_fragments,
+    view_experts,
 )
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.assemble import assemble
@@ -88,8 +88,8 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
         for folder in folders:
             _read_optimizer(source, folder, ranks)
     require_matched(options.tp_rules, [path[-1] for path in ranks.fragments])
-    others = assemble(_others(folders, ranks))
-    fragments = _without_refused(ranks.fragments, others.conflicts)
+    others = assemble(_collect_others(folders, ranks))
+    fragments = _drop_refused(ranks.fragments, others.conflicts)
     tensors, conflicts = merge_fragments(ranks.rules.fit, fragments)
     refusals = {n: why for n, why in others.conflicts.items() if isinstance(why, Refusal)}
     problems = [why for name, why in others.conflicts.items() if name not in refusals]
@@ -104,12 +104,12 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
         world_size=args.integer("world_size") or len(folders),
         info={"writer": "Megatron-LM, one folder per model-parallel rank"} | args.info(),
         notes=(*others.notes, *ranks.notes, *note_unread(others.objects)),
-        conflicts=refusals | ranks.conflicts | conflicts | layer_wise_conflict(source),
+        conflicts=refusals | ranks.conflicts | conflicts | find_layer_wise_conflict(source),
     )
-    return with_first_arguments(catalog)
+    return keep_first_arguments(catalog)
 
 
-def _without_refused(fragments: Fragments, conflicts: Mapping[str, str]) -> Fragments:
+def _drop_refused(fragments: Fragments, conflicts: Mapping[str, str]) -> Fragments:
     """Return what no rank refuses; what only some refuse is a tensor, as the others show."""
     for path in fragments:
         why = conflicts.get(flat_name(path))
@@ -127,9 +127,9 @@ def _prepare(
         for folder in folders
         for virtual, params in folder.runs.items()
     }
-    sizes = degrees([folder.rank for folder in folders])
+    sizes = count_degrees([folder.rank for folder in folders])
     names = {name for run in runs.values() for name in run}
-    names |= {name for folder in folders for name in _refused_names(folder)}
+    names |= {name for folder in folders for name in _list_refused(folder)}
     word = next((n for n in names if n.endswith("embedding.word_embeddings.weight")), None)
     tied = (
         {}
@@ -137,13 +137,13 @@ def _prepare(
         else dict.fromkeys((name for name in names if name.endswith(_HEADS)), word or "")
     )
     return _ModelRanks(
-        ParameterRules(args, sizes, rules), layer_offsets(runs), tied if word else {}
+        ParameterRules(args, sizes, rules), find_layer_offsets(runs), tied if word else {}
     )
 
 
 def _read_model(folder: RankFolder, ranks: _ModelRanks) -> None:
     """Add a rank's model; of a parameter with two names, the optimizer knows the first alone."""
-    experts = local_experts(name for run in folder.runs.values() for name in run)
+    experts = count_experts(name for run in folder.runs.values() for name in run)
     stacked = ranks.rules.args.integer("num_experts")
     if experts is None and stacked is not None:
         experts = stacked // ranks.rules.degrees[2]
@@ -151,8 +151,8 @@ def _read_model(folder: RankFolder, ranks: _ModelRanks) -> None:
     for virtual, run in sorted(folder.runs.items()):
         parameters = []
         for name, leaf in run.items():
-            full = _global_name(name, folder, virtual, ranks, experts)
-            parameter = _local_parameter(full, folder, leaf, experts)
+            full = _name_globally(name, folder, virtual, ranks, experts)
+            parameter = _make_parameter(full, folder, leaf, experts)
             ranks.rules.shapes.setdefault(full, parameter.local)
             stored = StorageRun(leaf.tensor.shape, leaf.tensor.dtype, leaf.place)
             add_fragments(ranks.fragments, {("model", full): [(parameter, [stored])]})
@@ -162,19 +162,19 @@ def _read_model(folder: RankFolder, ranks: _ModelRanks) -> None:
         ranks.parameters.setdefault(folder.number, []).append(parameters)
 
 
-def _global_name(
+def _name_globally(
     name: str, folder: RankFolder, virtual: int, ranks: _ModelRanks, experts: int | None
 ) -> str:
     """Return the name in the whole model; that of the embedding for a head that is tied to it."""
-    layered = global_layer(name, ranks.offsets[folder.rank[1], virtual])
-    return ranks.tied.get(name) or global_expert(layered, folder.rank[2] * (experts or 0))
+    layered = number_layer(name, ranks.offsets[folder.rank[1], virtual])
+    return ranks.tied.get(name) or number_expert(layered, folder.rank[2] * (experts or 0))
 
 
-def _local_parameter(
+def _make_parameter(
     name: str, folder: RankFolder, leaf: PlainLeaf, experts: int | None
 ) -> LocalParameter:
     tensor = leaf.tensor
-    local = experts_view(name, tensor.shape, experts) if experts else tensor.shape
+    local = view_experts(name, tensor.shape, experts) if experts else tensor.shape
     view = None if tensor.fills_storage else (tensor.storage.key, tensor.offset)
     return LocalParameter(
         name, folder.rank, folder.number, local, tensor.dtype, view, local != tensor.shape
@@ -188,16 +188,16 @@ def _read_optimizer(source: Source, folder: RankFolder, ranks: _ModelRanks) -> N
     file = folder.distributed
     try:
         if file is not None:
-            ranks.notes += note_stray_keys(file.what, stray_keys(file.value))
+            ranks.notes += note_stray_keys(file.what, find_stray_keys(file.value))
             expected = [
-                optimizer_buffers(runs, experts=experts, expert_parallel=expert_parallel)
+                group_parameters(runs, experts=experts, expert_parallel=expert_parallel)
                 for experts in ((False, True) if expert_parallel else (False,))
             ]
-            buffers = matched_buffers(saved_buffers(file), expected)
-            add_fragments(ranks.fragments, gathered_state(source, buffers, bool(ranks.tied)))
+            buffers = match_buffers(read_buffers(file), expected)
+            add_fragments(ranks.fragments, read_gathered(source, buffers, bool(ranks.tied)))
         elif _has_state(folder.optimizer):
             parameters = [parameter for run in runs for parameter in run]
-            state, stated = numbered_state(
+            state, stated = read_numbered(
                 folder.file, folder.optimizer, parameters, expert_parallel
             )
             add_fragments(ranks.fragments, state)
@@ -216,13 +216,13 @@ def _is_refused(folder: RankFolder) -> bool:
     """
     leaves = folder.rest.values()
     refused = [leaf for leaf in leaves if isinstance(leaf.value, Refusal)]
-    return any(leaf.path[0] == "optimizer" for leaf in refused) or any(_refused_names(folder))
+    return any(leaf.path[0] == "optimizer" for leaf in refused) or any(_list_refused(folder))
 
 
-def _refused_names(folder: RankFolder) -> Iterator[str]:
+def _list_refused(folder: RankFolder) -> Iterator[str]:
     """Yield the names, on the rank, of what is refused of its model."""
     for leaf in folder.rest.values():
-        is_model = len(leaf.path) > 1 and virtual_stage(str(leaf.path[0])) is not None
+        is_model = len(leaf.path) > 1 and parse_virtual_stage(str(leaf.path[0])) is not None
         if is_model and isinstance(leaf.value, Refusal):
             yield flat_name(leaf.path[1:])
 
@@ -234,14 +234,14 @@ def _has_state(value: Any) -> bool:
     return any(isinstance(part, dict) and part.get("state") for part in inner)
 
 
-def _others(folders: list[RankFolder], ranks: _ModelRanks) -> dict[int, dict[str, Leaf]]:
+def _collect_others(folders: list[RankFolder], ranks: _ModelRanks) -> dict[int, dict[str, Leaf]]:
     """Return each rank's other values, with the layers of the whole model; a rank's as such."""
     others: dict[int, dict[str, Leaf]] = {}
     for folder in folders:
-        experts = local_experts(name for run in folder.runs.values() for name in run)
+        experts = count_experts(name for run in folder.runs.values() for name in run)
         own = others.setdefault(folder.number, {})
         for leaf in folder.rest.values():
-            path = _global_path(leaf.path, folder, ranks, experts)
+            path = _rename_path(leaf.path, folder, ranks, experts)
             name, value = flat_name(path), leaf.value
             if isinstance(value, Refusal):
                 value = value.called(name)
@@ -249,7 +249,7 @@ def _others(folders: list[RankFolder], ranks: _ModelRanks) -> dict[int, dict[str
     return others
 
 
-def _global_path(path: Path, folder: RankFolder, ranks: _ModelRanks, experts: int | None) -> Path:
+def _rename_path(path: Path, folder: RankFolder, ranks: _ModelRanks, experts: int | None) -> Path:
     """Return the path of a value in the whole model; random states by pipeline and tensor rank."""
     first = str(path[0])
     if first == _RANDOM:
@@ -257,7 +257,7 @@ def _global_path(path: Path, folder: RankFolder, ranks: _ModelRanks, experts: in
         has_experts = ranks.rules.degrees[2] > 1
         numbers = (pipeline, tensor, expert) if has_experts else (pipeline, tensor)
         return (_RANDOM, *map(str, numbers), *path[1:])
-    virtual = virtual_stage(first) if len(path) > 1 else None
+    virtual = parse_virtual_stage(first) if len(path) > 1 else None
     if virtual is None or (folder.rank[1], virtual) not in ranks.offsets:
         return path
-    return ("model", _global_name(flat_name(path[1:]), folder, virtual, ranks, experts))
+    return ("model", _name_globally(flat_name(path[1:]), folder, virtual, ranks, experts))

@@ -37,7 +37,7 @@ from ckptool.formats.companions import MEGATRON, RELEASE
 from ckptool.formats.dcp import FORMAT as DCP
 from ckptool.formats.dcp import DcpMetadata, read_folder
 from ckptool.formats.megatron.model import find_arguments
-from ckptool.formats.megatron.optimizer.torch_dist import with_named_state
+from ckptool.formats.megatron.optimizer.torch_dist import name_state
 from ckptool.formats.writing import companion_files, plain_objects
 from ckptool.serialization.archive.read import read_torch_file
 from ckptool.serialization.archive.write import lay_out_archive
@@ -76,15 +76,15 @@ def scan(source: Source, config: dict[str, Any] | None, options: ScanOptions) ->
         )
     catalog, parsed = read_folder(source, options)
     _require_common(source, catalog, options)
-    catalog = _with_common(source, _with_plain_names(_reshaped(catalog, parsed)))
+    catalog = _add_common(source, _unwrap_objects(_reshape(catalog, parsed)))
     plans = [plan for metadata in parsed.values() for plan in metadata.plans or ()]
-    catalog = _described(source, with_named_state(source, catalog, plans))
+    catalog = _describe(source, name_state(source, catalog, plans))
     return with_inferred_mesh(
-        catalog if config is not None else _unfinished(source, catalog, options)
+        catalog if config is not None else _note_unfinished(source, catalog, options)
     )
 
 
-def _reshaped(catalog: Catalog, parsed: dict[str, DcpMetadata]) -> Catalog:
+def _reshape(catalog: Catalog, parsed: dict[str, DcpMetadata]) -> Catalog:
     """Give tensors the shapes that they had before they were reformulated."""
     tensors = dict(catalog.tensors)
     for name, shape in chain(*(metadata.reformulated.items() for metadata in parsed.values())):
@@ -93,18 +93,18 @@ def _reshaped(catalog: Catalog, parsed: dict[str, DcpMetadata]) -> Catalog:
                 f"{name}: mcore_data gives it the shape {list(shape)}, no file stores it",
                 "data-missing",
             )
-        tensors[name] = _unflattened(tensors[name], shape)
+        tensors[name] = _unflatten(tensors[name], shape)
     return catalog.with_tensors(tensors)
 
 
-def _described(source: Source, catalog: Catalog) -> Catalog:
+def _describe(source: Source, catalog: Catalog) -> Catalog:
     info = catalog.info | {"writer": "Megatron-core torch_dist"}
     info |= find_arguments(catalog.objects.values()).info()
     files = catalog.files | {n: source.files[n] for n in (CONFIG,) if n in source.files}
     return replace(catalog, format=FORMAT_NAME, info=info, files=files)
 
 
-def _unfinished(source: Source, catalog: Catalog, options: ScanOptions) -> Catalog:
+def _note_unfinished(source: Source, catalog: Catalog, options: ScanOptions) -> Catalog:
     """Note that a save's last file is not there, though all else can be read: damage to verify."""
     if CONFIG in source.files:
         message = f"{CONFIG} names no backend, as Megatron's does: it is damaged"
@@ -115,7 +115,7 @@ def _unfinished(source: Source, catalog: Catalog, options: ScanOptions) -> Catal
     return replace(catalog, notes=(*catalog.notes, message))
 
 
-def _unflattened(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
+def _unflatten(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
     """Return the tensor in its own ``shape``; Damaged where it is not stored reformulated."""
     grid = entry.shape[:-1]
     local = tuple(size // parts for size, parts in zip(shape, grid, strict=False))
@@ -126,11 +126,11 @@ def _unflattened(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
             f" {list(shape)} that mcore_data states",
             "tensor-record",
         )
-    chunks = [piece for chunk in entry.chunks for piece in _pieces(entry, chunk, local)]
+    chunks = [piece for chunk in entry.chunks for piece in _place_chunk(entry, chunk, local)]
     return replace(entry, shape=shape, chunks=tuple(chunks))
 
 
-def _pieces(entry: TensorEntry, chunk: Chunk, local: tuple[int, ...]) -> Iterator[Chunk]:
+def _place_chunk(entry: TensorEntry, chunk: Chunk, local: tuple[int, ...]) -> Iterator[Chunk]:
     """Yield the boxes of a stored chunk, which is a flat range of one rank's part."""
     *cell, start = chunk.box.lo
     stop = chunk.box.hi[-1]
@@ -148,14 +148,14 @@ def _pieces(entry: TensorEntry, chunk: Chunk, local: tuple[int, ...]) -> Iterato
 # Common state and ShardedObjects
 
 
-def _with_plain_names(catalog: Catalog) -> Catalog:
+def _unwrap_objects(catalog: Catalog) -> Catalog:
     """Unwrap ShardedObjects and name them ``key``, or ``key.offset.offset``."""
     tensors, objects = {}, {}
     for tensor in catalog.tensors.values():
-        path = _plain(tensor.path)
+        path = _simplify_path(tensor.path)
         tensors[flat_name(path)] = replace(tensor, name=flat_name(path), path=path)
     for entry in catalog.objects.values():
-        for value in _unwrapped(entry):
+        for value in _unwrap(entry):
             objects[value.name] = value
     if len(tensors) < len(catalog.tensors) or tensors.keys() & objects.keys():
         raise Damaged(
@@ -164,7 +164,7 @@ def _with_plain_names(catalog: Catalog) -> Catalog:
     return replace(catalog, tensors=tensors, objects=objects)
 
 
-def _plain(path: Path) -> Path:
+def _simplify_path(path: Path) -> Path:
     """Return a path without the shard's grid, and without the list of one around the value."""
     match = _SHARD.fullmatch(str(path[0]))
     if match is None:
@@ -177,8 +177,8 @@ def _plain(path: Path) -> Path:
     return (match[1] if whole else f"{match[1]}.{match[2]}", *inner)
 
 
-def _unwrapped(entry: ObjectEntry) -> list[ObjectEntry]:
-    path = _plain(entry.path)
+def _unwrap(entry: ObjectEntry) -> list[ObjectEntry]:
+    path = _simplify_path(entry.path)
     value = entry.value
     if len(entry.path) == 1 and _SHARD.fullmatch(str(entry.path[0])):
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -207,7 +207,7 @@ def _require_common(source: Source, catalog: Catalog, options: ScanOptions) -> N
     )
 
 
-def _with_common(source: Source, catalog: Catalog) -> Catalog:
+def _add_common(source: Source, catalog: Catalog) -> Catalog:
     """Return the catalog with the values and tensors of ``common.pt``."""
     if COMMON not in source.files:
         return catalog
@@ -229,7 +229,7 @@ def _with_common(source: Source, catalog: Catalog) -> Catalog:
 # Writing
 
 
-def _of_one_rank() -> Call:
+def _make_arguments() -> Call:
     """Return the arguments that Megatron-LM compares with its own, as an ``argparse.Namespace``."""
     made = Call(Global("argparse", "Namespace"), ())
     made.state = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
@@ -242,13 +242,15 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     arguments = catalog.objects.get(_ARGUMENTS)
     others = {n: e for n, e in catalog.objects.items() if e is not arguments}
     values, notes = plain_objects(replace(catalog, objects=others))
-    states = {state.name: state for e in catalog.tensors.values() for state in _states(e)}
+    states = {
+        state.name: state for e in catalog.tensors.values() for state in _list_extra_states(e)
+    }
     inner = DCP.lay_out(replace(catalog, objects=states, companions={}), request)
     common = nest([(entry.path, entry.value) for entry in values]) if values else {}
-    args = arguments.value if arguments else _of_one_rank()
+    args = arguments.value if arguments else _make_arguments()
     common = {_ARGUMENTS: args, **_COMMON_VALUES, **common}
     files = (
-        *map(_within, inner.files),
+        *map(_move_file, inner.files),
         FileLayout(f"{RELEASE}/{COMMON}", tuple(lay_out_archive(common, root="common"))),
         FileLayout(f"{RELEASE}/{CONFIG}", (Literal(json.dumps(_BACKENDS).encode()),)),
         FileLayout(MEGATRON, (Literal(RELEASE.encode()),)),
@@ -256,7 +258,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     return Layout((*companion_files(catalog), *files), folder=True, notes=(*inner.notes, *notes))
 
 
-def _within(file: FileLayout) -> FileLayout:
+def _move_file(file: FileLayout) -> FileLayout:
     path = f"{RELEASE}/{file.path}"
     return FileLayout.lazy(path, file.nbytes, lambda: file.parts, file.rank)
 
@@ -275,7 +277,7 @@ def _require_model(catalog: Catalog) -> None:
         )
 
 
-def _states(entry: TensorEntry) -> Iterator[ObjectEntry]:
+def _list_extra_states(entry: TensorEntry) -> Iterator[ObjectEntry]:
     """Yield the extra states of a weight's module, and of the attention before its projection."""
     match = _WEIGHT.fullmatch(entry.name)
     if match is None:
@@ -286,9 +288,9 @@ def _states(entry: TensorEntry) -> Iterator[ObjectEntry]:
     if match[1].endswith("self_attention.linear_proj"):
         modules.append(match[1].replace("linear_proj", "core_attention"))
     for module, *index in itertools.product(modules, *map(range, sizes)):
-        name = f"{module}._extra_state/shard_{_joined(index)}_{_joined(sizes)}"
+        name = f"{module}._extra_state/shard_{_join(index)}_{_join(sizes)}"
         yield ObjectEntry(name, (name,), [None])
 
 
-def _joined(numbers: Sequence[object]) -> str:
+def _join(numbers: Sequence[object]) -> str:
     return ".".join(map(str, numbers))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from ckptool.core.box import Box
 from ckptool.core.catalog import Extent
 from ckptool.errors import Damaged
-from ckptool.formats.deepspeed.partitions import Run, run_chunks
-from ckptool.formats.deepspeed.zero import flat_runs, split_runs
+from ckptool.formats.deepspeed.partitions import Run, place_run
+from ckptool.formats.deepspeed.zero import place_flat_runs, place_split_runs
 
 SHAPES = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1, max_size=6).map(
     lambda shapes: {f"p{number}": shape for number, shape in enumerate(shapes)}
@@ -54,7 +54,7 @@ def test_a_group_laid_out_flat_is_found_again(shapes, parts, data) -> None:
     ]
     flat = np.concatenate(pieces)
     flat = np.pad(flat, (0, -flat.size % (2 * parts)), constant_values=-9)
-    runs = list(flat_runs(shapes, paddings, flat.size // parts, parts))
+    runs = list(place_flat_runs(shapes, paddings, flat.size // parts, parts))
     assert same(rebuilt(shapes, runs, np.split(flat, parts)), expected)
 
 
@@ -71,7 +71,7 @@ def test_parameters_cut_one_by_one_are_found_again(shapes, parts) -> None:
     for part in range(parts):
         sizes = [piece.size for piece in cuts[part]]
         halves = [sum(sizes[: len(sizes) // 2]), sum(sizes[len(sizes) // 2 :])]
-        for run, number in split_runs(shapes, halves, part, parts):
+        for run, number in place_split_runs(shapes, halves, part, parts):
             runs.append(replace(run, at=run.at + number * halves[0]))
     assert same(rebuilt(shapes, runs, vectors), expected)
 
@@ -79,18 +79,18 @@ def test_parameters_cut_one_by_one_are_found_again(shapes, parts) -> None:
 @pytest.mark.parametrize("size", [2, 9, 100])
 def test_a_group_that_does_not_fit_its_partitions_is_damaged(size: int) -> None:
     with pytest.raises(Damaged, match="do not fit"):
-        list(flat_runs({"a": (3, 4)}, [0], size, 2))
+        list(place_flat_runs({"a": (3, 4)}, [0], size, 2))
 
 
 @pytest.mark.parametrize(("sizes", "word"), [([3, 3], "crosses"), ([4], "take 6"), ([9], "take 6")])
 def test_sub_groups_of_another_size_are_damaged(sizes: list[int], word: str) -> None:
     with pytest.raises(Damaged, match=word):
-        list(split_runs({"a": (4, 2), "b": (2, 2)}, sizes, 0, 2))
+        list(place_split_runs({"a": (4, 2), "b": (2, 2)}, sizes, 0, 2))
 
 
 def test_a_run_becomes_rows_and_their_ragged_ends() -> None:
     at = Extent("file", 1000, (4,))
-    chunks = run_chunks(Run("a", 2, 11, 0, 5), (4, 3), at, 4, rank=7)
+    chunks = place_run(Run("a", 2, 11, 0, 5), (4, 3), at, 4, rank=7)
     assert [(chunk.box, chunk.at.offset) for chunk in chunks] == [
         (Box((0, 2), (1, 3)), 1020),
         (Box((1, 0), (3, 3)), 1024),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.formats.deepspeed.unpartitioned import names_by_order
+from ckptool.formats.deepspeed.unpartitioned import name_by_order
 
 MODEL = [("w1", (4, 3)), ("b1", (4,)), ("w2", (3, 4)), ("b2", (3,)), ("norm", (3,))]
 
@@ -23,7 +23,7 @@ MODEL = [("w1", (4, 3)), ("b1", (4,)), ("w2", (3, 4)), ("b2", (3,)), ("norm", (3
     ids=["all", "two groups", "no shapes", "the rest is frozen", "an empty group"],
 )
 def test_one_answer(groups, names) -> None:
-    assert names_by_order(MODEL, groups) == names
+    assert name_by_order(MODEL, groups) == names
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_one_answer(groups, names) -> None:
     ids=["two fit", "groups may be exchanged", "another order", "none fits", "too many"],
 )
 def test_no_answer_or_several(groups) -> None:
-    assert names_by_order(MODEL, groups) is None
+    assert name_by_order(MODEL, groups) is None
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=8), st.data())
@@ -40,11 +40,11 @@ def test_an_answer_is_never_wrong(kinds: list[int], data: st.DataObject) -> None
     names = [(str(number), (kind,)) for number, kind in enumerate(kinds)]
     owner = [data.draw(st.sampled_from([None, 0, 1])) for _ in names]
     groups = [[name for name, own in zip(names, owner, strict=True) if own == g] for g in (0, 1)]
-    found = names_by_order(names, [[shape for _, shape in group] for group in groups])
+    found = name_by_order(names, [[shape for _, shape in group] for group in groups])
     assert found is None or found == [[name for name, _ in group] for group in groups]
 
 
 def test_many_layers_alike_are_told_apart_by_their_number() -> None:
     names = [(f"{layer}.w", (4, 4)) for layer in range(2000)]
-    found = names_by_order(names, [[(4, 4)] * 2000])
+    found = name_by_order(names, [[(4, 4)] * 2000])
     assert found == [[name for name, _ in names]]

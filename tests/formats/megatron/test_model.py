@@ -6,11 +6,11 @@ from conftest import case
 
 from ckptool.commands.open import open_checkpoint
 from ckptool.formats.megatron.model import (
-    global_expert,
-    global_layer,
+    count_experts,
+    find_layer_offsets,
     is_expert,
-    layer_offsets,
-    local_experts,
+    number_expert,
+    number_layer,
     read_arguments,
 )
 
@@ -23,9 +23,9 @@ def test_layers_are_counted_through_stages_and_virtual_stages() -> None:
         (0, 1): ["decoder.layers.0.w"],
         (1, 1): ["decoder.layers.0.w", "decoder.layers.1.w", "mtp.layers.0.w"],
     }
-    offsets = layer_offsets(runs)
+    offsets = find_layer_offsets(runs)
     found = {
-        run: [global_layer(name, offsets[run]) for name in names] for run, names in runs.items()
+        run: [number_layer(name, offsets[run]) for name in names] for run, names in runs.items()
     }
     assert found[1, 0] == ["decoder.layers.2.w"]
     assert found[0, 1] == ["decoder.layers.3.w"]
@@ -35,9 +35,9 @@ def test_layers_are_counted_through_stages_and_virtual_stages() -> None:
 def test_experts_have_numbers_of_the_whole_model() -> None:
     one = "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight"
     grouped = "decoder.layers.0.mlp.experts.linear_fc1.weight1"
-    assert local_experts([one, "x"]) == local_experts([grouped]) == 2
-    assert global_expert(one, 4) == one.replace("experts.1", "experts.5")
-    assert global_expert(grouped, 4).endswith("weight5")
+    assert count_experts([one, "x"]) == count_experts([grouped]) == 2
+    assert number_expert(one, 4) == one.replace("experts.1", "experts.5")
+    assert number_expert(grouped, 4).endswith("weight5")
     assert is_expert(one)
     assert not is_expert("decoder.layers.0.mlp.shared_experts.linear_fc1.weight")
 

@@ -13,7 +13,7 @@ from ckptool.commands.open import open_checkpoint
 from ckptool.core.box import Box
 from ckptool.core.dtype import BY_NAME
 from ckptool.errors import Damaged
-from ckptool.formats.megatron.local import Sharded, side_by_side
+from ckptool.formats.megatron.local import Sharded, join_parts
 
 Copy = Callable[[str], Path]
 FIRST, SECOND = "iter_0000100_0_local.pt", "iter_0000100_1_local.pt"
@@ -72,13 +72,13 @@ def part(key: str, whole: tuple[int, ...], lo: tuple[int, ...], shape: tuple[int
 def test_tensors_that_are_one_in_the_model_lie_side_by_side() -> None:
     """The second rank's z and B of one of Mamba's layers; a gate and its up projection are one."""
     parts = [part("z", (3, 8, 5), (2, 4, 0), (1, 4, 5)), part("B", (3, 2, 5), (2, 1, 0), (1, 1, 5))]
-    found = side_by_side(parts)
+    found = join_parts(parts)
     assert [one.whole for one in found] == [(3, 10, 5), (3, 10, 5)]
     assert [one.box.lo for one in found] == [(2, 4, 0), (2, 9, 0)]
     gated = [part("fc1", (3, 8, 5), (2, at, 0), (1, 2, 5)) for at in (2, 6)]
-    assert side_by_side(gated) == gated
+    assert join_parts(gated) == gated
 
 
 def test_tensors_of_other_dims_are_not_joined() -> None:
     with pytest.raises(Damaged, match="cannot be joined"):
-        side_by_side([part("z", (3, 8, 5), (0, 0, 0), (1, 4, 5)), part("B", (3,), (0,), (1,))])
+        join_parts([part("z", (3, 8, 5), (0, 0, 0), (1, 4, 5)), part("B", (3,), (0,), (1,))])

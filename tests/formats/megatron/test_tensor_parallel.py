@@ -15,8 +15,8 @@ from ckptool.formats.megatron.model import (
 from ckptool.formats.megatron.tensor_parallel import (
     LocalParameter,
     ParameterRules,
-    experts_view,
     find_rule,
+    view_experts,
 )
 
 GATED = Arguments({"swiglu": True, "tensor_model_parallel_size": 2})
@@ -150,6 +150,6 @@ def test_a_scalar_on_one_rank_is_a_contradiction_and_no_failure() -> None:
 
 
 def test_grouped_experts_are_read_by_expert() -> None:
-    assert experts_view("mlp.experts.weight1", (4, 24), 3) == (3, 4, 8)
-    assert experts_view("mlp.experts.weight2", (24, 4), 3) == (3, 8, 4)
-    assert experts_view("mlp.router.weight", (24, 4), 3) == (24, 4)
+    assert view_experts("mlp.experts.weight1", (4, 24), 3) == (3, 4, 8)
+    assert view_experts("mlp.experts.weight2", (24, 4), 3) == (3, 8, 4)
+    assert view_experts("mlp.router.weight", (24, 4), 3) == (24, 4)

@@ -29,7 +29,7 @@ from ckptool.formats.megatron.tensor_parallel import (
     LocalParameter,
     StorageRun,
     add_fragments,
-    runs_between,
+    select_runs,
 )
 
 ALIGNMENT = 64
@@ -58,7 +58,7 @@ def group_buckets(entries: Iterable[TensorEntry]) -> dict[Group, Buffers]:
     return groups
 
 
-def optimizer_buffers(
+def group_parameters(
     runs: Iterable[Iterable[LocalParameter]], *, experts: bool, expert_parallel: bool
 ) -> list[list[LocalParameter]]:
     """Return the parameters of each buffer of one optimizer, in their order.
@@ -76,7 +76,7 @@ def optimizer_buffers(
     return buffers
 
 
-def bucket_state(buffers: Buffers, expected: Sequence[Sequence[LocalParameter]]) -> Fragments:
+def read_buckets(buffers: Buffers, expected: Sequence[Sequence[LocalParameter]]) -> Fragments:
     """Return what one group's buckets hold of each parameter, given the parameters of each buffer.
 
     Raises Undetermined where the parameters do not fill the buckets exactly.
@@ -85,22 +85,22 @@ def bucket_state(buffers: Buffers, expected: Sequence[Sequence[LocalParameter]])
         raise Undetermined(f"{len(buffers)} buffers, where the model has {len(expected)}")
     fragments: Fragments = {}
     for number, parameters in enumerate(expected):
-        add_fragments(fragments, _buffer_state(buffers[number], parameters))
+        add_fragments(fragments, _read_buffer(buffers[number], parameters))
     return fragments
 
 
-def _buffer_state(
+def _read_buffer(
     by_bucket: Mapping[int, Mapping[str, TensorEntry]], parameters: Sequence[LocalParameter]
 ) -> Fragments:
     states = [by_bucket[number] for number in sorted(by_bucket)]
     numels = [parameter.numel for parameter in parameters]
-    slots = slots_in_buckets(numels, [_bucket(state) for state in states])
+    slots = find_slots(numels, [_measure_bucket(state) for state in states])
     if slots is None or len({frozenset(state) for state in states}) != 1:
         raise Undetermined(
             f"the model's {len(parameters):,} parameters of {sum(numels):,} elements"
             f" do not fill its {len(states):,} buckets, in the order in which Megatron fills them"
         )
-    runs = [{kind: _runs(entry) for kind, entry in state.items()} for state in states]
+    runs = [{kind: _list_runs(entry) for kind, entry in state.items()} for state in states]
     return cut_runs(parameters, slots, runs)
 
 
@@ -114,18 +114,18 @@ def cut_runs(
     for parameter, slot in zip(parameters, slots, strict=True):
         for kind, run in runs[slot.bucket].items():
             path = ("fp32" if kind == _MASTER else kind, parameter.name)
-            part = runs_between(run, slot.start, slot.stop)
+            part = select_runs(run, slot.start, slot.stop)
             fragments.setdefault(path, []).append((parameter, part))
     return fragments
 
 
-def _bucket(state: Mapping[str, TensorEntry]) -> Bucket:
+def _measure_bucket(state: Mapping[str, TensorEntry]) -> Bucket:
     entry = next(iter(state.values()))
     cuts = {edge for chunk in entry.chunks for edge in (chunk.box.lo[0], chunk.box.hi[0])}
     return Bucket(entry.shape[0], cuts)
 
 
-def _runs(entry: TensorEntry) -> list[StorageRun]:
+def _list_runs(entry: TensorEntry) -> list[StorageRun]:
     ordered = sorted(entry.chunks, key=lambda chunk: chunk.box.lo)
     return [
         StorageRun(chunk.box.shape, entry.source_dtype, chunk.at, chunk.box.lo[0], chunk.rank)
@@ -138,7 +138,7 @@ def is_bucket(name: str) -> bool:
     return _BUCKET.fullmatch(name) is not None
 
 
-def without_padding(entry: TensorEntry) -> TensorEntry:
+def drop_padding(entry: TensorEntry) -> TensorEntry:
     """Return a bucket with its padding taken out; any other tensor as it is.
 
     Megatron saves padding as memory happens to hold it (``torch.empty``), NaN included.
@@ -147,14 +147,14 @@ def without_padding(entry: TensorEntry) -> TensorEntry:
         return entry
     kept: list[Chunk] = []
     size = 0
-    for chunk in _parameters(sorted(entry.chunks, key=lambda chunk: chunk.box.lo)):
+    for chunk in _select_parameters(sorted(entry.chunks, key=lambda chunk: chunk.box.lo)):
         stop = size + chunk.box.volume
         kept.append(replace(chunk, box=Box((size,), (stop,))))
         size = stop
     return replace(entry, shape=(size,), chunks=tuple(kept))
 
 
-def _parameters(chunks: list[Chunk]) -> list[Chunk]:
+def _select_parameters(chunks: list[Chunk]) -> list[Chunk]:
     """Return the chunks that are parameters' pieces, of chunks in order.
 
     What begins between two multiples of the alignment, behind a chunk of the same rank or behind
@@ -190,7 +190,7 @@ class BucketSlot:
     stop: int
 
 
-def slots_in_buckets(numels: Sequence[int], buckets: Sequence[Bucket]) -> list[BucketSlot] | None:
+def find_slots(numels: Sequence[int], buckets: Sequence[Bucket]) -> list[BucketSlot] | None:
     """Return the slot of each parameter, in the model's order; None if they do not fill buckets.
 
     Every start and end must be where a stored chunk begins or ends.
@@ -198,35 +198,35 @@ def slots_in_buckets(numels: Sequence[int], buckets: Sequence[Bucket]) -> list[B
     slots: list[BucketSlot] = []
     bucket = position = 0
     for numel in reversed(numels):
-        start = _aligned(position)
+        start = _align(position)
         if bucket < len(buckets) and start + numel > buckets[bucket].numel:
-            if not _filled(position, buckets[bucket].numel):
+            if not _is_filled(position, buckets[bucket].numel):
                 return None
             bucket, start = bucket + 1, 0
         if bucket == len(buckets) or start + numel > buckets[bucket].numel:
             return None
         position = start + numel
         slots.append(BucketSlot(bucket, start, position))
-    if bucket != len(buckets) - 1 or not _filled(position, buckets[bucket].numel):
+    if bucket != len(buckets) - 1 or not _is_filled(position, buckets[bucket].numel):
         return None
-    return slots[::-1] if all(_at_cuts(slot, buckets) for slot in slots) else None
+    return slots[::-1] if all(_is_at_cuts(slot, buckets) for slot in slots) else None
 
 
-def _filled(position: int, numel: int) -> bool:
+def _is_filled(position: int, numel: int) -> bool:
     """Return whether a bucket ends with its last parameter, or where a shared embedding begins."""
-    return numel in (position, _aligned(position))
+    return numel in (position, _align(position))
 
 
-def _at_cuts(slot: BucketSlot, buckets: Sequence[Bucket]) -> bool:
+def _is_at_cuts(slot: BucketSlot, buckets: Sequence[Bucket]) -> bool:
     cuts = buckets[slot.bucket].cuts
     return cuts is None or {slot.start, slot.stop} <= cuts
 
 
-def _aligned(position: int) -> int:
+def _align(position: int) -> int:
     return -(-position // ALIGNMENT) * ALIGNMENT
 
 
-def slots_in_run(
+def find_slots_in_run(
     numels: Sequence[int], total: int, alone: Set[int], views: Sequence[int | None]
 ) -> list[list[BucketSlot]]:
     """Return the slots of all parameters where buckets were saved as one run of ``total`` elements.
@@ -237,11 +237,11 @@ def slots_in_run(
     saved as views of it.
     """
     if sum(numels) == total:
-        return [_packed(numels)]
+        return [_pack(numels)]
     distinct: list[list[BucketSlot]] = []
     for shared in (alone, frozenset[int]()) if alone else (alone,):
         try:
-            for slots in _ways(numels, total, shared, views):
+            for slots in _find_ways(numels, total, shared, views):
                 if slots not in distinct:
                     distinct.append(slots)
         except OverflowError:
@@ -249,13 +249,13 @@ def slots_in_run(
     return distinct
 
 
-def gaps(slots: Sequence[BucketSlot]) -> list[tuple[int, int]]:
+def find_gaps(slots: Sequence[BucketSlot]) -> list[tuple[int, int]]:
     """Return the elements of a run that no parameter has: padding, which is saved as zeros."""
     ordered = sorted(slots, key=lambda slot: slot.start)
     return [(a.stop, b.start) for a, b in pairwise(ordered) if a.stop < b.start]
 
 
-def _packed(numels: Sequence[int]) -> list[BucketSlot]:
+def _pack(numels: Sequence[int]) -> list[BucketSlot]:
     """Return the slots of one parameter after the other, with no gap."""
     slots, position = [], 0
     for numel in reversed(numels):
@@ -281,7 +281,7 @@ class _Way:
     slots: tuple[BucketSlot, ...] = ()
 
 
-def _ways(
+def _find_ways(
     numels: Sequence[int], total: int, alone: Set[int], views: Sequence[int | None]
 ) -> Iterator[list[BucketSlot]]:
     """Yield every way that gives the total: one for each range of bucket sizes that act alike.
@@ -298,18 +298,18 @@ def _ways(
             if way.run == total:
                 yield list(way.slots[::-1])
         elif 0 <= total - way.run - rest[way.left] < ALIGNMENT * way.left:
-            open_ways += _next(way, numels[way.left - 1], way.left - 1 in alone, views)
+            open_ways += _extend(way, numels[way.left - 1], way.left - 1 in alone, views)
     raise OverflowError
 
 
-def _next(way: _Way, numel: int, alone: bool, views: Sequence[int | None]) -> Iterator[_Way]:
+def _extend(way: _Way, numel: int, alone: bool, views: Sequence[int | None]) -> Iterator[_Way]:
     """Yield the way with its next parameter: with the bucket ended after it, and without."""
     view = views[way.left - 1]
-    start = _aligned(way.buffer)
+    start = _align(way.buffer)
     run = way.run + start - way.buffer
     begun = way.begun
     if way.buffer == begun or (alone and start > begun):
-        begun = start = _bucket_start(start, view)
+        begun = start = _align_bucket(start, view)
     if view is not None and view != start:
         return
     stop = start + numel
@@ -317,14 +317,14 @@ def _next(way: _Way, numel: int, alone: bool, views: Sequence[int | None]) -> It
     added = replace(way, left=way.left - 1, run=run + numel, begun=begun, slots=slots)
     size = stop - begun
     if alone or size > way.least:
-        end = _bucket_start(stop, None)
+        end = _align_bucket(stop, None)
         most = way.most if alone else min(way.most, size)
         yield replace(added, buffer=end, begun=end, most=most)
     if not alone and size < way.most:
         yield replace(added, buffer=stop, least=max(way.least, size))
 
 
-def _bucket_start(least: int, view: int | None) -> int:
+def _align_bucket(least: int, view: int | None) -> int:
     """Return where a bucket begins, at ``least`` or later: at its first parameter's view."""
     start = -(-least // _BUCKET_ALIGNMENT) * _BUCKET_ALIGNMENT
     return view if view is not None and view >= start and not view % _BUCKET_ALIGNMENT else start

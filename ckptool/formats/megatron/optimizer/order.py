@@ -43,13 +43,13 @@ _NORMS = (
 _HEADS = ("output_layer.weight", "output_layer.bias")
 
 
-def _both(*modules: str) -> tuple[str, ...]:
+def _list_both(*modules: str) -> tuple[str, ...]:
     return tuple(f"{module}{last}" for module in modules for last in ("weight", "bias"))
 
 
-_INPUT = (*_both("input_layernorm."), *_both(_QKV_NORM))
-_OUT = _both("self_attention.linear_proj.")
-_REST = _both(
+_INPUT = (*_list_both("input_layernorm."), *_list_both(_QKV_NORM))
+_OUT = _list_both("self_attention.linear_proj.")
+_REST = _list_both(
     "self_attention.linear_qkv.",
     "self_attention.linear_q_proj.",
     "self_attention.linear_q_down_proj.",
@@ -71,11 +71,14 @@ _REST = _both(
 )
 _SHARED = (
     "mlp.shared_experts.gate_weight",
-    *_both("mlp.shared_experts.linear_fc1.", "mlp.shared_experts.linear_fc2."),
+    *_list_both("mlp.shared_experts.linear_fc1.", "mlp.shared_experts.linear_fc2."),
 )
 _LOCAL = (*_INPUT, *_OUT, *_REST, *_SHARED)
 _FUSED = (*_INPUT[:2], *_OUT, *_INPUT[2:], *_REST, *_SHARED)
-_BEFORE_NESTED, _AFTER_NESTED = _both("enorm.", "hnorm.", "eh_proj."), _both("final_layernorm.")
+_BEFORE_NESTED, _AFTER_NESTED = (
+    _list_both("enorm.", "hnorm.", "eh_proj."),
+    _list_both("final_layernorm."),
+)
 
 
 def is_stacked_expert(inner: str) -> bool:
@@ -83,7 +86,7 @@ def is_stacked_expert(inner: str) -> bool:
     return inner.removeprefix(_NESTED).startswith(_EXPERTS)
 
 
-def outer_order(keys: Iterable[str]) -> tuple[list[str], list[str], list[str]]:
+def order_outer(keys: Iterable[str]) -> tuple[list[str], list[str], list[str]]:
     """Return the keys before the layers, the norms after them, and the heads.
 
     Layers that predict further tokens (``mtp``) lie between the norms and the heads. Raises
@@ -97,7 +100,7 @@ def outer_order(keys: Iterable[str]) -> tuple[list[str], list[str], list[str]]:
     return before, norms, heads
 
 
-def layer_order(
+def order_layer(
     inner: Sequence[str], plans: Sequence[SavePlan], implementation: str | None
 ) -> list[str]:
     """Return the order of a layer's keys, by the plans, else by Megatron's own order.
@@ -106,24 +109,24 @@ def layer_order(
     modules. Raises Undetermined where neither knows.
     """
     if any(key.startswith(_NESTED) for key in inner):
-        return _prediction_order(inner, plans, implementation)
-    before = _precedences(set(inner), plans)
+        return _order_prediction(inner, plans, implementation)
+    before = _find_precedences(set(inner), plans)
     local = _is_local(before, implementation)
     table = _LOCAL if local else _FUSED
     place = {key: position for position, key in enumerate(table)}
     if not set(inner) <= place.keys():
-        return _only_order(inner, before)
+        return _sort_by_plans(inner, before)
     by_table = sorted(inner, key=lambda key: place[key])
     broken = [(a, b) for b, earlier in before.items() for a in earlier if place[a] > place[b]]
-    return _only_order(inner, before) if broken else by_table
+    return _sort_by_plans(inner, before) if broken else by_table
 
 
-def _prediction_order(
+def _order_prediction(
     inner: Sequence[str], plans: Sequence[SavePlan], implementation: str | None
 ) -> list[str]:
     """Order ``MultiTokenPredictionLayer``: norms, projection, transformer layer, last norm."""
     nested = [key.removeprefix(_NESTED) for key in inner if key.startswith(_NESTED)]
-    whole = [f"{_NESTED}{key}" for key in layer_order(nested, plans, implementation)]
+    whole = [f"{_NESTED}{key}" for key in order_layer(nested, plans, implementation)]
     order = [k for k in (*_BEFORE_NESTED, *whole, *_AFTER_NESTED) if k in inner]
     if len(order) != len(inner):
         raise Undetermined(
@@ -132,14 +135,14 @@ def _prediction_order(
     return order
 
 
-def _precedences(inner: set[str], plans: Sequence[SavePlan]) -> dict[str, set[str]]:
+def _find_precedences(inner: set[str], plans: Sequence[SavePlan]) -> dict[str, set[str]]:
     """Return for each key those before it in the layer in which a plan meets both first."""
     before: dict[str, set[str]] = {key: set() for key in inner}
     for plan in plans:
         met: dict[tuple[str, int], list[str]] = {}
         seen: set[str] = set()
         for name, offset in plan:
-            key = layer_key(name, offset)
+            key = parse_layer_key(name, offset)
             if key is None or key.inner not in inner or name in seen:
                 continue
             seen.add(name)
@@ -162,7 +165,7 @@ def _is_local(before: Mapping[str, set[str]], implementation: str | None) -> boo
     return implementation == "local"
 
 
-def _only_order(inner: Sequence[str], before: Mapping[str, set[str]]) -> list[str]:
+def _sort_by_plans(inner: Sequence[str], before: Mapping[str, set[str]]) -> list[str]:
     """Return the one order that the plans allow."""
     sorter = TopologicalSorter(before)
     order: list[str] = []
@@ -183,7 +186,7 @@ def _only_order(inner: Sequence[str], before: Mapping[str, set[str]]) -> list[st
     return order
 
 
-def module_name(prefix: str, layer: int, inner: str, *, local: bool) -> str:
+def name_module(prefix: str, layer: int, inner: str, *, local: bool) -> str:
     """Return a layer's parameter's name in the model: a local layer's norms are its own modules."""
     own = inner.removeprefix(_NESTED)
     outer = inner[: len(inner) - len(own)]
@@ -231,25 +234,25 @@ class Layer:
     keys: dict[str, dict[int | None, str]] = field(default_factory=dict)
 
 
-def layer_key(key: str, offset: tuple[int, ...] | None) -> LayerKey | None:
+def parse_layer_key(key: str, offset: tuple[int, ...] | None) -> LayerKey | None:
     """Return where a key belongs, for the chunk at ``offset``; None outside of all layers."""
     numbered = _NUMBERED.fullmatch(key)
     if numbered:
-        return LayerKey(numbered[1], int(numbered[2]), *_inner(numbered[3]), 0)
+        return LayerKey(numbered[1], int(numbered[2]), *_split_expert(numbered[3]), 0)
     stacked = _STACKED.fullmatch(key)
     if stacked is None or not offset:
         return None
-    return LayerKey(stacked[1], offset[0], *_inner(stacked[2]), 1)
+    return LayerKey(stacked[1], offset[0], *_split_expert(stacked[2]), 1)
 
 
-def _inner(name: str) -> tuple[str, int | None]:
+def _split_expert(name: str) -> tuple[str, int | None]:
     half = _HALF.fullmatch(name)
     name = half[1] if half else name
     expert = _NUMBERED_EXPERT.fullmatch(name)
     return (f"{expert[1]}{expert[3]}", int(expert[2])) if expert else (name, None)
 
 
-def with_whole_gates(model: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+def join_gates(model: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Join a gate and its up projection where they are two tensors: [gate; up]."""
     joined: dict[str, TensorEntry] = {}
     for name, entry in model.items():
@@ -262,7 +265,7 @@ def with_whole_gates(model: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]
     return joined
 
 
-def layers_among(
+def group_layers(
     entries: Iterable[TensorEntry], ranks: set[int]
 ) -> tuple[list[str], dict[tuple[str, int], Layer]]:
     """Return the keys outside of layers, and the layers, of which one of ``ranks`` wrote a chunk.
@@ -275,7 +278,7 @@ def layers_among(
         for chunk in entry.chunks:
             if (chunk.rank or 0) not in ranks or is_buffer(entry.name):
                 continue
-            key = layer_key(entry.name, chunk.box.lo)
+            key = parse_layer_key(entry.name, chunk.box.lo)
             if key is None:
                 outer[entry.name] = None
                 continue

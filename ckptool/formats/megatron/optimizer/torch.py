@@ -24,13 +24,18 @@ from ckptool.core.catalog import Extent
 from ckptool.core.sharding.tensor_parallel import TpRule
 from ckptool.errors import Undetermined
 from ckptool.formats.megatron.model import is_expert
-from ckptool.formats.megatron.optimizer.buckets import BucketSlot, cut_runs, gaps, slots_in_run
+from ckptool.formats.megatron.optimizer.buckets import (
+    BucketSlot,
+    cut_runs,
+    find_gaps,
+    find_slots_in_run,
+)
 from ckptool.formats.megatron.tensor_parallel import (
     Fragments,
     LocalParameter,
     StorageRun,
     add_fragments,
-    runs_between,
+    select_runs,
 )
 from ckptool.serialization.archive.read import TorchFile
 from ckptool.serialization.archive.tensors import (
@@ -62,33 +67,35 @@ class GatheredBuffer:
         return max((run[-1].stop for run in self.runs.values()), default=0)
 
 
-def saved_buffers(file: TorchFile) -> list[list[GatheredBuffer] | None]:
+def read_buffers(file: TorchFile) -> list[list[GatheredBuffer] | None]:
     """Return each optimizer's buffers, in order; None where another rank's file has them."""
     optimizers = file.value if isinstance(file.value, list) else [file.value]
-    return [list(_buffers(part, file)) if isinstance(part, dict) else None for part in optimizers]
+    return [
+        list(_read_optimizer(part, file)) if isinstance(part, dict) else None for part in optimizers
+    ]
 
 
-def stray_keys(value: Any) -> list[Any]:
+def find_stray_keys(value: Any) -> list[Any]:
     """Return the keys of the file's dicts that are neither numbers of buffers nor the layout's."""
     optimizers = value if isinstance(value, list) else [value]
     keys = [key for part in optimizers if isinstance(part, dict) for key in part]
     return [key for key in keys if type(key) is not int and key not in _LAYOUT]
 
 
-def _buffers(optimizer: dict[Any, Any], file: TorchFile) -> Iterator[GatheredBuffer]:
+def _read_optimizer(optimizer: dict[Any, Any], file: TorchFile) -> Iterator[GatheredBuffer]:
     for number, by_dtype in optimizer.items():
         if type(number) is int and isinstance(by_dtype, dict):
             for dtypes, state in by_dtype.items():
-                yield GatheredBuffer(param_dtype(dtypes), dict(_runs(state, file)))
+                yield GatheredBuffer(find_param_dtype(dtypes), dict(_read_runs(state, file)))
 
 
-def param_dtype(dtypes: Any) -> str | None:
+def find_param_dtype(dtypes: Any) -> str | None:
     """Return the parameters' element type, of a buffer's key (parameters' and gradients' type)."""
     first = dtypes[0] if isinstance(dtypes, tuple) and len(dtypes) == 2 else None
     return first.name if isinstance(first, Global) else None
 
 
-def _runs(state: Any, file: TorchFile) -> Iterator[tuple[str, list[StorageRun]]]:
+def _read_runs(state: Any, file: TorchFile) -> Iterator[tuple[str, list[StorageRun]]]:
     """Yield each kind of state with its runs: its tensors, one after the other."""
     for kind, value in state.items() if isinstance(state, dict) else ():
         tensors = [read_tensor(item) for item in (value if isinstance(value, list) else [value])]
@@ -96,14 +103,14 @@ def _runs(state: Any, file: TorchFile) -> Iterator[tuple[str, list[StorageRun]]]
         if vectors and len(vectors) == len(tensors):
             starts = accumulate((vector.shape[0] for vector in vectors), initial=0)
             pairs = zip(vectors, starts, strict=False)
-            yield str(kind), [_stored(vector, file, start) for vector, start in pairs]
+            yield str(kind), [_make_run(vector, file, start) for vector, start in pairs]
 
 
-def _stored(tensor: StoredTensor, file: TorchFile, start: int = 0) -> StorageRun:
+def _make_run(tensor: StoredTensor, file: TorchFile, start: int = 0) -> StorageRun:
     return StorageRun(tensor.shape, tensor.dtype, locate_tensor(tensor, file), start)
 
 
-def matched_buffers(
+def match_buffers(
     saved: Sequence[list[GatheredBuffer] | None], expected: Sequence[list[list[LocalParameter]]]
 ) -> list[tuple[GatheredBuffer, list[LocalParameter]]]:
     """Return each saved buffer with its parameters; Undetermined where their numbers differ."""
@@ -124,7 +131,7 @@ def matched_buffers(
     ]
 
 
-def gathered_state(
+def read_gathered(
     source: Source, buffers: Iterable[tuple[GatheredBuffer, Sequence[LocalParameter]]], tied: bool
 ) -> Fragments:
     """Return what buffers hold of their parameters. Raises Undetermined where they do not fit.
@@ -134,12 +141,12 @@ def gathered_state(
     """
     fragments: Fragments = {}
     for buffer, parameters in buffers:
-        slots = _slots(source, buffer, parameters, tied)
+        slots = _find_slots(source, buffer, parameters, tied)
         add_fragments(fragments, cut_runs(parameters, slots, [buffer.runs]))
     return fragments
 
 
-def _slots(
+def _find_slots(
     source: Source, buffer: GatheredBuffer, parameters: Sequence[LocalParameter], tied: bool
 ) -> list[BucketSlot]:
     if {run[-1].stop for run in buffer.runs.values()} != {buffer.total}:
@@ -149,9 +156,9 @@ def _slots(
         raise Undetermined(f"a buffer of {buffer.dtype}, where the model has {dtype}")
     numels = [parameter.numel for parameter in parameters]
     shared = {at for at, parameter in enumerate(parameters) if tied and parameter.name in _SHARED}
-    ways = slots_in_run(numels, buffer.total, shared, _views(parameters))
+    ways = find_slots_in_run(numels, buffer.total, shared, _find_views(parameters))
     if len(ways) > 1:
-        ways = [slots for slots in ways if _padding_is_zero(source, buffer, slots)]
+        ways = [slots for slots in ways if _has_zero_padding(source, buffer, slots)]
     if len(ways) != 1:
         raise Undetermined(
             f"a buffer of {buffer.total:,} elements, into which the {len(parameters):,} parameters"
@@ -160,23 +167,23 @@ def _slots(
     return ways[0]
 
 
-def _padding_is_zero(source: Source, buffer: GatheredBuffer, slots: Sequence[BucketSlot]) -> bool:
+def _has_zero_padding(source: Source, buffer: GatheredBuffer, slots: Sequence[BucketSlot]) -> bool:
     return not any(
-        any(_bytes(source, piece))
-        for start, stop in gaps(slots)
+        any(_read_bytes(source, piece))
+        for start, stop in find_gaps(slots)
         for run in buffer.runs.values()
-        for piece in runs_between(run, start, stop)
+        for piece in select_runs(run, start, stop)
     )
 
 
-def _bytes(source: Source, stored: StorageRun) -> bytes:
+def _read_bytes(source: Source, stored: StorageRun) -> bytes:
     nbytes = (stored.stop - stored.start) * stored.dtype.itemsize
     if not isinstance(stored.at, Extent):
         return b""
     return source.read(stored.at.file, stored.at.offset, nbytes)
 
 
-def _views(parameters: Sequence[LocalParameter]) -> list[int | None]:
+def _find_views(parameters: Sequence[LocalParameter]) -> list[int | None]:
     """Return where parameters begin in the buffer, if they were saved as views of one storage."""
     views = [parameter.view for parameter in parameters]
     storages = {view[0] if view else None for view in views}
@@ -188,7 +195,7 @@ def _views(parameters: Sequence[LocalParameter]) -> list[int | None]:
 # Numbered
 
 
-def numbered_state(
+def read_numbered(
     file: TorchFile, value: Any, parameters: Sequence[LocalParameter], expert_parallel: bool
 ) -> tuple[Fragments, dict[str, TpRule]]:
     """Return what one rank stores of its optimizer, and the rules that its masters were saved with.
@@ -200,18 +207,18 @@ def numbered_state(
     groups = [
         group
         for optimizer in (value if isinstance(value, list) else [value])
-        for group in _groups(optimizer)
+        for group in _list_groups(optimizer)
     ]
-    keys = [_key(group) for group, _, _ in groups]
+    keys = [_read_key(group) for group, _, _ in groups]
     if len(set(keys)) != len(keys):
         raise Undetermined("two of its groups cannot be told apart")
     for key, (group, state, masters) in zip(keys, groups, strict=True):
-        members = [p for p in parameters if _key_of(p, keys, expert_parallel) == key]
+        members = [p for p in parameters if _find_key(p, keys, expert_parallel) == key]
         _add_group(file, group, state, masters, members, fragments, rules)
     return fragments, rules
 
 
-def _groups(optimizer: Any) -> Iterator[tuple[dict[str, Any], dict[Any, Any], list[Any]]]:
+def _list_groups(optimizer: Any) -> Iterator[tuple[dict[str, Any], dict[Any, Any], list[Any]]]:
     """Yield each group with the states of all numbers, and its masters."""
     if not isinstance(optimizer, dict):
         raise Undetermined("it is not a dict")
@@ -234,12 +241,12 @@ _GroupKey = tuple[bool, bool, bool]
 """Without weight decay, with a learning rate of its own, of experts of several ranks."""
 
 
-def _key(group: Mapping[str, Any]) -> _GroupKey:
+def _read_key(group: Mapping[str, Any]) -> _GroupKey:
     decay = group.get("wd_mult", group.get("weight_decay", 1.0))
     return (not decay, bool(group.get("is_decoupled_lr")), bool(group.get("is_expert_parallel")))
 
 
-def _key_of(
+def _find_key(
     parameter: LocalParameter, keys: Sequence[_GroupKey], expert_parallel: bool
 ) -> _GroupKey:
     """Return the key of the group that a parameter is in, of those there are."""
@@ -271,7 +278,7 @@ def _add_group(
         raise Undetermined(f"{len(masters)} fp32 masters for {len(halves)} 16-bit parameters")
     for parameter, master in zip(halves, masters, strict=False):
         _add_state(fragments, "fp32", parameter, read_tensor(master), file)
-        rule = _stated_rule(master)
+        rule = _read_rule(master)
         if rule is not None:
             rules[parameter.name] = rule
     for number, parameter in zip(numbers, parameters, strict=True):
@@ -295,10 +302,10 @@ def _add_state(
         raise Undetermined(
             f"{kind} of {parameter.name} is {shape}, the parameter {list(parameter.local)}"
         )
-    fragments.setdefault((kind, parameter.name), []).append((parameter, [_stored(tensor, file)]))
+    fragments.setdefault((kind, parameter.name), []).append((parameter, [_make_run(tensor, file)]))
 
 
-def _stated_rule(value: Any) -> TpRule | None:
+def _read_rule(value: Any) -> TpRule | None:
     """Return the rule that a master was saved with, as attributes of the tensor.
 
     Models built without initialization have no true attributes: what they deny is not believed.

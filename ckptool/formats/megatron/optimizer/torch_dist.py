@@ -20,26 +20,26 @@ from ckptool.formats.dcp import SavePlan
 from ckptool.formats.megatron.model import Arguments, find_arguments, is_expert
 from ckptool.formats.megatron.optimizer.buckets import (
     Group,
-    bucket_state,
     group_buckets,
+    group_parameters,
     is_bucket,
-    optimizer_buffers,
+    read_buckets,
 )
 from ckptool.formats.megatron.optimizer.order import (
     Layer,
+    group_layers,
     is_local,
     is_stacked_expert,
-    layer_order,
-    layers_among,
-    module_name,
-    outer_order,
-    with_whole_gates,
+    join_gates,
+    name_module,
+    order_layer,
+    order_outer,
 )
 from ckptool.formats.megatron.optimizer.torch import (
     GatheredBuffer,
-    gathered_state,
-    matched_buffers,
-    param_dtype,
+    find_param_dtype,
+    match_buffers,
+    read_gathered,
 )
 from ckptool.formats.megatron.tensor_parallel import (
     Fragments,
@@ -61,21 +61,21 @@ _PREDICTION = "mtp.layers."
 _EXPERTS = "mlp.experts.experts."
 
 
-def with_named_state(source: Source, catalog: Catalog, plans: list[SavePlan]) -> Catalog:
+def name_state(source: Source, catalog: Catalog, plans: list[SavePlan]) -> Catalog:
     """Put ``fp32.<name>``, ``exp_avg.<name>``, ... in the place of a catalog's buckets.
 
     Where the parameters in them are not known for certain, the buckets stay, and a note says why.
     """
     tensors = catalog.tensors.values()
-    state = {e.name: e for e in tensors if is_bucket(e.name) or _group_of(e)}
+    state = {e.name: e for e in tensors if is_bucket(e.name) or _find_group(e)}
     if not state:
         return catalog
     rest = {name: entry for name, entry in catalog.tensors.items() if name not in state}
     model = {name: entry for name, entry in rest.items() if state_category(entry) == "model"}
     args = find_arguments(catalog.objects.values())
-    stages = Stages(model, plans, args, _writers(state.values()), {})
+    stages = Stages(model, plans, args, _find_writers(state.values()), {})
     try:
-        fragments = _fragments(source, state.values(), stages)
+        fragments = _read_fragments(source, state.values(), stages)
     except Undetermined as error:
         return replace(catalog, notes=(*catalog.notes, f"{_BY_BUCKET}: {error}"))
     named, conflicts = merge_fragments(stages.fit, fragments)
@@ -88,50 +88,50 @@ def with_named_state(source: Source, catalog: Catalog, plans: list[SavePlan]) ->
     )
 
 
-def _fragments(source: Source, state: Iterable[TensorEntry], stages: Stages) -> Fragments:
+def _read_fragments(source: Source, state: Iterable[TensorEntry], stages: Stages) -> Fragments:
     fragments: Fragments = {}
     entries = list(state)
     for group, buffers in group_buckets(entries).items():
-        add_fragments(fragments, bucket_state(buffers, stages.expected(group)))
+        add_fragments(fragments, read_buckets(buffers, stages.expected(group)))
     tied = not stages.args.values.get("untie_embeddings_and_output_weights", True)
-    for group, saved in _gathered(entries).items():
-        pairs = matched_buffers([saved], [stages.expected(group)])
-        add_fragments(fragments, gathered_state(source, pairs, tied))
+    for group, saved in _group_gathered(entries).items():
+        pairs = match_buffers([saved], [stages.expected(group)])
+        add_fragments(fragments, read_gathered(source, pairs, tied))
     return fragments
 
 
-def _group_of(entry: TensorEntry) -> Group | None:
+def _find_group(entry: TensorEntry) -> Group | None:
     """Return the group whose gathered state (``dp_zero_gather_scatter``) the tensor belongs to."""
     match = _GATHERED.fullmatch(str(entry.path[0]))
     return (int(match[1] or 0), int(match[2])) if match and len(entry.path) == 4 else None
 
 
-def _gathered(entries: Iterable[TensorEntry]) -> dict[Group, list[GatheredBuffer]]:
+def _group_gathered(entries: Iterable[TensorEntry]) -> dict[Group, list[GatheredBuffer]]:
     """Return each group's gathered buffers: paths are key, buffer, element types, kind of state."""
     groups: dict[Group, dict[str, GatheredBuffer]] = {}
     for entry in entries:
-        group = _group_of(entry)
+        group = _find_group(entry)
         if group is None or len(entry.shape) != 1:
             continue
         _, number, dtypes, kind = entry.path
         buffers = groups.setdefault(group, {})
-        buffer = buffers.setdefault(str(number), GatheredBuffer(param_dtype(dtypes), {}))
+        buffer = buffers.setdefault(str(number), GatheredBuffer(find_param_dtype(dtypes), {}))
         buffer.runs[str(kind)] = [
             StorageRun(chunk.box.shape, entry.dtype, chunk.at, chunk.box.lo[0], chunk.rank)
             for chunk in entry.chunks
         ]
-    return {group: [b[key] for key in sorted(b, key=_number)] for group, b in groups.items()}
+    return {group: [b[key] for key in sorted(b, key=_parse_number)] for group, b in groups.items()}
 
 
-def _number(text: str) -> int:
+def _parse_number(text: str) -> int:
     return int(text) if text.isdecimal() else -1
 
 
-def _writers(state: Iterable[TensorEntry]) -> dict[Group, set[int]]:
+def _find_writers(state: Iterable[TensorEntry]) -> dict[Group, set[int]]:
     """Return the ranks that wrote each group's state."""
     writers: dict[Group, set[int]] = {}
     for entry in state:
-        group = next(iter(group_buckets([entry])), None) or _group_of(entry)
+        group = next(iter(group_buckets([entry])), None) or _find_group(entry)
         if group is not None:
             ranks = {chunk.rank for chunk in entry.chunks if chunk.rank is not None}
             writers.setdefault(group, set()).update(ranks)
@@ -158,11 +158,11 @@ class Stages:
     def expected(self, group: Group) -> list[list[LocalParameter]]:
         """Return the parameters of each of a group's buffers. Raises Undetermined."""
         experts = group[0] > 0
-        rank = self._rank(group[1], experts)
+        rank = self._find_rank(group[1], experts)
         parallel = self.args.degree("EP") > 1
-        return optimizer_buffers(self._runs(rank), experts=experts, expert_parallel=parallel)
+        return group_parameters(self._list_runs(rank), experts=experts, expert_parallel=parallel)
 
-    def _rank(self, group: int, experts: bool) -> Rank:
+    def _find_rank(self, group: int, experts: bool) -> Rank:
         tensor, pipeline = self.args.degree("TP"), self.args.degree("PP")
         expert = self.args.degree("EP") if experts else 1
         if experts:
@@ -174,25 +174,25 @@ class Stages:
             )
         return rank
 
-    def _runs(self, rank: Rank) -> list[list[LocalParameter]]:
+    def _list_runs(self, rank: Rank) -> list[list[LocalParameter]]:
         """Return a rank's parameters by virtual pipeline stage."""
         ranks = {writer for writer, stage in self._stage_of.items() if stage == rank[1]}
-        outer, layers = layers_among(self._whole.values(), ranks)
-        before, norms, heads = outer_order(outer)
+        outer, layers = group_layers(self._whole.values(), ranks)
+        before, norms, heads = order_outer(outer)
         prediction = [layer for layer in layers.values() if layer.prefix == _PREDICTION]
         own = [layer for layer in layers.values() if layer.prefix != _PREDICTION]
-        runs = [list(self._layers(run, rank)) for run in self._virtual(own)]
-        runs[0] = [*self._outer(before, rank), *runs[0]]
+        runs = [list(self._list_layers(run, rank)) for run in self._split_virtual(own)]
+        runs[0] = [*self._list_outer(before, rank), *runs[0]]
         if prediction and rank[1]:
             copied = [name for name in _EMBEDDINGS if name in self.model]
-            runs[-1] = [*self._outer(copied, rank), *runs[-1]]
-        runs[-1] += [*self._outer(norms, rank), *self._layers(prediction, rank)]
-        runs[-1] += [*self._outer(heads, rank), *self._tied(rank)]
+            runs[-1] = [*self._list_outer(copied, rank), *runs[-1]]
+        runs[-1] += [*self._list_outer(norms, rank), *self._list_layers(prediction, rank)]
+        runs[-1] += [*self._list_outer(heads, rank), *self._list_tied(rank)]
         return runs
 
     @cached_property
     def _whole(self) -> dict[str, TensorEntry]:
-        return with_whole_gates(self.model)
+        return join_gates(self.model)
 
     @cached_property
     def _stage_of(self) -> dict[int, int]:
@@ -204,7 +204,7 @@ class Stages:
         pipeline, tensor = self.args.degree("PP"), self.args.degree("TP")
         world = max([len(self.plans), *(n + 1 for ranks in self.writers.values() for n in ranks)])
         known = {
-            writer: self._rank(group[1], group[0] > 0)[1]
+            writer: self._find_rank(group[1], group[0] > 0)[1]
             for group, writers in self.writers.items()
             for writer in writers
         }
@@ -215,7 +215,7 @@ class Stages:
                 return layout
         raise Undetermined("its ranks are laid out in neither of Megatron's orders")
 
-    def _virtual(self, layers: Sequence[Layer]) -> list[list[Layer]]:
+    def _split_virtual(self, layers: Sequence[Layer]) -> list[list[Layer]]:
         """Return a stage's layers by virtual stage: of several, runs of consecutive numbers."""
         prefixes = sorted({layer.prefix for layer in layers})
         if len(prefixes) != 1:
@@ -233,32 +233,36 @@ class Stages:
             raise Undetermined(f"{len(runs)} runs of layers in a stage of {virtual} virtual stages")
         return runs
 
-    def _layers(self, layers: Iterable[Layer], rank: Rank) -> Iterator[LocalParameter]:
+    def _list_layers(self, layers: Iterable[Layer], rank: Rank) -> Iterator[LocalParameter]:
         for layer in layers:
-            order = self._order(tuple(sorted(layer.keys)))
+            order = self._order_keys(tuple(sorted(layer.keys)))
             local = is_local(order)
             for key in order:
                 if not is_stacked_expert(key):
-                    name = module_name(layer.prefix, layer.number, key, local=local)
-                    yield self._local_parameter(name, layer.keys[key][None], rank, layer.stacked)
-            yield from self._experts(layer, [key for key in order if is_stacked_expert(key)], rank)
+                    name = name_module(layer.prefix, layer.number, key, local=local)
+                    yield self._make_parameter(name, layer.keys[key][None], rank, layer.stacked)
+            yield from self._list_experts(
+                layer, [key for key in order if is_stacked_expert(key)], rank
+            )
 
-    def _order(self, keys: tuple[str, ...]) -> list[str]:
+    def _order_keys(self, keys: tuple[str, ...]) -> list[str]:
         if keys not in self._orders:
-            self._orders[keys] = layer_order(keys, self.plans, self.args.transformer)
+            self._orders[keys] = order_layer(keys, self.plans, self.args.transformer)
         return self._orders[keys]
 
     @cached_property
     def _orders(self) -> dict[tuple[str, ...], list[str]]:
         return {}
 
-    def _experts(self, layer: Layer, keys: Sequence[str], rank: Rank) -> Iterator[LocalParameter]:
+    def _list_experts(
+        self, layer: Layer, keys: Sequence[str], rank: Rank
+    ) -> Iterator[LocalParameter]:
         """Yield the rank's experts: one by one, or all of a grouped layer's weights first."""
         if not keys:
             return
         if self.args.values.get("moe_use_legacy_grouped_gemm"):
             raise Undetermined("its experts' weights are stored transposed")
-        numbers = self._own_experts(layer, layer.keys[keys[0]], rank)
+        numbers = self._number_experts(layer, layer.keys[keys[0]], rank)
         grouped = bool(self.args.values.get("moe_grouped_gemm"))
         pairs = (
             [(key, n) for key in keys for n in numbers]
@@ -271,11 +275,11 @@ class Stages:
             name = f"{layer.prefix}{layer.number}.{outer}mlp.experts.{inner}"
             stored = layer.keys[key]
             if None in stored:
-                yield self._local_parameter(name, stored[None], rank, layer.stacked + 1)
+                yield self._make_parameter(name, stored[None], rank, layer.stacked + 1)
             else:
-                yield self._local_parameter(name, stored[number], rank, layer.stacked)
+                yield self._make_parameter(name, stored[number], rank, layer.stacked)
 
-    def _own_experts(
+    def _number_experts(
         self, layer: Layer, stored: Mapping[int | None, str], rank: Rank
     ) -> Sequence[int]:
         """Return the numbers of the experts that a rank holds, of a stacked key or a key each."""
@@ -292,29 +296,29 @@ class Stages:
             raise Undetermined(f"keys of experts {sorted(map(str, stored))}, of {count} in all")
         return numbers
 
-    def _outer(self, names: Sequence[str], rank: Rank) -> Iterator[LocalParameter]:
+    def _list_outer(self, names: Sequence[str], rank: Rank) -> Iterator[LocalParameter]:
         for name in names:
-            yield self._local_parameter(name, name, rank, 0)
+            yield self._make_parameter(name, name, rank, 0)
 
-    def _tied(self, rank: Rank) -> Iterator[LocalParameter]:
+    def _list_tied(self, rank: Rank) -> Iterator[LocalParameter]:
         """Yield the last stage's own copy of an embedding that the output layer shares."""
         last = self.args.degree("PP") - 1
         untied = self.args.values.get("untie_embeddings_and_output_weights", True)
         if 0 < last == rank[1] and not untied and _EMBEDDING in self.model:
-            yield self._local_parameter(_EMBEDDING, _EMBEDDING, rank, 0)
+            yield self._make_parameter(_EMBEDDING, _EMBEDDING, rank, 0)
 
-    def _local_parameter(self, name: str, key: str, rank: Rank, prepended: int) -> LocalParameter:
+    def _make_parameter(self, name: str, key: str, rank: Rank, prepended: int) -> LocalParameter:
         entry = self._whole[key]
         degree = self.args.degree("TP")
         if is_expert(name):
             degree = self.args.integer("expert_tensor_parallel_size") or degree
-        cuts, local = _cuts(entry, rank[0] % degree, degree, prepended)
+        cuts, local = _find_cuts(entry, rank[0] % degree, degree, prepended)
         parameter = LocalParameter(name, rank, 0, local, entry.dtype)
         self.fits[parameter] = fit_rank(local, cuts)
         return parameter
 
 
-def _cuts(
+def _find_cuts(
     entry: TensorEntry, index: int, degree: int, prepended: int
 ) -> tuple[list[RankCut], tuple[int, ...]]:
     """Return a tensor's cuts among tensor-parallel ranks, by its chunks, and a rank's shape."""

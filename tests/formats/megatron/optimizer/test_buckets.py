@@ -18,10 +18,10 @@ from ckptool.core.dtype import BY_NAME
 from ckptool.formats.megatron.optimizer.buckets import (
     Bucket,
     BucketSlot,
-    gaps,
-    slots_in_buckets,
-    slots_in_run,
-    without_padding,
+    drop_padding,
+    find_gaps,
+    find_slots,
+    find_slots_in_run,
 )
 
 BUCKET = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(a, b).bucket_idx_0.exp_avg"
@@ -44,7 +44,7 @@ def bucket(name: str, *parts: tuple[int, int, int | None]) -> TensorEntry:
 )
 def test_padding_is_taken_out(parts: list[tuple[int, int, int]], padding: list[int]) -> None:
     entry = bucket(BUCKET, *parts)
-    left = without_padding(entry)
+    left = drop_padding(entry)
     kept = [chunk for at, chunk in enumerate(entry.chunks) if at not in padding]
     assert [chunk.at for chunk in left.chunks] == [chunk.at for chunk in kept]
     assert left.shape == (sum(chunk.box.volume for chunk in kept),)
@@ -54,7 +54,7 @@ def test_padding_is_taken_out(parts: list[tuple[int, int, int]], padding: list[i
 
 def test_other_tensors_stay_as_they_are() -> None:
     entry = bucket("model.w", (0, 10, 0), (10, 64, 0))
-    assert without_padding(entry) is entry
+    assert drop_padding(entry) is entry
 
 
 @dataclass
@@ -98,7 +98,7 @@ def test_buckets_whose_sizes_are_known(numels: list[int], limit: int | None, dp:
     for (bucket, start), numel in zip(truth.places, reversed(numels), strict=True):
         cuts[bucket] |= {start, start + numel}
     buckets = [Bucket(n, frozenset(c)) for n, c in zip(truth.numels, cuts, strict=True)]
-    found = slots_in_buckets(numels, buckets)
+    found = find_slots(numels, buckets)
     assert found is not None
     assert [(slot.bucket, slot.start) for slot in reversed(found)] == truth.places
 
@@ -115,26 +115,28 @@ def test_a_run_of_buckets_whose_sizes_are_not_known(
         for (bucket, start), numel in zip(truth.places, reversed(numels), strict=True)
     ][::-1]
     seen = truth.starts[::-1] if views else [None] * len(numels)
-    assert slots in slots_in_run(numels, sum(truth.numels), frozenset(), seen)
+    assert slots in find_slots_in_run(numels, sum(truth.numels), frozenset(), seen)
 
 
 def test_parameters_that_do_not_fill_their_buckets() -> None:
-    assert slots_in_buckets([64, 64], [Bucket(128)]) is not None
-    assert slots_in_buckets([64, 64], [Bucket(192)]) is None
-    assert slots_in_buckets([64, 64], [Bucket(64)]) is None
-    assert slots_in_buckets([64], [Bucket(64), Bucket(64)]) is None
+    assert find_slots([64, 64], [Bucket(128)]) is not None
+    assert find_slots([64, 64], [Bucket(192)]) is None
+    assert find_slots([64, 64], [Bucket(64)]) is None
+    assert find_slots([64], [Bucket(64), Bucket(64)]) is None
 
 
 def test_a_parameter_that_no_stored_chunk_begins_or_ends_with() -> None:
-    assert slots_in_buckets([64, 64], [Bucket(128, frozenset({0, 64, 128}))]) is not None
-    assert slots_in_buckets([64, 64], [Bucket(128, frozenset({0, 32, 128}))]) is None
+    assert find_slots([64, 64], [Bucket(128, frozenset({0, 64, 128}))]) is not None
+    assert find_slots([64, 64], [Bucket(128, frozenset({0, 32, 128}))]) is None
 
 
 def test_a_shared_embedding_has_a_bucket_of_its_own() -> None:
     """30 elements, padding to 64 that is kept, then the embedding; nothing after it is aligned."""
-    [slots] = slots_in_run([50, 30], 64 + 50, frozenset({0}), [None, None])
+    [slots] = find_slots_in_run([50, 30], 64 + 50, frozenset({0}), [None, None])
     assert slots == [BucketSlot(0, 64, 114), BucketSlot(0, 0, 30)]
 
 
 def test_padding_between_parameters() -> None:
-    assert gaps([BucketSlot(0, 64, 80), BucketSlot(0, 0, 20), BucketSlot(0, 80, 90)]) == [(20, 64)]
+    assert find_gaps([BucketSlot(0, 64, 80), BucketSlot(0, 0, 20), BucketSlot(0, 80, 90)]) == [
+        (20, 64)
+    ]

@@ -10,10 +10,10 @@ from ckptool.errors import Undetermined
 from ckptool.formats.megatron.optimizer.order import (
     LayerKey,
     is_local,
-    layer_key,
-    layer_order,
-    module_name,
-    outer_order,
+    name_module,
+    order_layer,
+    order_outer,
+    parse_layer_key,
 )
 
 NORM = "self_attention.linear_qkv.layer_norm_weight"
@@ -27,38 +27,38 @@ def plan(*spots: tuple[str, int]) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 
 def test_separate_norms_come_before_the_projection() -> None:
-    order = layer_order(KEYS, [plan((NORM, 0), (PROJECTION, 0))], None)
+    order = order_layer(KEYS, [plan((NORM, 0), (PROJECTION, 0))], None)
     assert order == [NORM, PROJECTION, QKV]
     assert is_local(order)
-    assert module_name("decoder.layers.", 3, NORM, local=True) == (
+    assert name_module("decoder.layers.", 3, NORM, local=True) == (
         "decoder.layers.3.input_layernorm.weight"
     )
 
 
 def test_fused_norms_come_after_the_projection() -> None:
-    order = layer_order(KEYS, [plan((PROJECTION, 2), (NORM, 2))], None)
+    order = order_layer(KEYS, [plan((PROJECTION, 2), (NORM, 2))], None)
     assert order == [PROJECTION, NORM, QKV]
     assert not is_local(order)
-    assert module_name("decoder.layers.", 3, NORM, local=False) == f"decoder.layers.3.{NORM}"
+    assert name_module("decoder.layers.", 3, NORM, local=False) == f"decoder.layers.3.{NORM}"
 
 
 def test_keys_of_different_layers_say_nothing_of_one_another() -> None:
     """A rank that holds one key of layer 0 and another of layer 1 tells no order."""
     apart = [plan((PROJECTION, 0), (NORM, 1))]
     with pytest.raises(Undetermined, match="fused"):
-        layer_order(KEYS, apart, None)
-    assert layer_order(KEYS, apart, "local")[0] == NORM
-    assert layer_order(KEYS, apart, "transformer_engine")[0] == PROJECTION
+        order_layer(KEYS, apart, None)
+    assert order_layer(KEYS, apart, "local")[0] == NORM
+    assert order_layer(KEYS, apart, "transformer_engine")[0] == PROJECTION
 
 
 def test_unknown_keys_need_plans_that_leave_no_choice() -> None:
     keys = ["mixer.a", "mixer.b", "mixer.c"]
     whole = [plan(("mixer.b", 0), ("mixer.a", 0)), plan(("mixer.a", 1), ("mixer.c", 1))]
-    assert layer_order(keys, whole, "local") == ["mixer.b", "mixer.a", "mixer.c"]
+    assert order_layer(keys, whole, "local") == ["mixer.b", "mixer.a", "mixer.c"]
     with pytest.raises(Undetermined, match="comes first"):
-        layer_order(keys, whole[:1], "local")
+        order_layer(keys, whole[:1], "local")
     with pytest.raises(Undetermined, match="disagree"):
-        layer_order(keys, [*whole, plan(("mixer.c", 0), ("mixer.b", 0))], "local")
+        order_layer(keys, [*whole, plan(("mixer.c", 0), ("mixer.b", 0))], "local")
 
 
 @pytest.mark.parametrize(
@@ -81,12 +81,12 @@ def test_unknown_keys_need_plans_that_leave_no_choice() -> None:
 def test_what_a_key_says_of_its_layer(
     key: str, offset: tuple[int, ...], place: tuple[object, ...]
 ) -> None:
-    assert astuple(layer_key(key, offset) or LayerKey("", 0, "", None, 0)) == place
+    assert astuple(parse_layer_key(key, offset) or LayerKey("", 0, "", None, 0)) == place
 
 
 def test_a_layer_that_predicts_further_tokens_holds_a_whole_one() -> None:
     nested = [f"transformer_layer.{key}" for key in KEYS]
-    order = layer_order(
+    order = order_layer(
         ["final_layernorm.weight", *nested, "hnorm.weight", "eh_proj.weight", "enorm.weight"],
         [],
         "local",
@@ -94,13 +94,13 @@ def test_a_layer_that_predicts_further_tokens_holds_a_whole_one() -> None:
     own = ["enorm.weight", "hnorm.weight", "eh_proj.weight"]
     assert order == [*own, *nested, "final_layernorm.weight"]
     assert is_local(order)
-    name = module_name("mtp.layers.", 0, nested[0], local=True)
+    name = name_module("mtp.layers.", 0, nested[0], local=True)
     assert name == "mtp.layers.0.transformer_layer.input_layernorm.weight"
 
 
 def test_keys_outside_the_layers() -> None:
     word = "embedding.word_embeddings.weight"
     keys = ["output_layer.weight", "decoder.final_layernorm.weight", word]
-    assert outer_order(keys) == ([word], [keys[1]], [keys[0]])
+    assert order_outer(keys) == ([word], [keys[1]], [keys[0]])
     with pytest.raises(Undetermined, match="vision"):
-        outer_order(["vision.weight"])
+        order_outer(["vision.weight"])
