@@ -299,7 +299,7 @@ class _Containers:
             n: replace(e, chunks=tuple(replace(c, copies=()) for c in chunks[n]))
             for n, e in tensors.items()
         }
-        located = self._opened.located(self._catalog.with_tensors(alone)).tensors
+        located = self._opened.open_containers(self._catalog.with_tensors(alone)).tensors
         for name in alone:
             if name not in located:
                 raise Unsupported(

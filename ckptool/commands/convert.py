@@ -18,10 +18,10 @@ from ckptool.commands.transfer import (
     Progress,
     Transfer,
     free_bytes,
-    named_target,
     no_progress,
     require_agreement,
     require_apart,
+    resolve_target,
     target_notes,
 )
 from ckptool.core.catalog import Catalog
@@ -82,7 +82,7 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Prep
 
     Raises UsageError, Unsupported or a SourceError where it cannot be done as asked.
     """
-    target = named_target(target)
+    target = resolve_target(target)
     writer = _writer(options.to, target)
     opened = open_checkpoint(source, options.read, whole=False)
     require_apart(opened, target)
@@ -115,7 +115,7 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Prep
         read_bytes=plan.read_bytes,
         write_bytes=layout.nbytes,
         free_bytes=free_bytes(target.parent),
-        excluded=_excluded(rewritten.whole, rewritten.kept, selection),
+        excluded=_exclusions(rewritten.whole, rewritten.kept, selection),
         map=rewritten.map,
         cast=rewritten.cast,
         dequantized=rewritten.dequantized,
@@ -168,7 +168,7 @@ def _quantized_notes(catalog: Catalog, options: RewriteOptions) -> list[str]:
     return [f"--dtype does not change quantized tensors ({listed}); use --dequantize"]
 
 
-def _excluded(before: Catalog, after: Catalog, selection: Selection) -> tuple[str, ...]:
+def _exclusions(before: Catalog, after: Catalog, selection: Selection) -> tuple[str, ...]:
     """Return what the selection excludes, a line for tensors and one for values."""
     given = {
         "--select": selection.select,

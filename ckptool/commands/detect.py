@@ -75,7 +75,7 @@ def detect_checkpoint(path: Location, format_name: str | None = None) -> Candida
     Raises NotFound, Unrecognised (with what is there), or UsageError for a format of no such name.
     """
     _require_there(path)
-    return bounded(path, lambda: _detect(path, format_name))
+    return run_bounded(path, lambda: _detect(path, format_name))
 
 
 def find_checkpoints(path: Location) -> tuple[Location | None, list[Location]]:
@@ -89,8 +89,8 @@ def find_checkpoints(path: Location) -> tuple[Location | None, list[Location]]:
         raise Unrecognised(f"{path}: is a file, not a folder of checkpoints")
     source = folder_at(path)
     failed: list[Location] = []
-    whole = bounded(path, lambda: _detected(path, lambda: detect_folder(source), []))
-    candidates = bounded(path, lambda: list(_candidates(path, source, failed)))
+    whole = run_bounded(path, lambda: _try_detect(path, lambda: detect_folder(source), []))
+    candidates = run_bounded(path, lambda: list(_candidates(path, source, failed)))
     paths = [*(candidate.path for candidate in candidates), *failed]
     problems = [p for p in unlisted_problems(source.unlisted) if p.code != "file-changed"]
     unreadable = [path / problem.file for problem in problems if problem.file is not None]
@@ -106,7 +106,7 @@ def holds_checkpoint(path: Location) -> bool:
         return False
 
 
-def unfinished(source: Files) -> Problem | None:
+def unfinished_problem(source: Files) -> Problem | None:
     """Return the problem of a folder that a ckptool writes to, or left when it was killed."""
     if UNFINISHED not in source.files:
         return None
@@ -116,7 +116,7 @@ def unfinished(source: Files) -> Problem | None:
 
 def require_finished(source: Files) -> None:
     """Raise Damaged where a ckptool has not finished writing a folder."""
-    problem = unfinished(source)
+    problem = unfinished_problem(source)
     if problem is not None:
         hint = "if no ckptool command is writing it, run the same command with --resume"
         raise Damaged(problem, hint=hint)
@@ -157,7 +157,7 @@ def file_at(path: Location) -> Files:
     return RemoteSource.file(path)
 
 
-def bounded(path: Location, work: Callable[[], _T]) -> _T:
+def run_bounded(path: Location, work: Callable[[], _T]) -> _T:
     """Do ``work``; Damaged where metadata that no check foresaw exhausts stack or memory."""
     try:
         return work()
@@ -311,7 +311,7 @@ def detect_folder(source: Files) -> Format | None:
     return None if len(source.files) == 1 or row.name == "safetensors" else row
 
 
-def _detected(
+def _try_detect(
     path: Location, detect_it: Callable[[], _T | None], failed: list[Location] | None
 ) -> _T | None:
     """Return what is detected at a path; where that fails None, with the path in ``failed``."""
@@ -337,14 +337,14 @@ def _candidates(
         if folder.count("/") >= _LEVELS or any(str(p) in covered for p in Path(folder).parents):
             continue
         inner = folders[folder]
-        row = _detected(path / folder, partial(detect_folder, inner), failed)
-        if row is not None or unfinished(inner) or path / folder in (failed or ()):
+        row = _try_detect(path / folder, partial(detect_folder, inner), failed)
+        if row is not None or unfinished_problem(inner) or path / folder in (failed or ()):
             covered.add(folder)
         if row is not None:
             yield Candidate(path / folder, inner, row)
     for name in source.files:
         if not any(str(parent) in covered for parent in Path(name).parents):
-            file = _detected(path / name, partial(_single_file, path, source, name), failed)
+            file = _try_detect(path / name, partial(_single_file, path, source, name), failed)
             if file is not None:
                 yield file
 

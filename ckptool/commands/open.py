@@ -8,10 +8,10 @@ from pathlib import Path
 
 from ckptool.commands.detect import (
     Candidate,
-    bounded,
     detect_checkpoint,
     require_finished,
-    unfinished,
+    run_bounded,
+    unfinished_problem,
 )
 from ckptool.commands.options.source import AS_DETECTED, ReadOptions
 from ckptool.commands.unread_files import (
@@ -75,12 +75,12 @@ class Opened:
     format: Format
     catalog: Catalog
 
-    def located(self, catalog: Catalog) -> Catalog:
+    def open_containers(self, catalog: Catalog) -> Catalog:
         """Open every container of a (rewritten) catalog of this checkpoint."""
         locate = self.format.locate
         if locate is None:
             return catalog
-        return bounded(self.path, lambda: locate(self.source, catalog))
+        return run_bounded(self.path, lambda: locate(self.source, catalog))
 
 
 def open_checkpoint(
@@ -121,10 +121,10 @@ def _scan(candidate: Candidate, options: ScanOptions) -> Catalog:
     """Scan a checkpoint, with a note on each file beside it that looks like part of one."""
     path, source = candidate.path, candidate.source
     try:
-        catalog = bounded(path, lambda: candidate.format.scan(source, options))
+        catalog = run_bounded(path, lambda: candidate.format.scan(source, options))
     except Damaged as error:
         raise explain_damage(source, error) from None
-    unread = bounded(path, lambda: unread_files(candidate, catalog, options.found or ()))
+    unread = run_bounded(path, lambda: unread_files(candidate, catalog, options.found or ()))
     links = unlisted_notes(candidate.unlisted)
     return replace(catalog, notes=(*catalog.notes, *unread, *links))
 
@@ -152,7 +152,7 @@ def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
     """
     candidate = detect_checkpoint(path, options.from_format)
     source = candidate.source
-    problems = [problem] if (problem := unfinished(source)) is not None else []
+    problems = [problem] if (problem := unfinished_problem(source)) is not None else []
     problems += unlisted_problems(candidate.unlisted)
     scanning = scan_options(options, candidate.format, problems)
     catalog = None
@@ -178,9 +178,9 @@ def _with_parts(catalog: Catalog, options: ReadOptions) -> Catalog:
     catalog = with_parts(catalog)
     if not options.split_stacked:
         return catalog
-    from ckptool.core.rewrite import unstacked
+    from ckptool.core.rewrite import split_stacked
 
-    return unstacked(catalog)
+    return split_stacked(catalog)
 
 
 def _no_content(path: Location) -> Unrecognised:

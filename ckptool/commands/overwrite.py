@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from ckptool.commands.detect import bounded, file_at, folder_at
+from ckptool.commands.detect import file_at, folder_at, run_bounded
 from ckptool.core.layout import FileLayout, Layout, Verbatim
 from ckptool.engine.write.existing import kept_entries
 from ckptool.engine.write.run import verbatim
@@ -47,12 +47,12 @@ def own_files(target: Location, layout: Layout, new: Files) -> frozenset[str] | 
             own = _files_of(target, source, row, layout)
         if own is None:
             return None
-        own |= _unchanged(source, layout, new)
+        own |= _unchanged_files(source, layout, new)
     except Unsupported:
         raise
     except (CkptoolError, OSError) as error:
         raise _unknown(target, error) from None
-    return _without_linked(target, own) if isinstance(target, Path) else own
+    return _drop_linked(target, own) if isinstance(target, Path) else own
 
 
 def kept_note(target: Location, layout: Layout, new: Files) -> str | None:
@@ -101,11 +101,11 @@ def _read_with(target: Path, alone: LocalSource, mixed: _MixedSource) -> list[st
     if new is None:
         return []
     try:
-        expected = bounded(target, lambda: new.scan(alone, _SCAN))
+        expected = run_bounded(target, lambda: new.scan(alone, _SCAN))
     except CkptoolError:
         return []
     try:
-        read = bounded(target, lambda: new.scan(mixed, _SCAN))
+        read = run_bounded(target, lambda: new.scan(mixed, _SCAN))
     except CkptoolError:
         return sorted(mixed.kept.files)
     return sorted(read.files.keys() - expected.files.keys())
@@ -154,7 +154,7 @@ def _is_own_file(file: Location) -> bool:
 def _files_of(target: Location, source: Files, row: Format, layout: Layout) -> frozenset[str]:
     """Return a checkpoint's files, and those of its model where the new one brings its own."""
     try:
-        catalog = bounded(target, lambda: row.scan(source, _SCAN))
+        catalog = run_bounded(target, lambda: row.scan(source, _SCAN))
     except CkptoolError:
         return _named_files(target, source, row)
     new = {file.path for file in layout.files}
@@ -167,7 +167,7 @@ def _named_files(target: Location, source: Files, row: Format) -> frozenset[str]
     problems: list[Problem] = []
     options = replace(_SCAN, found=problems)
     try:
-        return frozenset(bounded(target, lambda: row.scan(source, options)).files)
+        return frozenset(run_bounded(target, lambda: row.scan(source, options)).files)
     except CkptoolError as error:
         named = frozenset(name for name in source.files if name.endswith(_UNFINISHED))
         if not named:
@@ -175,7 +175,7 @@ def _named_files(target: Location, source: Files, row: Format) -> frozenset[str]
         return named
 
 
-def _unchanged(source: Files, layout: Layout, new: Files) -> frozenset[str]:
+def _unchanged_files(source: Files, layout: Layout, new: Files) -> frozenset[str]:
     """Return the files that the new checkpoint brings along just as they are there."""
     return frozenset(
         file.path
@@ -207,7 +207,7 @@ def _files_of_release(target: Location, source: Files, layout: Layout) -> frozen
     return frozenset(f"{folder}/{name}" for name in own) | {MEGATRON} | (beside & new)
 
 
-def _without_linked(target: Path, names: frozenset[str]) -> frozenset[str]:
+def _drop_linked(target: Path, names: frozenset[str]) -> frozenset[str]:
     """Drop the files that lie behind a link which leads out of the folder."""
     folders = {parent for name in names for parent in PurePosixPath(name).parents}
     linked = {str(folder) for folder in folders if (target / folder).is_symlink() and folder.name}

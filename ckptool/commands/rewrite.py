@@ -14,7 +14,7 @@ from ckptool.commands.options.source import MapOptions, RewriteOptions, Selectio
 from ckptool.core.casts import NO_CASTS, Casts, cast, needs_torch
 from ckptool.core.catalog import Catalog
 from ckptool.core.dtype import BY_NAME, DType
-from ckptool.core.quantization import DequantizeResult, dequantized, quantised_names
+from ckptool.core.quantization import DequantizeResult, dequantize, quantised_names
 from ckptool.core.rewrite import drop, rename, select, strip_prefix, strip_prefixes, substitution
 from ckptool.core.state_category import (
     is_master,
@@ -65,12 +65,12 @@ def rewrite(
     source = DequantizeResult(opened.catalog, {}, {})
     if options.dequantize:
         source = _dequantize(opened, casts.model)
-    kept = selected(source.catalog, options.selection)
+    kept = select_entries(source.catalog, options.selection)
     counts = source.counts(kept)
     require_readable(kept, opened.source, "what was selected")
     check(kept)
-    catalog = opened.located(kept) if locate or options.map.name is not None else kept
-    catalog, report = mapped(opened, catalog, options.map)
+    catalog = opened.open_containers(kept) if locate or options.map.name is not None else kept
+    catalog, report = apply_key_map(opened, catalog, options.map)
     catalog, cast_counts = _cast(catalog, casts)
     return RewriteResult(source.catalog, kept, catalog, report, cast_counts, counts)
 
@@ -84,12 +84,12 @@ def _dequantize(opened: Opened, dtype: DType | None) -> DequantizeResult:
     catalog = opened.catalog
     names = quantised_names(catalog)
     inner = {name: entry for name, entry in catalog.tensors.items() if name in names}
-    located = opened.located(catalog.with_tensors(inner)).tensors
+    located = opened.open_containers(catalog.with_tensors(inner)).tensors
     catalog = catalog.with_tensors(catalog.tensors | located)
-    return dequantized(catalog, dtype or BY_NAME["bfloat16"], block_size(opened))
+    return dequantize(catalog, dtype or BY_NAME["bfloat16"], block_size(opened))
 
 
-def selected(catalog: Catalog, selection: Selection) -> Catalog:
+def select_entries(catalog: Catalog, selection: Selection) -> Catalog:
     """Return what is selected of a catalog, renamed as asked. UsageError where that makes no sense.
 
     Every entry keeps the ``part`` that it had under its own name.
@@ -136,7 +136,7 @@ def only_model(catalog: Catalog) -> Catalog:
     return strip_prefixes(model, prefixes) if prefixes else model
 
 
-def mapped(
+def apply_key_map(
     opened: Opened, catalog: Catalog, options: MapOptions
 ) -> tuple[Catalog, MapReport | None]:
     """Return the (located) catalog under the key map asked for, if any, and what it did.

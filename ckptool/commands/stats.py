@@ -109,7 +109,7 @@ def stats(opened: Opened, globs: Sequence[str]) -> list[TensorStats]:
     if problems:
         raise damaged(problems, subject=str(opened.path))
     numeric = {name: entry for name, entry in wanted.items() if is_numeric(entry.source_dtype)}
-    located = opened.located(replace(catalog, tensors=numeric, objects={})).tensors
+    located = opened.open_containers(replace(catalog, tensors=numeric, objects={})).tensors
     measured = _measure([located[name] for name in wanted if name in located], opened.source)
     require_unchanged(catalog, opened.source)
     return [measured.get(name) or TensorStats(entry) for name, entry in wanted.items()]

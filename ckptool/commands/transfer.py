@@ -13,7 +13,7 @@ from ckptool import __version__
 from ckptool.commands.open import Opened
 from ckptool.commands.options.target import TransferOptions
 from ckptool.commands.overwrite import kept_note, own_files, require_unmixed
-from ckptool.core.catalog import Catalog, TensorEntry, tied
+from ckptool.core.catalog import Catalog, TensorEntry, tied_names
 from ckptool.core.layout import written_entries
 from ckptool.core.plan import Plan
 from ckptool.engine.check.replicas import differing_replicas
@@ -86,7 +86,7 @@ def require_apart(opened: Opened, target: Location) -> None:
         raise UsageError(f"{target}: target and source {opened.path} must not contain one another")
 
 
-def named_target(target: Location) -> Location:
+def resolve_target(target: Location) -> Location:
     """Resolve ``.`` and ``..`` to the folder's own name, beside which others can be put.
 
     UsageError where it has none, as the root of a disk.
@@ -184,7 +184,7 @@ class Transfer:
         writing fails or what was written is not what should have been.
         """
         ranks = ranks or Ranks()
-        stage = self._staged(ranks)
+        stage = self._open_stage(ranks)
         if stage is None:
             return ()
         try:
@@ -195,7 +195,7 @@ class Transfer:
         except Committed:
             raise
         except (OSError, TransferError, Denied) as error:
-            raise self._failed(error) from error
+            raise self._failure(error) from error
         except CkptoolError:
             stage.discard()
             raise
@@ -206,7 +206,7 @@ class Transfer:
         finally:
             stage.journal.close()
 
-    def _failed(self, error: OSError | CkptoolError) -> TransferError:
+    def _failure(self, error: OSError | CkptoolError) -> TransferError:
         """Return the error with the target's path and a hint at ``--resume``."""
         head = f"{self.target}: "
         if isinstance(error, OSError):
@@ -214,7 +214,7 @@ class Transfer:
         message = head + error.message.removeprefix(head)
         return TransferError(message, hint="; ".join(filter(None, (error.hint, RESUME_HINT))))
 
-    def _staged(self, ranks: Ranks) -> Output | None:
+    def _open_stage(self, ranks: Ranks) -> Output | None:
         """Make the stage of this rank; None where an earlier run wrote all that is asked for.
 
         Damaged where replicas differ, Unsupported where plans differ.
@@ -293,7 +293,7 @@ class Transfer:
         self, mine: dict[str, TensorEntry], written: dict[str, TensorEntry]
     ) -> dict[str, TensorEntry]:
         """Drop names that the layout stores under a tied one, or that hold no element."""
-        aliases = {name for names in tied(self.plan.catalog) for name in names}
+        aliases = {name for names in tied_names(self.plan.catalog) for name in names}
         return {
             name: entry
             for name, entry in mine.items()

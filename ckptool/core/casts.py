@@ -26,7 +26,7 @@ class Casts:
     model: DType | None = None
     rules: tuple[tuple[str, DType], ...] = ()
 
-    def wanted(self, entry: TensorEntry) -> DType | None:
+    def dtype_for(self, entry: TensorEntry) -> DType | None:
         """Return the type that is asked for a tensor; None where none is."""
         for glob, dtype in self.rules:
             if fnmatchcase(entry.name, glob):
@@ -78,7 +78,7 @@ def cast(catalog: Catalog, casts: Casts) -> Cast:
     quantized = quantised_names(catalog)
     castable = {n: e for n, e in catalog.tensors.items() if can_cast(e) and n not in quantized}
     _require_used(catalog, casts, castable)
-    dtypes = {name: casts.wanted(entry) for name, entry in castable.items()}
+    dtypes = {name: casts.dtype_for(entry) for name, entry in castable.items()}
     tensors, changed = dict(catalog.tensors), []
     for name, dtype in dtypes.items():
         if dtype is not None and dtype != castable[name].dtype:
@@ -134,14 +134,14 @@ def _uncast_notes(
     if beside:
         notes.append(
             f"--dtype {casts.model} casts model weights only; not cast:"
-            f" {_counted(beside)}; use --dtype 'GLOB={casts.model}' to cast them"
+            f" {_summarize(beside)}; use --dtype 'GLOB={casts.model}' to cast them"
         )
     if scalars:
-        notes.append(f"not cast (scalars):  {_counted(scalars)}")
+        notes.append(f"not cast (scalars):  {_summarize(scalars)}")
     return tuple(notes)
 
 
-def _counted(names: Sequence[str]) -> str:
+def _summarize(names: Sequence[str]) -> str:
     more = ", ..." if len(names) > _FEW else ""
     count = f"{len(names):,} tensor{'s' if len(names) > 1 else ''}"
     return f"{count} ({', '.join(names[:_FEW])}{more})"

@@ -334,7 +334,7 @@ def coverage_problem(entry: TensorEntry) -> Problem | None:
     return None
 
 
-def tied(catalog: Catalog) -> list[tuple[str, ...]]:
+def tied_names(catalog: Catalog) -> list[tuple[str, ...]]:
     """Group the names that are one and the same tensor: same bytes, shape and type.
 
     Tensors without dims, such as the step that an optimizer keeps for each parameter, are never

@@ -134,7 +134,7 @@ class DequantizeResult:
         return dict(Counter(self.kinds[i] for i in identities if i in self.kinds))
 
 
-def dequantized(
+def dequantize(
     catalog: Catalog, dtype: DType, block: tuple[int, int] | None = None
 ) -> DequantizeResult:
     """Put numbers of ``dtype`` in the place of values and scales.
@@ -180,7 +180,7 @@ def _rows(pair: Pair, dtype: DType) -> TensorEntry:
     while len(scales.shape) < len(shape):
         scales = insert_dim(scales, len(scales.shape))
     block = shape if scales.elements == 1 else (*(1 for _ in shape[1:]), shape[-1])
-    return _scaled(replace(pair, scales=scales), pair.values.name, dtype, shape, block)
+    return _scaled_entry(replace(pair, scales=scales), pair.values.name, dtype, shape, block)
 
 
 def _blocks(pair: Pair, dtype: DType, block: tuple[int, int] | None) -> TensorEntry:
@@ -189,7 +189,9 @@ def _blocks(pair: Pair, dtype: DType, block: tuple[int, int] | None) -> TensorEn
         raise _unfit(pair)
     for sizes in (block or _BLOCK, _even(shape[-2:], grid[-2:])):
         if sizes and tuple(-(-n // b) for n, b in zip(shape[-2:], sizes, strict=True)) == grid[-2:]:
-            return _scaled(pair, pair.values.name, dtype, shape, (*(1 for _ in shape[2:]), *sizes))
+            return _scaled_entry(
+                pair, pair.values.name, dtype, shape, (*(1 for _ in shape[2:]), *sizes)
+            )
     raise _unfit(pair)
 
 
@@ -207,7 +209,7 @@ def _four_bits(pair: Pair, dtype: DType) -> TensorEntry:
     size = 2 * shape[-1]
     name = pair.values.name.removesuffix(_BLOCKS)
     whole = (*grid[:-1], grid[-1] * size)
-    return _scaled(pair, name, dtype, whole, (*(1 for _ in grid[1:]), size))
+    return _scaled_entry(pair, name, dtype, whole, (*(1 for _ in grid[1:]), size))
 
 
 def _unfit(pair: Pair) -> Unsupported:
@@ -218,7 +220,7 @@ def _unfit(pair: Pair) -> Unsupported:
     )
 
 
-def _scaled(
+def _scaled_entry(
     pair: Pair, name: str, dtype: DType, shape: tuple[int, ...], block: tuple[int, ...]
 ) -> TensorEntry:
     whole = Part(shape, 0, row_major_strides(shape, 1))

@@ -23,19 +23,19 @@ def matches(name: str, globs: Sequence[str]) -> bool:
 def select(catalog: Catalog, globs: Sequence[str]) -> Catalog:
     """Keep only the tensors and values that match. UsageError where a glob matches nothing."""
     _require_used(catalog, globs, "--select")
-    return _filtered(catalog, lambda name: matches(name, globs))
+    return _filter(catalog, lambda name: matches(name, globs))
 
 
 def drop(catalog: Catalog, globs: Sequence[str]) -> Catalog:
     """Drop the tensors and values that match. UsageError where a glob matches nothing."""
     _require_used(catalog, globs, "--drop")
-    return _filtered(catalog, lambda name: not matches(name, globs))
+    return _filter(catalog, lambda name: not matches(name, globs))
 
 
 def drop_names(catalog: Catalog, names: Iterable[str]) -> Catalog:
     """Drop these tensors and values."""
     dropped = set(names)
-    return _filtered(catalog, lambda name: name not in dropped)
+    return _filter(catalog, lambda name: name not in dropped)
 
 
 def _require_used(catalog: Catalog, globs: Sequence[str], option: str) -> None:
@@ -55,7 +55,7 @@ def is_used(catalog: Catalog, glob: str) -> bool:
     return any(fnmatchcase(name, glob) for name in names)
 
 
-def _filtered(catalog: Catalog, keep: Callable[[str], bool]) -> Catalog:
+def _filter(catalog: Catalog, keep: Callable[[str], bool]) -> Catalog:
     return replace(
         catalog,
         tensors={name: entry for name, entry in catalog.tensors.items() if keep(name)},
@@ -77,7 +77,7 @@ def rename(catalog: Catalog, change: Callable[[str], str]) -> Catalog:
     new_names = {name: new for new, name in former.items()}
 
     def changed(entry: _AnyEntry) -> _AnyEntry:
-        return renamed(entry, new_names[entry.name])
+        return rename_entry(entry, new_names[entry.name])
 
     return _with_entries(catalog, changed)
 
@@ -97,7 +97,7 @@ def _with_entries(catalog: Catalog, change: _EntryChange) -> Catalog:
     )
 
 
-def renamed(entry: _AnyEntry, name: str) -> _AnyEntry:
+def rename_entry(entry: _AnyEntry, name: str) -> _AnyEntry:
     """Return a tensor or value under another name, its path renamed alike."""
     return replace(entry, name=name, path=renamed_path(entry.path, name))
 
@@ -224,7 +224,7 @@ _LAYERS = re.compile(r"((?:.*?\.)?layers\.)(?![0-9])(.+)")
 _EXPERTS = re.compile(r"(.*\.experts\.)experts\.(?![0-9])((?!.*[0-9]$).+)")
 
 
-def unstacked(catalog: Catalog) -> Catalog:
+def split_stacked(catalog: Catalog) -> Catalog:
     """Split ``layers.NAME`` into ``layers.3.NAME`` and so on, and likewise for experts.
 
     ``experts.experts.NAME`` becomes ``experts.local_experts.3.NAME``, as Megatron-core's modules
@@ -246,7 +246,7 @@ def _slices(entry: TensorEntry) -> Iterator[TensorEntry]:
     layers = _LAYERS.fullmatch(entry.name)
     if layers and entry.shape:
         for number, part in enumerate(unstack(entry)):
-            yield from _expert_slices(renamed(part, f"{layers[1]}{number}.{layers[2]}"))
+            yield from _expert_slices(rename_entry(part, f"{layers[1]}{number}.{layers[2]}"))
     else:
         yield from _expert_slices(entry)
 
@@ -257,4 +257,4 @@ def _expert_slices(entry: TensorEntry) -> Iterator[TensorEntry]:
         yield entry
         return
     for number, part in enumerate(unstack(entry)):
-        yield renamed(part, f"{experts[1]}local_experts.{number}.{experts[2]}")
+        yield rename_entry(part, f"{experts[1]}local_experts.{number}.{experts[2]}")

@@ -30,11 +30,11 @@ Restride = Callable[[Strides], Strides]
 Index = tuple[int, ...]
 
 
-def shifted(at: Place, start: Index) -> Place:
+def shift_place(at: Place, start: Index) -> Place:
     """Return the place of the part of a tensor that begins at index ``start``."""
     if not isinstance(at, Extent | EncodedBlob):
         raise TypeError(f"{at} cannot be shifted")
-    return _moved(at, (), start, lambda strides: strides)
+    return _move_place(at, (), start, lambda strides: strides)
 
 
 def _strides_of(at: Place, shape: Sequence[int]) -> Strides:
@@ -57,7 +57,7 @@ def _readdress(at: Place, shape: Sequence[int], skip: int, strides: Strides) -> 
     return replace(at, part=Part(part.shape, part.start + skip, strides))
 
 
-def _moved(at: Place, shape: Sequence[int], first: Index, restride: Restride) -> Place:
+def _move_place(at: Place, shape: Sequence[int], first: Index, restride: Restride) -> Place:
     """Return where the part of a tensor of ``shape`` lies that begins at index ``first``."""
     strides = _strides_of(at, shape)
     skip = sum(index * stride for index, stride in zip(first, strides, strict=False))
@@ -110,7 +110,7 @@ def map_strides(
     return sum(at * steps[dim] for dim, at in index.items()), tuple(mapped)
 
 
-def narrowed(
+def narrow_place(
     at: Place, shape: Sequence[int], box: Box, itemsize: int, *, dropped: int = 0
 ) -> Place:
     """Return where ``box`` of a tensor of ``shape`` lies, without its first ``dropped`` dims."""
@@ -269,15 +269,15 @@ def merge_dims(entry: TensorEntry, dim: int, count: int) -> TensorEntry:
         return insert_dim(entry, dim)
     for at in range(dim + count - 2, dim - 1, -1):
         chunks = [
-            part for chunk in entry.chunks for part in _merged(chunk, at, entry.shape[at + 1])
+            part for chunk in entry.chunks for part in _merge_pair(chunk, at, entry.shape[at + 1])
         ]
         entry = _with(
-            entry, _joined(entry.shape, at, entry.shape[at] * entry.shape[at + 1]), chunks
+            entry, _collapse(entry.shape, at, entry.shape[at] * entry.shape[at + 1]), chunks
         )
     return entry
 
 
-def _merged(chunk: Chunk, dim: int, size: int) -> Iterator[Chunk]:
+def _merge_pair(chunk: Chunk, dim: int, size: int) -> Iterator[Chunk]:
     """Yield a chunk with a dim and the next (of ``size`` indexes in all) as one, in few parts."""
     lo, hi = chunk.box.lo, chunk.box.hi
     outer = range(lo[dim], hi[dim])
@@ -291,14 +291,14 @@ def _merged(chunk: Chunk, dim: int, size: int) -> Iterator[Chunk]:
     for index in outer[:1] if even or size == 1 else outer:
         stop = outer[-1] if even or size == 1 else index
         box = Box(
-            _joined(lo, dim, index * size + inner.start),
-            _joined(hi, dim, stop * size + inner.stop),
+            _collapse(lo, dim, index * size + inner.start),
+            _collapse(hi, dim, stop * size + inner.stop),
         )
         first = tuple(index - lo[dim] if d == dim else 0 for d in range(len(lo)))
-        yield part_of_chunk(chunk, box, first, lambda s: _joined(s, dim, s[kept]))
+        yield part_of_chunk(chunk, box, first, lambda s: _collapse(s, dim, s[kept]))
 
 
-def _joined(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+def _collapse(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
     return (*values[:dim], value, *values[dim + 2 :])
 
 
@@ -312,9 +312,9 @@ def part_of_chunk(
     """Return the part of a chunk from local index ``first`` on, as ``box`` of another tensor."""
     shape = chunk.box.shape
     copies = tuple(
-        Copy(_moved(copy.at, shape, first, restride), copy.rank) for copy in chunk.copies
+        Copy(_move_place(copy.at, shape, first, restride), copy.rank) for copy in chunk.copies
     )
-    return Chunk(box, _moved(chunk.at, shape, first, restride), chunk.rank, copies)
+    return Chunk(box, _move_place(chunk.at, shape, first, restride), chunk.rank, copies)
 
 
 def _with(entry: TensorEntry, shape: tuple[int, ...], chunks: list[Chunk]) -> TensorEntry:

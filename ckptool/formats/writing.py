@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol, TypeVar
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Chunk, ObjectEntry, Path, TensorEntry, tied
+from ckptool.core.catalog import Catalog, Chunk, ObjectEntry, Path, TensorEntry, tied_names
 from ckptool.core.layout import FileLayout, Verbatim
 from ckptool.core.sharding.placement import Placed
 from ckptool.errors import Problem, Unsupported
@@ -64,7 +64,7 @@ def nested_state(tensors: list[TensorEntry], objects: list[ObjectEntry]) -> Any:
     Tied tensors become one reference, so that they share a storage again.
     """
     refs = {entry.name: TensorRef.whole(entry) for entry in tensors}
-    for first, *others in tied(Catalog("", {entry.name: entry for entry in tensors}, {}, {})):
+    for first, *others in tied_names(Catalog("", {entry.name: entry for entry in tensors}, {}, {})):
         refs |= dict.fromkeys(others, refs[first])
     leaves: list[tuple[Path, Any]] = [(entry.path, refs[entry.name]) for entry in tensors]
     leaves += [(entry.path, entry.value) for entry in objects]
@@ -121,7 +121,7 @@ def tied_notes(catalog: Catalog) -> list[str]:
     """
     return [
         f"tied: {' = '.join(names)} share their bytes in the source; each is written in full"
-        for names in tied(catalog)
+        for names in tied_names(catalog)
         if catalog.tensors[names[0]].elements > 1
     ]
 

@@ -135,7 +135,7 @@ def older_bytes(source: Path, file: str) -> bytes | None:
     data = bytearray((source / file).read_bytes())
     spots = {
         at.offset: (entry, at.record)
-        for entry in opened.located(opened.catalog).tensors.values()
+        for entry in opened.open_containers(opened.catalog).tensors.values()
         for chunk in entry.chunks
         if chunk.box.volume
         for at in (chunk.at, *(copy.at for copy in chunk.copies))

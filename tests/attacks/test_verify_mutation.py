@@ -201,7 +201,7 @@ def read(folder: Path) -> Read | None:
         opened = open_checkpoint(folder)
         if opened.catalog.conflicts:
             return None
-        located = opened.located(opened.catalog).tensors
+        located = opened.open_containers(opened.catalog).tensors
         found = digests(located.values(), TensorSource(opened.source), 1)
         values = {n: value_digest(e.value, n) for n, e in opened.catalog.objects.items()}
     except CkptoolError:

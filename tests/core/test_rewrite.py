@@ -26,9 +26,9 @@ from ckptool.core.rewrite import (
     rename,
     renamed_path,
     select,
+    split_stacked,
     strip_prefix,
     substitution,
-    unstacked,
     with_loadable_paths,
     with_prefix,
 )
@@ -169,7 +169,9 @@ def stacked(name: str, *shape: int, path: tuple[str, ...] | None = None) -> Tens
 
 
 def test_layers() -> None:
-    found = unstacked(of_entries(stacked("decoder.layers.mlp.linear_fc2.weight", 3, 4, 5))).tensors
+    found = split_stacked(
+        of_entries(stacked("decoder.layers.mlp.linear_fc2.weight", 3, 4, 5))
+    ).tensors
     assert list(found) == [f"decoder.layers.{n}.mlp.linear_fc2.weight" for n in range(3)]
     for number, entry in enumerate(found.values()):
         assert entry.shape == (4, 5)
@@ -179,7 +181,7 @@ def test_layers() -> None:
 
 def test_experts_of_layers() -> None:
     key = "optimizer.state.exp_avg.decoder.layers.mlp.experts.experts.linear_fc1.weight"
-    found = unstacked(of_entries(stacked(key, 2, 3, 4, 5))).tensors
+    found = split_stacked(of_entries(stacked(key, 2, 3, 4, 5))).tensors
     name = "optimizer.state.exp_avg.decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight"
     assert len(found) == 6
     assert found[name].shape == (4, 5)
@@ -188,23 +190,23 @@ def test_experts_of_layers() -> None:
 
 def test_what_is_not_stacked_stays() -> None:
     kept = [stacked("embedding.weight", 2, 3), stacked("decoder.layers.0.norm.weight", 4)]
-    found = unstacked(of_entries(*kept, stacked("decoder.layers.norm2.weight", 2, 3)))
+    found = split_stacked(of_entries(*kept, stacked("decoder.layers.norm2.weight", 2, 3)))
     assert {entry.name for entry in kept} <= found.tensors.keys()
     assert len(found.tensors) == 4
 
 
 def test_nothing_to_unstack_is_a_mistake() -> None:
     with pytest.raises(UsageError, match="no tensors with stacked"):
-        unstacked(of_entries(stacked("decoder.layers.0.norm.weight", 4)))
+        split_stacked(of_entries(stacked("decoder.layers.0.norm.weight", 4)))
 
 
 def test_a_slice_whose_name_is_taken() -> None:
     taken = stacked("layers.0.w", 1, 1)
     with pytest.raises(UsageError, match="already exists"):
-        unstacked(of_entries(taken, stacked("layers.w", 1, 2)))
+        split_stacked(of_entries(taken, stacked("layers.w", 1, 2)))
 
 
 def test_experts_that_have_keys_of_their_own_stay() -> None:
     own = stacked("decoder.layers.0.mlp.experts.experts.3.linear_fc1.weight", 4, 5)
-    found = unstacked(of_entries(own, stacked("decoder.layers.w", 2, 3))).tensors
+    found = split_stacked(of_entries(own, stacked("decoder.layers.w", 2, 3))).tensors
     assert own.name in found

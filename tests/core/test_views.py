@@ -30,7 +30,7 @@ from ckptool.core.views import (
     join,
     merge_dims,
     narrow,
-    narrowed,
+    narrow_place,
     pad,
     part_of_place,
     permute,
@@ -69,7 +69,7 @@ def test_a_box_of_a_tensor_however_its_strides_lie(
     tensor = stored.transpose(np.argsort(order))
     at = Extent("f", 0, tuple(tensor.strides))
     box = data.draw(boxes(shape))
-    place = narrowed(at, shape, box, ITEM)
+    place = narrow_place(at, shape, box, ITEM)
     wanted = tensor[tuple(map(slice, box.lo, box.hi))]
     assert (values_at(stored, place, box.shape) == wanted).all()
 
@@ -90,15 +90,15 @@ def test_a_flat_run_of_a_tensor(shape: tuple[int, ...], data: st.DataObject) -> 
 
 def test_a_part_of_an_item_that_is_not_opened_yet() -> None:
     item = Container("f", 100, 900)
-    once = narrowed(item, (4, 6), Box((1, 0), (3, 6)), ITEM)
+    once = narrow_place(item, (4, 6), Box((1, 0), (3, 6)), ITEM)
     assert once == Container("f", 100, 900, (), Part((4, 6), 6, (6, 1)))
-    twice = narrowed(once, (2, 6), Box((1, 2), (2, 5)), ITEM)
+    twice = narrow_place(once, (2, 6), Box((1, 2), (2, 5)), ITEM)
     assert twice == Container("f", 100, 900, (), Part((4, 6), 14, (6, 1)))
 
 
 def test_a_part_of_what_must_be_decoded_first() -> None:
     packed = EncodedBlob("f", 0, 9, "zstd", 96, 0, (24, 8))
-    assert narrowed(packed, (4, 3), Box((2, 1), (3, 2)), ITEM).start == 56
+    assert narrow_place(packed, (4, 3), Box((2, 1), (3, 2)), ITEM).start == 56
 
 
 def test_a_reshape_that_strides_cannot_express() -> None:

@@ -102,14 +102,16 @@ def drop_quantization_config(opened: Opened, catalog: Catalog, layout: Layout) -
         note = f"still quantized (not supported by --dequantize): {listed}"
         return replace(layout, notes=(*layout.notes, note))
     kept = tuple(file for file in layout.files if file.path not in _QUANTIZATION_FILES)
-    files = tuple(_unquantized(opened, file) if file.path == CONFIG else file for file in kept)
+    files = tuple(
+        _drop_quantization(opened, file) if file.path == CONFIG else file for file in kept
+    )
     if files == kept:
         return replace(layout, files=files)
     note = f"{CONFIG}: quantization_config removed"
     return replace(layout, files=files, notes=(*layout.notes, note))
 
 
-def _unquantized(opened: Opened, file: FileLayout) -> FileLayout:
+def _drop_quantization(opened: Opened, file: FileLayout) -> FileLayout:
     """Drop from a config.json, and the models it is made of, their quantization."""
     config = _content(opened, file.parts[0])
     keys = [(part, key) for part in _models(config) for key in _QUANTIZATION_KEYS if key in part]

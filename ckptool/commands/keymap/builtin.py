@@ -15,8 +15,8 @@ from ckptool.commands.keymap.model_config import Record, records
 from ckptool.commands.open import Opened, text_of
 from ckptool.commands.options.source import MapOptions
 from ckptool.core.catalog import Catalog
-from ckptool.core.keymap.apply import Move, apply_map, listed
-from ckptool.core.keymap.match import Facts, Framed, Matcher, fits, framed, kinds_of
+from ckptool.core.keymap.apply import Move, apply_map, list_lines
+from ckptool.core.keymap.match import Facts, Frames, Matcher, find_frames, fits, kinds_of
 from ckptool.core.keymap.model import KeyMap, UnknownSizes
 from ckptool.core.keymap.parse import parse_map
 from ckptool.errors import UsageError
@@ -239,10 +239,10 @@ def _count_matches(catalog: Catalog, key_map: KeyMap) -> int:
     return sum(len(names) for frame, names in frames.items() if frame.part == "model")
 
 
-def _match(catalog: Catalog, key_map: KeyMap) -> tuple[Framed, list[str]]:
+def _match(catalog: Catalog, key_map: KeyMap) -> tuple[Frames, list[str]]:
     """Return the names that the map's rules take, by frame, and the model's that none takes."""
     matcher = Matcher(key_map, Facts().of(catalog, key_map), "model")
-    return framed(catalog, matcher.knows, matcher.knows)
+    return find_frames(catalog, matcher.knows, matcher.knows)
 
 
 def _detect_map(catalog: Catalog, known: list[Record], options: MapOptions) -> tuple[KeyMap, str]:
@@ -265,7 +265,7 @@ def _detect_map(catalog: Catalog, known: list[Record], options: MapOptions) -> t
         return candidates[0], f"detected from {by}"
     matches = [f"{way.name} ({way.source} to {way.target})" for way in candidates]
     raise UsageError(
-        f"--map auto: {len(candidates)} maps match:\n" + listed(matches),
+        f"--map auto: {len(candidates)} maps match:\n" + list_lines(matches),
         hint=f"choose one, for example --map {candidates[0].name}",
     )
 
@@ -306,6 +306,6 @@ def _none_fits(catalog: Catalog) -> UsageError:
     return UsageError(
         f"--map auto: no built-in map matches all model tensors; {nearest.name}"
         f" ({nearest.source} to {nearest.target}) matches all but {len(unmatched):,}:\n"
-        + listed(unmatched),
+        + list_lines(unmatched),
         hint="use --drop 'GLOB' to exclude tensors",
     )

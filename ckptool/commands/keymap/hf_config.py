@@ -78,7 +78,7 @@ def _of_meta(record: Record, catalog: Catalog) -> tuple[Config | None, str]:
         "rope_theta": record.get("rope_theta", 10000.0),
         "tie_word_embeddings": False,
     }
-    return _checked("llama", "LlamaForCausalLM", config, catalog)
+    return _check_names("llama", "LlamaForCausalLM", config, catalog)
 
 
 def _of_megatron(record: Record, catalog: Catalog) -> tuple[Config | None, str]:
@@ -90,7 +90,7 @@ def _of_megatron(record: Record, catalog: Catalog) -> tuple[Config | None, str]:
     groups = record.get("num_query_groups") or record["num_attention_heads"]
     config["num_key_value_heads"] = groups
     model_type, architecture, more = _architecture(record, catalog)
-    return _checked(model_type, architecture, config | more, catalog)
+    return _check_names(model_type, architecture, config | more, catalog)
 
 
 def _unsupported_values(record: Record) -> list[str]:
@@ -167,7 +167,7 @@ def _dense_layers(record: Record) -> list[int]:
     return [layer for layer in layers if layer % frequency]
 
 
-def _checked(
+def _check_names(
     model_type: str, architecture: str, config: Config, catalog: Catalog
 ) -> tuple[Config | None, str]:
     """Add the sizes that tensors have; None where they are not exactly the architecture's."""

@@ -177,10 +177,10 @@ def _difference(
 ) -> Iterator[Difference]:
     """Yield the difference of a size from all those that the config gives, if any."""
     if config and size not in config.values():
-        yield f"{_listed(config)}, but {measured}", name
+        yield f"{_join(config)}, but {measured}", name
 
 
-def _listed(config: Record) -> str:
+def _join(config: Record) -> str:
     return " and ".join(f"{key} {value}" for key, value in config.items())
 
 
@@ -198,7 +198,7 @@ def _compare_layers(config: Record, catalog: Catalog) -> Iterator[Difference]:
     predicting = {int(m[1]) for name in catalog.tensors if (m := _PREDICTING.fullmatch(name))}
     more = max(_numbers(config, _MORE_LAYERS).values(), default=len(predicting))
     if not any(len(numbers) in (n, n + more) for n in counts.values()):
-        yield f"{_listed(counts)}, but found tensors of {len(numbers):,} layers", None
+        yield f"{_join(counts)}, but found tensors of {len(numbers):,} layers", None
 
 
 def _compare_attention(config: Record, tensors: Mapping[str, TensorEntry]) -> Iterator[Difference]:
@@ -238,7 +238,7 @@ def _compare_dtypes(config: Record, catalog: Catalog) -> Iterator[Difference]:
     is_known = all(name in BY_NAME for name in dtypes.values())
     main = main_dtype(catalog)
     if dtypes and is_known and main is not None and main not in dtypes.values():
-        yield f"{_listed(dtypes)}, but most elements are {main}", None
+        yield f"{_join(dtypes)}, but most elements are {main}", None
 
 
 def main_dtype(catalog: Catalog) -> str | None:

@@ -13,15 +13,15 @@ from ckptool.commands.keymap.assets import with_assets
 from ckptool.commands.open import Opened, open_checkpoint, require_readable
 from ckptool.commands.options.target import ReshardOptions
 from ckptool.commands.reshard.plan_file import read_plan, read_tp_plan
-from ckptool.commands.rewrite import mapped
+from ckptool.commands.rewrite import apply_key_map
 from ckptool.commands.transfer import (
     Progress,
     Transfer,
     free_bytes,
-    named_target,
     no_progress,
     require_agreement,
     require_apart,
+    resolve_target,
     target_notes,
 )
 from ckptool.core.catalog import Catalog, TensorEntry
@@ -130,7 +130,7 @@ def prepare_reshard(
     _require_rank_state(options.rank_state)
     placer = _placer(options)
     opened = open_checkpoint(source, replace(options.read, per_rank=True), whole=False)
-    target = named_target(target or _sibling(opened.path, placer.mesh))
+    target = resolve_target(target or _sibling(opened.path, placer.mesh))
     require_apart(opened, target)
     catalog = resolve_rank_state(opened.catalog, options.rank_state)
     excluded = _exclusion_note(opened.catalog, catalog)
@@ -138,7 +138,7 @@ def prepare_reshard(
     require_agreement(catalog)
     if not catalog.tensors:
         raise Unsupported(f"{opened.path}: no tensors to reshard")
-    catalog, map_report = mapped(opened, opened.located(catalog), options.map)
+    catalog, map_report = apply_key_map(opened, opened.open_containers(catalog), options.map)
     writer = _writer(options.to, opened)
     placer = replace(placer, rules=(*placer.rules, *writer.rules()))
     choices = placer.choose(catalog)

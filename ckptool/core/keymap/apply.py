@@ -9,9 +9,9 @@ from typing import Any
 
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.keymap.carry import CarriedTensor, carry, one_value
-from ckptool.core.keymap.match import Claim, Facts, Frame, Framed, Matcher, framed
+from ckptool.core.keymap.match import Claim, Facts, Frame, Frames, Matcher, find_frames
 from ckptool.core.keymap.model import BoundTensor, KeyMap, Rule, UnknownSizes, group_sizes
-from ckptool.core.rewrite import renamed
+from ckptool.core.rewrite import rename_entry
 from ckptool.core.state_category import state_category
 from ckptool.errors import Unsupported, UsageError
 
@@ -72,7 +72,7 @@ class _Application:
 
     def run(self) -> Mapped:
         knows = [self._matchers[part].knows for part in ("model", "optimizer")]
-        frames, unmatched = framed(self._catalog, *knows)
+        frames, unmatched = find_frames(self._catalog, *knows)
         handled: set[str] = set()
         self._require_matched(unmatched)
         groups = [
@@ -93,7 +93,7 @@ class _Application:
         if unmatched:
             raise UsageError(
                 f"map {self._map.name} ({self._map.source} to {self._map.target}) has no rule for"
-                f" {len(unmatched):,} of the tensors:\n" + listed(unmatched),
+                f" {len(unmatched):,} of the tensors:\n" + list_lines(unmatched),
                 hint="use --drop 'GLOB' to exclude tensors, or edit the map of `ckptool maps NAME`"
                 " and pass it as --map FILE",
             )
@@ -116,7 +116,7 @@ class _Application:
         yield from groups.values()
 
     def _tensor_groups(
-        self, groups: Iterable[tuple[Frame, list[Claim]]], frames: Framed, *, scalars: bool
+        self, groups: Iterable[tuple[Frame, list[Claim]]], frames: Frames, *, scalars: bool
     ) -> Iterator[tuple[Frame, Mapping[str, str], list[Claim]]]:
         for frame, claims in groups:
             names = frames[frame]
@@ -156,7 +156,7 @@ class _Application:
         sources = tuple(names[claim.inner] for claim in claims)
         for target in targets:
             name = frame.around(target.name)
-            entry = renamed(target.entry, name)
+            entry = rename_entry(target.entry, name)
             self._moves.append(Move(sources, name, entry, target.operation))
 
     def _elements(
@@ -202,7 +202,7 @@ class _Application:
             self._refused += [value.name for value in values]
             return
         for target in targets:
-            self._values.append(renamed(first, frame.around(target)))
+            self._values.append(rename_entry(first, frame.around(target)))
 
     def _rename_in_lists(self, handled: set[str]) -> None:
         """Rename in lists of parameters' names, as an optimizer's parameter groups have them."""
@@ -236,7 +236,7 @@ class _Application:
         if refused:
             raise Unsupported(
                 f"{len(refused):,} parts of the optimizer state cannot follow the parameters:\n"
-                + listed(refused),
+                + list_lines(refused),
                 hint="use --model-only to exclude the optimizer, or --drop 'GLOB' for tensors",
             )
 
@@ -253,7 +253,7 @@ class _Application:
         if duplicates:
             raise UsageError(
                 f"map {self._map.name} gives {len(duplicates):,} duplicate names:\n"
-                + listed(duplicates)
+                + list_lines(duplicates)
             )
         tensors = {move.target: move.entry for move in moves}
         rest = {n: e for n, e in self._catalog.tensors.items() if n not in handled}
@@ -270,7 +270,7 @@ def _is_list_of_names(entry: ObjectEntry) -> bool:
     return bool(entry.value) and all(isinstance(item, str) for item in entry.value)
 
 
-def listed(names: Sequence[Any]) -> str:
+def list_lines(names: Sequence[Any]) -> str:
     """List some names, one a line, and how many more there are."""
     shown = [f"  - {name}" for name in names[:_MOST_SHOWN]]
     if len(names) > len(shown):

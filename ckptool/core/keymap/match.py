@@ -115,7 +115,7 @@ def fits(catalog: Catalog, kinds: frozenset[str], key_map: KeyMap, facts: Facts)
     if not all(known.intersection(unwrapped(kind)) for kind in kinds):
         return False
     matcher = Matcher(key_map, facts.of(catalog, key_map), "model")
-    frames, unmatched = framed(catalog, matcher.knows, matcher.knows)
+    frames, unmatched = find_frames(catalog, matcher.knows, matcher.knows)
     names = {n for frame, inner in frames.items() if frame.part == "model" for n in inner}
     if unmatched or not names:
         return False
@@ -148,20 +148,20 @@ class Frame:
         return f"{self.prefix}{inner}{self.suffix}"
 
 
-Framed = dict[Frame, dict[str, str]]
+Frames = dict[Frame, dict[str, str]]
 """For each frame: parameter's name -> whole name."""
 
 Known = Callable[[str], bool]
 """Whether a map's rules take a parameter's name."""
 
 
-def framed(catalog: Catalog, known: Known, known_state: Known) -> tuple[Framed, list[str]]:
+def find_frames(catalog: Catalog, known: Known, known_state: Known) -> tuple[Frames, list[str]]:
     """Return every name that holds a parameter's, by frame, and the model's that hold none.
 
     ``known`` tells the names of the model's parameters, ``known_state`` those of an optimizer's.
     """
     model = [n for n, e in catalog.tensors.items() if state_category(e) == "model"]
-    frames: Framed = {frame: {} for frame in _model_frames(model, known)}
+    frames: Frames = {frame: {} for frame in _model_frames(model, known)}
     unmatched = []
     for name in model:
         match = next(((f, i) for f in frames if known(i := f.inner(name) or "")), None)
@@ -201,7 +201,7 @@ def unwrapped(name: str) -> Iterator[str]:
 
 
 def _add_state_frames(
-    names: Iterable[str], parameters: Collection[str], frames: Framed
+    names: Iterable[str], parameters: Collection[str], frames: Frames
 ) -> list[str]:
     """Put names around parameters' names into frames, made as needed; return those around none."""
     left = []

@@ -78,7 +78,7 @@ def _split(runs: Runs, step: Cut) -> Iterator[Runs]:
     groups = _chunks(total, min(step.factor, total))
     parts = list(_take(runs, (n for group in groups for n in _chunks(group, step.size))))
     for index in range(step.size):
-        yield _joined(itertools.chain.from_iterable(parts[index :: step.size]))
+        yield _join(itertools.chain.from_iterable(parts[index :: step.size]))
 
 
 def _chunks(length: int, count: int) -> list[int]:
@@ -102,7 +102,7 @@ def _take(runs: Runs, lengths: Iterable[int]) -> Iterator[Runs]:
         yield tuple(part)
 
 
-def _joined(runs: Iterable[tuple[int, int]]) -> Runs:
+def _join(runs: Iterable[tuple[int, int]]) -> Runs:
     """Return the same sequence with adjacent runs merged."""
     merged: list[tuple[int, int]] = []
     for start, length in runs:

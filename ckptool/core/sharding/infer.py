@@ -303,7 +303,7 @@ def with_inferred_mesh(catalog: Catalog) -> Catalog:
     entries = [entry for entry in catalog.tensors.values() if entry.placements is None]
     if world < 2 or not entries or catalog.mesh is not None:
         return catalog
-    inference = infer(map(_chunked, entries), world)
+    inference = infer(map(_chunks_of, entries), world)
     notes = catalog.notes
     if inference.ambiguous:
         shapes = " or ".join("x".join(map(str, shape)) for shape in inference.ambiguous)
@@ -323,7 +323,7 @@ def with_inferred_mesh(catalog: Catalog) -> Catalog:
     )
 
 
-def _chunked(entry: TensorEntry) -> ChunkedTensor:
+def _chunks_of(entry: TensorEntry) -> ChunkedTensor:
     chunks = tuple((chunk.box, chunk.rank) for chunk in entry.chunks)
     copies = tuple((chunk.box, copy.rank) for chunk in entry.chunks for copy in chunk.copies)
     return ChunkedTensor(entry.name, entry.shape, chunks + copies)

@@ -175,7 +175,7 @@ class Placer:
         if any(isinstance(p, Partial) for p in entry.placements):
             raise Unsupported(f"{entry.name}: partial values cannot be placed")
         places = _places(source, self.mesh)
-        return None if places is None else _carried(entry, source, self.mesh, places)
+        return None if places is None else _carry(entry, source, self.mesh, places)
 
 
 def _places(source: Mesh, mesh: Mesh) -> tuple[int, ...] | None:
@@ -185,7 +185,7 @@ def _places(source: Mesh, mesh: Mesh) -> tuple[int, ...] | None:
     return tuple(range(len(mesh.shape))) if len(source.shape) == len(mesh.shape) else None
 
 
-def _carried(entry: TensorEntry, source: Mesh, mesh: Mesh, places: tuple[int, ...]) -> Placements:
+def _carry(entry: TensorEntry, source: Mesh, mesh: Mesh, places: tuple[int, ...]) -> Placements:
     """Return the source's placements on the new mesh, whose dims cut in the same order.
 
     Split factors that encode no order stay on a mesh of the same shape; else strided shards cut

@@ -29,7 +29,7 @@ from ckptool.core.sharding.tensor_parallel import (
     named_rule,
     unmerged,
 )
-from ckptool.core.views import narrowed, pieces_of_run
+from ckptool.core.views import narrow_place, pieces_of_run
 from ckptool.errors import Damaged, Problem, Undetermined
 from ckptool.formats.megatron.model import Arguments, is_expert
 
@@ -349,6 +349,6 @@ def select_runs(runs: Sequence[StorageRun], start: int, stop: int) -> list[Stora
         lo, hi = max(start, run.start), min(stop, run.stop)
         if lo < hi:
             box = Box((lo - run.start,), (hi - run.start,))
-            at = narrowed(run.at, run.shape, box, run.dtype.itemsize)
+            at = narrow_place(run.at, run.shape, box, run.dtype.itemsize)
             parts.append(StorageRun(box.shape, run.dtype, at, lo - start, run.rank))
     return parts

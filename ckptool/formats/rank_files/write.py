@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Index, Path, TensorEntry, tied
+from ckptool.core.catalog import Catalog, Index, Path, TensorEntry, tied_names
 from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.core.mesh import Placement, Placements, Shard, StridedShard
 from ckptool.core.sharding.placement import Placed
@@ -74,7 +74,7 @@ class RankTensors:
     def _tied(self, catalog: Catalog) -> dict[str, TensorEntry]:
         """Return each tied tensor with the first of its group that is placed as it is."""
         stored: dict[str, TensorEntry] = {}
-        for names in tied(catalog):
+        for names in tied_names(catalog):
             first: dict[Any, TensorEntry] = {}
             for name in names:
                 key = name in self._plain or self._placements[name]

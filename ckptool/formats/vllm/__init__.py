@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, TensorEntry, tied
+from ckptool.core.catalog import Catalog, TensorEntry, tied_names
 from ckptool.core.dtype import DType
 from ckptool.core.layout import Data, FileLayout, Layout, Literal, Part, Scattered
 from ckptool.core.mesh import Placement, Shard
@@ -165,7 +165,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
 def _without_aliases(entries: list[TensorEntry]) -> list[TensorEntry]:
     """Keep of tied tensors only the one with the first name, which the loader expects alone."""
     catalog = Catalog("", {entry.name: entry for entry in entries}, {}, {})
-    dropped = {name for names in tied(catalog) for name in names if name != min(names)}
+    dropped = {name for names in tied_names(catalog) for name in names if name != min(names)}
     return [entry for entry in entries if entry.name not in dropped]
 
 

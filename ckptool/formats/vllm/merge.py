@@ -28,7 +28,7 @@ from ckptool.core.sharding.tensor_parallel import (
     require_matched,
     unmerged,
 )
-from ckptool.core.views import narrowed
+from ckptool.core.views import narrow_place
 from ckptool.errors import Damaged, Undetermined
 from ckptool.formats.companions import CONFIG, size_in
 from ckptool.serialization.state_dict.tensor_parallel import (
@@ -110,7 +110,7 @@ def _by_expert(
 def _expert(part: LocalTensor, number: int) -> LocalTensor:
     """Return one expert of a fused tensor."""
     box = Box.along(0, number, (1, *part.shape[1:]))
-    at = narrowed(part.at, part.shape, box, part.dtype.itemsize, dropped=1)
+    at = narrow_place(part.at, part.shape, box, part.dtype.itemsize, dropped=1)
     return LocalTensor(part.dtype, part.shape[1:], at)
 
 

@@ -19,7 +19,7 @@ from ckptool.core.catalog import (
 )
 from ckptool.core.mesh import Mesh, Partial
 from ckptool.core.sharding.dtensor import LocalShard, local_shards
-from ckptool.core.views import shifted
+from ckptool.core.views import shift_place
 from ckptool.errors import CkptoolError, Damaged, Problem, Refusal, coded
 from ckptool.serialization.archive.dtensor import DeclaredShare, DTensorShare, ShardedShare
 from ckptool.serialization.archive.tensors import StoredTensor, describe_quantized
@@ -328,7 +328,7 @@ def _shard_chunks(shard: LocalShard, at: Place, rank: int, shape: tuple[int, ...
     That lies at the far edge of the dims the rank holds nothing of.
     """
     if shard.pieces:
-        return [Chunk(piece.box, shifted(at, piece.local.lo), rank) for piece in shard.pieces]
+        return [Chunk(piece.box, shift_place(at, piece.local.lo), rank) for piece in shard.pieces]
     lo = tuple(0 if local else size for size, local in zip(shape, shard.shape, strict=True))
     return [Chunk(Box.at(lo, shard.shape), at, rank)]
 
@@ -361,7 +361,7 @@ def _declared_entry(name: str, leaves: _Leaves) -> TensorEntry:
     _require_one_whole(leaves)
     first: DeclaredShare = _first(leaves).value.share
     chunks = [
-        Chunk(piece.box, shifted(leaf.value.places[0], piece.local.lo), rank)
+        Chunk(piece.box, shift_place(leaf.value.places[0], piece.local.lo), rank)
         for rank, leaf in leaves.items()
         for piece in leaf.value.share.pieces
     ]

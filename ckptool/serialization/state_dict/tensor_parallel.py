@@ -10,7 +10,7 @@ from ckptool.core.catalog import Chunk, Path, Place, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh, Replicate, Shard
 from ckptool.core.sharding.tensor_parallel import RankShard, TpRule, fit_ranks, merge_shards
-from ckptool.core.views import shifted
+from ckptool.core.views import shift_place
 from ckptool.errors import Damaged
 
 
@@ -69,7 +69,7 @@ def rows_of(name: str, part: LocalTensor, start: int, stop: int) -> LocalTensor:
     if not part.shape or not 0 <= start <= stop <= part.shape[0]:
         raise Damaged(f"{name}: {list(part.shape)} has no rows {start} to {stop}")
     box = Box.along(0, start, (stop - start, *part.shape[1:]))
-    return LocalTensor(part.dtype, box.shape, shifted(part.at, box.lo))
+    return LocalTensor(part.dtype, box.shape, shift_place(part.at, box.lo))
 
 
 def halves(name: str, parts: LocalTensors, which: int) -> LocalTensors:

@@ -69,7 +69,7 @@ def reshard(source: Path, target: Path, mesh: str, **more: Any) -> ReshardReport
 def contents(path: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
     """Type, shape and content hash of every tensor, as ckptool reads it."""
     opened = open_checkpoint(path, ReadOptions(per_rank=True))
-    located = opened.located(opened.catalog).tensors
+    located = opened.open_containers(opened.catalog).tensors
     hashes = digests(located.values(), TensorSource(opened.source), 1)
     return {n: (e.dtype.name, e.shape, hashes[n]) for n, e in located.items()}
 

@@ -134,7 +134,7 @@ def test_torch_loads_what_was_written(source: Path, out: Path) -> None:
 def break_bytes(source: Path, name: str) -> None:
     """Change a bit of a tensor; its checksum does not fit any more."""
     opened = open_checkpoint(source)
-    at = opened.located(opened.catalog).tensors[name].chunks[0].at
+    at = opened.open_containers(opened.catalog).tensors[name].chunks[0].at
     assert isinstance(at, Extent)
     data = bytearray((source / at.file).read_bytes())
     data[at.offset] ^= 1
@@ -156,7 +156,7 @@ def test_one_ranks_error_ends_all_with_it(source: Path, out: Path) -> None:
 def differing_replica(source: Path) -> None:
     """Give rank 1's copy of ``model.mask`` another value, and a checksum that fits it."""
     opened = open_checkpoint(source)
-    at = opened.located(opened.catalog).tensors["model.mask"].chunks[0].copies[0].at
+    at = opened.open_containers(opened.catalog).tensors["model.mask"].chunks[0].copies[0].at
     assert isinstance(at, Extent)
     assert at.record is not None
     record, path = at.record, source / at.file

@@ -238,7 +238,7 @@ def test_padding_in_buckets_may_hold_anything(start: int, found: bool, copy_of: 
     rewritten(run / "iter_0000100" / "common.pt", with_tensor_parallelism)
     opened = open_checkpoint(run)
     name = next(name for name in opened.catalog.tensors if name.endswith("bucket_idx_0.exp_avg"))
-    entry = opened.located(opened.catalog).tensors[name]
+    entry = opened.open_containers(opened.catalog).tensors[name]
     chunk = next(c for c in entry.chunks if c.box.lo[0] <= start < c.box.hi[0])
     overwritten(opened.path / chunk.at.file, chunk.at, b"\xff" * 4)
     problems = [f for f in verify(run, VerifyOptions()).findings if f.code in WRONG]

@@ -58,7 +58,7 @@ def reshard(
 ) -> Layout:
     """Write a checkpoint for a mesh, as its source (or ``placements`` by name) places it."""
     opened = open_checkpoint(source, ReadOptions(per_rank=True))
-    catalog = opened.located(opened.catalog)
+    catalog = opened.open_containers(opened.catalog)
     parsed = parse_mesh(mesh)
     chosen = {name: c.placements for name, c in Placer(parsed).choose(catalog).items()}
     layout = writer(catalog, Request("m", placed=Placed(parsed, chosen | (placements or {}))))

@@ -220,7 +220,7 @@ def readable(opened: Opened, catalog: Catalog) -> tuple[Catalog, dict[str, Probl
     lost = {name: problem for name, problem in gaps.items() if problem is not None}
     tiled = {name: entry for name, entry in catalog.tensors.items() if name not in lost}
     try:
-        return opened.located(replace(catalog, tensors=tiled)), lost
+        return opened.open_containers(replace(catalog, tensors=tiled)), lost
     except (Unsupported, Damaged, Hostile):
         return _one_by_one(opened, replace(catalog, tensors=tiled), lost)
 
@@ -232,7 +232,7 @@ def _one_by_one(
     found: dict[str, TensorEntry] = {}
     for name, entry in catalog.tensors.items():
         try:
-            found |= opened.located(replace(catalog, tensors={name: entry})).tensors
+            found |= opened.open_containers(replace(catalog, tensors={name: entry})).tensors
         except (Unsupported, Damaged, Hostile) as error:
             lost[name] = error.problems[0]
     return replace(catalog, tensors=found), lost

@@ -15,7 +15,7 @@ from itertools import islice
 from ckptool.commands.open import Survey, scan_options
 from ckptool.commands.options.source import ReadOptions
 from ckptool.core.catalog import Catalog
-from ckptool.core.rewrite import unstacked
+from ckptool.core.rewrite import split_stacked
 from ckptool.errors import CkptoolError, Damaged, Problem, Unsupported
 from ckptool.formats.base import Recovery
 from ckptool.serialization.archive.read import is_legacy, is_zip, read_torch_file
@@ -207,7 +207,7 @@ def _scan(
         catalog = surveyed.format.scan(source, asked)
     except CkptoolError:
         return None
-    catalog = unstacked(catalog) if options.split_stacked else catalog
+    catalog = split_stacked(catalog) if options.split_stacked else catalog
     catalog = replace(catalog, files={n: surveyed.source.files[n] for n in catalog.files})
     unknown = (*_unrecorded(catalog), *_unseen(surveyed, problems))
     return Recovery(catalog, (*damage, *problems), unknown)

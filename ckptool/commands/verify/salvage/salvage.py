@@ -15,8 +15,8 @@ from ckptool.commands.options.verify import SalvageOptions
 from ckptool.commands.transfer import (
     Progress,
     Transfer,
-    named_target,
     require_apart,
+    resolve_target,
     target_notes,
 )
 from ckptool.commands.verify.salvage.intact import find_intact
@@ -154,7 +154,7 @@ def plan_salvage(path: Location, target: Location, options: SalvageOptions) -> S
     Raises NotFound or Unrecognised where there is no checkpoint, Unsupported where nothing in it is
     intact or the target cannot be written. The source is only read.
     """
-    target = named_target(target)
+    target = resolve_target(target)
     surveyed = survey(path, options.read)
     recovery = rebuild(surveyed, options.read)
     opened = Opened(surveyed.path, surveyed.source, surveyed.format, recovery.catalog)
