@@ -30,9 +30,9 @@ from ckptool.core.sharding.tensor_parallel import (
     NamedRule,
     RuleTable,
     TpRule,
-    named_rule,
+    match_rule,
+    report_unmerged,
     require_matched,
-    unmerged,
 )
 from ckptool.errors import Damaged, Problem, Refusal, Undetermined, Unsupported
 from ckptool.formats.base import Format, Request, ScanOptions
@@ -287,7 +287,7 @@ def _merge_cut(
             entry = _merge_tensor(name, of_ranks, sizes, rules, len(ranks))
         except Undetermined as error:
             shapes = [leaf.value.tensor.shape for leaf in of_ranks.values()]
-            unknown[name] = unmerged(name, name, shapes, error, "sharding-unknown")
+            unknown[name] = report_unmerged(name, name, shapes, error, "sharding-unknown")
         except Damaged as error:
             problems += error.problems
         else:
@@ -318,7 +318,7 @@ def _merge_tensor(
             raise Damaged(message, "rank-missing", tensor=name)
         tensor = leaf.value.tensor
         parts[rank] = LocalTensor(tensor.dtype, tensor.shape, leaf.value.place)
-    rule = named_rule(rules, name)
+    rule = match_rule(rules, name)
     if rule is None:
         rule = find_rule(name, next(iter(parts.values())).shape, sizes, world)
     path = next(iter(of_ranks.values())).path

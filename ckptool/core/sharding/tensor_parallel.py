@@ -78,7 +78,7 @@ def parse_tp_rules(texts: Sequence[str] | None) -> tuple[NamedRule, ...]:
     return tuple(map(parse_tp_rule, texts or ()))
 
 
-def how_to_say(name: str) -> str:
+def suggest_rule(name: str) -> str:
     """Return what to add to the command where nothing says how to merge ranks' shards."""
     return (
         f"--tp-rule '{name}=RULE' sets it: column (shards follow one another along dim 0), row"
@@ -87,15 +87,15 @@ def how_to_say(name: str) -> str:
     )
 
 
-def unmerged(
+def report_unmerged(
     name: str, parameter: str, shapes: Sequence[Shape], why: CkptoolError, code: str
 ) -> Problem:
     """Return why the shards of ranks, which have these shapes, are not merged."""
     message = f"{name}: cannot merge the ranks' shards ({list_shapes(shapes)}): {why.message}"
-    return Problem(f"{message}; {how_to_say(parameter)}", code, tensor=name)
+    return Problem(f"{message}; {suggest_rule(parameter)}", code, tensor=name)
 
 
-def named_rule(rules: Sequence[NamedRule], name: str) -> TpRule | None:
+def match_rule(rules: Sequence[NamedRule], name: str) -> TpRule | None:
     """Return the first rule whose glob matches the name."""
     return next((rule for glob, rule in rules if fnmatchcase(name, glob)), None)
 
@@ -190,7 +190,7 @@ def fit_rank(local: Shape, cuts: Sequence[RankCut]) -> Fit:
             raise Undetermined(f"{list(local)} has no blocks of {blocks} along dim {cut.dim}")
         whole[cut.dim] = local[cut.dim] * cut.degree
         sizes = [share * block for block in cut.blocks]
-        spans[cut.dim] = list(_spans((s, s * cut.index, s * cut.degree) for s in sizes))
+        spans[cut.dim] = list(_place_blocks((s, s * cut.index, s * cut.degree) for s in sizes))
     return _fit(local, tuple(whole), spans)
 
 
@@ -202,19 +202,19 @@ def fit_ranks(shapes: Sequence[Shape], rule: TpRule) -> list[Fit]:
     dim, total = rule.dim, sum(rule.blocks)
     if dim is None:
         if len(set(shapes)) != 1:
-            raise _misfit(rule, shapes)
+            raise _refuse_misfit(rule, shapes)
         return [_fit(shape, shape, [[(0, size, 0)] for size in shape]) for shape in shapes]
     if any(len(shape) <= dim or shape[dim] % total for shape in shapes):
-        raise _misfit(rule, shapes)
+        raise _refuse_misfit(rule, shapes)
     widths = [[shape[dim] // total * block for shape in shapes] for block in rule.blocks]
     if rule.holders == 1:
         return fit_blocks(shapes, dim, widths)
     if len(shapes) % rule.holders:
-        raise _misfit(rule, shapes)
+        raise _refuse_misfit(rule, shapes)
     first = fit_blocks(shapes[:: rule.holders], dim, [block[:: rule.holders] for block in widths])
     fits = [fit for fit in first for _ in range(rule.holders)]
     if [fit.local for fit in fits] != list(shapes):
-        raise _misfit(rule, shapes)
+        raise _refuse_misfit(rule, shapes)
     return fits
 
 
@@ -227,7 +227,7 @@ def fit_blocks(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]
     others = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
     sums = [sum(block[rank] for block in widths) for rank in range(len(shapes))]
     if len(others) != 1 or sums != [sum(shape[dim : dim + 1]) for shape in shapes]:
-        raise _misfit(TpRule(dim, (1,) * len(widths)), shapes)
+        raise _refuse_misfit(TpRule(dim, (1,) * len(widths)), shapes)
     totals = [sum(block) for block in widths]
     befores = [[0, *accumulate(block)] for block in widths]
     fits = []
@@ -236,12 +236,12 @@ def fit_blocks(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]
         spans = [[(0, size, 0)] for size in shape]
         blocks = zip(widths, befores, totals, strict=True)
         sizes = ((own[rank], before[rank], total) for own, before, total in blocks)
-        spans[dim] = list(_spans(sizes))
+        spans[dim] = list(_place_blocks(sizes))
         fits.append(_fit(shape, whole, spans))
     return fits
 
 
-def _misfit(rule: TpRule, shapes: Sequence[Shape]) -> Undetermined:
+def _refuse_misfit(rule: TpRule, shapes: Sequence[Shape]) -> Undetermined:
     return Undetermined(f"{rule} does not fit shards of {list_shapes(shapes)}")
 
 
@@ -256,7 +256,7 @@ def list_shapes(shapes: Sequence[Shape]) -> str:
 Span = tuple[int, int, int]
 
 
-def _spans(blocks: Iterable[Span]) -> Iterator[Span]:
+def _place_blocks(blocks: Iterable[Span]) -> Iterator[Span]:
     """Yield for each block where it begins in the shard, its size, and where it belongs.
 
     ``blocks`` are the rank's size of each, that of the ranks before, and that of all.

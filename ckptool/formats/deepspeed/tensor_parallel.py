@@ -26,10 +26,10 @@ from ckptool.core.sharding.tensor_parallel import (
     TpRule,
     fit_blocks,
     fit_ranks,
+    match_rule,
     merge_shards,
-    named_rule,
+    report_unmerged,
     require_matched,
-    unmerged,
 )
 from ckptool.errors import Damaged, Refusal, Undetermined, Unsupported
 from ckptool.formats.base import ScanOptions
@@ -74,14 +74,14 @@ def merge_contents(
             assembled.conflicts[text] = _refuse_lacking(name, error)
             continue
         try:
-            rule = named_rule(options.tp_rules, name[1])
+            rule = match_rule(options.tp_rules, name[1])
             assembled.tensors[text] = merge_tensor(name, shards, info, rule)
         except Undetermined as why:
             if options.per_rank:
                 assembled.tensors |= _list_unmerged(name, shards, grid)
             else:
                 shapes = [shard.shape for shard in shards.values()]
-                conflict = unmerged(text, name[1], shapes, why, "sharding-unrecorded")
+                conflict = report_unmerged(text, name[1], shapes, why, "sharding-unrecorded")
                 assembled.conflicts[text] = conflict
 
 

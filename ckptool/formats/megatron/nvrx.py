@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry, proved_equal
 from ckptool.core.sharding.infer import with_inferred_mesh
-from ckptool.core.sharding.tensor_parallel import how_to_say, named_rule, require_matched
+from ckptool.core.sharding.tensor_parallel import match_rule, require_matched, suggest_rule
 from ckptool.errors import CkptoolError, Damaged, Problem, Refusal, UsageError, damaged
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.megatron.local import ROOT, read_megatron, read_state_fields
@@ -82,10 +82,10 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
 
 
 def _add_hint(why: str, name: str) -> str:
-    if isinstance(why, Refusal) or how_to_say(name) in why:
+    if isinstance(why, Refusal) or suggest_rule(name) in why:
         return why
     code = why.code if isinstance(why, Problem) else "sharding-unrecorded"
-    return Problem(f"{why}; {how_to_say(name)}", code, tensor=name)
+    return Problem(f"{why}; {suggest_rule(name)}", code, tensor=name)
 
 
 def _require_kind(file: TorchFile) -> str:
@@ -136,7 +136,7 @@ def _is_plain(leaf: Leaf) -> bool:
 
 
 def _is_ruled(name: str, leaf: Leaf, options: ScanOptions) -> bool:
-    return _is_plain(leaf) and named_rule(options.tp_rules, name) is not None
+    return _is_plain(leaf) and match_rule(options.tp_rules, name) is not None
 
 
 def _is_same_everywhere(entry: TensorEntry) -> bool:

@@ -25,9 +25,9 @@ from ckptool.core.sharding.tensor_parallel import (
     RuleTable,
     TpRule,
     fit_rank,
+    match_rule,
     merge_shards,
-    named_rule,
-    unmerged,
+    report_unmerged,
 )
 from ckptool.core.views import narrow_place, pieces_of_run
 from ckptool.errors import Damaged, Problem, Undetermined
@@ -271,7 +271,7 @@ class ParameterRules:
 
     def _find_rule(self, parameter: LocalParameter, degree: int) -> TpRule:
         name = parameter.name
-        given = named_rule(self.rules, name)
+        given = match_rule(self.rules, name)
         if given is not None:
             return given
         if degree == 1 or not self.shapes[name]:
@@ -312,7 +312,7 @@ def merge_fragments(
             fits = [fit(parameter) for parameter, _ in parts]
         except Undetermined as error:
             shapes = [parameter.local for parameter, _ in parts]
-            why = unmerged(name, parts[0][0].name, shapes, error, "sharding-unrecorded")
+            why = report_unmerged(name, parts[0][0].name, shapes, error, "sharding-unrecorded")
             conflicts[name] = why
             continue
         dtypes = {run.dtype for _, runs in parts for run in runs}

@@ -24,9 +24,9 @@ from ckptool.core.sharding.tensor_parallel import (
     NamedRule,
     RuleTable,
     TpRule,
-    named_rule,
+    match_rule,
+    report_unmerged,
     require_matched,
-    unmerged,
 )
 from ckptool.core.views import narrow_place
 from ckptool.errors import Damaged, Undetermined
@@ -203,14 +203,14 @@ class Merger:
                     self.tensors[entry.name] = entry
             except Undetermined as error:
                 shapes = [part.shape for _, part in sorted(parts.items())]
-                self.unknown[name] = unmerged(name, name, shapes, error, "sharding-unknown")
+                self.unknown[name] = report_unmerged(name, name, shapes, error, "sharding-unknown")
             except Damaged as error:
                 self.problems += error.problems
 
     def _entries(
         self, name: str, parts: LocalTensors, outputs: Mapping[str, LocalTensors]
     ) -> Iterator[TensorEntry]:
-        rule = named_rule(self.rules, name)
+        rule = match_rule(self.rules, name)
         if rule is not None:
             yield self._entry(name, parts, rule)
             return

@@ -16,8 +16,8 @@ from ckptool.core.sharding.tensor_parallel import (
     TpRule,
     fit_rank,
     fit_ranks,
+    match_rule,
     merge_shards,
-    named_rule,
     parse_tp_rule,
     require_matched,
 )
@@ -51,9 +51,9 @@ def test_what_is_no_rule(text: str) -> None:
 
 def test_the_first_rule_that_matches_wins() -> None:
     rules = (parse_tp_rule("*.bias=replicate"), parse_tp_rule("*=row"))
-    assert named_rule(rules, "a.bias") == TpRule()
-    assert named_rule(rules, "a.weight") == TpRule(1)
-    assert named_rule(rules[:1], "a.weight") is None
+    assert match_rule(rules, "a.bias") == TpRule()
+    assert match_rule(rules, "a.weight") == TpRule(1)
+    assert match_rule(rules[:1], "a.weight") is None
 
 
 def test_a_rule_that_matches_nothing_is_a_mistake() -> None:
