@@ -124,7 +124,7 @@ def _scan(candidate: Candidate, options: ScanOptions) -> Catalog:
         catalog = run_bounded(path, lambda: candidate.format.scan(source, options))
     except Damaged as error:
         raise explain_damage(source, error) from None
-    unread = run_bounded(path, lambda: unread_files(candidate, catalog, options.found or ()))
+    unread = run_bounded(path, lambda: unread_files(candidate, catalog, options.problems or ()))
     links = unlisted_notes(candidate.unlisted)
     return replace(catalog, notes=(*catalog.notes, *unread, *links))
 

@@ -165,7 +165,7 @@ def _files_of(target: Location, source: Files, row: Format, layout: Layout) -> f
 def _named_files(target: Location, source: Files, row: Format) -> frozenset[str]:
     """Return the files of a checkpoint that cannot be read whole; Unsupported if names lack."""
     problems: list[Problem] = []
-    options = replace(_SCAN, found=problems)
+    options = replace(_SCAN, problems=problems)
     try:
         return frozenset(run_bounded(target, lambda: row.scan(source, options)).files)
     except CkptoolError as error:

@@ -34,14 +34,13 @@ class ScanOptions:
 
     Without ``values`` those that lie among the data are left ``UNREAD`` where a format can.
 
-    Where there is a list ``found``, a scan steps over what is damaged and notes it there; without
-    one, damage is raised.
+    With a list ``problems`` a scan skips what is damaged and notes it there; else it is raised.
     """
 
     per_rank: bool = False
     flat_params: tuple[tuple[str, tuple[int, ...]], ...] = ()
     tp_rules: tuple[NamedRule, ...] = ()
-    found: list[Problem] | None = None
+    problems: list[Problem] | None = None
     values: bool = True
     world_size: int | None = None
 
@@ -50,18 +49,18 @@ class ScanOptions:
         if not problems:
             return
         error = damaged(problems, subject=subject, hint=hint)
-        if self.found is None:
+        if self.problems is None:
             raise error
-        self.found.extend(error.problems)
+        self.problems.extend(error.problems)
 
     def attempt(self, work: Callable[[], _T]) -> _T | None:
-        """The result of ``work``, or None where it meets damage that is only noted."""
-        if self.found is None:
+        """Return the result of ``work``, or None where it meets damage that is only noted."""
+        if self.problems is None:
             return work()
         try:
             return work()
         except CkptoolError as error:
-            self.found.extend(error.problems)
+            self.problems.extend(error.problems)
             return None
 
 

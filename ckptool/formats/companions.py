@@ -84,13 +84,13 @@ def scanned_below(
 
     ``prefix`` is what tensors' names will begin with, and do in what is noted.
     """
-    problems: list[Problem] | None = None if options.found is None else []
-    catalog = scan(source.narrowed(folder), replace(options, found=problems))
+    problems: list[Problem] | None = None if options.problems is None else []
+    catalog = scan(source.narrowed(folder), replace(options, problems=problems))
     for problem in problems or ():
         problem.file = f"{folder}/{problem.file}" if problem.file else folder
         problem.tensor = prefix + problem.tensor if problem.tensor else None
-    if options.found is not None:
-        options.found.extend(problems or ())
+    if options.problems is not None:
+        options.problems.extend(problems or ())
     return catalog
 
 

@@ -35,7 +35,7 @@ def recover(source: Source) -> Recovery:
     return _by_uncommitted(source) or _by_items(source)
 
 
-class _Renamed:
+class _UncommittedSource:
     """A source whose uncommitted metadata stands in for the metadata it was to become."""
 
     def __init__(self, source: Source) -> None:
@@ -63,7 +63,7 @@ def _by_uncommitted(source: Source) -> Recovery | None:
         return None
     problems: list[Problem] = []
     try:
-        catalog = FORMAT.scan(_Renamed(source), ScanOptions(found=problems))
+        catalog = FORMAT.scan(_UncommittedSource(source), ScanOptions(problems=problems))
     except CkptoolError:
         return None
     files = {name: size for name, size in catalog.files.items() if name != METADATA}

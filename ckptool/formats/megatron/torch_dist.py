@@ -110,7 +110,7 @@ def _note_unfinished(source: Source, catalog: Catalog, options: ScanOptions) -> 
         message = f"{CONFIG} names no backend, as Megatron's does: it is damaged"
         raise Damaged(message, "metadata-unreadable", file=CONFIG)
     message = f"{CONFIG} is missing: Megatron writes it last, so the save never finished"
-    if options.found is not None:
+    if options.problems is not None:
         options.report([Problem(message, "save-incomplete", file=CONFIG)], subject=source.root)
     return replace(catalog, notes=(*catalog.notes, message))
 

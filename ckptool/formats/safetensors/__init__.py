@@ -98,7 +98,7 @@ def whole_tensors(
     source: Source, file: str, options: ScanOptions
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Return the tensors of a file that holds whole ones, and the file's metadata."""
-    header = read_safetensors(source, file, options.found)
+    header = read_safetensors(source, file, options.problems)
     tensors = {
         name: TensorEntry(
             name, (name,), item.dtype, item.shape, (Chunk(Box.whole(item.shape), item.at),)

@@ -134,7 +134,7 @@ def _read_shard(
 ) -> bool:
     """Add the tensors of one shard to ``contents``; return whether their places are known."""
     file, rank = shard.string, int(shard["rank"]) - 1
-    header = read_safetensors(source, file, options.found)
+    header = read_safetensors(source, file, options.problems)
     try:
         info = json.loads(header.metadata["DCP_SHARDING_INFO"])
         offsets = {name: _offsets(info[name]["saved_offsets"]) for name in header.tensors}

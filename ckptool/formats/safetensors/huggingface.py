@@ -71,7 +71,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     tensors, file_of, headers, problems = _read_all(source, files, wanted_by, options)
     notes: list[str] = [*header_notes(headers)]
     if index and weight_map is not None:
-        skipped = {problem.tensor for problem in options.found or ()}
+        skipped = {problem.tensor for problem in options.problems or ()}
         listed = {name: file for name, file in weight_map.items() if name not in skipped}
         problems += _index_problems(listed, file_of, index)
         notes += _index_notes(source, index, tensors, weight_map)

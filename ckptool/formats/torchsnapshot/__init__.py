@@ -7,8 +7,6 @@ Tensors that are neither replicated nor sharded belong to one rank: where there 
 the rank is the first step of their names, as it is in the manifest, and so it is for values that
 differ between ranks. Version 0.1.0 stores bfloat16 tensors with an odd number of elements one
 short; they are refused as damaged.
-
-From the entries of a TorchSnapshot manifest to tensors and values.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, struc
 
 
 @dataclass(slots=True)
-class Reader:
+class _Reader:
     """Turns the entries of a manifest into tensors and values."""
 
     places: Places
@@ -76,28 +74,27 @@ class Reader:
     problems: list[Problem] = field(default_factory=list)
     conflicts: dict[str, str] = field(default_factory=dict)
 
-    def read(self, logical: str, held: dict[int, Fields]) -> None:
-        """One logical path, with the entry of each rank that has one.
+    def read(self, logical: str, entries: dict[int, Fields]) -> None:
+        """Read one logical path, with the entry of each rank that has one.
 
         What cannot be read, or must not be, becomes a conflict by its name.
         """
-        sharded = {rank: entry for rank, entry in held.items() if entry["type"] in SHARDED}
+        sharded = {rank: entry for rank, entry in entries.items() if entry["type"] in SHARDED}
         if sharded:
             work = partial(self._sharded, logical, sharded)
             self._add(self._read_or_refuse(logical, min(sharded), work))
-        rest = {rank: entry for rank, entry in held.items() if rank not in sharded}
+        rest = {rank: entry for rank, entry in entries.items() if rank not in sharded}
         shared = next((rank for rank, entry in rest.items() if entry.get("replicated")), None)
         if shared is not None:
             rest = {shared: rest[shared]}
-        found = {
+        catalogs = {
             rank: self._read_or_refuse(logical, rank, partial(self._of_rank, logical, rank, entry))
             for rank, entry in rest.items()
         }
-        if shared is not None or self.manifest.world_size == 1 or _alike(list(found.values())):
-            found = dict(list(found.items())[:1])
-            self._add(*found.values())
+        if shared is not None or self.manifest.world_size == 1 or _are_equal([*catalogs.values()]):
+            self._add(*list(catalogs.values())[:1])
         else:
-            self._add(*(with_prefix(catalog, str(rank)) for rank, catalog in found.items()))
+            self._add(*(with_prefix(catalog, str(rank)) for rank, catalog in catalogs.items()))
 
     def _add(self, *catalogs: Catalog) -> None:
         for catalog in catalogs:
@@ -119,7 +116,7 @@ class Reader:
         return replace(_NOTHING, conflicts={name: refusal})
 
     def _of_rank(self, logical: str, rank: int, entry: Fields) -> Catalog:
-        """What one rank has at a path."""
+        """Read what one rank has at a path."""
         path = self.manifest.path(logical, rank)
         kind = entry["type"]
         if kind in ("Tensor", "ChunkedTensor"):
@@ -127,10 +124,13 @@ class Reader:
         if kind == "object":
             return self._object(path, entry)
         if kind in CONTAINERS:
-            return _value(path, [] if kind == "list" else {})
-        if kind not in VALUES:
+            value: Any = [] if kind == "list" else {}
+        elif kind in VALUES:
+            value = VALUES[kind](entry["serialized_value"])
+        else:
             raise Damaged(f"an entry of the unknown type {kind!r:.40}", "metadata-unreadable")
-        return _value(path, VALUES[kind](entry["serialized_value"]))
+        name = flat_name(path)
+        return replace(_NOTHING, objects={name: ObjectEntry(name, path, value)})
 
     def _tensor(self, path: Path, rank: int, entry: Fields) -> Catalog:
         shape = read_sizes(entry["shape"])
@@ -141,43 +141,43 @@ class Reader:
             chunks = [replace(chunk, box=Box((), ())) for chunk in chunks]
         return self._entry(path, shards, shape, chunks)
 
-    def _sharded(self, logical: str, held: dict[int, Fields]) -> Catalog:
-        """A ShardedTensor or DTensor: the shards of all ranks that have some."""
-        shards = [shard for entry in held.values() for shard in entry["shards"]]
+    def _sharded(self, logical: str, entries: dict[int, Fields]) -> Catalog:
+        """Read a ShardedTensor or DTensor: the shards of all ranks that have some."""
+        shards = [shard for entry in entries.values() for shard in entry["shards"]]
         if not shards:
             raise Damaged("a sharded tensor without a shard", "chunk-gap")
         chunks = [
-            c for rank, entry in held.items() for c in self.places.chunks(rank, entry["shards"])
+            c for rank, entry in entries.items() for c in self.places.chunks(rank, entry["shards"])
         ]
         shape = tuple(max(ends) for ends in zip(*(c.box.hi for c in chunks), strict=True))
-        path = self.manifest.path(logical, min(held))
+        path = self.manifest.path(logical, min(entries))
         catalog = self._entry(path, shards, shape, chunks)
-        return _with_mesh(catalog, next(iter(held.values())))
+        return _with_mesh(catalog, next(iter(entries.values())))
 
     def _entry(
         self, path: Path, shards: list[Fields], shape: tuple[int, ...], chunks: list[Chunk]
     ) -> Catalog:
-        """The tensor of some shards; none, and a note, where it is of a kind that is not read."""
-        said = shards[0]["tensor"]["dtype"] if shards else "no shards"
-        kind, parameters = element_type(said), _NOTHING
-        if said in QUANTISED and chunks:
+        """Return the tensor of some shards; none, and a note, where its kind is not read."""
+        type_name = shards[0]["tensor"]["dtype"] if shards else "no shards"
+        dtype, parameters = element_type(type_name), _NOTHING
+        if type_name in QUANTISED and chunks:
             parameters = self._parameters(path, shards)
-            kind = kind if parameters is not _NOTHING else None
-        if kind is None or not chunks:
-            message = f"not read: {flat_name(path)} ({said}) is no plain tensor"
+            dtype = dtype if parameters is not _NOTHING else None
+        if dtype is None or not chunks:
+            message = f"not read: {flat_name(path)} ({type_name}) is no plain tensor"
             self.notes.append(Problem(message, "tensor-unsupported", tensor=flat_name(path)))
             return _NOTHING
-        full = (*path, INTEGERS) if said in QUANTISED else path
+        full = (*path, INTEGERS) if type_name in QUANTISED else path
         name = flat_name(full)
         self.notes += describe_quantized({name, *parameters.tensors, *parameters.objects})
-        entry = TensorEntry(name, full, kind, shape, merge_copies(chunks))
+        entry = TensorEntry(name, full, dtype, shape, merge_copies(chunks))
         return replace(parameters, tensors={name: entry} | parameters.tensors)
 
     def _parameters(self, path: Path, shards: list[Fields]) -> Catalog:
-        """The scales and zero points of a quantised tensor; nothing where its shards differ."""
-        opened = [self.places.opened(*self.places.span(shard["tensor"])) for shard in shards]
-        found: list[dict[Any, Any]] = [split_quantized(file.value) or {} for file in opened]
-        rest = [{n: part for n, part in one.items() if n != INTEGERS} for one in found]
+        """Read the scales and zero points of a quantised tensor; nothing if its shards differ."""
+        opened = [self.places.open(*self.places.span(shard["tensor"])) for shard in shards]
+        parts: list[dict[Any, Any]] = [split_quantized(file.value) or {} for file in opened]
+        rest = [{n: part for n, part in of.items() if n != INTEGERS} for of in parts]
         if len(rest) > 1 and not all(_are_numbers(one) and one == rest[0] for one in rest):
             return _NOTHING
         leaves = read_leaves(replace(opened[0], inert=rest[0]), self.places.source, prefix=path)
@@ -185,26 +185,21 @@ class Reader:
         return Catalog("", parameters.tensors, parameters.objects, {}) if leaves else _NOTHING
 
     def _object(self, path: Path, entry: Fields) -> Catalog:
-        """A value that torch.save wrote; tensors in it become tensors of their own."""
-        opened = self.places.opened(*self.places.span(entry))
+        """Read a value that torch.save wrote; tensors in it become tensors of their own."""
+        opened = self.places.open(*self.places.span(entry))
         leaves = read_leaves(opened, self.places.source, prefix=path, refuse=True)
-        found = assemble({0: leaves or {flat_name(path): Leaf(path, {})}})
-        self.problems += found.problems
-        self.notes += found.notes
-        return Catalog("", found.tensors, found.objects, {}, conflicts=found.conflicts)
+        value = assemble({0: leaves or {flat_name(path): Leaf(path, {})}})
+        self.problems += value.problems
+        self.notes += value.notes
+        return Catalog("", value.tensors, value.objects, {}, conflicts=value.conflicts)
 
 
 def _are_numbers(parameters: Mapping[str, Any]) -> bool:
     return all(type(value) in (int, float) for value in parameters.values())
 
 
-def _value(path: Path, value: Any) -> Catalog:
-    name = flat_name(path)
-    return Catalog("", {}, {name: ObjectEntry(name, path, value)}, {})
-
-
-def _alike(catalogs: list[Catalog]) -> bool:
-    """Whether all ranks hold the same values at a path, and nothing that is or may be a tensor."""
+def _are_equal(catalogs: list[Catalog]) -> bool:
+    """Return whether all ranks have the same values at a path, and nothing that may be a tensor."""
     first, *others = catalogs or [_NOTHING]
     return not any(map(_may_hold_tensor, catalogs)) and all(
         other.objects.keys() == first.objects.keys()
@@ -220,7 +215,7 @@ def _may_hold_tensor(catalog: Catalog) -> bool:
 
 
 def _with_mesh(catalog: Catalog, entry: Fields) -> Catalog:
-    """With the mesh and placements that the entry of a DTensor records."""
+    """Add the mesh and placements that the entry of a DTensor records."""
     if entry["type"] != "DTensor":
         return catalog
     mesh = _mesh(entry["mesh"])
@@ -255,7 +250,7 @@ def _probe(source: Source) -> bool:
 
 
 def _is_uncommitted(source: Source) -> bool:
-    """Whether all files lie as those of a snapshot do whose metadata was never written."""
+    """Return whether all files lie as those of a snapshot whose metadata was never written."""
     return any(name.startswith(_SURE) for name in source.files) and all(
         map(_DATA.fullmatch, source.files)
     )
@@ -266,10 +261,10 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         message = f"{source.root}: no {METADATA}, which a snapshot gets once all its data is there"
         raise Damaged(message, "save-incomplete", file=METADATA)
     manifest = read_manifest(source)
-    reader = Reader(Places(source), manifest)
-    for logical, held in manifest.leaves():
+    reader = _Reader(Places(source), manifest)
+    for logical, entries in manifest.leaves():
         try:
-            reader.read(logical, held)
+            reader.read(logical, entries)
         except (TypeError, ValueError):
             message = f"{logical}: lies in a container that is not as TorchSnapshot writes it"
             reader.problems.append(Problem(message, "metadata-unreadable", file=METADATA))
@@ -277,10 +272,10 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     return with_inferred_mesh(_catalog(source, manifest, reader))
 
 
-def _catalog(source: Source, manifest: Manifest, reader: Reader) -> Catalog:
+def _catalog(source: Source, manifest: Manifest, reader: _Reader) -> Catalog:
     meshes = [entry.mesh for entry in reader.tensors.values() if entry.mesh is not None]
     full = [mesh for mesh in meshes if mesh.size == manifest.world_size]
-    mesh = max(full, key=lambda one: len(one.shape), default=None)
+    mesh = max(full, key=lambda mesh: len(mesh.shape), default=None)
     return Catalog(
         "torchsnapshot",
         reader.tensors,
@@ -294,18 +289,18 @@ def _catalog(source: Source, manifest: Manifest, reader: Reader) -> Catalog:
         bare=frozenset(reader.places.used - reader.places.archives),
         notes=(
             *dict.fromkeys([*reader.notes, *note_unread(reader.objects)]),
-            *_unnamed(source, reader.places.used),
+            *_unlisted_files(source, reader.places.used),
         ),
     )
 
 
-def _unnamed(source: Source, used: Collection[str]) -> list[Problem]:
-    """A note of data files, which have no suffix, that the manifest does not name."""
+def _unlisted_files(source: Source, used: Collection[str]) -> list[Problem]:
+    """Return one note of data files, which have no suffix, that the manifest does not list."""
     names = [name for name in source.files if _DATA.fullmatch(name) and name not in used]
     if not names:
         return []
     more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
-    message = f"not read: {names[0]}{more}, which {METADATA} does not name"
+    message = f"not read: {names[0]}{more}, not listed in {METADATA}"
     return [Problem(message, "file-unused", file=names[0])]
 
 

@@ -1,6 +1,6 @@
-"""The manifest of a TorchSnapshot folder: JSON that says what each rank holds, and where.
+"""The manifest of a TorchSnapshot folder: JSON that says what each rank has, and where.
 
-Where the tensors of a TorchSnapshot folder lie: raw bytes, or archives of torch.save.
+Tensors lie in raw bytes, or in archives of torch.save.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Manifest:
     entries: dict[str, dict[int, Fields]]
 
     def path(self, logical: str, rank: int) -> Path:
-        """The steps of a logical path; the rank's containers say what kind each step is."""
+        """Return the steps of a logical path; the rank's containers say what kind each step is."""
         tokens = logical.split("/")
         containers = ("/".join(tokens[:at]) for at in range(len(tokens)))
         return tuple(
@@ -62,11 +62,11 @@ class Manifest:
         )
 
     def leaves(self) -> Iterator[tuple[str, dict[int, Fields]]]:
-        """The logical paths of everything but containers that hold something."""
+        """Yield the logical paths of everything but containers that hold something."""
         inner = {logical.rpartition("/")[0] for logical in self.entries}
-        for logical, held in self.entries.items():
+        for logical, entries in self.entries.items():
             if logical not in inner:
-                yield logical, held
+                yield logical, entries
 
 
 def _step(text: str, container: Fields) -> Any:
@@ -79,7 +79,7 @@ def _step(text: str, container: Fields) -> Any:
 
 
 def read_manifest(source: Source) -> Manifest:
-    """The manifest of a folder.
+    """Read the manifest of a folder.
 
     Raises Damaged where it is not as TorchSnapshot 0.1 writes it, Unrecognised where it is YAML,
     as versions before wrote it.
@@ -101,7 +101,7 @@ def read_manifest(source: Source) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         message = f"{METADATA}: not a manifest as TorchSnapshot writes it"
         raise Damaged(message, "metadata-unreadable", file=METADATA) from None
-    highest = max((rank for held in entries.values() for rank in held), default=0)
+    highest = max((rank for by_rank in entries.values() for rank in by_rank), default=0)
     if type(world) is not int or not 0 <= highest < world:
         message = f"{METADATA}: an entry of rank {highest} in a world of {world!r:.20}"
         raise Damaged(message, "metadata-unreadable", file=METADATA)
@@ -145,7 +145,7 @@ class Places:
     archives: set[str] = field(default_factory=set)
 
     def chunks(self, rank: int, shards: list[Fields]) -> list[Chunk]:
-        """Where the shards of one rank lie; none for those of no plain tensor."""
+        """Return the chunks of one rank's shards; none for those of no plain tensor."""
         chunks = []
         for shard in shards:
             box = Box.at(read_sizes(shard["offsets"]), read_sizes(shard["sizes"]))
@@ -155,7 +155,7 @@ class Places:
         return chunks
 
     def _place(self, entry: Fields, shape: tuple[int, ...]) -> Place | None:
-        """Where a tensor's bytes lie; None where they are those of no plain tensor."""
+        """Return where a tensor's bytes lie; None where they are those of no plain tensor."""
         dtype = element_type(entry["dtype"])
         file, start, length = self.span(entry)
         if dtype is None or entry["serializer"] not in (_RAW, _ARCHIVE):
@@ -169,7 +169,7 @@ class Places:
         return Extent(file, start, row_major_strides(shape, dtype.itemsize))
 
     def span(self, entry: Fields) -> tuple[str, int, int]:
-        """The file, offset and length in bytes of what an entry refers to."""
+        """Return the file, offset and length in bytes of what an entry refers to."""
         file = str(entry["location"])
         size = require(self.source, file, wanted_by=METADATA)
         self.used.add(file)
@@ -182,7 +182,7 @@ class Places:
     def _archived(
         self, file: str, start: int, length: int, dtype: DType, shape: tuple[int, ...]
     ) -> Place:
-        opened = self.opened(file, start, length)
+        opened = self.open(file, start, length)
         parts = split_quantized(opened.value)
         tensor = read_tensor(parts[INTEGERS] if parts else opened.value)
         if tensor is None or (tensor.dtype, tensor.shape) != (dtype, shape):
@@ -191,12 +191,12 @@ class Places:
             )
         return locate_tensor(tensor, opened)
 
-    def opened(self, file: str, start: int, length: int) -> TorchFile:
-        """The torch.save archive that lies there."""
+    def open(self, file: str, start: int, length: int) -> TorchFile:
+        """Open the torch.save archive that lies there."""
         self.archives.add(file)
         return read_torch_zip(Region(self.source, file, start, length))
 
 
-def element_type(said: str) -> DType | None:
-    """The element type that an entry names; of quantised tensors that of their integers."""
-    return BY_NAME.get(QUANTISED.get(said, said.removeprefix("torch.")))
+def element_type(name: str) -> DType | None:
+    """Return the element type that an entry names; of quantised tensors that of their integers."""
+    return BY_NAME.get(QUANTISED.get(name, name.removeprefix("torch.")))
