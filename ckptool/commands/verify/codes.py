@@ -10,7 +10,7 @@ from ckptool.errors import UsageError
 
 
 class Severity(Enum):
-    """``error``: not sound. ``warning``: fails with --strict. ``info``: for people to know."""
+    """``error`` fails, ``warning`` fails with --strict, ``info`` is for people to know."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -18,7 +18,7 @@ class Severity(Enum):
 
 
 def failing(strict: bool) -> frozenset[Severity]:
-    """The severities that make a checkpoint unsound."""
+    """Return the severities that make a checkpoint fail."""
     return frozenset([Severity.ERROR, Severity.WARNING] if strict else [Severity.ERROR])
 
 
@@ -258,7 +258,7 @@ CODES: dict[str, Code] = {
 
 
 def require_codes(codes: Iterable[str]) -> None:
-    """UsageError where one is no code."""
+    """Raise UsageError where one is no code."""
     unknown = next((code for code in codes if code not in CODES), None)
     if unknown is not None:
         raise UsageError(f"--ignore {unknown}: no such code", hint=_similar(unknown))

@@ -183,7 +183,12 @@ class Findings:
                 unique.setdefault(_identity(problem), problem)
         shown = [problem for problem in unique.values() if problem.code not in self.ignore]
         rest = [problem for problem in unique.values() if problem.code in self.ignore]
-        ignored = [f for f in self._joined(rest) if f.severity is Severity.ERROR]
+        # The copy of a file that a warning is about was not read either.
+        ignored = [
+            finding
+            for finding in self._joined(rest)
+            if finding.severity is Severity.ERROR or finding.code == "copy-damaged"
+        ]
         return self._joined(shown), ignored
 
     def _joined(self, problems: list[Problem]) -> list[Finding]:

@@ -1,7 +1,4 @@
-"""Which steps of a run are whole, and which of those is the newest.
-
-The steps of a run's folder, by the names that trainers give them.
-"""
+"""The steps of a run's folder, by the names that trainers give them, and which have no errors."""
 
 from __future__ import annotations
 
@@ -58,14 +55,14 @@ class RunReport:
 
     @property
     def latest_good(self) -> StepReport | None:
-        """The newest step that is whole."""
-        return next((one for one in self.verified if one.ok), None)
+        """Return the newest step without errors."""
+        return next((step for step in self.verified if step.ok), None)
 
 
 def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunReport:
-    """Verify the steps of a run from the newest to the first whole one, or ``every`` step.
+    """Verify the steps of a run from the newest to the first without errors, or every one.
 
-    A step that cannot be read is not whole, one that is removed meanwhile is none. Raises NotFound
+    A step that cannot be read is an error, one that is removed meanwhile is skipped. Raises NotFound
     or Unrecognised where the folder holds no checkpoint, UsageError for options that no step can
     be verified with, NoAnswer where a store gives none.
     """
@@ -97,8 +94,7 @@ def _report(step: Step, older: Sequence[Step], options: VerifyOptions) -> StepRe
         except NoAnswer:
             raise
         except (CkptoolError, OSError) as error:
-            said = error.message if isinstance(error, CkptoolError) else str(error)
-            reasons.append(where + said)
+            reasons.append(f"{where}{error}")
             continue
         reports.append(report)
         if not report.ok:
@@ -107,11 +103,11 @@ def _report(step: Step, older: Sequence[Step], options: VerifyOptions) -> StepRe
 
 
 def _missing_parts(step: Step, older: Sequence[Step]) -> Iterator[str]:
-    """What a step lacks: any checkpoint, or some of those that every older one beside it has."""
+    """Yield what a step lacks: any checkpoint, or some of those that every older one has."""
     if not step.parts:
         yield _nothing_in(step.path)
         return
-    beside = [one.names for one in older if one.path.parent == step.path.parent and one.parts]
+    beside = [each.names for each in older if each.path.parent == step.path.parent and each.parts]
     common = frozenset[str]().union(*beside).intersection(*beside) if beside else frozenset()
     if step.names < common:
         missing = ", ".join(sorted(common - step.names))
@@ -127,7 +123,7 @@ def _nothing_in(path: Location) -> str:
 
 
 def _is_gone(path: Location) -> bool:
-    """Whether a folder of a disk is no longer there, as old steps of a run are removed."""
+    """Return whether a folder of a disk is no longer there, as old steps of a run are removed."""
     if not isinstance(path, Path):
         return False
     try:
@@ -140,13 +136,13 @@ def _is_gone(path: Location) -> bool:
 
 
 def _reason(report: VerifyReport, options: VerifyOptions) -> str:
-    """The first thing that is wrong, and how much more is."""
-    found = report.fails(options.strict)
-    if not found:
+    """Return the first thing that is wrong, and how much more is."""
+    failures = report.fails(options.strict)
+    if not failures:
         return report.summary
-    more = f" (and {len(found) - 1:,} more)" if len(found) > 1 else ""
-    message = found[0].message.partition("\n")[0].removeprefix(f"{report.path}: ")
-    return f"{found[0].code}: {message}{more}"
+    more = f" (and {len(failures) - 1:,} more)" if len(failures) > 1 else ""
+    message = failures[0].message.partition("\n")[0].removeprefix(f"{report.path}: ")
+    return f"{failures[0].code}: {message}{more}"
 
 
 _NUMBERS = tuple(
@@ -175,40 +171,39 @@ class Step:
 
     @property
     def names(self) -> frozenset[str]:
-        """What its checkpoints are called inside it."""
+        """Return what its checkpoints are called inside it."""
         return frozenset(str(within(part, self.path)) for part in self.parts)
 
 
 def steps_of(run: Location) -> list[Step]:
-    """All steps of a run's folder, the oldest first; those without a number before all others.
+    """Return the steps of a run's folder, the oldest first; those without a number before all.
 
     A folder that is named as the others are and holds no checkpoint is a step without parts. Where
     nothing below the folder is one, the folder itself may be. Raises NotFound or Unrecognised
     where there is no checkpoint at all.
     """
-    whole, found = find_checkpoints(run)
-    if whole is not None:
-        found = [place for place in found if _is_step(place, run)] or [whole]
-    if not found:
+    itself, inner = find_checkpoints(run)
+    if itself is not None:
+        inner = [path for path in inner if _is_step(path, run)] or [itself]
+    if not inner:
         raise Unrecognised(
             f"{run}: no checkpoint in this folder",
             hint="list the known formats: ckptool formats",
         )
-    steps = _grouped(run, found)
+    steps = _group(run, inner)
     return sorted([*steps, *_without_checkpoint(steps)], key=_order)
 
 
 def _is_step(path: Location, run: Location) -> bool:
-    """Whether a checkpoint below a folder that is one itself is a step of its own.
+    """Return whether a checkpoint below a folder that is one itself is a step of its own.
 
     Files that are numbered from 0 without a gap are one a rank, not one a step.
     """
-    place = _place(within(path, run).parts)
-    if place is None or _is_folder(path):
-        return place is not None
+    step = _step_in(within(path, run).parts)
+    if step is None or _is_folder(path):
+        return step is not None
     alike = [name for name in _names_in(path.parent) if _pattern(name) == _pattern(path.name)]
-    beside = [_place((name,)) for name in alike]
-    numbers = {found[1] for found in beside if found is not None}
+    numbers = {number for name in alike for _, number in filter(None, [_step_in((name,))])}
     return numbers != set(range(len(numbers)))
 
 
@@ -216,38 +211,39 @@ def _order(step: Step) -> tuple[int, list[tuple[int, int | str]]]:
     return -1 if step.number is None else step.number, natural_key(str(step.path))
 
 
-def _place(parts: tuple[str, ...]) -> tuple[int, int] | None:
-    """Which part of a relative path says the step, and the step."""
+def _step_in(parts: tuple[str, ...]) -> tuple[int, int] | None:
+    """Return which part of a relative path says the step, and the step."""
     for pattern in _NUMBERS:
         for at in range(len(parts) - 1, -1, -1):
-            if found := pattern.search(parts[at]):
-                return at, int(found[1])
-    found = _LAST_NUMBER.search(Path(parts[-1]).stem) if parts else None
-    return (len(parts) - 1, int(found[1])) if found else None
+            if match := pattern.search(parts[at]):
+                return at, int(match[1])
+    match = _LAST_NUMBER.search(Path(parts[-1]).stem) if parts else None
+    return (len(parts) - 1, int(match[1])) if match else None
 
 
-def _grouped(run: Location, candidates: Iterable[Location]) -> list[Step]:
-    """Checkpoints that lie in one step's folder, as one step."""
-    grouped: dict[Location, tuple[int | None, list[Location]]] = {}
-    for one in candidates:
-        parts = within(one, run).parts
-        place = _place(parts)
-        path = one if place is None else run.joinpath(*parts[: place[0] + 1])
-        number = None if place is None else place[1]
-        grouped.setdefault(path, (number, []))[1].append(one)
-    return [Step(path, number, tuple(parts)) for path, (number, parts) in grouped.items()]
+def _group(run: Location, checkpoints: Iterable[Location]) -> list[Step]:
+    """Return checkpoints that lie in one step's folder as one step."""
+    groups: dict[Location, tuple[int | None, list[Location]]] = {}
+    for checkpoint in checkpoints:
+        parts = within(checkpoint, run).parts
+        path, number = checkpoint, None
+        if (step := _step_in(parts)) is not None:
+            at, number = step
+            path = run.joinpath(*parts[: at + 1])
+        groups.setdefault(path, (number, []))[1].append(checkpoint)
+    return [Step(path, number, tuple(inner)) for path, (number, inner) in groups.items()]
 
 
 def _without_checkpoint(steps: Iterable[Step]) -> Iterator[Step]:
-    """What lies beside steps and is called as they are, but holds no checkpoint."""
+    """Yield what lies beside steps and is called as they are, but holds no checkpoint."""
     known = {step.path for step in steps}
-    patterns = {(path.parent, _pattern(path.name)) for path in known if _place((path.name,))}
+    patterns = {(path.parent, _pattern(path.name)) for path in known if _step_in((path.name,))}
     for parent in dict.fromkeys(parent for parent, _ in patterns):
         for name in _names_in(parent):
             path = parent / name
             if path not in known and (parent, _pattern(name)) in patterns:
-                place = _place((name,))
-                yield Step(path, place[1] if place else None, ())
+                step = _step_in((name,))
+                yield Step(path, step[1] if step else None, ())
 
 
 def _is_folder(path: Location) -> bool:
@@ -258,9 +254,9 @@ def _is_folder(path: Location) -> bool:
 
 
 def _names_in(folder: Location) -> list[str]:
-    """What lies directly in a folder; nothing where it is gone or cannot be listed."""
+    """Return what lies directly in a folder; nothing where it is gone or cannot be listed."""
     try:
-        return [one.name for one in folder.iterdir()]
+        return [path.name for path in folder.iterdir()]
     except (NotFound, OSError):
         return []
 

@@ -107,41 +107,30 @@ class Verification:
 
     def check_content(self, started: Started, *, digest: bool) -> None:
         """Open every archive, then read every record and tensor once, or every file."""
-        tensors = self._located()
-        self._files.look_at_items(self._catalog)
-        trim = self._survey.format.trim
-        meant = {name: trim(entry) for name, entry in tensors.items()} if trim else tensors
-        views = Views.of(meant.values())
-        inner = {item.file for item in self._catalog.archives} if self._catalog else set()
+        catalog, row, source = self._catalog, self._survey.format, self._survey.source
+        tensors: dict[str, TensorEntry] = {}
+        if catalog is not None:
+            tensors, problems = located(row, source, catalog, self._sample.takes)
+            self._problems += problems
+        self._files.look_at_items(catalog)
+        trim = row.trim
+        trimmed = {name: trim(entry) for name, entry in tensors.items()} if trim else tensors
+        views = Views.of(trimmed.values())
+        inner = {item.file for item in catalog.archives} if catalog else set()
         spans = [*self._files.spans, *attach(views, self._files.spans)]
         spans = self._sample.of(spans, inner)
-        content = self._read(spans, started, self._whole() if digest else {})
+        whole = catalog.files | catalog.companions if catalog and self._sample.is_all else {}
+        content = self._read(spans, started, whole if digest else {})
         names = content.not_finite
         if self._sample.is_all:
-            self._problems += unwritten_ends(spans, content.written, self._survey.source.files)
+            self._problems += unwritten_ends(spans, content.written, source.files)
             names |= self._read_again(views, tensors)
-        shown = [meant[name] for name in sorted(names)]
         self._problems += [
-            not_finite_count(entry, self._survey.source)
-            for entry in shown
-            if state_category(entry) != "other"
+            not_finite_count(trimmed[name], source)
+            for name in sorted(names)
+            if state_category(trimmed[name]) != "other"
         ]
-        self._problems += self._without_checksum(spans)
-
-    def _whole(self) -> dict[str, int]:
-        """The files of the checkpoint with their sizes, unless only a sample is read."""
-        catalog = self._catalog if self._sample.is_all else None
-        return catalog.files | catalog.companions if catalog else {}
-
-    def _located(self) -> dict[str, TensorEntry]:
-        if self._catalog is None:
-            return {}
-        surveyed = self._survey
-        tensors, problems = located(
-            surveyed.format, surveyed.source, self._catalog, self._sample.takes
-        )
-        self._problems += problems
-        return tensors
+        self._problems += _without_checksum(spans)
 
     def _read(self, spans: list[Span], started: Started, whole: Mapping[str, int]) -> ContentReport:
         """Read spans once, or files where they are to be digested."""
@@ -162,7 +151,7 @@ class Verification:
         return content
 
     def _read_again(self, views: Views, tensors: Mapping[str, TensorEntry]) -> set[str]:
-        """What needs elements and not bytes; the tensors with NaN or infinity among them."""
+        """Check what needs elements and not bytes; return the tensors with NaN or infinity."""
         source = self._survey.source
         names, problems = scattered_not_finite(views, source)
         self._problems += problems
@@ -170,14 +159,6 @@ class Verification:
         if self._catalog is not None:
             self._problems += step_problems(self._catalog, tensors.values(), source)
         return names
-
-    def _without_checksum(self, spans: Iterable[Span]) -> list[Problem]:
-        files = sorted({span.file for span in spans if span.crc32 is None and span.nbytes})
-        if not files:
-            return []
-        more = f" and {len(files) - 1:,} more files" if len(files) > 1 else ""
-        message = f"{files[0]}{more}: no checksum stored; changed values cannot be detected"
-        return [Problem(message, "no-checksum", file=files[0])]
 
     def report(
         self, more: Iterable[Problem] = (), *, compared: Catalog | None = None, nbytes: int = 0
@@ -222,6 +203,15 @@ class Verification:
         return problem.recoded("copy-damaged") if is_error and problem.file in copies else problem
 
 
+def _without_checksum(spans: Iterable[Span]) -> list[Problem]:
+    files = sorted({span.file for span in spans if span.crc32 is None and span.nbytes})
+    if not files:
+        return []
+    more = f" and {len(files) - 1:,} more files" if len(files) > 1 else ""
+    message = f"{files[0]}{more}: no checksum stored; changed values cannot be detected"
+    return [Problem(message, "no-checksum", file=files[0])]
+
+
 def changes(source: Files, files: Iterable[str]) -> list[Problem]:
     """Return a problem where a file was written or replaced since the source was listed.
 
@@ -241,7 +231,7 @@ class Sample:
         self._choices: dict[Container, bool] = {}
 
     def takes(self, item: Container) -> bool:
-        """Whether an item is in the sample, however often that is asked."""
+        """Return whether an item is in the sample, however often that is asked."""
         if self.is_all:
             return True
         if item not in self._choices:
@@ -249,7 +239,7 @@ class Sample:
         return self._choices[item]
 
     def of(self, spans: list[Span], chosen: Collection[str]) -> list[Span]:
-        """The spans to be read: all in files of which items were ``chosen``, some of the others."""
+        """Return the spans to be read: all in files of ``chosen`` items, some of the others."""
         if self.is_all:
             return spans
         return [s for s in spans if s.file in chosen or self._chance.random() < self._share]

@@ -31,11 +31,11 @@ class Amount:
         )
 
     def __str__(self) -> str:
-        """Such as ``102 tensors (17,039,496 bytes) and 16 values``."""
+        """Return such as ``102 tensors (17,039,496 bytes) and 16 values``."""
         tensors = f"{counted(self.tensors, 'tensor')} ({self.nbytes:,} bytes)"
-        told = [tensors] if self.tensors else []
-        told += [counted(self.values, "value")] if self.values else []
-        return " and ".join(told) or "nothing"
+        parts = [tensors] if self.tensors else []
+        parts += [counted(self.values, "value")] if self.values else []
+        return " and ".join(parts) or "nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +47,18 @@ class Coverage:
 
     @property
     def rest(self) -> Amount:
-        """What was not compared."""
+        """Return what was not compared."""
         return self.total - self.compared
 
 
 def amount(tensors: Iterable[TensorEntry], values: int = 0) -> Amount:
-    """How much some tensors and values are, in the bytes that lie in the source's files."""
+    """Return how much tensors and values are, in the bytes that lie in the source's files."""
     sizes = [entry.elements * entry.source_dtype.itemsize for entry in tensors]
     return Amount(len(sizes), sum(sizes), values)
 
 
 def rewritten_coverage(made: RewriteResult, names: Collection[str], values: int) -> Coverage:
-    """What was compared of a checkpoint of whose rewritten tensors those ``names`` were.
+    """Return what was compared of a checkpoint of whose rewritten tensors those ``names`` were.
 
     What a key map joins or splits counts as what it comes from.
     """
@@ -73,8 +73,8 @@ def rewritten_coverage(made: RewriteResult, names: Collection[str], values: int)
 
 
 def _sources(report: MapReport, names: Collection[str]) -> set[str]:
-    """The tensors that those of these names are made of."""
-    return {one for move in report.moves if move.target in names for one in move.sources}
+    """Return the tensors that those of these names are made of."""
+    return {source for move in report.moves if move.target in names for source in move.sources}
 
 
 def excluded_by_rewrite(made: RewriteResult, path: object) -> list[Problem]:
@@ -107,7 +107,7 @@ def excluded(path: object, tensors: Collection[TensorEntry], values: int) -> lis
 
 
 def catalog_coverage(catalog: Catalog, names: Collection[str], values: int) -> Coverage:
-    """What was compared of a checkpoint of whose tensors those ``names`` were."""
+    """Return what was compared of a checkpoint of whose tensors those ``names`` were."""
     total = amount(catalog.tensors.values(), len(catalog.objects))
     compared = amount((catalog.tensors[name] for name in names), values)
     return Coverage(compared, total)

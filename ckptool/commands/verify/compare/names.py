@@ -27,7 +27,7 @@ _LONGEST_SHOWN = 60
 
 
 def applicable(asked: RewriteOptions, mine: Catalog, theirs: Catalog) -> RewriteOptions:
-    """What is asked of ``mine``, without what is to be dropped and only ``theirs`` has."""
+    """Return what is asked of ``mine``, without what is to be dropped and only ``theirs`` has."""
     kept = [g for g in asked.selection.drop if is_used(mine, g) or not is_used(theirs, g)]
     return replace(asked, selection=replace(asked.selection, drop=tuple(kept)))
 
@@ -97,7 +97,7 @@ def _model_like(catalog: Catalog, wanted: set[str]) -> tuple[Catalog, dict[str, 
 
 
 def differing_names(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:
-    """One problem for each tensor and each value that only one of the two has."""
+    """Yield a problem for each tensor and each value that only one of the two has."""
     for holds, lacks, code, here, there in (
         (mine, theirs, "missing", "A", "B"),
         (theirs, mine, "extra", "B", "A"),
@@ -119,7 +119,7 @@ def differing_names(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:
 
 
 def holds_no_values(format_name: str) -> bool:
-    """Whether a format holds tensors alone; what else there was lies in a side file, if at all."""
+    """Return whether a format has tensors alone; other values are in a side file, if at all."""
     return not FORMATS[format_name].has_values
 
 
@@ -128,7 +128,7 @@ def _has(catalog: Catalog, name: str) -> bool:
 
 
 def unread_notes(catalog: Catalog, selection: Selection = EVERYTHING) -> list[Problem]:
-    """What a scan noted of selected tensors that it does not read at all."""
+    """Return what a scan noted of selected tensors that it does not read at all."""
     notes = [note for note in catalog.notes if isinstance(note, Problem)]
     unread = [note for note in notes if note.code == "tensor-unsupported" and note.tensor]
     return [
@@ -145,7 +145,7 @@ def _is_chosen(name: str, selection: Selection) -> bool:
 
 
 def differing_unread(mine: Catalog, theirs: Catalog, selection: Selection) -> Iterator[Problem]:
-    """One problem for each tensor that a scan does not read: it is there too, or it is missing."""
+    """Yield a problem for each tensor that a scan does not read, in both or in one of the two."""
     notes = [
         {str(note.tensor): note for note in unread_notes(catalog, selection)}
         for catalog in (mine, theirs)
@@ -166,7 +166,7 @@ def differing_unread(mine: Catalog, theirs: Catalog, selection: Selection) -> It
 def differing_type(
     one: TensorEntry, other: TensorEntry, *, cast: bool, as_numbers: bool
 ) -> Problem | None:
-    """How the shapes or element types of two tensors differ, None where values can be compared.
+    """Return how shapes or element types of two tensors differ, None if values can be compared.
 
     ``as_numbers`` says that numbers of different types will do, ``cast`` that floating types of the
     model's weights will. Single numbers, such as a step counter, are never cast.
@@ -184,7 +184,7 @@ def differing_type(
 
 
 def differing_values(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:
-    """One problem for each value that both have and that differs, or cannot be compared."""
+    """Yield a problem for each value that both have and that differs, or cannot be compared."""
     known = Foreign()
     for name in common_values(mine, theirs):
         one, other = mine.objects[name].value, theirs.objects[name].value
@@ -197,12 +197,12 @@ def differing_values(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:
 
 
 def common_values(mine: Catalog, theirs: Catalog) -> list[str]:
-    """The names of the values that both have."""
+    """Return the names of the values that both have."""
     return [name for name in mine.objects if name in theirs.objects]
 
 
 def _short(value: object) -> str:
-    """A small plain value as it is, any other by its type."""
+    """Return a small plain value as it is, any other by its type."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an int of {value.bit_length():,} bits"
     if value is None or isinstance(value, bool | int | float | str):
@@ -212,7 +212,7 @@ def _short(value: object) -> str:
 
 
 def readable(opened: Opened, catalog: Catalog) -> tuple[Catalog, dict[str, Problem]]:
-    """The catalog's tensors with every container opened, and why the others cannot be read.
+    """Return the catalog's tensors with containers opened, and why others cannot be read.
 
     ``catalog`` is that of ``opened``, rewritten or not. No tensor byte is read.
     """
@@ -229,17 +229,17 @@ def _one_by_one(
     opened: Opened, catalog: Catalog, lost: dict[str, Problem]
 ) -> tuple[Catalog, dict[str, Problem]]:
     """Open the containers of each tensor by themselves, to find those that cannot be."""
-    found: dict[str, TensorEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
     for name, entry in catalog.tensors.items():
         try:
-            found |= opened.open_containers(replace(catalog, tensors={name: entry})).tensors
+            tensors |= opened.open_containers(replace(catalog, tensors={name: entry})).tensors
         except (Unsupported, Damaged, Hostile) as error:
             lost[name] = error.problems[0]
-    return replace(catalog, tensors=found), lost
+    return replace(catalog, tensors=tensors), lost
 
 
 def stored_tensors(entry: TensorEntry) -> Iterator[TensorEntry]:
-    """The tensors in files that a tensor is made of: itself, or its values and their scales."""
+    """Yield the tensors in files that a tensor is made of: itself, or its values and scales."""
     made_of = [chunk.at for chunk in entry.chunks if isinstance(chunk.at, Scaled)]
     if not made_of:
         yield entry

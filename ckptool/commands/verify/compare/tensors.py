@@ -1,7 +1,4 @@
-"""Compare two tensors element by element, wherever and however either of them lies.
-
-The numbers of two sides, however they are stored: how far apart, and as people write them.
-"""
+"""Compare two tensors element by element, wherever and however either of them lies."""
 
 from __future__ import annotations
 
@@ -49,17 +46,17 @@ class Pair:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are read to compare the two."""
+        """Return the bytes that are read to compare the two."""
         return self.one.elements * self.itemsize
 
     @property
     def itemsize(self) -> int:
-        """Bytes that are read for an element of each."""
+        """Return the bytes that are read for an element of each."""
         return self.one.source_dtype.itemsize + self.other.source_dtype.itemsize
 
     @property
     def is_cast(self) -> bool:
-        """Whether the first is rounded, or widened, to the second's element type."""
+        """Return whether the first is rounded, or widened, to the second's element type."""
         return self.cast and self.one.dtype != self.other.dtype
 
 
@@ -252,7 +249,7 @@ def _both(one: Difference, other: Difference) -> Difference:
 def _difference(
     pair: Pair, one: Array, other: Array, tolerance: Tolerance | None
 ) -> Difference | None:
-    """How a tile of a pair differs, with ``first`` counted from the tile's own start."""
+    """Return how a tile of a pair differs, with ``first`` counted from the start of the tile."""
     types = pair.one.dtype, pair.other.dtype
     if pair.is_cast:
         one, types = cast(one, *types), (types[1], types[1])
@@ -265,7 +262,7 @@ def _difference(
             differ &= ~both_nan(*_numbers(flat, types))
     else:
         differ = are_apart(*_numbers(flat, types), tolerance.rtol, tolerance.atol)
-    return _described(flat, types, differ, one.shape)
+    return _describe(flat, types, differ, one.shape)
 
 
 def _numbers(flat: tuple[Array, Array], types: tuple[DType, DType]) -> tuple[Array, Array]:
@@ -279,12 +276,12 @@ def _same_bits(one: Array, other: Array) -> bool:
 
 
 def _bits(one: Array, other: Array) -> Array:
-    """Whether each element of two flat arrays has other bits."""
+    """Return whether each element of two flat arrays has other bits."""
     rows = [np.frombuffer(raw(side), "u1").reshape(-1, side.itemsize) for side in (one, other)]
     return np.asarray((rows[0] != rows[1]).any(axis=1))
 
 
-def _described(
+def _describe(
     flat: tuple[Array, Array],
     types: tuple[DType, DType],
     differ: Array,
@@ -295,7 +292,9 @@ def _described(
         return None
     at = int(differ.argmax())
     first = tuple(int(step) for step in np.unravel_index(at, shape))
-    values = [shown(side[at : at + 1], dtype) for side, dtype in zip(flat, types, strict=True)]
+    values = [
+        element_text(side[at : at + 1], dtype) for side, dtype in zip(flat, types, strict=True)
+    ]
     largest = None
     if all(map(is_numeric, types)):
         largest = largest_gap(*_numbers((flat[0][differ], flat[1][differ]), types))
@@ -306,14 +305,14 @@ _PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64
 
 
 def numbers_of(flat: Array, dtype: DType) -> Array:
-    """The numbers of flat elements, one row an element: complex ones have two."""
+    """Return the numbers of flat elements, one row an element: complex ones have two."""
     part = BY_NAME[_PARTS.get(dtype.name, dtype.name)]
     stored = flat.view("u1").view(f"u{part.itemsize}")
     return decode(stored, part).reshape(len(flat), -1)
 
 
 def both_nan(one: Array, other: Array) -> Array:
-    """Whether elements are NaN on both sides, in the same parts of a complex one."""
+    """Return whether elements are NaN on both sides, in the same parts of a complex one."""
     return np.asarray((_is_nan(one) == _is_nan(other)).all(axis=1) & _is_nan(one).any(axis=1))
 
 
@@ -322,7 +321,7 @@ def _is_nan(values: Array) -> Array:
 
 
 def are_apart(one: Array, other: Array, rtol: float, atol: float) -> Array:
-    """Whether elements are further apart than allowed; equal infinities and NaN are not apart."""
+    """Return whether elements are further apart than allowed; equal infinities, NaN are not."""
     if one.shape[1] != other.shape[1]:
         one, other = _as_complex(one), _as_complex(other)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -335,12 +334,12 @@ def are_apart(one: Array, other: Array, rtol: float, atol: float) -> Array:
 
 
 def _as_complex(parts: Array) -> Array:
-    """Real numbers with a zero imaginary part."""
+    """Return real numbers with a zero imaginary part."""
     return parts if parts.shape[1] == 2 else np.hstack([parts, np.zeros_like(parts)])
 
 
 def _distance(one: Array, other: Array) -> Array:
-    """How far numbers are apart: exact where both are integers of one type."""
+    """Return how far numbers are apart: exact where both are integers of one type."""
     if one.dtype == other.dtype and one.dtype.kind in "iu":
         gap = np.maximum(one, other) - np.minimum(one, other)
         return gap.view(f"u{gap.itemsize}")
@@ -349,7 +348,7 @@ def _distance(one: Array, other: Array) -> Array:
 
 
 def largest_gap(one: Array, other: Array) -> float | None:
-    """The largest difference between two numbers; None where none stands against a number."""
+    """Return the largest difference of two numbers; None where none stands against a number."""
     if one.shape[1] != other.shape[1]:
         one, other = _as_complex(one), _as_complex(other)
     gaps = _distance(one, other)
@@ -357,8 +356,8 @@ def largest_gap(one: Array, other: Array) -> float | None:
     return known.max().item() if known.size else None
 
 
-def shown(element: Array, dtype: DType) -> str:
-    """One element as people write it; its bits where it is no number."""
+def element_text(element: Array, dtype: DType) -> str:
+    """Return one element as people write it; its bits where it is no number."""
     if not is_numeric(dtype):
         return f"0x{raw(element).hex()}"
     if dtype.kind == "bool":

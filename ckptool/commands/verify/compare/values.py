@@ -5,8 +5,6 @@ themselves; all else is an object with one key that begins with ``$``: ``{"$tupl
 ``{"$bytes": "hex"}``, ``{"$float": "nan"}``, ``{"$complex": [re, im]}``, ``{"$set": [...]}``,
 ``{"$dict": [[key, value], ...]}``, ``{"$global": "torch.float32"}``, ``{"$call": [...]}``. Written
 without spaces, keys sorted, all of ASCII.
-
-Values that one checkpoint holds in one piece, and another under a name for each part.
 """
 
 from __future__ import annotations
@@ -28,14 +26,14 @@ _LARGEST_INT = 1 << 4096
 
 
 def canonical_text(content: Any) -> str:
-    """JSON without spaces, keys sorted, ASCII only: one text for one content."""
+    """Return JSON without spaces, keys sorted, ASCII only: one text for one content."""
     return json.dumps(
         content, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
     )
 
 
 def value_text(value: Any, name: str) -> str:
-    """The canonical JSON of a value of a checkpoint.
+    """Return the canonical JSON of a value of a checkpoint.
 
     Raises Unsupported where it is too deep or too large to be written down (a million parts).
     """
@@ -46,12 +44,12 @@ def value_text(value: Any, name: str) -> str:
 
 
 def value_digest(value: Any, name: str) -> str:
-    """The SHA-256 (hex) of a value's canonical JSON."""
+    """Return the SHA-256 (hex) of a value's canonical JSON."""
     return text_digest(value_text(value, name))
 
 
 def text_digest(text: str) -> str:
-    """The SHA-256 (hex) of ASCII text."""
+    """Return the SHA-256 (hex) of ASCII text."""
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
@@ -118,7 +116,7 @@ class Unfolded:
     origins: dict[str, str]
 
     def whole(self, names: Collection[str | None]) -> int:
-        """How many of the values have all their parts among these names."""
+        """Return how many of the values have all their parts among these names."""
         return len(
             {*self.origins.values()} - {o for n, o in self.origins.items() if n not in names}
         )
