@@ -85,7 +85,7 @@ class _Archive:
             patches = (Patch(_CRC32_AT, entry.part),) if entry.crc is None else ()
             self._add(Literal(central, patches))
             length += len(central)
-        self._add(Literal(_end_records(len(self._entries), length, start)))
+        self._add(Literal(end_records(len(self._entries), length, start)))
         return _join_literals(self._parts)
 
     def _record(self, name: str, content: Content, crc: int | None) -> None:
@@ -130,7 +130,7 @@ def _central_header(entry: _Entry) -> bytes:
     return CENTRAL.pack(b"PK\x01\x02", *fields, 0, 0, 0, 0, offset) + entry.name + extra
 
 
-def _end_records(count: int, length: int, start: int) -> bytes:
+def end_records(count: int, length: int, start: int) -> bytes:
     """Return the end of an archive whose directory has ``length`` bytes at ``start``."""
     end64 = END64.pack(b"PK\x06\x06", 44, 0x031E, 0x002D, 0, 0, count, count, length, start)
     locator = LOCATOR64.pack(b"PK\x06\x07", 0, start + length, 1)

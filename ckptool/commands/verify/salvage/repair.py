@@ -20,20 +20,11 @@ from ckptool.errors import CkptoolError, Damaged, Problem, Unsupported
 from ckptool.formats.base import Recovery
 from ckptool.serialization.archive.read import is_legacy, is_zip, read_torch_file
 from ckptool.serialization.archive.recover import Recovered, read_legacy_counts, recover_records
+from ckptool.serialization.archive.write import end_records
 from ckptool.serialization.safetensors import read_promised_size, read_safetensors
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.leaves import read_leaves
-from ckptool.serialization.zip import (
-    CENTRAL,
-    DEFLATED,
-    END,
-    END64,
-    IN_EXTRA,
-    LOCAL,
-    LOCATOR64,
-    STORED,
-    ZipRecord,
-)
+from ckptool.serialization.zip import CENTRAL, DEFLATED, IN_EXTRA, LOCAL, STORED, ZipRecord
 from ckptool.storage.local import Files
 
 _WIDE = struct.Struct("<2H3Q")
@@ -144,13 +135,7 @@ def _with_directory(size: int, archive: Recovered) -> _PaddedFile:
     records = [*archive.records, *_appended(padded, archive.lost)]
     start = padded.size
     padded.append(b"".join(map(_central, records)))
-    count, nbytes = len(records), padded.size - start
-    end = padded.size
-    padded.append(
-        END64.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, nbytes, start)
-        + LOCATOR64.pack(b"PK\x06\x07", 0, end, 1)
-        + END.pack(b"PK\x05\x06", 0, 0, 0xFFFF, 0xFFFF, IN_EXTRA, IN_EXTRA, 0)
-    )
+    padded.append(end_records(len(records), padded.size - start, start))
     return padded
 
 
