@@ -17,6 +17,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ckptool.cli.app import SUMMARIES, app, load_command
+from ckptool.commands.verify.codes import CODES, Severity
+from ckptool.formats import FORMATS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "ckptool" / "docs"
@@ -59,6 +61,17 @@ def test_every_module_and_page_exists(page: Path) -> None:
     modules = [ROOT / "ckptool" / path.removeprefix("ckptool/") for path in MODULE.findall(text)]
     links = [page.parent / link for link in re.findall(r"\]\(([^):#]+)\)", text)]
     assert [path for path in modules + links if not path.exists()] == []
+
+
+def test_the_codes_are_those_of_verify() -> None:
+    """The lists by severity have all, and no other word of the page looks like a code."""
+    text = (DOCS / "verify.md").read_text()
+    for severity in Severity:
+        (words,) = re.findall(rf"^- {severity.value}: ((?:.|\n  )*)", text, re.M)
+        expected = [name for name, code in CODES.items() if code.severity is severity]
+        assert re.findall(r"`([a-z0-9-]+)`", words) == expected
+    named = set(re.findall(r"`([a-z0-9]+(?:-[a-z0-9]+)+)`", text))
+    assert named <= CODES.keys() | FORMATS.keys()
 
 
 def flags_of(command: Any) -> list[str]:
