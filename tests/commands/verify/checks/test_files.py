@@ -1,4 +1,4 @@
-"""What says that a save was finished, and what every rank must have left, of every format."""
+"""What names and sizes of files show, of every format: lost markers and ranks, and bare files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import case as fixture
 
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.verify import verify
@@ -113,3 +114,59 @@ def test_a_damaged_copy_that_is_not_read_is_a_warning(
     report = verify(folder, VerifyOptions(quick=quick))
     assert report.ok
     assert {one.code for one in report.findings if one.severity.value != "info"} == codes
+
+
+# Bare files: elements that begin as some file does, or are called as one, are no such file
+
+HEADS = {
+    "zip": b"PK\x03\x04",
+    "pickle of legacy torch.save": bytes.fromhex(
+        "80028a0a6cfc9c46f920 6aa85019 2e".replace(" ", "")
+    ),
+    "safetensors": b"\x10\0\0\0\0\0\0\0{",
+    "gzip": b"\x1f\x8b\x08\0",
+}
+FILES = {
+    "snapshot": "replicated/state/model/w",
+    "snapshot_batched": None,
+    "bytecheckpoint_flat": "global_step_7/model/__0_0.distcp",
+}
+
+
+def wrong(folder: Path) -> set[str]:
+    found = verify(folder, VerifyOptions()).findings
+    return {f.code for f in found if f.severity.value != "info"} - {"not-finite"}
+
+
+def bare_file(folder: Path, name: str | None) -> Path:
+    if name is not None:
+        return folder / name
+    files = [f for f in folder.rglob("*") if f.suffix == ".distcp" or f.parent.name == "batched"]
+    return max(files, key=lambda file: file.stat().st_size)
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("name", FILES)
+def test_the_first_bytes_of_a_tensor_are_its_elements(
+    name: str, head: bytes, copy_of: Callable[[str], Path]
+) -> None:
+    folder = copy_of(name)
+    file = bare_file(folder, FILES[name])
+    file.write_bytes(head + file.read_bytes()[len(head) :])
+    assert wrong(folder) <= wrong(fixture(name).path)
+
+
+@pytest.mark.parametrize(
+    "ending", [".safetensors", ".index.json", ".pt", ".part", ".tmp", ".metadata", "/metadata.json"]
+)
+def test_a_file_called_after_its_tensor_is_what_the_manifest_says(
+    ending: str, copy_of: Callable[[str], Path]
+) -> None:
+    folder = copy_of("snapshot")
+    old = "replicated/state/model/w"
+    (folder / old).rename(folder / "moved")
+    (folder / (old + ending)).parent.mkdir(exist_ok=True)
+    (folder / "moved").rename(folder / (old + ending))
+    manifest = folder / ".snapshot_metadata"
+    manifest.write_text(manifest.read_text().replace(f'"{old}"', f'"{old}{ending}"'))
+    assert wrong(folder) == set()
