@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -24,12 +21,11 @@ from typer.testing import CliRunner
 from ckptool.cli.app import app
 from ckptool.commands.options.source import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.verify.codes import CODES, Severity
-from ckptool.commands.verify.findings import Finding, VerifyReport
+from ckptool.commands.verify.codes import Severity
+from ckptool.commands.verify.findings import VerifyReport
 from ckptool.commands.verify.verify import verify
 from ckptool.core.dtype import BY_NAME
 from ckptool.engine.check.content import all_finite
-from ckptool.errors import UsageError
 
 PACKAGE = Path(__file__).parents[3] / "ckptool"
 
@@ -230,40 +226,6 @@ def test_all_damage_is_collected(copy_of: Callable[[str], Path]) -> None:
     (folder / ".metadata.tmp").write_bytes(b"")
     found = codes(checked(folder))
     assert {"crc-mismatch", "file-unused", "file-missing", "overwrite-interrupted"} <= found
-
-
-@pytest.mark.parametrize(
-    ("source", "damage", "code", "tensors"),
-    [
-        ("rank_base", "rank_truncated", "zip-structure", 4),
-        ("hf_sharded", "shard_truncated", "file-truncated", 5),
-        ("dcp_base", "truncated", "file-truncated", 3),
-        ("dcp_base", "file_lost", "file-missing", 4),
-        ("dcp_base", "file_empty", "file-empty", 5),
-    ],
-)
-def test_a_cause_is_one_finding_with_all_that_it_affects(
-    source: str, damage: str, code: str, tensors: int, copy_of: Callable[[str], Path]
-) -> None:
-    folder = copy_of(source)
-    assert DAMAGE[damage].source == source
-    DAMAGE[damage].apply(folder)
-    report = checked(folder)
-    (found,) = report.fails(strict=True)
-    names = {affected.tensor for affected in found.affected} & case(source).truth.keys()
-    assert (found.code, len(names)) == (code, tensors)
-    assert found.message.startswith((f"{found.file}:", f"'{found.file}'"))
-    assert next(iter(found.affected)).tensor in found.message
-
-
-def test_a_gap_that_no_lost_file_explains_is_its_own_finding(
-    copy_of: Callable[[str], Path],
-) -> None:
-    """Of a cut file whose parts the metadata places, another gap is another cause."""
-    folder = copy_of("dcp_base")
-    DAMAGE["chunk_gap"].apply(folder)
-    DAMAGE["file_empty"].apply(folder)
-    assert {"chunk-gap", "file-empty"} <= codes(checked(folder))
 
 
 # Names and sizes
@@ -504,59 +466,6 @@ def test_a_sample_is_seeded(copy_of: Callable[[str], Path]) -> None:
     assert "seed 1" in one.summary
 
 
-# What counts
-
-
-def test_strict_and_ignore(copy_of: Callable[[str], Path]) -> None:
-    folder = copy_of("dcp_base")
-    DAMAGE["stale_files"].apply(folder)
-    assert checked(folder).ok
-    assert not checked(folder, strict=True).ok
-    ignored = checked(folder, strict=True, ignore=("file-unused", "bytes-unused"))
-    assert ignored.ok
-    assert not codes(ignored)
-    with pytest.raises(UsageError, match="no such code") as caught:
-        checked(folder, ignore=("file-unusd",))
-    assert caught.value.hint == "did you mean file-unused ?"
-
-
-def test_what_could_not_be_read_is_not_checked_though_it_is_ignored(
-    copy_of: Callable[[str], Path],
-) -> None:
-    """The answer says so, and no more bytes count as read than were."""
-    folder = copy_of("dcp_base")
-    whole = checked(folder)
-    DAMAGE["truncated"].apply(folder)
-    report = checked(folder, ignore=("file-truncated",))
-    assert report.ok
-    assert report.summary.startswith("OK: not all data read and checked")
-    assert "; 1 error ignored: file-truncated (__1_0.distcp)" in report.summary
-    assert report.nbytes < whole.nbytes
-    quick = checked(folder, ignore=("file-truncated",), quick=True)
-    assert "1 error ignored: file-truncated" in quick.summary
-
-
-def codes_in(tree: ast.AST) -> Iterator[str]:
-    """The codes that a module gives to problems."""
-    place = {"Problem": 1, "coded": 0, "recoded": 0}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            at = place.get(ast.unparse(node.func).rpartition(".")[2])
-            if at is not None and len(node.args) > at and isinstance(node.args[at], ast.Constant):
-                yield node.args[at].value
-        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "code":
-            yield from (n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant)
-                        and isinstance(n.value, str) and "-" in n.value)  # fmt: skip
-
-
-def test_the_table_holds_every_code_that_is_used() -> None:
-    used = {
-        code for module in PACKAGE.rglob("*.py") for code in codes_in(ast.parse(module.read_text()))
-    }
-    assert used <= CODES.keys()
-    assert len(used) > 40
-
-
 # The command line
 
 
@@ -600,52 +509,6 @@ def test_json(flipped: Path) -> None:
 def test_quiet_prints_nothing(flipped: Path) -> None:
     result = ran(str(flipped), "-q")
     assert (result.exit_code, result.output) == (1, "")
-
-
-def test_junit(flipped: Path, tmp_path: Path) -> None:
-    target = tmp_path / "verify.xml"
-    ran(str(flipped), "-q", "--junit", str(target))
-    suite = ElementTree.parse(target).getroot()
-    cases = {one.get("name"): one for one in suite}
-    assert suite.get("failures") == "1"
-    assert cases.keys() == CODES.keys()
-    assert "CRC-32" in cases["crc-mismatch"].find("failure").text
-    assert cases["chunk-gap"].find("failure") is None
-
-
-def test_junit_of_names_that_no_xml_can_hold(tmp_path: Path) -> None:
-    from ckptool.render.verify import write_junit
-
-    finding = Finding("not-finite", Severity.WARNING, "a\x00\x1b[31m<&>\ud800", "f", "t")
-    report = VerifyReport(tmp_path, "dcp", (finding,), True, "OK")
-    write_junit(report, tmp_path / "x.xml", strict=True)
-    text = ElementTree.parse(tmp_path / "x.xml").getroot().find(".//failure").text
-    assert text == "a\\x00\\x1b[31m<&>\\ud800"
-
-
-def test_annotations(flipped: Path) -> None:
-    lines = ran(str(flipped), env={"GITHUB_ACTIONS": "true"}).stdout.splitlines()
-    (found,) = [line for line in lines if line.startswith("::")]
-    assert found.startswith(f"::error file={flipped}/__1_0.distcp,title=ckptool crc-mismatch::")
-    beside = ran(str(flipped), "--json", env={"GITHUB_ACTIONS": "true"})
-    json.loads(beside.stdout)
-    assert "::error file=" in beside.stderr
-
-
-def test_annotations_cannot_be_forged(tmp_path: Path) -> None:
-    from ckptool.render.verify import _annotation
-
-    finding = Finding("not-finite", Severity.ERROR, "a\n::error::b 100%", "x,y:z\n", "t")
-    line = _annotation(SimpleNamespace(path=tmp_path), finding)
-    assert "\n" not in line
-    assert line.endswith("x%2Cy%3Az\\n,title=ckptool not-finite::a\\n::error::b 100%25")
-
-
-def test_the_codes_are_listed() -> None:
-    lines = ran("--codes").stdout.splitlines()
-    assert [line.split()[0] for line in lines] == list(CODES)
-    told = json.loads(ran("--codes", "--json").stdout)
-    assert [row["code"] for row in told["codes"]] == list(CODES)
 
 
 def test_verify_leaves_the_checkpoint_alone(copy_of: Callable[[str], Path]) -> None:
@@ -707,20 +570,3 @@ def test_a_lost_random_state_is_seen_whatever_the_folder_is_read_as(
     (folder / "random_states_0.pkl").unlink()
     report = verify(folder, VerifyOptions(ReadOptions(from_format="hf")))
     assert "rank-missing" in {finding.code for finding in report.findings}
-
-
-def test_what_a_cut_file_affects_is_told_in_words(copy_of: Callable[[str], Path]) -> None:
-    folder = copy_of("dcp_fsdp2")
-    with open(folder / "__3_0.distcp", "r+b") as file:
-        file.truncate(2000)
-    findings = verify(folder, VerifyOptions()).findings
-    messages = [one.message for finding in findings for one in finding.affected]
-    assert messages
-    assert not any("Affected(" in message for message in messages)
-
-
-def test_a_stray_file_does_not_explain_a_gap(copy_of: Callable[[str], Path]) -> None:
-    folder = copy_of("dcp_base")
-    DAMAGE["chunk_gap"].apply(folder)
-    (folder / "stray.pt").touch()
-    assert "chunk-gap" in {finding.code for finding in verify(folder, VerifyOptions()).findings}

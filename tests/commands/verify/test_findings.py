@@ -1,0 +1,105 @@
+"""One cause is one finding, with all that it affects; what is ignored is said to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import case
+from recipes.damage import DAMAGE
+
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.verify.codes import Severity
+from ckptool.commands.verify.findings import VerifyReport
+from ckptool.commands.verify.verify import verify
+from ckptool.errors import UsageError
+
+
+def checked(path: Path, **options: Any) -> VerifyReport:
+    return verify(path, VerifyOptions(workers=2, **options))
+
+
+def codes(report: VerifyReport) -> set[str]:
+    return {f.code for f in report.findings if f.severity is not Severity.INFO}
+
+
+@pytest.mark.parametrize(
+    ("source", "damage", "code", "tensors"),
+    [
+        ("rank_base", "rank_truncated", "zip-structure", 4),
+        ("hf_sharded", "shard_truncated", "file-truncated", 5),
+        ("dcp_base", "truncated", "file-truncated", 3),
+        ("dcp_base", "file_lost", "file-missing", 4),
+        ("dcp_base", "file_empty", "file-empty", 5),
+    ],
+)
+def test_a_cause_is_one_finding_with_all_that_it_affects(
+    source: str, damage: str, code: str, tensors: int, copy_of: Callable[[str], Path]
+) -> None:
+    folder = copy_of(source)
+    assert DAMAGE[damage].source == source
+    DAMAGE[damage].apply(folder)
+    report = checked(folder)
+    (found,) = report.fails(strict=True)
+    names = {affected.tensor for affected in found.affected} & case(source).truth.keys()
+    assert (found.code, len(names)) == (code, tensors)
+    assert found.message.startswith((f"{found.file}:", f"'{found.file}'"))
+    assert next(iter(found.affected)).tensor in found.message
+
+
+def test_a_gap_that_no_lost_file_explains_is_its_own_finding(
+    copy_of: Callable[[str], Path],
+) -> None:
+    """Of a cut file whose parts the metadata places, another gap is another cause."""
+    folder = copy_of("dcp_base")
+    DAMAGE["chunk_gap"].apply(folder)
+    DAMAGE["file_empty"].apply(folder)
+    assert {"chunk-gap", "file-empty"} <= codes(checked(folder))
+
+
+def test_a_stray_file_does_not_explain_a_gap(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("dcp_base")
+    DAMAGE["chunk_gap"].apply(folder)
+    (folder / "stray.pt").touch()
+    assert "chunk-gap" in {finding.code for finding in verify(folder, VerifyOptions()).findings}
+
+
+def test_what_a_cut_file_affects_is_told_in_words(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("dcp_fsdp2")
+    with open(folder / "__3_0.distcp", "r+b") as file:
+        file.truncate(2000)
+    findings = verify(folder, VerifyOptions()).findings
+    messages = [one.message for finding in findings for one in finding.affected]
+    assert messages
+    assert not any("Affected(" in message for message in messages)
+
+
+def test_strict_and_ignore(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("dcp_base")
+    DAMAGE["stale_files"].apply(folder)
+    assert checked(folder).ok
+    assert not checked(folder, strict=True).ok
+    ignored = checked(folder, strict=True, ignore=("file-unused", "bytes-unused"))
+    assert ignored.ok
+    assert not codes(ignored)
+    with pytest.raises(UsageError, match="no such code") as caught:
+        checked(folder, ignore=("file-unusd",))
+    assert caught.value.hint == "did you mean file-unused ?"
+
+
+def test_what_could_not_be_read_is_not_checked_though_it_is_ignored(
+    copy_of: Callable[[str], Path],
+) -> None:
+    """The answer says so, and no more bytes count as read than were."""
+    folder = copy_of("dcp_base")
+    whole = checked(folder)
+    DAMAGE["truncated"].apply(folder)
+    report = checked(folder, ignore=("file-truncated",))
+    assert report.ok
+    assert report.summary.startswith("OK: not all data read and checked")
+    assert "; 1 error ignored: file-truncated (__1_0.distcp)" in report.summary
+    assert report.nbytes < whole.nbytes
+    quick = checked(folder, ignore=("file-truncated",), quick=True)
+    assert "1 error ignored: file-truncated" in quick.summary
