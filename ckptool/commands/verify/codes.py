@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 from enum import Enum
 from typing import NamedTuple
 
@@ -46,8 +47,7 @@ CODES: dict[str, Code] = {
         _ERROR, "a file was changed while it was read", "verify again when no process writes to it"
     ),
     "file-unused": Code(
-        _WARNING,
-        "a file that looks like part of the checkpoint but is not used",
+        _WARNING, "a file that looks like part of the checkpoint but is not used",
         "convert and reshard ignore it: read it by its own path, or move it away",
     ),
     "checkpoint-nested": Code(
@@ -55,40 +55,31 @@ CODES: dict[str, Code] = {
     ),
     "file-incomplete": Code(_WARNING, "a temporary file of an unfinished write"),
     "bytes-unused": Code(
-        _WARNING,
-        "a data file contains unused bytes",
+        _WARNING, "a data file contains unused bytes",
         "harmless by itself: a longer file was overwritten, or bytes were appended",
     ),
     "zeros-at-end": Code(
-        _WARNING,
-        "a file ends in zeros from a page boundary, as after a crash",
-        _AGAIN,
+        _WARNING, "a file ends in zeros from a page boundary, as after a crash", _AGAIN
     ),
     "path-outside": Code(_ERROR, "metadata names a path outside the checkpoint", "do not load it"),
     # The whole
     "save-incomplete": Code(
-        _ERROR,
-        "a save that did not finish",
+        _ERROR, "a save that did not finish",
         "use the previous checkpoint; the metadata is written last",
     ),
     "latest-missing": Code(
-        _INFO,
-        "the file that names the latest checkpoint of the run is missing",
+        _INFO, "the file that names the latest checkpoint of the run is missing",
         "Megatron-LM and DeepSpeed resume from the step that this file names",
     ),
     "overwrite-interrupted": Code(
-        _ERROR,
-        "data and metadata are from different saves",
+        _ERROR, "data and metadata are from different saves",
         "a later save into the same folder was interrupted: use another checkpoint",
     ),
-    "data-newer": Code(
-        _INFO, "a data file was modified after the metadata that describes it"
-    ),
+    "data-newer": Code(_INFO, "a data file was modified after the metadata that describes it"),
     "metadata-unreadable": Code(_ERROR, "a metadata file cannot be parsed", _AGAIN),
     "rank-missing": Code(_ERROR, "data of a rank is missing", _MIXED),
     "sharding-unrecorded": Code(
-        _INFO,
-        "the files do not record how the ranks' shards fit together",
+        _INFO, "the files do not record how the ranks' shards fit together",
         "set it with --tp-rule 'GLOB=column'",
     ),
     "copy-damaged": Code(
@@ -108,17 +99,11 @@ CODES: dict[str, Code] = {
     "zip-structure": Code(_ERROR, "a zip directory is damaged or contradicts itself", _AGAIN),
     "zip-headers": Code(_ERROR, "a zip directory and a record's header differ", _AGAIN),
     "archive-content": Code(_ERROR, "a zip that torch.save would not write", _AGAIN),
-    "crc-mismatch": Code(
-        _ERROR, "data does not match its checksum", _AGAIN
-    ),
-    "sha256-mismatch": Code(
-        _ERROR, "a file does not match its listed SHA-256", _AGAIN
-    ),
+    "crc-mismatch": Code(_ERROR, "data does not match its checksum", _AGAIN),
+    "sha256-mismatch": Code(_ERROR, "a file does not match its listed SHA-256", _AGAIN),
     "md5-mismatch": Code(_ERROR, "a file does not match its listed MD5", _AGAIN),
     "codec-corrupt": Code(_ERROR, "compressed data cannot be decoded", _AGAIN),
-    "transform-unknown": Code(
-        _ERROR, "data uses an unsupported transform and cannot be checked"
-    ),
+    "transform-unknown": Code(_ERROR, "data uses an unsupported transform and cannot be checked"),
     "legacy-stream": Code(_ERROR, "a legacy torch.save stream contradicts itself", _AGAIN),
     "storage-mismatch": Code(
         _ERROR, "a storage is missing, or has another size than its pickle says", _AGAIN
@@ -141,9 +126,7 @@ CODES: dict[str, Code] = {
     "data-missing": Code(_ERROR, "metadata without data", _MIXED),
     "data-unused": Code(_ERROR, "data that no chunk of the metadata claims", _MIXED),
     "items-overlap": Code(_ERROR, "two items share bytes of a file", _MIXED),
-    "item-mismatch": Code(
-        _ERROR, "the data of an item does not match the metadata", _MIXED
-    ),
+    "item-mismatch": Code(_ERROR, "the data of an item does not match the metadata", _MIXED),
     "frozen-excluded": Code(
         _WARNING, "frozen parameters are not in the checkpoint",
         "take them from the model that training started from; convert the rest with --drop frozen",
@@ -170,12 +153,11 @@ CODES: dict[str, Code] = {
         "save again with SHARDED_STATE_DICT or FULL_STATE_DICT",
     ),
     "name-mismatch": Code(_WARNING, "a tensor's name and its path differ"),
-    "not-finite": Code(_WARNING, "NaN or infinite values in model or optimizer",
+    "not-finite": Code(
+        _WARNING, "NaN or infinite values in model or optimizer",
         "--fail-nonfinite makes it an error",
-   ),
-    "optimizer-incomplete": Code(
-        _WARNING, "some parameters lack optimizer state that others have"
     ),
+    "optimizer-incomplete": Code(_WARNING, "some parameters lack optimizer state that others have"),
     "optimizer-shape": Code(_WARNING, "optimizer state and its parameter differ in shape"),
     "steps-differ": Code(
         _WARNING, "step counters differ between parameters or ranks",
@@ -212,8 +194,7 @@ CODES: dict[str, Code] = {
     "value-extra": Code(_ERROR, "a non-tensor value that is only in B"),
     "value-differs": Code(_ERROR, "a non-tensor value differs"),
     "value-not-compared": Code(
-        _WARNING, "of an unsupported kind, so not compared",
-        "exclude it with --drop NAME",
+        _WARNING, "of an unsupported kind, so not compared", "exclude it with --drop NAME"
     ),
     "companion-missing": Code(_WARNING, "a file of the model that is only in A"),
     "companion-differs": Code(_WARNING, "a file of the model differs"),
@@ -239,19 +220,13 @@ CODES: dict[str, Code] = {
         _INFO, "files differ from those of the manifest; tensors and values are compared"
     ),
     # What cannot be known
-    "limit-exceeded": Code(
-        _ERROR, "a limit of ckptool is exceeded; not checked",
-    ),
-    "files-only": Code(
-        _INFO, "tensors of this format are not read; only its files are checked"
-    ),
+    "limit-exceeded": Code(_ERROR, "a limit of ckptool is exceeded; not checked"),
+    "files-only": Code(_INFO, "tensors of this format are not read; only its files are checked"),
     "no-checksum": Code(
         _INFO, "no checksum stored; changed values cannot be detected",
         "use --write-manifest to detect changes",
     ),
-    "value-not-written": Code(
-        _INFO, "a value that convert and reshard do not write",
-    ),
+    "value-not-written": Code(_INFO, "a value that convert and reshard do not write"),
     "note": Code(_INFO, "a remark"),
     "damaged": Code(_ERROR, "the files contradict each other", _MIXED),
 }  # fmt: skip
@@ -259,13 +234,8 @@ CODES: dict[str, Code] = {
 
 def require_codes(codes: Iterable[str]) -> None:
     """Raise UsageError where one is no code."""
-    unknown = next((code for code in codes if code not in CODES), None)
-    if unknown is not None:
-        raise UsageError(f"--ignore {unknown}: no such code", hint=_similar(unknown))
-
-
-def _similar(code: str) -> str:
-    import difflib
-
-    close = difflib.get_close_matches(code, CODES, n=1)
-    return f"did you mean {close[0]} ?" if close else "one of " + ", ".join(CODES)
+    for code in codes:
+        if code not in CODES:
+            close = get_close_matches(code, CODES, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "list them: ckptool verify --codes"
+            raise UsageError(f"--ignore {code}: no such code", hint=hint)

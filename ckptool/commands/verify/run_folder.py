@@ -70,8 +70,9 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
     require_known(options.read.from_format)
     steps = steps_of(run)
     verified = []
-    for report in _reports(steps, options):
-        if not report.ok and _is_gone(report.step.path):
+    for at in range(len(steps) - 1, -1, -1):
+        report = _verify_step(steps[at], steps[:at], options)
+        if not report.ok and _is_gone(report.path):
             continue
         verified.append(report)
         if report.ok and not every:
@@ -79,12 +80,7 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
     return RunReport(run, len(steps), tuple(verified))
 
 
-def _reports(steps: Sequence[Step], options: VerifyOptions) -> Iterator[StepReport]:
-    for at in range(len(steps) - 1, -1, -1):
-        yield _report(steps[at], steps[:at], options)
-
-
-def _report(step: Step, older: Sequence[Step], options: VerifyOptions) -> StepReport:
+def _verify_step(step: Step, older: Sequence[Step], options: VerifyOptions) -> StepReport:
     reports: list[VerifyReport] = []
     reasons = [*_missing_parts(step, older)]
     for part in step.parts:

@@ -226,12 +226,12 @@ class _Comparison:
         workers = self._options.verify.workers or max(each.source.workers for each in opened)
         reads = (CheckedSource(opened[0].source), CheckedSource(opened[1].source))
         progress = started(self._nbytes)
-        outcome = compare(self._pairs, reads, self._options.tolerance, workers, progress)
-        for name, (number, error) in outcome.unreadable.items():
+        result = compare(self._pairs, reads, self._options.tolerance, workers, progress)
+        for name, (number, error) in result.unreadable.items():
             problems = (p if p.tensor else p.within(name, tensor=name) for p in error.problems)
             self._sides[number].problems += problems
-        self._pairs = [pair for pair in self._pairs if pair.one.name not in outcome.unreadable]
-        differences = outcome.differences
+        self._pairs = [pair for pair in self._pairs if pair.one.name not in result.unreadable]
+        differences = result.differences
         self._differing = [
             differing_tensor(pair, differences[pair.one.name])
             for pair in self._pairs

@@ -76,17 +76,6 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What comparing found, by the first one's name.
-
-    ``unreadable`` says of which side, 0 or 1, what could not be read.
-    """
-
-    differences: dict[str, Difference]
-    unreadable: dict[str, tuple[int, CkptoolError]]
-
-
-@dataclass(frozen=True, slots=True)
 class Holder:
     """Who holds an element: the file, and the rank that wrote it if known."""
 
@@ -142,16 +131,16 @@ def compare(
     tolerance: Tolerance | None,
     workers: int,
     progress: Progress = lambda nbytes: None,
-) -> Outcome:
+) -> TensorComparison:
     """Compare all pairs on a few threads, a few MiB of memory each.
 
     Bit by bit without a tolerance: equal NaN patterns are equal, 0.0 and -0.0 are not; after a cast
     any NaN is equal to any other. The chunks of every tensor must tile it exactly. Raises
     Unsupported where a cast needs torch and it is not there.
     """
-    comparison = _Comparison(tolerance)
-    read_tiles(_Sides(reads), _jobs(pairs), comparison.compare, workers, progress)
-    return Outcome(comparison.differences, comparison.unreadable)
+    comparison = TensorComparison(tolerance)
+    read_tiles(_Sides(*reads), _jobs(pairs), comparison.compare, workers, progress)
+    return comparison
 
 
 def _jobs(pairs: Iterable[Pair]) -> Iterator[Job[Pair, _SideReaders, PairTile]]:
@@ -199,14 +188,18 @@ class _SideReaders(NamedTuple):
 class _Sides(NamedTuple):
     """Both sides, to read from."""
 
-    sources: tuple[CheckedSource, CheckedSource]
+    one: CheckedSource
+    other: CheckedSource
 
     def reader(self) -> _SideReaders:
-        return _SideReaders(self.sources[0].reader(), self.sources[1].reader())
+        return _SideReaders(self.one.reader(), self.other.reader())
 
 
-class _Comparison:
-    """The differences so far, of all threads."""
+class TensorComparison:
+    """The differences so far, of all threads, by the first one's name.
+
+    ``unreadable`` says of which side, 0 or 1, what could not be read.
+    """
 
     def __init__(self, tolerance: Tolerance | None) -> None:
         self.differences: dict[str, Difference] = {}
@@ -218,28 +211,24 @@ class _Comparison:
         """Compare some tiles of a pair, unless others of it could not be read."""
         if pair.one.name in self.unreadable:
             return
-        for tile in self._readable(pair, tiles):
-            difference = _difference(pair, tile.one, tile.other, self._tolerance)
-            self._note(pair, tile.box, difference)
-
-    def _readable(self, pair: Pair, tiles: Iterator[PairTile]) -> Iterator[PairTile]:
         try:
-            yield from tiles
+            for tile in tiles:
+                difference = _difference(pair, tile.one, tile.other, self._tolerance)
+                if difference is not None:
+                    self._add(pair, tile.box, difference)
         except _Unreadable as failure:
             with self._lock:
                 self.unreadable.setdefault(pair.one.name, (failure.side, failure.error))
 
-    def _note(self, pair: Pair, box: Box, difference: Difference | None) -> None:
-        if difference is None:
-            return
+    def _add(self, pair: Pair, box: Box, difference: Difference) -> None:
         first = tuple(low + step for low, step in zip(box.lo, difference.first, strict=True))
         difference = replace(difference, first=first)
         with self._lock:
             known = self.differences.get(pair.one.name)
-            self.differences[pair.one.name] = _both(known, difference) if known else difference
+            self.differences[pair.one.name] = _sum(known, difference) if known else difference
 
 
-def _both(one: Difference, other: Difference) -> Difference:
+def _sum(one: Difference, other: Difference) -> Difference:
     first = min(one, other, key=lambda item: item.first)
     sizes = [item.largest for item in (one, other) if item.largest is not None]
     elements = one.elements + other.elements
