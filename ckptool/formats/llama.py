@@ -27,12 +27,15 @@ from ckptool.core.sharding.tensor_parallel import (
     GATED,
     REPLICATED,
     ROW,
+    LocalTensor,
     NamedRule,
     RuleTable,
     TpRule,
     match_rule,
+    merge_ranks,
     report_unmerged,
     require_matched,
+    tp_mesh,
 )
 from ckptool.errors import Damaged, Problem, Refusal, Undetermined, Unsupported
 from ckptool.formats.base import Format, Request, ScanOptions
@@ -44,11 +47,6 @@ from ckptool.serialization.pickle.write import TensorRef
 from ckptool.serialization.source import Source, expect_archives, find_missing_ranks, require_rank
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, RankLeaves, read_leaves
-from ckptool.serialization.state_dict.tensor_parallel import (
-    LocalTensor,
-    merge_ranks,
-    tp_mesh,
-)
 from ckptool.serialization.state_dict.values import note_unread
 
 _EMBEDDING = re.compile(r"(.*\.)?tok_embeddings\.weight")

@@ -6,15 +6,16 @@ A framework says in one ``RuleTable`` how it cuts its tensors; ``--tp-rule`` say
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate, groupby, product
 from typing import Generic, TypeVar
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Chunk, Path, TensorEntry, merge_copies
+from ckptool.core.catalog import Chunk, Path, Place, TensorEntry, merge_copies
 from ckptool.core.dtype import DType
+from ckptool.core.mesh import Mesh, Replicate, Shard
 from ckptool.core.views import part_of_chunk
 from ckptool.errors import CkptoolError, Damaged, Problem, Undetermined, UsageError
 
@@ -305,3 +306,57 @@ def merge_shards(
         for placed in fit.place(chunk)
     ]
     return TensorEntry(name, path, dtypes.pop(), shapes.pop(), merge_copies(chunks))
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """One rank's shard of a tensor, which is stored as a plain tensor."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    at: Place
+
+
+LocalTensors = Mapping[int, LocalTensor]
+"""The local tensors of one name by rank."""
+
+
+def merge_ranks(
+    name: str, path: Path, parts: LocalTensors, rule: TpRule, *, world: int
+) -> TensorEntry:
+    """Return the tensor that the local ones of all ranks make by a rule.
+
+    Raises Damaged where a rank has none, or they differ in more than the size along the rule's dim;
+    Raises Undetermined where they are not what the rule says.
+    """
+    missing = sorted(set(range(world)) - set(parts))
+    if missing:
+        message = f"{name}: rank {missing[0]} has none, rank {min(parts)} has one"
+        raise Damaged(message, "rank-missing", tensor=name)
+    ordered = [parts[rank] for rank in range(world)]
+    first, dim = ordered[0], rule.dim
+    for rank, part in enumerate(ordered):
+        if part.dtype != first.dtype or _without(part.shape, dim) != _without(first.shape, dim):
+            message = f"{name}: rank 0 holds {first.dtype} {list(first.shape)},"
+            message += f" rank {rank} {part.dtype} {list(part.shape)}"
+            message += "" if dim is None else f"; sharded along dim {dim}, only that may differ"
+            raise Damaged(message, "ranks-disagree", tensor=name)
+    shards = [
+        RankShard(part.dtype, part.shape, [Chunk(Box.whole(part.shape), part.at, rank)])
+        for rank, part in enumerate(ordered)
+    ]
+    entry = merge_shards(name, path, shards, fit_ranks([part.shape for part in ordered], rule))
+    placement = Replicate() if dim is None else Shard(dim)
+    known = (placement,) if len(rule.blocks) == 1 else None
+    return replace(entry, placements=known, mesh=tp_mesh(world))
+
+
+def tp_mesh(world: int) -> Mesh:
+    """Return the mesh of ``world`` tensor-parallel ranks."""
+    return Mesh.of((world,), ("tp",))
+
+
+def _without(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
+    if dim is not None and dim >= len(shape):
+        return shape
+    return shape if dim is None else shape[:dim] + shape[dim + 1 :]

@@ -21,6 +21,7 @@ from ckptool.core.dtype import DType
 from ckptool.core.layout import Data, FileLayout, Layout, Literal, Part, Scattered
 from ckptool.core.mesh import Placement, Shard
 from ckptool.core.sharding.placement import Placed, PlacementRule
+from ckptool.core.sharding.tensor_parallel import LocalTensor, tp_mesh
 from ckptool.errors import Damaged, Unsupported
 from ckptool.formats.base import Format, Request, ScanOptions
 from ckptool.formats.companions import companions, config_info, read_config
@@ -30,7 +31,6 @@ from ckptool.formats.writing import by_size, companion_files, extra_file, requir
 from ckptool.serialization.pickle.write import TensorRef
 from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors, read_safetensors
 from ckptool.serialization.source import Source, expect_heads, find_missing_ranks, require_rank
-from ckptool.serialization.state_dict.tensor_parallel import LocalTensor, tp_mesh
 
 _EXTRA = "model.extra.pt"
 _PART = re.compile(

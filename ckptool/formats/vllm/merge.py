@@ -16,29 +16,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import TensorEntry
+from ckptool.core.catalog import Chunk, TensorEntry
 from ckptool.core.sharding.tensor_parallel import (
     COLUMN,
     REPLICATED,
     ROW,
+    LocalTensor,
+    LocalTensors,
     NamedRule,
     RuleTable,
     TpRule,
     match_rule,
+    merge_ranks,
     report_unmerged,
     require_matched,
 )
-from ckptool.core.views import narrow_place
+from ckptool.core.views import narrow_place, shift_place
 from ckptool.errors import Damaged, Undetermined
 from ckptool.formats.companions import CONFIG, size_in
-from ckptool.serialization.state_dict.tensor_parallel import (
-    LocalTensor,
-    LocalTensors,
-    halves,
-    keep_whole,
-    merge_ranks,
-    rows_of,
-)
 
 _EXPERTS = re.compile(r"(?P<head>(.*\.)?experts\.)(routed_experts\.)?(?P<which>w13|w2)_weight")
 _ORDER_NOTE = (
@@ -78,11 +73,11 @@ def _expert_entries(
     mixtral = "block_sparse_moe." in match["head"]
     for number, of_expert in enumerate(by_expert):
         for at, member in enumerate(members):
-            own = halves(name, of_expert, at) if len(members) == 2 else of_expert
+            own = _halves(name, of_expert, at) if len(members) == 2 else of_expert
             leaf = _MIXTRAL[member] if mixtral else member
             full = f"{match['head']}{number}.{leaf}.weight"
             if len(own) == 1:
-                yield keep_whole(full, *own.items())
+                yield _keep_whole(full, *own.items())
             else:
                 rule = COLUMN if len(members) == 2 else ROW
                 yield merge_ranks(full, (full,), own, rule, world=world)
@@ -222,7 +217,7 @@ class Merger:
             yield from self._heads(name, heads, parts, outputs.get(heads["head"]))
         elif gated:
             for at, member in enumerate(("gate_proj", "up_proj")):
-                yield self._entry(_member(gated, member), halves(name, parts, at), COLUMN)
+                yield self._entry(_member(gated, member), _halves(name, parts, at), COLUMN)
         elif experts:
             self.notes += [_ORDER_NOTE] if _ORDER_NOTE not in self.notes else []
             yield from _expert_entries(name, experts, parts, self.config.experts, self.world)
@@ -253,7 +248,7 @@ class Merger:
             ("k_proj", queries, queries + keys, holders),
             ("v_proj", queries + keys, rows, holders),
         ):
-            piece = {rank: rows_of(name, part, start, stop) for rank, part in parts.items()}
+            piece = {rank: _rows_of(name, part, start, stop) for rank, part in parts.items()}
             yield self._entry(_member(match, member), piece, TpRule(0, holders=ranks))
 
     def _query_rows(self, name: str, outputs: LocalTensors | None) -> int:
@@ -298,7 +293,7 @@ class Merger:
             raise Damaged(message, "config-mismatch", tensor=name)
         self.notes.append(f"{name}: dropped {rows - vocabulary} rows that pad the vocabulary")
         left = {rank: min(each, max(0, vocabulary - rank * each)) for rank in parts}
-        return {rank: rows_of(name, part, 0, left[rank]) for rank, part in parts.items()}
+        return {rank: _rows_of(name, part, 0, left[rank]) for rank, part in parts.items()}
 
     def add_tied(self) -> None:
         """Add the embeddings again where the config ties them: only the first name was saved."""
@@ -326,3 +321,30 @@ def _require_part(outputs: LocalTensors, world: int) -> None:
     shape = next(iter(outputs.values())).shape
     if world > 1 and (len(shape) != 2 or shape[1] * world != shape[0]):
         raise Undetermined("an output projection of this shape may be cut or whole")
+
+
+def _keep_whole(name: str, owned: tuple[int, LocalTensor]) -> TensorEntry:
+    """Return a tensor that one rank holds whole, from that rank and its local tensor."""
+    rank, part = owned
+    chunk = Chunk(Box.whole(part.shape), part.at, rank)
+    return TensorEntry(name, (name,), part.dtype, part.shape, (chunk,))
+
+
+def _rows_of(name: str, part: LocalTensor, start: int, stop: int) -> LocalTensor:
+    """Return some rows of a local tensor; Damaged where it has none such."""
+    if not part.shape or not 0 <= start <= stop <= part.shape[0]:
+        raise Damaged(f"{name}: {list(part.shape)} has no rows {start} to {stop}")
+    box = Box.along(0, start, (stop - start, *part.shape[1:]))
+    return LocalTensor(part.dtype, box.shape, shift_place(part.at, box.lo))
+
+
+def _halves(name: str, parts: LocalTensors, which: int) -> LocalTensors:
+    """Return the first or the second half of the rows of each local tensor."""
+    odd = [part.shape for part in parts.values() if not part.shape or part.shape[0] % 2]
+    if odd:
+        raise Damaged(f"{name}: {list(odd[0])} does not have two equal halves")
+    sizes = {rank: part.shape[0] // 2 for rank, part in parts.items()}
+    return {
+        rank: _rows_of(name, part, which * sizes[rank], (which + 1) * sizes[rank])
+        for rank, part in parts.items()
+    }
