@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.numpy import save_file
+from torchtitan_states import recorded, write_config
 from typer.testing import CliRunner
 
 from ckptool.cli.app import SUMMARIES, app, load_command
@@ -46,6 +50,30 @@ def test_a_command_is_understood(words: list[str], monkeypatch: pytest.MonkeyPat
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     assert len(calls) == 1
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder that holds what the commands of the README begin with."""
+    model = {n: torch.from_numpy(a).float() for n, a in recorded("llama3")["trainer"].items()}
+    for run in ("runs", "runs/checkpoint"):
+        state = {"model": model, "train_state": {"step": 1000}}
+        dcp.save(state, checkpoint_id=tmp_path / run / "step-1000", no_dist=True)
+    torch.save({f"module.{name}": tensor for name, tensor in model.items()}, tmp_path / "model.pt")
+    write_config("llama3", tmp_path / "assets")
+    hf = tmp_path / "hf"
+    save_file(recorded("llama3")["hf"], write_config("llama3", hf) / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_commands_of_the_readme_run(workplace: Path) -> None:
+    lines = COMMAND.findall(PAGES[0].read_text())
+    runs = [line for line in lines if " " in line and not re.search(r"\b(SRC|CKPT|bench)\b", line)]
+    assert len(runs) > 10
+    for line in runs:
+        done = CliRunner().invoke(app, shlex.split(line, comments=True))
+        assert done.exit_code == 0, (line, done.output, done.exception)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
