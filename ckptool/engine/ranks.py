@@ -48,7 +48,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
         raise UsageError("RANK and WORLD_SIZE are set, and MASTER_ADDR is not", hint=_TO_WORK_ALONE)
     port = read_number(environment, "MASTER_PORT")
     if port > 65535:
-        raise UsageError(f"MASTER_PORT={port}: no port", hint=_TO_WORK_ALONE)
+        raise UsageError(f"MASTER_PORT={port}: not a port number", hint=_TO_WORK_ALONE)
     return Launch(rank, size, local, f"{host}:{port}")
 
 
@@ -105,7 +105,7 @@ class TorchRanks(Ranks):
             wait_for(lambda: self._distributed.all_gather_object(values, value))
         except RuntimeError as error:
             raise TransferError(
-                f"rank {self.rank}: the other ranks are lost: {error_text(error)}",
+                f"rank {self.rank}: lost the connection to other ranks: {error_text(error)}",
                 hint="their messages say why; the same command with --resume continues",
             ) from None
         return values  # type: ignore[return-value]
@@ -167,7 +167,7 @@ def join_ranks() -> Iterator[Ranks]:
 
 def _no_meeting(launch: Launch, why: str) -> Unsupported:
     return Unsupported(
-        f"rank {launch.rank} of {launch.size} meets no other rank at {launch.address} {why}",
+        f"rank {launch.rank} of {launch.size} reached no other rank at {launch.address} {why}",
         hint="start it with torchrun; to work alone, unset RANK and WORLD_SIZE",
     )
 
@@ -253,7 +253,7 @@ def _first_of(stage: Output, ranks: Ranks, tokens: list[str]) -> int:
         if stage.is_marked(token):
             return rank
     raise TransferError(
-        f"rank {ranks.rank} sees no output that a rank of its node began",
+        f"rank {ranks.rank} does not see the output that a rank of its node began",
         hint="torchrun gives the first rank of each node LOCAL_RANK=0",
     )
 

@@ -162,10 +162,9 @@ def is_new_file(path: Path, name: str, note: CommitNote) -> bool:
 def unknown_files(target: Path, staged: Path) -> Unsupported:
     """Return the error where neither place has the file that was noted, as in a copy of both."""
     return Unsupported(
-        f"{target}: a run was cut short while it put a file of {staged} there, and neither the one"
-        " that stands there nor one in that folder is the file it noted: changed since, or copied;"
-        f" so it is unclear whether the side file that goes with {target.name} is the one"
-        " beside it or one in that folder",
+        f"{target}: an interrupted run was moving a file of {staged} there, and neither that file"
+        " nor one in the folder is the one it recorded (changed since, or copied); it is unclear"
+        f" which side file goes with {target.name}: the one beside it or one in the folder",
         hint=f"use the place that it was copied from; or keep the whole pair, move {staged} away,"
         f" then rm {note_path(target)}",
     )

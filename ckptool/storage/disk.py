@@ -112,7 +112,7 @@ def open_unfollowed(path: Path, flags: int) -> int:
 def in_the_way(path: Path) -> Unsupported:
     """Return the error where something that ckptool did not make has a name it needs."""
     return Unsupported(
-        f"{path}: is in the way: ckptool needs the name, and did not make what is there",
+        f"{path}: is in the way: ckptool needs this name, but did not create what is there",
         hint=f"check what it is, then move it away: mv {path} ELSEWHERE",
     )
 

@@ -237,7 +237,7 @@ JOB = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT"
         ({"WORLD_SIZE": ""}, "WORLD_SIZE='': not a number"),
         ({"LOCAL_RANK": "x"}, "LOCAL_RANK='x': not a number"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR is not"),
-        ({"MASTER_PORT": "9" * 5}, "MASTER_PORT=99999: no port"),
+        ({"MASTER_PORT": "9" * 5}, "MASTER_PORT=99999: not a port number"),
     ],
 )
 def test_what_torchrun_sets_is_checked(changes: dict[str, str], message: str) -> None:
@@ -287,7 +287,7 @@ def test_ranks_that_never_come_are_not_waited_for_long(out: Path) -> None:
     process = start_alone(0.2, out)
     _, told = process.communicate(timeout=60)
     assert process.returncode == 4, told
-    assert "error: rank 1 of 2 meets no other rank at 127.0.0.1:" in told
+    assert "error: rank 1 of 2 reached no other rank at 127.0.0.1:" in told
     assert "Traceback" not in told
 
 

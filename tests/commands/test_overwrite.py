@@ -297,7 +297,7 @@ def test_a_folder_that_cannot_be_renamed_is_replaced_file_by_file(
     monkeypatch.setattr(disk, "_rename", refusing())
     monkeypatch.setattr(os, "rename", rename)
     report = ready(case("dcp_base").path, target, overwrite=True).run()
-    assert "until its last file" in report.notes[-1]
+    assert "until the last file" in report.notes[-1]
     assert foreign_of(target) == FOREIGN
     assert read_back("dcp", target) == case("dcp_base").truth
     assert hidden(out) == []
@@ -312,7 +312,7 @@ def test_an_error_after_the_commit_says_that_the_new_one_stands(
     words = (case("dcp_base").path, target)
     with monkeypatch.context() as context:
         context.setattr(os, "scandir", failing(os.scandir, ".run.partial"))
-        with pytest.raises(Committed, match="the new one stands, whole") as caught:
+        with pytest.raises(Committed, match="complete, but cleaning up failed") as caught:
             ready(*words, overwrite=True).run()
     assert caught.value.exit_code == 5
     assert read_back("dcp", target) == case("dcp_base").truth

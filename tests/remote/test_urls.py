@@ -136,7 +136,11 @@ ENDS: dict[str, tuple[list[Any], int, list[str]]] = {
         ["cannot be written to"],
     ),
     "bench with a picture in a store": (["bench", "--plot", "s3://b/m.svg"], 2, ["--plot takes a"]),
-    "bench on the web": (["bench", "--out", "http://127.0.0.1:1/m"], 4, ["the web is only read"]),
+    "bench on the web": (
+        ["bench", "--out", "http://127.0.0.1:1/m"],
+        4,
+        ["servers are read-only"],
+    ),
     "bench in memory": (["bench", "--out", "memory://m"], 4, ["has a memory:// of its own"]),
     "bench killed in a store": (["bench", "--out", "s3://b/m", "--abort"], 2, ["--out is a URL"]),
     "transfers to a URL": (["bench", "--transfer", "--out", "s3://b/m"], 2, ["--out takes a path"]),

@@ -177,7 +177,7 @@ def require_savable(out: RemotePath, *, abort: bool) -> None:
             "--abort looks for what is left on disk; --out is a URL", hint="--out with a folder"
         )
     if out.store.scheme in SCHEMES:
-        raise Unsupported(f"{out}: cannot be written to: the web is only read")
+        raise Unsupported(f"{out}: cannot be written to: web servers are read-only")
     if out.store.scheme == "memory":
         raise Unsupported(f"{out}: every rank is a process, and has a memory:// of its own")
 

@@ -48,8 +48,8 @@ from ckptool.storage.disk import (
     sync_folder,
 )
 
-_ASIDE = "for a moment neither the old nor the new one stood there"
-_BY_FILES = "until its last file was in place neither the old nor the new one stood there whole"
+_ASIDE = "for a moment neither the old nor the new one was in place"
+_BY_FILES = "until the last file was moved neither the old nor the new one was complete"
 
 
 def aside_of(target: Path) -> Path:
@@ -122,14 +122,14 @@ class FolderCommit:
         remove_emptied(self._staged, note.names)
         strangers = kept_entries(self._staged, ())
         if strangers:
-            raise self._left(self._staged, strangers, "which ckptool did not write, lies in it")
+            raise self._left(self._staged, strangers, "which ckptool did not write")
         self._staged.rmdir()
 
     def _clear_old(self, old: Path, note: CommitNote) -> None:
         if note.old is None or identity(old) != note.old:
             raise Committed(
-                f"{self._target}: the new one stands, but {old} is not the old one that was noted:"
-                " nothing in it is removed",
+                f"{self._target}: the new one is in place, but {old} is not the old one that was"
+                " recorded; nothing in it was removed",
                 hint=f"check what it is, then move it away: mv {old} ELSEWHERE",
             )
         changed = changed_files(old, note.own)
@@ -147,8 +147,8 @@ class FolderCommit:
     def _left(self, old: Path, names: Collection[str], why: str) -> Committed:
         """Return the error where files keep the rest of the old folder from being removed."""
         return Committed(
-            f"{self._target}: the new one stands, but {listed(names)}, {why}. It is in {old}, and"
-            " nothing of the old one is removed",
+            f"{self._target}: the new one is in place, but {listed(names)}, {why}, is still in"
+            f" {old}; nothing of the old one was removed",
             hint="move it away; the next command that writes there removes the rest",
         )
 
@@ -172,9 +172,9 @@ class FolderCommit:
             if path != self._aside or os.path.lexists(path)
         ]
         return Unsupported(
-            f"{self._target}: a run was cut short while it put {self._staged} in its place, and"
-            " they are not the folders that it noted (changed since, or copied):"
-            f" {'; '.join(places)}; nothing is moved or removed",
+            f"{self._target}: an interrupted run was moving {self._staged} into place, and these"
+            " are not the folders that it recorded (changed since, or copied):"
+            f" {'; '.join(places)}; nothing was moved or removed",
             hint="finish it where it was copied from; or make sure that what you want stands at"
             f" {self._target}, move the others away, then rm {self._note.path}",
         )
@@ -211,8 +211,8 @@ class FolderCommit:
             os.rename(self._aside, self._target)
         except OSError as error:
             raise TransferError(
-                f"{self._target}: neither the old nor the new one stands there now, and both are"
-                f" whole: the old one is {self._aside}: {error.strerror}",
+                f"{self._target}: neither the old nor the new one is in place now, and both are"
+                f" complete: the old one is {self._aside}: {error.strerror}",
                 hint="the same command with --overwrite puts a new one there; or put the old one"
                 f" back: mv {self._aside} {self._target}",
             ) from error
@@ -306,8 +306,8 @@ class FileCommit:
             path = self._staged / name
             if name not in known or stamp(path) != known[name]:
                 raise Committed(
-                    f"{self._target}: the new one stands, but {path} is not what was noted:"
-                    " nothing is removed",
+                    f"{self._target}: the new one is in place, but {path} is not what was recorded;"
+                    " nothing was removed",
                     hint=f"check what it is, then move it away: mv {path} ELSEWHERE",
                 )
         side = self._side

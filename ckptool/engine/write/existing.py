@@ -54,8 +54,8 @@ def require_no_foreign(folder: Path, sizes: Mapping[str, int]) -> None:
     foreign = kept_entries(folder, _written(folder, sizes))
     if foreign:
         raise Unsupported(
-            f"{folder}: holds {listed(foreign)}, which ckptool did not write or did not note:"
-            " nothing in it is removed",
+            f"{folder}: holds {listed(foreign)}, which ckptool did not write or did not record;"
+            " nothing in it was removed",
             hint=f"check what it is, then move it away: mv {folder / foreign[0]} ELSEWHERE",
         )
 
@@ -126,7 +126,7 @@ def require_no_conflict(target: object, names: Collection[str]) -> None:
         raise Unsupported(
             f"{target}: {listed(names)}: not part of the checkpoint there, and the"
             " new one has files of these names",
-            hint="move them away, or write elsewhere: what ckptool did not write is never removed",
+            hint="move them away, or write elsewhere; ckptool never removes files of others",
         )
 
 

@@ -157,7 +157,7 @@ def require_same_run(path: str, head: Mapping[str, object], expected: Mapping[st
         if head.get(what) != digest:
             raise Unsupported(
                 f"{path}: cannot resume: the {what} has changed since the run began",
-                hint="run again without --resume to start afresh",
+                hint="run again without --resume to start over",
             )
 
 

@@ -84,7 +84,7 @@ class RemoteStage:
     def require_possible(self) -> None:
         """Raise Unsupported where what is there may not be replaced, or nothing is to resume."""
         if self._store.scheme in SCHEMES:
-            raise Unsupported(f"{self.target}: cannot be written to: the web is only read")
+            raise Unsupported(f"{self.target}: cannot be written to: web servers are read-only")
         if self._store.atomic_put and not self.target.parent.name:
             raise Unsupported(f"{self.target}: is a whole bucket", hint="name a folder in it")
         note = self._read_note()
@@ -207,7 +207,7 @@ class RemoteStage:
         if not _is_here(writer) and not self._options.resume and not self._options.overwrite:
             raise Unsupported(
                 f"{self.target}: holds the unfinished output of {_describe_writer(writer)}",
-                hint="once that has ended, --resume continues it and --overwrite starts afresh",
+                hint="once that has ended, --resume continues it and --overwrite starts over",
             )
 
     def _require_mine(self) -> None:

@@ -357,6 +357,6 @@ def _no_checkpoint(path: Path) -> Unsupported:
 def _unfinished(target: Path, error: OSError) -> Committed:
     """Return the error after the commit: what failed is only what follows it."""
     return Committed(
-        f"{target}: the new one stands, whole; but what follows failed: {error.strerror or error}",
+        f"{target}: the new one is complete, but cleaning up failed: {error.strerror or error}",
         hint="the next command that writes there, such as the same with --resume, finishes it",
     )
