@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from ckptool.api.keywords import OpenKeywords
 from ckptool.api.options import AnyPath, Keywords, location, no_collecting, with_keywords
-from ckptool.commands.open import Opened, open_checkpoint
+from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
 from ckptool.commands.options.source import ReadOptions, RewriteOptions
 from ckptool.commands.rewrite import rewrite
 from ckptool.core.box import Box
@@ -45,7 +45,7 @@ class Checkpoint:
     Threads may share one. Nothing is unpickled.
     """
 
-    def __init__(self, opened: Opened, catalog: Catalog) -> None:
+    def __init__(self, opened: OpenedCheckpoint, catalog: Catalog) -> None:
         self._opened = opened
         self._catalog = catalog
         self._complete: set[str] = set()
@@ -255,7 +255,7 @@ def _sliced(entry: TensorEntry, slices: Sequence[slice]) -> Box:
 class _Containers:
     """The containers of a checkpoint that were opened so far, for all threads alike."""
 
-    def __init__(self, opened: Opened, catalog: Catalog) -> None:
+    def __init__(self, opened: OpenedCheckpoint, catalog: Catalog) -> None:
         self._opened = opened
         self._catalog = catalog
         self._indexes: dict[str, ChunkIndex] = {}

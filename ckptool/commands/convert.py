@@ -60,7 +60,7 @@ class ConvertReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedConvert:
     """A conversion that is planned and checked, but not begun."""
 
     transfer: Transfer
@@ -77,7 +77,7 @@ class Prepared:
         return replace(self.report, notes=(*self.report.notes, *notes))
 
 
-def prepare(source: Location, target: Location, options: ConvertOptions) -> Prepared:
+def prepare(source: Location, target: Location, options: ConvertOptions) -> PreparedConvert:
     """Plan a conversion: nothing is written yet, and no tensor byte is read.
 
     Raises UsageError, Unsupported or a SourceError where it cannot be done as asked.
@@ -128,7 +128,7 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Prep
     )
     moves = rewritten.map and rewritten.map.decided
     decided = (writer.name, options.max_shard_size, options.single_rank, moves)
-    return Prepared(Transfer(opened, plan, target, options.transfer, decided), report)
+    return PreparedConvert(Transfer(opened, plan, target, options.transfer, decided), report)
 
 
 def _require_some(source: Location, kept: Catalog) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptool.commands.open import Opened, open_checkpoint
+from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
 from ckptool.commands.options.source import AS_DETECTED, ReadOptions
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
@@ -68,7 +68,7 @@ class InspectReport:
     tensors that their chunks do not tile.
     """
 
-    opened: Opened
+    opened: OpenedCheckpoint
     step: int | None
     totals: Totals
     shares: tuple[Share, ...]
@@ -98,7 +98,7 @@ def inspect(path: Location, options: ReadOptions = AS_DETECTED) -> InspectReport
     return report(open_checkpoint(path, options))
 
 
-def report(opened: Opened) -> InspectReport:
+def report(opened: OpenedCheckpoint) -> InspectReport:
     """Describe a checkpoint that is open already."""
     catalog = opened.catalog
     shares = shares_of(catalog.tensors.values())

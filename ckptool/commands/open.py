@@ -67,7 +67,7 @@ def _shapes_in(path: Path) -> Shapes:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedCheckpoint:
     """A checkpoint that was detected. ``path`` is where it lies, ``catalog`` what it says."""
 
     path: Location
@@ -85,7 +85,7 @@ class Opened:
 
 def open_checkpoint(
     path: Location, options: ReadOptions = AS_DETECTED, *, whole: bool = True
-) -> Opened:
+) -> OpenedCheckpoint:
     """Detect the checkpoint at ``path`` and scan its metadata.
 
     ``path`` may be the checkpoint, a file inside it, its parent folder, or a run's folder that
@@ -102,7 +102,7 @@ def open_checkpoint(
         raise _no_content(path)
     if whole:
         require_readable(catalog, source, str(path))
-    return Opened(path, source, candidate.format, _with_parts(catalog, options))
+    return OpenedCheckpoint(path, source, candidate.format, _with_parts(catalog, options))
 
 
 def require_readable(catalog: Catalog, source: Files, subject: str) -> None:

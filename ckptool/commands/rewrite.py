@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptool.commands.keymap.assets import block_size
-from ckptool.commands.open import Opened, require_readable
+from ckptool.commands.open import OpenedCheckpoint, require_readable
 from ckptool.commands.options.source import MapOptions, RewriteOptions, Selection
 from ckptool.core.casts import NO_CASTS, Casts, cast, needs_torch
 from ckptool.core.catalog import Catalog
@@ -48,7 +48,7 @@ class RewriteResult:
 
 
 def rewrite(
-    opened: Opened,
+    opened: OpenedCheckpoint,
     options: RewriteOptions,
     *,
     locate: bool = False,
@@ -75,7 +75,7 @@ def rewrite(
     return RewriteResult(source.catalog, kept, catalog, report, cast_counts, counts)
 
 
-def _dequantize(opened: Opened, dtype: DType | None) -> DequantizeResult:
+def _dequantize(opened: OpenedCheckpoint, dtype: DType | None) -> DequantizeResult:
     """Put numbers of ``dtype``, or bf16, in the place of a checkpoint's quantised tensors.
 
     Raises Unsupported without torch, and where no tensor is quantised in a known way.
@@ -137,7 +137,7 @@ def only_model(catalog: Catalog) -> Catalog:
 
 
 def apply_key_map(
-    opened: Opened, catalog: Catalog, options: MapOptions
+    opened: OpenedCheckpoint, catalog: Catalog, options: MapOptions
 ) -> tuple[Catalog, MapReport | None]:
     """Return the (located) catalog under the key map asked for, if any, and what it did.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptool.commands.open import Opened
+from ckptool.commands.open import OpenedCheckpoint
 from ckptool.core.catalog import TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
 from ckptool.core.rewrite import matches
@@ -91,7 +91,7 @@ class _Moments:
         )
 
 
-def stats(opened: Opened, globs: Sequence[str]) -> list[TensorStats]:
+def stats(opened: OpenedCheckpoint, globs: Sequence[str]) -> list[TensorStats]:
     """Return statistics of every tensor that matches a glob, in the order of the catalog.
 
     Raises UsageError where a glob matches no tensor, Damaged where chunks are missing, Changed

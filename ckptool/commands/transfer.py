@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptool import __version__
-from ckptool.commands.open import Opened
+from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.target import TransferOptions
 from ckptool.commands.overwrite import kept_note, own_files, require_unmixed
 from ckptool.core.catalog import Catalog, TensorEntry, tied_names
@@ -76,7 +76,7 @@ def require_agreement(catalog: Catalog) -> None:
         )
 
 
-def require_apart(opened: Opened, target: Location) -> None:
+def require_apart(opened: OpenedCheckpoint, target: Location) -> None:
     """Raise UsageError where the target lies in the source, or holds it."""
     try:
         source, resolved = opened.path.resolve(), target.resolve()
@@ -100,7 +100,7 @@ def resolve_target(target: Location) -> Location:
 
 
 def target_notes(
-    opened: Opened, target: Location, layout: Layout, options: TransferOptions
+    opened: OpenedCheckpoint, target: Location, layout: Layout, options: TransferOptions
 ) -> tuple[str, ...]:
     """Return notes on the place that is written to, and on what stays there."""
     kept = kept_note(target, layout, opened.source) if options.overwrite else None
@@ -148,7 +148,7 @@ class Transfer:
     before it takes its place.
     """
 
-    opened: Opened
+    opened: OpenedCheckpoint
     plan: Plan
     target: Location
     options: TransferOptions

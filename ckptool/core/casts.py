@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from ckptool.core.catalog import Catalog, Scaled, TensorEntry
+from ckptool.core.catalog import Catalog, ScaledBlocks, TensorEntry
 from ckptool.core.dtype import DType, parse_dtype
 from ckptool.core.quantization import quantised_names
 from ckptool.core.state_category import state_category
@@ -59,7 +59,7 @@ def parse_casts(texts: Sequence[str]) -> Casts:
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class CastResult:
     """A catalog with its casts, the changed entries as they were before, and notes."""
 
     catalog: Catalog
@@ -67,14 +67,14 @@ class Cast:
     notes: tuple[str, ...]
 
 
-def cast(catalog: Catalog, casts: Casts) -> Cast:
+def cast(catalog: Catalog, casts: Casts) -> CastResult:
     """Cast floating tensors as asked.
 
     Integers and tensors without dims, such as step counters, are never cast, nor are quantised
     tensors and their scales. UsageError where a glob matches nothing that can be.
     """
     if casts == NO_CASTS:
-        return Cast(catalog, (), ())
+        return CastResult(catalog, (), ())
     quantized = quantised_names(catalog)
     castable = {n: e for n, e in catalog.tensors.items() if can_cast(e) and n not in quantized}
     _require_used(catalog, casts, castable)
@@ -85,7 +85,7 @@ def cast(catalog: Catalog, casts: Casts) -> Cast:
             tensors[name] = as_type(castable[name], dtype)
             changed.append(castable[name])
     notes = _uncast_notes(catalog, casts, dtypes)
-    return Cast(catalog.with_tensors(tensors), tuple(changed), notes)
+    return CastResult(catalog.with_tensors(tensors), tuple(changed), notes)
 
 
 def can_cast(entry: TensorEntry) -> bool:
@@ -100,7 +100,7 @@ def needs_torch(stored: DType, wanted: DType) -> bool:
 
 def as_type(entry: TensorEntry, dtype: DType) -> TensorEntry:
     """Return a tensor with another dtype; numbers that are computed are rounded once."""
-    is_computed = any(isinstance(chunk.at, Scaled) for chunk in entry.chunks)
+    is_computed = any(isinstance(chunk.at, ScaledBlocks) for chunk in entry.chunks)
     return replace(entry, dtype=dtype, stored=None if is_computed else entry.source_dtype)
 
 
@@ -137,7 +137,7 @@ def _uncast_notes(
             f" {_summarize(beside)}; use --dtype 'GLOB={casts.model}' to cast them"
         )
     if scalars:
-        notes.append(f"not cast (scalars):  {_summarize(scalars)}")
+        notes.append(f"not cast (scalars): {_summarize(scalars)}")
     return tuple(notes)
 
 

@@ -87,7 +87,7 @@ class Container:
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
+class ScaledBlocks:
     """Quantised numbers, each block of them with a scale of its own.
 
     ``block`` is how many elements a block has in each dim. Where ``values`` are ``uint8``, each
@@ -112,12 +112,12 @@ class Scaled:
         return self.values.chunks[0].at.offset
 
 
-Place = Extent | EncodedBlob | Container | Scaled
+Place = Extent | EncodedBlob | Container | ScaledBlocks
 
 
 def stored_places(at: Place) -> Iterator[Extent | EncodedBlob | Container]:
     """Yield the places in files that a place is made of."""
-    if not isinstance(at, Scaled):
+    if not isinstance(at, ScaledBlocks):
         yield at
         return
     for entry in (at.values, at.scales):

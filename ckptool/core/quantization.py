@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ckptool.core.box import Box, row_major_strides
-from ckptool.core.catalog import Catalog, Chunk, Part, Scaled, TensorEntry
+from ckptool.core.catalog import Catalog, Chunk, Part, ScaledBlocks, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.rewrite import renamed_path
 from ckptool.core.views import insert_dim
@@ -224,7 +224,7 @@ def _scaled_entry(
     pair: Pair, name: str, dtype: DType, shape: tuple[int, ...], block: tuple[int, ...]
 ) -> TensorEntry:
     whole = Part(shape, 0, row_major_strides(shape, 1))
-    at = Scaled(pair.values, pair.scales, block, whole)
+    at = ScaledBlocks(pair.values, pair.scales, block, whole)
     return replace(
         pair.values,
         name=name,

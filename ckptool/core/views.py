@@ -1,8 +1,8 @@
 """Tensors and parts of them, viewed otherwise: entries and places in, the same out. No byte moves.
 
 A tensor's chunks are boxes whose bytes have strides, so each of these is geometry on boxes and
-strides; of a ``Container``, not opened yet, and of ``Scaled``, they are those of its ``part``.
-Replicas follow their chunk. Names and paths stay, placements go.
+strides; of a ``Container``, not opened yet, and of ``ScaledBlocks``, they are those of its
+``part``. Replicas follow their chunk. Names and paths stay, placements go.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckptool.core.catalog import (
     Extent,
     Part,
     Place,
-    Scaled,
+    ScaledBlocks,
     TensorEntry,
 )
 from ckptool.errors import Unsupported
@@ -42,7 +42,7 @@ def _strides_of(at: Place, shape: Sequence[int]) -> Strides:
     return at.strides if isinstance(at, Extent | EncodedBlob) else _part_of(at, shape).strides
 
 
-def _part_of(at: Container | Scaled, shape: Sequence[int]) -> Part:
+def _part_of(at: Container | ScaledBlocks, shape: Sequence[int]) -> Part:
     """Return the elements of a container that a chunk of ``shape`` consists of: all by default."""
     return at.part or Part(tuple(shape), 0, row_major_strides(shape, 1))
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ckptool.core.catalog import Catalog, Extent, ObjectEntry, Place, Scaled, TensorEntry
+from ckptool.core.catalog import Catalog, Extent, ObjectEntry, Place, ScaledBlocks, TensorEntry
 from ckptool.core.mesh import Shard
 from ckptool.errors import Damaged, Problem
 from ckptool.formats.base import ScanOptions
@@ -65,7 +65,7 @@ def _relocated_entry(entry: TensorEntry, folder: str) -> TensorEntry:
 
 
 def _relocated_place(folder: str, at: Place) -> Place:
-    if isinstance(at, Scaled):
+    if isinstance(at, ScaledBlocks):
         values, scales = (_relocated_entry(part, folder) for part in (at.values, at.scales))
         return replace(at, values=values, scales=scales)
     file = f"{folder}/{at.file}"

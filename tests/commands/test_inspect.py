@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ckptool.commands.inspect import InspectReport, report, step_of
-from ckptool.commands.open import Opened
+from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.stats import decode, stats
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Catalog, Chunk, Extent, ObjectEntry, TensorEntry
@@ -42,8 +42,8 @@ def catalog(*entries, objects=None, **others):
     return Catalog("dcp", {e.name: e for e in entries}, values, {"f": 64}, **others)
 
 
-def opened(found: Catalog, root: Path = Path("ckpt")) -> Opened:
-    return Opened(root, LocalSource(root, {"f": 64}), FORMATS["safetensors"], found)
+def opened(found: Catalog, root: Path = Path("ckpt")) -> OpenedCheckpoint:
+    return OpenedCheckpoint(root, LocalSource(root, {"f": 64}), FORMATS["safetensors"], found)
 
 
 def described(*entries, **others) -> InspectReport:

@@ -21,7 +21,7 @@ from conftest import Bits, read_back
 
 from ckptool.cli import _run
 from ckptool.commands import convert
-from ckptool.commands.convert import Prepared, prepare
+from ckptool.commands.convert import PreparedConvert, prepare
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import PreparedReshard, prepare_reshard
@@ -213,7 +213,7 @@ def ready(source: Path, target: Path, mesh: str = "4", **more: Any) -> PreparedR
     )
 
 
-def ready_to_convert(source: Path, target: Path, to: str, **more: Any) -> Prepared:
+def ready_to_convert(source: Path, target: Path, to: str, **more: Any) -> PreparedConvert:
     transfer = TransferOptions(run=RunOptions(workers=1, fsync=False), **more)
     return prepare(source, target, ConvertOptions(to=to, transfer=transfer))
 

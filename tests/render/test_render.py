@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ckptool.commands.inspect import report
-from ckptool.commands.open import Opened
+from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.stats import TensorStats
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import (
@@ -55,7 +55,7 @@ def screen(*entries, width=200, tty=False, objects=None, catalog=None, **views):
     values = {k: ObjectEntry(k, tuple(k.split(".")), v) for k, v in (objects or {}).items()}
     found = Catalog("dcp", {e.name: e for e in entries}, values, {"f": 1}, **(catalog or {}))
     root = Path("ckpt")
-    opened = Opened(root, LocalSource(root, {}), FORMATS["dcp"], found)
+    opened = OpenedCheckpoint(root, LocalSource(root, {}), FORMATS["dcp"], found)
     stream = io.StringIO()
     console = Console(file=stream, width=width, force_terminal=tty, color_system=None, emoji=False)
     show(report(opened), console, **views)

@@ -21,7 +21,7 @@ from ckptool.commands.keymap.model_config import (
     main_dtype,
     with_dtype,
 )
-from ckptool.commands.open import Opened
+from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.unread_files import require_listed, unlisted_problems
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout, Literal, Part, Verbatim
@@ -91,7 +91,7 @@ def assets_in(folder: Path) -> tuple[LocalSource, dict[str, int]]:
     return source, sizes
 
 
-def drop_quantization_config(opened: Opened, catalog: Catalog, layout: Layout) -> Layout:
+def drop_quantization_config(opened: OpenedCheckpoint, catalog: Catalog, layout: Layout) -> Layout:
     """Drop from a layout what says that the weights are quantised.
 
     All of it stays, with a note, where some still are in a way that cannot be dequantized.
@@ -111,7 +111,7 @@ def drop_quantization_config(opened: Opened, catalog: Catalog, layout: Layout) -
     return replace(layout, files=files, notes=(*layout.notes, note))
 
 
-def _drop_quantization(opened: Opened, file: FileLayout) -> FileLayout:
+def _drop_quantization(opened: OpenedCheckpoint, file: FileLayout) -> FileLayout:
     """Drop from a config.json, and the models it is made of, their quantization."""
     config = _content(opened, file.parts[0])
     keys = [(part, key) for part in _models(config) for key in _QUANTIZATION_KEYS if key in part]
@@ -121,7 +121,7 @@ def _drop_quantization(opened: Opened, file: FileLayout) -> FileLayout:
 
 
 def with_true_config(
-    opened: Opened, catalog: Catalog, layout: Layout, *, cast: bool, partial: bool
+    opened: OpenedCheckpoint, catalog: Catalog, layout: Layout, *, cast: bool, partial: bool
 ) -> Layout:
     """Make the config.json of a layout (if any) describe the tensors.
 
@@ -162,7 +162,7 @@ def _with_main_dtype(catalog: Catalog, layout: Layout, config: Record) -> tuple[
     return replace(layout, files=files, notes=(*layout.notes, note)), config
 
 
-def block_size(opened: Opened) -> tuple[int, int] | None:
+def block_size(opened: OpenedCheckpoint) -> tuple[int, int] | None:
     """Return the size of an FP8 block as the model's config.json says it (DeepSeek-V3)."""
     companions = opened.catalog.companions
     name = next((name for name in companions if name.rpartition("/")[2] == CONFIG), None)
@@ -177,7 +177,7 @@ def block_size(opened: Opened) -> tuple[int, int] | None:
     return None
 
 
-def _content(opened: Opened, part: Part) -> dict[str, Any]:
+def _content(opened: OpenedCheckpoint, part: Part) -> dict[str, Any]:
     """Read the JSON object of a file of the source, or of ``--hf-assets``; {} where it is none."""
     if not isinstance(part, Verbatim | Literal) or part.nbytes > _LARGEST:
         return {}

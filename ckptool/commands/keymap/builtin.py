@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptool.commands.keymap.hf_config import recorded_config
 from ckptool.commands.keymap.model_config import Record, records
-from ckptool.commands.open import Opened, text_of
+from ckptool.commands.open import OpenedCheckpoint, text_of
 from ckptool.commands.options.source import MapOptions
 from ckptool.core.catalog import Catalog
 from ckptool.core.keymap.apply import Move, apply_map, list_lines
@@ -102,7 +102,7 @@ def _nearest(name: str) -> str | None:
 
 
 def map_checkpoint(
-    opened: Opened, catalog: Catalog, options: MapOptions
+    opened: OpenedCheckpoint, catalog: Catalog, options: MapOptions
 ) -> tuple[Catalog, MapReport]:
     """Return the (located) catalog under the map that is asked for, and what was done.
 

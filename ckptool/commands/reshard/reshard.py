@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptool.commands.keymap.assets import with_assets
-from ckptool.commands.open import Opened, open_checkpoint, require_readable
+from ckptool.commands.open import OpenedCheckpoint, open_checkpoint, require_readable
 from ckptool.commands.options.target import ReshardOptions
 from ckptool.commands.reshard.plan_file import read_plan, read_tp_plan
 from ckptool.commands.rewrite import apply_key_map
@@ -112,7 +112,9 @@ class PreparedReshard:
         return replace(self.report, notes=(*self.report.notes, *notes))
 
 
-def _config(opened: Opened, catalog: Catalog, options: ReshardOptions) -> Mapping[str, Any]:
+def _config(
+    opened: OpenedCheckpoint, catalog: Catalog, options: ReshardOptions
+) -> Mapping[str, Any]:
     """Return what is recorded of the model, the strongest record first."""
     from ckptool.commands.keymap.model_config import records
 
@@ -208,7 +210,7 @@ def _sibling(source: Location, mesh: Mesh) -> Location:
     return source.with_name(f"{source.name}-{'x'.join(map(str, mesh.shape))}")
 
 
-def _writer(to: str | None, opened: Opened) -> Format:
+def _writer(to: str | None, opened: OpenedCheckpoint) -> Format:
     """Return the target format: as asked, or the source's own where that is cut for a mesh."""
     if to is not None:
         if to not in FORMATS or FORMATS[to].reshard is None:

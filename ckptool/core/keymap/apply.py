@@ -29,7 +29,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Mapped:
+class MapResult:
     """A checkpoint under a map; ``excluded`` are the names that the map says to leave out."""
 
     catalog: Catalog
@@ -37,7 +37,7 @@ class Mapped:
     excluded: tuple[str, ...]
 
 
-def apply_map(catalog: Catalog, key_map: KeyMap, facts: Facts) -> Mapped:
+def apply_map(catalog: Catalog, key_map: KeyMap, facts: Facts) -> MapResult:
     """Apply a map to a checkpoint: its model, and what an optimizer keeps for each parameter.
 
     The places of tensors must have been located. Raises UsageError where no rule takes a tensor
@@ -70,7 +70,7 @@ class _Application:
         self._refused: list[str] = []
         self._unknown: dict[str, UnknownSizes] = {}
 
-    def run(self) -> Mapped:
+    def run(self) -> MapResult:
         knows = [self._matchers[part].knows for part in ("model", "optimizer")]
         frames, unmatched = find_frames(self._catalog, *knows)
         handled: set[str] = set()
@@ -240,7 +240,7 @@ class _Application:
                 hint="use --model-only to exclude the optimizer, or --drop 'GLOB' for tensors",
             )
 
-    def _result(self, handled: set[str]) -> Mapped:
+    def _result(self, handled: set[str]) -> MapResult:
         moves = sorted(self._moves, key=lambda move: self._order[move.sources[0]])
         by_target: dict[str, list[str]] = defaultdict(list)
         for move in moves:
@@ -260,7 +260,7 @@ class _Application:
         objects = {n: e for n, e in self._catalog.objects.items() if n not in handled}
         objects |= {value.name: value for value in self._values}
         catalog = replace(self._catalog, tensors=tensors | rest, objects=objects)
-        return Mapped(catalog, tuple(moves), tuple(self._excluded))
+        return MapResult(catalog, tuple(moves), tuple(self._excluded))
 
 
 def _is_list_of_names(entry: ObjectEntry) -> bool:

@@ -7,7 +7,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Chunk, Container, Copy, Place, Scaled, TensorEntry, proved_equal
+from ckptool.core.catalog import (
+    Chunk,
+    Container,
+    Copy,
+    Place,
+    ScaledBlocks,
+    TensorEntry,
+    proved_equal,
+)
 from ckptool.core.layout import tiles
 from ckptool.engine.read.tiles import Job, read_tiles
 from ckptool.errors import Problem
@@ -79,7 +87,7 @@ def _read_both(
 
 def _without_repeats(shape: tuple[int, ...], one: Place, other: Place) -> tuple[int, ...]:
     """Return the shape without the dims along which both places repeat one element."""
-    if isinstance(one, Container | Scaled) or isinstance(other, Container | Scaled):
+    if isinstance(one, Container | ScaledBlocks) or isinstance(other, Container | ScaledBlocks):
         return shape
     pairs = zip(shape, one.strides, other.strides, strict=True)
     return tuple(min(n, 1) if a == b == 0 else n for n, a, b in pairs)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ckptool.core.box import Box, row_major_strides
-from ckptool.core.catalog import Part, Scaled, TensorEntry
+from ckptool.core.catalog import Part, ScaledBlocks, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.errors import Unsupported
 
@@ -24,7 +24,7 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The values of a four-bit float (E2M1) without its sign."""
 
 
-def fill_scaled(gathered: Gathered, at: Scaled, out: Array, box: Box, dtype: DType) -> None:
+def fill_scaled(gathered: Gathered, at: ScaledBlocks, out: Array, box: Box, dtype: DType) -> None:
     """Compute the elements of a box, rounded to ``dtype`` once, into ``out``.
 
     ``gathered`` reads a box of a tensor as it is stored.
@@ -70,7 +70,7 @@ def _index(shape: tuple[int, ...], element: int) -> list[int]:
     return [element // row % size for row, size in zip(rows, shape, strict=True)]
 
 
-def _of_blocks(gathered: Gathered, at: Scaled, box: Box, wanted: Any) -> Any:
+def _of_blocks(gathered: Gathered, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
     """Multiply values by their scales, in 32 bits."""
     import torch
 
@@ -83,7 +83,7 @@ def _of_blocks(gathered: Gathered, at: Scaled, box: Box, wanted: Any) -> Any:
     return (values * scales).to(wanted)
 
 
-def _of_four_bits(gathered: Gathered, at: Scaled, box: Box, wanted: Any) -> Any:
+def _of_four_bits(gathered: Gathered, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
     """Decode two numbers per byte, the lower half first, times 2 ** (scale - 127)."""
     import torch
 

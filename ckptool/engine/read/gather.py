@@ -15,7 +15,7 @@ from ckptool.core.catalog import (
     EncodedBlob,
     Extent,
     Place,
-    Scaled,
+    ScaledBlocks,
     TensorEntry,
     contiguous,
 )
@@ -111,7 +111,7 @@ class Gatherer:
             start = at.offset + sum(i * s for i, s in zip(local.lo, at.strides, strict=True))
             self._fill(out, at.file, start, at.strides)
             _repair(out, at.ops, dtype)
-        elif isinstance(at, Scaled):
+        elif isinstance(at, ScaledBlocks):
             from ckptool.engine.read.dequantize import fill_scaled
 
             fill_scaled(self.gathered, at, out, local, dtype)

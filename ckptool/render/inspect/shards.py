@@ -19,7 +19,7 @@ from ckptool.core.catalog import (
     Container,
     EncodedBlob,
     Place,
-    Scaled,
+    ScaledBlocks,
     TensorEntry,
     contiguous,
 )
@@ -259,7 +259,7 @@ def _stored(at: Place, box: Box, itemsize: int) -> tuple[int, str]:
         return at.nbytes, f"{at.codec}, {at.size:,} bytes decoded"
     if isinstance(at, Container):
         return at.nbytes, "+".join(at.transforms)
-    if isinstance(at, Scaled):
+    if isinstance(at, ScaledBlocks):
         return box.volume * itemsize, "from values and scales"
     strided = not contiguous(at.strides, box.shape, itemsize)
     return box.volume * itemsize, ", ".join([*(["strided"] if strided else []), *at.ops])

@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Chunk, Container, EncodedBlob, Place, Scaled, TensorEntry
+from ckptool.core.catalog import (
+    Catalog,
+    Chunk,
+    Container,
+    EncodedBlob,
+    Place,
+    ScaledBlocks,
+    TensorEntry,
+)
 from ckptool.engine.check.content import all_finite, can_be_not_finite
 from ckptool.engine.check.spans import Packing, Span, View
 from ckptool.engine.read.gather import raw
@@ -101,7 +109,7 @@ class Views:
 
 def _run(at: Place, shape: tuple[int, ...], itemsize: int) -> tuple[_Where, int, int] | None:
     """Return where the elements lie and their bytes, if they fill one run, in any order."""
-    if isinstance(at, Container | Scaled) or at.ops:
+    if isinstance(at, Container | ScaledBlocks) or at.ops:
         return None
     nbytes = itemsize + sum((n - 1) * s for n, s in zip(shape, at.strides, strict=True))
     if math.prod(shape) * itemsize < nbytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from ckptool.commands.open import Opened, open_checkpoint
+from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
 from ckptool.commands.options.source import ReadOptions, RewriteOptions
 from ckptool.commands.options.verify import CompareOptions, VerifyOptions
 from ckptool.commands.rewrite import RewriteResult, rewrite
@@ -114,7 +114,7 @@ class _Side:
     def __init__(self, name: str, path: Location, options: ReadOptions) -> None:
         self.name, self.path = name, path
         self.problems: list[Problem] = []
-        self.opened: Opened | None = None
+        self.opened: OpenedCheckpoint | None = None
         self.catalog: Catalog | None = None
         try:
             self.opened = open_checkpoint(path, options, whole=False)
@@ -330,7 +330,7 @@ class _Comparison:
 
 
 def _stored_problems(
-    opened: Opened, reads: CheckedSource, entries: list[TensorEntry], workers: int
+    opened: OpenedCheckpoint, reads: CheckedSource, entries: list[TensorEntry], workers: int
 ) -> Iterator[Problem]:
     """Yield wrong checksums of what was read, copies that differ, and files that changed."""
     try:

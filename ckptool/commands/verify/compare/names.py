@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptool.commands.keymap.assets import assets_in
-from ckptool.commands.open import Opened
+from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.source import EVERYTHING, RewriteOptions, Selection
 from ckptool.commands.rewrite import only_model
 from ckptool.commands.stats import is_numeric
 from ckptool.commands.verify.compare.values import value_digest
 from ckptool.core.casts import can_cast
-from ckptool.core.catalog import Catalog, Scaled, TensorEntry, coverage_problem
+from ckptool.core.catalog import Catalog, ScaledBlocks, TensorEntry, coverage_problem
 from ckptool.core.rewrite import is_used, matches
 from ckptool.core.state_category import state_category, state_category_of_name, weights
 from ckptool.engine.check.digest import file_digests
@@ -211,7 +211,7 @@ def _short(value: object) -> str:
     return f"a {type_name(value)}"
 
 
-def readable(opened: Opened, catalog: Catalog) -> tuple[Catalog, dict[str, Problem]]:
+def readable(opened: OpenedCheckpoint, catalog: Catalog) -> tuple[Catalog, dict[str, Problem]]:
     """Return the catalog's tensors with containers opened, and why others cannot be read.
 
     ``catalog`` is that of ``opened``, rewritten or not. No tensor byte is read.
@@ -226,7 +226,7 @@ def readable(opened: Opened, catalog: Catalog) -> tuple[Catalog, dict[str, Probl
 
 
 def _one_by_one(
-    opened: Opened, catalog: Catalog, lost: dict[str, Problem]
+    opened: OpenedCheckpoint, catalog: Catalog, lost: dict[str, Problem]
 ) -> tuple[Catalog, dict[str, Problem]]:
     """Open the containers of each tensor by themselves, to find those that cannot be."""
     tensors: dict[str, TensorEntry] = {}
@@ -240,13 +240,15 @@ def _one_by_one(
 
 def stored_tensors(entry: TensorEntry) -> Iterator[TensorEntry]:
     """Yield the tensors in files that a tensor is made of: itself, or its values and scales."""
-    made_of = [chunk.at for chunk in entry.chunks if isinstance(chunk.at, Scaled)]
+    made_of = [chunk.at for chunk in entry.chunks if isinstance(chunk.at, ScaledBlocks)]
     if not made_of:
         yield entry
     yield from {id(one): one for at in made_of for one in (at.values, at.scales)}.values()
 
 
-def differing_companions(one: Opened, other: Opened, assets: Path | None) -> Iterator[Problem]:
+def differing_companions(
+    one: OpenedCheckpoint, other: OpenedCheckpoint, assets: Path | None
+) -> Iterator[Problem]:
     """Yield a problem for each file beside the first one's tensors that the other lacks or changed.
 
     These are config.json, tokenizer and their like. The files of ``assets``, which ``convert``
@@ -277,7 +279,7 @@ class _Companion(NamedTuple):
         return file_digests([self.file], self.source, 1)[self.file]
 
 
-def _companions(opened: Opened) -> dict[str, _Companion]:
+def _companions(opened: OpenedCheckpoint) -> dict[str, _Companion]:
     """Return each file that goes with a model, by its name as ``convert`` writes it."""
     return {
         name.rpartition("/")[2]: _Companion(opened.source, name, size)

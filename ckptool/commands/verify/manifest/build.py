@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckptool.commands.open import Opened, open_checkpoint
+from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
 from ckptool.commands.options.source import RewriteOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.rewrite import rewrite
@@ -99,7 +99,7 @@ def excluded_text(rest: Amount, path: Location) -> str:
     return "" if rest == Amount() else f"; excluded: {rest} of {path}"
 
 
-def open_unless_damaged(path: Location, options: VerifyOptions) -> Opened | None:
+def open_unless_damaged(path: Location, options: VerifyOptions) -> OpenedCheckpoint | None:
     """Return the checkpoint, None where it cannot be opened; the findings then say why."""
     try:
         return open_checkpoint(path, options.read)
@@ -116,7 +116,7 @@ class Measurement(NamedTuple):
 
 
 def measure(
-    opened: Opened,
+    opened: OpenedCheckpoint,
     catalog: Catalog,
     options: VerifyOptions,
     started: Started | None,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ckptool.commands.open import Opened
+from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.verify.compare.names import readable, unread_notes
 from ckptool.core.catalog import Catalog, Chunk, Copy, EncodedBlob, Extent, TensorEntry
 from ckptool.engine.check.digest import DamageMap, file_digests
@@ -30,7 +30,7 @@ class IntactPart:
     unproved: int
 
 
-def find_intact(opened: Opened, problems: Iterable[Problem], workers: int) -> IntactPart:
+def find_intact(opened: OpenedCheckpoint, problems: Iterable[Problem], workers: int) -> IntactPart:
     """Return what of a checkpoint is intact: tiled by chunks that are as they were written.
 
     ``problems`` are those of the scan; what they name is lost. Every chunk is read. Where a
@@ -83,7 +83,7 @@ def _suspect_files(problems: Iterable[Problem]) -> set[str]:
     return {p.file for p in problems if p.file and p.code in _OF_WHOLE_FILES}
 
 
-def _copied_files(problems: list[Problem], opened: Opened, workers: int) -> set[str]:
+def _copied_files(problems: list[Problem], opened: OpenedCheckpoint, workers: int) -> set[str]:
     """Return files with a problem that equal another one byte for byte: it was copied over them."""
     sizes = opened.source.files
     named = {p.file for p in problems if p.file is not None and sizes.get(p.file)}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ckptool.commands.document import document
-from ckptool.commands.open import Opened, survey
+from ckptool.commands.open import OpenedCheckpoint, survey
 from ckptool.commands.options.verify import SalvageOptions
 from ckptool.commands.transfer import (
     Progress,
@@ -157,7 +157,7 @@ def plan_salvage(path: Location, target: Location, options: SalvageOptions) -> S
     target = resolve_target(target)
     surveyed = survey(path, options.read)
     recovery = rebuild(surveyed, options.read)
-    opened = Opened(surveyed.path, surveyed.source, surveyed.format, recovery.catalog)
+    opened = OpenedCheckpoint(surveyed.path, surveyed.source, surveyed.format, recovery.catalog)
     require_apart(opened, target)
     listing = target.with_name(f"{target.name}.salvage.json")
     if listing.exists() and not options.transfer.overwrite:
