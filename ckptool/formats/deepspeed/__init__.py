@@ -13,8 +13,7 @@ type), ``fp32.<p>`` (masters), ``exp_avg.<p>`` and the optimizer's other states,
 
 from __future__ import annotations
 
-from ckptool.core.catalog import Catalog
-from ckptool.formats.base import Deferred, Format, LatestMarker, ScanOptions
+from ckptool.formats.base import Deferred, Format, LatestMarker
 from ckptool.formats.deepspeed.checkpoint import (
     LATEST,
     LATEST_UNIVERSAL,
@@ -31,19 +30,11 @@ def _probe(source: Source) -> bool:
     return has_model_file(source.files)
 
 
-def _scan(source: Source, options: ScanOptions) -> Catalog:
-    from ckptool.formats.deepspeed.scan import scan
-    from ckptool.formats.deepspeed.states import malformed_is_damaged
-
-    with malformed_is_damaged(source.root):
-        return scan(source, options)
-
-
 FORMAT = Format(
     "deepspeed",
     "DeepSpeed: ZeRO 0 to 3, pipelines, tensor parallelism, mixtures of experts",
     _probe,
-    _scan,
+    Deferred("ckptool.formats.deepspeed.scan:scan"),
     latest=LatestMarker(LATEST),
     takes_tp_rules=True,
 )
@@ -55,18 +46,10 @@ def _probe_universal(source: Source) -> bool:
     return OPTIMIZER_STATE in source.files
 
 
-def _scan_universal(source: Source, options: ScanOptions) -> Catalog:
-    from ckptool.formats.deepspeed.states import malformed_is_damaged
-    from ckptool.formats.deepspeed.universal import scan
-
-    with malformed_is_damaged(source.root):
-        return scan(source, options)
-
-
 UNIVERSAL_FORMAT = Format(
     "deepspeed-universal",
     "DeepSpeed's universal checkpoint: a folder per parameter",
     _probe_universal,
-    _scan_universal,
+    Deferred("ckptool.formats.deepspeed.universal:scan"),
     convert=Deferred("ckptool.formats.deepspeed.universal:lay_out"),
 )

@@ -179,25 +179,23 @@ def _require_own_names(
         for match in filter(None, map(EXPERT.fullmatch, names)):
             head = heads.setdefault(layer, match["head"])
             if int(match["number"]) != expert or match["head"] != head:
-                message = f"{files[layer, expert]}: holds {match[0]}, not expert {expert} of"
-                raise _swap_error(f"{message} {head[:-1]}", files[layer, expert])
+                file = files[layer, expert]
+                message = f"{file}: holds {match[0]}, not expert {expert} of {head[:-1]}"
+                raise Damaged(message, "rank-copied", file=file, hint=_EXCHANGED)
     first = {name: at for at, name in reversed([*enumerate(module)])}
     order = [_place(head, first) for _, head in sorted(heads.items())]
     known = [place for place in order if place is not None]
     if len(set(heads.values())) < len(heads) or known != sorted(known):
         layers = ", ".join(f"layer_{layer} {head[:-1]}" for layer, head in sorted(heads.items()))
         message = f"the experts' files are not in the order of the model's layers: {layers}"
-        raise _swap_error(message, next(iter(files.values())))
+        file = next(iter(files.values()))
+        raise Damaged(message, "rank-copied", file=file, hint=_EXCHANGED)
 
 
 def _place(head: str, first: Mapping[str, int]) -> int | None:
     """Return where in the module the layer's other parameters begin."""
     layer = head.removesuffix(_INSIDE)
     return min((at for name, at in first.items() if name.startswith(layer)), default=None)
-
-
-def _swap_error(message: str, file: str) -> Damaged:
-    return Damaged(message, "rank-copied", file=file, hint=_EXCHANGED)
 
 
 def find_lost_optimizers(checkpoint: DeepSpeedCheckpoint) -> Problem | None:

@@ -39,6 +39,7 @@ from ckptool.formats.deepspeed.states import (
     read_raw_leaves,
     read_shape_groups,
     read_trained_shapes,
+    refuse_malformed,
     require_all_tensors,
     require_shallow,
 )
@@ -68,6 +69,7 @@ _UNNAMED = (
 _BY_ORDER = "without ZeRO the optimizer's parameters are numbered: named by their order and shapes"
 
 
+@refuse_malformed
 def scan(source: Source, options: ScanOptions) -> Catalog:
     """Return the catalog of the latest tag, or of the tag whose folder the source is."""
     folder = find_tag_folder(source, LATEST)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
-from ckptool.core.catalog import Path, Place, flat_name
+from ckptool.core.catalog import Catalog, Path, Place, flat_name
 from ckptool.core.dtype import DType
 from ckptool.errors import Damaged, Refusal, SourceError, refused
+from ckptool.formats.base import ScanOptions
 from ckptool.serialization.archive.read import TorchFile, read_torch_file
 from ckptool.serialization.archive.tensors import (
     StoredTensor,
@@ -173,20 +174,26 @@ class State:
         raise Damaged(f"{self.file.what}: {key} is {describe(value)}", "metadata-unreadable")
 
 
-@contextmanager
-def malformed_is_damaged(what: str) -> Iterator[None]:
-    """Raise Damaged where a state is of another make than any DeepSpeed writes.
+Scan = Callable[[Source, ScanOptions], Catalog]
+
+
+def refuse_malformed(scan: Scan) -> Scan:
+    """Make a scan raise Damaged where a state is of another make than any DeepSpeed writes.
 
     Where everything depends on a part that is refused, that is raised: Hostile or Damaged.
     """
-    try:
-        yield
-    except Barred as error:
-        raise refused([error.refusal], subject=what) from None
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise Damaged(
-            f"{what}: not a state that DeepSpeed writes: {error}", "metadata-unreadable"
-        ) from None
+
+    @wraps(scan)
+    def checked(source: Source, options: ScanOptions) -> Catalog:
+        try:
+            return scan(source, options)
+        except Barred as error:
+            raise refused([error.refusal], subject=source.root) from None
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            message = f"{source.root}: not a state that DeepSpeed writes: {error}"
+            raise Damaged(message, "metadata-unreadable") from None
+
+    return checked
 
 
 def read_state(source: Source, file: str) -> State:
@@ -212,16 +219,17 @@ def read_optimizer(source: Source, file: str) -> State:
     try:
         return read_state(source, file)
     except SourceError as error:
-        why = make_refusal(error, "optimizer")
-        why.part = "optimizer"
+        why = make_refusal(error, "optimizer", "optimizer")
         opened = TorchFile(file, {}, {}, "little", {}, 0)
         return State(opened, {}, why, {(): why})
 
 
-def make_refusal(error: SourceError, name: str) -> Refusal:
-    """Return why what has that name cannot be read."""
-    why = error.message
-    return Refusal(f"{name}: {why}", why.code, file=why.file, tensor=name)
+def make_refusal(error: SourceError, name: str, part: str | None) -> Refusal:
+    """Return why what has that name, and is of that part, cannot be read."""
+    problem = error.message
+    why = Refusal(f"{name}: {problem}", problem.code, file=problem.file, tensor=name)
+    why.part = part
+    return why
 
 
 def require_shallow(value: Any) -> Any:

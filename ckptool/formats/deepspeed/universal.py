@@ -41,6 +41,7 @@ from ckptool.formats.deepspeed.states import (
     read_optimizer,
     read_optimizer_leaves,
     read_trained_shapes,
+    refuse_malformed,
     require_shallow_dict,
 )
 from ckptool.formats.deepspeed.tensor_parallel import count_kept_rows, describe_cut
@@ -64,6 +65,7 @@ _VERSION = "0.19.8"
 _MODEL_FILES = ("mp_rank_00_model_states", "zero_pp_rank_0_mp_rank_00_model_states")
 
 
+@refuse_malformed
 def scan(source: Source, options: ScanOptions) -> Catalog:
     """Return the catalog of the universal checkpoint that the marker names, or the source is."""
     folder = find_tag_folder(source, LATEST_UNIVERSAL)
@@ -174,8 +176,8 @@ def _add_states(
         try:
             _add_state(contents, source, (kind, name), path, shapes.get(name))
         except SourceError as error:
-            why = make_refusal(error, f"{kind}.{name}")
-            why.part = None if kind == MASTER else "optimizer"
+            part = None if kind == MASTER else "optimizer"
+            why = make_refusal(error, f"{kind}.{name}", part)
             contents.add_leaves({f"{kind}.{name}": Leaf((kind, name), why)}, 0)
     return left_out
 
@@ -228,8 +230,8 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     objects, notes = plain_objects(catalog)
     values = _nest_values(objects, parts.client)
     steps = values.get("global_steps")
-    tag = f"global_step{steps}" if type(steps) is int else "checkpoint"
-    tag = f"{tag}_universal"
+    step_name = f"global_step{steps}" if type(steps) is int else "checkpoint"
+    tag = f"{step_name}_universal"
     info = values.get("universal_checkpoint_info")
     files: list[FileLayout] = []
     for name, states in parts.states.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 
@@ -73,7 +73,7 @@ def name_state(source: Source, catalog: Catalog, plans: list[SavePlan]) -> Catal
     rest = {name: entry for name, entry in catalog.tensors.items() if name not in state}
     model = {name: entry for name, entry in rest.items() if state_category(entry) == "model"}
     args = find_arguments(catalog.objects.values())
-    stages = Stages(model, plans, args, _find_writers(state.values()), {})
+    stages = Stages(model, plans, args, _find_writers(state.values()))
     try:
         fragments = _read_fragments(source, state.values(), stages)
     except Undetermined as error:
@@ -142,14 +142,16 @@ def _find_writers(state: Iterable[TensorEntry]) -> dict[Group, set[int]]:
 class Stages:
     """The model's tensors, and which ranks of the save belong to which group.
 
-    ``fits`` fills up with the places of the parameters that were asked for.
+    ``fits`` fills up with the places of the parameters that were asked for, ``orders`` with the
+    orders of layers by their keys.
     """
 
     model: dict[str, TensorEntry]
     plans: Sequence[SavePlan]
     args: Arguments
     writers: Mapping[Group, set[int]]
-    fits: dict[LocalParameter, Fit]
+    fits: dict[LocalParameter, Fit] = field(default_factory=dict)
+    orders: dict[tuple[str, ...], list[str]] = field(default_factory=dict)
 
     def fit(self, parameter: LocalParameter) -> Fit:
         """Return where a rank's parameter belongs in the whole one."""
@@ -241,18 +243,13 @@ class Stages:
                 if not is_stacked_expert(key):
                     name = name_module(layer.prefix, layer.number, key, local=local)
                     yield self._make_parameter(name, layer.keys[key][None], rank, layer.stacked)
-            yield from self._list_experts(
-                layer, [key for key in order if is_stacked_expert(key)], rank
-            )
+            experts = [key for key in order if is_stacked_expert(key)]
+            yield from self._list_experts(layer, experts, rank)
 
     def _order_keys(self, keys: tuple[str, ...]) -> list[str]:
-        if keys not in self._orders:
-            self._orders[keys] = order_layer(keys, self.plans, self.args.transformer)
-        return self._orders[keys]
-
-    @cached_property
-    def _orders(self) -> dict[tuple[str, ...], list[str]]:
-        return {}
+        if keys not in self.orders:
+            self.orders[keys] = order_layer(keys, self.plans, self.args.transformer)
+        return self.orders[keys]
 
     def _list_experts(
         self, layer: Layer, keys: Sequence[str], rank: Rank
