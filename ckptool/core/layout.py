@@ -34,7 +34,7 @@ class Data(NamedTuple):
         return self.box.volume * self.itemsize
 
 
-class Scattered(NamedTuple):
+class ScatteredData(NamedTuple):
     """The C-ordered image of a local tensor of ``shape`` that is made of several boxes of ``name``.
 
     Each piece is a box of the global tensor and where it lies in the local one.
@@ -75,7 +75,7 @@ class Verbatim(NamedTuple):
     nbytes: int
 
 
-Part = Data | Scattered | Literal | Verbatim
+Part = Data | ScatteredData | Literal | Verbatim
 
 
 class FileLayout:
@@ -182,7 +182,7 @@ def written_entries(layout: Layout, sources: dict[str, TensorEntry]) -> dict[str
     for file in layout.files:
         offset = 0
         for part in file.parts:
-            if isinstance(part, Data | Scattered) and part.name in sources:
+            if isinstance(part, Data | ScatteredData) and part.name in sources:
                 chunks[part.name] += _written_chunks(file, offset, part)
             offset += part.nbytes
     entries = {}
@@ -192,7 +192,7 @@ def written_entries(layout: Layout, sources: dict[str, TensorEntry]) -> dict[str
     return entries
 
 
-def _written_chunks(file: FileLayout, offset: int, part: Data | Scattered) -> Iterator[Chunk]:
+def _written_chunks(file: FileLayout, offset: int, part: Data | ScatteredData) -> Iterator[Chunk]:
     strides = row_major_strides(part.shape, part.itemsize)
     for box, local in part.pieces:
         start = offset + sum(i * s for i, s in zip(local.lo, strides, strict=True))

@@ -20,7 +20,7 @@ from ckptool.core.catalog import (
     coverage_problem,
     stored_places,
 )
-from ckptool.core.layout import Data, Layout, Part, Scattered, row_tiles, tile_count, tiles
+from ckptool.core.layout import Data, Layout, Part, ScatteredData, row_tiles, tile_count, tiles
 from ckptool.errors import Damaged, Unsupported, damaged
 
 _BATCH = 16
@@ -83,7 +83,7 @@ class LayoutPart(NamedTuple):
     file: int
     position: int
     offset: int
-    part: Data | Scattered
+    part: Data | ScatteredData
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class Plan:
         for number, parts in files:
             offset = 0
             for position, part in enumerate(parts):
-                if isinstance(part, Data | Scattered):
+                if isinstance(part, Data | ScatteredData):
                     place = LayoutPart(number, position, offset, part)
                     by_rows.setdefault(_rows_of(place), []).append(place)
                 offset += part.nbytes

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import Layout
-from ckptool.core.sharding.placement import Placed, PlacementRule
+from ckptool.core.sharding.placement import PlacedTensors, PlacementRule
 from ckptool.core.sharding.tensor_parallel import NamedRule
 from ckptool.errors import CkptoolError, Problem, Unsupported, damaged
 
@@ -76,7 +76,7 @@ class Request:
     target: str
     max_shard_size: int = 5_000_000_000
     one_rank: bool = False
-    placed: Placed | None = None
+    placed: PlacedTensors | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, ObjectEntry, Path, TensorEntry, tied_names
 from ckptool.core.layout import FileLayout, Verbatim
-from ckptool.core.sharding.placement import Placed
+from ckptool.core.sharding.placement import PlacedTensors
 from ckptool.errors import Problem, Unsupported
 from ckptool.formats.base import Request
 from ckptool.serialization.archive.write import lay_out_archive
@@ -151,7 +151,7 @@ class WriterAssignment:
             return {Box.whole(entry.shape): 0}
         return _source_boxes(entry)
 
-    def _placed_boxes(self, entry: TensorEntry, placed: Placed) -> dict[Box, int]:
+    def _placed_boxes(self, entry: TensorEntry, placed: PlacedTensors) -> dict[Box, int]:
         """Return the mesh's boxes; of several ranks the one with the fewest bytes so far writes."""
         kind = (entry.shape, placed.placements[entry.name])
         if kind not in self._holders:
@@ -166,7 +166,7 @@ class WriterAssignment:
         return writers
 
 
-def _holders(entry: TensorEntry, placed: Placed) -> list[tuple[Box, list[int]]]:
+def _holders(entry: TensorEntry, placed: PlacedTensors) -> list[tuple[Box, list[int]]]:
     """Return each box that the mesh cuts a tensor into, with the ranks that hold it."""
     holders: dict[Box, list[int]] = {}
     for rank, shard in zip(placed.mesh.ranks, placed.shards(entry), strict=True):
@@ -201,7 +201,7 @@ def _join_boxes(boxes: list[Box]) -> list[Box]:
     return [around] if around.volume == sum(box.volume for box in boxes) else boxes
 
 
-def require_placed(request: Request) -> Placed:
+def require_placed(request: Request) -> PlacedTensors:
     """Return the mesh and placements; Unsupported where they are none that rank files can have."""
     placed = request.placed
     if placed is None:

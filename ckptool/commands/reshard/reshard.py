@@ -29,7 +29,7 @@ from ckptool.core.layout import FileLayout
 from ckptool.core.mesh import Mesh
 from ckptool.core.plan import ChunkIndex, Plan
 from ckptool.core.rewrite import drop_names, without_rank
-from ckptool.core.sharding.placement import POLICIES, Choice, Placed, Placer
+from ckptool.core.sharding.placement import POLICIES, Choice, PlacedTensors, Placer
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.write.run import peak_memory
 from ckptool.errors import Unsupported, UsageError
@@ -85,7 +85,7 @@ class PreparedReshard:
 
     transfer: Transfer
     report: ReshardReport
-    placed: Placed
+    placed: PlacedTensors
 
     def costs(self) -> Costs:
         """Return what the reshard will read, and what each rank of the new mesh will at load."""
@@ -144,7 +144,9 @@ def prepare_reshard(
     writer = _writer(options.to, opened)
     placer = replace(placer, rules=(*placer.rules, *writer.rules()))
     choices = placer.choose(catalog)
-    placed = Placed(placer.mesh, {name: choice.placements for name, choice in choices.items()})
+    placed = PlacedTensors(
+        placer.mesh, {name: choice.placements for name, choice in choices.items()}
+    )
     config = _config(opened, catalog, options) if writer.is_model_folder else {}
     layout = writer.lay_out(catalog, Request(target.name, placed=placed, config=config))
     layout = with_assets(
@@ -222,7 +224,7 @@ def _writer(to: str | None, opened: OpenedCheckpoint) -> Format:
     return FORMATS["dcp"] if opened.format.reshard is None else opened.format
 
 
-def _rank_bytes(catalog: Catalog, placed: Placed) -> tuple[int, ...]:
+def _rank_bytes(catalog: Catalog, placed: PlacedTensors) -> tuple[int, ...]:
     """Return the bytes of tensor data that each rank of the new mesh holds."""
     totals = [0] * placed.mesh.size
     for entry in catalog.tensors.values():
@@ -240,7 +242,7 @@ class LoadCost:
     nbytes: int
 
 
-def load_costs(entries: Iterable[TensorEntry], placed: Placed) -> tuple[LoadCost, ...]:
+def load_costs(entries: Iterable[TensorEntry], placed: PlacedTensors) -> tuple[LoadCost, ...]:
     """Return the cost per row-major position of the mesh, if every chunk touched is read whole.
 
     ``torch.distributed.checkpoint.load`` (torch 2.13) reads whole items, however little of one a

@@ -209,7 +209,7 @@ def _require_fit(entry: TensorEntry, placements: Placements) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedTensors:
     """A checkpoint's tensors on a new mesh: the placements of each, by name."""
 
     mesh: Mesh

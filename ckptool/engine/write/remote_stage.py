@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ckptool.core.layout import Data, Layout, Scattered
+from ckptool.core.layout import Data, Layout, ScatteredData
 from ckptool.core.plan import Plan
 from ckptool.engine.options import RunOptions
 from ckptool.engine.write.existing import require_no_conflict
@@ -55,7 +55,7 @@ class RemoteStage:
         self._finished: frozenset[str] = frozenset()
         self._old: frozenset[str] = frozenset()
         last = len(layout.files) - 1
-        tensors = any(isinstance(part, Data | Scattered) for part in layout.files[last].parts)
+        tensors = any(isinstance(part, Data | ScatteredData) for part in layout.files[last].parts)
         self.last_files: tuple[int, ...] = () if tensors else (last,)
 
     def finish_earlier(self) -> bool:

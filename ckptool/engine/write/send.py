@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from ckptool.core.layout import Data, Literal, Part, Scattered, Verbatim
+from ckptool.core.layout import Data, Literal, Part, ScatteredData, Verbatim
 from ckptool.core.plan import Group, LayoutPart, Plan, Tile
 from ckptool.engine.checksum import RecordCheck, crc32, require_intact
 from ckptool.engine.options import RunOptions
@@ -215,7 +215,7 @@ class _FileContent:
         else:
             yield from self._kept.pop(position, None) or self._read(position, part)
 
-    def _read(self, position: int, part: Data | Scattered) -> Iterator[bytes]:
+    def _read(self, position: int, part: Data | ScatteredData) -> Iterator[bytes]:
         """Read the tiles of a part; its CRC-32 is known at the end."""
         total = 0
         spot = LayoutPart(self._number, position, self._offsets[position], part)
@@ -227,7 +227,7 @@ class _FileContent:
     def _crc(self, position: int) -> int:
         """Return the CRC-32 of a tensor part, whether it was sent or not."""
         part = self._parts[position]
-        if position not in self._crcs and isinstance(part, Data | Scattered):
+        if position not in self._crcs and isinstance(part, Data | ScatteredData):
             tiles = self._read(position, part)
             if part.nbytes <= _MOST_KEPT:
                 self._kept[position] = list(tiles)

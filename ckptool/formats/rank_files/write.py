@@ -17,7 +17,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Index, Path, TensorEntry, tied_names
 from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.core.mesh import Placement, Placements, Shard, StridedShard
-from ckptool.core.sharding.placement import Placed
+from ckptool.core.sharding.placement import PlacedTensors
 from ckptool.errors import Unsupported
 from ckptool.formats.base import Request
 from ckptool.formats.rank_files.torch_checkpointing import METADATA
@@ -59,7 +59,7 @@ class RankTensors:
     Tied tensors share a storage again, where they are placed alike.
     """
 
-    def __init__(self, catalog: Catalog, placed: Placed) -> None:
+    def __init__(self, catalog: Catalog, placed: PlacedTensors) -> None:
         self.mesh = placed.mesh
         self._entries = list(catalog.tensors.values())
         self._placements = placed.placements
@@ -162,7 +162,9 @@ def _item(path: Path) -> str:
 # metadata.pkl
 
 
-def _metadata(catalog: Catalog, placed: Placed, tensors: RankTensors, head: Path) -> dict[str, Any]:
+def _metadata(
+    catalog: Catalog, placed: PlacedTensors, tensors: RankTensors, head: Path
+) -> dict[str, Any]:
     """Return ``DistributedMetadata.to_dict()``. Items without tensors are not in it.
 
     Tensors of one mesh share its description, as in the library. Plain ones count as replicated

@@ -18,9 +18,9 @@ from functools import partial
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, TensorEntry, tied_names
 from ckptool.core.dtype import DType
-from ckptool.core.layout import Data, FileLayout, Layout, Literal, Part, Scattered
+from ckptool.core.layout import Data, FileLayout, Layout, Literal, Part, ScatteredData
 from ckptool.core.mesh import Placement, Shard
-from ckptool.core.sharding.placement import Placed, PlacementRule
+from ckptool.core.sharding.placement import PlacedTensors, PlacementRule
 from ckptool.core.sharding.tensor_parallel import LocalTensor, tp_mesh
 from ckptool.errors import Damaged, Unsupported
 from ckptool.formats.base import Format, Request, ScanOptions
@@ -120,7 +120,7 @@ class _OutgoingShard:
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    contents: tuple[Data | Scattered | Literal, ...]
+    contents: tuple[Data | ScatteredData | Literal, ...]
 
     @property
     def nbytes(self) -> int:
@@ -173,7 +173,7 @@ class _Joiner:
     """Joins and pads what each rank has, as vLLM does."""
 
     def __init__(
-        self, entries: Sequence[TensorEntry], placed: Placed, key_value_heads: int | None
+        self, entries: Sequence[TensorEntry], placed: PlacedTensors, key_value_heads: int | None
     ) -> None:
         self._ranks = placed.mesh.size
         self._heads = key_value_heads

@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
-from ckptool.core.layout import Data, Literal, Scattered
+from ckptool.core.layout import Data, Literal, ScatteredData
 from ckptool.core.sharding.dtensor import LocalShard
 from ckptool.errors import Unsupported
 from ckptool.serialization.pickle.globals import is_name
 from ckptool.serialization.pickle.records import Call, Global, OrderedMapping, Persistent
 
-Content = Data | Scattered | Literal
+Content = Data | ScatteredData | Literal
 """What fills a storage: tensor data of the source, or bytes the writer knows."""
 
 
@@ -52,7 +52,7 @@ class TensorRef:
         name, itemsize, pieces = entry.name, entry.dtype.itemsize, shard.pieces
         if len(pieces) > 1:
             boxes = tuple((piece.box, piece.local) for piece in pieces)
-            scattered = Scattered(name, shard.shape, boxes, itemsize)
+            scattered = ScatteredData(name, shard.shape, boxes, itemsize)
             return TensorRef(entry.dtype, shard.shape, scattered)
         box = pieces[0].box if pieces else Box.whole(shard.shape)
         return TensorRef(entry.dtype, shard.shape, Data(name, box, itemsize))

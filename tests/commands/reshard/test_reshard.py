@@ -31,7 +31,7 @@ from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Data
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
-from ckptool.core.sharding.placement import POLICIES, Placed, parse_mesh, parse_rule
+from ckptool.core.sharding.placement import POLICIES, PlacedTensors, parse_mesh, parse_rule
 from ckptool.engine.check.digest import digests
 from ckptool.engine.options import RunOptions
 from ckptool.engine.ranks import Ranks
@@ -249,7 +249,7 @@ def layout_of(
     whole = Box.whole(shape)
     chunk = Chunk(whole, Extent("f", 0, (4,) * len(shape)), 0)
     one = TensorEntry("w", ("w",), BY_NAME["float32"], shape, (chunk,))
-    placed = Placed(Mesh.of(mesh), {"w": placements})
+    placed = PlacedTensors(Mesh.of(mesh), {"w": placements})
     layout = FORMATS[target].lay_out(
         Catalog("dcp", {"w": one}, {}, {}), Request("r", placed=placed)
     )

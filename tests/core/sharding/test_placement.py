@@ -15,7 +15,7 @@ from ckptool.core.dtype import BY_NAME
 from ckptool.core.mesh import Mesh, Partial, Placement, Placements, Replicate, Shard, StridedShard
 from ckptool.core.sharding.placement import (
     Choice,
-    Placed,
+    PlacedTensors,
     PlacementRule,
     Placer,
     parse_mesh,
@@ -424,7 +424,7 @@ def test_a_tp_plan_that_is_none(text: str, words: str, tmp_path: Path) -> None:
 
 
 def test_placed_shards_are_those_of_the_mesh() -> None:
-    shards = Placed(Mesh.of((2, 2)), {"w": (STRIDED, S0)}).shards(entry(shape=(8, 6)))
+    shards = PlacedTensors(Mesh.of((2, 2)), {"w": (STRIDED, S0)}).shards(entry(shape=(8, 6)))
     assert [shard.pieces[0].box.lo[0] for shard in shards] == [0, 4, 2, 6]
 
 

@@ -36,7 +36,7 @@ from ckptool.core.layout import Layout
 from ckptool.core.mesh import Mesh, Placements, Replicate, Shard, StridedShard
 from ckptool.core.plan import Plan
 from ckptool.core.sharding.dtensor import local_shards
-from ckptool.core.sharding.placement import Placed, Placer, parse_mesh
+from ckptool.core.sharding.placement import PlacedTensors, Placer, parse_mesh
 from ckptool.engine.options import RunOptions
 from ckptool.engine.write.run import run
 from ckptool.errors import Unsupported
@@ -61,7 +61,9 @@ def reshard(
     catalog = opened.open_containers(opened.catalog)
     parsed = parse_mesh(mesh)
     chosen = {name: c.placements for name, c in Placer(parsed).choose(catalog).items()}
-    layout = writer(catalog, Request("m", placed=Placed(parsed, chosen | (placements or {}))))
+    layout = writer(
+        catalog, Request("m", placed=PlacedTensors(parsed, chosen | (placements or {})))
+    )
     target.mkdir()
     run(Plan(catalog, layout), opened.source, target, RunOptions(workers=2, fsync=False))
     return layout
@@ -299,13 +301,13 @@ def test_what_becomes_a_dtensor(
     mesh: str | None, placements: Placements | None, shape: tuple[int, ...], is_dtensor: bool
 ) -> None:
     catalog = declared(mesh, placements, shape)
-    placed = Placed(Mesh.of((2,)), {"w": placements or (Replicate(),)})
+    placed = PlacedTensors(Mesh.of((2,)), {"w": placements or (Replicate(),)})
     first: Any = lay_out_rank_files(catalog, Request("m", placed=placed)).files[0].parts[0]
     assert (b"DTensor" in first.data) == is_dtensor
 
 
 def test_plain_tensors_that_were_to_be_cut_are_named() -> None:
-    placed = Placed(Mesh.of((2,)), {"w": (Shard(0),)})
+    placed = PlacedTensors(Mesh.of((2,)), {"w": (Shard(0),)})
     layout = lay_out_rank_files(declared("2", None, (4,)), Request("m", placed=placed))
     assert layout.notes == ("plain tensors, so whole on every rank: w",)
 
@@ -356,20 +358,22 @@ def test_config_and_tokenizer_come_along(out: Path) -> None:
 
 UNFIT = [
     (None, "needs a device mesh"),
-    (Placed(Mesh((2,), None, (4, 5)), {"w": (Shard(0),)}), "the ranks 0 to 1"),
+    (PlacedTensors(Mesh((2,), None, (4, 5)), {"w": (Shard(0),)}), "the ranks 0 to 1"),
 ]
 
 
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize(("placed", "reason"), UNFIT)
-def test_meshes_that_cannot_be_written(placed: Placed | None, reason: str, writer: Writer) -> None:
+def test_meshes_that_cannot_be_written(
+    placed: PlacedTensors | None, reason: str, writer: Writer
+) -> None:
     with pytest.raises(Unsupported, match=reason):
         writer(declared(None, None, (4,)), Request("m", placed=placed))
 
 
 def test_a_permuted_mesh_keeps_its_ranks() -> None:
     mesh = Mesh((2, 2), None, (3, 1, 0, 2))
-    placed = Placed(mesh, {"w": (Shard(0), Replicate())})
+    placed = PlacedTensors(mesh, {"w": (Shard(0), Replicate())})
     layout = lay_out_rank_files(declared(None, None, (4,)), Request("m", placed=placed))
     boxes = {
         file.path: [str(part.box) for part in file.parts if hasattr(part, "box")]

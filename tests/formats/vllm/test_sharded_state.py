@@ -21,7 +21,7 @@ from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.layout import Layout
 from ckptool.core.mesh import Placements, Replicate, Shard
 from ckptool.core.plan import Plan
-from ckptool.core.sharding.placement import Placed, parse_mesh
+from ckptool.core.sharding.placement import PlacedTensors, parse_mesh
 from ckptool.core.sharding.tensor_parallel import parse_tp_rules
 from ckptool.engine.options import RunOptions
 from ckptool.engine.write.run import run
@@ -39,7 +39,7 @@ def write(
     parsed = parse_mesh(mesh)
     whole = (Replicate(),) * len(parsed.shape)
     chosen = {name: placements.get(name, whole) for name in opened.catalog.tensors}
-    request = Request("m", max_shard_size=limit, placed=Placed(parsed, chosen))
+    request = Request("m", max_shard_size=limit, placed=PlacedTensors(parsed, chosen))
     layout = lay_out(opened.catalog, request)
     (folder / "m").mkdir()
     options = RunOptions(workers=1, fsync=False)
@@ -148,7 +148,7 @@ def test_config_and_tokenizer_come_along(out: Path) -> None:
     save_file({"w": torch.randn(4)}, source / "model.safetensors")
     (source / "config.json").write_text(json.dumps({"model_type": "llama"}))
     catalog = open_checkpoint(source).catalog
-    placed = Placed(parse_mesh("2"), {"w": (Shard(0),)})
+    placed = PlacedTensors(parse_mesh("2"), {"w": (Shard(0),)})
     layout = lay_out(catalog, Request("m", placed=placed))
     assert layout.files[0].path == "config.json"
 

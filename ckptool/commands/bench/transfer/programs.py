@@ -249,7 +249,7 @@ def plan_large(tensors: int, chunks: int, mesh: str) -> Plan:
     """Plan the reshard of a checkpoint too large to write here; cut the tiles of one batch."""
     from ckptool.core.mesh import Shard
     from ckptool.core.plan import Plan
-    from ckptool.core.sharding.placement import Placed, parse_mesh
+    from ckptool.core.sharding.placement import PlacedTensors, parse_mesh
     from ckptool.engine.ranks import share_files
     from ckptool.formats import FORMATS
     from ckptool.formats.base import Request
@@ -257,7 +257,7 @@ def plan_large(tensors: int, chunks: int, mesh: str) -> Plan:
 
     catalog = _make_catalog(tensors, chunks)
     target = parse_mesh(mesh)
-    placed = Placed(target, {name: (Shard(0), Shard(1)) for name in catalog.tensors})
+    placed = PlacedTensors(target, {name: (Shard(0), Shard(1)) for name in catalog.tensors})
     plan = Plan(catalog, FORMATS["dcp"].lay_out(catalog, Request("out", placed=placed)))
     for group in plan.groups(next(plan.batches(share_files(plan.layout, 0, 1, target.size))), TILE):
         for _ in plan.jobs(group, TILE):
