@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ckptool.commands.document import document, plain
 from ckptool.commands.verify.codes import CODES, Severity
-from ckptool.commands.verify.findings import SIDES, Finding, VerifyReport
+from ckptool.commands.verify.findings import SIDES, Finding, VerifyReport, ignored_errors
 from ckptool.errors import TransferError
 from ckptool.render.text import columns, console, emit, escaped, plural, size, visible
 
@@ -186,9 +186,11 @@ def show_latest_good(report: RunReport, *, quiet: bool) -> None:
     if not quiet:
         screen = console(stderr=True)
         for step in report.verified:
+            path, remarks = escaped(str(step.path)), escaped(_remarks(step))
             if not step.ok:
-                path, reasons = escaped(str(step.path)), escaped("; ".join(step.reasons))
-                _print(screen, f"[yellow]skipped[/] {path}: {reasons}")
+                _print(screen, f"[yellow]skipped[/] {path}: {remarks}")
+            elif remarks:
+                _print(screen, f"[yellow]not all checked[/] {path}: {remarks}")
         if latest is None:
             run = f"{escaped(str(report.path))} ({plural(report.steps, 'step')})"
             _print(screen, f"[bold red]no good checkpoint[/] in {run}")
@@ -220,8 +222,14 @@ def _step_row(step: StepReport, report: RunReport) -> list[Text]:
         Text(visible(name), "bold" if is_latest else ""),
         Text(" + ".join(formats)),
         Text("OK", "bold green" if is_latest else "green") if step.ok else Text("FAILED", "red"),
-        Text(visible("; ".join(step.reasons))),
+        Text(visible(_remarks(step))),
     ]
+
+
+def _remarks(step: StepReport) -> str:
+    """Return why a step is not good, or which of its errors are ignored."""
+    ignored = [ignored_errors(part.ignored).removeprefix("; ") for part in step.reports]
+    return "; ".join(filter(None, [*step.reasons, *ignored]))
 
 
 def run_json(report: RunReport) -> dict[str, Any]:

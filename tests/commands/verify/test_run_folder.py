@@ -178,6 +178,17 @@ def test_the_table_and_its_json(tmp_path: Path) -> None:
     assert "1 of 2 steps" in CliRunner().invoke(app, ["verify", str(run), "--all"]).stdout
 
 
+def test_errors_of_a_good_step_that_are_ignored_are_shown(tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", "step-1")
+    with open(run / "step-1" / "__1_0.distcp", "r+b") as file:
+        file.truncate(600)
+    for mode, stream in (("--latest-good", "stderr"), ("--all", "stdout")):
+        words = ["verify", str(run), mode, "--ignore", "file-truncated"]
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0
+        assert "1 error ignored: file-truncated (__1_0.distcp)" in getattr(result, stream)
+
+
 def unreadable(at: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that fails where a file below a folder is opened, looked at or listed."""
     for name in ("open", "stat", "scandir"):

@@ -13,6 +13,7 @@ from ckptool.commands.options.source import EVERYTHING, RewriteOptions, Selectio
 from ckptool.commands.rewrite import only_model
 from ckptool.commands.stats import is_numeric
 from ckptool.commands.verify.compare.values import value_digest
+from ckptool.commands.verify.findings import counted
 from ckptool.core.casts import can_cast
 from ckptool.core.catalog import Catalog, ScaledBlocks, TensorEntry, coverage_problem
 from ckptool.core.rewrite import is_used, matches
@@ -109,7 +110,8 @@ def differing_names(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:
                 yield Problem(message, f"tensor-{code}", tensor=name)
         names = [name for name in holds.objects if not _has(lacks, name)]
         if names and not lacks.objects and holds_no_values(lacks.format):
-            message = f"{len(names):,} non-tensor values, which {lacks.format} cannot hold"
+            values = counted(len(names), "non-tensor value")
+            message = f"{values}, which {lacks.format} cannot hold"
             yield Problem(message, "values-unsupported")
             continue
         for name in names:

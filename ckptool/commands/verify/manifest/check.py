@@ -179,8 +179,9 @@ def _differing_tensors(
 
 def _differing_values(recorded: Manifest, measured: Manifest) -> Iterator[Problem]:
     if recorded.values and not measured.values and holds_no_values(measured.format):
-        message = f"{len(recorded.values):,} non-tensor values, which {measured.format}"
-        yield Problem(f"{message} cannot hold, are not checked", "values-unsupported")
+        values = counted(len(recorded.values), "non-tensor value")
+        message = f"{values}, which {measured.format} cannot hold: not checked"
+        yield Problem(message, "values-unsupported")
         return
     yield from _one_sided(recorded.values, measured.values, "a value")
     for name, proof in recorded.values.items():
