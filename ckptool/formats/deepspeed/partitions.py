@@ -144,7 +144,7 @@ class RankContents:
 
 
 @dataclass(slots=True)
-class FlatGroup:
+class FlatSlot:
     """What one rank keeps of one flat group: partitions by kind, and values of the whole group.
 
     ``refused`` says of the kinds that cannot be read, or must not be, why.
@@ -156,9 +156,7 @@ class FlatGroup:
     refused: dict[str, Refusal] = field(default_factory=dict)
 
 
-def read_flat_group(
-    state: State, master: Any, values: Mapping[str, Any], padding: int
-) -> FlatGroup:
+def read_flat_slot(state: State, master: Any, values: Mapping[str, Any], padding: int) -> FlatSlot:
     """Return the master and the optimizer's state of one group.
 
     What is as long as the master is flat as well; a state may be ``padding`` elements longer.
@@ -168,7 +166,7 @@ def read_flat_group(
         raise Damaged(
             f"{state.file.what}: the masters of a flat group are not a flat tensor", "tensor-record"
         )
-    slot, least = FlatGroup({MASTER: vector}), vector.shape[0]
+    slot, least = FlatSlot({MASTER: vector}), vector.shape[0]
     for kind, value in values.items():
         why, tensor = find_refusal(value), state.vector(value)
         if why is not None:
@@ -183,7 +181,7 @@ def read_flat_group(
 
 
 def refuse_kinds(
-    contents: RankContents, slots: Sequence[FlatGroup], names: Iterable[str], rank: int
+    contents: RankContents, slots: Sequence[FlatSlot], names: Iterable[str], rank: int
 ) -> None:
     """Refuse the state of these parameters that some slot cannot read, and others hold of them.
 
@@ -221,7 +219,7 @@ def add_partition_run(
 
 
 def add_other(
-    contents: RankContents, ranks: Sequence[Partition], slots: Sequence[FlatGroup], number: int
+    contents: RankContents, ranks: Sequence[Partition], slots: Sequence[FlatSlot], number: int
 ) -> None:
     """Keep what is neither flat nor a scalar for each rank, under the optimizer's own names."""
     for partition, slot in zip(ranks, slots, strict=True):
@@ -230,9 +228,7 @@ def add_other(
             contents.add_leaf(path, value, partition.rank, rank_state=True)
 
 
-def require_distinct_ranks(
-    ranks: Sequence[Partition], slots: Sequence[Sequence[FlatGroup]]
-) -> None:
+def require_distinct_ranks(ranks: Sequence[Partition], slots: Sequence[Sequence[FlatSlot]]) -> None:
     """Raise Damaged where a rank's file is a copy of another's; ``slots`` are those of each rank.
 
     Different ranks never hold the same partitions. Only recorded checksums are compared; ranks

@@ -22,13 +22,13 @@ from ckptool.formats.deepspeed.checkpoint import Partition
 from ckptool.formats.deepspeed.experts import EXPERT
 from ckptool.formats.deepspeed.partitions import (
     MASTER,
-    FlatGroup,
+    FlatSlot,
     RankContents,
     Run,
     Shapes,
     add_other,
     add_partition_run,
-    read_flat_group,
+    read_flat_slot,
     refuse_kinds,
     require_distinct_ranks,
     split_run,
@@ -37,7 +37,7 @@ from ckptool.formats.deepspeed.states import State, Vector, require_shallow_dict
 from ckptool.serialization.archive.tensors import read_natural
 
 _ANY = 1 << 62
-_Member = tuple[Partition, FlatGroup]
+_Member = tuple[Partition, FlatSlot]
 
 
 def add_flat_groups(
@@ -53,9 +53,9 @@ def add_flat_groups(
     of one expert follow one another.
     """
     first = ranks[0].state
-    order = _group_names(first)
+    order = _list_group_names(first)
     slots = [
-        _sort_groups(_read_flat_groups(rank.state), _group_names(rank.state), order)
+        _sort_groups(_read_flat_slots(rank.state), _list_group_names(rank.state), order)
         for rank in ranks
     ]
     if any(len(own) != len(groups) for own in slots):
@@ -80,7 +80,7 @@ def add_flat_groups(
         add_other(contents, ranks, group, number)
 
 
-def _group_names(state: State) -> list[tuple[Any, int]]:
+def _list_group_names(state: State) -> list[tuple[Any, int]]:
     """Return each group's name, which only those of experts have, and how many had it before."""
     if not isinstance(state.stored.get("base_optimizer_state"), dict):
         return []
@@ -89,8 +89,8 @@ def _group_names(state: State) -> list[tuple[Any, int]]:
 
 
 def _sort_groups(
-    slots: list[FlatGroup], names: list[tuple[Any, int]], order: list[tuple[Any, int]]
-) -> list[FlatGroup]:
+    slots: list[FlatSlot], names: list[tuple[Any, int]], order: list[tuple[Any, int]]
+) -> list[FlatSlot]:
     """Sort groups as the first rank has them: DeepSpeed sorts those of experts by random hashes."""
     if len(order) != len(slots) or set(names) != set(order):
         return slots
@@ -132,7 +132,7 @@ def _read_paddings(state: State, groups: Sequence[Shapes]) -> list[list[int]]:
     return stored
 
 
-def _read_flat_groups(state: State) -> list[FlatGroup]:
+def _read_flat_slots(state: State) -> list[FlatSlot]:
     """Return the groups of one rank's file.
 
     Masters are stored without the padding at their end, moments with it; an elastic checkpoint
@@ -143,7 +143,7 @@ def _read_flat_groups(state: State) -> list[FlatGroup]:
     paddings = list(map(read_natural, state.get("group_paddings") or [_ANY] * len(masters)))
     states = _group_states(state, len(masters))
     groups = zip(masters, paddings, states, strict=False)
-    return [read_flat_group(state, master, values, padding) for master, padding, values in groups]
+    return [read_flat_slot(state, master, values, padding) for master, padding, values in groups]
 
 
 def _group_states(state: State, groups: int) -> list[Mapping[Any, Any]]:
@@ -271,7 +271,7 @@ def _place_whole_runs(runs: Sequence[Run], shapes: Shapes, part: int) -> list[Ru
     return whole
 
 
-def _find_flat_vector(slot: FlatGroup, kind: str) -> Vector | None:
+def _find_flat_vector(slot: FlatSlot, kind: str) -> Vector | None:
     value = slot.flat.get(kind) or slot.other.get(kind)
     return value if isinstance(value, Vector) and value.is_flat else None
 
@@ -285,7 +285,7 @@ def add_split_groups(
     shapes = {name: shape for group in groups for name, shape in group.items()}
     for partition in ranks:
         _require_plain_split(partition.state, len(groups))
-    slots = [_read_sub_groups(partition.state) for partition in ranks]
+    slots = [_read_sub_slots(partition.state) for partition in ranks]
     require_distinct_ranks(ranks, slots)
     refuse_kinds(contents, [slot for own in slots for slot in own], shapes, ranks[0].rank)
     for partition, own in zip(ranks, slots, strict=True):
@@ -348,10 +348,10 @@ def _require_plain_split(state: State, groups: int) -> None:
         )
 
 
-def _read_sub_groups(state: State) -> list[FlatGroup]:
+def _read_sub_slots(state: State) -> list[FlatSlot]:
     masters = enumerate(state.sequence("fp32_flat_groups"))
     values = state.inner("optimizer_state_dict").inner("state").fields
     return [
-        read_flat_group(state, m, require_shallow_dict(values.get(number)), 0)
+        read_flat_slot(state, m, require_shallow_dict(values.get(number)), 0)
         for number, m in masters
     ]

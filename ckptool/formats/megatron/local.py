@@ -155,7 +155,7 @@ def _read_rank(
 
 
 def _read_parameter(
-    path: Path, parts: Sequence[Sharded], rank: int, ranks: _ShardedRanks
+    path: Path, parts: Sequence[ShardRecord], rank: int, ranks: _ShardedRanks
 ) -> LocalParameter:
     """Return a parameter of the rank's model; several parts are joined along its first dim."""
     parts = join_parts(parts)
@@ -186,7 +186,7 @@ def _join_boxes(
     return tuple(pieces), (start, *boxes[0].shape[1:])
 
 
-def _name_globally(name: str, part: Sharded) -> str:
+def _name_globally(name: str, part: ShardRecord) -> str:
     """Give a name the numbers of layer and expert in the whole model, by the stacked dims.
 
     The last stage's copy of a tied embedding has the embedding's name.
@@ -203,7 +203,7 @@ def _name_globally(name: str, part: Sharded) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharded:
+class ShardRecord:
     """One ``ShardedTensor`` record: a rank's part of the tensor ``key``; its data if it has any.
 
     ``whole`` and ``box`` have ``prepended`` dims more than the rank's tensor.
@@ -217,7 +217,7 @@ class Sharded:
     chunk: Chunk | None
 
 
-def join_parts(parts: Sequence[Sharded]) -> Sequence[Sharded]:
+def join_parts(parts: Sequence[ShardRecord]) -> Sequence[ShardRecord]:
     """Turn parts of several tensors into parts of one, which holds one tensor after the other.
 
     So z, x, B, C and dt are kept apart that are one ``in_proj`` of Mamba's in the rank's model.
@@ -244,7 +244,7 @@ def join_parts(parts: Sequence[Sharded]) -> Sequence[Sharded]:
 
 def read_records(
     value: Any, file: TorchFile, rank: int
-) -> Iterator[tuple[Path, list[Sharded] | Leaf]]:
+) -> Iterator[tuple[Path, list[ShardRecord] | Leaf]]:
     """Yield the ShardedTensors of each place in a sharded state dict; objects as leaves."""
     for path, leaf in flatten(value, what=file.what, pickled=file.pickled):
         items = leaf if isinstance(leaf, list) else [leaf]
@@ -257,7 +257,7 @@ def read_records(
             yield path, Leaf(path, leaf)
 
 
-def _read_record(record: Call, file: TorchFile, rank: int) -> Sharded:
+def _read_record(record: Call, file: TorchFile, rank: int) -> ShardRecord:
     fields = record.fields
     try:
         key, prepended = str(fields["key"]), read_natural(fields["prepend_axis_num"])
@@ -277,14 +277,16 @@ def _read_record(record: Call, file: TorchFile, rank: int) -> Sharded:
         )
     tensor = read_tensor(fields.get("data"))
     if tensor is None:
-        return Sharded(key, dtype, whole, box, prepended, None)
+        return ShardRecord(key, dtype, whole, box, prepended, None)
     if (tensor.dtype, tensor.shape) != (dtype, local[prepended:]):
         raise Damaged(
             f"{file.what}: {key} is {tensor.dtype} {list(tensor.shape)}, its record says"
             f" {dtype} {list(local[prepended:])}",
             "tensor-record",
         )
-    return Sharded(key, dtype, whole, box, prepended, Chunk(box, locate_tensor(tensor, file), rank))
+    return ShardRecord(
+        key, dtype, whole, box, prepended, Chunk(box, locate_tensor(tensor, file), rank)
+    )
 
 
 def _read_object(record: Call) -> Leaf:

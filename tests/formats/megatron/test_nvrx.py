@@ -13,7 +13,7 @@ from ckptool.commands.open import open_checkpoint
 from ckptool.core.box import Box
 from ckptool.core.dtype import BY_NAME
 from ckptool.errors import Damaged
-from ckptool.formats.megatron.local import Sharded, join_parts
+from ckptool.formats.megatron.local import ShardRecord, join_parts
 
 Copy = Callable[[str], Path]
 FIRST, SECOND = "iter_0000100_0_local.pt", "iter_0000100_1_local.pt"
@@ -65,8 +65,10 @@ def test_a_session_lies_below_the_folder_that_is_named(copy_of: Copy) -> None:
     assert open_checkpoint(folder.parent).path == folder.parent / "session"
 
 
-def part(key: str, whole: tuple[int, ...], lo: tuple[int, ...], shape: tuple[int, ...]) -> Sharded:
-    return Sharded(key, BY_NAME["float32"], whole, Box.at(lo, shape), 1, None)
+def part(
+    key: str, whole: tuple[int, ...], lo: tuple[int, ...], shape: tuple[int, ...]
+) -> ShardRecord:
+    return ShardRecord(key, BY_NAME["float32"], whole, Box.at(lo, shape), 1, None)
 
 
 def test_tensors_that_are_one_in_the_model_lie_side_by_side() -> None:

@@ -92,10 +92,10 @@ def _read_fragments(source: Source, state: Iterable[TensorEntry], stages: Stages
     fragments: Fragments = {}
     entries = list(state)
     for group, buffers in group_buckets(entries).items():
-        add_fragments(fragments, read_buckets(buffers, stages.expected(group)))
+        add_fragments(fragments, read_buckets(buffers, stages.list_buffers(group)))
     tied = not stages.args.values.get("untie_embeddings_and_output_weights", True)
     for group, saved in _group_gathered(entries).items():
-        pairs = match_buffers([saved], [stages.expected(group)])
+        pairs = match_buffers([saved], [stages.list_buffers(group)])
         add_fragments(fragments, read_gathered(source, pairs, tied))
     return fragments
 
@@ -157,7 +157,7 @@ class Stages:
         """Return where a rank's parameter belongs in the whole one."""
         return self.fits[parameter] if parameter.local else fit_rank((), ())
 
-    def expected(self, group: Group) -> list[list[LocalParameter]]:
+    def list_buffers(self, group: Group) -> list[list[LocalParameter]]:
         """Return the parameters of each of a group's buffers. Raises Undetermined."""
         experts = group[0] > 0
         rank = self._find_rank(group[1], experts)
