@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from ckptool.commands.detect import file_at, folder_at, run_bounded
 from ckptool.core.layout import FileLayout, Layout, Verbatim
 from ckptool.engine.write.existing import kept_entries
-from ckptool.engine.write.run import verbatim
+from ckptool.engine.write.run import read_verbatim
 from ckptool.errors import CkptoolError, Problem, TransferError, Unsupported
 from ckptool.formats import detect
 from ckptool.formats.base import Format, ScanOptions
@@ -188,7 +188,7 @@ def _is_same(file: FileLayout, source: Files, new: Files) -> bool:
     parts = file.parts
     if len(parts) != 1 or not isinstance(parts[0], Verbatim) or file.nbytes > _LARGEST_TEXT:
         return False
-    data = b"".join(bytes(piece) for piece in verbatim(parts[0], new))
+    data = b"".join(bytes(piece) for piece in read_verbatim(parts[0], new))
     return data == source.read(file.path, 0, file.nbytes)
 
 

@@ -166,7 +166,7 @@ class Check:
         for piece in loaded.pieces:
             shift = tuple(g - l for g, l in zip(piece.box.lo, piece.local.lo, strict=True))
             for box in tiles(piece.box, entry.dtype.itemsize, _TILE):
-                wanted = self._gatherer.gathered(entry, box)
+                wanted = self._gatherer.gather(entry, box)
                 where = box.relative_to(shift)
                 part = bits[tuple(map(slice, where.lo, where.hi))] if where.lo else bits
                 at = _first_difference(wanted, part)

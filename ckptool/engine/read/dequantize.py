@@ -7,7 +7,6 @@ in blocks as DeepSeek-V3 stores it, and MXFP4 as gpt-oss does.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,16 +17,16 @@ from ckptool.core.dtype import DType
 from ckptool.errors import Unsupported
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Gathered = Callable[[TensorEntry, Box], Array]
+Gather = Callable[[TensorEntry, Box], Array]
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The values of a four-bit float (E2M1) without its sign."""
 
 
-def fill_scaled(gathered: Gathered, at: ScaledBlocks, out: Array, box: Box, dtype: DType) -> None:
+def fill_scaled(gather: Gather, at: ScaledBlocks, out: Array, box: Box, dtype: DType) -> None:
     """Compute the elements of a box, rounded to ``dtype`` once, into ``out``.
 
-    ``gathered`` reads a box of a tensor as it is stored.
+    ``gather`` reads a box of a tensor as it is stored.
     """
     try:
         import torch
@@ -37,16 +36,16 @@ def fill_scaled(gathered: Gathered, at: ScaledBlocks, out: Array, box: Box, dtyp
         return
     wanted = getattr(torch, dtype.name)
     four_bits = at.values.dtype.name == "uint8"
-    compute = partial(_of_four_bits if four_bits else _of_blocks, gathered, at, wanted=wanted)
-    region, first = _region(at.part, box)
-    numbers = compute(region)
+    dequantize = _dequantize_mxfp4 if four_bits else _dequantize_blocks
+    region, first = _part_region(at.part, box)
+    numbers = dequantize(gather, at, region, wanted)
     if first is not None:
         numbers = numbers.contiguous().as_strided(box.shape, at.part.strides, first)
     flat = numbers.contiguous().reshape(-1).view(torch.uint8).numpy()
     out[...] = flat.view(out.dtype).reshape(out.shape)
 
 
-def _region(part: Part, box: Box) -> tuple[Box, int | None]:
+def _part_region(part: Part, box: Box) -> tuple[Box, int | None]:
     """Return what of the whole tensor holds all of a part's ``box``, and where in it that begins.
 
     Where the part is a box of the tensor, so is this, and the second value is None; else it is the
@@ -70,26 +69,26 @@ def _index(shape: tuple[int, ...], element: int) -> list[int]:
     return [element // row % size for row, size in zip(rows, shape, strict=True)]
 
 
-def _of_blocks(gathered: Gathered, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
+def _dequantize_blocks(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
     """Multiply values by their scales, in 32 bits."""
     import torch
 
     grid = _blocks(box, at.block)
-    values = _typed(gathered(at.values, box), at.values.dtype).to(torch.float32)
-    scales = _typed(gathered(at.scales, grid), at.scales.dtype).to(torch.float32)
+    values = _view_typed(gather(at.values, box), at.values.dtype).to(torch.float32)
+    scales = _view_typed(gather(at.scales, grid), at.scales.dtype).to(torch.float32)
     for dim, size in enumerate(at.block):
         which = torch.arange(box.lo[dim], box.hi[dim]) // size - grid.lo[dim]
         scales = scales.index_select(dim, which)
     return (values * scales).to(wanted)
 
 
-def _of_four_bits(gathered: Gathered, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
+def _dequantize_mxfp4(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
     """Decode two numbers per byte, the lower half first, times 2 ** (scale - 127)."""
     import torch
 
     grid, size = _blocks(box, at.block), at.block[-1]
-    pairs = torch.from_numpy(gathered(at.values, Box((*grid.lo, 0), (*grid.hi, size // 2))))
-    exponents = torch.from_numpy(gathered(at.scales, grid)).to(torch.int32) - 127
+    pairs = torch.from_numpy(gather(at.values, Box((*grid.lo, 0), (*grid.hi, size // 2))))
+    exponents = torch.from_numpy(gather(at.scales, grid)).to(torch.int32) - 127
     table = torch.tensor([*_FP4, *(-number for number in _FP4)], dtype=wanted)
     numbers = torch.empty((*grid.shape, size), dtype=wanted)
     numbers[..., 0::2] = table[(pairs & 0x0F).to(torch.long)]
@@ -108,7 +107,7 @@ def _blocks(box: Box, block: tuple[int, ...]) -> Box:
     )
 
 
-def _typed(bits: Array, dtype: DType) -> Any:
+def _view_typed(bits: Array, dtype: DType) -> Any:
     """View stored elements as a torch tensor of their type."""
     import torch
 

@@ -104,7 +104,7 @@ class Gatherer:
     def fill_from(self, at: Place, out: Array, local: Box, dtype: DType) -> None:
         """Copy the elements ``local`` of a chunk (in its own coordinates) into ``out``."""
         if isinstance(at, EncodedBlob):
-            blob = self._decoded(at)
+            blob = self._decode(at)
             out[...] = _strided(blob, at.start, at.strides, local, dtype.itemsize)
             _repair(out, at.ops, dtype)
         elif isinstance(at, Extent):
@@ -114,11 +114,11 @@ class Gatherer:
         elif isinstance(at, ScaledBlocks):
             from ckptool.engine.read.dequantize import fill_scaled
 
-            fill_scaled(self.gathered, at, out, local, dtype)
+            fill_scaled(self.gather, at, out, local, dtype)
         else:
             raise TypeError(f"{at} was never located")
 
-    def gathered(self, entry: TensorEntry, box: Box) -> Array:
+    def gather(self, entry: TensorEntry, box: Box) -> Array:
         """Return a box of a whole tensor, as its elements are stored.
 
         The chunks must cover the box. Runs of checksummed records are noted.
@@ -127,8 +127,8 @@ class Gatherer:
         self.gather_into(values, entry, box)
         return values
 
-    def stored(self, entry: TensorEntry, box: Box) -> Array:
-        """Return the same as ``gathered``, in memory that the next call may use again."""
+    def read_stored(self, entry: TensorEntry, box: Box) -> Array:
+        """Return the same as ``gather``, in memory that the next call may use again."""
         nbytes = box.volume * entry.source_dtype.itemsize
         if nbytes > len(self._buffer):
             self._buffer = memoryview(bytearray(nbytes))
@@ -136,15 +136,15 @@ class Gatherer:
         self.gather_into(values, entry, box)
         return values
 
-    def values(self, entry: TensorEntry, box: Box) -> Array:
-        """Return the same as ``stored``, in the element type that a rewrite asks for.
+    def read_values(self, entry: TensorEntry, box: Box) -> Array:
+        """Return the same as ``read_stored``, in the element type that a rewrite asks for.
 
         Raises Unsupported where that needs torch and it is not there.
         """
-        return cast(self.stored(entry, box), entry.source_dtype, entry.dtype)
+        return cast(self.read_stored(entry, box), entry.source_dtype, entry.dtype)
 
     def gather_into(self, values: Array, entry: TensorEntry, box: Box) -> None:
-        """Read the same as ``gathered`` into an array of the box's shape."""
+        """Read the same as ``gather`` into an array of the box's shape."""
         for chunk, common in self._index(entry).find(box):
             where = common.relative_to(box.lo)
             view = values[tuple(map(slice, where.lo, where.hi))] if where.lo else values
@@ -189,7 +189,7 @@ class Gatherer:
         self._fill(out[(*head, slice(0, half))], file, offset, strides)
         self._fill(out[(*head, slice(half, None))], file, offset + half * strides[dim], strides)
 
-    def _decoded(self, at: EncodedBlob) -> bytes:
+    def _decode(self, at: EncodedBlob) -> bytes:
         if self._blob is None or self._blob[0] != at:
             stored = bytearray(at.nbytes)
             self._reader.read_into(at.file, at.offset, memoryview(stored))

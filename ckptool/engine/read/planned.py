@@ -86,17 +86,17 @@ class PlanReader:
         """Read tiles that share rows of the source, each piece valid until the next."""
         self._forget_rows()
         for tile in tiles:
-            straight = self._straight(tile)
+            straight = self._straight_runs(tile)
             if len(straight) == len(tile.sources) and tile.entry.source_dtype == tile.entry.dtype:
                 for run in straight:
-                    yield from self._copied(tile, run)
+                    yield from self._copy_run(tile, run)
             else:
                 data = self._bytes_of(tile, straight, shared=len(tiles) > 1)
                 yield PlannedPiece(tile, 0, data, crc32(data))
 
     def data(self, tile: Tile) -> memoryview:
         """Return the bytes of a tile as they are to be written, until the next is asked for."""
-        return self._bytes_of(tile, self._straight(tile), shared=False)
+        return self._bytes_of(tile, self._straight_runs(tile), shared=False)
 
     def close(self) -> None:
         """Close all files."""
@@ -110,13 +110,13 @@ class PlanReader:
         if "_rows" in self.__dict__:
             self._rows.forget()
 
-    def _straight(self, tile: Tile) -> list[Run]:
+    def _straight_runs(self, tile: Tile) -> list[Run]:
         """Return the sources of a tile that are runs of bytes as they lie; note its records."""
         touch(self._records, tile)
         runs = (run_of(tile, source) for source in tile.sources)
         return [run for run in runs if run is not None]
 
-    def _copied(self, tile: Tile, run: Run) -> Iterator[PlannedPiece]:
+    def _copy_run(self, tile: Tile, run: Run) -> Iterator[PlannedPiece]:
         """Read a run of bytes in pieces that the processor's cache holds."""
         at, start, skip, nbytes = run
         total, step = 0, min(self._source.piece, len(self._buffer))
@@ -135,13 +135,13 @@ class PlanReader:
             data = self._rows.columns(tile)
             if data is not None:
                 return memoryview(data)
-        return self._gathered_bytes(tile, straight, shared=shared)
+        return self._gather_bytes(tile, straight, shared=shared)
 
-    def _gathered_bytes(self, tile: Tile, straight: list[Run], *, shared: bool) -> memoryview:
+    def _gather_bytes(self, tile: Tile, straight: list[Run], *, shared: bool) -> memoryview:
         from ckptool.engine.read.gather import raw
         from ckptool.engine.read.rounding import cast
 
-        values = self._gathered(tile, shared=shared)
+        values = self._gather(tile, shared=shared)
         data = raw(values)
         for at, start, skip, nbytes in straight:
             if at.record is not None:
@@ -149,7 +149,7 @@ class PlanReader:
                 self._records.piece(at.record, start, nbytes, crc32(piece))
         return raw(cast(values, tile.entry.source_dtype, tile.entry.dtype))
 
-    def _gathered(self, tile: Tile, *, shared: bool) -> Array:
+    def _gather(self, tile: Tile, *, shared: bool) -> Array:
         """Return the tile's elements as the source has them, in an array of the tile's shape."""
         from ckptool.engine.read.gather import array
 

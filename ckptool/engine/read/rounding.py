@@ -41,11 +41,11 @@ def cast(values: Array, stored: DType, wanted: DType) -> Array:
     with np.errstate(all="ignore"):
         for start in range(0, flat.size, _PIECE):
             piece = slice(start, start + _PIECE)
-            result[piece] = _rounded(flat[piece], stored.name, wanted.name)
+            result[piece] = _round(flat[piece], stored.name, wanted.name)
     return result.reshape(values.shape)
 
 
-def _rounded(bits: Array, stored: str, wanted: str) -> Array:
+def _round(bits: Array, stored: str, wanted: str) -> Array:
     """Return the bits in the other type; what is not 64 bits wide on both sides goes through 32."""
     if stored == "float64":
         single = bits.view(np.float64).astype(np.float32).view(np.uint32)

@@ -24,7 +24,6 @@ from ckptool.core.layout import tiles
 from ckptool.core.plan import ChunkIndex
 from ckptool.engine.checksum import RecordCheck, require_intact
 from ckptool.engine.read.gather import Array, Gatherer, array
-from ckptool.engine.read.rounding import cast
 from ckptool.engine.read.tiles import Job, read_tiles
 from ckptool.errors import Problem
 from ckptool.storage.local import Files
@@ -109,7 +108,7 @@ def _read_tensor(
     entry: TensorEntry, limit: int | None, stored: bool, gatherer: Gatherer
 ) -> Iterator[TensorTile]:
     itemsize = entry.source_dtype.itemsize
-    read = gatherer.stored if stored else gatherer.values
+    read = gatherer.read_stored if stored else gatherer.read_values
     for box in tiles(Box.whole(entry.shape), itemsize, limit or gatherer.tile):
         yield TensorTile(box, read(entry, box), box.volume * itemsize)
 
@@ -214,5 +213,5 @@ def _fill_boxes(
             if entry.source_dtype == entry.dtype:
                 gatherer.gather_into(out, entry, box)
             else:
-                out[...] = cast(gatherer.gathered(entry, box), entry.source_dtype, entry.dtype)
+                out[...] = gatherer.read_values(entry, box)
         yield TensorTile(box, out, box.volume * entry.source_dtype.itemsize)

@@ -21,7 +21,7 @@ from pathlib import Path
 from ckptool.engine.write.existing import (
     changed_files,
     kept_entries,
-    listed,
+    list_some,
     move_kept,
     remove_emptied,
     remove_own,
@@ -95,7 +95,7 @@ class FolderCommit:
             self._replace_files(note)
             return True
         if not stands_whole(self._staged, note.new, note.names):
-            raise self._unknown(note)
+            raise self._unknown_state(note)
         if identity(self._target) is None and note.old is not None:
             if identity(self._aside) != note.old:
                 return False
@@ -122,7 +122,7 @@ class FolderCommit:
         remove_emptied(self._staged, note.names)
         strangers = kept_entries(self._staged, ())
         if strangers:
-            raise self._left(self._staged, strangers, "which ckptool did not write")
+            raise self._keep_error(self._staged, strangers, "which ckptool did not write")
         self._staged.rmdir()
 
     def _clear_old(self, old: Path, note: CommitNote) -> None:
@@ -134,20 +134,20 @@ class FolderCommit:
             )
         changed = changed_files(old, note.own)
         if changed:
-            raise self._left(old, changed, "which changed since")
+            raise self._keep_error(old, changed, "which changed since")
         unmoved = move_kept(old, self._target, note.own)
         if unmoved:
             why = "which ckptool did not write, cannot be kept in it: the name is taken"
-            raise self._left(old, unmoved, why)
+            raise self._keep_error(old, unmoved, why)
         if self._fsync:
             sync_folder(self._target)
         remove_own(old, note.own)
         old.rmdir()
 
-    def _left(self, old: Path, names: Collection[str], why: str) -> Committed:
+    def _keep_error(self, old: Path, names: Collection[str], why: str) -> Committed:
         """Return the error where files keep the rest of the old folder from being removed."""
         return Committed(
-            f"{self._target}: the new one is in place, but {listed(names)}, {why}, is still in"
+            f"{self._target}: the new one is in place, but {list_some(names)}, {why}, is still in"
             f" {old}; nothing of the old one was removed",
             hint="move it away; the next command that writes there removes the rest",
         )
@@ -162,12 +162,12 @@ class FolderCommit:
             or {**target, **staged} != note.names
             or changed_files(self._target, own)
         ):
-            raise self._unknown(note)
+            raise self._unknown_state(note)
 
-    def _unknown(self, note: CommitNote) -> Unsupported:
+    def _unknown_state(self, note: CommitNote) -> Unsupported:
         """Return the error where nothing is as it was noted, as in a copy: what stands where."""
         places = [
-            f"{path} {self._described(path, note)}"
+            f"{path} {self._describe(path, note)}"
             for path in (self._target, self._staged, self._aside)
             if path != self._aside or os.path.lexists(path)
         ]
@@ -179,7 +179,7 @@ class FolderCommit:
             f" {self._target}, move the others away, then rm {self._note.path}",
         )
 
-    def _described(self, path: Path, note: CommitNote) -> str:
+    def _describe(self, path: Path, note: CommitNote) -> str:
         """Describe what stands at a path, as far as its files show."""
         if not os.path.lexists(path):
             return "is not there"
@@ -187,7 +187,7 @@ class FolderCommit:
             if files and stamps(path, files) == files:
                 return f"has the files of the {what} one"
         names = sorted(os.listdir(path)) if is_real_folder(path) else []
-        return f"holds {listed(names)}" if names else "is something else"
+        return f"holds {list_some(names)}" if names else "is something else"
 
     def _replace_in_steps(self, note: CommitNote) -> str:
         """Rename the old folder away and the new one to its place; back where that fails."""

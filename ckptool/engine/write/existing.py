@@ -42,7 +42,7 @@ def remove_staged(folder: Path, sizes: Mapping[str, int]) -> None:
     Raises Unsupported where something else lies in it: then all of it stays.
     """
     require_no_foreign(folder, sizes)
-    remove_own(folder, _written(folder, sizes))
+    remove_own(folder, _written_files(folder, sizes))
     folder.rmdir()
 
 
@@ -51,22 +51,22 @@ def require_no_foreign(folder: Path, sizes: Mapping[str, int]) -> None:
 
     ``sizes`` are the bytes that each of its files has once it is whole.
     """
-    foreign = kept_entries(folder, _written(folder, sizes))
+    foreign = kept_entries(folder, _written_files(folder, sizes))
     if foreign:
         raise Unsupported(
-            f"{folder}: holds {listed(foreign)}, which ckptool did not write or did not record;"
+            f"{folder}: holds {list_some(foreign)}, which ckptool did not write or did not record;"
             " nothing in it was removed",
             hint=f"check what it is, then move it away: mv {folder / foreign[0]} ELSEWHERE",
         )
 
 
-def listed(names: Collection[str]) -> str:
+def list_some(names: Collection[str]) -> str:
     """Return the first of some names, and how many more there are."""
     more = f", and {len(names) - 8} more" if len(names) > 8 else ""
     return f"{', '.join([*names][:8])}{more}"
 
 
-def _written(folder: Path, sizes: Mapping[str, int]) -> list[str]:
+def _written_files(folder: Path, sizes: Mapping[str, int]) -> list[str]:
     """Return the files in a folder that a run has written, as far as it came."""
     return [
         name
@@ -84,10 +84,12 @@ def kept_entries(folder: Path, own: Collection[str]) -> list[str]:
 
     Links are entries like files. A folder in which one of the ``own`` lies is not one entry.
     """
-    return sorted(_kept(folder, "", frozenset(own), _parents(own)))
+    return sorted(_walk_kept(folder, "", frozenset(own), _parents(own)))
 
 
-def _kept(folder: Path, head: str, own: frozenset[str], parents: frozenset[str]) -> Iterable[str]:
+def _walk_kept(
+    folder: Path, head: str, own: frozenset[str], parents: frozenset[str]
+) -> Iterable[str]:
     with os.scandir(folder / head) as entries:
         for entry in entries:
             name = head + entry.name
@@ -96,7 +98,7 @@ def _kept(folder: Path, head: str, own: frozenset[str], parents: frozenset[str])
             if not entry.is_dir(follow_symlinks=False):
                 yield name
             elif name in parents:
-                yield from _kept(folder, name + "/", own, parents)
+                yield from _walk_kept(folder, name + "/", own, parents)
             else:
                 yield name + "/"
 
@@ -124,7 +126,7 @@ def require_no_conflict(target: object, names: Collection[str]) -> None:
     """Raise Unsupported where ``names``, which are not the old checkpoint's, are in the way."""
     if names:
         raise Unsupported(
-            f"{target}: {listed(names)}: not part of the checkpoint there, and the"
+            f"{target}: {list_some(names)}: not part of the checkpoint there, and the"
             " new one has files of these names",
             hint="move them away, or write elsewhere; ckptool never removes files of others",
         )

@@ -41,7 +41,7 @@ class Journal:
     @classmethod
     def lock(cls, path: Path) -> Journal:
         """Open the journal as it is and lock it; Unsupported where another process has it."""
-        return cls(_locked(path))
+        return cls(_open_locked(path))
 
     def begin(self, plan: str, source: str, files: Mapping[str, int] | None = None) -> None:
         """Forget what was noted, and begin with these digests and the sizes of these files."""
@@ -64,7 +64,7 @@ class Journal:
         those that are to be written, to be noted if they are not. Raises Unsupported where plan or
         source are not those of the earlier run.
         """
-        stream = _locked(path)
+        stream = _open_locked(path)
         finished: dict[str, int] = {}
         try:
             begun = [journal for journal in {path, *others} if journal.stat().st_size]
@@ -120,7 +120,7 @@ def noted_sizes(paths: Iterable[Path], expected: Mapping[str, int]) -> dict[str,
     sizes = dict(expected)
     for path in paths:
         with open(path, encoding="utf-8") as stream:
-            files = _parsed(stream.readline()).get("files")
+            files = _parse_line(stream.readline()).get("files")
         if isinstance(files, dict):
             for name, size in files.items():
                 if isinstance(size, int):
@@ -128,7 +128,7 @@ def noted_sizes(paths: Iterable[Path], expected: Mapping[str, int]) -> dict[str,
     return sizes
 
 
-def _locked(path: Path) -> IO[str]:
+def _open_locked(path: Path) -> IO[str]:
     descriptor = open_unfollowed(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     if not is_journal(path):
         os.close(descriptor)
@@ -145,9 +145,9 @@ def _locked(path: Path) -> IO[str]:
 def _read_finished(path: Path, expected: dict[str, str]) -> dict[str, int]:
     """Return the files that a journal lists with their CRC-32; its head must be as expected."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    head = _parsed(lines[0]) if lines else {}
+    head = _parse_line(lines[0]) if lines else {}
     require_same_run(str(path), head, expected)
-    files = ((line.get("done"), line.get("crc32")) for line in map(_parsed, lines[1:]))
+    files = ((line.get("done"), line.get("crc32")) for line in map(_parse_line, lines[1:]))
     return {name: crc for name, crc in files if isinstance(name, str) and isinstance(crc, int)}
 
 
@@ -161,7 +161,7 @@ def require_same_run(path: str, head: Mapping[str, object], expected: Mapping[st
             )
 
 
-def _parsed(line: str) -> dict[str, object]:
+def _parse_line(line: str) -> dict[str, object]:
     try:
         value = json.loads(line)
     except ValueError:

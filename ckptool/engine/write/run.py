@@ -196,7 +196,7 @@ class _PlanWriter:
             for at, part in enumerate(file.parts):
                 stream.seek(offset)
                 if isinstance(part, Literal):
-                    data = patched(part, lambda at: join_crcs(crcs[at]))
+                    data = apply_patches(part, lambda at: join_crcs(crcs[at]))
                     stream.write(data)
                     crcs[at] = [(offset, part.nbytes, crc32(data))]
                 elif isinstance(part, Verbatim):
@@ -211,7 +211,7 @@ class _PlanWriter:
     def _copy_file(self, part: Verbatim, stream: IO[bytes]) -> int:
         """Copy a file as it is; return its CRC-32."""
         crc = 0
-        for piece in verbatim(part, self._source):
+        for piece in read_verbatim(part, self._source):
             stream.write(piece)
             crc = crc32(piece, crc)
         return crc
@@ -294,7 +294,7 @@ def touch_files(plan: Plan, numbers: Sequence[int], records: RecordCheck) -> Non
                     touch(records, tile)
 
 
-def patched(literal: Literal, part_crc: Callable[[int], int]) -> bytes:
+def apply_patches(literal: Literal, part_crc: Callable[[int], int]) -> bytes:
     """Return a literal with its patches; ``part_crc`` is the CRC-32 of one of the file's parts."""
     data = bytearray(literal.data)
     for patch in literal.patches:
@@ -302,7 +302,7 @@ def patched(literal: Literal, part_crc: Callable[[int], int]) -> bytes:
     return bytes(data)
 
 
-def verbatim(part: Verbatim, source: Files) -> Iterator[memoryview]:
+def read_verbatim(part: Verbatim, source: Files) -> Iterator[memoryview]:
     """Yield the pieces of a file that is copied as it is; Damaged where its size has changed."""
     files = source if part.file in source.files else LocalSource.file(Path(part.file))
     name = part.file if files is source else Path(part.file).name

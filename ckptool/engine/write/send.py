@@ -14,7 +14,7 @@ from ckptool.engine.checksum import RecordCheck, crc32, require_intact
 from ckptool.engine.options import RunOptions
 from ckptool.engine.read.planned import PlanReader
 from ckptool.engine.read.tiles import Job, read_tiles, require_unchanged
-from ckptool.engine.write.run import patched, touch_files, verbatim
+from ckptool.engine.write.run import apply_patches, read_verbatim, touch_files
 from ckptool.errors import Unsupported
 from ckptool.storage.local import SPAN, Files
 from ckptool.storage.multipart import Upload, memory_of_part
@@ -160,17 +160,17 @@ class _ContentReader:
         group = Group((spot,), 0)
         waiting: deque[Future[bytes]] = deque()
         for tiles in self.plan.jobs(group, self._source.tile):
-            waiting.append(self._pool.submit(self._gathered, tiles[0]))
+            waiting.append(self._pool.submit(self._gather, tiles[0]))
             if len(waiting) > self._readers:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
 
-    def verbatim(self, part: Verbatim) -> Iterator[memoryview]:
+    def read_verbatim(self, part: Verbatim) -> Iterator[memoryview]:
         """Read a file that is copied as it is."""
-        return verbatim(part, self._source)
+        return read_verbatim(part, self._source)
 
-    def _gathered(self, tile: Tile) -> bytes:
+    def _gather(self, tile: Tile) -> bytes:
         reader = self._idle.get()
         try:
             return bytes(reader.data(tile))
@@ -209,9 +209,9 @@ class _FileContent:
 
     def _part(self, position: int, part: Part) -> Iterator[bytes | memoryview]:
         if isinstance(part, Literal):
-            yield patched(part, self._crc)
+            yield apply_patches(part, self._crc)
         elif isinstance(part, Verbatim):
-            yield from self._reader.verbatim(part)
+            yield from self._reader.read_verbatim(part)
         else:
             yield from self._kept.pop(position, None) or self._read(position, part)
 

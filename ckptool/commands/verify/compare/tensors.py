@@ -169,7 +169,7 @@ class _Unreadable(Exception):
 
 def _read_side(side: int, reader: Gatherer, entry: TensorEntry, box: Box) -> Array:
     try:
-        return reader.values(entry, box)
+        return reader.read_values(entry, box)
     except CkptoolError as error:
         raise _Unreadable(side, error) from error
 
