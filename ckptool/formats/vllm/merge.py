@@ -35,6 +35,39 @@ from ckptool.core.views import narrow_place, shift_place
 from ckptool.errors import Damaged, Undetermined
 from ckptool.formats.companions import CONFIG, size_in
 
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """What a model's ``config.json`` says of its sizes; None where it is silent."""
+
+    heads: int | None = None
+    key_value_heads: int | None = None
+    head_size: int | None = None
+    vocabulary: int | None = None
+    tied: bool = False
+    experts: int | None = None
+    expert_inner: int | None = None
+
+
+def sizes_of(config: Mapping[str, Any]) -> ModelSizes:
+    """Return the sizes in a Hugging Face config."""
+    heads, hidden = size_in(config, "num_attention_heads"), size_in(config, "hidden_size")
+    return ModelSizes(
+        heads,
+        size_in(config, "num_key_value_heads") or heads,
+        size_in(config, "head_dim") or (hidden // heads if hidden and heads else None),
+        size_in(config, "vocab_size"),
+        config.get("tie_word_embeddings") is True,
+        _first_size(config, "num_experts", "n_routed_experts", "num_local_experts"),
+        _first_size(config, "moe_intermediate_size", "intermediate_size"),
+    )
+
+
+def _first_size(config: Mapping[str, Any], *keys: str) -> int | None:
+    """Return the first size that a config has, as models call it by several names."""
+    return next(filter(None, (size_in(config, key) for key in keys)), None)
+
+
 _EXPERTS = re.compile(r"(?P<head>(.*\.)?experts\.)(routed_experts\.)?(?P<which>w13|w2)_weight")
 _ORDER_NOTE = (
     "fused experts are read as vLLM's Triton kernels keep them, the gate before up; FlashInfer's"
@@ -44,24 +77,8 @@ _MEMBERS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertSizes:
-    """How many experts there are, and their inner size; None where ``config.json`` is silent."""
-
-    experts: int | None = None
-    inner: int | None = None
-
-
-def _expert_sizes(config: Mapping[str, Any]) -> ExpertSizes:
-    """Return the sizes as Mixtral, Qwen, DeepSeek and their like call them."""
-    counts = (size_in(config, key) for key in ("num_experts", "n_routed_experts"))
-    inner = (size_in(config, key) for key in ("moe_intermediate_size", "intermediate_size"))
-    experts = next(filter(None, counts), None) or size_in(config, "num_local_experts")
-    return ExpertSizes(experts, next(filter(None, inner), None))
-
-
 def _expert_entries(
-    name: str, match: re.Match[str], parts: LocalTensors, sizes: ExpertSizes, world: int
+    name: str, match: re.Match[str], parts: LocalTensors, sizes: ModelSizes, world: int
 ) -> Iterator[TensorEntry]:
     """Yield one tensor for each expert and projection.
 
@@ -84,7 +101,7 @@ def _expert_entries(
 
 
 def _by_expert(
-    name: str, parts: LocalTensors, sizes: ExpertSizes, world: int, *, gated: bool
+    name: str, parts: LocalTensors, sizes: ModelSizes, world: int, *, gated: bool
 ) -> list[LocalTensors]:
     """Return each expert's parts by rank: of every rank, or of the one that has the expert."""
     shapes = {part.shape for part in parts.values()}
@@ -92,13 +109,13 @@ def _by_expert(
     if len(shapes) != 1 or len(parts) != world or len(shape) != 3:
         raise Damaged(f"{name}: the ranks hold fused experts of several shapes")
     inner = shape[1] // 2 if gated else shape[2]
-    if sizes.experts == shape[0] * world and sizes.inner in (None, inner):
+    if sizes.experts == shape[0] * world and sizes.expert_inner in (None, inner):
         return [{r: _expert(p, n)} for r, p in sorted(parts.items()) for n in range(shape[0])]
-    if sizes.experts in (None, shape[0]) and sizes.inner in (None, inner * world):
+    if sizes.experts in (None, shape[0]) and sizes.expert_inner in (None, inner * world):
         return [{r: _expert(p, n) for r, p in parts.items()} for n in range(shape[0])]
     raise Undetermined(
         f"{list(shape)} on each of {world} ranks does not match {CONFIG}:"
-        f" {sizes.experts or 'unknown'} experts of inner size {sizes.inner or 'unknown'}"
+        f" {sizes.experts or 'unknown'} experts of inner size {sizes.expert_inner or 'unknown'}"
     )
 
 
@@ -148,31 +165,6 @@ _TABLE: RuleTable[_Facts] = RuleTable(
 """How vLLM cuts what it does not fuse."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSizes:
-    """What a model's ``config.json`` says of its sizes; None where it is silent."""
-
-    heads: int | None = None
-    key_value_heads: int | None = None
-    head_size: int | None = None
-    vocabulary: int | None = None
-    tied: bool = False
-    experts: ExpertSizes = field(default_factory=ExpertSizes)
-
-
-def sizes_of(config: Mapping[str, Any]) -> ModelSizes:
-    """Return the sizes in a Hugging Face config."""
-    heads, hidden = size_in(config, "num_attention_heads"), size_in(config, "hidden_size")
-    return ModelSizes(
-        heads,
-        size_in(config, "num_key_value_heads") or heads,
-        size_in(config, "head_dim") or (hidden // heads if hidden and heads else None),
-        size_in(config, "vocab_size"),
-        config.get("tie_word_embeddings") is True,
-        _expert_sizes(config),
-    )
-
-
 @dataclass(slots=True)
 class Merger:
     """Joins the ranks' tensors. ``unknown`` says why of those of which no rule is known.
@@ -220,7 +212,7 @@ class Merger:
                 yield self._entry(_member(gated, member), _halves(name, parts, at), COLUMN)
         elif experts:
             self.notes += [_ORDER_NOTE] if _ORDER_NOTE not in self.notes else []
-            yield from _expert_entries(name, experts, parts, self.config.experts, self.world)
+            yield from _expert_entries(name, experts, parts, self.config, self.world)
         else:
             if VOCABULARY.fullmatch(name):
                 parts = self._without_padding(name, parts)
