@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,10 +127,10 @@ class Strategy:
         """Let go of all that ``set_up`` and ``save`` made."""
 
 
-def failure_of(check: Callable[[], object]) -> str | None:
-    """Return the last line of what a check raises, or None."""
+def import_failure(module: str, name: str) -> str | None:
+    """Return the last line of what importing a name of a library raises, or None."""
     try:
-        check()
+        getattr(importlib.import_module(module), name)
     except Exception as error:  # noqa: BLE001 (a library that cannot be used is a reason)
         return (str(error).strip().splitlines() or [type(error).__name__])[-1]
     return None

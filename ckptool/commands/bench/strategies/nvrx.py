@@ -31,7 +31,8 @@ class Nvrx(Strategy):
         worker = "persistent" if persistent else "worker-a-save"
         io = "multi-thread" if threaded else "multi-process" if files > 1 else "one-process"
         self.name = f"nvrx/{worker}+{io}"
-        self.says = f"nvrx's {worker.replace('-', ' ')} worker with {io} file I/O"
+        words = "persistent worker" if persistent else "worker per save"
+        self.says = f"nvrx's {words} with {io} file I/O"
         self._persistent, self._files, self._threaded = persistent, files, threaded
         self._calls: Any = None
         self._device = Device("cpu", 0)
@@ -49,7 +50,7 @@ class Nvrx(Strategy):
         if self._threaded and not self._io:
             return f"nvidia-resiliency-ext {version} writes files by processes alone"
         if not self._persistent and place.device.type != "cuda":
-            return "its worker a save waits for CUDA, which is not here"
+            return "its worker per save needs CUDA, which is not available"
         return None if place.device.type == "cuda" else place.lacks_shared_memory()
 
     def remark(self, place: Place) -> str | None:

@@ -18,9 +18,11 @@ from ckptool.commands.bench.strategies.base import (
     Place,
     State,
     Strategy,
-    failure_of,
+    import_failure,
 )
 from ckptool.commands.bench.worker.device import Device
+
+_CHECKPOINT = "torch.distributed.checkpoint"
 
 
 class TorchSave(Strategy):
@@ -85,14 +87,13 @@ _STAGINGS = {
 
 
 @dataclass
-class DcpAsync(Strategy):
+class DcpAsync(DcpSync):
     """``async_save`` with one combination of who writes, how is staged, and if plans are kept."""
 
     writer: str
     staging: str
     cached: bool
     background = True
-    to_urls = True
 
     def __post_init__(self) -> None:
         suffix = "+cached" if self.cached else ""
@@ -105,7 +106,7 @@ class DcpAsync(Strategy):
 
     def unavailable(self, place: Place) -> str | None:
         """Require torch's stagers, and shared memory for what another process shall see."""
-        missing = failure_of(_import_stagers)
+        missing = import_failure(f"{_CHECKPOINT}.staging", "StagingOptions")
         if missing or (self.writer == _THREAD and self.staging == _DEFAULT):
             return missing
         return place.lacks_shared_memory()
@@ -152,18 +153,10 @@ class DcpAsync(Strategy):
             return PendingSave(response.upload_completion, response.staging_completion)
         return PendingSave(response)
 
-    def load(self, state: State, path: Path | str) -> State:
-        """Load as DCP does."""
-        return load_dcp(state, path)
-
     def finish(self) -> None:
         """Close the stager; torch ends its process with the rank's."""
         if self._stager is not None:
             self._stager.close()
-
-
-def _import_stagers() -> None:
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions  # noqa: F401
 
 
 class ExperimentalSync(Strategy):
@@ -177,7 +170,7 @@ class ExperimentalSync(Strategy):
 
     def unavailable(self, place: Place) -> str | None:
         """Require torch's builders, which came with 2.9."""
-        return failure_of(_import_builders)
+        return import_failure(f"{_CHECKPOINT}._experimental", "make_async_checkpointer")
 
     def set_up(self, device: Device) -> None:
         """Build it without its barrier, which wants a port of its own."""
@@ -214,7 +207,7 @@ class ExperimentalAsync(ExperimentalSync):
 
     def unavailable(self, place: Place) -> str | None:
         """Require the builders, and shared memory to stage in."""
-        return failure_of(_import_builders) or place.lacks_shared_memory()
+        return super().unavailable(place) or place.lacks_shared_memory()
 
     def remark(self, place: Place) -> str | None:
         """Note staging that does not pin."""
@@ -234,10 +227,6 @@ class ExperimentalAsync(ExperimentalSync):
         """Stage and hand over."""
         staging, written = self._checkpointer.save(str(path), state)
         return PendingSave(written, staging)
-
-
-def _import_builders() -> None:
-    from torch.distributed.checkpoint._experimental import make_async_checkpointer  # noqa: F401
 
 
 STRATEGIES: tuple[Strategy, ...] = (
