@@ -163,7 +163,7 @@ def _place(entry: TensorEntry, chunk: Chunk, skeletons: _Skeletons, at: Place) -
             "item-mismatch",
         )
     stored = StoredBytes(at.file, at.offset, at.nbytes, at.nbytes)
-    file = TorchFile(what, None, {tensor.storage.key: stored}, "little", {}, len(pickled))
+    file = TorchFile(what, None, {tensor.storage.key: stored}, "little", len(pickled))
     return locate_tensor(tensor, file)
 
 

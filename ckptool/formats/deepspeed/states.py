@@ -220,7 +220,7 @@ def read_optimizer(source: Source, file: str) -> State:
         return read_state(source, file)
     except SourceError as error:
         why = make_refusal(error, "optimizer", "optimizer")
-        opened = TorchFile(file, {}, {}, "little", {}, 0)
+        opened = TorchFile(file, {}, {}, "little", 0)
         return State(opened, {}, why, {(): why})
 
 

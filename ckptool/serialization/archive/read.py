@@ -73,7 +73,6 @@ class TorchFile:
     inert: PickleValue
     storages: Mapping[str, StoredBytes]
     byteorder: str
-    globals: Mapping[Global, int]
     pickled: int
     hostile: Mapping[Global, Problem] = field(default_factory=dict)
     meshes: dict[Call, tuple[Mesh, int | None]] = field(default_factory=dict, compare=False)
@@ -141,9 +140,7 @@ def _read_archive(region: Region) -> TorchFile:
         byteorder = record_bytes(traced, order, has_crc).decode("ascii", "replace")
     if byteorder not in ("little", "big"):
         raise Damaged(f"{region.what}: unknown byte order {byteorder!r}")
-    file = TorchFile(
-        region.what, loaded.value, storages, byteorder, loaded.globals, loaded.end, loaded.hostile
-    )
+    file = TorchFile(region.what, loaded.value, storages, byteorder, loaded.end, loaded.hostile)
     if data_pkl.crc32 and not loaded.hostile:
         unread = [record for record in records.values() if record not in (data_pkl, order)]
         _cache(traced, file, stored, unread)
@@ -253,9 +250,7 @@ def _read_legacy(source: Source, file: str) -> TorchFile:
         storages[key] = StoredBytes(file, position, nbytes, nbytes)
         position += nbytes
     byteorder = "little" if system.get("little_endian", True) else "big"
-    return TorchFile(
-        file, value, storages, byteorder, content.globals, content.end, content.hostile
-    )
+    return TorchFile(file, value, storages, byteorder, content.end, content.hostile)
 
 
 def read_legacy_pickles(source: Source, file: str, *, judges: bool = True) -> list[Loaded]:
