@@ -39,7 +39,7 @@ _CRC32_AT = 16
 
 def lay_out_archive(value: Any, *, root: str = "archive") -> list[Part]:
     """Lay out a torch.save zip of ``value``, whose tensors are references."""
-    data, storages = dump(value, 2)
+    data, storages = dump(value)
     archive = _Archive(root)
     archive.literal("data.pkl", data)
     archive.literal(".format_version", b"1")

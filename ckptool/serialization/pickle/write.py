@@ -58,18 +58,14 @@ class TensorRef:
         return TensorRef(entry.dtype, shard.shape, Data(name, box, itemsize))
 
 
-def dumps(value: Any, protocol: int = 2) -> bytes:
-    """Pickle plain data and inert records; records become what they were read from."""
-    return dump(value, protocol)[0]
+def dump(value: Any) -> tuple[bytes, list[Content]]:
+    """Return the pickle of a value in protocol 2, and what fills its storages, by number.
 
-
-def dump(value: Any, protocol: int) -> tuple[bytes, list[Content]]:
-    """Return the pickle of a value, and what fills its storages, by number.
-
-    Raises Unsupported where the value is nested too deep.
+    Inert records become what they were read from. Raises Unsupported where the value is nested too
+    deep.
     """
     stream = io.BytesIO()
-    pickler = _RecordPickler(stream, protocol)
+    pickler = _RecordPickler(stream, 2)
     try:
         pickler.dump(value)
     except RecursionError:
@@ -108,12 +104,7 @@ class _RecordPickler(_PurePickler):  # type: ignore[misc]
             return
         if not is_name(item.module) or not is_name(item.name):
             raise Unsupported("cannot write a global whose name is not a dotted name")
-        if self.proto >= 4:
-            self.save(item.module)
-            self.save(item.name)
-            self.write(pickle.STACK_GLOBAL)
-        else:
-            self.write(pickle.GLOBAL + f"{item.module}\n{item.name}\n".encode())
+        self.write(pickle.GLOBAL + f"{item.module}\n{item.name}\n".encode())
         self.memoize(item)
 
     def save_call(self, call: Call) -> None:
