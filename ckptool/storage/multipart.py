@@ -32,12 +32,12 @@ def hidden_name(path: str) -> str:
 
 
 class Upload:
-    """One upload, in parts; there is ``room`` for so many in memory, with that which is filled.
+    """One upload, in parts: ``capacity`` of them fit in memory, with the one that is being filled.
 
     A store whose files grow as they are written gets them under a hidden name first.
     """
 
-    def __init__(self, place: RemotePath, nbytes: int, room: int = 1) -> None:
+    def __init__(self, place: RemotePath, nbytes: int, capacity: int = 1) -> None:
         self._place = place
         self._nbytes = nbytes
         self._store = place.store
@@ -47,8 +47,10 @@ class Upload:
         if not atomic:
             self._attempt(lambda: self._store.fs.makedirs(place.parent.key, exist_ok=True))
         key = self._hidden or place.key
-        self._parts: PartSender = self._attempt(lambda: part_sender(self._store, key, nbytes, room))
-        self._pool = ThreadPoolExecutor(self._parts.together, "ckptool-send")
+        self._parts: PartSender = self._attempt(
+            lambda: part_sender(self._store, key, nbytes, capacity)
+        )
+        self._pool = ThreadPoolExecutor(self._parts.at_once, "ckptool-send")
         self._sending: deque[Future[None]] = deque()
         self._number = 0
         self._part = bytearray()
@@ -100,7 +102,7 @@ class Upload:
         self._number, self._part = number + 1, bytearray()
         self._sending.append(self._pool.submit(self._parts.put, number, data))
         del data
-        self._wait(self._parts.held - 1)
+        self._wait(self._parts.in_memory - 1)
 
     def _wait(self, most: int) -> None:
         while len(self._sending) > most:
@@ -129,12 +131,12 @@ _WIDE = 4
 class PartSender(Protocol):
     """Sends parts of ``part`` bytes, the last may be shorter.
 
-    ``together`` of them at once; ``held`` in memory, with that which is filled.
+    ``at_once`` of them go side by side; ``in_memory`` are kept, with the one being filled.
     """
 
     part: int
-    together: int
-    held: int
+    at_once: int
+    in_memory: int
 
     def put(self, number: int, data: bytearray) -> None:
         """Send the part of this number, counted from 0."""
@@ -151,16 +153,16 @@ def part_size(nbytes: int) -> int:
     return max(PART, -(-nbytes // _MOST_PARTS))
 
 
-def part_sender(store: Store, key: str, nbytes: int, room: int) -> PartSender:
-    """Return how a file of ``nbytes`` is sent; there is room for so many parts in memory.
+def part_sender(store: Store, key: str, nbytes: int, capacity: int) -> PartSender:
+    """Return how a file of ``nbytes`` is sent; ``capacity`` parts fit in memory.
 
     A file of no more than one part is sent whole.
     """
     part = part_size(nbytes)
     stream = store.fs.open(key, "wb", block_size=part)
     if nbytes > part and hasattr(stream, "_call_s3"):
-        return _MultipartSender(store, stream, nbytes, room)
-    return _StreamSender(stream, part, room)
+        return _MultipartSender(store, stream, nbytes, capacity)
+    return _StreamSender(stream, part, capacity)
 
 
 class _StreamSender:
@@ -170,12 +172,12 @@ class _StreamSender:
     sends them as one request.
     """
 
-    together = 1
+    at_once = 1
 
-    def __init__(self, stream: Any, part: int, room: int) -> None:
+    def __init__(self, stream: Any, part: int, capacity: int) -> None:
         self._stream = stream
-        self.part = part * min(_WIDE, max(1, room // 2))
-        self.held = min(2, room)
+        self.part = part * min(_WIDE, max(1, capacity // 2))
+        self.in_memory = min(2, capacity)
 
     def put(self, number: int, data: bytearray) -> None:
         self._stream.write(data)
@@ -198,12 +200,12 @@ class _MultipartSender:
     A part that fails is sent again: its number says where it belongs.
     """
 
-    def __init__(self, store: Store, stream: Any, nbytes: int, room: int) -> None:
+    def __init__(self, store: Store, stream: Any, nbytes: int, capacity: int) -> None:
         self._store = store
         self._stream = stream
         self.part = part_size(nbytes)
-        self.held = room
-        self.together = max(1, room - 1)
+        self.in_memory = capacity
+        self.at_once = max(1, capacity - 1)
         self._sent: dict[int, dict[str, Any]] = {}
         stream.loc = nbytes
         stream._initiate_upload()

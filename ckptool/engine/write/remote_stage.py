@@ -64,7 +64,7 @@ class RemoteStage:
 
     def stands(self) -> bool:
         """Return whether there is something at the target."""
-        return bool(self._there())
+        return bool(self._list_existing())
 
     def begin(self) -> None:
         """Note whose output this is and clear the place, or with ``resume`` take what is there.
@@ -73,13 +73,13 @@ class RemoteStage:
         """
         self.require_possible()
         self._abort_old_uploads()
-        there = self._there()
+        existing = self._list_existing()
         self._write_note()
         if self._options.resume:
             return
         self._is_new = True
-        if not self._replaced_at_once(there):
-            self._remove(self._old & there.keys())
+        if not self._replaces_one_file(existing):
+            self._remove(self._old & existing.keys())
 
     def require_possible(self) -> None:
         """Raise Unsupported where what is there may not be replaced, or nothing is to resume."""
@@ -95,9 +95,9 @@ class RemoteStage:
             expected = {"source": self._options.source, "plan": self._options.plan}
             require_same_run(str(self._note), note, expected)
             return
-        there = self._there()
-        self._old = self._noted_files(note) & there.keys()
-        others = [name for name in there if name not in self._old]
+        existing = self._list_existing()
+        self._old = self._noted_files(note) & existing.keys()
+        others = [name for name in existing if name not in self._old]
         if others and not self._options.overwrite:
             raise Unsupported(
                 f"{self.target} already exists ({len(others):,} files, such as {others[0]})",
@@ -113,26 +113,26 @@ class RemoteStage:
         written = list(map(str, note.get("files", ())))
         return frozenset([*written, *map(hidden_name, written), *map(str, note.get("old", ()))])
 
-    def _require_replaceable(self, there: Collection[str], *, begun: bool) -> None:
+    def _require_replaceable(self, existing: Collection[str], *, begun: bool) -> None:
         """Raise Unsupported where something that is no checkpoint's would be replaced.
 
         Once it is ``begun`` the old checkpoint may be gone, and others' files stay.
         """
         own = frozenset(self._options.own() or ())
-        is_whole = bool(own) if self._layout.folder else own >= frozenset(there)
+        is_whole = bool(own) if self._layout.folder else own >= frozenset(existing)
         if not (is_whole or begun):
             raise Unsupported(f"{self.target}: not a checkpoint, and is not replaced")
-        self._old |= own & frozenset(there)
+        self._old |= own & frozenset(existing)
         names = {file.path for file in self._layout.files}
-        require_no_conflict(self.target, sorted(names & frozenset(there) - self._old))
+        require_no_conflict(self.target, sorted(names & frozenset(existing) - self._old))
 
     def join(self, rank: int = 0) -> None:
         """Look who began, and what an earlier run finished, after ``begin``."""
         self._writer = (self._read_note() or {}).get("writer")
         if self._options.resume:
             sizes = {file.path: file.nbytes for file in self._layout.files[:-1]}
-            there = self._there()
-            self._finished = frozenset(n for n, i in there.items() if sizes.get(n) == i.nbytes)
+            existing = self._list_existing()
+            self._finished = frozenset(n for n, i in existing.items() if sizes.get(n) == i.nbytes)
 
     def mark(self, token: str) -> None:
         """Do nothing: all ranks see one store."""
@@ -181,8 +181,8 @@ class RemoteStage:
         with suppress(CkptoolError):
             self._require_mine()
             names = [file.path for file in self._layout.files]
-            mine = {*names, *map(hidden_name, names)}
-            self._remove(mine & self._there().keys())
+            own_files = {*names, *map(hidden_name, names)}
+            self._remove(own_files & self._list_existing().keys())
             self._forget()
 
     def _write_note(self) -> None:
@@ -217,7 +217,7 @@ class RemoteStage:
             who = _describe_writer(writer) if isinstance(writer, dict) else "it is no longer noted"
             raise TransferError(f"{self.target}: another ckptool is writing it too: {who}")
 
-    def _there(self) -> dict[str, ObjectInfo]:
+    def _list_existing(self) -> dict[str, ObjectInfo]:
         """Return the files at the place of the output, by their paths in it."""
         if self._layout.folder:
             return self._list(self.folder, below=True)
@@ -240,10 +240,10 @@ class RemoteStage:
             return None
         return note if isinstance(note, dict) else None
 
-    def _replaced_at_once(self, there: dict[str, ObjectInfo]) -> bool:
+    def _replaces_one_file(self, existing: dict[str, ObjectInfo]) -> bool:
         """Return whether one file replaces one file: then the old one stands until that."""
         files = {file.path for file in self._layout.files}
-        return not self._layout.folder and len(files) == 1 and set(there) <= files
+        return not self._layout.folder and len(files) == 1 and set(existing) <= files
 
     def _remove(self, files: Collection[str]) -> None:
         """Remove files of the output, first those without which the others are no checkpoint."""
