@@ -19,7 +19,7 @@ from ckptool.core.rewrite import with_prefix
 from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.errors import Damaged, Problem, coded
 from ckptool.formats.base import Format, ScanOptions
-from ckptool.formats.companions import join_catalogs, relocated, scanned_below
+from ckptool.formats.companions import join_catalogs, relocate, scan_subfolder
 from ckptool.formats.dcp import scan_folder
 from ckptool.serialization.archive.read import StoredBytes, TorchFile, read_torch_file
 from ckptool.serialization.archive.tensors import (
@@ -206,8 +206,8 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     catalogs = []
     for family in parts.values():
         if family:
-            inner = scanned_below(scan_folder, source, family, options, prefix=f"{family}.")
-            catalog = unflatten_family(_locate(relocated(inner, family), skeletons, options), flat)
+            inner = scan_subfolder(scan_folder, source, family, options, prefix=f"{family}.")
+            catalog = unflatten_family(_locate(relocate(inner, family), skeletons, options), flat)
             catalogs.append(with_prefix(catalog, family))
         else:
             catalog = scan_folder(source, options)

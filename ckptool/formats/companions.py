@@ -46,7 +46,7 @@ def is_of_model(path: str) -> bool:
     return name in _NAMES - _PROSE or name.endswith(".tiktoken")
 
 
-def relocated(catalog: Catalog, folder: str) -> Catalog:
+def relocate(catalog: Catalog, folder: str) -> Catalog:
     """Return the catalog of a subfolder, with paths of files relative to the folder above."""
     return replace(
         catalog,
@@ -77,7 +77,7 @@ def _relocated_place(folder: str, at: Place) -> Place:
 Scan = Callable[[Source, ScanOptions], Catalog]
 
 
-def scanned_below(
+def scan_subfolder(
     scan: Scan, source: Source, folder: str, options: ScanOptions, *, prefix: str = ""
 ) -> Catalog:
     """Scan a subfolder; what is noted on the way names files as seen from above.
@@ -155,7 +155,7 @@ _ARGUMENTS = {
 }
 
 
-def framework_info(objects: Mapping[str, ObjectEntry]) -> dict[str, str]:
+def describe_framework(objects: Mapping[str, ObjectEntry]) -> dict[str, str]:
     """Return entries for ``Catalog.info``, from values that a framework always saves.
 
     Lightning 2 (``pytorch-lightning_version``, in ``meta.pt`` or a ``.ckpt``), torchtitan 0.3
@@ -172,7 +172,7 @@ def framework_info(objects: Mapping[str, ObjectEntry]) -> dict[str, str]:
     return {}
 
 
-def with_tensor_parallelism(catalog: Catalog) -> Catalog:
+def add_tensor_parallelism(catalog: Catalog) -> Catalog:
     """Add the degree of tensor parallelism to torchtitan's catalog, where its chunks show it.
 
     FSDP cuts torchtitan's dense tensors along dim 0; what the innermost mesh dim cuts along
@@ -219,7 +219,7 @@ def read_json_object(source: Source, file: str) -> dict[str, Any]:
     return content
 
 
-def config_info(source: Source) -> dict[str, str]:
+def describe_config(source: Source) -> dict[str, str]:
     """Return entries for ``Catalog.info`` from a Hugging Face config; none if it is unreadable."""
     try:
         config = read_config(source)

@@ -40,7 +40,7 @@ from ckptool.core.sharding.tensor_parallel import (
 from ckptool.errors import Damaged, Problem, Refusal, Undetermined, Unsupported
 from ckptool.formats.base import Format, Request, ScanOptions
 from ckptool.formats.companions import companions, read_json_object, size_in
-from ckptool.formats.writing import companion_files, plain_objects, require_placed
+from ckptool.formats.writing import lay_out_companions, require_placed, select_plain
 from ckptool.serialization.archive.read import read_torch_file
 from ckptool.serialization.archive.write import lay_out_archive
 from ckptool.serialization.pickle.write import TensorRef
@@ -328,11 +328,11 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     placed = require_placed(request)
     if len(placed.mesh.shape) != 1:
         raise Unsupported("Meta's llama files have one model-parallel dim", hint="such as --mesh 8")
-    objects, notes = plain_objects(catalog)
+    objects, notes = select_plain(catalog)
     shards = {name: placed.shards(entry) for name, entry in catalog.tensors.items()}
     for entry in catalog.tensors.values():
         _require_cut(entry, placed.placements[entry.name][0], placed.mesh.size)
-    files = companion_files(catalog)
+    files = lay_out_companions(catalog)
     for rank in range(placed.mesh.size):
         state: dict[str, Any] = {entry.name: entry.value for entry in objects}
         for name, entry in catalog.tensors.items():

@@ -15,8 +15,8 @@ from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.layout import FileLayout, Layout
 from ckptool.errors import Damaged, Problem, Refusal, Unrecognised
 from ckptool.formats.base import FileRole, FileRule, Format, Request, ScanOptions
-from ckptool.formats.companions import companions, config_info, framework_info
-from ckptool.formats.writing import companion_notes, nested_state, plain_objects
+from ckptool.formats.companions import companions, describe_config, describe_framework
+from ckptool.formats.writing import nest_state, note_companions, select_plain
 from ckptool.serialization.archive.read import is_legacy, is_zip, read_torch_file
 from ckptool.serialization.archive.write import lay_out_archive
 from ckptool.serialization.source import Source, expect_archives, read_metadata, require
@@ -69,7 +69,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         contents.objects,
         {file: source.files[file]},
         world_size=1,
-        info={"writer": "torch.save"} | framework_info(contents.objects),
+        info={"writer": "torch.save"} | describe_framework(contents.objects),
         notes=(*notes, *note_unread(contents.objects)),
         conflicts=contents.conflicts,
         companions=companions(source) if is_model else {},
@@ -124,7 +124,7 @@ def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
         objects,
         {file: source.files[file] for file in (*files, INDEX) if file in source.files},
         world_size=1,
-        info={"writer": "transformers (pytorch_model.bin shards)"} | config_info(source),
+        info={"writer": "transformers (pytorch_model.bin shards)"} | describe_config(source),
         notes=(*notes, *note_unread(objects)),
         conflicts=dict(refusals),
         companions=companions(source),
@@ -150,11 +150,11 @@ def read_weight_map(source: Source, index: str) -> dict[str, str]:
 
 
 def _lay_out(catalog: Catalog, request: Request) -> Layout:
-    objects, notes = plain_objects(catalog)
-    state = nested_state(list(catalog.tensors.values()), objects)
+    objects, notes = select_plain(catalog)
+    state = nest_state(list(catalog.tensors.values()), objects)
     root = request.target.rpartition(".")[0] or "archive"
     main = FileLayout(request.target, tuple(lay_out_archive(state, root=root)))
-    return Layout((main,), folder=False, notes=(*notes, *companion_notes(catalog)))
+    return Layout((main,), folder=False, notes=(*notes, *note_companions(catalog)))
 
 
 FORMAT = Format(

@@ -21,7 +21,7 @@ NOT_CARRIED = "value-not-written"
 """The code of a note on what no writer carries over, or only one that writes pickles of its own."""
 
 
-def plain_objects(catalog: Catalog, *, numpy: bool = True) -> tuple[list[ObjectEntry], list[str]]:
+def select_plain(catalog: Catalog, *, numpy: bool = True) -> tuple[list[ObjectEntry], list[str]]:
     """Return the values that are plain data, and one note for each that is not and stays behind.
 
     ``numpy`` says that its arrays, scalars and generators are plain. Tensors of a kind that is not
@@ -58,7 +58,7 @@ def shorten(names: list[str]) -> str:
     return ", ".join(names[:8]) + more
 
 
-def nested_state(tensors: list[TensorEntry], objects: list[ObjectEntry]) -> Any:
+def nest_state(tensors: list[TensorEntry], objects: list[ObjectEntry]) -> Any:
     """Return the nested state dict of the source, with a ``TensorRef`` for each whole tensor.
 
     Tied tensors become one reference, so that they share a storage again.
@@ -71,18 +71,18 @@ def nested_state(tensors: list[TensorEntry], objects: list[ObjectEntry]) -> Any:
     return nest(leaves)
 
 
-def extra_file(path: str, tensors: list[TensorEntry], objects: list[ObjectEntry]) -> FileLayout:
+def lay_out_extra(path: str, tensors: list[TensorEntry], objects: list[ObjectEntry]) -> FileLayout:
     """Lay out a torch.save file beside the main one, for what the main format cannot hold."""
-    return FileLayout(path, tuple(lay_out_archive(nested_state(tensors, objects))))
+    return FileLayout(path, tuple(lay_out_archive(nest_state(tensors, objects))))
 
 
-def companion_notes(catalog: Catalog) -> list[str]:
+def note_companions(catalog: Catalog) -> list[str]:
     """Return one note on the companions, where what is written is one file."""
     files = ", ".join(catalog.companions)
     return [f"not carried into one file: {files}"] if files else []
 
 
-def companion_files(catalog: Catalog) -> list[FileLayout]:
+def lay_out_companions(catalog: Catalog) -> list[FileLayout]:
     """Lay out config.json, tokenizer files and their like, as they are."""
     return [
         FileLayout(name.rpartition("/")[2], (Verbatim(name, size),))
@@ -98,7 +98,7 @@ class _Sized(Protocol):
 _Item = TypeVar("_Item", bound=_Sized)
 
 
-def by_size(items: Iterable[_Item], limit: int) -> list[list[_Item]]:
+def group_by_size(items: Iterable[_Item], limit: int) -> list[list[_Item]]:
     """Group items in order, as many a file as fit ``limit`` bytes; a larger one has its own file.
 
     At least one group, which is empty where there is no item.
@@ -114,7 +114,7 @@ def by_size(items: Iterable[_Item], limit: int) -> list[list[_Item]]:
     return groups
 
 
-def tied_notes(catalog: Catalog) -> list[str]:
+def note_tied(catalog: Catalog) -> list[str]:
     """Return one note for each group of tied tensors, which a flat format writes once a name.
 
     Single numbers, such as the step of all parameters of a group, are not worth one.

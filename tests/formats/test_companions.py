@@ -14,7 +14,7 @@ from conftest import case
 from safetensors.torch import save_file
 
 from ckptool.commands.open import open_checkpoint
-from ckptool.formats.companions import with_tensor_parallelism
+from ckptool.formats.companions import add_tensor_parallelism
 
 LIGHTNING = {"pytorch-lightning_version": "2.6.6", "global_step": 4}
 TITAN = {
@@ -96,7 +96,7 @@ def test_tensor_parallelism_that_chunks_tell(
 ) -> None:
     catalog = open_checkpoint(case(name).path).catalog
     said = replace(catalog, info={"framework": framework, "parallelism": told})
-    assert with_tensor_parallelism(said).info["parallelism"] == wanted
+    assert add_tensor_parallelism(said).info["parallelism"] == wanted
 
 
 def test_the_version_that_torchsnapshot_records() -> None:

@@ -16,14 +16,14 @@ from ckptool.core.catalog import UNREAD, Catalog, ObjectEntry, TensorEntry, merg
 from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.errors import Problem, Refusal
 from ckptool.formats.base import Deferred, FileRole, FileRule, Format, ScanOptions
-from ckptool.formats.companions import framework_info, with_tensor_parallelism
+from ckptool.formats.companions import add_tensor_parallelism, describe_framework
 from ckptool.formats.dcp.inventory import (
     DAMAGE_HINT,
     DATA,
     METADATA,
     RANK_METADATA,
     Inventory,
-    metadata_files,
+    read_metadata_files,
     take_inventory,
 )
 from ckptool.formats.dcp.items import locate, read_values
@@ -58,7 +58,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
 
 def scan_folder(source: Source, options: ScanOptions) -> Catalog:
     """Read the metadata of a folder that is laid out as DCP does."""
-    return with_tensor_parallelism(with_inferred_mesh(read_folder(source, options)[0]))
+    return add_tensor_parallelism(with_inferred_mesh(read_folder(source, options)[0]))
 
 
 def read_folder(
@@ -69,7 +69,7 @@ def read_folder(
     Without ``values`` nothing is read but metadata: values are ``UNREAD``. A value that cannot be
     read, or must not be, is a conflict of its own.
     """
-    parsed = metadata_files(source, options)
+    parsed = read_metadata_files(source, options)
     inventory = take_inventory(source, parsed)
     options.report(inventory.problems, subject=source.root, hint=DAMAGE_HINT)
     contents = Assembled()
@@ -173,7 +173,7 @@ def _catalog(
         contents.objects,
         {name: source.files[name] for name in source.files if name in used or name in data},
         world_size=max([planned, *(rank + 1 for rank in ranks)], default=1),
-        info=info | framework_info(contents.objects),
+        info=info | describe_framework(contents.objects),
         notes=(*notes, *contents.notes, *note_unread(contents.objects)),
         conflicts=contents.conflicts,
         archives=tuple(inventory.archives),

@@ -72,7 +72,7 @@ def take_inventory(source: Source, parsed: Mapping[str, DcpMetadata]) -> Invento
     return inventory
 
 
-def metadata_files(source: Source, options: ScanOptions) -> dict[str, DcpMetadata]:
+def read_metadata_files(source: Source, options: ScanOptions) -> dict[str, DcpMetadata]:
     """Read the metadata of a folder by file: that of all ranks, or else of each.
 
     Raises Damaged where there is none; where ranks' is missing it is reported.

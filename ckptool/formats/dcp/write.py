@@ -20,7 +20,7 @@ from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Data, FileLayout, Layout, Literal, Part
 from ckptool.core.rewrite import root_problem, with_loadable_paths
 from ckptool.formats.base import Request
-from ckptool.formats.writing import WriterAssignment, companion_files, tied_notes
+from ckptool.formats.writing import WriterAssignment, lay_out_companions, note_tied
 from ckptool.serialization.archive.write import lay_out_archive, offset_parts
 from ckptool.serialization.pickle.write import TensorRef
 from ckptool.serialization.state_dict.values import NUMPY, UNREAD_TENSOR, Foreign
@@ -68,14 +68,14 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
         tensors.append(
             (entry, [(box, file_of(rank).add_chunk(entry, box)) for box, rank in boxes.items()])
         )
-    layouts = companion_files(catalog)
+    layouts = lay_out_companions(catalog)
     layouts += [
         FileLayout.lazy(files[rank].name, files[rank].nbytes, files[rank].parts, rank)
         for rank in sorted(files)
     ]
     metadata = _MetadataPickler().dump(tensors, values)
     layouts.append(FileLayout(".metadata", (Literal(metadata),)))
-    notes = [*([changed_root] if changed_root else []), *tied_notes(catalog)]
+    notes = [*([changed_root] if changed_root else []), *note_tied(catalog)]
     if foreign:
         notes.append(f"carried as they are, for those who trust the source: {', '.join(foreign)}")
     return Layout(tuple(layouts), folder=True, notes=tuple(notes))

@@ -45,7 +45,7 @@ from ckptool.formats.deepspeed.states import (
     require_shallow_dict,
 )
 from ckptool.formats.deepspeed.tensor_parallel import count_kept_rows, describe_cut
-from ckptool.formats.writing import plain_objects
+from ckptool.formats.writing import select_plain
 from ckptool.serialization.archive.read import read_torch_file
 from ckptool.serialization.archive.tensors import describe
 from ckptool.serialization.archive.write import lay_out_archive
@@ -227,7 +227,7 @@ class _Parts:
 def lay_out(catalog: Catalog, request: Request) -> Layout:
     """Return a universal checkpoint's files; Unsupported for names that are not DeepSpeed's."""
     parts = _split_tensors(catalog)
-    objects, notes = plain_objects(catalog)
+    objects, notes = select_plain(catalog)
     values = _nest_values(objects, parts.client)
     steps = values.get("global_steps")
     step_name = f"global_step{steps}" if type(steps) is int else "checkpoint"

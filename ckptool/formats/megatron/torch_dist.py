@@ -38,7 +38,7 @@ from ckptool.formats.dcp import FORMAT as DCP
 from ckptool.formats.dcp import DcpMetadata, read_folder
 from ckptool.formats.megatron.model import find_arguments
 from ckptool.formats.megatron.optimizer.torch_dist import name_state
-from ckptool.formats.writing import companion_files, plain_objects
+from ckptool.formats.writing import lay_out_companions, select_plain
 from ckptool.serialization.archive.read import read_torch_file
 from ckptool.serialization.archive.write import lay_out_archive
 from ckptool.serialization.pickle.records import Call, Global
@@ -241,7 +241,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     _require_model(catalog)
     arguments = catalog.objects.get(_ARGUMENTS)
     others = {n: e for n, e in catalog.objects.items() if e is not arguments}
-    values, notes = plain_objects(replace(catalog, objects=others))
+    values, notes = select_plain(replace(catalog, objects=others))
     states = {
         state.name: state for e in catalog.tensors.values() for state in _list_extra_states(e)
     }
@@ -255,7 +255,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
         FileLayout(f"{RELEASE}/{CONFIG}", (Literal(json.dumps(_BACKENDS).encode()),)),
         FileLayout(MEGATRON, (Literal(RELEASE.encode()),)),
     )
-    return Layout((*companion_files(catalog), *files), folder=True, notes=(*inner.notes, *notes))
+    return Layout((*lay_out_companions(catalog), *files), folder=True, notes=(*inner.notes, *notes))
 
 
 def _move_file(file: FileLayout) -> FileLayout:

@@ -23,10 +23,10 @@ from ckptool.formats.companions import companions, read_json_object
 from ckptool.formats.rank_files.names import (
     STATES_OF_A_RANK,
     RankFile,
+    find_numbered_files,
     has_fsdp_folder,
     keep_processes,
     missing_ranks,
-    numbered_files,
     rank_files,
     require_one_save,
 )
@@ -101,7 +101,9 @@ def _files(source: Source, world: int | None = None) -> list[RankFile]:
     """Return the rank files, by known names, and by numbers in others where contents agree."""
     named = rank_files(source)
     if METADATA not in source.files:
-        numbered = numbered_files(source, {item.file for item in named} - _of_two_numbers(named))
+        numbered = find_numbered_files(
+            source, {item.file for item in named} - _of_two_numbers(named)
+        )
         claimed = {item.file for item in numbered}
         named = [*(item for item in named if item.file not in claimed), *numbered]
         named = keep_processes(source, named)

@@ -16,7 +16,7 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.rewrite import with_prefix
 from ckptool.formats import FORMATS, torch_save
 from ckptool.formats.base import Deferred, Format, ScanOptions
-from ckptool.formats.companions import RANDOM_STATES, join_catalogs, relocated, scanned_below
+from ckptool.formats.companions import RANDOM_STATES, join_catalogs, relocate, scan_subfolder
 from ckptool.serialization.source import Source
 
 _PART = re.compile(
@@ -56,8 +56,8 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     if whole is not None:
         catalogs.append(with_prefix(whole.scan(source, options), "model"))
     for folder, family in _parts(source).items():
-        inner = scanned_below(FORMATS["dcp"].scan, source, folder, options)
-        catalogs.append(relocated(_in_family(inner, family), folder))
+        inner = scan_subfolder(FORMATS["dcp"].scan, source, folder, options)
+        catalogs.append(relocate(_in_family(inner, family), folder))
     if FORMATS["rank-local"].matches(source):
         catalogs.append(FORMATS["rank-local"].scan(source, options))
     writer = {"writer": "accelerate (by its file names)"}

@@ -131,7 +131,7 @@ class _NumberedName:
     of: int | None
 
 
-def numbered_files(source: Source, besides: Collection[str] = ()) -> list[RankFile]:
+def find_numbered_files(source: Source, besides: Collection[str] = ()) -> list[RankFile]:
     """Return the rank files among those whose names differ in numbers, without ``besides``."""
     families: dict[object, list[_NumberedName]] = {}
     for file in source.files:

@@ -21,7 +21,7 @@ from ckptool.core.sharding.placement import PlacedTensors
 from ckptool.errors import Unsupported
 from ckptool.formats.base import Request
 from ckptool.formats.rank_files.torch_checkpointing import METADATA
-from ckptool.formats.writing import companion_files, plain_objects, require_placed
+from ckptool.formats.writing import lay_out_companions, require_placed, select_plain
 from ckptool.serialization.archive.write import RankRecords, lay_out_archive
 from ckptool.serialization.pickle.write import TensorRef, contiguous_strides
 from ckptool.serialization.state_dict.tree import nest
@@ -33,9 +33,9 @@ def lay_out_rank_files(catalog: Catalog, request: Request) -> Layout:
     Raises Unsupported where the request has no mesh.
     """
     tensors = RankTensors(catalog, require_placed(request))
-    objects, notes = plain_objects(catalog)
+    objects, notes = select_plain(catalog)
     values: list[tuple[Path, Any]] = [(entry.path, entry.value) for entry in objects]
-    files = companion_files(catalog)
+    files = lay_out_companions(catalog)
     for rank in range(tensors.mesh.size):
         stem = f"checkpoint_{rank}"
         state = nest([*tensors.leaves(rank), *values])
@@ -122,11 +122,11 @@ def lay_out_torch_checkpointing(catalog: Catalog, request: Request) -> Layout:
     no mesh, or a name cannot be an item's.
     """
     placed = require_placed(request)
-    objects, notes = plain_objects(catalog)
+    objects, notes = select_plain(catalog)
     paths = [entry.path for entry in catalog.tensors.values()]
     head: Path = (_FLAT,) if paths and all(len(path) < 2 for path in paths) else ()
     tensors = RankTensors(catalog, placed)
-    files = companion_files(catalog)
+    files = lay_out_companions(catalog)
     values = [(entry.path, entry.value) for entry in objects]
     for rank in range(placed.mesh.size):
         leaves = [((*head, *path), leaf) for path, leaf in tensors.leaves(rank)]

@@ -12,11 +12,11 @@ from ckptool.errors import Problem, Unrecognised, damaged
 from ckptool.formats.base import EXTRA, FileRole, FileRule, Format, Request, ScanOptions
 from ckptool.formats.writing import (
     NOT_CARRIED,
-    companion_notes,
-    extra_file,
-    plain_objects,
+    lay_out_extra,
+    note_companions,
+    note_tied,
+    select_plain,
     shorten,
-    tied_notes,
 )
 from ckptool.serialization.archive.read import read_torch_file
 from ckptool.serialization.safetensors import (
@@ -49,7 +49,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     file = _main_file(source)
     if file is None:
         raise Unrecognised(f"{source.root}: not one safetensors file")
-    tensors, metadata = whole_tensors(source, file, options)
+    tensors, metadata = read_whole_tensors(source, file, options)
     info = {"writer": "safetensors"} | {f"metadata.{k}": v for k, v in metadata.items()}
     catalog = Catalog(
         "safetensors",
@@ -58,7 +58,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         {file: source.files[file]},
         1,
         info=info,
-        notes=header_notes({file: metadata}),
+        notes=note_headers({file: metadata}),
     )
     return with_extra(catalog, source, file.removesuffix(".safetensors") + EXTRA)
 
@@ -84,7 +84,7 @@ def with_extra(catalog: Catalog, source: Source, extra: str) -> Catalog:
 _WRITTEN_ANEW = frozenset(["format", "DCP_VERSION", "DCP_SHARDING_INFO"])
 
 
-def header_notes(metadata: Mapping[str, Mapping[str, str]]) -> tuple[Problem, ...]:
+def note_headers(metadata: Mapping[str, Mapping[str, str]]) -> tuple[Problem, ...]:
     """Return a note for each file whose header has other keys than writers of the format use."""
     keys = {file: sorted(header.keys() - _WRITTEN_ANEW) for file, header in metadata.items()}
     return tuple(
@@ -94,7 +94,7 @@ def header_notes(metadata: Mapping[str, Mapping[str, str]]) -> tuple[Problem, ..
     )
 
 
-def whole_tensors(
+def read_whole_tensors(
     source: Source, file: str, options: ScanOptions
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Return the tensors of a file that holds whole ones, and the file's metadata."""
@@ -123,7 +123,7 @@ def extras(
     catalog: Catalog, others: list[TensorEntry], path: str
 ) -> tuple[list[ObjectEntry], list[str]]:
     """Return the values that go into the extra file ``path``, and notes on what goes there."""
-    objects, notes = plain_objects(catalog, numpy=False)
+    objects, notes = select_plain(catalog, numpy=False)
     if objects:
         names = [entry.name for entry in objects]
         notes.append(f"{len(names)} non-tensor values are in {path}: {shorten(names)}")
@@ -139,8 +139,8 @@ def _lay_out(catalog: Catalog, request: Request) -> Layout:
     objects, notes = extras(catalog, others, extra)
     slices = [OutgoingSlice(e.name, e.name, e.dtype, Box.whole(e.shape)) for e in fitting]
     main = lay_out_safetensors(request.target, slices, {"format": "pt"})
-    files = [extra_file(extra, others, objects)] if others or objects else []
-    notes += [*companion_notes(catalog), *tied_notes(catalog)]
+    files = [lay_out_extra(extra, others, objects)] if others or objects else []
+    notes += [*note_companions(catalog), *note_tied(catalog)]
     return Layout((*files, main), folder=False, notes=tuple(notes))
 
 

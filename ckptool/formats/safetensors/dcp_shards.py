@@ -23,7 +23,12 @@ from ckptool.formats.base import EXTRA, Format, Request, ScanOptions
 from ckptool.formats.companions import companions
 from ckptool.formats.safetensors import extras, split_by_support, with_extra
 from ckptool.formats.safetensors.huggingface import FORMAT as HF
-from ckptool.formats.writing import WriterAssignment, companion_files, extra_file, tied_notes
+from ckptool.formats.writing import (
+    WriterAssignment,
+    lay_out_companions,
+    lay_out_extra,
+    note_tied,
+)
 from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors, read_safetensors
 from ckptool.serialization.source import Source, expect_heads, read_metadata, require_rank
 
@@ -227,11 +232,11 @@ def _lay_out(catalog: Catalog, request: Request) -> Layout:
             by_file[rank, written[rank]].append(item)
             written[rank] += 1
     parts = max((part for _, part in by_file), default=0) + 1
-    files = companion_files(catalog)
+    files = lay_out_companions(catalog)
     if others or objects:
-        files.append(extra_file(_EXTRA, others, objects))
+        files.append(lay_out_extra(_EXTRA, others, objects))
     files += [_shard_file(rank, part, parts, by_file[rank, part]) for rank, part in sorted(by_file)]
-    return Layout(tuple(files), folder=True, notes=(*notes, *tied_notes(catalog)))
+    return Layout(tuple(files), folder=True, notes=(*notes, *note_tied(catalog)))
 
 
 def _shard_file(rank: int, part: int, parts: int, slices: list[OutgoingSlice]) -> FileLayout:

@@ -17,16 +17,16 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.errors import Damaged, Problem
 from ckptool.formats.base import EXTRA, Format, Request, ScanOptions
-from ckptool.formats.companions import companions, config_info
+from ckptool.formats.companions import companions, describe_config
 from ckptool.formats.safetensors import (
     extras,
-    header_notes,
+    note_headers,
+    read_whole_tensors,
     split_by_support,
-    whole_tensors,
     with_extra,
 )
 from ckptool.formats.torch_save import read_weight_map
-from ckptool.formats.writing import by_size, companion_files, extra_file, tied_notes
+from ckptool.formats.writing import group_by_size, lay_out_companions, lay_out_extra, note_tied
 from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors
 from ckptool.serialization.source import Source, expect_heads, read_metadata, require
 
@@ -69,7 +69,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     files = sorted(set(weight_map.values())) if weight_map is not None else _unindexed(source)
     wanted_by = index or "the other shards' names"
     tensors, file_of, headers, problems = _read_all(source, files, wanted_by, options)
-    notes: list[str] = [*header_notes(headers)]
+    notes: list[str] = [*note_headers(headers)]
     if index and weight_map is not None:
         skipped = {problem.tensor for problem in options.problems or ()}
         listed = {name: file for name, file in weight_map.items() if name not in skipped}
@@ -82,7 +82,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         {},
         {file: source.files[file] for file in (*files, index or "") if file in source.files},
         world_size=1,
-        info={"writer": _writer(headers)} | config_info(source),
+        info={"writer": _writer(headers)} | describe_config(source),
         notes=tuple(notes),
         companions=companions(source),
     )
@@ -145,7 +145,7 @@ def _read_shard(
     source: Source, file: str, wanted_by: str, options: ScanOptions
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     require(source, file, wanted_by=wanted_by)
-    return whole_tensors(source, file, options)
+    return read_whole_tensors(source, file, options)
 
 
 def _index_problems(
@@ -191,19 +191,19 @@ def _writer(headers: Mapping[str, Mapping[str, str]]) -> str:
 def _lay_out(catalog: Catalog, request: Request) -> Layout:
     fitting, others = split_by_support(catalog)
     objects, notes = extras(catalog, others, _EXTRA)
-    groups = by_size(fitting, request.max_shard_size)
+    groups = group_by_size(fitting, request.max_shard_size)
     names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     if len(groups) == 1:
         names = [_ADAPTER if _is_adapter(catalog) else "model.safetensors"]
-    files = companion_files(catalog)
+    files = lay_out_companions(catalog)
     if others or objects:
-        files.append(extra_file(_EXTRA, others, objects))
+        files.append(lay_out_extra(_EXTRA, others, objects))
     for name, group in zip(names, groups, strict=True):
         slices = [OutgoingSlice(e.name, e.name, e.dtype, Box.whole(e.shape)) for e in group]
         files.append(lay_out_safetensors(name, slices, {"format": "pt"}))
     if len(groups) > 1:
         files.append(_index_file(names, groups))
-    return Layout(tuple(files), folder=True, notes=(*notes, *tied_notes(catalog)))
+    return Layout(tuple(files), folder=True, notes=(*notes, *note_tied(catalog)))
 
 
 def _is_adapter(catalog: Catalog) -> bool:

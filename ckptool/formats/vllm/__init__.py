@@ -24,10 +24,15 @@ from ckptool.core.sharding.placement import PlacedTensors, PlacementRule
 from ckptool.core.sharding.tensor_parallel import LocalTensor, tp_mesh
 from ckptool.errors import Damaged, Unsupported
 from ckptool.formats.base import Format, Request, ScanOptions
-from ckptool.formats.companions import companions, config_info, read_config
+from ckptool.formats.companions import companions, describe_config, read_config
 from ckptool.formats.safetensors import extras, split_by_support, with_extra
 from ckptool.formats.vllm.merge import PADDING, VOCABULARY, Merger, sizes_of
-from ckptool.formats.writing import by_size, companion_files, extra_file, require_placed
+from ckptool.formats.writing import (
+    group_by_size,
+    lay_out_companions,
+    lay_out_extra,
+    require_placed,
+)
 from ckptool.serialization.pickle.write import TensorRef
 from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors, read_safetensors
 from ckptool.serialization.source import Source, expect_heads, find_missing_ranks, require_rank
@@ -74,7 +79,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         world_size=world,
         mesh=tp_mesh(world) if world > 1 else None,
         mesh_source="declared" if world > 1 else None,
-        info=info | config_info(source),
+        info=info | describe_config(source),
         notes=tuple(merger.notes),
         conflicts=merger.unknown,
         companions=companions(source),
@@ -144,13 +149,13 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     objects, notes = extras(catalog, others, _EXTRA)
     named = _without_aliases(fitting)
     joiner = _Joiner(named, placed, sizes_of(request.config).key_value_heads)
-    files = companion_files(catalog)
+    files = lay_out_companions(catalog)
     if others or objects:
-        files.append(extra_file(_EXTRA, others, objects))
+        files.append(lay_out_extra(_EXTRA, others, objects))
     empty: dict[str, None] = {}
     for position, rank in enumerate(mesh.ranks):
         shards = list(joiner.shards(position))
-        groups = by_size((shard for shard in shards if shard.nbytes), request.max_shard_size)
+        groups = group_by_size((shard for shard in shards if shard.nbytes), request.max_shard_size)
         files += [_part_file(rank, part, group) for part, group in enumerate(groups)]
         empty |= dict.fromkeys(shard.name for shard in shards if not shard.nbytes)
     notes += [f"empty on some ranks, so not in their files: {name}" for name in empty]

@@ -19,7 +19,7 @@ from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem, flat_na
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.errors import UNCODED, CkptoolError, Problem, UsageError
 from ckptool.formats.base import Format
-from ckptool.formats.writing import NOT_CARRIED, plain_objects
+from ckptool.formats.writing import NOT_CARRIED, select_plain
 from ckptool.serialization.source import Source, read_metadata, require
 from ckptool.storage.local import Files
 from ckptool.storage.url import Location
@@ -30,7 +30,7 @@ def catalog_problems(catalog: Catalog) -> list[Problem]:
     entries = catalog.tensors.values()
     gaps = (coverage_problem(entry) for entry in entries)
     paths = {entry.name: flat_name(entry.path) for entry in entries}
-    _, unwritten = plain_objects(catalog)
+    _, unwritten = select_plain(catalog)
     remarks = [p if isinstance(p, Problem) else Problem(p, "note") for p in catalog.notes]
     for remark in remarks:
         remark.code = "note" if remark.code == UNCODED else remark.code
