@@ -13,7 +13,7 @@ from ckptool import __version__
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.target import TransferOptions
 from ckptool.commands.overwrite import kept_note, own_files, require_unmixed
-from ckptool.core.catalog import Catalog, TensorEntry, tied_names
+from ckptool.core.catalog import Catalog, tied_names
 from ckptool.core.layout import written_entries
 from ckptool.core.plan import Plan
 from ckptool.engine.check.replicas import differing_replicas
@@ -289,17 +289,6 @@ class Transfer:
             ),
         )
 
-    def _without_aliases(
-        self, mine: dict[str, TensorEntry], written: dict[str, TensorEntry]
-    ) -> dict[str, TensorEntry]:
-        """Drop names that the layout stores under a tied one, or that hold no element."""
-        aliases = {name for names in tied_names(self.plan.catalog) for name in names}
-        return {
-            name: entry
-            for name, entry in mine.items()
-            if name in written or (entry.elements and name not in aliases)
-        }
-
     def _digest(self) -> str:
         """Hash all that decides the output, but for the source's own bytes, with SHA-256."""
         digest = hashlib.sha256(repr((__version__, self.decided)).encode())
@@ -322,14 +311,14 @@ class Transfer:
         from ckptool.engine.check.digest import digests
         from ckptool.engine.read.tensors import TensorSource
 
-        mine: dict[str, TensorEntry] = {
-            entry.name: entry for entry in self.plan.entries[node.position :: node.size]
-        }
-        written = written_entries(self.plan.layout, mine)
-        mine = self._without_aliases(mine, written)
+        share = self.plan.entries[node.position :: node.size]
+        written = written_entries(self.plan.layout, {entry.name: entry for entry in share})
+        # Of tied tensors a layout may store one, and none of a tensor without elements.
+        aliases = {name for names in tied_names(self.plan.catalog) for name in names}
+        stored = [e for e in share if e.name in written or (e.elements and e.name not in aliases)]
         source, staged = self.opened.source, stage.written
         workers = self.options.run.workers or max(source.workers, staged.workers)
-        expected = digests(mine.values(), TensorSource(source), workers, progress)
+        expected = digests(stored, TensorSource(source), workers, progress)
         actual = digests(written.values(), TensorSource(staged), workers, progress)
         names = [name for name in expected if actual.get(name) != expected[name]]
         if names:

@@ -76,23 +76,24 @@ def _folder_notes(candidate: Candidate, folders: Mapping[str, str]) -> Iterator[
         more = f", and {len(steps) - _MOST_SHOWN} more" if len(steps) > _MOST_SHOWN else ""
         message = f"other checkpoints in this folder: {', '.join(steps[:_MOST_SHOWN])}{more}"
         yield Problem(message, "checkpoint-nested", file=steps[0])
-    for like in _alike(parts):
-        message = f"not read: {_and_more(like, '/')}, a separate checkpoint ({folders[like[0]]});"
-        message += f" run `ckptool inspect {candidate.path / like[0]}`"
-        yield Problem(message, "file-unused", file=like[0])
+    for group in _group_numbered(parts):
+        first = group[0]
+        message = f"not read: {_and_more(group, '/')}, a separate checkpoint ({folders[first]});"
+        message += f" run `ckptool inspect {candidate.path / first}`"
+        yield Problem(message, "file-unused", file=first)
 
 
 def _file_notes(names: list[str]) -> Iterator[Problem]:
-    for like in _alike(names):
-        what = _TENSORLESS.get(like[0].rpartition("/")[2])
+    for group in _group_numbered(names):
+        what = _TENSORLESS.get(group[0].rpartition("/")[2])
         if what is not None:
-            yield Problem(f"not read: {_and_more(like)}: {what}", "note", file=like[0])
+            yield Problem(f"not read: {_and_more(group)}: {what}", "note", file=group[0])
         else:
-            message = f"not read: {_and_more(like)}: looks like part of a checkpoint"
-            yield Problem(message, "file-unused", file=like[0])
+            message = f"not read: {_and_more(group)}: looks like part of a checkpoint"
+            yield Problem(message, "file-unused", file=group[0])
 
 
-def _alike(names: Iterable[str]) -> list[list[str]]:
+def _group_numbered(names: Iterable[str]) -> list[list[str]]:
     """Group names that differ in numbers only."""
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -100,9 +101,9 @@ def _alike(names: Iterable[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _and_more(like: list[str], end: str = "") -> str:
-    more = f" and {len(like) - 1:,} more" if len(like) > 1 else ""
-    return f"{like[0]}{end}{more}"
+def _and_more(names: list[str], end: str = "") -> str:
+    more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+    return f"{names[0]}{end}{more}"
 
 
 def unlisted_problems(unlisted: Mapping[str, Problem]) -> list[Problem]:

@@ -86,7 +86,7 @@ def _of_megatron(record: Record, catalog: Catalog) -> tuple[Config | None, str]:
     problems += [f"{name} is not recorded" for name in _MEGATRON if record.get(name) is None]
     if problems:
         return None, "Megatron arguments: " + ", ".join(problems[:4])
-    config = {theirs: record[name] for name, theirs in _MEGATRON.items()}
+    config = {key: record[name] for name, key in _MEGATRON.items()}
     groups = record.get("num_query_groups") or record["num_attention_heads"]
     config["num_key_value_heads"] = groups
     model_type, architecture, more = _architecture(record, catalog)
@@ -182,9 +182,10 @@ def _check_names(
     if names == expected:
         return config, ""
     unexpected = sorted(names - expected)
-    odd = unexpected or sorted(expected - names)
-    what = "has no" if unexpected else "wants"
-    return None, f"{architecture} {what} {', '.join(odd[:3])}{', ...' if len(odd) > 3 else ''}"
+    differing = unexpected or sorted(expected - names)
+    what = "has no" if unexpected else "requires"
+    listed = ", ".join(differing[:3]) + (", ..." if len(differing) > 3 else "")
+    return None, f"{architecture} {what} {listed}"
 
 
 _LAYER = ("input_layernorm.weight", "post_attention_layernorm.weight")

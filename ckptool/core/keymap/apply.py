@@ -227,12 +227,12 @@ class _Application:
         if self._unknown:
             names = sorted({name for error in self._unknown.values() for name in error.names})
             raise next(iter(self._unknown.values())).all_of(names)
-        left = [
+        unhandled = [
             name
             for name, entry in self._catalog.tensors.items()
             if name not in handled and state_category(entry) == "optimizer"
         ]
-        refused = [*self._refused, *left]
+        refused = [*self._refused, *unhandled]
         if refused:
             raise Unsupported(
                 f"{len(refused):,} parts of the optimizer state cannot follow the parameters:\n"

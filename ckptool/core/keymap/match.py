@@ -204,16 +204,16 @@ def _add_state_frames(
     names: Iterable[str], parameters: Collection[str], frames: Frames
 ) -> list[str]:
     """Put names around parameters' names into frames, made as needed; return those around none."""
-    left = []
+    unframed = []
     for name in names:
         states = (frame for frame in frames if frame.part != "model")
         frame = next((f for f in states if f.inner(name) in parameters), None)
         frame = frame or _frame_around(name, parameters)
         if frame is None:
-            left.append(name)
+            unframed.append(name)
         else:
             frames.setdefault(frame, {})[frame.inner(name) or ""] = name
-    return left
+    return unframed
 
 
 def _frame_around(name: str, parameters: Collection[str]) -> Frame | None:

@@ -167,7 +167,7 @@ def test_a_model_whose_values_mean_something_else_is_refused(name: str, out: Pat
         (EXPERTS | {"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input is True"),
         ({"of_next_year": 3}, "of_next_year is 3, which is not supported"),
         ({"of_next_year": 0.0}, "of_next_year is 0.0, which is not supported"),
-        ({"of_next_year": None, "lr": 1e-4, "moe_router_topk": 2}, "LlamaForCausalLM wants"),
+        ({"of_next_year": None, "lr": 1e-4, "moe_router_topk": 2}, "LlamaForCausalLM requires"),
     ],
 )
 def test_no_config_is_made_where_not_enough_is_recorded(
@@ -209,7 +209,7 @@ def without(*ends: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
             "megatron-moe",
             EXPERTS,
             without("q_layernorm.weight", "k_layernorm.weight"),
-            "Qwen3MoeForCausalLM wants model.layers.0.self_attn.k_norm.weight",
+            "Qwen3MoeForCausalLM requires model.layers.0.self_attn.k_norm.weight",
         ),
         (
             "qwen3",
