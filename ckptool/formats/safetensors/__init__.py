@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Chunk, ObjectEntry, TensorEntry
-from ckptool.core.layout import Layout
+from ckptool.core.catalog import Catalog, Chunk, TensorEntry
+from ckptool.core.layout import FileLayout, Layout
 from ckptool.errors import Problem, Unrecognised, damaged
 from ckptool.formats.base import EXTRA, FileRole, FileRule, Format, Request, ScanOptions
 from ckptool.formats.writing import (
@@ -108,21 +108,18 @@ def read_whole_tensors(
     return tensors, header.metadata
 
 
-def split_by_support(catalog: Catalog) -> tuple[list[TensorEntry], list[TensorEntry]]:
-    """Split tensors into those whose element type safetensors has a name for, and the others."""
-    fitting: list[TensorEntry] = []
-    others: list[TensorEntry] = []
-    for entry in catalog.tensors.values():
-        scalar_pair = entry.dtype.safetensors == "F4" and not entry.shape
-        supported = entry.dtype.safetensors and not scalar_pair
-        (fitting if supported else others).append(entry)
-    return fitting, others
+def split_extra(
+    catalog: Catalog, path: str, unread: Collection[str] = ()
+) -> tuple[list[TensorEntry], list[FileLayout], list[str]]:
+    """Split off what safetensors cannot hold, into an extra file ``path`` where there is any.
 
-
-def extras(
-    catalog: Catalog, others: list[TensorEntry], path: str
-) -> tuple[list[ObjectEntry], list[str]]:
-    """Return the values that go into the extra file ``path``, and notes on what goes there."""
+    ``unread`` are further of its element types, which a format's own reader does not know. Returns
+    the other tensors, the file, and notes on what is in it or is not carried at all.
+    """
+    tensors = list(catalog.tensors.values())
+    others = [entry for entry in tensors if not _is_supported(entry)]
+    others += [e for e in tensors if _is_supported(e) and e.dtype.safetensors in unread]
+    fitting = [e for e in tensors if _is_supported(e) and e.dtype.safetensors not in unread]
     objects, notes = select_plain(catalog, numpy=False)
     if objects:
         names = [entry.name for entry in objects]
@@ -130,16 +127,21 @@ def extras(
     if others:
         names = [f"{entry.name} ({entry.dtype})" for entry in others]
         notes.append(f"safetensors has no such element type; in {path}: {shorten(names)}")
-    return objects, notes
+    files = [lay_out_extra(path, others, objects)] if others or objects else []
+    return fitting, files, notes
+
+
+def _is_supported(entry: TensorEntry) -> bool:
+    """Return whether safetensors has a name for the element type, and can hold the shape in it."""
+    name = entry.dtype.safetensors
+    return bool(name) and not (name == "F4" and not entry.shape)
 
 
 def _lay_out(catalog: Catalog, request: Request) -> Layout:
-    fitting, others = split_by_support(catalog)
     extra = request.target.removesuffix(".safetensors") + EXTRA
-    objects, notes = extras(catalog, others, extra)
+    fitting, files, notes = split_extra(catalog, extra)
     slices = [OutgoingSlice(e.name, e.name, e.dtype, Box.whole(e.shape)) for e in fitting]
     main = lay_out_safetensors(request.target, slices, {"format": "pt"})
-    files = [lay_out_extra(extra, others, objects)] if others or objects else []
     notes += [*note_companions(catalog), *note_tied(catalog)]
     return Layout((*files, main), folder=False, notes=tuple(notes))
 

@@ -21,12 +21,11 @@ from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.errors import CkptoolError, Problem
 from ckptool.formats.base import EXTRA, Format, Request, ScanOptions
 from ckptool.formats.companions import companions
-from ckptool.formats.safetensors import extras, split_by_support, with_extra
+from ckptool.formats.safetensors import split_extra, with_extra
 from ckptool.formats.safetensors.huggingface import FORMAT as HF
 from ckptool.formats.writing import (
     WriterAssignment,
     lay_out_companions,
-    lay_out_extra,
     note_tied,
 )
 from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors, read_safetensors
@@ -217,10 +216,7 @@ def _compare_consolidated(
 
 def _lay_out(catalog: Catalog, request: Request) -> Layout:
     """Lay a catalog out, cut for the request's mesh or in the source's own chunks."""
-    fitting, others = split_by_support(catalog)
-    others += [entry for entry in fitting if entry.dtype.safetensors in _UNREAD_BY_TORCH]
-    fitting = [entry for entry in fitting if entry.dtype.safetensors not in _UNREAD_BY_TORCH]
-    objects, notes = extras(catalog, others, _EXTRA)
+    fitting, extra, notes = split_extra(catalog, _EXTRA, _UNREAD_BY_TORCH)
     assignment = WriterAssignment(request)
     by_file: dict[tuple[int, int], list[OutgoingSlice]] = defaultdict(list)
     for entry in fitting:
@@ -232,9 +228,7 @@ def _lay_out(catalog: Catalog, request: Request) -> Layout:
             by_file[rank, written[rank]].append(item)
             written[rank] += 1
     parts = max((part for _, part in by_file), default=0) + 1
-    files = lay_out_companions(catalog)
-    if others or objects:
-        files.append(lay_out_extra(_EXTRA, others, objects))
+    files = [*lay_out_companions(catalog), *extra]
     files += [_shard_file(rank, part, parts, by_file[rank, part]) for rank, part in sorted(by_file)]
     return Layout(tuple(files), folder=True, notes=(*notes, *note_tied(catalog)))
 

@@ -19,14 +19,13 @@ from ckptool.errors import Damaged, Problem
 from ckptool.formats.base import EXTRA, Format, Request, ScanOptions
 from ckptool.formats.companions import companions, describe_config
 from ckptool.formats.safetensors import (
-    extras,
     note_headers,
     read_whole_tensors,
-    split_by_support,
+    split_extra,
     with_extra,
 )
 from ckptool.formats.torch_save import read_weight_map
-from ckptool.formats.writing import group_by_size, lay_out_companions, lay_out_extra, note_tied
+from ckptool.formats.writing import group_by_size, lay_out_companions, note_tied
 from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors
 from ckptool.serialization.source import Source, expect_heads, read_metadata, require
 
@@ -189,15 +188,12 @@ def _writer(headers: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def _lay_out(catalog: Catalog, request: Request) -> Layout:
-    fitting, others = split_by_support(catalog)
-    objects, notes = extras(catalog, others, _EXTRA)
+    fitting, extra, notes = split_extra(catalog, _EXTRA)
     groups = group_by_size(fitting, request.max_shard_size)
     names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     if len(groups) == 1:
         names = [_ADAPTER if _is_adapter(catalog) else "model.safetensors"]
-    files = lay_out_companions(catalog)
-    if others or objects:
-        files.append(lay_out_extra(_EXTRA, others, objects))
+    files = [*lay_out_companions(catalog), *extra]
     for name, group in zip(names, groups, strict=True):
         slices = [OutgoingSlice(e.name, e.name, e.dtype, Box.whole(e.shape)) for e in group]
         files.append(lay_out_safetensors(name, slices, {"format": "pt"}))

@@ -25,12 +25,11 @@ from ckptool.core.sharding.tensor_parallel import LocalTensor, tp_mesh
 from ckptool.errors import Damaged, Unsupported
 from ckptool.formats.base import Format, Request, ScanOptions
 from ckptool.formats.companions import companions, describe_config, read_config
-from ckptool.formats.safetensors import extras, split_by_support, with_extra
+from ckptool.formats.safetensors import split_extra, with_extra
 from ckptool.formats.vllm.merge import PADDING, VOCABULARY, Merger, sizes_of
 from ckptool.formats.writing import (
     group_by_size,
     lay_out_companions,
-    lay_out_extra,
     require_placed,
 )
 from ckptool.serialization.pickle.write import TensorRef
@@ -145,13 +144,10 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
             f" {'x'.join(map(str, mesh.shape))} has {len(mesh.shape)} dims",
             hint=f"--mesh {mesh.size}",
         )
-    fitting, others = split_by_support(catalog)
-    objects, notes = extras(catalog, others, _EXTRA)
+    fitting, extra, notes = split_extra(catalog, _EXTRA)
     named = _without_aliases(fitting)
     joiner = _Joiner(named, placed, sizes_of(request.config).key_value_heads)
-    files = lay_out_companions(catalog)
-    if others or objects:
-        files.append(lay_out_extra(_EXTRA, others, objects))
+    files = [*lay_out_companions(catalog), *extra]
     empty: dict[str, None] = {}
     for position, rank in enumerate(mesh.ranks):
         shards = list(joiner.shards(position))
