@@ -9,7 +9,7 @@ CORE := tests/core tests/serialization tests/formats tests/engine tests/matrix
 READY := .venv/ready-$(shell (pwd; cat pyproject.toml) | cksum | cut -d' ' -f1)
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
-.PHONY: help test check lint demo bench fuzz mutations faults matrix clean
+.PHONY: help test check lint coverage demo bench fuzz mutations faults matrix clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z]*\):.*## /  make \1 - /p' Makefile
@@ -30,6 +30,12 @@ test: lint ## Style, format, types and every test.
 	@$(BIN)/python -m pytest -n 2
 
 check: test ## What CI runs.
+
+coverage: $(READY) ## Every test, and which lines none of them runs; fails below pyproject.toml's floor.
+	@$(BIN)/coverage erase
+	@COVERAGE_FILE="$(CURDIR)/.coverage" $(BIN)/coverage run -m pytest -n 2
+	@$(BIN)/coverage combine -q
+	@$(BIN)/coverage report
 
 demo: $(READY) ## Make a real sharded checkpoint, inspect it, convert it, check the result.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" python fixtures/demo.py
@@ -68,5 +74,5 @@ matrix: $(READY) ## The core's tests on other Pythons; saves and loads by other 
 	@test -z "$$CKPTOOL_TORCH_AT" || CKPTOOL_TORCHES="$(TORCHES)" $(BIN)/python -m pytest tests/matrix
 
 clean: ## Remove all that make makes.
-	@rm -rf .venv .venv-* demo bench-out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf .venv .venv-* demo bench-out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
