@@ -136,7 +136,7 @@ def test_reshard_of_more_than_the_memory_budget(s3: S3, out: Path) -> None:
     s3.requests.clear()
     most = peak_memory("reshard", large, s3.url("target"), *options)
     assert budget < nbytes
-    assert most - least < budget / 2
+    assert most - least < budget * 3 / 4  # all of the data would add as much as the budget
     bodies = [one.received for one in s3.requests if one.method == "PUT"]
     assert sum(bodies) > nbytes
     assert max(bodies) < PART + 4096
