@@ -41,7 +41,7 @@ def begin(place: Path) -> None:
     (place / "run" / "src" / "model.py").write_text("also mine")
 
 
-def die_at(number: int, work: Callable[[], None], *, exchange: bool = True) -> bool:
+def die_at(number: int, work: Callable[[], object], *, exchange: bool = True) -> bool:
     """Run ``work`` in a process that ends before its ``number``-th change; whether it did."""
     child = os.fork()
     if child == 0:
@@ -193,6 +193,26 @@ def test_what_is_put_among_the_staged_files_survives(
         shutil.rmtree(place)
     else:
         raise AssertionError("never ended")
+
+
+@pytest.mark.parametrize(("name", "to"), [("run", "dcp"), ("m.pt", "torch-save")])
+def test_a_target_that_is_removed_after_a_kill_is_written_anew(
+    name: str, to: str, tmp_path: Path
+) -> None:
+    options = ConvertOptions(to, transfer=TransferOptions(run=RunOptions(workers=1, fsync=False)))
+    removed = 0
+    for number in range(1, 60):
+        place = tmp_path / f"at-{number}"
+        place.mkdir()
+        target = place / name
+        if not die_at(number, prepare(case("dcp_base").path, target, options).run):
+            break
+        if target.exists():
+            removed += (place / f".{name}.partial.journal.commit").exists()
+            shutil.rmtree(target) if target.is_dir() else target.unlink()
+        prepare(case("dcp_base").path, target, options).run()
+        assert [path.name for path in place.iterdir()] == [name]
+    assert removed
 
 
 def test_a_file_of_a_planned_name_that_is_too_large_stays(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ class Stage:
         self._first = Journal.lock(self._journal_path(0))
         try:
             commit = self._commit(folder=note.folder)
-            done = commit.roll(note)
+            done = not self._is_gone() and commit.roll(note)
             if done:
                 commit.clear(note)
                 self._forget()
@@ -106,6 +106,15 @@ class Stage:
             self._first.close()
         asked = (options.plan, options.source)
         return done and options.resume and (note.plan, note.source) == asked
+
+    def _is_gone(self) -> bool:
+        """Return whether the target was removed after it was put in place: nothing is left of it.
+
+        Whoever is killed then may well remove the output before the next run.
+        """
+        places = (self.target, aside_of(self.target))
+        staged = is_real_folder(self.folder) and os.listdir(self.folder)
+        return not staged and not any(map(os.path.lexists, places))
 
     def stands(self) -> bool:
         """Return whether something stands at the target."""
