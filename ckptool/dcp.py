@@ -28,16 +28,16 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from ckptool.api.arguments import AnyPath, Keywords, location, no_collecting, with_keywords
 from ckptool.api.keywords import OpenKeywords
 from ckptool.api.load import Target, cast_hint, dtype_of, fill_targets
 from ckptool.api.open import Checkpoint, checkpoint_at, open
-from ckptool.api.options import AnyPath, Keywords, location, no_collecting, with_keywords
 from ckptool.api.tensors import torch_dtype, why_not_filled
 from ckptool.api.values import archive
 from ckptool.commands.detect import holds_checkpoint
 from ckptool.core.box import Box
 from ckptool.core.catalog import Index, Path, TensorEntry
-from ckptool.core.rewrite import with_loadable_paths
+from ckptool.core.selection import with_loadable_paths
 from ckptool.errors import Unsupported
 
 __all__ = ["CheckpointReader"]

@@ -212,9 +212,10 @@ def taken(kind: Any, options: dict[str, Any]) -> Any:
 def convert_to(target: str, source: Path, path: Path, **options: Any) -> Any:
     """Convert and return the report."""
     from ckptool.commands.convert import prepare
-    from ckptool.commands.options.source import ReadOptions, RewriteOptions, Selection
+    from ckptool.commands.options.read import ReadOptions
+    from ckptool.commands.options.rewrite import RewriteOptions, Selection
     from ckptool.commands.options.target import ConvertOptions, TransferOptions
-    from ckptool.engine.options import RunOptions
+    from ckptool.engine.run_options import RunOptions
 
     options["read"] = taken(ReadOptions, options)
     options["selection"] = taken(Selection, options)

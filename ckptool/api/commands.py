@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from ckptool.api.arguments import AnyPath, Keywords, Size, location, with_keywords
 from ckptool.api.keywords import (
     BenchKeywords,
     CompareKeywords,
@@ -16,13 +17,13 @@ from ckptool.api.keywords import (
     VerifyKeywords,
     VerifyRunKeywords,
 )
-from ckptool.api.options import AnyPath, Keywords, Size, location, with_keywords
 from ckptool.commands import inspect as _inspect
 from ckptool.commands.convert import ConvertReport, prepare
 from ckptool.commands.detect import KnownFormat, known_formats
 from ckptool.commands.inspect import InspectReport
 from ckptool.commands.options.bench import BenchOptions
-from ckptool.commands.options.source import ReadOptions, RewriteOptions
+from ckptool.commands.options.read import ReadOptions
+from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions
 from ckptool.commands.options.verify import (
     CompareOptions,
@@ -282,13 +283,13 @@ def list_formats() -> tuple[KnownFormat, ...]:
 
 def list_maps() -> Mapping[str, KeyMap]:
     """Return the key maps that come with ckptool, by the name that ``map=`` takes."""
-    from ckptool.commands.keymap.builtin import builtin_maps
+    from ckptool.commands.keymap.maps import builtin_maps
 
     return dict(builtin_maps())
 
 
 def map_text(name: str) -> str:
     """Return a built-in key map as the TOML file that it is, to begin one's own with."""
-    from ckptool.commands.keymap import builtin as maps
+    from ckptool.commands.keymap import maps
 
     return maps.map_text(name)

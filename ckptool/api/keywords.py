@@ -1,6 +1,6 @@
 """Keywords of the Python functions, for type checkers.
 
-Generated: ``python -m ckptool.api.options``.
+Generated: ``python -m ckptool.api.arguments``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
-from ckptool.api.options import AnyDType, AnyPath, Size, Strings
+from ckptool.api.arguments import AnyDType, AnyPath, Size, Strings
 
 
 class ReadKeywords(TypedDict, total=False):

@@ -14,10 +14,11 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
+from ckptool.api.arguments import AnyPath, Keywords, location, no_collecting, with_keywords
 from ckptool.api.keywords import OpenKeywords
-from ckptool.api.options import AnyPath, Keywords, location, no_collecting, with_keywords
 from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
-from ckptool.commands.options.source import ReadOptions, RewriteOptions
+from ckptool.commands.options.read import ReadOptions
+from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.rewrite import rewrite
 from ckptool.core.box import Box
 from ckptool.core.casts import as_type

@@ -40,7 +40,7 @@ class CommandGroup(TyperGroup):
 
 def load_command(name: str) -> Any:
     """Import a command, and return it with its options."""
-    from ckptool.cli.options import RenamingCommand, with_options
+    from ckptool.cli.parameters import RenamingCommand, with_options
 
     module = import_module(f"ckptool.cli.{'formats' if name == 'maps' else name}")
     alone = typer.Typer(add_completion=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptool.cli.options import AsJson, Debug, Quiet
+from ckptool.cli.parameters import AsJson, Debug, Quiet
 from ckptool.commands.options.bench import BenchOptions
 from ckptool.core.options import changed
 from ckptool.errors import UsageError

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ckptool.cli.options import AsJson
+from ckptool.cli.parameters import AsJson
 
 
 def formats(as_json: AsJson = False) -> None:

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ckptool.cli.options import AsJson, Debug, SourcePath, parse_place
-from ckptool.commands.options.source import READING, ReadOptions
+from ckptool.cli.parameters import AsJson, Debug, SourcePath, parse_place
+from ckptool.commands.options.read import READING, ReadOptions
 from ckptool.core.options import OptionGroup
 from ckptool.errors import UsageError, damaged
 

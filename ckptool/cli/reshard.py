@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ckptool.cli.options import AsJson, Debug, Quiet, SourcePath, parse_place
+from ckptool.cli.parameters import AsJson, Debug, Quiet, SourcePath, parse_place
 from ckptool.commands.options.target import ReshardOptions
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
-from ckptool.cli.options import AsJson, Debug, SourcePath, parse_place
-from ckptool.commands.options.source import RewriteOptions
+from ckptool.cli.parameters import AsJson, Debug, SourcePath, parse_place
+from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import (
     CompareOptions,
     ManifestOptions,

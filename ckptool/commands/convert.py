@@ -11,7 +11,7 @@ from ckptool.commands.keymap.assets import (
     with_true_config,
 )
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.options.source import RewriteOptions, Selection
+from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.options.target import ConvertOptions
 from ckptool.commands.rewrite import rewrite
 from ckptool.commands.transfer import (
@@ -35,7 +35,7 @@ from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type
 from ckptool.storage.url import Location
 
 if TYPE_CHECKING:
-    from ckptool.commands.keymap.builtin import MapReport
+    from ckptool.commands.keymap.maps import MapReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
-from ckptool.commands.options.source import AS_DETECTED, ReadOptions
+from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
 from ckptool.core.state_category import STATE_CATEGORIES, state_category, weights

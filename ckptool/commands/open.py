@@ -13,7 +13,7 @@ from ckptool.commands.detect import (
     run_bounded,
     unfinished_problem,
 )
-from ckptool.commands.options.source import AS_DETECTED, ReadOptions
+from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.unread_files import (
     explain_damage,
     require_listed,
@@ -178,7 +178,7 @@ def _with_parts(catalog: Catalog, options: ReadOptions) -> Catalog:
     catalog = with_parts(catalog)
     if not options.split_stacked:
         return catalog
-    from ckptool.core.rewrite import split_stacked
+    from ckptool.core.selection import split_stacked
 
     return split_stacked(catalog)
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from ckptool.commands.keymap.assets import block_size
 from ckptool.commands.open import OpenedCheckpoint, require_readable
-from ckptool.commands.options.source import MapOptions, RewriteOptions, Selection
+from ckptool.commands.options.rewrite import MapOptions, RewriteOptions, Selection
 from ckptool.core.casts import NO_CASTS, Casts, cast, needs_torch
 from ckptool.core.catalog import Catalog
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.quantization import DequantizeResult, dequantize, quantised_names
-from ckptool.core.rewrite import drop, rename, select, strip_prefix, strip_prefixes, substitution
+from ckptool.core.selection import drop, rename, select, strip_prefix, strip_prefixes, substitution
 from ckptool.core.state_category import (
     is_master,
     masters_are_weights,
@@ -27,7 +27,7 @@ from ckptool.core.state_category import (
 from ckptool.errors import Refusal, Unsupported, UsageError
 
 if TYPE_CHECKING:
-    from ckptool.commands.keymap.builtin import MapReport
+    from ckptool.commands.keymap.maps import MapReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ def apply_key_map(
         if options.dims or options.inverse is not None:
             raise UsageError("--dim and --inverse require --map")
         return catalog, None
-    from ckptool.commands.keymap.builtin import map_checkpoint
+    from ckptool.commands.keymap.maps import map_checkpoint
 
     return map_checkpoint(opened, catalog, options)
 

@@ -13,7 +13,7 @@ import numpy as np
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.core.catalog import TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
-from ckptool.core.rewrite import matches
+from ckptool.core.selection import matches
 from ckptool.engine.read.tensors import TensorSource, TensorTile, tensor_job
 from ckptool.engine.read.tiles import read_tiles, require_unchanged
 from ckptool.errors import CkptoolError, Problem, UsageError, damaged

@@ -1,7 +1,8 @@
 """Options, each declared once: as a field of the options class of its command.
 
-The command line (``cli/options.py``), the keywords of the Python functions (``api/options.py``) and
-their help derive from fields made by ``option``. A field made by ``group`` nests another class.
+The command line (``cli/parameters.py``), the keywords of the Python functions
+(``api/arguments.py``) and their help derive from fields made by ``option``. A field made by
+``group`` nests another class.
 Sizes, fractions and dims are parsed from the texts that people write.
 """
 

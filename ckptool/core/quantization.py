@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Catalog, Chunk, Part, ScaledBlocks, TensorEntry
 from ckptool.core.dtype import DType
-from ckptool.core.rewrite import renamed_path
+from ckptool.core.selection import renamed_path
 from ckptool.core.views import insert_dim
 from ckptool.errors import Unsupported
 

@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from ckptool.core.catalog import Catalog, Chunk, Container, Place, TensorEntry, places
-from ckptool.core.rewrite import with_prefix
+from ckptool.core.selection import with_prefix
 from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.errors import Damaged, Problem, coded
 from ckptool.formats.base import Format, ScanOptions

@@ -18,7 +18,7 @@ from ckptool.render.text import columns, console, emit, escaped, free, plural, s
 
 if TYPE_CHECKING:
     from ckptool.commands.convert import ConvertReport
-    from ckptool.commands.keymap.builtin import MapReport
+    from ckptool.commands.keymap.maps import MapReport
     from ckptool.core.keymap.apply import Move
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ckptool.commands.detect import known_formats
 from ckptool.commands.document import document
-from ckptool.commands.keymap.builtin import builtin_maps, map_text
+from ckptool.commands.keymap.maps import builtin_maps, map_text
 from ckptool.render.text import console
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ckptool.errors import Changed, NotFound, Unsupported, UsageError
 from ckptool.storage.block_cache import BlockCache, ObjectVersion
-from ckptool.storage.byte_range import read_s3_range, read_web_range
+from ckptool.storage.ranged_read import read_s3_range, read_web_range
 from ckptool.storage.retry import RetryPolicy, error_text, retry, status_of, unreachable
 from ckptool.storage.url import redact_url
 

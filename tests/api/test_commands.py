@@ -17,7 +17,7 @@ from conftest import case, read_back
 
 import ckptool
 from ckptool.api import commands, keywords
-from ckptool.api.options import source_text
+from ckptool.api.arguments import source_text
 from ckptool.cli.app import load_command
 from ckptool.commands.bench import run as run_module
 from ckptool.commands.options.bench import BenchOptions

@@ -22,12 +22,12 @@ from pathlib import Path
 
 from ckptool.commands.convert import prepare
 from ckptool.commands.inspect import inspect
-from ckptool.commands.options.source import ReadOptions
+from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.target import ConvertOptions, TransferOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.codes import Severity
 from ckptool.commands.verify.verify import verify
-from ckptool.engine.options import RunOptions
+from ckptool.engine.run_options import RunOptions
 from ckptool.errors import CkptoolError, TransferError
 from ckptool.render.inspect.report import inspect_json
 from ckptool.render.verify import verify_json

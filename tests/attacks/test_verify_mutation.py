@@ -42,7 +42,7 @@ from conftest import case
 from format_tables import FIXTURES
 
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.options.source import RewriteOptions
+from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.compare.values import value_digest
 from ckptool.commands.verify.manifest.build import build_manifest

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from ckptool.cli import _run
 from ckptool.cli.app import SUMMARIES, app, load_command
-from ckptool.cli.options import parse_place
+from ckptool.cli.parameters import parse_place
 from ckptool.cli.process import _writes_to_sockets
 from ckptool.commands import detect as detect_checkpoint
 from ckptool.commands.open import open_checkpoint

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from ckptool.cli.app import app
 from ckptool.commands.convert import prepare
 from ckptool.commands.options.target import ConvertOptions, TransferOptions
-from ckptool.engine.options import RunOptions
+from ckptool.engine.run_options import RunOptions
 from ckptool.errors import Committed, TransferError, Unsupported
 from ckptool.storage import disk
 

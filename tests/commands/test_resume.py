@@ -26,7 +26,7 @@ from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import PreparedReshard, prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.engine.options import RunOptions
+from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.stage import Stage, StageOptions
 from ckptool.errors import CkptoolError, Unsupported
 

@@ -7,7 +7,7 @@ from conftest import CASES, GOOD, REFUSED, Case, by_name, case
 
 import ckptool.errors
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.options.source import ReadOptions
+from ckptool.commands.options.read import ReadOptions
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.mesh import Replicate
 

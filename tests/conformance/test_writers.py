@@ -23,7 +23,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from ckptool.commands.options.target import ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.engine.options import RunOptions
+from ckptool.engine.run_options import RunOptions
 from ckptool.formats import targets
 
 Tensors = dict[str, torch.Tensor]

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFa
 
 from ckptool.commands.inspect import inspect
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.options.source import MapOptions
+from ckptool.commands.options.rewrite import MapOptions
 from ckptool.commands.options.target import ReshardOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.casts import Casts

@@ -12,7 +12,7 @@ from conftest import Bits, bits, convert_to, load_torch, read_back
 
 import ckptool
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.options.source import ReadOptions
+from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.target import ReshardOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh, parse_rule

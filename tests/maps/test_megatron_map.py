@@ -25,7 +25,7 @@ import torch
 from conftest import convert_to
 from safetensors.torch import load_file, save_file
 
-from ckptool.commands.options.source import MapOptions
+from ckptool.commands.options.rewrite import MapOptions
 from ckptool.errors import Unsupported
 
 HERE = Path(__file__).parent

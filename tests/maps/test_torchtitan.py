@@ -12,7 +12,7 @@ from conftest import convert_to, flat, load_torch
 from safetensors.numpy import load_file, save_file
 from torchtitan_states import FAMILIES, States, recorded, write_config
 
-from ckptool.commands.options.source import MapOptions
+from ckptool.commands.options.rewrite import MapOptions
 
 UNKNOWN_TO_HF = "expert_bias_E"
 """What Qwen3Moe has no name for: torchtitan's adapter leaves it out, and so does the map."""

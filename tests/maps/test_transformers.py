@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from conftest import convert_to
 
-from ckptool.commands.options.source import MapOptions
+from ckptool.commands.options.rewrite import MapOptions
 
 transformers = pytest.importorskip("transformers")
 import torch  # noqa: E402

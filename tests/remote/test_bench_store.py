@@ -50,7 +50,9 @@ def test_saves_to_a_store_are_measured_and_removed(
     written = {one.path.rpartition("/")[2] for one in s3.requests if one.method == "PUT"}
     assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} <= written
     assert s3.get("") == KEPT
-    assert [path.name for path in tmp_path.iterdir()] == ["python"]
+    # torch 2.13 leaves the empty folder of torchrun's logs
+    assert {path.name for path in tmp_path.glob("[!t]*")} == {"python"}
+    assert all(path.name[:13] == "torchelastic_" for path in tmp_path.glob("t*"))
 
 
 def test_what_was_saved_and_what_was_begun_is_removed_after_an_interruption(s3: S3) -> None:

@@ -20,11 +20,11 @@ from typer.testing import CliRunner
 from ckptool.cli.app import app
 from ckptool.commands.inspect import inspect
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.options.source import ReadOptions
+from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.target import ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
-from ckptool.engine.options import RunOptions
+from ckptool.engine.run_options import RunOptions
 from ckptool.storage.block_cache import BLOCK
 from ckptool.storage.url import location
 

@@ -25,7 +25,7 @@ from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.engine.options import RunOptions
+from ckptool.engine.run_options import RunOptions
 from ckptool.errors import Changed, CkptoolError, Damaged, NotFound, TransferError, Unsupported
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.retry import NoAnswer

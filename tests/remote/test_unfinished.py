@@ -19,7 +19,7 @@ from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.verify.run_folder import verify_run
 from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.engine.options import RunOptions
+from ckptool.engine.run_options import RunOptions
 from ckptool.errors import CkptoolError, Damaged, SourceError, Unrecognised, Unsupported
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.multipart import Upload

@@ -18,7 +18,7 @@ import pytest
 import zstandard
 
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.options.source import ReadOptions
+from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.verify import verify
 from ckptool.errors import CkptoolError, SourceError

@@ -30,7 +30,7 @@ from ckptool.errors import Unsupported, UsageError
 from ckptool.storage.local import LocalSource
 
 if TYPE_CHECKING:
-    from ckptool.commands.keymap.builtin import MapReport
+    from ckptool.commands.keymap.maps import MapReport
 
 _LARGEST = 1 << 24
 _MOST_SHOWN = 6

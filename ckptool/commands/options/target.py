@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptool.commands.options import FILE, MESH, SHARD_RULES
-from ckptool.commands.options.source import READING, MapOptions, ReadOptions, RewriteOptions
+from ckptool.commands.options.read import READING, ReadOptions
+from ckptool.commands.options.rewrite import MapOptions, RewriteOptions
 from ckptool.core.options import FLAG, SIZE, OptionSet, group, option
-from ckptool.engine.options import RunOptions
+from ckptool.engine.run_options import RunOptions
 
 if TYPE_CHECKING:
     from ckptool.core.mesh import Mesh

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptool.commands.options import PLACE, SHARE
-from ckptool.commands.options.source import ReadOptions
+from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.target import TransferOptions, overwrite_option
 from ckptool.core.options import COUNT, FLAG, NUMBER, TEXTS, OptionSet, group, option
-from ckptool.engine.options import RunOptions, workers_option
+from ckptool.engine.run_options import RunOptions, workers_option
 
 if TYPE_CHECKING:
     from ckptool.storage.url import Location

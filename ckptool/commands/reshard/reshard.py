@@ -28,7 +28,7 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout
 from ckptool.core.mesh import Mesh
 from ckptool.core.plan import ChunkIndex, Plan
-from ckptool.core.rewrite import drop_names, without_rank
+from ckptool.core.selection import drop_names, without_rank
 from ckptool.core.sharding.placement import POLICIES, Choice, PlacedTensors, Placer
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.write.run import peak_memory
@@ -38,7 +38,7 @@ from ckptool.formats.base import Format, Request
 from ckptool.storage.url import Location
 
 if TYPE_CHECKING:
-    from ckptool.commands.keymap.builtin import MapReport
+    from ckptool.commands.keymap.maps import MapReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.keymap.carry import CarriedTensor, carry, one_value
 from ckptool.core.keymap.match import Claim, Facts, Frame, Frames, Matcher, find_frames
 from ckptool.core.keymap.model import BoundTensor, KeyMap, Rule, UnknownSizes, group_sizes
-from ckptool.core.rewrite import rename_entry
+from ckptool.core.selection import rename_entry
 from ckptool.core.state_category import state_category
 from ckptool.errors import Unsupported, UsageError
 

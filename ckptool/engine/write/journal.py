@@ -6,12 +6,18 @@ import fcntl
 import json
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
+from ckptool.core.layout import FileLayout
+from ckptool.core.plan import Plan
+from ckptool.engine.checksum import crc_of
+from ckptool.engine.read.tiles import ByteSource, byte_job, read_tiles
+from ckptool.engine.run_options import RunOptions
 from ckptool.errors import Unsupported
 from ckptool.storage.disk import begins_with, in_the_way, is_real_file, open_unfollowed
+from ckptool.storage.local import CORES, LocalSource
 
 _SCHEMA = "ckptool.journal/1"
 _MARK = f'{{"schema": "{_SCHEMA}"'.encode()
@@ -167,3 +173,26 @@ def _parse_line(line: str) -> dict[str, object]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def find_finished(
+    plan: Plan, numbers: Collection[int], folder: Path, options: RunOptions, journal: Journal
+) -> list[int]:
+    """Return those of the files that an earlier run finished, and that are as it wrote them."""
+    files = plan.layout.files
+    whole: dict[int, FileLayout] = {}
+    for number in numbers:
+        file, path = files[number], folder / files[number].path
+        noted = journal.crc_of(file.path) is not None
+        if noted and is_real_file(path) and path.stat().st_size == file.nbytes:
+            whole[number] = file
+    same: list[int] = []
+
+    def compare(number: int, tiles: Iterator[memoryview]) -> None:
+        if crc_of(tiles) == journal.crc_of(files[number].path):
+            same.append(number)
+
+    source = ByteSource(LocalSource(folder, {file.path: file.nbytes for file in whole.values()}))
+    jobs = (byte_job(number, file.path, 0, file.nbytes) for number, file in whole.items())
+    read_tiles(source, jobs, compare, options.workers or CORES)
+    return sorted(same)

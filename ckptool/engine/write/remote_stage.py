@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptool.core.layout import Data, Layout, ScatteredData
 from ckptool.core.plan import Plan
-from ckptool.engine.options import RunOptions
+from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.existing import require_no_conflict
 from ckptool.engine.write.journal import NO_JOURNAL, journal_head, require_same_run
 from ckptool.engine.write.stage import StageOptions

@@ -17,17 +17,16 @@ from ckptool.engine.checksum import (
     CrcPiece,
     RecordCheck,
     crc32,
-    crc_of,
     join_crcs,
     require_intact,
 )
-from ckptool.engine.options import RunOptions
 from ckptool.engine.read.planned import PlannedPiece, PlanReader, plan_job, touch
-from ckptool.engine.read.tiles import ByteReader, ByteSource, byte_job, read_tiles
-from ckptool.engine.write.journal import NO_JOURNAL, Journal
+from ckptool.engine.read.tiles import ByteReader, read_tiles
+from ckptool.engine.run_options import RunOptions
+from ckptool.engine.write.journal import NO_JOURNAL, Journal, find_finished
 from ckptool.errors import Damaged, TransferError, Unsupported
-from ckptool.storage.disk import allocate, is_real_file, open_unfollowed
-from ckptool.storage.local import CORES, SPAN, TILE, Files, LocalSource
+from ckptool.storage.disk import allocate, open_unfollowed
+from ckptool.storage.local import SPAN, TILE, Files, LocalSource
 
 _MINIMUM_PER_WORKER = 16 << 20
 _WRITE = 1 << 19
@@ -54,7 +53,7 @@ def run(
     file ends early, TransferError where writing fails, Unsupported where the budget is too small.
     """
     wanted = range(len(plan.layout.files)) if numbers is None else numbers
-    finished = _find_finished(plan, wanted, folder, options, journal)
+    finished = find_finished(plan, wanted, folder, options, journal)
     todo = [number for number in wanted if number not in finished]
     writer = _PlanWriter(plan, source, folder, options, progress)
     writer.write(todo, finished, journal)
@@ -79,29 +78,6 @@ def workers_within_budget(plan: Plan, source: Files, options: RunOptions) -> int
             hint=f"--budget {-(-per_worker // (1 << 20))}MiB",
         )
     return max(1, min(options.workers or source.workers, options.budget // per_worker))
-
-
-def _find_finished(
-    plan: Plan, numbers: Collection[int], folder: Path, options: RunOptions, journal: Journal
-) -> list[int]:
-    """Return those of the files that an earlier run finished, and that are as it wrote them."""
-    files = plan.layout.files
-    whole: dict[int, FileLayout] = {}
-    for number in numbers:
-        file, path = files[number], folder / files[number].path
-        noted = journal.crc_of(file.path) is not None
-        if noted and is_real_file(path) and path.stat().st_size == file.nbytes:
-            whole[number] = file
-    same: list[int] = []
-
-    def compare(number: int, tiles: Iterator[memoryview]) -> None:
-        if crc_of(tiles) == journal.crc_of(files[number].path):
-            same.append(number)
-
-    source = ByteSource(LocalSource(folder, {file.path: file.nbytes for file in whole.values()}))
-    jobs = (byte_job(number, file.path, 0, file.nbytes) for number, file in whole.items())
-    read_tiles(source, jobs, compare, options.workers or CORES)
-    return sorted(same)
 
 
 class _PlanWriter:

@@ -11,9 +11,9 @@ from typing import NamedTuple
 from ckptool.core.layout import Data, Literal, Part, ScatteredData, Verbatim
 from ckptool.core.plan import Group, LayoutPart, Plan, Tile
 from ckptool.engine.checksum import RecordCheck, crc32, require_intact
-from ckptool.engine.options import RunOptions
 from ckptool.engine.read.planned import PlanReader
 from ckptool.engine.read.tiles import Job, read_tiles, require_unchanged
+from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.run import apply_patches, read_verbatim, touch_files
 from ckptool.errors import Unsupported
 from ckptool.storage.local import SPAN, Files

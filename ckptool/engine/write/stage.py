@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ckptool.core.layout import Layout
 from ckptool.core.plan import Plan
-from ckptool.engine.options import RunOptions
+from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.commit import Commit, FileCommit, FolderCommit, aside_of
 from ckptool.engine.write.existing import (
     in_conflict,

@@ -18,7 +18,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Index, ObjectEntry, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Data, FileLayout, Layout, Literal, Part
-from ckptool.core.rewrite import root_problem, with_loadable_paths
+from ckptool.core.selection import root_problem, with_loadable_paths
 from ckptool.formats.base import Request
 from ckptool.formats.writing import WriterAssignment, lay_out_companions, note_tied
 from ckptool.serialization.archive.write import lay_out_archive, offset_parts

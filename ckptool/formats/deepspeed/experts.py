@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptool.errors import Damaged, Problem
 from ckptool.formats.deepspeed.checkpoint import DeepSpeedCheckpoint
-from ckptool.formats.deepspeed.partitions import RankContents
+from ckptool.formats.deepspeed.flat_runs import RankContents
 from ckptool.formats.deepspeed.states import (
     State,
     Vector,

@@ -27,7 +27,7 @@ from ckptool.formats.deepspeed.experts import (
     read_refused_experts,
     require_experts,
 )
-from ckptool.formats.deepspeed.partitions import MASTER, RankContents, Shapes
+from ckptool.formats.deepspeed.flat_runs import MASTER, RankContents, Shapes
 from ckptool.formats.deepspeed.states import (
     State,
     dict_or_empty,
@@ -54,7 +54,7 @@ from ckptool.formats.deepspeed.weights import (
     note_excluded,
     select_weights,
 )
-from ckptool.formats.deepspeed.zero import add_flat_groups, add_split_groups
+from ckptool.formats.deepspeed.zero_partitions import add_flat_groups, add_split_groups
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Assembled

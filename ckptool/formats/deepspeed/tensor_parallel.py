@@ -34,7 +34,7 @@ from ckptool.core.sharding.tensor_parallel import (
 from ckptool.errors import Damaged, Refusal, Undetermined, Unsupported
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.deepspeed.checkpoint import Grid
-from ckptool.formats.deepspeed.partitions import Name, RankContents
+from ckptool.formats.deepspeed.flat_runs import Name, RankContents
 from ckptool.serialization.archive.tensors import read_natural, read_sizes
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.serialization.state_dict.leaves import Assembled

@@ -31,7 +31,7 @@ from ckptool.formats.deepspeed.checkpoint import (
     find_tag_folder,
     read_checkpoint,
 )
-from ckptool.formats.deepspeed.partitions import MASTER, STATES, RankContents, Run
+from ckptool.formats.deepspeed.flat_runs import MASTER, STATES, RankContents, Run
 from ckptool.formats.deepspeed.scan import assemble_contents, describe_checkpoint, read_contents
 from ckptool.formats.deepspeed.states import (
     CLIENT,

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckptool.formats.deepspeed.partitions import MASTER, RankContents, Run, Shapes
+from ckptool.formats.deepspeed.flat_runs import MASTER, RankContents, Run, Shapes
 from ckptool.formats.deepspeed.states import State, Vector, dict_or_empty, require_shallow_dict
 
 _MOST_STATES = 20_000

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ckptool.errors import Damaged, Problem, Refusal
 from ckptool.formats.deepspeed.checkpoint import DeepSpeedCheckpoint, Partition
-from ckptool.formats.deepspeed.partitions import (
+from ckptool.formats.deepspeed.flat_runs import (
     RankContents,
     Shapes,
     add_partition_run,

@@ -13,7 +13,7 @@ import re
 from dataclasses import replace
 
 from ckptool.core.catalog import Catalog
-from ckptool.core.rewrite import with_prefix
+from ckptool.core.selection import with_prefix
 from ckptool.formats import FORMATS, torch_save
 from ckptool.formats.base import Deferred, Format, ScanOptions
 from ckptool.formats.companions import RANDOM_STATES, join_catalogs, relocate, scan_subfolder

@@ -29,7 +29,7 @@ from ckptool.core.catalog import (
     merge_copies,
 )
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard
-from ckptool.core.rewrite import with_prefix
+from ckptool.core.selection import with_prefix
 from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.errors import Damaged, Problem, Refusal, SourceError
 from ckptool.formats.base import Format, ScanOptions

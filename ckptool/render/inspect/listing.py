@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import short_name
-from ckptool.core.rewrite import matches
+from ckptool.core.selection import matches
 from ckptool.core.state_category import STATE_CATEGORIES, state_category
 from ckptool.errors import UsageError
 from ckptool.render.inspect.values import preview

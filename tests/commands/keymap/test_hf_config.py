@@ -15,7 +15,7 @@ from conftest import convert_to, flat, load_dcp
 from safetensors import safe_open
 
 from ckptool.commands.keymap.hf_config import expected_names
-from ckptool.commands.options.source import MapOptions
+from ckptool.commands.options.rewrite import MapOptions
 from ckptool.errors import Unsupported
 
 ARGS: dict[str, Any] = {

@@ -12,7 +12,7 @@ from conftest import convert_to
 from safetensors.torch import load_file, save_file
 
 import ckptool
-from ckptool.commands.options.source import MapOptions
+from ckptool.commands.options.rewrite import MapOptions
 from ckptool.core.casts import Casts
 from ckptool.core.dtype import BY_NAME
 from ckptool.errors import Unsupported

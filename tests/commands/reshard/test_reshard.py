@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.options.source import ReadOptions
+from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.target import ReshardOptions, TransferOptions
 from ckptool.commands.reshard import reshard as reshard_module
 from ckptool.commands.reshard.load_check import check_loads, require_loadable
@@ -33,9 +33,9 @@ from ckptool.core.layout import Data
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from ckptool.core.sharding.placement import POLICIES, PlacedTensors, parse_mesh, parse_rule
 from ckptool.engine.check.digest import digests
-from ckptool.engine.options import RunOptions
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.read.tensors import TensorSource
+from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write import stage as stage_module
 from ckptool.errors import Damaged, TransferError, Unsupported, UsageError
 from ckptool.formats import FORMATS, targets

@@ -24,7 +24,7 @@ from ckptool.commands.verify.verify import verify
 from ckptool.core.catalog import Extent
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.checksum import crc32
-from ckptool.engine.options import RunOptions
+from ckptool.engine.run_options import RunOptions
 
 WORKERS = Path(__file__).with_name("reshard_workers.py")
 CHECKED = ("dcp", "dcp-safetensors", "rank-local")

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from ckptool.cli.app import app
 from ckptool.commands import detect as detect_checkpoint
-from ckptool.commands.options.source import ReadOptions
+from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify import run_folder
 from ckptool.commands.verify.run_folder import RunReport, steps_of, verify_run

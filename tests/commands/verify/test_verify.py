@@ -19,7 +19,7 @@ from recipes.hostile import HOSTILE
 from typer.testing import CliRunner
 
 from ckptool.cli.app import app
-from ckptool.commands.options.source import ReadOptions
+from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.codes import Severity
 from ckptool.commands.verify.findings import VerifyReport

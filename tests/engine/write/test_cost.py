@@ -12,7 +12,7 @@ from ckptool.commands.options.target import ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
 from ckptool.engine.checksum import RecordCheck
-from ckptool.engine.options import RunOptions
+from ckptool.engine.run_options import RunOptions
 from ckptool.storage.local import LocalReader
 
 COLUMNS = "*=Replicate(),Shard(-1)"

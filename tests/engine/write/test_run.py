@@ -13,7 +13,7 @@ from conftest import SUFFIX, TENSORS_OF, case, convert_to, read_back
 
 from ckptool.commands.convert import prepare
 from ckptool.commands.options.target import ConvertOptions
-from ckptool.engine.options import RunOptions
+from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.run import _OutputFiles
 from ckptool.errors import CkptoolError, Damaged, TransferError, Unsupported
 from ckptool.storage.local import LocalSource

@@ -12,7 +12,8 @@ import pytest
 from conftest import case, convert_to, read_back
 
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.options.source import ReadOptions, RewriteOptions, Selection
+from ckptool.commands.options.read import ReadOptions
+from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.compare.against import AgainstOptions, against
 from ckptool.commands.verify.verify import verify

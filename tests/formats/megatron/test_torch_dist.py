@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import bits, case, convert_to, flat, load_dcp, read_back
 
-from ckptool.commands.options.source import MapOptions
+from ckptool.commands.options.rewrite import MapOptions
 from ckptool.errors import Unsupported
 
 STACKED = {

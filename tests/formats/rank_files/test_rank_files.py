@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import ckptool
 from ckptool.cli.app import app
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.options.source import ReadOptions
+from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.verify import verify
 from ckptool.errors import CkptoolError, UsageError

@@ -29,7 +29,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as TorchStrid
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.options.source import ReadOptions
+from ckptool.commands.options.read import ReadOptions
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Layout
@@ -37,7 +37,7 @@ from ckptool.core.mesh import Mesh, Placements, Replicate, Shard, StridedShard
 from ckptool.core.plan import Plan
 from ckptool.core.sharding.dtensor import local_shards
 from ckptool.core.sharding.placement import PlacedTensors, Placer, parse_mesh
-from ckptool.engine.options import RunOptions
+from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.run import run
 from ckptool.errors import Unsupported
 from ckptool.formats.base import Request

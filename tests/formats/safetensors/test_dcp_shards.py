@@ -12,7 +12,7 @@ from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.engine.options import RunOptions
+from ckptool.engine.run_options import RunOptions
 from ckptool.errors import Damaged
 
 torch = pytest.importorskip("torch")

@@ -23,7 +23,7 @@ from ckptool.core.mesh import Placements, Replicate, Shard
 from ckptool.core.plan import Plan
 from ckptool.core.sharding.placement import PlacedTensors, parse_mesh
 from ckptool.core.sharding.tensor_parallel import parse_tp_rules
-from ckptool.engine.options import RunOptions
+from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.run import run
 from ckptool.errors import Damaged, Unsupported
 from ckptool.formats.base import Request

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
-from ckptool.commands.options.source import ReadOptions, RewriteOptions
+from ckptool.commands.options.read import ReadOptions
+from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import CompareOptions, VerifyOptions
 from ckptool.commands.rewrite import RewriteResult, rewrite
 from ckptool.commands.verify.codes import Severity, require_codes

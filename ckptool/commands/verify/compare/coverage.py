@@ -14,7 +14,7 @@ from ckptool.core.state_category import state_category
 from ckptool.errors import Problem
 
 if TYPE_CHECKING:
-    from ckptool.commands.keymap.builtin import MapReport
+    from ckptool.commands.keymap.maps import MapReport
 
 
 @dataclass(frozen=True, slots=True)

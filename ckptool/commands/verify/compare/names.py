@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 from ckptool.commands.keymap.assets import assets_in
 from ckptool.commands.open import OpenedCheckpoint
-from ckptool.commands.options.source import EVERYTHING, RewriteOptions, Selection
+from ckptool.commands.options.rewrite import EVERYTHING, RewriteOptions, Selection
 from ckptool.commands.rewrite import only_model
 from ckptool.commands.stats import is_numeric
 from ckptool.commands.verify.compare.values import value_digest
 from ckptool.commands.verify.findings import counted
 from ckptool.core.casts import can_cast
 from ckptool.core.catalog import Catalog, ScaledBlocks, TensorEntry, coverage_problem
-from ckptool.core.rewrite import is_used, matches
+from ckptool.core.selection import is_used, matches
 from ckptool.core.state_category import state_category, state_category_of_name, weights
 from ckptool.engine.check.digest import file_digests
 from ckptool.errors import Damaged, Hostile, Problem, Unsupported

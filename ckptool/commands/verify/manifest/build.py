@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
-from ckptool.commands.options.source import RewriteOptions
+from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.rewrite import rewrite
 from ckptool.commands.verify.codes import CODES, Severity, require_codes

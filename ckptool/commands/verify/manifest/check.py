@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
-from ckptool.commands.options.source import RewriteOptions
+from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.rewrite import rewrite
 from ckptool.commands.verify.compare.coverage import (

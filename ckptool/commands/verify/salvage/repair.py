@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from ckptool.commands.open import Survey, scan_options
-from ckptool.commands.options.source import ReadOptions
+from ckptool.commands.options.read import ReadOptions
 from ckptool.core.catalog import Catalog
-from ckptool.core.rewrite import split_stacked
+from ckptool.core.selection import split_stacked
 from ckptool.errors import CkptoolError, Damaged, Problem, Unsupported
 from ckptool.formats.base import Recovery
 from ckptool.serialization.archive.read import is_legacy, is_zip, read_torch_file

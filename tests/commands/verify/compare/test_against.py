@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from ckptool.cli.app import app
-from ckptool.commands.options.source import ReadOptions, RewriteOptions, Selection
+from ckptool.commands.options.read import ReadOptions
+from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.options.target import ReshardOptions
 from ckptool.commands.options.verify import CompareOptions, VerifyOptions
 from ckptool.commands.reshard.reshard import prepare_reshard

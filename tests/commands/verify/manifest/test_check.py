@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from recipes.damage import DAMAGE
 from safetensors.torch import load_file, save_file
 
-from ckptool.commands.options.source import RewriteOptions, Selection
+from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.options.target import ReshardOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.reshard.reshard import prepare_reshard

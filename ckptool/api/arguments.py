@@ -1,6 +1,6 @@
 """Keywords of the Python functions: checked, parsed and made the options of commands.
 
-``python -m ckptool.api.options`` writes ``keywords.py``, which says the same to type checkers.
+``python -m ckptool.api.arguments`` writes ``keywords.py``, which says the same to type checkers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ckptool.commands.options.bench import BenchOptions
-from ckptool.commands.options.source import ReadOptions, RewriteOptions
+from ckptool.commands.options.read import ReadOptions
+from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions
 from ckptool.commands.options.verify import (
     CompareOptions,
@@ -226,7 +227,7 @@ def _hint_text(option: Option) -> str:
 _HEADER = """\
 \"\"\"Keywords of the Python functions, for type checkers.
 
-Generated: ``python -m ckptool.api.options``.
+Generated: ``python -m ckptool.api.arguments``.
 \"\"\"
 
 from __future__ import annotations
@@ -234,7 +235,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
-from ckptool.api.options import AnyDType, AnyPath, Size, Strings\
+from ckptool.api.arguments import AnyDType, AnyPath, Size, Strings\
 """
 
 

@@ -1,4 +1,4 @@
-"""How to read a checkpoint, and what to make of it."""
+"""What to make of a checkpoint: what to keep, under which names, in which element types."""
 
 from __future__ import annotations
 
@@ -6,64 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptool.commands.options import CASTS, DIMS, FILE, TP_RULES
-from ckptool.core.options import COUNT, FLAG, TEXTS, OptionSet, group, option
+from ckptool.commands.options import CASTS, DIMS, FILE
+from ckptool.core.options import FLAG, TEXTS, OptionSet, group, option
 
 if TYPE_CHECKING:
     from ckptool.core.casts import Casts
-    from ckptool.core.sharding.tensor_parallel import NamedRule
-
-READING = "How to read SRC"
-
-
-class ReadOptions(OptionSet):
-    """How to read a checkpoint.
-
-    Without ``values`` those that lie among the data may be left ``UNREAD``.
-    """
-
-    from_format: str | None = option(
-        "--from", metavar="FORMAT", help="Read as this format instead of detecting it."
-    )
-    per_rank: bool = option(
-        "--per-rank",
-        FLAG,
-        default=False,
-        help="Keep plain tensors that differ between ranks, as NAME@rankR.",
-    )
-    flat_params: Path | None = option(
-        "--flat-params",
-        FILE,
-        metavar="FILE",
-        help="Unflatten FSDP1 parameters by this JSON file of names and shapes, in order.",
-    )
-    tp_rules: tuple[NamedRule, ...] = option(
-        "--tp-rule",
-        TP_RULES,
-        default=(),
-        metavar="GLOB=RULE",
-        help="Join tensor-parallel shards by this rule where the files do not say how: replicate,"
-        " column, row, gated or Shard(dim) (repeatable, first match wins).",
-    )
-    split_stacked: bool = option(
-        "--split-stacked",
-        FLAG,
-        default=False,
-        former="--unstack",
-        help="Split stacked layers and experts into one tensor each.",
-    )
-    values: bool = True
-    world_size: int | None = option(
-        "--world-size",
-        COUNT,
-        metavar="N",
-        minimum=1,
-        help="Read the files of N ranks, where several saves share a folder or nothing records"
-        " how many there were.",
-    )
-
-
-AS_DETECTED = ReadOptions()
 
 
 class Selection(OptionSet):

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from ckptool.core.box import Box
 from ckptool.core.catalog import Extent
 from ckptool.errors import Damaged
-from ckptool.formats.deepspeed.partitions import Run, place_run
-from ckptool.formats.deepspeed.zero import place_flat_runs, place_split_runs
+from ckptool.formats.deepspeed.flat_runs import Run, place_run
+from ckptool.formats.deepspeed.zero_partitions import place_flat_runs, place_split_runs
 
 SHAPES = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1, max_size=6).map(
     lambda shapes: {f"p{number}": shape for number, shape in enumerate(shapes)}

@@ -20,7 +20,7 @@ from typing import Any
 from ckptool.errors import Damaged
 from ckptool.formats.deepspeed.checkpoint import Partition
 from ckptool.formats.deepspeed.experts import EXPERT
-from ckptool.formats.deepspeed.partitions import (
+from ckptool.formats.deepspeed.flat_runs import (
     MASTER,
     FlatSlot,
     RankContents,

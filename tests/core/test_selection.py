@@ -21,7 +21,7 @@ from ckptool.core.catalog import (
     flat_name,
 )
 from ckptool.core.dtype import BY_NAME
-from ckptool.core.rewrite import (
+from ckptool.core.selection import (
     drop,
     rename,
     renamed_path,

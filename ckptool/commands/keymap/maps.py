@@ -13,7 +13,7 @@ from typing import Any
 from ckptool.commands.keymap.hf_config import recorded_config
 from ckptool.commands.keymap.model_config import Record, records
 from ckptool.commands.open import OpenedCheckpoint, text_of
-from ckptool.commands.options.source import MapOptions
+from ckptool.commands.options.rewrite import MapOptions
 from ckptool.core.catalog import Catalog
 from ckptool.core.keymap.apply import Move, apply_map, list_lines
 from ckptool.core.keymap.match import Facts, Frames, Matcher, find_frames, fits, kinds_of

@@ -13,12 +13,12 @@ import torch.distributed.checkpoint as dcp
 from conftest import Bits, bits, convert_to, flat, load_dcp, read_back
 from torchtitan_states import CONFIGS, recorded, write_config
 
-from ckptool.commands.keymap.builtin import builtin_maps, load_map, map_text
-from ckptool.commands.options.source import MapOptions
+from ckptool.commands.keymap.maps import builtin_maps, load_map, map_text
+from ckptool.commands.options.rewrite import MapOptions
 from ckptool.commands.options.target import ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.engine.options import RunOptions
+from ckptool.engine.run_options import RunOptions
 from ckptool.errors import CkptoolError, Damaged, Unsupported, UsageError
 
 HEADS = {"head": 4, "kv": 2}
