@@ -21,6 +21,7 @@ SUMMARIES = {
     " durable.",
     "formats": "List the formats that are read and written.",
     "maps": "List the key maps that --map of convert and reshard takes by name, or print one.",
+    "help": "List the pages of the documentation and the commands, or show one.",
 }
 """The commands, with the first lines of their docstrings."""
 

@@ -107,11 +107,12 @@ def flags_of(command: Any) -> list[str]:
 
 
 def option_tables() -> Iterator[str]:
-    yield from ("# Options", "", "Every command also takes `--help`.")
+    yield from ("# Options", "", "The options of every command; each also takes `--help`.")
     for name, summary in SUMMARIES.items():
-        yield from ("", f"## {name}", "", summary, "", "| option | meaning |", "|---|---|")
-        options = (each for each in load_command(name).params if each.opts[0].startswith("-"))
-        yield from map(row, options)
+        yield from ("", f"## {name}", "", summary)
+        options = [each for each in load_command(name).params if each.opts[0].startswith("-")]
+        if options:
+            yield from ("", "| option | meaning |", "|---|---|", *map(row, options))
 
 
 def row(option: Any) -> str:

@@ -1,0 +1,48 @@
+"""``ckptool help``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from ckptool.cli.app import SUMMARIES, app
+from ckptool.errors import UsageError
+
+
+def help(
+    context: typer.Context,
+    topic: Annotated[
+        str | None,
+        typer.Argument(metavar="[TOPIC]", help="Show this page, or the help of this command."),
+    ] = None,
+) -> None:
+    """List the pages of the documentation and the commands, or show one."""
+    from ckptool.render.help import read_pages, show_page, show_topics
+
+    pages = read_pages()
+    if topic is None:
+        show_topics(pages, SUMMARIES)
+    elif topic in pages:
+        show_page(pages[topic])
+        _note_command(topic)
+    elif topic in SUMMARIES:
+        app([topic, "--help"], prog_name=context.find_root().info_name)
+    else:
+        raise UsageError(f"{topic}: no such topic or command", hint=_nearest(topic, pages))
+
+
+def _note_command(topic: str) -> None:
+    """Say on a terminal where the options are, if the page is named after a command."""
+    if topic in SUMMARIES and sys.stdout.isatty():
+        from ckptool.render.messages import show_notes
+
+        show_notes([f"options of the command: ckptool {topic} --help"])
+
+
+def _nearest(topic: str, pages: dict[str, str]) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(topic, [*pages, *SUMMARIES], n=1)
+    return f"did you mean {close[0]}?" if close else "list them: ckptool help"

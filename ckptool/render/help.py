@@ -1,0 +1,85 @@
+"""The pages of the documentation: their list, and one of them on a terminal or in a pipe."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import resources
+from shutil import which
+
+from rich.table import Table
+
+from ckptool.render.text import console
+
+_WIDEST = 120
+"""Columns of the pages' own lines: longer ones are hard to read."""
+_CANNOT_RUN = (126, 127)
+"""Exit codes of a shell that cannot run or find a command."""
+
+
+def read_pages() -> dict[str, str]:
+    """Return the Markdown of every page by its topic, the stem of its file, in order."""
+    files = sorted(resources.files("ckptool").joinpath("docs").iterdir(), key=str)
+    pages = (file for file in files if file.name.endswith(".md"))
+    return {file.name.removesuffix(".md"): file.read_text("utf-8") for file in pages}
+
+
+def show_topics(pages: Mapping[str, str], commands: Mapping[str, str]) -> None:
+    """List the topics with the first sentences of their pages, then commands with summaries."""
+    screen = console()
+    width = max(map(len, [*pages, *commands]))
+    sentences = {topic: first_sentence(page) for topic, page in pages.items()}
+    for heading, rows in (("topic", sentences), ("command", commands)):
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        table.add_column(heading, no_wrap=True, min_width=width)
+        table.add_column("description", overflow="fold")
+        for name, text in rows.items():
+            table.add_row(name, text)
+        screen.print(table, markup=False)
+        screen.print()
+    screen.print("ckptool help TOPIC shows a page, ckptool COMMAND --help the options of a command")
+
+
+def first_sentence(page: str) -> str:
+    """Return the first sentence under the heading as plain text; the heading if code follows it."""
+    heading, _, rest = page.lstrip("# ").partition("\n")
+    paragraph = " ".join(rest.strip().partition("\n\n")[0].split())
+    if not paragraph or paragraph.startswith(("```", "#", "|", "-")):
+        return heading
+    return re.sub(r"`|\*\*?", "", re.split(r"(?<=\.) ", paragraph)[0])
+
+
+def show_page(page: str) -> None:
+    """Show a page: as it is in a pipe; laid out on a terminal, in a pager if it is longer."""
+    screen = console()
+    if not sys.stdout.isatty():
+        sys.stdout.write(page)
+        return
+    from rich.markdown import Markdown
+
+    with screen.capture() as captured:
+        screen.print(Markdown(page, hyperlinks=False), width=min(screen.width, _WIDEST))
+    text = captured.get()
+    if text.count("\n") < screen.height or not _page(text):
+        sys.stdout.write(text)
+
+
+def _page(text: str) -> bool:
+    """Show a text in ``$PAGER`` or less, as git does; return whether one took it."""
+    command = os.environ.get("PAGER", "less" if which("less") else "")
+    if command in ("", "cat"):
+        return False
+    environment = {"LESS": "FRX", "LV": "-c", **os.environ}
+    encoding = sys.stdout.encoding
+    pager = subprocess.Popen(
+        command, shell=True, stdin=subprocess.PIPE, env=environment, encoding=encoding
+    )
+    # Ctrl-C is the pager's, and leaving it before the end is no failure
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    pager.communicate(text)
+    return pager.returncode not in _CANNOT_RUN

@@ -1,0 +1,152 @@
+"""``ckptool help``: the pages of the documentation where no browser is."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ckptool.cli.app import SUMMARIES, app
+from ckptool.render.help import first_sentence
+
+DOCS = Path(__file__).parents[2] / "ckptool" / "docs"
+PAGES = {path.stem: path.read_text() for path in DOCS.glob("*.md")}
+
+
+def run(*words: str) -> str:
+    done = CliRunner().invoke(app, ["help", *words])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def on_terminal(*words: str, **changes: str) -> str:
+    """What a terminal of 80 x 24 shows of the command; a pager marks each line it is given."""
+    plain = {n: v for n, v in os.environ.items() if n not in ("NO_COLOR", "FORCE_COLOR", "PAGER")}
+    size = {"TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
+    environment = plain | size | {"PAGER": "sed s/^/paged:/"} | changes
+    ours, theirs = pty.openpty()
+    line = [sys.executable, "-m", "ckptool", "help", *words]
+    with subprocess.Popen(line, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as job:
+        os.close(theirs)
+        shown = b""
+        try:
+            while block := os.read(ours, 1 << 16):
+                shown += block
+        except OSError:  # Linux says so where the other end of a terminal is closed
+            pass
+    os.close(ours)
+    assert job.returncode == 0, shown
+    return shown.decode().replace("\r\n", "\n")
+
+
+def test_the_list_has_every_page_and_every_command() -> None:
+    lines = dict(re.findall(r"^(\S+) {2,}(.+?) *$", run(), re.M))
+    assert lines.pop("topic") == lines.pop("command") == "description"
+    assert lines.keys() == PAGES.keys() | SUMMARIES.keys()
+    assert lines["stores"].startswith("Every command takes URLs wherever it takes a path")
+    assert lines["inspect"] == SUMMARIES["inspect"]
+
+
+@pytest.mark.parametrize("topic", PAGES)
+def test_the_list_says_of_a_page_more_than_its_name(topic: str) -> None:
+    sentence = first_sentence(PAGES[topic])
+    assert sentence.endswith(".")
+    assert " " in sentence
+
+
+@pytest.mark.parametrize(
+    ("page", "sentence"),
+    [
+        ("# A\n\nUse `b.c` of\n**d**: now. And e.\n", "Use b.c of d: now."),
+        ("# A\n\nTwo words.\n\nMore.\n", "Two words."),
+        ("# A title\n\n```python\ncode\n```\n", "A title"),
+        ("# A title\n\n| a | b |\n", "A title"),
+        ("# A title\n", "A title"),
+    ],
+)
+def test_the_first_sentence(page: str, sentence: str) -> None:
+    assert first_sentence(page) == sentence
+
+
+@pytest.mark.parametrize("topic", PAGES)
+def test_a_page_in_a_pipe_is_its_text(topic: str) -> None:
+    assert run(topic) == PAGES[topic]
+
+
+def test_a_pipe_has_no_pager_no_colour_and_no_note() -> None:
+    line = [sys.executable, "-m", "ckptool", "help", "verify"]
+    environment = os.environ | {"PAGER": "echo paged", "FORCE_COLOR": "1", "LINES": "5"}
+    done = subprocess.run(line, capture_output=True, env=environment, check=True)
+    assert done.stdout == (DOCS / "verify.md").read_bytes()
+    assert done.stderr == b""
+
+
+@pytest.mark.parametrize("command", SUMMARIES.keys() - PAGES.keys())
+def test_a_command_is_its_own_help(command: str) -> None:
+    assert run(command) == CliRunner().invoke(app, [command, "--help"]).stdout
+
+
+@pytest.mark.parametrize(
+    ("topic", "hint"),
+    [
+        ("sotres", "did you mean stores?"),
+        ("inpsect", "did you mean inspect?"),
+        ("42", "list them: ckptool help"),
+    ],
+)
+def test_an_unknown_topic_is_a_usage_error(topic: str, hint: str) -> None:
+    line = [sys.executable, "-m", "ckptool", "help", topic]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {topic}: no such topic or command\nhint: {hint}\n"
+
+
+# On a terminal
+
+
+def test_a_page_longer_than_the_terminal_is_paged() -> None:
+    shown = on_terminal("stores")
+    assert shown.startswith("paged:")
+    assert "\x1b[" in shown
+    assert "# Stores" not in shown
+
+
+@pytest.mark.parametrize("changes", [{"LINES": "500"}, {"PAGER": "cat"}, {"PAGER": ""}])
+def test_a_page_is_shown_at_once(changes: dict[str, str]) -> None:
+    shown = on_terminal("stores", **changes)
+    assert "Every command takes URLs" in re.sub(r"\x1b\[[\d;]*m", "", shown)
+    assert "paged:" not in shown
+
+
+def test_a_pager_that_cannot_run_loses_nothing() -> None:
+    shown = on_terminal("stores", PAGER="no-such-pager --fast")
+    assert "no-such-pager" in shown
+    assert "Every command takes URLs" in re.sub(r"\x1b\[[\d;]*m", "", shown)
+
+
+def test_a_pager_left_before_the_end_is_no_failure() -> None:
+    code = (
+        "import signal; signal.signal(signal.SIGPIPE, signal.SIG_DFL)\n"
+        "from ckptool.render.help import _page; print(_page('more than a pipe holds' * 100_000))"
+    )
+    line = [sys.executable, "-c", code]
+    environment = os.environ | {"PAGER": "true"}
+    done = subprocess.run(line, capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stdout) == (0, "True\n")
+
+
+def test_no_colour_where_none_is_wanted() -> None:
+    colour = re.compile(r"\x1b\[(?:\d+;)*[349]\d[;m]")
+    assert colour.search(on_terminal("stores"))
+    assert not colour.search(on_terminal("stores", NO_COLOR="1"))
+
+
+def test_a_page_named_after_a_command_says_where_its_options_are() -> None:
+    assert "ckptool verify --help" in on_terminal("verify").splitlines()[-1]
+    assert "--help" not in on_terminal("stores")
