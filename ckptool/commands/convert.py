@@ -28,6 +28,7 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout
 from ckptool.core.plan import Plan
 from ckptool.core.quantization import kinds, quantised_names
+from ckptool.core.text import plural
 from ckptool.errors import Unsupported, UsageError
 from ckptool.formats import FORMATS, targets
 from ckptool.formats.base import Format, Request
@@ -179,7 +180,7 @@ def _exclusions(before: Catalog, after: Catalog, selection: Selection) -> tuple[
     tensors = len(before.tensors) - len(after.tensors)
     values = len(before.objects) - len(after.objects)
     return tuple(
-        f"{count:,} {what}{'s' if count > 1 else ''} ({options})"
+        f"{plural(count, what)} ({options})"
         for count, what in ((tensors, "tensor"), (values, "non-tensor value"))
         if options and count
     )

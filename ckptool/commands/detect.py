@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from ckptool.commands.unread_files import require_listed, unlisted_problems
+from ckptool.core.text import list_some, plural
 from ckptool.errors import CkptoolError, Damaged, NotFound, Problem, Unrecognised, UsageError
 from ckptool.formats import FORMATS, detect, file_rule, single_file_suffixes
 from ckptool.formats.base import EXTRA, FileRole, Format, ScanOptions
@@ -268,8 +269,7 @@ def _detect_in_folder(path: Location) -> Candidate:
     if not source.files:
         raise Unrecognised(f"{path}: the folder is empty")
     names = list(source.files)
-    listed = ", ".join(names[:8]) + (f", and {len(names) - 8} more" if len(names) > 8 else "")
-    message = f"{path}: no checkpoint found in {len(names):,} files: {listed}"
+    message = f"{path}: no checkpoint found in {plural(len(names), 'file')}: {list_some(names)}"
     hint = "run `ckptool formats` to list known formats; use --from FORMAT to force one"
     foreign = next(_foreign_files(source), None)
     if foreign is not None:

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from ckptool.commands.detect import file_at, folder_at, run_bounded
 from ckptool.core.layout import FileLayout, Layout, Verbatim
+from ckptool.core.text import list_some
 from ckptool.engine.write.existing import kept_entries
 from ckptool.engine.write.run import read_verbatim
 from ckptool.errors import CkptoolError, Problem, TransferError, Unsupported
@@ -70,8 +71,7 @@ def kept_note(target: Location, layout: Layout, new: Files) -> str | None:
         kept = sorted({name.partition("/")[0] for name in others})
     if not kept:
         return None
-    more = f", and {len(kept) - 12} more" if len(kept) > 12 else ""
-    return f"{target}: kept, not part of the old checkpoint: {', '.join(kept[:12])}{more}"
+    return f"{target}: kept, not part of the old checkpoint: {list_some(kept, 12)}"
 
 
 def require_unmixed(target: Path, staged: Path, own: Iterable[str]) -> None:
@@ -85,10 +85,9 @@ def require_unmixed(target: Path, staged: Path, own: Iterable[str]) -> None:
     mixed = _MixedSource(alone, LocalSource(target, kept))
     read = _read_with(target, alone, mixed)
     if read:
-        more = f", and {len(read) - 8} more" if len(read) > 8 else ""
         raise TransferError(
-            f"{target}: {', '.join(read[:8])}{more}: not part of the old checkpoint, but"
-            " would be read as part of the new one",
+            f"{target}: {list_some(read)}: not part of the old checkpoint, but would be read as"
+            " part of the new one",
             hint="move it away, then run the same command with --resume",
         )
 

@@ -12,6 +12,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from ckptool.core.catalog import Catalog
+from ckptool.core.text import list_some
 from ckptool.errors import Changed, CkptoolError, Damaged, NotFound, Problem
 from ckptool.serialization.file_kinds import FileKind, detect_placeholder, read_head
 from ckptool.storage.local import Files
@@ -73,8 +74,7 @@ def _folder_notes(candidate: Candidate, folders: Mapping[str, str]) -> Iterator[
     steps = [folder for folder in folders if _STEP.search(folder.rpartition("/")[2])]
     parts = [folder for folder in folders if folder not in steps]
     if steps:
-        more = f", and {len(steps) - _MOST_SHOWN} more" if len(steps) > _MOST_SHOWN else ""
-        message = f"other checkpoints in this folder: {', '.join(steps[:_MOST_SHOWN])}{more}"
+        message = f"other checkpoints in this folder: {list_some(steps, _MOST_SHOWN)}"
         yield Problem(message, "checkpoint-nested", file=steps[0])
     for group in _group_numbered(parts):
         first = group[0]
@@ -217,8 +217,8 @@ def with_cause(source: Files, problems: Iterable[Problem]) -> list[Problem]:
 
 def _stand_in_problem(files: list[tuple[str, FileKind]]) -> Problem:
     file, kind = files[0]
-    more = f" and {len(files) - 1:,} more" if len(files) > 1 else ""
-    return Problem(f"{file}{more}: {kind.what}", "file-type-mismatch", file=file)
+    names = list_some([name for name, _ in files], 1)
+    return Problem(f"{names}: {kind.what}", "file-type-mismatch", file=file)
 
 
 def _stand_ins(source: Files) -> Iterator[tuple[str, FileKind]]:

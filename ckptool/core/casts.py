@@ -10,6 +10,7 @@ from ckptool.core.catalog import Catalog, ScaledBlocks, TensorEntry
 from ckptool.core.dtype import DType, parse_dtype
 from ckptool.core.quantization import quantised_names
 from ckptool.core.state_category import state_category
+from ckptool.core.text import list_some, plural
 from ckptool.errors import UsageError
 
 _FEW = 3
@@ -142,6 +143,4 @@ def _uncast_notes(
 
 
 def _summarize(names: Sequence[str]) -> str:
-    more = ", ..." if len(names) > _FEW else ""
-    count = f"{len(names):,} tensor{'s' if len(names) > 1 else ''}"
-    return f"{count} ({', '.join(names[:_FEW])}{more})"
+    return f"{plural(len(names), 'tensor')} ({list_some(names, _FEW)})"

@@ -10,6 +10,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, ObjectEntry, Path, TensorEntry, tied_names
 from ckptool.core.layout import FileLayout, Verbatim
 from ckptool.core.sharding.placement import PlacedTensors
+from ckptool.core.text import list_some
 from ckptool.errors import Problem, Unsupported
 from ckptool.formats.base import Request
 from ckptool.serialization.archive.write import lay_out_archive
@@ -46,16 +47,10 @@ def select_plain(catalog: Catalog, *, numpy: bool = True) -> tuple[list[ObjectEn
         of_numpy += [entry.name] * bool(foreign)
     if of_numpy:
         notes.append(
-            f"holds numpy data, as the source does: {shorten(of_numpy)};"
+            f"holds numpy data, as the source does: {list_some(of_numpy)};"
             " torch.load(weights_only=True) wants torch.serialization.add_safe_globals for it"
         )
     return plain, notes
-
-
-def shorten(names: list[str]) -> str:
-    """List the first eight names, and say how many more there are."""
-    more = f", and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more
 
 
 def nest_state(tensors: list[TensorEntry], objects: list[ObjectEntry]) -> Any:

@@ -13,8 +13,9 @@ from rich.text import Text
 from ckptool.commands.document import document
 from ckptool.core.layout import FileLayout
 from ckptool.core.state_category import STATE_CATEGORIES, state_category
+from ckptool.core.text import plural
 from ckptool.render.inspect.listing import Numbers, natural, split_numbers, with_numbers
-from ckptool.render.text import columns, console, emit, escaped, free, plural, size, visible
+from ckptool.render.text import columns, console, emit, escaped, free, size, visible
 
 if TYPE_CHECKING:
     from ckptool.commands.convert import ConvertReport

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from ckptool.commands.document import document
+from ckptool.core.text import plural
 from ckptool.render.convert import moves_json, show_files, show_moves
-from ckptool.render.text import columns, console, emit, free, plural, size, visible
+from ckptool.render.text import columns, console, emit, free, size, visible
 
 if TYPE_CHECKING:
     from ckptool.commands.reshard.reshard import Costs, LoadCost, ReshardReport

@@ -72,12 +72,6 @@ def _three_digits(value: float) -> str:
     return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
-def plural(count: int, noun: str) -> str:
-    """Return ``1 file``, ``4 files``, ``3 boxes``."""
-    ending = "" if count == 1 else "es" if noun.endswith("x") else "s"
-    return f"{count:,} {noun}{ending}"
-
-
 def ranges(numbers: Iterable[int], separator: str = ",") -> str:
     """Return ``0..3,7``: ascending numbers, runs of three or more as first and last."""
     runs: list[list[int]] = []

@@ -16,8 +16,9 @@ from rich.text import Text
 from ckptool.commands.document import document, plain
 from ckptool.commands.verify.codes import CODES, Severity
 from ckptool.commands.verify.findings import SIDES, Finding, VerifyReport, ignored_errors
+from ckptool.core.text import plural
 from ckptool.errors import TransferError
-from ckptool.render.text import columns, console, emit, escaped, plural, size, visible
+from ckptool.render.text import columns, console, emit, escaped, size, visible
 
 if TYPE_CHECKING:
     from ckptool.commands.verify.compare.against import AgainstReport

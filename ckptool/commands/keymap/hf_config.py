@@ -16,6 +16,7 @@ from typing import Any
 from ckptool.commands.keymap.model_config import Record
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category
+from ckptool.core.text import list_some
 
 Config = dict[str, Any]
 
@@ -184,8 +185,7 @@ def _check_names(
     unexpected = sorted(names - expected)
     differing = unexpected or sorted(expected - names)
     what = "has no" if unexpected else "requires"
-    listed = ", ".join(differing[:3]) + (", ..." if len(differing) > 3 else "")
-    return None, f"{architecture} {what} {listed}"
+    return None, f"{architecture} {what} {list_some(differing, 3)}"
 
 
 _LAYER = ("input_layernorm.weight", "post_attention_layernorm.weight")

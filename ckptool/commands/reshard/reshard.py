@@ -30,6 +30,7 @@ from ckptool.core.mesh import Mesh
 from ckptool.core.plan import ChunkIndex, Plan
 from ckptool.core.selection import drop_names, without_rank
 from ckptool.core.sharding.placement import POLICIES, Choice, PlacedTensors, Placer
+from ckptool.core.text import list_some
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.write.run import peak_memory
 from ckptool.errors import Unsupported, UsageError
@@ -301,8 +302,7 @@ def _exclusion_note(before: Catalog, after: Catalog) -> list[str]:
     kept = set(_names(after))
     gone = [name for name in _names(before) if name not in kept]
     gone = [name for name in gone if _RANK_STATE.sub(r"\g<name>", name) not in kept]
-    listed = ", ".join(gone[:8]) + (f", and {len(gone) - 8} more" if len(gone) > 8 else "")
-    return [f"excluded rank-specific state (--rank-state): {listed}"] if gone else []
+    return [f"excluded rank-specific state (--rank-state): {list_some(gone)}"] if gone else []
 
 
 def _names(catalog: Catalog) -> tuple[str, ...]:

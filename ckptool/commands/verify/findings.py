@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptool.commands.verify.codes import CODES, Severity, failing
 from ckptool.core.catalog import Catalog, places
+from ckptool.core.text import list_some, plural
 from ckptool.errors import Problem
 from ckptool.storage.url import Location
 
@@ -117,7 +118,7 @@ def summarize(report: VerifyReport, sample: float, seed: int) -> str:
     read = _READ.get(report.depth, sampled)
     ignored = ignored_errors(report.ignored)
     counts = [
-        counted(len(report.of(severity)), severity.value)
+        plural(len(report.of(severity)), severity.value)
         for severity in (Severity.ERROR, Severity.WARNING)
         if report.of(severity)
     ]
@@ -139,21 +140,12 @@ def ignored_errors(ignored: Sequence[Finding]) -> str:
     for finding in ignored:
         by_code[finding.code].append(finding.file or finding.tensor or "")
     parts = [
-        f"{code} ({_some([name for name in names if name])})" if any(names) else code
+        f"{code} ({list_some([name for name in names if name], _MOST_NAMED)})"
+        if any(names)
+        else code
         for code, names in by_code.items()
     ]
-    return f"; {counted(len(ignored), 'error')} ignored: {', '.join(parts)}"
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a number and its noun, such as ``1 tensor``."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def _some(names: Sequence[str]) -> str:
-    """Return such as ``a, b, c and 113 more``."""
-    more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
-    return f"{', '.join(names[:_MOST_NAMED])}{more}"
+    return f"; {plural(len(ignored), 'error')} ignored: {', '.join(parts)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,14 +243,16 @@ class Findings:
         if self.catalog is not None:
             tensors = sum(name in self.catalog.tensors for name in names)
             counts = [(tensors, "tensor"), (len(names) - tensors, "value")]
-        nouns = " and ".join(counted(count, noun) for count, noun in counts if count)
-        return f"; {nouns} affected: {_some(list(names))}"
+        nouns = " and ".join(plural(count, noun) for count, noun in counts if count)
+        return f"; {nouns} affected: {list_some(list(names), _MOST_NAMED)}"
 
 
 def _of_alike(group: Sequence[Problem]) -> Finding:
     """Return the finding of several names of which the same is wrong."""
     finding = finding_of(group[0], tuple(Affected(p.tensor, str(p)) for p in group))
-    message = f"{_some([str(problem.tensor) for problem in group])}: {_detail(group[0])}"
+    message = (
+        f"{list_some([str(problem.tensor) for problem in group], _MOST_NAMED)}: {_detail(group[0])}"
+    )
     return replace(finding, message=message, tensor=None)
 
 

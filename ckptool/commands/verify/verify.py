@@ -35,6 +35,7 @@ from ckptool.commands.verify.codes import CODES, Severity, require_codes
 from ckptool.commands.verify.findings import Findings, VerifyReport, summarize
 from ckptool.core.catalog import Catalog, Container, TensorEntry
 from ckptool.core.state_category import state_category
+from ckptool.core.text import list_some
 from ckptool.engine.check.content import ContentReport, check_spans
 from ckptool.engine.check.spans import Span
 from ckptool.errors import Problem
@@ -207,8 +208,7 @@ def _without_checksum(spans: Iterable[Span]) -> list[Problem]:
     files = sorted({span.file for span in spans if span.crc32 is None and span.nbytes})
     if not files:
         return []
-    more = f" and {len(files) - 1:,} more files" if len(files) > 1 else ""
-    message = f"{files[0]}{more}: no checksum stored; changed values cannot be detected"
+    message = f"{list_some(files, 1)}: no checksum stored; changed values cannot be detected"
     return [Problem(message, "no-checksum", file=files[0])]
 
 

@@ -18,10 +18,10 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
+from ckptool.core.text import list_some
 from ckptool.engine.write.existing import (
     changed_files,
     kept_entries,
-    list_some,
     move_kept,
     remove_emptied,
     remove_own,

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from ckptool.core.text import list_some
 from ckptool.errors import Unsupported
 from ckptool.storage.commit_note import stamp
 from ckptool.storage.disk import identity, is_real_file, rename_new
@@ -58,12 +59,6 @@ def require_no_foreign(folder: Path, sizes: Mapping[str, int]) -> None:
             " nothing in it was removed",
             hint=f"check what it is, then move it away: mv {folder / foreign[0]} ELSEWHERE",
         )
-
-
-def list_some(names: Collection[str]) -> str:
-    """Return the first of some names, and how many more there are."""
-    more = f", and {len(names) - 8} more" if len(names) > 8 else ""
-    return f"{', '.join([*names][:8])}{more}"
 
 
 def _written_files(folder: Path, sizes: Mapping[str, int]) -> list[str]:

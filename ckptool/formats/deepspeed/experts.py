@@ -14,6 +14,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from ckptool.core.text import list_some
 from ckptool.errors import Damaged, Problem
 from ckptool.formats.deepspeed.checkpoint import DeepSpeedCheckpoint
 from ckptool.formats.deepspeed.flat_runs import RankContents
@@ -140,11 +141,8 @@ def require_experts(checkpoint: DeepSpeedCheckpoint) -> None:
     wanted = {(layer, e) for layer, count in enumerate(counts) for e in range(count)}
     missing = sorted(wanted - files.keys())
     if missing:
-        named = ", ".join(f"layer_{layer}_expert_{e}" for layer, e in missing[:6])
-        more = f" and {len(missing) - 6:,} more" if len(missing) > 6 else ""
-        message = (
-            f"the files of {named}{more} are missing: {len(files):,} of {len(wanted):,} are there"
-        )
+        names = list_some([f"layer_{layer}_expert_{e}" for layer, e in missing], 6)
+        message = f"the files of {names} are missing: {len(files):,} of {len(wanted):,} are there"
         raise Damaged(message, "file-missing")
     for key in sorted(files.keys() - wanted):
         message = (

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
+from ckptool.core.text import list_some
 from ckptool.errors import Damaged, Problem, Refusal
 from ckptool.formats.deepspeed.checkpoint import DeepSpeedCheckpoint, Partition
 from ckptool.formats.deepspeed.flat_runs import (
@@ -240,7 +241,7 @@ def _find_certain(checkpoint: DeepSpeedCheckpoint, state: State) -> Problem | No
         f"{state.file.what}: saved without its frozen parameters (exclude_frozen_parameters=True):"
         " no file has them or their names"
     )
-    message += f"; modules without a tensor: {_shorten(bare)}" if bare else ""
+    message += f"; modules without a tensor: {list_some(bare, _SHOWN)}" if bare else ""
     return Problem(message, EXCLUDED, file=state.file.what)
 
 
@@ -256,13 +257,18 @@ def _find_likely(state: State) -> Problem | None:
     named = [module for module in bare if not module.rpartition(".")[2].isdigit()]
     certain = [module for module in named if _drop_numbers(module) in owners]
     if certain:
-        message = f"{state.file.what}: no tensor of {_shorten(certain)}, while modules called alike"
-        message += " have some: frozen parameters were left out (exclude_frozen_parameters=True)?"
+        message = f"{state.file.what}: no tensor of {list_some(certain, _SHOWN)}, while modules"
+        message += (
+            " called alike have some: frozen parameters were left out"
+            " (exclude_frozen_parameters=True)?"
+        )
         return Problem(message, EXCLUDED, file=state.file.what)
     unclear = [name for name in bare if not _WITHOUT_PARAMETERS.fullmatch(name.lower())]
     if not unclear:
         return None
-    message = f"{state.file.what}: no tensor of the modules {_shorten(unclear)}: they have no"
+    message = (
+        f"{state.file.what}: no tensor of the modules {list_some(unclear, _SHOWN)}: they have no"
+    )
     message += " parameters, or frozen ones that were left out (exclude_frozen_parameters=True)"
     return Problem(message, UNRECORDED, file=state.file.what)
 
@@ -283,7 +289,9 @@ def _compare_layers(checkpoint: DeepSpeedCheckpoint) -> Problem | None:
     smaller = [file for file, names in layers.items() if _is_less(names, layers.values())]
     if not smaller:
         return None
-    message = f"{_shorten(smaller)}: no tensor, or fewer than layers like it: no parameters, or"
+    message = (
+        f"{list_some(smaller, _SHOWN)}: no tensor, or fewer than layers like it: no parameters, or"
+    )
     message += " frozen ones that were left out (exclude_frozen_parameters=True)"
     return Problem(message, UNRECORDED, file=smaller[0])
 
@@ -321,8 +329,3 @@ def _list_parents(name: str) -> Iterator[str]:
 def _drop_numbers(module: str) -> str:
     """Return a module's name without the numbers that count its layers."""
     return re.sub(r"(?<![^.])[0-9]+(?=\.)", "*", module)
-
-
-def _shorten(names: Collection[str]) -> str:
-    shown = ", ".join(list(names)[:_SHOWN])
-    return f"{shown} and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else shown

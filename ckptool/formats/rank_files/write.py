@@ -18,6 +18,7 @@ from ckptool.core.catalog import Catalog, Index, Path, TensorEntry, tied_names
 from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.core.mesh import Placement, Placements, Shard, StridedShard
 from ckptool.core.sharding.placement import PlacedTensors
+from ckptool.core.text import list_some
 from ckptool.errors import Unsupported
 from ckptool.formats.base import Request
 from ckptool.formats.rank_files.torch_checkpointing import METADATA
@@ -87,8 +88,7 @@ class RankTensors:
         whole = [name for name in self._plain if _cuts(self._placements.get(name, ()))]
         if not whole:
             return []
-        listed = ", ".join(sorted(whole)[:8]) + (", ..." if len(whole) > 8 else "")
-        return [f"plain tensors, so whole on every rank: {listed}"]
+        return [f"plain tensors, so whole on every rank: {list_some(sorted(whole))}"]
 
     def is_plain(self, name: str) -> bool:
         """Return whether a tensor is whole in the file of every rank, and no DTensor."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, TensorEntry
 from ckptool.core.layout import FileLayout, Layout
+from ckptool.core.text import list_some, plural
 from ckptool.errors import Problem, Unrecognised, damaged
 from ckptool.formats.base import EXTRA, FileRole, FileRule, Format, Request, ScanOptions
 from ckptool.formats.writing import (
@@ -16,7 +17,6 @@ from ckptool.formats.writing import (
     note_companions,
     note_tied,
     select_plain,
-    shorten,
 )
 from ckptool.serialization.archive.read import read_torch_file
 from ckptool.serialization.safetensors import (
@@ -88,7 +88,7 @@ def note_headers(metadata: Mapping[str, Mapping[str, str]]) -> tuple[Problem, ..
     """Return a note for each file whose header has other keys than writers of the format use."""
     keys = {file: sorted(header.keys() - _WRITTEN_ANEW) for file, header in metadata.items()}
     return tuple(
-        Problem(f"not carried: metadata of {file}: {shorten(names)}", NOT_CARRIED, file=file)
+        Problem(f"not carried: metadata of {file}: {list_some(names)}", NOT_CARRIED, file=file)
         for file, names in keys.items()
         if names
     )
@@ -123,10 +123,10 @@ def split_extra(
     objects, notes = select_plain(catalog, numpy=False)
     if objects:
         names = [entry.name for entry in objects]
-        notes.append(f"{len(names)} non-tensor values are in {path}: {shorten(names)}")
+        notes.append(f"{plural(len(names), 'non-tensor value')} in {path}: {list_some(names)}")
     if others:
         names = [f"{entry.name} ({entry.dtype})" for entry in others]
-        notes.append(f"safetensors has no such element type; in {path}: {shorten(names)}")
+        notes.append(f"safetensors has no such element type; in {path}: {list_some(names)}")
     files = [lay_out_extra(path, others, objects)] if others or objects else []
     return fitting, files, notes
 

@@ -31,6 +31,7 @@ from ckptool.core.catalog import (
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard
 from ckptool.core.selection import with_prefix
 from ckptool.core.sharding.infer import with_inferred_mesh
+from ckptool.core.text import list_some
 from ckptool.errors import Damaged, Problem, Refusal, SourceError
 from ckptool.formats.base import Format, ScanOptions
 from ckptool.formats.torchsnapshot.manifest import (
@@ -299,8 +300,7 @@ def _unlisted_files(source: Source, used: Collection[str]) -> list[Problem]:
     names = [name for name in source.files if _DATA.fullmatch(name) and name not in used]
     if not names:
         return []
-    more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
-    message = f"not read: {names[0]}{more}, not listed in {METADATA}"
+    message = f"not read: {list_some(names, 1)}, not listed in {METADATA}"
     return [Problem(message, "file-unused", file=names[0])]
 
 

@@ -20,9 +20,10 @@ from ckptool.commands.bench.report import (
     Measured,
     steady,
 )
+from ckptool.core.text import plural
 from ckptool.render.bench.bars import draw_bars, rate, seconds
 from ckptool.render.messages import show_step
-from ckptool.render.text import columns, console, emit, plural, size, visible
+from ckptool.render.text import columns, console, emit, size, visible
 
 OnEvent = Callable[[Mapping[str, Any]], None]
 

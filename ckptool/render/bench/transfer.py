@@ -8,8 +8,9 @@ from typing import Any
 from rich.text import Text
 
 from ckptool.commands.bench.transfer.run import Ratio, RowResult, TransferBenchReport
+from ckptool.core.text import plural
 from ckptool.render.bench.report import describe_machine
-from ckptool.render.text import columns, console, emit, plural, size, visible
+from ckptool.render.text import columns, console, emit, size, visible
 
 _HEADINGS = ("command", "median", "all rounds", "speed", "peak memory", "against its peers")
 

@@ -16,9 +16,10 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import short_name
 from ckptool.core.selection import matches
 from ckptool.core.state_category import STATE_CATEGORIES, state_category
+from ckptool.core.text import plural
 from ckptool.errors import UsageError
 from ckptool.render.inspect.values import preview
-from ckptool.render.text import columns, plural, ranges, visible
+from ckptool.render.text import columns, ranges, visible
 from ckptool.serialization.state_dict.values import type_name
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import short_name
 from ckptool.core.quantization import kinds
 from ckptool.core.state_category import state_category
+from ckptool.core.text import plural
 from ckptool.render.inspect.listing import TensorLine, fold
 from ckptool.render.inspect.values import notable_values
-from ckptool.render.text import bar, columns, magnitude, plural, ranges, size, visible
+from ckptool.render.text import bar, columns, magnitude, ranges, size, visible
 
 PART_COLOURS = {"model": "green", "optimizer": "blue", "other": "yellow"}
 

@@ -13,6 +13,7 @@ from ckptool.commands.document import document
 from ckptool.commands.inspect import InspectReport
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.quantization import kinds
+from ckptool.core.text import plural
 from ckptool.errors import UsageError
 from ckptool.render.inspect.listing import (
     matching,
@@ -25,7 +26,7 @@ from ckptool.render.inspect.overview import loads_of, overview, rank_lines
 from ckptool.render.inspect.shards import chunk_locations, shard_lines
 from ckptool.render.inspect.values import Inexact, plain
 from ckptool.render.text import console as standard_console
-from ckptool.render.text import emit, plural, size
+from ckptool.render.text import emit, size
 from ckptool.serialization.state_dict.values import type_name
 
 if TYPE_CHECKING:

@@ -24,8 +24,9 @@ from ckptool.core.catalog import (
     contiguous,
 )
 from ckptool.core.plan import ChunkIndex
+from ckptool.core.text import plural
 from ckptool.render.inspect.listing import tensor_named
-from ckptool.render.text import columns, plural, ranges, size, visible
+from ckptool.render.text import columns, ranges, size, visible
 
 _WIDEST = 64
 _TALLEST = 32

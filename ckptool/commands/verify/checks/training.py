@@ -10,6 +10,7 @@ from itertools import islice
 from ckptool.commands.stats import decode, is_numeric
 from ckptool.core.catalog import Catalog, Container, RankStep, TensorEntry
 from ckptool.core.state_category import state_category
+from ckptool.core.text import list_some
 from ckptool.engine.read.gather import Gatherer
 from ckptool.engine.read.tensors import TensorSource, TensorTile, place_job
 from ckptool.engine.read.tiles import Job, read_tiles
@@ -75,7 +76,7 @@ def _incomplete(
         most = max(larger, key=lambda other: len(groups[other]))
         lacking = ", ".join(sorted(most - kinds))
         others = f"{len(groups[most]):,} other parameters"
-        message = f"{_some(heads)}: without {lacking}, which {others} have"
+        message = f"{list_some(heads, 1)}: without {lacking}, which {others} have"
         problems.append(Problem(message, "optimizer-incomplete", tensor=heads[0]))
     return problems
 
@@ -147,7 +148,7 @@ def _differing_tensors(located: Iterable[TensorEntry], source: Files) -> list[Pr
         return []
     code = "steps-differ" if len(values) <= _FEW_VALUES else "steps-scattered"
     ordered = sorted(values.items(), key=lambda pair: len(pair[1]))
-    parts = [f"{value:g} for {_some(names)}" for value, names in ordered[: _SHOWN + 1]]
+    parts = [f"{value:g} for {list_some(names, 1)}" for value, names in ordered[: _SHOWN + 1]]
     more = f" and {len(ordered) - len(parts)} more values" if len(ordered) > len(parts) else ""
     message = f"the optimizer's step counters are {'; '.join(parts)}{more}"
     return [Problem(message, code, tensor=ordered[0][1][0])]
@@ -163,8 +164,3 @@ def _counter_jobs(
             chunks = (c for c in entry.chunks if c.box.volume and not isinstance(c.at, Container))
             for chunk in islice(chunks, 1):
                 yield place_job(entry, chunk.at, chunk.box.shape, entry.source_dtype.itemsize)
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
-    return f"{names[0]}{more}"

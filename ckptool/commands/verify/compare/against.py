@@ -45,12 +45,12 @@ from ckptool.commands.verify.findings import (
     Finding,
     Findings,
     VerifyReport,
-    counted,
     finding_of,
     ignored_errors,
 )
 from ckptool.commands.verify.verify import Started, changes
 from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.text import plural
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.read.tensors import CheckedSource
 from ckptool.errors import CkptoolError, Damaged, Hostile, Problem, UsageError
@@ -309,7 +309,7 @@ class _Comparison:
         if coverage is None:
             return "FAILED: not compared: damaged"
         if failures or not self._is_compared:
-            return f"DIFFERENT: {counted(failures, 'difference')}"
+            return f"DIFFERENT: {plural(failures, 'difference')}"
         rests = [
             f"{part.rest} of {side.path}"
             for part, side in zip(coverage, self._sides, strict=True)
@@ -326,8 +326,8 @@ class _Comparison:
         compared = sum(pair.one.nbytes for pair in equal)
         cast = sum(pair.is_cast for pair in equal)
         once = f", {cast:,} of them cast to the other's type" if cast else ""
-        values = f", {counted(self._values, 'non-tensor value')}" if self._values else ""
-        return f"{counted(len(equal), 'tensor')} ({compared:,} bytes) {how}{once}{values}"
+        values = f", {plural(self._values, 'non-tensor value')}" if self._values else ""
+        return f"{plural(len(equal), 'tensor')} ({compared:,} bytes) {how}{once}{values}"
 
 
 def _stored_problems(

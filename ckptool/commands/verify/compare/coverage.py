@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptool.commands.rewrite import RewriteResult
-from ckptool.commands.verify.findings import counted
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.state_category import state_category
+from ckptool.core.text import plural
 from ckptool.errors import Problem
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ class Amount:
 
     def __str__(self) -> str:
         """Return such as ``102 tensors (17,039,496 bytes) and 16 values``."""
-        tensors = f"{counted(self.tensors, 'tensor')} ({self.nbytes:,} bytes)"
+        tensors = f"{plural(self.tensors, 'tensor')} ({self.nbytes:,} bytes)"
         parts = [tensors] if self.tensors else []
-        parts += [counted(self.values, "value")] if self.values else []
+        parts += [plural(self.values, "value")] if self.values else []
         return " and ".join(parts) or "nothing"
 
 
@@ -90,7 +90,7 @@ def excluded_by_rewrite(made: RewriteResult, path: object) -> list[Problem]:
             notes.append(Problem(what, "excluded"))
         unpadded = [move for move in made.map.moves if "unpad" in move.operation]
         if unpadded:
-            what = f"the padding of {counted(len(unpadded), 'tensor')} of {path} is cut off"
+            what = f"the padding of {plural(len(unpadded), 'tensor')} of {path} is cut off"
             such = f"such as {unpadded[0].target}: {unpadded[0].operation}"
             notes.append(Problem(f"{what}, {such}", "excluded"))
     return notes

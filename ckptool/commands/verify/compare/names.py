@@ -13,11 +13,11 @@ from ckptool.commands.options.rewrite import EVERYTHING, RewriteOptions, Selecti
 from ckptool.commands.rewrite import only_model
 from ckptool.commands.stats import is_numeric
 from ckptool.commands.verify.compare.values import value_digest
-from ckptool.commands.verify.findings import counted
 from ckptool.core.casts import can_cast
 from ckptool.core.catalog import Catalog, ScaledBlocks, TensorEntry, coverage_problem
 from ckptool.core.selection import is_used, matches
 from ckptool.core.state_category import state_category, state_category_of_name, weights
+from ckptool.core.text import plural
 from ckptool.engine.check.digest import file_digests
 from ckptool.errors import Damaged, Hostile, Problem, Unsupported
 from ckptool.formats import FORMATS
@@ -110,7 +110,7 @@ def differing_names(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:
                 yield Problem(message, f"tensor-{code}", tensor=name)
         names = [name for name in holds.objects if not _has(lacks, name)]
         if names and not lacks.objects and holds_no_values(lacks.format):
-            values = counted(len(names), "non-tensor value")
+            values = plural(len(names), "non-tensor value")
             message = f"{values}, which {lacks.format} cannot hold"
             yield Problem(message, "values-unsupported")
             continue

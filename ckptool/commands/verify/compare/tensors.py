@@ -238,7 +238,7 @@ def _sum(one: Difference, other: Difference) -> Difference:
 def _difference(
     pair: Pair, one: Array, other: Array, tolerance: Tolerance | None
 ) -> Difference | None:
-    """Return how a tile of a pair differs, with ``first`` counted from the start of the tile."""
+    """Return how a tile of a pair differs, with ``first`` plural from the start of the tile."""
     types = pair.one.dtype, pair.other.dtype
     if pair.is_cast:
         one, types = cast(one, *types), (types[1], types[1])

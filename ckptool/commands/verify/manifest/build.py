@@ -18,7 +18,7 @@ from ckptool.commands.verify.compare.coverage import (
 )
 from ckptool.commands.verify.compare.names import readable, stored_tensors, unread_notes
 from ckptool.commands.verify.compare.values import text_digest, value_text
-from ckptool.commands.verify.findings import VerifyReport, counted
+from ckptool.commands.verify.findings import VerifyReport
 from ckptool.commands.verify.manifest.schema import (
     FileProof,
     Manifest,
@@ -29,6 +29,7 @@ from ckptool.commands.verify.manifest.schema import (
 )
 from ckptool.commands.verify.verify import Started, examine
 from ckptool.core.catalog import Catalog
+from ckptool.core.text import plural
 from ckptool.engine.check.digest import digests, file_digests
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.read.tensors import CheckedSource, TensorSource
@@ -84,14 +85,14 @@ def build_manifest(
 
 
 def _not_written(report: VerifyReport, target: Location, options: VerifyOptions) -> VerifyReport:
-    count = counted(len(report.fails(options.strict)), "problem")
+    count = plural(len(report.fails(options.strict)), "problem")
     return replace(report, ok=False, summary=f"FAILED: {count}; {target} not written")
 
 
 def contents_text(manifest: Manifest) -> str:
     """Return such as ``102 tensors, 16 values, 3 files``."""
     parts = ((manifest.tensors, "tensor"), (manifest.values, "value"), (manifest.files, "file"))
-    return ", ".join(counted(len(entries), noun) for entries, noun in parts if entries)
+    return ", ".join(plural(len(entries), noun) for entries, noun in parts if entries)
 
 
 def excluded_text(rest: Amount, path: Location) -> str:

@@ -20,7 +20,7 @@ from ckptool.commands.verify.compare.names import (
     counterpart,
     holds_no_values,
 )
-from ckptool.commands.verify.findings import VerifyReport, counted, ignored_errors
+from ckptool.commands.verify.findings import VerifyReport, ignored_errors
 from ckptool.commands.verify.manifest.build import (
     contents_text,
     excluded_text,
@@ -32,6 +32,7 @@ from ckptool.commands.verify.manifest.schema import Manifest, ValueProof, read_m
 from ckptool.commands.verify.verify import Started, examine
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry, places
 from ckptool.core.dtype import BY_NAME
+from ckptool.core.text import plural
 from ckptool.errors import Problem
 from ckptool.storage.url import Location
 
@@ -75,7 +76,7 @@ def check_manifest(
         problems.append(Problem("no tensor or value was compared", "nothing-compared"))
     report = verification.report(problems, compared=made.catalog, nbytes=nbytes)
     if not report.ok or not is_compared:
-        count = counted(len(report.fails(options.strict)), "problem")
+        count = plural(len(report.fails(options.strict)), "problem")
         summary = f"FAILED: does not match {recorded_in}: {count}"
         return replace(report, ok=False, summary=summary)
     equal = contents_text(_equal_part(recorded, measured))
@@ -179,7 +180,7 @@ def _differing_tensors(
 
 def _differing_values(recorded: Manifest, measured: Manifest) -> Iterator[Problem]:
     if recorded.values and not measured.values and holds_no_values(measured.format):
-        values = counted(len(recorded.values), "non-tensor value")
+        values = plural(len(recorded.values), "non-tensor value")
         message = f"{values}, which {measured.format} cannot hold: not checked"
         yield Problem(message, "values-unsupported")
         return
