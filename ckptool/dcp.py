@@ -28,13 +28,14 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ckptool.api.arguments import AnyPath, Keywords, location, no_collecting, with_keywords
+from ckptool.api.arguments import AnyPath, Keywords, location, with_keywords
 from ckptool.api.keywords import OpenKeywords
 from ckptool.api.load import Target, cast_hint, dtype_of, fill_targets
 from ckptool.api.open import Checkpoint, checkpoint_at, open
 from ckptool.api.tensors import torch_dtype, why_not_filled
 from ckptool.api.values import archive
 from ckptool.commands.detect import holds_checkpoint
+from ckptool.commands.open import no_collecting
 from ckptool.core.box import Box
 from ckptool.core.catalog import Index, Path, TensorEntry
 from ckptool.core.selection import with_loadable_paths
@@ -119,7 +120,6 @@ class CheckpointReader(StorageReader):
         """Return the plans as they are."""
         return plans
 
-    @no_collecting()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill what the plan asks for; done when it returns.
 
@@ -139,8 +139,9 @@ class CheckpointReader(StorageReader):
         return done
 
     def _read_tensors(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        tensors = [planner.resolve_tensor(item).detach() for item in items]
-        targets = list(map(_target, map(self._entry, items, tensors), items, tensors))
+        with no_collecting():
+            tensors = [planner.resolve_tensor(item).detach() for item in items]
+            targets = list(map(_target, map(self._entry, items, tensors), items, tensors))
         fill_targets(self.checkpoint, targets, self._workers)
         for item, tensor in zip(items, tensors, strict=True):
             planner.commit_tensor(item, tensor)

@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
 from inspect import Parameter, signature
@@ -159,26 +157,10 @@ class _Default:
 _DEFAULT = _Default()
 
 
-@contextmanager
-def no_collecting() -> Iterator[None]:
-    """Collect no garbage meanwhile, as the command line does not.
-
-    A catalog is millions of objects and no cycle, a state dict of torch as many.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
 def with_keywords(known: type) -> Callable[[Function], Function]:
     """Name the keywords of ``**options: Unpack[known]`` in a function's signature and docstring.
 
-    Type checkers see ``Unpack``; this is for ``help``, ``?`` and completion. The function runs
-    without collecting garbage.
+    Type checkers see ``Unpack``; this is for ``help``, ``?`` and completion.
     """
 
     def decorate(function: Function) -> Function:
@@ -188,10 +170,9 @@ def with_keywords(known: type) -> Callable[[Function], Function]:
             for name, hint in hints_of(known).items()
         ]
         kept = [p for p in declared.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-        run = no_collecting()(function)
-        run.__signature__ = declared.replace(parameters=[*kept, *keywords])  # type: ignore[attr-defined]
-        run.__doc__ = f"{function.__doc__ or ''}\n{_keyword_lines(known)}"
-        return run
+        function.__signature__ = declared.replace(parameters=[*kept, *keywords])  # type: ignore[attr-defined]
+        function.__doc__ = f"{function.__doc__ or ''}\n{_keyword_lines(known)}"
+        return function
 
     return decorate
 

@@ -32,6 +32,7 @@ from ckptool.api.tensors import (
     why_not_held,
 )
 from ckptool.api.values import rebuild
+from ckptool.commands.open import no_collecting
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
@@ -85,26 +86,27 @@ def load(
     kinds do, before anything is written; Damaged where the source's bytes are not as they were
     written, Unsupported where tied parameters are not the same in it: what was filled then stays.
     """
-    Keywords("load", options, OpenKeywords)
-    leaves = leaves_of(state_dict)
-    checkpoint = checkpoint_at(path, **options)
-    matched = _with_tied(match_names(checkpoint, leaves), leaves)
-    if strict and (matched.missing or matched.unexpected):
-        raise keys_differ(checkpoint, matched)
-    leaves = {name: leaves[name] for name in matched.both if checkpoint.has(name)}
-    objects = checkpoint.catalog.objects
-    values = {name: rebuild(entry) for name, entry in objects.items() if name in leaves}
-    entries = {
-        name: checkpoint.entry(name, dtype_of(leaf.value) if cast else None)
-        for name, leaf in leaves.items()
-        if name not in values
-    }
-    _require_alike(checkpoint, entries, leaves)
-    targets = [
-        Target(entry, box, memory)
-        for name, entry in entries.items()
-        for box, memory in local_parts(leaves[name].value)
-    ]
+    with no_collecting():
+        Keywords("load", options, OpenKeywords)
+        leaves = leaves_of(state_dict)
+        checkpoint = checkpoint_at(path, **options)
+        matched = _with_tied(match_names(checkpoint, leaves), leaves)
+        if strict and (matched.missing or matched.unexpected):
+            raise keys_differ(checkpoint, matched)
+        leaves = {name: leaves[name] for name in matched.both if checkpoint.has(name)}
+        objects = checkpoint.catalog.objects
+        values = {name: rebuild(entry) for name, entry in objects.items() if name in leaves}
+        entries = {
+            name: checkpoint.entry(name, dtype_of(leaf.value) if cast else None)
+            for name, leaf in leaves.items()
+            if name not in values
+        }
+        _require_alike(checkpoint, entries, leaves)
+        targets = [
+            Target(entry, box, memory)
+            for name, entry in entries.items()
+            for box, memory in local_parts(leaves[name].value)
+        ]
     fill_targets(checkpoint, targets, workers)
     for name, value in values.items():
         leaves[name].replace(value)
@@ -234,11 +236,12 @@ def fill_targets(
     staging = Staging()
     first: dict[tuple[Any, ...], Target] = {}
     tied: list[tuple[Target, Target]] = []
-    for target in targets:
-        filled = first.setdefault(_memory_of(target.tensor), target)
-        if (filled.entry.chunks, filled.box) != (target.entry.chunks, target.box):
-            tied.append((filled, target))
-    wanted = [FillRequest(t.entry, t.box, staging.memory(t.tensor)) for t in first.values()]
+    with no_collecting():
+        for target in targets:
+            filled = first.setdefault(_memory_of(target.tensor), target)
+            if (filled.entry.chunks, filled.box) != (target.entry.chunks, target.box):
+                tied.append((filled, target))
+        wanted = [FillRequest(t.entry, t.box, staging.memory(t.tensor)) for t in first.values()]
     try:
         checkpoint.fill(wanted, workers)
     finally:

@@ -14,9 +14,9 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
-from ckptool.api.arguments import AnyPath, Keywords, location, no_collecting, with_keywords
+from ckptool.api.arguments import AnyPath, Keywords, location, with_keywords
 from ckptool.api.keywords import OpenKeywords
-from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
+from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.rewrite import rewrite
@@ -141,7 +141,6 @@ class Checkpoint:
         catalog = self._catalog
         return name in catalog.tensors or name in catalog.objects or name in catalog.conflicts
 
-    @no_collecting()
     def fill(self, wanted: Sequence[FillRequest], workers: int | None = None) -> None:
         """Read boxes of tensors into memory; see ``engine.read.tensors.fill``.
 
@@ -152,7 +151,9 @@ class Checkpoint:
         threads = workers_of_this_rank(self._opened.source) if workers is None else workers
         if threads < 1:
             raise UsageError(f"workers {threads}: at least 1")
-        fill(self._containers.locate(wanted), self._opened.source, threads)
+        with no_collecting():
+            located = self._containers.locate(wanted)
+        fill(located, self._opened.source, threads)
 
     def require_unchanged(self) -> None:
         """Raise Changed where its files were written or replaced since it was opened."""

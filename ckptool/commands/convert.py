@@ -10,7 +10,7 @@ from ckptool.commands.keymap.assets import (
     with_assets,
     with_true_config,
 )
-from ckptool.commands.open import open_checkpoint
+from ckptool.commands.open import no_collecting, open_checkpoint
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.options.target import ConvertOptions
 from ckptool.commands.rewrite import rewrite
@@ -78,6 +78,7 @@ class PreparedConvert:
         return replace(self.report, notes=(*self.report.notes, *notes))
 
 
+@no_collecting()
 def prepare(source: Location, target: Location, options: ConvertOptions) -> PreparedConvert:
     """Plan a conversion: nothing is written yet, and no tensor byte is read.
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -83,6 +86,19 @@ class OpenedCheckpoint:
         return run_bounded(self.path, lambda: locate(self.source, catalog))
 
 
+@contextmanager
+def no_collecting() -> Iterator[None]:
+    """Collect no garbage meanwhile: a catalog is millions of objects and no cycle."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@no_collecting()
 def open_checkpoint(
     path: Location, options: ReadOptions = AS_DETECTED, *, whole: bool = True
 ) -> OpenedCheckpoint:

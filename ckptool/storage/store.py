@@ -178,6 +178,8 @@ class Store:
         Raises Changed where the store knows that it is no longer the file that was listed.
         """
         end = min(end, self._sizes.get(file.key, end))
+        if start >= end:
+            return b""
         what = f"{self.url(file.key)}: bytes {start:,} to {end:,}"
         return self.ask(what, lambda: self._range(file, start, end))
 
@@ -209,8 +211,6 @@ class Store:
         return hasattr(self.fs, "_call_s3") and version.startswith('"')
 
     def _part(self, file: ObjectVersion, start: int, end: int) -> bytes:
-        if start >= end:
-            return b""
         if hasattr(self.fs, "_call_s3"):
             pinned = self.reads_version(file.version)
             data = self._synced(read_s3_range(self.fs, file, start, end, pinned=pinned))

@@ -19,6 +19,7 @@ import ckptool
 from ckptool.api import commands, keywords
 from ckptool.api.arguments import source_text
 from ckptool.cli.app import load_command
+from ckptool.commands import open as open_module
 from ckptool.commands.bench import run as run_module
 from ckptool.commands.options.bench import BenchOptions
 from ckptool.errors import UsageError
@@ -84,18 +85,21 @@ def test_a_url_is_asked_for_metadata_alone(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == [True, False, True]
 
 
-def test_no_garbage_is_collected_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    collects: list[bool] = []
+def test_no_garbage_is_collected_while_a_catalog_is_made_and_some_while_data_is_read(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scans: list[bool] = []
+    scan = open_module._scan
 
-    def look(*ignored: object) -> SimpleNamespace:
-        collects.append(gc.isenabled())
-        return SimpleNamespace(report=None)
+    def look(*given: Any) -> Any:
+        scans.append(gc.isenabled())
+        return scan(*given)
 
-    monkeypatch.setattr(commands._inspect, "inspect", look)
-    monkeypatch.setattr(commands, "prepare", look)
-    ckptool.inspect(SOURCE)
-    ckptool.convert(SOURCE, "m", to="dcp", dry_run=True)
-    assert (collects, gc.isenabled()) == ([False, False], True)
+    monkeypatch.setattr(open_module, "_scan", look)
+    moves: list[bool] = []
+    progress: Any = lambda nbytes: moves.append(gc.isenabled())  # noqa: E731
+    ckptool.convert(SOURCE, out / "m", to="dcp", fsync=False, progress=progress)
+    assert (set(scans), set(moves), gc.isenabled()) == ({False}, {True}, True)
 
 
 def test_stats() -> None:

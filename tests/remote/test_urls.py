@@ -22,7 +22,9 @@ from ckptool.cli.app import app
 from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ConvertOptions
-from ckptool.errors import CkptoolError, NotFound, Unsupported, UsageError
+from ckptool.errors import CkptoolError, Damaged, NotFound, Unsupported, UsageError
+from ckptool.storage.block_cache import BLOCK
+from ckptool.storage.remote import RemoteSource
 from ckptool.storage.retry import NoAnswer, RetryPolicy, error_text
 from ckptool.storage.store import Store
 from ckptool.storage.url import location, redact_url
@@ -312,3 +314,13 @@ def test_a_server_that_gives_other_bytes_than_were_asked_for(
     save_file({"a": torch.ones(1 << 20)}, tmp_path / "m.safetensors")
     with pytest.raises(NoAnswer, match=r"the answer is of other bytes: bytes 1-\d+/"):
         open_checkpoint(location(f"{web}/m.safetensors"))
+
+
+def test_behind_the_end_of_a_file_nothing_is_asked_for() -> None:
+    place = location("memory://short/m.bin")
+    place.store.fs.pipe_file("/short/m.bin", bytes(1000))
+    source = RemoteSource.file(place)
+    before = place.store.traffic.requests
+    with pytest.raises(Damaged):
+        source.read_into("m.bin", 3 * BLOCK, memoryview(bytearray(8)))
+    assert place.store.traffic.requests == before

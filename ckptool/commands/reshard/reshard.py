@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptool.commands.keymap.assets import with_assets
-from ckptool.commands.open import OpenedCheckpoint, open_checkpoint, require_readable
+from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint, require_readable
 from ckptool.commands.options.target import ReshardOptions
 from ckptool.commands.reshard.plan_file import read_plan, read_tp_plan
 from ckptool.commands.rewrite import apply_key_map
@@ -122,6 +122,7 @@ def _config(
     return ChainMap(*map(dict, records(opened.source, catalog, options.map.assets)))
 
 
+@no_collecting()
 def prepare_reshard(
     source: Location, target: Location | None, options: ReshardOptions
 ) -> PreparedReshard:

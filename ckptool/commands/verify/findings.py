@@ -148,6 +148,10 @@ def ignored_errors(ignored: Sequence[Finding]) -> str:
     return f"; {plural(len(ignored), 'error')} ignored: {', '.join(parts)}"
 
 
+_NEVER_IGNORED = {"nothing-compared"}
+"""There is no answer then, whatever is thought of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Findings:
     """How the problems of a checkpoint become findings.
@@ -173,8 +177,9 @@ class Findings:
         for problem in problems:
             if not _repeats(problem, pickle_problems):
                 unique.setdefault(_identity(problem), problem)
-        shown = [problem for problem in unique.values() if problem.code not in self.ignore]
-        rest = [problem for problem in unique.values() if problem.code in self.ignore]
+        ignore = set(self.ignore) - _NEVER_IGNORED
+        shown = [problem for problem in unique.values() if problem.code not in ignore]
+        rest = [problem for problem in unique.values() if problem.code in ignore]
         # The copy of a file that a warning is about was not read either.
         ignored = [
             finding

@@ -165,7 +165,7 @@ def _open_source(source: Path) -> tuple[Path, int, bool]:
     from ckptool.commands.open import open_checkpoint
 
     opened = open_checkpoint(source)
-    path = Path(str(opened.path))
+    path = Path(str(opened.path)).absolute()
     return path, _count_bytes(path), opened.format.name == "dcp"
 
 

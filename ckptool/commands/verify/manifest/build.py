@@ -18,7 +18,7 @@ from ckptool.commands.verify.compare.coverage import (
 )
 from ckptool.commands.verify.compare.names import readable, stored_tensors, unread_notes
 from ckptool.commands.verify.compare.values import text_digest, value_text
-from ckptool.commands.verify.findings import VerifyReport
+from ckptool.commands.verify.findings import VerifyReport, ignored_errors
 from ckptool.commands.verify.manifest.schema import (
     FileProof,
     Manifest,
@@ -85,8 +85,14 @@ def build_manifest(
 
 
 def _not_written(report: VerifyReport, target: Location, options: VerifyOptions) -> VerifyReport:
-    count = plural(len(report.fails(options.strict)), "problem")
-    return replace(report, ok=False, summary=f"FAILED: {count}; {target} not written")
+    summary = f"FAILED: {count_problems(report, options)}; {target} not written"
+    return replace(report, ok=False, summary=summary)
+
+
+def count_problems(report: VerifyReport, options: VerifyOptions) -> str:
+    """Return such as ``13 problems; 1 error ignored: ...``: each thing that is wrong counts."""
+    count = sum(finding.count for finding in report.fails(options.strict))
+    return f"{plural(count, 'problem')}{ignored_errors(report.ignored)}"
 
 
 def contents_text(manifest: Manifest) -> str:

@@ -23,6 +23,7 @@ from ckptool.commands.verify.compare.names import (
 from ckptool.commands.verify.findings import VerifyReport, ignored_errors
 from ckptool.commands.verify.manifest.build import (
     contents_text,
+    count_problems,
     excluded_text,
     file_sizes,
     measure,
@@ -76,8 +77,7 @@ def check_manifest(
         problems.append(Problem("no tensor or value was compared", "nothing-compared"))
     report = verification.report(problems, compared=made.catalog, nbytes=nbytes)
     if not report.ok or not is_compared:
-        count = plural(len(report.fails(options.strict)), "problem")
-        summary = f"FAILED: does not match {recorded_in}: {count}"
+        summary = f"FAILED: does not match {recorded_in}: {count_problems(report, options)}"
         return replace(report, ok=False, summary=summary)
     equal = contents_text(_equal_part(recorded, measured))
     rest = excluded_text(rewritten_coverage(made, alike, values).rest, path)

@@ -190,7 +190,7 @@ def test_what_has_nothing_in_common_is_never_the_same(tmp_path: Path) -> None:
     ignored = ["tensor-missing", "tensor-extra", "nothing-compared"]
     report = ckptool.compare(tmp_path / "a.safetensors", tmp_path / "b.safetensors", ignore=ignored)
     assert not report.verify.ok
-    assert not report.verify.summary.startswith("EQUAL")
+    assert report.verify.summary.startswith("DIFFERENT: 1 difference; 2 errors ignored")
 
 
 def test_values_alike_do_not_stand_for_tensors(tmp_path: Path) -> None:
@@ -207,9 +207,12 @@ def test_a_manifest_without_a_tensor_in_common_proves_nothing(tmp_path: Path) ->
     ckptool.verify(tmp_path / "a.safetensors", write_manifest=tmp_path / "m.json")
     ignored = ["manifest-missing", "manifest-extra", "manifest-other-files", "manifest-differs"]
     report = ckptool.verify(
-        tmp_path / "b.safetensors", manifest=tmp_path / "m.json", ignore=[*ignored, "no-checksum"]
+        tmp_path / "b.safetensors",
+        manifest=tmp_path / "m.json",
+        ignore=[*ignored, "no-checksum", "nothing-compared"],
     )
     assert not report.ok
+    assert "1 problem; 2 errors ignored: manifest-missing (a)" in report.summary
     assert [finding.code for finding in report.findings] == ["nothing-compared"]
 
 
