@@ -94,6 +94,8 @@ def map_strides(
 
     ``unit`` is the step of a row-major tensor's last dim. ValueError where a stride is no dim's.
     """
+    if 0 in shape:
+        return 0, (0,) * len(strides)
     rows = row_major_strides(shape, 1)
     wide = [dim for dim, size in enumerate(shape) if size > 1]
     scales = {steps[dim] / rows[dim] for dim in wide} or {float(unit)}

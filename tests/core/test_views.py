@@ -305,3 +305,8 @@ def test_what_does_not_fit_is_refused_with_its_numbers(
     with pytest.raises(Unsupported) as caught:
         what()
     assert words in caught.value.message
+
+
+@pytest.mark.parametrize("at", [Extent("f", 8, (0, 4)), Extent("f", 8, (0, 1))])
+def test_an_empty_tensor_has_a_place_too(at: Extent) -> None:
+    assert narrow_place(at, (4, 0), Box.whole((4, 0)), ITEM)

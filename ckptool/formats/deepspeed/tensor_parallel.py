@@ -174,7 +174,11 @@ def fit_shards(name: str, shapes: Sequence[Shape], info: Mapping[str, Any]) -> l
     for reason in _find_matching(info.get("autotp_unsupported_parameter_patterns"), name):
         raise Undetermined(str(reason))
     affine = info.get("affine_map")
-    for entry in _find_matching(affine.get("params") if isinstance(affine, dict) else None, name):
+    params = affine.get("params") if isinstance(affine, dict) else None
+    if params and not isinstance(params, dict):
+        message = "universal_checkpoint_info: the params of affine_map are no dict of patterns"
+        raise Damaged(message, "metadata-unreadable")
+    for entry in _find_matching(params, name):
         if isinstance(entry, dict):
             return _fit_affine_map(entry, shapes)
     if _is_listed(name, info, "tp_replicated_parameter_patterns"):

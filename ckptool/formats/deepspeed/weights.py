@@ -133,8 +133,12 @@ def add_frozen_pieces(contents: RankContents, states: Iterable[Partition], parts
             raise Damaged(f"{file}: no fragment of the frozen parameters {missing}", "data-missing")
         for name, shape in shapes.items():
             vector, run = pieces[name], split_run(name, shape, partition.dp, parts)
-            flat = vector if vector.is_flat else None
-            add_partition_run(contents, partition, flat, (FROZEN, name), run, shape)
+            if not vector.is_flat:
+                message = (
+                    f"{file}: the fragment of the frozen parameter {name} is not flat, but has"
+                )
+                raise Damaged(f"{message} the shape {list(vector.shape)}", "storage-mismatch")
+            add_partition_run(contents, partition, vector, (FROZEN, name), run, shape)
 
 
 def add_layers(

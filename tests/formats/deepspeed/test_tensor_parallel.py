@@ -173,3 +173,9 @@ def test_copies_of_several_types_are_refused_however_they_are_cut() -> None:
     info = VERSION | {"tp_replicated_parameter_patterns": ["w"]}
     with pytest.raises(Damaged, match="w: tensor-parallel ranks store it with different dtypes"):
         merge_tensor(("fp32", "w"), shards, info)
+
+
+def test_an_affine_map_that_is_none_is_refused() -> None:
+    info = {"affine_map": {"params": [["w", {}]]}, "tp_replicated_parameter_patterns": ["w"]}
+    with pytest.raises(Damaged, match="the params of affine_map are no dict"):
+        fit_shards("w", [(2,), (2,)], info)
