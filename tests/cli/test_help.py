@@ -87,7 +87,7 @@ def test_a_pipe_has_no_pager_no_colour_and_no_note() -> None:
     assert done.stderr == b""
 
 
-@pytest.mark.parametrize("command", SUMMARIES.keys() - PAGES.keys())
+@pytest.mark.parametrize("command", sorted(SUMMARIES.keys() - PAGES.keys()))
 def test_a_command_is_its_own_help(command: str) -> None:
     assert run(command) == CliRunner().invoke(app, [command, "--help"]).stdout
 
