@@ -295,6 +295,25 @@ def copy_of(tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.fixture
+def flipped(copy_of: Callable[[str], Path]) -> Path:
+    """A DCP checkpoint of which one byte of data is another."""
+    from recipes.damage import DAMAGE
+
+    folder = copy_of("dcp_base")
+    DAMAGE["data_flipped"].apply(folder)
+    return folder
+
+
+def run_verify(*words: str, env: dict[str, str] | None = None) -> Any:
+    """Run ``ckptool verify`` in this process, away from GitHub unless ``env`` says otherwise."""
+    from typer.testing import CliRunner
+
+    from ckptool.cli.app import app
+
+    return CliRunner().invoke(app, ["verify", *words], env={"GITHUB_ACTIONS": "", **(env or {})})
+
+
+@pytest.fixture
 def out(tmp_path: Path) -> Path:
     """An empty folder to write into."""
     folder = tmp_path / "out"

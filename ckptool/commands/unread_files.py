@@ -78,7 +78,8 @@ def _folder_notes(candidate: Candidate, folders: Mapping[str, str]) -> Iterator[
         yield Problem(message, "checkpoint-nested", file=steps[0])
     for group in _group_numbered(parts):
         first = group[0]
-        message = f"not read: {_and_more(group, '/')}, a separate checkpoint ({folders[first]});"
+        names = list_some([f"{name}/" for name in group], 1)
+        message = f"not read: {names}, a separate checkpoint ({folders[first]});"
         message += f" run `ckptool inspect {candidate.path / first}`"
         yield Problem(message, "file-unused", file=first)
 
@@ -87,9 +88,9 @@ def _file_notes(names: list[str]) -> Iterator[Problem]:
     for group in _group_numbered(names):
         what = _TENSORLESS.get(group[0].rpartition("/")[2])
         if what is not None:
-            yield Problem(f"not read: {_and_more(group)}: {what}", "note", file=group[0])
+            yield Problem(f"not read: {list_some(group, 1)}: {what}", "note", file=group[0])
         else:
-            message = f"not read: {_and_more(group)}: looks like part of a checkpoint"
+            message = f"not read: {list_some(group, 1)}: looks like part of a checkpoint"
             yield Problem(message, "file-unused", file=group[0])
 
 
@@ -99,11 +100,6 @@ def _group_numbered(names: Iterable[str]) -> list[list[str]]:
     for name in names:
         groups.setdefault(re.sub(r"[0-9]+", "#", name), []).append(name)
     return list(groups.values())
-
-
-def _and_more(names: list[str], end: str = "") -> str:
-    more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
-    return f"{names[0]}{end}{more}"
 
 
 def unlisted_problems(unlisted: Mapping[str, Problem]) -> list[Problem]:

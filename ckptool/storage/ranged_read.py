@@ -9,7 +9,7 @@ from ckptool.errors import Unsupported
 from ckptool.storage.block_cache import ObjectVersion
 from ckptool.storage.url import redact_url
 
-_PARTIAL, _BEHIND_THE_END = 206, 416
+_PARTIAL = 206
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)")
 
 
@@ -40,8 +40,6 @@ async def read_web_range(fs: Any, file: ObjectVersion, start: int, end: int) -> 
     headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
     settings = fs.kwargs | {"headers": fs.kwargs.get("headers", {}) | headers}
     async with session.get(fs.encode_url(file.key), **settings) as answer:
-        if answer.status == _BEHIND_THE_END:
-            return b""
         fs._raise_not_found_for_status(answer, file.key)
         given = answer.headers.get("Content-Range")
         size = answer.content_length

@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from xml.etree import ElementTree
 
-import pytest
-from recipes.damage import DAMAGE
-from typer.testing import CliRunner
+from conftest import run_verify
 
-from ckptool.cli.app import app
 from ckptool.commands.verify.codes import CODES, Severity
 from ckptool.commands.verify.findings import Finding, VerifyReport
 from ckptool.render.verify import _annotation, write_junit
 
 
-def ran(*words: str, env: dict[str, str] | None = None) -> Any:
-    return CliRunner().invoke(app, ["verify", *words], env={"GITHUB_ACTIONS": "", **(env or {})})
-
-
-@pytest.fixture
-def flipped(copy_of: Callable[[str], Path]) -> Path:
-    folder = copy_of("dcp_base")
-    DAMAGE["data_flipped"].apply(folder)
-    return folder
-
-
 def test_junit(flipped: Path, tmp_path: Path) -> None:
     target = tmp_path / "verify.xml"
-    ran(str(flipped), "-q", "--junit", str(target))
+    run_verify(str(flipped), "-q", "--junit", str(target))
     suite = ElementTree.parse(target).getroot()
     cases = {one.get("name"): one for one in suite}
     assert suite.get("failures") == "1"
@@ -50,10 +34,10 @@ def test_junit_of_names_that_no_xml_can_hold(tmp_path: Path) -> None:
 
 
 def test_annotations(flipped: Path) -> None:
-    lines = ran(str(flipped), env={"GITHUB_ACTIONS": "true"}).stdout.splitlines()
+    lines = run_verify(str(flipped), env={"GITHUB_ACTIONS": "true"}).stdout.splitlines()
     (found,) = [line for line in lines if line.startswith("::")]
     assert found.startswith(f"::error file={flipped}/__1_0.distcp,title=ckptool crc-mismatch::")
-    beside = ran(str(flipped), "--json", env={"GITHUB_ACTIONS": "true"})
+    beside = run_verify(str(flipped), "--json", env={"GITHUB_ACTIONS": "true"})
     json.loads(beside.stdout)
     assert "::error file=" in beside.stderr
 
@@ -66,7 +50,7 @@ def test_annotations_cannot_be_forged(tmp_path: Path) -> None:
 
 
 def test_the_codes_are_listed() -> None:
-    lines = ran("--codes").stdout.splitlines()
+    lines = run_verify("--codes").stdout.splitlines()
     assert [line.split()[0] for line in lines] == list(CODES)
-    told = json.loads(ran("--codes", "--json").stdout)
+    told = json.loads(run_verify("--codes", "--json").stdout)
     assert [row["code"] for row in told["codes"]] == list(CODES)

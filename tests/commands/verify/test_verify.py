@@ -13,12 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from conftest import CASES, GOOD, Case, by_name, case
+from conftest import CASES, GOOD, Case, by_name, case, run_verify
 from recipes.damage import DAMAGE
 from recipes.hostile import HOSTILE
-from typer.testing import CliRunner
 
-from ckptool.cli.app import app
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.codes import Severity
@@ -469,34 +467,23 @@ def test_a_sample_is_seeded(copy_of: Callable[[str], Path]) -> None:
 # The command line
 
 
-def ran(*words: str, env: dict[str, str] | None = None) -> Any:
-    return CliRunner().invoke(app, ["verify", *words], env={"GITHUB_ACTIONS": "", **(env or {})})
-
-
-@pytest.fixture
-def flipped(copy_of: Callable[[str], Path]) -> Path:
-    folder = copy_of("dcp_base")
-    DAMAGE["data_flipped"].apply(folder)
-    return folder
-
-
 def test_exit_codes(flipped: Path, tmp_path: Path) -> None:
     from ckptool.errors import NotFound, Unrecognised
 
-    assert ran(str(case("dcp_base").path)).exit_code == 0
-    assert ran(str(flipped)).exit_code == 1
-    assert isinstance(ran(str(tmp_path / "nowhere")).exception, NotFound)
+    assert run_verify(str(case("dcp_base").path)).exit_code == 0
+    assert run_verify(str(flipped)).exit_code == 1
+    assert isinstance(run_verify(str(tmp_path / "nowhere")).exception, NotFound)
     (tmp_path / "empty").mkdir()
-    assert isinstance(ran(str(tmp_path / "empty")).exception, Unrecognised)
+    assert isinstance(run_verify(str(tmp_path / "empty")).exception, Unrecognised)
 
 
 def test_the_report_ends_with_one_sentence(flipped: Path) -> None:
-    assert ran(str(case("dcp_base").path)).stdout.splitlines()[-1].startswith("OK: ")
-    assert ran(str(flipped)).stdout.splitlines()[-1].startswith("FAILED: 1 error")
+    assert run_verify(str(case("dcp_base").path)).stdout.splitlines()[-1].startswith("OK: ")
+    assert run_verify(str(flipped)).stdout.splitlines()[-1].startswith("FAILED: 1 error")
 
 
 def test_json(flipped: Path) -> None:
-    content = json.loads(ran(str(flipped), "--json").stdout)
+    content = json.loads(run_verify(str(flipped), "--json").stdout)
     assert content["schema"] == "ckptool.verify/2"
     assert content["ok"] is False
     newer, finding = sorted(content["findings"], key=lambda one: one["severity"], reverse=True)
@@ -507,7 +494,7 @@ def test_json(flipped: Path) -> None:
 
 
 def test_quiet_prints_nothing(flipped: Path) -> None:
-    result = ran(str(flipped), "-q")
+    result = run_verify(str(flipped), "-q")
     assert (result.exit_code, result.output) == (1, "")
 
 
@@ -516,7 +503,7 @@ def test_verify_leaves_the_checkpoint_alone(copy_of: Callable[[str], Path]) -> N
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     for path in folder.iterdir():
         path.chmod(0o444)
-    ran(str(folder))
+    run_verify(str(folder))
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
