@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -54,7 +54,7 @@ def show_convert(report: ConvertReport, *, dry_run: bool) -> None:
 
 def show_files(files: Iterable[FileLayout], screen: Console) -> None:
     """Show every file with its size."""
-    rows = [[Text(size(file.nbytes)), Text(visible(file.path))] for file in files]
+    rows = [(size(file.nbytes), file.path) for file in files]
     emit(screen, columns(screen, rows, "rl", cuts=1))
 
 
@@ -71,23 +71,13 @@ def convert_json(report: ConvertReport, *, dry_run: bool) -> dict[str, Any]:
 def show_moves(report: MapReport, screen: Console) -> None:
     """Show a line for all tensors made alike that differ only in numbers of their names."""
     table = Table(box=None, padding=(0, 0, 0, 2), show_header=False)
-    table.add_column(overflow="fold")
-    table.add_column()
-    table.add_column(overflow="fold")
-    table.add_column()
-    table.add_column()
+    for overflow in ("fold", "ellipsis", "fold", "ellipsis", "ellipsis"):
+        table.add_column(overflow=overflow)
     for moves in _group(report.moves):
         sources = _fold_names(name for move in moves for name in move.sources)
         targets = _fold_names(move.target for move in moves)
-        first = moves[0]
-        shape = f"[{', '.join(map(str, first.entry.shape))}]"
-        table.add_row(
-            "\n".join(map(escaped, sources)),
-            "->",
-            "\n".join(map(escaped, targets)),
-            escaped(shape),
-            first.operation,
-        )
+        shape = escaped(str(list(moves[0].entry.shape)))
+        table.add_row(sources, "->", targets, shape, escaped(moves[0].operation))
     screen.print(table)
 
 
@@ -106,17 +96,17 @@ def _order(move: Move) -> tuple[int, object]:
     return STATE_CATEGORIES.index(state_category(move.entry)), natural(name)
 
 
-def _fold_names(names: Iterable[str]) -> list[str]:
-    """Join names that differ only in numbers, with all the numbers at each place."""
+def _fold_names(names: Iterable[str]) -> str:
+    """Join names that differ only in numbers, a line each with all the numbers at each place."""
     numbered: dict[tuple[str, ...], set[Numbers]] = defaultdict(set)
     for name in names:
         words, numbers = split_numbers(name)
         numbered[words].add(numbers)
-    return [with_numbers(words, _at_each_place(numbers)) for words, numbers in numbered.items()]
-
-
-def _at_each_place(numbers: Iterable[Numbers]) -> Sequence[Numbers]:
-    return [tuple(sorted(set(place))) for place in zip(*numbers, strict=True)]
+    lines = []
+    for words, tuples in numbered.items():
+        at_each_place = [tuple(sorted(set(place))) for place in zip(*tuples, strict=True)]
+        lines.append(escaped(with_numbers(words, at_each_place)))
+    return "\n".join(lines)
 
 
 def moves_json(report: MapReport | None) -> dict[str, Any] | None:
@@ -128,13 +118,13 @@ def moves_json(report: MapReport | None) -> dict[str, Any] | None:
         "from": report.source,
         "to": report.target,
         "reason": report.reason,
-        "excluded": list(report.excluded),
+        "excluded": report.excluded,
         "tensors": [
             {
-                "from": list(move.sources),
+                "from": move.sources,
                 "to": move.target,
                 "dtype": move.entry.dtype.name,
-                "shape": list(move.entry.shape),
+                "shape": move.entry.shape,
                 "operation": move.operation,
             }
             for move in report.moves

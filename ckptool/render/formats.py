@@ -6,20 +6,15 @@ import re
 import sys
 from typing import Any
 
-from rich.table import Table
-
 from ckptool.commands.detect import known_formats
 from ckptool.commands.document import document
 from ckptool.commands.keymap.maps import builtin_maps, map_text
-from ckptool.render.text import console
+from ckptool.render.text import console, header_table
 
 
 def show_formats() -> None:
     """Show a row per format: its name, what reads and writes it, and what it is."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("format", "read", "convert", "reshard"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("description", overflow="fold")
+    table = header_table("format", "read", "convert", "reshard", folded=["description"])
     for name, *marks, summary in known_formats():
         table.add_row(str(name), *("yes" if mark else "-" for mark in marks), str(summary))
     console().print(table)
@@ -33,10 +28,7 @@ def formats_json() -> dict[str, Any]:
 
 def show_maps() -> None:
     """Show a row per map: its name, and what it maps."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("map", no_wrap=True)
-    for heading in ("description", "dims"):
-        table.add_column(heading, overflow="fold")
+    table = header_table("map", folded=["description", "dims"])
     for keymap in builtin_maps().values():
         table.add_row(keymap.name, keymap.summary, ", ".join(_required_dims(keymap.sizes)))
     console().print(table)

@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from importlib import resources
 from shutil import which
 
-from rich.table import Table
-
-from ckptool.render.text import console
+from ckptool.render.text import console, header_table
 
 _WIDEST = 120
 """Columns of the pages' own lines: longer ones are hard to read."""
@@ -34,9 +32,7 @@ def show_topics(pages: Mapping[str, str], commands: Mapping[str, str]) -> None:
     width = max(map(len, [*pages, *commands]))
     sentences = {topic: first_sentence(page) for topic, page in pages.items()}
     for heading, rows in (("topic", sentences), ("command", commands)):
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        table.add_column(heading, no_wrap=True, min_width=width)
-        table.add_column("description", overflow="fold")
+        table = header_table(heading, folded=["description"], width=width)
         for name, text in rows.items():
             table.add_row(name, text)
         screen.print(table, markup=False)

@@ -11,15 +11,15 @@ from typing import Any
 
 from ckptool.commands.document import document
 from ckptool.errors import UNCODED, CkptoolError, Damaged
-from ckptool.render.text import console, escaped, size
+from ckptool.render.text import console, escaped, say, size
 
 
 def show_error(error: CkptoolError) -> None:
     """Show the problem in red, then the hint."""
     screen = console(stderr=True)
-    screen.print(f"[bold red]error:[/] {_lines(error.message)}", highlight=False, soft_wrap=True)
+    say(screen, f"[bold red]error:[/] {_lines(error.message)}")
     if error.hint:
-        screen.print(f"[bold cyan]hint:[/] {_lines(error.hint)}", highlight=False, soft_wrap=True)
+        say(screen, f"[bold cyan]hint:[/] {_lines(error.hint)}")
 
 
 def error_json(error: CkptoolError) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def show_notes(notes: Iterable[str]) -> None:
     """Show each note on a line of its own."""
     screen = console(stderr=True)
     for note in notes:
-        screen.print(f"[yellow]note:[/] {_lines(note)}", highlight=False, soft_wrap=True)
+        say(screen, f"[yellow]note:[/] {_lines(note)}")
 
 
 def show_obstacle(reason: str | None) -> None:
@@ -54,12 +54,12 @@ def show_obstacle(reason: str | None) -> None:
 def show_interrupted(left: Iterable[str]) -> None:
     """Show that a command was interrupted, and what it left behind."""
     rest = "".join(f": {escaped(note)}" for note in left)
-    console(stderr=True).print(f"[yellow]interrupted[/]{rest}", highlight=False, soft_wrap=True)
+    say(console(stderr=True), f"[yellow]interrupted[/]{rest}")
 
 
 def show_step(text: str) -> None:
     """Show what a long command does now."""
-    console(stderr=True).print(f"[dim]{escaped(text)}[/]", highlight=False, soft_wrap=True)
+    say(console(stderr=True), f"[dim]{escaped(text)}[/]")
 
 
 def print_json(content: Mapping[str, Any]) -> None:

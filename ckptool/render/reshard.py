@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
 def show_reshard(report: ReshardReport, costs: Costs | None) -> None:
     """Show a few lines for the whole; with load costs, of a dry run, every choice and file too."""
-    dry_run = costs is not None
     screen = console()
-    verb = "would write" if dry_run else "wrote"
+    verb = "would write" if costs is not None else "wrote"
     lines = [
         Text.assemble(
             f"{verb} ",
@@ -36,17 +35,18 @@ def show_reshard(report: ReshardReport, costs: Costs | None) -> None:
         *map(Text, _reasons(report)),
         Text(_ranks(report)),
     ]
-    if costs is not None:
-        lines += [Text(line) for line in _costs(report, costs)]
-    emit(screen, lines)
-    if dry_run:
-        if report.map is not None:
-            show_moves(report.map, screen)
-        emit(
-            screen,
-            columns(screen, [_choice(*item) for item in report.choices.items()], "lll", cuts=0),
-        )
-        show_files(report.files, screen)
+    if costs is None:
+        emit(screen, lines)
+        return
+    emit(screen, [*lines, *map(Text, _costs(report, costs))])
+    if report.map is not None:
+        show_moves(report.map, screen)
+    rows = [
+        (f"  {name}", (_placed(choice), "magenta"), (f"({choice.reason})", "dim"))
+        for name, choice in report.choices.items()
+    ]
+    emit(screen, columns(screen, rows, "lll", cuts=0))
+    show_files(report.files, screen)
 
 
 def _costs(report: ReshardReport, costs: Costs) -> list[str]:
@@ -59,13 +59,8 @@ def _costs(report: ReshardReport, costs: Costs) -> list[str]:
     ]
 
 
-def _choice(name: str, choice: Choice) -> list[Text]:
-    placed = ", ".join(map(str, choice.placements))
-    return [
-        Text(f"  {visible(name)}"),
-        Text(placed, style="magenta"),
-        Text(f"({visible(choice.reason)})", style="dim"),
-    ]
+def _placed(choice: Choice) -> str:
+    return ", ".join(map(str, choice.placements))
 
 
 def mesh_text(mesh: Mesh) -> str:
@@ -76,13 +71,10 @@ def mesh_text(mesh: Mesh) -> str:
 
 
 def _reasons(report: ReshardReport) -> list[str]:
-    counts = Counter(
-        (", ".join(map(str, choice.placements)), choice.reason)
-        for choice in report.choices.values()
-    )
+    counts = Counter((_placed(choice), choice.reason) for choice in report.choices.values())
     return [
-        f"  {count:>6,} x {placements}  ({visible(reason)})"
-        for (placements, reason), count in counts.most_common(8)
+        f"  {count:>6,} x {placed}  ({visible(reason)})"
+        for (placed, reason), count in counts.most_common(8)
     ]
 
 

@@ -5,11 +5,18 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Cell = str | tuple[str, str] | Text
+"""Of a row: untrusted text, alone or with its style, or a text that is ready to be shown."""
 
 _UNBOUNDED = 1 << 16
 _NARROWEST = 12
@@ -94,17 +101,31 @@ def bar(share: float, width: int, *, ascii_only: bool = False) -> str:
 
 
 def columns(
-    screen: Console, rows: Sequence[Sequence[Text]], aligns: str, *, cuts: int | None = None
+    screen: Console,
+    rows: Iterable[Sequence[Cell]],
+    aligns: str,
+    *,
+    heads: Sequence[str] = (),
+    cuts: int | None = None,
 ) -> list[Text]:
     """Align rows as lines, indented by two cells. ``aligns`` has an ``l`` or ``r`` per column.
 
     On a terminal that is too narrow, the cells of column ``cuts`` lose their middle.
     """
-    widths = [max((row[i].cell_len for row in rows), default=0) for i in range(len(aligns))]
+    headings = [[Text(head, "dim") for head in heads]] if heads else []
+    texts = [*headings, *([_text(cell) for cell in row] for row in rows)]
+    widths = [max((row[i].cell_len for row in texts), default=0) for i in range(len(aligns))]
     if cuts is not None and screen.is_terminal:
         excess = sum(width + 2 for width in widths if width) - screen.width
         widths[cuts] = max(min(widths[cuts], _NARROWEST), widths[cuts] - max(0, excess))
-    return [_line(row, widths, aligns) for row in rows]
+    return [_line(row, widths, aligns) for row in texts]
+
+
+def _text(cell: Cell) -> Text:
+    if isinstance(cell, Text):
+        return cell
+    text, style = (cell, "") if isinstance(cell, str) else cell
+    return Text(visible(text), style)
 
 
 def _line(row: Sequence[Text], widths: Sequence[int], aligns: str) -> Text:
@@ -130,6 +151,26 @@ def without_middle(text: Text, width: int) -> Text:
         if head.cell_len + tail.cell_len < width or not kept:
             return Text.assemble(head, ("…", "dim"), tail)
         kept -= 1
+
+
+def say(screen: Console, markup: str) -> None:
+    """Print a line of rich markup, however long; untrusted text in it must be ``escaped``."""
+    screen.print(markup, highlight=False, soft_wrap=True)
+
+
+def header_table(*fixed: str, folded: Sequence[str], width: int | None = None) -> Table:
+    """Return an empty table: columns that are never wrapped, then those that are folded.
+
+    ``width`` is the least number of cells of each of the first.
+    """
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in fixed:
+        table.add_column(heading, no_wrap=True, min_width=width)
+    for heading in folded:
+        table.add_column(heading, overflow="fold")
+    return table
 
 
 def emit(screen: Console, lines: Iterable[Text]) -> None:

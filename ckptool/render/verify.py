@@ -18,7 +18,7 @@ from ckptool.commands.verify.codes import CODES, Severity
 from ckptool.commands.verify.findings import SIDES, Finding, VerifyReport, ignored_errors
 from ckptool.core.text import plural
 from ckptool.errors import TransferError
-from ckptool.render.text import columns, console, emit, escaped, size, visible
+from ckptool.render.text import Cell, columns, console, emit, escaped, say, size, visible
 
 if TYPE_CHECKING:
     from ckptool.commands.verify.compare.against import AgainstReport
@@ -36,10 +36,10 @@ _MOST_LINES = 12
 def show_verify(report: VerifyReport) -> None:
     """Show what was read, each kind of finding with its hint, then the summary."""
     screen = console()
-    _print(screen, f"[bold]{escaped(str(report.path))}[/]  {report.format}")
+    say(screen, f"[bold]{escaped(str(report.path))}[/]  {report.format}")
     read = f", {size(report.nbytes)} read" if report.depth != "quick" else ""
     tensors = f"{plural(report.tensors, 'tensor')} in " if report.tensors else ""
-    _print(screen, f"  [dim]{tensors}{plural(report.files, 'file')}{read}[/]")
+    say(screen, f"  [dim]{tensors}{plural(report.files, 'file')}{read}[/]")
     _show_findings(report.findings, screen)
     _show_summary(report, screen)
 
@@ -52,31 +52,27 @@ def _show_findings(findings: Iterable[Finding], screen: Console) -> None:
         alike = list(group)
         severity, hint = alike[0].severity, alike[0].hint
         meaning = f"[dim]{escaped(CODES[code].meaning)}[/]"
-        _print(screen, f"\n[{_COLOURS[severity]}]{severity.value}[/] [bold]{code}[/]  {meaning}")
+        say(screen, f"\n[{_COLOURS[severity]}]{severity.value}[/] [bold]{code}[/]  {meaning}")
         _print_some(screen, [finding.message for finding in alike], _MOST_FINDINGS)
         if hint:
-            _print(screen, f"  [cyan]hint:[/] {escaped(hint)}")
+            say(screen, f"  [cyan]hint:[/] {escaped(hint)}")
 
 
 def _show_summary(report: VerifyReport, screen: Console) -> None:
     colour = "bold green" if report.ok else "bold red"
     answer, mark, rest = report.summary.partition(":")
-    _print(screen, f"\n[{colour}]{escaped(answer)}[/]{mark}{escaped(rest)}")
-
-
-def _print(screen: Console, text: str, end: str = "\n") -> None:
-    screen.print(text, highlight=False, soft_wrap=True, end=end)
+    say(screen, f"\n[{colour}]{escaped(answer)}[/]{mark}{escaped(rest)}")
 
 
 def _print_some(screen: Console, lines: Sequence[str], most: int = _MOST_LINES) -> None:
     for line in lines[:most]:
-        _print(screen, f"  {escaped(line)}")
+        say(screen, f"  {escaped(line)}")
     _print_more(screen, len(lines) - most)
 
 
 def _print_more(screen: Console, count: int) -> None:
     if count > 0:
-        _print(screen, f"  [dim]and {count:,} more; --json lists all[/]")
+        say(screen, f"  [dim]and {count:,} more; --json lists all[/]")
 
 
 def verify_json(report: VerifyReport) -> dict[str, Any]:
@@ -98,22 +94,16 @@ def _show_sides(report: AgainstReport, screen: Console) -> None:
     paths = report.verify.path, report.other
     formats = report.verify.format, report.other_format
     coverages = report.coverage or (None, None)
+    texts = ["" if part is None else _coverage_text(part) for part in coverages]
     rows = [
-        [
-            Text(side, "dim"),
-            Text(visible(str(path)), "bold"),
-            Text(name or "cannot be read"),
-            Text(_coverage_text(coverage), "dim"),
-        ]
-        for side, path, name, coverage in zip(SIDES, paths, formats, coverages, strict=True)
+        ((side, "dim"), (str(path), "bold"), name or "cannot be read", (text, "dim"))
+        for side, path, name, text in zip(SIDES, paths, formats, texts, strict=True)
     ]
     emit(screen, columns(screen, rows, "llll"))
 
 
-def _coverage_text(coverage: Coverage | None) -> str:
+def _coverage_text(coverage: Coverage) -> str:
     """Return such as ``34 of 136 tensors, 8.13 MiB of 24.4 MiB, 0 of 16 values compared``."""
-    if coverage is None:
-        return ""
     part, total = coverage.compared, coverage.total
     tensors = f"{part.tensors:,} of {plural(total.tensors, 'tensor')}"
     nbytes = f"{size(part.nbytes)} of {size(total.nbytes)}"
@@ -125,31 +115,26 @@ def _show_differing(tensors: tuple[DifferingTensor, ...], screen: Console) -> No
     """Show a line a tensor, then what either side has at the first differing element, and where."""
     if not tensors:
         return
-    heads = [Text(head, "dim") for head in ("tensor", "differ", "of", "largest", "first at")]
+    heads = ("tensor", "differ", "of", "largest", "first at")
     shown = tensors[:_MOST_LINES]
-    head, *lines = columns(screen, [heads, *map(_tensor_row, shown)], "lrrrl", cuts=0)
+    rows = map(_tensor_row, shown)
+    head, *lines = columns(screen, rows, "lrrrl", heads=heads, cuts=0)
     emit(screen, [Text(), head])
     for tensor, line in zip(shown, lines, strict=True):
-        emit(screen, [line, *columns(screen, _element_rows(tensor), "lll")])
+        sides = zip(SIDES, tensor.difference.values, tensor.holders, strict=True)
+        elements = [((f"  {side}", "dim"), text, (str(at), "dim")) for side, text, at in sides]
+        emit(screen, [line, *columns(screen, elements, "lll")])
     _print_more(screen, len(tensors) - _MOST_LINES)
 
 
-def _tensor_row(tensor: DifferingTensor) -> list[Text]:
+def _tensor_row(tensor: DifferingTensor) -> list[Cell]:
     difference = tensor.difference
     return [
-        Text(visible(tensor.name), "bold"),
-        Text(f"{difference.elements:,}", "red"),
-        Text(f"{tensor.elements:,}"),
-        Text("" if difference.largest is None else f"{difference.largest:.3g}"),
-        Text(str(list(difference.first))),
-    ]
-
-
-def _element_rows(tensor: DifferingTensor) -> list[list[Text]]:
-    sides = zip(SIDES, tensor.difference.values, tensor.holders, strict=True)
-    return [
-        [Text(f"  {side}", "dim"), Text(value), Text(visible(str(holder)), "dim")]
-        for side, value, holder in sides
+        (tensor.name, "bold"),
+        (f"{difference.elements:,}", "red"),
+        f"{tensor.elements:,}",
+        "" if difference.largest is None else f"{difference.largest:.3g}",
+        str(list(difference.first)),
     ]
 
 
@@ -189,12 +174,12 @@ def show_latest_good(report: RunReport, *, quiet: bool) -> None:
         for step in report.verified:
             path, remarks = escaped(str(step.path)), escaped(_remarks(step))
             if not step.ok:
-                _print(screen, f"[yellow]skipped[/] {path}: {remarks}")
+                say(screen, f"[yellow]skipped[/] {path}: {remarks}")
             elif remarks:
-                _print(screen, f"[yellow]not all checked[/] {path}: {remarks}")
+                say(screen, f"[yellow]not all checked[/] {path}: {remarks}")
         if latest is None:
             run = f"{escaped(str(report.path))} ({plural(report.steps, 'step')})"
-            _print(screen, f"[bold red]no good checkpoint[/] in {run}")
+            say(screen, f"[bold red]no good checkpoint[/] in {run}")
     if latest is not None:
         sys.stdout.buffer.write(os.fsencode(str(latest.path)) + b"\n")
         sys.stdout.buffer.flush()
@@ -203,27 +188,27 @@ def show_latest_good(report: RunReport, *, quiet: bool) -> None:
 def show_steps(report: RunReport) -> None:
     """Show a table of the steps, the newest first, then what to resume from."""
     screen = console()
-    heads = [Text(head, "dim") for head in ("step", "checkpoint", "format", "", "why")]
-    rows = [heads, *(_step_row(step, report) for step in report.verified)]
-    emit(screen, columns(screen, rows, "rllll"))
+    heads = ("step", "checkpoint", "format", "", "why")
+    rows = [_step_row(step, report) for step in report.verified]
+    emit(screen, columns(screen, rows, "rllll", heads=heads))
     latest, good = report.latest_good, sum(step.ok for step in report.verified)
     if latest is None:
-        _print(screen, f"\n[bold red]FAILED[/]: no good step of {report.steps:,}")
+        say(screen, f"\n[bold red]FAILED[/]: no good step of {report.steps:,}")
         return
     counts = f"[bold green]{good:,} of {report.steps:,} steps OK[/]"
-    _print(screen, f"\n{counts}; latest good: {escaped(str(latest.path))}")
+    say(screen, f"\n{counts}; latest good: {escaped(str(latest.path))}")
 
 
-def _step_row(step: StepReport, report: RunReport) -> list[Text]:
+def _step_row(step: StepReport, report: RunReport) -> list[Cell]:
     name = str(step.path).removeprefix(f"{report.path}/")
     formats = dict.fromkeys(part.format or "?" for part in step.reports)
     is_latest = step is report.latest_good
     return [
-        Text("" if step.number is None else str(step.number)),
-        Text(visible(name), "bold" if is_latest else ""),
-        Text(" + ".join(formats)),
-        Text("OK", "bold green" if is_latest else "green") if step.ok else Text("FAILED", "red"),
-        Text(visible(_remarks(step))),
+        "" if step.number is None else str(step.number),
+        (name, "bold" if is_latest else ""),
+        " + ".join(formats),
+        ("OK", "bold green" if is_latest else "green") if step.ok else ("FAILED", "red"),
+        _remarks(step),
     ]
 
 
@@ -242,7 +227,7 @@ def run_json(report: RunReport) -> dict[str, Any]:
 def show_salvage(report: SalvageReport) -> None:
     """Show what is wrong, what is lost and why, what cannot be known, then what was written."""
     screen = console()
-    _print(screen, f"[bold]{escaped(report.path)}[/]  {report.format}")
+    say(screen, f"[bold]{escaped(report.path)}[/]  {report.format}")
     _show_lines(screen, "problems", report.problems)
     _show_lost(screen, report)
     _show_lines(screen, "unknown", report.unknown)
@@ -256,24 +241,20 @@ def show_salvage(report: SalvageReport) -> None:
 
 def _show_lines(screen: Console, head: str, lines: Sequence[str]) -> None:
     if lines:
-        _print(screen, f"\n[bold yellow]{head}[/]")
+        say(screen, f"\n[bold yellow]{head}[/]")
         _print_some(screen, [line.partition("\n")[0] for line in lines])
 
 
 def _show_lost(screen: Console, report: SalvageReport) -> None:
     if not report.lost:
         return
-    _print(screen, "\n[bold red]lost[/]")
-    rows = [
-        [Text(visible(name), "bold"), Text(visible(_without_name(name, why)))]
-        for name, why in list(report.lost.items())[:_MOST_LINES]
-    ]
+    say(screen, "\n[bold red]lost[/]")
+    rows = []
+    for name, why in list(report.lost.items())[:_MOST_LINES]:
+        reason = why.partition("\n")[0].removeprefix(f"{name}: ").removeprefix(f"{name} ")
+        rows.append(((name, "bold"), reason))
     emit(screen, columns(screen, rows, "ll", cuts=1))
     _print_more(screen, len(report.lost) - _MOST_LINES)
-
-
-def _without_name(name: str, why: str) -> str:
-    return why.partition("\n")[0].removeprefix(f"{name}: ").removeprefix(f"{name} ")
 
 
 def _show_end(screen: Console, report: SalvageReport) -> None:
@@ -285,8 +266,8 @@ def _show_end(screen: Console, report: SalvageReport) -> None:
     else:
         head = "[bold yellow]all known names recovered[/]"
     target = f"[bold]{escaped(report.target)}[/] ({report.target_format})"
-    _print(screen, f"\n{head}; wrote {target}: {counts}, {size(report.nbytes)}")
-    _print(screen, f"full list: {escaped(report.listing)}")
+    say(screen, f"\n{head}; wrote {target}: {counts}, {size(report.nbytes)}")
+    say(screen, f"full list: {escaped(report.listing)}")
 
 
 def write_junit(report: VerifyReport, target: Path, *, strict: bool) -> None:
@@ -342,8 +323,7 @@ def show_codes() -> None:
     screen = console()
     width = max(map(len, CODES))
     for name, code in CODES.items():
-        line = f"{name:<{width}}  {code.severity.value:<7}  {code.meaning}"
-        screen.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(screen, escaped(f"{name:<{width}}  {code.severity.value:<7}  {code.meaning}"))
 
 
 def codes_json() -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ckptool.core.state_category import STATE_CATEGORIES, state_category
 from ckptool.core.text import plural
 from ckptool.errors import UsageError
 from ckptool.render.inspect.values import preview
-from ckptool.render.text import columns, ranges, visible
+from ckptool.render.text import Cell, columns, ranges, visible
 from ckptool.serialization.state_dict.values import type_name
 
 if TYPE_CHECKING:
@@ -33,9 +33,8 @@ _LONGEST_VALUE = 200
 def tensor_lines(catalog: Catalog, globs: Sequence[str], screen: Console) -> list[Text]:
     """List every tensor that matches, in natural order; UsageError where a glob matches none."""
     names = sorted(matching(catalog, globs), key=natural)
-    rows = [[Text(heading, style="dim") for heading in _HEADINGS]]
-    rows += [_tensor(catalog.tensors[name]) for name in names]
-    return columns(screen, rows, "llllrr", cuts=0)
+    rows = [_tensor(catalog.tensors[name]) for name in names]
+    return columns(screen, rows, "llllrr", heads=_HEADINGS, cuts=0)
 
 
 def matching(catalog: Catalog, globs: Sequence[str]) -> list[str]:
@@ -54,15 +53,15 @@ def tensor_named(catalog: Catalog, name: str) -> TensorEntry:
     return entry
 
 
-def _tensor(entry: TensorEntry) -> list[Text]:
+def _tensor(entry: TensorEntry) -> list[Cell]:
     placements = "-" if entry.placements is None else ", ".join(map(str, entry.placements))
     return [
-        Text(visible(entry.name)),
-        Text(entry.dtype.name, style="yellow"),
-        Text(str(list(entry.shape)), style="green"),
-        Text(placements, style="magenta"),
-        Text(f"{len(entry.chunks):,}"),
-        Text(f"{entry.nbytes:,}"),
+        entry.name,
+        (entry.dtype.name, "yellow"),
+        (str(list(entry.shape)), "green"),
+        (placements, "magenta"),
+        f"{len(entry.chunks):,}",
+        f"{entry.nbytes:,}",
     ]
 
 
@@ -89,13 +88,10 @@ def value_lines(catalog: Catalog, screen: Console) -> list[Text]:
     """List every non-tensor value with its type, in natural order."""
     if not catalog.objects:
         return [Text("  no non-tensor values", style="dim")]
+    values = {name: catalog.objects[name].value for name in sorted(catalog.objects, key=natural)}
     rows = [
-        [
-            Text(visible(name)),
-            Text(visible(type_name(catalog.objects[name].value)), style="yellow"),
-            Text(preview(catalog.objects[name].value, _LONGEST_VALUE), style="cyan"),
-        ]
-        for name in sorted(catalog.objects, key=natural)
+        (name, (type_name(value), "yellow"), (preview(value, _LONGEST_VALUE), "cyan"))
+        for name, value in values.items()
     ]
     title = Text(f"  {plural(len(rows), 'non-tensor value')}", style="bold")
     return [title, *columns(screen, rows, "lll", cuts=2)]
@@ -106,23 +102,21 @@ def value_lines(catalog: Catalog, screen: Console) -> list[Text]:
 
 def stats_lines(stats: Sequence[TensorStats], console: Console) -> list[Text]:
     """Return a row per tensor; NaN and Inf in red where there are any."""
-    rows = [[Text(heading, style="dim") for heading in _STATISTICS]]
-    rows += [_statistics(item) for item in stats]
-    lines = columns(console, rows, "lllrrrrrrr", cuts=0)
+    rows = map(_statistics, stats)
+    lines = columns(console, rows, "lllrrrrrrr", heads=_STATISTICS, cuts=0)
     if any(item.entry.dtype.kind == "complex" for item in stats):
         lines.append(Text("  complex numbers: statistics of their magnitudes", style="dim"))
     return lines
 
 
-def _statistics(item: TensorStats) -> list[Text]:
+def _statistics(item: TensorStats) -> list[Cell]:
     entry = item.entry
     return [
-        Text(visible(entry.name)),
-        Text(str(list(entry.shape)), style="green"),
-        Text(short_name(entry.dtype.name), style="yellow"),
-        *(Text(_number(n)) for n in (item.minimum, item.maximum, item.mean, item.std)),
-        Text(_count(item.zeros)),
-        *(Text(_count(n), style="bold red" if n else "dim") for n in (item.nan, item.inf)),
+        entry.name,
+        (str(list(entry.shape)), "green"),
+        (short_name(entry.dtype.name), "yellow"),
+        *map(_number, (item.minimum, item.maximum, item.mean, item.std, item.zeros)),
+        *((_number(n), "bold red" if n else "dim") for n in (item.nan, item.inf)),
     ]
 
 
@@ -130,10 +124,6 @@ def _number(value: Number | None) -> str:
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-
-
-def _count(value: int | None) -> str:
-    return "-" if value is None else f"{value:,}"
 
 
 def stats_json(stats: Sequence[TensorStats]) -> dict[str, Any]:

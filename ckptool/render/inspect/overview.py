@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from rich.console import Console
 from rich.text import Text
@@ -16,9 +15,9 @@ from ckptool.core.state_category import state_category
 from ckptool.core.text import plural
 from ckptool.render.inspect.listing import TensorLine, fold
 from ckptool.render.inspect.values import notable_values
-from ckptool.render.text import bar, columns, magnitude, ranges, size, visible
+from ckptool.render.text import Cell, bar, columns, magnitude, ranges, size, visible
 
-PART_COLOURS = {"model": "green", "optimizer": "blue", "other": "yellow"}
+_PART_COLOURS = {"model": "green", "optimizer": "blue", "other": "yellow"}
 
 _MOST_LINES = 200
 _BAR = 24
@@ -54,7 +53,7 @@ def _header(report: InspectReport, screen: Console) -> list[Text]:
     quantized = ", ".join(f"{plural(n, 'tensor')} {kind}" for kind, n in kinds(catalog).items())
     facts += [("arguments", info.get("arguments", "")), ("quantized", quantized)]
     facts += [("holds", _holds(report))]
-    rows = [(Text(label, style="dim"), Text(visible(fact))) for label, fact in facts if fact]
+    rows = [((label, "dim"), fact) for label, fact in facts if fact]
     return [title, *columns(screen, rows, "ll")]
 
 
@@ -98,22 +97,21 @@ def _shares(report: InspectReport, screen: Console) -> list[Text]:
         return []
     whole = max(report.totals.nbytes, 1)
     heads = ("part", "dtype", "tensors", "elements", "bytes", "", "")
-    rows = [[Text(head, style="dim") for head in heads]]
-    rows += [_share(share, whole, screen) for share in report.shares]
-    return columns(screen, rows, "llrrrrl")
+    rows = [_share(share, whole, screen) for share in report.shares]
+    return columns(screen, rows, "llrrrrl", heads=heads)
 
 
-def _share(share: Share, whole: int, screen: Console) -> list[Text]:
+def _share(share: Share, whole: int, screen: Console) -> list[Cell]:
     part = share.nbytes / whole
-    colour = PART_COLOURS[share.part]
+    colour = _PART_COLOURS[share.part]
     return [
-        Text(share.part, style=colour),
-        Text(short_name(share.dtype.name), style="yellow"),
-        Text(f"{share.tensors:,}"),
-        Text(magnitude(share.elements)),
-        Text(size(share.nbytes)),
-        Text(f"{part:.1%}"),
-        Text(bar(part, _BAR, ascii_only=screen.options.ascii_only), style=colour),
+        (share.part, colour),
+        (short_name(share.dtype.name), "yellow"),
+        f"{share.tensors:,}",
+        magnitude(share.elements),
+        size(share.nbytes),
+        f"{part:.1%}",
+        (bar(part, _BAR, ascii_only=screen.options.ascii_only), colour),
     ]
 
 
@@ -131,32 +129,28 @@ def _tensors(catalog: Catalog, screen: Console) -> list[Text]:
     return kept
 
 
-def _tensor(line: TensorLine, brief: bool) -> list[Text]:
+def _tensor(line: TensorLine, brief: bool) -> list[Cell]:
     entry = line.entry
+    name = Text(visible(_STATES.sub("{…}", line.name) if brief else line.name))
+    name.highlight_regex(r"\{[^{}]*\}|(?<![^.])\*(?![^.])", "bold cyan")
     return [
-        _name(_STATES.sub("{…}", line.name) if brief else line.name),
-        Text(str(list(entry.shape)), style="green"),
-        Text(short_name(entry.dtype.name), style="yellow"),
+        name,
+        (str(list(entry.shape)), "green"),
+        (short_name(entry.dtype.name), "yellow"),
         _placements(entry, brief),
-        Text(f"x{line.count}" if line.count > 1 else "", style="bold"),
+        (f"x{line.count}" if line.count > 1 else "", "bold"),
     ]
 
 
-def _name(name: str) -> Text:
-    text = Text(visible(name))
-    text.highlight_regex(r"\{[^{}]*\}|(?<![^.])\*(?![^.])", "bold cyan")
-    return text
-
-
-def _placements(entry: TensorEntry, brief: bool) -> Text:
+def _placements(entry: TensorEntry, brief: bool) -> Cell:
     """Return the placements, or the number of chunks where no placement is known."""
     if entry.placements is None:
         chunks = len(entry.chunks)
-        return Text(plural(chunks, "chunk") if chunks != 1 else "", style="dim")
+        return plural(chunks, "chunk") if chunks != 1 else "", "dim"
     names = ", ".join(map(str, entry.placements))
     if brief:
         names = re.sub(r"Replicate\(\)|[A-Z]\w+", lambda match: _BRIEF[match[0]], names)
-    return Text(names, style="magenta")
+    return names, "magenta"
 
 
 def _values(catalog: Catalog, screen: Console) -> list[Text]:
@@ -170,10 +164,7 @@ def _values(catalog: Catalog, screen: Console) -> list[Text]:
         f" ({counted})",
         ("; use --values to list them", "dim"),
     )
-    rows = [
-        [Text(f"  {visible(name)}"), Text(shown, style="cyan")]
-        for name, shown in notable_values(entries)
-    ]
+    rows = [(f"  {name}", (shown, "cyan")) for name, shown in notable_values(entries)]
     return [title, *columns(screen, rows, "ll", cuts=0)]
 
 
@@ -192,23 +183,12 @@ def rank_lines(catalog: Catalog, screen: Console) -> list[Text]:
     groups: dict[tuple[int, int], list[int]] = {}
     for rank in sorted(loads):
         groups.setdefault(loads[rank], []).append(rank)
-    rows = [
-        [
-            Text(heading, style="dim")
-            for heading in ("rank", "chunks per rank", "bytes per rank", "")
-        ]
-    ]
+    rows: list[list[Cell]] = []
     for (chunks, nbytes), members in groups.items():
         drawn = bar(nbytes / max(heaviest, 1), _RANK_BAR, ascii_only=screen.options.ascii_only)
-        rows.append(
-            [
-                Text(ranges(members), style="bold"),
-                Text(f"{chunks:,}"),
-                Text(size(nbytes)),
-                Text(drawn, style="green"),
-            ]
-        )
-    return [*columns(screen, rows, "lrrl", cuts=0), *_imbalance(loads, unknown)]
+        rows.append([(ranges(members), "bold"), f"{chunks:,}", size(nbytes), (drawn, "green")])
+    heads = ("rank", "chunks per rank", "bytes per rank", "")
+    return [*columns(screen, rows, "lrrl", heads=heads, cuts=0), *_imbalance(loads, unknown)]
 
 
 def loads_of(catalog: Catalog) -> tuple[Loads, int]:
@@ -216,22 +196,16 @@ def loads_of(catalog: Catalog) -> tuple[Loads, int]:
     loads: Loads = dict.fromkeys(range(catalog.world_size or 0), (0, 0))
     unknown = 0
     for entry in catalog.tensors.values():
-        for rank, nbytes in _stored(entry):
-            if rank is None:
-                unknown += nbytes
-            else:
-                chunks, total = loads.get(rank, (0, 0))
-                loads[rank] = (chunks + 1, total + nbytes)
+        for chunk in entry.chunks:
+            nbytes = chunk.box.volume * entry.source_dtype.itemsize
+            for rank in (chunk.rank, *(copy.rank for copy in chunk.copies)):
+                if rank is None:
+                    unknown += nbytes
+                else:
+                    chunks, total = loads.get(rank, (0, 0))
+                    loads[rank] = (chunks + 1, total + nbytes)
     are_known = any(chunks for chunks, _ in loads.values())
     return (loads if are_known else {}), unknown
-
-
-def _stored(entry: TensorEntry) -> Iterator[tuple[int | None, int]]:
-    for chunk in entry.chunks:
-        nbytes = chunk.box.volume * entry.source_dtype.itemsize
-        yield chunk.rank, nbytes
-        for copy in chunk.copies:
-            yield copy.rank, nbytes
 
 
 def _imbalance(loads: Loads, unknown: int) -> list[Text]:

@@ -105,8 +105,7 @@ def _mesh_json(catalog: Catalog) -> dict[str, Any] | None:
     mesh = catalog.mesh
     if mesh is None:
         return None
-    names = None if mesh.names is None else list(mesh.names)
-    return {"shape": list(mesh.shape), "names": names, "source": catalog.mesh_source}
+    return {"shape": mesh.shape, "names": mesh.names, "source": catalog.mesh_source}
 
 
 def _tensor_json(entry: TensorEntry) -> dict[str, Any]:
@@ -114,7 +113,7 @@ def _tensor_json(entry: TensorEntry) -> dict[str, Any]:
     return {
         "name": entry.name,
         "dtype": entry.dtype.name,
-        "shape": list(entry.shape),
+        "shape": entry.shape,
         "bytes": entry.nbytes,
         "placements": None if placements is None else list(map(str, placements)),
         "chunks": len(entry.chunks),

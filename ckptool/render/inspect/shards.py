@@ -26,7 +26,7 @@ from ckptool.core.catalog import (
 from ckptool.core.plan import ChunkIndex
 from ckptool.core.text import plural
 from ckptool.render.inspect.listing import tensor_named
-from ckptool.render.text import columns, ranges, size, visible
+from ckptool.render.text import Cell, columns, ranges, size, visible
 
 _WIDEST = 64
 _TALLEST = 32
@@ -197,22 +197,17 @@ def _make_axis(
     solid = [chunk.box for chunk in chunks if chunk.box.volume]
     edges = {edge for box in solid for edge in (box.lo[dim], box.hi[dim]) if 0 < edge < length}
     bounds = [0, *sorted(edges), length]
-    if len(bounds) - 1 <= most:
-        return _exact(dim, bounds, wanted, least)
-    blocks = [length * i // most for i in range(most)]
-    starts = frozenset(range(0, most * least, least))
-    remark = f"{len(bounds) - 1:,} boxes along dim {dim}, drawn as {most} blocks"
-    return _Axis(dim, tuple(at for at in blocks for _ in range(least)), starts, remark)
-
-
-def _exact(dim: int, bounds: list[int], wanted: int, least: int) -> _Axis:
-    """Give every run between two bounds cells of its own, as many as its length is worth."""
+    runs, remark = pairwise(bounds), ""
+    blocks = [(low, max(least, round(wanted * (high - low) / length))) for low, high in runs]
+    if len(blocks) > most:
+        remark = f"{len(blocks):,} boxes along dim {dim}, drawn as {most} blocks"
+        blocks = [(length * i // most, least) for i in range(most)]
     cells: list[int] = []
     starts = set()
-    for low, high in pairwise(bounds):
+    for low, size_in_cells in blocks:
         starts.add(len(cells))
-        cells += [low] * max(least, round(wanted * (high - low) / bounds[-1]))
-    return _Axis(dim, tuple(cells), frozenset(starts))
+        cells += [low] * size_in_cells
+    return _Axis(dim, tuple(cells), frozenset(starts), remark)
 
 
 # What lies where
@@ -235,11 +230,14 @@ def _colour(rank: int | None) -> str:
 
 def legend_lines(entry: TensorEntry, screen: Console) -> list[Text]:
     """Return a row per box, replicas included; where they are hundreds, per rank and file."""
+    groups: dict[object, list[ChunkLocation]] = {}
     locations = list(chunk_locations(entry))
-    rows = _by_box(locations) if len(locations) <= _MOST_BOXES else _by_file(locations)
+    for number, each in enumerate(locations):
+        key = number if len(locations) <= _MOST_BOXES else (each.rank, each.at.file)
+        groups.setdefault(key, []).append(each)
+    rows = [_row(group) for group in groups.values()]
     most = _MOST_LEGEND_LINES if screen.is_terminal else len(rows)
-    heads = [Text(heading, style="dim") for heading in _HEADINGS]
-    lines = columns(screen, [heads, *rows[:most]], "lrllrrl", cuts=2)
+    lines = columns(screen, rows[:most], "lrllrrl", heads=_HEADINGS, cuts=2)
     if len(rows) > most:
         lines.append(Text(f"  ... and {len(rows) - most:,} more files", style="dim"))
     return lines
@@ -266,40 +264,16 @@ def _stored(at: Place, box: Box, itemsize: int) -> tuple[int, str]:
     return box.volume * itemsize, ", ".join([*(["strided"] if strided else []), *at.ops])
 
 
-def _by_box(locations: list[ChunkLocation]) -> list[list[Text]]:
+def _row(group: list[ChunkLocation]) -> list[Cell]:
+    """Return the line of one box, or of several boxes of one rank and file."""
+    first, *others = sorted(group, key=lambda each: each.at.offset)
+    box = str(first.box) if first.box.volume else f"{first.box} (empty)"
     return [
-        _row(each, each.at.file, _box(each.box), f"{each.at.offset:,}", each.nbytes, each.remark)
-        for each in locations
+        ("  ", f"on {_colour(first.rank)}"),
+        ("?" if first.rank is None else str(first.rank), "bold"),
+        first.at.file,
+        (plural(len(group), "box") if others else box, "green"),
+        f"{first.at.offset:,}" + (f" .. {others[-1].at.offset:,}" if others else ""),
+        f"{sum(each.nbytes for each in group):,}",
+        ("" if others else first.remark, "dim"),
     ]
-
-
-def _by_file(locations: list[ChunkLocation]) -> list[list[Text]]:
-    groups: dict[tuple[int | None, str], list[ChunkLocation]] = {}
-    for each in locations:
-        groups.setdefault((each.rank, each.at.file), []).append(each)
-    return [_file_row(file, group) for (_, file), group in groups.items()]
-
-
-def _file_row(file: str, group: list[ChunkLocation]) -> list[Text]:
-    offsets = sorted(each.at.offset for each in group)
-    boxes = _box(group[0].box) if len(group) == 1 else plural(len(group), "box")
-    span = f"{offsets[0]:,}" + (f" .. {offsets[-1]:,}" if len(group) > 1 else "")
-    return _row(group[0], file, boxes, span, sum(each.nbytes for each in group), "")
-
-
-def _row(
-    location: ChunkLocation, file: str, box: str, offset: str, nbytes: int, remark: str
-) -> list[Text]:
-    return [
-        Text("  ", style=f"on {_colour(location.rank)}"),
-        Text("?" if location.rank is None else str(location.rank), style="bold"),
-        Text(visible(file)),
-        Text(box, style="green"),
-        Text(offset),
-        Text(f"{nbytes:,}"),
-        Text(visible(remark), style="dim"),
-    ]
-
-
-def _box(box: Box) -> str:
-    return str(box) if box.volume else f"{box} (empty)"
