@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptool.core.box import Box, is_grid, overlapping_pair, row_major_strides
+from ckptool.core.box import Box, is_grid, overlapping_pair
 from ckptool.core.dtype import DType
 from ckptool.errors import Problem
 
@@ -351,7 +351,9 @@ def tied_names(catalog: Catalog) -> list[tuple[str, ...]]:
 
 def contiguous(strides: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> bool:
     """Return whether a box of ``shape`` with these byte strides is one C-ordered run of bytes."""
-    rows = row_major_strides(shape, itemsize)
-    return all(
-        size == 1 or stride == row for size, stride, row in zip(shape, strides, rows, strict=True)
-    )
+    row = itemsize
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != row:
+            return False
+        row *= size
+    return True
