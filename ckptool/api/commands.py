@@ -174,16 +174,12 @@ def compare(
     As ``ckptool verify PATH --against OTHER``; ``verify.ok`` of the report says whether they
     are the same.
     """
-    from ckptool.commands.verify.compare.against import AgainstOptions, against
+    from ckptool.commands.verify.compare.against import against
 
     keywords = Keywords("compare", options, CompareKeywords)
-    parsed = AgainstOptions(
-        location(other),
-        keywords.options(RewriteOptions),
-        keywords.options(CompareOptions),
-        keywords.options(VerifyOptions),
-    )
-    return against(location(path), parsed, lambda total: progress)
+    parsed, rewrite = keywords.options(VerifyOptions), keywords.options(RewriteOptions)
+    comparing, places = keywords.options(CompareOptions), (location(path), location(other))
+    return against(*places, parsed, rewrite, comparing, lambda total: progress)
 
 
 @with_keywords(VerifyRunKeywords)

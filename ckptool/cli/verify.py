@@ -206,10 +206,10 @@ def _compare(
     options: VerifyOptions,
     started: Started,
 ) -> _Answer:
-    from ckptool.commands.verify.compare.against import AgainstOptions, against
+    from ckptool.commands.verify.compare.against import against
     from ckptool.render.verify import against_json, show_against
 
-    report = against(source, AgainstOptions(other, rewrite, comparison, options), started)
+    report = against(source, other, options, rewrite, comparison, started)
     return _Answer(report.verify, lambda: show_against(report), lambda: against_json(report))
 
 

@@ -19,10 +19,10 @@ from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
-from ckptool.commands.options.verify import SalvageOptions, VerifyOptions
+from ckptool.commands.options.verify import CompareOptions, SalvageOptions, VerifyOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.stats import stats
-from ckptool.commands.verify.compare.against import AgainstOptions, against
+from ckptool.commands.verify.compare.against import against
 from ckptool.commands.verify.manifest.build import build_manifest
 from ckptool.commands.verify.salvage.salvage import plan_salvage
 from ckptool.commands.verify.verify import verify
@@ -157,7 +157,8 @@ def test_verify_says_so(change: Callable[[Path], None], source: Path, tmp_path: 
     assert not found.ok
     assert "file-changed" in {one.code for one in found.findings}
     other = save(tmp_path / "other.safetensors", "aa", "bb", 1)
-    found = against(other, AgainstOptions(source), started).verify
+    options = VerifyOptions(), RewriteOptions(), CompareOptions()
+    found = against(other, source, *options, started).verify
     assert not found.ok
     assert "file-changed" in {one.code for one in found.findings}
 

@@ -15,10 +15,10 @@ from conftest import case, convert_to
 from safetensors.torch import save_file
 from store_server import S3, s3, server  # the fixtures
 
+import ckptool
 from ckptool.commands.convert import prepare
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
-from ckptool.commands.verify.compare.against import AgainstOptions, against
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.multipart import PART
@@ -140,5 +140,5 @@ def test_reshard_of_more_than_the_memory_budget(s3: S3, out: Path) -> None:
     bodies = [one.received for one in s3.requests if one.method == "PUT"]
     assert sum(bodies) > nbytes
     assert max(bodies) < PART + 4096
-    assert against(location(large), AgainstOptions(location(s3.url("target")))).verify.ok
+    assert ckptool.compare(large, s3.url("target")).verify.ok
     assert not s3.uploads()

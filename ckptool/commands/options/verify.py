@@ -80,6 +80,11 @@ class CompareOptions(OptionSet):
         help="Read OTHER as this format; --from is for SRC.",
     )
 
+    @property
+    def as_numbers(self) -> bool:
+        """Return whether numbers are compared, not bits."""
+        return self.rtol is not None or self.atol is not None
+
 
 class ManifestOptions(OptionSet):
     """Which manifest to write, or to verify by."""

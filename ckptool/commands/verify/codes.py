@@ -18,11 +18,6 @@ class Severity(Enum):
     INFO = "info"
 
 
-def failing(strict: bool) -> frozenset[Severity]:
-    """Return the severities that make a checkpoint fail."""
-    return frozenset([Severity.ERROR, Severity.WARNING] if strict else [Severity.ERROR])
-
-
 _ERROR, _WARNING, _INFO = Severity.ERROR, Severity.WARNING, Severity.INFO
 _AGAIN = "use another copy of the file, or the previous checkpoint"
 _MIXED = "the save was interrupted, or files were lost or mixed with those of another save"

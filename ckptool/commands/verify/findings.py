@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ckptool.commands.verify.codes import CODES, Severity, failing
+from ckptool.commands.verify.codes import CODES, Severity
 from ckptool.core.catalog import Catalog, places
 from ckptool.core.text import list_some, plural
 from ckptool.errors import Problem
@@ -72,6 +72,14 @@ class Finding:
         return max(1, len({affected.tensor for affected in self.affected if affected.tensor}))
 
 
+def conflict_problems(catalog: Catalog) -> list[Problem]:
+    """Return why names of a catalog cannot be read."""
+    return [
+        why if isinstance(why, Problem) else Problem(why, "ranks-disagree", tensor=name)
+        for name, why in catalog.conflicts.items()
+    ]
+
+
 def finding_of(problem: Problem, affected: tuple[Affected, ...] = ()) -> Finding:
     """Return a problem with the severity and the next step of its code."""
     code = CODES[problem.code]
@@ -92,8 +100,8 @@ class VerifyReport:
     path: Location
     format: str | None
     findings: tuple[Finding, ...]
-    ok: bool
-    summary: str
+    ok: bool = True
+    summary: str = ""
     depth: str = "full"
     nbytes: int = field(default=0, metadata={"key": "bytes_read"})
     files: int = 0
@@ -106,7 +114,11 @@ class VerifyReport:
 
     def fails(self, strict: bool) -> list[Finding]:
         """Return the findings that make the checkpoint fail."""
-        return [finding for finding in self.findings if finding.severity in failing(strict)]
+        return self.of(Severity.ERROR) + (self.of(Severity.WARNING) if strict else [])
+
+    def count_failures(self, strict: bool) -> int:
+        """Return how many tensors, values and other things are wrong."""
+        return sum(finding.count for finding in self.fails(strict))
 
 
 _READ = {"full": "all data read and checked", "quick": "metadata checked, data not read"}

@@ -182,8 +182,6 @@ class Verification:
             self._survey.path,
             self._survey.format.name,
             tuple(findings),
-            ok=True,
-            summary="",
             depth=options.depth if compared is None else "full",
             nbytes=self._nbytes + nbytes,
             files=len(catalog.files) if catalog else len(source.files),

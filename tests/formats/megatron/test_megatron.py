@@ -14,8 +14,8 @@ from conftest import case, convert_to, read_back
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
-from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.verify.compare.against import AgainstOptions, against
+from ckptool.commands.options.verify import CompareOptions, VerifyOptions
+from ckptool.commands.verify.compare.against import against
 from ckptool.commands.verify.verify import verify
 from ckptool.core.catalog import Extent
 from ckptool.core.sharding.tensor_parallel import parse_tp_rules
@@ -122,7 +122,7 @@ def test_a_rule_that_nobody_knows_is_a_conflict_that_tp_rule_settles(
     verifying = VerifyOptions(ReadOptions(tp_rules=rules))
     assert verify(run, verifying).ok
     one = RewriteOptions(Selection(select=("model.my.own.weight",)))
-    assert against(run, AgainstOptions(out / "model", one, verify=verifying)).verify.ok
+    assert against(run, out / "model", verifying, one, CompareOptions()).verify.ok
     wanted = case("megatron_torch").truth[
         "model.decoder.layers.0.self_attention.linear_proj.weight"
     ]

@@ -15,6 +15,7 @@ from typing import Any
 
 from ckptool.commands.keymap.model_config import CONFIG, config_problems, read_beside
 from ckptool.commands.open import Survey
+from ckptool.commands.verify.findings import conflict_problems
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem, flat_name
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.errors import UNCODED, CkptoolError, Problem, UsageError
@@ -34,9 +35,8 @@ def catalog_problems(catalog: Catalog) -> list[Problem]:
     remarks = [p if isinstance(p, Problem) else Problem(p, "note") for p in catalog.notes]
     for remark in remarks:
         remark.code = "note" if remark.code == UNCODED else remark.code
-    conflicts = catalog.conflicts.values()
     return [
-        *(p if isinstance(p, Problem) else Problem(p, "ranks-disagree") for p in conflicts),
+        *conflict_problems(catalog),
         *(gap for gap in gaps if gap is not None),
         *(
             Problem(f"{name}: its path is {path!r}", "name-mismatch", tensor=name)

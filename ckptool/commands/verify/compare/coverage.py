@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ckptool.commands.rewrite import RewriteResult
+from ckptool.commands.open import OpenedCheckpoint
+from ckptool.commands.options.rewrite import RewriteOptions
+from ckptool.commands.rewrite import RewriteResult, rewrite
+from ckptool.commands.verify.compare.names import Counterpart, counterpart
 from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.selection import is_used
 from ckptool.core.state_category import state_category
 from ckptool.core.text import plural
 from ckptool.errors import Problem
+from ckptool.storage.url import Location
 
 if TYPE_CHECKING:
     from ckptool.commands.keymap.maps import MapReport
@@ -49,6 +54,34 @@ class Coverage:
     def rest(self) -> Amount:
         """Return what was not compared."""
         return self.total - self.compared
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """A checkpoint, rewritten as asked, and what of another one it is to be compared with.
+
+    ``notes`` are remarks on what of either is not compared.
+    """
+
+    made: RewriteResult
+    theirs: Counterpart
+    notes: list[Problem]
+
+
+def align(
+    opened: OpenedCheckpoint, asked: RewriteOptions, other: Catalog, other_path: Location
+) -> Alignment:
+    """Rewrite a checkpoint, and choose what of another one that is about. No tensor byte is read.
+
+    What is to be dropped may be in the other one alone. Raises as ``rewrite`` does.
+    """
+    mine, selection = opened.catalog, asked.selection
+    drop = [glob for glob in selection.drop if is_used(mine, glob) or not is_used(other, glob)]
+    made = rewrite(opened, replace(asked, selection=replace(selection, drop=tuple(drop))))
+    theirs = counterpart(other, made.catalog, selection)
+    notes = excluded_by_rewrite(made, opened.path)
+    notes += excluded(other_path, theirs.excluded, theirs.excluded_values)
+    return Alignment(made, theirs, notes)
 
 
 def amount(tensors: Iterable[TensorEntry], values: int = 0) -> Amount:

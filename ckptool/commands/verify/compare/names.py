@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from ckptool.commands.keymap.assets import assets_in
 from ckptool.commands.open import OpenedCheckpoint
-from ckptool.commands.options.rewrite import EVERYTHING, RewriteOptions, Selection
+from ckptool.commands.options.rewrite import EVERYTHING, Selection
+from ckptool.commands.options.verify import CompareOptions
 from ckptool.commands.rewrite import only_model
 from ckptool.commands.stats import is_numeric
 from ckptool.commands.verify.compare.values import value_digest
 from ckptool.core.casts import can_cast
 from ckptool.core.catalog import Catalog, ScaledBlocks, TensorEntry, coverage_problem
-from ckptool.core.selection import is_used, matches
+from ckptool.core.selection import matches
 from ckptool.core.state_category import state_category, state_category_of_name, weights
 from ckptool.core.text import plural
 from ckptool.engine.check.digest import file_digests
-from ckptool.errors import Damaged, Hostile, Problem, Unsupported
+from ckptool.engine.check.replicas import differing_replicas
+from ckptool.engine.read.tensors import CheckedSource
+from ckptool.errors import CkptoolError, Damaged, Hostile, Problem, Unsupported
 from ckptool.formats import FORMATS
 from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
 from ckptool.storage.local import Files
 
 _LONGEST_SHOWN = 60
-
-
-def applicable(asked: RewriteOptions, mine: Catalog, theirs: Catalog) -> RewriteOptions:
-    """Return what is asked of ``mine``, without what is to be dropped and only ``theirs`` has."""
-    kept = [g for g in asked.selection.drop if is_used(mine, g) or not is_used(theirs, g)]
-    return replace(asked, selection=replace(asked.selection, drop=tuple(kept)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,21 +162,19 @@ def differing_unread(mine: Catalog, theirs: Catalog, selection: Selection) -> It
         yield Problem(message, code, tensor=name)
 
 
-def differing_type(
-    one: TensorEntry, other: TensorEntry, *, cast: bool, as_numbers: bool
-) -> Problem | None:
+def differing_type(one: TensorEntry, other: TensorEntry, options: CompareOptions) -> Problem | None:
     """Return how shapes or element types of two tensors differ, None if values can be compared.
 
-    ``as_numbers`` says that numbers of different types will do, ``cast`` that floating types of the
-    model's weights will. Single numbers, such as a step counter, are never cast.
+    Single numbers, such as a step counter, are never cast.
     """
     if one.shape != other.shape:
         message = f"{one.name}: shape A {list(one.shape)}, B {list(other.shape)}"
         return Problem(message, "shape-differs", tensor=one.name)
     types = one.dtype, other.dtype
-    if types[0] == types[1] or (as_numbers and all(map(is_numeric, types))):
+    if types[0] == types[1] or (options.as_numbers and all(map(is_numeric, types))):
         return None
-    if cast and can_cast(one) and state_category(one) == "model" and other.dtype.kind == "float":
+    is_weight = can_cast(one) and state_category(one) == "model"
+    if options.cast and is_weight and other.dtype.kind == "float":
         return None
     message = f"{one.name}: A {types[0]}, B {types[1]}"
     return Problem(message, "dtype-differs", tensor=one.name)
@@ -240,7 +235,19 @@ def _one_by_one(
     return replace(catalog, tensors=tensors), lost
 
 
-def stored_tensors(entry: TensorEntry) -> Iterator[TensorEntry]:
+def stored_problems(
+    reads: CheckedSource, entries: Iterable[TensorEntry], workers: int
+) -> Iterator[Problem]:
+    """Yield wrong checksums of what was read of tensors, and copies that differ."""
+    stored = [part for entry in entries for part in _stored_tensors(entry)]
+    try:
+        yield from reads.problems(stored, workers)
+        yield from differing_replicas(stored, reads.files)
+    except CkptoolError as error:
+        yield from error.problems
+
+
+def _stored_tensors(entry: TensorEntry) -> Iterator[TensorEntry]:
     """Yield the tensors in files that a tensor is made of: itself, or its values and scales."""
     made_of = [chunk.at for chunk in entry.chunks if isinstance(chunk.at, ScaledBlocks)]
     if not made_of:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
+from ckptool.commands.options.verify import CompareOptions
 from ckptool.commands.stats import Array, decode, is_numeric
 from ckptool.commands.verify.verify import Progress
 from ckptool.core.box import Box
@@ -29,20 +30,15 @@ _TILES_PER_JOB = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Tolerance:
-    """How far numbers may be apart: ``|a - b| <= atol + rtol * |b|``; NaN is equal to NaN."""
+class TensorPair:
+    """Two tensors of one shape.
 
-    rtol: float = 0.0
-    atol: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Two tensors of one shape; ``cast`` compares the first as the second's element type."""
+    Where ``is_cast`` the first is rounded, or widened, to the second's element type.
+    """
 
     one: TensorEntry
     other: TensorEntry
-    cast: bool = False
+    is_cast: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -53,11 +49,6 @@ class Pair:
     def itemsize(self) -> int:
         """Return the bytes that are read for an element of each."""
         return self.one.source_dtype.itemsize + self.other.source_dtype.itemsize
-
-    @property
-    def is_cast(self) -> bool:
-        """Return whether the first is rounded, or widened, to the second's element type."""
-        return self.cast and self.one.dtype != self.other.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +104,7 @@ class DifferingTensor:
         return Problem(message, "tensor-differs", file=one.file, tensor=self.name)
 
 
-def differing_tensor(pair: Pair, difference: Difference) -> DifferingTensor:
+def differing_tensor(pair: TensorPair, difference: Difference) -> DifferingTensor:
     """Return the difference of a pair, with the holders of its first element."""
     one, other = (_holder(entry, difference.first) for entry in (pair.one, pair.other))
     entry = pair.one
@@ -125,25 +116,53 @@ def _holder(entry: TensorEntry, at: tuple[int, ...]) -> Holder:
     return Holder(chunk.at.file, chunk.rank)
 
 
+@dataclass(frozen=True, slots=True)
+class TensorComparison:
+    """The differences of tensors by the first one's name.
+
+    ``unreadable`` says of which side, 0 or 1, what could not be read.
+    """
+
+    differences: dict[str, Difference] = field(default_factory=dict)
+    unreadable: dict[str, tuple[int, CkptoolError]] = field(default_factory=dict)
+
+
 def compare(
-    pairs: Sequence[Pair],
+    pairs: Sequence[TensorPair],
     reads: tuple[CheckedSource, CheckedSource],
-    tolerance: Tolerance | None,
+    options: CompareOptions,
     workers: int,
     progress: Progress = lambda nbytes: None,
 ) -> TensorComparison:
     """Compare all pairs on a few threads, a few MiB of memory each.
 
     Bit by bit without a tolerance: equal NaN patterns are equal, 0.0 and -0.0 are not; after a cast
-    any NaN is equal to any other. The chunks of every tensor must tile it exactly. Raises
-    Unsupported where a cast needs torch and it is not there.
+    any NaN is equal to any other. Numbers are equal where ``|a - b| <= atol + rtol * |b|``, and NaN
+    to NaN. The chunks of every tensor must tile it exactly. Raises Unsupported where a cast needs
+    torch and it is not there.
     """
-    comparison = TensorComparison(tolerance)
-    read_tiles(_Sides(*reads), _jobs(pairs), comparison.compare, workers, progress)
-    return comparison
+    found, lock = TensorComparison(), threading.Lock()
+
+    def look(pair: TensorPair, tiles: Iterator[PairTile]) -> None:
+        name = pair.one.name
+        if name in found.unreadable:
+            return
+        try:
+            for tile in tiles:
+                difference = _difference(pair, tile, options)
+                if difference is not None:
+                    with lock:
+                        known = found.differences.get(name)
+                        found.differences[name] = _sum(known, difference) if known else difference
+        except _Unreadable as failure:
+            with lock:
+                found.unreadable.setdefault(name, (failure.side, failure.error))
+
+    read_tiles(_Sides(*reads), _jobs(pairs), look, workers, progress)
+    return found
 
 
-def _jobs(pairs: Iterable[Pair]) -> Iterator[Job[Pair, _SideReaders, PairTile]]:
+def _jobs(pairs: Iterable[TensorPair]) -> Iterator[Job[TensorPair, _SideReaders, PairTile]]:
     """Yield some tiles of a pair at a time."""
     for pair in pairs:
         itemsize = max(pair.one.source_dtype.itemsize, pair.other.source_dtype.itemsize)
@@ -152,11 +171,15 @@ def _jobs(pairs: Iterable[Pair]) -> Iterator[Job[Pair, _SideReaders, PairTile]]:
             yield Job(pair, partial(_read_both, pair, batch))
 
 
-def _read_both(pair: Pair, boxes: Sequence[Box], readers: _SideReaders) -> Iterator[PairTile]:
+def _read_both(pair: TensorPair, boxes: Sequence[Box], readers: _SideReaders) -> Iterator[PairTile]:
     for box in boxes:
-        one = _read_side(0, readers.one, pair.one, box)
-        other = _read_side(1, readers.other, pair.other, box)
-        yield PairTile(box, one, other, box.volume * pair.itemsize)
+        values = []
+        for side, entry in enumerate((pair.one, pair.other)):
+            try:
+                values.append(readers[side].read_values(entry, box))
+            except CkptoolError as error:
+                raise _Unreadable(side, error) from error
+        yield PairTile(box, values[0], values[1], box.volume * pair.itemsize)
 
 
 class _Unreadable(Exception):
@@ -165,13 +188,6 @@ class _Unreadable(Exception):
     def __init__(self, side: int, error: CkptoolError) -> None:
         super().__init__(str(error))
         self.side, self.error = side, error
-
-
-def _read_side(side: int, reader: Gatherer, entry: TensorEntry, box: Box) -> Array:
-    try:
-        return reader.read_values(entry, box)
-    except CkptoolError as error:
-        raise _Unreadable(side, error) from error
 
 
 class _SideReaders(NamedTuple):
@@ -195,39 +211,6 @@ class _Sides(NamedTuple):
         return _SideReaders(self.one.reader(), self.other.reader())
 
 
-class TensorComparison:
-    """The differences so far, of all threads, by the first one's name.
-
-    ``unreadable`` says of which side, 0 or 1, what could not be read.
-    """
-
-    def __init__(self, tolerance: Tolerance | None) -> None:
-        self.differences: dict[str, Difference] = {}
-        self.unreadable: dict[str, tuple[int, CkptoolError]] = {}
-        self._tolerance = tolerance
-        self._lock = threading.Lock()
-
-    def compare(self, pair: Pair, tiles: Iterator[PairTile]) -> None:
-        """Compare some tiles of a pair, unless others of it could not be read."""
-        if pair.one.name in self.unreadable:
-            return
-        try:
-            for tile in tiles:
-                difference = _difference(pair, tile.one, tile.other, self._tolerance)
-                if difference is not None:
-                    self._add(pair, tile.box, difference)
-        except _Unreadable as failure:
-            with self._lock:
-                self.unreadable.setdefault(pair.one.name, (failure.side, failure.error))
-
-    def _add(self, pair: Pair, box: Box, difference: Difference) -> None:
-        first = tuple(low + step for low, step in zip(box.lo, difference.first, strict=True))
-        difference = replace(difference, first=first)
-        with self._lock:
-            known = self.differences.get(pair.one.name)
-            self.differences[pair.one.name] = _sum(known, difference) if known else difference
-
-
 def _sum(one: Difference, other: Difference) -> Difference:
     first = min(one, other, key=lambda item: item.first)
     sizes = [item.largest for item in (one, other) if item.largest is not None]
@@ -235,23 +218,21 @@ def _sum(one: Difference, other: Difference) -> Difference:
     return Difference(elements, first.first, first.values, max(sizes, default=None))
 
 
-def _difference(
-    pair: Pair, one: Array, other: Array, tolerance: Tolerance | None
-) -> Difference | None:
-    """Return how a tile of a pair differs, with ``first`` plural from the start of the tile."""
-    types = pair.one.dtype, pair.other.dtype
+def _difference(pair: TensorPair, tile: PairTile, options: CompareOptions) -> Difference | None:
+    """Return how a tile of a pair differs, None where it does not."""
+    one, other, types = tile.one, tile.other, (pair.one.dtype, pair.other.dtype)
     if pair.is_cast:
         one, types = cast(one, *types), (types[1], types[1])
     if types[0] == types[1] and _same_bits(one, other):
         return None
     flat = one.reshape(-1), other.reshape(-1)
-    if tolerance is None or not all(map(is_numeric, types)):
+    if options.as_numbers and all(map(is_numeric, types)):
+        differ = are_apart(*_numbers(flat, types), options.rtol or 0, options.atol or 0)
+    else:
         differ = _bits(*flat)
         if pair.is_cast and is_numeric(types[1]):
             differ &= ~both_nan(*_numbers(flat, types))
-    else:
-        differ = are_apart(*_numbers(flat, types), tolerance.rtol, tolerance.atol)
-    return _describe(flat, types, differ, one.shape)
+    return _describe(flat, types, differ, tile.box)
 
 
 def _numbers(flat: tuple[Array, Array], types: tuple[DType, DType]) -> tuple[Array, Array]:
@@ -274,13 +255,14 @@ def _describe(
     flat: tuple[Array, Array],
     types: tuple[DType, DType],
     differ: Array,
-    shape: tuple[int, ...],
+    box: Box,
 ) -> Difference | None:
     count = int(np.count_nonzero(differ))
     if not count:
         return None
     at = int(differ.argmax())
-    first = tuple(int(step) for step in np.unravel_index(at, shape))
+    steps = zip(box.lo, np.unravel_index(at, box.shape), strict=True)
+    first = tuple(low + int(step) for low, step in steps)
     values = [
         element_text(side[at : at + 1], dtype) for side, dtype in zip(flat, types, strict=True)
     ]

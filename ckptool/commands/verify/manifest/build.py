@@ -16,9 +16,9 @@ from ckptool.commands.verify.compare.coverage import (
     excluded_by_rewrite,
     rewritten_coverage,
 )
-from ckptool.commands.verify.compare.names import readable, stored_tensors, unread_notes
+from ckptool.commands.verify.compare.names import readable, stored_problems, unread_notes
 from ckptool.commands.verify.compare.values import text_digest, value_text
-from ckptool.commands.verify.findings import VerifyReport, ignored_errors
+from ckptool.commands.verify.findings import VerifyReport, conflict_problems, ignored_errors
 from ckptool.commands.verify.manifest.schema import (
     FileProof,
     Manifest,
@@ -31,13 +31,14 @@ from ckptool.commands.verify.verify import Started, examine
 from ckptool.core.catalog import Catalog
 from ckptool.core.text import plural
 from ckptool.engine.check.digest import digests, file_digests
-from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.read.tensors import CheckedSource, TensorSource
 from ckptool.errors import CkptoolError, Damaged, Hostile, Problem
 from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
 from ckptool.storage.url import Location
 
 _LONGEST_JSON = 1024
+_UNPLACED = "sharding-unrecorded"
+"""The code of names whose parts are there, but nothing says how they fit together."""
 
 
 def build_manifest(
@@ -85,14 +86,9 @@ def build_manifest(
 
 
 def _not_written(report: VerifyReport, target: Location, options: VerifyOptions) -> VerifyReport:
-    summary = f"FAILED: {count_problems(report, options)}; {target} not written"
+    problems = plural(report.count_failures(options.strict), "problem")
+    summary = f"FAILED: {problems}{ignored_errors(report.ignored)}; {target} not written"
     return replace(report, ok=False, summary=summary)
-
-
-def count_problems(report: VerifyReport, options: VerifyOptions) -> str:
-    """Return such as ``13 problems; 1 error ignored: ...``: each thing that is wrong counts."""
-    count = sum(finding.count for finding in report.fails(options.strict))
-    return f"{plural(count, 'problem')}{ignored_errors(report.ignored)}"
 
 
 def contents_text(manifest: Manifest) -> str:
@@ -145,15 +141,14 @@ def measure(
     workers = options.workers or source.workers
     located, lost = readable(opened, catalog)
     entries = list(located.tensors.values())
-    problems = [*_contradictions(catalog), *lost.values()]
+    problems = [p for p in conflict_problems(catalog) if p.code != _UNPLACED]
+    problems += lost.values()
     checked = CheckedSource(source)
     hexes: dict[str, str] = {}
     try:
         hexes = digests(entries, TensorSource(source) if known else checked, workers, progress)
         if not known:
-            stored = [part for entry in entries for part in stored_tensors(entry)]
-            problems += checked.problems(stored, workers)
-            problems += differing_replicas(stored, source)
+            problems += stored_problems(checked, entries, workers)
     except CkptoolError as error:
         problems += error.problems
     tensors = {
@@ -168,29 +163,13 @@ def measure(
     return Measurement(manifest, problems, nbytes)
 
 
-def _contradictions(catalog: Catalog) -> list[Problem]:
-    unplaced = _unplaced(catalog)
-    return [
-        Problem(why, why.code if isinstance(why, Problem) else "ranks-disagree", tensor=name)
-        for name, why in catalog.conflicts.items()
-        if name not in unplaced
-    ]
-
-
-def _unplaced(catalog: Catalog) -> dict[str, str]:
-    """Return the names whose parts are there, but nothing says how they fit together."""
-    return {
-        name: str(why)
-        for name, why in catalog.conflicts.items()
-        if isinstance(why, Problem) and why.code == "sharding-unrecorded"
-    }
-
-
 def _values(catalog: Catalog) -> tuple[dict[str, ValueProof], dict[str, str]]:
     """Return the proof of each value, and what has none."""
     known = Foreign()
     proofs, unproved = {}, {str(note.tensor): str(note) for note in unread_notes(catalog)}
-    unproved |= _unplaced(catalog)
+    for name, why in catalog.conflicts.items():
+        if isinstance(why, Problem) and why.code == _UNPLACED:
+            unproved[name] = str(why)
     for name, entry in catalog.objects.items():
         if UNREAD_TENSOR in known.of(entry.value):
             unproved[name] = f"unsupported type {type_name(entry.value)}; not read"

@@ -7,23 +7,11 @@ from dataclasses import replace
 
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.rewrite import rewrite
-from ckptool.commands.verify.compare.coverage import (
-    amount,
-    excluded,
-    excluded_by_rewrite,
-    rewritten_coverage,
-)
-from ckptool.commands.verify.compare.names import (
-    Counterpart,
-    applicable,
-    counterpart,
-    holds_no_values,
-)
+from ckptool.commands.verify.compare.coverage import align, amount, rewritten_coverage
+from ckptool.commands.verify.compare.names import Counterpart, holds_no_values
 from ckptool.commands.verify.findings import VerifyReport, ignored_errors
 from ckptool.commands.verify.manifest.build import (
     contents_text,
-    count_problems,
     excluded_text,
     file_sizes,
     measure,
@@ -60,29 +48,29 @@ def check_manifest(
     if opened is None:
         summary = f"FAILED: cannot be read, so not compared with {recorded_in}"
         return replace(verification.report(), ok=False, summary=summary)
-    names = manifest_catalog(manifest)
-    made = rewrite(opened, applicable(rewriting, opened.catalog, names))
-    chosen = counterpart(names, made.catalog, rewriting.selection)
+    aligned = align(opened, rewriting, manifest_catalog(manifest), recorded_in)
+    made, chosen = aligned.made, aligned.theirs
     recorded = manifest if rewriting == RewriteOptions() else narrowed(manifest, chosen)
     sizes = file_sizes(opened.catalog)
     files = [name for name, proof in recorded.files.items() if sizes.get(name) == proof.nbytes]
     measured, problems, nbytes = measure(opened, made.catalog, options, started, files, {})
     problems += differences(recorded, measured, made.catalog, opened.catalog)
-    problems += excluded_by_rewrite(made, opened.path)
-    problems += excluded(recorded_in, chosen.excluded, chosen.excluded_values)
+    problems += aligned.notes
     alike = [name for name in recorded.tensors if name in measured.tensors]
     values = len(recorded.values.keys() & measured.values.keys())
     is_compared = bool(alike) or (bool(values) and not measured.tensors)
     if not is_compared:
         problems.append(Problem("no tensor or value was compared", "nothing-compared"))
     report = verification.report(problems, compared=made.catalog, nbytes=nbytes)
+    ignored = ignored_errors(report.ignored)
     if not report.ok or not is_compared:
-        summary = f"FAILED: does not match {recorded_in}: {count_problems(report, options)}"
+        wrong = f"{plural(report.count_failures(options.strict), 'problem')}{ignored}"
+        summary = f"FAILED: does not match {recorded_in}: {wrong}"
         return replace(report, ok=False, summary=summary)
     equal = contents_text(_equal_part(recorded, measured))
     rest = excluded_text(rewritten_coverage(made, alike, values).rest, path)
     rest += excluded_text(amount(chosen.excluded, chosen.excluded_values), recorded_in)
-    summary = f"OK: matches {recorded_in}: {equal}{rest}{ignored_errors(report.ignored)}"
+    summary = f"OK: matches {recorded_in}: {equal}{rest}{ignored}"
     return replace(report, summary=summary)
 
 

@@ -25,9 +25,9 @@ from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.options.target import ReshardOptions
 from ckptool.commands.options.verify import CompareOptions, VerifyOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
-from ckptool.commands.verify.compare.against import AgainstOptions, AgainstReport
+from ckptool.commands.verify.compare.against import AgainstReport
 from ckptool.commands.verify.compare.against import against as run_against
-from ckptool.commands.verify.compare.tensors import Pair, Tolerance, compare
+from ckptool.commands.verify.compare.tensors import TensorPair, compare
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.casts import Casts
 from ckptool.core.catalog import Chunk, Extent, TensorEntry
@@ -46,7 +46,7 @@ def against(one: Path, other: Path, **options: Any) -> AgainstReport:
     selection = taken(Selection, options)
     rewrite = replace(taken(RewriteOptions, options), selection=selection)
     comparison = CompareOptions(**options)
-    return run_against(one, AgainstOptions(other, rewrite, comparison, verify))
+    return run_against(one, other, verify, rewrite, comparison)
 
 
 def codes(report: AgainstReport) -> set[str]:
@@ -332,8 +332,8 @@ def test_a_damaged_file_of_one_side_is_one_finding(copy_of: Callable[[str], Path
 
 def test_what_is_ignored_is_not_equal_to_anything(saved: Callable[..., tuple[Path, Path]]) -> None:
     one, other = saved(increased)
-    options = AgainstOptions(other, verify=VerifyOptions(ignore=("tensor-differs",)))
-    summary = run_against(one, options).verify.summary
+    options = VerifyOptions(ignore=("tensor-differs",))
+    summary = run_against(one, other, options, RewriteOptions(), CompareOptions()).verify.summary
     assert summary.startswith(f"EQUAL: {len(state()) - 3} tensors ")
     assert summary.endswith("; 1 error ignored: tensor-differs (one.safetensors)")
 
@@ -380,7 +380,7 @@ def test_tolerance_means_what_torch_means(
     seed: int, other: int, first: str, second: str, rtol: float, atol: float
 ) -> None:
     one, two = random_tensor(seed, first), random_tensor(other, second)
-    found = compared(one, two, Tolerance(rtol, atol))
+    found = compared(one, two, CompareOptions(rtol=rtol, atol=atol))
     wide = torch.complex128 if "complex64" in (first, second) else torch.float64
     a, b = one.to(wide), two.to(wide)
     if wide is torch.complex128:
@@ -389,7 +389,7 @@ def test_tolerance_means_what_torch_means(
     assert found == int((~near).sum())
 
 
-def compared(one: torch.Tensor, other: torch.Tensor, tolerance: Tolerance | None) -> int:
+def compared(one: torch.Tensor, other: torch.Tensor, options: CompareOptions) -> int:
     """How many elements of two tensors differ, compared as files."""
     import tempfile
 
@@ -405,7 +405,7 @@ def compared(one: torch.Tensor, other: torch.Tensor, tolerance: Tolerance | None
             )
         source = LocalSource(Path(folder), {})
         reads = CheckedSource(source), CheckedSource(source)
-        found = compare([Pair(entries[0], entries[1])], reads, tolerance, 1)
+        found = compare([TensorPair(entries[0], entries[1])], reads, options, 1)
         return found.differences["t"].elements if found.differences else 0
 
 
