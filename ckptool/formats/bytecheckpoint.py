@@ -21,7 +21,7 @@ from ckptool.errors import Damaged, Problem, coded
 from ckptool.formats.base import Format, ScanOptions
 from ckptool.formats.companions import join_catalogs, relocate, scan_subfolder
 from ckptool.formats.dcp import scan_folder
-from ckptool.serialization.archive.read import StoredBytes, TorchFile, read_torch_file
+from ckptool.serialization.archive.read import StoredBytes, TorchFile
 from ckptool.serialization.archive.tensors import (
     StoredTensor,
     locate_tensor,
@@ -34,7 +34,7 @@ from ckptool.serialization.pickle.records import Call
 from ckptool.serialization.source import Source, find_missing_ranks, read_metadata, require_rank
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.flat_params import FLAT, Member, unflatten
-from ckptool.serialization.state_dict.leaves import read_leaves
+from ckptool.serialization.state_dict.leaves import read_file_leaves
 from ckptool.serialization.state_dict.values import note_unread
 
 _Metadata = Mapping[str, Any]
@@ -246,13 +246,7 @@ def _extra_state(source: Source, options: ScanOptions, world: int) -> list[Catal
         return []
     require_rank(max(files), _EXTRA.pattern)
     ranks = {
-        rank: read_leaves(
-            read_torch_file(source, file),
-            source,
-            prefix=("extra_state",),
-            rank_state=True,
-            refuse=True,
-        )
+        rank: read_file_leaves(source, file, prefix=("extra_state",), rank_state=True)
         for rank, file in sorted(files.items())
     }
     state = assemble(ranks, per_rank=options.per_rank)

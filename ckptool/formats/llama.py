@@ -41,12 +41,16 @@ from ckptool.errors import Damaged, Problem, Refusal, Undetermined, Unsupported
 from ckptool.formats.base import Format, Request, ScanOptions
 from ckptool.formats.companions import companions, read_json_object, size_in
 from ckptool.formats.writing import lay_out_companions, require_placed, select_plain
-from ckptool.serialization.archive.read import read_torch_file
 from ckptool.serialization.archive.write import lay_out_archive
 from ckptool.serialization.pickle.write import TensorRef
 from ckptool.serialization.source import Source, expect_archives, find_missing_ranks, require_rank
 from ckptool.serialization.state_dict.assemble import assemble
-from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, RankLeaves, read_leaves
+from ckptool.serialization.state_dict.leaves import (
+    Leaf,
+    PlainLeaf,
+    RankLeaves,
+    read_file_leaves,
+)
 from ckptool.serialization.state_dict.values import note_unread
 
 _EMBEDDING = re.compile(r"(.*\.)?tok_embeddings\.weight")
@@ -214,7 +218,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         message += f" (model-parallel ranks {missing} of {world})"
         raise Damaged(message, "rank-missing")
     expect_archives(source, (files[rank] for rank in sorted(files)))
-    ranks = {rank: _leaves(source, files[rank]) for rank in sorted(files)}
+    ranks = {rank: read_file_leaves(source, files[rank]) for rank in sorted(files)}
     sizes = sizes_of(read_json_object(source, _PARAMS))
     cut, conflicts, problems = _merge_cut(ranks, sizes, options.tp_rules)
     rest = {
@@ -255,10 +259,6 @@ def _lost_ranks(source: Source, catalog: Catalog) -> list[Problem]:
 def _info(sizes: LlamaSizes, world: int) -> dict[str, str]:
     info = {"writer": "Meta llama (by its file names)", "parallelism": f"TP {world}"}
     return info | ({"arguments": sizes.arguments} if sizes.arguments else {})
-
-
-def _leaves(source: Source, file: str) -> dict[str, Leaf]:
-    return read_leaves(read_torch_file(source, file), source, refuse=True)
 
 
 def _merge_cut(

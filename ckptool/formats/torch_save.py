@@ -17,11 +17,11 @@ from ckptool.errors import Damaged, Problem, Refusal, Unrecognised
 from ckptool.formats.base import FileRole, FileRule, Format, Request, ScanOptions
 from ckptool.formats.companions import companions, describe_config, describe_framework
 from ckptool.formats.writing import nest_state, note_companions, select_plain
-from ckptool.serialization.archive.read import is_legacy, is_zip, read_torch_file
+from ckptool.serialization.archive.read import is_legacy, is_zip
 from ckptool.serialization.archive.write import lay_out_archive
 from ckptool.serialization.source import Source, expect_archives, read_metadata, require
 from ckptool.serialization.state_dict.assemble import assemble
-from ckptool.serialization.state_dict.leaves import Leaf, ShareLeaf, read_leaves
+from ckptool.serialization.state_dict.leaves import Leaf, ShareLeaf, read_file_leaves
 from ckptool.serialization.state_dict.values import note_unread
 
 INDEX = "pytorch_model.bin.index.json"
@@ -52,7 +52,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     if len(source.files) != 1 and not is_model:
         raise Unrecognised(f"{source.root}: not one torch.save file")
     file = _MODEL if is_model else next(iter(source.files))
-    leaves = read_leaves(read_torch_file(source, file), source, refuse=True)
+    leaves = read_file_leaves(source, file)
     contents = assemble({_rank_of(leaves): leaves}, per_rank=options.per_rank)
     options.report(contents.problems, subject=file)
     if not contents.tensors and not contents.objects and not contents.conflicts:
@@ -133,7 +133,7 @@ def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
 
 def _shard_leaves(source: Source, file: str) -> dict[str, Leaf]:
     require(source, file, wanted_by=INDEX)
-    return read_leaves(read_torch_file(source, file), source, refuse=True)
+    return read_file_leaves(source, file)
 
 
 def read_weight_map(source: Source, index: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptool.core.catalog import UNREAD, Catalog, ObjectEntry, TensorEntry, merge_copies
 from ckptool.core.sharding.infer import with_inferred_mesh
-from ckptool.errors import Problem, Refusal
+from ckptool.errors import Problem
 from ckptool.formats.base import Deferred, FileRole, FileRule, Format, ScanOptions
 from ckptool.formats.companions import add_tensor_parallelism, describe_framework
 from ckptool.formats.dcp.inventory import (
@@ -28,11 +28,10 @@ from ckptool.formats.dcp.inventory import (
 )
 from ckptool.formats.dcp.items import locate, read_values
 from ckptool.formats.dcp.metadata import DcpMetadata, SavePlan
-from ckptool.serialization.archive.read import read_torch_file
 from ckptool.serialization.source import Source, expect_edges
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.flat_params import HINT, find_members, is_flat, unflatten
-from ckptool.serialization.state_dict.leaves import Assembled, read_leaves
+from ckptool.serialization.state_dict.leaves import Assembled, read_file_leaves
 from ckptool.serialization.state_dict.tree import find_free_name
 from ckptool.serialization.state_dict.values import note_unread
 
@@ -85,11 +84,10 @@ def read_folder(
         contents.notes.append(f"{len(names):,} values in data files not read; --values reads them")
     if _LIGHTNING in source.files:
         _add(contents, options.attempt(partial(_read_lightning, source)))
-    conflicts = [why for why in contents.conflicts.values() if not isinstance(why, Refusal)]
+    refusals = contents.refusals
+    conflicts = [why for name, why in contents.conflicts.items() if name not in refusals]
     options.report([*contents.problems, *conflicts], subject=source.root, hint=DAMAGE_HINT)
-    contents.conflicts = {
-        name: why for name, why in contents.conflicts.items() if isinstance(why, Refusal)
-    }
+    contents.conflicts = dict(refusals)
     return _catalog(source, parsed, inventory, contents), parsed
 
 
@@ -99,7 +97,7 @@ def _add_values(
     items = [item for items in inventory.values.values() for _, item in items]
     expect_edges(source, ((item.file, item.offset, item.nbytes) for item in items))
     for name, of_ranks in inventory.values.items():
-        work = partial(read_values, source, name, of_ranks, inventory.path(name), refuse=True)
+        work = partial(read_values, source, name, of_ranks, inventory.path(name))
         _add(contents, options.attempt(work))
 
 
@@ -138,8 +136,7 @@ def _unflatten(source: Source, catalog: Catalog, options: ScanOptions) -> Catalo
 
 def _read_lightning(source: Source) -> Assembled:
     """Read Lightning's ``meta.pt``, a family of its own beside the DCP files."""
-    file = read_torch_file(source, _LIGHTNING)
-    return assemble({0: read_leaves(file, source, prefix=("meta",), refuse=True)})
+    return assemble({0: read_file_leaves(source, _LIGHTNING, prefix=("meta",))})
 
 
 def _catalog(

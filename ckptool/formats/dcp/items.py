@@ -32,6 +32,7 @@ from ckptool.errors import (
     Unsupported,
     coded,
     damaged,
+    refused,
 )
 from ckptool.formats.dcp.inventory import DAMAGE_HINT
 from ckptool.serialization.archive.read import TorchFile, is_zip, read_torch_zip
@@ -80,26 +81,18 @@ class _Opened:
 
 
 def read_values(
-    source: Source,
-    name: str,
-    items: list[tuple[int, Container]],
-    path: Path,
-    *,
-    refuse: bool = False,
+    source: Source, name: str, items: list[tuple[int, Container]], path: Path
 ) -> Assembled:
     """Read a bytes item, of one rank or of each. Tensors inside become tensors of their own.
 
-    Raises a SourceError where it cannot be read, or must not be; with ``refuse`` that is a
-    conflict under the item's name.
+    Where it cannot be read, or must not be, that is a conflict under the item's name.
     """
     ranks: dict[int, dict[str, Leaf]] = {}
     for rank, item in items:
         try:
             with coded(UNCODED, tensor=name):
-                ranks[rank] = _value_leaves(source, name, item, path, refuse=refuse)
+                ranks[rank] = _value_leaves(source, name, item, path)
         except SourceError as error:
-            if not refuse:
-                raise
             return Assembled(conflicts={name: _refusal(name, error.message)})
     return assemble(ranks)
 
@@ -109,18 +102,16 @@ def _refusal(name: str, problem: Problem) -> Refusal:
     return Refusal(message, problem.code, file=problem.file, tensor=name)
 
 
-def _value_leaves(
-    source: Source, name: str, item: Container, path: Path, *, refuse: bool
-) -> dict[str, Leaf]:
+def _value_leaves(source: Source, name: str, item: Container, path: Path) -> dict[str, Leaf]:
     """Return what an item holds; where some of it is refused, the item is, as it is one value."""
     opened = _open(source, item, name, _LARGEST_VALUE, _LARGEST_VALUE)
-    leaves = read_leaves(opened.file, source, prefix=path, refuse=refuse)
+    leaves = read_leaves(opened.file, source, prefix=path)
     has_tensor = any(isinstance(leaf.value, PlainLeaf | ShareLeaf) for leaf in leaves.values())
-    refused = [leaf.value for leaf in leaves.values() if isinstance(leaf.value, Refusal)]
-    if refused:
-        refusal = _refusal(name, refused[0])
+    parts = [leaf.value for leaf in leaves.values() if isinstance(leaf.value, Refusal)]
+    if parts:
+        refusal = _refusal(name, parts[0])
         refusal.record = opened.file.inert
-        refusal.may_be_tensor = has_tensor or any(part.may_be_tensor for part in refused)
+        refusal.may_be_tensor = has_tensor or any(part.may_be_tensor for part in parts)
         return {name: Leaf(path, refusal)}
     if has_tensor:
         return {n: _locate_leaf(leaf, opened) for n, leaf in leaves.items()}
@@ -197,6 +188,8 @@ def _read_inner_tensors(source: Source, entry: TensorEntry) -> Assembled | None:
     if not is_one or not isinstance(item, Container) or item.part or chunk.box.shape != entry.shape:
         return None
     inner = read_values(source, entry.name, [(chunk.rank or 0, item)], entry.path)
+    if inner.refusals:
+        raise refused([*inner.refusals.values()], subject=entry.name)
     return inner if inner.tensors and not inner.problems else None
 
 

@@ -290,7 +290,7 @@ def read_engine_leaves(state: State, source: Source) -> dict[str, Leaf]:
             (values if key in _ENGINE else client)[key] = value
     if client:
         values[CLIENT] = client
-    return read_leaves(state.file.narrowed(values), source, refuse=True)
+    return read_leaves(state.file.narrowed(values), source)
 
 
 def list_refused_leaves(
@@ -324,13 +324,13 @@ def read_optimizer_leaves(optimizer: State, source: Source) -> dict[str, Leaf]:
     if not values:
         return {}
     file = optimizer.file.narrowed(values)
-    return read_leaves(file, source, prefix=("optimizer",), refuse=True)
+    return read_leaves(file, source, prefix=("optimizer",))
 
 
 def read_raw_leaves(optimizer: Any, state: State, source: Source) -> dict[str, Leaf]:
     """Return an optimizer's state dict as it is, for each rank."""
     file = state.file.narrowed(optimizer)
-    return read_leaves(file, source, prefix=("optimizer",), rank_state=True, refuse=True)
+    return read_leaves(file, source, prefix=("optimizer",), rank_state=True)
 
 
 def find_param_groups(optimizer: Any) -> Any:

@@ -137,7 +137,7 @@ def _read_rank(
     for path, parts in read_records(fields.get("sharded_state_dict"), file, rank):
         if isinstance(parts, Leaf):
             inner = file.narrowed(parts.value)
-            others |= read_leaves(inner, source, prefix=parts.path, rank_state=True, refuse=True)
+            others |= read_leaves(inner, source, prefix=parts.path, rank_state=True)
         elif _MODEL.fullmatch(str(path[0])):
             parameter = _read_parameter(path, parts, rank, ranks)
             if not is_buffer(parameter.name):
@@ -147,7 +147,7 @@ def _read_rank(
                 ranks.add(part.key, part.dtype, part.whole, part.chunk)
                 entry = TensorEntry(part.key, (part.key,), part.dtype, part.whole, ())
                 groups |= group_buckets([entry]).keys()
-    others |= read_leaves(file.narrowed(fields.get("common")), source, refuse=True)
+    others |= read_leaves(file.narrowed(fields.get("common")), source)
     for group in groups:
         ranks.buffers[group] = group_parameters(
             runs.values(), experts=group[0] > 0, expert_parallel=expert_parallel

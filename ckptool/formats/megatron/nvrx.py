@@ -108,7 +108,7 @@ def _read_plain(source: Source, files: Mapping[int, TorchFile], options: ScanOpt
     ranks: dict[int, dict[str, Leaf]] = {}
     for rank, file in files.items():
         state = file.narrowed(read_state_fields(file).get("state_dict"))
-        ranks[rank] = read_leaves(state, source, refuse=True)
+        ranks[rank] = read_leaves(state, source)
     plain = [n for own in ranks.values() for n, leaf in own.items() if _is_plain(leaf)]
     require_matched(options.tp_rules, plain)
     tensors, conflicts = _merge_by_rules(ranks, options)

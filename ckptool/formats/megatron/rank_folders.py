@@ -195,7 +195,7 @@ def _read_folder(source: Source, rank: Rank, number: int, file: TorchFile, name:
     distributed = read_torch_file(source, beside) if beside in source.files else None
     runs: dict[int, dict[str, PlainLeaf]] = {}
     rest: dict[str, Leaf] = {}
-    for full, leaf in read_leaves(file, source, refuse=True).items():
+    for full, leaf in read_leaves(file, source).items():
         virtual = parse_virtual_stage(str(leaf.path[0])) if len(leaf.path) > 1 else None
         if isinstance(leaf.value, Refusal):
             rest[full] = leaf
@@ -207,7 +207,7 @@ def _read_folder(source: Source, rank: Rank, number: int, file: TorchFile, name:
     if not runs:
         raise Damaged(f"{name}: no model in it", "data-missing")
     if distributed is not None:
-        state = read_leaves(distributed, source, prefix=("optimizer", "state"), refuse=True)
+        state = read_leaves(distributed, source, prefix=("optimizer", "state"))
         rest |= {full: leaf for full, leaf in state.items() if isinstance(leaf.value, Refusal)}
     return RankFolder(rank, number, file, runs, rest, distributed)
 

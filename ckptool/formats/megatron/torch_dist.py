@@ -39,12 +39,11 @@ from ckptool.formats.dcp import DcpMetadata, read_folder
 from ckptool.formats.megatron.model import find_arguments
 from ckptool.formats.megatron.optimizer.torch_dist import name_state
 from ckptool.formats.writing import lay_out_companions, select_plain
-from ckptool.serialization.archive.read import read_torch_file
 from ckptool.serialization.archive.write import lay_out_archive
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.assemble import assemble
-from ckptool.serialization.state_dict.leaves import read_leaves
+from ckptool.serialization.state_dict.leaves import read_file_leaves
 from ckptool.serialization.state_dict.tree import assign_names, flatten, nest
 
 FORMAT_NAME = "megatron-torch_dist"
@@ -211,7 +210,7 @@ def _add_common(source: Source, catalog: Catalog) -> Catalog:
     """Return the catalog with the values and tensors of ``common.pt``."""
     if COMMON not in source.files:
         return catalog
-    common = assemble({0: read_leaves(read_torch_file(source, COMMON), source, refuse=True)})
+    common = assemble({0: read_file_leaves(source, COMMON)})
     if common.problems:
         raise damaged(common.problems, subject=COMMON)
     twice = common.objects.keys() & catalog.objects.keys()

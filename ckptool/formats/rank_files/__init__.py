@@ -38,7 +38,6 @@ from ckptool.formats.rank_files.torch_checkpointing import (
     safetensors_leaves,
 )
 from ckptool.formats.torch_save import INDEX
-from ckptool.serialization.archive.read import read_torch_file
 from ckptool.serialization.source import (
     Source,
     expect_archives,
@@ -58,7 +57,7 @@ from ckptool.serialization.state_dict.leaves import (
     PlainLeaf,
     RankLeaves,
     ShareLeaf,
-    read_leaves,
+    read_file_leaves,
 )
 from ckptool.serialization.state_dict.values import note_unread
 
@@ -163,8 +162,7 @@ def _read(source: Source, item: RankFile, declared: Declared | None) -> dict[str
     if item.file.endswith(".safetensors") and declared is not None:
         return safetensors_leaves(source, item.file, item.family, item.rank, declared)
     state = item.family.startswith(STATES_OF_A_RANK) or _is_flat_optimizer(source, item)
-    opened = read_torch_file(source, item.file)
-    return read_leaves(opened, source, rank_state=state, refuse=True)
+    return read_file_leaves(source, item.file, rank_state=state)
 
 
 def _is_flat_optimizer(source: Source, item: RankFile) -> bool:

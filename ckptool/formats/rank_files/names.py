@@ -16,10 +16,14 @@ from dataclasses import dataclass
 from ckptool.errors import CkptoolError, Damaged, Problem
 from ckptool.formats.rank_files.torch_checkpointing import METADATA
 from ckptool.serialization.archive.dtensor import DTensorShare, ShardedShare
-from ckptool.serialization.archive.read import read_torch_file
 from ckptool.serialization.source import Source, find_missing_ranks, require_rank
 from ckptool.serialization.state_dict.flat_params import is_flat
-from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, ShareLeaf, read_leaves
+from ckptool.serialization.state_dict.leaves import (
+    Leaf,
+    PlainLeaf,
+    ShareLeaf,
+    read_file_leaves,
+)
 
 _RANK_FILE = re.compile(
     r"(?P<family>.*?)[._-]?(?:world_size_(?P<world>[0-9]{1,9})_)?(?P<word>rank)?[._-]?"
@@ -205,7 +209,7 @@ def _recorded_ranks(
 def _recorded_rank(source: Source, file: str) -> tuple[int, int] | None:
     """Return the rank that wrote a file and how many there were, as its shares record it."""
     try:
-        leaves = _leaves(source, file).values()
+        leaves = read_file_leaves(source, file).values()
     except CkptoolError:
         return None
     shares = [
@@ -254,7 +258,7 @@ def _are_processes(source: Source, items: Sequence[RankFile]) -> bool:
     if stated or 0 in numbers:
         return True
     try:
-        contents = [_leaves(source, item.file) for item in items]
+        contents = [read_file_leaves(source, item.file) for item in items]
     except CkptoolError:
         return True
     if any(
@@ -264,10 +268,6 @@ def _are_processes(source: Source, items: Sequence[RankFile]) -> bool:
     ):
         return True
     return 1 in numbers and _have_equal_shapes(contents)
-
-
-def _leaves(source: Source, file: str) -> Mapping[str, Leaf]:
-    return read_leaves(read_torch_file(source, file), source, refuse=True)
 
 
 def _have_equal_shapes(contents: Sequence[Mapping[str, Leaf]]) -> bool:

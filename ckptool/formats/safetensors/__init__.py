@@ -18,7 +18,6 @@ from ckptool.formats.writing import (
     note_tied,
     select_plain,
 )
-from ckptool.serialization.archive.read import read_torch_file
 from ckptool.serialization.safetensors import (
     OutgoingSlice,
     lay_out_safetensors,
@@ -27,7 +26,7 @@ from ckptool.serialization.safetensors import (
 )
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.assemble import assemble
-from ckptool.serialization.state_dict.leaves import read_leaves
+from ckptool.serialization.state_dict.leaves import read_file_leaves
 
 
 def _main_file(source: Source) -> str | None:
@@ -67,7 +66,7 @@ def with_extra(catalog: Catalog, source: Source, extra: str) -> Catalog:
     """Add the tensors and values of the extra file to the catalog, where there is one."""
     if extra not in source.files:
         return catalog
-    more = assemble({0: read_leaves(read_torch_file(source, extra), source, refuse=True)})
+    more = assemble({0: read_file_leaves(source, extra)})
     twice = sorted(more.tensors.keys() & catalog.tensors.keys())
     if more.problems or twice:
         problems = [*more.problems, *(f"{n}: also in the main file" for n in twice)]

@@ -32,7 +32,7 @@ from ckptool.core.mesh import Mesh, Placement, Replicate, Shard
 from ckptool.core.selection import with_prefix
 from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.core.text import list_some
-from ckptool.errors import Damaged, Problem, Refusal, SourceError
+from ckptool.errors import Damaged, Problem, Refusal, SourceError, refused
 from ckptool.formats.base import Format, ScanOptions
 from ckptool.formats.torchsnapshot.manifest import (
     CONTAINERS,
@@ -183,12 +183,14 @@ class _Reader:
             return _NOTHING
         leaves = read_leaves(replace(opened[0], inert=rest[0]), self.places.source, prefix=path)
         parameters = assemble({0: leaves})
+        if parameters.refusals:
+            raise refused([*parameters.refusals.values()], subject=flat_name(path))
         return Catalog("", parameters.tensors, parameters.objects, {}) if leaves else _NOTHING
 
     def _object(self, path: Path, entry: Fields) -> Catalog:
         """Read a value that torch.save wrote; tensors in it become tensors of their own."""
         opened = self.places.open(*self.places.span(entry))
-        leaves = read_leaves(opened, self.places.source, prefix=path, refuse=True)
+        leaves = read_leaves(opened, self.places.source, prefix=path)
         value = assemble({0: leaves or {flat_name(path): Leaf(path, {})}})
         self.problems += value.problems
         self.notes += value.notes

@@ -18,7 +18,7 @@ from ckptool.serialization.archive.dtensor import (
     read_declared_share,
     read_share,
 )
-from ckptool.serialization.archive.read import TorchFile
+from ckptool.serialization.archive.read import TorchFile, read_torch_file
 from ckptool.serialization.archive.tensors import (
     StoredTensor,
     is_tensor_record,
@@ -30,7 +30,7 @@ from ckptool.serialization.pickle.load import require_harmless
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.tree import Walk, assign_names
-from ckptool.serialization.state_dict.values import collect_globals, require_bounded
+from ckptool.serialization.state_dict.values import collect_globals, require_bounded, walk_parts
 
 _DEEPEST = 100
 _T = TypeVar("_T")
@@ -92,34 +92,38 @@ class Assembled:
     conflicts: dict[str, str] = field(default_factory=dict)
     meshes: list[Mesh] = field(default_factory=list)
 
+    @property
+    def refusals(self) -> dict[str, Refusal]:
+        """Return the conflicts that are refusals, by name."""
+        return {name: why for name, why in self.conflicts.items() if isinstance(why, Refusal)}
+
+
+def read_file_leaves(
+    source: Source, file: str, *, prefix: Path = (), rank_state: bool = False
+) -> dict[str, Leaf]:
+    """Return the named values of a file that torch.save wrote, as ``read_leaves`` does."""
+    return read_leaves(read_torch_file(source, file), source, prefix=prefix, rank_state=rank_state)
+
 
 def read_leaves(
-    file: TorchFile,
-    source: Source,
-    *,
-    prefix: Path = (),
-    rank_state: bool = False,
-    refuse: bool = False,
+    file: TorchFile, source: Source, *, prefix: Path = (), rank_state: bool = False
 ) -> dict[str, Leaf]:
     """Return the named values of one file: tensors as leaves of their kind, all else as it is.
 
-    Raises Damaged where a tensor contradicts itself and Hostile where a value names what can run
-    code; with ``refuse`` the leaf is a ``Refusal`` then, and only what is in no leaf raises.
+    A tensor that contradicts itself, or a value that names what can run code, is a ``Refusal``.
+    Raises Hostile for what can run code and is in no leaf.
     """
     leaves: dict[str, Leaf] = {}
-    value = file.inert if refuse else file.value
-    if value == {}:
-        require_harmless(file.hostile)
+    unseen = dict(file.hostile)
+    if file.inert == {}:
+        require_harmless(unseen)
         return leaves
     walk = Walk(file.what, file.pickled)
-    unseen = dict(file.hostile)
-    named = assign_names(walk.leaves(value, prefix))
+    named = assign_names(walk.leaves(file.inert, prefix))
     values = (item for _, item in named.values() if not is_tensor_record(item))
     require_bounded(values, what=file.what)
     for name, (path, item) in named.items():
-        leaf: Any = _accuse(item, file.hostile, name, unseen) if file.hostile else None
-        if leaf is None:
-            leaf = _classify_or_refuse(item, file, source, name, refuse=refuse)
+        leaf = _classify_or_refuse(item, file, source, name, unseen)
         leaves[name] = Leaf(path, leaf, rank_state, _note(walk.notes, name, path))
     require_harmless(unseen)
     return leaves
@@ -139,10 +143,7 @@ def _note(notes: dict[Path, str], name: str, path: Path) -> str | None:
 def _accuse(
     value: Any, hostile: Mapping[Global, Problem], name: str, unseen: dict[Global, Problem]
 ) -> Refusal | None:
-    """Return why a value must not be read, where it names what can run code.
-
-    What it names is removed from ``unseen``.
-    """
+    """Return why a value must not be read, where it names what can run code."""
     named = collect_globals(value)
     inside = [item for item in hostile if item in named]
     for item in inside:
@@ -158,21 +159,19 @@ def _accuse(
     return refusal
 
 
-def explain_refusal(value: Any, file: TorchFile, source: Source, name: str) -> Refusal | None:
-    """Return why a value of a file cannot be read, or must not be; None where it can."""
-    why = _accuse(value, file.hostile, name, {}) if file.hostile else None
-    leaf = why or _classify_or_refuse(value, file, source, name, refuse=True)
-    return leaf if isinstance(leaf, Refusal) else None
-
-
 def _classify_or_refuse(
-    value: Any, file: TorchFile, source: Source, name: str, *, refuse: bool
+    value: Any, file: TorchFile, source: Source, name: str, unseen: dict[Global, Problem]
 ) -> Any:
+    """Return a tensor's leaf or any other value itself; or why it cannot be read, or must not be.
+
+    What the value names that can run code is removed from ``unseen``.
+    """
+    why = _accuse(value, file.hostile, name, unseen) if file.hostile else None
+    if why is not None:
+        return why
     try:
         return _classify(value, file, source, name)
     except Damaged as error:
-        if not refuse:
-            raise
         problem = error.message
         return Refusal(problem, problem.code, file=problem.file, tensor=name)
 
@@ -221,16 +220,8 @@ def require_readable(value: _T) -> _T:
 
 
 def find_refusal(value: Any) -> Refusal | None:
-    """Return the first refusal among the dicts and lists of a value, or None."""
-    stack, seen = [value], set()
-    while stack:
-        item = stack.pop()
-        if isinstance(item, Refusal):
-            return item
-        if isinstance(item, dict | list | tuple) and id(item) not in seen:
-            seen.add(id(item))
-            stack += item.values() if isinstance(item, dict) else item
-    return None
+    """Return the first refusal among the parts of a value, or None."""
+    return next((item for item in walk_parts(value) if isinstance(item, Refusal)), None)
 
 
 def replace_refused(file: TorchFile, source: Source) -> tuple[Any, dict[Path, Refusal]]:
@@ -263,8 +254,8 @@ class _RefusalWalk:
     def _inspect(self, value: Any, path: Path) -> Any:
         is_entered = isinstance(value, dict | list | tuple) and id(value) not in self._open
         if not is_entered or len(path) > _DEEPEST:
-            why = explain_refusal(value, self._file, self._source, flat_name(path))
-            if why is None:
+            why = _classify_or_refuse(value, self._file, self._source, flat_name(path), {})
+            if not isinstance(why, Refusal):
                 return value
             self.refused[path] = why
             return why

@@ -42,7 +42,7 @@ def list_parts(value: object) -> list[Any]:
     return list(value) if isinstance(value, list | tuple | set | frozenset) else []
 
 
-def _all_parts(value: object, *, hidden: bool = False) -> Iterator[Any]:
+def walk_parts(value: object, *, hidden: bool = False) -> Iterator[Any]:
     """Yield a value and all that lies in it but scalars, each once.
 
     With ``hidden`` also what persistent ids name, and the attributes of dicts.
@@ -136,7 +136,7 @@ def collect_foreign_globals(value: object) -> set[str]:
 
     Plain is what ``torch.load(weights_only=True)`` rebuilds without further permission.
     """
-    return {name for item in _all_parts(value) if (name := _foreign_name(item)) is not None}
+    return {name for item in walk_parts(value) if (name := _foreign_name(item)) is not None}
 
 
 def _foreign_name(item: object) -> str | None:
@@ -168,7 +168,7 @@ def _is_plain(item: Global) -> bool:
 
 def collect_globals(value: object) -> set[Global]:
     """Return every class and function that a value names, wherever in it."""
-    return {item for item in _all_parts(value, hidden=True) if isinstance(item, Global)}
+    return {item for item in walk_parts(value, hidden=True) if isinstance(item, Global)}
 
 
 _CALL_TYPES = {

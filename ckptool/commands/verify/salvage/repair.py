@@ -16,14 +16,14 @@ from ckptool.commands.open import Survey, scan_options
 from ckptool.commands.options.read import ReadOptions
 from ckptool.core.catalog import Catalog
 from ckptool.core.selection import split_stacked
-from ckptool.errors import CkptoolError, Damaged, Problem, Unsupported
+from ckptool.errors import CkptoolError, Damaged, Problem, Refusal, Unsupported, refused
 from ckptool.formats.base import Recovery
-from ckptool.serialization.archive.read import is_legacy, is_zip, read_torch_file
+from ckptool.serialization.archive.read import is_legacy, is_zip
 from ckptool.serialization.archive.recover import Recovered, read_legacy_counts, recover_records
 from ckptool.serialization.archive.write import end_records
 from ckptool.serialization.safetensors import read_promised_size, read_safetensors
 from ckptool.serialization.source import Source
-from ckptool.serialization.state_dict.leaves import read_leaves
+from ckptool.serialization.state_dict.leaves import read_file_leaves
 from ckptool.serialization.zip import CENTRAL, DEFLATED, IN_EXTRA, LOCAL, STORED, ZipRecord
 from ckptool.storage.local import Files
 
@@ -105,7 +105,9 @@ def _error(source: Source, file: str) -> CkptoolError | None:
         if file.endswith(".safetensors"):
             read_safetensors(source, file)
         elif _is_torch(source, file):
-            read_leaves(read_torch_file(source, file), source)
+            leaves = read_file_leaves(source, file).values()
+            refusals = [leaf.value for leaf in leaves if isinstance(leaf.value, Refusal)]
+            return refused(refusals, subject=file) if refusals else None
     except CkptoolError as error:
         return error
     return None
