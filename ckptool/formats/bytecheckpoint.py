@@ -20,7 +20,7 @@ from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.errors import Damaged, Problem, coded
 from ckptool.formats.base import Format, ScanOptions
 from ckptool.formats.companions import join_catalogs, relocate, scan_subfolder
-from ckptool.formats.dcp import scan_folder
+from ckptool.formats.dcp import DcpMetadata, read_folder
 from ckptool.serialization.archive.read import StoredBytes, TorchFile
 from ckptool.serialization.archive.tensors import (
     StoredTensor,
@@ -30,8 +30,7 @@ from ckptool.serialization.archive.tensors import (
     read_tensor,
 )
 from ckptool.serialization.pickle.load import read_pickle
-from ckptool.serialization.pickle.records import Call
-from ckptool.serialization.source import Source, find_missing_ranks, read_metadata, require_rank
+from ckptool.serialization.source import Source, find_missing_ranks, require_rank
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.flat_params import FLAT, Member, unflatten
 from ckptool.serialization.state_dict.leaves import read_file_leaves
@@ -100,33 +99,8 @@ def _members_in(entry: TensorEntry, flat: Mapping[str, list[Member]]) -> list[Me
     return [replace(member, path=(*head, f"{member.path[0]}{state}")) for member in members]
 
 
-_Skeletons = Mapping[tuple[str, int, int], bytes]
-"""For the file, offset and length of an item, the pickle of the tensor without its bytes."""
-
-
-def _read_skeletons(files: Mapping[str, _Metadata], parts: Mapping[str, str]) -> _Skeletons:
-    skeletons: dict[tuple[str, int, int], bytes] = {}
-    for name, family in parts.items():
-        metadata = files[name]
-        try:
-            pickles = {_key(k): v for k, v in (metadata["all_tensor_metadata"] or {}).items()}
-            for index, info in metadata["storage_data"].items():
-                where = info.fields
-                file = "/".join(filter(None, (family, where["relative_path"])))
-                pickled = pickles.get(_key(index))
-                if isinstance(pickled, bytes):
-                    skeletons[
-                        file, read_natural(where["offset"]), read_natural(where["length"])
-                    ] = pickled
-        except (KeyError, TypeError, AttributeError):
-            message = f"{name}: not as ByteCheckpoint writes it"
-            raise Damaged(message, "metadata-unreadable", file=name) from None
-    return skeletons
-
-
-def _key(index: Call) -> tuple[str, tuple[int, ...] | None]:
-    offset = index.fields.get("offset")
-    return str(index.fields["fqn"]), None if offset is None else read_sizes(offset)
+_Skeletons = Mapping[tuple[str, tuple[int, ...] | None], bytes]
+"""For the name and offset of an item, the pickle of the tensor without its bytes."""
 
 
 def _locate(catalog: Catalog, skeletons: _Skeletons, options: ScanOptions) -> Catalog:
@@ -151,7 +125,7 @@ def _place(entry: TensorEntry, chunk: Chunk, skeletons: _Skeletons, at: Place) -
     if not isinstance(at, Container):
         return at
     what = f"{entry.name} {chunk.box} at byte {at.offset:,} of {at.file}"
-    pickled = skeletons.get((at.file, at.offset, at.nbytes))
+    pickled = skeletons.get((entry.name, chunk.box.lo))
     if pickled is None:
         raise Damaged(
             f"{what}: .metadata does not say how its bytes are strided", "metadata-unreadable"
@@ -200,21 +174,26 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         message = f"{source.root}: no .metadata that ByteCheckpoint wrote"
         raise Damaged(message, "save-incomplete")
     _require_families(source, parts, options)
-    files = {name: _read_fields(source, name) for name in parts}
-    flat = flat_members(files)
-    skeletons = _read_skeletons(files, parts)
-    catalogs = []
-    for family in parts.values():
+    records: dict[str, DcpMetadata] = {}
+    located: list[tuple[str, Catalog]] = []
+    for name, family in parts.items():
+        scan = partial(_scan_family, name, records)
         if family:
-            inner = scan_subfolder(scan_folder, source, family, options, prefix=f"{family}.")
-            catalog = unflatten_family(_locate(relocate(inner, family), skeletons, options), flat)
-            catalogs.append(with_prefix(catalog, family))
+            catalog = scan_subfolder(scan, source, family, options, prefix=f"{family}.")
+            catalog = relocate(catalog, family)
         else:
-            catalog = scan_folder(source, options)
-            catalogs.append(unflatten_family(_locate(catalog, skeletons, options), flat))
+            catalog = scan(source, options)
+        located.append((family, _locate(catalog, records[name].skeletons, options)))
+    flat = flat_members({name: record.extra for name, record in records.items()})
+    catalogs = [
+        with_prefix(unflatten_family(catalog, flat), family)
+        if family
+        else unflatten_family(catalog, flat)
+        for family, catalog in located
+    ]
     world = max((catalog.world_size or 1 for catalog in catalogs), default=1)
     catalogs += _extra_state(source, options, world)
-    version = next((f.get("bytecheckpoint_version") for f in files.values()), None)
+    version = next(r.extra.get("bytecheckpoint_version") for r in records.values())
     info = {"writer": "ByteCheckpoint"}
     info |= {"version": version} if isinstance(version, str) else {}
     return replace(join_catalogs(*catalogs), format="bytecheckpoint", info=info)
@@ -231,12 +210,13 @@ def _require_families(source: Source, parts: Mapping[str, str], options: ScanOpt
     options.report(problems, subject=source.root, hint="name the other folder by itself to read it")
 
 
-def _read_fields(source: Source, name: str) -> _Metadata:
-    value = read_pickle(read_metadata(source, name), what=name).value
-    if not isinstance(value, Call):
-        message = f"{name}: the pickle holds no ByteCheckpoint Metadata"
-        raise Damaged(message, "metadata-unreadable", file=name)
-    return value.fields
+def _scan_family(
+    name: str, records: dict[str, DcpMetadata], source: Source, options: ScanOptions
+) -> Catalog:
+    """Read the folder of one family, and add what its metadata says to ``records``."""
+    catalog, parsed = read_folder(source, options)
+    records.update((name, metadata) for metadata in parsed.values())
+    return with_inferred_mesh(catalog)
 
 
 def _extra_state(source: Source, options: ScanOptions, world: int) -> list[Catalog]:

@@ -45,12 +45,7 @@ from ckptool.serialization.archive.write import lay_out_archive
 from ckptool.serialization.pickle.write import TensorRef
 from ckptool.serialization.source import Source, expect_archives, find_missing_ranks, require_rank
 from ckptool.serialization.state_dict.assemble import assemble
-from ckptool.serialization.state_dict.leaves import (
-    Leaf,
-    PlainLeaf,
-    RankLeaves,
-    read_file_leaves,
-)
+from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, RankLeaves, read_file_leaves
 from ckptool.serialization.state_dict.values import note_unread
 
 _EMBEDDING = re.compile(r"(.*\.)?tok_embeddings\.weight")

@@ -35,7 +35,7 @@ from ckptool.serialization.state_dict.leaves import Assembled, read_file_leaves
 from ckptool.serialization.state_dict.tree import find_free_name
 from ckptool.serialization.state_dict.values import note_unread
 
-__all__ = ["FORMAT", "DcpMetadata", "SavePlan", "locate", "read_folder", "scan_folder"]
+__all__ = ["FORMAT", "DcpMetadata", "SavePlan", "locate", "read_folder"]
 
 _LIGHTNING = "meta.pt"
 
@@ -52,12 +52,8 @@ def _probe(source: Source) -> bool:
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     catalog, _ = read_folder(source, options, values=options.values)
-    return _unflatten(source, with_inferred_mesh(catalog), options)
-
-
-def scan_folder(source: Source, options: ScanOptions) -> Catalog:
-    """Read the metadata of a folder that is laid out as DCP does."""
-    return add_tensor_parallelism(with_inferred_mesh(read_folder(source, options)[0]))
+    catalog = add_tensor_parallelism(with_inferred_mesh(catalog))
+    return _unflatten(source, catalog, options)
 
 
 def read_folder(

@@ -17,6 +17,7 @@ from ckptool.serialization.pickle.records import Call, Global
 
 _MOST_STEPS = 100
 _CLASSES = ("Metadata", "MCoreMetadata")
+_EXTRA = ("user_defined_dict", "bytecheckpoint_version")
 _QUANTISED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
 
 
@@ -46,6 +47,9 @@ class DcpMetadata:
     meant to save, in its own order (None where they were not recorded). ``reformulated`` are the
     shapes of tensors that are stored as ``[X/x, Y/y, x*y]`` where ranks held ``[x, y]`` of
     ``[X, Y]``, so that ranks can cut the last dim (up to 0.15).
+
+    ByteCheckpoint records ``skeletons``, the pickle of each item's tensor without its bytes, and
+    what its flat parameters are made of, which is among the ``extra`` fields that DCP has not.
     """
 
     tensors: dict[str, TensorMetadata]
@@ -56,6 +60,8 @@ class DcpMetadata:
     named: dict[tuple[str, str], int]
     plans: tuple[SavePlan, ...] | None = None
     reformulated: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    skeletons: dict[MetadataIndex, bytes] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def parse(data: bytes, what: str) -> DcpMetadata:
@@ -88,6 +94,13 @@ def _metadata(value: Any, named: dict[tuple[str, str], int], what: str) -> DcpMe
         paths = _paths(fields.get("planner_data"))
         plans = _plans(fields.get("all_local_plans"))
         reformulated = dict(_reformulated(fields.get("mcore_data")))
+        shapes = _Sizes()
+        pickles = fields.get("all_tensor_metadata") or {}
+        skeletons = {
+            _index(record, shapes): pickled
+            for record, pickled in pickles.items()
+            if isinstance(pickled, bytes)
+        }
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise Damaged(f"{what}: not as DCP writes it: {error}") from None
     return DcpMetadata(
@@ -99,6 +112,8 @@ def _metadata(value: Any, named: dict[tuple[str, str], int], what: str) -> DcpMe
         named,
         plans,
         reformulated,
+        skeletons,
+        {name: value for name, value in fields.items() if name in _EXTRA},
     )
 
 

@@ -11,12 +11,7 @@ from typing import Any
 
 from ckptool.core.catalog import Index, flat_name
 from ckptool.errors import Damaged, Refusal, refused
-from ckptool.formats.megatron.model import (
-    Arguments,
-    count_experts,
-    count_layers,
-    read_arguments,
-)
+from ckptool.formats.megatron.model import Arguments, count_experts, count_layers, read_arguments
 from ckptool.formats.megatron.tensor_parallel import Rank
 from ckptool.serialization.archive.read import TorchFile, read_torch_file
 from ckptool.serialization.source import Source, expect_archives, require_rank

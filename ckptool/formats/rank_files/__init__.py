@@ -38,11 +38,7 @@ from ckptool.formats.rank_files.torch_checkpointing import (
     safetensors_leaves,
 )
 from ckptool.formats.torch_save import INDEX
-from ckptool.serialization.source import (
-    Source,
-    expect_archives,
-    read_metadata,
-)
+from ckptool.serialization.source import Source, expect_archives, read_metadata
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.flat_params import (
     HINT,

@@ -18,12 +18,7 @@ from ckptool.formats.rank_files.torch_checkpointing import METADATA
 from ckptool.serialization.archive.dtensor import DTensorShare, ShardedShare
 from ckptool.serialization.source import Source, find_missing_ranks, require_rank
 from ckptool.serialization.state_dict.flat_params import is_flat
-from ckptool.serialization.state_dict.leaves import (
-    Leaf,
-    PlainLeaf,
-    ShareLeaf,
-    read_file_leaves,
-)
+from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, ShareLeaf, read_file_leaves
 
 _RANK_FILE = re.compile(
     r"(?P<family>.*?)[._-]?(?:world_size_(?P<world>[0-9]{1,9})_)?(?P<word>rank)?[._-]?"
