@@ -6,22 +6,21 @@ Read: zip archives by torch 1.6 to 2.13, the legacy stream before, deflated and 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
-from functools import partial
 
-from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
+from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout
-from ckptool.errors import Damaged, Problem, Refusal, Unrecognised
+from ckptool.errors import Unrecognised
 from ckptool.formats.base import FileRole, FileRule, Format, Request, ScanOptions
 from ckptool.formats.companions import companions, describe_config, describe_framework
+from ckptool.formats.shards import list_misplaced, read_index, read_shards
 from ckptool.formats.writing import nest_state, note_companions, select_plain
 from ckptool.serialization.archive.read import is_legacy, is_zip
 from ckptool.serialization.archive.write import lay_out_archive
-from ckptool.serialization.source import Source, expect_archives, read_metadata, require
+from ckptool.serialization.source import Source, expect_archives
 from ckptool.serialization.state_dict.assemble import assemble
-from ckptool.serialization.state_dict.leaves import Leaf, ShareLeaf, read_file_leaves
+from ckptool.serialization.state_dict.leaves import Assembled, Leaf, ShareLeaf, read_file_leaves
 from ckptool.serialization.state_dict.values import note_unread
 
 INDEX = "pytorch_model.bin.index.json"
@@ -84,69 +83,29 @@ def _rank_of(leaves: Mapping[str, Leaf]) -> int:
 
 
 def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
-    weight_map = read_weight_map(source, INDEX)
+    weight_map, _ = read_index(source, INDEX)
     files = sorted(set(weight_map.values()))
-    tensors: dict[str, TensorEntry] = {}
-    objects: dict[str, ObjectEntry] = {}
-    problems: list[str] = []
-    notes: list[str] = []
-    refusals: dict[str, Refusal] = {}
+
+    def read(file: str) -> Assembled:
+        return assemble({0: read_file_leaves(source, file)}, per_rank=options.per_rank)
+
     expect_archives(source, files)
-    for file in files:
-        leaves = options.attempt(partial(_shard_leaves, source, file)) or {}
-        shard = assemble({0: leaves}, per_rank=options.per_rank)
-        refused = {n: why for n, why in shard.conflicts.items() if isinstance(why, Refusal)}
-        problems += shard.problems
-        problems += [why for name, why in shard.conflicts.items() if name not in refused]
-        problems += [
-            Problem(f"{name} is in two files", "index-mismatch", file=file, tensor=name)
-            for name in shard.tensors.keys() & tensors.keys()
-        ]
-        notes += shard.notes
-        tensors |= shard.tensors
-        objects |= shard.objects
-        refusals |= refused
-    problems += [
-        Problem(
-            f"{name}, which {INDEX} puts into {file}, is not there",
-            "index-mismatch",
-            file=INDEX,
-            tensor=name,
-        )
-        for name, file in weight_map.items()
-        if name not in tensors and name not in refusals
-    ]
-    options.report(problems, subject=source.root)
-    ordered = {name: tensors.pop(name) for name in weight_map if name in tensors} | tensors
+    contents, _ = read_shards(source, files, INDEX, read, options)
+    tensors, problems = contents.tensors, contents.all_problems()
+    known = {*tensors, *contents.conflicts}
+    lost = {name: file for name, file in weight_map.items() if name not in known}
+    options.report([*problems, *list_misplaced(lost, {}, INDEX)], subject=source.root)
     return Catalog(
         "torch-save",
-        ordered,
-        objects,
+        {name: tensors.pop(name) for name in weight_map if name in tensors} | tensors,
+        contents.objects,
         {file: source.files[file] for file in (*files, INDEX) if file in source.files},
         world_size=1,
         info={"writer": "transformers (pytorch_model.bin shards)"} | describe_config(source),
-        notes=(*notes, *note_unread(objects)),
-        conflicts=dict(refusals),
+        notes=(*contents.notes, *note_unread(contents.objects)),
+        conflicts=contents.conflicts,
         companions=companions(source),
     )
-
-
-def _shard_leaves(source: Source, file: str) -> dict[str, Leaf]:
-    require(source, file, wanted_by=INDEX)
-    return read_file_leaves(source, file)
-
-
-def read_weight_map(source: Source, index: str) -> dict[str, str]:
-    """Read which file holds each tensor from a Hugging Face index; Damaged if it is none."""
-    try:
-        weight_map = json.loads(read_metadata(source, index))["weight_map"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        message = f"{index}: not the JSON of an index with a weight_map"
-        raise Damaged(message, "index-unreadable", file=index) from None
-    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-        message = f"{index}: weight_map does not map names to files"
-        raise Damaged(message, "index-unreadable", file=index)
-    return weight_map
 
 
 def _lay_out(catalog: Catalog, request: Request) -> Layout:

@@ -68,9 +68,9 @@ def fuzz_safetensors(data: bytes) -> None:
 
 
 def fuzz_index(data: bytes) -> None:
-    from ckptool.formats.torch_save import read_weight_map
+    from ckptool.formats.shards import read_index
 
-    read_weight_map(Bytes(data, "fuzz.index.json"), "fuzz.index.json")
+    read_index(Bytes(data, "fuzz.index.json"), "fuzz.index.json")
 
 
 TARGETS: dict[str, tuple[Callable[[bytes], None], tuple[str, ...]]] = {

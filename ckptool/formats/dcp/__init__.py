@@ -80,10 +80,7 @@ def read_folder(
         contents.notes.append(f"{len(names):,} values in data files not read; --values reads them")
     if _LIGHTNING in source.files:
         _add(contents, options.attempt(partial(_read_lightning, source)))
-    refusals = contents.refusals
-    conflicts = [why for name, why in contents.conflicts.items() if name not in refusals]
-    options.report([*contents.problems, *conflicts], subject=source.root, hint=DAMAGE_HINT)
-    contents.conflicts = dict(refusals)
+    options.report(contents.all_problems(), subject=source.root, hint=DAMAGE_HINT)
     return _catalog(source, parsed, inventory, contents), parsed
 
 
@@ -108,11 +105,7 @@ def _add(contents: Assembled, value: Assembled | None) -> None:
             free = find_free_name(name, {*used, *value.tensors, *value.objects})
             entries[free] = replace(entries.pop(name), name=free)
             value.notes.append(f"{free} lies inside a value; another is called {name!r}")
-    contents.problems += value.problems
-    contents.conflicts |= value.conflicts
-    contents.notes += value.notes
-    contents.tensors |= value.tensors
-    contents.objects |= value.objects
+    contents.add(value)
 
 
 def _unflatten(source: Source, catalog: Catalog, options: ScanOptions) -> Catalog:

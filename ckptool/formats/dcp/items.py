@@ -150,9 +150,7 @@ def locate(source: Source, catalog: Catalog) -> Catalog:
             if inner is None or not inner.tensors.keys().isdisjoint(catalog.tensors):
                 unread.append(error.message)
             else:
-                contents.tensors |= inner.tensors
-                contents.objects |= inner.objects
-                contents.notes += inner.notes
+                contents.add(inner)
         except CkptoolError as error:
             problems += error.problems
     if problems:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from ckptool.core.box import Box
@@ -24,10 +23,11 @@ from ckptool.formats.safetensors import (
     split_extra,
     with_extra,
 )
-from ckptool.formats.torch_save import read_weight_map
+from ckptool.formats.shards import list_misplaced, read_index, read_shards
 from ckptool.formats.writing import group_by_size, lay_out_companions, note_tied
 from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors
-from ckptool.serialization.source import Source, expect_heads, read_metadata, require
+from ckptool.serialization.source import Source, expect_heads
+from ckptool.serialization.state_dict.leaves import Assembled
 
 _INDEX_SUFFIX = ".safetensors.index.json"
 _INDEX = "model.safetensors.index.json"
@@ -64,16 +64,24 @@ def _probe(source: Source) -> bool:
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     index = _index(source)
-    weight_map = read_weight_map(source, index) if index else None
-    files = sorted(set(weight_map.values())) if weight_map is not None else _unindexed(source)
+    weight_map, metadata = read_index(source, index) if index else ({}, None)
+    files = sorted(set(weight_map.values())) if index else _unindexed(source)
+    headers: dict[str, dict[str, str]] = {}
+
+    def read(file: str) -> Assembled:
+        tensors, headers[file] = read_whole_tensors(source, file, options)
+        return Assembled(tensors)
+
+    expect_heads(source, files)
     wanted_by = index or "the other shards' names"
-    tensors, file_of, headers, problems = _read_all(source, files, wanted_by, options)
+    contents, file_of = read_shards(source, files, wanted_by, read, options)
+    problems, tensors = contents.problems, contents.tensors
     notes: list[str] = [*note_headers(headers)]
-    if index and weight_map is not None:
+    if index:
         skipped = {problem.tensor for problem in options.problems or ()}
         listed = {name: file for name, file in weight_map.items() if name not in skipped}
-        problems += _index_problems(listed, file_of, index)
-        notes += _index_notes(source, index, tensors, weight_map)
+        problems += list_misplaced(listed, file_of, index)
+        notes += _index_notes(index, metadata, tensors, weight_map)
     options.report(problems, subject=source.root)
     catalog = Catalog(
         "hf",
@@ -120,55 +128,10 @@ def _unindexed(source: Source) -> list[str]:
     ]
 
 
-def _read_all(
-    source: Source, files: list[str], wanted_by: str, options: ScanOptions
-) -> tuple[dict[str, TensorEntry], dict[str, str], dict[str, dict[str, str]], list[str]]:
-    """Read all shards: tensors, the file of each, the metadata of each file, and problems."""
-    tensors: dict[str, TensorEntry] = {}
-    file_of: dict[str, str] = {}
-    headers: dict[str, dict[str, str]] = {}
-    problems: list[str] = []
-    expect_heads(source, files)
-    for file in files:
-        read = partial(_read_shard, source, file, wanted_by, options)
-        entries, headers[file] = options.attempt(read) or ({}, {})
-        for name, entry in entries.items():
-            if name in file_of:
-                message = f"{name} is both in {file_of[name]} and in {file}"
-                problems.append(Problem(message, "index-mismatch", file=file, tensor=name))
-            tensors[name], file_of[name] = entry, file
-    return tensors, file_of, headers, problems
-
-
-def _read_shard(
-    source: Source, file: str, wanted_by: str, options: ScanOptions
-) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    require(source, file, wanted_by=wanted_by)
-    return read_whole_tensors(source, file, options)
-
-
-def _index_problems(
-    weight_map: dict[str, str], file_of: dict[str, str], index: str
-) -> list[Problem]:
-    return [
-        Problem(
-            f"{name}: {index} puts it into {file}, but it is "
-            + (f"in {file_of[name]}" if name in file_of else "not there"),
-            "index-mismatch",
-            file=index,
-            tensor=name,
-        )
-        for name, file in weight_map.items()
-        if file_of.get(name) != file
-    ]
-
-
 def _index_notes(
-    source: Source, index: str, tensors: dict[str, TensorEntry], weight_map: dict[str, str]
+    index: str, metadata: object, tensors: dict[str, TensorEntry], weight_map: dict[str, str]
 ) -> list[str]:
     notes: list[str] = []
-    content = json.loads(read_metadata(source, index))
-    metadata = content.get("metadata")
     stated = metadata.get("total_size") if isinstance(metadata, dict) else None
     actual = sum(entry.nbytes for entry in tensors.values())
     if isinstance(stated, int | float) and stated != actual:

@@ -97,6 +97,20 @@ class Assembled:
         """Return the conflicts that are refusals, by name."""
         return {name: why for name, why in self.conflicts.items() if isinstance(why, Refusal)}
 
+    def add(self, other: Assembled) -> None:
+        """Add what another part of the checkpoint holds."""
+        self.tensors |= other.tensors
+        self.objects |= other.objects
+        self.notes += other.notes
+        self.problems += other.problems
+        self.conflicts |= other.conflicts
+        self.meshes += other.meshes
+
+    def all_problems(self) -> list[str]:
+        """Return the problems, and the conflicts that are no refusals, which are dropped."""
+        conflicts, self.conflicts = self.conflicts, dict(self.refusals)
+        return [*self.problems, *(why for n, why in conflicts.items() if n not in self.conflicts)]
+
 
 def read_file_leaves(
     source: Source, file: str, *, prefix: Path = (), rank_state: bool = False

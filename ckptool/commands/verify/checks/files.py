@@ -13,7 +13,7 @@ from ckptool.engine.check.spans import Span
 from ckptool.errors import CkptoolError, Damaged, Problem
 from ckptool.formats import file_rule, single_file_suffixes
 from ckptool.formats.base import FileRole, FileRule, Format
-from ckptool.formats.torch_save import read_weight_map
+from ckptool.formats.shards import read_index
 from ckptool.serialization.archive.read import is_legacy, is_zip, read_torch_file
 from ckptool.serialization.archive.recover import find_archives
 from ckptool.serialization.pickle.records import Global
@@ -179,7 +179,7 @@ class FileCheck:
         if role is FileRole.SAFETENSORS:
             self._look_at_safetensors(file)
         elif role is FileRole.INDEX:
-            read_weight_map(self._source, file)
+            read_index(self._source, file)
         elif role is FileRole.METADATA:
             self._pickles.look_at(read_metadata(self._source, file), file, 0)
         elif size and role is not FileRole.ITEMS:

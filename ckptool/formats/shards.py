@@ -1,0 +1,78 @@
+"""A model in several files, and the index that says which of them holds each tensor.
+
+``*.index.json`` as transformers, huggingface_hub and torch write it: ``weight_map`` is from names
+to files, beside the index.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+from ckptool.errors import Damaged, Problem
+from ckptool.formats.base import ScanOptions
+from ckptool.serialization.source import Source, read_metadata, require
+from ckptool.serialization.state_dict.leaves import Assembled
+
+
+def read_index(source: Source, index: str) -> tuple[dict[str, str], object]:
+    """Return which file holds each tensor, and the index's ``metadata``; Damaged if it is none."""
+    try:
+        content = json.loads(read_metadata(source, index))
+        weight_map, metadata = content["weight_map"], content.get("metadata")
+    except (ValueError, KeyError, TypeError, RecursionError):
+        message = f"{index}: not the JSON of an index with a weight_map"
+        raise Damaged(message, "index-unreadable", file=index) from None
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        message = f"{index}: weight_map does not map names to files"
+        raise Damaged(message, "index-unreadable", file=index)
+    return weight_map, metadata
+
+
+def read_shards(
+    source: Source,
+    files: Iterable[str],
+    wanted_by: str,
+    read: Callable[[str], Assembled],
+    options: ScanOptions,
+) -> tuple[Assembled, dict[str, str]]:
+    """Return what ``read`` finds in all files together, and the last file that has each tensor."""
+    contents = Assembled()
+    file_of: dict[str, str] = {}
+    for file in files:
+        shard = options.attempt(partial(_read_shard, source, file, wanted_by, read))
+        if shard is None:
+            continue
+        for name in shard.tensors:
+            if name in file_of:
+                message = f"{name} is both in {file_of[name]} and in {file}"
+                problem = Problem(message, "index-mismatch", file=file, tensor=name)
+                contents.problems.append(problem)
+        contents.add(shard)
+        file_of |= dict.fromkeys(shard.tensors, file)
+    return contents, file_of
+
+
+def _read_shard(
+    source: Source, file: str, wanted_by: str, read: Callable[[str], Assembled]
+) -> Assembled:
+    require(source, file, wanted_by=wanted_by)
+    return read(file)
+
+
+def list_misplaced(
+    weight_map: Mapping[str, str], file_of: Mapping[str, str], index: str
+) -> list[Problem]:
+    """Return the tensors that are not in the files into which the index puts them."""
+    return [
+        Problem(
+            f"{name}: {index} puts it into {file}, but it is "
+            + (f"in {file_of[name]}" if name in file_of else "not there"),
+            "index-mismatch",
+            file=index,
+            tensor=name,
+        )
+        for name, file in weight_map.items()
+        if file_of.get(name) != file
+    ]
