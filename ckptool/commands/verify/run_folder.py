@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -26,19 +26,12 @@ class StepReport:
     ``reasons`` say why it is not good; there are none where it is.
     """
 
-    computed: ClassVar = ("path", "number", "ok")
+    computed: ClassVar = ("ok",)
 
-    step: Step = field(metadata={"key": None})
+    path: Location
+    number: int | None
     reports: tuple[VerifyReport, ...]
     reasons: tuple[str, ...]
-
-    @property
-    def path(self) -> Location:
-        return self.step.path
-
-    @property
-    def number(self) -> int | None:
-        return self.step.number
 
     @property
     def ok(self) -> bool:
@@ -95,7 +88,7 @@ def _verify_step(step: Step, older: Sequence[Step], options: VerifyOptions) -> S
         reports.append(report)
         if not report.ok:
             reasons.append(where + _reason(report, options))
-    return StepReport(step, tuple(reports), tuple(reasons))
+    return StepReport(step.path, step.number, tuple(reports), tuple(reasons))
 
 
 def _missing_parts(step: Step, older: Sequence[Step]) -> Iterator[str]:

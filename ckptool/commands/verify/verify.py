@@ -30,7 +30,11 @@ from ckptool.commands.verify.checks.content import (
 )
 from ckptool.commands.verify.checks.files import FileCheck, name_problems, newer_than_metadata
 from ckptool.commands.verify.checks.pickles import odd_values
-from ckptool.commands.verify.checks.training import optimizer_problems, step_problems
+from ckptool.commands.verify.checks.training import (
+    differing_step_tensors,
+    differing_step_values,
+    optimizer_problems,
+)
 from ckptool.commands.verify.codes import CODES, Severity, require_codes
 from ckptool.commands.verify.findings import Findings, VerifyReport, summarize
 from ckptool.core.catalog import Catalog, Container, TensorEntry
@@ -118,8 +122,8 @@ class Verification:
         trimmed = {name: trim(entry) for name, entry in tensors.items()} if trim else tensors
         views = Views.of(trimmed.values())
         inner = {item.file for item in catalog.archives} if catalog else set()
-        spans = [*self._files.spans, *attach(views, self._files.spans)]
-        spans = self._sample.of(spans, inner)
+        stored = self._files.archives.spans
+        spans = self._sample.of([*stored, *attach(views, stored)], inner)
         whole = catalog.files | catalog.companions if catalog and self._sample.is_all else {}
         content = self._read(spans, started, whole if digest else {})
         names = content.not_finite
@@ -131,7 +135,11 @@ class Verification:
             for name in sorted(names)
             if state_category(trimmed[name]) != "other"
         ]
-        self._problems += _without_checksum(spans)
+        unchecked = sorted({span.file for span in spans if span.crc32 is None and span.nbytes})
+        if unchecked:
+            message = "no checksum stored; changed values cannot be detected"
+            message = f"{list_some(unchecked, 1)}: {message}"
+            self._problems.append(Problem(message, "no-checksum", file=unchecked[0]))
 
     def _read(self, spans: list[Span], started: Started, whole: Mapping[str, int]) -> ContentReport:
         """Read spans once, or files where they are to be digested."""
@@ -158,7 +166,8 @@ class Verification:
         self._problems += problems
         self._problems += replica_problems(tensors.values(), source)
         if self._catalog is not None:
-            self._problems += step_problems(self._catalog, tensors.values(), source)
+            self._problems += differing_step_values(self._catalog)
+            self._problems += differing_step_tensors(tensors.values(), source)
         return names
 
     def report(
@@ -177,7 +186,7 @@ class Verification:
         ]
         findings, ignored = Findings(
             compared or catalog, source.files, options.ignore, options.fail_nonfinite
-        ).of(problems, self._files.pickle_problems)
+        ).of(problems, self._files.pickles.problems)
         report = VerifyReport(
             self._survey.path,
             self._survey.format.name,
@@ -200,14 +209,6 @@ class Verification:
         copies = self._catalog.copies if self._catalog else frozenset()
         is_error = CODES[problem.code].severity is Severity.ERROR
         return problem.recoded("copy-damaged") if is_error and problem.file in copies else problem
-
-
-def _without_checksum(spans: Iterable[Span]) -> list[Problem]:
-    files = sorted({span.file for span in spans if span.crc32 is None and span.nbytes})
-    if not files:
-        return []
-    message = f"{list_some(files, 1)}: no checksum stored; changed values cannot be detected"
-    return [Problem(message, "no-checksum", file=files[0])]
 
 
 def changes(source: Files, files: Iterable[str]) -> list[Problem]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -84,9 +83,9 @@ class DamageMap:
                 elif isinstance(place, Extent) and place.record and place.record.nbytes:
                     records.add(place.record)
         ordered = sorted(records, key=lambda record: (record.file, record.offset))
-        read_tiles(ByteSource(source), map(record_job, ordered), self._check_record, workers)
+        read_tiles(ByteSource(source), map(record_job, ordered), self._check, workers)
         decoding = (_decode_job(blob, entry) for blob, entry in blobs.items())
-        read_tiles(TensorSource(source), decoding, self._check_blob, workers)
+        read_tiles(TensorSource(source), decoding, self._check, workers)
 
     def problem(self, place: Place, shape: tuple[int, ...], itemsize: int) -> str | None:
         """Return what is wrong with the bytes of a place; None where nothing is known to be.
@@ -112,28 +111,17 @@ class DamageMap:
             return None
         return f"it lies at bytes {place.offset:,} to {end:,} of {place.file}, which has {size:,}"
 
-    def _check_record(self, record: Record, tiles: Iterator[memoryview]) -> None:
-        def find_problem() -> str | None:
-            crc = crc_of(tiles)
-            if crc == record.crc32:
-                return None
-            span = f"bytes {record.offset:,} to {record.offset + record.nbytes:,} of {record.file}"
-            return f"{span} have CRC-32 {crc:08x}, the writer recorded {record.crc32:08x}"
-
-        self._check(record, find_problem)
-
-    def _check_blob(self, blob: EncodedBlob, tiles: Iterator[memoryview]) -> None:
-        def decode() -> None:
-            deque(tiles, maxlen=0)
-
-        self._check(blob, decode)
-
-    def _check(self, place: Record | EncodedBlob, find: Callable[[], str | None]) -> None:
+    def _check(self, place: Record | EncodedBlob, tiles: Iterator[memoryview]) -> None:
+        """Note what is wrong with a record, or with a blob that its job decodes."""
+        problem, end = None, place.offset + place.nbytes
         try:
-            if place.offset + place.nbytes > self._sizes.get(place.file, 0):
-                problem: str | None = f"{place.file} ends before its record does"
+            if end > self._sizes.get(place.file, 0):
+                problem = f"{place.file} ends before its record does"
             else:
-                problem = find()
+                crc = crc_of(tiles)
+                if isinstance(place, Record) and crc != place.crc32:
+                    span = f"bytes {place.offset:,} to {end:,} of {place.file}"
+                    problem = f"{span} have CRC-32 {crc:08x}, the writer recorded {place.crc32:08x}"
         except CkptoolError as error:
             problem = str(error.message)
         if problem is not None:

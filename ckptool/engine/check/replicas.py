@@ -33,32 +33,15 @@ def differing_replicas(entries: Iterable[TensorEntry], files: Files) -> list[Pro
 
     Copies whose recorded checksums prove them equal are not read.
     """
-    unproved = [
+    replicas = [
         (entry, chunk, copy)
         for entry in entries
         for chunk in entry.chunks
         for copy in chunk.copies
         if not proved_equal(chunk.at, copy.at)
     ]
-    return [
-        Problem(
-            f"{entry.name} {chunk.box}: rank {chunk.rank} and rank {copy.rank} hold different"
-            f" values of what should be one replicated tensor",
-            "replicas-differ",
-            file=copy.at.file,
-            tensor=entry.name,
-        )
-        for entry, chunk, copy in _compare_replicas(unproved, files)
-    ]
-
-
-Replica = tuple[TensorEntry, Chunk, Copy]
-
-
-def _compare_replicas(replicas: list[Replica], files: Files) -> list[Replica]:
-    """Return those whose values differ from the first rank's. Light where there are none."""
     if not replicas:
-        return []
+        return []  # without numpy, which takes long to import
     from ckptool.engine.read.gather import raw
     from ckptool.engine.read.tensors import TensorSource
 
@@ -70,7 +53,16 @@ def _compare_replicas(replicas: list[Replica], files: Files) -> list[Replica]:
 
     jobs = (Job(i, partial(_read_both, *replica)) for i, replica in enumerate(replicas))
     read_tiles(TensorSource(files), jobs, compare, 1)
-    return [replicas[position] for position in sorted(differing)]
+    return [
+        Problem(
+            f"{entry.name} {chunk.box}: rank {chunk.rank} and rank {copy.rank} hold different"
+            f" values of what should be one replicated tensor",
+            "replicas-differ",
+            file=copy.at.file,
+            tensor=entry.name,
+        )
+        for entry, chunk, copy in (replicas[position] for position in sorted(differing))
+    ]
 
 
 def _read_both(

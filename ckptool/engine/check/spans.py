@@ -59,7 +59,7 @@ class Packing:
 
 
 class SpanTile(NamedTuple):
-    """Bytes of a span from ``start`` on; or of a file that are no span's, at its ``start``."""
+    """Bytes of a span from ``start`` on; or of a file that are no span's."""
 
     span: Span | None
     start: int
@@ -110,7 +110,7 @@ def _split_overlapping(spans: Iterable[Span]) -> tuple[list[Span], list[Span]]:
 
 def _tile_jobs(span: Span, limit: int) -> Iterator[SpanJob]:
     for start, nbytes in _cut(span, limit):
-        yield Job(None, partial(_read_tile, span, start, nbytes))
+        yield Job(None, partial(_read_part, span, start, nbytes))
 
 
 def _cut(span: Span, limit: int) -> Iterator[tuple[int, int]]:
@@ -119,8 +119,10 @@ def _cut(span: Span, limit: int) -> Iterator[tuple[int, int]]:
         yield start, min(limit, span.nbytes - start)
 
 
-def _read_tile(span: Span, start: int, nbytes: int, reader: ByteReader) -> Iterator[SpanTile]:
-    yield SpanTile(span, start, reader.read(span.file, span.offset + start, nbytes))
+def _read_part(span: Span, start: int, nbytes: int, reader: ByteReader) -> Iterator[SpanTile]:
+    for data in reader.run(span.file, span.offset + start, nbytes):
+        yield SpanTile(span, start, data)
+        start += len(data)
 
 
 def _read_file(
@@ -129,16 +131,12 @@ def _read_file(
     """Yield all bytes of a file in order; those between its spans too."""
     position = 0
     for span in spans:
-        yield from _read_between(file, position, span.offset, reader)
-        for start, size in _cut(span, reader.tile):
-            yield from _read_tile(span, start, size, reader)
+        for data in reader.run(file, position, span.offset - position):
+            yield SpanTile(None, 0, data)
+        yield from _read_part(span, 0, span.nbytes, reader)
         position = span.end
-    yield from _read_between(file, position, nbytes, reader)
-
-
-def _read_between(file: str, low: int, high: int, reader: ByteReader) -> Iterator[SpanTile]:
-    for start in range(low, high, reader.tile):
-        yield SpanTile(None, start, reader.read(file, start, min(reader.tile, high - start)))
+    for data in reader.run(file, position, nbytes - position):
+        yield SpanTile(None, 0, data)
 
 
 def _read_packed(packing: Packing, spans: Sequence[Span], reader: ByteReader) -> Iterator[SpanTile]:

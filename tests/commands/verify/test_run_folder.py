@@ -43,7 +43,7 @@ def saved(run: Path, *names: str) -> Path:
 
 def latest(run: Path) -> str | None:
     found = verify_run(run, VerifyOptions(), every=False).latest_good
-    return None if found is None else str(found.step.path.relative_to(run))
+    return None if found is None else str(found.path.relative_to(run))
 
 
 def checked(run: Path) -> RunReport:
@@ -84,7 +84,7 @@ def test_a_damaged_step_is_passed_over(name: str, tmp_path: Path) -> None:
     DAMAGE[name].apply(run / "step-3")
     report = verify_run(run, VerifyOptions(), every=False)
     assert report.latest_good is not None
-    assert report.latest_good.step.path == run / "step-2"
+    assert report.latest_good.path == run / "step-2"
     assert [bool(one.reasons) for one in report.verified] == [True, False]
 
 
@@ -102,7 +102,7 @@ def test_a_save_that_was_only_begun_is_passed_over(state: str, tmp_path: Path) -
     EMPTY[state](run)
     assert latest(run) == "step-2"
     newest = checked(run).verified[0]
-    assert newest.step.path.name == "step-3"
+    assert newest.path.name == "step-3"
     assert newest.reasons
 
 
@@ -301,7 +301,7 @@ def test_steps_that_rotate(
     monkeypatch.setattr(module, name, rotating)
     assert latest(run) == "step-2"
     report = checked(run)
-    assert {one.step.path.name for one in report.verified if one.ok} == {"step-1", "step-2"}
+    assert {one.path.name for one in report.verified if one.ok} == {"step-1", "step-2"}
     assert len(report.verified) == (3 if gone else 2)
 
 

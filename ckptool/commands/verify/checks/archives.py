@@ -71,7 +71,8 @@ class ArchiveCheck:
         """Check everything about an archive that is like none before it."""
         before = len(self.problems)
         is_file = item.nbytes == self._source.files.get(item.file)
-        self.problems += _of_another_name(item.file, records, self._source) if is_file else []
+        if is_file:
+            self.problems += _of_another_name(item.file, records, self._source)
         self.problems += check_headers(region, _with_header_at_hand(region, records))
         if spare := count_unclaimed_bytes(region, records):
             message = f"{region.what}: {spare:,} of its {region.nbytes:,} bytes"
@@ -116,8 +117,8 @@ class ArchiveCheck:
         return self._pickles.look_at(data, item.file, offset)
 
 
-def _of_another_name(file: str, records: list[ZipRecord], source: Source) -> list[Problem]:
-    """Return that a rank's file was saved as another's by its records, which lies beside it.
+def _of_another_name(file: str, records: list[ZipRecord], source: Source) -> Iterator[Problem]:
+    """Yield that a rank's file was saved as another's by its records, which lies beside it.
 
     torch.save calls the records of a file after it, without what follows the last dot (1.6 to
     2.13). Only the numbers in the names may differ: any other name is a person's choice.
@@ -127,10 +128,9 @@ def _of_another_name(file: str, records: list[ZipRecord], source: Source) -> lis
     stem, dot, ending = name.rpartition(".")
     other = f"{folder}{slash}{saved_as}{dot}{ending}"
     is_alike = _DIGITS.sub("0", saved_as) == _DIGITS.sub("0", stem)
-    if saved_as == stem or not is_alike or other not in source.files:
-        return []
-    message = f"{file}: its records are named like those of {other}: copied or renamed"
-    return [Problem(message, "rank-copied", file=file)]
+    if saved_as != stem and is_alike and other in source.files:
+        message = f"{file}: its records are named like those of {other}: copied or renamed"
+        yield Problem(message, "rank-copied", file=file)
 
 
 def _with_header_at_hand(region: Region, records: Iterable[ZipRecord]) -> Iterator[ZipRecord]:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from ckptool.commands.keymap.model_config import CONFIG, config_problems, read_beside
@@ -26,81 +27,66 @@ from ckptool.storage.local import Files
 from ckptool.storage.url import Location
 
 
-def catalog_problems(catalog: Catalog) -> list[Problem]:
-    """Return contradictions between ranks, gaps, odd names, values not written, and remarks."""
+def catalog_problems(catalog: Catalog) -> Iterator[Problem]:
+    """Yield contradictions between ranks, gaps, odd names, values not written, and remarks."""
     entries = catalog.tensors.values()
-    gaps = (coverage_problem(entry) for entry in entries)
-    paths = {entry.name: flat_name(entry.path) for entry in entries}
+    yield from conflict_problems(catalog)
+    yield from filter(None, map(coverage_problem, entries))
+    for name, path in ((entry.name, flat_name(entry.path)) for entry in entries):
+        if path != name:
+            yield Problem(f"{name}: its path is {path!r}", "name-mismatch", tensor=name)
     _, unwritten = select_plain(catalog)
-    remarks = [p if isinstance(p, Problem) else Problem(p, "note") for p in catalog.notes]
-    for remark in remarks:
-        remark.code = "note" if remark.code == UNCODED else remark.code
-    return [
-        *conflict_problems(catalog),
-        *(gap for gap in gaps if gap is not None),
-        *(
-            Problem(f"{name}: its path is {path!r}", "name-mismatch", tensor=name)
-            for name, path in paths.items()
-            if path != name
-        ),
-        *(p for p in unwritten if isinstance(p, Problem) and p.code == NOT_CARRIED),
-        *remarks,
-    ]
+    yield from (p for p in unwritten if isinstance(p, Problem) and p.code == NOT_CARRIED)
+    for note in catalog.notes:
+        remark = note if isinstance(note, Problem) else Problem(note)
+        yield remark.recoded("note") if remark.code == UNCODED else remark
 
 
-def replica_problems(entries: Iterable[TensorEntry], source: Files) -> list[Problem]:
-    """Return the copies of one chunk that differ, or that cannot be read."""
-    problems: list[Problem] = []
+def replica_problems(entries: Iterable[TensorEntry], source: Files) -> Iterator[Problem]:
+    """Yield the copies of one chunk that differ, or that cannot be read."""
     for entry in entries:
         try:
-            problems += differing_replicas([entry], source)
+            yield from differing_replicas([entry], source)
         except CkptoolError as error:
-            problems += error.problems
-    return problems
+            yield from error.problems
 
 
-def unnamed_latest(asked: Location, surveyed: Survey) -> list[Problem]:
-    """Return that a run's folder that was asked for does not name its latest checkpoint.
+def unnamed_latest(asked: Location, surveyed: Survey) -> Iterator[Problem]:
+    """Yield that a run's folder that was asked for does not name its latest checkpoint.
 
     Frameworks write the name into a file of the run's folder, and resume by nothing else.
     """
     marker, step = surveyed.format.latest, surveyed.path
     if marker is None or not re.fullmatch(marker.folders, step.name):
-        return []
-    if asked not in step.parents or (step.parent / marker.file).exists():
-        return []
-    message = f"{step.parent}: no {marker.file} beside {step.name}"
-    message += ", so trainers will not resume from it"
-    return [Problem(message, "latest-missing", file=marker.file)]
+        return
+    if asked in step.parents and not (step.parent / marker.file).exists():
+        message = f"{step.parent}: no {marker.file} beside {step.name}"
+        message += ", so trainers will not resume from it"
+        yield Problem(message, "latest-missing", file=marker.file)
 
 
 _ADAPTER = "adapter_config.json"
 
 
-def config_file_problems(source: Files, row: Format, catalog: Catalog) -> list[Problem]:
-    """Return that the config.json of a model's folder is missing, or does not fit the tensors."""
+def config_file_problems(source: Files, row: Format, catalog: Catalog) -> Iterator[Problem]:
+    """Yield that the config.json of a model's folder is missing, or does not fit the tensors."""
     if row.config is None:
-        return []
+        return
     if CONFIG in source.files:
         try:
-            return config_problems(read_beside(source, CONFIG), catalog)
+            yield from config_problems(read_beside(source, CONFIG), catalog)
         except UsageError as error:
-            return [Problem(str(error), "metadata-unreadable", file=CONFIG)]
-    if _ADAPTER in source.files:
-        return [Problem(_adapter_note(source), "base-model-missing", file=_ADAPTER)]
-    if row.config == "required":
-        message = f"{CONFIG} not found: the model of these tensors is unknown"
-        return [Problem(message, "config-missing")]
-    return []
-
-
-def _adapter_note(source: Files) -> str:
-    try:
-        base = read_beside(source, _ADAPTER).get("base_model_name_or_path")
-    except UsageError:
+            yield Problem(str(error), "metadata-unreadable", file=CONFIG)
+    elif _ADAPTER in source.files:
         base = None
-    name = f", {json.dumps(base)}" if isinstance(base, str) and base else ""
-    return f"an adapter; its base model{name} is not in this folder"
+        with suppress(UsageError):
+            base = read_beside(source, _ADAPTER).get("base_model_name_or_path")
+        name = f", {json.dumps(base)}" if isinstance(base, str) and base else ""
+        message = f"an adapter; its base model{name} is not in this folder"
+        yield Problem(message, "base-model-missing", file=_ADAPTER)
+    elif row.config == "required":
+        message = f"{CONFIG} not found: the model of these tensors is unknown"
+        yield Problem(message, "config-missing")
 
 
 LISTED = "integrity.json"
@@ -110,40 +96,39 @@ _ALGORITHM = "sha256"
 _BLOCK = 1 << 22
 
 
-def integrity_problems(source: Source) -> list[Problem]:
-    """Return the listed files that are missing, or whose bytes are not those that were listed.
+def integrity_problems(source: Source) -> Iterator[Problem]:
+    """Yield the listed files that are missing, or whose bytes are not those that were listed.
 
     Every listed file is read once. A remark where the list names another algorithm: it is unknown.
     """
-    return [*_listed_by_megatron(source), *_listed_by_md5sum(source)]
+    if LISTED in source.files:
+        yield from _differing_from_list(source)
+    if CHECKLIST in source.files:
+        yield from _differing_from_checklist(source)
 
 
-def _listed_by_md5sum(source: Source) -> list[Problem]:
-    if CHECKLIST not in source.files:
-        return []
+def _differing_from_checklist(source: Source) -> Iterator[Problem]:
     text = read_metadata(source, CHECKLIST).decode("utf-8", "replace")
     lines = [_MD5_LINE.fullmatch(line.strip()) for line in text.splitlines() if line.strip()]
     if not all(lines):
         message = f"{CHECKLIST}: not a list of MD5 digests"
-        return [Problem(message, "index-unreadable", file=CHECKLIST)]
+        yield Problem(message, "index-unreadable", file=CHECKLIST)
+        return
     files = {line[2]: line[1].lower() for line in lines if line is not None}
-    return list(_differing(source, files, CHECKLIST, "md5"))
+    yield from _differing(source, files, CHECKLIST, "md5")
 
 
-def _listed_by_megatron(source: Source) -> list[Problem]:
-    if LISTED not in source.files:
-        return []
-    try:
+def _differing_from_list(source: Source) -> Iterator[Problem]:
+    content: Any = None
+    with suppress(ValueError, RecursionError):
         content = json.loads(read_metadata(source, LISTED))
-    except (ValueError, RecursionError):
-        content = None
-    files = content.get("files") if isinstance(content, dict) else None
-    if not isinstance(files, dict) or not isinstance(content, dict):
-        return [Problem(f"{LISTED}: no list of files", "index-unreadable", file=LISTED)]
-    if content.get("algorithm") != _ALGORITHM:
+    if not isinstance(content, dict) or not isinstance(content.get("files"), dict):
+        yield Problem(f"{LISTED}: no list of files", "index-unreadable", file=LISTED)
+    elif content.get("algorithm") != _ALGORITHM:
         message = f"{LISTED}: {str(content.get('algorithm'))[:40]!r} is not supported; not checked"
-        return [Problem(message, "note", file=LISTED)]
-    return list(_differing(source, files, LISTED, _ALGORITHM))
+        yield Problem(message, "note", file=LISTED)
+    else:
+        yield from _differing(source, content["files"], LISTED, _ALGORITHM)
 
 
 def _differing(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from ckptool.commands.unread_files import unfinished_file
 from ckptool.commands.verify.checks.archives import ArchiveCheck
 from ckptool.commands.verify.checks.pickles import PickleAudit
 from ckptool.core.catalog import Catalog, Container
-from ckptool.engine.check.spans import Span
 from ckptool.errors import CkptoolError, Damaged, Problem
 from ckptool.formats import file_rule, single_file_suffixes
 from ckptool.formats.base import FileRole, FileRule, Format
@@ -27,8 +26,8 @@ _CLOCK = 2.0
 """Seconds that the clocks of hosts which write one checkpoint may differ."""
 
 
-def name_problems(source: Source, row: Format, catalog: Catalog | None) -> list[Problem]:
-    """Return what names and sizes alone show: empty files, and files of an unfinished write.
+def name_problems(source: Source, row: Format, catalog: Catalog | None) -> Iterator[Problem]:
+    """Yield what names and sizes alone show: empty files, and files of an unfinished write.
 
     Names of files that a catalog calls bare show nothing: they are tensors' names.
     """
@@ -36,19 +35,18 @@ def name_problems(source: Source, row: Format, catalog: Catalog | None) -> list[
     rules = {file: file_rule(row, file) for file in source.files if file not in bare}
     committing = {rule.committed_by for rule in rules.values() if rule and rule.committed_by}
     committing |= {rule.committed_by for rule in row.files if rule.committed_by}
-    problems = []
     for file, rule in rules.items():
         whole = file.removesuffix(".tmp")
         commits = whole != file and whole.rpartition("/")[2] in committing
         if commits and whole in source.files:
             message = f"{file} lies beside {whole}: a later save into this folder did not finish"
-            problems.append(Problem(message, "overwrite-interrupted", file=file))
+            yield Problem(message, "overwrite-interrupted", file=file)
         elif not commits and (unfinished := unfinished_file(file)):
-            problems.append(unfinished)
+            yield unfinished
         elif not source.files[file] and _must_hold_bytes(file, rule):
-            message = f"{file}: the file is empty (0 bytes)"
-            problems.append(Problem(message, "file-empty", file=file))
-    return [*problems, *_uncommitted(rules), *_unreadable_json(source, rules)]
+            yield Problem(f"{file}: the file is empty (0 bytes)", "file-empty", file=file)
+    yield from _uncommitted(rules)
+    yield from _unreadable_json(source, rules)
 
 
 def _must_hold_bytes(file: str, rule: FileRule | None) -> bool:
@@ -57,38 +55,32 @@ def _must_hold_bytes(file: str, rule: FileRule | None) -> bool:
     return rule is not None and rule.role in (FileRole.METADATA, FileRole.JSON)
 
 
-def _uncommitted(rules: Mapping[str, FileRule | None]) -> list[Problem]:
-    """Return the subfolders whose data files lack the metadata that is written last."""
+def _uncommitted(rules: Mapping[str, FileRule | None]) -> Iterator[Problem]:
+    """Yield the subfolders whose data files lack the metadata that is written last."""
     folders: dict[str, set[FileRule]] = {}
     for file, rule in rules.items():
         if rule is not None:
             folders.setdefault(file.rpartition("/")[0], set()).add(rule)
-    problems = []
     for folder, kinds in folders.items():
         last = max(rule.committed_by for rule in kinds)
         if folder and last and not any(rule.role is FileRole.METADATA for rule in kinds):
             message = f"{folder}: data files without {last}, which is written last"
-            problems.append(Problem(message, "save-incomplete", file=f"{folder}/{last}"))
-    return problems
+            yield Problem(message, "save-incomplete", file=f"{folder}/{last}")
 
 
-def _unreadable_json(source: Source, rules: Mapping[str, FileRule | None]) -> list[Problem]:
-    """Return the small files that are JSON by their names and not by their content."""
-    problems = []
+def _unreadable_json(source: Source, rules: Mapping[str, FileRule | None]) -> Iterator[Problem]:
+    """Yield the small files that are JSON by their names and not by their content."""
     for file, rule in rules.items():
         is_json = rule is not None and rule.role is FileRole.JSON
         if is_json and 0 < source.files[file] < _SMALL_JSON:
             try:
                 json.loads(read_metadata(source, file))
             except (ValueError, RecursionError):
-                message = f"{file}: not JSON"
-                problems.append(Problem(message, "metadata-unreadable", file=file))
-    return problems
+                yield Problem(f"{file}: not JSON", "metadata-unreadable", file=file)
 
 
-def newer_than_metadata(source: Files, row: Format) -> list[Problem]:
-    """Return the data files that were modified after the metadata that is written last."""
-    problems = []
+def newer_than_metadata(source: Files, row: Format) -> Iterator[Problem]:
+    """Yield the data files that were modified after the metadata that is written last."""
     for file in source.files:
         rule = file_rule(row, file)
         whole = f"{file[: file.rfind('/') + 1]}{rule.committed_by}" if rule else ""
@@ -96,44 +88,34 @@ def newer_than_metadata(source: Files, row: Format) -> list[Problem]:
             seconds = source.modified(file) - source.modified(whole)
             if seconds > _CLOCK:
                 message = f"{file} was modified {seconds:,.0f} s after {whole}"
-                problems.append(Problem(message, "data-newer", file=file))
-    return problems
+                yield Problem(message, "data-newer", file=file)
 
 
 class FileCheck:
     """Looks at files one by one: archives, headers, indexes and pickles.
 
-    ``chosen`` says which items of larger files are opened. ``spans`` are the bytes still to be
-    read, ``problems`` what is wrong.
+    ``chosen`` says which items of larger files are opened. ``archives`` has the bytes still to be
+    read, ``problems`` is what is wrong.
     """
 
     def __init__(self, source: Source, row: Format, chosen: Callable[[Container], bool]) -> None:
         self._source = source
         self._format = row
         self._chosen = chosen
-        self._pickles = PickleAudit()
-        self._archives = ArchiveCheck(source, self._pickles)
+        self.pickles = PickleAudit()
+        self.archives = ArchiveCheck(source, self.pickles)
         self._problems: list[Problem] = []
 
     @property
-    def spans(self) -> list[Span]:
-        return self._archives.spans
-
-    @property
     def problems(self) -> list[Problem]:
-        return [*self._problems, *self._archives.problems, *self._pickles.problems]
-
-    @property
-    def pickle_problems(self) -> list[Problem]:
-        """Return what the pickles name that does not belong in them."""
-        return self._pickles.problems
+        return [*self._problems, *self.archives.problems, *self.pickles.problems]
 
     def look_at_metadata(self, catalog: Catalog | None) -> None:
         """Check metadata files, and whole-file archives: what ``--quick`` reads too."""
         inner = {item.file for item in catalog.archives} | catalog.bare if catalog else set()
         named = catalog.named if catalog else {}
         for file, names in named.items():
-            self._pickles.note({Global(*name): at for name, at in names.items()}, file, 0)
+            self.pickles.note({Global(*name): at for name, at in names.items()}, file, 0)
         for file in self._files(catalog):
             if file not in inner and file not in named:
                 self._attempt(file, self._look_at)
@@ -151,7 +133,7 @@ class FileCheck:
         for file, items in by_file.items():
             chosen = [item for item in items if self._chosen(item)]
             expect_edges(self._source, ((file, item.offset, item.nbytes) for item in chosen))
-            are_readable = [self._archives.look_at(item) for item in chosen]
+            are_readable = [self.archives.look_at(item) for item in chosen]
             if not all(are_readable):
                 self._compare_with_found(file, items)
             self._require_claimed(file, items)
@@ -181,7 +163,7 @@ class FileCheck:
         elif role is FileRole.INDEX:
             read_index(self._source, file)
         elif role is FileRole.METADATA:
-            self._pickles.look_at(read_metadata(self._source, file), file, 0)
+            self.pickles.look_at(read_metadata(self._source, file), file, 0)
         elif size and role is not FileRole.ITEMS:
             self._look_at_torch_file(file, size)
 
@@ -196,10 +178,10 @@ class FileCheck:
     def _look_at_torch_file(self, file: str, size: int) -> None:
         head = self._source.read(file, 0, min(size, 64))
         if is_zip(head):
-            self._archives.look_at(Container(file, 0, size))
+            self.archives.look_at(Container(file, 0, size))
         elif is_legacy(head):
             data = self._source.read(file, 0, min(size, _LEGACY_HEAD))
-            self._pickles.look_at(data, file, 0, pickles=5)
+            self.pickles.look_at(data, file, 0, pickles=5)
             storages = read_torch_file(self._source, file).storages.values()
             spare = size - max((each.offset + each.nbytes for each in storages), default=size)
             self._note_unused(file, spare, "any storage")
@@ -215,7 +197,7 @@ class FileCheck:
     def _look_for_archives(self, file: str) -> None:
         spare = self._source.files[file]
         for item in find_archives(self._source, file):
-            self._archives.look_at(item)
+            self.archives.look_at(item)
             spare -= item.nbytes
         if spare:
             message = f"{file}: {spare:,} of its bytes are not a complete torch.save archive"

@@ -70,17 +70,15 @@ def _problem(item: Global, file: str, offset: int | None, at: int, *, hostile: b
 _DEEPEST = 100
 
 
-def odd_values(objects: Iterable[ObjectEntry]) -> list[Problem]:
-    """Return values that unfold to far more than they are, or would call what is no function."""
-    problems = []
-    walk = _Walk()
+def odd_values(objects: Iterable[ObjectEntry]) -> Iterator[Problem]:
+    """Yield values that unfold to far more than they are, or would call what is no function."""
+    audit = _ValueAudit()
     for entry in objects:
-        for code, reason in dict(walk.oddities(entry.value)).items():
-            problems.append(Problem(f"{entry.name}: {reason}", code, tensor=entry.name))
-    return problems
+        for code, reason in audit.oddities(entry.value):
+            yield Problem(f"{entry.name}: {reason}", code, tensor=entry.name)
 
 
-class _Walk:
+class _ValueAudit:
     """One look at values, each part of them once, however often it is referred to."""
 
     def __init__(self) -> None:

@@ -27,14 +27,12 @@ _FEW_VALUES = 8
 """Two saves, or parameters that begin later, give few counters; more are no counters of a run."""
 
 
-def optimizer_problems(catalog: Catalog) -> list[Problem]:
-    """Return optimizer state that lacks a part that others have, or differs in shape."""
+def optimizer_problems(catalog: Catalog) -> Iterator[Problem]:
+    """Yield optimizer state that lacks a part that others have, or differs in shape."""
     states = _states(catalog)
-    return [
-        *_incomplete(states, catalog.conflicts),
-        *_incomplete(_states_by_kind(catalog), catalog.conflicts),
-        *_misshapen(catalog, states),
-    ]
+    yield from _incomplete(states, catalog.conflicts)
+    yield from _incomplete(_states_by_kind(catalog), catalog.conflicts)
+    yield from _misshapen(catalog, states)
 
 
 def _states(catalog: Catalog) -> dict[str, dict[str, TensorEntry]]:
@@ -62,28 +60,24 @@ def _states_by_kind(catalog: Catalog) -> dict[str, dict[str, TensorEntry]]:
 
 def _incomplete(
     states: dict[str, dict[str, TensorEntry]], conflicts: Collection[str]
-) -> list[Problem]:
-    """Return state that is a part of what others have; names in ``conflicts`` are there too."""
+) -> Iterator[Problem]:
+    """Yield state that is a part of what others have; names in ``conflicts`` are there too."""
     groups: dict[frozenset[str], list[str]] = defaultdict(list)
     for head, state in states.items():
         known = {kind for kind in _KINDS if f"{head}.{kind}" in conflicts}
         groups[frozenset(state) | known].append(head)
-    problems = []
     for kinds, heads in groups.items():
         larger = [other for other in groups if kinds < other]
-        if not larger:
-            continue
-        most = max(larger, key=lambda other: len(groups[other]))
-        lacking = ", ".join(sorted(most - kinds))
-        others = f"{len(groups[most]):,} other parameters"
-        message = f"{list_some(heads, 1)}: without {lacking}, which {others} have"
-        problems.append(Problem(message, "optimizer-incomplete", tensor=heads[0]))
-    return problems
+        if larger:
+            most = max(larger, key=lambda other: len(groups[other]))
+            lacking = ", ".join(sorted(most - kinds))
+            others = f"{len(groups[most]):,} other parameters"
+            message = f"{list_some(heads, 1)}: without {lacking}, which {others} have"
+            yield Problem(message, "optimizer-incomplete", tensor=heads[0])
 
 
-def _misshapen(catalog: Catalog, states: dict[str, dict[str, TensorEntry]]) -> list[Problem]:
+def _misshapen(catalog: Catalog, states: dict[str, dict[str, TensorEntry]]) -> Iterator[Problem]:
     by_tail = _models_by_tail(catalog)
-    problems = []
     for head, kinds in states.items():
         parameter = _parameter(head, by_tail)
         like = [kinds[kind] for kind in _LIKE_THE_PARAMETER if kind in kinds]
@@ -92,8 +86,7 @@ def _misshapen(catalog: Catalog, states: dict[str, dict[str, TensorEntry]]) -> l
             if entry.shape != shape:
                 of = parameter.name if parameter else like[0].name
                 message = f"{entry.name}: {list(entry.shape)}, but {of} is {list(shape or ())}"
-                problems.append(Problem(message, "optimizer-shape", tensor=entry.name))
-    return problems
+                yield Problem(message, "optimizer-shape", tensor=entry.name)
 
 
 def _models_by_tail(catalog: Catalog) -> dict[str, TensorEntry]:
@@ -112,29 +105,20 @@ def _parameter(head: str, models: dict[str, TensorEntry]) -> TensorEntry | None:
     return models.get(name) if state and not name.isdigit() else None
 
 
-def step_problems(catalog: Catalog, located: Iterable[TensorEntry], source: Files) -> list[Problem]:
-    """Return step counters that differ between parameters or ranks."""
-    return [*_differing_objects(catalog), *_differing_tensors(located, source)]
-
-
-def _differing_objects(catalog: Catalog) -> list[Problem]:
-    """Return differing counters of which each rank has its own (``NAME@rankR``)."""
+def differing_step_values(catalog: Catalog) -> Iterator[Problem]:
+    """Yield differing step counters of which each rank has its own (``NAME@rankR``)."""
     groups: dict[str, list[str]] = defaultdict(list)
     for entry in catalog.objects.values():
         last = entry.path[-1] if entry.path else None
-        if isinstance(last, RankStep) and str(last.step) in _STEPS and _is_number(entry.value):
+        is_number = isinstance(entry.value, int | float) and not isinstance(entry.value, bool)
+        if isinstance(last, RankStep) and str(last.step) in _STEPS and is_number:
             groups[entry.name.rpartition("@rank")[0]].append(f"{entry.value} on rank {last.rank}")
-    return [
-        Problem(f"{name}: {', '.join(counters[:_SHOWN])}", "steps-differ", tensor=name)
-        for name, counters in groups.items()
-    ]
+    for name, counters in groups.items():
+        yield Problem(f"{name}: {', '.join(counters[:_SHOWN])}", "steps-differ", tensor=name)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _differing_tensors(located: Iterable[TensorEntry], source: Files) -> list[Problem]:
+def differing_step_tensors(located: Iterable[TensorEntry], source: Files) -> Iterator[Problem]:
+    """Yield that the step counters of an optimizer's parameters differ."""
     values: dict[float, list[str]] = defaultdict(list)
 
     def collect(entry: TensorEntry, tiles: Iterator[TensorTile]) -> None:
@@ -145,13 +129,13 @@ def _differing_tensors(located: Iterable[TensorEntry], source: Files) -> list[Pr
 
     read_tiles(TensorSource(source), _counter_jobs(located), collect, 1)
     if len(values) < 2:
-        return []
+        return
     code = "steps-differ" if len(values) <= _FEW_VALUES else "steps-scattered"
     ordered = sorted(values.items(), key=lambda pair: len(pair[1]))
     parts = [f"{value:g} for {list_some(names, 1)}" for value, names in ordered[: _SHOWN + 1]]
     more = f" and {len(ordered) - len(parts)} more values" if len(ordered) > len(parts) else ""
     message = f"the optimizer's step counters are {'; '.join(parts)}{more}"
-    return [Problem(message, code, tensor=ordered[0][1][0])]
+    yield Problem(message, code, tensor=ordered[0][1][0])
 
 
 def _counter_jobs(

@@ -219,7 +219,9 @@ class _AgainstRun:
 
     def report(self) -> AgainstReport:
         """Return all that was found, and what it comes to."""
-        if self._alignment is not None and not self._is_compared:
+        any_tensor = any(side.catalog and side.catalog.tensors for side in self._sides)
+        is_compared = self._pairs or (self._values and not any_tensor)
+        if self._alignment is not None and not is_compared:
             self._problems.append(Problem("no tensor or value was compared", "nothing-compared"))
         findings, ignored = self._findings()
         formats = [side.opened.format.name if side.opened else None for side in self._sides]
@@ -234,9 +236,8 @@ class _AgainstRun:
         failures = report.count_failures(self._options.strict)
         coverage = self._coverage()
         summary = f"{self._summary(failures, coverage)}{ignored_errors(ignored)}"
-        ok = not failures and coverage is not None and self._is_compared
         return AgainstReport(
-            replace(report, ok=ok, summary=summary),
+            replace(report, ok=not failures and coverage is not None, summary=summary),
             self._sides[1].path,
             formats[1],
             self._values,
@@ -255,12 +256,6 @@ class _AgainstRun:
         order = list(Severity)
         return sorted(shown, key=lambda each: order.index(each.severity)), ignored
 
-    @property
-    def _is_compared(self) -> bool:
-        """Return whether anything was compared: tensors, or values where there are no tensors."""
-        any_tensor = any(side.catalog and side.catalog.tensors for side in self._sides)
-        return bool(self._pairs) or (bool(self._values) and not any_tensor)
-
     def _coverage(self) -> tuple[Coverage, Coverage] | None:
         aligned, other = self._alignment, self._sides[1].opened
         if aligned is None or other is None:
@@ -275,7 +270,7 @@ class _AgainstRun:
     def _summary(self, failures: int, coverage: tuple[Coverage, Coverage] | None) -> str:
         if coverage is None:
             return "FAILED: not compared: damaged"
-        if failures or not self._is_compared:
+        if failures:
             return f"DIFFERENT: {plural(failures, 'difference')}"
         rests = [
             f"{part.rest} of {side.path}"
