@@ -117,25 +117,23 @@ def _show_differing(tensors: tuple[DifferingTensor, ...], screen: Console) -> No
         return
     heads = ("tensor", "differ", "of", "largest", "first at")
     shown = tensors[:_MOST_LINES]
-    rows = map(_tensor_row, shown)
+    rows = [
+        (
+            (tensor.name, "bold"),
+            (f"{tensor.differing:,}", "red"),
+            f"{tensor.elements:,}",
+            "" if tensor.largest is None else f"{tensor.largest:.3g}",
+            str(list(tensor.first)),
+        )
+        for tensor in shown
+    ]
     head, *lines = columns(screen, rows, "lrrrl", heads=heads, cuts=0)
     emit(screen, [Text(), head])
     for tensor, line in zip(shown, lines, strict=True):
-        sides = zip(SIDES, tensor.difference.values, tensor.holders, strict=True)
-        elements = [((f"  {side}", "dim"), text, (str(at), "dim")) for side, text, at in sides]
+        sides = zip(SIDES, (tensor.a, tensor.b), strict=True)
+        elements = [((f"  {side}", "dim"), at.value, (at.place, "dim")) for side, at in sides]
         emit(screen, [line, *columns(screen, elements, "lll")])
     _print_more(screen, len(tensors) - _MOST_LINES)
-
-
-def _tensor_row(tensor: DifferingTensor) -> list[Cell]:
-    difference = tensor.difference
-    return [
-        (tensor.name, "bold"),
-        (f"{difference.elements:,}", "red"),
-        f"{tensor.elements:,}",
-        "" if difference.largest is None else f"{difference.largest:.3g}",
-        str(list(difference.first)),
-    ]
 
 
 def against_json(report: AgainstReport) -> dict[str, Any]:
@@ -144,26 +142,9 @@ def against_json(report: AgainstReport) -> dict[str, Any]:
     What is of either side is under ``a`` and ``b``.
     """
     compared = plain(report) | {"tensors_compared": report.verify.tensors}
-    compared["coverage"] = report.coverage and _by_side(report.coverage)
-    compared["differing"] = [_tensor_json(tensor) for tensor in report.differing]
+    if report.coverage is not None:
+        compared["coverage"] = dict(zip("ab", compared["coverage"], strict=True))
     return document("verify", report.verify, against=compared)
-
-
-def _tensor_json(tensor: DifferingTensor) -> dict[str, Any]:
-    difference = tensor.difference
-    sides = zip(difference.values, tensor.holders, strict=True)
-    return {
-        "tensor": tensor.name,
-        "shape": tensor.shape,
-        "elements": tensor.elements,
-        "differing": difference.elements,
-        "first": difference.first,
-        "largest": difference.largest,
-    } | _by_side([{"value": value} | plain(holder) for value, holder in sides])
-
-
-def _by_side(sides: Sequence[object]) -> dict[str, Any]:
-    return dict(zip(map(str.lower, SIDES), map(plain, sides), strict=True))
 
 
 def show_latest_good(report: RunReport, *, quiet: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -166,23 +166,18 @@ class TensorLine:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class _LineKind:
-    """What tensors have in common that share a line; ``words`` stand around the numbers."""
-
-    part: str
-    words: tuple[str, ...]
-    looks: tuple[object, ...]
-
-
 def fold(entries: Collection[TensorEntry]) -> list[TensorLine]:
     """Return few lines that name every tensor once, in natural order within each part."""
-    kinds: dict[_LineKind, dict[Numbers, TensorEntry]] = {}
+    alike: dict[tuple[str, tuple[str, ...], object], dict[Numbers, TensorEntry]] = {}
     for entry in entries:
         words, numbers = split_numbers(entry.name)
-        kind = _LineKind(state_category(entry), words, _looks(entry))
-        kinds.setdefault(kind, {})[numbers] = entry
-    lines = [line for kind, members in kinds.items() for line in _lines(kind, members)]
+        alike.setdefault((state_category(entry), words, _looks(entry)), {})[numbers] = entry
+    lines = []
+    for (part, words, _), members in alike.items():
+        for axes in products(members):
+            first = members[tuple(axis[0] for axis in axes)]
+            count = math.prod(map(len, axes))
+            lines.append(TensorLine(part, with_numbers(words, axes), first, count))
     lines.sort(key=lambda line: (STATE_CATEGORIES.index(line.part), natural(line.entry.name)))
     return _fold_states(_fold_scalars(lines, [entry.name for entry in entries]))
 
@@ -190,14 +185,6 @@ def fold(entries: Collection[TensorEntry]) -> list[TensorLine]:
 def _looks(entry: TensorEntry) -> tuple[object, ...]:
     scattered = entry.placements is None and len(entry.chunks)
     return entry.dtype, entry.shape, entry.placements, scattered
-
-
-def _lines(kind: _LineKind, members: dict[Numbers, TensorEntry]) -> Iterable[TensorLine]:
-    for axes in products(members):
-        first = members[tuple(axis[0] for axis in axes)]
-        yield TensorLine(
-            kind.part, with_numbers(kind.words, axes), first, math.prod(map(len, axes))
-        )
 
 
 def split_numbers(name: str) -> tuple[tuple[str, ...], Numbers]:
@@ -235,7 +222,7 @@ def natural(name: str) -> list[tuple[int, int, str]]:
 
 def _fold_scalars(lines: list[TensorLine], names: list[str]) -> list[TensorLine]:
     """Join an optimizer's 0-d states as ``optim.state.*.step``, where that names no others."""
-    groups: dict[tuple[object, ...], list[TensorLine]] = {}
+    groups: dict[tuple[str, str, object], list[TensorLine]] = {}
     for line in lines:
         steps = line.entry.name.split(".")
         if line.part == "optimizer" and not line.entry.shape and len(steps) > 3:
@@ -243,16 +230,14 @@ def _fold_scalars(lines: list[TensorLine], names: list[str]) -> list[TensorLine]
             groups.setdefault(key, []).append(line)
     merged: dict[str, TensorLine | None] = {}
     for (head, tail, _), group in groups.items():
+        if len(group) == 1:
+            continue
         count = sum(line.count for line in group)
-        if len(group) > 1 and count == _matching(names, str(head), str(tail)):
+        if count == sum(name.startswith(head) and name.endswith(tail) for name in names):
             merged |= dict.fromkeys(line.name for line in group)
             merged[group[-1].name] = replace(group[-1], name=f"{head}*{tail}", count=count)
     folded = [merged.get(line.name, line) for line in lines]
     return [line for line in folded if line is not None]
-
-
-def _matching(names: Iterable[str], head: str, tail: str) -> int:
-    return sum(name.startswith(head) and name.endswith(tail) for name in names)
 
 
 def _fold_states(lines: list[TensorLine]) -> list[TensorLine]:
@@ -262,12 +247,11 @@ def _fold_states(lines: list[TensorLine]) -> list[TensorLine]:
         head, _, state = line.name.rpartition(".")
         is_state = line.part == "optimizer" and head and not re.search(r"[{}*]", state)
         groups.setdefault((head, _looks(line.entry)) if is_state else (line,), []).append(line)
-    return [_join_states(group) for group in groups.values()]
-
-
-def _join_states(group: list[TensorLine]) -> TensorLine:
-    if len(group) == 1:
-        return group[0]
-    head = group[0].name.rpartition(".")[0]
-    states = ",".join(line.name.rpartition(".")[2] for line in group)
-    return replace(group[0], name=f"{head}.{{{states}}}", count=sum(line.count for line in group))
+    joined = []
+    for first, *others in groups.values():
+        head, _, state = first.name.rpartition(".")
+        states = ",".join([state, *(line.name.rpartition(".")[2] for line in others)])
+        name = f"{head}.{{{states}}}" if others else first.name
+        count = sum(line.count for line in (first, *others))
+        joined.append(replace(first, name=name, count=count))
+    return joined

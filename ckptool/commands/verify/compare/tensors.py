@@ -67,53 +67,55 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
-    """Who holds an element: the file, and the rank that wrote it if known."""
+class DifferingElement:
+    """What one side has at an index: the value, the file, and the rank that wrote it if known."""
 
+    value: str
     file: str
     rank: int | None
 
-    def __str__(self) -> str:
+    @property
+    def place(self) -> str:
+        """Return who holds it."""
         return self.file if self.rank is None else f"rank {self.rank}, {self.file}"
 
 
 @dataclass(frozen=True, slots=True)
 class DifferingTensor:
-    """A tensor whose values differ: how, and who holds the first differing element, A and B.
+    """A tensor whose values differ, and what either side has at the first differing element.
 
-    ``elements`` is the number of all elements of the tensor.
+    ``differing`` of its ``elements`` do; ``largest`` is as that of a ``Difference``.
     """
 
-    name: str
+    name: str = field(metadata={"key": "tensor"})
     shape: tuple[int, ...]
     elements: int
-    difference: Difference
-    holders: tuple[Holder, Holder]
+    differing: int
+    first: tuple[int, ...]
+    largest: float | None
+    a: DifferingElement
+    b: DifferingElement
 
     @property
     def problem(self) -> Problem:
         """Return the difference in one line."""
-        difference, (one, other) = self.difference, self.holders
-        largest = difference.largest
-        gap = "" if largest is None else f", largest difference {largest:.6g}"
+        gap = "" if self.largest is None else f", largest difference {self.largest:.6g}"
         message = (
-            f"{self.name}: {difference.elements:,} of {self.elements:,} elements differ, first at"
-            f" {list(difference.first)}: A {difference.values[0]} ({one}),"
-            f" B {difference.values[1]} ({other}){gap}"
+            f"{self.name}: {self.differing:,} of {self.elements:,} elements differ, first at"
+            f" {list(self.first)}: A {self.a.value} ({self.a.place}),"
+            f" B {self.b.value} ({self.b.place}){gap}"
         )
-        return Problem(message, "tensor-differs", file=one.file, tensor=self.name)
+        return Problem(message, "tensor-differs", file=self.a.file, tensor=self.name)
 
 
-def differing_tensor(pair: TensorPair, difference: Difference) -> DifferingTensor:
-    """Return the difference of a pair, with the holders of its first element."""
-    one, other = (_holder(entry, difference.first) for entry in (pair.one, pair.other))
-    entry = pair.one
-    return DifferingTensor(entry.name, entry.shape, entry.elements, difference, (one, other))
-
-
-def _holder(entry: TensorEntry, at: tuple[int, ...]) -> Holder:
-    chunk, _ = next(ChunkIndex(entry).find(Box.at(at, (1,) * len(at))))
-    return Holder(chunk.at.file, chunk.rank)
+def differing_tensor(pair: TensorPair, found: Difference) -> DifferingTensor:
+    """Return the difference of a pair, with who holds its first element."""
+    one, sides = pair.one, []
+    for entry, value in zip((one, pair.other), found.values, strict=True):
+        chunk, _ = next(ChunkIndex(entry).find(Box.at(found.first, (1,) * len(found.first))))
+        sides.append(DifferingElement(value, chunk.at.file, chunk.rank))
+    counts = one.elements, found.elements
+    return DifferingTensor(one.name, one.shape, *counts, found.first, found.largest, *sides)
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,20 +152,20 @@ def test_one_element_is_found_and_placed(
     report = against(*saved(set_element(name, index, value)))
     assert not report.verify.ok
     (found,) = report.differing
-    assert (found.name, found.difference.elements, found.difference.first) == (name, 1, index)
-    assert [holder.file for holder in found.holders] == ["one.safetensors", "other.safetensors"]
+    assert (found.name, found.differing, found.first) == (name, 1, index)
+    assert (found.a.file, found.b.file) == ("one.safetensors", "other.safetensors")
     if largest is None:
         largest = abs(state()[name].double()[index].item() - value)
-    assert found.difference.largest == (None if largest == "no number" else largest)
+    assert found.largest == (None if largest == "no number" else largest)
 
 
 def test_all_differences_of_a_tensor_are_counted(saved: Callable[..., tuple[Path, Path]]) -> None:
     pair = saved(lambda tensors: tensors["wide"].mul_(2))
     report = against(*pair)
     (found,) = report.differing
-    assert found.difference.elements == 600_000
-    assert found.difference.first == (0, 0)
-    assert found.difference.largest == state()["wide"].abs().max().item()
+    assert found.differing == 600_000
+    assert found.first == (0, 0)
+    assert found.largest == state()["wide"].abs().max().item()
 
 
 def test_the_rank_and_file_of_a_difference_are_told(out: Path) -> None:
@@ -175,7 +175,7 @@ def test_the_rank_and_file_of_a_difference_are_told(out: Path) -> None:
     content["model"]["embed.weight"][-1, -1] += 1
     torch.save(content, out / "m.pt")
     (found,) = against(source, out / "m.pt").differing
-    here, there = found.holders
+    here, there = found.a, found.b
     assert here.file == f"__{here.rank}_0.distcp"
     assert there.file == "m.pt"
 
