@@ -84,16 +84,15 @@ def show_moves(report: MapReport, screen: Console) -> None:
 def _group(moves: Iterable[Move]) -> list[list[Move]]:
     """Group the moves that share a line, the model's first, in natural order."""
     groups: dict[object, list[Move]] = defaultdict(list)
-    for move in sorted(moves, key=_order):
+
+    def order(move: Move) -> tuple[int, object]:
+        return STATE_CATEGORIES.index(state_category(move.entry)), natural(move.sources[0])
+
+    for move in sorted(moves, key=order):
         words = tuple(dict.fromkeys(split_numbers(name)[0] for name in move.sources))
         kind = (words, split_numbers(move.target)[0], move.entry.shape, move.operation)
         groups[kind].append(move)
     return list(groups.values())
-
-
-def _order(move: Move) -> tuple[int, object]:
-    name = move.sources[0]
-    return STATE_CATEGORIES.index(state_category(move.entry)), natural(name)
 
 
 def _fold_names(names: Iterable[str]) -> str:

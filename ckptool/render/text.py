@@ -37,11 +37,9 @@ def visible(text: str) -> str:
     """Spell out control, direction and other unprintable characters of untrusted text."""
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else _spelled(c) for c in text)
-
-
-def _spelled(char: str) -> str:
-    return char.encode("unicode_escape").decode("ascii")
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
+    )
 
 
 def escaped(text: str) -> str:

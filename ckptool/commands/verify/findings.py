@@ -188,7 +188,9 @@ class Findings:
         unique: dict[tuple[object, ...], Problem] = {}
         for problem in problems:
             if not _repeats(problem, pickle_problems):
-                unique.setdefault(_identity(problem), problem)
+                of_a_file = problem.code in _ONCE_A_FILE and problem.file
+                words = "" if of_a_file else str(problem)
+                unique.setdefault((problem.code, problem.file, words), problem)
         ignore = set(self.ignore) - _NEVER_IGNORED
         shown = [problem for problem in unique.values() if problem.code not in ignore]
         rest = [problem for problem in unique.values() if problem.code in ignore]
@@ -235,11 +237,11 @@ class Findings:
         cause = group[0]
         affected = list(dict.fromkeys(Affected(p.tensor, str(p)) for p in group if p.tensor))
         names = dict.fromkeys(part.tensor for part in affected if part.tensor)
-        if cause.code != "file-truncated":
-            for name in self._stored_in(file):
-                if name not in names:
-                    affected.append(Affected(name, f"{name}: stored in {file}"))
-                    names[name] = None
+        tensors = self.catalog.tensors if self.catalog and cause.code != "file-truncated" else {}
+        for name, entry in tensors.items():
+            if name not in names and any(at.file == file for at in places(entry)):
+                affected.append(Affected(name, f"{name}: stored in {file}"))
+                names[name] = None
         affected += dict.fromkeys(Affected(None, str(p)) for p in group[1:] if not p.tensor)
         message = str(cause)
         end = max((problem.end or 0 for problem in group), default=0)
@@ -247,10 +249,6 @@ class Findings:
             message = f"{file}: {self.sizes[file]:,} bytes, at least {end:,} expected"
         finding = finding_of(cause, tuple(affected))
         return replace(finding, message=f"{message}{self._named(names)}", tensor=None)
-
-    def _stored_in(self, file: str) -> list[str]:
-        tensors = self.catalog.tensors.values() if self.catalog else ()
-        return [entry.name for entry in tensors if any(at.file == file for at in places(entry))]
 
     def _named(self, names: Mapping[str, None]) -> str:
         """Return such as ``; 116 tensors affected: a, b, c and 113 more``."""
@@ -276,12 +274,6 @@ def _of_alike(group: Sequence[Problem]) -> Finding:
 def _detail(problem: Problem) -> str:
     """Return what is wrong, without the name of the tensor or value."""
     return problem.removeprefix(f"{problem.tensor}: ")
-
-
-def _identity(problem: Problem) -> tuple[object, ...]:
-    """Return what two problems share that are one: what is wrong with a whole file, say."""
-    of_a_file = problem.code in _ONCE_A_FILE and problem.file
-    return (problem.code, problem.file, "" if of_a_file else str(problem))
 
 
 def _repeats(problem: Problem, pickle_problems: Collection[Problem]) -> bool:
@@ -313,7 +305,12 @@ def _by_cause(problems: list[Problem], catalog: Catalog | None) -> list[list[Pro
             groups[problem.code, file, _detail(problem)].append(problem)
         else:
             groups[number if (problem.code, file) != unread else unread].append(problem)
-    return [_cause_first(key, group) for key, group in groups.items()]
+    causes = []
+    for key, group in groups.items():
+        code = key[0] if isinstance(key, tuple) else group[0].code
+        # what is said of the whole file comes first, then what is said of its tensors
+        causes.append(sorted(group, key=lambda p: (p.code != code, bool(p.tensor))))
+    return causes
 
 
 def _unread_file(problems: list[Problem], catalog: Catalog | None) -> tuple[str, str] | None:
@@ -335,9 +332,3 @@ def _unread_file(problems: list[Problem], catalog: Catalog | None) -> tuple[str,
         return None
     ((file, code),) = lost.items()
     return code, file
-
-
-def _cause_first(key: object, group: list[Problem]) -> list[Problem]:
-    """Return what is said of the whole file first, then what is said of its tensors."""
-    code = key[0] if isinstance(key, tuple) else group[0].code
-    return sorted(group, key=lambda problem: (problem.code != code, bool(problem.tensor)))

@@ -117,10 +117,8 @@ def _is_gone(path: Location) -> bool:
         return False
     try:
         os.stat(path)
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
     return False
 
 
@@ -180,7 +178,9 @@ def steps_of(run: Location) -> list[Step]:
             hint="list the known formats: ckptool formats",
         )
     steps = _group(run, inner)
-    return sorted([*steps, *_without_checkpoint(steps)], key=_order)
+    steps += _without_checkpoint(steps)
+    steps.sort(key=lambda step: natural_key(str(step.path)))
+    return sorted(steps, key=lambda step: -1 if step.number is None else step.number)
 
 
 def _is_step(path: Location, run: Location) -> bool:
@@ -194,10 +194,6 @@ def _is_step(path: Location, run: Location) -> bool:
     alike = [name for name in _names_in(path.parent) if _pattern(name) == _pattern(path.name)]
     numbers = {number for name in alike for _, number in filter(None, [_step_in((name,))])}
     return numbers != set(range(len(numbers)))
-
-
-def _order(step: Step) -> tuple[int, list[tuple[int, int | str]]]:
-    return -1 if step.number is None else step.number, natural_key(str(step.path))
 
 
 def _step_in(parts: tuple[str, ...]) -> tuple[int, int] | None:

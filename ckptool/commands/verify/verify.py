@@ -41,7 +41,7 @@ from ckptool.core.catalog import Catalog, Container, TensorEntry
 from ckptool.core.state_category import state_category
 from ckptool.core.text import list_some
 from ckptool.engine.check.content import ContentReport, check_spans
-from ckptool.engine.check.spans import Span
+from ckptool.engine.check.spans import ByteSpan
 from ckptool.errors import Problem
 from ckptool.formats.companions import lost_random_states
 from ckptool.storage.file_status import changed
@@ -84,7 +84,7 @@ class Verification:
         self._survey = surveyed
         self._options = options
         self._problems: list[Problem] = []
-        self._sample = Sample(options.sample, options.seed)
+        self._sample = DataSample(options.sample, options.seed)
         self._files = FileCheck(surveyed.source, surveyed.format, self._sample.takes)
         self._nbytes = 0
         self._lock = threading.Lock()
@@ -141,7 +141,9 @@ class Verification:
             message = f"{list_some(unchecked, 1)}: {message}"
             self._problems.append(Problem(message, "no-checksum", file=unchecked[0]))
 
-    def _read(self, spans: list[Span], started: Started, whole: Mapping[str, int]) -> ContentReport:
+    def _read(
+        self, spans: list[ByteSpan], started: Started, whole: Mapping[str, int]
+    ) -> ContentReport:
         """Read spans once, or files where they are to be digested."""
         source = self._survey.source
         apart = (span.nbytes for span in spans if span.packing or span.file not in whole)
@@ -178,8 +180,9 @@ class Verification:
         ``compared`` is the catalog that more is about, of which ``nbytes`` were read.
         """
         options, catalog, source = self._options, self._catalog, self._survey.source
+        files = catalog.files | catalog.companions if catalog else source.files
         problems = [
-            *self._changes(),
+            *changes(source, files),
             *self._survey.problems,
             *map(self._of_a_copy, [*self._problems, *self._files.problems]),
             *more,
@@ -200,10 +203,6 @@ class Verification:
         report = replace(report, ok=not report.fails(options.strict))
         return replace(report, summary=summarize(report, options.sample, options.seed))
 
-    def _changes(self) -> list[Problem]:
-        catalog, source = self._catalog, self._survey.source
-        return changes(source, catalog.files | catalog.companions if catalog else source.files)
-
     def _of_a_copy(self, problem: Problem) -> Problem:
         """Return damage of a copy that is not read as no damage of the checkpoint."""
         copies = self._catalog.copies if self._catalog else frozenset()
@@ -220,7 +219,7 @@ def changes(source: Files, files: Iterable[str]) -> list[Problem]:
     return list(changed(names).problems) if names else []
 
 
-class Sample:
+class DataSample:
     """A ``share`` of the items and of the spans outside them, chosen by ``seed``; or all."""
 
     def __init__(self, share: float, seed: int) -> None:
@@ -237,7 +236,7 @@ class Sample:
             self._choices[item] = self._chance.random() < self._share
         return self._choices[item]
 
-    def of(self, spans: list[Span], chosen: Collection[str]) -> list[Span]:
+    def of(self, spans: list[ByteSpan], chosen: Collection[str]) -> list[ByteSpan]:
         """Return the spans to be read: all in files of ``chosen`` items, some of the others."""
         if self.is_all:
             return spans

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ckptool.core.dtype import DType
-from ckptool.engine.check.spans import Span, SpanTile, span_jobs
+from ckptool.engine.check.spans import ByteSpan, SpanTile, span_jobs
 from ckptool.engine.checksum import CrcPiece, crc32, join_crcs
 from ckptool.engine.read.tiles import ByteSource, Progress, read_tiles
 from ckptool.errors import CkptoolError, Problem
@@ -45,7 +45,7 @@ class ContentReport:
 
 
 def check_spans(
-    spans: list[Span],
+    spans: list[ByteSpan],
     source: Files,
     workers: int,
     progress: Progress,
@@ -78,7 +78,9 @@ def check_spans(
     return report
 
 
-def _check_tile(span: Span, tile: SpanTile, report: ContentReport, pieces: list[CrcPiece]) -> None:
+def _check_tile(
+    span: ByteSpan, tile: SpanTile, report: ContentReport, pieces: list[CrcPiece]
+) -> None:
     """Look for values that are not finite, and note the checksum of a tile or where it ends."""
     end = tile.start + tile.nbytes
     for view in span.views:
@@ -92,14 +94,14 @@ def _check_tile(span: Span, tile: SpanTile, report: ContentReport, pieces: list[
         report.note_written(span.file, _written_end(span, tile))
 
 
-def _written_end(span: Span, tile: SpanTile) -> int:
+def _written_end(span: ByteSpan, tile: SpanTile) -> int:
     """Return where in the file the last byte ends that is not zero; 0 where all are."""
     data = tile.data
     nbytes = len(data) if data[-1] else len(bytes(data).rstrip(b"\0"))
     return span.offset + tile.start + nbytes if nbytes else 0
 
 
-def _crc_problem(span: Span, pieces: list[CrcPiece]) -> Problem | None:
+def _crc_problem(span: ByteSpan, pieces: list[CrcPiece]) -> Problem | None:
     if span.crc32 is None or sum(nbytes for _, nbytes, _ in pieces) != span.nbytes:
         return None
     actual = join_crcs(pieces)

@@ -28,7 +28,7 @@ class View:
 
 
 @dataclass(eq=False, slots=True)
-class Span:
+class ByteSpan:
     """``nbytes`` of a file, or of what ``packing`` decodes to, that are read once.
 
     ``crc32`` is what the writer recorded, None where it did not; ``what`` is how errors call it.
@@ -61,7 +61,7 @@ class Packing:
 class SpanTile(NamedTuple):
     """Bytes of a span from ``start`` on; or of a file that are no span's."""
 
-    span: Span | None
+    span: ByteSpan | None
     start: int
     data: memoryview
 
@@ -75,13 +75,13 @@ SpanJob = Job[str | None, ByteReader, SpanTile]
 """Its subject is the file that is read from end to end, None where it is not."""
 
 
-def span_jobs(spans: Iterable[Span], whole: Mapping[str, int], limit: int) -> Iterator[SpanJob]:
+def span_jobs(spans: Iterable[ByteSpan], whole: Mapping[str, int], limit: int) -> Iterator[SpanJob]:
     """Yield one tile of at most ``limit`` bytes, one file, or all spans of one packed blob each.
 
     Files of ``whole``, which have so many bytes, are read from end to end.
     """
-    packed: dict[Packing, list[Span]] = {}
-    inside: dict[str, list[Span]] = {file: [] for file in whole}
+    packed: dict[Packing, list[ByteSpan]] = {}
+    inside: dict[str, list[ByteSpan]] = {file: [] for file in whole}
     for span in spans:
         if span.packing is not None:
             packed.setdefault(span.packing, []).append(span)
@@ -98,35 +98,35 @@ def span_jobs(spans: Iterable[Span], whole: Mapping[str, int], limit: int) -> It
         yield Job(None, partial(_read_packed, packing, inner))
 
 
-def _split_overlapping(spans: Iterable[Span]) -> tuple[list[Span], list[Span]]:
+def _split_overlapping(spans: Iterable[ByteSpan]) -> tuple[list[ByteSpan], list[ByteSpan]]:
     """Return spans that lie behind one another, and those that begin inside one of these."""
-    adjoining: list[Span] = []
-    overlapping: list[Span] = []
+    adjoining: list[ByteSpan] = []
+    overlapping: list[ByteSpan] = []
     for span in sorted(spans, key=lambda span: span.offset):
         overlaps = bool(adjoining) and span.offset < adjoining[-1].end
         (overlapping if overlaps else adjoining).append(span)
     return adjoining, overlapping
 
 
-def _tile_jobs(span: Span, limit: int) -> Iterator[SpanJob]:
+def _tile_jobs(span: ByteSpan, limit: int) -> Iterator[SpanJob]:
     for start, nbytes in _cut(span, limit):
         yield Job(None, partial(_read_part, span, start, nbytes))
 
 
-def _cut(span: Span, limit: int) -> Iterator[tuple[int, int]]:
+def _cut(span: ByteSpan, limit: int) -> Iterator[tuple[int, int]]:
     """Yield the start and the bytes of each tile of a span."""
     for start in range(0, span.nbytes, limit):
         yield start, min(limit, span.nbytes - start)
 
 
-def _read_part(span: Span, start: int, nbytes: int, reader: ByteReader) -> Iterator[SpanTile]:
+def _read_part(span: ByteSpan, start: int, nbytes: int, reader: ByteReader) -> Iterator[SpanTile]:
     for data in reader.run(span.file, span.offset + start, nbytes):
         yield SpanTile(span, start, data)
         start += len(data)
 
 
 def _read_file(
-    file: str, nbytes: int, spans: Sequence[Span], reader: ByteReader
+    file: str, nbytes: int, spans: Sequence[ByteSpan], reader: ByteReader
 ) -> Iterator[SpanTile]:
     """Yield all bytes of a file in order; those between its spans too."""
     position = 0
@@ -139,7 +139,9 @@ def _read_file(
         yield SpanTile(None, 0, data)
 
 
-def _read_packed(packing: Packing, spans: Sequence[Span], reader: ByteReader) -> Iterator[SpanTile]:
+def _read_packed(
+    packing: Packing, spans: Sequence[ByteSpan], reader: ByteReader
+) -> Iterator[SpanTile]:
     """Yield the tiles of all spans of one blob, in the order in which they are decoded.
 
     Raises Damaged where it decodes to more or fewer bytes, or does not.
@@ -169,7 +171,7 @@ def _read_packed(packing: Packing, spans: Sequence[Span], reader: ByteReader) ->
         raise Damaged(message, "codec-corrupt", file=cut[0].file)
 
 
-def _decode(packing: Packing, span: Span, reader: ByteReader) -> Iterator[bytes]:
+def _decode(packing: Packing, span: ByteSpan, reader: ByteReader) -> Iterator[bytes]:
     try:
         yield from _DECODERS[packing.codec](_read_stored(packing, reader))
     except (zlib.error, ValueError) as error:

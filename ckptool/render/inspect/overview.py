@@ -44,7 +44,9 @@ def _header(report: InspectReport, screen: Console) -> list[Text]:
         (visible(str(report.path)), "bold"), "  ", (f"{catalog.format}", "bold cyan")
     )
     info = catalog.info
-    facts = [("writer", _writer(info)), ("framework", _framework(info))]
+    named = ("framework", "version") if "framework" in info else ()
+    framework = " ".join(info[key] for key in named if key in info)
+    facts = [("writer", _writer(info)), ("framework", framework)]
     if report.step is not None:
         facts.append(("step", f"{report.step:,}"))
     if catalog.world_size is not None:
@@ -62,11 +64,6 @@ def _writer(info: dict[str, str]) -> str:
     named = ("writer",) if "framework" in info else ("writer", "version")
     writer = " ".join(info[key] for key in named if key in info)
     return ", ".join(filter(None, [writer, *rest]))
-
-
-def _framework(info: dict[str, str]) -> str:
-    named = ("framework", "version") if "framework" in info else ()
-    return " ".join(info[key] for key in named if key in info)
 
 
 def _mesh(catalog: Catalog) -> str:

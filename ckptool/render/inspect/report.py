@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ckptool.commands.document import document
 from ckptool.commands.inspect import InspectReport
-from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
+from ckptool.core.catalog import ObjectEntry, TensorEntry
 from ckptool.core.quantization import kinds
 from ckptool.core.text import plural
 from ckptool.errors import UsageError
@@ -81,9 +81,16 @@ def inspect_json(
     """
     catalog = report.catalog
     names = matching(catalog, tensors) if tensors else catalog.tensors
-    more: dict[str, Any] = {"ranks": _ranks_json(catalog)} if ranks else {}
+    more: dict[str, Any] = {}
+    if ranks:
+        loads = sorted(loads_of(catalog)[0].items())
+        more["ranks"] = [{"rank": r, "chunks": n, "bytes": size} for r, (n, size) in loads]
     if shards is not None:
         more["map"] = _map_json(tensor_named(catalog, shards))
+    mesh: dict[str, Any] | None = None
+    if catalog.mesh is not None:
+        mesh = {"shape": catalog.mesh.shape, "names": catalog.mesh.names}
+        mesh["source"] = catalog.mesh_source
     content = {
         "path": report.path,
         "format": catalog.format,
@@ -91,7 +98,7 @@ def inspect_json(
         "quantized": kinds(catalog),
         "step": report.step,
         "world_size": catalog.world_size,
-        "mesh": _mesh_json(catalog),
+        "mesh": mesh,
         "totals": report.totals,
         "tensors": [_tensor_json(catalog.tensors[name]) for name in names],
         "values": [_object_json(entry) for entry in catalog.objects.values()],
@@ -99,13 +106,6 @@ def inspect_json(
         "problems": report.problems,
     }
     return document("inspect", **content, **more)
-
-
-def _mesh_json(catalog: Catalog) -> dict[str, Any] | None:
-    mesh = catalog.mesh
-    if mesh is None:
-        return None
-    return {"shape": mesh.shape, "names": mesh.names, "source": catalog.mesh_source}
 
 
 def _tensor_json(entry: TensorEntry) -> dict[str, Any]:
@@ -126,11 +126,6 @@ def _object_json(entry: ObjectEntry) -> dict[str, Any]:
         return described | {"value": plain(entry.value)}
     except Inexact:
         return described
-
-
-def _ranks_json(catalog: Catalog) -> list[dict[str, int]]:
-    loads, _ = loads_of(catalog)
-    return [{"rank": r, "chunks": n, "bytes": size} for r, (n, size) in sorted(loads.items())]
 
 
 def _map_json(entry: TensorEntry) -> list[dict[str, Any]]:

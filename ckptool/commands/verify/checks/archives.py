@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ckptool.commands.verify.checks.pickles import PickleAudit
 from ckptool.core.catalog import Container
-from ckptool.engine.check.spans import Packing, Span
+from ckptool.engine.check.spans import ByteSpan, Packing
 from ckptool.errors import CkptoolError, Problem, coded
 from ckptool.serialization.archive.read import record_bytes
 from ckptool.serialization.source import Source
@@ -49,7 +49,7 @@ class ArchiveCheck:
         self._pickles = pickles
         self._templates = ArchiveTemplates()
         self.problems: list[Problem] = []
-        self.spans: list[Span] = []
+        self.spans: list[ByteSpan] = []
 
     def look_at(self, item: Container) -> bool:
         """Check one archive; return whether its directory could be read."""
@@ -142,21 +142,22 @@ def _with_header_at_hand(region: Region, records: Iterable[ZipRecord]) -> Iterat
             yield record
 
 
-def _span(item: Container, region: Region, record: ZipRecord, has_crc: bool) -> Span:
+def _span(item: Container, region: Region, record: ZipRecord, has_crc: bool) -> ByteSpan:
     what = f"{region.what}: record {record.name!r}"
     crc = record.crc32 if has_crc else None
     if item.transforms:
         packing = Packing(item.file, item.offset, item.nbytes, "zstd")
-        return Span(item.file, record.offset, record.size, crc, what, packing=packing)
+        return ByteSpan(item.file, record.offset, record.size, crc, what, packing=packing)
     offset = region.offset + record.offset
     if record.method == DEFLATED:
         packing = Packing(item.file, offset, record.stored, "deflate")
-        return Span(item.file, 0, record.size, crc, what, packing=packing)
-    return Span(item.file, offset, record.size, crc, what)
+        return ByteSpan(item.file, 0, record.size, crc, what, packing=packing)
+    return ByteSpan(item.file, offset, record.size, crc, what)
 
 
 _IN_LOCAL_HEADER = 14
 _DESCRIPTOR = b"PK\x07\x08"
+_CHECKSUM_OVER_ALL = "/.data/serialization_id"
 _MOST_SIZES, _MOST_OF_A_SIZE, _MOST_RECORDS = 256, 4, 32
 
 
@@ -183,7 +184,8 @@ class ArchiveTemplates:
         is_full = len(self._by_size) >= _MOST_SIZES or len(templates) >= _MOST_OF_A_SIZE
         if is_full or len(records) > _MOST_RECORDS:
             return
-        variable = tuple((r, _crc_places(region, r)) for r in records if _is_variable(r))
+        storages = [r for r in records if r.is_storage or r.name.endswith(_CHECKSUM_OVER_ALL)]
+        variable = tuple((record, _crc_places(region, record)) for record in storages)
         free = [(at, at + CRC32_NBYTES) for _, crc_places in variable for at in crc_places]
         free += [(record.offset, record.offset + record.stored) for record, _ in variable]
         spans = tuple(_between(sorted(free), region.nbytes))
@@ -199,11 +201,6 @@ class ArchiveTemplates:
                 records = [_with_own_crc(region, *variable) for variable in template.variable]
                 return None if None in records else [record for record in records if record]
         return None
-
-
-def _is_variable(record: ZipRecord) -> bool:
-    """Return whether a record is a storage, or the checksum over all of them."""
-    return record.is_storage or record.name.endswith("/.data/serialization_id")
 
 
 def _crc_places(region: Region, record: ZipRecord) -> tuple[int, ...]:

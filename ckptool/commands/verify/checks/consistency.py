@@ -137,18 +137,14 @@ def _differing(
     for file, expected in files.items():
         try:
             size = require(source, file, wanted_by=listed)
-            digest = _digest(source, file, size, algorithm)
+            total = hashlib.new(algorithm, usedforsecurity=False)
+            for start in range(0, size, _BLOCK):
+                total.update(source.read(file, start, min(_BLOCK, size - start)))
         except CkptoolError as error:
             yield from error.problems
             continue
+        digest = total.hexdigest()
         if digest != expected:
             message = f"{file}: {algorithm} {digest[:16]}..., expected"
             message += f" {str(expected)[:16]}... by {listed}"
             yield Problem(message, f"{algorithm}-mismatch", file=file)
-
-
-def _digest(source: Source, file: str, size: int, algorithm: str) -> str:
-    total = hashlib.new(algorithm, usedforsecurity=False)
-    for start in range(0, size, _BLOCK):
-        total.update(source.read(file, start, min(_BLOCK, size - start)))
-    return total.hexdigest()

@@ -19,7 +19,7 @@ from ckptool.core.catalog import (
     TensorEntry,
 )
 from ckptool.engine.check.content import all_finite, can_be_not_finite
-from ckptool.engine.check.spans import Packing, Span, View
+from ckptool.engine.check.spans import ByteSpan, Packing, View
 from ckptool.engine.read.gather import raw
 from ckptool.engine.read.tensors import TensorSource, TensorTile, place_job
 from ckptool.engine.read.tiles import read_tiles
@@ -119,9 +119,9 @@ def _run(at: Place, shape: tuple[int, ...], itemsize: int) -> tuple[_Where, int,
     return at.file, at.offset, nbytes
 
 
-def attach(views: Views, spans: list[Span]) -> list[Span]:
+def attach(views: Views, spans: list[ByteSpan]) -> list[ByteSpan]:
     """Put each view into the span that holds it; return spans of their own for the others."""
-    by_place: dict[_Where, list[Span]] = defaultdict(list)
+    by_place: dict[_Where, list[ByteSpan]] = defaultdict(list)
     for span in spans:
         by_place[span.packing or span.file].append(span)
     for inside in by_place.values():
@@ -136,7 +136,7 @@ def attach(views: Views, spans: list[Span]) -> list[Span]:
     return own
 
 
-def _place(view: View, spans: list[Span], starts: list[int]) -> bool:
+def _place(view: View, spans: list[ByteSpan], starts: list[int]) -> bool:
     """Put a view into the span that holds it; return whether there is one."""
     at = bisect_right(starts, view.start) - 1
     if at < 0 or view.start + view.nbytes > spans[at].end:
@@ -146,15 +146,15 @@ def _place(view: View, spans: list[Span], starts: list[int]) -> bool:
     return True
 
 
-def _own_spans(file: str, views: list[View]) -> Iterator[Span]:
+def _own_spans(file: str, views: list[View]) -> Iterator[ByteSpan]:
     """Yield spans without a checksum: one a tensor, or one for tensors that share bytes."""
-    current: Span | None = None
+    current: ByteSpan | None = None
     for view in sorted(views, key=lambda view: (view.start, -view.nbytes)):
         aligned = current is not None and not (view.start - current.offset) % view.dtype.itemsize
         if current is None or not aligned or view.start >= current.end:
             if current is not None:
                 yield current
-            current = Span(file, view.start, 0, None, f"{file}: {view.tensor}")
+            current = ByteSpan(file, view.start, 0, None, f"{file}: {view.tensor}")
         start = view.start - current.offset
         current.nbytes = max(current.nbytes, start + view.nbytes)
         current.views.append(replace(view, start=start))
@@ -194,7 +194,7 @@ _PAGE = 4096
 
 
 def unwritten_ends(
-    spans: Iterable[Span], written: Mapping[str, int], sizes: Mapping[str, int]
+    spans: Iterable[ByteSpan], written: Mapping[str, int], sizes: Mapping[str, int]
 ) -> Iterator[Problem]:
     """Yield a problem for each file that ends in zeros from a page boundary inside a tensor on.
 
@@ -202,7 +202,7 @@ def unwritten_ends(
     that begin with a tensor, or a row of one, are values like any other.
     """
     last = {span.file: span for span in sorted(spans, key=lambda span: span.end)}
-    by_file: dict[str, list[Span]] = {file: [] for file in written}
+    by_file: dict[str, list[ByteSpan]] = {file: [] for file in written}
     for span in spans:
         by_file.get(span.file, []).append(span)
     for file, end in written.items():
@@ -216,7 +216,7 @@ def unwritten_ends(
             yield Problem(message, "zeros-at-end", file=file)
 
 
-def _cut(span: Span, start: int, end: int) -> Iterator[View]:
+def _cut(span: ByteSpan, start: int, end: int) -> Iterator[View]:
     """Yield the views of a span that ``start`` cuts inside of a row, just behind a value."""
     for view in span.views:
         before = start - span.offset - view.start

@@ -79,7 +79,8 @@ def _incomplete(
 def _misshapen(catalog: Catalog, states: dict[str, dict[str, TensorEntry]]) -> Iterator[Problem]:
     by_tail = _models_by_tail(catalog)
     for head, kinds in states.items():
-        parameter = _parameter(head, by_tail)
+        _, state, name = head.partition("state.")
+        parameter = by_tail.get(name) if state and not name.isdigit() else None
         like = [kinds[kind] for kind in _LIKE_THE_PARAMETER if kind in kinds]
         shape = parameter.shape if parameter else like[0].shape if like else None
         for entry in like:
@@ -97,12 +98,6 @@ def _models_by_tail(catalog: Catalog) -> dict[str, TensorEntry]:
             models[entry.name] = entry
             models.setdefault(entry.name.partition(".")[2], entry)
     return models
-
-
-def _parameter(head: str, models: dict[str, TensorEntry]) -> TensorEntry | None:
-    """Return the parameter that ``optimizer.state.<name>`` is the state of, by its name."""
-    _, state, name = head.partition("state.")
-    return models.get(name) if state and not name.isdigit() else None
 
 
 def differing_step_values(catalog: Catalog) -> Iterator[Problem]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.rewrite import RewriteOptions
@@ -17,9 +16,6 @@ from ckptool.core.state_category import state_category
 from ckptool.core.text import plural
 from ckptool.errors import Problem
 from ckptool.storage.url import Location
-
-if TYPE_CHECKING:
-    from ckptool.commands.keymap.maps import MapReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +96,11 @@ def rewritten_coverage(made: RewriteResult, names: Collection[str], values: int)
         gone = sum(name in made.kept.objects for name in made.map.excluded)
         lacking = len(made.catalog.objects) - values
         values = max(0, len(made.kept.objects) - gone - lacking)
-    sources = set(names) if made.map is None else _sources(made.map, names)
+    sources = set(names)
+    if made.map is not None:
+        sources = {name for move in made.map.moves if move.target in names for name in move.sources}
     compared = [made.kept.tensors[name] for name in sources if name in made.kept.tensors]
     return Coverage(amount(compared, values), total)
-
-
-def _sources(report: MapReport, names: Collection[str]) -> set[str]:
-    """Return the tensors that those of these names are made of."""
-    return {source for move in report.moves if move.target in names for source in move.sources}
 
 
 def excluded_by_rewrite(made: RewriteResult, path: object) -> list[Problem]:

@@ -133,14 +133,9 @@ def unread_notes(catalog: Catalog, selection: Selection = EVERYTHING) -> list[Pr
     return [
         note
         for note in unread
-        if note.tensor not in catalog.objects and _is_chosen(str(note.tensor), selection)
+        if note.tensor not in catalog.objects and _is_selected(str(note.tensor), selection)
+        if not selection.model_only or state_category_of_name(str(note.tensor), ()) == "model"
     ]
-
-
-def _is_chosen(name: str, selection: Selection) -> bool:
-    if selection.model_only and state_category_of_name(name, ()) != "model":
-        return False
-    return _is_selected(name, selection)
 
 
 def differing_unread(mine: Catalog, theirs: Catalog, selection: Selection) -> Iterator[Problem]:

@@ -20,8 +20,8 @@ from ckptool.commands.verify.compare.names import readable, stored_problems, unr
 from ckptool.commands.verify.compare.values import text_digest, value_text
 from ckptool.commands.verify.findings import VerifyReport, conflict_problems, ignored_errors
 from ckptool.commands.verify.manifest.schema import (
+    CheckpointManifest,
     FileProof,
-    Manifest,
     TensorProof,
     ValueProof,
     require_writable,
@@ -91,7 +91,7 @@ def _not_written(report: VerifyReport, target: Location, options: VerifyOptions)
     return replace(report, ok=False, summary=summary)
 
 
-def contents_text(manifest: Manifest) -> str:
+def contents_text(manifest: CheckpointManifest) -> str:
     """Return such as ``102 tensors, 16 values, 3 files``."""
     parts = ((manifest.tensors, "tensor"), (manifest.values, "value"), (manifest.files, "file"))
     return ", ".join(plural(len(entries), noun) for entries, noun in parts if entries)
@@ -113,7 +113,7 @@ def open_unless_damaged(path: Location, options: VerifyOptions) -> OpenedCheckpo
 class Measurement(NamedTuple):
     """The manifest of a checkpoint as it is, the problems in its way, and the bytes read for it."""
 
-    manifest: Manifest
+    manifest: CheckpointManifest
     problems: list[Problem]
     nbytes: int
 
@@ -159,7 +159,7 @@ def measure(
     values, unproved = _values(catalog)
     file_hexes = file_digests(unread, source, workers, progress) | dict(known)
     proofs = {name: FileProof(sizes[name], sha256) for name, sha256 in file_hexes.items()}
-    manifest = Manifest(opened.format.name, tensors, values, unproved, proofs)
+    manifest = CheckpointManifest(opened.format.name, tensors, values, unproved, proofs)
     return Measurement(manifest, problems, nbytes)
 
 

@@ -17,7 +17,7 @@ from ckptool.commands.verify.manifest.build import (
     measure,
     open_unless_damaged,
 )
-from ckptool.commands.verify.manifest.schema import Manifest, ValueProof, read_manifest
+from ckptool.commands.verify.manifest.schema import CheckpointManifest, ValueProof, read_manifest
 from ckptool.commands.verify.verify import Started, examine
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry, places
 from ckptool.core.dtype import BY_NAME
@@ -73,7 +73,7 @@ def check_manifest(
     return replace(report, summary=summary)
 
 
-def _equal_part(recorded: Manifest, measured: Manifest) -> Manifest:
+def _equal_part(recorded: CheckpointManifest, measured: CheckpointManifest) -> CheckpointManifest:
     """Return what a manifest says and the checkpoint is."""
     return replace(
         recorded,
@@ -83,7 +83,7 @@ def _equal_part(recorded: Manifest, measured: Manifest) -> Manifest:
     )
 
 
-def narrowed(manifest: Manifest, chosen: Counterpart) -> Manifest:
+def narrowed(manifest: CheckpointManifest, chosen: Counterpart) -> CheckpointManifest:
     """Return what of a manifest is to be compared: tensors and values, and no file."""
     return replace(
         manifest,
@@ -94,7 +94,7 @@ def narrowed(manifest: Manifest, chosen: Counterpart) -> Manifest:
     )
 
 
-def manifest_catalog(manifest: Manifest) -> Catalog:
+def manifest_catalog(manifest: CheckpointManifest) -> Catalog:
     """Return the names of a manifest as a catalog that has no chunks."""
     tensors = {
         name: TensorEntry(name, (name,), BY_NAME[proof.dtype], proof.shape, ())
@@ -105,7 +105,7 @@ def manifest_catalog(manifest: Manifest) -> Catalog:
 
 
 def differences(
-    recorded: Manifest, measured: Manifest, catalog: Catalog, stored: Catalog
+    recorded: CheckpointManifest, measured: CheckpointManifest, catalog: Catalog, stored: Catalog
 ) -> Iterator[Problem]:
     """Yield a problem for each thing that is not as the manifest says.
 
@@ -130,7 +130,10 @@ def differences(
 
 
 def _is_another_writing(
-    recorded: Manifest, measured: Manifest, changed: Collection[str], catalog: Catalog
+    recorded: CheckpointManifest,
+    measured: CheckpointManifest,
+    changed: Collection[str],
+    catalog: Catalog,
 ) -> bool:
     """Return whether the files are other ones, not those recorded of which some have changed.
 
@@ -146,7 +149,10 @@ def _is_another_writing(
 
 
 def _differing_tensors(
-    recorded: Manifest, measured: Manifest, catalog: Catalog, changed: Collection[str]
+    recorded: CheckpointManifest,
+    measured: CheckpointManifest,
+    catalog: Catalog,
+    changed: Collection[str],
 ) -> Iterator[Problem]:
     """Yield the tensors that differ, each of a file that ``changed`` and holds some of it."""
     yield from _one_sided(recorded.tensors, measured.tensors, "a tensor")
@@ -165,7 +171,9 @@ def _differing_tensors(
         yield Problem(message, "manifest-differs", file=file, tensor=name)
 
 
-def _differing_values(recorded: Manifest, measured: Manifest) -> Iterator[Problem]:
+def _differing_values(
+    recorded: CheckpointManifest, measured: CheckpointManifest
+) -> Iterator[Problem]:
     if recorded.values and not measured.values and holds_no_values(measured.format):
         values = plural(len(recorded.values), "non-tensor value")
         message = f"{values}, which {measured.format} cannot hold: not checked"
@@ -191,7 +199,7 @@ def _one_sided(
 
 
 def _differing_file(
-    name: str, recorded: Manifest, measured: Manifest, nbytes: int | None
+    name: str, recorded: CheckpointManifest, measured: CheckpointManifest, nbytes: int | None
 ) -> Problem:
     if nbytes is None:
         return Problem(f"{name}: a file", "manifest-missing", file=name)

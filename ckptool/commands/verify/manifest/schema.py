@@ -67,7 +67,7 @@ class FileProof:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class CheckpointManifest:
     """What a checkpoint of ``format`` holds. ``unproved`` maps names to why no digest has them."""
 
     format: str
@@ -77,7 +77,7 @@ class Manifest:
     files: dict[str, FileProof]
 
 
-def manifest_text(manifest: Manifest) -> str:
+def manifest_text(manifest: CheckpointManifest) -> str:
     """Return a manifest as its file has it: JSON, a line an entry, its own digest at the end."""
     content = {"schema": SCHEMA} | asdict(manifest)
     content["sha256"] = text_digest(canonical_text(content))
@@ -93,7 +93,7 @@ def _lines(content: Mapping[str, Any]) -> Iterator[str]:
         yield f"{json.dumps(key)}: {{\n" + ",\n".join(entries) + "\n}"
 
 
-def write_manifest(manifest: Manifest, path: Location, *, overwrite: bool) -> None:
+def write_manifest(manifest: CheckpointManifest, path: Location, *, overwrite: bool) -> None:
     """Write a manifest, whole or not at all.
 
     Raises Unsupported where it exists and is not to be replaced, or cannot be written.
@@ -117,7 +117,7 @@ def require_writable(path: Location, *, overwrite: bool) -> None:
         require_marked(path, MARK, noun="manifest")
 
 
-def read_manifest(path: Location) -> Manifest:
+def read_manifest(path: Location) -> CheckpointManifest:
     """Return the manifest in a file.
 
     Raises NotFound where it cannot be read, Damaged where it is no manifest of a known version, is
@@ -144,7 +144,7 @@ def _refuse_constant(word: str) -> None:
     raise ValueError(word)
 
 
-def _parsed(content: Any, path: Location) -> Manifest:
+def _parsed(content: Any, path: Location) -> CheckpointManifest:
     if not isinstance(content, dict) or "schema" not in content:
         raise Damaged(f"{path}: not a manifest: no schema")
     if content["schema"] != SCHEMA:
@@ -160,7 +160,7 @@ def _parsed(content: Any, path: Location) -> Manifest:
             hint="use an unchanged copy of the manifest",
         )
     try:
-        return Manifest(
+        return CheckpointManifest(
             _text(content["format"]),
             {_text(name): _tensor(proof) for name, proof in _items(content["tensors"])},
             {_text(name): _value(proof) for name, proof in _items(content["values"])},
