@@ -30,13 +30,11 @@ def show_maps() -> None:
     """Show a row per map: its name, and what it maps."""
     table = header_table("map", folded=["description", "dims"])
     for keymap in builtin_maps().values():
-        table.add_row(keymap.name, keymap.summary, ", ".join(_required_dims(keymap.sizes)))
+        sizes = keymap.sizes.items()
+        # those that are looked up, neither fixed nor computed
+        dims = [dim for dim, keys in sizes if keys and re.fullmatch("[a-z_]+", str(keys[0]))]
+        table.add_row(keymap.name, keymap.summary, ", ".join(dims))
     console().print(table)
-
-
-def _required_dims(sizes: Any) -> list[str]:
-    """Return the dims that are looked up, neither fixed nor computed."""
-    return [dim for dim, keys in sizes.items() if keys and re.fullmatch("[a-z_]+", str(keys[0]))]
 
 
 def show_map(name: str) -> None:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ckptool.commands.document import document, plain
 from ckptool.commands.verify.codes import CODES, Severity
-from ckptool.commands.verify.findings import SIDES, Finding, VerifyReport, ignored_errors
+from ckptool.commands.verify.findings import SIDES, Finding, VerifyReport
 from ckptool.core.text import plural
 from ckptool.errors import TransferError
 from ckptool.render.text import Cell, columns, console, emit, escaped, say, size, visible
@@ -195,7 +195,7 @@ def _step_row(step: StepReport, report: RunReport) -> list[Cell]:
 
 def _remarks(step: StepReport) -> str:
     """Return why a step is not good, or which of its errors are ignored."""
-    ignored = [ignored_errors(part.ignored).removeprefix("; ") for part in step.reports]
+    ignored = [part.ignored_text.removeprefix("; ") for part in step.reports]
     return "; ".join(filter(None, [*step.reasons, *ignored]))
 
 

@@ -120,6 +120,20 @@ class VerifyReport:
         """Return how many tensors, values and other things are wrong."""
         return sum(finding.count for finding in self.fails(strict))
 
+    @property
+    def ignored_text(self) -> str:
+        """Return such as ``; 1 error ignored: file-truncated (__0_0.distcp)``, or nothing."""
+        if not self.ignored:
+            return ""
+        by_code: dict[str, list[str]] = defaultdict(list)
+        for finding in self.ignored:
+            by_code[finding.code] += filter(None, [finding.file or finding.tensor])
+        parts = [
+            f"{code} ({list_some(names, _MOST_NAMED)})" if names else code
+            for code, names in by_code.items()
+        ]
+        return f"; {plural(len(self.ignored), 'error')} ignored: {', '.join(parts)}"
+
 
 _READ = {"full": "all data read and checked", "quick": "metadata checked, data not read"}
 
@@ -128,7 +142,7 @@ def summarize(report: VerifyReport, sample: float, seed: int) -> str:
     """Return one line on a verification; ``sample`` is the share of data that ``seed`` chose."""
     sampled = f"a sample of {sample:.3g} of the data read and checked (seed {seed})"
     read = _READ.get(report.depth, sampled)
-    ignored = ignored_errors(report.ignored)
+    ignored = report.ignored_text
     counts = [
         plural(len(report.of(severity)), severity.value)
         for severity in (Severity.ERROR, Severity.WARNING)
@@ -142,22 +156,6 @@ def summarize(report: VerifyReport, sample: float, seed: int) -> str:
     unprotected = any(finding.code == "no-checksum" for finding in report.findings)
     limits = "; changed values cannot be detected in files without checksums" if unprotected else ""
     return f"OK: {', '.join([read, *counts])}{ignored}{limits}"
-
-
-def ignored_errors(ignored: Sequence[Finding]) -> str:
-    """Return such as ``; 1 error ignored: file-truncated (__0_0.distcp)``, if there are any."""
-    if not ignored:
-        return ""
-    by_code: dict[str, list[str]] = defaultdict(list)
-    for finding in ignored:
-        by_code[finding.code].append(finding.file or finding.tensor or "")
-    parts = [
-        f"{code} ({list_some([name for name in names if name], _MOST_NAMED)})"
-        if any(names)
-        else code
-        for code, names in by_code.items()
-    ]
-    return f"; {plural(len(ignored), 'error')} ignored: {', '.join(parts)}"
 
 
 _NEVER_IGNORED = {"nothing-compared"}

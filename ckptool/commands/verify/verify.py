@@ -42,13 +42,13 @@ from ckptool.core.state_category import state_category
 from ckptool.core.text import list_some
 from ckptool.engine.check.content import ContentReport, check_spans
 from ckptool.engine.check.spans import ByteSpan
+from ckptool.engine.read.tiles import Progress
 from ckptool.errors import Problem
 from ckptool.formats.companions import lost_random_states
 from ckptool.storage.file_status import changed
 from ckptool.storage.local import Files
 from ckptool.storage.url import Location
 
-Progress = Callable[[int], None]
 Started = Callable[[int], Progress]
 
 

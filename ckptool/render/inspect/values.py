@@ -38,17 +38,15 @@ def _plain(value: Any, depth: int, budget: Iterator[int]) -> Any:
         return [_plain(item, depth - 1, budget) for item in value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {key: _plain(item, depth - 1, budget) for key, item in value.items()}
-    if _is_plain_scalar(value):
-        return value
-    raise Inexact
-
-
-def _is_plain_scalar(value: Any) -> bool:
     if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, int):
-        return abs(value) <= _LARGEST_INT
-    return value is None or isinstance(value, str)
+        is_exact = math.isfinite(value)
+    elif isinstance(value, int):
+        is_exact = abs(value) <= _LARGEST_INT
+    else:
+        is_exact = value is None or isinstance(value, str)
+    if not is_exact:
+        raise Inexact
+    return value
 
 
 def preview(value: Any, limit: int = 60) -> str:

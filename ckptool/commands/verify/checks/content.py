@@ -47,9 +47,14 @@ def located(
             tensors |= opened.tensors
             problems += [Problem(note, "note") for note in opened.notes[len(bare.notes) :]]
         except CkptoolError:
-            chunks, damage = _opened_one_by_one(format_, source, bare, whole)
+            chunks: list[Chunk] = []
+            for chunk in kept:
+                try:
+                    opened = _opened(format_, source, bare, replace(entry, chunks=(chunk,)))
+                    chunks += opened.tensors[name].chunks
+                except CkptoolError as error:
+                    problems += error.problems
             tensors[name] = replace(entry, chunks=tuple(chunks))
-            problems += damage
     return tensors, problems
 
 
@@ -59,20 +64,6 @@ def _opened(format_: Format, source: Files, catalog: Catalog, entry: TensorEntry
     if format_.locate is None or not any(isinstance(chunk.at, Container) for chunk in entry.chunks):
         return catalog
     return format_.locate(source, catalog)
-
-
-def _opened_one_by_one(
-    format_: Format, source: Files, catalog: Catalog, entry: TensorEntry
-) -> tuple[list[Chunk], list[Problem]]:
-    chunks: list[Chunk] = []
-    problems: list[Problem] = []
-    for chunk in entry.chunks:
-        try:
-            opened = _opened(format_, source, catalog, replace(entry, chunks=(chunk,)))
-            chunks += opened.tensors[entry.name].chunks
-        except CkptoolError as error:
-            problems += error.problems
-    return chunks, problems
 
 
 @dataclass(slots=True)
@@ -122,17 +113,15 @@ def _run(at: Place, shape: tuple[int, ...], itemsize: int) -> tuple[_Where, int,
 def attach(views: Views, spans: list[ByteSpan]) -> list[ByteSpan]:
     """Put each view into the span that holds it; return spans of their own for the others."""
     by_place: dict[_Where, list[ByteSpan]] = defaultdict(list)
-    for span in spans:
+    for span in sorted(spans, key=lambda span: span.offset):
         by_place[span.packing or span.file].append(span)
-    for inside in by_place.values():
-        inside.sort(key=lambda span: span.offset)
-    own = []
+    own: list[ByteSpan] = []
     for where, runs in views.runs.items():
         inside = by_place.get(where, [])
         starts = [span.offset for span in inside]
         others = [view for view in runs if not _place(view, inside, starts)]
         if isinstance(where, str):
-            own += list(_own_spans(where, others))
+            own += _own_spans(where, others)
     return own
 
 
@@ -146,20 +135,17 @@ def _place(view: View, spans: list[ByteSpan], starts: list[int]) -> bool:
     return True
 
 
-def _own_spans(file: str, views: list[View]) -> Iterator[ByteSpan]:
-    """Yield spans without a checksum: one a tensor, or one for tensors that share bytes."""
-    current: ByteSpan | None = None
+def _own_spans(file: str, views: list[View]) -> list[ByteSpan]:
+    """Return spans without a checksum: one a tensor, or one for tensors that share bytes."""
+    spans: list[ByteSpan] = []
     for view in sorted(views, key=lambda view: (view.start, -view.nbytes)):
-        aligned = current is not None and not (view.start - current.offset) % view.dtype.itemsize
-        if current is None or not aligned or view.start >= current.end:
-            if current is not None:
-                yield current
-            current = ByteSpan(file, view.start, 0, None, f"{file}: {view.tensor}")
-        start = view.start - current.offset
-        current.nbytes = max(current.nbytes, start + view.nbytes)
-        current.views.append(replace(view, start=start))
-    if current is not None:
-        yield current
+        start = view.start - spans[-1].offset if spans else 0
+        if not spans or start % view.dtype.itemsize or view.start >= spans[-1].end:
+            spans.append(ByteSpan(file, view.start, 0, None, f"{file}: {view.tensor}"))
+            start = 0
+        spans[-1].nbytes = max(spans[-1].nbytes, start + view.nbytes)
+        spans[-1].views.append(replace(view, start=start))
+    return spans
 
 
 def scattered_not_finite(views: Views, source: Files) -> tuple[set[str], list[Problem]]:

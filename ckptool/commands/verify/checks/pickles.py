@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from ckptool.core.catalog import ObjectEntry
@@ -24,14 +25,16 @@ class PickleAudit:
     def __init__(self) -> None:
         self.problems: list[Problem] = []
         self._reported: set[tuple[str, Global]] = set()
-        self._small: dict[bytes, dict[Global, int]] = {}
+        self._find_in_small = cache(find_globals)  # they are alike by the thousand
 
     def look_at(self, data: bytes, file: str, offset: int | None, *, pickles: int = 1) -> bool:
         """Check so many ``pickles`` in a row; return whether all that they name belongs there.
 
         They begin at ``offset`` of the file, None where they are compressed.
         """
-        return self.note(self._named(data, pickles), file, offset)
+        is_small = len(data) <= _SMALL and pickles == 1
+        named = self._find_in_small(data) if is_small else find_globals(data, pickles=pickles)
+        return self.note(named, file, offset)
 
     def note(self, named: Mapping[Global, int], file: str, offset: int | None) -> bool:
         """Check what a pickle was seen to name, as ``look_at`` does."""
@@ -45,14 +48,6 @@ class PickleAudit:
                 self._reported.add((file, item))
                 self.problems.append(_problem(item, file, offset, at, hostile=hostile))
         return belongs
-
-    def _named(self, data: bytes, pickles: int) -> dict[Global, int]:
-        """Return what pickles name; it is remembered of small ones, alike by the thousand."""
-        if len(data) > _SMALL or pickles > 1:
-            return find_globals(data, pickles=pickles)
-        if data not in self._small:
-            self._small[data] = find_globals(data)
-        return self._small[data]
 
 
 def _problem(item: Global, file: str, offset: int | None, at: int, *, hostile: bool) -> Problem:

@@ -40,7 +40,6 @@ from ckptool.commands.verify.findings import (
     Findings,
     VerifyReport,
     conflict_problems,
-    ignored_errors,
 )
 from ckptool.commands.verify.verify import Started, changes
 from ckptool.core.catalog import Catalog, TensorEntry
@@ -235,7 +234,7 @@ class _AgainstRun:
         )
         failures = report.count_failures(self._options.strict)
         coverage = self._coverage()
-        summary = f"{self._summary(failures, coverage)}{ignored_errors(ignored)}"
+        summary = f"{self._summary(failures, coverage)}{report.ignored_text}"
         return AgainstReport(
             replace(report, ok=not failures and coverage is not None, summary=summary),
             self._sides[1].path,

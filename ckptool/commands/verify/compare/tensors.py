@@ -13,7 +13,6 @@ import numpy as np
 
 from ckptool.commands.options.verify import CompareOptions
 from ckptool.commands.stats import Array, decode, is_numeric
-from ckptool.commands.verify.verify import Progress
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
@@ -22,7 +21,7 @@ from ckptool.core.plan import ChunkIndex
 from ckptool.engine.read.gather import Gatherer, raw
 from ckptool.engine.read.rounding import cast
 from ckptool.engine.read.tensors import CheckedSource, PairTile
-from ckptool.engine.read.tiles import Job, read_tiles
+from ckptool.engine.read.tiles import Job, Progress, read_tiles
 from ckptool.errors import CkptoolError, Problem
 
 _TILE = 1 << 20
@@ -229,7 +228,8 @@ def _difference(pair: TensorPair, tile: PairTile, options: CompareOptions) -> Di
         return None
     flat = one.reshape(-1), other.reshape(-1)
     if options.as_numbers and all(map(is_numeric, types)):
-        differ = are_apart(*_numbers(flat, types), options.rtol or 0, options.atol or 0)
+        numbers = _numbers(flat, types)
+        differ = are_apart(*numbers, rtol=options.rtol or 0, atol=options.atol or 0)
     else:
         differ = _bits(*flat)
         if pair.is_cast and is_numeric(types[1]):
@@ -237,8 +237,11 @@ def _difference(pair: TensorPair, tile: PairTile, options: CompareOptions) -> Di
     return _describe(flat, types, differ, tile.box)
 
 
-def _numbers(flat: tuple[Array, Array], types: tuple[DType, DType]) -> tuple[Array, Array]:
-    return numbers_of(flat[0], types[0]), numbers_of(flat[1], types[1])
+def _numbers(flat: tuple[Array, Array], types: tuple[DType, DType]) -> list[Array]:
+    """Return the numbers of both sides, real ones with imaginary parts if the others have them."""
+    sides = [numbers_of(side, dtype) for side, dtype in zip(flat, types, strict=True)]
+    width = max(side.shape[1] for side in sides)
+    return [s if s.shape[1] == width else np.hstack([s, np.zeros_like(s)]) for s in sides]
 
 
 def _same_bits(one: Array, other: Array) -> bool:
@@ -293,10 +296,8 @@ def _is_nan(values: Array) -> Array:
     return np.isnan(values) if values.dtype.kind == "f" else np.zeros(values.shape, bool)
 
 
-def are_apart(one: Array, other: Array, rtol: float, atol: float) -> Array:
+def are_apart(one: Array, other: Array, *, rtol: float, atol: float) -> Array:
     """Return whether elements are further apart than allowed; equal infinities, NaN are not."""
-    if one.shape[1] != other.shape[1]:
-        one, other = _as_complex(one), _as_complex(other)
     with np.errstate(invalid="ignore", over="ignore"):
         size = np.abs(other.astype(np.float64))
         near = _distance(one, other) <= atol + rtol * size
@@ -304,11 +305,6 @@ def are_apart(one: Array, other: Array, rtol: float, atol: float) -> Array:
     near |= one == other
     near |= _is_nan(one) & _is_nan(other)
     return np.asarray(~near.all(axis=1))
-
-
-def _as_complex(parts: Array) -> Array:
-    """Return real numbers with a zero imaginary part."""
-    return parts if parts.shape[1] == 2 else np.hstack([parts, np.zeros_like(parts)])
 
 
 def _distance(one: Array, other: Array) -> Array:
@@ -322,8 +318,6 @@ def _distance(one: Array, other: Array) -> Array:
 
 def largest_gap(one: Array, other: Array) -> float | None:
     """Return the largest difference of two numbers; None where none stands against a number."""
-    if one.shape[1] != other.shape[1]:
-        one, other = _as_complex(one), _as_complex(other)
     gaps = _distance(one, other)
     known = gaps[~_is_nan(gaps)]
     return known.max().item() if known.size else None

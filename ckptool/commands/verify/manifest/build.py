@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
 from ckptool.commands.options.rewrite import RewriteOptions
@@ -18,7 +17,7 @@ from ckptool.commands.verify.compare.coverage import (
 )
 from ckptool.commands.verify.compare.names import readable, stored_problems, unread_notes
 from ckptool.commands.verify.compare.values import text_digest, value_text
-from ckptool.commands.verify.findings import VerifyReport, conflict_problems, ignored_errors
+from ckptool.commands.verify.findings import VerifyReport, conflict_problems
 from ckptool.commands.verify.manifest.schema import (
     CheckpointManifest,
     FileProof,
@@ -81,20 +80,21 @@ def build_manifest(
         return _not_written(report, target, options)
     write_manifest(manifest, target, overwrite=overwrite)
     rest = rewritten_coverage(made, manifest.tensors, len(manifest.values)).rest
-    summary = f"OK: wrote {target}: {contents_text(manifest)}{excluded_text(rest, path)}"
+    contents = contents_text(manifest.tensors, manifest.values, manifest.files)
+    summary = f"OK: wrote {target}: {contents}{excluded_text(rest, path)}"
     return replace(report, summary=summary)
 
 
 def _not_written(report: VerifyReport, target: Location, options: VerifyOptions) -> VerifyReport:
     problems = plural(report.count_failures(options.strict), "problem")
-    summary = f"FAILED: {problems}{ignored_errors(report.ignored)}; {target} not written"
+    summary = f"FAILED: {problems}{report.ignored_text}; {target} not written"
     return replace(report, ok=False, summary=summary)
 
 
-def contents_text(manifest: CheckpointManifest) -> str:
+def contents_text(*parts: Collection[object]) -> str:
     """Return such as ``102 tensors, 16 values, 3 files``."""
-    parts = ((manifest.tensors, "tensor"), (manifest.values, "value"), (manifest.files, "file"))
-    return ", ".join(plural(len(entries), noun) for entries, noun in parts if entries)
+    nouns = zip(parts, ("tensor", "value", "file"), strict=True)
+    return ", ".join(plural(len(entries), noun) for entries, noun in nouns if entries)
 
 
 def excluded_text(rest: Amount, path: Location) -> str:
@@ -110,14 +110,6 @@ def open_unless_damaged(path: Location, options: VerifyOptions) -> OpenedCheckpo
         return None
 
 
-class Measurement(NamedTuple):
-    """The manifest of a checkpoint as it is, the problems in its way, and the bytes read for it."""
-
-    manifest: CheckpointManifest
-    problems: list[Problem]
-    nbytes: int
-
-
 def measure(
     opened: OpenedCheckpoint,
     catalog: Catalog,
@@ -125,13 +117,13 @@ def measure(
     started: Started | None,
     files: Collection[str],
     known: Mapping[str, str],
-) -> Measurement:
-    """Read all tensors of a checkpoint and digest them, and these of its ``files``.
+) -> tuple[CheckpointManifest, list[Problem], int]:
+    """Return the manifest of a checkpoint, the problems in its way, and the bytes read for it.
 
-    ``catalog`` is that of ``opened``, rewritten or not. Every record's checksum is checked on the
-    way, and copies are compared, unless that was done when the digests of files that are ``known``
-    were made. What cannot be read has no digest and is a problem. Raises Unsupported where a value
-    is too large to be written down.
+    It is of all tensors and of these ``files``. ``catalog`` is that of ``opened``, rewritten or
+    not. Every record's checksum is checked on the way, and copies are compared, unless that was
+    done when the digests of files that are ``known`` were made. What cannot be read has no digest
+    and is a problem. Raises Unsupported where a value is too large to be written down.
     """
     sizes, source = file_sizes(opened.catalog), opened.source
     unread = [name for name in files if name not in known]
@@ -160,7 +152,7 @@ def measure(
     file_hexes = file_digests(unread, source, workers, progress) | dict(known)
     proofs = {name: FileProof(sizes[name], sha256) for name, sha256 in file_hexes.items()}
     manifest = CheckpointManifest(opened.format.name, tensors, values, unproved, proofs)
-    return Measurement(manifest, problems, nbytes)
+    return manifest, problems, nbytes
 
 
 def _values(catalog: Catalog) -> tuple[dict[str, ValueProof], dict[str, str]]:

@@ -9,7 +9,7 @@ from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.compare.coverage import align, amount, rewritten_coverage
 from ckptool.commands.verify.compare.names import Counterpart, holds_no_values
-from ckptool.commands.verify.findings import VerifyReport, ignored_errors
+from ckptool.commands.verify.findings import VerifyReport
 from ckptool.commands.verify.manifest.build import (
     contents_text,
     excluded_text,
@@ -61,26 +61,19 @@ def check_manifest(
     if not alike and (measured.tensors or not values):
         problems.append(Problem("no tensor or value was compared", "nothing-compared"))
     report = verification.report(problems, compared=made.catalog, nbytes=nbytes)
-    ignored = ignored_errors(report.ignored)
     if not report.ok:
-        wrong = f"{plural(report.count_failures(options.strict), 'problem')}{ignored}"
-        summary = f"FAILED: does not match {recorded_in}: {wrong}"
+        count = plural(report.count_failures(options.strict), "problem")
+        summary = f"FAILED: does not match {recorded_in}: {count}{report.ignored_text}"
         return replace(report, ok=False, summary=summary)
-    equal = contents_text(_equal_part(recorded, measured))
+    equal = contents_text(
+        recorded.tensors.items() & measured.tensors.items(),
+        recorded.values.items() & measured.values.items(),
+        recorded.files.items() & measured.files.items(),
+    )
     rest = excluded_text(rewritten_coverage(made, alike, values).rest, path)
     rest += excluded_text(amount(chosen.excluded, chosen.excluded_values), recorded_in)
-    summary = f"OK: matches {recorded_in}: {equal}{rest}{ignored}"
+    summary = f"OK: matches {recorded_in}: {equal}{rest}{report.ignored_text}"
     return replace(report, summary=summary)
-
-
-def _equal_part(recorded: CheckpointManifest, measured: CheckpointManifest) -> CheckpointManifest:
-    """Return what a manifest says and the checkpoint is."""
-    return replace(
-        recorded,
-        tensors=dict(recorded.tensors.items() & measured.tensors.items()),
-        values=dict(recorded.values.items() & measured.values.items()),
-        files=dict(recorded.files.items() & measured.files.items()),
-    )
 
 
 def narrowed(manifest: CheckpointManifest, chosen: Counterpart) -> CheckpointManifest:

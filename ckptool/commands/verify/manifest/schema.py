@@ -165,7 +165,10 @@ def _parsed(content: Any, path: Location) -> CheckpointManifest:
             {_text(name): _tensor(proof) for name, proof in _items(content["tensors"])},
             {_text(name): _value(proof) for name, proof in _items(content["values"])},
             {_text(name): _text(why) for name, why in _items(content["unproved"])},
-            {_text(name): _file(proof) for name, proof in _items(content["files"])},
+            {
+                _text(name): FileProof(_natural(proof["nbytes"]), _digest(proof))
+                for name, proof in _items(content["files"])
+            },
         )
     except (KeyError, TypeError, ValueError) as error:
         raise Damaged(f"{path}: incomplete manifest: {error}") from None
@@ -207,7 +210,3 @@ def _value(proof: Any) -> ValueProof:
     if text is not None and text_digest(_text(text)) != proof["sha256"]:
         raise ValueError("a value does not match its SHA-256")
     return ValueProof(_digest(proof), text)
-
-
-def _file(proof: Any) -> FileProof:
-    return FileProof(_natural(proof["nbytes"]), _digest(proof))
