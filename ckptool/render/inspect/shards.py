@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from rich.console import Console
 from rich.text import Text
@@ -84,8 +84,7 @@ class _Picture:
         above: list[Chunk] = []
         for number, row in enumerate(self._down.cells):
             line, above = self._row(row, above)
-            label = "" if self._down.dim is None else self._down.label(number)
-            margin = Text(f"{label:>{_MARGIN - 1}} ", style="dim")
+            margin = Text(f"{self._down.label(number):>{_MARGIN - 1}} ", style="dim")
             lines.append(margin.append_text(line).append(self._side))
         return lines + self._remarks()
 
@@ -100,18 +99,11 @@ class _Picture:
     def _row(self, row: int, above: list[Chunk]) -> tuple[Text, list[Chunk]]:
         """Draw a line of blocks, and return its chunks; ``above`` are those of the line before."""
         line, seen, cells = Text(), [], self._across.cells
-        start = 0
-        while start < len(cells):
-            chunks = self._chunks(row, cells[start])
-            stop = start + 1
-            while stop < len(cells) and (
-                cells[stop] == cells[start] or self._chunks(row, cells[stop]) == chunks
-            ):
-                stop += 1
+        found = {column: self._chunks(row, column) for column in set(cells)}
+        for chunks, block in groupby(cells, key=found.__getitem__):
             begins = not (len(chunks) == 1 and chunks[0] in above)
-            line.append_text(self._block(chunks, stop - start, begins=begins))
+            line.append_text(self._block(chunks, len(list(block)), begins=begins))
             seen += chunks if len(chunks) == 1 else []
-            start = stop
         return line, seen
 
     def _chunks(self, row: int, column: int) -> list[Chunk]:

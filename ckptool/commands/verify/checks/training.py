@@ -35,9 +35,13 @@ def optimizer_problems(catalog: Catalog) -> Iterator[Problem]:
     yield from _misshapen(catalog, states)
 
 
-def _states(catalog: Catalog) -> dict[str, dict[str, TensorEntry]]:
-    """Return the state of each parameter, as the optimizer calls it, by kind."""
-    states: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
+States = dict[str, dict[str, TensorEntry]]
+"""The state of each parameter, by kind."""
+
+
+def _states(catalog: Catalog) -> States:
+    """Return the state of each parameter, as the optimizer calls it."""
+    states: States = defaultdict(dict)
     for entry in catalog.tensors.values():
         head, _, kind = entry.name.rpartition(".")
         if kind in _KINDS and head and state_category(entry) == "optimizer":
@@ -45,12 +49,12 @@ def _states(catalog: Catalog) -> dict[str, dict[str, TensorEntry]]:
     return states
 
 
-def _states_by_kind(catalog: Catalog) -> dict[str, dict[str, TensorEntry]]:
+def _states_by_kind(catalog: Catalog) -> States:
     """Return the same of names that begin with the kind (DeepSpeed, Megatron), with the weights.
 
     What has no state at all, such as a buffer, or a frozen or tied parameter, is not among them.
     """
-    states: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
+    states: States = defaultdict(dict)
     for entry in catalog.tensors.values():
         kind, _, name = entry.name.partition(".")
         if kind in _KINDS_FIRST:
@@ -58,9 +62,7 @@ def _states_by_kind(catalog: Catalog) -> dict[str, dict[str, TensorEntry]]:
     return {name: state for name, state in states.items() if state.keys() - _WEIGHTS}
 
 
-def _incomplete(
-    states: dict[str, dict[str, TensorEntry]], conflicts: Collection[str]
-) -> Iterator[Problem]:
+def _incomplete(states: States, conflicts: Collection[str]) -> Iterator[Problem]:
     """Yield state that is a part of what others have; names in ``conflicts`` are there too."""
     groups: dict[frozenset[str], list[str]] = defaultdict(list)
     for head, state in states.items():
@@ -76,7 +78,7 @@ def _incomplete(
             yield Problem(message, "optimizer-incomplete", tensor=heads[0])
 
 
-def _misshapen(catalog: Catalog, states: dict[str, dict[str, TensorEntry]]) -> Iterator[Problem]:
+def _misshapen(catalog: Catalog, states: States) -> Iterator[Problem]:
     by_tail = _models_by_tail(catalog)
     for head, kinds in states.items():
         _, state, name = head.partition("state.")
