@@ -23,19 +23,19 @@ def matches(name: str, globs: Sequence[str]) -> bool:
 def select(catalog: Catalog, globs: Sequence[str]) -> Catalog:
     """Keep only the tensors and values that match. UsageError where a glob matches nothing."""
     _require_used(catalog, globs, "--select")
-    return _filter(catalog, lambda name: matches(name, globs))
+    return keep_names(catalog, lambda name: matches(name, globs))
 
 
 def drop(catalog: Catalog, globs: Sequence[str]) -> Catalog:
     """Drop the tensors and values that match. UsageError where a glob matches nothing."""
     _require_used(catalog, globs, "--drop")
-    return _filter(catalog, lambda name: not matches(name, globs))
+    return keep_names(catalog, lambda name: not matches(name, globs))
 
 
 def drop_names(catalog: Catalog, names: Iterable[str]) -> Catalog:
     """Drop these tensors and values."""
     dropped = set(names)
-    return _filter(catalog, lambda name: name not in dropped)
+    return keep_names(catalog, lambda name: name not in dropped)
 
 
 def _require_used(catalog: Catalog, globs: Sequence[str], option: str) -> None:
@@ -55,7 +55,8 @@ def is_used(catalog: Catalog, glob: str) -> bool:
     return any(fnmatchcase(name, glob) for name in names)
 
 
-def _filter(catalog: Catalog, keep: Callable[[str], bool]) -> Catalog:
+def keep_names(catalog: Catalog, keep: Callable[[str], bool]) -> Catalog:
+    """Keep only the tensors, values and conflicts of such names."""
     return replace(
         catalog,
         tensors={name: entry for name, entry in catalog.tensors.items() if keep(name)},

@@ -16,7 +16,7 @@ from ckptool.commands.stats import is_numeric
 from ckptool.commands.verify.compare.values import value_digest
 from ckptool.core.casts import can_cast
 from ckptool.core.catalog import Catalog, ScaledBlocks, TensorEntry, coverage_problem
-from ckptool.core.selection import matches
+from ckptool.core.selection import keep_names, matches
 from ckptool.core.state_category import state_category, state_category_of_name, weights
 from ckptool.core.text import plural
 from ckptool.engine.check.digest import file_digests
@@ -52,16 +52,7 @@ def counterpart(catalog: Catalog, mine: Catalog, selection: Selection) -> Counte
     similar, names = catalog, {name: name for name in catalog.tensors}
     if selection.model_only:
         similar, names = _model_like(catalog, wanted)
-
-    def is_kept(name: str) -> bool:
-        return name in wanted or _is_selected(name, selection)
-
-    kept = replace(
-        similar,
-        tensors={name: entry for name, entry in similar.tensors.items() if is_kept(name)},
-        objects={name: entry for name, entry in similar.objects.items() if is_kept(name)},
-        conflicts={name: why for name, why in similar.conflicts.items() if is_kept(name)},
-    )
+    kept = keep_names(similar, lambda name: name in wanted or _is_selected(name, selection))
     names = {name: names[name] for name in kept.tensors}
     chosen = set(names.values())
     rest = tuple(entry for name, entry in catalog.tensors.items() if name not in chosen)
@@ -212,22 +203,16 @@ def readable(opened: OpenedCheckpoint, catalog: Catalog) -> tuple[Catalog, dict[
     lost = {name: problem for name, problem in gaps.items() if problem is not None}
     tiled = {name: entry for name, entry in catalog.tensors.items() if name not in lost}
     try:
-        return opened.open_containers(replace(catalog, tensors=tiled)), lost
+        return opened.open_containers(catalog.with_tensors(tiled)), lost
     except (Unsupported, Damaged, Hostile):
-        return _one_by_one(opened, replace(catalog, tensors=tiled), lost)
-
-
-def _one_by_one(
-    opened: OpenedCheckpoint, catalog: Catalog, lost: dict[str, Problem]
-) -> tuple[Catalog, dict[str, Problem]]:
-    """Open the containers of each tensor by themselves, to find those that cannot be."""
+        pass  # then each tensor by itself, to find those that cannot be opened
     tensors: dict[str, TensorEntry] = {}
-    for name, entry in catalog.tensors.items():
+    for name, entry in tiled.items():
         try:
-            tensors |= opened.open_containers(replace(catalog, tensors={name: entry})).tensors
+            tensors |= opened.open_containers(catalog.with_tensors({name: entry})).tensors
         except (Unsupported, Damaged, Hostile) as error:
             lost[name] = error.problems[0]
-    return replace(catalog, tensors=tensors), lost
+    return catalog.with_tensors(tensors), lost
 
 
 def stored_problems(
