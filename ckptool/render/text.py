@@ -157,10 +157,7 @@ def say(screen: Console, markup: str) -> None:
 
 
 def header_table(*fixed: str, folded: Sequence[str], width: int | None = None) -> Table:
-    """Return an empty table: columns that are never wrapped, then those that are folded.
-
-    ``width`` is the least number of cells of each of the first.
-    """
+    """Return an empty table: columns ``width`` cells wide or more, then those that are folded."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")

@@ -137,10 +137,7 @@ def _show_differing(tensors: tuple[DifferingTensor, ...], screen: Console) -> No
 
 
 def against_json(report: AgainstReport) -> dict[str, Any]:
-    """Return the report as ``ckptool.verify/2``, with what was compared under ``against``.
-
-    What is of either side is under ``a`` and ``b``.
-    """
+    """Return the report as ``ckptool.verify/2``, with the comparison under ``against``."""
     compared = plain(report) | {"tensors_compared": report.verify.tensors}
     if report.coverage is not None:
         compared["coverage"] = dict(zip("ab", compared["coverage"], strict=True))

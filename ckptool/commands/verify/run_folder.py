@@ -21,10 +21,7 @@ from ckptool.storage.url import Location, within
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What verify found of one step: a report for each checkpoint in it.
-
-    ``reasons`` say why it is not good; there are none where it is.
-    """
+    """What verify found of each checkpoint of a step; ``reasons`` say why it is not good, if so."""
 
     computed: ClassVar = ("ok",)
 

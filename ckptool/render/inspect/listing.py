@@ -128,21 +128,21 @@ def _number(value: Number | None) -> str:
 
 def stats_json(stats: Sequence[TensorStats]) -> dict[str, Any]:
     """Return ``{"stats": [...]}``; null where there is no (finite) number."""
-    return {"stats": [_statistics_json(item) for item in stats]}
-
-
-def _statistics_json(item: TensorStats) -> dict[str, Any]:
-    return {
-        "name": item.entry.name,
-        "of": "magnitudes" if item.entry.dtype.kind == "complex" else "values",
-        "min": _finite(item.minimum),
-        "max": _finite(item.maximum),
-        "mean": _finite(item.mean),
-        "std": _finite(item.std),
-        "zeros": item.zeros,
-        "nan": item.nan,
-        "inf": item.inf,
-    }
+    rows = [
+        {
+            "name": item.entry.name,
+            "of": "magnitudes" if item.entry.dtype.kind == "complex" else "values",
+            "min": _finite(item.minimum),
+            "max": _finite(item.maximum),
+            "mean": _finite(item.mean),
+            "std": _finite(item.std),
+            "zeros": item.zeros,
+            "nan": item.nan,
+            "inf": item.inf,
+        }
+        for item in stats
+    ]
+    return {"stats": rows}
 
 
 def _finite(value: Number | None) -> Number | None:

@@ -149,10 +149,7 @@ def _own_spans(file: str, views: list[View]) -> list[ByteSpan]:
 
 
 def scattered_not_finite(views: Views, source: Files) -> tuple[set[str], list[Problem]]:
-    """Return the tensors with NaN or infinity among those that are no run of bytes.
-
-    What cannot be read is among the problems.
-    """
+    """Return the scattered tensors with NaN or infinity, and why some cannot be read."""
     names: set[str] = set()
     problems: list[Problem] = []
 

@@ -30,10 +30,7 @@ _TILES_PER_JOB = 8
 
 @dataclass(frozen=True, slots=True)
 class TensorPair:
-    """Two tensors of one shape.
-
-    Where ``is_cast`` the first is rounded, or widened, to the second's element type.
-    """
+    """Two tensors of one shape; ``is_cast`` rounds or widens the first to the second's type."""
 
     one: TensorEntry
     other: TensorEntry
@@ -119,10 +116,7 @@ def differing_tensor(pair: TensorPair, found: Difference) -> DifferingTensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorComparison:
-    """The differences of tensors by the first one's name.
-
-    ``unreadable`` says of which side, 0 or 1, what could not be read.
-    """
+    """Differences by the first one's name; ``unreadable`` has the side, 0 or 1, and its error."""
 
     differences: dict[str, Difference] = field(default_factory=dict)
     unreadable: dict[str, tuple[int, CkptoolError]] = field(default_factory=dict)

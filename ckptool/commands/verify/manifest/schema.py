@@ -94,10 +94,7 @@ def _lines(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def write_manifest(manifest: CheckpointManifest, path: Location, *, overwrite: bool) -> None:
-    """Write a manifest, whole or not at all.
-
-    Raises Unsupported where it exists and is not to be replaced, or cannot be written.
-    """
+    """Write a manifest, whole or not at all. Raises as ``require_writable`` does."""
     require_writable(path, overwrite=overwrite)
     if not isinstance(path, Path):
         path.write_bytes(manifest_text(manifest).encode())
