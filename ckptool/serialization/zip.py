@@ -7,7 +7,7 @@ the central directory and in descriptors (torch 1.6 to 2.13). Other zips (re-com
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptool.core.catalog import Container
@@ -33,11 +33,23 @@ _BLOCK = 512
 
 
 class Region:
-    """``nbytes`` of a file from ``offset``; small reads near both edges cost no further access."""
+    """``nbytes`` of a file from ``offset``; small reads near both edges cost no further access.
 
-    def __init__(self, source: Source, file: str, offset: int, nbytes: int) -> None:
+    What was decoded has no ``source``: its first and last bytes, the ``edges``, are all of it.
+    """
+
+    def __init__(
+        self,
+        source: Source | None,
+        file: str,
+        offset: int,
+        nbytes: int,
+        edges: tuple[bytes, bytes] = (b"", b""),
+    ) -> None:
         self.source, self.file, self.offset, self.nbytes = source, file, offset, nbytes
-        if nbytes <= 4 * EDGE:
+        if source is None:
+            self._head, self._tail = edges
+        elif nbytes <= 4 * EDGE:
             self._head, self._tail = source.read(file, offset, nbytes), b""
         else:
             self._head = source.read(file, offset, EDGE)
@@ -55,6 +67,8 @@ class Region:
 
     def expect(self, starts: Iterable[int]) -> None:
         """Announce that local headers are read next at these offsets, but for those at hand."""
+        if self.source is None:
+            return
         low, high = len(self._head), self.nbytes - len(self._tail)
         far = (start for start in starts if low <= start < high)
         self.source.expect((self.file, self.offset + start, LOCAL.size) for start in far)
@@ -82,43 +96,16 @@ class Region:
 
     def _from_block(self, start: int, nbytes: int) -> bytes:
         """Read between the edges: a descriptor, the header behind it and its name at once."""
+        if self.source is None:
+            what = f"{nbytes:,} bytes at {start:,} of an encoded entry"
+            raise Damaged(f"{self.file}: {what} are out of range")
         at = start - self._at
         if at < 0 or at + nbytes > len(self._block):
             end = min(start + max(nbytes, _BLOCK), self.nbytes - len(self._tail))
-            try:
-                block = self.source.read(self.file, self.offset + start, max(nbytes, end - start))
-            except Damaged:  # of a packed item not everything is at hand
-                return self.source.read(self.file, self.offset + start, nbytes)
+            nbytes_ahead = max(nbytes, end - start)
+            block = self.source.read(self.file, self.offset + start, nbytes_ahead)
             self._at, self._block, at = start, block, 0
         return self._block[at : at + nbytes]
-
-
-class EdgeSource:
-    """One file of ``size`` bytes, of which the first and the last ones are at hand."""
-
-    def __init__(self, file: str, head: bytes, tail: bytes, size: int) -> None:
-        self._head, self._tail = head, tail
-        self._size = size
-        self.root = file
-        self.files: Mapping[str, int] = {file: size}
-
-    def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        """Return exactly ``nbytes`` at ``offset``; Damaged where they are not at hand."""
-        if 0 <= offset <= offset + nbytes <= len(self._head):
-            return self._head[offset : offset + nbytes]
-        inside = offset - (self._size - len(self._tail))
-        if inside >= 0 and nbytes >= 0 and inside + nbytes <= len(self._tail):
-            return self._tail[inside : inside + nbytes]
-        raise Damaged(
-            f"{file}: {nbytes:,} bytes at {offset:,} of an encoded entry are out of range"
-        )
-
-    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
-        """Do nothing: all is at hand."""
-
-    def narrowed(self, folder: str) -> EdgeSource:
-        """Raise Damaged: a blob has no folders."""
-        raise Damaged(f"{self.root}: no folder {folder}")
 
 
 def item_region(source: Source, item: Container, what: str, limit: int, edge: int) -> Region:
@@ -130,7 +117,7 @@ def item_region(source: Source, item: Container, what: str, limit: int, edge: in
         return Region(source, item.file, item.offset, item.nbytes)
     packed = source.read(item.file, item.offset, item.nbytes)
     head, tail, size = zstd_edges(packed, limit, edge, what=f"{what} in {item.file}")
-    return Region(EdgeSource(item.file, head, tail, size), item.file, 0, size)
+    return Region(None, item.file, 0, size, (head, tail))
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,9 @@ class Bytes:
     def expect(self, spans: object) -> None:
         """All is at hand."""
 
+    def narrowed(self, folder: str) -> Bytes:
+        raise FileNotFoundError(folder)
+
 
 def fuzz_pickle(data: bytes) -> None:
     from ckptool.serialization.pickle.load import find_globals, read_pickle

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import bits
+from fuzz_target import Bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import deserialize
@@ -29,7 +30,6 @@ from ckptool.serialization.safetensors import (
     looks_like_safetensors,
     read_safetensors,
 )
-from ckptool.serialization.zip import EdgeSource
 from ckptool.storage.local import LocalSource
 
 DTYPES = [dtype.name for dtype in BY_SAFETENSORS.values() if dtype.safetensors != "F4"]
@@ -47,7 +47,7 @@ def some(name: str, shape: list[int]) -> torch.Tensor:
 
 
 def read(data: bytes) -> Any:
-    return read_safetensors(EdgeSource("f", data, b"", len(data)), "f")
+    return read_safetensors(Bytes(data, "f"), "f")
 
 
 @given(TENSORS, st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2))

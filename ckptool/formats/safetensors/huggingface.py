@@ -17,12 +17,7 @@ from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.errors import Damaged, Problem
 from ckptool.formats.base import EXTRA, Format, Request, ScanOptions
 from ckptool.formats.companions import companions, describe_config
-from ckptool.formats.safetensors import (
-    note_headers,
-    read_whole_tensors,
-    split_extra,
-    with_extra,
-)
+from ckptool.formats.safetensors import note_headers, read_whole_tensors, split_extra, with_extra
 from ckptool.formats.shards import list_misplaced, read_index, read_shards
 from ckptool.formats.writing import group_by_size, lay_out_companions, note_tied
 from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors

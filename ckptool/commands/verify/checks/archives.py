@@ -135,7 +135,7 @@ def _of_another_name(file: str, records: list[ZipRecord], source: Source) -> Ite
 
 def _with_header_at_hand(region: Region, records: Iterable[ZipRecord]) -> Iterator[ZipRecord]:
     """Yield all records, but in a decoded item those near its ends: the rest is not kept."""
-    is_decoded = region.source.files.get(region.file) == region.nbytes
+    is_decoded = region.source is None
     for record in records:
         end = record.offset + record.stored + 24
         if not is_decoded or record.header < _EDGE // 2 or region.nbytes - end < _EDGE // 2:

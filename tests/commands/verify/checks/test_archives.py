@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 
 import pytest
+from fuzz_target import Bytes
 
 from ckptool.commands.verify.checks.archives import ArchiveCheck, ArchiveTemplates
 from ckptool.commands.verify.checks.pickles import PickleAudit
 from ckptool.core.catalog import Container
-from ckptool.serialization.zip import EdgeSource, Region, read_directory
+from ckptool.serialization.zip import Region, read_directory
 
 torch = pytest.importorskip("torch")
 
@@ -25,7 +26,7 @@ def judged(
 ) -> tuple[list[str], list[tuple[object, ...]]]:
     """What is said of the second of two archives in one file, after the first or without it."""
     data = first + second
-    check = ArchiveCheck(EdgeSource("items", data, b"", len(data)), PickleAudit())
+    check = ArchiveCheck(Bytes(data, "items"), PickleAudit())
     if both:
         check.look_at(Container("items", 0, len(first)))
         assert not check.problems
@@ -46,7 +47,7 @@ def test_a_changed_byte_shows_as_in_the_first(rows: int) -> None:
 
 def test_one_that_differs_in_its_values_alone_is_known() -> None:
     first, second = (saved(seed, 300) for seed in (1, 2))
-    regions = [Region(EdgeSource("x", d, b"", len(d)), "x", 0, len(d)) for d in (first, second)]
+    regions = [Region(Bytes(d, "x"), "x", 0, len(d)) for d in (first, second)]
     templates = ArchiveTemplates()
     templates.add(regions[0], read_directory(regions[0]).values())
     found = templates.match(regions[1])
