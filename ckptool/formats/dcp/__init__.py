@@ -35,7 +35,7 @@ from ckptool.serialization.state_dict.leaves import Assembled, read_file_leaves
 from ckptool.serialization.state_dict.tree import find_free_name
 from ckptool.serialization.state_dict.values import note_unread
 
-__all__ = ["FORMAT", "DcpMetadata", "SavePlan", "locate", "read_folder"]
+__all__ = ["FORMAT", "DcpMetadata", "SavePlan", "locate", "read_folder", "scan"]
 
 _LIGHTNING = "meta.pt"
 
@@ -50,21 +50,22 @@ def _probe(source: Source) -> bool:
     )
 
 
-def _scan(source: Source, options: ScanOptions) -> Catalog:
-    catalog, _ = read_folder(source, options, values=options.values)
+def scan(source: Source, options: ScanOptions, *, metadata: str = METADATA) -> Catalog:
+    """Return the catalog of a DCP folder, by the file that is its ``metadata`` or ranks' own."""
+    catalog, _ = read_folder(source, options, values=options.values, metadata=metadata)
     catalog = add_tensor_parallelism(with_inferred_mesh(catalog))
     return _unflatten(source, catalog, options)
 
 
 def read_folder(
-    source: Source, options: ScanOptions, *, values: bool = True
+    source: Source, options: ScanOptions, *, values: bool = True, metadata: str = METADATA
 ) -> tuple[Catalog, dict[str, DcpMetadata]]:
     """Read a DCP folder: its catalog, with no mesh yet, and its metadata files.
 
     Without ``values`` nothing is read but metadata: values are ``UNREAD``. A value that cannot be
     read, or must not be, is a conflict of its own.
     """
-    parsed = read_metadata_files(source, options)
+    parsed = read_metadata_files(source, options, metadata)
     inventory = take_inventory(source, parsed)
     options.report(inventory.problems, subject=source.root, hint=DAMAGE_HINT)
     contents = Assembled()
@@ -171,7 +172,7 @@ FORMAT = Format(
     "dcp",
     "torch.distributed.checkpoint folder (.metadata and .distcp files)",
     _probe,
-    _scan,
+    scan,
     locate=locate,
     convert=Deferred("ckptool.formats.dcp.write:lay_out"),
     reshard=Deferred("ckptool.formats.dcp.write:lay_out"),

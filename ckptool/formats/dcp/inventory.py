@@ -72,13 +72,15 @@ def take_inventory(source: Source, parsed: Mapping[str, DcpMetadata]) -> Invento
     return inventory
 
 
-def read_metadata_files(source: Source, options: ScanOptions) -> dict[str, DcpMetadata]:
-    """Read the metadata of a folder by file: that of all ranks, or else of each.
+def read_metadata_files(
+    source: Source, options: ScanOptions, metadata: str
+) -> dict[str, DcpMetadata]:
+    """Read the metadata of a folder by file: ``metadata``, that of all ranks, or else of each.
 
     Raises Damaged where there is none; where ranks' is missing it is reported.
     """
     by_rank = {name: int(m[1]) for name in source.files if (m := RANK_METADATA.fullmatch(name))}
-    if METADATA not in source.files and not by_rank:
+    if metadata not in source.files and not by_rank:
         left = f"{METADATA}.tmp"
         state = f"only {left} is there" if left in source.files else f"there is no {METADATA}"
         message = (
@@ -91,8 +93,8 @@ def read_metadata_files(source: Source, options: ScanOptions) -> dict[str, DcpMe
             hint="take the checkpoint before it; .metadata is written last, once all data is safe",
         )
     _require_ranks(source)
-    if METADATA in source.files:
-        return {METADATA: _read(source, METADATA)}
+    if metadata in source.files:
+        return {metadata: _read(source, metadata)}
     options.report(_missing_ranks({*by_rank.values()}, source), subject=source.root)
     names = sorted(by_rank, key=by_rank.__getitem__)
     parsed = {name: options.attempt(partial(_read, source, name)) for name in names}

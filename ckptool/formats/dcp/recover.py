@@ -7,14 +7,14 @@ checksums; its name, its place in the global tensor and the global shape lie in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Container, ObjectEntry, TensorEntry
 from ckptool.errors import CkptoolError, Problem
 from ckptool.formats.base import Recovery, ScanOptions
-from ckptool.formats.dcp import FORMAT
+from ckptool.formats.dcp import scan
 from ckptool.formats.dcp.inventory import DATA, METADATA, rank_of
 from ckptool.serialization.archive.read import read_torch_zip
 from ckptool.serialization.archive.recover import find_archives
@@ -22,7 +22,7 @@ from ckptool.serialization.archive.tensors import locate_tensor, read_tensor
 from ckptool.serialization.source import Source
 from ckptool.serialization.zip import Region
 
-_UNCOMMITTED = ".metadata.tmp"
+_UNCOMMITTED = f"{METADATA}.tmp"
 _UNNAMED = (
     "names: .metadata alone holds them; each item is called after its file and place in it",
     "which items are chunks of one tensor, where in it they belong, and its shape",
@@ -35,38 +35,16 @@ def recover(source: Source) -> Recovery:
     return _by_uncommitted(source) or _by_items(source)
 
 
-class _UncommittedSource:
-    """A source whose uncommitted metadata stands in for the metadata it was to become."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self.root = source.root
-        self.files: Mapping[str, int] = {
-            METADATA if name == _UNCOMMITTED else name: size for name, size in source.files.items()
-        }
-
-    def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        """Read as the source does."""
-        return self._source.read(_UNCOMMITTED if file == METADATA else file, offset, nbytes)
-
-    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
-        """Do nothing: only metadata is read."""
-
-    def narrowed(self, folder: str) -> Source:
-        """Narrow as the source does."""
-        return self._source.narrowed(folder)
-
-
 def _by_uncommitted(source: Source) -> Recovery | None:
     """Return what metadata says that was written and never renamed, where it is whole."""
     if _UNCOMMITTED not in source.files or METADATA in source.files:
         return None
     problems: list[Problem] = []
     try:
-        catalog = FORMAT.scan(_UncommittedSource(source), ScanOptions(problems=problems))
+        catalog = scan(source, ScanOptions(problems=problems), metadata=_UNCOMMITTED)
     except CkptoolError:
         return None
-    files = {name: size for name, size in catalog.files.items() if name != METADATA}
+    files = {name: size for name, size in catalog.files.items() if name != _UNCOMMITTED}
     return Recovery(replace(catalog, files=files), tuple(problems))
 
 

@@ -17,21 +17,20 @@ from ckptool.core.selection import with_prefix
 from ckptool.formats import FORMATS, torch_save
 from ckptool.formats.base import Deferred, Format, ScanOptions
 from ckptool.formats.companions import RANDOM_STATES, join_catalogs, relocate, scan_subfolder
+from ckptool.formats.rank_files.names import accelerate_family
 from ckptool.serialization.source import Source
 
 _PART = re.compile(
     r"(?P<folder>(?P<family>pytorch_model(_fsdp)?|optimizer)_(?P<number>\d+))/\.metadata"
 )
-_FAMILIES = {"pytorch_model_fsdp": "model", "pytorch_model": "model", "optimizer": "optimizer"}
 
 
 def _parts(source: Source) -> dict[str, str]:
     """Return the subfolders with their families, the model first."""
-    families = {}
-    for match in filter(None, map(_PART.fullmatch, sorted(source.files, reverse=True))):
-        number = "" if match["number"] == "0" else f"_{match['number']}"
-        families[match["folder"]] = _FAMILIES[match["family"]] + number
-    return families
+    return {
+        match["folder"]: accelerate_family(match["family"], match["number"])
+        for match in filter(None, map(_PART.fullmatch, sorted(source.files, reverse=True)))
+    }
 
 
 def _probe(source: Source) -> bool:

@@ -10,7 +10,7 @@ whose records say which rank wrote each.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptool.errors import CkptoolError, Damaged, Problem
@@ -27,10 +27,10 @@ _RANK_FILE = re.compile(
 _ITEM_FILE = re.compile(
     r"(?P<family>.+)_(?P<rank>[0-9]{1,9})\.(?:pt|json|safetensors)(?P<world>)?(?P<word>)?"
 )
-_ACCELERATE = {"pytorch_model_fsdp": "model", "pytorch_model": "model"}
+_MODELS = ("pytorch_model_fsdp", "pytorch_model")
 _SINGLE = re.compile(
     r"(?P<family>scheduler|sampler|dl_state_dict|optimizer|pytorch_model|pytorch_model_fsdp)"
-    r"(?P<number>_\d+)?\.bin|(scaler|scheduler|optimizer)\.pt|custom_checkpoint_\d+\.pkl"
+    r"(?:_(?P<number>\d+))?\.bin|(scaler|scheduler|optimizer)\.pt|custom_checkpoint_\d+\.pkl"
 )
 STATES_OF_A_RANK = ("random_states", "rng_state", "extra_state")
 _FAMILY_STEP = re.compile(r"(?:step|iter|epoch)[a-z]*[-_=.]?([0-9]{1,18})", re.IGNORECASE)
@@ -70,12 +70,17 @@ def has_fsdp_folder(source: Source) -> bool:
     return any(name.startswith(heads) for name in source.files)
 
 
+def accelerate_family(name: str, number: str | None) -> str:
+    """Return the family of files or a folder of accelerate, which numbers several models."""
+    family = "model" if name in _MODELS else name
+    return family if number in (None, "0") else f"{family}_{number}"
+
+
 def _single_family(match: re.Match[str]) -> str:
-    """Return the family of a file that is written once; accelerate numbers several models."""
-    family = _ACCELERATE.get(match["family"] or "")
-    if family is None:
-        return match.string.partition(".")[0]
-    return family + ("" if match["number"] in (None, "_0") else match["number"])
+    """Return the family of a file that is written once."""
+    if match["family"] in _MODELS:
+        return accelerate_family(match["family"], match["number"])
+    return match.string.partition(".")[0]
 
 
 def _parse(file: str, pattern: re.Pattern[str]) -> RankFile | None:
@@ -85,8 +90,7 @@ def _parse(file: str, pattern: re.Pattern[str]) -> RankFile | None:
     family = match["family"]
     accelerate = re.fullmatch(r"(pytorch_model_fsdp|optimizer)_([0-9]+)", family)
     if accelerate and match["word"]:
-        number = "" if accelerate[2] == "0" else f"_{accelerate[2]}"
-        family = _ACCELERATE.get(accelerate[1], accelerate[1]) + number
+        family = accelerate_family(accelerate[1], accelerate[2])
     world = int(match["world"]) if match["world"] else None
     says_rank = bool(match["word"]) or family in ("random_states", "rng_state")
     return RankFile(file, family, int(match["rank"]), world, says_rank)
@@ -234,12 +238,17 @@ def _family(name: _NumberedName) -> str:
 # Whether numbers are those of processes
 
 
-def keep_processes(source: Source, files: Sequence[RankFile]) -> list[RankFile]:
-    """Return the files without the families whose numbers are no ranks of processes."""
+def by_family(files: Iterable[RankFile]) -> dict[str, list[RankFile]]:
+    """Group files by their families."""
     families: dict[str, list[RankFile]] = {}
     for item in files:
         families.setdefault(item.family, []).append(item)
-    kept = {name for name, items in families.items() if _are_processes(source, items)}
+    return families
+
+
+def keep_processes(source: Source, files: Sequence[RankFile]) -> list[RankFile]:
+    """Return the files without the families whose numbers are no ranks of processes."""
+    kept = {name for name, of in by_family(files).items() if _are_processes(source, of)}
     return [item for item in files if item.family in kept]
 
 
@@ -324,10 +333,7 @@ def missing_ranks(files: list[RankFile], world: int | None) -> list[Problem]:
     """
     problems: list[Problem] = []
     world = None if any(item.world for item in files) else world
-    families: dict[str, list[RankFile]] = {}
-    for item in files:
-        families.setdefault(item.family, []).append(item)
-    for family, items in families.items():
+    for family, items in by_family(files).items():
         first = items[0].file
         if _SINGLE.fullmatch(first):
             continue

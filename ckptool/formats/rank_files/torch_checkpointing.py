@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.core.box import row_major_strides
-from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
+from ckptool.core.mesh import Mesh
 from ckptool.errors import Damaged, coded
-from ckptool.serialization.archive.dtensor import DTensorShare, read_flat_ints
+from ckptool.serialization.archive.dtensor import DTensorShare, make_placement, read_flat_ints
 from ckptool.serialization.archive.tensors import Storage, StoredTensor, read_natural, read_sizes
 from ckptool.serialization.pickle.load import read_pickle
 from ckptool.serialization.safetensors import StoredSlice, read_safetensors
@@ -117,7 +117,7 @@ def _share(
             tuple(names) if names else None,
             read_flat_ints(mesh["mesh_data"]),
         ),
-        tuple(map(_placement, data["placements"])),
+        tuple(make_placement(item["type"], item) for item in data["placements"]),
         rank,
         None,
     )
@@ -126,14 +126,3 @@ def _share(
 def _stored_tensor(stored: StoredSlice) -> StoredTensor:
     storage = Storage("", stored.dtype, math.prod(stored.shape))
     return StoredTensor(storage, stored.dtype, stored.shape, row_major_strides(stored.shape, 1), 0)
-
-
-def _placement(record: Mapping[str, Any]) -> Placement:
-    kind = record["type"]
-    if kind == "Shard":
-        return Shard(int(record["dim"]))
-    if kind in ("StridedShard", "_StridedShard"):
-        return StridedShard(int(record["dim"]), int(record["split_factor"]))
-    if kind == "Replicate":
-        return Replicate()
-    raise Damaged(f"{METADATA}: unknown placement {kind!r}")

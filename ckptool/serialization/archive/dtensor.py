@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -142,17 +143,22 @@ def _dtensor(
 
 def read_placement(value: PickleValue) -> Placement:
     """Read a placement record; Damaged where it is none that is known."""
-    fields = value.fields if isinstance(value, Call) else {}
-    name = value.function.name if isinstance(value, Call) and value.is_new else None
+    if isinstance(value, Call) and value.is_new:
+        return make_placement(value.function.name, value.fields)
+    raise Damaged(f"unknown placement {describe(value)}")
+
+
+def make_placement(name: str, fields: Mapping[str, Any]) -> Placement:
+    """Return the placement of a class of this name; Damaged where none is known."""
     if name == "Shard":
         return Shard(_dim(fields.get("dim")))
-    if name == "_StridedShard":
+    if name in ("StridedShard", "_StridedShard"):
         return StridedShard(_dim(fields.get("dim")), read_natural(fields.get("split_factor")))
     if name == "Replicate":
         return Replicate()
     if name in ("Partial", "_Partial"):
         return Partial(read_name(fields.get("reduce_op")))
-    raise Damaged(f"unknown placement {describe(value) if name is None else name}")
+    raise Damaged(f"unknown placement {name}")
 
 
 def _dim(value: PickleValue) -> int:
