@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from ckptool.core.box import Box, row_major_strides
-from ckptool.core.catalog import Extent
+from ckptool.core.catalog import Extent, TensorEntry
 from ckptool.core.dtype import BY_SAFETENSORS, DType
 from ckptool.core.layout import Data, FileLayout, Literal, Part
 from ckptool.errors import UNCODED, Damaged, Problem, Unsupported, coded
@@ -265,16 +265,20 @@ def _drop_overlaps(
 
 @dataclass(frozen=True, slots=True)
 class OutgoingSlice:
-    """A box of a tensor that is to be written under ``name``."""
+    """A box of a tensor that is to be written."""
 
     name: str
-    tensor: str
     dtype: DType
     box: Box
 
     @property
     def nbytes(self) -> int:
         return self.box.volume * self.dtype.itemsize
+
+    @staticmethod
+    def whole(entry: TensorEntry) -> OutgoingSlice:
+        """Return all of the catalog's entry."""
+        return OutgoingSlice(entry.name, entry.dtype, Box.whole(entry.shape))
 
 
 def lay_out_safetensors(
@@ -299,7 +303,7 @@ def lay_out_safetensors(
             "shape": _header_shape(item),
             "data_offsets": [position, position + item.nbytes],
         }
-        parts.append(Data(item.tensor, item.box, item.dtype.itemsize))
+        parts.append(Data(item.name, item.box, item.dtype.itemsize))
         position += item.nbytes
     text = _encode(header)
     text += b" " * (-len(text) % 8)

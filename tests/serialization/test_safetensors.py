@@ -55,7 +55,7 @@ def test_the_library_reads_what_is_laid_out(
     shapes: dict[str, tuple[str, list[int]]], metadata: dict[str, str]
 ) -> None:
     state = {name: some(dtype, shape) for name, (dtype, shape) in shapes.items()}
-    slices = [OutgoingSlice(n, n, BY_NAME[shapes[n][0]], Box.whole(shapes[n][1])) for n in state]
+    slices = [OutgoingSlice(n, BY_NAME[shapes[n][0]], Box.whole(shapes[n][1])) for n in state]
     layout = lay_out_safetensors("f", slices, metadata)
     parts = [bits(state[p.name])[2] if isinstance(p, Data) else p.data for p in layout.parts]
     data = b"".join(parts)
@@ -80,7 +80,7 @@ def test_what_the_library_writes_is_read(shapes: dict[str, tuple[str, list[int]]
 
 def test_tensors_are_aligned_to_their_elements() -> None:
     slices = [
-        OutgoingSlice(n, n, BY_NAME[n], Box.whole((3,))) for n in ("bool", "float64", "bfloat16")
+        OutgoingSlice(n, BY_NAME[n], Box.whole((3,))) for n in ("bool", "float64", "bfloat16")
     ]
     layout = lay_out_safetensors("f", slices, {})
     offset = 0
@@ -175,7 +175,7 @@ def test_headers_beyond_all_bounds(header: bytes, tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_no_unicode_cannot_be_written() -> None:
-    item = OutgoingSlice("a\ud800", "a", BY_NAME["uint8"], Box.whole((1,)))
+    item = OutgoingSlice("a\ud800", BY_NAME["uint8"], Box.whole((1,)))
     with pytest.raises(Unsupported, match="Unicode"):
         lay_out_safetensors("x.safetensors", [item], {})
 
@@ -221,7 +221,7 @@ def test_nothing_is_written_that_could_not_be_read(
     names: list[str], shape: tuple[int, ...]
 ) -> None:
     box = Box.whole(shape)
-    items = [OutgoingSlice(name, name, BY_NAME["uint8"], box) for name in names]
+    items = [OutgoingSlice(name, BY_NAME["uint8"], box) for name in names]
     with pytest.raises(Unsupported, match=r"ckptool reads up to|the format allows|__metadata__"):
         lay_out_safetensors("x.safetensors", items, {"format": "pt"})
 

@@ -23,6 +23,7 @@ from ckptool.formats.companions import companions, read_json_object
 from ckptool.formats.rank_files.names import (
     STATES_OF_A_RANK,
     RankFile,
+    by_family,
     find_numbered_files,
     has_fsdp_folder,
     keep_processes,
@@ -76,14 +77,16 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     require_one_save(source.root, files, one_world=options.world_size is None)
     declared = read_declared(source)
     problems = missing_ranks(files, declared.world_size if declared else options.world_size)
-    ranks: dict[int, dict[str, Leaf]] = {}
-    families = list(dict.fromkeys(item.family for item in files))
-    several = len(families) > 1 or declared is not None or has_fsdp_folder(source)
+    is_named = declared is not None or has_fsdp_folder(source)
     expect_archives(source, (item.file for item in files))
-    for item in files:
-        leaves = options.attempt(partial(_read, source, item, declared)) or {}
-        ranks.setdefault(item.rank, {}).update(_in_family(leaves, item, several))
-    ranks = _strip_repeated(ranks, families) if len(families) > 1 else ranks
+    families = {
+        family: [
+            (item.rank, options.attempt(partial(_read, source, item, declared)) or {})
+            for item in items
+        ]
+        for family, items in by_family(files).items()
+    }
+    ranks = _join_families(families, is_named=is_named)
     problems += [p for rank, leaves in ranks.items() for p in _copied_file(rank, leaves)]
     merged = _merge(ranks, options)
     flat = _flat_parameters(merged)
@@ -169,38 +172,27 @@ def _is_flat_optimizer(source: Source, item: RankFile) -> bool:
     return re.search(rb'"FSDP_version"\s*:\s*1\b', text) is not None
 
 
-def _in_family(
-    leaves: Mapping[str, Leaf], item: RankFile, several: bool
-) -> Iterator[tuple[str, Leaf]]:
-    """Yield the leaves with their family in front, where there are several families."""
-    for name, leaf in leaves.items():
-        if not several:
-            yield name, leaf
-        elif leaf.path == ():
-            yield item.family, replace(leaf, path=(item.family,))
-        else:
-            yield f"{item.family}.{name}", replace(leaf, path=(item.family, *leaf.path))
-
-
-def _strip_repeated(
-    ranks: dict[int, dict[str, Leaf]], families: list[str]
+def _join_families(
+    families: Mapping[str, list[tuple[int, dict[str, Leaf]]]], *, is_named: bool
 ) -> dict[int, dict[str, Leaf]]:
-    """Drop the family where all names of the family begin with it already."""
-    for family in families:
-        double = f"{family}.{family}."
-        mine = [n for leaves in ranks.values() for n in leaves if n.startswith(f"{family}.")]
-        if mine and all(name.startswith(double) for name in mine):
-            ranks = {rank: dict(_unprefixed(leaves, family)) for rank, leaves in ranks.items()}
+    """Return the values of each rank, with their family in front where there are several.
+
+    Not where all names of the family begin with it already. One that ``is_named`` is always there.
+    """
+    several = len(families) > 1
+    ranks: dict[int, dict[str, Leaf]] = {}
+    for family, of_ranks in families.items():
+        names = [name for _, leaves in of_ranks for name in leaves]
+        is_in_front = several and all(name.startswith(f"{family}.") for name in names)
+        for rank, leaves in of_ranks:
+            joined = ranks.setdefault(rank, {})
+            for name, leaf in leaves.items():
+                if is_in_front or not (several or is_named):
+                    joined[name] = leaf
+                else:
+                    full = f"{family}.{name}" if leaf.path else family
+                    joined[full] = replace(leaf, path=(family, *leaf.path))
     return ranks
-
-
-def _unprefixed(leaves: Mapping[str, Leaf], family: str) -> Iterator[tuple[str, Leaf]]:
-    head = f"{family}."
-    for name, leaf in leaves.items():
-        if name.startswith(head):
-            yield name[len(head) :], replace(leaf, path=leaf.path[1:])
-        else:
-            yield name, leaf
 
 
 def _copied_file(rank: int, leaves: Mapping[str, Leaf]) -> Iterator[Problem]:

@@ -139,7 +139,7 @@ def _is_supported(entry: TensorEntry) -> bool:
 def _lay_out(catalog: Catalog, request: Request) -> Layout:
     extra = request.target.removesuffix(".safetensors") + EXTRA
     fitting, files, notes = split_extra(catalog, extra)
-    slices = [OutgoingSlice(e.name, e.name, e.dtype, Box.whole(e.shape)) for e in fitting]
+    slices = map(OutgoingSlice.whole, fitting)
     main = lay_out_safetensors(request.target, slices, {"format": "pt"})
     notes += [*note_companions(catalog), *note_tied(catalog)]
     return Layout((*files, main), folder=False, notes=tuple(notes))

@@ -224,7 +224,7 @@ def _lay_out(catalog: Catalog, request: Request) -> Layout:
         for box, rank in assignment.boxes(entry).items():
             if entry.elements and not box.volume:
                 continue
-            item = OutgoingSlice(entry.name, entry.name, entry.dtype, box)
+            item = OutgoingSlice(entry.name, entry.dtype, box)
             by_file[rank, written[rank]].append(item)
             written[rank] += 1
     parts = max((part for _, part in by_file), default=0) + 1

@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.errors import Damaged, Problem
@@ -153,7 +152,7 @@ def _lay_out(catalog: Catalog, request: Request) -> Layout:
         names = [_ADAPTER if _is_adapter(catalog) else "model.safetensors"]
     files = [*lay_out_companions(catalog), *extra]
     for name, group in zip(names, groups, strict=True):
-        slices = [OutgoingSlice(e.name, e.name, e.dtype, Box.whole(e.shape)) for e in group]
+        slices = map(OutgoingSlice.whole, group)
         files.append(lay_out_safetensors(name, slices, {"format": "pt"}))
     if len(groups) > 1:
         files.append(_index_file(names, groups))

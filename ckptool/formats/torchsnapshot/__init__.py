@@ -176,7 +176,7 @@ class _Reader:
 
     def _parameters(self, path: Path, shards: list[Fields]) -> Catalog:
         """Read the scales and zero points of a quantised tensor; nothing if its shards differ."""
-        opened = [self.places.open(*self.places.span(shard["tensor"])) for shard in shards]
+        opened = [self.places.open(shard["tensor"]) for shard in shards]
         parts: list[dict[Any, Any]] = [split_quantized(file.value) or {} for file in opened]
         rest = [{n: part for n, part in of.items() if n != INTEGERS} for of in parts]
         if len(rest) > 1 and not all(_are_numbers(one) and one == rest[0] for one in rest):
@@ -189,7 +189,7 @@ class _Reader:
 
     def _object(self, path: Path, entry: Fields) -> Catalog:
         """Read a value that torch.save wrote; tensors in it become tensors of their own."""
-        opened = self.places.open(*self.places.span(entry))
+        opened = self.places.open(entry)
         leaves = read_leaves(opened, self.places.source, prefix=path)
         value = assemble({0: leaves or {flat_name(path): Leaf(path, {})}})
         self.problems += value.problems

@@ -109,21 +109,12 @@ def read_manifest(source: Source) -> Manifest:
     return Manifest(version, world, entries)
 
 
-def _boolean(text: str) -> bool:
-    return {"True": True, "False": False}[text]
-
-
-def _double(text: str) -> float:
-    value: float = struct.unpack("<d", base64.b64decode(text))[0]
-    return value
-
-
 VALUES: dict[str, Callable[[str], Any]] = {
     "int": int,
     "str": str,
-    "bool": _boolean,
+    "bool": {"True": True, "False": False}.__getitem__,
     "bytes": base64.b64decode,
-    "float": _double,
+    "float": lambda text: struct.unpack("<d", base64.b64decode(text))[0],
 }
 """What the ``serialized_value`` of a primitive entry stands for, by the entry's type."""
 
@@ -157,18 +148,18 @@ class Places:
     def _place(self, entry: Fields, shape: tuple[int, ...]) -> Place | None:
         """Return where a tensor's bytes lie; None where they are those of no plain tensor."""
         dtype = element_type(entry["dtype"])
-        file, start, length = self.span(entry)
+        file, start, length = self._span(entry)
         if dtype is None or entry["serializer"] not in (_RAW, _ARCHIVE):
             return None
         if entry["serializer"] == _ARCHIVE:
-            return self._archived(file, start, length, dtype, shape)
+            return self._archived(entry, dtype, shape)
         nbytes = math.prod(shape) * dtype.itemsize
         if length != nbytes:
             message = f"{dtype} {list(shape)} needs {nbytes:,} bytes, {file} has {length:,} for it"
             raise Damaged(message, "file-truncated", file=file)
         return Extent(file, start, row_major_strides(shape, dtype.itemsize))
 
-    def span(self, entry: Fields) -> tuple[str, int, int]:
+    def _span(self, entry: Fields) -> tuple[str, int, int]:
         """Return the file, offset and length in bytes of what an entry refers to."""
         file = str(entry["location"])
         size = require(self.source, file, wanted_by=METADATA)
@@ -179,20 +170,18 @@ class Places:
             raise Damaged(message, "file-truncated", file=file, end=stop)
         return file, start, stop - start
 
-    def _archived(
-        self, file: str, start: int, length: int, dtype: DType, shape: tuple[int, ...]
-    ) -> Place:
-        opened = self.open(file, start, length)
+    def _archived(self, entry: Fields, dtype: DType, shape: tuple[int, ...]) -> Place:
+        opened = self.open(entry)
         parts = split_quantized(opened.value)
         tensor = read_tensor(parts[INTEGERS] if parts else opened.value)
         if tensor is None or (tensor.dtype, tensor.shape) != (dtype, shape):
-            raise Damaged(
-                f"{file} holds no {dtype} {list(shape)}, as the manifest says", "item-mismatch"
-            )
+            message = f"{entry['location']} holds no {dtype} {list(shape)}, as the manifest says"
+            raise Damaged(message, "item-mismatch")
         return locate_tensor(tensor, opened)
 
-    def open(self, file: str, start: int, length: int) -> TorchFile:
-        """Open the torch.save archive that lies there."""
+    def open(self, entry: Fields) -> TorchFile:
+        """Open the torch.save archive that an entry refers to."""
+        file, start, length = self._span(entry)
         self.archives.add(file)
         return read_torch_zip(Region(self.source, file, start, length))
 

@@ -286,7 +286,7 @@ def _part_file(rank: int, part: int, shards: list[_OutgoingShard]) -> FileLayout
     """Lay out a safetensors file of local tensors; a rank has one at least, for the loader."""
     path = f"model-rank-{rank}-part-{part}.safetensors"
     contents = {shard.name: shard.contents for shard in shards}
-    slices = [OutgoingSlice(o.name, o.name, o.dtype, Box.whole(o.shape)) for o in shards]
+    slices = [OutgoingSlice(o.name, o.dtype, Box.whole(o.shape)) for o in shards]
     header, *parts = lay_out_safetensors(path, slices, {}).parts
     data: list[Part] = [
         content for part in parts if isinstance(part, Data) for content in contents[part.name]
