@@ -35,10 +35,7 @@ class Source(Protocol):
 
 
 def require(source: Source, file: str, *, wanted_by: str) -> int:
-    """Return the size in bytes of a file that metadata names.
-
-    Raises Damaged where it is not in the folder.
-    """
+    """Return the size in bytes of a file that metadata names; Damaged where it is not there."""
     size = source.files.get(file)
     if size is not None:
         return size

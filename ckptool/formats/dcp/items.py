@@ -250,11 +250,7 @@ def _no_tensor(
 
 
 def _open(source: Source, item: Container, what: str, limit: int, edge: int) -> _Opened:
-    """Open the archive of one item.
-
-    One that is packed is decoded, to ``limit`` bytes at most; the first and last ``edge`` of them
-    are kept.
-    """
+    """Open the archive of one item, decoded as ``item_region`` does."""
     region = item_region(source, item, what, limit, edge)
     head = region.read(0, min(region.nbytes, 9))
     if not item.transforms and not is_zip(head):

@@ -30,7 +30,7 @@ _BATCH = 1000
 _END = pickle.SETITEMS + pickle.BUILD
 
 
-class _Span(NamedTuple):
+class _WrittenAt(NamedTuple):
     """Where a chunk or a value was put: ``length`` bytes of ``file`` from ``offset``."""
 
     file: str
@@ -38,8 +38,8 @@ class _Span(NamedTuple):
     length: int
 
 
-_WrittenTensor = tuple[TensorEntry, list[tuple[Box, _Span]]]
-_WrittenValue = tuple[ObjectEntry, _Span]
+_WrittenTensor = tuple[TensorEntry, list[tuple[Box, _WrittenAt]]]
+_WrittenValue = tuple[ObjectEntry, _WrittenAt]
 
 
 def lay_out(catalog: Catalog, request: Request) -> Layout:
@@ -90,19 +90,19 @@ class _RankData:
     chunks: list[tuple[TensorEntry, Box]] = field(default_factory=list)
     nbytes: int = 0
 
-    def add_value(self, entry: ObjectEntry) -> _Span:
+    def add_value(self, entry: ObjectEntry) -> _WrittenAt:
         """Append a value; must come before any chunk."""
         parts = lay_out_archive(entry.value)
         self.values += offset_parts(parts, len(self.values))
         return self._append(sum(part.nbytes for part in parts))
 
-    def add_chunk(self, entry: TensorEntry, box: Box) -> _Span:
+    def add_chunk(self, entry: TensorEntry, box: Box) -> _WrittenAt:
         """Append a chunk of a tensor."""
         self.chunks.append((entry, box))
         return self._append(_frame(entry.dtype.name, box.shape)[1])
 
-    def _append(self, nbytes: int) -> _Span:
-        span = _Span(self.name, self.nbytes, nbytes)
+    def _append(self, nbytes: int) -> _WrittenAt:
+        span = _WrittenAt(self.name, self.nbytes, nbytes)
         self.nbytes += nbytes
         return span
 
@@ -213,7 +213,7 @@ class _MetadataPickler:
                 key = head + _integer(number) + offset_key + self._size(box.lo) + _END
                 yield key, self._storage_info(span)
 
-    def _storage_info(self, span: _Span) -> bytes:
+    def _storage_info(self, span: _WrittenAt) -> bytes:
         file, offset, length = span
         ends = _integer(offset) + self._text("length") + _integer(length) + _END
         if file not in self._files:

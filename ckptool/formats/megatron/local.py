@@ -45,7 +45,7 @@ from ckptool.serialization.pickle.records import Call
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Assembled, Leaf, read_leaves
-from ckptool.serialization.state_dict.tree import flatten
+from ckptool.serialization.state_dict.tree import StateDictWalk
 
 ROOT = "MCoreTensorAwareStateDict"
 _MODEL = re.compile(r"model[0-9]{0,4}")
@@ -246,7 +246,7 @@ def read_records(
     value: Any, file: TorchFile, rank: int
 ) -> Iterator[tuple[Path, list[ShardRecord] | Leaf]]:
     """Yield the ShardedTensors of each place in a sharded state dict; objects as leaves."""
-    for path, leaf in flatten(value, what=file.what, pickled=file.pickled):
+    for path, leaf in StateDictWalk(file.what, file.pickled).leaves(value):
         items = leaf if isinstance(leaf, list) else [leaf]
         records = [item for item in items if isinstance(item, Call)]
         if records and all(item.name.endswith(".ShardedTensor") for item in records):

@@ -44,7 +44,7 @@ from ckptool.serialization.pickle.records import Call, Global
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import read_file_leaves
-from ckptool.serialization.state_dict.tree import assign_names, flatten, nest
+from ckptool.serialization.state_dict.tree import StateDictWalk, assign_names, nest
 
 FORMAT_NAME = "megatron-torch_dist"
 CONFIG = "metadata.json"
@@ -183,7 +183,7 @@ def _unwrap(entry: ObjectEntry) -> list[ObjectEntry]:
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
     if path:
         return [ObjectEntry(flat_name(path), path, value)]
-    named = assign_names(flatten(value, what=entry.name, pickled=1 << 20))
+    named = assign_names(StateDictWalk(entry.name, 1 << 20).leaves(value))
     return [ObjectEntry(name, path, leaf) for name, (path, leaf) in named.items()]
 
 

@@ -161,10 +161,7 @@ def _split_numbers(file: str) -> _NumberedName | None:
 
 
 def _ranked_files(source: Source, names: list[_NumberedName]) -> Iterator[RankFile]:
-    """Yield these files as those of ranks, where each lies in its own folder or all in none.
-
-    Nothing where they are something else.
-    """
+    """Yield these files, each in its own folder or all in none, where they are those of ranks."""
     columns = zip(*(name.numbers for name in names), strict=True)
     varying = [at for at, column in enumerate(columns) if len(set(column)) > 1]
     texts = [text for text in names[0].texts[:-2] if not _OF.fullmatch(text)]
@@ -327,10 +324,7 @@ def _counted(files: Mapping[int, list[str]]) -> str:
 
 
 def missing_ranks(files: list[RankFile], world: int | None) -> list[Problem]:
-    """Return the ranks that the names promise and no file holds, family by family.
-
-    ``world`` is the number of ranks where no name states it.
-    """
+    """Return the ranks that names, or else ``world``, promise and no file holds, by family."""
     problems: list[Problem] = []
     world = None if any(item.world for item in files) else world
     for family, items in by_family(files).items():

@@ -29,10 +29,7 @@ from ckptool.serialization.state_dict.tree import nest
 
 
 def lay_out_rank_files(catalog: Catalog, request: Request) -> Layout:
-    """Lay out one file a rank: its shards of the tensors, and the same values in each.
-
-    Raises Unsupported where the request has no mesh.
-    """
+    """Lay out one file a rank: its shards of the tensors, and the same values in each."""
     tensors = RankTensors(catalog, require_placed(request))
     objects, notes = select_plain(catalog)
     values: list[tuple[Path, Any]] = [(entry.path, entry.value) for entry in objects]

@@ -23,11 +23,7 @@ from ckptool.formats.base import EXTRA, Format, Request, ScanOptions
 from ckptool.formats.companions import companions
 from ckptool.formats.safetensors import split_extra, with_extra
 from ckptool.formats.safetensors.huggingface import FORMAT as HF
-from ckptool.formats.writing import (
-    WriterAssignment,
-    lay_out_companions,
-    note_tied,
-)
+from ckptool.formats.writing import WriterAssignment, lay_out_companions, note_tied
 from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors, read_safetensors
 from ckptool.serialization.source import Source, expect_heads, read_metadata, require_rank
 

@@ -27,11 +27,7 @@ from ckptool.formats.base import Format, Request, ScanOptions
 from ckptool.formats.companions import companions, describe_config, read_config
 from ckptool.formats.safetensors import split_extra, with_extra
 from ckptool.formats.vllm.merge import PADDING, VOCABULARY, Merger, sizes_of
-from ckptool.formats.writing import (
-    group_by_size,
-    lay_out_companions,
-    require_placed,
-)
+from ckptool.formats.writing import group_by_size, lay_out_companions, require_placed
 from ckptool.serialization.pickle.write import TensorRef
 from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors, read_safetensors
 from ckptool.serialization.source import Source, expect_heads, find_missing_ranks, require_rank

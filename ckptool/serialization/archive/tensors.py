@@ -89,10 +89,7 @@ class StoredTensor:
 
 
 def read_storage(item: Persistent) -> Storage:
-    """Read the storage of a persistent id ``('storage', class, key, location, numel[, view])``.
-
-    Raises Damaged where the id is something else.
-    """
+    """Read the id ``('storage', class, key, location, numel[, view])``; Damaged if it is none."""
     value = item.value
     if not isinstance(value, tuple) or len(value) not in (5, 6) or value[0] != "storage":
         raise Damaged("a persistent id that is not a torch storage")

@@ -45,10 +45,7 @@ class TensorRef:
 
     @staticmethod
     def of_shard(entry: TensorEntry, shard: LocalShard) -> TensorRef:
-        """Refer to a local tensor: what one rank holds of the catalog's entry.
-
-        That is one box, an empty one where the rank holds no element, or several.
-        """
+        """Refer to what one rank holds of an entry: one box, maybe an empty one, or several."""
         name, itemsize, pieces = entry.name, entry.dtype.itemsize, shard.pieces
         if len(pieces) > 1:
             boxes = tuple((piece.box, piece.local) for piece in pieces)
@@ -61,8 +58,7 @@ class TensorRef:
 def dump(value: Any) -> tuple[bytes, list[Content]]:
     """Return the pickle of a value in protocol 2, and what fills its storages, by number.
 
-    Inert records become what they were read from. Raises Unsupported where the value is nested too
-    deep.
+    Inert records become what they were read from. Unsupported where values are nested too deep.
     """
     stream = io.BytesIO()
     pickler = _RecordPickler(stream, 2)

@@ -11,7 +11,6 @@ from ckptool.core.catalog import (
     Chunk,
     Extent,
     ObjectEntry,
-    Path,
     Place,
     RankStep,
     TensorEntry,
@@ -134,11 +133,11 @@ def _counted(names: set[str]) -> str:
 def _merge_plain(name: str, leaves: _Leaves, result: Assembled, keep: bool) -> None:
     difference = _difference(leaves)
     if difference is None:
-        result.tensors[name] = _plain_entry(name, _first(leaves).path, leaves)
+        result.tensors[name] = _plain_entry(name, leaves)
     elif keep:
-        for rank, leaf in leaves.items():
-            own = f"{name}@rank{rank}"
-            result.tensors[own] = _plain_entry(own, _at_rank(leaf.path, rank), {rank: leaf})
+        for rank in leaves:
+            own, leaf = _own(name, rank, leaves)
+            result.tensors[own] = _plain_entry(own, {rank: leaf})
     else:
         message = f"{name}: plain tensors that {difference}; cannot determine how to merge them"
         code = "replicas-differ" if "content" in difference else "ranks-disagree"
@@ -171,11 +170,12 @@ def _contents_differ(a: PlainLeaf, b: PlainLeaf) -> bool:
     return a.tensor.fills_storage and b.tensor.fills_storage and x.ops == y.ops
 
 
-def _plain_entry(name: str, path: Path, leaves: _Leaves) -> TensorEntry:
-    tensor: StoredTensor = _first(leaves).value.tensor
+def _plain_entry(name: str, leaves: _Leaves) -> TensorEntry:
+    first = _first(leaves)
+    tensor: StoredTensor = first.value.tensor
     box = Box.whole(tensor.shape)
     chunks = [Chunk(box, leaf.value.place, rank) for rank, leaf in leaves.items()]
-    return TensorEntry(name, path, tensor.dtype, tensor.shape, merge_copies(chunks))
+    return TensorEntry(name, first.path, tensor.dtype, tensor.shape, merge_copies(chunks))
 
 
 def _merge_object(name: str, leaves: _Leaves, result: Assembled) -> None:
@@ -188,14 +188,15 @@ def _merge_object(name: str, leaves: _Leaves, result: Assembled) -> None:
 
 def _keep_values(name: str, leaves: _Leaves, result: Assembled) -> None:
     """Keep each rank's value as its own."""
-    for rank, leaf in leaves.items():
-        own = f"{name}@rank{rank}"
-        result.objects[own] = ObjectEntry(own, _at_rank(leaf.path, rank), leaf.value)
+    for rank in leaves:
+        own, leaf = _own(name, rank, leaves)
+        result.objects[own] = ObjectEntry(own, leaf.path, leaf.value)
 
 
-def _at_rank(path: Path, rank: int) -> Path:
-    """Return the path of a value as one rank has it."""
-    return (*path[:-1], RankStep(path[-1], rank)) if path else (RankStep("value", rank),)
+def _own(name: str, rank: int, leaves: _Leaves) -> tuple[str, Leaf]:
+    """Return a value as one rank has it, at a path and under a name of its own."""
+    *above, last = leaves[rank].path or ("value",)
+    return f"{name}@rank{rank}", replace(leaves[rank], path=(*above, RankStep(last, rank)))
 
 
 def _merge_dtensor(name: str, leaves: _Leaves, result: Assembled, keep: bool) -> None:
@@ -215,10 +216,9 @@ def _merge_dtensor(name: str, leaves: _Leaves, result: Assembled, keep: bool) ->
         result.tensors[name] = _dtensor_entry(name, leaves)
     elif keep:
         for stage in stages:
-            rank, leaf = next(iter(stage.items()))
-            own = f"{name}@rank{rank}"
-            entry = _dtensor_entry(own, stage)
-            result.tensors[own] = replace(entry, path=_at_rank(leaf.path, rank))
+            rank = next(iter(stage))
+            own, leaf = _own(name, rank, stage)
+            result.tensors[own] = _dtensor_entry(own, {**stage, rank: leaf})
     else:
         ranks = " and ".join(_listed(stage) for stage in stages)
         message = f"{name}: the DTensors of the device meshes of ranks {ranks} differ: pipeline"
@@ -354,10 +354,7 @@ def _sharded_entry(name: str, leaves: _Leaves) -> TensorEntry:
 
 
 def _declared_entry(name: str, leaves: _Leaves) -> TensorEntry:
-    """Return the tensor whose shards the ranks' attributes declare.
-
-    Raises Damaged where ranks disagree on what the whole is.
-    """
+    """Return the tensor whose shards attributes declare; Damaged where ranks' wholes differ."""
     _require_one_whole(leaves)
     first: DeclaredShare = _first(leaves).value.share
     chunks = [

@@ -29,7 +29,7 @@ from ckptool.serialization.archive.tensors import (
 from ckptool.serialization.pickle.load import require_harmless
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.serialization.source import Source
-from ckptool.serialization.state_dict.tree import Walk, assign_names
+from ckptool.serialization.state_dict.tree import StateDictWalk, assign_names
 from ckptool.serialization.state_dict.values import collect_globals, require_bounded, walk_parts
 
 _DEEPEST = 100
@@ -132,7 +132,7 @@ def read_leaves(
     if file.inert == {}:
         require_harmless(unseen)
         return leaves
-    walk = Walk(file.what, file.pickled)
+    walk = StateDictWalk(file.what, file.pickled)
     named = assign_names(walk.leaves(file.inert, prefix))
     values = (item for _, item in named.values() if not is_tensor_record(item))
     require_bounded(values, what=file.what)

@@ -60,26 +60,19 @@ def _names(value: PickleValue) -> set[str]:
     return {name for name in names if isinstance(name, str)}
 
 
-def flatten(value: PickleValue, *, what: str, pickled: int = 0) -> Iterator[tuple[Path, Any]]:
-    """Yield the leaves of a state dict with their paths, in order.
+class StateDictWalk:
+    """Flattens a state dict, as DCP does (torch 2.4 to 2.13).
 
-    As DCP flattens (torch 2.4 to 2.13): dicts are entered, defaultdicts as well, lists where a dict
-    or a tensor lies inside. Entered too is what DCP would pickle whole: tuples where a tensor lies
-    inside, the parts of quantised tensors and of tensor subclasses that wrap others, and modules,
-    whose names are those of ``state_dict()``. Everything else, and an empty container, is a leaf; a
-    container in itself is one that is ``Repeated``.
+    Dicts are entered, defaultdicts as well, lists where a dict or a tensor lies inside. Entered too
+    is what DCP would pickle whole: tuples where a tensor lies inside, the parts of quantised
+    tensors and of tensor subclasses that wrap others, and modules, whose names are those of
+    ``state_dict()``. Everything else, and an empty container, is a leaf; a container in itself is
+    one that is ``Repeated``. ``notes`` are what a person should know of how values were entered, by
+    the values' paths.
 
     ``pickled`` is the size in bytes of the pickle. Raises Damaged where the nesting has no end, or
     where the pickle refers to its own parts so often that it unfolds to more values than it has
     bytes.
-    """
-    yield from Walk(what, pickled).leaves(value)
-
-
-class Walk:
-    """One walk over a state dict, with what is left of its bounds.
-
-    ``notes`` are what a person should know of how values were entered, by the values' paths.
     """
 
     def __init__(self, what: str, pickled: int = 0) -> None:
@@ -91,7 +84,7 @@ class Walk:
         self.notes: dict[Path, str] = {}
 
     def leaves(self, value: PickleValue, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-        """Yield the leaves of a value that lies at ``path``."""
+        """Yield the leaves of a value that lies at ``path`` with their paths, in order."""
         self._count(len(path))
         if id(value) in self._open:
             yield path, Repeated(_display_name(self._open[id(value)]))
@@ -245,14 +238,14 @@ def nest(entries: Iterable[tuple[Path, Any]]) -> Any:
     items = list(entries)
     if len(items) == 1 and items[0][0] == ():
         return items[0][1]
-    root = _Node()
+    root = _Branch()
     for path, leaf in items:
         if not path:
             raise Unsupported("torch cannot nest a value without a name beside others")
         node = root
         for step in path[:-1]:
-            child = node.children.setdefault(step, _Node())
-            if not isinstance(child, _Node):
+            child = node.children.setdefault(step, _Branch())
+            if not isinstance(child, _Branch):
                 raise Unsupported(f"{flat_name(path)!r} is inside another value")
             node = child
         if path[-1] in node.children:
@@ -261,7 +254,7 @@ def nest(entries: Iterable[tuple[Path, Any]]) -> Any:
     return root.build()
 
 
-class _Node:
+class _Branch:
     """A container while it is put together: its children by step, nodes or leaves."""
 
     __slots__ = ("children",)
@@ -271,7 +264,7 @@ class _Node:
 
     def build(self) -> Any:
         steps = list(self.children)
-        values = [v.build() if isinstance(v, _Node) else v for v in self.children.values()]
+        values = [v.build() if isinstance(v, _Branch) else v for v in self.children.values()]
         if steps and all(isinstance(step, Index) for step in steps):
             ordered = sorted(zip(steps, values, strict=True), key=lambda pair: pair[0].position)
             if [step.position for step, _ in ordered] == list(range(len(steps))):

@@ -79,10 +79,7 @@ class Expansion:
         self._sizes: dict[int, int] = {}
 
     def parts(self, value: object) -> int:
-        """Return how many parts a value has once written out, where countless at most ``_COUNTED``.
-
-        What holds itself counts once.
-        """
+        """Count the parts of a value once written out, at most ``_COUNTED``; itself in it once."""
         stack: list[tuple[Any, list[Any] | None]] = [(value, None)]
         while stack:
             item, inner = stack.pop()

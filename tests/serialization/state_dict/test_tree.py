@@ -17,7 +17,7 @@ import ckptool
 from ckptool.core.catalog import flat_name
 from ckptool.errors import Damaged, Unsupported
 from ckptool.serialization.pickle.records import Call, Global
-from ckptool.serialization.state_dict.tree import assign_names, flatten, module_state, nest
+from ckptool.serialization.state_dict.tree import StateDictWalk, assign_names, module_state, nest
 from ckptool.serialization.state_dict.values import Repeated
 
 TENSOR = Call(Global("torch._utils", "_rebuild_tensor_v2"), ())
@@ -41,12 +41,12 @@ TREES = st.dictionaries(
 
 @given(TREES)
 def test_nesting_undoes_flattening(tree: dict[Any, Any]) -> None:
-    assert nest(flatten(tree, what="test")) == tree
+    assert nest(StateDictWalk("test").leaves(tree)) == tree
 
 
 @given(TREES, st.randoms(use_true_random=False))
 def test_nesting_does_not_depend_on_the_order(tree: dict[Any, Any], random: Any) -> None:
-    found = list(flatten(tree, what="test"))
+    found = list(StateDictWalk("test").leaves(tree))
     random.shuffle(found)
     assert nest(found) == tree
 
@@ -78,7 +78,7 @@ def test_names_are_those_of_dcp(tree: Any) -> None:
 
     state = {"root": tree}
     theirs = set(flatten_state_dict(as_torch_would_have_it(state))[0])
-    ours = {flat_name(path): leaf for path, leaf in flatten(state, what="test")}
+    ours = {flat_name(path): leaf for path, leaf in StateDictWalk("test").leaves(state)}
     assert {name for name, leaf in ours.items() if leaf != {}} == theirs
 
 
@@ -100,7 +100,7 @@ def defaultdict_of(**entries: Any) -> Call:
     ],
 )
 def test_every_container_that_holds_a_tensor_is_entered(value: Any, names: list[str]) -> None:
-    assert [flat_name(path) for path, _ in flatten(value, what="test")] == names
+    assert [flat_name(path) for path, _ in StateDictWalk("test").leaves(value)] == names
 
 
 COLLIDING = {"a": {"b": 1, "c": {"d": 2}}, "a.b": 3, "a.c": {"d": 4}, 1: 5, "1": 6, "1@2": 7}
@@ -108,7 +108,7 @@ COLLIDING = {"a": {"b": 1, "c": {"d": 2}}, "a.b": 3, "a.c": {"d": 4}, 1: 5, "1":
 
 @pytest.mark.parametrize("backwards", [False, True])
 def test_paths_of_one_name_get_names_of_their_own_in_any_order(backwards: bool) -> None:
-    found = list(flatten(COLLIDING, what="test"))
+    found = list(StateDictWalk("test").leaves(COLLIDING))
     named = assign_names(found[::-1] if backwards else found)
     assert {name: leaf for name, (_, leaf) in named.items()} == {
         "a.b": 3,
@@ -127,7 +127,7 @@ def test_a_value_in_itself_is_one_that_is_repeated() -> None:
     tree["again"] = tree
     tree["deep"] = inner = {"list": [tree, {"x": 1}]}
     inner["up"] = inner
-    found = {flat_name(path): leaf for path, leaf in flatten(tree, what="test")}
+    found = {flat_name(path): leaf for path, leaf in StateDictWalk("test").leaves(tree)}
     assert found == {
         "w": TENSOR,
         "again": Repeated("the whole value"),
@@ -140,7 +140,11 @@ def test_a_value_in_itself_is_one_that_is_repeated() -> None:
 def test_one_dict_in_several_places_is_not_in_itself() -> None:
     shared = {"w": TENSOR}
     tree = {"a": shared, "b": [shared, shared]}
-    assert {flat_name(path) for path, _ in flatten(tree, what="test")} == {"a.w", "b.0.w", "b.1.w"}
+    assert {flat_name(path) for path, _ in StateDictWalk("test").leaves(tree)} == {
+        "a.w",
+        "b.0.w",
+        "b.1.w",
+    }
 
 
 def test_what_unfolds_without_end_is_a_bomb() -> None:
@@ -148,11 +152,11 @@ def test_what_unfolds_without_end_is_a_bomb() -> None:
     for _ in range(40):
         tree = {"a": tree, "b": tree}
     with pytest.raises(Damaged, match="nested"):
-        list(flatten(tree, what="test"))
+        list(StateDictWalk("test").leaves(tree))
 
 
 def test_a_list_with_a_hole_becomes_a_dict() -> None:
-    found = list(flatten({"l": [TENSOR, TENSOR, TENSOR]}, what="test"))
+    found = list(StateDictWalk("test").leaves({"l": [TENSOR, TENSOR, TENSOR]}))
     assert nest([found[0], found[2]]) == {"l": {0: TENSOR, 2: TENSOR}}
 
 
