@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import (
-    Catalog,
-    Chunk,
-    Container,
-    EncodedBlob,
-    Extent,
-    Path,
-    Place,
-    TensorEntry,
-    places,
-)
+from ckptool.core.catalog import Catalog, Chunk, Container, Path, Place, TensorEntry, places
 from ckptool.core.dtype import DType
 from ckptool.core.views import part_of_place
 from ckptool.errors import (
@@ -59,27 +49,6 @@ _EDGE = 1 << 16
 _OVERHEAD = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """The torch.save archive of one item; ``size`` is that of the decoded item in bytes."""
-
-    file: TorchFile
-    item: Container
-    size: int
-
-    def place(self, inner: Place) -> Place:
-        """Return where a tensor of the archive lies, seen from the folder."""
-        if not self.item.transforms:
-            return inner
-        if not isinstance(inner, Extent):
-            raise Damaged(f"{self.item.file}: a compressed record inside a compressed item")
-        item = self.item
-        return EncodedBlob(
-            item.file, item.offset, item.nbytes, "zstd", self.size, inner.offset, inner.strides,
-            inner.ops, inner.record,
-        )  # fmt: skip
-
-
 def read_values(
     source: Source, name: str, items: list[tuple[int, Container]], path: Path
 ) -> Assembled:
@@ -105,26 +74,17 @@ def _refusal(name: str, problem: Problem) -> Refusal:
 def _value_leaves(source: Source, name: str, item: Container, path: Path) -> dict[str, Leaf]:
     """Return what an item holds; where some of it is refused, the item is, as it is one value."""
     opened = _open(source, item, name, _LARGEST_VALUE, _LARGEST_VALUE)
-    leaves = read_leaves(opened.file, source, prefix=path)
+    leaves = read_leaves(opened, source, prefix=path)
     has_tensor = any(isinstance(leaf.value, PlainLeaf | ShareLeaf) for leaf in leaves.values())
     parts = [leaf.value for leaf in leaves.values() if isinstance(leaf.value, Refusal)]
     if parts:
         refusal = _refusal(name, parts[0])
-        refusal.record = opened.file.inert
+        refusal.record = opened.inert
         refusal.may_be_tensor = has_tensor or any(part.may_be_tensor for part in parts)
         return {name: Leaf(path, refusal)}
     if has_tensor:
-        return {n: _locate_leaf(leaf, opened) for n, leaf in leaves.items()}
-    return {name: Leaf(path, opened.file.value)}
-
-
-def _locate_leaf(leaf: Leaf, opened: _Opened) -> Leaf:
-    if isinstance(leaf.value, PlainLeaf):
-        return replace(leaf, value=replace(leaf.value, place=opened.place(leaf.value.place)))
-    if isinstance(leaf.value, ShareLeaf):
-        places = tuple(map(opened.place, leaf.value.places))
-        return replace(leaf, value=replace(leaf.value, places=places))
-    return leaf
+        return leaves
+    return {name: Leaf(path, opened.value)}
 
 
 class _NoPlainTensor(Unsupported):
@@ -219,14 +179,14 @@ def _locate_place(source: Source, entry: TensorEntry, box: Box, at: Place) -> Pl
     shape = at.part.shape if at.part else box.shape
     limit = math.prod(shape) * dtype.itemsize * 2 + _OVERHEAD
     opened = _open(source, at, what, limit, _EDGE)
-    tensor = read_tensor(opened.file.value)
+    tensor = read_tensor(opened.value)
     if tensor is None:
-        raise _no_tensor(opened.file.value, f"{what}: its item in {at.file}", at, (dtype, shape))
+        raise _no_tensor(opened.value, f"{what}: its item in {at.file}", at, (dtype, shape))
     if (tensor.dtype, tensor.shape) != (dtype, shape):
         message = f"{what}: its item at byte {at.offset:,} of {at.file} is {tensor.dtype}"
         message += f" {list(tensor.shape)}, the metadata says {dtype} {list(shape)}"
         raise Damaged(message, "item-mismatch", file=at.file)
-    place = opened.place(locate_tensor(tensor, opened.file))
+    place = locate_tensor(tensor, opened)
     if at.part is None:
         return place
     try:
@@ -249,7 +209,7 @@ def _no_tensor(
     return _NoPlainTensor(message, "tensor-unsupported", file=item.file)
 
 
-def _open(source: Source, item: Container, what: str, limit: int, edge: int) -> _Opened:
+def _open(source: Source, item: Container, what: str, limit: int, edge: int) -> TorchFile:
     """Open the archive of one item, decoded as ``item_region`` does."""
     region = item_region(source, item, what, limit, edge)
     head = region.read(0, min(region.nbytes, 9))
@@ -259,4 +219,5 @@ def _open(source: Source, item: Container, what: str, limit: int, edge: int) -> 
         )
         message = f"{what}: no torch.save archive at byte {item.offset:,} of {item.file}{kind}"
         raise Damaged(message, "item-mismatch", file=item.file)
-    return _Opened(read_torch_zip(region), item, region.nbytes)
+    opened = read_torch_zip(region)
+    return replace(opened, packed=(item, region.nbytes)) if item.transforms else opened

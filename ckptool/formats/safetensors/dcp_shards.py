@@ -18,20 +18,19 @@ from ckptool.core.catalog import Catalog, Chunk, TensorEntry, coverage_problem, 
 from ckptool.core.dtype import DType
 from ckptool.core.layout import FileLayout, Layout
 from ckptool.core.sharding.infer import with_inferred_mesh
-from ckptool.errors import CkptoolError, Problem
+from ckptool.errors import CkptoolError, Damaged, Problem
 from ckptool.formats.base import EXTRA, Format, Request, ScanOptions
-from ckptool.formats.companions import companions
+from ckptool.formats.companions import CONFIG, companions, read_config
 from ckptool.formats.safetensors import split_extra, with_extra
 from ckptool.formats.safetensors.huggingface import FORMAT as HF
 from ckptool.formats.writing import WriterAssignment, lay_out_companions, note_tied
 from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors, read_safetensors
-from ckptool.serialization.source import Source, expect_heads, read_metadata, require_rank
+from ckptool.serialization.source import Source, expect_heads, require_rank
 
 _SHARD = re.compile(
     r"(?P<folder>sharded/)?shard-(?P<rank>[0-9]{1,9})-model-(?P<part>[0-9]{1,9})"
     r"-of-(?P<parts>[0-9]{1,9})\.safetensors"
 )
-_CONFIG = "config.json"
 _ROWS = {
     "vocab_size": re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|lm_head)\.weight"),
     "hidden_size": re.compile(r"(.*\.)?(norm|input_layernorm|post_attention_layernorm)\.weight"),
@@ -161,16 +160,14 @@ def _offsets(saved: object) -> tuple[int, ...]:
 
 def _shorter_than_configured(source: Source, tensors: dict[str, TensorEntry]) -> list[Problem]:
     """Return tensors with fewer rows than ``config.json`` says: the last shards are lost."""
-    if _CONFIG not in source.files:
-        return []
     try:
-        config = json.loads(read_metadata(source, _CONFIG))
-        sizes = {key: int(config.get("text_config", config)[key]) for key in _ROWS}
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+        config = read_config(source)
+        sizes = {key: int(config[key]) for key in _ROWS}
+    except (Damaged, KeyError, TypeError, ValueError):
         return []
     return [
         Problem(
-            f"{name}: {entry.shape[0]:,} rows in the shards, but {_CONFIG} says {key}"
+            f"{name}: {entry.shape[0]:,} rows in the shards, but {CONFIG} says {key}"
             f" {sizes[key]:,}",
             "chunk-gap",
             tensor=name,

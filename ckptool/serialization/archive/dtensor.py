@@ -269,7 +269,7 @@ def _axes(layout: PickleValue, ranks: int) -> list[list[int]]:
     flat_pairs = [(read_flat_ints(shape), read_flat_ints(stride)) for shape, stride in pairs]
     if math.prod(math.prod(shape) for shape, _ in flat_pairs) > ranks:
         raise Damaged(f"a mesh layout of more than its {ranks:,} ranks")
-    return [_axis_offsets(shape, stride) for shape, stride in flat_pairs]
+    return [_offsets(shape, stride) for shape, stride in flat_pairs]
 
 
 def read_flat_ints(value: PickleValue) -> tuple[int, ...]:
@@ -290,7 +290,7 @@ def read_flat_ints(value: PickleValue) -> tuple[int, ...]:
     return tuple(ints)
 
 
-def _axis_offsets(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
+def _offsets(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
     steps = [[i * s for i in range(n)] for n, s in zip(shape, stride, strict=True)]
     return [sum(step) for step in itertools.product(*steps)]
 
@@ -307,10 +307,7 @@ def _ints(
         raise Damaged(f"{file.what}: a device mesh of {list(tensor.shape)} in {place.file}")
     itemsize = tensor.dtype.itemsize
     data = source.read(place.file, place.offset, tensor.storage.nbytes - tensor.offset * itemsize)
-    starts = [
-        sum(i * stride for i, stride in zip(index, place.strides, strict=True))
-        for index in itertools.product(*map(range, tensor.shape))
-    ]
+    starts = _offsets(tensor.shape, place.strides)
     order: Literal["little", "big"] = "big" if "byteswap" in place.ops else "little"
     pieces = (data[start : start + itemsize] for start in starts)
     return tensor.shape, tuple(int.from_bytes(piece, order, signed=True) for piece in pieces)

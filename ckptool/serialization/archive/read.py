@@ -17,6 +17,7 @@ from functools import lru_cache
 from itertools import starmap
 from typing import NamedTuple, TypeVar
 
+from ckptool.core.catalog import Container
 from ckptool.core.codec import decode
 from ckptool.core.mesh import Mesh
 from ckptool.errors import CkptoolError, Damaged, Problem, Unrecognised, coded
@@ -67,6 +68,7 @@ class TorchFile:
     ``pickled`` is the size in bytes of its pickle, ``meshes`` what its device meshes were read as,
     with the rank that pickled each: most tensors share one record. ``inert`` is what it holds
     whatever that names; ``hostile`` says of each global in it that can run code what is wrong.
+    One that lies in a blob of zstd was ``packed`` in that, and has so many bytes once decoded.
     """
 
     what: str
@@ -76,6 +78,7 @@ class TorchFile:
     pickled: int
     hostile: Mapping[Global, Problem] = field(default_factory=dict)
     meshes: dict[Call, tuple[Mesh, int | None]] = field(default_factory=dict, compare=False)
+    packed: tuple[Container, int] | None = None
 
     @property
     def value(self) -> PickleValue:

@@ -250,10 +250,16 @@ def locate_tensor(tensor: StoredTensor, file: TorchFile) -> Place:
     swap = ("byteswap",) if file.byteorder == "big" and tensor.dtype.swap > 1 else ()
     start, ops = tensor.offset * itemsize, swap + tensor.ops
     path, at, nbytes, size, crc, codec = stored
+    if codec and file.packed is not None:
+        raise Damaged(f"{path}: a compressed record inside a compressed item")
     if codec:
         decoded = None if crc is None else Record(path, 0, size, crc)
         return EncodedBlob(path, at, nbytes, codec, size, start, strides, ops, decoded)
     record = None if crc is None or not nbytes else Record(path, at, nbytes, crc)
+    if file.packed is not None:
+        blob, size = file.packed
+        place = (blob.file, blob.offset, blob.nbytes)
+        return EncodedBlob(*place, "zstd", size, at + start, strides, ops, record)
     return Extent(path, at + start, strides, record, ops)
 
 

@@ -191,10 +191,8 @@ class Machine(Builder):
         return Call(GETATTR, args)
 
     def _inst(self) -> None:
-        at = self.pos - 1 - self._start
-        module, name = self._line().decode(), self._line().decode()
         args = tuple(self._pop_mark())
-        self._name_global(module, name, at)
+        self._global_line()
         self._push(self._answer(self._pop(), args, is_new=True))
 
     def _obj(self) -> None:
