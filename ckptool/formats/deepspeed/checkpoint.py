@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckptool.errors import Damaged
 from ckptool.formats.deepspeed.states import State, read_optimizer, read_state
@@ -151,8 +151,8 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True)
-class Partition:
-    """A rank's optimizer file, its number among the data-parallel ranks, and its global rank."""
+class RankState:
+    """A rank's file, its number among the data-parallel ranks, and its global rank."""
 
     state: State
     dp: int
@@ -191,17 +191,15 @@ class DeepSpeedCheckpoint:
         """The optimizer's state of the first rank, or None without ZeRO."""
         return self.partitions(0)[0].state if self.optimizers else None
 
-    def partitions(self, mp: int) -> list[Partition]:
-        """Return the optimizer files of one ``mp`` rank, by data-parallel rank."""
-        return [
-            Partition(self.optimizers[dp, mp].inner("optimizer_state_dict"), dp, self.rank(dp, mp))
-            for dp in range(self.grid.data)
-            if (dp, mp) in self.optimizers
-        ]
+    def select(self, states: Mapping[Ranks, State], mp: int) -> list[RankState]:
+        """Return those of the states that are of one ``mp`` rank, by data-parallel rank."""
+        of_rank = [(dp, state) for (dp, rank), state in sorted(states.items()) if rank == mp]
+        return [RankState(state, dp, self.grid.rank(dp, mp)) for dp, state in of_rank]
 
-    def rank(self, dp: int, mp: int) -> int:
-        """Return the global rank of a data-parallel and a model-parallel one."""
-        return self.grid.rank(dp, mp)
+    def partitions(self, mp: int) -> list[RankState]:
+        """Return what the optimizer files of one ``mp`` rank hold of the optimizer."""
+        files = self.select(self.optimizers, mp)
+        return [replace(file, state=file.state.inner("optimizer_state_dict")) for file in files]
 
     def read_file(self, file: str) -> State:
         """Return the state in the file of a layer or an expert, which is opened once."""

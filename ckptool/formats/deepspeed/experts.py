@@ -11,29 +11,20 @@ the expert's number, and its layer's parameters like the model file does.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ckptool.core.text import list_some
 from ckptool.errors import Damaged, Problem
 from ckptool.formats.deepspeed.checkpoint import DeepSpeedCheckpoint
-from ckptool.formats.deepspeed.flat_runs import RankContents
 from ckptool.formats.deepspeed.states import (
     State,
     Vector,
     dict_or_empty,
     find_param_groups,
-    list_refused_leaves,
-    read_optimizer_leaves,
-    read_raw_leaves,
     read_trained_shapes,
-    require_all_tensors,
 )
-from ckptool.formats.deepspeed.unpartitioned import add_whole_optimizer
-from ckptool.formats.deepspeed.weights import select_weights
 from ckptool.serialization.source import find_missing_ranks
-from ckptool.serialization.state_dict.leaves import Leaf
-from ckptool.serialization.state_dict.values import note_stray_keys
 
 EXPERT = re.compile(r"(?P<head>.*\bdeepspeed_experts\.)(?P<number>\d+)(?P<tail>\..*)")
 _DEGREE = re.compile(r"ep_size_([0-9]{1,6})")
@@ -60,48 +51,6 @@ def read_experts(checkpoint: DeepSpeedCheckpoint, mp: int) -> Mapping[_Key, Stat
     return states
 
 
-def add_expert_optimizers(
-    contents: RankContents, checkpoint: DeepSpeedCheckpoint, mp: int
-) -> set[str] | None:
-    """Add each expert-parallel rank's optimizer; return the trained parameters.
-
-    None where their names are not known: what the files hold is then added under its numbers.
-    """
-    model = checkpoint.models[0, mp]
-    experts = read_experts(checkpoint, mp)
-    modules = [model.inner("module"), *experts.values()]
-    require_all_tensors(*modules)
-    weights = select_weights(model)
-    trained: set[str] = set()
-    unnamed = False
-    for (expert_rank, model_rank), state in checkpoint.expert_optimizers.items():
-        if model_rank != mp:
-            continue
-        contents.notes += note_stray_keys(state.file.what, state.stored.keys() - {"optimizer"})
-        inner, rank = state.inner("optimizer"), checkpoint.rank(expert_rank, mp)
-        own = _select_experts(experts, inner, expert_rank)
-        named = None if own is None else add_whole_optimizer(contents, inner, weights, rank, own)
-        if len(named or ()) < len(weights) + len(own or ()):
-            require_all_tensors(*modules, values=True)
-        if named is None:
-            leaves = read_raw_leaves(inner.stored, state, checkpoint.source)
-            unnamed = True
-        else:
-            leaves = read_optimizer_leaves(inner, checkpoint.source)
-            trained |= set(named)
-        contents.add_leaves(leaves, rank)
-    return None if unnamed else trained
-
-
-def read_refused_experts(
-    checkpoint: DeepSpeedCheckpoint, mp: int
-) -> Iterator[tuple[int, dict[str, Leaf]]]:
-    """Yield what is refused of each expert-parallel rank's optimizer, with the rank."""
-    for (expert_rank, model_rank), state in checkpoint.expert_optimizers.items():
-        if model_rank == mp:
-            yield checkpoint.rank(expert_rank, mp), list_refused_leaves(state, ("optimizer",))
-
-
 def find_expert_degrees(groups: Any) -> set[int]:
     """Return the degrees of expert parallelism that groups of experts are called by."""
     dicts = map(dict_or_empty, groups if isinstance(groups, list | tuple) else [])
@@ -110,7 +59,7 @@ def find_expert_degrees(groups: Any) -> set[int]:
     return {int(match[1]) for match in matches if match}
 
 
-def _select_experts(
+def select_experts(
     experts: Mapping[_Key, State], optimizer: State, rank: int
 ) -> dict[str, Vector] | None:
     """Return the parameters of one rank's experts, in the order of the module.

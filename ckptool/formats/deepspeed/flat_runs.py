@@ -6,7 +6,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, Extent, Path, Place, Record, flat_name
@@ -14,7 +14,7 @@ from ckptool.core.dtype import DType
 from ckptool.core.sharding.tensor_parallel import RankShard
 from ckptool.core.views import pieces_of_run
 from ckptool.errors import Damaged, Refusal
-from ckptool.formats.deepspeed.checkpoint import Partition
+from ckptool.formats.deepspeed.checkpoint import RankState
 from ckptool.formats.deepspeed.states import State, Vector
 from ckptool.serialization.state_dict.leaves import Barred, Leaf, PlainLeaf, find_refusal
 
@@ -32,6 +32,7 @@ STATES = frozenset(
 _FEWEST = 16
 _PIECE = 1 << 20
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +118,16 @@ class RankContents:
             if name not in known or not isinstance(known[name].value, Refusal):
                 known[name] = leaf
 
-    def attempt(self, work: Callable[[RankContents], _T]) -> _T | None:
-        """Add the masters and moments that ``work`` adds to other contents; return its result.
+    def attempt(
+        self, add: Callable[Concatenate[RankContents, _P], _T], *args: _P.args, **kwargs: _P.kwargs
+    ) -> _T | None:
+        """Add the masters and moments that ``add`` adds to other contents; return its result.
 
         Where they depend on a part that is refused, or are ``barred`` already, none are added.
         """
         more = RankContents()
         try:
-            result = None if self.barred is not None else work(more)
+            result = None if self.barred is not None else add(more, *args, **kwargs)
         except Barred as error:
             self.barred = error.refusal
             return None
@@ -200,7 +203,7 @@ def refuse_kinds(
 
 def add_partition_run(
     contents: RankContents,
-    partition: Partition,
+    partition: RankState,
     vector: Vector | None,
     name: Name,
     run: Run,
@@ -219,7 +222,7 @@ def add_partition_run(
 
 
 def add_other(
-    contents: RankContents, ranks: Sequence[Partition], slots: Sequence[FlatSlot], number: int
+    contents: RankContents, ranks: Sequence[RankState], slots: Sequence[FlatSlot], number: int
 ) -> None:
     """Keep what is neither flat nor a scalar for each rank, under the optimizer's own names."""
     for partition, slot in zip(ranks, slots, strict=True):
@@ -228,7 +231,7 @@ def add_other(
             contents.add_leaf(path, value, partition.rank, rank_state=True)
 
 
-def require_distinct_ranks(ranks: Sequence[Partition], slots: Sequence[Sequence[FlatSlot]]) -> None:
+def require_distinct_ranks(ranks: Sequence[RankState], slots: Sequence[Sequence[FlatSlot]]) -> None:
     """Raise Damaged where a rank's file is a copy of another's; ``slots`` are those of each rank.
 
     Different ranks never hold the same partitions. Only recorded checksums are compared; ranks

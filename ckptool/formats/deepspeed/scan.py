@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from ckptool.core.catalog import Catalog, ObjectEntry
@@ -14,20 +13,17 @@ from ckptool.formats.companions import companions
 from ckptool.formats.deepspeed.checkpoint import (
     LATEST,
     DeepSpeedCheckpoint,
-    Partition,
     find_files,
     find_tag_folder,
     read_checkpoint,
 )
 from ckptool.formats.deepspeed.experts import (
-    add_expert_optimizers,
     find_expert_degrees,
     find_lost_optimizers,
     read_experts,
-    read_refused_experts,
     require_experts,
 )
-from ckptool.formats.deepspeed.flat_runs import MASTER, RankContents, Shapes
+from ckptool.formats.deepspeed.flat_runs import MASTER, RankContents
 from ckptool.formats.deepspeed.states import (
     State,
     dict_or_empty,
@@ -36,15 +32,13 @@ from ckptool.formats.deepspeed.states import (
     list_refused_leaves,
     read_engine_leaves,
     read_optimizer_leaves,
-    read_raw_leaves,
     read_shape_groups,
     read_trained_shapes,
     refuse_malformed,
-    require_all_tensors,
     require_shallow,
 )
 from ckptool.formats.deepspeed.tensor_parallel import merge_contents, merge_tensor
-from ckptool.formats.deepspeed.unpartitioned import add_whole_optimizer
+from ckptool.formats.deepspeed.unpartitioned import add_whole_optimizers
 from ckptool.formats.deepspeed.weights import (
     add_frozen_pieces,
     add_layers,
@@ -52,7 +46,6 @@ from ckptool.formats.deepspeed.weights import (
     add_placeholders,
     classify_refused,
     note_excluded,
-    select_weights,
 )
 from ckptool.formats.deepspeed.zero_partitions import add_flat_groups, add_split_groups
 from ckptool.serialization.source import Source
@@ -62,11 +55,6 @@ from ckptool.serialization.state_dict.values import note_stray_keys, note_unread
 
 _OPTIMIZER_FILE = frozenset("optimizer_state_dict ds_config ds_version param_shapes".split())
 """What DeepSpeed writes in a file of optimizer states; shapes up to 0.4."""
-_UNNAMED = (
-    "without ZeRO the optimizer's parameters are numbered, and their shapes match several names:"
-    " kept as optimizer.state.<number>"
-)
-_BY_ORDER = "without ZeRO the optimizer's parameters are numbered: named by their order and shapes"
 
 
 @refuse_malformed
@@ -225,17 +213,15 @@ def _read_rank(checkpoint: DeepSpeedCheckpoint, mp: int, barred: Refusal | None)
     add_tensors = _add_stage_3 if checkpoint.files.stage_3 else _add_module_and_optimizer
     trained = add_tensors(contents, checkpoint, mp)
     source = checkpoint.source
-    models = {dp: state for (dp, rank), state in checkpoint.models.items() if rank == mp}
-    for dp, state in models.items():
-        rank = checkpoint.rank(dp, mp)
-        contents.add_leaves(read_engine_leaves(state, source), rank)
-        kinds = classify_refused(state, checkpoint.aliases, trained)
-        contents.add_leaves(list_refused_leaves(state, (), kinds), rank)
-    _note_values(contents, models.values())
-    for (_, rank), optimizer in checkpoint.optimizers.items():
-        if rank == mp:
-            stray = optimizer.stored.keys() - _OPTIMIZER_FILE
-            contents.notes += note_stray_keys(optimizer.file.what, stray)
+    models = checkpoint.select(checkpoint.models, mp)
+    for model in models:
+        contents.add_leaves(read_engine_leaves(model.state, source), model.rank)
+        kinds = classify_refused(model.state, checkpoint.aliases, trained)
+        contents.add_leaves(list_refused_leaves(model.state, (), kinds), model.rank)
+    _note_values(contents, [model.state for model in models])
+    for optimizer in checkpoint.select(checkpoint.optimizers, mp):
+        stray = optimizer.state.stored.keys() - _OPTIMIZER_FILE
+        contents.notes += note_stray_keys(optimizer.state.file.what, stray)
     for partition in checkpoint.partitions(mp):
         contents.add_leaves(read_optimizer_leaves(partition.state, source), partition.rank)
         contents.add_leaves(list_refused_leaves(partition.state, ("optimizer",)), partition.rank)
@@ -257,14 +243,11 @@ def _note_values(contents: RankContents, states: Iterable[State]) -> None:
 
 def _add_stage_3(contents: RankContents, checkpoint: DeepSpeedCheckpoint, mp: int) -> set[str]:
     """Add what the files of ZeRO 3 hold; return the names of the trained parameters."""
-    parts = checkpoint.grid.data
-    models = [
-        Partition(checkpoint.models[dp, mp], dp, checkpoint.rank(dp, mp)) for dp in range(parts)
-    ]
+    models = checkpoint.select(checkpoint.models, mp)
     add_placeholders(contents, models)
-    add_frozen_pieces(contents, models, parts)
+    add_frozen_pieces(contents, models)
     shapes = read_shape_groups(checkpoint.models[0, mp])
-    contents.attempt(partial(add_split_groups, ranks=checkpoint.partitions(mp), groups=shapes))
+    contents.attempt(add_split_groups, checkpoint.partitions(mp), shapes)
     return {name for group in shapes for name in group}
 
 
@@ -272,78 +255,23 @@ def _add_module_and_optimizer(
     contents: RankContents, checkpoint: DeepSpeedCheckpoint, mp: int
 ) -> set[str] | None:
     """Add what the files of one rank hold; return the trained parameters where that is known."""
-    state, rank = checkpoint.models[0, mp], checkpoint.rank(0, mp)
+    state, rank = checkpoint.models[0, mp], checkpoint.grid.rank(0, mp)
     groups = read_shape_groups(state)
     trained: set[str] | None = {name for group in groups for name in group} or None
     if checkpoint.optimizers:
-        contents.attempt(partial(_add_flat_groups, checkpoint, mp, groups))
+        contents.attempt(add_flat_groups, checkpoint, mp, groups)
     elif not groups:
-        trained = contents.attempt(partial(_add_whole_optimizer, checkpoint, mp))
-        for number, leaves in read_refused_experts(checkpoint, mp):
-            contents.add_leaves(leaves, number)
+        trained = contents.attempt(add_whole_optimizers, checkpoint, mp)
+        for of_expert in checkpoint.select(checkpoint.expert_optimizers, mp):
+            leaves = list_refused_leaves(of_expert.state, ("optimizer",))
+            contents.add_leaves(leaves, of_expert.rank)
     if require_shallow(state.fields.get("module")) is not None:
         add_module(contents, state, checkpoint.aliases, trained, rank)
     if checkpoint.files.layers and mp < checkpoint.grid.tensor:
-        _add_layers(contents, checkpoint, mp)
+        add_layers(contents, checkpoint, mp)
     for expert in read_experts(checkpoint, mp).values():
         for name, vector in expert.tensors.items():
             contents.add_whole(("module", name), vector, rank)
         contents.add_leaves(list_refused_leaves(expert, ("module",)), rank)
         contents.notes += note_stray_keys(expert.file.what, expert.value_names)
     return trained
-
-
-def _add_flat_groups(
-    checkpoint: DeepSpeedCheckpoint, mp: int, groups: Sequence[Shapes], contents: RankContents
-) -> None:
-    config = checkpoint.models[0, mp].inner("ds_config")
-    data_first = config.get("use_data_before_expert_parallelism") is True
-    add_flat_groups(contents, checkpoint.partitions(mp), groups, data_first=data_first)
-
-
-def _add_layers(contents: RankContents, checkpoint: DeepSpeedCheckpoint, tensor: int) -> None:
-    """Add the layers of all stages that are of one tensor-parallel rank."""
-    files, grid = checkpoint.files.layers, checkpoint.grid
-    layers = {n: checkpoint.read_file(file) for (n, rank), file in files.items() if rank == tensor}
-    trained: dict[str, tuple[int, ...]] = {}
-    buffers: set[str] = set()
-    ranks = dict.fromkeys(layers, checkpoint.rank(0, tensor))
-    for mp in range(tensor, grid.model, grid.tensor):
-        shapes = read_trained_shapes(checkpoint.models[0, mp])
-        trained = shapes | trained
-        buffers |= set(checkpoint.models[0, mp].names("buffer_names"))
-        heads = {name.partition(".")[0] for name in shapes}
-        ranks |= {n: checkpoint.rank(0, mp) for n in layers if str(n) in heads}
-    add_layers(contents, layers, trained, buffers, ranks)
-    for n, state in layers.items():
-        contents.add_leaves(list_refused_leaves(state, ("module", str(n))), ranks[n])
-        contents.notes += note_stray_keys(state.file.what, state.value_names)
-
-
-def _add_whole_optimizer(
-    checkpoint: DeepSpeedCheckpoint, mp: int, contents: RankContents
-) -> set[str] | None:
-    """Add the optimizer of ZeRO 0; return the trained parameters, None where nothing tells them."""
-    state, source = checkpoint.models[0, mp], checkpoint.source
-    if find_lost_optimizers(checkpoint) is not None:
-        return None
-    if checkpoint.expert_optimizers:
-        trained = add_expert_optimizers(contents, checkpoint, mp)
-        checkpoint.notes.append(_UNNAMED if trained is None else _BY_ORDER)
-        return trained
-    optimizer = state.stored.get("optimizer")
-    if not isinstance(optimizer, dict) or not optimizer:
-        return None
-    inner, rank = state.inner("optimizer"), checkpoint.rank(0, mp)
-    require_all_tensors(state.inner("module"))
-    weights = select_weights(state)
-    names = add_whole_optimizer(contents, inner, weights, rank)
-    if len(names or ()) < len(weights):
-        require_all_tensors(state.inner("module"), values=True)
-    if names is None:
-        contents.add_leaves(read_raw_leaves(optimizer, state, source), rank)
-        checkpoint.notes.append(_UNNAMED)
-        return None
-    contents.add_leaves(read_optimizer_leaves(inner, source), rank)
-    checkpoint.notes.append(_BY_ORDER)
-    return set(names)

@@ -327,9 +327,9 @@ def read_optimizer_leaves(optimizer: State, source: Source) -> dict[str, Leaf]:
     return read_leaves(file, source, prefix=("optimizer",))
 
 
-def read_raw_leaves(optimizer: Any, state: State, source: Source) -> dict[str, Leaf]:
+def read_raw_leaves(optimizer: State, source: Source) -> dict[str, Leaf]:
     """Return an optimizer's state dict as it is, for each rank."""
-    file = state.file.narrowed(optimizer)
+    file = optimizer.file.narrowed(dict(optimizer.stored))
     return read_leaves(file, source, prefix=("optimizer",), rank_state=True)
 
 

@@ -13,19 +13,75 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ckptool.formats.deepspeed.checkpoint import DeepSpeedCheckpoint
+from ckptool.formats.deepspeed.experts import find_lost_optimizers, read_experts, select_experts
 from ckptool.formats.deepspeed.flat_runs import MASTER, RankContents, Run, Shapes
-from ckptool.formats.deepspeed.states import State, Vector, dict_or_empty, require_shallow_dict
+from ckptool.formats.deepspeed.states import (
+    State,
+    Vector,
+    dict_or_empty,
+    read_optimizer_leaves,
+    read_raw_leaves,
+    require_all_tensors,
+    require_shallow_dict,
+)
+from ckptool.formats.deepspeed.weights import select_weights
+from ckptool.serialization.state_dict.values import note_stray_keys
 
 _MOST_STATES = 20_000
+_UNNAMED = (
+    "without ZeRO the optimizer's parameters are numbered, and their shapes match several names:"
+    " kept as optimizer.state.<number>"
+)
+_BY_ORDER = "without ZeRO the optimizer's parameters are numbered: named by their order and shapes"
 _Shape = tuple[int, ...]
 
 
-def add_whole_optimizer(
+def add_whole_optimizers(
+    contents: RankContents, checkpoint: DeepSpeedCheckpoint, mp: int
+) -> set[str] | None:
+    """Add the optimizer of ZeRO 0, or each expert-parallel rank's; return the trained parameters.
+
+    None where their names are not known: what the files hold is then added under its numbers.
+    """
+    model, by_expert = checkpoint.models[0, mp], checkpoint.expert_optimizers
+    files = checkpoint.select(by_expert or {(0, mp): model}, mp)
+    if find_lost_optimizers(checkpoint) is not None:
+        return None
+    if not by_expert and not dict_or_empty(model.stored.get("optimizer")):
+        return None
+    experts = read_experts(checkpoint, mp) if by_expert else {}
+    modules = [model.inner("module"), *experts.values()]
+    require_all_tensors(*modules)
+    weights = select_weights(model)
+    trained: set[str] = set()
+    unnamed = False
+    for file in files:
+        inner, rank = file.state.inner("optimizer"), file.rank
+        own: Mapping[str, Vector] | None = {}
+        if by_expert:
+            stray = file.state.stored.keys() - {"optimizer"}
+            contents.notes += note_stray_keys(file.state.file.what, stray)
+            own = select_experts(experts, inner, file.dp)
+        named = None if own is None else _add_optimizer(contents, inner, weights, rank, own)
+        if len(named or ()) < len(weights) + len(own or ()):
+            require_all_tensors(*modules, values=True)
+        if named is None:
+            unnamed = True
+            contents.add_leaves(read_raw_leaves(inner, checkpoint.source), rank)
+        else:
+            trained.update(named)
+            contents.add_leaves(read_optimizer_leaves(inner, checkpoint.source), rank)
+    checkpoint.notes.append(_UNNAMED if unnamed else _BY_ORDER)
+    return None if unnamed else trained
+
+
+def _add_optimizer(
     contents: RankContents,
     state: State,
     weights: Mapping[str, Vector],
     rank: int,
-    experts: Mapping[str, Vector] | None = None,
+    experts: Mapping[str, Vector],
 ) -> list[str] | None:
     """Add masters and moments under the names of ``weights``; return those that were trained.
 
@@ -36,7 +92,7 @@ def add_whole_optimizer(
     inner = state.inner("optimizer_state_dict") if is_wrapped else state
     stored = inner.groups()
     groups = [group.get("params", []) for group in stored]
-    every = {**weights, **(experts or {})}
+    every = {**weights, **experts}
     shapes = {name: vector.shape for name, vector in every.items()}
     flats = state.get("fp32_groups_flat")
     if isinstance(flats, list):
@@ -46,8 +102,8 @@ def add_whole_optimizer(
     wanted = [
         [_find_shape(inner, moments.get(i), masters.get(i)) for i in group] for group in groups
     ]
-    of_experts = [experts is not None and group.get("moe") is True for group in stored]
-    named = _name_parameters(weights, experts or {}, wanted, of_experts)
+    of_experts = [bool(experts) and group.get("moe") is True for group in stored]
+    named = _name_parameters(weights, experts, wanted, of_experts)
     if named is None:
         return None
     numbers = [number for group in groups for number in group]

@@ -10,21 +10,28 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from ckptool.core.text import list_some
 from ckptool.errors import Damaged, Problem, Refusal
-from ckptool.formats.deepspeed.checkpoint import DeepSpeedCheckpoint, Partition
+from ckptool.formats.deepspeed.checkpoint import DeepSpeedCheckpoint, RankState
 from ckptool.formats.deepspeed.flat_runs import (
     RankContents,
     Shapes,
     add_partition_run,
     split_run,
 )
-from ckptool.formats.deepspeed.states import State, Vector, find_zero_stage, read_trained_shapes
+from ckptool.formats.deepspeed.states import (
+    State,
+    Vector,
+    find_zero_stage,
+    list_refused_leaves,
+    read_trained_shapes,
+)
 from ckptool.serialization.archive.tensors import read_sizes
 from ckptool.serialization.pickle.records import OrderedMapping
 from ckptool.serialization.state_dict.leaves import Assembled, Barred
+from ckptool.serialization.state_dict.values import note_stray_keys
 
 FROZEN = "frozen"
 EXCLUDED = "frozen-excluded"
@@ -103,7 +110,7 @@ def _find_tied(vectors: Mapping[str, Vector]) -> dict[str, str]:
     return same
 
 
-def add_placeholders(contents: RankContents, states: Iterable[Partition]) -> None:
+def add_placeholders(contents: RankContents, states: Iterable[RankState]) -> None:
     """Add what ZeRO 3 keeps in ``module``: buffers, and parameters that are not partitioned.
 
     Of partitioned parameters there are empty tensors in their place.
@@ -117,7 +124,7 @@ def add_placeholders(contents: RankContents, states: Iterable[Partition]) -> Non
                 contents.add_leaf(("module", name), vector, partition.rank)
 
 
-def add_frozen_pieces(contents: RankContents, states: Iterable[Partition], parts: int) -> None:
+def add_frozen_pieces(contents: RankContents, states: Sequence[RankState]) -> None:
     """Add the frozen parameters of ZeRO 3, of which each rank holds one piece."""
     for partition in states:
         file = partition.state.file.what
@@ -132,7 +139,7 @@ def add_frozen_pieces(contents: RankContents, states: Iterable[Partition], parts
             missing = ", ".join(sorted(shapes.keys() - pieces.keys())[:3])
             raise Damaged(f"{file}: no fragment of the frozen parameters {missing}", "data-missing")
         for name, shape in shapes.items():
-            vector, run = pieces[name], split_run(name, shape, partition.dp, parts)
+            vector, run = pieces[name], split_run(name, shape, partition.dp, len(states))
             if not vector.is_flat:
                 message = (
                     f"{file}: the fragment of the frozen parameter {name} is not flat, but has"
@@ -141,33 +148,41 @@ def add_frozen_pieces(contents: RankContents, states: Iterable[Partition], parts
             add_partition_run(contents, partition, vector, (FROZEN, name), run, shape)
 
 
-def add_layers(
-    contents: RankContents,
-    layers: Mapping[int, State],
-    trained: Shapes,
-    buffers: Collection[str],
-    ranks: Mapping[int, int],
-) -> None:
-    """Add the layers of a pipeline, one file each, as the first stage's; ``ranks`` wrote them.
+def add_layers(contents: RankContents, checkpoint: DeepSpeedCheckpoint, tensor: int) -> None:
+    """Add the layers of all stages, one file each, that are of one tensor-parallel rank.
 
     A layer's parameters are called ``<layer>.<name>``; those of a tied one
     ``tied_modules.<key>.<name>``, and which layer that is only their names and shapes tell.
-    ``trained`` are the shapes of all stages, empty where nothing says what was trained.
     """
+    grid = checkpoint.grid
+    trained: Shapes = {}
+    buffers: set[str] = set()
+    writers: dict[str, int] = {}
+    for mp in range(tensor, grid.model, grid.tensor):
+        model = checkpoint.models[0, mp]
+        shapes = read_trained_shapes(model)
+        trained = {**shapes, **trained}
+        buffers.update(model.names("buffer_names"))
+        writers |= dict.fromkeys((name.partition(".")[0] for name in shapes), grid.rank(0, mp))
     tied = _group_tied_modules(trained)
-    for layer, state in sorted(layers.items()):
+    for (layer, of), file in sorted(checkpoint.files.layers.items()):
+        if of != tensor:
+            continue
+        state, rank = checkpoint.read_file(file), writers.get(str(layer), grid.rank(0, tensor))
         vectors, refused = state.tensors, state.refusals
         for name, why in refused.items():
             full = f"{layer}.{name}"
             why.may_be_tensor = why.may_be_tensor or full in trained or full in buffers
+        contents.add_leaves(list_refused_leaves(state, ("module", str(layer))), rank)
+        contents.notes += note_stray_keys(state.file.what, state.value_names)
         head = _find_head(layer, vectors, refused, trained, tied)
         for name, vector in vectors.items():
             full = f"{head}.{name}"
             if full in buffers or f"{layer}.{name}" in buffers:
-                contents.add_leaf(("buffer", full), vector, ranks[layer])
+                contents.add_leaf(("buffer", full), vector, rank)
             else:
                 kind = FROZEN if trained and full not in trained else "module"
-                contents.add_whole((kind, full), vector, ranks[layer])
+                contents.add_whole((kind, full), vector, rank)
 
 
 def _group_tied_modules(trained: Shapes) -> dict[str, dict[str, tuple[int, ...]]]:

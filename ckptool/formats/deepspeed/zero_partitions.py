@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import Any
 
 from ckptool.errors import Damaged
-from ckptool.formats.deepspeed.checkpoint import Partition
+from ckptool.formats.deepspeed.checkpoint import DeepSpeedCheckpoint, RankState
 from ckptool.formats.deepspeed.experts import EXPERT
 from ckptool.formats.deepspeed.flat_runs import (
     MASTER,
@@ -37,21 +37,20 @@ from ckptool.formats.deepspeed.states import State, Vector, require_shallow_dict
 from ckptool.serialization.archive.tensors import read_natural
 
 _ANY = 1 << 62
-_Member = tuple[Partition, FlatSlot]
+_Member = tuple[RankState, FlatSlot]
 
 
 def add_flat_groups(
-    contents: RankContents,
-    ranks: Sequence[Partition],
-    groups: Sequence[Shapes],
-    *,
-    data_first: bool,
+    contents: RankContents, checkpoint: DeepSpeedCheckpoint, mp: int, groups: Sequence[Shapes]
 ) -> None:
     """Add the tensors of ZeRO 1, ZeRO 2 or BF16_Optimizer.
 
-    A group of experts has fewer partitions than there are ranks; ``data_first`` says that ranks
-    of one expert follow one another.
+    A group of experts has fewer partitions than there are ranks; where data comes before expert
+    parallelism, the ranks of one expert follow one another.
     """
+    config = checkpoint.models[0, mp].inner("ds_config")
+    data_first = config.get("use_data_before_expert_parallelism") is True
+    ranks = checkpoint.partitions(mp)
     first = ranks[0].state
     order = _list_group_names(first)
     slots = [
@@ -277,7 +276,7 @@ def _find_flat_vector(slot: FlatSlot, kind: str) -> Vector | None:
 
 
 def add_split_groups(
-    contents: RankContents, ranks: Sequence[Partition], groups: Sequence[Shapes]
+    contents: RankContents, ranks: Sequence[RankState], groups: Sequence[Shapes]
 ) -> None:
     """Add the tensors of ZeRO 3; none where it has no ranks, as in a universal checkpoint."""
     if not ranks:
