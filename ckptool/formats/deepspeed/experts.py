@@ -19,12 +19,12 @@ from ckptool.errors import Damaged, Problem
 from ckptool.formats.deepspeed.checkpoint import DeepSpeedCheckpoint
 from ckptool.formats.deepspeed.states import (
     State,
-    Vector,
     dict_or_empty,
     find_param_groups,
     read_trained_shapes,
 )
 from ckptool.serialization.source import find_missing_ranks
+from ckptool.serialization.state_dict.leaves import PlainLeaf
 
 EXPERT = re.compile(r"(?P<head>.*\bdeepspeed_experts\.)(?P<number>\d+)(?P<tail>\..*)")
 _DEGREE = re.compile(r"ep_size_([0-9]{1,6})")
@@ -61,7 +61,7 @@ def find_expert_degrees(groups: Any) -> set[int]:
 
 def select_experts(
     experts: Mapping[_Key, State], optimizer: State, rank: int
-) -> dict[str, Vector] | None:
+) -> dict[str, PlainLeaf] | None:
     """Return the parameters of one rank's experts, in the order of the module.
 
     None where layers are spread over several numbers of ranks: the files do not say which is
@@ -72,7 +72,7 @@ def select_experts(
     if len(degrees) != 1:
         return None
     degree = degrees.pop()
-    own: dict[str, Vector] = {}
+    own: dict[str, PlainLeaf] = {}
     for layer in dict.fromkeys(layer for layer, _ in experts):
         keys = [key for key in experts if key[0] == layer]
         each, rest = divmod(len(keys), degree)

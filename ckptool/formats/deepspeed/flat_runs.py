@@ -15,7 +15,7 @@ from ckptool.core.sharding.tensor_parallel import RankShard
 from ckptool.core.views import pieces_of_run
 from ckptool.errors import Damaged, Refusal
 from ckptool.formats.deepspeed.checkpoint import RankState
-from ckptool.formats.deepspeed.states import State, Vector
+from ckptool.formats.deepspeed.states import State
 from ckptool.serialization.state_dict.leaves import Barred, Leaf, PlainLeaf, find_refusal
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -46,14 +46,20 @@ class Run:
     at: int
 
 
-def split_run(name: str, shape: tuple[int, ...], part: int, parts: int, at: int = 0) -> Run:
-    """Return the run that ZeRO 3 gives a rank of a parameter: equal parts, rounded up.
+def cut_evenly(shape: tuple[int, ...], rank: int, ranks: int) -> tuple[int, int]:
+    """Return the elements that ZeRO 3 gives a rank of a parameter: equal parts, rounded up.
 
     The last ranks' may be shorter, or empty.
     """
     numel = math.prod(shape)
-    size = -(-numel // parts)
-    return Run(name, min(part * size, numel), min((part + 1) * size, numel), part, at)
+    size = -(-numel // ranks)
+    return min(rank * size, numel), min((rank + 1) * size, numel)
+
+
+def is_flat(tensor: PlainLeaf) -> bool:
+    """Return whether it is one contiguous dim, as flat partitions are."""
+    shape = tensor.shape
+    return len(shape) == 1 and (shape[0] < 2 or tensor.tensor.strides == (1,))
 
 
 def place_run(run: Run, shape: tuple[int, ...], at: Place, itemsize: int, rank: int) -> list[Chunk]:
@@ -87,28 +93,26 @@ class RankContents:
             )
         shard.chunks.extend(chunks)
 
-    def add_whole(self, name: Name, vector: Vector, rank: int) -> None:
+    def add_whole(self, name: Name, vector: PlainLeaf, rank: int) -> None:
         """Add a tensor that one file holds whole."""
         box = Box.whole(vector.shape)
-        self.add(name, vector.dtype, vector.shape, [Chunk(box, vector.at, rank)])
+        self.add(name, vector.dtype, vector.shape, [Chunk(box, vector.place, rank)])
 
     def add_run(
-        self, name: Name, run: Run, shape: tuple[int, ...], vector: Vector, rank: int
+        self, name: Name, run: Run, shape: tuple[int, ...], vector: PlainLeaf, rank: int
     ) -> None:
         """Add the run of a tensor of ``shape`` that lies in a flat vector."""
-        chunks = place_run(run, shape, vector.at, vector.dtype.itemsize, rank)
+        chunks = place_run(run, shape, vector.place, vector.dtype.itemsize, rank)
         self.add(name, vector.dtype, shape, chunks)
 
     def add_leaf(self, path: Path, value: Any, rank: int, *, rank_state: bool = False) -> None:
-        """Add a value, or a ``Vector``, that other ranks may hold as well.
+        """Add a value, or a tensor, that other ranks may hold as well.
 
         A value of which a part is refused is so under its own name.
         """
         why = find_refusal(value)
         if why is not None:
             value = why.derived_for(flat_name(path))
-        elif isinstance(value, Vector):
-            value = PlainLeaf(value.at, value.tensor)
         self.add_leaves({flat_name(path): Leaf(path, value, rank_state)}, rank)
 
     def add_leaves(self, leaves: Mapping[str, Leaf], rank: int) -> None:
@@ -153,7 +157,7 @@ class FlatSlot:
     ``refused`` says of the kinds that cannot be read, or must not be, why.
     """
 
-    flat: dict[str, Vector] = field(default_factory=dict)
+    flat: dict[str, PlainLeaf] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
     other: dict[str, Any] = field(default_factory=dict)
     refused: dict[str, Refusal] = field(default_factory=dict)
@@ -165,7 +169,7 @@ def read_flat_slot(state: State, master: Any, values: Mapping[str, Any], padding
     What is as long as the master is flat as well; a state may be ``padding`` elements longer.
     """
     vector = state.vector(master)
-    if vector is None or not vector.is_flat:
+    if vector is None or not is_flat(vector):
         raise Damaged(
             f"{state.file.what}: the masters of a flat group are not a flat tensor", "tensor-record"
         )
@@ -174,7 +178,7 @@ def read_flat_slot(state: State, master: Any, values: Mapping[str, Any], padding
         why, tensor = find_refusal(value), state.vector(value)
         if why is not None:
             slot.refused[kind] = why
-        elif tensor is not None and tensor.is_flat and 0 <= tensor.shape[0] - least <= padding:
+        elif tensor is not None and is_flat(tensor) and 0 <= tensor.shape[0] - least <= padding:
             slot.flat[kind] = tensor
         elif (tensor is not None and tensor.shape == ()) or isinstance(value, int | float):
             slot.scalars[kind] = tensor or value
@@ -204,7 +208,7 @@ def refuse_kinds(
 def add_partition_run(
     contents: RankContents,
     partition: RankState,
-    vector: Vector | None,
+    vector: PlainLeaf | None,
     name: Name,
     run: Run,
     shape: tuple[int, ...],
@@ -241,7 +245,7 @@ def require_distinct_ranks(ranks: Sequence[RankState], slots: Sequence[Sequence[
     for rank, own in zip(ranks, slots, strict=True):
         masters = [slot.flat[MASTER] for slot in own]
         states = [v for slot in own for kind, v in slot.flat.items() if kind != MASTER]
-        places = [vector.at for vector in (*masters, *states)]
+        places = [vector.place for vector in (*masters, *states)]
         records = [at.record for at in places if isinstance(at, Extent) and at.record]
         if len(records) < len(places) or sum(v.shape[0] for v in masters) < _FEWEST:
             continue

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
-from ckptool.core.catalog import Catalog, Path, Place, flat_name
-from ckptool.core.dtype import DType
+from ckptool.core.catalog import Catalog, Path, flat_name
 from ckptool.errors import Damaged, Refusal, SourceError, refused
 from ckptool.formats.base import ScanOptions
 from ckptool.serialization.archive.read import TorchFile, read_torch_file
 from ckptool.serialization.archive.tensors import (
-    StoredTensor,
     describe,
     locate_tensor,
     read_natural,
@@ -26,6 +24,7 @@ from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.leaves import (
     Barred,
     Leaf,
+    PlainLeaf,
     find_refusal,
     read_leaves,
     replace_refused,
@@ -54,27 +53,6 @@ _ENGINE = frozenset(
 )
 _LOSS_SCALERS = "deepspeed.runtime.fp16.loss_scaler."
 _ENUMS = "deepspeed.runtime.zero.config."
-
-
-@dataclass(frozen=True, slots=True)
-class Vector:
-    """A tensor of a file with where it lies; of a flat partition, its contiguous vector."""
-
-    tensor: StoredTensor
-    at: Place
-
-    @property
-    def dtype(self) -> DType:
-        return self.tensor.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether it is one contiguous dim, as flat partitions are."""
-        return len(self.shape) == 1 and (self.shape[0] < 2 or self.tensor.strides == (1,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +122,13 @@ class State:
         kept = [require_shallow(group) for group in groups]
         return [{k: require_readable(v) for k, v in g.items() if k in _NAMING} for g in kept]
 
-    def vector(self, value: Any) -> Vector | None:
+    def vector(self, value: Any) -> PlainLeaf | None:
         """Return the tensor that a value is, or None."""
         tensor = read_tensor(value)
-        return None if tensor is None else Vector(tensor, locate_tensor(tensor, self.file))
+        return None if tensor is None else PlainLeaf(locate_tensor(tensor, self.file), tensor)
 
     @property
-    def tensors(self) -> dict[str, Vector]:
+    def tensors(self) -> dict[str, PlainLeaf]:
         """The plain tensors of the dict by their names, without what is refused."""
         vectors = {str(name): self.vector(value) for name, value in self.fields.items()}
         return {name: vector for name, vector in vectors.items() if vector is not None}

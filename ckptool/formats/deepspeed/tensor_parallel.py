@@ -42,6 +42,11 @@ from ckptool.serialization.state_dict.leaves import Assembled
 _TIED = "tied_modules."
 _LONGEST = 1000
 _MOST_REPEATS = 4
+_RULES = {
+    "tp_replicated_parameter_patterns": REPLICATED,
+    "parameter_with_2_sub_params_cat_dim_0": GATED,
+    "parameter_with_row_parallelism_patterns": ROW,
+}
 _SUB_PARAM_SHAPE = Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
 _REPEATED_GROUP = re.compile(r"\)\s*[*+?{]")
 
@@ -181,17 +186,17 @@ def fit_shards(name: str, shapes: Sequence[Shape], info: Mapping[str, Any]) -> l
     for entry in _find_matching(params, name):
         if isinstance(entry, dict):
             return _fit_affine_map(entry, shapes)
-    if _is_listed(name, info, "tp_replicated_parameter_patterns"):
-        return fit_ranks(shapes, REPLICATED)
-    if _is_listed(name, info, "parameter_to_average_patterns"):
+    rule = _find_listed_rule(name, info)
+    if rule != REPLICATED and _is_listed(name, info, "parameter_to_average_patterns"):
         raise Undetermined("ranks hold different values, which DeepSpeed averages")
-    if _is_listed(name, info, "parameter_with_2_sub_params_cat_dim_0"):
-        return fit_ranks(shapes, GATED)
     parts = _find_sub_params(name, info)
-    if parts is not None:
+    if parts is not None and rule in (ROW, COLUMN):
         return _fit_of_parts(name, parts, shapes, info)
-    rows = _is_listed(name, info, "parameter_with_row_parallelism_patterns")
-    return fit_ranks(shapes, ROW if rows else COLUMN)
+    return fit_ranks(shapes, rule)
+
+
+def _find_listed_rule(name: str, info: Mapping[str, Any]) -> TpRule:
+    return next((rule for key, rule in _RULES.items() if _is_listed(name, info, key)), COLUMN)
 
 
 def _find_sub_params(name: str, info: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -314,12 +319,9 @@ def describe_cut(name: str, shape: Shape, info: Mapping[str, Any]) -> dict[str, 
         return {"sub_param_shape": _record_sub_params(parts, shape)}
     vocabulary = _is_listed(name, info, "vocabulary_parameter_patterns")
     fields: dict[str, Any] = {"vocab_tensor": True} if vocabulary else {}
-    if _is_listed(name, info, "tp_replicated_parameter_patterns"):
-        return fields
-    if _is_listed(name, info, "parameter_with_2_sub_params_cat_dim_0"):
-        return fields | {"cat_dim": 0, "param_n_sub_params": 2}
-    rows = _is_listed(name, info, "parameter_with_row_parallelism_patterns")
-    return fields | {"cat_dim": 1 if rows else 0}
+    rule = _find_listed_rule(name, info)
+    fields |= {} if rule.dim is None else {"cat_dim": rule.dim}
+    return fields | ({"param_n_sub_params": 2} if rule == GATED else {})
 
 
 def _record_sub_params(parts: Mapping[str, Any], shape: Shape) -> Call:

@@ -31,7 +31,7 @@ from ckptool.formats.deepspeed.checkpoint import (
     find_tag_folder,
     read_checkpoint,
 )
-from ckptool.formats.deepspeed.flat_runs import MASTER, STATES, RankContents, Run
+from ckptool.formats.deepspeed.flat_runs import MASTER, STATES, RankContents, Run, is_flat
 from ckptool.formats.deepspeed.scan import assemble_contents, describe_checkpoint, read_contents
 from ckptool.formats.deepspeed.states import (
     CLIENT,
@@ -204,7 +204,7 @@ def _add_state(
         contents.add_whole(name, vector, 0)
         return
     numel = math.prod(shape)
-    if not vector.is_flat or vector.shape != (numel,):
+    if not is_flat(vector) or vector.shape != (numel,):
         raise Damaged(
             f"{path}: {list(vector.shape)} for a parameter of shape {list(shape)}", "tensor-record"
         )

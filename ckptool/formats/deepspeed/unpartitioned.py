@@ -18,7 +18,6 @@ from ckptool.formats.deepspeed.experts import find_lost_optimizers, read_experts
 from ckptool.formats.deepspeed.flat_runs import MASTER, RankContents, Run, Shapes
 from ckptool.formats.deepspeed.states import (
     State,
-    Vector,
     dict_or_empty,
     read_optimizer_leaves,
     read_raw_leaves,
@@ -26,6 +25,7 @@ from ckptool.formats.deepspeed.states import (
     require_shallow_dict,
 )
 from ckptool.formats.deepspeed.weights import select_weights
+from ckptool.serialization.state_dict.leaves import PlainLeaf
 from ckptool.serialization.state_dict.values import note_stray_keys
 
 _MOST_STATES = 20_000
@@ -58,7 +58,7 @@ def add_whole_optimizers(
     unnamed = False
     for file in files:
         inner, rank = file.state.inner("optimizer"), file.rank
-        own: Mapping[str, Vector] | None = {}
+        own: Mapping[str, PlainLeaf] | None = {}
         if by_expert:
             stray = file.state.stored.keys() - {"optimizer"}
             contents.notes += note_stray_keys(file.state.file.what, stray)
@@ -79,9 +79,9 @@ def add_whole_optimizers(
 def _add_optimizer(
     contents: RankContents,
     state: State,
-    weights: Mapping[str, Vector],
+    weights: Mapping[str, PlainLeaf],
     rank: int,
-    experts: Mapping[str, Vector],
+    experts: Mapping[str, PlainLeaf],
 ) -> list[str] | None:
     """Add masters and moments under the names of ``weights``; return those that were trained.
 
@@ -125,8 +125,8 @@ def _add_optimizer(
 
 
 def _name_parameters(
-    weights: Mapping[str, Vector],
-    experts: Mapping[str, Vector],
+    weights: Mapping[str, PlainLeaf],
+    experts: Mapping[str, PlainLeaf],
     wanted: Sequence[Sequence[_Shape | None]],
     of_experts: Sequence[bool],
 ) -> list[list[str]] | None:
@@ -143,7 +143,7 @@ def _name_parameters(
     return named
 
 
-def _find_masters(state: State, groups: Sequence[Sequence[Any]]) -> dict[Any, Vector]:
+def _find_masters(state: State, groups: Sequence[Sequence[Any]]) -> dict[Any, PlainLeaf]:
     masters = {}
     for group, values in zip(groups, state.get("fp32_groups") or [], strict=False):
         for number, value in zip(group, values if isinstance(values, list) else [], strict=False):
@@ -153,7 +153,7 @@ def _find_masters(state: State, groups: Sequence[Sequence[Any]]) -> dict[Any, Ve
     return masters
 
 
-def _find_shape(state: State, moments: Any, master: Vector | None) -> _Shape | None:
+def _find_shape(state: State, moments: Any, master: PlainLeaf | None) -> _Shape | None:
     """Return the shape of a numbered parameter: that of its master, or of its moments."""
     if master is not None:
         return master.shape
@@ -175,7 +175,7 @@ def _add_flat(
     total = sum(math.prod(shape) for shape in shapes.values())
     if len(vectors) != 1 or vectors[0].shape != (total,):
         return None
-    kinds: dict[str, Vector] = {MASTER: vectors[0]}
+    kinds: dict[str, PlainLeaf] = {MASTER: vectors[0]}
     for kind, value in require_shallow_dict(inner.inner("state").fields.get(0)).items():
         vector = inner.vector(value)
         if vector is not None and vector.shape == (total,):

@@ -17,20 +17,21 @@ from ckptool.errors import Damaged, Problem, Refusal
 from ckptool.formats.deepspeed.checkpoint import DeepSpeedCheckpoint, RankState
 from ckptool.formats.deepspeed.flat_runs import (
     RankContents,
+    Run,
     Shapes,
     add_partition_run,
-    split_run,
+    cut_evenly,
+    is_flat,
 )
 from ckptool.formats.deepspeed.states import (
     State,
-    Vector,
     find_zero_stage,
     list_refused_leaves,
     read_trained_shapes,
 )
 from ckptool.serialization.archive.tensors import read_sizes
 from ckptool.serialization.pickle.records import OrderedMapping
-from ckptool.serialization.state_dict.leaves import Assembled, Barred
+from ckptool.serialization.state_dict.leaves import Assembled, Barred, PlainLeaf
 from ckptool.serialization.state_dict.values import note_stray_keys
 
 FROZEN = "frozen"
@@ -91,7 +92,7 @@ def classify_refused(
     return kinds
 
 
-def select_weights(state: State) -> dict[str, Vector]:
+def select_weights(state: State) -> dict[str, PlainLeaf]:
     """Return the parameters in ``module``, each once, in the order of the module."""
     buffers = set(state.names("buffer_names"))
     vectors = {n: v for n, v in state.inner("module").tensors.items() if n not in buffers}
@@ -99,12 +100,12 @@ def select_weights(state: State) -> dict[str, Vector]:
     return {name: vector for name, vector in vectors.items() if name not in same}
 
 
-def _find_tied(vectors: Mapping[str, Vector]) -> dict[str, str]:
+def _find_tied(vectors: Mapping[str, PlainLeaf]) -> dict[str, str]:
     """Return the names of tied parameters, each with the first name of the same bytes."""
     first: dict[object, str] = {}
     same = {}
     for name, vector in vectors.items():
-        key = (vector.at, vector.dtype, vector.shape)
+        key = (vector.place, vector.dtype, vector.shape)
         if math.prod(vector.shape) and first.setdefault(key, name) != name:
             same[name] = first[key]
     return same
@@ -139,12 +140,13 @@ def add_frozen_pieces(contents: RankContents, states: Sequence[RankState]) -> No
             missing = ", ".join(sorted(shapes.keys() - pieces.keys())[:3])
             raise Damaged(f"{file}: no fragment of the frozen parameters {missing}", "data-missing")
         for name, shape in shapes.items():
-            vector, run = pieces[name], split_run(name, shape, partition.dp, len(states))
-            if not vector.is_flat:
+            vector, (start, stop) = pieces[name], cut_evenly(shape, partition.dp, len(states))
+            if not is_flat(vector):
                 message = (
                     f"{file}: the fragment of the frozen parameter {name} is not flat, but has"
                 )
                 raise Damaged(f"{message} the shape {list(vector.shape)}", "storage-mismatch")
+            run = Run(name, start, stop, partition.dp, 0)
             add_partition_run(contents, partition, vector, (FROZEN, name), run, shape)
 
 
@@ -198,7 +200,7 @@ def _group_tied_modules(trained: Shapes) -> dict[str, dict[str, tuple[int, ...]]
 
 def _find_head(
     layer: int,
-    vectors: Mapping[str, Vector],
+    vectors: Mapping[str, PlainLeaf],
     refused: Mapping[str, Refusal],
     trained: Shapes,
     tied: Mapping[str, Shapes],

@@ -28,13 +28,15 @@ from ckptool.formats.deepspeed.flat_runs import (
     Shapes,
     add_other,
     add_partition_run,
+    cut_evenly,
+    is_flat,
     read_flat_slot,
     refuse_kinds,
     require_distinct_ranks,
-    split_run,
 )
-from ckptool.formats.deepspeed.states import State, Vector, require_shallow_dict
+from ckptool.formats.deepspeed.states import State, require_shallow_dict
 from ckptool.serialization.archive.tensors import read_natural
+from ckptool.serialization.state_dict.leaves import PlainLeaf
 
 _ANY = 1 << 62
 _Member = tuple[RankState, FlatSlot]
@@ -270,9 +272,9 @@ def _place_whole_runs(runs: Sequence[Run], shapes: Shapes, part: int) -> list[Ru
     return whole
 
 
-def _find_flat_vector(slot: FlatSlot, kind: str) -> Vector | None:
+def _find_flat_vector(slot: FlatSlot, kind: str) -> PlainLeaf | None:
     value = slot.flat.get(kind) or slot.other.get(kind)
-    return value if isinstance(value, Vector) and value.is_flat else None
+    return value if isinstance(value, PlainLeaf) and is_flat(value) else None
 
 
 def add_split_groups(
@@ -289,32 +291,30 @@ def add_split_groups(
     refuse_kinds(contents, [slot for own in slots for slot in own], shapes, ranks[0].rank)
     for partition, own in zip(ranks, slots, strict=True):
         sizes = [slot.flat[MASTER].shape[0] for slot in own]
-        for run, number in place_split_runs(shapes, sizes, partition.dp, len(ranks)):
-            for kind, vector in own[number].flat.items():
+        for run in place_split_runs(shapes, sizes, partition.dp, len(ranks)):
+            for kind, vector in own[run.part].flat.items():
                 target, shape = (kind, run.name), shapes[run.name]
                 add_partition_run(contents, partition, vector, target, run, shape)
-            for kind, value in own[number].scalars.items():
+            for kind, value in own[run.part].scalars.items():
                 contents.add_leaf((kind, run.name), value, partition.rank)
         for number, slot in enumerate(own):
             add_other(contents, [partition], [slot], number)
 
 
-def place_split_runs(
-    shapes: Shapes, sizes: Sequence[int], part: int, parts: int
-) -> Iterator[tuple[Run, int]]:
-    """Yield the runs of one rank where each parameter was cut by itself into ``parts`` pieces.
+def place_split_runs(shapes: Shapes, sizes: Sequence[int], rank: int, ranks: int) -> Iterator[Run]:
+    """Yield the runs of one rank where each parameter was cut by itself into ``ranks`` pieces.
 
-    Each with the number of its sub group, in which ``at`` counts; ``sizes`` are the elements of the
-    rank's. Raises Damaged where the pieces do not fill the sub groups exactly.
+    Their parts are the rank's sub groups, whose elements are ``sizes``. Raises Damaged where the
+    pieces do not fill the sub groups exactly.
     """
     starts = [0, *accumulate(sizes)]
     offset = 0
     for name, shape in shapes.items():
         number = bisect_right(starts, offset) - 1
-        run = split_run(name, shape, part, parts, offset - starts[number])
-        if run.start < run.stop and number < len(sizes):
-            yield run, number
-        piece = -(-math.prod(shape) // parts)
+        start, stop = cut_evenly(shape, rank, ranks)
+        if start < stop and number < len(sizes):
+            yield Run(name, start, stop, number, offset - starts[number])
+        piece = -(-math.prod(shape) // ranks)
         offset += piece
         if number < len(sizes) and offset > starts[number + 1]:
             raise Damaged(
@@ -323,7 +323,7 @@ def place_split_runs(
             )
     if offset != sum(sizes):
         raise Damaged(
-            f"{len(shapes):,} parameters take {offset:,} elements of rank {part}'s sub groups,"
+            f"{len(shapes):,} parameters take {offset:,} elements of rank {rank}'s sub groups,"
             f" which hold {sum(sizes):,}",
             "storage-mismatch",
         )

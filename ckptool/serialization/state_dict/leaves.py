@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ckptool.core.catalog import Index, ObjectEntry, Path, Place, TensorEntry, flat_name
+from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh
 from ckptool.core.sharding.dtensor import SHARD_ATTRIBUTES
 from ckptool.errors import Damaged, Problem, Refusal, coded
@@ -46,6 +47,14 @@ class PlainLeaf:
     place: Place
     tensor: StoredTensor
     attributes: tuple[str, ...] = ()
+
+    @property
+    def dtype(self) -> DType:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
 
 
 @dataclass(frozen=True, slots=True)

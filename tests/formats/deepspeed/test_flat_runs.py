@@ -71,8 +71,10 @@ def test_parameters_cut_one_by_one_are_found_again(shapes, parts) -> None:
     for part in range(parts):
         sizes = [piece.size for piece in cuts[part]]
         halves = [sum(sizes[: len(sizes) // 2]), sum(sizes[len(sizes) // 2 :])]
-        for run, number in place_split_runs(shapes, halves, part, parts):
-            runs.append(replace(run, at=run.at + number * halves[0]))
+        runs += [
+            replace(run, part=part, at=run.at + run.part * halves[0])
+            for run in place_split_runs(shapes, halves, part, parts)
+        ]
     assert same(rebuilt(shapes, runs, vectors), expected)
 
 
