@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any
 
 from ckptool.core.box import Box
@@ -22,9 +23,9 @@ from ckptool.errors import Damaged, Undetermined
 from ckptool.formats.megatron.model import is_buffer, number_expert, number_layer
 from ckptool.formats.megatron.optimizer.buckets import (
     Group,
+    find_bucket_group,
     group_buckets,
     group_parameters,
-    is_bucket,
     read_buckets,
 )
 from ckptool.formats.megatron.tensor_parallel import (
@@ -66,7 +67,6 @@ class _ShardedRanks:
     chunks: dict[str, list[Chunk]] = field(default_factory=dict)
     kinds: dict[str, tuple[DType, tuple[int, ...]]] = field(default_factory=dict)
     buffers: dict[Group, list[list[LocalParameter]]] = field(default_factory=dict)
-    fits: dict[tuple[str, tuple[int, ...]], Fit] = field(default_factory=dict)
     others: dict[int, dict[str, Leaf]] = field(default_factory=dict)
 
     def add(self, name: str, dtype: DType, whole: tuple[int, ...], chunk: Chunk | None) -> None:
@@ -95,7 +95,7 @@ def read_megatron(
         for name, chunks in ranks.chunks.items()
     }
     assembled = assemble(ranks.others)
-    model = {name: entry for name, entry in tensors.items() if not is_bucket(name)}
+    model = {name: entry for name, entry in tensors.items() if find_bucket_group(name) is None}
     try:
         state, reason = _name_state(tensors, ranks), ""
     except Undetermined as error:
@@ -121,7 +121,7 @@ def _name_state(tensors: Mapping[str, TensorEntry], ranks: _ShardedRanks) -> dic
         if group not in ranks.buffers:
             raise Undetermined(f"no rank's model matches the buckets of group {group[1]}")
         add_fragments(fragments, read_buckets(buckets, ranks.buffers[group]))
-    state, conflicts = merge_fragments(lambda p: ranks.fits[p.name, p.rank], fragments)
+    state, conflicts = merge_fragments(attrgetter("fit"), fragments)
     if conflicts:
         raise Undetermined(next(iter(conflicts.values())))
     return state
@@ -145,8 +145,8 @@ def _read_rank(
         else:
             for part in parts:
                 ranks.add(part.key, part.dtype, part.whole, part.chunk)
-                entry = TensorEntry(part.key, (part.key,), part.dtype, part.whole, ())
-                groups |= group_buckets([entry]).keys()
+                group = find_bucket_group(part.key)
+                groups |= {group} if group and len(part.whole) == 1 else set()
     others |= read_leaves(file.narrowed(fields.get("common")), source)
     for group in groups:
         ranks.buffers[group] = group_parameters(
@@ -164,12 +164,11 @@ def _read_parameter(
     boxes = [Box(p.box.lo[p.prepended :], p.box.hi[p.prepended :]) for p in parts]
     pieces, local = _join_boxes(boxes)
     whole = first.whole[first.prepended :]
-    parameter = LocalParameter(name, (rank, 0, 0), rank, local, first.dtype)
-    ranks.fits[name, parameter.rank] = Fit(local, whole, pieces)
     for part, box in zip(parts, boxes, strict=True):
         placed = replace(part.chunk, box=box) if part.chunk else None
         ranks.add(f"model.{name}", first.dtype, whole, placed)
-    return parameter
+    fit = Fit(local, whole, pieces)
+    return LocalParameter(name, (rank, 0, 0), rank, local, first.dtype, fit=fit)
 
 
 def _join_boxes(

@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
-from ckptool.core.catalog import Index, flat_name
+from ckptool.core.catalog import Index, Path, flat_name
 from ckptool.errors import Damaged, Refusal, refused
 from ckptool.formats.megatron.model import Arguments, count_experts, count_layers, read_arguments
 from ckptool.formats.megatron.tensor_parallel import Rank
@@ -42,6 +42,11 @@ class RankFolder:
     runs: dict[int, dict[str, PlainLeaf]]
     rest: dict[str, Leaf]
     distributed: TorchFile | None
+
+    @property
+    def experts(self) -> int | None:
+        """How many experts the rank numbers in its names; None where it numbers none."""
+        return count_experts(name for run in self.runs.values() for name in run)
 
     @property
     def optimizer(self) -> Any:
@@ -108,9 +113,9 @@ def find_layer_wise_conflict(source: Source) -> dict[str, str]:
     }
 
 
-def parse_virtual_stage(key: str) -> int | None:
-    """Return whose virtual stage's model lies under a key of the state dict: ``model1`` is 1."""
-    match = _MODEL.fullmatch(key)
+def find_virtual_stage(path: Path) -> int | None:
+    """Return in whose virtual stage's model a value lies: that under ``model1`` is 1."""
+    match = _MODEL.fullmatch(str(path[0])) if len(path) > 1 else None
     return int(match[1] or 0) if match else None
 
 
@@ -191,7 +196,7 @@ def _read_folder(source: Source, rank: Rank, number: int, file: TorchFile, name:
     runs: dict[int, dict[str, PlainLeaf]] = {}
     rest: dict[str, Leaf] = {}
     for full, leaf in read_leaves(file, source).items():
-        virtual = parse_virtual_stage(str(leaf.path[0])) if len(leaf.path) > 1 else None
+        virtual = find_virtual_stage(leaf.path)
         if isinstance(leaf.value, Refusal):
             rest[full] = leaf
         elif virtual is not None and isinstance(leaf.value, PlainLeaf):
@@ -215,7 +220,7 @@ def _require_numbers(
     The numbers of those in later stages, and on other ranks, follow from how many there are.
     """
     for leaf in rest.values():
-        virtual = parse_virtual_stage(str(leaf.path[0])) if len(leaf.path) > 1 else None
+        virtual = find_virtual_stage(leaf.path)
         if virtual is None or not isinstance(leaf.value, Refusal):
             continue
         known = list(runs.get(virtual, ()))

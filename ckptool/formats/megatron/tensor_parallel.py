@@ -228,7 +228,8 @@ class LocalParameter:
 
     ``name`` is its name in the whole model and ``local`` the shape it has on the rank. ``writer``
     numbers the rank's files. ``view`` is the storage that it shares with others, and the element at
-    which it begins there. ``stacked`` says that its first dim counts the rank's experts.
+    which it begins there. ``stacked`` says that its first dim counts the rank's experts. ``fit`` is
+    its place in the whole one, where the checkpoint itself records that.
     """
 
     name: str
@@ -238,6 +239,7 @@ class LocalParameter:
     dtype: DType
     view: tuple[str, int] | None = None
     stacked: bool = False
+    fit: Fit | None = None
 
     @property
     def numel(self) -> int:

@@ -12,7 +12,6 @@ from ckptool.errors import Refusal, Undetermined, damaged
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.megatron.model import (
     Arguments,
-    count_experts,
     find_layer_offsets,
     is_buffer,
     keep_first_arguments,
@@ -31,7 +30,7 @@ from ckptool.formats.megatron.rank_folders import (
     RankFolder,
     count_degrees,
     find_layer_wise_conflict,
-    parse_virtual_stage,
+    find_virtual_stage,
     read_folders,
 )
 from ckptool.formats.megatron.tensor_parallel import (
@@ -143,7 +142,7 @@ def _prepare(
 
 def _read_model(folder: RankFolder, ranks: _ModelRanks) -> None:
     """Add a rank's model; of a parameter with two names, the optimizer knows the first alone."""
-    experts = count_experts(name for run in folder.runs.values() for name in run)
+    experts = folder.experts
     stacked = ranks.rules.args.integer("num_experts")
     if experts is None and stacked is not None:
         experts = stacked // ranks.rules.degrees[2]
@@ -222,8 +221,7 @@ def _is_refused(folder: RankFolder) -> bool:
 def _list_refused(folder: RankFolder) -> Iterator[str]:
     """Yield the names, on the rank, of what is refused of its model."""
     for leaf in folder.rest.values():
-        is_model = len(leaf.path) > 1 and parse_virtual_stage(str(leaf.path[0])) is not None
-        if is_model and isinstance(leaf.value, Refusal):
+        if find_virtual_stage(leaf.path) is not None and isinstance(leaf.value, Refusal):
             yield flat_name(leaf.path[1:])
 
 
@@ -238,7 +236,7 @@ def _collect_others(folders: list[RankFolder], ranks: _ModelRanks) -> dict[int, 
     """Return each rank's other values, with the layers of the whole model; a rank's as such."""
     others: dict[int, dict[str, Leaf]] = {}
     for folder in folders:
-        experts = count_experts(name for run in folder.runs.values() for name in run)
+        experts = folder.experts
         own = others.setdefault(folder.number, {})
         for leaf in folder.rest.values():
             path = _rename_path(leaf.path, folder, ranks, experts)
@@ -257,7 +255,7 @@ def _rename_path(path: Path, folder: RankFolder, ranks: _ModelRanks, experts: in
         has_experts = ranks.rules.degrees[2] > 1
         numbers = (pipeline, tensor, expert) if has_experts else (pipeline, tensor)
         return (_RANDOM, *map(str, numbers), *path[1:])
-    virtual = parse_virtual_stage(first) if len(path) > 1 else None
+    virtual = find_virtual_stage(path)
     if virtual is None or (folder.rank[1], virtual) not in ranks.offsets:
         return path
     return ("model", _name_globally(flat_name(path[1:]), folder, virtual, ranks, experts))

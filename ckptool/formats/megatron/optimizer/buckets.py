@@ -46,6 +46,12 @@ Buffers = dict[int, dict[int, dict[str, TensorEntry]]]
 """By buffer, bucket and kind of state."""
 
 
+def find_bucket_group(name: str) -> Group | None:
+    """Return the group of ranks whose bucket a tensor is; None where it is none."""
+    match = _BUCKET.fullmatch(name)
+    return (int(match[1] or 0), int(match[2])) if match else None
+
+
 def group_buckets(entries: Iterable[TensorEntry]) -> dict[Group, Buffers]:
     """Return all buckets, by the group of ranks that share them."""
     groups: dict[Group, Buffers] = {}
@@ -133,17 +139,12 @@ def _list_runs(entry: TensorEntry) -> list[StorageRun]:
     ]
 
 
-def is_bucket(name: str) -> bool:
-    """Return whether a tensor is a bucket of the distributed optimizer."""
-    return _BUCKET.fullmatch(name) is not None
-
-
 def drop_padding(entry: TensorEntry) -> TensorEntry:
     """Return a bucket with its padding taken out; any other tensor as it is.
 
     Megatron saves padding as memory happens to hold it (``torch.empty``), NaN included.
     """
-    if len(entry.shape) != 1 or not is_bucket(entry.name):
+    if len(entry.shape) != 1 or find_bucket_group(entry.name) is None:
         return entry
     kept: list[Chunk] = []
     size = 0

@@ -11,18 +11,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
+from operator import attrgetter
 
 from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.sharding.tensor_parallel import Fit, RankCut, fit_rank
+from ckptool.core.sharding.tensor_parallel import RankCut, fit_rank
 from ckptool.core.state_category import state_category
 from ckptool.errors import Undetermined
 from ckptool.formats.dcp import SavePlan
 from ckptool.formats.megatron.model import Arguments, find_arguments, is_expert
 from ckptool.formats.megatron.optimizer.buckets import (
     Group,
+    find_bucket_group,
     group_buckets,
     group_parameters,
-    is_bucket,
     read_buckets,
 )
 from ckptool.formats.megatron.optimizer.order import (
@@ -67,7 +68,7 @@ def name_state(source: Source, catalog: Catalog, plans: list[SavePlan]) -> Catal
     Where the parameters in them are not known for certain, the buckets stay, and a note says why.
     """
     tensors = catalog.tensors.values()
-    state = {e.name: e for e in tensors if is_bucket(e.name) or _find_group(e)}
+    state = {e.name: e for e in tensors if find_bucket_group(e.name) or _find_group(e)}
     if not state:
         return catalog
     rest = {name: entry for name, entry in catalog.tensors.items() if name not in state}
@@ -78,7 +79,7 @@ def name_state(source: Source, catalog: Catalog, plans: list[SavePlan]) -> Catal
         fragments = _read_fragments(source, state.values(), stages)
     except Undetermined as error:
         return replace(catalog, notes=(*catalog.notes, f"{_BY_BUCKET}: {error}"))
-    named, conflicts = merge_fragments(stages.fit, fragments)
+    named, conflicts = merge_fragments(attrgetter("fit"), fragments)
     objects = {n: e for n, e in catalog.objects.items() if not _GATHERED.match(n)}
     return replace(
         catalog,
@@ -131,7 +132,7 @@ def _find_writers(state: Iterable[TensorEntry]) -> dict[Group, set[int]]:
     """Return the ranks that wrote each group's state."""
     writers: dict[Group, set[int]] = {}
     for entry in state:
-        group = next(iter(group_buckets([entry])), None) or _find_group(entry)
+        group = find_bucket_group(entry.name) or _find_group(entry)
         if group is not None:
             ranks = {chunk.rank for chunk in entry.chunks if chunk.rank is not None}
             writers.setdefault(group, set()).update(ranks)
@@ -142,20 +143,14 @@ def _find_writers(state: Iterable[TensorEntry]) -> dict[Group, set[int]]:
 class Stages:
     """The model's tensors, and which ranks of the save belong to which group.
 
-    ``fits`` fills up with the places of the parameters that were asked for, ``orders`` with the
-    orders of layers by their keys.
+    ``orders`` fills up with the orders of layers by their keys.
     """
 
     model: dict[str, TensorEntry]
     plans: Sequence[SavePlan]
     args: Arguments
     writers: Mapping[Group, set[int]]
-    fits: dict[LocalParameter, Fit] = field(default_factory=dict)
     orders: dict[tuple[str, ...], list[str]] = field(default_factory=dict)
-
-    def fit(self, parameter: LocalParameter) -> Fit:
-        """Return where a rank's parameter belongs in the whole one."""
-        return self.fits[parameter] if parameter.local else fit_rank((), ())
 
     def list_buffers(self, group: Group) -> list[list[LocalParameter]]:
         """Return the parameters of each of a group's buffers. Raises Undetermined."""
@@ -310,9 +305,7 @@ class Stages:
         if is_expert(name):
             degree = self.args.integer("expert_tensor_parallel_size") or degree
         cuts, local = _find_cuts(entry, rank[0] % degree, degree, prepended)
-        parameter = LocalParameter(name, rank, 0, local, entry.dtype)
-        self.fits[parameter] = fit_rank(local, cuts)
-        return parameter
+        return LocalParameter(name, rank, 0, local, entry.dtype, fit=fit_rank(local, cuts))
 
 
 def _find_cuts(
