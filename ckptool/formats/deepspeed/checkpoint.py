@@ -73,10 +73,7 @@ def drop_copies(paths: Iterable[str]) -> list[str]:
 
 
 def find_tag_folder(source: Source, marker: str) -> str:
-    """Return the folder of the tag that the marker file names, with a trailing slash.
-
-    Empty without one. Raises Damaged where the marker names a folder that is not there.
-    """
+    """Return the folder of the marker's tag, with a slash, or nothing; Damaged if it is missing."""
     size = source.files.get(marker)
     if size is None:
         return ""

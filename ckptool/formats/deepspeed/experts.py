@@ -36,10 +36,7 @@ _Key = tuple[int, int]
 
 
 def read_experts(checkpoint: DeepSpeedCheckpoint, mp: int) -> Mapping[_Key, State]:
-    """Return the files of all experts, as one model-parallel rank holds them.
-
-    Raises Damaged where a file holds another expert than its name says.
-    """
+    """Return one model-parallel rank's experts by file; Damaged where one holds another expert."""
     files = {
         (layer, expert): file
         for (layer, expert, model_rank), file in sorted(checkpoint.files.experts.items())

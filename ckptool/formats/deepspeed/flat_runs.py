@@ -47,10 +47,7 @@ class Run:
 
 
 def cut_evenly(shape: tuple[int, ...], rank: int, ranks: int) -> tuple[int, int]:
-    """Return the elements that ZeRO 3 gives a rank of a parameter: equal parts, rounded up.
-
-    The last ranks' may be shorter, or empty.
-    """
+    """Return the elements ZeRO 3 gives a rank: equal parts, rounded up; the last may have fewer."""
     numel = math.prod(shape)
     size = -(-numel // ranks)
     return min(rank * size, numel), min((rank + 1) * size, numel)
@@ -152,10 +149,7 @@ class RankContents:
 
 @dataclass(slots=True)
 class FlatSlot:
-    """What one rank keeps of one flat group: partitions by kind, and values of the whole group.
-
-    ``refused`` says of the kinds that cannot be read, or must not be, why.
-    """
+    """What one rank keeps of one flat group: partitions, values of all of it, and refused kinds."""
 
     flat: dict[str, PlainLeaf] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)

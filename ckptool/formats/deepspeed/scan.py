@@ -96,10 +96,7 @@ def assemble_contents(
     options: ScanOptions,
     states: RankContents | None = None,
 ) -> Assembled:
-    """Return all model-parallel ranks' tensors and values. Raises Damaged where they contradict.
-
-    ``states`` are a universal checkpoint's, which are whole already.
-    """
+    """Return all ranks' tensors and values, and a universal checkpoint's whole ``states``."""
     every = RankContents()
     for rank_contents in contents:
         for rank, leaves in rank_contents.leaves.items():

@@ -331,10 +331,7 @@ def _unwrap(value: Any) -> Any:
 
 
 def find_zero_stage(model: State, optimizer: State | None) -> int | None:
-    """Return the stage of ZeRO, by the optimizer's file or the configuration; None where it is odd.
-
-    Raises Barred where the latter is refused, and the former does not tell it.
-    """
+    """Return the stage of ZeRO; None where it is odd. Barred where only a refused part tells it."""
     stage = _unwrap(optimizer.stored.get("zero_stage")) if optimizer else None
     if isinstance(stage, int):
         return stage

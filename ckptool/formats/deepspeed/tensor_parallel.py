@@ -232,10 +232,7 @@ def _cut_evenly(spec: Any, total: int, shapes: Sequence[Shape]) -> list[list[int
 
 
 def _fit_affine_map(entry: Mapping[str, Any], shapes: Sequence[Shape]) -> list[Fit]:
-    """Return the fits of a map of strided views (``checkpoint/affine.py``, version 1).
-
-    Raises Undetermined where one of them is no box.
-    """
+    """Return the fits of a map of strided views (``checkpoint/affine.py``, version 1)."""
     whole, ranks = read_sizes(entry.get("logical_shape")), entry.get("ranks")
     if not isinstance(ranks, dict) or {int(rank) for rank in ranks} != set(range(len(shapes))):
         raise Undetermined("its affine map is for different ranks")
@@ -260,10 +257,7 @@ def _place_piece(piece: Mapping[str, Any], shard: Shape, whole: Shape) -> tuple[
 
 
 def _find_strided_box(size: Shape, view: Any, shape: Shape) -> Box:
-    """Return the box of ``shape`` that a view of offset and strides is.
-
-    Raises Undetermined where it is none.
-    """
+    """Return the box of ``shape`` that a view of offset and strides is; Undetermined for none."""
     offset, strides = view
     wanted = row_major_strides(shape, 1)
     left, lo = read_natural(offset), []

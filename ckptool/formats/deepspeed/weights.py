@@ -112,10 +112,7 @@ def _find_tied(vectors: Mapping[str, PlainLeaf]) -> dict[str, str]:
 
 
 def add_placeholders(contents: RankContents, states: Iterable[RankState]) -> None:
-    """Add what ZeRO 3 keeps in ``module``: buffers, and parameters that are not partitioned.
-
-    Of partitioned parameters there are empty tensors in their place.
-    """
+    """Add what ZeRO 3 keeps whole in ``module``; its partitioned parameters are empty there."""
     for partition in states:
         buffers = set(partition.state.names("buffer_names"))
         for name, vector in partition.state.inner("module").tensors.items():

@@ -163,10 +163,7 @@ def _group_states(state: State, groups: int) -> list[Mapping[Any, Any]]:
 
 
 def _name_globally(shapes: Shapes, expert_rank: int) -> dict[str, str]:
-    """Return a group's names with global expert numbers; its own count from zero on each rank.
-
-    DeepSpeed numbers experts by expert-parallel rank, then by their number on the rank.
-    """
+    """Return names with global expert numbers: DeepSpeed counts by expert-parallel rank first."""
     matches = {name: EXPERT.fullmatch(name) for name in shapes}
     experts: dict[str, int] = {}
     for match in filter(None, matches.values()):

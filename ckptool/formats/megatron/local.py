@@ -83,10 +83,7 @@ class _ShardedRanks:
 def read_megatron(
     source: Source, files: Mapping[int, TorchFile], expert_parallel: bool
 ) -> tuple[Assembled, str]:
-    """Return the tensors ``model.<name>``, ``fp32.<name>``, ... and values of all ranks' files.
-
-    The text says why the optimizer's state has no names, where it has none.
-    """
+    """Return all ranks' tensors and values, and why the optimizer's state has no names, if so."""
     ranks = _ShardedRanks()
     for rank, file in files.items():
         _read_rank(source, rank, file, ranks, expert_parallel)

@@ -179,10 +179,7 @@ def _require_all(ranks: Mapping[Rank, str], args: Arguments) -> None:
 
 
 def _require_optimizers(source: Source, names: Sequence[str], args: Arguments) -> None:
-    """Raise Damaged where only some ranks have a distributed optimizer's file.
-
-    Experts' may be elsewhere.
-    """
+    """Raise Damaged where only some ranks have an optimizer's file; experts' may be elsewhere."""
     missing = [name for name in names if name not in source.files]
     if missing and len(missing) < len(names) and args.degree("EP") == 1:
         message = f"{missing[0]!r} is missing, which {len(names) - len(missing)} of {len(names)}"

@@ -302,10 +302,7 @@ def add_fragments(fragments: Fragments, more: Fragments) -> None:
 def merge_fragments(
     fit: Callable[[LocalParameter], Fit], fragments: Fragments
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Return the tensors ``kind.name`` of what each rank stores of them, placed by ``fit``.
-
-    And why others cannot be put together, by the same names.
-    """
+    """Return the tensors ``kind.name`` that ranks' stores make, and why others cannot be joined."""
     tensors: dict[str, TensorEntry] = {}
     conflicts: dict[str, str] = {}
     for path, parts in fragments.items():
@@ -342,10 +339,7 @@ def _place_runs(parameter: LocalParameter, runs: Sequence[StorageRun]) -> Iterat
 
 
 def select_runs(runs: Sequence[StorageRun], start: int, stop: int) -> list[StorageRun]:
-    """Return the parts of consecutive 1-d runs that hold elements ``start`` to ``stop``.
-
-    Their elements are counted from ``start``.
-    """
+    """Return the parts of 1-d runs with elements ``start`` to ``stop``, counted from ``start``."""
     parts = []
     for run in runs:
         lo, hi = max(start, run.start), min(stop, run.stop)

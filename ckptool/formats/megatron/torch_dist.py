@@ -188,10 +188,7 @@ def _unwrap(entry: ObjectEntry) -> list[ObjectEntry]:
 
 
 def _require_common(source: Source, catalog: Catalog, options: ScanOptions) -> None:
-    """Report common state that is nowhere: every save has it, as a file or as a ShardedObject.
-
-    ``catalog`` still has the names of the checkpoint.
-    """
+    """Report common state that is nowhere in a catalog with names as stored: every save has it."""
     paths = [entry.path for entry in catalog.objects.values()]
     paths += [entry.path for entry in catalog.tensors.values()]
     paths += [(name,) for name in catalog.conflicts]

@@ -83,10 +83,7 @@ def group_parameters(
 
 
 def read_buckets(buffers: Buffers, expected: Sequence[Sequence[LocalParameter]]) -> Fragments:
-    """Return what one group's buckets hold of each parameter, given the parameters of each buffer.
-
-    Raises Undetermined where the parameters do not fill the buckets exactly.
-    """
+    """Return what one group's buckets hold of each parameter; Undetermined where they misfit."""
     if sorted(buffers) != list(range(len(expected))):
         raise Undetermined(f"{len(buffers)} buffers, where the model has {len(expected)}")
     fragments: Fragments = {}

@@ -212,10 +212,7 @@ _HALF = re.compile(r"(.*\blinear_fc1\.(?:weight|bias))_[wv]")
 
 @dataclass(frozen=True, slots=True)
 class LayerKey:
-    """What a key says of its place: ``{prefix}{number}.{inner}``, and which expert's it is.
-
-    ``stacked`` is how many leading dims of the tensor count layers.
-    """
+    """A key's place: ``{prefix}{number}.{inner}``, which expert, and the dims that count layers."""
 
     prefix: str
     number: int
