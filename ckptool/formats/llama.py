@@ -180,14 +180,6 @@ _TABLE: RuleTable[_Facts] = RuleTable(
 )
 
 
-def find_rule(name: str, shape: tuple[int, ...], sizes: LlamaSizes, ranks: int) -> TpRule:
-    """Return how a tensor is cut among ``ranks``; ``shape`` is that of one rank's part.
-
-    Raises Undetermined where no rule is known, or params.json does not say what it takes.
-    """
-    return _TABLE.find(name, _Facts(shape, sizes, ranks))
-
-
 _FILE = re.compile(r"consolidated\.([0-9]{2,9})\.pth")
 _PARAMS = "params.json"
 _QUERIES = "attention.wq.weight"
@@ -309,11 +301,10 @@ def _merge_tensor(
         if not isinstance(leaf.value, PlainLeaf):
             message = f"{name}: a tensor on some ranks, none on rank {rank}"
             raise Damaged(message, "rank-missing", tensor=name)
-        tensor = leaf.value.tensor
-        parts[rank] = LocalTensor(tensor.dtype, tensor.shape, leaf.value.place)
+        parts[rank] = LocalTensor(leaf.value.dtype, leaf.value.shape, leaf.value.place)
     rule = match_rule(rules, name)
     if rule is None:
-        rule = find_rule(name, next(iter(parts.values())).shape, sizes, world)
+        rule = _TABLE.find(name, _Facts(next(iter(parts.values())).shape, sizes, world))
     path = next(iter(of_ranks.values())).path
     return None if rule.dim is None else merge_ranks(name, path, parts, rule, world=world)
 
@@ -351,7 +342,7 @@ def _require_cut(entry: TensorEntry, placement: object, ranks: int) -> None:
         rule = TpRule(dim)
     else:
         try:
-            rule = find_rule(entry.name, entry.shape, LlamaSizes(), ranks)
+            rule = _TABLE.find(entry.name, _Facts(entry.shape, LlamaSizes(), ranks))
         except Undetermined as error:
             raise error.within(entry.name) from None
     if len(rule.blocks) > 1:

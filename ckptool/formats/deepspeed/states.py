@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from ckptool.core.catalog import Catalog, Path, flat_name
 from ckptool.errors import Damaged, Refusal, SourceError, refused
 from ckptool.formats.base import ScanOptions
+from ckptool.formats.companions import Scan
 from ckptool.serialization.archive.read import TorchFile, read_torch_file
 from ckptool.serialization.archive.tensors import (
     describe,
@@ -150,9 +151,6 @@ class State:
         if isinstance(value, kind):
             return value
         raise Damaged(f"{self.file.what}: {key} is {describe(value)}", "metadata-unreadable")
-
-
-Scan = Callable[[Source, ScanOptions], Catalog]
 
 
 def refuse_malformed(scan: Scan) -> Scan:

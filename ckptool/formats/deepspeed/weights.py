@@ -139,10 +139,9 @@ def add_frozen_pieces(contents: RankContents, states: Sequence[RankState]) -> No
         for name, shape in shapes.items():
             vector, (start, stop) = pieces[name], cut_evenly(shape, partition.dp, len(states))
             if not is_flat(vector):
-                message = (
-                    f"{file}: the fragment of the frozen parameter {name} is not flat, but has"
-                )
-                raise Damaged(f"{message} the shape {list(vector.shape)}", "storage-mismatch")
+                message = f"{file}: the fragment of the frozen parameter {name} is not flat, but"
+                message += f" has the shape {list(vector.shape)}"
+                raise Damaged(message, "storage-mismatch")
             run = Run(name, start, stop, partition.dp, 0)
             add_partition_run(contents, partition, vector, (FROZEN, name), run, shape)
 
@@ -232,17 +231,15 @@ def _find_head(
 
 def note_excluded(checkpoint: DeepSpeedCheckpoint, assembled: Assembled) -> None:
     """Note what shows that frozen parameters are in no file; a conflict where that is certain."""
-    for state in checkpoint.models.values():
-        problem = _find_certain(checkpoint, state)
-        if problem is not None:
-            assembled.conflicts[FROZEN] = problem
-            checkpoint.notes.append(problem)
-            return
-    problem = (
-        _compare_layers(checkpoint) if checkpoint.files.layers else _find_likely(checkpoint.model)
-    )
+    found = (_find_certain(checkpoint, state) for state in checkpoint.models.values())
+    problem = next(filter(None, found), None)
     if problem is not None:
-        checkpoint.notes.append(problem)
+        assembled.conflicts[FROZEN] = problem
+    elif checkpoint.files.layers:
+        problem = _compare_layers(checkpoint)
+    else:
+        problem = _find_likely(checkpoint.model)
+    checkpoint.notes += [problem] if problem is not None else []
 
 
 def _find_certain(checkpoint: DeepSpeedCheckpoint, state: State) -> Problem | None:

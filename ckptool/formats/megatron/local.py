@@ -87,10 +87,10 @@ def read_megatron(
     ranks = _ShardedRanks()
     for rank, file in files.items():
         _read_rank(source, rank, file, ranks, expert_parallel)
-    tensors = {
-        name: TensorEntry(name, _split_name(name), *ranks.kinds[name], merge_copies(chunks))
-        for name, chunks in ranks.chunks.items()
-    }
+    tensors = {}
+    for name, chunks in ranks.chunks.items():
+        path = name.split(".", 1) if name.startswith("model.") else [name]
+        tensors[name] = TensorEntry(name, tuple(path), *ranks.kinds[name], merge_copies(chunks))
     assembled = assemble(ranks.others)
     model = {name: entry for name, entry in tensors.items() if find_bucket_group(name) is None}
     try:
@@ -104,11 +104,6 @@ def read_megatron(
 def read_state_fields(file: TorchFile) -> Mapping[str, Any]:
     """Return the attributes of the tensor-aware state dict that a file holds."""
     return file.inert.fields if isinstance(file.inert, Call) else {}
-
-
-def _split_name(name: str) -> Path:
-    head, _, rest = name.partition(".")
-    return (head, rest) if head == "model" else (name,)
 
 
 def _name_state(tensors: Mapping[str, TensorEntry], ranks: _ShardedRanks) -> dict[str, TensorEntry]:

@@ -128,10 +128,7 @@ class _OutgoingShard:
 
 
 def lay_out(catalog: Catalog, request: Request) -> Layout:
-    """Lay out the files of every rank, and one for what safetensors cannot hold.
-
-    Raises Unsupported where the request has no mesh, or one of several dims.
-    """
+    """Lay out every rank's files, and one for other values; Unsupported but for a 1-d mesh."""
     placed = require_placed(request)
     mesh = placed.mesh
     if len(mesh.shape) != 1:

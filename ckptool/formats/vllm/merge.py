@@ -80,11 +80,7 @@ _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 def _expert_entries(
     name: str, match: re.Match[str], parts: LocalTensors, sizes: ModelSizes, world: int
 ) -> Iterator[TensorEntry]:
-    """Yield one tensor for each expert and projection.
-
-    Raises Undetermined where nothing says how the ranks share the experts; Damaged where the ranks'
-    tensors contradict one another.
-    """
+    """Yield one tensor for each expert and projection, as ``_by_expert`` shares them out."""
     members = _MEMBERS[match["which"]]
     by_expert = _by_expert(name, parts, sizes, world, gated=len(members) == 2)
     mixtral = "block_sparse_moe." in match["head"]
