@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from ckptool.commands.bench.worker.device import Device
 State = dict[str, Any]
 """A nested state dict with DTensors."""
 
-NOT_PINNED = "staged in shared memory, not pinned: torch pins with CUDA alone"
+_NOT_PINNED = "staged in shared memory, not pinned: torch pins with CUDA alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +59,19 @@ class Handle:
 
 
 class PendingSave(Handle):
-    """A save that a future ends; with ``staging``, another that allows the state to change."""
+    """A save that a future ends; ``staged`` waits until the state may change."""
 
-    def __init__(self, written: Future[Any], staging: Future[Any] | None = None) -> None:
-        self._written = written
-        self._staging = staging
-        self._ended = 0.0
+    def __init__(self, written: Future[Any], staged: Callable[[], object] | None = None) -> None:
+        self._written, self._staged, self._ended = written, staged, 0.0
         written.add_done_callback(self._record_end)
 
     def _record_end(self, written: Future[Any]) -> None:
         self._ended = time.perf_counter()
 
     def staged(self) -> None:
-        """Wait for the staging future."""
-        if self._staging is not None:
-            self._staging.result()
+        """Wait as the library wants it."""
+        if self._staged is not None:
+            self._staged()
 
     def done(self) -> bool:
         """Whether the writing future is."""
@@ -91,7 +89,8 @@ class Strategy:
     ``name`` is ``FAMILY`` or ``FAMILY/VARIANT``, ``says`` what a person would call it.
     ``background`` tells whether training goes on during the save, ``must_wait`` whether the library
     wants ``Handle.staged`` awaited before the state changes, ``to_urls`` whether it can save to a
-    URL; others save to disks only.
+    URL; others save to disks only. ``shares`` and ``pins`` tell whether it stages in shared memory,
+    and pins that where the device can.
     """
 
     name = ""
@@ -100,14 +99,16 @@ class Strategy:
     background = False
     must_wait = False
     to_urls = False
+    shares = False
+    pins = False
 
     def unavailable(self, place: Place) -> str | None:
         """Return why it cannot run here, or None."""
-        return None
+        return place.lacks_shared_memory() if self.shares else None
 
     def remark(self, place: Place) -> str | None:
         """Return what is different here from what the name promises, or None."""
-        return None
+        return _NOT_PINNED if self.pins and not place.device.pins else None
 
     def set_up(self, device: Device) -> None:
         """Make ready for the first save; the process group is up."""
@@ -125,12 +126,3 @@ class Strategy:
 
     def finish(self) -> None:
         """Let go of all that ``set_up`` and ``save`` made."""
-
-
-def import_failure(module: str, name: str) -> str | None:
-    """Return the last line of what importing a name of a library raises, or None."""
-    try:
-        getattr(importlib.import_module(module), name)
-    except Exception as error:  # noqa: BLE001 (a library that cannot be used is a reason)
-        return (str(error).strip().splitlines() or [type(error).__name__])[-1]
-    return None

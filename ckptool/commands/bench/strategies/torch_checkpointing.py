@@ -7,14 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptool.commands.bench.machine import installed_version
-from ckptool.commands.bench.strategies.base import (
-    NOT_PINNED,
-    Handle,
-    PendingSave,
-    Place,
-    State,
-    Strategy,
-)
+from ckptool.commands.bench.strategies.base import Handle, PendingSave, Place, State, Strategy
 from ckptool.commands.bench.worker.device import Device
 
 
@@ -22,12 +15,12 @@ class TorchCheckpointing(Strategy):
     """The manager's defaults, with or without ``O_DIRECT``."""
 
     library = "torch_checkpointing"
-    background = True
-    must_wait = True
+    background = must_wait = shares = pins = True
 
     def __init__(self, *, direct: bool) -> None:
-        self.name = "torch-checkpointing/" + ("direct" if direct else "buffered")
-        self.says = f"torch_checkpointing with {'direct' if direct else 'buffered'} I/O"
+        variant = "direct" if direct else "buffered"
+        self.name = f"torch-checkpointing/{variant}"
+        self.says = f"torch_checkpointing with {variant} I/O"
         self._direct = direct
         self._manager: Any = None
 
@@ -37,11 +30,7 @@ class TorchCheckpointing(Strategy):
             return "torch_checkpointing is not installed (pip install torch-checkpointing)"
         if self._direct and not _accepts_unaligned(place.folder):
             return "it writes unaligned pieces with O_DIRECT, which the file system here refuses"
-        return place.lacks_shared_memory()
-
-    def remark(self, place: Place) -> str | None:
-        """Note staging that does not pin."""
-        return None if place.device.pins else NOT_PINNED
+        return super().unavailable(place)
 
     def set_up(self, device: Device) -> None:
         """Make the manager."""
@@ -53,7 +42,12 @@ class TorchCheckpointing(Strategy):
 
     def save(self, state: State, path: Path) -> Handle:
         """Stage and hand over; the manager's lock is held while it stages."""
-        return _ManagedSave(self._manager.save(str(path), state), self._manager)
+
+        def wait() -> None:
+            with self._manager.lock():
+                pass
+
+        return PendingSave(self._manager.save(str(path), state), wait)
 
     def load(self, state: State, path: Path) -> State:
         """Load into ``state``."""
@@ -62,19 +56,6 @@ class TorchCheckpointing(Strategy):
     def finish(self) -> None:
         """Close the manager."""
         self._manager.close()
-
-
-class _ManagedSave(PendingSave):
-    """A save whose staging holds the lock that training takes for its update."""
-
-    def __init__(self, written: Any, manager: Any) -> None:
-        super().__init__(written)
-        self._manager = manager
-
-    def staged(self) -> None:
-        """Wait for the lock."""
-        with self._manager.lock():
-            pass
 
 
 def _accepts_unaligned(folder: Path) -> bool:

@@ -6,23 +6,12 @@ torch 2.9 on, as are the builders of ``_experimental``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ckptool.commands.bench.strategies.base import (
-    NOT_PINNED,
-    Handle,
-    PendingSave,
-    Place,
-    State,
-    Strategy,
-    import_failure,
-)
+from ckptool.commands.bench.strategies.base import Handle, PendingSave, Place, State, Strategy
 from ckptool.commands.bench.worker.device import Device
-
-_CHECKPOINT = "torch.distributed.checkpoint"
 
 
 class TorchSave(Strategy):
@@ -86,34 +75,21 @@ _STAGINGS = {
 }
 
 
-@dataclass
 class DcpAsync(DcpSync):
     """``async_save`` with one combination of who writes, how is staged, and if plans are kept."""
 
-    writer: str
-    staging: str
-    cached: bool
     background = True
 
-    def __post_init__(self) -> None:
-        suffix = "+cached" if self.cached else ""
-        self.name = f"dcp-async-{self.writer}/{self.staging}{suffix}"
-        cache = " and cached plans" if self.cached else ""
-        self.says = f"DCP's {self.writer} with {_STAGINGS[self.staging]}{cache}"
-        self.must_wait = self.staging == _ASYNC
+    def __init__(self, writer: str, staging: str, cached: bool) -> None:
+        self.name = f"dcp-async-{writer}/{staging}" + ("+cached" if cached else "")
+        cache = " and cached plans" if cached else ""
+        self.says = f"DCP's {writer} with {_STAGINGS[staging]}{cache}"
+        self.must_wait = staging == _ASYNC
+        self.pins = staging != _DEFAULT
+        self.shares = self.pins or writer == _PROCESS
+        self._writer, self._staging, self._cached = writer, staging, cached
         self._stager: Any = None
         self._group: Any = None
-
-    def unavailable(self, place: Place) -> str | None:
-        """Require torch's stagers, and shared memory for what another process shall see."""
-        missing = import_failure(f"{_CHECKPOINT}.staging", "StagingOptions")
-        if missing or (self.writer == _THREAD and self.staging == _DEFAULT):
-            return missing
-        return place.lacks_shared_memory()
-
-    def remark(self, place: Place) -> str | None:
-        """Note staging that does not pin."""
-        return None if self.staging == _DEFAULT or place.device.pins else NOT_PINNED
 
     def set_up(self, device: Device) -> None:
         """Make the stager that all saves use, and a gloo group that training does not use."""
@@ -121,13 +97,13 @@ class DcpAsync(DcpSync):
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         self._group = dist.new_group(backend="gloo")
-        if self.staging == _DEFAULT:
+        if self._staging == _DEFAULT:
             return
         self._stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=device.pins,
                 use_shared_memory=True,
-                use_async_staging=self.staging == _ASYNC,
+                use_async_staging=self._staging == _ASYNC,
                 use_non_blocking_copy=device.is_accelerator,
             )
         )
@@ -144,13 +120,13 @@ class DcpAsync(DcpSync):
         response = async_save(
             state,
             checkpoint_id=path,
-            planner=DefaultSavePlanner(enable_plan_caching=self.cached),
+            planner=DefaultSavePlanner(enable_plan_caching=self._cached),
             process_group=self._group,
-            async_checkpointer_type=AsyncCheckpointerType(self.writer),
+            async_checkpointer_type=AsyncCheckpointerType(self._writer),
             async_stager=self._stager,
         )
         if isinstance(response, AsyncSaveResponse):
-            return PendingSave(response.upload_completion, response.staging_completion)
+            return PendingSave(response.upload_completion, response.staging_completion.result)
         return PendingSave(response)
 
     def finish(self) -> None:
@@ -159,31 +135,47 @@ class DcpAsync(DcpSync):
             self._stager.close()
 
 
-class ExperimentalSync(Strategy):
-    """``make_sync_checkpointer``: a file a rank, and a barrier of this strategy's own."""
+class Experimental(Strategy):
+    """A checkpointer of ``_experimental``: a file a rank, written at once or in the background."""
 
-    name = "experimental-sync"
-    says = "torch's experimental synchronous checkpointer"
-
-    def __init__(self) -> None:
+    def __init__(self, *, background: bool) -> None:
+        self.name = "experimental-async" if background else "experimental-sync"
+        kind = "asynchronous" if background else "synchronous"
+        self.says = f"torch's experimental {kind} checkpointer"
+        self.background = self.must_wait = self.shares = self.pins = background
         self._checkpointer: Any = None
 
     def unavailable(self, place: Place) -> str | None:
-        """Require torch's builders, which came with 2.9."""
-        return import_failure(f"{_CHECKPOINT}._experimental", "make_async_checkpointer")
+        """Require torch's builders, and shared memory to stage in."""
+        try:
+            import torch.distributed.checkpoint._experimental  # noqa: F401
+        except Exception as error:  # noqa: BLE001 (a library that cannot be used is a reason)
+            return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        return super().unavailable(place)
 
     def set_up(self, device: Device) -> None:
-        """Build it without its barrier, which wants a port of its own."""
+        """Build it: without its barrier, which wants a port of its own; with all staging can do."""
         from torch.distributed.checkpoint import _experimental as library
 
-        config = library.CheckpointerConfig(barrier_config=library.BarrierConfig(barrier_type=None))
-        self._checkpointer = library.make_sync_checkpointer(config)
+        if not self.background:
+            barrier = library.BarrierConfig(barrier_type=None)
+            config = library.CheckpointerConfig(barrier_config=barrier)
+            self._checkpointer = library.make_sync_checkpointer(config)
+            return
+        staging = library.CheckpointStagerConfig(
+            use_pinned_memory=device.pins, use_non_blocking_copy=device.is_accelerator
+        )
+        config = library.CheckpointerConfig(staging_config=staging)
+        self._checkpointer = library.make_async_checkpointer(config)
 
     def save(self, state: State, path: Path) -> Handle:
-        """Write this rank's file; then wait for the others."""
+        """Write this rank's file and wait for the others; or stage, and hand over."""
         import torch.distributed as dist
 
-        self._checkpointer.save(str(path), state)
+        saved = self._checkpointer.save(str(path), state)
+        if self.background:
+            staging, written = saved
+            return PendingSave(written, staging.result)
         dist.barrier()
         return Handle()
 
@@ -197,38 +189,6 @@ class ExperimentalSync(Strategy):
         self._checkpointer.close()
 
 
-class ExperimentalAsync(ExperimentalSync):
-    """``make_async_checkpointer``: staged in the background, written by another process."""
-
-    name = "experimental-async"
-    says = "torch's experimental asynchronous checkpointer"
-    background = True
-    must_wait = True
-
-    def unavailable(self, place: Place) -> str | None:
-        """Require the builders, and shared memory to stage in."""
-        return super().unavailable(place) or place.lacks_shared_memory()
-
-    def remark(self, place: Place) -> str | None:
-        """Note staging that does not pin."""
-        return None if place.device.pins else NOT_PINNED
-
-    def set_up(self, device: Device) -> None:
-        """Build it with all its staging can do here."""
-        from torch.distributed.checkpoint import _experimental as library
-
-        staging = library.CheckpointStagerConfig(
-            use_pinned_memory=device.pins, use_non_blocking_copy=device.is_accelerator
-        )
-        config = library.CheckpointerConfig(staging_config=staging)
-        self._checkpointer = library.make_async_checkpointer(config)
-
-    def save(self, state: State, path: Path) -> Handle:
-        """Stage and hand over."""
-        staging, written = self._checkpointer.save(str(path), state)
-        return PendingSave(written, staging)
-
-
 STRATEGIES: tuple[Strategy, ...] = (
     TorchSave(),
     DcpSync(),
@@ -236,6 +196,6 @@ STRATEGIES: tuple[Strategy, ...] = (
         DcpAsync(writer, staging, cached)
         for writer, staging, cached in product((_THREAD, _PROCESS), _STAGINGS, (False, True))
     ),
-    ExperimentalSync(),
-    ExperimentalAsync(),
+    Experimental(background=False),
+    Experimental(background=True),
 )
