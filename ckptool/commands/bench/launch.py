@@ -1,22 +1,19 @@
-"""Start the ranks by torch's elastic launcher with their task; how they agree while they run."""
+"""The task of the ranks: how they are started with it, and how they agree while they run."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import logging
 import os
-import signal
+import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ckptool.commands.bench.processes import adopt_orphans, end_descendants
+from ckptool.commands.bench.processes import adopt_orphans, end_descendants, last_line
 from ckptool.commands.bench.specs import TensorSpec, total
 from ckptool.errors import TransferError
 from ckptool.storage.url import Location, location
@@ -31,11 +28,12 @@ _SLACK = 20
 _MEETING_TIMEOUT = timedelta(hours=12)
 _POLL_MEETING = 0.003
 _POLL_EVENTS = 0.1
+_HOST = "127.0.0.1"
 
 Emit = Callable[[dict[str, Any]], None]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Task:
     """What the ranks are to do. ``scratch`` is theirs alone; ``temporary`` is their TMPDIR.
 
@@ -52,20 +50,6 @@ class Task:
     temporary: str
     store: str | None = None
     write_rate: float = _SLOWEST * _SLACK
-
-    @staticmethod
-    def read(path: Path) -> Task:
-        """Read the task that ``write`` wrote."""
-        fields = json.loads(path.read_text("utf-8"))
-        specs = [
-            TensorSpec(tuple(spec["path"]), tuple(spec["shape"]), spec["dtype"])
-            for spec in fields["specs"]
-        ]
-        return Task(**{**fields, "specs": specs})
-
-    def write(self, path: Path) -> None:
-        """Write it for a process that is started with its path."""
-        path.write_text(json.dumps(dataclasses.asdict(self)), "utf-8")
 
     @property
     def timeout(self) -> float:
@@ -90,23 +74,30 @@ class Task:
 class Meeting:
     """What the watching processes of all ranks say to one another, without a process group.
 
-    A group would start threads, which no fork survives. They meet at the store that the elastic
-    agent keeps; where there is none, rank 0 keeps it.
+    A group would start threads, which no fork survives. They meet at the store that the process
+    keeps which started them; where that keeps none, rank 0 does.
     """
 
     def __init__(self) -> None:
         self.rank = int(os.environ["RANK"])
         self.size = int(os.environ["WORLD_SIZE"])
-        agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self._store = self._connect(serve=not agent_serves and self.rank == 0)
-        self._number = 0
+        starter_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._store = self._connect(serve=not starter_serves and self.rank == 0)
+        self._number = self._events = 0
 
     def _connect(self, *, serve: bool) -> Any:
-        from torch._C._distributed_c10d import PrefixStore, TCPStore
+        return _connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), serve=serve)
 
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(host, port, None, serve, timeout=_MEETING_TIMEOUT, wait_for_workers=False)
-        return PrefixStore("ckptool-bench", store)
+    def read_task(self) -> Task:
+        """Return the task that ``launch`` has for the ranks."""
+        fields = json.loads(self._store.get("task"))
+        fields["specs"] = [TensorSpec(*spec) for spec in fields["specs"]]
+        return Task(**fields)
+
+    def emit(self, event: dict[str, Any]) -> None:
+        """Tell ``launch`` what happens."""
+        self._store.set(f"event-{self._events}", json.dumps(event))
+        self._events += 1
 
     def gather(self, value: Any) -> list[Any]:
         """Return what every rank passed, in the order of ranks; values that JSON holds."""
@@ -149,98 +140,60 @@ class Meeting:
         )
 
 
+def _connect(host: str, port: int, *, serve: bool) -> Any:
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    store = TCPStore(host, port, None, serve, timeout=_MEETING_TIMEOUT, wait_for_workers=False)
+    return PrefixStore("ckptool-bench", store)
+
+
 def launch(task: Task, ranks: int, emit: Emit) -> None:
     """Run the task on ``ranks`` processes of this machine; nothing of them is left afterwards.
 
-    TransferError where a rank ends otherwise than it should, KeyboardInterrupt and SystemExit
-    where this process is asked to stop.
+    TransferError where a rank ends otherwise than it should.
     """
-    scratch = Path(task.scratch)
-    task_file, events = scratch / "task.json", scratch / "events.jsonl"
-    task.write(task_file)
-    events.touch()
+    store = _connect(_HOST, 0, serve=True)  # at a port that is free
+    store.set("task", json.dumps(asdict(task)))
+    logs = [task.log("rank", rank) for rank in range(ranks)]
     adopt_orphans()
+    events = 0
     try:
-        with _forward_events(events, emit), _keep_signal_handlers():
-            _run_agent(ranks, scratch, [str(task_file), str(events)])
+        processes = [
+            _start_rank(rank, ranks, store.underlying_store.port, log)
+            for rank, log in enumerate(logs)
+        ]
+        codes: list[int | None] = [None]
+        while None in codes:
+            time.sleep(_POLL_EVENTS)
+            codes = [process.poll() for process in processes]
+            while store.check([f"event-{events}"]):
+                emit(json.loads(store.get(f"event-{events}")))
+                events += 1
+            for code, log in zip(codes, logs, strict=True):
+                if code:
+                    words = last_line(log) or "it printed nothing"
+                    raise TransferError(f"a rank of the benchmark failed: {words}")
     finally:
         end_descendants()
 
 
-def _run_agent(ranks: int, scratch: Path, words: list[str]) -> None:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    logs = scratch / "agent"
-    logs.mkdir()
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=scratch.name,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
-    )
-    line = (sys.executable, "-m", "ckptool.commands.bench", *words)
-    logging.disable()  # the agent's own words on what it starts and stops
-    try:
-        elastic_launch(config, line[0])(*line[1:])
-    except ChildFailedError:
-        raise TransferError(f"a rank of the benchmark failed: {_last_words(logs)}") from None
-    except SignalException as stop:
-        if stop.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
-        raise SystemExit(128 + stop.sigval) from None
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def _last_words(logs: Path) -> str:
-    """Return the last line that any rank wrote to stderr."""
-    for file in sorted(logs.rglob("stderr.log")):
-        lines = file.read_text("utf-8", "replace").strip().splitlines()
-        if lines:
-            return lines[-1]
-    return "it printed nothing"
-
-
-@contextmanager
-def _keep_signal_handlers() -> Iterator[None]:
-    """Give signals back to their handlers: the agent takes them for itself."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _forward_events(events: Path, emit: Emit) -> Iterator[None]:
-    """Pass on what is appended to a file of JSON lines, to the last line."""
-    over = threading.Event()
-    with open(events, encoding="utf-8") as stream:
-        reader = threading.Thread(target=_read_events, args=(stream, over, emit))
-        reader.start()
-        try:
-            yield
-        finally:
-            over.set()
-            reader.join()
-
-
-def _read_events(stream: Any, over: threading.Event, emit: Emit) -> None:
-    unfinished = ""
-    while True:
-        last = over.is_set()
-        *lines, unfinished = (unfinished + stream.read()).split("\n")
-        for line in lines:
-            emit(json.loads(line))
-        if last:
-            return
-        over.wait(_POLL_EVENTS)
+def _start_rank(rank: int, ranks: int, port: int, log: Path) -> subprocess.Popen[bytes]:
+    """Start a rank as torchrun does, out of reach of a terminal's Ctrl-C."""
+    environment = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": _HOST,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
+    with open(log, "wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "ckptool.commands.bench"],
+            env={**os.environ, **{name: str(value) for name, value in environment.items()}},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )

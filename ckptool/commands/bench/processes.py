@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from ckptool.errors import Unsupported
 
 _SAMPLE = 0.05
 _MOST_TIME_SAMPLING = 0.05
+_MOST_TIME_ENDING = 20.0
 _LAST = ("end", "failed", "lost")
 _AWAITED = ("training", "checking")
 
@@ -32,117 +33,101 @@ Work = Callable[[Tell], Any]
 
 
 @dataclass(slots=True)
-class Memory:
-    """Bytes of host memory of the process and its children: when training began, and the most."""
+class ChildResult:
+    """How a process ended: what its work returned, or what went wrong.
 
+    ``base`` and ``peak`` are bytes of host memory of the process and its children: when training
+    began, and the most since.
+    """
+
+    value: Any = None
+    failure: str | None = None
     base: int = 0
     peak: int = 0
 
 
-@dataclass(slots=True)
-class ChildResult:
-    """How a process ended: what its work returned, or what went wrong."""
+def run_child(
+    work: Work,
+    log: Path,
+    *,
+    timeout: float = 300.0,
+    stop: Callable[[], str | None] = lambda: None,
+    on_event: Tell = lambda word, value: None,
+    measure: bool = False,
+    pause: float = _SAMPLE,
+) -> ChildResult:
+    """Work in a process of its own, and wait until it ends. What it prints goes to ``log``.
 
-    value: Any = None
-    failure: str | None = None
-    memory: Memory = field(default_factory=Memory)
-
-
-class Child:
-    """Work in a process of its own. What it and its children print goes to the file ``log``."""
-
-    def __init__(self, work: Work, log: Path, timeout: float = 300.0) -> None:
-        """``timeout``: seconds without a word after which the process counts as hung."""
-        context = multiprocessing.get_context("fork")
-        self._pipe, theirs = context.Pipe()
-        self._log, self._timeout = log, timeout
-        self._process = context.Process(target=_run_child, args=(work, theirs, log))
-        self._process.start()
-        theirs.close()
-
-    def watch(
-        self,
-        stop: Callable[[], str | None],
-        on_event: Tell,
-        *,
-        measure: bool = False,
-        pause: float = _SAMPLE,
-    ) -> ChildResult:
-        """Wait until it ends; with ``measure``, sample its memory from ``training`` on.
-
-        ``stop`` is asked every ``pause`` seconds; the reason it gives ends the process, as a long
-        silence does. Memory is sampled until it sends ``checking``; the process waits for the
-        first sample and for the last.
-        """
-        memory, sampling = Memory(), False
-        last_event = time.monotonic()
-        while True:
-            word, value = self._next(pause)
-            if word in _LAST:
-                break
-            if word:
-                last_event = time.monotonic()
-                on_event(word, value)
-            sampling = sampling or (measure and word == "training")
-            if sampling:
-                pause = self._sample(memory, begin=word == "training")
-            if word in _AWAITED:
-                self._pipe.send(None)
-                sampling = sampling and word != "checking"
-            reason = stop() or self._hung_since(last_event)
-            if reason:
-                word, value = "failed", reason
-                break
-        if word == "end":
-            return ChildResult(value, None, memory)
-        failure = value or self._last_words()
-        self.kill()
-        return ChildResult(None, failure, memory)
-
-    def _next(self, timeout: float) -> tuple[str, Any]:
-        """Wait for a word up to ``timeout`` seconds; empty without one, ``lost`` at its end."""
-        try:
-            if not self._pipe.poll(timeout):
-                return "", None
-            word, value = self._pipe.recv()
-        except (EOFError, OSError):
-            return "lost", None
-        return word, value
-
-    def _hung_since(self, last_event: float) -> str | None:
-        hung = time.monotonic() - last_event > self._timeout
-        return f"hung: no progress in {self._timeout:,.0f} s" if hung else None
-
-    def _sample(self, memory: Memory, *, begin: bool) -> float:
-        """Measure the memory; return the seconds to wait so that measuring stays cheap."""
-        started = time.perf_counter()
-        pid = self._process.pid or 0
-        with suppress(psutil.Error):
-            now = proportional_memory([psutil.Process(pid), *descendants(pid)])
-            memory.base = now if begin else memory.base
-            memory.peak = max(memory.peak, now)
-        return max(_SAMPLE, (time.perf_counter() - started) / _MOST_TIME_SAMPLING)
-
-    def _last_words(self) -> str:
-        self._process.join(1)
-        lines = self._log.read_text("utf-8", "replace").strip().splitlines()
-        code = self._process.exitcode
-        return lines[-1].strip() if lines else f"the process ended with exit code {code}"
-
-    def join(self, timeout: float = 20.0) -> None:
-        """Wait for the end of a process whose work is done; kill it where it stays."""
-        self._process.join(timeout)
-        self.kill()
-
-    def kill(self) -> None:
-        """End the process itself at once, not its children."""
-        if self._process.is_alive():
-            self._process.kill()
-        self._process.join()
-        self._pipe.close()
+    ``stop`` is asked every ``pause`` seconds; the reason it gives ends the process, not its
+    children, as ``timeout`` seconds without a word do. With ``measure``, memory is sampled from the
+    word ``training`` to ``checking``; the process waits for the first sample and for the last.
+    """
+    context = multiprocessing.get_context("fork")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=_do_work, args=(work, theirs, log))
+    process.start()
+    theirs.close()
+    result, sampling = ChildResult(), False
+    last_event = time.monotonic()
+    while True:
+        word, value = _next_event(pipe, pause)
+        if word in _LAST:
+            break
+        if word:
+            last_event = time.monotonic()
+            on_event(word, value)
+        sampling = sampling or (measure and word == "training")
+        if sampling:
+            pause = _sample(process.pid or 0, result, begin=word == "training")
+        if word in _AWAITED:
+            pipe.send(None)
+            sampling = sampling and word != "checking"
+        hung = time.monotonic() - last_event > timeout
+        reason = stop() or (f"hung: no progress in {timeout:,.0f} s" if hung else None)
+        if reason:
+            word, value = "failed", reason
+            break
+    if word == "end":
+        result.value = value
+        process.join(_MOST_TIME_ENDING)
+    elif word == "lost":
+        process.join(1)
+        result.failure = last_line(log) or f"the process ended with exit code {process.exitcode}"
+    else:
+        result.failure = value
+    process.kill()
+    process.join()
+    pipe.close()
+    return result
 
 
-def _run_child(work: Work, pipe: Connection, log: Path) -> None:
+def _next_event(pipe: Connection, timeout: float) -> tuple[str, Any]:
+    """Wait for a word up to ``timeout`` seconds; empty without one, ``lost`` at its end."""
+    try:
+        if not pipe.poll(timeout):
+            return "", None
+        word, value = pipe.recv()
+    except (EOFError, OSError):
+        return "lost", None
+    return word, value
+
+
+def _sample(pid: int, result: ChildResult, *, begin: bool) -> float:
+    """Measure the memory; return the seconds to wait so that measuring stays cheap."""
+    started = time.perf_counter()
+    with suppress(psutil.Error):
+        now = proportional_memory([psutil.Process(pid), *descendants(pid)])
+        result.base = now if begin else result.base
+        result.peak = max(result.peak, now)
+    return max(_SAMPLE, (time.perf_counter() - started) / _MOST_TIME_SAMPLING)
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of what processes printed; empty where they printed nothing."""
+    return log.read_text("utf-8", "replace").strip().rpartition("\n")[2].strip()
+
+
+def _do_work(work: Work, pipe: Connection, log: Path) -> None:
     """Do the work, in the process itself. Ctrl-C is for the watching one, which ends this one."""
     die_with_parent()
     gc.freeze()  # collecting would write to, and so copy, every page shared with the parent

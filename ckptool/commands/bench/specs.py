@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from ckptool.commands.bench.transfer.programs import parameter_shapes
 from ckptool.commands.open import open_checkpoint
 from ckptool.core.catalog import Catalog
 from ckptool.core.dtype import BY_NAME, DType
@@ -14,12 +13,12 @@ from ckptool.core.state_category import state_category
 from ckptool.errors import Unsupported
 from ckptool.storage.url import Location
 
+_LAYERS = 8
 _STEP = 8
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """A tensor to save: where it lies in the state dict, its shape, its element type's name."""
 
     path: tuple[str, ...]
@@ -31,15 +30,31 @@ class TensorSpec:
         return math.prod(self.shape) * BY_NAME[self.dtype].itemsize
 
 
+def parameter_shapes(dim: int = 16) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of a llama-like model, by name."""
+    hidden, vocabulary = dim * 11 // 4, 32 * dim
+    layer: dict[str, tuple[int, ...]] = {
+        f"attention.{name}.weight": (dim, dim) for name in ("wq", "wk", "wv", "wo")
+    }
+    layer |= {f"feed_forward.{name}.weight": (hidden, dim) for name in ("w1", "w3")}
+    layer |= {"feed_forward.w2.weight": (dim, hidden)}
+    layer |= {"attention_norm.weight": (dim,), "ffn_norm.weight": (dim,)}
+    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (vocabulary, dim)}
+    for number in range(_LAYERS):
+        shapes |= {f"layers.{number}.{name}": shape for name, shape in layer.items()}
+    return shapes | {"norm.weight": (dim,), "output.weight": (vocabulary, dim)}
+
+
 def specs_of_size(nbytes: int) -> list[TensorSpec]:
     """Return a llama-like model in fp32 with AdamW's state: about ``nbytes``, by its width."""
-    per_square = total(_specs_of_width(256)) / 256**2
-    return _specs_of_width(max(_STEP, round((nbytes / per_square) ** 0.5 / _STEP) * _STEP))
+    per_square = total(specs_of_width(256)) / 256**2
+    return specs_of_width(max(_STEP, round((nbytes / per_square) ** 0.5 / _STEP) * _STEP))
 
 
-def _specs_of_width(width: int) -> list[TensorSpec]:
+def specs_of_width(width: int, dtype: str = "float32") -> list[TensorSpec]:
+    """Return a llama-like model, its parameters of ``dtype``, with AdamW's state."""
     shapes = parameter_shapes(width)
-    model = {name: TensorSpec(("model", name), shape, "float32") for name, shape in shapes.items()}
+    model = {name: TensorSpec(("model", name), shape, dtype) for name, shape in shapes.items()}
     return [*model.values(), *_adamw(model)]
 
 

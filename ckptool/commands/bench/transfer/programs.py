@@ -16,85 +16,57 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckptool.commands.bench.specs import TensorSpec
     from ckptool.core.catalog import Catalog
     from ckptool.core.plan import Plan
 
 RANKS = 4
-LAYERS = 8
 _BYTES_PER_SQUARE = 1620
 """Bytes of a generated checkpoint, as a multiple of its model dimension squared."""
 
 _WIDE_TENSORS, _WIDE_ROW = 8, 32 << 10
 
 
-def parameter_shapes(dim: int = 16) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a llama-like model, by name."""
-    hidden, vocabulary = dim * 11 // 4, 32 * dim
-    layer: dict[str, tuple[int, ...]] = {
-        f"attention.{name}.weight": (dim, dim) for name in ("wq", "wk", "wv", "wo")
-    }
-    layer |= {f"feed_forward.{name}.weight": (hidden, dim) for name in ("w1", "w3")}
-    layer |= {"feed_forward.w2.weight": (dim, hidden)}
-    layer |= {"attention_norm.weight": (dim,), "ffn_norm.weight": (dim,)}
-    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (vocabulary, dim)}
-    for number in range(LAYERS):
-        shapes |= {f"layers.{number}.{name}": shape for name, shape in layer.items()}
-    return shapes | {"norm.weight": (dim,), "output.weight": (vocabulary, dim)}
-
-
 def write_checkpoint(folder: str, size: int) -> None:
     """Save about ``size`` bytes: bf16 parameters and AdamW's two fp32 moments of each."""
+    from ckptool.commands.bench.specs import specs_of_width
+
     dim = max(16, round((size / _BYTES_PER_SQUARE) ** 0.5 / 16) * 16)
-    _on_ranks(folder, dim)
+    _save_on_ranks(folder, [spec for spec in specs_of_width(dim, "bfloat16") if spec.shape])
 
 
 def write_wide_checkpoint(folder: str, size: int) -> None:
     """Save about ``size`` bytes of fp32 tensors whose rows have 128 KiB."""
-    rows = max(1, round(size / _WIDE_TENSORS / _WIDE_ROW / 4 / RANKS))
-    _on_ranks(folder, rows, True)
+    from ckptool.commands.bench.specs import TensorSpec
+
+    rows = RANKS * max(1, round(size / _WIDE_TENSORS / _WIDE_ROW / 4 / RANKS))
+    shape = (rows, _WIDE_ROW)
+    _save_on_ranks(folder, [TensorSpec((f"w{n}",), shape, "float32") for n in range(_WIDE_TENSORS)])
 
 
-def _on_ranks(folder: str, *words: int) -> None:
+def _save_on_ranks(folder: str, specs: list[TensorSpec]) -> None:
     """Save on ranks that are forked: torch is imported once for all of them."""
     import torch.distributed.checkpoint.state_dict_saver
     import torch.distributed.tensor  # noqa: F401
     from torch.multiprocessing.spawn import start_processes
 
     start_processes(  # type: ignore[no-untyped-call]
-        _save_rank, (folder, *words), nprocs=RANKS, start_method="fork"
+        _save_rank, (folder, specs), nprocs=RANKS, start_method="fork"
     )
 
 
-def _save_rank(rank: int, folder: str, dim: int, wide: bool = False) -> None:
+def _save_rank(rank: int, folder: str, specs: list[TensorSpec]) -> None:
     import torch
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict_saver import save
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
+
+    from ckptool.commands.bench.worker.device import Device
+    from ckptool.commands.bench.worker.training import make_state
 
     torch.set_num_threads(1)
-    torch.manual_seed(rank)
     rendezvous = f"file://{os.path.abspath(folder)}.rendezvous"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS)
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp_shard",))
-
-    def shard(shape: tuple[int, ...], dtype: torch.dtype) -> DTensor:
-        local = torch.randn((shape[0] // RANKS, *shape[1:])).to(dtype)
-        return DTensor.from_local(local, mesh, [Shard(0)])
-
-    if wide:
-        whole = {f"w{n}": (dim * RANKS, _WIDE_ROW) for n in range(_WIDE_TENSORS)}
-        save({n: shard(s, torch.float32) for n, s in whole.items()}, checkpoint_id=folder)
-        dist.destroy_process_group()
-        return
-    shapes = parameter_shapes(dim)
-    model = {name: shard(shape, torch.bfloat16) for name, shape in shapes.items()}
-    moments = {
-        name: {key: shard(shape, torch.float32) for key in ("exp_avg", "exp_avg_sq")}
-        for name, shape in shapes.items()
-    }
-    state = {"model": model, "optimizer": {"state": moments}, "step": 100}
-    save(state, checkpoint_id=folder)
+    save(make_state(specs, Device("cpu", 0)), checkpoint_id=folder)
     dist.destroy_process_group()
 
 
@@ -145,23 +117,37 @@ def torch_to_safetensors(source: str, target: str) -> None:
 
 def torch_reshard(source: str, target: str) -> None:
     """Go torch's own route to a 2x4 mesh, under torchrun with 8 ranks: load DTensors, save."""
-    import torch
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.checkpoint.state_dict_saver import save
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Placement, Replicate, Shard, empty
+    from torch.distributed.tensor import empty
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
-    state = {}
-    for name, size, dtype in _read_tensors(source):
-        second: Placement = Shard(1) if len(size) > 1 else Replicate()
-        state[name] = empty(size, dtype=dtype, device_mesh=mesh, placements=[Shard(0), second])
+    state = _cut_tensors(source, empty, (2, 4), (0, 1))
     load(state, checkpoint_id=source)
     save(state, checkpoint_id=target)
     dist.destroy_process_group()
+
+
+def _cut_tensors(
+    source: str, make: Callable[..., Any], mesh: tuple[int, ...], dims: tuple[int, ...]
+) -> dict[str, Any]:
+    """Begin, as a rank under torchrun, and return every tensor of a checkpoint, made anew.
+
+    Each mesh dimension shards the tensor dimension of ``dims``, where the tensor has it.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    devices = init_device_mesh("cpu", mesh)
+    state = {}
+    for name, size, dtype in _read_tensors(source):
+        placements = [Shard(dim) if dim < len(size) else Replicate() for dim in dims]
+        state[name] = make(size, dtype=dtype, device_mesh=devices, placements=placements)
+    return state
 
 
 def torch_read_metadata(source: str) -> None:
@@ -191,17 +177,10 @@ def measure_load(reader: str, source: str, dim: int, result: str) -> None:
     import torch
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict_loader import load
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, zeros
+    from torch.distributed.tensor import zeros
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    state = {}
-    for name, size, dtype in _read_tensors(source):
-        placement = Shard(dim) if len(size) > dim else Replicate()
-        # zeros, not empty: the memory is touched before the clock starts
-        state[name] = zeros(size, dtype=dtype, device_mesh=mesh, placements=[placement])
+    # zeros, not empty: the memory is touched before the clock starts
+    state = _cut_tensors(source, zeros, (RANKS,), (dim,))
     storage = _make_reader(reader, source)
     gc.collect()
     dist.barrier()

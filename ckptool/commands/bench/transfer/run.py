@@ -23,7 +23,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptool.commands.bench.machine import describe_machine, list_versions, require_disk
-from ckptool.commands.bench.transfer.programs import RANKS, parameter_shapes
+from ckptool.commands.bench.specs import parameter_shapes
+from ckptool.commands.bench.transfer.programs import RANKS
 from ckptool.commands.bench.transfer.rows import OTHERS, PROGRAM, ROWS, Row
 from ckptool.errors import TransferError, Unsupported, UsageError
 

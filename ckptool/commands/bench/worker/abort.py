@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +16,18 @@ from ckptool.commands.bench.files import (
     remove,
     unused_shared_memory,
 )
-from ckptool.commands.bench.processes import Child, command_line, end_descendants, orphans
+from ckptool.commands.bench.processes import (
+    Tell,
+    command_line,
+    end_descendants,
+    orphans,
+    run_child,
+)
 from ckptool.commands.bench.report import BROKEN, NOTHING, UNFINISHED, WHOLE, AbortResult
+from ckptool.commands.bench.strategies.base import Strategy
+from ckptool.commands.bench.worker.device import Device
+from ckptool.commands.bench.worker.loop import diff_bits, snapshot
+from ckptool.commands.bench.worker.training import Training
 
 if TYPE_CHECKING:
     from ckptool.commands.bench.worker.rank import Rank
@@ -27,7 +36,7 @@ _GRACE = 3.0
 """Seconds that what a killed loop leaves is given to end by itself."""
 
 
-def abort(rank: Rank, name: str, whole: Collection[str]) -> dict[str, Any]:
+def abort(rank: Rank, name: str, strategy: Strategy, whole: Collection[str]) -> dict[str, Any]:
     """Kill every rank's loop in mid-save, look, and load what is left in fresh processes.
 
     ``whole``: the names of the files of a finished save.
@@ -37,7 +46,7 @@ def abort(rank: Rank, name: str, whole: Collection[str]) -> dict[str, Any]:
     job = f"{name}-abort"
     folder = rank.make_folder(job)
     path = folder / "save"
-    finished = _kill_in_mid_save(rank, name, job, path)
+    finished = _kill_in_mid_save(rank, strategy, job, path)
     processes = orphans(_GRACE)
     ranks = rank.meeting.gather([finished, [command_line(process) for process in processes]])
     own = {os.getpid(), *(process.pid for process in processes)}
@@ -46,7 +55,7 @@ def abort(rank: Rank, name: str, whole: Collection[str]) -> dict[str, Any]:
     stray += [temporary / n for n in list_folder(temporary) - files]
     rank.meeting.gather(None)
     end_descendants()
-    verdict = _judge_folder(rank, name, path, whole)
+    verdict = _judge_folder(rank, name, strategy, path, whole)
     for leftover in [*unused, *stray]:
         remove(leftover)
     rank.clean(folder)
@@ -60,28 +69,52 @@ def abort(rank: Rank, name: str, whole: Collection[str]) -> dict[str, Any]:
     return asdict(result)
 
 
-def _kill_in_mid_save(rank: Rank, name: str, job: str, path: Path) -> bool:
-    """Kill once there are bytes on disk; return whether the save was over before that."""
+def _kill_in_mid_save(rank: Rank, strategy: Strategy, job: str, path: Path) -> bool:
+    """Save, and kill once there are bytes on disk; return whether the save was over before that."""
     words: set[str] = set()
-    work = rank.jobs.in_group(job, partial(rank.jobs.save_once, name, path))
-    child = Child(work, rank.task.log(job, rank.meeting.rank), rank.task.timeout)
 
-    def reason_to_kill() -> str | None:
-        return "killed" if "saving" in words and has_bytes(path.parent) else None
+    def save_once(device: Device, tell: Tell) -> None:
+        training = Training.begin(rank.task.specs, device)
+        strategy.set_up(device)
+        tell("saving", None)
+        handle = strategy.save(training.state, path)
+        while not training.step(handle.done())[1]:
+            pass
+        handle.commit()
+        tell("over", None)
+        strategy.finish()
 
-    child.watch(reason_to_kill, lambda word, value: words.add(word), pause=0.001)
-    child.kill()
+    run_child(
+        rank.in_group(job, save_once),
+        rank.task.log(job, rank.meeting.rank),
+        timeout=rank.task.timeout,
+        stop=lambda: "killed" if "saving" in words and has_bytes(path.parent) else None,
+        on_event=lambda word, value: words.add(word),
+        pause=0.001,
+    )
     return "over" in words
 
 
-def _judge_folder(rank: Rank, name: str, path: Path, whole: Collection[str]) -> str:
+def _judge_folder(
+    rank: Rank, name: str, strategy: Strategy, path: Path, whole: Collection[str]
+) -> str:
     """Say what the folder passes for: a checkpoint where no file of a finished one is missing.
 
     It is whole where the library loads it, bit for bit as it was at the call.
     """
-    load = rank.run_job(f"{name}-load", partial(rank.jobs.load, name, path))
+
+    def load(device: Device, tell: Tell) -> bool:
+        training = Training.begin(rank.task.specs, device)
+        strategy.set_up(device)
+        try:
+            loaded = strategy.load(training.empty_state(), path)
+            return not diff_bits(snapshot(training.state), loaded)
+        finally:
+            strategy.finish()
+
+    loaded = rank.run_job(f"{name}-load", load)
     if not list_folder(path):
         return NOTHING
     if not set(whole) <= set(list_files(path)):
         return UNFINISHED
-    return WHOLE if load.value and not load.failure else BROKEN
+    return WHOLE if loaded.value and not loaded.failure else BROKEN

@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import resource
 import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from ckptool.commands.bench.files import free_shared_memory, remove
 from ckptool.commands.bench.launch import Emit, Meeting, Task
 from ckptool.commands.bench.machine import measure_limits
 from ckptool.commands.bench.processes import (
-    Child,
     ChildResult,
     Tell,
     Work,
     adopt_orphans,
     die_with_parent,
     end_descendants,
+    run_child,
 )
 from ckptool.commands.bench.specs import total
 from ckptool.commands.bench.strategies import load_strategy
-from ckptool.commands.bench.strategies.base import Place
+from ckptool.commands.bench.strategies.base import Place, Strategy
 from ckptool.commands.bench.worker.abort import abort
 from ckptool.commands.bench.worker.device import Accelerators, Device
-from ckptool.commands.bench.worker.loop import diff_bits, measure, snapshot
+from ckptool.commands.bench.worker.loop import measure
 from ckptool.commands.bench.worker.training import Training
 from ckptool.errors import Unsupported
 
 _OPEN_FILES = 1 << 16
+
+Job = Callable[[Device, Tell], Any]
+"""What a fresh process of every rank does, within a process group of those processes."""
 
 
 def run_rank(task: Task, meeting: Meeting, emit: Emit) -> None:
@@ -74,61 +74,90 @@ class Rank:
     def __init__(self, task: Task, meeting: Meeting, emit: Emit) -> None:
         self.task = task
         self.meeting = meeting
-        self.jobs = Jobs(task, meeting)
         self._emit: Emit = emit if meeting.rank == 0 else lambda event: None
 
     def run(self) -> None:
         """Measure the limits, then every strategy that can run here."""
         self._emit_progress("limits", "limits")
-        limits = self.run_job("limits", self.jobs.measure_limits)
+        share, place = total(self.task.specs) // self.meeting.size, self.task.place("limits")
+        limits = self.run_job("limits", lambda device, tell: measure_limits(share, device, place))
         self._emit({"event": "limits", "limits": limits.value, "failure": limits.failure})
         if limits.value:
-            rate = limits.value["write"] or limits.value["upload"]
-            self.task = dataclasses.replace(self.task, write_rate=rate)
-            self.jobs = Jobs(self.task, self.meeting)
+            self.task.write_rate = limits.value["write"] or limits.value["upload"]
         for name in self.task.strategies:
             self._emit({"event": "begin", "name": name})
-            self._emit(self._run_strategy(name))
+            self._emit(self._run_strategy(name, load_strategy(name)))
 
-    def _run_strategy(self, name: str) -> dict[str, Any]:
+    def _run_strategy(self, name: str, strategy: Strategy) -> dict[str, Any]:
         """Ask, measure and abort one strategy; return its event."""
-        strategy = load_strategy(name)
         facts = {"name": name, "says": strategy.says, "library": strategy.library}
         # in a process of its own: what is asked may start what no fork survives
-        answer = self._run_in_child(f"{name}-ask", partial(self.jobs.ask, name))
+        answer = self._run_in_child(f"{name}-ask", lambda tell: self._ask(strategy))
         reason, remark = answer.value or (answer.failure, None)
         if reason:
             return {"event": "skipped", **facts, "reason": reason}
-        result = self.run_job(name, partial(self.jobs.measure, name), measure=True)
+
+        def work(device: Device, tell: Tell) -> dict[str, Any]:
+            training = Training.begin(self.task.specs, device)
+            return measure(strategy, training, self.task.place(name), self.task.saves, tell)
+
+        result = self.run_job(name, work, measure=True)
         if result.failure:
             return {"event": "failed", **facts, "reason": result.failure}
         aborted = None
         if self.task.abort:
             self._emit_progress(name, "aborting")
-            aborted = abort(self, name, result.value["names"])
+            aborted = abort(self, name, strategy, result.value["names"])
         return {"event": "measured", **facts, "remark": remark, **result.value, "abort": aborted}
 
-    def run_job(
-        self, job: str, work: Callable[[Device, Tell], Any], *, measure: bool = False
-    ) -> ChildResult:
+    def _ask(self, strategy: Strategy) -> list[str | None]:
+        """Say why a strategy cannot run here, and what differs here; it may load libraries."""
+        if self.task.store and not getattr(strategy, "to_urls", False):
+            return ["saves to disks only", None]
+        device, nbytes = Device(self.task.device_type, 0), total(self.task.specs)
+        folder = Path(self.task.scratch)
+        place = Place(device, self.meeting.size, nbytes, free_shared_memory(), folder)
+        reason = strategy.unavailable(place)
+        return [reason, None if reason else strategy.remark(place)]
+
+    def run_job(self, job: str, work: Job, *, measure: bool = False) -> ChildResult:
         """Work in a fresh process of every rank; where one fails, all fail with its reason."""
         folder = self.make_folder(job)
-        result = self._run_in_child(job, self.jobs.in_group(job, work), measure=measure)
+        result = self._run_in_child(job, self.in_group(job, work), measure=measure)
         if measure and not result.failure:
-            memory = self.meeting.gather([result.memory.base, result.memory.peak])
-            base, peak = (max(values) for values in zip(*memory, strict=True))
-            result.value |= {"host_base": base, "host_peak": peak}
+            memory = zip(*self.meeting.gather([result.base, result.peak]), strict=True)
+            result.value |= dict(zip(("host_base", "host_peak"), map(max, memory), strict=True))
         self.clean(folder)
         return result
 
+    def in_group(self, job: str, work: Job) -> Work:
+        """Return the work within a process group that all ranks' processes of this job form."""
+
+        def run(tell: Tell) -> Any:
+            import torch
+            import torch.distributed as dist
+
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.meeting.size))
+            device = Device.of_rank(self.task.device_type)
+            self.meeting.begin_group(job, device.backend, self.task.timeout)
+            try:
+                return work(device, tell)
+            finally:
+                dist.destroy_process_group()
+
+        return run
+
     def _run_in_child(self, job: str, work: Work, *, measure: bool = False) -> ChildResult:
-        child = Child(work, self.task.log(job, self.meeting.rank), self.task.timeout)
-        on_event = partial(self._emit_progress, job)
-        result = child.watch(self.meeting.failing(job), on_event, measure=measure)
+        result = run_child(
+            work,
+            self.task.log(job, self.meeting.rank),
+            timeout=self.task.timeout,
+            stop=self.meeting.failing(job),
+            on_event=partial(self._emit_progress, job),
+            measure=measure,
+        )
         if result.failure:
             self.meeting.fail(job)
-        else:
-            child.join()
         reasons = self.meeting.gather(result.failure)
         failures = [(rank, reason) for rank, reason in enumerate(reasons) if reason]
         causes = [cause for cause in failures if not _is_consequence(cause[1])] or failures
@@ -159,74 +188,6 @@ def _is_consequence(reason: str) -> bool:
     return reason.endswith(" failed") or " by peer" in reason
 
 
-@dataclass(frozen=True, slots=True)
-class Jobs:
-    """What a fresh process of a rank does, mostly within a process group of those processes."""
-
-    task: Task
-    meeting: Meeting
-
-    def in_group(self, job: str, work: Callable[[Device, Tell], Any]) -> Work:
-        """Return the work within a process group that all ranks' processes of this job form."""
-        return partial(self._run_in_group, job, work)
-
-    def _run_in_group(self, job: str, work: Callable[[Device, Tell], Any], tell: Tell) -> Any:
-        import torch
-        import torch.distributed as dist
-
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.meeting.size))
-        device = Device.of_rank(self.task.device_type)
-        self.meeting.begin_group(job, device.backend, self.task.timeout)
-        try:
-            return work(device, tell)
-        finally:
-            dist.destroy_process_group()
-
-    def ask(self, name: str, tell: Tell) -> list[str | None]:
-        """Say why a strategy cannot run here, and what differs here; it may load libraries."""
-        device = Device(self.task.device_type, 0)
-        nbytes, folder = total(self.task.specs), Path(self.task.scratch)
-        place = Place(device, self.meeting.size, nbytes, free_shared_memory(), folder)
-        strategy = load_strategy(name)
-        if self.task.store and not getattr(strategy, "to_urls", False):
-            return ["saves to disks only", None]
-        reason = strategy.unavailable(place)
-        return [reason, None if reason else strategy.remark(place)]
-
-    def measure_limits(self, device: Device, tell: Tell) -> dict[str, float | None]:
-        """Measure what the hardware can do with this rank's share."""
-        share = total(self.task.specs) // self.meeting.size
-        return measure_limits(share, device, self.task.place("limits"))
-
-    def measure(self, name: str, device: Device, tell: Tell) -> dict[str, Any]:
-        """Measure a strategy: its saves, then what they hold."""
-        training = Training.begin(self.task.specs, device)
-        place, saves = self.task.place(name), self.task.saves
-        return measure(load_strategy(name), training, place, saves, tell)
-
-    def save_once(self, name: str, path: Path, device: Device, tell: Tell) -> None:
-        """Save, and train on until it is over, for as long as nobody kills it."""
-        training, strategy = Training.begin(self.task.specs, device), load_strategy(name)
-        strategy.set_up(device)
-        tell("saving", None)
-        handle = strategy.save(training.state, path)
-        while not training.step(handle.done())[1]:
-            pass
-        handle.commit()
-        tell("over", None)
-        strategy.finish()
-
-    def load(self, name: str, path: Path, device: Device, tell: Tell) -> bool:
-        """Load what is there; return whether it is bit for bit what ``save_once`` had."""
-        training, strategy = Training.begin(self.task.specs, device), load_strategy(name)
-        strategy.set_up(device)
-        try:
-            loaded = strategy.load(training.empty_state(), path)
-            return not diff_bits(snapshot(training.state), loaded)
-        finally:
-            strategy.finish()
-
-
 def find_accelerators() -> Accelerators:
     """Find the accelerators here in a process of its own: what asks can fork no more.
 
@@ -235,9 +196,7 @@ def find_accelerators() -> Accelerators:
     with warnings.catch_warnings(action="ignore"):
         import torch  # noqa: F401 (here, for the rest of the run needs it as well)
     with tempfile.NamedTemporaryFile() as log:
-        child = Child(lambda tell: Accelerators.here(), Path(log.name))
-        result = child.watch(lambda: None, lambda word, value: None)
-        child.join()
+        result = run_child(lambda tell: Accelerators.here(), Path(log.name))
     if not isinstance(result.value, Accelerators):
         raise Unsupported(
             f"torch cannot tell which accelerators are here: {result.failure}",
@@ -246,12 +205,8 @@ def find_accelerators() -> Accelerators:
     return result.value
 
 
-def run_started_rank(task: str, events: str) -> None:
-    """Do the task of a file as a rank that the elastic agent started; events go to a file."""
+def run_started_rank() -> None:
+    """Do the task as a rank that ``launch`` started."""
     die_with_parent()
-    with open(events, "a", encoding="utf-8", buffering=1) as stream:
-        run_rank(Task.read(Path(task)), Meeting(), partial(_write_line, stream))
-
-
-def _write_line(stream: TextIO, event: dict[str, Any]) -> None:
-    stream.write(json.dumps(event) + "\n")
+    meeting = Meeting()
+    run_rank(meeting.read_task(), meeting, meeting.emit)

@@ -27,7 +27,6 @@ class Training:
     """
 
     device: Device
-    rank: int
     state: dict[str, Any]
     _matrix: Any
     _products: int = 1
@@ -37,21 +36,11 @@ class Training:
     def begin(specs: Sequence[TensorSpec], device: Device) -> Training:
         """Make the state of this rank; the process group must be up."""
         import torch
-        import torch.distributed as dist
-        from torch.distributed.device_mesh import init_device_mesh
 
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
-        rank = dist.get_rank()
-        torch.manual_seed(_SEED + rank)
-        state: dict[str, Any] = {}
-        for spec in specs:
-            inner = state
-            for key in spec.path[:-1]:
-                inner = inner.setdefault(key, {})
-            inner[spec.path[-1]] = _tensor(spec, mesh, device)
+        state = make_state(specs, device)
         rows = _ACCELERATOR_ROWS if device.is_accelerator else _ROWS
         matrix = torch.randn(rows, rows, device=device.torch_device) / rows**0.5
-        training = Training(device, rank, {**state, "step": 0}, matrix)
+        training = Training(device, state, matrix)
         training._products = training._calibrate()
         return training
 
@@ -125,7 +114,24 @@ class Training:
         return int(agreed.item())
 
 
-def _tensor(spec: TensorSpec, mesh: Any, device: Device) -> Any:
+def make_state(specs: Sequence[TensorSpec], device: Device) -> dict[str, Any]:
+    """Make the tensors of this rank, sharded over all, with values; and the number of steps."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    torch.manual_seed(_SEED + dist.get_rank())
+    state: dict[str, Any] = {"step": 0}
+    for spec in specs:
+        inner = state
+        for key in spec.path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[spec.path[-1]] = _tensor(spec, mesh)
+    return state
+
+
+def _tensor(spec: TensorSpec, mesh: Any) -> Any:
     """Make a tensor of ``spec`` with values; each rank has rows of its own."""
     import torch
     from torch.distributed.tensor import Shard, empty
