@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
@@ -26,29 +26,19 @@ _PAUSES = (0.02, 0.1, 0.5, 1.0, 0.0)
 _PIECE = 16 << 20
 
 
-def usage(folder: Location) -> dict[str, Any]:
-    """Return the bytes, number and names of the files below a folder."""
-    if isinstance(folder, Path):
-        sizes = {name: (folder / name).stat().st_size for name in list_files(folder)}
-    else:
-        sizes = list_uploaded(folder)
-    return {"nbytes": sum(sizes.values()), "files": len(sizes), "names": list(sizes)}
-
-
-def list_files(folder: Path) -> list[str]:
-    """Return the names of the files below a folder, relative to it."""
-    return sorted(str(file.relative_to(folder)) for file in _walk_files(folder))
+def file_sizes(folder: Location) -> dict[str, int]:
+    """Return the bytes of every file below a folder, by its name relative to it."""
+    if not isinstance(folder, Path):
+        return list_uploaded(folder)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(file.relative_to(folder)): file.stat().st_size for file in files}
 
 
 def has_bytes(folder: Path) -> bool:
     """Whether any file below the folder has a byte in it."""
     with suppress(OSError):
-        return any(file.stat().st_size for file in _walk_files(folder))
+        return any(file_sizes(folder).values())
     return False
-
-
-def _walk_files(folder: Path) -> Iterator[Path]:
-    return (Path(top, name) for top, _, names in os.walk(folder) for name in names)
 
 
 def list_folder(folder: Path) -> set[str]:
@@ -65,8 +55,7 @@ def make_durable(folder: Location) -> None:
     """
     if not isinstance(folder, Path):
         return
-    folders = [Path(top) for top, _, _ in os.walk(folder)]
-    for path in [*_walk_files(folder), *folders, folder.parent]:
+    for path in (*folder.rglob("*"), folder, folder.parent):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -233,8 +222,13 @@ def path_or_url(place: Location) -> Path | str:
     return place if isinstance(place, Path) else place.url
 
 
-def upload(data: memoryview, file: RemotePath) -> None:
-    """Write a file as fsspec does by itself, in order, until the store has it."""
-    with file.store.fs.open(file.key, "wb") as stream:
+def write_raw(data: memoryview, file: Location) -> None:
+    """Write a file in order, by Python or by fsspec alone, until the disk or the store has it."""
+    with (
+        file.open("wb") if isinstance(file, Path) else file.store.fs.open(file.key, "wb") as stream
+    ):
         for start in range(0, len(data), _PIECE):
             stream.write(data[start : start + _PIECE])
+        if isinstance(file, Path):
+            stream.flush()
+            os.fsync(stream.fileno())

@@ -15,13 +15,12 @@ from typing import Any
 import psutil
 
 from ckptool import __version__
-from ckptool.commands.bench.files import remove_uploaded, upload
-from ckptool.commands.bench.worker.device import Accelerators, Device
+from ckptool.commands.bench.files import remove, write_raw
+from ckptool.commands.bench.worker.device import Accelerators, Device, gather
 from ckptool.errors import Unsupported
 from ckptool.storage.url import Location
 
 _ROUNDS = 3
-_WRITE = 16 << 20
 _MOST = 4 << 30
 
 Probe = Callable[[], object]
@@ -92,11 +91,9 @@ def measure_limits(nbytes: int, device: Device, folder: Location) -> dict[str, f
         "device_to_host_pinned": None,
     }
     data, file = memoryview(host.numpy().data), folder / f"raw-{os.environ['RANK']}"
-    if isinstance(file, Path):
-        limits["write"] = _rate(nbytes, partial(_write, data, file))
-    else:
-        limits["upload"] = _rate(nbytes, partial(upload, data, file))
-        remove_uploaded(file)
+    kind = "write" if isinstance(file, Path) else "upload"
+    limits[kind] = _rate(nbytes, partial(write_raw, data, file))
+    remove(file)
     if device.is_accelerator:
         on_device = host.to(device.torch_device)
         limits["device_to_host_pageable"] = _rate(nbytes, _copy(on_device, copied, device))
@@ -112,19 +109,6 @@ def _copy(source: Any, target: Any, device: Device) -> Probe:
     return copy
 
 
-def _write(view: memoryview, path: Path) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        for start in range(0, len(view), _WRITE):
-            part = view[start : start + _WRITE]
-            while len(part):
-                part = part[os.write(descriptor, part) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-        path.unlink()
-
-
 def _rate(nbytes: int, work: Probe) -> float:
     """Return bytes a second of all ranks, by the slowest rank of the best round."""
     return max(_rate_of_round(nbytes, work) for _ in range(_ROUNDS))
@@ -136,10 +120,8 @@ def _rate_of_round(nbytes: int, work: Probe) -> float:
     dist.barrier()
     begin = time.perf_counter()
     work()
-    seconds = time.perf_counter() - begin
-    ranks = [(seconds, nbytes)] * dist.get_world_size()
-    dist.all_gather_object(ranks, (seconds, nbytes))
-    return float(sum(nbytes for _, nbytes in ranks) / max(seconds for seconds, _ in ranks))
+    ranks = gather((time.perf_counter() - begin, nbytes))
+    return sum(nbytes for _, nbytes in ranks) / max(seconds for seconds, _ in ranks)
 
 
 _RANK_BYTES = 400 << 20

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from ckptool.commands.bench.machine import (
     require_room,
 )
 from ckptool.commands.bench.processes import require_proportional_memory
-from ckptool.commands.bench.report import BenchReport, Limits, Measured, Settings
+from ckptool.commands.bench.report import BenchReport, Measured, Settings
 from ckptool.commands.bench.specs import TensorSpec, specs_like, specs_of_size, total
 from ckptool.commands.bench.strategies import select_strategies
 from ckptool.commands.bench.worker.device import Accelerators
@@ -46,30 +46,6 @@ Progress = Callable[[Mapping[str, Any]], None]
 """Takes what happens: ``event`` is begin, doing, measured, skipped, failed or limits."""
 
 
-@dataclass(slots=True)
-class WorkerEvents:
-    """What rank 0 has reported so far."""
-
-    limits: Limits = field(default_factory=dict)
-    results: list[Measured] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-
-    def add(self, event: Mapping[str, Any]) -> None:
-        """Sort in one event."""
-        kind = event["event"]
-        if kind == "limits":
-            self.limits = event["limits"] or {}
-            if event["failure"]:
-                self.failed["limits"] = event["failure"]
-        elif kind == "measured":
-            self.results.append(Measured.of_event(event))
-        elif kind == "skipped":
-            self.skipped[event["name"]] = event["reason"]
-        elif kind == "failed":
-            self.failed[event["name"]] = event["reason"]
-
-
 @dataclass(frozen=True, slots=True)
 class PreparedBench:
     """A benchmark that will fit: its settings are known, nothing is written."""
@@ -85,10 +61,11 @@ class PreparedBench:
         TransferError where nothing could be measured. All that was written or started is gone at
         the end, however that comes.
         """
-        events, shared = WorkerEvents(), list_shared_memory()
+        events: list[dict[str, Any]] = []
+        shared = list_shared_memory()
 
         def emit(event: dict[str, Any]) -> None:
-            events.add(event)
+            events.append(event)
             progress(event)
 
         try:
@@ -100,34 +77,41 @@ class PreparedBench:
 
     def _run_ranks(self, emit: Emit) -> bool:
         """Have all ranks do the task; return whether this process is the one that reports."""
-        if _under_torchrun():
-            meeting = Meeting()
-            with scratch_of_all(self.out, meeting) as folders:
-                run_rank(self._task(folders), meeting, emit)
-            return meeting.rank == 0
-        with scratch(self.out) as folders:
-            launch(self._task(folders), self.settings.ranks, emit)
-        return True
+        if read_launch(os.environ) is None:
+            with scratch(self.out) as folders:
+                launch(self._task(folders), self.settings.ranks, emit)
+            return True
+        meeting = Meeting()
+        with scratch_of_all(self.out, meeting) as folders:
+            run_rank(self._task(folders), meeting, emit)
+        return meeting.rank == 0
 
     def _task(self, folders: Folders) -> Task:
         settings = self.settings
         saves = settings.repeat + 1
         return Task(self.specs, self.names, saves, settings.abort, settings.device, *folders)
 
-    def _report(self, events: WorkerEvents) -> BenchReport:
-        if not events.results:
-            reasons = (events.failed | events.skipped).items()
-            lines = "\n".join(f"  - {name}: {reason}" for name, reason in reasons)
+    def _report(self, events: Sequence[Mapping[str, Any]]) -> BenchReport:
+        def reasons(kind: str) -> dict[str, str]:
+            return {e["name"]: e["reason"] for e in events if e["event"] == kind}
+
+        limits = next(event for event in events if event["event"] == "limits")
+        failed = {"limits": limits["failure"]} if limits["failure"] else {}
+        failed |= reasons("failed")
+        results = [Measured.of_event(event) for event in events if event["event"] == "measured"]
+        if not results:
+            whys = (failed | reasons("skipped")).items()
+            lines = "\n".join(f"  - {name}: {reason}" for name, reason in whys)
             raise TransferError(f"nothing could be measured\n{lines}".rstrip())
         clients = () if isinstance(self.out, Path) else store_clients(self.out)
         return BenchReport(
             settings=self.settings,
             machine=describe_machine(self.out),
             versions=list_versions("torch", "safetensors", "numpy", *_LIBRARIES, *clients),
-            limits=events.limits,
-            results=tuple(events.results),
-            skipped=events.skipped,
-            failed=events.failed,
+            limits=limits["limits"] or {},
+            results=tuple(results),
+            skipped=reasons("skipped"),
+            failed=failed,
         )
 
 
@@ -160,10 +144,6 @@ def prepare_bench(options: BenchOptions) -> PreparedBench:
     return PreparedBench(settings, specs, names, options.out.resolve())
 
 
-def _under_torchrun() -> bool:
-    return read_launch(os.environ) is not None
-
-
 def _require_torch() -> None:
     version = installed_version("torch")
     if version is None:
@@ -178,8 +158,9 @@ def _require_torch() -> None:
 
 def _count_ranks(asked: int | None, devices: Accelerators) -> int:
     """Return how many ranks train; Unsupported where this machine has too few devices for them."""
-    if _under_torchrun():
-        ranks, local = (read_number(os.environ, n) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    launched = read_launch(os.environ)
+    if launched is not None:
+        ranks, local = launched.size, read_number(os.environ, "LOCAL_WORLD_SIZE")
         if asked not in (None, ranks):
             raise Unsupported(f"--ranks {asked}: torchrun started {ranks}")
     else:

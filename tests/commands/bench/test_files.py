@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 from ckptool.commands.bench.files import (
+    file_sizes,
     has_bytes,
     list_shared_memory,
     unused_shared_memory,
-    usage,
 )
 
 
@@ -32,4 +32,4 @@ def test_files_of_a_folder(tmp_path: Path) -> None:
     assert not has_bytes(tmp_path)
     (tmp_path / "b").write_bytes(b"xyz")
     assert has_bytes(tmp_path)
-    assert usage(tmp_path) == {"nbytes": 3, "files": 2, "names": ["a/empty", "b"]}
+    assert file_sizes(tmp_path) == {"a/empty": 0, "b": 3}

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptool.commands.bench.files import (
+    file_sizes,
     has_bytes,
-    list_files,
     list_folder,
     list_shared_memory,
     remove,
@@ -115,6 +115,6 @@ def _judge_folder(
     loaded = rank.run_job(f"{name}-load", load)
     if not list_folder(path):
         return NOTHING
-    if not set(whole) <= set(list_files(path)):
+    if not set(whole) <= file_sizes(path).keys():
         return UNFINISHED
     return WHOLE if loaded.value and not loaded.failure else BROKEN

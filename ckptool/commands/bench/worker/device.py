@@ -1,10 +1,12 @@
-"""The device that the ranks train on, through torch's device API."""
+"""The device that a rank trains on, through torch's device API, and what all ranks gather."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +99,12 @@ class Device:
         if reset:
             torch.accelerator.reset_peak_memory_stats()
         return nbytes
+
+
+def gather(value: _Value) -> list[_Value]:
+    """Return what every rank of the process group passed, in the order of ranks."""
+    import torch.distributed as dist
+
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

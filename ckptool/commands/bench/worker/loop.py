@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from pathlib import Path
 from typing import Any
 
-from ckptool.commands.bench.files import make_durable, path_or_url, remove, usage
+from ckptool.commands.bench.files import file_sizes, make_durable, path_or_url, remove
 from ckptool.commands.bench.processes import Tell
 from ckptool.commands.bench.report import CONSISTENT, DIRTY, Consistency
 from ckptool.commands.bench.strategies.base import Handle, State, Strategy
+from ckptool.commands.bench.worker.device import gather
 from ckptool.commands.bench.worker.training import Training, shards
 from ckptool.storage.url import Location
 
@@ -44,7 +45,7 @@ def measure(
     Returns the values of all ranks: times are the slowest's, for it holds up the others.
     """
     times = RankTimes()
-    disk: dict[str, Any] = {}
+    sizes: dict[str, int] = {}
     base = _train_before(training, times, tell)
     # not sooner: what some libraries start here would slow the steps before the first save
     strategy.set_up(training.device)
@@ -54,13 +55,14 @@ def measure(
             path = folder / f"save-{number}"
             _save(strategy, training, path, times)
             times.after.append(training.step()[0])
-            disk = usage(path)
-            _run_on_rank_0(partial(remove, path))
+            sizes = file_sizes(path)
+            _remove_together(path)
         times.device_peak = max(0, training.device.peak_memory() - base)
         tell("checking", None)
         consistency = _check_consistency(strategy, training, folder / "checked")
     finally:
         strategy.finish()
+    disk = {"nbytes": sum(sizes.values()), "files": len(sizes), "names": list(sizes)}
     return {**_slowest(times), **disk, "consistency": asdict(consistency)}
 
 
@@ -106,13 +108,13 @@ def _train_until_done(training: Training, handle: Handle) -> list[float]:
         steps.append(seconds)
 
 
-def _run_on_rank_0(work: Callable[[], None]) -> None:
-    """Work on rank 0 when all ranks have come here; all go on when it is done."""
+def _remove_together(path: Location) -> None:
+    """Remove a place once all ranks have come here; all go on when it is gone."""
     import torch.distributed as dist
 
     dist.barrier()
-    if dist.get_rank() == 0:
-        work()
+    if isinstance(path, Path) or dist.get_rank() == 0:  # each node may have its own disk
+        remove(path)
     dist.barrier()
 
 
@@ -121,10 +123,7 @@ def _slowest(times: RankTimes) -> dict[str, Any]:
 
     It is durable when the last rank has written, and the slowest fsync after that is done.
     """
-    import torch.distributed as dist
-
-    ranks: list[RankTimes] = [times] * dist.get_world_size()
-    dist.all_gather_object(ranks, times)
+    ranks = gather(times)
     slowest = asdict(ranks[0])
     for name in ("blocked", "written", "synced"):
         values = [getattr(rank, name) for rank in ranks]
@@ -164,9 +163,7 @@ def _save_and_change(
     make_durable(path)
     dist.barrier()
     different = diff_bits(before, strategy.load(training.empty_state(), path_or_url(path)))
-    dist.barrier()
-    remove(path)
-    dist.barrier()
+    _remove_together(path)
     return different
 
 
@@ -177,13 +174,9 @@ def snapshot(state: State) -> dict[str, Any]:
 
 def diff_bits(before: Mapping[str, Any], loaded: State) -> tuple[str, ...]:
     """Return the names whose bits differ on any rank, the same on every rank; missing ones do."""
-    import torch.distributed as dist
-
     locals_loaded = shards(loaded)
     own = {n for n, local in before.items() if not _equal_bits(local, locals_loaded.get(n))}
-    all_own: list[set[str]] = [own] * dist.get_world_size()
-    dist.all_gather_object(all_own, own)
-    return tuple(sorted(set().union(*all_own)))
+    return tuple(sorted(set().union(*gather(own))))
 
 
 def _equal_bits(tensor: Any, loaded: Any) -> bool:
