@@ -13,7 +13,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from ckptool.commands.bench.files import Folders
 from ckptool.commands.bench.processes import adopt_orphans, end_descendants, last_line
+from ckptool.commands.bench.report import Settings
 from ckptool.commands.bench.specs import TensorSpec, total
 from ckptool.errors import TransferError
 from ckptool.storage.url import Location, location
@@ -35,20 +37,15 @@ Emit = Callable[[dict[str, Any]], None]
 
 @dataclass(slots=True)
 class Task:
-    """What the ranks are to do. ``scratch`` is theirs alone; ``temporary`` is their TMPDIR.
+    """What the ranks are to do. ``folders.scratch`` is theirs alone.
 
-    ``store``: the URL that checkpoints are saved below; None to save them in ``scratch``.
     ``write_rate``: bytes a second that all ranks write together, where that is known.
     """
 
+    settings: Settings
     specs: list[TensorSpec]
     strategies: list[str]
-    saves: int
-    abort: bool
-    device_type: str
-    scratch: str
-    temporary: str
-    store: str | None = None
+    folders: Folders
     write_rate: float = _SLOWEST * _SLACK
 
     @property
@@ -58,17 +55,17 @@ class Task:
 
     def folder(self, job: str) -> Path:
         """Return where a job of the ranks may write."""
-        return Path(self.scratch) / job.replace("/", "_")
+        return Path(self.folders.scratch) / job.replace("/", "_")
 
     def place(self, job: str) -> Location:
         """Return where a job of the ranks saves."""
-        if self.store is None:
+        if self.folders.store is None:
             return self.folder(job)
-        return location(self.store) / job.replace("/", "_")
+        return location(self.folders.store) / job.replace("/", "_")
 
     def log(self, job: str, rank: int) -> Path:
         """Return the file for what a job's processes print."""
-        return Path(self.scratch) / "logs" / f"{job.replace('/', '_')}-{rank}.log"
+        return Path(self.folders.scratch) / "logs" / f"{job.replace('/', '_')}-{rank}.log"
 
 
 class Meeting:
@@ -91,8 +88,9 @@ class Meeting:
     def read_task(self) -> Task:
         """Return the task that ``launch`` has for the ranks."""
         fields = json.loads(self._store.get("task"))
-        fields["specs"] = [TensorSpec(*spec) for spec in fields["specs"]]
-        return Task(**fields)
+        specs = [TensorSpec(*spec) for spec in fields["specs"]]
+        folders = Folders(*fields["folders"])
+        return Task(Settings(**fields["settings"]), specs, fields["strategies"], folders)
 
     def emit(self, event: dict[str, Any]) -> None:
         """Tell ``launch`` what happens."""
@@ -147,13 +145,14 @@ def _connect(host: str, port: int, *, serve: bool) -> Any:
     return PrefixStore("ckptool-bench", store)
 
 
-def launch(task: Task, ranks: int, emit: Emit) -> None:
-    """Run the task on ``ranks`` processes of this machine; nothing of them is left afterwards.
+def launch(task: Task, emit: Emit) -> None:
+    """Run the task on ranks that are processes of this machine; nothing of them is left afterwards.
 
     TransferError where a rank ends otherwise than it should.
     """
     store = _connect(_HOST, 0, serve=True)  # at a port that is free
     store.set("task", json.dumps(asdict(task)))
+    ranks = task.settings.ranks
     logs = [task.log("rank", rank) for rank in range(ranks)]
     adopt_orphans()
     events = 0

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ckptool.commands.bench.files import (
-    Folders,
     list_shared_memory,
     remove,
     require_savable,
@@ -79,17 +78,12 @@ class PreparedBench:
         """Have all ranks do the task; return whether this process is the one that reports."""
         if read_launch(os.environ) is None:
             with scratch(self.out) as folders:
-                launch(self._task(folders), self.settings.ranks, emit)
+                launch(Task(self.settings, self.specs, self.names, folders), emit)
             return True
         meeting = Meeting()
         with scratch_of_all(self.out, meeting) as folders:
-            run_rank(self._task(folders), meeting, emit)
+            run_rank(Task(self.settings, self.specs, self.names, folders), meeting, emit)
         return meeting.rank == 0
-
-    def _task(self, folders: Folders) -> Task:
-        settings = self.settings
-        saves = settings.repeat + 1
-        return Task(self.specs, self.names, saves, settings.abort, settings.device, *folders)
 
     def _report(self, events: Sequence[Mapping[str, Any]]) -> BenchReport:
         def reasons(kind: str) -> dict[str, str]:

@@ -103,7 +103,8 @@ def write_plot(report: BenchReport, path: Path) -> None:
     axes = figure.add_subplot()
     for place, result in enumerate(results):
         _draw(axes, place, result, best=result is report.best)
-    axes.set_yticks(range(len(results)), [_label(result) for result in results])
+    labels = [r.name if r.is_consistent else f"{r.name}  (DIRTY)" for r in results]
+    axes.set_yticks(range(len(results)), labels)
     axes.set_xlabel("seconds after the call (median of the steady saves)")
     axes.set_title(_title(report), loc="left", fontsize=10)
     if report.write_limit:
@@ -115,8 +116,8 @@ def write_plot(report: BenchReport, path: Path) -> None:
     axes.tick_params(axis="y", length=0)
     axes.set_xlim(0, 1.4 * max(result.durable_median for result in results))
     axes.set_ylim(-0.6, len(results) - 0.4)
-    handles, labels = axes.get_legend_handles_labels()
-    legend = dict(zip(labels, handles, strict=True))  # each label once
+    handles, names = axes.get_legend_handles_labels()
+    legend = dict(zip(names, handles, strict=True))  # each name once
     look: dict[str, Any] = {"ncols": 4, "frameon": False, "fontsize": 9}
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", **look)
     try:
@@ -136,10 +137,6 @@ def _draw(axes: Any, place: int, result: Measured, *, best: bool) -> None:
         begin = end
     words = f" {seconds(blocked)} blocked, {seconds(durable)} until durable"
     axes.text(durable, place, words, va="center", fontsize=8, weight="bold" if best else "normal")
-
-
-def _label(result: Measured) -> str:
-    return result.name if result.is_consistent else f"{result.name}  (DIRTY)"
 
 
 def _title(report: BenchReport) -> str:

@@ -13,13 +13,12 @@ from rich.text import Text
 
 from ckptool.commands.bench.report import (
     BROKEN,
-    SCHEMA,
-    AbortResult,
     BenchReport,
     Change,
     Measured,
     steady,
 )
+from ckptool.commands.document import document
 from ckptool.core.text import plural
 from ckptool.render.bench.bars import draw_bars, rate, seconds
 from ckptool.render.messages import show_step
@@ -39,11 +38,8 @@ _DOING = {
 @contextmanager
 def bench_progress(names: int, saves: int, *, quiet: bool) -> Iterator[OnEvent]:
     """Yield what shows the events of a run: a live bar on a terminal, else lines."""
-    if quiet:
-        yield lambda event: None
-        return
-    if not sys.stderr.isatty():
-        yield _show_begin
+    if quiet or not sys.stderr.isatty():
+        yield (lambda event: None) if quiet else _show_begin
         return
     from rich.progress import (
         BarColumn,
@@ -64,16 +60,12 @@ def bench_progress(names: int, saves: int, *, quiet: bool) -> Iterator[OnEvent]:
             if kind in ("measured", "skipped", "failed"):
                 bar.advance(task)
             elif kind in ("begin", "doing"):
-                bar.update(task, description=_describe(event, saves))
+                what = _DOING.get(event.get("what", ""), "")
+                if event.get("what") == "save":
+                    what += f" {event['number'] + 1} of {saves}"
+                bar.update(task, description=f"{event['name']}  {what}".rstrip())
 
         yield show
-
-
-def _describe(event: Mapping[str, Any], saves: int) -> str:
-    what = _DOING.get(event.get("what", ""), "")
-    if event.get("what") == "save":
-        what += f" {event['number'] + 1} of {saves}"
-    return f"{event['name']}  {what}".rstrip()
 
 
 def _show_begin(event: Mapping[str, Any]) -> None:
@@ -93,10 +85,9 @@ _ABORT_HEADINGS = "strategy|killed in mid-save: the folder|processes|shared memo
 def show_bench(report: BenchReport, changes: Sequence[Change] | None = None) -> None:
     """Show all that was measured and where; what could not be, with the reasons."""
     screen = console()
-    accelerated = report.settings.device != "cpu"
     rows = [[Text(heading, "dim") for heading in _HEADINGS.split("|")]]
-    rows += [_row(report, result, accelerated=accelerated) for result in report.ranked]
-    if not accelerated:
+    rows += [_row(report, result) for result in report.ranked]
+    if report.settings.device == "cpu":
         _blank_column(rows, 6)
     for column in _DISPENSABLE:
         if screen.is_terminal and _width(rows) > screen.width:
@@ -155,7 +146,7 @@ def describe_machine(
     )
 
 
-def _row(report: BenchReport, result: Measured, *, accelerated: bool) -> list[Text]:
+def _row(report: BenchReport, result: Measured) -> list[Text]:
     best = result is report.best
     style = "bold green" if best else "" if result.is_consistent else "dim"
     beside = "" if result.slowdown is None else f"{result.slowdown:+.0%}"
@@ -166,7 +157,7 @@ def _row(report: BenchReport, result: Measured, *, accelerated: bool) -> list[Te
         Text(seconds(result.durable_median), style),
         Text(beside, style),
         Text(f"+ {size(result.host_extra)}", style),
-        Text(f"+ {size(result.device_peak)}" if accelerated else "", style),
+        Text(f"+ {size(result.device_peak)}", style),
         _saved_state(result),
     ]
 
@@ -183,14 +174,13 @@ def _saved_state(result: Measured) -> Text:
 
 def _abort_rows(report: BenchReport) -> list[list[Text]]:
     rows = [[Text(heading, "dim") for heading in _ABORT_HEADINGS.split("|")]]
-    aborted = [(result.name, result.abort) for result in report.ranked if result.abort]
-    return rows + [[Text(visible(name)), *_abort_cells(abort)] for name, abort in aborted]
-
-
-def _abort_cells(abort: AbortResult) -> list[Text]:
-    over = " (the save was over before the kill)" if abort.finished else ""
-    folder = Text(abort.folder + over, "bold red" if abort.folder == BROKEN else "")
-    return [folder, *map(_leftovers, (abort.processes, abort.shared, abort.files))]
+    for result in report.ranked:
+        if left := result.abort:
+            over = " (the save was over before the kill)" if left.finished else ""
+            folder = Text(left.folder + over, "bold red" if left.folder == BROKEN else "")
+            leftovers = map(_leftovers, (left.processes, left.shared, left.files))
+            rows.append([Text(visible(result.name)), folder, *leftovers])
+    return rows
 
 
 def _leftovers(names: Sequence[str]) -> Text:
@@ -256,22 +246,20 @@ def slowdown(value: float) -> str:
 
 def bench_json(report: BenchReport, changes: Sequence[Change] | None = None) -> dict[str, Any]:
     """Return everything with every sample: seconds, bytes, bytes a second."""
-    best = report.best
-    document: dict[str, Any] = {
-        "schema": SCHEMA,
-        "machine": dict(report.machine),
-        "versions": dict(report.versions),
-        "settings": asdict(report.settings),
-        "limits": dict(report.limits),
-        "strategies": [_strategy(report, result) for result in report.ranked],
-        "skipped": dict(report.skipped),
-        "failed": dict(report.failed),
-        "best": best.name if best else None,
-        "advice": advice(report),
-    }
-    if changes is not None:
-        document["compared"] = [asdict(change) for change in changes]
-    return document
+    compared = {} if changes is None else {"compared": changes}
+    return document(
+        "bench",
+        machine=report.machine,
+        versions=report.versions,
+        settings=asdict(report.settings),
+        limits=report.limits,
+        strategies=[_strategy(report, result) for result in report.ranked],
+        skipped=report.skipped,
+        failed=report.failed,
+        best=report.best.name if report.best else None,
+        advice=advice(report),
+        **compared,
+    )
 
 
 def _strategy(report: BenchReport, result: Measured) -> dict[str, Any]:
@@ -283,9 +271,9 @@ def _strategy(report: BenchReport, result: Measured) -> dict[str, Any]:
         "written": _times(result.written, nbytes, None),
         "durable": _times(result.durable, nbytes, report.durable_fraction(result)),
         "steps": {
-            "before": list(result.before),
-            "during": [list(steps) for steps in result.during],
-            "after": list(result.after),
+            "before": result.before,
+            "during": result.during,
+            "after": result.after,
             "slowdown": result.slowdown,
         },
         "host_memory": {
@@ -295,8 +283,8 @@ def _strategy(report: BenchReport, result: Measured) -> dict[str, Any]:
         },
         "device_memory": result.device_peak,
         "disk": {"bytes": result.nbytes, "files": result.files},
-        "consistency": asdict(result.consistency),
-        "abort": asdict(result.abort) if result.abort else None,
+        "consistency": result.consistency,
+        "abort": result.abort,
         "remark": result.remark,
     }
 
@@ -312,5 +300,5 @@ def _times(samples: Sequence[float], nbytes: int, fraction: float | None) -> dic
         "highest": max(later),
         "bytes_per_second": nbytes / median,
         "of_limit": fraction,
-        "samples": list(samples),
+        "samples": samples,
     }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from rich.text import Text
 
 from ckptool.commands.bench.transfer.run import Ratio, RowResult, TransferBenchReport
+from ckptool.commands.document import document
 from ckptool.core.text import plural
 from ckptool.render.bench.report import describe_machine
 from ckptool.render.text import columns, console, emit, size, visible
@@ -81,32 +81,27 @@ def _ratio(ratio: Ratio) -> Text:
 
 def transfer_bench_json(report: TransferBenchReport) -> dict[str, Any]:
     """Return the report with every sample as ``ckptool.transfer-bench/2``."""
-    return {
-        "schema": "ckptool.transfer-bench/2",
-        "machine": dict(report.machine),
-        "versions": dict(report.versions),
-        "settings": {
-            "source": report.source,
-            "nbytes": report.nbytes,
-            "files": report.files,
-            "light_tensors": report.light_tensors,
-            "repeat": report.repeat,
-        },
-        "rows": [_row_json(report, result) for result in report.results],
-        "skipped": dict(report.skipped),
-    }
+    settings = ("source", "nbytes", "files", "light_tensors", "repeat")
+    return document(
+        "transfer-bench",
+        machine=report.machine,
+        versions=report.versions,
+        settings={name: getattr(report, name) for name in settings},
+        rows=[_row_json(report, result) for result in report.results],
+        skipped=report.skipped,
+    )
 
 
 def _row_json(report: TransferBenchReport, result: RowResult) -> dict[str, Any]:
     return {
         "name": result.row.name,
-        "command": list(result.row.command),
+        "command": result.row.command,
         "measure": result.row.measure,
         "nbytes": result.nbytes,
         "median": result.median,
         "peak_bytes": result.peak_bytes,
         "read_bytes": result.read_bytes,
-        "ratios": [asdict(ratio) for ratio in report.ratios(result)],
+        "ratios": report.ratios(result),
         "imports_torch": result.imports_torch,
-        "samples": [asdict(sample) for sample in result.samples],
+        "samples": result.samples,
     }

@@ -140,7 +140,8 @@ def transfer_bench(
     _require_space(workdir, nbytes, generated=source is None)
     with tempfile.TemporaryDirectory(prefix="ckptool-bench-", dir=workdir) as scratch:
         paths = _prepare_paths(rows, opened, size, Path(scratch), has_torch, progress)
-        skipped = _find_impossible(rows, paths, has_torch=has_torch, dcp=dcp)
+        obstacles = {r.name: _obstacle(r, paths, has_torch=has_torch, dcp=dcp) for r in rows}
+        skipped = {name: reason for name, reason in obstacles.items() if reason}
         results = _measure(rows, paths, repeat, skipped, progress)
         measured = Path(paths["{source}"])
         return TransferBenchReport(
@@ -196,43 +197,40 @@ def _prepare_paths(
     outputs = scratch / "outputs"
     outputs.mkdir()
     paths = {"{target}": str(outputs / "target"), "{result}": str(outputs / "result")}
-    sizes = {"{source}": size} | {mark: int(size * times) for mark, times in OTHERS.items()}
+    tasks: dict[str, tuple[str, ...]] = {}
     if opened is not None:
         paths["{source}"] = str(opened)
-        sizes = {}
+    else:
+        for mark, times in {"{source}": 1.0, **OTHERS}.items():
+            tasks[mark] = ("write-wide" if mark == "{wide}" else "write", str(int(size * times)))
     if has_torch:
-        sizes["{light}"] = _LIGHT_BYTES
-    used = {word for row in rows for word in row.command}
-    if has_torch and "{many}" in used:
-        progress(f"writing what {_MANY[1]} ranks save of {_MANY[0]} tensors")
-        paths["{many}"] = str(scratch / "many")
-        run_sample((*PROGRAM, "write-many", paths["{many}"], *_MANY))
-    for mark, nbytes in sizes.items():
-        if mark not in used and mark != "{source}":
-            continue
-        progress(f"writing a checkpoint of {nbytes:,} bytes with torch on {RANKS} gloo ranks")
-        paths[mark] = str(scratch / mark.strip("{}"))
-        task = "write-wide" if mark == "{wide}" else "write"
-        run_sample((*PROGRAM, task, paths[mark], str(nbytes)))
+        tasks |= {"{light}": ("write", str(_LIGHT_BYTES)), "{many}": ("write-many", *_MANY)}
+    used = {"{source}"} | {word for row in rows for word in row.command}
+    for mark, (task, *words) in tasks.items():
+        if mark in used:
+            progress("writing " + _describe(*words))
+            paths[mark] = str(scratch / mark.strip("{}"))
+            run_sample((*PROGRAM, task, paths[mark], *words))
     paths.setdefault("{light}", paths["{source}"])
     return paths
 
 
-def _find_impossible(
-    rows: tuple[Row, ...], paths: Mapping[str, str], *, has_torch: bool, dcp: bool
-) -> dict[str, str]:
-    """Return the rows that cannot be measured here, with the reason."""
-    skipped: dict[str, str] = {}
-    for row in rows:
-        if row.torch and not has_torch:
-            skipped[row.name] = "torch is not installed"
-        elif row.torch and "{source}" in row.command and not dcp:
-            skipped[row.name] = "torch's own tools read only its DCP format"
-        elif "{many}" in row.command and "{many}" not in paths:
-            skipped[row.name] = "torch is not installed to write a checkpoint"
-        elif any(mark in row.command and mark not in paths for mark in OTHERS):
-            skipped[row.name] = "no checkpoint of another size is made beside a given one"
-    return skipped
+def _describe(number: str, ranks: str | None = None) -> str:
+    if ranks is not None:
+        return f"what {ranks} ranks save of {number} tensors"
+    return f"a checkpoint of {int(number):,} bytes with torch on {RANKS} gloo ranks"
+
+
+def _obstacle(row: Row, paths: Mapping[str, str], *, has_torch: bool, dcp: bool) -> str | None:
+    """Return why a row cannot be measured here, or None."""
+    absent = {"{many}", *OTHERS}.intersection(row.command) - paths.keys()
+    if row.torch and not has_torch:
+        return "torch is not installed"
+    if row.torch and "{source}" in row.command and not dcp:
+        return "torch's own tools read only its DCP format"
+    if "{many}" in absent:
+        return "torch is not installed to write a checkpoint"
+    return "no checkpoint of another size is made beside a given one" if absent else None
 
 
 def _measure(

@@ -41,7 +41,7 @@ def abort(rank: Rank, name: str, strategy: Strategy, whole: Collection[str]) -> 
 
     ``whole``: the names of the files of a finished save.
     """
-    temporary = Path(rank.task.temporary)
+    temporary = Path(rank.task.folders.temporary)
     shared, files = list_shared_memory(), list_folder(temporary)
     job = f"{name}-abort"
     folder = rank.make_folder(job)

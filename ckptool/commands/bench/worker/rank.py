@@ -36,14 +36,17 @@ from ckptool.errors import Unsupported
 _OPEN_FILES = 1 << 16
 
 Job = Callable[[Device, Tell], Any]
-"""What a fresh process of every rank does, within a process group of those processes."""
+"""What a fresh process of every rank does, within a process group of those processes.
+
+It is the first to connect to a store, which survives no fork.
+"""
 
 
 def run_rank(task: Task, meeting: Meeting, emit: Emit) -> None:
     """Do the task as this rank. ``emit`` takes the events, of rank 0 alone."""
     adopt_orphans()
     _allow_open_files()
-    os.environ["TMPDIR"] = tempfile.tempdir = task.temporary
+    os.environ["TMPDIR"] = tempfile.tempdir = task.folders.temporary
     _import_torch()
     try:
         Rank(task, meeting, emit).run()
@@ -79,8 +82,12 @@ class Rank:
     def run(self) -> None:
         """Measure the limits, then every strategy that can run here."""
         self._emit_progress("limits", "limits")
-        share, place = total(self.task.specs) // self.meeting.size, self.task.place("limits")
-        limits = self.run_job("limits", lambda device, tell: measure_limits(share, device, place))
+        share = total(self.task.specs) // self.meeting.size
+
+        def work(device: Device, tell: Tell) -> dict[str, float | None]:
+            return measure_limits(share, device, self.task.place("limits"))
+
+        limits = self.run_job("limits", work)
         self._emit({"event": "limits", "limits": limits.value, "failure": limits.failure})
         if limits.value:
             self.task.write_rate = limits.value["write"] or limits.value["upload"]
@@ -99,23 +106,25 @@ class Rank:
 
         def work(device: Device, tell: Tell) -> dict[str, Any]:
             training = Training.begin(self.task.specs, device)
-            return measure(strategy, training, self.task.place(name), self.task.saves, tell)
+            return measure(
+                strategy, training, self.task.place(name), self.task.settings.repeat + 1, tell
+            )
 
         result = self.run_job(name, work, measure=True)
         if result.failure:
             return {"event": "failed", **facts, "reason": result.failure}
         aborted = None
-        if self.task.abort:
+        if self.task.settings.abort:
             self._emit_progress(name, "aborting")
             aborted = abort(self, name, strategy, result.value["names"])
         return {"event": "measured", **facts, "remark": remark, **result.value, "abort": aborted}
 
     def _ask(self, strategy: Strategy) -> list[str | None]:
         """Say why a strategy cannot run here, and what differs here; it may load libraries."""
-        if self.task.store and not getattr(strategy, "to_urls", False):
+        if self.task.folders.store and not getattr(strategy, "to_urls", False):
             return ["saves to disks only", None]
-        device, nbytes = Device(self.task.device_type, 0), total(self.task.specs)
-        folder = Path(self.task.scratch)
+        device, nbytes = Device(self.task.settings.device, 0), total(self.task.specs)
+        folder = Path(self.task.folders.scratch)
         place = Place(device, self.meeting.size, nbytes, free_shared_memory(), folder)
         reason = strategy.unavailable(place)
         return [reason, None if reason else strategy.remark(place)]
@@ -138,7 +147,7 @@ class Rank:
             import torch.distributed as dist
 
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.meeting.size))
-            device = Device.of_rank(self.task.device_type)
+            device = Device.of_rank(self.task.settings.device)
             self.meeting.begin_group(job, device.backend, self.task.timeout)
             try:
                 return work(device, tell)
