@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -137,7 +138,9 @@ def transfer_bench(
     if source is None and not has_torch:
         raise Unsupported("no torch to write a checkpoint with", hint="name one to measure")
     opened, nbytes, dcp = (None, size, True) if source is None else _open_source(source)
-    _require_space(workdir, nbytes, generated=source is None)
+    # room for the largest output, and for the sources too where they are made here
+    checkpoints = 1.0 if source else 1 + sum(OTHERS.values()) + max(OTHERS.values())
+    require_disk(workdir, int(nbytes * checkpoints * 1.05) + 4 * _LIGHT_BYTES)
     with tempfile.TemporaryDirectory(prefix="ckptool-bench-", dir=workdir) as scratch:
         paths = _prepare_paths(rows, opened, size, Path(scratch), has_torch, progress)
         obstacles = {r.name: _obstacle(r, paths, has_torch=has_torch, dcp=dcp) for r in rows}
@@ -177,12 +180,6 @@ def _walk_files(path: Path) -> Iterator[Path]:
 
 def _count_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in _walk_files(path))
-
-
-def _require_space(workdir: Path, nbytes: int, *, generated: bool) -> None:
-    """Require room for the largest output, and for the sources too where they are made here."""
-    checkpoints = sum(OTHERS.values()) + max(OTHERS.values()) + 1 if generated else 1
-    require_disk(workdir, int(nbytes * checkpoints * 1.05) + 4 * _LIGHT_BYTES)
 
 
 def _prepare_paths(
@@ -253,31 +250,30 @@ def _measure(
                 if not row.torch:
                     raise
                 skipped[row.name] = error.message
+    measured = [row for row in rows if row.name not in skipped]
     return tuple(
-        RowResult(
-            row, tuple(samples[row.name]), _imports_torch(row, paths), _moved_bytes(row, paths)
-        )
-        for row in rows
-        if row.name not in skipped
+        RowResult(r, tuple(samples[r.name]), _imports_torch(r, paths), _moved_bytes(r, paths))
+        for r in measured
     )
 
 
 def _moved_bytes(row: Row, paths: Mapping[str, str]) -> int:
     """Return the bytes of the checkpoint that a row moves, to a target or into memory."""
-    words = " ".join(row.command)
-    if "{target}" not in words and "{result}" not in words:
-        return 0
-    mark = next(mark for mark in ("{source}", *OTHERS) if mark in row.command)
-    return _count_bytes(Path(paths[mark]))
+    moves = any("{target}" in word or word == "{result}" for word in row.command)
+    return _count_bytes(_sources(row, paths)[0]) if moves else 0
+
+
+def _sources(row: Row, paths: Mapping[str, str]) -> list[Path]:
+    """Return where the large checkpoints lie that a row reads."""
+    return [Path(paths[mark]) for mark in ("{source}", *OTHERS) if mark in row.command]
 
 
 def _measure_once(row: Row, paths: Mapping[str, str]) -> Sample:
     """Take one sample of a row; its output is removed."""
     outputs = Path(paths["{target}"]).parent
     os.sync()
-    for mark in ("{source}", *OTHERS):
-        if any(mark in word for word in row.command):
-            _warm_cache(Path(paths[mark]))
+    for checkpoint in _sources(row, paths):
+        _warm_cache(checkpoint)
     try:
         sample = run_sample(_fill(row.command, paths))
         if row.measure != "load":
@@ -299,10 +295,7 @@ def _warm_cache(checkpoint: Path) -> None:
 
 def _fill(command: tuple[str, ...], paths: Mapping[str, str]) -> list[str]:
     """Put paths for placeholders."""
-    words = list(command)
-    for mark, path in paths.items():
-        words = [word.replace(mark, path) for word in words]
-    return words
+    return [re.sub(r"\{\w+\}", lambda mark: paths[mark[0]], word) for word in command]
 
 
 def _imports_torch(row: Row, paths: Mapping[str, str]) -> bool | None:

@@ -47,13 +47,9 @@ class Training:
     def empty_state(self) -> dict[str, Any]:
         """Return a state dict of the same shapes, all zeros: what a checkpoint is loaded into."""
         import torch
+        from torch.utils._pytree import tree_map_only
 
-        def zeros(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {key: zeros(inner) for key, inner in value.items()}
-            return torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
-
-        empty: dict[str, Any] = zeros(self.state)
+        empty: dict[str, Any] = tree_map_only(torch.Tensor, torch.zeros_like, self.state)
         return empty
 
     def step(self, done: bool = True) -> tuple[float, bool]:
