@@ -111,17 +111,16 @@ def _copy(source: Any, target: Any, device: Device) -> Probe:
 
 def _rate(nbytes: int, work: Probe) -> float:
     """Return bytes a second of all ranks, by the slowest rank of the best round."""
-    return max(_rate_of_round(nbytes, work) for _ in range(_ROUNDS))
-
-
-def _rate_of_round(nbytes: int, work: Probe) -> float:
     import torch.distributed as dist
 
-    dist.barrier()
-    begin = time.perf_counter()
-    work()
-    ranks = gather((time.perf_counter() - begin, nbytes))
-    return sum(nbytes for _, nbytes in ranks) / max(seconds for seconds, _ in ranks)
+    rates = []
+    for _ in range(_ROUNDS):
+        dist.barrier()
+        begin = time.perf_counter()
+        work()
+        ranks = gather((time.perf_counter() - begin, nbytes))
+        rates.append(sum(nbytes for _, nbytes in ranks) / max(seconds for seconds, _ in ranks))
+    return max(rates)
 
 
 _RANK_BYTES = 400 << 20

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from ckptool.commands.open import open_checkpoint
-from ckptool.core.catalog import Catalog
-from ckptool.core.dtype import BY_NAME, DType
+from ckptool.core.dtype import BY_NAME
 from ckptool.core.state_category import state_category
 from ckptool.errors import Unsupported
 from ckptool.storage.url import Location
@@ -71,25 +71,16 @@ def specs_like(path: Location) -> list[TensorSpec]:
 
     Raises what ``open_checkpoint`` raises, and Unsupported where it holds no tensor of a model.
     """
-    catalog = open_checkpoint(path).catalog
-    model, optimizer, others = (_in_category(catalog, c) for c in ("model", "optimizer", "other"))
+    specs: dict[str, dict[str, TensorSpec]] = defaultdict(dict)
+    for entry in open_checkpoint(path).catalog.tensors.values():
+        category = state_category(entry)  # part of the path: else a tensor's own might clash
+        dtype = "uint8" if entry.dtype.kind == "bits" else entry.dtype.name
+        specs[category][entry.name] = TensorSpec((category, entry.name), entry.shape, dtype)
+    model = specs["model"]
     if not model:
         raise Unsupported(f"{path}: no model tensors to take shapes from")
-    return [*model.values(), *(optimizer.values() or _adamw(model)), *others.values()]
-
-
-def _in_category(catalog: Catalog, category: str) -> dict[str, TensorSpec]:
-    """Return tensors by name, below their category: else their own paths might clash."""
-    return {
-        entry.name: TensorSpec((category, entry.name), entry.shape, _torch_dtype(entry.dtype))
-        for entry in catalog.tensors.values()
-        if state_category(entry) == category
-    }
-
-
-def _torch_dtype(dtype: DType) -> str:
-    """Name the element type to make tensors of; packed bits are as heavy as bytes."""
-    return "uint8" if dtype.kind == "bits" else dtype.name
+    optimizer = specs["optimizer"].values() or _adamw(model)
+    return [*model.values(), *optimizer, *specs["other"].values()]
 
 
 def total(specs: list[TensorSpec]) -> int:

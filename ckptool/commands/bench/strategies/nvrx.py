@@ -17,11 +17,11 @@ from typing import Any
 
 from ckptool.commands.bench.machine import installed_version
 from ckptool.commands.bench.strategies.base import Handle, Place, State, Strategy
-from ckptool.commands.bench.strategies.torch_savers import load_dcp
+from ckptool.commands.bench.strategies.torch_savers import DcpStrategy
 from ckptool.commands.bench.worker.device import Device
 
 
-class Nvrx(Strategy):
+class Nvrx(DcpStrategy):
     """One combination of worker and file I/O."""
 
     library = "nvidia-resiliency-ext"
@@ -85,10 +85,6 @@ class Nvrx(Strategy):
         commit = partial(save_state_dict_async_finalize, *planned)
         self._calls.schedule_async_request(AsyncRequest(write, arguments, [commit], {}, preload))
         return _QueuedSave(self._calls)
-
-    def load(self, state: State, path: Path) -> State:
-        """Load DCP's format, which it writes."""
-        return load_dcp(state, path)
 
     def finish(self) -> None:
         """End the worker that stays."""

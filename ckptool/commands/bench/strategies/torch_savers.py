@@ -39,7 +39,18 @@ class TorchSave(Strategy):
         return loaded
 
 
-class DcpSync(Strategy):
+class DcpStrategy(Strategy):
+    """A way to write DCP's format."""
+
+    def load(self, state: State, path: Path | str) -> State:
+        """Load into ``state``, each rank its shards; torch reads URLs by fsspec."""
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        load(state, checkpoint_id=path)
+        return state
+
+
+class DcpSync(DcpStrategy):
     """DCP's synchronous save, with its defaults."""
 
     name = "dcp-sync"
@@ -53,18 +64,6 @@ class DcpSync(Strategy):
         save(state, checkpoint_id=path)
         return Handle()
 
-    def load(self, state: State, path: Path | str) -> State:
-        """Load into ``state``, each rank its shards."""
-        return load_dcp(state, path)
-
-
-def load_dcp(state: State, path: Path | str) -> State:
-    """Load by ``torch.distributed.checkpoint`` into ``state``; torch reads URLs by fsspec."""
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    load(state, checkpoint_id=path)
-    return state
-
 
 _PROCESS, _THREAD = "process", "thread"
 _DEFAULT, _PINNED, _ASYNC = "default", "pinned", "async"
@@ -75,10 +74,10 @@ _STAGINGS = {
 }
 
 
-class DcpAsync(DcpSync):
+class DcpAsync(DcpStrategy):
     """``async_save`` with one combination of who writes, how is staged, and if plans are kept."""
 
-    background = True
+    background = to_urls = True
 
     def __init__(self, writer: str, staging: str, cached: bool) -> None:
         self.name = f"dcp-async-{writer}/{staging}" + ("+cached" if cached else "")
