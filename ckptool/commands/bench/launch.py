@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ckptool.commands.bench.files import Folders
 from ckptool.commands.bench.processes import adopt_orphans, end_descendants, last_line
@@ -31,6 +34,7 @@ _MEETING_TIMEOUT = timedelta(hours=12)
 _POLL_MEETING = 0.003
 _POLL_EVENTS = 0.1
 _HOST = "127.0.0.1"
+_FATAL = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -148,7 +152,8 @@ def _connect(host: str, port: int, *, serve: bool) -> Any:
 def launch(task: Task, emit: Emit) -> None:
     """Run the task on ranks that are processes of this machine; nothing of them is left afterwards.
 
-    TransferError where a rank ends otherwise than it should.
+    TransferError where a rank ends otherwise than it should, KeyboardInterrupt and SystemExit
+    where this process is asked to stop.
     """
     store = _connect(_HOST, 0, serve=True)  # at a port that is free
     store.set("task", json.dumps(asdict(task)))
@@ -157,23 +162,41 @@ def launch(task: Task, emit: Emit) -> None:
     adopt_orphans()
     events = 0
     try:
-        processes = [
-            _start_rank(rank, ranks, store.underlying_store.port, log)
-            for rank, log in enumerate(logs)
-        ]
-        codes: list[int | None] = [None]
-        while None in codes:
-            time.sleep(_POLL_EVENTS)
-            codes = [process.poll() for process in processes]
-            while store.check([f"event-{events}"]):
-                emit(json.loads(store.get(f"event-{events}")))
-                events += 1
-            for code, log in zip(codes, logs, strict=True):
-                if code:
-                    words = last_line(log) or "it printed nothing"
-                    raise TransferError(f"a rank of the benchmark failed: {words}")
+        with _unwind_on_signals():
+            port = store.underlying_store.port
+            processes = [_start_rank(rank, ranks, port, log) for rank, log in enumerate(logs)]
+            codes: list[int | None] = [None]
+            while None in codes:
+                time.sleep(_POLL_EVENTS)
+                codes = [process.poll() for process in processes]
+                while store.check([f"event-{events}"]):
+                    emit(json.loads(store.get(f"event-{events}")))
+                    events += 1
+                for code, log in zip(codes, logs, strict=True):
+                    if code:
+                        words = last_line(log) or "it printed nothing"
+                        raise TransferError(f"a rank of the benchmark failed: {words}")
     finally:
         end_descendants()
+
+
+@contextmanager
+def _unwind_on_signals() -> Iterator[None]:
+    """Raise SystemExit where a signal would end this process at once, and leave all there is."""
+
+    def stop(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    fatal = [n for n in _FATAL if signal.getsignal(n) is signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        fatal = []  # Python sets handlers in no other
+    for number in fatal:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in fatal:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _start_rank(rank: int, ranks: int, port: int, log: Path) -> subprocess.Popen[bytes]:
