@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from typing import Protocol
 
 from ckptool.errors import Damaged
-
-
-class _Readable(Protocol):
-    def read(self, size: int = -1, /) -> bytes: ...
 
 
 def decode(blob: bytes, codec: str, limit: int, *, what: str) -> bytes:
@@ -19,20 +14,19 @@ def decode(blob: bytes, codec: str, limit: int, *, what: str) -> bytes:
     ``codec`` is ``deflate`` (a raw stream, as in zip records) or ``zstd`` (one frame, as DCP's
     ZStandard extension writes). Raises Damaged where the blob is corrupt or decodes to more.
     """
+    if codec == "zstd":
+        return b"".join(_unzstd(blob, limit, what))
     try:
-        if codec == "deflate":
-            data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(blob, limit + 1)
-        else:
-            data = _unzstd(blob, limit)
-    except (zlib.error, ValueError) as error:
-        raise _corrupt(f"{what}: the {codec} data is corrupt: {error}") from None
+        data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(blob, limit + 1)
+    except zlib.error as error:
+        raise _corrupt(what, codec, f"is corrupt: {error}") from None
     if len(data) > limit:
-        raise _corrupt(f"{what}: the {codec} data decodes to more than {limit:,} bytes")
+        raise _corrupt(what, codec, f"decodes to more than {limit:,} bytes")
     return data
 
 
-def _corrupt(message: str) -> Damaged:
-    return Damaged(message, "codec-corrupt")
+def _corrupt(what: str, codec: str, why: str) -> Damaged:
+    return Damaged(f"{what}: the {codec} data {why}", "codec-corrupt")
 
 
 def zstd_edges(blob: bytes, limit: int, edge: int, *, what: str) -> tuple[bytes, bytes, int]:
@@ -41,35 +35,25 @@ def zstd_edges(blob: bytes, limit: int, edge: int, *, what: str) -> tuple[bytes,
     The rest is decoded and discarded. Raises Damaged where the frame is corrupt or decodes to
     more than ``limit`` bytes.
     """
-    import zstandard
-
     head, tail, size = b"", b"", 0
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(blob) as stream:
-            for piece in _pieces(stream, limit):
-                size += len(piece)
-                head += piece[: edge - len(head)]
-                tail = (tail + piece)[-edge:]
-    except zstandard.ZstdError as error:
-        raise _corrupt(f"{what}: the zstd data is corrupt: {error}") from None
-    if size > limit:
-        raise _corrupt(f"{what}: the zstd data decodes to more than {limit:,} bytes")
+    for piece in _unzstd(blob, limit, what):
+        size += len(piece)
+        head += piece[: edge - len(head)]
+        tail = (tail + piece)[-edge:]
     return head, tail, size
 
 
-def _unzstd(blob: bytes, limit: int) -> bytes:
+def _unzstd(blob: bytes, limit: int, what: str) -> Iterator[bytes]:
+    """Yield what a zstd frame holds in pieces of at most a MiB."""
     import zstandard
 
+    left = limit + 1
     try:
         with zstandard.ZstdDecompressor().stream_reader(blob) as stream:
-            return b"".join(_pieces(stream, limit))
+            while left and (piece := stream.read(min(left, 1 << 20))):
+                left -= len(piece)
+                yield piece
     except zstandard.ZstdError as error:
-        raise ValueError(str(error)) from None
-
-
-def _pieces(stream: _Readable, limit: int) -> Iterator[bytes]:
-    """Read the stream in pieces of at most a MiB, up to one byte more than ``limit``."""
-    left = limit + 1
-    while left and (piece := stream.read(min(left, 1 << 20))):
-        left -= len(piece)
-        yield piece
+        raise _corrupt(what, "zstd", f"is corrupt: {error}") from None
+    if not left:
+        raise _corrupt(what, "zstd", f"decodes to more than {limit:,} bytes")
