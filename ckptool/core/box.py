@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import product
 from operator import ge, le, lt, sub
 from typing import NamedTuple
 
@@ -56,6 +57,32 @@ class Box(NamedTuple):
 
     def __str__(self) -> str:
         return "[" + ", ".join(f"{l}:{h}" for l, h in zip(self.lo, self.hi, strict=True)) + "]"
+
+
+class Piece(NamedTuple):
+    """``box`` of the global tensor lies at ``local`` of a rank's local tensor (same shapes)."""
+
+    box: Box
+    local: Box
+
+
+PlacedRun = tuple[int, int, int]
+"""Consecutive indexes of a dim: their start in the global tensor, in the local one, their count."""
+
+
+def pieces_of_runs(runs: Sequence[Sequence[PlacedRun]]) -> tuple[Piece, ...]:
+    """Return the pieces of a local tensor that holds these runs of each dim."""
+    pieces = []
+    for choice in product(*runs):
+        shape = [count for _, _, count in choice]
+        box = Box.at([start for start, _, _ in choice], shape)
+        pieces.append(Piece(box, Box.at([local for _, local, _ in choice], shape)))
+    return tuple(pieces)
+
+
+def without_dim(values: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    """Return a shape, an index or strides without one dim's."""
+    return (*values[:dim], *values[dim + 1 :])
 
 
 def row_major_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:

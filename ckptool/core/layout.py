@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckptool.core.box import Box, row_major_strides
+from ckptool.core.box import Box, Piece, row_major_strides
 from ckptool.core.catalog import Chunk, Extent, TensorEntry, merge_copies
 
 
@@ -25,9 +25,9 @@ class Data(NamedTuple):
         return self.box.shape
 
     @property
-    def pieces(self) -> tuple[tuple[Box, Box], ...]:
+    def pieces(self) -> tuple[Piece, ...]:
         """The box in the global tensor's coordinates, and in its own."""
-        return ((self.box, Box.whole(self.box.shape)),)
+        return (Piece(self.box, Box.whole(self.box.shape)),)
 
     @property
     def nbytes(self) -> int:
@@ -35,14 +35,11 @@ class Data(NamedTuple):
 
 
 class ScatteredData(NamedTuple):
-    """The C-ordered image of a local tensor of ``shape`` that is made of several boxes of ``name``.
-
-    Each piece is a box of the global tensor and where it lies in the local one.
-    """
+    """The C-ordered image of a local tensor of ``shape`` that is made of ``pieces`` of ``name``."""
 
     name: str
     shape: tuple[int, ...]
-    pieces: tuple[tuple[Box, Box], ...]
+    pieces: tuple[Piece, ...]
     itemsize: int
 
     @property

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from ckptool.core.box import Box, flat_range, row_major_strides
+from ckptool.core.box import Box, flat_range, row_major_strides, without_dim
 from ckptool.core.catalog import (
     Chunk,
     Container,
@@ -183,12 +183,12 @@ def unstack(entry: TensorEntry, dim: int = 0) -> list[TensorEntry]:
     for chunk in entry.chunks:
         if not chunk.box.volume:
             continue
-        box = Box(_without(chunk.box.lo, dim), _without(chunk.box.hi, dim))
+        box = Box(without_dim(chunk.box.lo, dim), without_dim(chunk.box.hi, dim))
         for index in range(chunk.box.lo[dim], chunk.box.hi[dim]):
             at = index - chunk.box.lo[dim]
             first = tuple(at if d == dim else 0 for d in range(len(entry.shape)))
-            parts[index].append(part_of_chunk(chunk, box, first, lambda s: _without(s, dim)))
-    shape = _without(entry.shape, dim)
+            parts[index].append(part_of_chunk(chunk, box, first, lambda s: without_dim(s, dim)))
+    shape = without_dim(entry.shape, dim)
     return [_with(entry, shape, chunks) for chunks in parts]
 
 
@@ -304,10 +304,6 @@ def _collapse(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
     return (*values[:dim], value, *values[dim + 2 :])
 
 
-def _without(values: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    return (*values[:dim], *values[dim + 1 :])
-
-
 def part_of_chunk(
     chunk: Chunk, box: Box, first: Index, restride: Restride = lambda strides: strides
 ) -> Chunk:
@@ -330,7 +326,7 @@ def _with(entry: TensorEntry, shape: tuple[int, ...], chunks: list[Chunk]) -> Te
 
 
 def _require_alike(first: TensorEntry, entry: TensorEntry, dim: int) -> None:
-    kinds = [(e.dtype, e.source_dtype, _without(e.shape, dim)) for e in (first, entry)]
+    kinds = [(e.dtype, e.source_dtype, without_dim(e.shape, dim)) for e in (first, entry)]
     if kinds[0] != kinds[1]:
         raise Unsupported(
             f"{entry.name} ({entry.dtype} {list(entry.shape)}) does not fit {first.name}"

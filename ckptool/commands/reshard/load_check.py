@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ckptool.commands.reshard.reshard import PreparedReshard
-from ckptool.core.box import Box
+from ckptool.core.box import Box, Piece
 from ckptool.core.catalog import Index, TensorEntry
 from ckptool.core.layout import Data, ScatteredData, tiles
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
-from ckptool.core.sharding.dtensor import LocalShard, Piece
+from ckptool.core.sharding.dtensor import LocalShard
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.read.gather import Array, Gatherer, unit
 from ckptool.errors import TransferError, Unsupported

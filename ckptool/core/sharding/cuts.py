@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ckptool.core.box import PlacedRun
 from ckptool.core.mesh import Partial, Placement, Placements, Replicate, Shard, StridedShard
 from ckptool.errors import Damaged, Unsupported
 
@@ -118,16 +119,13 @@ def total_length(runs: Runs) -> int:
     return sum(length for _, length in runs)
 
 
-Span = tuple[int, int, int]
-"""Global start, local start, length."""
-
-
-def spans_of(runs: Runs) -> Iterator[Span]:
-    """Yield each run with where it begins in the local tensor."""
-    local = 0
+def place_runs(runs: Runs) -> list[PlacedRun]:
+    """Return each run with where it begins in the local tensor."""
+    placed, local = [], 0
     for start, length in runs:
-        yield start, local, length
+        placed.append((start, local, length))
         local += length
+    return placed
 
 
 Order = tuple[int, ...]

@@ -14,22 +14,20 @@ A plain tensor may declare its boxes itself, by attributes: torch 2.15's
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ckptool.core.box import Box
+from ckptool.core.box import Box, Piece, pieces_of_runs
 from ckptool.core.mesh import Placement, coordinate_of
 from ckptool.core.sharding.cuts import (
     Cuts,
     Runs,
-    Span,
     cuts_by_dim,
     encoded_order,
+    place_runs,
     runs_table,
-    spans_of,
     table_index,
     total_length,
     whole,
@@ -41,14 +39,6 @@ _MOST_STRIPES_A_POSITION = 8
 
 ShardOrder = Sequence[tuple[int, Sequence[int]]]
 """torch 2.13's ``DTensorSpec.shard_order``: (tensor dim, mesh dims in the order they cut)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """``box`` of the global tensor lies at ``local`` of the rank's local tensor (same shapes)."""
-
-    box: Box
-    local: Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +115,7 @@ class _Reading:
 
     def shard(self, runs: tuple[Runs, ...]) -> LocalShard:
         """Return the shard made of the given index runs."""
-        by_dim = [tuple(spans_of(dim_runs)) for dim_runs in runs]
-        pieces = tuple(_piece(choice) for choice in itertools.product(*by_dim))
+        pieces = pieces_of_runs([place_runs(dim_runs) for dim_runs in runs])
         return LocalShard(tuple(map(total_length, runs)), pieces)
 
     def first_misfit(self, recorded: Mapping[int, Sequence[int]]) -> _Misfit | None:
@@ -237,14 +226,6 @@ def _in_recorded_order(cuts: Cuts, mesh_dims: Sequence[int] | None) -> Cuts:
             f"{tuple(by_mesh_dim)}"
         )
     return tuple(by_mesh_dim[mesh_dim] for mesh_dim in mesh_dims)
-
-
-def _piece(spans: tuple[Span, ...]) -> Piece:
-    shape = [length for _, _, length in spans]
-    return Piece(
-        Box.at([start for start, _, _ in spans], shape),
-        Box.at([local for _, local, _ in spans], shape),
-    )
 
 
 SHARD_ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")

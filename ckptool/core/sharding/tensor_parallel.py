@@ -6,13 +6,13 @@ A framework says in one ``RuleTable`` how it cuts its tensors; ``--tp-rule`` say
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from itertools import accumulate, groupby, product
+from itertools import accumulate, groupby
 from typing import Generic, TypeVar
 
-from ckptool.core.box import Box
+from ckptool.core.box import Box, Piece, pieces_of_runs, without_dim
 from ckptool.core.catalog import Chunk, Path, Place, TensorEntry, merge_copies
 from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh, Replicate, Shard
@@ -149,14 +149,11 @@ class RankCut:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Where a rank's shard of ``local`` shape belongs in the tensor of shape ``whole``.
-
-    Each of ``pieces`` is a box of the shard and the same box of the whole tensor.
-    """
+    """Where a rank's shard of ``local`` shape belongs in the tensor of shape ``whole``."""
 
     local: Shape
     whole: Shape
-    pieces: tuple[tuple[Box, Box], ...]
+    pieces: tuple[Piece, ...]
 
     @property
     def is_whole(self) -> bool:
@@ -167,7 +164,7 @@ class Fit:
     def place(self, chunk: Chunk) -> Iterator[Chunk]:
         """Yield what a chunk of the shard holds of the whole tensor."""
         is_empty = not Box.whole(self.whole).volume
-        for local, whole in self.pieces:
+        for whole, local in self.pieces:
             common = chunk.box.intersect(local)
             if is_empty and chunk.box.contains(local):
                 common = local  # boxes without elements share none, and still say where it lies
@@ -177,22 +174,35 @@ class Fit:
                 yield part_of_chunk(chunk, common.relative_to(shift), first)
 
 
+Block = tuple[int, int, int]
+"""A block's size along a dim: that of the rank's part, of the parts of ranks before, of all."""
+
+
+def _fit(local: Shape, blocks: Mapping[int, Sequence[Block]]) -> Fit:
+    """Return the fit of a shard that is made of blocks along each of these dims."""
+    whole, runs = list(local), [[(0, 0, size)] for size in local]
+    for dim, along in blocks.items():
+        whole[dim], runs[dim], at = 0, [], 0
+        for size, before, total in along:
+            runs[dim].append((whole[dim] + before, at, size))
+            whole[dim], at = whole[dim] + total, at + size
+    return Fit(local, tuple(whole), pieces_of_runs(runs))
+
+
 def fit_rank(local: Shape, cuts: Sequence[RankCut]) -> Fit:
     """Return where one rank's shard belongs, of which each rank has one of the same shape.
 
     Raises Undetermined where a dim has no such blocks.
     """
-    whole = list(local)
-    spans = [[(0, size, 0)] for size in local]
+    blocks = {}
     for cut in cuts:
         share, rest = divmod(sum(local[cut.dim : cut.dim + 1]), sum(cut.blocks))
         if rest or cut.dim >= len(local):
-            blocks = " : ".join(map(str, cut.blocks))
-            raise Undetermined(f"{list(local)} has no blocks of {blocks} along dim {cut.dim}")
-        whole[cut.dim] = local[cut.dim] * cut.degree
+            ratio = " : ".join(map(str, cut.blocks))
+            raise Undetermined(f"{list(local)} has no blocks of {ratio} along dim {cut.dim}")
         sizes = [share * block for block in cut.blocks]
-        spans[cut.dim] = list(_place_blocks((s, s * cut.index, s * cut.degree) for s in sizes))
-    return _fit(local, tuple(whole), spans)
+        blocks[cut.dim] = [(size, size * cut.index, size * cut.degree) for size in sizes]
+    return _fit(local, blocks)
 
 
 def fit_ranks(shapes: Sequence[Shape], rule: TpRule) -> list[Fit]:
@@ -200,20 +210,15 @@ def fit_ranks(shapes: Sequence[Shape], rule: TpRule) -> list[Fit]:
 
     Raises Undetermined where shards of these shapes are not what the rule says.
     """
-    dim, total = rule.dim, sum(rule.blocks)
+    dim, total, holders = rule.dim, sum(rule.blocks), rule.holders
     if dim is None:
-        if len(set(shapes)) != 1:
-            raise _refuse_misfit(rule, shapes)
-        return [_fit(shape, shape, [[(0, size, 0)] for size in shape]) for shape in shapes]
-    if any(len(shape) <= dim or shape[dim] % total for shape in shapes):
+        fits = [_fit(shape, {}) for shape in shapes[:1]] * len(shapes)
+    elif any(len(shape) <= dim or shape[dim] % total for shape in shapes) or len(shapes) % holders:
         raise _refuse_misfit(rule, shapes)
-    widths = [[shape[dim] // total * block for shape in shapes] for block in rule.blocks]
-    if rule.holders == 1:
-        return fit_blocks(shapes, dim, widths)
-    if len(shapes) % rule.holders:
-        raise _refuse_misfit(rule, shapes)
-    first = fit_blocks(shapes[:: rule.holders], dim, [block[:: rule.holders] for block in widths])
-    fits = [fit for fit in first for _ in range(rule.holders)]
+    else:
+        first = shapes[::holders]
+        widths = [[shape[dim] // total * block for shape in first] for block in rule.blocks]
+        fits = [fit for fit in fit_blocks(first, dim, widths) for _ in range(holders)]
     if [fit.local for fit in fits] != list(shapes):
         raise _refuse_misfit(rule, shapes)
     return fits
@@ -225,21 +230,15 @@ def fit_blocks(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]
     The blocks follow one another along ``dim``; ``widths`` are the sizes along it by block and
     rank. Raises Undetermined where shards of these shapes are not made so.
     """
-    others = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+    others = {without_dim(shape, dim) for shape in shapes}
     sums = [sum(block[rank] for block in widths) for rank in range(len(shapes))]
     if len(others) != 1 or sums != [sum(shape[dim : dim + 1]) for shape in shapes]:
         raise _refuse_misfit(TpRule(dim, (1,) * len(widths)), shapes)
-    totals = [sum(block) for block in widths]
-    befores = [[0, *accumulate(block)] for block in widths]
-    fits = []
-    for rank, shape in enumerate(shapes):
-        whole = (*shape[:dim], sum(totals), *shape[dim + 1 :])
-        spans = [[(0, size, 0)] for size in shape]
-        blocks = zip(widths, befores, totals, strict=True)
-        sizes = ((own[rank], before[rank], total) for own, before, total in blocks)
-        spans[dim] = list(_place_blocks(sizes))
-        fits.append(_fit(shape, whole, spans))
-    return fits
+    placed = [(block, [0, *accumulate(block)]) for block in widths]
+    return [
+        _fit(shape, {dim: [(sizes[rank], ends[rank], ends[-1]) for sizes, ends in placed]})
+        for rank, shape in enumerate(shapes)
+    ]
 
 
 def _refuse_misfit(rule: TpRule, shapes: Sequence[Shape]) -> Undetermined:
@@ -252,29 +251,6 @@ def list_shapes(shapes: Sequence[Shape]) -> str:
     return ", ".join(
         f"{shape} on {count} ranks" if count > 1 else f"{shape}" for shape, count in runs
     )
-
-
-Span = tuple[int, int, int]
-
-
-def _place_blocks(blocks: Iterable[Span]) -> Iterator[Span]:
-    """Yield for each block where it begins in the shard, its size, and where it belongs.
-
-    ``blocks`` are the rank's size of each, that of the ranks before, and that of all.
-    """
-    local = start = 0
-    for size, before, total in blocks:
-        yield local, size, start + before
-        local, start = local + size, start + total
-
-
-def _fit(local: Shape, whole: Shape, spans: Sequence[Sequence[Span]]) -> Fit:
-    pieces = []
-    for combination in product(*spans):
-        shape = [size for _, size, _ in combination]
-        inner = Box.at([start for start, _, _ in combination], shape)
-        pieces.append((inner, Box.at([start for _, _, start in combination], shape)))
-    return Fit(local, whole, tuple(pieces))
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +312,8 @@ def merge_ranks(
     ordered = [parts[rank] for rank in range(world)]
     first, dim = ordered[0], rule.dim
     for rank, part in enumerate(ordered):
-        if part.dtype != first.dtype or _without(part.shape, dim) != _without(first.shape, dim):
+        others = [p.shape if dim is None else without_dim(p.shape, dim) for p in (part, first)]
+        if part.dtype != first.dtype or others[0] != others[1]:
             message = f"{name}: rank 0 holds {first.dtype} {list(first.shape)},"
             message += f" rank {rank} {part.dtype} {list(part.shape)}"
             message += "" if dim is None else f"; sharded along dim {dim}, only that may differ"
@@ -354,9 +331,3 @@ def merge_ranks(
 def tp_mesh(world: int) -> Mesh:
     """Return the mesh of ``world`` tensor-parallel ranks."""
     return Mesh.of((world,), ("tp",))
-
-
-def _without(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
-    if dim is not None and dim >= len(shape):
-        return shape
-    return shape if dim is None else shape[:dim] + shape[dim + 1 :]

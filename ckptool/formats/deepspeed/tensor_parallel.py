@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckptool.core.box import Box, row_major_strides
+from ckptool.core.box import Box, Piece, row_major_strides
 from ckptool.core.catalog import RankStep, TensorEntry, merge_copies
 from ckptool.core.sharding.tensor_parallel import (
     COLUMN,
@@ -247,13 +247,12 @@ def _fit_affine_map(entry: Mapping[str, Any], shapes: Sequence[Shape]) -> list[F
     return fits
 
 
-def _place_piece(piece: Mapping[str, Any], shard: Shape, whole: Shape) -> tuple[Box, Box]:
+def _place_piece(piece: Mapping[str, Any], shard: Shape, whole: Shape) -> Piece:
     if piece.get("scale", 1.0) != 1.0:
         raise Undetermined("ranks store it scaled")
     size = read_sizes(piece.get("shape"))
-    return _find_strided_box(size, piece["dest"], shard), _find_strided_box(
-        size, piece["source"], whole
-    )
+    box = _find_strided_box(size, piece["source"], whole)
+    return Piece(box, _find_strided_box(size, piece["dest"], shard))
 
 
 def _find_strided_box(size: Shape, view: Any, shape: Shape) -> Box:

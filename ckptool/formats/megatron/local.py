@@ -15,7 +15,7 @@ from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
-from ckptool.core.box import Box
+from ckptool.core.box import Box, Piece
 from ckptool.core.catalog import Chunk, Path, TensorEntry, flat_name, merge_copies
 from ckptool.core.dtype import DType
 from ckptool.core.sharding.tensor_parallel import Fit
@@ -163,16 +163,14 @@ def _read_parameter(
     return LocalParameter(name, (rank, 0, 0), rank, local, first.dtype, fit=fit)
 
 
-def _join_boxes(
-    boxes: Sequence[Box],
-) -> tuple[tuple[tuple[Box, Box], ...], tuple[int, ...]]:
-    """Return parts' boxes in the rank's tensor and in the whole one, and the rank's shape."""
+def _join_boxes(boxes: Sequence[Box]) -> tuple[tuple[Piece, ...], tuple[int, ...]]:
+    """Return parts' boxes in the whole tensor and in the rank's, and the rank's shape."""
     if len(boxes) == 1:
         shape = boxes[0].shape
-        return ((Box.whole(shape), boxes[0]),), shape
+        return (Piece(boxes[0], Box.whole(shape)),), shape
     pieces, start = [], 0
     for box in boxes:
-        pieces.append((Box.along(0, start, box.shape), box))
+        pieces.append(Piece(box, Box.along(0, start, box.shape)))
         start += box.shape[0]
     return tuple(pieces), (start, *boxes[0].shape[1:])
 

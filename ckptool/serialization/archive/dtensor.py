@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ckptool.core.box import Box
+from ckptool.core.box import Box, Piece
 from ckptool.core.catalog import Extent
 from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh, Partial, Placement, Replicate, Shard, StridedShard
-from ckptool.core.sharding.dtensor import SHARD_ATTRIBUTES, Piece, declared_pieces
+from ckptool.core.sharding.dtensor import SHARD_ATTRIBUTES, declared_pieces
 from ckptool.errors import Damaged
 from ckptool.serialization.archive.read import TorchFile
 from ckptool.serialization.archive.tensors import (

@@ -48,8 +48,7 @@ class TensorRef:
         """Refer to what one rank holds of an entry: one box, maybe an empty one, or several."""
         name, itemsize, pieces = entry.name, entry.dtype.itemsize, shard.pieces
         if len(pieces) > 1:
-            boxes = tuple((piece.box, piece.local) for piece in pieces)
-            scattered = ScatteredData(name, shard.shape, boxes, itemsize)
+            scattered = ScatteredData(name, shard.shape, pieces, itemsize)
             return TensorRef(entry.dtype, shard.shape, scattered)
         box = pieces[0].box if pieces else Box.whole(shard.shape)
         return TensorRef(entry.dtype, shard.shape, Data(name, box, itemsize))

@@ -13,9 +13,9 @@ from conftest import calls_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptool.core.box import Box
+from ckptool.core.box import Box, Piece
 from ckptool.core.mesh import Mesh, Partial, Placement, Replicate, Shard, StridedShard
-from ckptool.core.sharding.dtensor import LocalShard, Piece, local_shards
+from ckptool.core.sharding.dtensor import LocalShard, local_shards
 from ckptool.errors import Damaged, Unsupported
 
 VECTORS = json.loads(

@@ -79,7 +79,7 @@ def test_ranks_parts_make_the_whole(units: list[int], data: st.DataObject) -> No
         local = np.concatenate([np.split(block, degree, dim)[index] for block in each], dim)
         where = fit_rank(local.shape, [RankCut(dim, index, degree, blocks)])
         assert where.whole == tuple(shape)
-        for here, there in where.pieces:
+        for there, here in where.pieces:
             found[spans(there)] = local[spans(here)]
     assert (found == whole).all()
 
@@ -96,7 +96,7 @@ def test_blocks_that_a_dim_does_not_have() -> None:
 def test_ranks_that_hold_the_same_part() -> None:
     """Four ranks share two key-value heads of three rows."""
     fits = fit_ranks([(3, 2)] * 4, TpRule(0, holders=2))
-    assert [fit.pieces[0][1].lo[0] for fit in fits] == [0, 0, 3, 3]
+    assert [fit.pieces[0].box.lo[0] for fit in fits] == [0, 0, 3, 3]
     assert {fit.whole for fit in fits} == {(6, 2)}
 
 

@@ -35,7 +35,7 @@ def cut(box: Box) -> tuple[slice, ...]:
 def joined(fits: list[Fit], shards: list[np.ndarray]) -> np.ndarray:
     whole = np.full(fits[0].whole, -1)
     for shard, fit in zip(shards, fits, strict=True):
-        for inner, outer in fit.pieces:
+        for outer, inner in fit.pieces:
             whole[cut(outer)] = shard[cut(inner)]
     return whole
 
